@@ -1,0 +1,54 @@
+"""How every test and doctest runs: on four virtual CPU devices, strictly, compiling once.
+
+These are environment variables and not `jax.config` calls so that they stand before anything
+imports jax, and so that a test's subprocesses run in the same way. It lies beside `jaxkv/` and not
+in `tests/` so that `pytest jaxkv/cells.py` obeys it too.
+"""
+
+import os
+import shutil
+import tempfile
+
+import hypothesis
+import pytest
+
+_OWN_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ
+_CACHE = tempfile.mkdtemp(prefix="jaxkv-xla-") if _OWN_CACHE else None
+if _CACHE:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+
+for _name, _value in {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "4",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+# Compiling trips deadlines and the first example is always slow, so neither says anything here. The
+# fast part draws the same examples every time: a change never fails by another's bad luck.
+_ANY_PACE = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile(
+    "fast", deadline=None, suppress_health_check=_ANY_PACE, max_examples=25, derandomize=True
+)
+hypothesis.settings.register_profile(
+    "slow", deadline=None, suppress_health_check=_ANY_PACE, max_examples=500, print_blob=True
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    slow = config.option.markexpr == "slow"
+    if not config.getoption("--hypothesis-profile"):
+        hypothesis.settings.load_profile("slow" if slow else "fast")
+
+
+def pytest_report_header() -> str:
+    import jax
+    import jaxlib
+
+    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {jax.devices()}"
+
+
+def pytest_unconfigure() -> None:
+    if _CACHE:
+        shutil.rmtree(_CACHE, ignore_errors=True)

@@ -1,0 +1,75 @@
+"""Key/value caches for JAX, as plain values.
+
+A memory is an immutable pytree; everything done to it is a pure function that returns the next one.
+It holds a table of cells, which says who lives where, and rows of keys and values beside it.
+
+Letters, in every shape of this library:
+
+  S  streams, independent tables of cells        L  layers
+  N  cells of a stream                           H  query heads
+  B  tokens of a batch                           K  key/value heads
+  R  rows of a ubatch                            D  head size
+  T  tokens of a row                             O  outputs of a ubatch
+  Q  sequences                                   V  vocabulary
+  W  words of 32 owners                          U  ubatches of a plan
+"""
+
+from jaxkv.attention import attention
+from jaxkv.batch import Batch, Ubatch, make_batch
+from jaxkv.cache import KVCache, make_kv_cache
+from jaxkv.cells import Cells
+from jaxkv.generate import Running, decode, prefill
+from jaxkv.memory import (
+    attend,
+    clear,
+    join,
+    nbytes,
+    seq_cp,
+    seq_keep,
+    seq_pos_max,
+    seq_pos_min,
+    seq_rm,
+    split,
+    used,
+)
+from jaxkv.plan import Plan, Reason, RefusedError
+from jaxkv.planning import apply, init_batch, init_full, plan_step
+from jaxkv.rope import Rope, make_rope, rotate
+from jaxkv.show import show
+from jaxkv.store import Rows
+
+__all__ = [
+    "Batch",
+    "Cells",
+    "KVCache",
+    "Plan",
+    "Reason",
+    "RefusedError",
+    "Rope",
+    "Rows",
+    "Running",
+    "Ubatch",
+    "apply",
+    "attend",
+    "attention",
+    "clear",
+    "decode",
+    "init_batch",
+    "init_full",
+    "join",
+    "make_batch",
+    "make_kv_cache",
+    "make_rope",
+    "nbytes",
+    "plan_step",
+    "prefill",
+    "rotate",
+    "seq_cp",
+    "seq_keep",
+    "seq_pos_max",
+    "seq_pos_min",
+    "seq_rm",
+    "show",
+    "split",
+    "used",
+]

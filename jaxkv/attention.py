@@ -1,0 +1,94 @@
+"""Softmax over the rows that a mask allows. Knows arrays, and nothing of caches."""
+
+import jax
+import jax.numpy as jnp
+
+TILE = 256
+"""Rows that are cleaned at a time when a hidden row holds something that is not finite."""
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attend from every token to the rows that it may see.
+
+    Args:
+      q: `[R, T, H, D]`, queries. Query head h reads key/value head h // (H / K).
+      k: `[R, K, N, D]`, keys, one table for each row of tokens.
+      v: `[R, K, N, Dv]`, values.
+      mask: `[R, T, N]` bool, which rows each token sees.
+      scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
+
+    Returns:
+      `[R, T, H, Dv]` in the dtype of `q`; sums and softmax in float32. A token that sees nothing
+      gets zeros. What stands in a hidden row never matters, even where it is not a number.
+
+    Raises:
+      ValueError: when H is not a multiple of K, or shapes do not fit together.
+
+    Examples:
+      Two equal keys share the attention; a hidden one gets none, whatever it holds:
+
+      >>> q, k = jnp.ones((1, 1, 1, 2)), jnp.ones((1, 1, 3, 2))
+      >>> v = jnp.array([2.0, 4.0, jnp.nan]).reshape(1, 1, 3, 1)
+      >>> attention(q, k, v, jnp.array([[[True, True, False]]]))[0, 0, 0]
+      Array([3.], dtype=float32)
+      >>> attention(q, k, v, jnp.array([[[False, False, False]]]))[0, 0, 0]
+      Array([0.], dtype=float32)
+    """
+    rows, tokens, heads, size = q.shape
+    groups = k.shape[1]
+    if heads % groups or k.shape[:3] != v.shape[:3] or k.shape[3] != size:
+        raise ValueError(
+            f"wanted q [R, T, H, D], k [R, K, N, D] and v [R, K, N, Dv] with H a multiple of K, "
+            f"got {q.shape}, {k.shape} and {v.shape}"
+        )
+    if mask.shape != (rows, tokens, k.shape[2]):
+        raise ValueError(f"wanted a mask {(rows, tokens, k.shape[2])}, got {mask.shape}")
+    scale = size**-0.5 if scale is None else scale
+    # The G query heads of a key head are G rows of one matrix product, so a key is read once.
+    q = q.reshape(rows, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)  # [R, K, G, T, D]
+    packed = (q * jnp.asarray(scale, q.dtype)).reshape(rows, groups, -1, size)
+    logits = jnp.einsum("rkxd,rknd->rkxn", packed, k, preferred_element_type=jnp.float32)
+    logits = logits.reshape(*q.shape[:4], -1)
+    logits = jnp.where(mask[:, None, None], logits, -jnp.inf)
+    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    weights = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0.0, highest))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total == 0.0, 1.0, total)
+    out = _weigh(weights.reshape(rows, groups, -1, k.shape[2]), v)
+    out = out.reshape(*q.shape[:4], -1).transpose(0, 3, 1, 2, 4)
+    return out.reshape(rows, tokens, heads, -1).astype(q.dtype)
+
+
+def _weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Average values, `[R, K, X, N]` times `[R, K, N, Dv]`; a weight of 0 hides even a NaN.
+
+    A plain product lets 0 * NaN through, and cleaning all values first would read and write them
+    all. So the product is looked at, and done again in clean tiles only when it is not finite.
+    """
+    out = jnp.einsum("rkxn,rknd->rkxd", weights, v, preferred_element_type=jnp.float32)
+
+    def again() -> jax.Array:
+        size = min(TILE, v.shape[2])
+
+        def tile(i: jax.Array, total: jax.Array) -> jax.Array:
+            start = jnp.minimum(i * size, v.shape[2] - size)
+            new = start + jnp.arange(size) >= i * size  # the last tile may overlap the one before
+            w = jax.lax.dynamic_slice_in_dim(weights, start, size, axis=3)
+            w = jnp.where(new[None, None, None], w, 0.0)
+            x = jax.lax.dynamic_slice_in_dim(v, start, size, axis=2)
+            bad = ~jnp.isfinite(x)
+            clean = jnp.einsum("rkxn,rknd->rkxd", w, jnp.where(bad, 0, x).astype(jnp.float32))
+            # A row that is seen and is not finite must still show.
+            seen = jnp.einsum("rkxn,rknd->rkxd", (w > 0) * 1.0, bad.astype(jnp.float32))
+            return total + jnp.where(seen > 0, jnp.nan, clean)
+
+        return jax.lax.fori_loop(0, -(-v.shape[2] // size), tile, jnp.zeros_like(out))
+
+    return jax.lax.cond(jnp.all(jnp.isfinite(out)), lambda: out, again)

@@ -1,0 +1,220 @@
+"""Who lives in each cell: a position, its owners, and the rotation its key is still owed.
+
+This table is the truth about a cache. It holds not one byte of keys or values, so every edit of it
+(forgetting, forking, moving) costs the same whatever the model's size. What can be computed from it
+(how many cells are used, the first and last position of a sequence) is computed, never stored.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+EMPTY = -1
+"""Position of a cell that holds no token."""
+
+END = jnp.iinfo(jnp.int32).max
+"""One past every position: what an open range ends with."""
+
+WORD = 32
+"""Sequences whose ownership is packed into one word."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cells:
+    """S independent tables of N cells, shared by Q sequences.
+
+    With one stream every sequence lives in it; with Q streams each sequence has its own. A cell has
+    an owner exactly when it has a position, and an empty cell owes no rotation.
+
+    position: `[S, N]` int32, position of the token in the cell; EMPTY (-1) if there is none.
+    owners: `[S, W, N]` uint32, one bit for each sequence that owns the cell, 32 to a word.
+    shift: `[S, N]` int32, the position now less the position that the key was rotated for.
+    lost: `[Q]` int32, one past the highest position that window reuse took from the sequence.
+    """
+
+    position: jax.Array  # [S, N]
+    owners: jax.Array  # [S, W, N]
+    shift: jax.Array  # [S, N]
+    lost: jax.Array  # [Q]
+
+    @property
+    def streams(self) -> int:
+        """S, the number of independent tables."""
+        return self.position.shape[0]
+
+    @property
+    def size(self) -> int:
+        """N, the number of cells in each stream."""
+        return self.position.shape[1]
+
+    @property
+    def sequences(self) -> int:
+        """Q, the number of sequences that may own cells."""
+        return self.lost.shape[0]
+
+
+def make_cells(*, cells: int, sequences: int, streams: int = 1) -> Cells:
+    """Make a table with every cell empty.
+
+    Args:
+      cells: N, the cells of each stream.
+      sequences: Q, the number of sequence ids, 0 to Q - 1.
+      streams: S, 1 (all sequences share one table) or Q (each has its own).
+
+    Examples:
+      >>> make_cells(cells=4, sequences=2).position
+      Array([[-1, -1, -1, -1]], dtype=int32)
+
+    llama.cpp: `llama_kv_cells`.
+    """
+    words = -(-(sequences // streams) // WORD)
+    return Cells(
+        position=jnp.full((streams, cells), EMPTY, jnp.int32),
+        owners=jnp.zeros((streams, words, cells), jnp.uint32),
+        shift=jnp.zeros((streams, cells), jnp.int32),
+        lost=jnp.zeros((sequences,), jnp.int32),
+    )
+
+
+def home(cells: Cells, seq: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Say where the ownership of a sequence is written: its stream, its word and its bit.
+
+    Any integer may be asked for; one that is no sequence gets some home and must be masked.
+    """
+    if cells.streams == 1:
+        stream, local = jnp.zeros_like(seq), seq
+    else:
+        stream, local = seq, jnp.zeros_like(seq)
+    return stream, local // WORD, (local % WORD).astype(jnp.uint32)
+
+
+def known(cells: Cells, seq: jax.Array) -> jax.Array:
+    """Say whether an integer names a sequence of this table; bool, the shape of `seq`."""
+    return (seq >= 0) & (seq < cells.sequences)
+
+
+def held(cells: Cells, seq: jax.Array) -> jax.Array:
+    """List the positions that one sequence holds, cell by cell of its stream.
+
+    Args:
+      cells: the table.
+      seq: `[]` int32, a sequence id. Any other integer holds nothing.
+
+    Returns:
+      `[N]` int32, the position where the sequence owns the cell, EMPTY elsewhere.
+    """
+    stream, word, bit = home(cells, seq)
+    owns = (cells.owners[stream, word] >> bit) & 1 == 1
+    return jnp.where(owns & known(cells, seq), cells.position[stream], EMPTY)
+
+
+def first(cells: Cells, seq: jax.Array) -> jax.Array:
+    """Find the smallest position that a sequence holds; `[]` int32, -1 if none."""
+    positions = held(cells, seq)
+    lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
+    return jnp.where(lowest == END, EMPTY, lowest)
+
+
+def last(cells: Cells, seq: jax.Array) -> jax.Array:
+    """Find the largest position that a sequence holds; `[]` int32, -1 if none."""
+    return jnp.max(held(cells, seq))
+
+
+def free(cells: Cells) -> jax.Array:
+    """Say which cells are empty; `[S, N]` bool."""
+    return cells.position == EMPTY
+
+
+def used(cells: Cells) -> jax.Array:
+    """Count the cells that hold a token, over all streams; `[]` int32."""
+    return jnp.sum(~free(cells), dtype=jnp.int32)
+
+
+def remove(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> Cells:
+    """Take one sequence (every sequence if `seq` is -1) off its cells in a range of positions.
+
+    Args:
+      cells: the table.
+      seq: `[]` int32, a sequence id, or -1. Any other integer changes nothing.
+      start: `[]` int32, first position of the range; negative means 0.
+      stop: `[]` int32, one past the last; negative means no end, and 0 an empty range.
+
+    Returns:
+      The table after it. A cell that loses its last owner is empty.
+    """
+    mine = jnp.where(seq == -1, ~jnp.uint32(0), _bits(cells, seq))
+    gone = mine[..., None] & _spread(_within(cells, start, stop))
+    return _with_owners(cells, cells.owners & ~gone)
+
+
+def copy(cells: Cells, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array) -> Cells:
+    """Make one or more sequences of the same stream owners of another's cells in a range.
+
+    What `dst` held before stays its own: a merge, and doing it twice is doing it once.
+
+    Args:
+      cells: the table.
+      src: `[]` int32, the sequence that owns the cells already.
+      dst: `[]` or `[n]` int32, the sequences that will own them too.
+      start: `[]` int32, first position of the range; negative means 0.
+      stop: `[]` int32, one past the last; negative means no end, and 0 an empty range.
+    """
+    shared = _owned_by(cells, _bits(cells, src)) & _within(cells, start, stop)
+    gained = jax.vmap(partial(_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
+    gained = jax.lax.reduce_or(gained, axes=(0,))
+    return _with_owners(cells, cells.owners | (gained[..., None] & _spread(shared)))
+
+
+def keep(cells: Cells, seq: jax.Array) -> Cells:
+    """Empty every cell that one sequence does not own, and make it the only owner of the rest."""
+    only = _with_owners(cells, cells.owners & _bits(cells, seq)[..., None])
+    only = replace(only, lost=jnp.where(jnp.arange(cells.sequences) == seq, cells.lost, 0))
+    return jax.tree.map(lambda new, old: jnp.where(known(cells, seq), new, old), only, cells)
+
+
+def clear(cells: Cells) -> Cells:
+    """Empty every cell; nothing is owed and nothing was lost."""
+    return Cells(
+        position=jnp.full_like(cells.position, EMPTY),
+        owners=jnp.zeros_like(cells.owners),
+        shift=jnp.zeros_like(cells.shift),
+        lost=jnp.zeros_like(cells.lost),
+    )
+
+
+def _bits(cells: Cells, seq: jax.Array) -> jax.Array:
+    """Write one sequence, `[]`, as words that can be laid over `owners`; `[S, W]` uint32."""
+    stream, word, bit = home(cells, seq)
+    streams, words, _ = cells.owners.shape
+    here = (jnp.arange(streams)[:, None] == stream) & (jnp.arange(words)[None] == word)
+    return jnp.where(here & known(cells, seq), jnp.uint32(1) << bit, jnp.uint32(0))
+
+
+def _owned_by(cells: Cells, bits: jax.Array) -> jax.Array:
+    """Say which cells have an owner among `bits`, `[S, W]`; `[S, N]` bool."""
+    return jnp.any(cells.owners & bits[..., None] != 0, axis=1)
+
+
+def _within(cells: Cells, start: jax.Array, stop: jax.Array) -> jax.Array:
+    """Say which cells hold a position of a range; `[S, N]` bool. Empty cells never do."""
+    start, stop = jnp.maximum(start, 0), jnp.where(stop < 0, END, stop)
+    return (cells.position >= start) & (cells.position < stop)
+
+
+def _spread(cell: jax.Array) -> jax.Array:
+    """Turn a bool for each cell into words of all ones or none; `[S, N]` to `[S, 1, N]`."""
+    return jnp.where(cell, ~jnp.uint32(0), jnp.uint32(0))[:, None]
+
+
+def _with_owners(cells: Cells, owners: jax.Array) -> Cells:
+    """Change owners; a cell that nobody owns any more is empty and owes nothing."""
+    kept = jnp.any(owners != 0, axis=1)
+    return replace(
+        cells,
+        owners=owners,
+        position=jnp.where(kept, cells.position, EMPTY),
+        shift=jnp.where(kept, cells.shift, 0),
+    )

@@ -1,0 +1,120 @@
+"""The loop: place a token for each sequence, run the model, pick the next one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.batch import Batch, Ubatch
+from jaxkv.planning import apply, init_batch, plan_step
+
+Memory = TypeVar("Memory")
+Model = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
+"""`(weights, memory, ubatch) -> memory, logits [O, V]`."""
+Sample = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""`(logits [T, V], sequences [T], positions [T]) -> tokens [T]`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Running:
+    """Where each of T sequences stands in a generation.
+
+    token: `[T]` int32, the token that was picked last and is not in the memory yet.
+    position: `[T]` int32, where it will stand.
+    sequence: `[T]` int32, the sequence it belongs to.
+    active: `[T]` bool, the sequences that go on.
+    full: `[]` bool, whether the loop stopped because the memory had no room for the next tokens.
+    """
+
+    token: jax.Array  # [T]
+    position: jax.Array  # [T]
+    sequence: jax.Array  # [T]
+    active: jax.Array  # [T]
+    full: jax.Array  # []
+
+
+def prefill(
+    step: Model, weights: Any, memory: Memory, batch: Batch, *, ubatch_size: int = 512
+) -> tuple[Memory, jax.Array]:
+    """Run a batch through a model, ubatch by ubatch.
+
+    Args:
+      step: compiled `(weights, memory, ubatch) -> memory, logits`, which applies the ubatch; it may
+        donate the memory.
+      weights: whatever the model wants.
+      memory: a memory with room for the batch.
+      batch: the tokens, `make_batch` makes it.
+      ubatch_size: the most tokens that are computed at once.
+
+    Returns:
+      The memory after the batch, and the logits of its output tokens, `[n, V]`, in its order.
+
+    Raises:
+      RefusedError: when there is no room or the batch is at fault. It is raised before anything
+        runs, so the memory is still there.
+    """
+    plan = init_batch(memory, batch, ubatch_size=ubatch_size).check()
+    logits = []
+    for ubatch in plan.ubatches:
+        memory, out = step(weights, memory, ubatch)
+        logits.append(out)
+    return memory, plan.collect(logits)
+
+
+def decode(
+    model: Model,
+    sample: Sample,
+    weights: Any,
+    memory: Memory,
+    running: Running,
+    stop: jax.Array,
+    *,
+    steps: int,
+) -> tuple[Memory, Running, jax.Array]:
+    """Generate up to `steps` tokens for each sequence in one loop on the device. Made to be jitted.
+
+    A sequence ends with its stop token, which is not put into the memory. When there is no room for
+    the next tokens the loop ends, nothing is overwritten, and `full` says so.
+
+    Args:
+      model: `(weights, memory, ubatch) -> memory, logits`, called after the ubatch is applied.
+      sample: `(logits, sequences, positions) -> tokens`, `positions` being where they will stand.
+      weights: whatever the model wants.
+      memory: the memory after the prompts; donate it.
+      running: where each sequence stands.
+      stop: `[n]` int32, the tokens that end a sequence; may be empty.
+      steps: the most tokens to generate for each sequence, static.
+
+    Returns:
+      The memory, where each sequence stands now, and the tokens that were picked, `[T, steps]`, -1
+      where a sequence had ended.
+    """
+
+    def goes_on(carry: tuple) -> jax.Array:
+        _, running, _, i = carry
+        return (i < steps) & jnp.any(running.active) & ~running.full
+
+    def body(carry: tuple) -> tuple:
+        memory, running, out, i = carry
+        ubatch, ok = plan_step(memory, running.token, running.sequence, running.active)
+        memory, logits = model(weights, apply(memory, ubatch), ubatch)
+        position = running.position + 1
+        token = sample(logits, running.sequence, position)
+        goes = running.active & ok
+        ended = jnp.any(token[:, None] == stop[None], axis=1)
+        out = out.at[:, i].set(jnp.where(goes, token, -1))
+        running = replace(
+            running,
+            token=jnp.where(goes, token, running.token),
+            position=jnp.where(goes, position, running.position),
+            active=running.active & ~(ok & ended),
+            full=~ok,
+        )
+        return memory, running, out, i + 1
+
+    out = jnp.full((running.token.shape[0], steps), -1, jnp.int32)
+    memory, running, out, _ = jax.lax.while_loop(goes_on, body, (memory, running, out, 0))
+    return memory, running, out

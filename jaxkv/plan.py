@@ -1,0 +1,111 @@
+"""Plans: values that say what will be done to a memory, before anything is touched."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.batch import NOWHERE, Ubatch, is_concrete
+
+
+class Reason(IntEnum):
+    """Why a sequence of a batch was refused; FITS for one that was not."""
+
+    FITS = 0
+    NO_ROOM = 1
+    NOT_NEXT = 2
+    GAP = 3
+    DUPLICATE = 4
+    DECREASING = 5
+    UNKNOWN_SEQUENCE = 6
+
+
+ADVICE = {
+    Reason.NO_ROOM: "it brings {expected} tokens and {found} cells are free for it: remove a "
+    "sequence (seq_rm), go on with those that fit (batch.only(plan.fits)), or make a larger memory",
+    Reason.NOT_NEXT: "its first token must stand at {expected}, one past the last, but stands at "
+    "{found}: pass positions=None, or remove what lies from there on (seq_rm)",
+    Reason.GAP: "a token must stand at {expected}, one past the token before it, but stands at "
+    "{found}: positions of a batch have no gaps",
+    Reason.DUPLICATE: "a token must stand at {expected}, but stands at {found}, where another token "
+    "of the batch does: one position holds one token",
+    Reason.DECREASING: "a token must stand at {expected}, but stands at {found}, before the one that "
+    "comes before it: put the tokens of a sequence in the order of their positions",
+    Reason.UNKNOWN_SEQUENCE: "the batch names a sequence that the memory does not have",
+}
+
+
+class RefusedError(RuntimeError):
+    """A plan that was refused was asked to be carried out; the message says what to do."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Where the tokens of a batch will live, or why they will not.
+
+    ubatches: the parts to compute, in order, each a `Ubatch` with its slots. The slots of a refused
+      plan are all past the last cell: applied and computed, it changes nothing.
+    ok: `[]` bool, whether every token of the batch has a place. All or nothing.
+    reason: `[Q]` int32, a `Reason` for each sequence; FITS for one that is not in the batch.
+    fits: `[Q]` bool, the sequences that would all fit together, the smallest first.
+    expected: `[Q]` int32, what was wanted: a position, or a number of cells where there is no room.
+    found: `[Q]` int32, what was there instead.
+    """
+
+    ubatches: tuple[Ubatch, ...]
+    ok: jax.Array
+    reason: jax.Array  # [Q]
+    fits: jax.Array  # [Q]
+    expected: jax.Array  # [Q]
+    found: jax.Array  # [Q]
+
+    def check(self) -> "Plan":
+        """Return the plan if it is carried out, else raise and say what to do.
+
+        Raises:
+          RefusedError: when the plan was refused.
+          TypeError: inside a transformation, where nobody can know: look at `ok` there.
+
+        Examples:
+          >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)
+          >>> init_batch(memory, make_batch([1, 2, 3, 4, 5])).check()
+          Traceback (most recent call last):
+          ...
+          jaxkv.plan.RefusedError: the batch was refused, and nothing was changed.
+          sequence 0: NO_ROOM, it brings 5 tokens and 4 cells are free for it: remove a \
+sequence (seq_rm), go on with those that fit (batch.only(plan.fits)), or make a larger memory
+        """
+        if not is_concrete(self.ok):
+            raise TypeError("plan.check() raises, which traced code cannot do: use plan.ok there")
+        if self.ok:
+            return self
+        lines = ["the batch was refused, and nothing was changed."]
+        expected, found = np.asarray(self.expected), np.asarray(self.found)
+        for seq, code in enumerate(np.asarray(self.reason)):
+            if code != Reason.FITS:
+                advice = ADVICE[Reason(code)].format(expected=expected[seq], found=found[seq])
+                lines.append(f"sequence {seq}: {Reason(code).name}, {advice}")
+        if len(lines) == 1:
+            lines.append(ADVICE[Reason.UNKNOWN_SEQUENCE])
+        raise RefusedError("\n".join(lines))
+
+    def collect(self, logits: list[jax.Array]) -> jax.Array:
+        """Put the logits of all ubatches in the order of the batch.
+
+        Args:
+          logits: for each ubatch, `[O, V]`, a row for each of its `outputs`.
+
+        Returns:
+          `[n, V]`, a row for each token of the batch that wanted logits, in the order of the batch.
+          Traced, where n cannot be known, rows that only pad come last.
+        """
+        order = [ubatch.order for ubatch in self.ubatches]
+        if is_concrete(order):
+            order = np.concatenate([np.asarray(one) for one in order])
+            take = np.argsort(order, stable=True)[: np.sum(order != NOWHERE)]
+        else:
+            take = jnp.argsort(jnp.concatenate(order), stable=True)
+        return jnp.concatenate(logits)[take]

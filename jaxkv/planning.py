@@ -1,0 +1,357 @@
+"""Planning a batch: check it, find room for it, and choose a cell for every token."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.batch import (
+    NOWHERE,
+    Batch,
+    Ubatch,
+    bucket,
+    is_concrete,
+    make_batch,
+    rank,
+    rows,
+    simple_split,
+)
+from jaxkv.memory import (
+    join,
+    split,
+    table_admit,
+    table_last,
+    table_place,
+    table_sequences,
+    table_settle,
+)
+from jaxkv.plan import Plan, Reason
+
+Memory = TypeVar("Memory")
+
+
+def init_batch(memory: Any, batch: Batch, *, ubatch_size: int = 512) -> Plan:
+    """Plan where the tokens of a batch go. Looks at the table only, and changes nothing.
+
+    The batch is checked first: each sequence goes on one past its last position (one that is empty
+    may start anywhere), without gaps, duplicates or steps back. Then every token finds a cell, or
+    none does.
+
+    Args:
+      memory: any memory.
+      batch: the tokens, `make_batch` makes it. Traced, it must fit one ubatch or come in rows.
+      ubatch_size: the most tokens that are computed at once; what is left over at the end is padded
+        to a power of two, so that few shapes are ever compiled.
+
+    Returns:
+      A `Plan`. Whether it is carried out is a value, `plan.ok`; `plan.check()` raises instead.
+
+    Raises:
+      ValueError: when a sequence id is known and is none of the memory, when nothing is in the
+        batch, or when a traced batch is longer than `ubatch_size`.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2, sequences=2)
+      >>> plan = init_batch(memory, make_batch([[1, 2, 3], [4, 5]]))
+      >>> plan.ok.item(), plan.fits.tolist()
+      (False, [False, True])
+
+      The batch does not fit, but the shorter prompt alone does:
+
+      >>> batch = make_batch([[1, 2, 3], [4, 5]]).only(plan.fits)
+      >>> memory = apply(memory, init_batch(memory, batch))
+      >>> seq_pos_max(memory, [0, 1]).tolist()
+      [-1, 1]
+
+    llama.cpp: `llama_memory_i::init_batch`.
+    """
+    if ubatch_size < 1:
+        raise ValueError(f"ubatch_size must be at least 1, got {ubatch_size}")
+    table, _ = split(memory)
+    flat, full, tail, outputs = _layout(batch, ubatch_size, table_sequences(table))
+    plan = _plan(table, flat, full, tail, outputs=outputs)
+    whole = np.sum(full[:, 0, 0] != NOWHERE)  # the others only fill up a bucket of ubatches
+    return replace(plan, ubatches=(*plan.ubatches[:whole], plan.ubatches[-1]))
+
+
+def plan_step(
+    memory: Any, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
+) -> tuple[Ubatch, jax.Array]:
+    """Plan one more token for each of several sequences: the short call for generation loops.
+
+    Args:
+      memory: any memory.
+      tokens: `[T]` int32, one for each sequence.
+      sequences: `[T]` int32, the sequences, each at most once.
+      valid: `[T]` bool, the sequences that go on; the others are padding.
+
+    Returns:
+      A ubatch whose outputs are all T tokens in this order, and `ok`, `[]` bool. When it is False
+      there is no room for all of them, and the ubatch changes nothing.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2, sequences=2)
+      >>> ubatch, ok = plan_step(memory, jnp.array([7, 8]), jnp.arange(2), jnp.array([True, True]))
+      >>> ok.item(), ubatch.slots.tolist(), ubatch.outputs.tolist()
+      (True, [[0, 1]], [0, 1])
+    """
+    table, _ = split(memory)
+    flat = make_batch(tokens, sequences=sequences, valid=valid, outputs=valid)
+    tail = np.arange(flat.valid.shape[0], dtype=np.int32)[None]
+    plan = _plan(table, flat, _no_full(tail), tail, outputs=tail.size)
+    return plan.ubatches[0], plan.ok
+
+
+def init_full(memory: Any, *, ubatch_size: int = 512, outputs: int | None = None) -> Plan:
+    """Plan the largest ubatch of a full memory, as shapes: for compiling ahead and counting bytes.
+
+    Nothing is allocated, and `memory` may be shapes itself (`jax.eval_shape`).
+
+    Args:
+      memory: any memory, or its shapes.
+      ubatch_size: the most tokens that will be computed at once.
+      outputs: the most tokens of a ubatch that output logits, by default one for each sequence.
+
+    Returns:
+      A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`.
+
+    Examples:
+      >>> make = lambda: make_kv_cache(layers=2, cells=4096, heads=8, size=128, sequences=4)
+      >>> memory = jax.eval_shape(make)
+      >>> plan = init_full(memory, ubatch_size=256)
+      >>> compiled = jax.jit(apply).lower(memory, plan.ubatches[0]).compile()
+
+    llama.cpp: `llama_memory_i::init_full`.
+    """
+    table, _ = split(memory)
+    sequences = table_sequences(table)
+    outputs = min(sequences, ubatch_size) if outputs is None else outputs
+    index = np.full((1, ubatch_size), NOWHERE, np.int32)
+    flat = make_batch(np.zeros(ubatch_size, np.int32))
+
+    plan = partial(_plan, full=_no_full(index), outputs=min(bucket(outputs), ubatch_size))
+    return jax.eval_shape(lambda table: plan(table, flat, tail=index), table)
+
+
+def apply(memory: Memory, part: Ubatch | Plan) -> Memory:
+    """Commit a ubatch: the only function that carries out a plan.
+
+    Args:
+      memory: any memory.
+      part: a ubatch of a plan, or a plan of a single ubatch.
+
+    Returns:
+      The memory with the ubatch in its table; `attend` writes the rows. If the plan was refused, or
+      the table is no longer as it was when the ubatch was planned (another was applied since, or
+      the same one twice), the memory as it was, bit for bit.
+
+    Raises:
+      ValueError: when the plan has several ubatches, since the model must run between them.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)
+      >>> plan = init_batch(memory, make_batch([1, 2]))
+      >>> once = apply(memory, plan)
+      >>> twice = apply(once, plan)
+      >>> used(memory).item(), used(once).item(), used(twice).item()
+      (0, 2, 2)
+
+    llama.cpp: `llama_memory_context_i::apply`.
+    """
+    if isinstance(part, Plan):
+        if len(part.ubatches) != 1:
+            raise ValueError(
+                f"a plan of {len(part.ubatches)} ubatches cannot be applied at once, since the model "
+                f"runs between them: apply each of plan.ubatches in its turn"
+            )
+        part = part.ubatches[0]
+    table, rows = split(memory)
+    return join(_settle(table, part), rows)
+
+
+@jax.jit
+def _settle(table: Any, ubatch: Ubatch) -> Any:
+    return table_settle(table, ubatch)
+
+
+def _layout(
+    batch: Batch, ubatch_size: int, sequences: int
+) -> tuple[Batch, np.ndarray, np.ndarray, int]:
+    """Decide which token is computed when; by shapes alone where the batch is traced.
+
+    Returns:
+      The batch as a flat list of a bucketed length; the full ubatches and the last one as indices
+      into it, see `simple_split`; and how many outputs the ubatch with the most of them has, in a
+      bucket too.
+    """
+    if is_concrete(batch):
+        return _layout_known(batch, ubatch_size, sequences)
+    if batch.valid.ndim == 2:
+        tail = np.arange(batch.valid.size, dtype=np.int32).reshape(batch.valid.shape)
+        batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+        return batch, _no_full(tail), tail, tail.size
+    count = batch.valid.shape[0]
+    if count > ubatch_size:
+        raise ValueError(
+            f"a traced batch must fit one ubatch: wanted at most {ubatch_size} tokens, got {count}; "
+            f"plan it outside of jit, or raise ubatch_size"
+        )
+    full, tail = simple_split(count, ubatch_size)
+    most = tail.size if batch.outputs is not None else min(tail.size, bucket(sequences))
+    return _pad(batch, tail.size), full, tail, most
+
+
+def _layout_known(
+    batch: Batch, ubatch_size: int, sequences: int
+) -> tuple[Batch, np.ndarray, np.ndarray, int]:
+    axes = batch.valid.ndim
+    batch = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[axes:]), batch)
+    there = np.flatnonzero(batch.valid)
+    if not there.size:
+        raise ValueError("nothing to plan: the batch has no valid token")
+    named = batch.sequences[there]
+    wrong = named[(named < 0) | (named >= sequences)]
+    if wrong.size:
+        raise ValueError(f"wanted sequence ids from 0 to {sequences - 1}, got {wrong[0]}")
+    full, tail = simple_split(there.size, ubatch_size)
+    if batch.outputs is None:
+        most = np.unique(named).size
+    else:
+        wanted = batch.outputs[there]
+        most = max(wanted[i : i + ubatch_size].sum() for i in range(0, wanted.size, ubatch_size))
+    # `simple_split` counts the tokens that are there; this turns its numbers into batch indices.
+    index = np.append(there, NOWHERE).astype(np.int32)
+    full, tail = (index[np.minimum(part, there.size)] for part in (full, tail))
+    return _pad(batch, bucket(batch.valid.size)), full, tail, min(bucket(int(most)), ubatch_size)
+
+
+def _no_full(tail: np.ndarray) -> np.ndarray:
+    return np.zeros((0, *tail.shape), np.int32)
+
+
+def _pad(batch: Batch, size: int) -> Batch:
+    xp = np if is_concrete(batch) else jnp
+    extra = size - batch.valid.shape[0]
+    return jax.tree.map(lambda x: xp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
+
+
+def _plan(table: Any, batch: Batch, full: np.ndarray, tail: np.ndarray, *, outputs: int) -> Plan:
+    """Number the tokens of each sequence, on the host if it knows them, and plan the rest there."""
+    return _plan_numbered(
+        table, batch, rank(batch.sequences, batch.valid), full, tail, outputs=outputs
+    )
+
+
+@partial(jax.jit, static_argnames="outputs")
+def _plan_numbered(
+    table: Any,
+    batch: Batch,
+    numbers: tuple[jax.Array, jax.Array],
+    full: jax.Array,
+    tail: jax.Array,
+    *,
+    outputs: int,
+) -> Plan:
+    count = table_sequences(table)
+    known = (batch.sequences >= 0) & (batch.sequences < count)
+    foreign = jnp.any(batch.valid & ~known)
+    batch = replace(batch, valid=batch.valid & known)
+    ids = jnp.where(batch.valid, batch.sequences, count)
+    wanted = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
+    last = table_last(table, wanted > 0)
+    batch = _complete(batch, ids, numbers[0], wanted, last)
+    reason, expected, found = _faults(batch, ids, numbers, last)
+
+    # Who is at fault takes no room from the others; who finds none is told how much there was.
+    asked = jnp.where(reason == Reason.FITS, wanted, 0)
+    fits, room = table_admit(table, asked)
+    reason = jnp.where(fits, reason, Reason.NO_ROOM)
+    expected, found = jnp.where(fits, expected, wanted), jnp.where(fits, found, room)
+    ok = jnp.all(reason == Reason.FITS) & ~foreign
+
+    def place(carry: tuple[Any, jax.Array], index: jax.Array) -> tuple[Any, Ubatch]:
+        table, last = carry
+        ubatch = _draft(batch, index, last, outputs)
+        ubatch = replace(ubatch, slots=table_place(table, ubatch, ok))
+        ids = jnp.where(ubatch.valid, ubatch.sequences, count)
+        return (
+            table_settle(table, ubatch),
+            last.at[ids].max(ubatch.positions, mode="drop"),
+        ), ubatch
+
+    carry, many = jax.lax.scan(place, (table, last), full)
+    _, one = place(carry, tail)
+    return Plan(
+        ubatches=(*(jax.tree.map(lambda x: x[u], many) for u in range(full.shape[0])), one),
+        ok=ok,
+        reason=reason,
+        fits=reason == Reason.FITS,
+        expected=expected,
+        found=found,
+    )
+
+
+def _complete(
+    batch: Batch, ids: jax.Array, ranks: jax.Array, wanted: jax.Array, last: jax.Array
+) -> Batch:
+    """Fill in what the caller left to us: positions after the last, outputs of the last tokens."""
+    positions, outputs = batch.positions, batch.outputs
+    if positions is None:
+        positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
+    if outputs is None:
+        outputs = ranks + 1 == wanted.at[ids].get(mode="fill", fill_value=0)
+    return replace(batch, positions=positions, outputs=outputs & batch.valid)
+
+
+def _faults(
+    batch: Batch, ids: jax.Array, numbers: tuple[jax.Array, jax.Array], last: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Check the positions of a batch.
+
+    Returns:
+      For each sequence, `[Q]`, a `Reason`, and the positions expected and found at its first fault.
+    """
+    ranks, before = numbers
+    position = batch.positions
+    after = last.at[ids].get(mode="fill", fill_value=-1)
+    previous = jnp.where(ranks == 0, after, position[before])
+    anywhere = (ranks == 0) & (after < 0) & (position >= 0)  # an empty sequence starts where it likes
+    right = ~batch.valid | anywhere | (position == previous + 1)
+    reason = jnp.select(
+        [right, ranks == 0, position == previous, position < previous],
+        [Reason.FITS, Reason.NOT_NEXT, Reason.DUPLICATE, Reason.DECREASING],
+        Reason.GAP,
+    )
+    count, end = last.shape[0], ids.shape[0]
+    # The first token at fault speaks for its sequence.
+    index = jnp.where(right, end, jnp.arange(end))
+    worst = jnp.full(count, end).at[ids].min(index, mode="drop")
+    answer = ((reason, Reason.FITS), (previous + 1, 0), (position, 0))
+    reason, expected, found = (x.at[worst].get(mode="fill", fill_value=fill) for x, fill in answer)
+    return reason, expected, found
+
+
+def _draft(batch: Batch, index: jax.Array, last: jax.Array, outputs: int) -> Ubatch:
+    """Lay the tokens of one ubatch out in rows; it has no slots yet."""
+    part = rows(batch, index)
+    order = jnp.where(part.outputs & part.valid, index, NOWHERE).reshape(-1)
+    tokens = order.shape[0]
+    if outputs == tokens:  # any of them may be an output: none has to be picked
+        pick = jnp.arange(tokens, dtype=jnp.int32)
+    else:
+        pick = jnp.nonzero(order != NOWHERE, size=outputs, fill_value=tokens)[0].astype(jnp.int32)
+    return Ubatch(
+        tokens=part.tokens,
+        embeddings=part.embeddings,
+        positions=part.positions,
+        sequences=part.sequences,
+        streams=jnp.zeros(index.shape[0], jnp.int32),
+        slots=jnp.zeros(index.shape, jnp.int32),
+        valid=part.valid,
+        outputs=jnp.minimum(pick, tokens - 1),
+        order=order.at[pick].get(mode="fill", fill_value=NOWHERE),
+        last=last,
+    )

@@ -1,0 +1,177 @@
+"""Rotating queries and keys by position, as a value that a model and its cache share."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """A rotary embedding: how fast each pair of a head's numbers turns. Hashable, no arrays.
+
+    frequencies: radians per position of each pair; two numbers a pair, so a head has at least twice
+      as many. The numbers of a head beyond them are left alone.
+    interleaved: pairs are neighbours (0, 1), (2, 3) ...; else halves (0, n), (1, n + 1) ... with n
+      pairs, as in Hugging Face models.
+    attention_factor: what a rotated query or key is multiplied by (YaRN); 1 for no change.
+    """
+
+    frequencies: tuple[float, ...]
+    interleaved: bool = False
+    attention_factor: float = 1.0
+
+
+def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) -> Rope:
+    """Make the plain rotary embedding.
+
+    Args:
+      size: rotated numbers of a head, even; D or less.
+      base: the slowest pair turns by nearly 1 / base radians a position.
+      interleaved: which numbers make a pair, see `Rope`.
+
+    Raises:
+      ValueError: when the size is odd.
+
+    Examples:
+      >>> make_rope(4, base=100.0).frequencies
+      (1.0, 0.1)
+    """
+    if size % 2:
+        raise ValueError(f"a rotary embedding turns pairs: wanted an even size, got {size}")
+    frequencies = tuple(float(base ** (-pair / size)) for pair in range(0, size, 2))
+    return Rope(frequencies=frequencies, interleaved=interleaved)
+
+
+def linear(rope: Rope, *, factor: float) -> Rope:
+    """Stretch positions by a factor: `factor` times the context, each position that much closer.
+
+    >>> linear(make_rope(4, base=100.0), factor=2.0).frequencies
+    (0.5, 0.05)
+    """
+    return divide(rope, [factor] * len(rope.frequencies))
+
+
+def divide(rope: Rope, factors: Sequence[float]) -> Rope:
+    """Divide the frequency of each pair by its own factor, as some checkpoints store them.
+
+    Raises:
+      ValueError: when there is not one factor a pair.
+
+    llama.cpp: `rope_freqs`.
+    """
+    if len(factors) != len(rope.frequencies):
+        raise ValueError(f"wanted {len(rope.frequencies)} factors, one a pair, got {len(factors)}")
+    pairs = zip(rope.frequencies, factors, strict=True)
+    return replace(rope, frequencies=tuple(float(f / by) for f, by in pairs))
+
+
+def llama3(
+    rope: Rope, *, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
+) -> Rope:
+    """Stretch slow pairs only, as Llama 3.1 does.
+
+    Pairs that turn more than `high_freq_factor` times over the original context keep their speed,
+    those that turn less than `low_freq_factor` times are slowed by `factor`, and in between the two
+    are blended.
+
+    Args:
+      rope: the plain embedding.
+      factor: how much the slow pairs are slowed.
+      low_freq_factor: turns over the original context below which a pair is slow.
+      high_freq_factor: turns above which it is fast.
+      original: positions of the original context.
+    """
+    frequencies = np.asarray(rope.frequencies)
+    turns = original * frequencies / (2 * math.pi)
+    fast = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    fast = np.clip(fast, 0.0, 1.0)
+    return replace(
+        rope, frequencies=tuple((frequencies * (fast + (1 - fast) / factor)).tolist())
+    )
+
+
+def yarn(
+    rope: Rope,
+    *,
+    factor: float,
+    original: int,
+    base: float,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    attention_factor: float | None = None,
+) -> Rope:
+    """Stretch slow pairs and sharpen attention: YaRN (arXiv 2309.00071).
+
+    Args:
+      rope: the plain embedding.
+      factor: how much longer the context becomes.
+      original: positions of the original context.
+      base: the base that the plain embedding was made with.
+      beta_fast: turns over the original context above which a pair keeps its speed.
+      beta_slow: turns below which a pair is slowed by `factor`.
+      attention_factor: what queries and keys are multiplied by; by default 0.1 ln(factor) + 1.
+    """
+    frequencies = np.asarray(rope.frequencies)
+    pairs = len(frequencies)
+
+    def pair_of(turns: float) -> float:
+        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
+
+    low = max(math.floor(pair_of(beta_fast)), 0)
+    high = min(math.ceil(pair_of(beta_slow)), 2 * pairs - 1)
+    slow = np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0.0, 1.0)
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return replace(
+        rope,
+        frequencies=tuple((frequencies * (1 - slow + slow / factor)).tolist()),
+        attention_factor=attention_factor,
+    )
+
+
+def rotate(x: jax.Array, positions: jax.Array, rope: Rope | None) -> jax.Array:
+    """Turn queries or keys to their positions.
+
+    Args:
+      x: `[..., H, D]`, H heads (any number) of D numbers.
+      positions: `[...]` int32, the shape of `x` without its last two dimensions.
+      rope: the embedding; None leaves `x` as it is.
+
+    Returns:
+      The shape and dtype of `x`; angles, sines and products are computed in float32.
+
+    Examples:
+      A quarter turn of one pair, and the position 0, which leaves everything alone:
+
+      >>> quarter = Rope(frequencies=(math.pi / 2,))
+      >>> x = jnp.array([[1.0, 0.0]])
+      >>> rotate(x, jnp.array(1), quarter).round(3) + 0.0
+      Array([[0., 1.]], dtype=float32)
+      >>> rotate(x, jnp.array(0), quarter)
+      Array([[1., 0.]], dtype=float32)
+    """
+    if rope is None:
+        return x
+    pairs = len(rope.frequencies)
+    if x.shape[-1] < 2 * pairs:
+        raise ValueError(f"a rope of {pairs} pairs needs heads of {2 * pairs}, got {x.shape[-1]}")
+    frequencies = jnp.asarray(np.asarray(rope.frequencies, np.float32))
+    angles = jnp.expand_dims(positions.astype(jnp.float32), (-1, -2)) * frequencies.reshape(
+        (1,) * (x.ndim - 1) + (pairs,)
+    )
+    cos, sin = (rope.attention_factor * f(angles) for f in (jnp.cos, jnp.sin))
+    turned, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
+    if rope.interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+    else:
+        a, b = turned[..., :pairs], turned[..., pairs:]
+    a, b = a * cos - b * sin, b * cos + a * sin
+    if rope.interleaved:
+        turned = jnp.stack([a, b], axis=-1).reshape(turned.shape)
+    else:
+        turned = jnp.concatenate([a, b], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)

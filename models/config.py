@@ -1,0 +1,87 @@
+"""One shape for configs: what `config.json` files leave out or say in older and newer ways."""
+
+from collections.abc import Collection
+from typing import Any
+
+from models.checkpoint import ModelError
+
+# What a family means when its config.json is silent. Files of Gemma 3 leave out most keys.
+_FAMILY = {
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000.0,
+        "rope_theta": 1000000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+}
+_ANY = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def complete(config: dict[str, Any], names: Collection[str], source: str) -> dict[str, Any]:
+    """A copy of a config in which the keys that models ask for are all present.
+
+    After this, `rope_theta` and `rope_scaling` are at the top even if the file nests them in
+    `rope_parameters`; `rope_scaling` is `None` or a dict with `rope_type`; `layer_types` says for
+    every layer "full_attention" or "sliding_attention"; `sliding_window` is `None` where the file
+    switches it off; `tie_word_embeddings` and `attention_bias` agree with the tensors.
+
+    Args:
+        config: the keys as the file has them, `model_type` among them.
+        names: the Hugging Face names of the tensors that the file holds.
+        source: the file's name, for messages.
+    """
+    out = {key: value for key, value in config.items() if value is not None}
+    _lift_rope(out)
+    out = _ANY | _FAMILY.get(out["model_type"], {}) | out
+    for key in _NEEDED:
+        if key not in out:
+            raise ModelError(
+                f"{source} is a {out['model_type']!r} model whose config has no {key}; "
+                "only decoders configured the way llama is can be read."
+            )
+    heads = out["num_attention_heads"]
+    out.setdefault("num_key_value_heads", heads)
+    out.setdefault("head_dim", out["hidden_size"] // heads)
+    if out.get("use_sliding_window") is False:
+        out["sliding_window"] = None
+    out.setdefault("layer_types", _layer_types(out))
+    # Which class wrote the file decides the default of these two, so the tensors are asked.
+    out["tie_word_embeddings"] = (
+        bool(out.get("tie_word_embeddings")) or "lm_head.weight" not in names
+    )
+    out.setdefault("attention_bias", "model.layers.0.self_attn.q_proj.bias" in names)
+    return out
+
+
+def _lift_rope(config: dict[str, Any]) -> None:
+    """Brings the newer `rope_parameters`, and the older `type`, to one form, in place."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if "full_attention" in rope:  # one set of parameters for each kind of layer
+        local = rope.get("sliding_attention") or {}
+        if "rope_theta" in local:
+            config["rope_local_base_freq"] = local["rope_theta"]
+        rope = dict(rope["full_attention"])
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            config[key] = rope.pop(key)
+    kind = rope.pop("type", None)
+    rope.setdefault("rope_type", kind or "default")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+
+
+def _layer_types(config: dict[str, Any]) -> list[str]:
+    layers = range(config["num_hidden_layers"])
+    if config["sliding_window"] is None:
+        slides = [False for _ in layers]
+    elif pattern := config.get("sliding_window_pattern"):  # every pattern-th layer sees all
+        slides = [(layer + 1) % pattern != 0 for layer in layers]
+    else:  # Qwen lets its first layers see all; where no such number is given, every layer slides
+        slides = [layer >= config.get("max_window_layers", 0) for layer in layers]
+    return ["sliding_attention" if slide else "full_attention" for slide in slides]

@@ -1,0 +1,257 @@
+"""The Llama family, written for a jaxkv memory: Llama, Mistral, SmolLM2, Qwen 2 and Qwen 3.
+
+Readable alone: the module below is the whole model. It asks the memory for one thing, `attend`, and
+never sees a mask, a cell or a length.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxkv
+from jaxkv import rope as ropes
+from jaxkv.rope import Rope
+from models.checkpoint import Checkpoint, ModelError
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and switches of a model of the family; hashable.
+
+    layers: L.
+    width: numbers of a token between the layers.
+    hidden: numbers of a token inside the feed-forward part.
+    heads: H, query heads.
+    groups: K, key/value heads.
+    size: D, numbers of a head.
+    vocabulary: V.
+    eps: what keeps a norm from dividing by zero.
+    rope: how queries and keys turn with position.
+    tied: whether the head is the embedding.
+    bias: whether queries, keys and values have biases (Qwen 2).
+    norms: whether queries and keys are normalised head by head (Qwen 3).
+    """
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    groups: int
+    size: int
+    vocabulary: int
+    eps: float
+    rope: Rope
+    tied: bool = True
+    bias: bool = False
+    norms: bool = False
+
+
+class RMSNorm(nnx.Module):
+    """Divides by the root of the mean square, in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        weight = self.weight[...].astype(jnp.float32)
+        return (y * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """One layer: attention over the memory, then a gated feed-forward part."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.config, self.layer = config, layer
+        self.attention_norm = RMSNorm(c.width, c.eps, dtype)
+        # Queries, keys and values are one product, and gate and up another: with few tokens the
+        # time goes into reading weights, and fewer, larger products read them faster.
+        self.qkv = _weights(rngs, c.width, (c.heads + 2 * c.groups) * c.size, dtype)
+        self.output = _weights(rngs, c.heads * c.size, c.width, dtype)
+        if c.bias:
+            self.qkv_bias = nnx.Param(jnp.zeros((c.heads + 2 * c.groups) * c.size, dtype))
+        if c.norms:
+            self.q_norm = RMSNorm(c.size, c.eps, dtype)
+            self.k_norm = RMSNorm(c.size, c.eps, dtype)
+        self.feed_norm = RMSNorm(c.width, c.eps, dtype)
+        self.gate_up = _weights(rngs, c.width, 2 * c.hidden, dtype)
+        self.down = _weights(rngs, c.hidden, c.width, dtype)
+
+    def __call__(
+        self, memory: jaxkv.KVCache, ubatch: jaxkv.Ubatch, x: jax.Array
+    ) -> tuple[jaxkv.KVCache, jax.Array]:
+        c = self.config
+        qkv = self.attention_norm(x) @ self.qkv[...]
+        if c.bias:
+            qkv = qkv + self.qkv_bias[...].reshape(1, 1, -1)
+        qkv = qkv.reshape(*x.shape[:2], c.heads + 2 * c.groups, c.size)
+        q, k, v = jnp.split(qkv, [c.heads, c.heads + c.groups], axis=2)
+        if c.norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = jaxkv.rotate(q, ubatch.positions, c.rope)
+        k = jaxkv.rotate(k, ubatch.positions, c.rope)
+        memory, out = jaxkv.attend(memory, self.layer, ubatch, q, k, v)
+        x = x + out.reshape(*x.shape[:2], -1) @ self.output[...]
+        gate, up = jnp.split(self.feed_norm(x) @ self.gate_up[...], 2, axis=-1)
+        return memory, x + (jax.nn.silu(gate) * up) @ self.down[...]
+
+
+class Llama(nnx.Module):
+    """The model: tokens in, logits of the tokens that want them out."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        # Stored `[width, V]` for the product with the last layer; a tied embedding is its columns.
+        self.head = _weights(rngs, config.width, config.vocabulary, dtype)
+        if not config.tied:
+            self.embedding = _weights(rngs, config.vocabulary, config.width, dtype)
+        self.blocks = nnx.List([Block(config, i, dtype, rngs) for i in range(config.layers)])
+        self.norm = RMSNorm(config.width, config.eps, dtype)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
+        if self.config.tied:
+            return jnp.moveaxis(self.head[...][:, tokens], 0, -1)
+        return self.embedding[...][tokens]
+
+    def __call__(
+        self, memory: jaxkv.KVCache, ubatch: jaxkv.Ubatch
+    ) -> tuple[jaxkv.KVCache, jax.Array]:
+        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
+        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
+        for block in self.blocks:
+            memory, x = block(memory, ubatch, x)
+        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
+        return memory, (self.norm(x) @ self.head[...]).astype(jnp.float32)
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the sizes of a model of this family from its checkpoint."""
+    c = checkpoint.config
+    if any(kind != "full_attention" for kind in c["layer_types"]):
+        raise ModelError(
+            f"{checkpoint.source} has layers with a sliding window of {c['sliding_window']} "
+            "positions, which this model file does not read yet."
+        )
+    return Config(
+        layers=c["num_hidden_layers"],
+        width=c["hidden_size"],
+        hidden=c["intermediate_size"],
+        heads=c["num_attention_heads"],
+        groups=c["num_key_value_heads"],
+        size=c["head_dim"],
+        vocabulary=c["vocab_size"],
+        eps=c["rms_norm_eps"],
+        rope=rope_of(checkpoint),
+        tied=c["tie_word_embeddings"],
+        bias=c["attention_bias"],
+        norms="model.layers.0.self_attn.q_norm.weight" in checkpoint.tensors,
+    )
+
+
+def rope_of(checkpoint: Checkpoint) -> Rope:
+    """Read the rotary embedding of a checkpoint, stretched as its config says."""
+    c = checkpoint.config
+    size = int(c["head_dim"] * c.get("partial_rotary_factor", 1.0))
+    rope = jaxkv.make_rope(size, base=c["rope_theta"])
+    scaling = dict(c["rope_scaling"] or {"rope_type": "default"})
+    original = scaling.get("original_max_position_embeddings", c.get("max_position_embeddings"))
+    match scaling["rope_type"]:
+        case "default":
+            return rope
+        case "linear":
+            return ropes.linear(rope, factor=scaling["factor"])
+        case "factors":
+            return ropes.divide(rope, scaling["factors"])
+        case "llama3":
+            return ropes.llama3(
+                rope,
+                factor=scaling["factor"],
+                low_freq_factor=scaling["low_freq_factor"],
+                high_freq_factor=scaling["high_freq_factor"],
+                original=original,
+            )
+        case "yarn":
+            return ropes.yarn(
+                rope,
+                factor=scaling["factor"],
+                original=original,
+                base=c["rope_theta"],
+                beta_fast=scaling.get("beta_fast") or 32.0,
+                beta_slow=scaling.get("beta_slow") or 1.0,
+                attention_factor=scaling.get("attention_factor"),
+            )
+    raise ModelError(
+        f"{checkpoint.source} stretches its positions by {scaling['rope_type']!r}; "
+        "known are linear, llama3, yarn and factors stored in the file."
+    )
+
+
+def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
+    """Name where each weight of `Llama` comes from: a tree of functions that read and arrange it.
+
+    Nothing is read here. Called one after another, and each result put on the device before the
+    next, they never hold more than one layer's worth beside the model.
+    """
+    read = checkpoint.tensor
+
+    def joined(layer: str, *names: str):
+        return lambda: np.concatenate([read(f"{layer}.{name}.weight") for name in names]).T
+
+    def block(i: int) -> dict:
+        layer = f"model.layers.{i}"
+        attention = f"{layer}.self_attn"
+        tree = {
+            "attention_norm": {"weight": lambda: read(f"{layer}.input_layernorm.weight")},
+            "qkv": joined(attention, "q_proj", "k_proj", "v_proj"),
+            "output": joined(attention, "o_proj"),
+            "feed_norm": {"weight": lambda: read(f"{layer}.post_attention_layernorm.weight")},
+            "gate_up": joined(f"{layer}.mlp", "gate_proj", "up_proj"),
+            "down": joined(f"{layer}.mlp", "down_proj"),
+        }
+        if config.bias:
+            names = [f"{attention}.{name}_proj.bias" for name in "qkv"]
+            tree["qkv_bias"] = lambda: np.concatenate([read(name) for name in names])
+        if config.norms:
+            for name in ("q_norm", "k_norm"):
+                tree[name] = {"weight": lambda name=name: read(f"{attention}.{name}.weight")}
+        return tree
+
+    tree = {
+        "head": lambda: read("model.embed_tokens.weight" if config.tied else "lm_head.weight").T,
+        "blocks": {i: block(i) for i in range(config.layers)},
+        "norm": {"weight": lambda: read("model.norm.weight")},
+    }
+    if not config.tied:
+        tree["embedding"] = lambda: read("model.embed_tokens.weight")
+    return tree
+
+
+def make_memory(
+    config: Config, *, cells: int, sequences: int, dtype: jnp.dtype
+) -> jaxkv.KVCache:
+    """Make the memory that a model of this family needs."""
+    return jaxkv.make_kv_cache(
+        layers=config.layers,
+        cells=cells,
+        sequences=sequences,
+        heads=config.groups,
+        size=config.size,
+        dtype=dtype,
+        rope=config.rope,
+    )
+
+
+def _weights(rngs: nnx.Rngs, rows: int, columns: int, dtype: jnp.dtype) -> nnx.Param:
+    return nnx.Param(jax.random.normal(rngs.params(), (rows, columns), dtype) * rows**-0.5)
+
+
+MODULE = Llama
