@@ -5,9 +5,11 @@ imports jax, and so that a test's subprocesses run in the same way. It lies besi
 in `tests/` so that `pytest jaxkv/cells.py` obeys it too.
 """
 
+import math
 import os
 import shutil
 import tempfile
+from typing import Any
 
 import hypothesis
 import pytest
@@ -47,6 +49,18 @@ def pytest_report_header() -> str:
     import jaxlib
 
     return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {jax.devices()}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def names_of_examples(doctest_namespace: dict[str, Any]) -> None:
+    """Let the examples in docstrings use the library without importing it each time."""
+    import jax
+    import numpy
+
+    import jaxkv
+
+    doctest_namespace.update({name: getattr(jaxkv, name) for name in jaxkv.__all__})
+    doctest_namespace.update(jax=jax, jnp=jax.numpy, np=numpy, math=math)
 
 
 def pytest_unconfigure() -> None:

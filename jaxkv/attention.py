@@ -60,14 +60,13 @@ def attention(
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     weights = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0.0, highest))
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total == 0.0, 1.0, total)
-    out = _weigh(weights.reshape(rows, groups, -1, k.shape[2]), v)
-    out = out.reshape(*q.shape[:4], -1).transpose(0, 3, 1, 2, 4)
-    return out.reshape(rows, tokens, heads, -1).astype(q.dtype)
+    out = _weigh(weights.reshape(rows, groups, -1, k.shape[2]), v).reshape(*q.shape[:4], -1)
+    out = out / jnp.where(total == 0.0, 1.0, total)
+    return out.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, -1).astype(q.dtype)
 
 
 def _weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Average values, `[R, K, X, N]` times `[R, K, N, Dv]`; a weight of 0 hides even a NaN.
+    """Add up weighted values, `[R, K, X, N]` times `[R, K, N, Dv]`; a weight of 0 hides even a NaN.
 
     A plain product lets 0 * NaN through, and cleaning all values first would read and write them
     all. So the product is looked at, and done again in clean tiles only when it is not finite.

@@ -121,7 +121,9 @@ def make_batch(
         embeddings = embeddings if isinstance(embeddings, jax.Array) else np.asarray(embeddings)
         shape = embeddings.shape[:-1]
     if np.ndim(sequences) == 0:
-        sequences = np.full(shape, sequences) if is_concrete(sequences) else jnp.full(shape, sequences)
+        sequences = (
+            np.full(shape, sequences) if is_concrete(sequences) else jnp.full(shape, sequences)
+        )
     fields = {
         "sequences": _array(sequences, np.int32),
         "positions": None if positions is None else _array(positions, np.int32),
@@ -130,7 +132,9 @@ def make_batch(
     }
     for name, field in fields.items():
         if field is not None and field.shape != shape:
-            raise ValueError(f"{name} must have one entry a token: wanted {shape}, got {field.shape}")
+            raise ValueError(
+                f"{name} must have one entry a token: wanted {shape}, got {field.shape}"
+            )
     return Batch(tokens=tokens, embeddings=embeddings, **fields)
 
 

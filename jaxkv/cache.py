@@ -62,11 +62,17 @@ def make_kv_cache(
     Examples:
       >>> cache = make_kv_cache(layers=2, cells=512, heads=3, size=64, sequences=8)
       >>> cache.rows.k[0].shape, nbytes(cache)
-      ((1, 3, 512, 64), 1578016)
+      ((1, 3, 512, 64), 1579040)
 
     llama.cpp: `llama_kv_cache` with one stream.
     """
-    counts = {"layers": layers, "cells": cells, "heads": heads, "size": size, "sequences": sequences}
+    counts = {
+        "layers": layers,
+        "cells": cells,
+        "heads": heads,
+        "size": size,
+        "sequences": sequences,
+    }
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"a cache needs {name} of at least 1, got {count}")

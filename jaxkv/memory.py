@@ -24,7 +24,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 Ids = jax.typing.ArrayLike
 
 
-
 def by_table(stub: F) -> F:
     """Make a function of a table that each kind of memory registers its own version of."""
 

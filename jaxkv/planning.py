@@ -32,6 +32,9 @@ from jaxkv.plan import Plan, Reason
 
 Memory = TypeVar("Memory")
 
+FEW = 8
+"""Outputs of a ubatch that are not told apart: the head takes as long, and fewer programs do."""
+
 
 def init_batch(memory: Any, batch: Batch, *, ubatch_size: int = 512) -> Plan:
     """Plan where the tokens of a batch go. Looks at the table only, and changes nothing.
@@ -128,11 +131,11 @@ def init_full(memory: Any, *, ubatch_size: int = 512, outputs: int | None = None
     """
     table, _ = split(memory)
     sequences = table_sequences(table)
-    outputs = min(sequences, ubatch_size) if outputs is None else outputs
+    outputs = sequences if outputs is None else outputs
     index = np.full((1, ubatch_size), NOWHERE, np.int32)
     flat = make_batch(np.zeros(ubatch_size, np.int32))
 
-    plan = partial(_plan, full=_no_full(index), outputs=min(bucket(outputs), ubatch_size))
+    plan = partial(_plan, full=_no_full(index), outputs=bucket(max(outputs, FEW)))
     return jax.eval_shape(lambda table: plan(table, flat, tail=index), table)
 
 
@@ -200,7 +203,7 @@ def _layout(
             f"plan it outside of jit, or raise ubatch_size"
         )
     full, tail = simple_split(count, ubatch_size)
-    most = tail.size if batch.outputs is not None else min(tail.size, bucket(sequences))
+    most = tail.size if batch.outputs is not None else bucket(max(sequences, FEW))
     return _pad(batch, tail.size), full, tail, most
 
 
@@ -225,7 +228,7 @@ def _layout_known(
     # `simple_split` counts the tokens that are there; this turns its numbers into batch indices.
     index = np.append(there, NOWHERE).astype(np.int32)
     full, tail = (index[np.minimum(part, there.size)] for part in (full, tail))
-    return _pad(batch, bucket(batch.valid.size)), full, tail, min(bucket(int(most)), ubatch_size)
+    return _pad(batch, bucket(batch.valid.size)), full, tail, bucket(max(int(most), FEW))
 
 
 def _no_full(tail: np.ndarray) -> np.ndarray:
@@ -318,7 +321,9 @@ def _faults(
     position = batch.positions
     after = last.at[ids].get(mode="fill", fill_value=-1)
     previous = jnp.where(ranks == 0, after, position[before])
-    anywhere = (ranks == 0) & (after < 0) & (position >= 0)  # an empty sequence starts where it likes
+    anywhere = (
+        (ranks == 0) & (after < 0) & (position >= 0)
+    )  # an empty sequence starts where it likes
     right = ~batch.valid | anywhere | (position == previous + 1)
     reason = jnp.select(
         [right, ranks == 0, position == previous, position < previous],
@@ -339,6 +344,7 @@ def _draft(batch: Batch, index: jax.Array, last: jax.Array, outputs: int) -> Uba
     part = rows(batch, index)
     order = jnp.where(part.outputs & part.valid, index, NOWHERE).reshape(-1)
     tokens = order.shape[0]
+    outputs = min(outputs, tokens)
     if outputs == tokens:  # any of them may be an output: none has to be picked
         pick = jnp.arange(tokens, dtype=jnp.int32)
     else:

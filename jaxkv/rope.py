@@ -89,9 +89,7 @@ def llama3(
     turns = original * frequencies / (2 * math.pi)
     fast = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
     fast = np.clip(fast, 0.0, 1.0)
-    return replace(
-        rope, frequencies=tuple((frequencies * (fast + (1 - fast) / factor)).tolist())
-    )
+    return replace(rope, frequencies=tuple((frequencies * (fast + (1 - fast) / factor)).tolist()))
 
 
 def yarn(

@@ -118,7 +118,9 @@ def settle(cells: Cells, ubatch: Ubatch) -> Cells:
     here = present(ubatch, cells.sequences)
     same = ~here | (last_positions(cells, here) == ubatch.last)
     fresh = jnp.all(lives == ubatch.valid) & jnp.all(empty | ~lives) & jnp.all(same)
-    return fill(cells, replace(ubatch, slots=jnp.where(fresh, ubatch.slots, nowhere(cells, ubatch))))
+    return fill(
+        cells, replace(ubatch, slots=jnp.where(fresh, ubatch.slots, nowhere(cells, ubatch)))
+    )
 
 
 def settled(cells: Cells, ubatch: Ubatch) -> jax.Array:

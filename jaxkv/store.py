@@ -66,8 +66,8 @@ def write(
     def put(old: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
         # Every index is spelled out: with a slice among them the write becomes copies of the rows.
         where = (streams[:, None, None], jnp.arange(new.shape[2])[None, None], slots[..., None])
-        array = old[layer].at[where].set(
-            new.astype(old[layer].dtype), mode="drop", unique_indices=True
+        array = (
+            old[layer].at[where].set(new.astype(old[layer].dtype), mode="drop", unique_indices=True)
         )
         return (*old[:layer], array, *old[layer + 1 :])
 

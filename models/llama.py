@@ -93,11 +93,11 @@ class Block(nnx.Module):
         if c.bias:
             qkv = qkv + self.qkv_bias[...].reshape(1, 1, -1)
         qkv = qkv.reshape(*x.shape[:2], c.heads + 2 * c.groups, c.size)
-        q, k, v = jnp.split(qkv, [c.heads, c.heads + c.groups], axis=2)
+        qk, v = jnp.split(qkv, [c.heads + c.groups], axis=2)
         if c.norms:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = jaxkv.rotate(q, ubatch.positions, c.rope)
-        k = jaxkv.rotate(k, ubatch.positions, c.rope)
+            q, k = jnp.split(qk, [c.heads], axis=2)
+            qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=2)
+        q, k = jnp.split(jaxkv.rotate(qk, ubatch.positions, c.rope), [c.heads], axis=2)
         memory, out = jaxkv.attend(memory, self.layer, ubatch, q, k, v)
         x = x + out.reshape(*x.shape[:2], -1) @ self.output[...]
         gate, up = jnp.split(self.feed_norm(x) @ self.gate_up[...], 2, axis=-1)
@@ -235,9 +235,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     return tree
 
 
-def make_memory(
-    config: Config, *, cells: int, sequences: int, dtype: jnp.dtype
-) -> jaxkv.KVCache:
+def make_memory(config: Config, *, cells: int, sequences: int, dtype: jnp.dtype) -> jaxkv.KVCache:
     """Make the memory that a model of this family needs."""
     return jaxkv.make_kv_cache(
         layers=config.layers,

@@ -102,9 +102,7 @@ def load(
       >>> model = load()  # doctest: +SKIP
       >>> memory = model.make_memory(cells=512)  # doctest: +SKIP
       >>> batch = jaxkv.make_batch(model.tokenizer.prompt("Hello"))  # doctest: +SKIP
-      >>> memory, logits = jaxkv.prefill(
-      ...     model.step, model.weights, memory, batch
-      ... )  # doctest: +SKIP
+      >>> memory, logits = jaxkv.prefill(model.step, model.weights, memory, batch)  # doctest: +SKIP
     """
     checkpoint = open_checkpoint(name_or_path)
     family = FAMILIES.get(checkpoint.architecture)

@@ -1,0 +1,203 @@
+"""The main job against recorded runs of an independent implementation, on real weights, float32."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from tests.golden import golden
+
+CLOSE = 2e-3  # a best token that leads by less may change with rounding
+
+
+SLOTS = dict(cells=1024, sequences=8)  # one memory for all tests, so that programs are shared
+EVERYONE = np.arange(8, dtype=np.int32)
+
+
+def run(model, memory, tokens, *, ubatch_size=64, **batch):
+    batch = jaxkv.make_batch(tokens, **batch)
+    return jaxkv.prefill(model.step, model.weights, memory, batch, ubatch_size=ubatch_size)
+
+
+def check(logits, record, ids, *, within=1e-3):
+    top, at = np.array(record["top"]), np.asarray(record["at"])
+    np.testing.assert_allclose(logits[ids], at, atol=within)
+    np.testing.assert_allclose(logits[top[:, 0].astype(int)], top[:, 1], atol=within)
+    moments = [logits.mean(), logits.std()]
+    np.testing.assert_allclose(moments, [record["mean"], record["std"]], atol=within)
+
+
+def sure_steps(margins):
+    """Count the steps before the first close call."""
+    return next((i for i, margin in enumerate(margins) if margin <= CLOSE), len(margins))
+
+
+def padded(rows):
+    """Eight rows, whatever the prompts, so that one program serves every call."""
+    full = np.zeros((8, rows.shape[1]), np.float32)
+    full[: len(rows)] = np.asarray(rows)
+    return full
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return golden("models")["smollm2"]
+
+
+def test_prompts_together_give_the_recorded_logits_and_tokens(smollm2, runs):
+    """The prompts run side by side in one cache, so each is also checked against its neighbours.
+
+    The recorded token is fed at every step, so a close call changes nothing that follows.
+    """
+    runs = [run for run in runs if len(run["tokens"]) < 64]
+    assert len(runs) >= 4
+    memory = smollm2.make_memory(**SLOTS)
+    memory, logits = run(smollm2, memory, [record["tokens"] for record in runs])
+    for record, row in zip(runs, np.asarray(logits), strict=True):
+        check(row, record["first"], record["sample_ids"])
+        assert int(row.argmax()) == record["greedy"][0]
+
+    plan = jax.jit(jaxkv.plan_step)
+    for i in range(1, len(runs[0]["greedy"]) + 1):
+        fed = np.zeros(8, np.int32)
+        fed[: len(runs)] = [record["greedy"][i - 1] for record in runs]
+        ubatch, ok = plan(memory, fed, EVERYONE, len(runs) > EVERYONE)
+        assert ok
+        memory, logits = smollm2.step(smollm2.weights, memory, ubatch)
+        for record, row in zip(runs, np.asarray(logits), strict=False):
+            if i == len(record["greedy"]):
+                check(row, record["last"], record["sample_ids"])
+            elif record["margins"][i] > CLOSE:
+                assert int(row.argmax()) == record["greedy"][i], (record["prompt"], i)
+
+
+@pytest.fixture(scope="module")
+def generate(smollm2):
+    """Greedy generation inside one jitted loop, eight steps a dispatch, with the margins."""
+
+    def pick(logits, sequences, positions):
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    @partial(jax.jit, donate_argnames="memory")
+    def dispatch(weights, memory, running):
+        none = jnp.zeros(0, jnp.int32)
+        return jaxkv.decode(smollm2.forward, pick, weights, memory, running, none, steps=8)
+
+    def generate(prompts, steps):
+        memory = smollm2.make_memory(**SLOTS)
+        memory, logits = run(smollm2, memory, prompts)
+        first = padded(logits).argmax(-1).astype(np.int32)
+        running = jaxkv.Running(
+            token=jnp.asarray(first),
+            position=jaxkv.seq_pos_max(memory, EVERYONE) + 1,
+            sequence=jnp.asarray(EVERYONE),
+            active=jnp.asarray(len(prompts) > EVERYONE),
+            full=jnp.array(False),
+        )
+        tokens = [first[:, None]]
+        for _ in range(-(-steps // 8)):
+            memory, running, out = dispatch(smollm2.weights, memory, running)
+            tokens.append(np.asarray(out))
+        return np.concatenate(tokens, axis=1)[: len(prompts), : steps + 1].tolist()
+
+    return generate
+
+
+def test_the_loop_on_the_device_picks_the_recorded_tokens(runs, generate):
+    records = [run for run in runs if len(run["tokens"]) < 64]
+    for record, tokens in zip(
+        records, generate([record["tokens"] for record in records], 39), strict=True
+    ):
+        sure = sure_steps(record["margins"])
+        assert sure > 10
+        assert tokens[:sure] == record["greedy"][:sure]
+
+
+def test_eight_prompts_together_give_what_each_gives_alone(smollm2, generate):
+    """Their ubatches hold tokens of several, and their cells lie mixed; close calls end a run."""
+    text = golden("models")["smollm2_nll"]["tokens"]
+    prompts = [text[150 * i : 150 * i + 35 + 3 * i] for i in range(8)]
+    together = generate(prompts, 8)
+    for seq, (prompt, tokens) in enumerate(zip(prompts, together, strict=True)):
+        (alone,) = generate([prompt], 8)
+        if alone != tokens:
+            at = next(i for i, (a, b) in enumerate(zip(alone, tokens, strict=True)) if a != b)
+            _, logits = run(smollm2, smollm2.make_memory(**SLOTS), prompt + alone[:at])
+            best = np.sort(np.asarray(logits)[0])
+            assert best[-1] - best[-2] <= CLOSE, (seq, at)
+
+
+def test_a_prompt_token_by_token_gives_the_same_logits(smollm2, runs):
+    rows = []
+    for ubatch_size in (1, 64):
+        memory = smollm2.make_memory(**SLOTS)
+        _, logits = run(smollm2, memory, runs[0]["tokens"] * 5, ubatch_size=ubatch_size)
+        rows.append(np.asarray(logits)[0])
+    np.testing.assert_allclose(rows[0], rows[1], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_how_a_long_prompt_is_cut_does_not_matter(smollm2, runs):
+    record = max(runs, key=lambda record: len(record["tokens"]))
+    rows = []
+    for ubatch_size in (1, 7, 64, 512):
+        memory = smollm2.make_memory(**SLOTS)
+        _, logits = run(smollm2, memory, record["tokens"], ubatch_size=ubatch_size)
+        rows.append(np.asarray(logits)[0])
+        check(rows[-1], record["first"], record["sample_ids"])
+    for row in rows[1:]:
+        np.testing.assert_allclose(row, rows[0], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_perplexity_of_a_long_text(smollm2):
+    record = golden("models")["smollm2_nll"]
+    tokens = np.asarray(record["tokens"], np.int32)
+    memory = smollm2.make_memory(cells=1536)
+    losses = []
+    for start in range(0, len(tokens), 256):
+        part = tokens[start : start + 256]
+        memory, logits = run(
+            smollm2, memory, part, ubatch_size=256, outputs=np.ones(len(part), bool)
+        )
+        target = tokens[start + 1 : start + 257]
+        logits = np.asarray(logits, np.float64)[: len(target)]
+        highest = logits.max(-1, keepdims=True)
+        total = np.log(np.exp(logits - highest).sum(-1)) + highest[:, 0]
+        losses.append(total - logits[np.arange(len(target)), target])
+    assert np.exp(np.concatenate(losses).mean()) == pytest.approx(record["ppl"], abs=0.01)
+    by_256 = np.concatenate(losses)[: 256 * len(record["nll_by_256"])]
+    for part, wanted in zip(
+        np.array_split(by_256, len(record["nll_by_256"])), record["nll_by_256"], strict=True
+    ):
+        assert part.mean() == pytest.approx(wanted, abs=0.01)
+
+
+def test_a_cache_that_is_too_small_refuses_and_then_serves_a_shorter_prompt(smollm2, runs):
+    long = max(runs, key=lambda record: len(record["tokens"]))
+    short = runs[1]
+    memory = smollm2.make_memory(**SLOTS)
+    tokens = long["tokens"] * 2
+    assert len(tokens) > 1024
+    with pytest.raises(jaxkv.RefusedError, match=f"{len(tokens)} tokens and 1024 cells"):
+        run(smollm2, memory, tokens)
+    memory, logits = run(smollm2, memory, [short["tokens"]] * 7)
+    check(np.asarray(logits)[0], short["first"], short["sample_ids"])
+
+
+@pytest.mark.slow
+def test_half_precision_stays_close(smollm2, runs):
+    """Weights and cache in bfloat16, sums in float32."""
+    dtype = jnp.bfloat16
+    weights = jax.tree.map(lambda x: x.astype(dtype), smollm2.weights)
+    record = runs[0]
+    memory = smollm2.make_memory(**SLOTS, dtype=dtype)
+    batch = jaxkv.make_batch(record["tokens"])
+    _, logits = jaxkv.prefill(smollm2.step, weights, memory, batch)
+    assert logits.dtype == jnp.float32
+    assert int(logits[0].argmax()) == record["greedy"][0]
+    ids = record["sample_ids"]
+    np.testing.assert_allclose(np.asarray(logits)[0, ids], record["first"]["at"], atol=0.5)
