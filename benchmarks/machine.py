@@ -45,11 +45,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def best(seconds: list[float]) -> float:
-    """The fastest run: other programs only ever make one slower."""
-    return min(seconds)
-
-
 def bandwidth(*, gigabytes: float = 1.0, workers: int | None = None, repeats: int = 5):
     """Measures memory traffic over arrays that no cache holds.
 
@@ -78,7 +73,7 @@ def bandwidth(*, gigabytes: float = 1.0, workers: int | None = None, repeats: in
             start = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - start)
-        return best(seconds)
+        return min(seconds)  # other programs only ever make a run slower
 
     with ThreadPoolExecutor(workers) as pool:
         read = timed(lambda: list(pool.map(np.max, sources)))
