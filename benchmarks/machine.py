@@ -78,7 +78,6 @@ def bandwidth(*, gigabytes: float = 1.0, workers: int | None = None, repeats: in
     with ThreadPoolExecutor(workers) as pool:
         read = timed(lambda: list(pool.map(np.max, sources)))
         copy = timed(lambda: list(pool.map(np.copyto, targets, sources)))
-    del target, targets
     on_device = jax.device_put(source, jax.devices("cpu")[0])
     total = jax.jit(lambda a: jnp.sum(a))
     total(on_device).block_until_ready()

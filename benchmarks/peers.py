@@ -86,7 +86,8 @@ class TransformersPeer:
             raise ValueError(f"tokens must be [{self.batch}, P], not {list(tokens.shape)}")
         if tokens.shape[1] > self.cells:
             raise ValueError(f"{tokens.shape[1]} tokens do not fit into {self.cells} cells")
-        self.cache.reset()
+        with torch.inference_mode():
+            self.cache.reset()
         self._used = 0
         return self._feed(tokens, self.model.forward)
 

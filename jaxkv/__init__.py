@@ -14,29 +14,31 @@ Letters, in every shape of this library:
   W  words of 32 owners                          U  ubatches of a plan
 """
 
+from jaxkv.answers import (
+    can_resume,
+    can_seq_rm,
+    check_invariants,
+    nbytes,
+    seq_pos_max,
+    seq_pos_min,
+    used,
+)
 from jaxkv.attention import attention
 from jaxkv.batch import Batch, Ubatch, make_batch
 from jaxkv.cache import KVCache, make_kv_cache
 from jaxkv.cells import Cells
+from jaxkv.commit import apply, defrag_plan, go_back, init_update, make_room
+from jaxkv.defrag import Defrag
 from jaxkv.generate import Running, decode, prefill
-from jaxkv.memory import (
-    attend,
-    clear,
-    join,
-    nbytes,
-    seq_cp,
-    seq_keep,
-    seq_pos_max,
-    seq_pos_min,
-    seq_rm,
-    split,
-    used,
-)
+from jaxkv.memory import attend, join, split
 from jaxkv.plan import Plan, Reason, RefusedError
-from jaxkv.planning import apply, init_batch, init_full, plan_step
+from jaxkv.planning import init_batch, init_full, plan_step
 from jaxkv.rope import Rope, make_rope, rotate
+from jaxkv.shift import Update
 from jaxkv.show import show
+from jaxkv.splitting import equal_split, sequence_split, simple_split
 from jaxkv.store import Rows
+from jaxkv.verbs import clear, seq_add, seq_cp, seq_div, seq_keep, seq_rm
 
 __all__ = [
     "Batch",
@@ -50,6 +52,20 @@ __all__ = [
     "Running",
     "Ubatch",
     "apply",
+    "can_resume",
+    "can_seq_rm",
+    "check_invariants",
+    "defrag_plan",
+    "go_back",
+    "init_update",
+    "seq_add",
+    "seq_div",
+    "make_room",
+    "Update",
+    "Defrag",
+    "equal_split",
+    "sequence_split",
+    "simple_split",
     "attend",
     "attention",
     "clear",

@@ -187,33 +187,6 @@ def rows(batch: Batch, index: jax.Array) -> Batch:
     return replace(laid, valid=laid.valid & (index != NOWHERE))
 
 
-def simple_split(count: int, ubatch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut a list of tokens into ubatches of one row each, in the order they come.
-
-    Args:
-      count: B, the tokens to cut.
-      ubatch_size: T, the most tokens of a ubatch.
-
-    Returns:
-      `full`, `[U, 1, T]` int32, the index of each token of the full ubatches, U padded to a power
-      of two (0 if there are none); and `tail`, `[1, t]` int32, that of the last ubatch, t a power
-      of two. NOWHERE stands for padding. At most `ubatch_size` of a ubatch's tokens are valid.
-
-    >>> full, tail = simple_split(7, 4)
-    >>> full.tolist(), (tail == NOWHERE).tolist(), tail.shape
-    ([[[0, 1, 2, 3]]], [[False, False, False, True]], (1, 4))
-
-    llama.cpp: `split_simple`.
-    """
-    whole = max(-(-count // ubatch_size) - 1, 0)
-    rest = count - whole * ubatch_size
-    full = np.full((bucket(whole) if whole else 0, 1, ubatch_size), NOWHERE, np.int32)
-    full[:whole] = np.arange(whole * ubatch_size, dtype=np.int32).reshape(whole, 1, ubatch_size)
-    tail = np.full((1, min(bucket(rest), ubatch_size)), NOWHERE, np.int32)
-    tail[0, :rest] = np.arange(whole * ubatch_size, count, dtype=np.int32)
-    return full, tail
-
-
 def _array(value: Any, dtype: Any) -> Any:
     """Keep device arrays where they are, and lists on the host."""
     if isinstance(value, jax.Array):

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import cells as table_of_cells
+from jaxkv import defrag, shift, slots, store
 from jaxkv import memory as contract
-from jaxkv import slots, store
 from jaxkv.attention import attention
 from jaxkv.batch import Ubatch
-from jaxkv.cells import Cells
+from jaxkv.cells import Cells, Placement
 from jaxkv.mask import visible
 from jaxkv.rope import Rope
 from jaxkv.store import Rows
@@ -39,6 +39,7 @@ def make_kv_cache(
     value_size: int | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
     rope: Rope | tuple[Rope | None, ...] | None = None,
+    placement: Placement = "scattered",
 ) -> KVCache:
     """Make an empty attention memory that all sequences share.
 
@@ -52,6 +53,8 @@ def make_kv_cache(
       dtype: of keys and values.
       rope: how keys were rotated when they come in, for all layers or one for each; None where
         keys carry no position.
+      placement: which cells a ubatch may get: "scattered", any that are empty; or "contiguous", one
+        run of neighbours, which is refused when there is room but no run (see `make_room`).
 
     Returns:
       The cache, all cells empty.
@@ -62,7 +65,7 @@ def make_kv_cache(
     Examples:
       >>> cache = make_kv_cache(layers=2, cells=512, heads=3, size=64, sequences=8)
       >>> cache.rows.k[0].shape, nbytes(cache)
-      ((1, 3, 512, 64), 1579040)
+      ((1, 3, 512, 64), 1581088)
 
     llama.cpp: `llama_kv_cache` with one stream.
     """
@@ -83,7 +86,7 @@ def make_kv_cache(
         if one is not None and 2 * len(one.frequencies) > size:
             raise ValueError(f"a rope of {len(one.frequencies)} pairs does not fit keys of {size}")
     return KVCache(
-        table=table_of_cells.make_cells(cells=cells, sequences=sequences),
+        table=table_of_cells.make_cells(cells=cells, sequences=sequences, placement=placement),
         rows=store.make_rows(
             layers=layers,
             streams=1,
@@ -132,6 +135,7 @@ contract.table_first.register(Cells, table_of_cells.first)
 contract.table_last.register(Cells, slots.last_positions)
 contract.table_used.register(Cells, table_of_cells.used)
 contract.table_admit.register(Cells, slots.admit)
+contract.table_owing.register(Cells, slots.owing)
 contract.table_place.register(Cells, slots.find)
 contract.table_settle.register(Cells, slots.settle)
 contract.table_rm.register(
@@ -139,4 +143,21 @@ contract.table_rm.register(
 )
 contract.table_cp.register(Cells, table_of_cells.copy)
 contract.table_keep.register(Cells, table_of_cells.keep)
+contract.table_add.register(Cells, shift.add)
+contract.table_div.register(Cells, shift.divide)
+contract.table_can_rm.register(Cells, lambda table, *args: jnp.array(True))
+contract.table_can_resume.register(Cells, table_of_cells.can_resume)
+contract.table_update.register(Cells, shift.update_of)
+contract.table_defrag.register(Cells, defrag.defrag_of)
+contract.table_unwritten.register(Cells, table_of_cells.unwritten)
+contract.table_restored.register(Cells, table_of_cells.restored)
+contract.table_faults.register(Cells, table_of_cells.faults)
 contract.table_clear.register(Cells, table_of_cells.clear)
+contract.carry_out.register(
+    shift.Update, lambda part, table, rows: shift.carry_out(table, rows, part)
+)
+contract.carry_out.register(
+    defrag.Defrag, lambda part, table, rows: defrag.carry_out(table, rows, part)
+)
+contract.nothing_to_do.register(shift.Update, lambda part: not part.pending)
+contract.nothing_to_do.register(defrag.Defrag, lambda part: not part.count.any())

@@ -5,8 +5,9 @@ This table is the truth about a cache. It holds not one byte of keys or values, 
 (how many cells are used, the first and last position of a sequence) is computed, never stored.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ END = jnp.iinfo(jnp.int32).max
 
 WORD = 32
 """Sequences whose ownership is packed into one word."""
+
+Placement = Literal["scattered", "contiguous"]
+"""Which cells a ubatch may get: any that are empty, or one run of neighbours only."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,12 +37,17 @@ class Cells:
     owners: `[S, W, N]` uint32, one bit for each sequence that owns the cell, 32 to a word.
     shift: `[S, N]` int32, the position now less the position that the key was rotated for.
     lost: `[Q]` int32, one past the highest position that window reuse took from the sequence.
+    written: `[S, N]` int32, how often the rows of the cell were written or moved. It only grows, and
+      so tells whether the rows are still those that an earlier table knew.
+    placement: which cells a ubatch may get, static.
     """
 
     position: jax.Array  # [S, N]
     owners: jax.Array  # [S, W, N]
     shift: jax.Array  # [S, N]
     lost: jax.Array  # [Q]
+    written: jax.Array  # [S, N]
+    placement: Placement = field(metadata={"static": True})
 
     @property
     def streams(self) -> int:
@@ -56,13 +65,16 @@ class Cells:
         return self.lost.shape[0]
 
 
-def make_cells(*, cells: int, sequences: int, streams: int = 1) -> Cells:
+def make_cells(
+    *, cells: int, sequences: int, streams: int = 1, placement: Placement = "scattered"
+) -> Cells:
     """Make a table with every cell empty.
 
     Args:
       cells: N, the cells of each stream.
       sequences: Q, the number of sequence ids, 0 to Q - 1.
       streams: S, 1 (all sequences share one table) or Q (each has its own).
+      placement: which cells a ubatch may get.
 
     Examples:
       >>> make_cells(cells=4, sequences=2).position
@@ -76,6 +88,8 @@ def make_cells(*, cells: int, sequences: int, streams: int = 1) -> Cells:
         owners=jnp.zeros((streams, words, cells), jnp.uint32),
         shift=jnp.zeros((streams, cells), jnp.int32),
         lost=jnp.zeros((sequences,), jnp.int32),
+        written=jnp.zeros((streams, cells), jnp.int32),
+        placement=placement,
     )
 
 
@@ -145,9 +159,9 @@ def remove(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> C
     Returns:
       The table after it. A cell that loses its last owner is empty.
     """
-    mine = jnp.where(seq == -1, ~jnp.uint32(0), _bits(cells, seq))
-    gone = mine[..., None] & _spread(_within(cells, start, stop))
-    return _with_owners(cells, cells.owners & ~gone)
+    mine = jnp.where(seq == -1, ~jnp.uint32(0), bits(cells, seq))
+    gone = mine[..., None] & _spread(within(cells, start, stop))
+    return with_owners(cells, cells.owners & ~gone)
 
 
 def copy(cells: Cells, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array) -> Cells:
@@ -162,22 +176,23 @@ def copy(cells: Cells, src: jax.Array, dst: jax.Array, start: jax.Array, stop: j
       start: `[]` int32, first position of the range; negative means 0.
       stop: `[]` int32, one past the last; negative means no end, and 0 an empty range.
     """
-    shared = _owned_by(cells, _bits(cells, src)) & _within(cells, start, stop)
-    gained = jax.vmap(partial(_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
+    shared = owned_by(cells, bits(cells, src)) & within(cells, start, stop)
+    gained = jax.vmap(partial(bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
-    return _with_owners(cells, cells.owners | (gained[..., None] & _spread(shared)))
+    return with_owners(cells, cells.owners | (gained[..., None] & _spread(shared)))
 
 
 def keep(cells: Cells, seq: jax.Array) -> Cells:
     """Empty every cell that one sequence does not own, and make it the only owner of the rest."""
-    only = _with_owners(cells, cells.owners & _bits(cells, seq)[..., None])
+    only = with_owners(cells, cells.owners & bits(cells, seq)[..., None])
     only = replace(only, lost=jnp.where(jnp.arange(cells.sequences) == seq, cells.lost, 0))
     return jax.tree.map(lambda new, old: jnp.where(known(cells, seq), new, old), only, cells)
 
 
 def clear(cells: Cells) -> Cells:
     """Empty every cell; nothing is owed and nothing was lost."""
-    return Cells(
+    return replace(
+        cells,
         position=jnp.full_like(cells.position, EMPTY),
         owners=jnp.zeros_like(cells.owners),
         shift=jnp.zeros_like(cells.shift),
@@ -185,7 +200,40 @@ def clear(cells: Cells) -> Cells:
     )
 
 
-def _bits(cells: Cells, seq: jax.Array) -> jax.Array:
+def can_resume(cells: Cells, seq: jax.Array, pos: jax.Array) -> jax.Array:
+    """Say whether a token of a sequence at a position would see all it should; `[]` bool."""
+    end = last(cells, seq)
+    return known(cells, seq) & (pos >= 0) & ((end == EMPTY) | (pos <= end + 1))
+
+
+def unwritten(cells: Cells, old: Cells) -> jax.Array:
+    """Say whether no row that an older table uses was written or moved since; `[]` bool."""
+    return jnp.all((cells.written == old.written) | free(old))
+
+
+def restored(cells: Cells, old: Cells) -> Cells:
+    """Give an older table back, remembering what was written since."""
+    return replace(old, written=cells.written)
+
+
+def faults(cells: Cells) -> dict[str, jax.Array]:
+    """Count what breaks the invariants of a table, by name; `[]` int32 each."""
+    owned = jnp.any(cells.owners != 0, axis=1)
+    everyone = jax.vmap(partial(bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
+    strangers = cells.owners & ~jax.lax.reduce_or(everyone, axes=(0,))[..., None]
+    wrong = {
+        "position below -1": cells.position < EMPTY,
+        "position without an owner": ~free(cells) & ~owned,
+        "owner without a position": free(cells) & owned,
+        "owner that is no sequence": strangers != 0,
+        "rotation owed to an empty cell": free(cells) & (cells.shift != 0),
+        "rotated for a negative position": ~free(cells) & (cells.position < cells.shift),
+        "negative loss": cells.lost < 0,
+    }
+    return {name: jnp.sum(where, dtype=jnp.int32) for name, where in wrong.items()}
+
+
+def bits(cells: Cells, seq: jax.Array) -> jax.Array:
     """Write one sequence, `[]`, as words that can be laid over `owners`; `[S, W]` uint32."""
     stream, word, bit = home(cells, seq)
     streams, words, _ = cells.owners.shape
@@ -193,12 +241,12 @@ def _bits(cells: Cells, seq: jax.Array) -> jax.Array:
     return jnp.where(here & known(cells, seq), jnp.uint32(1) << bit, jnp.uint32(0))
 
 
-def _owned_by(cells: Cells, bits: jax.Array) -> jax.Array:
-    """Say which cells have an owner among `bits`, `[S, W]`; `[S, N]` bool."""
-    return jnp.any(cells.owners & bits[..., None] != 0, axis=1)
+def owned_by(cells: Cells, words: jax.Array) -> jax.Array:
+    """Say which cells have an owner among `words`, `[S, W]`; `[S, N]` bool."""
+    return jnp.any(cells.owners & words[..., None] != 0, axis=1)
 
 
-def _within(cells: Cells, start: jax.Array, stop: jax.Array) -> jax.Array:
+def within(cells: Cells, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Say which cells hold a position of a range; `[S, N]` bool. Empty cells never do."""
     start, stop = jnp.maximum(start, 0), jnp.where(stop < 0, END, stop)
     return (cells.position >= start) & (cells.position < stop)
@@ -209,7 +257,7 @@ def _spread(cell: jax.Array) -> jax.Array:
     return jnp.where(cell, ~jnp.uint32(0), jnp.uint32(0))[:, None]
 
 
-def _with_owners(cells: Cells, owners: jax.Array) -> Cells:
+def with_owners(cells: Cells, owners: jax.Array) -> Cells:
     """Change owners; a cell that nobody owns any more is empty and owes nothing."""
     kept = jnp.any(owners != 0, axis=1)
     return replace(

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Batch, Ubatch
-from jaxkv.planning import apply, init_batch, plan_step
+from jaxkv.commit import apply
+from jaxkv.planning import init_batch, plan_step
 
 Memory = TypeVar("Memory")
 Model = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]

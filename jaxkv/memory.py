@@ -8,20 +8,16 @@ A kind of memory registers how it splits and joins, and what its table does for 
 functions below that begin with `table_`. Everything else follows.
 """
 
-import math
 from collections.abc import Callable
 from functools import singledispatch, wraps
 from typing import Any, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jaxkv.batch import Ubatch, is_concrete
+from jaxkv.batch import Ubatch
 
 Memory = TypeVar("Memory")
 F = TypeVar("F", bound=Callable[..., Any])
-Ids = jax.typing.ArrayLike
 
 
 def by_table(stub: F) -> F:
@@ -32,9 +28,6 @@ def by_table(stub: F) -> F:
         raise TypeError(f"wanted the table of a memory, got {type(table)}")
 
     return cast(F, singledispatch(wraps(stub)(unknown)))
-
-
-# ------------------------------------------------------------------ what a kind of memory registers
 
 
 @singledispatch
@@ -50,7 +43,7 @@ def split(memory: Any) -> tuple[Any, Any]:
     Examples:
       >>> table, rows = split(make_kv_cache(layers=1, cells=4, heads=1, size=2))
       >>> nbytes(table), nbytes(rows)
-      (52, 64)
+      (68, 64)
     """
     raise _no_memory(memory)
 
@@ -133,8 +126,14 @@ def table_admit(table: Any, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @by_table
-def table_place(table: Any, ubatch: Ubatch, ok: jax.Array) -> jax.Array:
-    """Choose where the tokens of a ubatch go, `[R, T]`; nowhere if not `ok`. Changes nothing."""
+def table_owing(table: Any, present: jax.Array) -> jax.Array:
+    """Say which of the sequences asked for see a key that is owed a rotation, `[Q]` bool."""
+    ...
+
+
+@by_table
+def table_place(table: Any, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Choose where tokens go, `[R, T]`, nowhere if not `ok`; and say whether all have a place."""
     ...
 
 
@@ -163,261 +162,78 @@ def table_keep(table: Any, seq: jax.Array) -> Any:
 
 
 @by_table
+def table_add(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> Any:
+    """Do what `seq_add` says, on a table."""
+    ...
+
+
+@by_table
+def table_div(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array) -> Any:
+    """Do what `seq_div` says, on a table."""
+    ...
+
+
+@by_table
+def table_can_rm(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> jax.Array:
+    """Say what `can_seq_rm` says, of a table."""
+    ...
+
+
+@by_table
+def table_can_resume(table: Any, seq: jax.Array, pos: jax.Array) -> jax.Array:
+    """Say what `can_resume` says, of a table."""
+    ...
+
+
+@by_table
+def table_update(table: Any) -> Any:
+    """Plan the rotations that keys are owed."""
+    ...
+
+
+@by_table
+def table_defrag(table: Any, max_moves: int | None) -> Any:
+    """Plan the moves that close the gaps."""
+    ...
+
+
+@by_table
+def table_unwritten(table: Any, old: Any) -> jax.Array:
+    """Say whether every row that an older table uses is still as it was, `[]` bool."""
+    ...
+
+
+@by_table
+def table_restored(table: Any, old: Any) -> Any:
+    """Give an older table back, knowing what has been written since."""
+    ...
+
+
+@by_table
+def table_faults(table: Any) -> dict[str, jax.Array]:
+    """Count what is wrong with a table, by name."""
+    ...
+
+
+@singledispatch
+def carry_out(part: Any, table: Any, rows: Any) -> tuple[Any, Any]:
+    """Commit a plan that moves rows; each kind of plan registers how."""
+    del table, rows
+    raise TypeError(f"wanted a ubatch or a plan, got {type(part)}")
+
+
+@singledispatch
+def nothing_to_do(part: Any) -> bool:
+    """Say whether a plan that moves rows, and is known, moves none."""
+    raise TypeError(f"wanted a ubatch or a plan, got {type(part)}")
+
+
+@by_table
 def table_clear(table: Any) -> Any:
     """Do what `clear` says, on a table."""
     ...
 
 
-# ----------------------------------------------------------------------------------------- the verbs
-
-
-def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory, jax.Array]:
-    """Forget the positions p0 to p1 - 1 of one sequence, or of all.
-
-    The only verb that a kind of memory may refuse; an attention memory never does.
-
-    Args:
-      memory: any memory.
-      seq: `[]` int, a sequence id, or -1 for every sequence.
-      p0: `[]` int, the first position to forget; negative means 0.
-      p1: `[]` int, one past the last; negative means no end, and 0 an empty range.
-
-    Returns:
-      The next memory, and `ok`, `[]` bool: False if it was refused, and then nothing changed. A
-      cell is free as soon as its last owner has let go of it.
-
-    Raises:
-      ValueError: when `seq` is known while tracing and is no sequence id. A traced one that is none
-        changes nothing.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, heads=1, size=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
-      >>> memory, ok = seq_rm(memory, 0, 1, 3)
-      >>> print(show(memory))
-      owner   0 . . 0 . .
-      position 0 . . 3 . .
-
-      What remains still reaches from 0 to 3: the hole is not noticed.
-
-      >>> seq_pos_min(memory, 0).item(), seq_pos_max(memory, 0).item()
-      (0, 3)
-
-    llama.cpp: `llama_memory_seq_rm`.
-    """
-    table, rows = split(memory)
-    table, ok = _rm(table, _ids(table, seq, lowest=-1), _int(p0), _int(p1))
-    return join(table, rows), ok
-
-
-def seq_cp(memory: Memory, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1) -> Memory:
-    """Let one or more sequences share what another holds: fork a conversation without a copy.
-
-    Args:
-      memory: any memory.
-      src: `[]` int, the sequence to share.
-      dst: `[]` or `[n]` int, the sequences that will own its cells too. What they held stays.
-      p0: `[]` int, the first position to share; negative means 0.
-      p1: `[]` int, one past the last; negative means no end, and 0 an empty range.
-
-    Returns:
-      The next memory. Doing it twice is doing it once.
-
-    Raises:
-      ValueError: when an id is known while tracing and is no sequence id. A traced one that is none
-        changes nothing.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=3, heads=1, size=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> memory = seq_cp(memory, 0, [1, 2], 0, 2)
-      >>> seq_pos_max(memory, [0, 1, 2]).tolist(), used(memory).item()
-      ([2, 1, 1], 3)
-
-    llama.cpp: `llama_memory_seq_cp`.
-    """
-    table, rows = split(memory)
-    table = _cp(table, _ids(table, src), _ids(table, dst), _int(p0), _int(p1))
-    return join(table, rows)
-
-
-def seq_keep(memory: Memory, seq: Ids) -> Memory:
-    """Forget every sequence but one.
-
-    Args:
-      memory: any memory.
-      seq: `[]` int, the sequence that stays.
-
-    Returns:
-      The next memory. Cells that it shared are its own.
-
-    Raises:
-      ValueError: when `seq` is known while tracing and is no sequence id. A traced one that is none
-        changes nothing.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, heads=1, size=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3]])))
-      >>> seq_pos_max(seq_keep(memory, 1), [0, 1]).tolist()
-      [-1, 0]
-
-    llama.cpp: `llama_memory_seq_keep`.
-    """
-    table, rows = split(memory)
-    return join(_keep(table, _ids(table, seq)), rows)
-
-
-def clear(memory: Memory) -> Memory:
-    """Forget everything. The bytes of the rows stay as they are; nobody sees them.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, heads=1, size=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2])))
-      >>> used(clear(memory)).item()
-      0
-
-    llama.cpp: `llama_memory_clear`.
-    """
-    table, rows = split(memory)
-    return join(_clear(table), rows)
-
-
-def seq_pos_min(memory: Memory, seq: Ids) -> jax.Array:
-    """Find the smallest position that a sequence holds.
-
-    Args:
-      memory: any memory.
-      seq: `[]` or `[n]` int, one sequence id or many.
-
-    Returns:
-      int32, the shape of `seq`; -1 for a sequence that holds nothing.
-
-    Raises:
-      ValueError: when `seq` is known while tracing and is no sequence id.
-
-    Examples:
-      >>> seq_pos_min(make_kv_cache(layers=1, cells=6, heads=1, size=2), 0).item()
-      -1
-
-    llama.cpp: `llama_memory_seq_pos_min`.
-    """
-    table, _ = split(memory)
-    return _first(table, _ids(table, seq))
-
-
-def seq_pos_max(memory: Memory, seq: Ids) -> jax.Array:
-    """Find the largest position that a sequence holds: the next token comes one after it.
-
-    Args:
-      memory: any memory.
-      seq: `[]` or `[n]` int, one sequence id or many.
-
-    Returns:
-      int32, the shape of `seq`; -1 for a sequence that holds nothing.
-
-    Raises:
-      ValueError: when `seq` is known while tracing and is no sequence id.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, heads=1, size=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> seq_pos_max(memory, [0, 1]).tolist()
-      [2, -1]
-
-    llama.cpp: `llama_memory_seq_pos_max`.
-    """
-    table, _ = split(memory)
-    return _last(table, _ids(table, seq))
-
-
-def used(memory: Memory) -> jax.Array:
-    """Count the cells that hold a token; `[]` int32.
-
-    A cell that several sequences share counts once.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, heads=1, size=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> used(seq_cp(memory, 0, 1)).item()
-      3
-    """
-    table, _ = split(memory)
-    return _used(table)
-
-
-def nbytes(memory: Any) -> int:
-    """Add up the bytes of a memory, or of a part of one, before it is allocated too.
-
-    Examples:
-      >>> make = lambda: make_kv_cache(layers=2, cells=4096, heads=8, size=128)
-      >>> nbytes(jax.eval_shape(make)) // 2**20
-      64
-    """
-    leaves = jax.tree.leaves(memory)
-    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
-
-
-# --------------------------------------------------------------- compiled over the table alone, once
-
-
-@jax.jit
-def _rm(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Any, jax.Array]:
-    return table_rm(table, seq, p0, p1)
-
-
-@jax.jit
-def _cp(table: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Any:
-    return table_cp(table, src, dst, p0, p1)
-
-
-@jax.jit
-def _keep(table: Any, seq: jax.Array) -> Any:
-    return table_keep(table, seq)
-
-
-@jax.jit
-def _clear(table: Any) -> Any:
-    return table_clear(table)
-
-
-@jax.jit
-def _first(table: Any, seq: jax.Array) -> jax.Array:
-    found = jax.lax.map(lambda one: table_first(table, one), seq.reshape(-1))
-    return found.reshape(seq.shape)
-
-
-@jax.jit
-def _last(table: Any, seq: jax.Array) -> jax.Array:
-    count = table_sequences(table)
-    ids = jnp.where((seq >= 0) & (seq < count), seq, count)
-    present = jnp.zeros(count, bool).at[ids.reshape(-1)].set(True, mode="drop")
-    return table_last(table, present).at[ids].get(mode="fill", fill_value=-1)
-
-
-@jax.jit
-def _used(table: Any) -> jax.Array:
-    return table_used(table)
-
-
 def _no_memory(value: Any) -> TypeError:
     what = "a tuple (was `memory, ok = seq_rm(...)` not unpacked?)"
     return TypeError(f"wanted a memory, got {what if isinstance(value, tuple) else type(value)}")
-
-
-def _int(value: Ids) -> Any:
-    """Make an int32 of a position, so that all callers share one compiled function."""
-    return value.astype(jnp.int32) if isinstance(value, jax.Array) else np.asarray(value, np.int32)
-
-
-def _ids(table: Any, seq: Ids, *, lowest: int = 0) -> Any:
-    """Make int32 of sequence ids; refuse those that are known and wrong."""
-    seq = _int(seq)
-    count = table_sequences(table)
-    if is_concrete(seq):
-        wrong = [int(one) for one in np.asarray(seq).reshape(-1) if not lowest <= one < count]
-        if wrong:
-            raise ValueError(
-                f"wanted sequence ids from {lowest} to {count - 1}, got {wrong[0]}; a memory is made "
-                f"for a fixed number of sequences"
-            )
-    return seq

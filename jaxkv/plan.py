@@ -19,7 +19,9 @@ class Reason(IntEnum):
     GAP = 3
     DUPLICATE = 4
     DECREASING = 5
-    UNKNOWN_SEQUENCE = 6
+    UPDATE_PENDING = 6
+    FRAGMENTED = 7
+    UNKNOWN_SEQUENCE = 8
 
 
 ADVICE = {
@@ -33,6 +35,10 @@ ADVICE = {
     "of the batch does: one position holds one token",
     Reason.DECREASING: "a token must stand at {expected}, but stands at {found}, before the one that "
     "comes before it: put the tokens of a sequence in the order of their positions",
+    Reason.UPDATE_PENDING: "keys that it would see were moved and are not rotated yet: "
+    "memory = apply(memory, init_update(memory))",
+    Reason.FRAGMENTED: "it brings {expected} tokens and enough cells are free, but not in one run: "
+    "memory = apply(memory, defrag_plan(memory)), or make_room(memory, batch)",
     Reason.UNKNOWN_SEQUENCE: "the batch names a sequence that the memory does not have",
 }
 

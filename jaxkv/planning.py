@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 import jax
@@ -17,26 +18,31 @@ from jaxkv.batch import (
     make_batch,
     rank,
     rows,
-    simple_split,
 )
 from jaxkv.memory import (
-    join,
     split,
     table_admit,
     table_last,
+    table_owing,
     table_place,
     table_sequences,
     table_settle,
 )
 from jaxkv.plan import Plan, Reason
+from jaxkv.splitting import Split, simple_split
 
 Memory = TypeVar("Memory")
+
+FAR = 1 << 30
+"""Past the last cell of any table."""
 
 FEW = 8
 """Outputs of a ubatch that are not told apart: the head takes as long, and fewer programs do."""
 
 
-def init_batch(memory: Any, batch: Batch, *, ubatch_size: int = 512) -> Plan:
+def init_batch(
+    memory: Any, batch: Batch, *, ubatch_size: int = 512, split_by: Split = simple_split
+) -> Plan:
     """Plan where the tokens of a batch go. Looks at the table only, and changes nothing.
 
     The batch is checked first: each sequence goes on one past its last position (one that is empty
@@ -48,6 +54,7 @@ def init_batch(memory: Any, batch: Batch, *, ubatch_size: int = 512) -> Plan:
       batch: the tokens, `make_batch` makes it. Traced, it must fit one ubatch or come in rows.
       ubatch_size: the most tokens that are computed at once; what is left over at the end is padded
         to a power of two, so that few shapes are ever compiled.
+      split_by: how the batch is cut into ubatches, see `jaxkv.splitting`.
 
     Returns:
       A `Plan`. Whether it is carried out is a value, `plan.ok`; `plan.check()` raises instead.
@@ -74,10 +81,11 @@ def init_batch(memory: Any, batch: Batch, *, ubatch_size: int = 512) -> Plan:
     if ubatch_size < 1:
         raise ValueError(f"ubatch_size must be at least 1, got {ubatch_size}")
     table, _ = split(memory)
-    flat, full, tail, outputs = _layout(batch, ubatch_size, table_sequences(table))
-    plan = _plan(table, flat, full, tail, outputs=outputs)
-    whole = np.sum(full[:, 0, 0] != NOWHERE)  # the others only fill up a bucket of ubatches
-    return replace(plan, ubatches=(*plan.ubatches[:whole], plan.ubatches[-1]))
+    flat, parts, outputs = _layout(batch, ubatch_size, table_sequences(table), split_by)
+    stacks = _stacks(parts)
+    plan = _plan(table, flat, stacks, outputs=outputs)
+    real = [np.any(index != NOWHERE) for stack in stacks for index in stack]
+    return replace(plan, ubatches=tuple(u for u, r in zip(plan.ubatches, real, strict=True) if r))
 
 
 def plan_step(
@@ -103,8 +111,8 @@ def plan_step(
     """
     table, _ = split(memory)
     flat = make_batch(tokens, sequences=sequences, valid=valid, outputs=valid)
-    tail = np.arange(flat.valid.shape[0], dtype=np.int32)[None]
-    plan = _plan(table, flat, _no_full(tail), tail, outputs=tail.size)
+    index = np.arange(flat.valid.shape[0], dtype=np.int32)
+    plan = _plan(table, flat, (index[None, None],), outputs=index.size)
     return plan.ubatches[0], plan.ok
 
 
@@ -132,84 +140,42 @@ def init_full(memory: Any, *, ubatch_size: int = 512, outputs: int | None = None
     table, _ = split(memory)
     sequences = table_sequences(table)
     outputs = sequences if outputs is None else outputs
-    index = np.full((1, ubatch_size), NOWHERE, np.int32)
+    index = np.full((1, 1, ubatch_size), NOWHERE, np.int32)
     flat = make_batch(np.zeros(ubatch_size, np.int32))
 
-    plan = partial(_plan, full=_no_full(index), outputs=bucket(max(outputs, FEW)))
-    return jax.eval_shape(lambda table: plan(table, flat, tail=index), table)
-
-
-def apply(memory: Memory, part: Ubatch | Plan) -> Memory:
-    """Commit a ubatch: the only function that carries out a plan.
-
-    Args:
-      memory: any memory.
-      part: a ubatch of a plan, or a plan of a single ubatch.
-
-    Returns:
-      The memory with the ubatch in its table; `attend` writes the rows. If the plan was refused, or
-      the table is no longer as it was when the ubatch was planned (another was applied since, or
-      the same one twice), the memory as it was, bit for bit.
-
-    Raises:
-      ValueError: when the plan has several ubatches, since the model must run between them.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)
-      >>> plan = init_batch(memory, make_batch([1, 2]))
-      >>> once = apply(memory, plan)
-      >>> twice = apply(once, plan)
-      >>> used(memory).item(), used(once).item(), used(twice).item()
-      (0, 2, 2)
-
-    llama.cpp: `llama_memory_context_i::apply`.
-    """
-    if isinstance(part, Plan):
-        if len(part.ubatches) != 1:
-            raise ValueError(
-                f"a plan of {len(part.ubatches)} ubatches cannot be applied at once, since the model "
-                f"runs between them: apply each of plan.ubatches in its turn"
-            )
-        part = part.ubatches[0]
-    table, rows = split(memory)
-    return join(_settle(table, part), rows)
-
-
-@jax.jit
-def _settle(table: Any, ubatch: Ubatch) -> Any:
-    return table_settle(table, ubatch)
+    plan = partial(_plan, stacks=(index,), outputs=bucket(max(outputs, FEW)))
+    return jax.eval_shape(lambda table: plan(table, flat), table)
 
 
 def _layout(
-    batch: Batch, ubatch_size: int, sequences: int
-) -> tuple[Batch, np.ndarray, np.ndarray, int]:
+    batch: Batch, ubatch_size: int, sequences: int, split_by: Split
+) -> tuple[Batch, list[np.ndarray], int]:
     """Decide which token is computed when; by shapes alone where the batch is traced.
 
     Returns:
-      The batch as a flat list of a bucketed length; the full ubatches and the last one as indices
-      into it, see `simple_split`; and how many outputs the ubatch with the most of them has, in a
-      bucket too.
+      The batch as a flat list of a bucketed length; for each ubatch the indices into it, `[R, T]`;
+      and how many outputs the ubatch with the most of them has, in a bucket too.
     """
     if is_concrete(batch):
-        return _layout_known(batch, ubatch_size, sequences)
+        return _layout_known(batch, ubatch_size, sequences, split_by)
     if batch.valid.ndim == 2:
-        tail = np.arange(batch.valid.size, dtype=np.int32).reshape(batch.valid.shape)
+        index = np.arange(batch.valid.size, dtype=np.int32).reshape(batch.valid.shape)
         batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        return batch, _no_full(tail), tail, tail.size
+        return batch, [index], index.size
     count = batch.valid.shape[0]
     if count > ubatch_size:
         raise ValueError(
             f"a traced batch must fit one ubatch: wanted at most {ubatch_size} tokens, got {count}; "
             f"plan it outside of jit, or raise ubatch_size"
         )
-    full, tail = simple_split(count, ubatch_size)
-    most = tail.size if batch.outputs is not None else bucket(max(sequences, FEW))
-    return _pad(batch, tail.size), full, tail, most
+    (index,) = simple_split(np.zeros(count, np.int32), ubatch_size)
+    most = index.size if batch.outputs is not None else bucket(max(sequences, FEW))
+    return _pad(batch, index.size), [index], most
 
 
 def _layout_known(
-    batch: Batch, ubatch_size: int, sequences: int
-) -> tuple[Batch, np.ndarray, np.ndarray, int]:
+    batch: Batch, ubatch_size: int, sequences: int, split_by: Split
+) -> tuple[Batch, list[np.ndarray], int]:
     axes = batch.valid.ndim
     batch = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[axes:]), batch)
     there = np.flatnonzero(batch.valid)
@@ -219,20 +185,27 @@ def _layout_known(
     wrong = named[(named < 0) | (named >= sequences)]
     if wrong.size:
         raise ValueError(f"wanted sequence ids from 0 to {sequences - 1}, got {wrong[0]}")
-    full, tail = simple_split(there.size, ubatch_size)
+    parts = split_by(named, ubatch_size)
     if batch.outputs is None:
         most = np.unique(named).size
     else:
-        wanted = batch.outputs[there]
-        most = max(wanted[i : i + ubatch_size].sum() for i in range(0, wanted.size, ubatch_size))
-    # `simple_split` counts the tokens that are there; this turns its numbers into batch indices.
+        flags = np.append(batch.outputs[there], False)
+        most = max(flags[np.minimum(part, there.size)].sum() for part in parts)
+    # The split counts the tokens that are there; this turns its numbers into batch indices.
     index = np.append(there, NOWHERE).astype(np.int32)
-    full, tail = (index[np.minimum(part, there.size)] for part in (full, tail))
-    return _pad(batch, bucket(batch.valid.size)), full, tail, bucket(max(int(most), FEW))
+    parts = [index[np.minimum(part, there.size)] for part in parts]
+    return _pad(batch, bucket(batch.valid.size)), parts, bucket(max(int(most), FEW))
 
 
-def _no_full(tail: np.ndarray) -> np.ndarray:
-    return np.zeros((0, *tail.shape), np.int32)
+def _stacks(parts: list[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Stack neighbours of one shape, their number padded to a bucket, for one scan each."""
+    stacks = []
+    for shape, group in groupby(parts, key=lambda part: part.shape):
+        group = list(group)
+        stack = np.full((bucket(len(group)), *shape), NOWHERE, np.int32)
+        stack[: len(group)] = group
+        stacks.append(stack)
+    return tuple(stacks)
 
 
 def _pad(batch: Batch, size: int) -> Batch:
@@ -241,11 +214,9 @@ def _pad(batch: Batch, size: int) -> Batch:
     return jax.tree.map(lambda x: xp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
 
 
-def _plan(table: Any, batch: Batch, full: np.ndarray, tail: np.ndarray, *, outputs: int) -> Plan:
+def _plan(table: Any, batch: Batch, stacks: tuple[np.ndarray, ...], *, outputs: int) -> Plan:
     """Number the tokens of each sequence, on the host if it knows them, and plan the rest there."""
-    return _plan_numbered(
-        table, batch, rank(batch.sequences, batch.valid), full, tail, outputs=outputs
-    )
+    return _plan_numbered(table, batch, rank(batch.sequences, batch.valid), stacks, outputs=outputs)
 
 
 @partial(jax.jit, static_argnames="outputs")
@@ -253,8 +224,7 @@ def _plan_numbered(
     table: Any,
     batch: Batch,
     numbers: tuple[jax.Array, jax.Array],
-    full: jax.Array,
-    tail: jax.Array,
+    stacks: tuple[jax.Array, ...],
     *,
     outputs: int,
 ) -> Plan:
@@ -267,6 +237,8 @@ def _plan_numbered(
     last = table_last(table, wanted > 0)
     batch = _complete(batch, ids, numbers[0], wanted, last)
     reason, expected, found = _faults(batch, ids, numbers, last)
+    owing = table_owing(table, wanted > 0)
+    reason = jnp.where((reason == Reason.FITS) & owing, Reason.UPDATE_PENDING, reason)
 
     # Who is at fault takes no room from the others; who finds none is told how much there was.
     asked = jnp.where(reason == Reason.FITS, wanted, 0)
@@ -275,25 +247,38 @@ def _plan_numbered(
     expected, found = jnp.where(fits, expected, wanted), jnp.where(fits, found, room)
     ok = jnp.all(reason == Reason.FITS) & ~foreign
 
-    def place(carry: tuple[Any, jax.Array], index: jax.Array) -> tuple[Any, Ubatch]:
-        table, last = carry
+    def place(carry: tuple[Any, jax.Array, jax.Array], index: jax.Array) -> tuple[Any, Ubatch]:
+        table, last, split_up = carry
         ubatch = _draft(batch, index, last, outputs)
-        ubatch = replace(ubatch, slots=table_place(table, ubatch, ok))
+        slots, placed = table_place(table, ubatch, ok)
+        ubatch = replace(ubatch, slots=slots)
         ids = jnp.where(ubatch.valid, ubatch.sequences, count)
-        return (
-            table_settle(table, ubatch),
-            last.at[ids].max(ubatch.positions, mode="drop"),
-        ), ubatch
+        split_up = split_up.at[ids].max(ok & ~placed, mode="drop")
+        last = last.at[ids].max(ubatch.positions, mode="drop")
+        return (table_settle(table, ubatch), last, split_up), ubatch
 
-    carry, many = jax.lax.scan(place, (table, last), full)
-    _, one = place(carry, tail)
+    carry = (table, last, jnp.zeros(count, bool))
+    ubatches = []
+    for stack in stacks:
+        if stack.shape[0] == 1:
+            carry, one = place(carry, stack[0])
+            ubatches.append(one)
+        else:
+            carry, many = jax.lax.scan(place, carry, stack)
+            ubatches += [jax.tree.map(lambda x, u=u: x[u], many) for u in range(stack.shape[0])]
+
+    # A ubatch without a place takes the places of those before it away too: all or nothing.
+    split_up = carry[-1]
+    reason = jnp.where(split_up, Reason.FRAGMENTED, reason)
+    ok &= ~jnp.any(split_up)
+    ubatches = tuple(replace(u, slots=jnp.where(ok, u.slots, u.slots + FAR)) for u in ubatches)
     return Plan(
-        ubatches=(*(jax.tree.map(lambda x: x[u], many) for u in range(full.shape[0])), one),
+        ubatches=ubatches,
         ok=ok,
         reason=reason,
         fits=reason == Reason.FITS,
-        expected=expected,
-        found=found,
+        expected=jnp.where(split_up, wanted, expected),
+        found=jnp.where(split_up, room, found),
     )
 
 

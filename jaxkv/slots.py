@@ -40,6 +40,17 @@ def last_positions(cells: Cells, present: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, jnp.sum(present), look, start)
 
 
+def owing(cells: Cells, present: jax.Array) -> jax.Array:
+    """Say which of the sequences asked for, `[Q]` bool, see a key that is owed a rotation; `[Q]`."""
+    moved = cells.shift != 0
+    words = [
+        jnp.where(moved, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])
+    ]  # each [S, N]
+    some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
+    stream, word, bit = home(cells, jnp.arange(cells.sequences))
+    return present & ((some[stream, word] >> bit) & 1 == 1)
+
+
 def present(ubatch: Ubatch, sequences: int) -> jax.Array:
     """Say which sequences have a valid token in a ubatch; `[Q]` bool."""
     ids = jnp.where(ubatch.valid, ubatch.sequences, sequences).reshape(-1)
@@ -66,26 +77,42 @@ def admit(cells: Cells, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     return fits, room - jnp.sum(jnp.where(fits, wanted, 0))
 
 
-def find(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> jax.Array:
+def find(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Choose an empty cell for every valid token, lowest cells first; change nothing.
 
     Args:
-      cells: the table.
+      cells: the table, whose `placement` says whether the cells must be neighbours.
       ubatch: the tokens that want a cell; its `slots` are not looked at.
       ok: `[]` bool, False if the plan is refused, and then nobody gets one.
 
     Returns:
-      `[R, T]` int32, a cell for each token. One that gets none (padding, or the plan is refused) has
-      an index past the last cell.
+      `[R, T]` int32, a cell for each token; one that gets none (padding, or the ubatch has no place)
+      has an index past the last cell. And `[]` bool, whether all valid tokens have got one.
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """
-    count = jnp.cumsum(free(cells)[0], dtype=jnp.int32)  # empty cells up to and with this one
-    valid = ubatch.valid.reshape(-1)
-    turn = jnp.cumsum(valid, dtype=jnp.int32)
-    slot = jnp.searchsorted(count, turn).astype(jnp.int32).reshape(ubatch.valid.shape)
-    lives = ok & ubatch.valid & (slot < cells.size)
-    return jnp.where(lives, slot, nowhere(cells, ubatch))
+    empty = jnp.cumsum(free(cells)[0], dtype=jnp.int32)  # empty cells up to and with this one
+    turn = jnp.cumsum(ubatch.valid.reshape(-1), dtype=jnp.int32)
+    if cells.placement == "contiguous":
+        slot = _run(empty, turn[-1]) + turn - 1
+    else:
+        slot = jnp.searchsorted(empty, turn).astype(jnp.int32)
+    slot = slot.reshape(ubatch.valid.shape)
+    placed = ok & jnp.all((slot < cells.size) | ~ubatch.valid)
+    return jnp.where(placed & ubatch.valid, slot, nowhere(cells, ubatch)), placed
+
+
+def _run(empty: jax.Array, length: jax.Array) -> jax.Array:
+    """Find where the first run of empty cells begins, `[]`; past the last cell if there is none.
+
+    `empty`, `[N]`, counts the empty cells up to and with each one.
+    """
+    cells = empty.shape[0]
+    start = jnp.arange(cells)
+    before = jnp.where(start > 0, empty[start - 1], 0)
+    until = empty[jnp.minimum(start + length - 1, cells - 1)]
+    whole = (until - before == length) & (start + length <= cells)
+    return jnp.where(jnp.any(whole), jnp.argmax(whole), cells).astype(jnp.int32)
 
 
 def fill(cells: Cells, ubatch: Ubatch) -> Cells:
@@ -105,6 +132,7 @@ def fill(cells: Cells, ubatch: Ubatch) -> Cells:
             owner, **put
         ),
         shift=cells.shift.at[where].set(0, **put),
+        written=cells.written.at[where].add(1, **put),
     )
 
 

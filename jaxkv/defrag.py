@@ -1,0 +1,145 @@
+"""Closing the gaps between used cells, so that the used ones come first."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cells import EMPTY, Cells, free
+from jaxkv.shift import CHUNK
+from jaxkv.store import Rows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Defrag:
+    """Moves that close gaps: runs of neighbouring cells, each with its destination.
+
+    With M = N // 2, the most runs that there can be. Only the first `count` of a stream are moves.
+
+    source: `[S, M]` int32, the first cell of a run, the highest runs first.
+    destination: `[S, M]` int32, where that cell goes; the rest of the run follows.
+    length: `[S, M]` int32, the cells of the run; 0 beyond the last move.
+    count: `[S]` int32, how many moves there are.
+    """
+
+    source: jax.Array  # [S, M]
+    destination: jax.Array  # [S, M]
+    length: jax.Array  # [S, M]
+    count: jax.Array  # [S]
+
+
+def defrag_of(cells: Cells, max_moves: int | None) -> Defrag:
+    """Plan the moves that close the gaps, or the first `max_moves` of each stream.
+
+    The cells that lie beyond the number of used ones go into the gaps before it, in their order, so
+    every cell moves at most once and no destination is anybody's source.
+    """
+    plan = jax.vmap(_close)(~free(cells))
+    if max_moves is None:
+        return plan
+    count = jnp.minimum(plan.count, max_moves)
+    takes_part = jnp.arange(plan.length.shape[1])[None] < count[:, None]
+    return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
+
+
+def _close(taken: jax.Array) -> Defrag:
+    """Plan one stream; `taken`, `[N]` bool, says which cells are used."""
+    size = taken.shape[0]
+    most = max(size // 2, 1)
+    cell = jnp.arange(size)
+    used = jnp.sum(taken)
+    source = jnp.nonzero(taken & (cell >= used), size=most, fill_value=size)[0]
+    gap = jnp.nonzero(~taken & (cell < used), size=most, fill_value=size)[0]
+    pair = jnp.arange(most)
+    pairs = jnp.sum(~taken & (cell < used))
+    # A run goes on where both its source and its destination do.
+    goes_on = (jnp.diff(source, prepend=-1) == 1) & (jnp.diff(gap, prepend=-1) == 1) & (pair > 0)
+    starts = (pair < pairs) & ~goes_on
+    runs = jnp.sum(starts, dtype=jnp.int32)
+    start = jnp.nonzero(starts, size=most, fill_value=most)[0]
+    end = jnp.minimum(jnp.append(start[1:], most), pairs)
+    length = jnp.where(pair < runs, end - start, 0)
+    # From the end: the highest cells move first, so that even a part of the moves shrinks the table.
+    order = jnp.where(pair < runs, runs - 1 - pair, pair)
+    start, length = start[order], length[order]
+
+    def at(cells: jax.Array) -> jax.Array:
+        return cells.at[start].get(mode="fill", fill_value=size).astype(jnp.int32)
+
+    return Defrag(
+        source=at(source), destination=at(gap), length=length.astype(jnp.int32), count=runs
+    )
+
+
+def carry_out(cells: Cells, rows: Rows, plan: Defrag) -> tuple[Cells, Rows]:
+    """Move cells and their rows, a bounded number at a time.
+
+    Nothing happens unless every source holds a token and every destination none, as planned.
+    """
+    streams, size = cells.position.shape
+    ends = jnp.cumsum(plan.length, axis=1)  # [S, M]
+    total = ends[:, -1]
+
+    def moves(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """List CHUNK sources and destinations of each stream from the i-th on, `[S, CHUNK]`."""
+        turn = i * CHUNK + jnp.arange(CHUNK)
+
+        def of_stream(plan: Defrag, ends: jax.Array) -> tuple[jax.Array, jax.Array]:
+            run = jnp.searchsorted(ends, turn, side="right")
+            inside = turn - (ends - plan.length).at[run].get(mode="fill", fill_value=0)
+            there = turn < ends[-1]
+            past = size + jnp.arange(CHUNK)  # each to a place of its own
+            source = plan.source.at[run].get(mode="fill", fill_value=0) + inside
+            destination = plan.destination.at[run].get(mode="fill", fill_value=0) + inside
+            return jnp.where(there, source, past), jnp.where(there, destination, past)
+
+        return jax.vmap(of_stream)(plan, ends)
+
+    chunks = -(-jnp.max(total) // CHUNK)
+    stream = jnp.arange(streams)[:, None]
+
+    def as_planned(i: jax.Array, fresh: jax.Array) -> jax.Array:
+        source, destination = moves(i)
+        empty = free(cells)
+        holds = ~empty.at[stream, source].get(mode="fill", fill_value=False)
+        room = empty.at[stream, destination].get(mode="fill", fill_value=True)
+        return fresh & jnp.all(holds) & jnp.all(room)
+
+    fresh = jax.lax.fori_loop(0, chunks, as_planned, jnp.array(True))
+
+    def move(i: jax.Array, carry: tuple[Cells, Rows]) -> tuple[Cells, Rows]:
+        cells, rows = carry
+        source, destination = moves(i)
+
+        def carried(field: jax.Array, vacated: int) -> jax.Array:
+            value = field.at[stream, source].get(mode="fill", fill_value=0)
+            field = field.at[stream, source].set(vacated, mode="drop", unique_indices=True)
+            return field.at[stream, destination].set(value, mode="drop", unique_indices=True)
+
+        owners = [carried(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
+        written = cells.written.at[stream, destination].add(1, mode="drop", unique_indices=True)
+        cells = replace(
+            cells,
+            position=carried(cells.position, EMPTY),
+            owners=jnp.stack(owners, axis=1),
+            shift=carried(cells.shift, 0),
+            written=written,
+        )
+        # Layer after layer, rows are gathered before they are scattered.
+        k, v = (
+            tuple(_move_rows(x, source, destination) for x in half) for half in (rows.k, rows.v)
+        )
+        return cells, replace(rows, k=k, v=v)
+
+    return jax.lax.fori_loop(0, jnp.where(fresh, chunks, 0), move, (cells, rows))
+
+
+def _move_rows(rows: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
+    """Copy rows, `[S, K, N, D]`, from cells to cells, `[S, n]`; those past the end stay."""
+    stream = jnp.arange(rows.shape[0])[:, None, None]
+    head = jnp.arange(rows.shape[1])[None, None]
+    moved = rows.at[stream, head, source[..., None]].get(mode="fill", fill_value=0)
+    return rows.at[stream, head, destination[..., None]].set(
+        moved, mode="drop", unique_indices=True
+    )
