@@ -5,6 +5,7 @@ never sees a mask, a cell or a length.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -235,16 +236,14 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     return tree
 
 
-def make_memory(config: Config, *, cells: int, sequences: int, dtype: jnp.dtype) -> jaxkv.KVCache:
-    """Make the memory that a model of this family needs."""
+def make_memory(config: Config, **options: Any) -> jaxkv.KVCache:
+    """Make the memory that a model of this family needs; options as in `jaxkv.make_kv_cache`."""
     return jaxkv.make_kv_cache(
         layers=config.layers,
-        cells=cells,
-        sequences=sequences,
         heads=config.groups,
         size=config.size,
-        dtype=dtype,
         rope=config.rope,
+        **options,
     )
 
 

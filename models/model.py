@@ -63,16 +63,20 @@ class Model:
 
         return step
 
-    def make_memory(self, *, cells: int, sequences: int = 1, dtype: Any = None) -> Any:
+    def make_memory(
+        self, *, cells: int, sequences: int = 1, dtype: Any = None, **options: Any
+    ) -> Any:
         """Make an empty memory for this model.
 
         Args:
           cells: tokens that fit, over all sequences together.
           sequences: the sequences that may be told apart.
           dtype: of what is stored, by default that of the weights.
+          options: whatever else the memory may be made with, such as `placement`.
         """
+        dtype = dtype or self.dtype
         return self.family.make_memory(
-            self.config, cells=cells, sequences=sequences, dtype=dtype or self.dtype
+            self.config, cells=cells, sequences=sequences, dtype=dtype, **options
         )
 
 
@@ -120,7 +124,7 @@ def load(
         nonlocal done
         array = jnp.asarray(read(), shape.dtype)
         if array.shape != shape.shape:
-            name = jax.tree_util.keystr(path)
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ModelError(
                 f"{checkpoint.source} has {array.shape} for {name} where its config says "
                 f"{shape.shape}; is the config that of another model?"

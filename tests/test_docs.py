@@ -36,7 +36,9 @@ def test_readme_prints_what_it_shows():
 
 def test_readme_runs_real_weights(smollm2, monkeypatch):
     monkeypatch.setattr("models.load", lambda: smollm2)  # the same model, loaded once
-    ((code, text),) = [(code, text) for mark, code, text in blocks("README.md") if mark == "weights"]
+    ((code, text),) = [
+        (code, text) for mark, code, text in blocks("README.md") if mark == "weights"
+    ]
     assert printed(code, {}) == text
 
 
