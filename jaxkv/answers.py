@@ -1,7 +1,7 @@
 """Asking a memory what it holds and what it can do. Nothing is stored to answer."""
 
 import math
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,8 @@ from jaxkv.memory import (
     table_used,
 )
 
-Memory = TypeVar("Memory")
 
-
-def seq_pos_min(memory: Memory, seq: Ids) -> jax.Array:
+def seq_pos_min(memory: Any, seq: Ids) -> jax.Array:
     """Find the smallest position that a sequence holds.
 
     Args:
@@ -45,7 +43,7 @@ def seq_pos_min(memory: Memory, seq: Ids) -> jax.Array:
     return _first(table, checked_ids(table, seq))
 
 
-def seq_pos_max(memory: Memory, seq: Ids) -> jax.Array:
+def seq_pos_max(memory: Any, seq: Ids) -> jax.Array:
     """Find the largest position that a sequence holds: the next token comes one after it.
 
     Args:
@@ -70,7 +68,7 @@ def seq_pos_max(memory: Memory, seq: Ids) -> jax.Array:
     return _last(table, checked_ids(table, seq))
 
 
-def used(memory: Memory) -> jax.Array:
+def used(memory: Any) -> jax.Array:
     """Count the cells that hold a token; `[]` int32.
 
     A cell that several sequences share counts once.
@@ -135,8 +133,8 @@ def check_invariants(memory: Any) -> dict[str, jax.Array]:
     """Count what is wrong with the table of a memory.
 
     Returns:
-      For each thing that can be wrong, `[]` int32, how many cells or sequences are at fault. All are
-      0 unless a table was made by hand.
+      For each thing that can be wrong, `[]` int32, how many cells or sequences are at fault. All
+      are 0 unless a table was made by hand.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,15 +35,14 @@ class Batch:
     outputs: Any  # [B]
     valid: Any  # [B]
 
-    def only(self, fits: jax.Array) -> "Batch":
+    def only(self, fits: Any) -> "Batch":
         """Drop the tokens of some sequences, keeping every shape.
 
         Args:
           fits: `[Q]` bool, the sequences that stay; `Plan.fits` says which would find room.
         """
-        numpy = is_concrete(self, fits)
-        fits = np.asarray(fits) if numpy else jnp.asarray(fits)
-        return replace(self, valid=self.valid & fits[self.sequences])
+        xp = np if is_concrete(self, fits) else jnp
+        return replace(self, valid=self.valid & xp.asarray(fits)[self.sequences])
 
 
 @jax.tree_util.register_dataclass

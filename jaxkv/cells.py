@@ -37,8 +37,8 @@ class Cells:
     owners: `[S, W, N]` uint32, one bit for each sequence that owns the cell, 32 to a word.
     shift: `[S, N]` int32, the position now less the position that the key was rotated for.
     lost: `[Q]` int32, one past the highest position that window reuse took from the sequence.
-    written: `[S, N]` int32, how often the rows of the cell were written or moved. It only grows, and
-      so tells whether the rows are still those that an earlier table knew.
+    written: `[S, N]` int32, how often the rows of the cell were written or moved. It only grows,
+      and so tells whether the rows are still those that an earlier table knew.
     placement: which cells a ubatch may get, static.
     """
 

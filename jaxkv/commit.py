@@ -30,13 +30,13 @@ def apply(memory: Memory, part: Any, *, donate: bool = False) -> Memory:
     Args:
       memory: any memory.
       part: a ubatch of a plan, a plan of a single ubatch, or the plan of an update or a defrag.
-      donate: give up the rows of the memory to one that is updated or defragmented, outside of `jit`.
-        Otherwise they are copied, since the memory passed in stays as it is.
+      donate: give up the rows of the memory to one that is updated or defragmented, outside of
+        `jit`. Otherwise they are copied, since the memory passed in stays as it is.
 
     Returns:
       The memory after it. A ubatch enters the table; `attend` writes its rows. If the plan was
-      refused, or the table is no longer as the plan found it (another was applied since, or the same
-      one twice), the memory as it was, bit for bit.
+      refused, or the table is no longer as the plan found it (another was applied since, or the
+      same one twice), the memory as it was, bit for bit.
 
     Raises:
       ValueError: when the plan has several ubatches, since the model must run between them.
@@ -54,8 +54,8 @@ def apply(memory: Memory, part: Any, *, donate: bool = False) -> Memory:
     if isinstance(part, Plan):
         if len(part.ubatches) != 1:
             raise ValueError(
-                f"a plan of {len(part.ubatches)} ubatches cannot be applied at once, since the model "
-                f"runs between them: apply each of plan.ubatches in its turn"
+                f"a plan of {len(part.ubatches)} ubatches cannot be applied at once, since the "
+                f"model runs between them: apply each of plan.ubatches in its turn"
             )
         part = part.ubatches[0]
     table, rows = split(memory)
@@ -70,8 +70,8 @@ def init_update(memory: Any) -> Any:
     """Plan what is pending: the rotation of every key that was moved.
 
     Returns:
-      A plan for `apply`. Its `pending`, `[]` int32, says how many keys will be rotated; when it is 0
-      applying costs nothing.
+      A plan for `apply`. Its `pending`, `[]` int32, says how many keys will be rotated; when it
+      is 0 applying costs nothing.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)
@@ -89,8 +89,8 @@ def defrag_plan(memory: Any, *, max_moves: int | None = None) -> Any:
 
     Args:
       memory: any memory.
-      max_moves: the most runs of cells to move, for doing it bit by bit; None for all. Repeated until
-        nothing is left to move, any number of at least 1 ends in the same complete order.
+      max_moves: the most runs of cells to move, for doing it bit by bit; None for all. Repeated
+        until nothing is left to move, any number of at least 1 leaves no gap.
 
     Returns:
       A plan for `apply`: runs of `source`, `destination` and `length`, the highest cells first.
@@ -121,8 +121,8 @@ def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
     """Return to an earlier table, with the rows of a later memory: undo what was applied since.
 
     Exact when, since then, only ubatches on empty cells were applied and only the table was edited.
-    After an update, a defrag, or a ubatch on cells that had been freed, the rows are no longer those
-    that the old table knew, and it is refused.
+    After an update, a defrag, or a ubatch on cells that had been freed, the rows are no longer
+    those that the old table knew, and it is refused.
 
     Args:
       table: the table of the earlier memory, `split(memory)[0]`. It must not have been donated:

@@ -60,7 +60,7 @@ def _close(taken: jax.Array) -> Defrag:
     start = jnp.nonzero(starts, size=most, fill_value=most)[0]
     end = jnp.minimum(jnp.append(start[1:], most), pairs)
     length = jnp.where(pair < runs, end - start, 0)
-    # From the end: the highest cells move first, so that even a part of the moves shrinks the table.
+    # From the end: the highest cells move first, so that even a part of the moves shrinks it.
     order = jnp.where(pair < runs, runs - 1 - pair, pair)
     start, length = start[order], length[order]
 

@@ -25,7 +25,7 @@ def checked_ids(table: Any, seq: Ids, *, lowest: int = 0) -> Any:
         wrong = [int(one) for one in np.asarray(seq).reshape(-1) if not lowest <= one < count]
         if wrong:
             raise ValueError(
-                f"wanted sequence ids from {lowest} to {count - 1}, got {wrong[0]}; a memory is made "
-                f"for a fixed number of sequences"
+                f"wanted sequence ids from {lowest} to {count - 1}, got {wrong[0]}; a memory is "
+                f"made for a fixed number of sequences"
             )
     return seq

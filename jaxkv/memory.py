@@ -10,24 +10,25 @@ functions below that begin with `table_`. Everything else follows.
 
 from collections.abc import Callable
 from functools import singledispatch, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 
 from jaxkv.batch import Ubatch
 
 Memory = TypeVar("Memory")
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
-def by_table(stub: F) -> F:
+def by_table(stub: Callable[..., T]):
     """Make a function of a table that each kind of memory registers its own version of."""
 
-    def unknown(table: Any, *args: Any) -> Any:
+    @wraps(stub)
+    def unknown(table: Any, *args: Any) -> T:
         del args
         raise TypeError(f"wanted the table of a memory, got {type(table)}")
 
-    return cast(F, singledispatch(wraps(stub)(unknown)))
+    return singledispatch(unknown)
 
 
 @singledispatch
@@ -162,6 +163,12 @@ def table_keep(table: Any, seq: jax.Array) -> Any:
 
 
 @by_table
+def table_clear(table: Any) -> Any:
+    """Do what `clear` says, on a table."""
+    ...
+
+
+@by_table
 def table_add(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> Any:
     """Do what `seq_add` says, on a table."""
     ...
@@ -226,12 +233,6 @@ def carry_out(part: Any, table: Any, rows: Any) -> tuple[Any, Any]:
 def nothing_to_do(part: Any) -> bool:
     """Say whether a plan that moves rows, and is known, moves none."""
     raise TypeError(f"wanted a ubatch or a plan, got {type(part)}")
-
-
-@by_table
-def table_clear(table: Any) -> Any:
-    """Do what `clear` says, on a table."""
-    ...
 
 
 def _no_memory(value: Any) -> TypeError:

@@ -31,10 +31,10 @@ ADVICE = {
     "{found}: pass positions=None, or remove what lies from there on (seq_rm)",
     Reason.GAP: "a token must stand at {expected}, one past the token before it, but stands at "
     "{found}: positions of a batch have no gaps",
-    Reason.DUPLICATE: "a token must stand at {expected}, but stands at {found}, where another token "
-    "of the batch does: one position holds one token",
-    Reason.DECREASING: "a token must stand at {expected}, but stands at {found}, before the one that "
-    "comes before it: put the tokens of a sequence in the order of their positions",
+    Reason.DUPLICATE: "a token must stand at {expected}, but stands at {found}, where another "
+    "token of the batch does: one position holds one token",
+    Reason.DECREASING: "a token must stand at {expected}, but stands at {found}, before the one "
+    "that comes before it: put the tokens of a sequence in the order of their positions",
     Reason.UPDATE_PENDING: "keys that it would see were moved and are not rotated yet: "
     "memory = apply(memory, init_update(memory))",
     Reason.FRAGMENTED: "it brings {expected} tokens and enough cells are free, but not in one run: "

@@ -165,8 +165,8 @@ def _layout(
     count = batch.valid.shape[0]
     if count > ubatch_size:
         raise ValueError(
-            f"a traced batch must fit one ubatch: wanted at most {ubatch_size} tokens, got {count}; "
-            f"plan it outside of jit, or raise ubatch_size"
+            f"a traced batch must fit one ubatch: wanted at most {ubatch_size} tokens, got "
+            f"{count}; plan it outside of jit, or raise ubatch_size"
         )
     (index,) = simple_split(np.zeros(count, np.int32), ubatch_size)
     most = index.size if batch.outputs is not None else bucket(max(sequences, FEW))

@@ -1,8 +1,8 @@
 """Moving positions now, and rotating the keys that moved later: both halves of a shift.
 
-A key was rotated for the position it had when it was written. Moving it is a note in the table; the
-note is always the position now less the position the key was rotated for, so several moves add up to
-one rotation, and those that cancel to none.
+A key was rotated for the position it had when it was written. Moving it is a note in the table. The
+note is always the position now less the position the key was rotated for, so several moves add up
+to one rotation, and those that cancel to none.
 """
 
 from dataclasses import dataclass, replace
@@ -70,8 +70,8 @@ def update_of(cells: Cells) -> Update:
 def carry_out(cells: Cells, rows: Rows, update: Update) -> tuple[Cells, Rows]:
     """Rotate the keys that are owed a rotation, those only, and clear their notes.
 
-    Keys are turned by the difference of positions, so nothing that a rope multiplies by is applied a
-    second time. Values carry no position.
+    Keys are turned by the difference of positions, so nothing that a rope multiplies by is applied
+    a second time. Values carry no position.
     """
     fresh = jnp.all(update.shift == cells.shift)
     owed = (cells.shift != 0) & fresh

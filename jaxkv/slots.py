@@ -41,7 +41,7 @@ def last_positions(cells: Cells, present: jax.Array) -> jax.Array:
 
 
 def owing(cells: Cells, present: jax.Array) -> jax.Array:
-    """Say which of the sequences asked for, `[Q]` bool, see a key that is owed a rotation; `[Q]`."""
+    """Say which sequences, of those asked for, see a key that is owed a rotation; `[Q]` bool."""
     moved = cells.shift != 0
     words = [
         jnp.where(moved, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])
@@ -86,8 +86,8 @@ def find(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Ar
       ok: `[]` bool, False if the plan is refused, and then nobody gets one.
 
     Returns:
-      `[R, T]` int32, a cell for each token; one that gets none (padding, or the ubatch has no place)
-      has an index past the last cell. And `[]` bool, whether all valid tokens have got one.
+      `[R, T]` int32, a cell for each token; one that gets none (padding, or the ubatch has no
+      place) has an index past the last cell. And `[]` bool, whether all valid tokens have one.
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """

@@ -60,6 +60,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise the last dimension."""
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...].astype(jnp.float32)
@@ -89,6 +90,7 @@ class Block(nnx.Module):
     def __call__(
         self, memory: jaxkv.KVCache, ubatch: jaxkv.Ubatch, x: jax.Array
     ) -> tuple[jaxkv.KVCache, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
         c = self.config
         qkv = self.attention_norm(x) @ self.qkv[...]
         if c.bias:

@@ -8,8 +8,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Byte-level vocabularies write each byte as one letter: itself where it can be printed, and
-    otherwise the next of a row of letters beyond the 256 that a byte can hold."""
+    """The byte that each letter of a byte-level vocabulary stands for.
+
+    It is the letter's own where that can be printed, and otherwise the next of a row of letters
+    beyond the 256 that a byte can hold.
+    """
     letters = sorted(ByteLevel.alphabet())
     own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
     others = (byte for byte in range(256) if byte not in own.values())
@@ -27,7 +30,8 @@ def from_letters(token: str) -> bytes:
 def from_pieces(token: str) -> bytes:
     """The bytes of an entry of a SentencePiece vocabulary.
 
-    A low bar stands for a space, and entries like <0x0A> for a single byte."""
+    A low bar stands for a space, and entries like <0x0A> for a single byte.
+    """
     if re.fullmatch("<0x[0-9A-F]{2}>", token):
         return bytes((int(token[3:5], 16),))
     return token.replace("▁", " ").encode()

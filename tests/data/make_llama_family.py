@@ -1,8 +1,8 @@
 """Record what Hugging Face transformers computes with tiny random models of the Llama family.
 
 Run where torch and transformers are installed: `python tests/data/make_llama_family.py`. It writes,
-for each variant, a folder as models are published (config.json, model.safetensors) with `logits.npz`
-beside them: `tokens` and the logits after each of them. transformers 5.23, torch 2.13.
+for each variant, a folder as models are published (config.json, model.safetensors) with
+`logits.npz` beside them: `tokens`, and logits after every ninth. transformers 5.23, torch 2.13.
 """
 
 from pathlib import Path
