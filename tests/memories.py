@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.cells import Placement
 from jaxkv.mask import visible
 from tests.oracle import Oracle, Part, Plan, Row, Token
 
@@ -31,27 +32,30 @@ class Kind:
     name: str
     cells: int
     sequences: int
+    placement: Placement = "scattered"
 
-    def make(self) -> Any:
-        """Make an empty one."""
+    def make(self, rope: jaxkv.Rope | None = ROPE) -> Any:
+        """Make an empty one. Without a rope an update leaves the signatures of `sign` alone."""
         return jaxkv.make_kv_cache(
             layers=LAYERS,
             cells=self.cells,
             heads=HEADS,
             size=SIZE,
             sequences=self.sequences,
-            rope=ROPE,
+            rope=rope,
+            placement=self.placement,
         )
 
     def oracle(self) -> Oracle:
         """Make its empty oracle."""
-        return Oracle(self.cells, self.sequences)
+        return Oracle(self.cells, self.sequences, contiguous=self.placement == "contiguous")
 
 
 ONE_CELL = Kind("one-cell", cells=1, sequences=1)
 SMALL = Kind("small", cells=12, sequences=3)
+RUNS = Kind("contiguous", cells=12, sequences=3, placement="contiguous")
 WIDE = Kind("two-owner-words", cells=40, sequences=40)
-KINDS = [ONE_CELL, SMALL, WIDE]
+KINDS = [ONE_CELL, SMALL, RUNS, WIDE]
 
 COUNTS = [1, 3, 4, 7]
 """Tokens of a batch: enough for one token, padding, a full ubatch and two, in three compiled shapes."""
@@ -178,7 +182,7 @@ class Twin:
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.memory = kind.make()
+        self.memory = kind.make(rope=None)
         self.oracle = kind.oracle()
         self.tokens = 0  # tokens made so far, so that each has its own number
 
@@ -187,6 +191,8 @@ class Twin:
         expected = {i: (c.position, c.owners, c.shift) for i, c in self.oracle.cells.items()}
         assert table_of(self.memory) == expected, jaxkv.show(self.memory)
         assert rows_of(self.memory) == self.oracle.rows
+        faults = jaxkv.check_invariants(self.memory)
+        assert not any(map(int, faults.values())), faults
         ids = range(self.kind.sequences)
         assert jaxkv.used(self.memory).item() == self.oracle.used()
         assert jaxkv.seq_pos_min(self.memory, [*ids]).tolist() == [*map(self.oracle.first, ids)]
@@ -270,10 +276,48 @@ class Twin:
         self.memory = jaxkv.seq_keep(self.memory, seq)
         self.oracle.seq_keep(seq)
 
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move a range on both sides."""
+        self.memory = jaxkv.seq_add(self.memory, seq, p0, p1, delta)
+        self.oracle.seq_add(seq, p0, p1, delta)
+
+    def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Divide a range on both sides."""
+        self.memory = jaxkv.seq_div(self.memory, seq, p0, p1, divisor)
+        self.oracle.seq_div(seq, p0, p1, divisor)
+
     def clear(self) -> None:
         """Forget everything on both sides."""
         self.memory = jaxkv.clear(self.memory)
         self.oracle.clear()
+
+    def update(self) -> None:
+        """Rotate what is pending on both sides."""
+        plan = jaxkv.init_update(self.memory)
+        self.memory = jaxkv.apply(self.memory, plan)
+        assert plan.pending.item() == self.oracle.update()
+
+    def defrag(self, max_moves: int | None = None) -> None:
+        """Close gaps on both sides, by the same moves."""
+        plan = jaxkv.defrag_plan(self.memory, max_moves=max_moves)
+        moves = self.oracle.moves()[:max_moves]
+        arrays = zip(plan.source[0], plan.destination[0], plan.length[0], strict=True)
+        assert [tuple(map(int, move)) for move in arrays][: int(plan.count[0])] == moves
+        self.memory = jaxkv.apply(self.memory, plan)
+        self.oracle.defrag(moves)
+
+    def go_back(self, past: tuple[Any, Oracle]) -> bool:
+        """Return to a past `(memory, oracle)` on both sides, if both find that it can be."""
+        memory, oracle = past
+        table, _ = jaxkv.split(memory)
+        before = self.memory
+        self.memory, ok = jaxkv.go_back(table, self.memory)
+        assert ok.item() == self.oracle.can_return_to(oracle)
+        if not ok:
+            assert_identical(self.memory, before)
+            return False
+        self.oracle.return_to(oracle)
+        return True
 
 
 def lived_in(kind: Kind, seed: int = 0) -> Twin:

@@ -9,6 +9,7 @@ One difference remains by necessity: the real cache is a value, and an `Oracle` 
 """
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -40,7 +41,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class Cell:
-    """A cell that somebody lives in; the others have no entry in the table."""
+    """A cell that somebody lives in."""
 
     position: int
     owners: set[int]
@@ -68,14 +69,29 @@ class Plan:
         return not self.faults
 
 
-class Oracle:
-    """One stream of `size` cells that sequences 0 to `sequences` - 1 share."""
+class Move(NamedTuple):
+    """A run of neighbouring cells that a defrag brings elsewhere."""
 
-    def __init__(self, size: int, sequences: int) -> None:
+    source: int
+    destination: int
+    length: int
+
+
+class Oracle:
+    """One stream of `size` cells that sequences 0 to `sequences` - 1 share.
+
+    cells: who lives where; a cell without an entry is free.
+    rows: who wrote the row beside a cell last, whether anybody lives there still or not.
+    written: how often that row was written, rotated or replaced.
+    """
+
+    def __init__(self, size: int, sequences: int, *, contiguous: bool = False) -> None:
         self.size = size
         self.sequences = sequences
+        self.contiguous = contiguous
         self.cells: dict[int, Cell] = {}
         self.rows: dict[int, Row] = {}
+        self.written: Counter[int] = Counter()
 
     def fork(self) -> "Oracle":
         """Copy it, as no change of a real memory ever needs to."""
@@ -134,24 +150,78 @@ class Oracle:
         for cell in self.cells.values():
             cell.owners = {seq}
 
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move the cells of a sequence in a range, for all owners; none stands before 0."""
+        for index, cell in self.holds(seq).items():
+            if _in_range(cell.position, p0, p1):
+                self._move(index, cell.position + delta)
+
+    def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Divide the positions of a sequence in a range, for all owners."""
+        for index, cell in self.holds(seq).items():
+            if _in_range(cell.position, p0, p1):
+                self._move(index, cell.position // divisor)
+
     def clear(self) -> None:
         """Free every cell. The rows stay as they are."""
         self.cells.clear()
+
+    def update(self) -> int:
+        """Rotate every key that is owed it; how many there were."""
+        owed = [index for index, cell in self.cells.items() if cell.shift]
+        for index in owed:
+            self.cells[index].shift = 0
+        self.written.update(owed)
+        return len(owed)
+
+    def moves(self) -> list[Move]:
+        """Plan to close all gaps: what lies too far back fills them in order, highest runs first."""
+        used = self.used()
+        sources = [index for index in range(used, self.size) if index in self.cells]
+        gaps = [index for index in range(used) if index not in self.cells]
+        runs: list[Move] = []
+        for source, gap in zip(sources, gaps, strict=True):
+            if runs and (source, gap) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+                runs[-1] = runs[-1]._replace(length=runs[-1].length + 1)
+            else:
+                runs.append(Move(source, gap, 1))
+        return runs[::-1]
+
+    def defrag(self, moves: Iterable[Move]) -> None:
+        """Carry cells and rows where they go. A row leaves its bytes behind."""
+        for source, destination, length in moves:
+            for i in range(length):
+                self.cells[destination + i] = self.cells.pop(source + i)
+                self.rows[destination + i] = self.rows[source + i]
+                self.written[destination + i] += 1
+
+    def can_return_to(self, past: "Oracle") -> bool:
+        """Whether every row that somebody knew in the past is still the same."""
+        return all(self.written[index] == past.written[index] for index in past.cells)
+
+    def return_to(self, past: "Oracle") -> None:
+        """Take a past table back, beside the rows of today."""
+        self.cells = copy.deepcopy(past.cells)
+
+    def _move(self, index: int, position: int) -> None:
+        cell = self.cells[index]
+        cell.shift += position - cell.position
+        cell.position = position
+        if position < 0:
+            del self.cells[index]
 
     # ---------------------------------------------------------------------------------- batches
 
     def plan(self, batch: Sequence[Token], *, ubatch_size: int) -> Plan:
         """Check a batch, then find a cell for every token or for none.
 
-        Faults of position come before room. A sequence at fault asks for no room. Of the others the
-        smallest come first, and the lower id where two ask for the same.
+        Faults of position come before a pending rotation, and that before room. A sequence at fault
+        asks for no room. Of the others the smallest come first, and the lower id where two ask for
+        the same.
         """
         batch = self._numbered(batch)
         faults = self._faults(batch)
-        asks: dict[int, int] = {}
-        for token in batch:
-            if token.sequence not in faults:
-                asks[token.sequence] = asks.get(token.sequence, 0) + 1
+        asks = Counter(token.sequence for token in batch if token.sequence not in faults)
         room = len(self.free())
         too_big = []
         for seq in sorted(asks, key=lambda seq: (asks[seq], seq)):
@@ -163,15 +233,34 @@ class Oracle:
         faults |= {seq: Fault("NO_ROOM", asks[seq], room) for seq in too_big}
         if faults:
             return Plan(faults=faults)
-        placed = list(zip(self.free(), batch, strict=False))
+
         last = {seq: self.last(seq) for seq in range(self.sequences)}
+        free = self.free()
         plan = Plan()
-        for start in range(0, len(placed), ubatch_size):
-            part = placed[start : start + ubatch_size]
-            plan.parts.append(Part(tokens=part, last=dict(last)))
-            for _, token in part:
+        for start in range(0, len(batch), ubatch_size):
+            tokens = batch[start : start + ubatch_size]
+            slots = self._slots(free, len(tokens))
+            if slots is None:
+                for seq in {token.sequence for token in tokens}:
+                    plan.faults[seq] = Fault("FRAGMENTED", asks[seq], room)
+                continue
+            free = [index for index in free if index not in slots]
+            plan.parts.append(Part(list(zip(slots, tokens, strict=True)), dict(last)))
+            for token in tokens:
                 last[token.sequence] = token.position
+        if plan.faults:
+            plan.parts = []
         return plan
+
+    def _slots(self, free: list[int], count: int) -> list[int] | None:
+        """Choose among free cells: the lowest ones, or the lowest run of neighbours if it must be."""
+        if not self.contiguous:
+            return free[:count]
+        for start in range(self.size - count + 1):
+            run = list(range(start, start + count))
+            if set(run) <= set(free):
+                return run
+        return None
 
     def fits(self, part: Part) -> bool:
         """Whether the table is still as it was when the part was planned."""
@@ -187,6 +276,7 @@ class Oracle:
         for index, token in part.tokens:
             self.cells[index] = Cell(position=token.position, owners={token.sequence})
             self.rows[index] = Row(token.sequence, token.position, token.token)
+            self.written[index] += 1
         return True
 
     def _numbered(self, batch: Sequence[Token]) -> list[Token]:
@@ -222,6 +312,9 @@ class Oracle:
             elif position < 0:  # a sequence that is empty starts anywhere, but there is no before 0
                 faults[seq] = Fault("NOT_NEXT", 0, position)
             before[seq] = position
+        for seq in {token.sequence for token in batch} - set(faults):
+            if any(cell.shift for cell in self.holds(seq).values()):
+                faults[seq] = Fault("UPDATE_PENDING", 0, 0)
         return faults
 
 

@@ -1,0 +1,132 @@
+"""Random verbs on a memory and on its oracle: table, masks, rows and answers stay the same.
+
+Every token signs its rows with its sequence, position, number, layer and head (`sign`), so a row in
+the wrong place, left over or lost is seen, and so is a wrong mask.
+"""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+
+from tests.memories import COUNTS, KINDS, Twin
+
+edges = st.integers(-2, 14)
+ids = st.integers(0, 10**6)
+
+
+class Verbs(RuleBasedStateMachine):
+    """The verbs, in any order. Sequence numbers are drawn large and taken modulo Q."""
+
+    kinds = KINDS
+
+    @initialize(number=ids)
+    def begin(self, number: int) -> None:
+        self.twin = Twin(self.kinds[number % len(self.kinds)])
+        self.kept = None  # a plan that was made earlier and may be stale
+        self.past = (self.twin.memory, self.twin.oracle.fork())
+
+    def seq(self, number: int) -> int:
+        # Few of many: those on both sides of the border between two words of owners.
+        return [0, 1, 2, 31, 32, 39][number % 6] % self.twin.kind.sequences
+
+    @rule(count=st.sampled_from(COUNTS), numbers=st.lists(ids, min_size=7, max_size=7))
+    def decode(self, count: int, numbers: list[int]) -> None:
+        self.twin.decode([*map(self.seq, numbers[:count])])
+
+    @rule(
+        count=st.sampled_from(COUNTS),
+        numbers=st.lists(ids, min_size=7, max_size=7),
+        slips=st.lists(st.sampled_from([0, 0, 0, 0, 0, -1, 1, -3, 4]), min_size=7, max_size=7),
+    )
+    def decode_at(self, count: int, numbers: list[int], slips: list[int]) -> None:
+        """Positions that are right or nearly so."""
+        sequences = [*map(self.seq, numbers[:count])]
+        positions: list[int] = []
+        for i, (seq, slip) in enumerate(zip(sequences, slips, strict=False)):
+            before = [p for s, p in zip(sequences[:i], positions, strict=True) if s == seq]
+            positions.append((before[-1] if before else self.twin.oracle.last(seq)) + 1 + slip)
+        self.twin.decode(sequences, positions)
+
+    @rule(count=st.sampled_from(COUNTS), numbers=st.lists(ids, min_size=7, max_size=7))
+    def plan(self, count: int, numbers: list[int]) -> None:
+        """Plan, and leave it for later."""
+        self.kept = self.twin.plan([*map(self.seq, numbers[:count])])
+
+    @precondition(lambda self: self.kept is not None)
+    @rule(late=st.booleans())
+    def try_kept_plan(self, late: bool) -> None:
+        """Run an old plan, perhaps from its last ubatch: what is stale changes nothing."""
+        plan, expected = self.kept
+        parts = list(zip(plan.ubatches, expected.parts, strict=False))
+        for ubatch, part in reversed(parts) if late else parts:
+            self.twin.step(ubatch, part)
+
+    @rule(number=ids, p0=edges, p1=edges)
+    def seq_rm(self, number: int, p0: int, p1: int) -> None:
+        self.twin.seq_rm(self.seq(number), p0, p1)
+
+    @rule(p0=edges, p1=edges)
+    def seq_rm_of_all(self, p0: int, p1: int) -> None:
+        self.twin.seq_rm(-1, p0, p1)
+
+    @rule(src=ids, dsts=st.lists(ids, min_size=2, max_size=2), p0=edges, p1=edges)
+    def seq_cp(self, src: int, dsts: list[int], p0: int, p1: int) -> None:
+        self.twin.seq_cp(self.seq(src), [*map(self.seq, dsts)], p0, p1)
+
+    @rule(number=ids)
+    def seq_keep(self, number: int) -> None:
+        self.twin.seq_keep(self.seq(number))
+
+    @rule(number=ids, p0=edges, p1=edges, delta=st.integers(-5, 5))
+    def seq_add(self, number: int, p0: int, p1: int, delta: int) -> None:
+        self.twin.seq_add(self.seq(number), p0, p1, delta)
+
+    @rule(number=ids, p0=edges, p1=edges, divisor=st.integers(1, 4))
+    def seq_div(self, number: int, p0: int, p1: int, divisor: int) -> None:
+        self.twin.seq_div(self.seq(number), p0, p1, divisor)
+
+    @rule()
+    def update(self) -> None:
+        self.twin.update()
+
+    @rule(max_moves=st.sampled_from([None, 1, 3]))
+    def defrag(self, max_moves: int | None) -> None:
+        self.twin.defrag(max_moves)
+
+    @rule()
+    def clear(self) -> None:
+        self.twin.clear()
+
+    @rule()
+    def remember(self) -> None:
+        self.past = (self.twin.memory, self.twin.oracle.fork())
+
+    @rule()
+    def go_back(self) -> None:
+        self.twin.go_back(self.past)
+
+    @rule()
+    def back_to_the_value(self) -> None:
+        """An old memory is a value: it is still there, rows and all."""
+        memory, oracle = self.past
+        self.twin.memory, self.twin.oracle = memory, oracle.fork()
+
+    @invariant()
+    def agree(self) -> None:
+        if hasattr(self, "twin"):
+            self.twin.compare()
+
+
+class TestVerbs(Verbs.TestCase):
+    """The fast part: few runs, the same every time."""
+
+    settings = settings(max_examples=25, stateful_step_count=30)
+
+
+@pytest.mark.slow
+class TestVerbsAtLength(Verbs.TestCase):
+    """The slow part: thousands of runs, others every time."""
+
+    settings = settings(max_examples=2000, stateful_step_count=40, derandomize=False)
