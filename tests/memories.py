@@ -58,7 +58,7 @@ WIDE = Kind("two-owner-words", cells=40, sequences=40)
 KINDS = [ONE_CELL, SMALL, RUNS, WIDE]
 
 COUNTS = [1, 3, 4, 7]
-"""Tokens of a batch: enough for one token, padding, a full ubatch and two, in three compiled shapes."""
+"""Tokens of a batch: one, a padded ubatch, a full one and two, in three compiled shapes."""
 
 over_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 

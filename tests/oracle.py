@@ -175,7 +175,7 @@ class Oracle:
         return len(owed)
 
     def moves(self) -> list[Move]:
-        """Plan to close all gaps: what lies too far back fills them in order, highest runs first."""
+        """Plan to close all gaps with what lies behind them, in order; the highest runs go first."""
         used = self.used()
         sources = [index for index in range(used, self.size) if index in self.cells]
         gaps = [index for index in range(used) if index not in self.cells]
@@ -253,7 +253,7 @@ class Oracle:
         return plan
 
     def _slots(self, free: list[int], count: int) -> list[int] | None:
-        """Choose among free cells: the lowest ones, or the lowest run of neighbours if it must be."""
+        """Choose among free cells: the lowest, or the lowest run of neighbours if need be."""
         if not self.contiguous:
             return free[:count]
         for start in range(self.size - count + 1):

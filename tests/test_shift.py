@@ -203,7 +203,7 @@ def test_more_keys_than_a_chunk_are_all_rotated():
     memory, raw = filled(PLAIN, cells=700, tokens=600)
     memory = updated(jaxkv.seq_add(memory, 0, 10, -1, 3))
     want = expected(memory, raw, 0)
-    np.testing.assert_allclose(keys(memory, 0, 600), want, atol=2e-5)
+    np.testing.assert_allclose(keys(memory, 0, 600), want, atol=3e-4)  # angles up to 600
 
 
 def test_a_shift_holds_in_a_vmap_over_memories():

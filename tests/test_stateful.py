@@ -9,7 +9,6 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-
 from tests.memories import COUNTS, KINDS, Twin
 
 edges = st.integers(-2, 14)

@@ -1,0 +1,330 @@
+"""A refusal is an answer: afterwards every bit of the memory is what it was.
+
+Applied and computed all the same, whatever was refused (a plan, or a ubatch that has become stale)
+enters no table and writes no row.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import Reason, make_batch
+from tests.memories import SMALL, Kind, assert_identical, lived_in, over_kinds, run, sign, think
+
+
+def filled(*prompts: int, kind: Kind = SMALL):
+    """A memory with a prompt of so many tokens for sequences 0, 1, 2 ..., rows and all."""
+    memory = kind.make()
+    for seq, count in enumerate(prompts):
+        if count:
+            memory, _ = run(memory, make_batch(range(1, count + 1), sequences=seq))
+    return memory
+
+
+def compute(memory, plan):
+    """Run the model on every ubatch of a plan, refused or not."""
+    for ubatch in plan.ubatches:
+        memory, _ = think(memory, ubatch)
+    return memory
+
+
+FAULTS = {
+    # name: tokens held by 0, 1, 2; the batch's sequences and positions; who is refused and how
+    "no-room": ([5, 3, 0], [2] * 7, None, {2: (Reason.NO_ROOM, 7, 4)}),
+    "no-room-for-one": ([5, 3, 0], [2, 0, 2, 2, 2], None, {2: (Reason.NO_ROOM, 4, 3)}),
+    "longer-than-the-memory": ([0, 0, 0], [0] * 13, None, {0: (Reason.NO_ROOM, 13, 12)}),
+    "not-next": ([5, 3, 0], [0, 0], [6, 7], {0: (Reason.NOT_NEXT, 5, 6)}),
+    "position-held": ([5, 3, 0], [0], [4], {0: (Reason.NOT_NEXT, 5, 4)}),
+    "before-zero": ([5, 3, 0], [2], [-1], {2: (Reason.NOT_NEXT, 0, -1)}),
+    "gap": ([5, 3, 0], [1, 1, 1], [3, 4, 6], {1: (Reason.GAP, 5, 6)}),
+    "duplicate": ([5, 3, 0], [1, 1, 1], [3, 3, 4], {1: (Reason.DUPLICATE, 4, 3)}),
+    "decreasing": ([5, 3, 0], [1, 1, 1], [3, 4, 3], {1: (Reason.DECREASING, 5, 3)}),
+    "each-its-own": (
+        [5, 3, 0],
+        [0, 1, 1, 2, 2],
+        [9, 3, 3, 7, 8],
+        {0: (Reason.NOT_NEXT, 5, 9), 1: (Reason.DUPLICATE, 4, 3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_refused_batch_changes_nothing_and_says_why(fault):
+    prompts, sequences, positions, expected = FAULTS[fault]
+    memory = filled(*prompts)
+    batch = make_batch([1] * len(sequences), sequences=sequences, positions=positions)
+    plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
+    assert not plan.ok
+    for seq in range(3):
+        reason, wanted, found = expected.get(seq, (Reason.FITS, None, None))
+        assert (plan.reason[seq], plan.fits[seq]) == (reason, reason == Reason.FITS)
+        if seq in expected:
+            assert (plan.expected[seq].item(), plan.found[seq].item()) == (wanted, found)
+    assert_identical(compute(memory, plan), memory)
+
+    with pytest.raises(jaxkv.RefusedError) as refused:
+        plan.check()
+    lines = str(refused.value).splitlines()[1:]
+    assert len(lines) == len(expected)
+    for line, (seq, (reason, wanted, found)) in zip(lines, expected.items(), strict=True):
+        assert line.startswith(f"sequence {seq}: {reason.name}, ")
+        numbers = {int(word.strip(":,")) for word in line.split() if word.strip(":,-").isdigit()}
+        assert {wanted, found} <= numbers, line
+
+
+@over_kinds
+def test_batch_that_is_one_token_too_long_is_refused_at_every_fill(kind):
+    twin = lived_in(kind)
+    room = kind.cells - twin.oracle.used()
+    batch = make_batch([1] * (room + 1), sequences=kind.sequences - 1)
+    plan = jaxkv.init_batch(twin.memory, batch, ubatch_size=16)
+    assert not plan.ok
+    after = twin.memory
+    for ubatch in plan.ubatches:
+        assert (ubatch.slots >= kind.cells).all()
+        assert len(np.unique(ubatch.slots)) == ubatch.slots.size
+        after = jaxkv.apply(after, ubatch)
+    assert_identical(after, twin.memory)
+
+
+def test_pending_rotation_refuses_who_would_see_it_and_nobody_else():
+    memory = jaxkv.seq_add(filled(4, 3), 0, 0, -1, 2)
+    plan = jaxkv.init_batch(memory, make_batch([[1], [1]]))
+    assert plan.reason.tolist() == [Reason.UPDATE_PENDING, Reason.FITS, Reason.FITS]
+    with pytest.raises(jaxkv.RefusedError, match="sequence 0: UPDATE_PENDING, .*init_update"):
+        plan.check()
+    assert_identical(compute(memory, plan), memory)
+    assert jaxkv.init_batch(memory, make_batch([1], sequences=1)).ok
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_missing_run_refuses_the_batch_whichever_ubatch_lacks_it(number):
+    kind = Kind("runs", cells=12, sequences=3, placement="contiguous")
+    memory = filled(12, kind=kind)
+    holes = [(2, 4), (5, 7), (8, 10)]  # three runs of 2; then one of them splits up into 1 and 1
+    for start, stop in holes:
+        memory, _ = jaxkv.seq_rm(memory, 0, start, stop)
+    memory, _ = jaxkv.seq_rm(memory, 0, 0, 1)
+    one, _ = jaxkv.seq_rm(memory, 0, holes[number][0], holes[number][1])
+    batch = make_batch([1] * 6, sequences=1)
+    good = jaxkv.init_batch(one, batch, ubatch_size=2)
+    assert good.ok
+    assert [u.slots[0, 0].item() for u in good.ubatches] == [2, 5, 8]
+    # The seventh token finds a cell (0), but a ubatch of 2 finds no fourth run.
+    bad = jaxkv.init_batch(one, make_batch([1] * 7, sequences=1), ubatch_size=number + 3)
+    assert bad.reason.tolist() == [Reason.FITS, Reason.FRAGMENTED, Reason.FITS]
+    with pytest.raises(jaxkv.RefusedError, match="sequence 1: FRAGMENTED, it brings 7 tokens"):
+        bad.check()
+    assert_identical(compute(one, bad), one)
+
+
+# --------------------------------------------------------------------------------- stale ubatches
+
+
+def unchanged_by(memory, ubatch) -> None:
+    """Neither applying a ubatch nor computing it changes a bit."""
+    assert_identical(jaxkv.apply(memory, ubatch), memory)
+    for model in (think, sign):
+        assert_identical(model(memory, ubatch)[0], memory)
+
+
+def planned(memory, count=3, sequences=0, ubatch_size=4):
+    return jaxkv.init_batch(
+        memory, make_batch([7] * count, sequences=sequences), ubatch_size=ubatch_size
+    )
+
+
+def test_ubatch_twice():
+    """The second time the same rows would be written, so nothing else would show than a change."""
+    memory = filled(4)
+    (ubatch,) = planned(memory).ubatches
+    memory, _ = think(memory, ubatch)
+    unchanged_by_apply = jaxkv.apply(memory, ubatch)
+    assert_identical(unchanged_by_apply, memory)
+    poison = jax.tree.map(lambda x: x, ubatch)
+    unchanged_by(memory, poison)
+
+
+def test_rival_for_the_same_places():
+    """Two plans of one table: the first wins, the second must not write over its rows.
+
+    Both have the same slots, positions and sequence; they differ in their tokens alone.
+    """
+    memory = filled(4)
+    (one,) = jaxkv.init_batch(memory, make_batch([7, 8, 9])).ubatches
+    (rival,) = jaxkv.init_batch(memory, make_batch([1, 2, 3])).ubatches
+    memory, _ = think(memory, one)
+    assert_identical(jaxkv.apply(memory, rival), memory)
+    assert_identical(think(memory, rival)[0], memory)
+
+
+def test_ubatch_whose_cells_were_taken():
+    memory = filled(4)
+    (late,) = planned(memory, sequences=1).ubatches
+    memory, _ = run(memory, make_batch([3], sequences=2))
+    unchanged_by(memory, late)
+
+
+def test_ubatch_whose_sequence_went_on_elsewhere():
+    """The chosen cells are free again, but the sequence is not where it was."""
+    memory = filled(4, 4)
+    (late,) = planned(memory, count=1).ubatches
+    memory, _ = run(memory, make_batch([3, 3]))
+    memory, _ = jaxkv.seq_rm(memory, 0, 4, 5)
+    assert late.slots.tolist() == [[8]]
+    assert not jaxkv.split(memory)[0].owners[0, 0, 8]
+    unchanged_by(memory, late)
+
+
+def test_ubatch_whose_sequence_was_cut():
+    memory = filled(4)
+    (late,) = planned(memory).ubatches
+    memory, _ = jaxkv.seq_rm(memory, 0, 3, -1)
+    unchanged_by(memory, late)
+
+
+def test_ubatches_out_of_order():
+    memory = filled(1)
+    plan = planned(memory, count=10)
+    first, middle, last = plan.ubatches
+    unchanged_by(memory, middle)
+    unchanged_by(memory, last)
+    memory, _ = think(memory, first)
+    unchanged_by(memory, last)
+    memory, _ = think(memory, middle)
+    memory, _ = think(memory, last)
+    assert jaxkv.seq_pos_max(memory, 0).item() == 10
+
+
+def test_ubatch_of_another_table():
+    (ubatch,) = planned(filled(4, 3), count=2).ubatches
+    unchanged_by(filled(5), ubatch)
+    unchanged_by(filled(12), ubatch)
+
+
+def test_ubatch_of_a_larger_table():
+    large = Kind("large", cells=40, sequences=3)
+    (ubatch,) = planned(filled(4, 8, kind=large), count=1).ubatches
+    small = filled(4)
+    assert_identical(jaxkv.apply(small, ubatch), small)
+
+
+def test_part_of_a_ubatch_that_is_stale_stops_all_of_it():
+    """Two sequences in a ubatch; one of them has moved on. Neither gets in."""
+    memory = filled(2, 2)
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([[5], [6]])).ubatches
+    memory, _ = jaxkv.seq_rm(memory, 1, 1, -1)
+    unchanged_by(memory, ubatch)
+
+
+def test_stale_defrag_and_update():
+    memory, _ = jaxkv.seq_rm(filled(6), 0, 1, 3)
+    defrag = jaxkv.defrag_plan(memory)
+    filled_up, _ = run(memory, make_batch([1], sequences=2))  # a destination is taken
+    assert_identical(jaxkv.apply(filled_up, defrag), filled_up)
+    gone, _ = jaxkv.seq_rm(memory, 0, 5, -1)  # a source is gone
+    assert_identical(jaxkv.apply(gone, defrag), gone)
+
+    moved = jaxkv.seq_add(memory, 0, 3, -1, -2)
+    update = jaxkv.init_update(moved)
+    again = jaxkv.seq_add(moved, 0, 1, 2, 1)
+    assert_identical(jaxkv.apply(again, update), again)
+    done = jaxkv.apply(moved, update)
+    assert_identical(jaxkv.apply(done, update), done)
+
+
+# -------------------------------------------------------------------------------------- bad ids
+
+
+VERBS = {
+    "seq_rm": lambda memory, seq: jaxkv.seq_rm(memory, seq)[0],
+    "seq_cp-from": lambda memory, seq: jaxkv.seq_cp(memory, seq, 1),
+    "seq_cp-to": lambda memory, seq: jaxkv.seq_cp(memory, 0, seq),
+    "seq_keep": jaxkv.seq_keep,
+    "seq_add": lambda memory, seq: jaxkv.seq_add(memory, seq, 0, -1, 3),
+    "seq_div": lambda memory, seq: jaxkv.seq_div(memory, seq, 0, -1, 2),
+}
+
+
+@pytest.mark.parametrize("wrong", [-2, 3, 31, 32, 35, 2**31 - 1])
+@pytest.mark.parametrize("verb", VERBS)
+def test_ids_that_are_none(verb, wrong):
+    memory = filled(4, 3)
+    with pytest.raises(ValueError, match=rf"wanted sequence ids from (0|-1) to 2, got {wrong};"):
+        VERBS[verb](memory, wrong)
+    assert_identical(jax.jit(VERBS[verb])(memory, wrong), memory)
+    if verb != "seq_rm":
+        assert_identical(jax.jit(VERBS[verb])(memory, -1), memory)
+
+
+def test_questions_about_ids_that_are_none():
+    memory = filled(4, 3)
+    for question in (jaxkv.seq_pos_min, jaxkv.seq_pos_max):
+        with pytest.raises(ValueError, match="wanted sequence ids from 0 to 2, got 3"):
+            question(memory, [0, 3])
+        ids = jnp.array([0, -1, 3, 32, 1])
+        held = {jaxkv.seq_pos_min: [0, -1, -1, -1, 0], jaxkv.seq_pos_max: [3, -1, -1, -1, 2]}
+        assert jax.jit(question)(memory, ids).tolist() == held[question]
+
+
+def test_batch_of_unknown_sequences():
+    memory = filled(4, 3)
+    for wrong in (-1, 3, 99):
+        with pytest.raises(ValueError, match=f"wanted sequence ids from 0 to 2, got {wrong}"):
+            jaxkv.init_batch(memory, make_batch([1, 1], sequences=[0, wrong]))
+
+    @jax.jit
+    def traced(memory, ids):
+        plan = jaxkv.init_batch(memory, make_batch(jnp.ones(3, jnp.int32), sequences=ids))
+        (ubatch,) = plan.ubatches
+        return plan, think(memory, ubatch)[0]
+
+    for wrong in (-1, 3, 99):
+        plan, after = traced(memory, jnp.array([0, wrong, 1]))
+        assert not plan.ok
+        assert_identical(after, memory)
+        with pytest.raises(jaxkv.RefusedError, match="a sequence that the memory does not have"):
+            plan.check()
+    assert traced(memory, jnp.array([0, 2, 1]))[0].ok
+
+
+@pytest.mark.parametrize("divisor", [0, -1])
+def test_divisors_below_one(divisor):
+    memory = filled(4)
+    with pytest.raises(ValueError, match=f"a divisor of at least 1, got {divisor}"):
+        jaxkv.seq_div(memory, 0, 0, -1, divisor)
+    traced = jax.jit(lambda memory, d: jaxkv.seq_div(memory, 0, 0, -1, d))
+    assert_identical(traced(memory, divisor), memory)
+
+
+def test_what_cannot_be_planned_or_applied_at_once():
+    memory = filled(1)
+    with pytest.raises(ValueError, match="no valid token"):
+        jaxkv.init_batch(memory, make_batch([1, 2], valid=[False, False]))
+    with pytest.raises(ValueError, match="ubatch_size must be at least 1, got 0"):
+        jaxkv.init_batch(memory, make_batch([1]), ubatch_size=0)
+    with pytest.raises(ValueError, match="3 ubatches cannot be applied at once"):
+        jaxkv.apply(memory, planned(memory, count=10))
+    with pytest.raises(ValueError, match="at most 2 tokens, got 3"):
+        jax.jit(lambda t: jaxkv.init_batch(memory, make_batch(t), ubatch_size=2))(jnp.arange(3))
+    with pytest.raises(ValueError, match="max_moves must be at least 1"):
+        jaxkv.defrag_plan(memory, max_moves=0)
+    with pytest.raises(TypeError, match="was `memory, ok = seq_rm"):
+        jaxkv.used(jaxkv.seq_rm(memory, 0))
+    with pytest.raises(TypeError, match="plan.ok"):
+        jax.jit(lambda memory: jaxkv.init_batch(memory, make_batch([1])).check())(memory)
+
+
+def test_whatever_is_accepted_can_be_forgotten():
+    """The largest int32 ends open ranges, so it can be no position."""
+    far = 2**31 - 1
+    for position in (far, far - 1):
+        memory = SMALL.make()
+        plan = jaxkv.init_batch(memory, make_batch([1], positions=[position]))
+        if plan.ok:
+            memory = jaxkv.apply(memory, plan)
+            assert jaxkv.seq_pos_min(memory, 0).item() == position
+            memory, _ = jaxkv.seq_rm(memory, 0)
+            assert jaxkv.used(memory).item() == 0

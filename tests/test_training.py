@@ -1,0 +1,72 @@
+"""Gradients flow through the cache: what is written in one ubatch is learnt from a later one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxkv
+
+
+def test_gradients_reach_keys_and_values_of_an_earlier_ubatch():
+    """Through writes and attention, equal to differentiating plain attention over all rows."""
+    k, v, q = (jax.random.normal(jax.random.key(i), (1, 6, 2, 4)) for i in range(3))
+
+    def through_the_cache(k, v):
+        memory = jaxkv.make_kv_cache(layers=1, cells=16, heads=2, size=4)
+        for half in (slice(0, 4), slice(4, 6)):
+            tokens = jnp.zeros(half.stop - half.start, jnp.int32)
+            batch = jaxkv.make_batch(tokens)
+            plan = jaxkv.init_batch(memory, batch)
+            memory = jaxkv.apply(memory, plan)
+            (ubatch,) = plan.ubatches
+            memory, out = jaxkv.attend(memory, 0, ubatch, q[:, half], k[:, half], v[:, half])
+        return jnp.sum(out[:, :2] ** 2)
+
+    def plainly(k, v):
+        logits = jnp.einsum("rthd,rnhd->rhtn", q[:, 4:], k) / 2
+        seen = jnp.arange(6)[None] <= jnp.arange(4, 6)[:, None]
+        weights = jax.nn.softmax(jnp.where(seen[None, None], logits, -jnp.inf))
+        return jnp.sum(jnp.einsum("rhtn,rnhd->rthd", weights, v) ** 2)
+
+    got = jax.jit(jax.grad(through_the_cache, argnums=(0, 1)))(k, v)
+    want = jax.grad(plainly, argnums=(0, 1))(k, v)
+    for a, b in zip(got, want, strict=True):
+        assert (jnp.abs(b[:, :4]) > 1e-4).any()
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_soft_prefix_trained_through_the_cache_lowers_the_loss(smollm2):
+    """Eight embeddings before a text, the only thing that is trained, make it likelier."""
+    text = jnp.asarray(smollm2.tokenizer.encode("The zebra plays chess with a purple submarine."))
+    text = text[:8]
+    prefix = smollm2.weights["head"][:, jnp.arange(100, 108)].T
+
+    def loss(prefix, weights):
+        memory = smollm2.make_memory(cells=32)
+        parts = (
+            jaxkv.make_batch(embeddings=prefix, outputs=jnp.arange(8) == 7),
+            jaxkv.make_batch(text, outputs=jnp.ones(8, bool)),
+        )
+        logits = []
+        for batch in parts:
+            plan = jaxkv.init_batch(memory, batch)
+            (ubatch,) = plan.ubatches
+            memory = jaxkv.apply(memory, ubatch)
+            memory, out = smollm2.forward(weights, memory, ubatch)
+            logits.append(out)
+        logits = jnp.concatenate([logits[0][7:8], logits[1][:-1]])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, text).mean()
+
+    optimizer = optax.adam(1e-2)
+    value_and_grad = jax.jit(jax.value_and_grad(loss))
+    state, losses = optimizer.init(prefix), []
+    for _ in range(10):
+        value, grad = value_and_grad(prefix, smollm2.weights)
+        assert jnp.isfinite(grad).all() and jnp.abs(grad).max() > 0
+        updates, state = optimizer.update(grad, state)
+        prefix = optax.apply_updates(prefix, updates)
+        losses.append(float(value))
+    assert losses[-1] < 0.6 * losses[0], losses
