@@ -30,9 +30,7 @@ class Sampler:
     top_k: int = field(metadata={"static": True})
     sorts: bool = field(metadata={"static": True})
 
-    def __call__(
-        self, logits: jax.Array, sequences: jax.Array, positions: jax.Array
-    ) -> jax.Array:
+    def __call__(self, logits: jax.Array, sequences: jax.Array, positions: jax.Array) -> jax.Array:
         """Pick tokens.
 
         Args:

@@ -172,9 +172,7 @@ def generate_texts(
 
     began = perf_counter()
     writers = [_Writer(i, model, max_tokens, on_text) for i in range(len(prompts))]
-    memory, rows = jaxkv.prefill(
-        model.step, model.weights, memory, batch, ubatch_size=ubatch_size
-    )
+    memory, rows = jaxkv.prefill(model.step, model.weights, memory, batch, ubatch_size=ubatch_size)
     token = _pick(sample, rows, ids, jnp.asarray(lengths))
     first = np.asarray(token)
     prompt_seconds = perf_counter() - began

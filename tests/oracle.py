@@ -175,7 +175,7 @@ class Oracle:
         return len(owed)
 
     def moves(self) -> list[Move]:
-        """Plan to close all gaps with what lies behind them, in order; the highest runs go first."""
+        """Plan to close all gaps with what lies behind them, in order; highest runs go first."""
         used = self.used()
         sources = [index for index in range(used, self.size) if index in self.cells]
         gaps = [index for index in range(used) if index not in self.cells]

@@ -1,5 +1,7 @@
 """Closing gaps: complete, in chunks of any size, with everybody's tokens as they were."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -125,10 +127,16 @@ def test_max_moves_below_one_is_refused():
         jaxkv.defrag_plan(holed(set(), cells=4), max_moves=0)
 
 
+def large():
+    """The shapes of a cache whose keys of one layer are 8 MB."""
+    rope = jaxkv.make_rope(64)
+    make = partial(jaxkv.make_kv_cache, layers=4, cells=16384, heads=2, size=64, rope=rope)
+    return jax.eval_shape(make)
+
+
 def test_rows_are_moved_in_chunks_not_all_at_once():
     """What a defrag holds beside its arguments does not grow with what it moves."""
-    make = lambda: jaxkv.make_kv_cache(layers=4, cells=16384, heads=2, size=64)
-    memory = jax.eval_shape(make)
+    memory = large()
     plan = jax.eval_shape(jaxkv.defrag_plan, memory)
     compiled = jax.jit(jaxkv.apply, donate_argnums=0).lower(memory, plan).compile()
     one_layer = 16384 * 2 * 64 * 4
@@ -136,10 +144,7 @@ def test_rows_are_moved_in_chunks_not_all_at_once():
 
 
 def test_an_update_rotates_in_chunks_not_all_at_once():
-    make = lambda: jaxkv.make_kv_cache(
-        layers=4, cells=16384, heads=2, size=64, rope=jaxkv.make_rope(64)
-    )
-    memory = jax.eval_shape(make)
+    memory = large()
     plan = jax.eval_shape(jaxkv.init_update, memory)
     compiled = jax.jit(jaxkv.apply, donate_argnums=0).lower(memory, plan).compile()
     one_layer = 16384 * 2 * 64 * 4

@@ -22,7 +22,8 @@ def belongings(memory, seq):
     owned = np.asarray(table.owners)[0, seq // 32] >> (seq % 32) & 1 == 1
     cells = np.flatnonzero(owned)
     position = np.asarray(table.position)[0, cells]
-    order = np.argsort(position, kind="stable")
+    # After forks two rows may share a position: the first number of a row tells them apart.
+    order = np.lexsort((np.asarray(rows.k[0])[0, 0, cells, 2], position))
     arrays = [np.asarray(x)[0][:, cells[order]] for x in (*rows.k, *rows.v)]
     return position[order], arrays, np.asarray(table.shift)[0, cells[order]]
 

@@ -1,4 +1,4 @@
-"""Moving positions and rotating keys: the rotation owed is the position now less that at writing."""
+"""Moving positions and rotating keys by what they are owed."""
 
 import jax
 import jax.numpy as jnp
