@@ -1,7 +1,8 @@
-"""The command line: `python -m models generate "prompt" ["prompt 2" ...]`."""
+"""`python -m models`."""
 
 import sys
 
 from models.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """Texts from prompts: several at once, side by side in one memory."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -140,33 +141,23 @@ def generate_texts(
         )
 
     began = perf_counter()
-    shapes = {(u.tokens.shape, u.outputs.shape): u for u in plan.ubatches}
-    count, total = 0, len(shapes) + (steps > 0)
-
-    def compiled(more: int = 1) -> None:
-        nonlocal count
-        count += more
-        if on_compile is not None:
-            on_compile(count, total)
-
-    compiled(0)
-    logits = {}
-    for shape, ubatch in shapes.items():
-        lowered = model.step.lower(model.weights, memory, ubatch)
-        lowered.compile()
-        logits[shape] = jnp.zeros(lowered.out_info[1].shape, lowered.out_info[1].dtype)
-        compiled()
-    # What is small is run instead, on logits of zeros.
-    rows = plan.collect([logits[u.tokens.shape, u.outputs.shape] for u in plan.ubatches])
-    token = _pick(sample, rows, ids, jnp.asarray(lengths))
-    jaxkv.used(memory)
+    jobs = []
+    blanks = {}
+    for ubatch in plan.ubatches:
+        shape = ubatch.tokens.shape, ubatch.outputs.shape
+        if shape not in blanks:
+            jobs.append(model.step.lower(model.weights, memory, ubatch))
+            out = jobs[-1].out_info[1]
+            blanks[shape] = jnp.zeros(out.shape, out.dtype)
     if steps:
-        running = start(token, np.ones(len(prompts), np.bool_))
-        _dispatch.lower(
-            model.forward, sample, model.weights, memory, running, stop, steps=steps
-        ).compile()
-        compiled()
-    del logits, rows
+        args = sample, model.weights, memory, start(ids, np.ones(len(prompts), np.bool_)), stop
+        jobs.append(_dispatch.lower(model.forward, *args, steps=steps))
+    _compile(jobs, on_compile)
+    # What is small is run instead, on logits of zeros.
+    rows = plan.collect([blanks[u.tokens.shape, u.outputs.shape] for u in plan.ubatches])
+    _pick(sample, rows, ids, jnp.asarray(lengths))
+    jaxkv.used(memory)
+    del blanks, rows
     jax.block_until_ready((memory, model.weights))
     warm, compile_seconds = compiles(), perf_counter() - began
 
@@ -215,6 +206,17 @@ def generate_texts(
         nbytes=nbytes,
         compiles=compiles() - warm,
     )
+
+
+def _compile(jobs: list[Any], tell: Callable[[int, int], None] | None) -> None:
+    """Compile what was lowered, side by side: XLA compiles a program on one core, mostly."""
+    tell = tell or (lambda done, total: None)
+    tell(0, len(jobs))
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        # jit finds what is compiled here, since it keeps what it lowered for the same arguments.
+        for done, job in enumerate(as_completed([pool.submit(job.compile) for job in jobs]), 1):
+            job.result()
+            tell(done, len(jobs))
 
 
 def cells_for(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:

@@ -35,15 +35,14 @@ class Verbs(RuleBasedStateMachine):
         self.twin.decode([*map(self.seq, numbers[:count])])
 
     @rule(
-        count=st.sampled_from(COUNTS),
         numbers=st.lists(ids, min_size=7, max_size=7),
         slips=st.lists(st.sampled_from([0, 0, 0, 0, 0, -1, 1, -3, 4]), min_size=7, max_size=7),
     )
-    def decode_at(self, count: int, numbers: list[int], slips: list[int]) -> None:
+    def decode_at(self, numbers: list[int], slips: list[int]) -> None:
         """Positions that are right or nearly so."""
-        sequences = [*map(self.seq, numbers[:count])]
+        sequences = [*map(self.seq, numbers)]
         positions: list[int] = []
-        for i, (seq, slip) in enumerate(zip(sequences, slips, strict=False)):
+        for i, (seq, slip) in enumerate(zip(sequences, slips, strict=True)):
             before = [p for s, p in zip(sequences[:i], positions, strict=True) if s == seq]
             positions.append((before[-1] if before else self.twin.oracle.last(seq)) + 1 + slip)
         self.twin.decode(sequences, positions)
