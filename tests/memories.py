@@ -4,8 +4,9 @@ A test of a property is written once and runs over `KINDS`: a new kind of memory
 """
 
 import random
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -141,6 +142,34 @@ def filled(*counts: int, kind: Kind = SMALL) -> Any:
             tokens = range(start + 1, min(start + 4, count) + 1)
             memory, _ = run(memory, jaxkv.make_batch(tokens, sequences=seq))
     return memory
+
+
+def drawn(cells: str, kind: Kind = SMALL) -> Any:
+    """Make a memory from a drawing: `0{0} 1{0,1} .` is a position with its owners, or an empty cell.
+
+    A third part, as in `7{0}+5`, is how far the cell has moved since its key was rotated. What the
+    drawing leaves out is empty.
+    """
+    table, rows = jaxkv.split(kind.make())
+    position, owners, shift = (np.array(x) for x in (table.position, table.owners, table.shift))
+    for index, cell in enumerate(cells.split()):
+        if cell != ".":
+            number, seqs, moved = re.fullmatch(r"(\d+)\{([\d,]+)\}([+-]\d+)?", cell).groups()
+            position[0, index], shift[0, index] = int(number), int(moved or 0)
+            for seq in map(int, seqs.split(",")):
+                owners[0, seq // 32, index] |= np.uint32(1 << seq % 32)
+    fields = {"position": position, "owners": owners, "shift": shift}
+    return jaxkv.join(replace(table, **jax.tree.map(jnp.asarray, fields)), rows)
+
+
+def drawing(memory: Any) -> str:
+    """Draw the cells of a memory as `drawn` reads them, up to the last one in use."""
+    cells = table_of(memory)
+    drawn = ["."] * (max(cells, default=-1) + 1)
+    for index, (position, owners, shift) in cells.items():
+        seqs = ",".join(map(str, sorted(owners)))
+        drawn[index] = f"{position}{{{seqs}}}" + (f"{shift:+}" if shift else "")
+    return " ".join(drawn)
 
 
 # ------------------------------------------------------------------------------------- comparing
