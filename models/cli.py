@@ -230,12 +230,9 @@ def generate(args: argparse.Namespace) -> None:
             print(json.dumps({"prompt": prompt, **vars(text)}))
     early = sum(text.finish == "full" for text in made.texts)
     if early:
-        which = (
-            "the text ends" if len(made.texts) == 1 else f"{early} of {len(made.texts)} texts end"
-        )
         note(
-            f"note: the cache is full ({made.used} of {made.cells} cells), so {which} early; "
-            "give more --cells"
+            f"note: the cache is full: {made.used} of its {made.cells} cells are used and "
+            f"{plural(early, 'text')} would go on; give more --cells"
         )
     note(summary(made))
 
@@ -300,11 +297,11 @@ def compiling() -> Iterator[Callable[[int, int], None]]:
         if bar is None:
             bar = make_bar("compiling", total)
             if bar.disable:
-                note(f"compiling {total} programs ...")
+                note(f"compiling {plural(total, 'program')} ...")
         bar.update(done - bar.n)
         if done == total:
             bar.close()
-            note(f"compiled {total} programs in {perf_counter() - began:.1f} s")
+            note(f"compiled {plural(total, 'program')} in {perf_counter() - began:.1f} s")
 
     try:
         yield progress
@@ -381,7 +378,7 @@ def too_long(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> str:
 def summary(made: Generated) -> str:
     """Say in one line what a run took; compiling and loading are no part of the speeds."""
     tokens = sum(len(text.prompt_tokens) for text in made.texts)
-    parts = [f"prompt: {tokens} tokens, {tokens / made.prompt_seconds:.1f}/s"]
+    parts = [f"prompt: {plural(tokens, 'token')}, {tokens / made.prompt_seconds:.1f}/s"]
     if made.decoded:
         parts.append(
             f"generation: {made.decoded} tokens, {made.decoded / made.decode_seconds:.1f}/s"
@@ -392,6 +389,11 @@ def summary(made: Generated) -> str:
         f"compiles after warm-up: {made.compiles}",
     ]
     return " | ".join(parts)
+
+
+def plural(count: int, noun: str) -> str:
+    """Write how many there are of something."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def megabytes(count: int) -> str:

@@ -145,7 +145,7 @@ def filled(*counts: int, kind: Kind = SMALL) -> Any:
 
 
 def drawn(cells: str, kind: Kind = SMALL) -> Any:
-    """Make a memory from a drawing: `0{0} 1{0,1} .` is a position with its owners, or an empty cell.
+    """Make a memory from a drawing: `0{0} 1{0,1} .`, positions with their owners, or empty cells.
 
     A third part, as in `7{0}+5`, is how far the cell has moved since its key was rotated. What the
     drawing leaves out is empty.
@@ -253,13 +253,16 @@ class Twin:
         )
         plan = jaxkv.init_batch(self.memory, batch, ubatch_size=4)
         expected = self.oracle.plan(tokens, ubatch_size=4)
+        faults = {
+            seq: (jaxkv.Reason(reason).name, wanted, found)
+            for seq, (reason, wanted, found) in enumerate(
+                np.stack([plan.reason, plan.expected, plan.found], axis=1).tolist()
+            )
+            if reason != jaxkv.Reason.FITS
+        }
+        assert faults == expected.faults
         assert plan.ok.item() == expected.ok
-        for seq in range(self.kind.sequences):
-            fault = expected.faults.get(seq)
-            assert plan.fits[seq].item() == (fault is None)
-            assert jaxkv.Reason(plan.reason[seq].item()).name == (fault.reason if fault else "FITS")
-            if fault:
-                assert (plan.expected[seq].item(), plan.found[seq].item()) == fault[1:]
+        assert np.flatnonzero(~np.asarray(plan.fits)).tolist() == sorted(faults)
         if expected.ok:
             assert len(plan.ubatches) == len(expected.parts)
         return plan, expected
@@ -336,8 +339,8 @@ class Twin:
         """Close gaps on both sides, by the same moves."""
         plan = jaxkv.defrag_plan(self.memory, max_moves=max_moves)
         moves = self.oracle.moves()[:max_moves]
-        arrays = zip(plan.source[0], plan.destination[0], plan.length[0], strict=True)
-        assert [tuple(map(int, move)) for move in arrays][: int(plan.count[0])] == moves
+        arrays = np.stack([plan.source[0], plan.destination[0], plan.length[0]], axis=1)
+        assert [*map(tuple, arrays[: plan.count[0]].tolist())] == moves
         self.memory = jaxkv.apply(self.memory, plan)
         self.oracle.defrag(moves)
 

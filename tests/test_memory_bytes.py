@@ -72,10 +72,10 @@ def test_a_step_copies_no_layer(tokens):
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_a_planned_step_in_a_loop_copies_no_layer(tokens):
     def loop(memory):
-        body = lambda carry: (
-            *planned_step(carry[0], jnp.zeros(tokens, jnp.int32))[:1],
-            carry[1] + 1,
-        )
+        def body(carry):
+            memory, _, _ = planned_step(carry[0], jnp.zeros(tokens, jnp.int32))
+            return memory, carry[1] + 1
+
         return jax.lax.while_loop(lambda carry: carry[1] < 4, body, (memory, 0))
 
     check(jax.jit(loop, donate_argnums=0).lower(memory_shapes()).compile(), tokens)

@@ -124,6 +124,7 @@ class TestVerbs(Verbs.TestCase):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 class TestVerbsAtLength(Verbs.TestCase):
     """The slow part: thousands of runs, others every time."""
 

@@ -1,0 +1,134 @@
+"""After a warm-up nothing is traced or compiled again.
+
+Lengths within a bucket, how full the memory is, ids, positions and answers are all values: they may
+change from call to call without a new program. JAX itself tells what it traces and compiles.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import make_batch
+from tests.memories import SMALL, WIDE, filled, lived_in, run, think
+
+_heard: list[str] | None = None
+
+
+def _listen(event: str, seconds: float, **_: Any) -> None:
+    if _heard is not None and event.rsplit("/", 1)[-1] in (
+        "jaxpr_trace_duration",
+        "backend_compile_duration",
+    ):
+        _heard.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@contextmanager
+def counting() -> Iterator[list[str]]:
+    """List what is traced and compiled in the meantime."""
+    global _heard
+    _heard = heard = []
+    try:
+        yield heard
+    finally:
+        _heard = None
+
+
+def test_the_counter_counts():
+    with counting() as heard:
+        jax.jit(lambda x: x * 3 + 1)(np.arange(5))
+    assert {event.rsplit("/", 1)[-1] for event in heard} == {
+        "jaxpr_trace_duration",
+        "backend_compile_duration",
+    }
+
+
+def numbers(kind, i):
+    """Arguments that differ in every call, of the types that callers use."""
+    seq, other = (7 * i) % kind.sequences, (5 * i + 1) % kind.sequences
+    if i % 3 == 1:
+        return np.int32(seq), np.int64(other), i, i + 2
+    if i % 3 == 2:
+        return jnp.int32(seq), jnp.int32(other), -1, jnp.int32(i)
+    return seq, other, -1, -1
+
+
+VERBS: dict[str, Callable] = {
+    "seq_rm": lambda m, seq, other, p0, p1: jaxkv.seq_rm(m, seq, p0, p1),
+    "seq_cp": lambda m, seq, other, p0, p1: jaxkv.seq_cp(m, seq, other, p0, p1),
+    "seq_keep": lambda m, seq, other, p0, p1: jaxkv.seq_keep(m, seq),
+    "seq_add": lambda m, seq, other, p0, p1: jaxkv.seq_add(m, seq, p0, p1, 1),
+    "seq_div": lambda m, seq, other, p0, p1: jaxkv.seq_div(m, seq, p0, p1, 2),
+    "clear": lambda m, seq, other, p0, p1: jaxkv.clear(m),
+    "seq_pos_min": lambda m, seq, other, p0, p1: jaxkv.seq_pos_min(m, seq),
+    "seq_pos_max": lambda m, seq, other, p0, p1: jaxkv.seq_pos_max(m, seq),
+    "used": lambda m, seq, other, p0, p1: jaxkv.used(m),
+    "can_resume": lambda m, seq, other, p0, p1: jaxkv.can_resume(m, seq, p0),
+    "defrag": lambda m, seq, other, p0, p1: jaxkv.apply(m, jaxkv.defrag_plan(m)),
+    "update": lambda m, seq, other, p0, p1: jaxkv.apply(
+        *(lambda moved: (moved, jaxkv.init_update(moved)))(jaxkv.seq_add(m, seq, p0, p1, 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs(verb):
+    memories = [lived_in(SMALL, seed).memory for seed in range(3)]
+    for i in range(3):  # one call for each way that callers write numbers
+        for memory in memories[:1]:
+            VERBS[verb](memory, *numbers(SMALL, i))
+    if verb in ("defrag", "update"):  # the first may have had nothing to do
+        VERBS[verb](jaxkv.seq_rm(filled(4, 3), 0, 1, 2)[0], 1, 0, -1, -1)
+    with counting() as heard:
+        for i in range(3, 12):
+            VERBS[verb](memories[i % 3], *numbers(SMALL, i))
+    assert heard == []
+
+
+def test_concrete_numbers_of_every_kind_share_one_program():
+    """A Python int, a NumPy and a JAX integer are all one int32 to a verb."""
+    memory = lived_in(WIDE).memory
+    jaxkv.seq_rm(memory, 0, 1, 2)
+    with counting() as heard:
+        for seq, p0, p1 in ((3, 0, 5), (np.int64(39), np.int32(1), -1), (np.int32(31), -1, 0)):
+            jaxkv.seq_rm(memory, seq, p0, p1)
+    assert heard == []
+
+
+def test_generating():
+    """Prompts of any length in a bucket, whatever the memory holds and whoever asks."""
+    memory = filled(4)
+    run(memory, make_batch([1, 2, 3], sequences=1), ubatch_size=4)
+    run(memory, make_batch([1], sequences=1), ubatch_size=4)
+    step = jax.jit(jaxkv.plan_step)
+    args = (jnp.array([1, 2, 3]), jnp.arange(3), jnp.ones(3, bool))
+    think(memory, step(memory, *args)[0])
+    others = [filled(4, 3), jaxkv.seq_rm(filled(4), 0, 1, 3)[0], SMALL.make(), filled(8, 4)]
+    with counting() as heard:
+        for i, other in enumerate(others):
+            for count in (3, 4, 1):
+                batch = make_batch(range(count), sequences=(i + count) % 3)
+                plan = jaxkv.init_batch(other, batch, ubatch_size=4)
+                for ubatch in plan.ubatches:
+                    plan.collect([think(other, ubatch)[1]])
+            ubatch, _ = step(other, args[0] + i, (args[1] + i) % 3, args[2].at[i % 3].set(i > 1))
+            think(other, ubatch)
+    assert [event for event in heard if "compile" in event] == []
+
+
+def test_batches_of_several_sequences_share_the_bucket():
+    """Who is in a batch, and how many of them, are values too."""
+    memory = filled(4, 3)
+    jaxkv.init_batch(memory, make_batch([1, 2, 3]), ubatch_size=4)
+    with counting() as heard:
+        for ids in ([0, 0, 0, 1], [0, 1, 2], [2, 1, 2, 0], [1, 1, 1, 1]):
+            jaxkv.init_batch(memory, make_batch([1] * len(ids), sequences=ids), ubatch_size=4)
+    assert heard == []
