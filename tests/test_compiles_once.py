@@ -17,6 +17,8 @@ import jaxkv
 from jaxkv import make_batch
 from tests.memories import SMALL, WIDE, filled, lived_in, run, think
 
+pytestmark = pytest.mark.slow
+
 _heard: list[str] | None = None
 
 
@@ -59,6 +61,11 @@ def numbers(kind, i):
     if i % 3 == 2:
         return jnp.int32(seq), jnp.int32(other), -1, jnp.int32(i)
     return seq, other, -1, -1
+
+
+def think_with(weights, memory, ubatch):
+    """`think` as `prefill` calls a model."""
+    return think(memory, ubatch)
 
 
 VERBS: dict[str, Callable] = {
@@ -109,8 +116,8 @@ def test_generating():
     run(memory, make_batch([1, 2, 3], sequences=1), ubatch_size=4)
     run(memory, make_batch([1], sequences=1), ubatch_size=4)
     step = jax.jit(jaxkv.plan_step)
-    args = (jnp.array([1, 2, 3]), jnp.arange(3), jnp.ones(3, bool))
-    think(memory, step(memory, *args)[0])
+    tokens, ids, valid = np.arange(3), np.arange(3), np.ones(3, bool)
+    think(memory, step(memory, tokens, ids, valid)[0])
     others = [filled(4, 3), jaxkv.seq_rm(filled(4), 0, 1, 3)[0], SMALL.make(), filled(8, 4)]
     with counting() as heard:
         for i, other in enumerate(others):
@@ -119,9 +126,20 @@ def test_generating():
                 plan = jaxkv.init_batch(other, batch, ubatch_size=4)
                 for ubatch in plan.ubatches:
                     plan.collect([think(other, ubatch)[1]])
-            ubatch, _ = step(other, args[0] + i, (args[1] + i) % 3, args[2].at[i % 3].set(i > 1))
+            ubatch, _ = step(other, tokens + i, (ids + i) % 3, valid & (ids != i))
             think(other, ubatch)
-    assert [event for event in heard if "compile" in event] == []
+    assert heard == []
+
+
+def test_prefill_of_more_or_fewer_ubatches():
+    """From 3 to 4 ubatches of the same size nothing is new, up to the logits that come out."""
+    memory = WIDE.make()
+    jaxkv.prefill(think_with, None, memory, make_batch([1] * 12), ubatch_size=4)
+    with counting() as heard:
+        for count in (15, 11, 16):
+            batch = make_batch([1] * count, sequences=count)
+            jaxkv.prefill(think_with, None, memory, batch, ubatch_size=4)
+    assert heard == []
 
 
 def test_batches_of_several_sequences_share_the_bucket():

@@ -21,6 +21,8 @@ from tests.memories import (
     think,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def everything(memory, seq, other, p0, p1):
     """Each verb and question, with one set of arguments."""

@@ -1,0 +1,204 @@
+"""Attention over a mask, against the plain formula in NumPy and float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import attention
+from jaxkv.attention import TILE
+
+R, T, H, K, N, D, V = 2, 3, 4, 2, 7, 6, 5  # V: the size of a value, another than that of a key
+
+
+def reference(q, k, v, mask, scale=None):
+    """The formula, a token and a head at a time."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    rows, tokens, heads, size = q.shape
+    group = heads // k.shape[1]
+    out = np.zeros((rows, tokens, heads, v.shape[-1]))
+    for r, t, h in np.ndindex(rows, tokens, heads):
+        seen = np.flatnonzero(mask[r, t])
+        if len(seen):
+            logits = k[r, h // group, seen] @ q[r, t, h] * (size**-0.5 if scale is None else scale)
+            weights = np.exp(logits - logits.max())
+            out[r, t, h] = weights @ v[r, h // group, seen] / weights.sum()
+    return out
+
+
+def arrays(seed=0, *, heads=H, groups=K, cells=N, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(R, T, heads, D)).astype(dtype)
+    k = rng.normal(size=(R, groups, cells, D)).astype(dtype)
+    v = rng.normal(size=(R, groups, cells, V)).astype(dtype)
+    mask = rng.random((R, T, cells)) < 0.6
+    mask[..., 0] = True
+    return q, k, v, mask
+
+
+attend = jax.jit(attention, static_argnames="scale")
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (1, 1)])
+def test_formula(heads, groups):
+    q, k, v, mask = arrays(heads=heads, groups=groups)
+    np.testing.assert_allclose(attend(q, k, v, mask), reference(q, k, v, mask), atol=2e-6)
+
+
+def test_scale():
+    q, k, v, mask = arrays(1)
+    out = attend(q, k, v, mask, scale=0.3)
+    np.testing.assert_allclose(out, reference(q, k, v, mask, scale=0.3), atol=2e-6)
+
+
+def test_large_logits():
+    """Nothing overflows: only differences of logits matter."""
+    q, k, v, mask = arrays(2)
+    np.testing.assert_allclose(
+        attend(q * 100, k, v, mask), reference(q * 100, k, v, mask), atol=1e-4
+    )
+    q = np.full_like(q, 1e4)
+    k = np.full_like(k, 1e4)
+    mean = (v * mask[:, 0, None, :, None]).sum(2) / mask[:, 0].sum(-1)[:, None, None]
+    out = attend(q, k, v, np.repeat(mask[:, :1], T, axis=1))
+    np.testing.assert_allclose(out[:, 0].reshape(R, K, H // K, V)[:, :, 0], mean, rtol=1e-5)
+
+
+def test_half_precision_sums_in_float32():
+    q, k, v, mask = arrays(3, cells=600, groups=1, heads=2)
+    mask[:] = True
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q * 0, k, 1 + abs(v)))
+    out = attend(q, k, v, mask)
+    assert out.dtype == jnp.bfloat16
+    exact = np.asarray(v, np.float64).mean(2)[:, :, None]
+    # One rounding of the result. Sums in bfloat16 would be off by tens of percent.
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), np.broadcast_to(exact, out.shape), rtol=5e-3
+    )
+
+
+def test_nothing_visible_gives_zeros():
+    q, k, v, mask = arrays()
+    mask[0, 1] = False
+    out = attend(q, k, v, mask)
+    np.testing.assert_array_equal(out[0, 1], 0.0)
+    np.testing.assert_allclose(out, reference(q, k, v, mask), atol=2e-6)
+    np.testing.assert_array_equal(attend(q, k * np.nan, v * np.nan, np.zeros_like(mask)), 0.0)
+
+
+# ------------------------------------------------------------------------- what is not a number
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("cells", [N, TILE, 2 * TILE + 5])
+def test_hidden_rows_are_as_if_they_were_not_there(cells, value):
+    """Also where the rows do not fill whole tiles, and the last tile overlaps the one before."""
+    q, k, v, mask = arrays(4, cells=cells)
+    hidden = [2, 3, cells - 3, cells - 1]
+    mask[..., hidden] = False
+    clean = attend(q, k, v, mask)
+    k[:, :, hidden], v[:, :, hidden] = value, value
+    np.testing.assert_allclose(attend(q, k, v, mask), clean, atol=1e-6)
+
+
+@pytest.mark.parametrize("half", ["k", "v"])
+def test_visible_nan_shows_where_it_is_seen_and_nowhere_else(half):
+    q, k, v, mask = arrays(5)
+    mask[:, :, 4] = False
+    mask[0, 1, 4] = True
+    clean = np.asarray(attend(q, k, v, mask))
+    (k if half == "k" else v)[0, 1, 4] = np.nan  # heads 2 and 3 read it
+    out = np.asarray(attend(q, k, v, mask))
+    assert np.isnan(out[0, 1, 2:]).all()
+    out[0, 1, 2:] = clean[0, 1, 2:]
+    np.testing.assert_allclose(out, clean, atol=1e-6)
+
+
+def test_visible_infinity_shows():
+    q, k, v, mask = arrays(6)
+    mask[0, 0, 3] = True
+    v[0, 0, 3, 2] = np.inf
+    out = np.asarray(attend(q, k, v, mask))
+    assert not np.isfinite(out[0, 0, :2, 2]).any()
+    assert np.isfinite(np.delete(out[0, 0], 2, axis=-1)).all()
+
+
+# ------------------------------------------------------------------------------------- gradients
+
+
+def loss(q, k, v, mask):
+    out = attention(q, k, v, mask)
+    return jnp.sum(jnp.sin(out) * jnp.arange(1.0, out.size + 1).reshape(out.shape) / out.size)
+
+
+gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+
+def plain(q, k, v, mask):
+    """The same loss in the plainest JAX, without grouped heads, for its gradient."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
+    logits = jnp.einsum("rthd,rhnd->rhtn", q, k) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None], logits, -1e30))
+    out = jnp.einsum("rhtn,rhnd->rthd", weights, v)
+    return jnp.sum(jnp.sin(out) * jnp.arange(1.0, out.size + 1).reshape(out.shape) / out.size)
+
+
+def test_gradients_are_those_of_the_plain_formula():
+    q, k, v, mask = arrays(7)
+    for one, other in zip(
+        gradients(q, k, v, mask), jax.grad(plain, argnums=(0, 1, 2))(q, k, v, mask), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_gradients_are_finite_differences():
+    q, k, v, mask = (np.asarray(x) for x in arrays(8))
+    rng = np.random.default_rng(0)
+    grads = gradients(q, k, v, mask)
+    for i, (x, grad) in enumerate(zip((q, k, v), grads, strict=True)):
+        along = rng.normal(size=x.shape).astype(np.float32)
+
+        def at(step, i=i, along=along):
+            moved = [q, k, v]
+            moved[i] = moved[i] + step * along
+            out = reference(*moved, mask)
+            order = np.arange(1.0, out.size + 1).reshape(out.shape)
+            return np.sum(np.sin(out) * order / out.size)
+
+        difference = (at(1e-4) - at(-1e-4)) / 2e-4
+        np.testing.assert_allclose(np.sum(grad * along), difference, rtol=1e-3)
+
+
+def test_hidden_rows_get_no_gradient():
+    q, k, v, mask = arrays(9)
+    mask[:, :, [1, 5]] = False
+    mask[1, 2] = False  # a token that sees nothing
+    q_grad, k_grad, v_grad = gradients(q, k, v, mask)
+    for grad in (q_grad, k_grad, v_grad):
+        assert np.isfinite(grad).all()
+    np.testing.assert_array_equal(k_grad[:, :, [1, 5]], 0.0)
+    np.testing.assert_array_equal(v_grad[:, :, [1, 5]], 0.0)
+    np.testing.assert_array_equal(q_grad[1, 2], 0.0)
+
+
+@pytest.mark.parametrize("half", ["k", "v"])
+def test_gradients_do_not_read_hidden_rows(half):
+    """What stands in a hidden row never matters, in the way back neither."""
+    q, k, v, mask = arrays(10)
+    mask[:, :, [1, 5]] = False
+    clean = gradients(q, k, v, mask)
+    (k if half == "k" else v)[:, :, [1, 5]] = np.nan
+    for one, other in zip(gradients(q, k, v, mask), clean, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+def test_shapes_that_do_not_fit():
+    q, k, v, mask = arrays()
+    for bad in ((q[:, :, :3], k, v), (q, k[:, :, :4], v), (q, k[..., :4], v), (q, k[:, :1], v)):
+        with pytest.raises(ValueError, match=r"wanted q \[R, T, H, D\]"):
+            attention(*bad, mask)
+    with pytest.raises(ValueError, match="wanted a mask"):
+        attention(q, k, v, mask[:, :2])

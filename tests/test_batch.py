@@ -1,0 +1,217 @@
+"""Batches: what is checked, how they are cut, and how their outputs come back in order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxkv
+from jaxkv import equal_split, make_batch, sequence_split, simple_split
+from jaxkv.batch import NOWHERE, bucket, rank
+from tests.memories import filled, think
+
+SPLITS = [simple_split, equal_split, sequence_split]
+
+
+# --------------------------------------------------------------------------------------- making
+
+
+def test_lists_of_lists_are_sequences():
+    batch = make_batch([[1, 2], [], [3]])
+    assert batch.tokens.tolist() == [1, 2, 3]
+    assert batch.sequences.tolist() == [0, 0, 2]
+    batch = make_batch([[1, 2], [3]], sequences=[7, 4])
+    assert batch.sequences.tolist() == [7, 7, 4]
+
+
+def test_one_id_is_for_all():
+    assert make_batch([1, 2, 3], sequences=5).sequences.tolist() == [5, 5, 5]
+    assert make_batch([1, 2, 3]).sequences.tolist() == [0, 0, 0]
+
+
+def test_host_stays_host_and_device_device():
+    assert isinstance(make_batch([1, 2]).tokens, np.ndarray)
+    batch = make_batch(jnp.array([1, 2]), sequences=jnp.array([0, 1]))
+    assert isinstance(batch.tokens, jax.Array)
+    assert isinstance(batch.sequences, jax.Array)
+
+
+def test_embeddings_in_place_of_tokens():
+    batch = make_batch(embeddings=np.ones((3, 8), np.float32))
+    assert batch.tokens is None
+    assert batch.valid.shape == (3,)
+    (ubatch,) = jaxkv.init_batch(filled(4), batch, ubatch_size=4).ubatches
+    assert ubatch.embeddings.shape == (1, 4, 8)
+    assert ubatch.tokens is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "either tokens or embeddings"),
+        ({"tokens": [1], "embeddings": np.ones((1, 2))}, "either tokens or embeddings"),
+        ({"tokens": [1, 2], "sequences": [0]}, r"sequences .* wanted \(2,\), got \(1,\)"),
+        ({"tokens": [1, 2], "positions": [0, 1, 2]}, r"positions .* wanted \(2,\), got \(3,\)"),
+        ({"tokens": [1, 2], "outputs": [True]}, r"outputs .* wanted \(2,\), got \(1,\)"),
+        ({"tokens": [1, 2], "valid": [[True, True]]}, r"valid .* wanted \(2,\), got \(1, 2\)"),
+        ({"tokens": [[1, 2], [3]], "sequences": [0]}, "sequences"),
+        ({"tokens": [[1, 2], [3]], "sequences": [0, 1, 2]}, "sequences"),
+    ],
+)
+def test_what_does_not_fit_together(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make_batch(**wrong)
+
+
+def test_one_id_for_lists_of_lists_is_not_ignored():
+    """Two lists cannot be the one sequence 3; whatever happens, it is not 0 and 1 in silence."""
+    try:
+        batch = make_batch([[1, 2], [3]], sequences=3)
+    except ValueError:
+        return
+    assert set(batch.sequences.tolist()) == {3}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_only_drops_tokens_and_keeps_shapes(traced):
+    batch = make_batch([[1, 2], [3], [4, 5]])
+    only = jax.jit(lambda b, fits: b.only(fits)) if traced else lambda b, fits: b.only(fits)
+    rest = only(batch, np.array([True, False, True]))
+    assert rest.valid.tolist() == [True, True, False, True, True]
+    assert rest.tokens.shape == (5,)
+
+
+def test_what_fits_goes_in_and_the_rest_later():
+    memory = filled(7)
+    batch = make_batch([[1, 2, 3], [4, 5, 6, 7]], sequences=[1, 2])
+    plan = jaxkv.init_batch(memory, batch, ubatch_size=8)
+    assert plan.fits.tolist() == [True, True, False]
+    plan = jaxkv.init_batch(memory, batch.only(plan.fits), ubatch_size=8)
+    assert plan.ok
+    assert jaxkv.seq_pos_max(jaxkv.apply(memory, plan), [0, 1, 2]).tolist() == [6, 2, -1]
+
+
+# -------------------------------------------------------------------------------------- numbering
+
+
+def numbered(sequences, valid):
+    """`rank`, one token at a time."""
+    seen, ranks, before = {}, [], []
+    for i, (seq, there) in enumerate(zip(sequences, valid, strict=True)):
+        if there:
+            ranks.append(len(seen.get(seq, [])))
+            before.append(seen[seq][-1] if seq in seen else i)
+            seen.setdefault(seq, []).append(i)
+        else:
+            ranks.append(None)
+            before.append(None)
+    return ranks, before
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=6, max_size=6))
+def test_rank(tokens):
+    sequences, valid = np.array([s for s, _ in tokens], np.int32), np.array([v for _, v in tokens])
+    expected = numbered(sequences.tolist(), valid.tolist())
+    for answer in (rank(sequences, valid), jax.jit(rank)(sequences, valid)):
+        for got, wanted in zip(answer, expected, strict=True):
+            assert [int(g) if v else None for g, v in zip(got, valid, strict=True)] == wanted
+
+
+def test_bucket():
+    for count in range(1, 70):
+        assert bucket(count) >= count
+        assert bucket(count) < 2 * count
+        assert bin(bucket(count)).count("1") == 1
+
+
+# ---------------------------------------------------------------------------------------- cutting
+
+
+@pytest.mark.parametrize("split_by", SPLITS, ids=lambda f: f.__name__)
+@given(sequences=st.lists(st.integers(0, 3), min_size=1, max_size=40), size=st.integers(1, 9))
+def test_splits_take_every_token_once_in_order_and_never_too_many(split_by, sequences, size):
+    sequences = np.array(sequences, np.int32)
+    parts = split_by(sequences, size)
+    taken = [part[part != NOWHERE].tolist() for part in parts]
+    assert sorted(sum(taken, [])) == list(range(len(sequences)))
+    assert all(1 <= len(tokens) <= size for tokens in taken)
+    for seq in set(sequences.tolist()):
+        mine = [i for i in sum(taken, []) if sequences[i] == seq]
+        assert mine == sorted(mine)
+    for part, tokens in zip(parts, taken, strict=True):
+        assert part.dtype == np.int32
+        assert part.shape[1] <= size
+        assert part.shape[1] == size or part.shape[1] == bucket(part.shape[1])
+        ids = [set(sequences[row[row != NOWHERE]].tolist()) for row in part]
+        if split_by is simple_split:
+            assert part.shape[0] == 1
+            assert tokens == list(range(tokens[0], tokens[-1] + 1))
+        if split_by is sequence_split:
+            assert part.shape[0] == 1
+            assert len(ids[0]) == 1
+        if split_by is equal_split:
+            assert all(len(row) == 1 for row in ids)
+            assert len(set.union(*ids)) == part.shape[0]
+            assert len({(row != NOWHERE).sum() for row in part}) == 1
+
+
+def test_simple_split_fills_ubatches():
+    sizes = [(part != NOWHERE).sum() for part in simple_split(np.zeros(11, np.int32), 4)]
+    assert sizes == [4, 4, 3]
+
+
+# ------------------------------------------------------------------------------- collecting again
+
+
+@pytest.mark.parametrize("split_by", SPLITS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "outputs", [None, [True] * 7, [False, True, False, False, True, True, False]], ids=str
+)
+def test_outputs_come_back_in_the_order_of_the_batch(split_by, outputs):
+    """The tokens of three sequences are dealt; each asks for the logits of its own number."""
+    tokens, sequences = np.array([5, 1, 4, 2, 6, 3, 7]), np.array([2, 0, 2, 1, 0, 1, 0])
+    batch = make_batch(tokens, sequences=sequences, outputs=outputs)
+    plan = jaxkv.init_batch(filled(4), batch, ubatch_size=4, split_by=split_by).check()
+    assert len(plan.ubatches) > 1
+    logits = []
+    for ubatch in plan.ubatches:  # a model whose logits are the token itself
+        logits.append(ubatch.tokens.reshape(-1)[ubatch.outputs][:, None] * jnp.ones((1, 2)))
+        assert (ubatch.valid.sum() <= 4).all()
+    if outputs is None:
+        outputs = [i == max(np.flatnonzero(sequences == s)) for i, s in enumerate(sequences)]
+    assert plan.collect(logits)[:, 0].tolist() == tokens[np.array(outputs)].tolist()
+
+
+def test_nobody_wants_outputs():
+    plan = jaxkv.init_batch(filled(4), make_batch([1, 2, 3], outputs=[False] * 3), ubatch_size=4)
+    _, logits = think(filled(4), plan.ubatches[0])
+    assert plan.collect([logits]).shape[0] == 0
+
+
+def test_padding_inside_a_batch_goes_nowhere():
+    batch = make_batch([1, 99, 2, 99], sequences=[0, 77, 0, -5], valid=[True, False, True, False])
+    memory = filled(4)
+    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch, ubatch_size=4))
+    assert jaxkv.seq_pos_max(memory, 0).item() == 5
+    assert jaxkv.used(memory).item() == 6
+
+
+def test_rows_that_come_ready_are_computed_at_once():
+    """`[R, T]` tokens inside of jit: each row is a sequence here, and one is padded."""
+
+    @jax.jit
+    def plan(memory, tokens, sequences, valid):
+        return jaxkv.init_batch(memory, make_batch(tokens, sequences=sequences, valid=valid))
+
+    tokens = jnp.array([[1, 2], [3, 4]])
+    sequences = jnp.array([[1, 1], [2, 2]])
+    valid = jnp.array([[True, True], [True, False]])
+    memory = filled(4)
+    done = plan(memory, tokens, sequences, valid)
+    (ubatch,) = done.ubatches
+    assert ubatch.slots[valid].tolist() == [4, 5, 6]
+    assert ubatch.positions[valid].tolist() == [0, 1, 0]
+    after = jaxkv.apply(memory, done)
+    assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [3, 1, 0]

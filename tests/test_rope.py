@@ -1,0 +1,191 @@
+"""Rotary embeddings against complex numbers in NumPy and float64."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import make_rope, rotate
+from jaxkv.rope import divide, linear, llama3, yarn
+
+POSITIONS = np.array([[0, 1, 5], [63, 64, 2000]], np.int32)
+
+
+def reference(x, positions, frequencies, *, interleaved=False, factor=1.0):
+    """A pair of numbers is a complex one, and turning it is a product."""
+    x, pairs = np.asarray(x, np.float64), len(frequencies)
+    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if interleaved:
+        z = turned[..., 0::2] + 1j * turned[..., 1::2]
+    else:
+        z = turned[..., :pairs] + 1j * turned[..., pairs:]
+    z = factor * z * np.exp(1j * positions[..., None, None] * np.asarray(frequencies))
+    if interleaved:
+        turned = np.stack([z.real, z.imag], axis=-1).reshape(turned.shape)
+    else:
+        turned = np.concatenate([z.real, z.imag], axis=-1)
+    return np.concatenate([turned, rest], axis=-1)
+
+
+def heads(size=8, dtype=np.float32):
+    return np.random.default_rng(0).normal(size=(*POSITIONS.shape, 3, size)).astype(dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("rotated", [8, 4, 2], ids=["whole", "half of it", "one pair"])
+def test_rotation_is_complex_multiplication(rotated, interleaved):
+    rope = make_rope(rotated, base=10000.0, interleaved=interleaved)
+    frequencies = [10000.0 ** (-2 * i / rotated) for i in range(rotated // 2)]
+    expected = reference(heads(), POSITIONS, frequencies, interleaved=interleaved)
+    np.testing.assert_allclose(rotate(heads(), POSITIONS, rope), expected, atol=2e-3)
+    near = np.minimum(POSITIONS, 64)
+    expected = reference(heads(), near, frequencies, interleaved=interleaved)
+    np.testing.assert_allclose(rotate(heads(), near, rope), expected, atol=2e-5)
+
+
+def test_what_is_beyond_the_pairs_is_left_alone():
+    x = heads()
+    np.testing.assert_array_equal(rotate(x, POSITIONS, make_rope(4))[..., 4:], x[..., 4:])
+
+
+def test_turning_back():
+    x, rope = heads(), make_rope(8)
+    near = np.minimum(POSITIONS, 64)
+    np.testing.assert_allclose(rotate(rotate(x, near, rope), -near, rope), x, atol=1e-5)
+
+
+def test_turns_add_up():
+    """Which is why a key can be moved: it is turned by the difference."""
+    x, rope = heads(), make_rope(8)
+    ones = np.ones_like(POSITIONS)
+    at_once = rotate(x, 30 * ones, rope)
+    np.testing.assert_allclose(
+        rotate(rotate(x, 13 * ones, rope), 17 * ones, rope), at_once, atol=1e-5
+    )
+
+
+def test_products_depend_on_distances_alone():
+    q, k = heads()[:1, :1], heads()[1:, 1:2]
+    rope = make_rope(8)
+
+    def product(at, to):
+        one = rotate(q, jnp.array([[at]]), rope)
+        return jnp.sum(one * rotate(k, jnp.array([[to]]), rope), axis=-1)
+
+    np.testing.assert_allclose(product(50, 43), product(7, 0), atol=1e-4)
+
+
+def test_dtype_and_traced_positions():
+    x = jnp.asarray(heads(), jnp.bfloat16)
+    rope = make_rope(8)
+    out = jax.jit(rotate, static_argnums=2)(x, POSITIONS, rope)
+    assert out.dtype == jnp.bfloat16
+    wide = rotate(x.astype(jnp.float32), POSITIONS, rope)
+    np.testing.assert_allclose(out.astype(jnp.float32), wide, rtol=1e-2, atol=1e-2)
+    assert rotate(x, POSITIONS, None) is x
+
+
+def test_ropes_are_hashable_values():
+    """Models and caches share them as static metadata."""
+    assert make_rope(8) == make_rope(8)
+    assert hash(make_rope(8)) == hash(make_rope(8))
+    assert make_rope(8) != make_rope(8, interleaved=True)
+    assert make_rope(8) != linear(make_rope(8), factor=2.0)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="wanted an even size, got 3"):
+        make_rope(3)
+    with pytest.raises(ValueError, match="needs heads of 16, got 8"):
+        rotate(heads(), POSITIONS, make_rope(16))
+    with pytest.raises(ValueError, match="wanted 4 factors, one a pair, got 3"):
+        divide(make_rope(8), [1.0, 2.0, 3.0])
+
+
+# ------------------------------------------------------------------------- stretched embeddings
+
+
+def test_linear_makes_positions_closer():
+    stretched = linear(make_rope(8), factor=4.0)
+    near = np.array([[0, 4, 8], [12, 40, 400]], np.int32)
+    expected = rotate(heads(), near // 4, make_rope(8))
+    np.testing.assert_allclose(rotate(heads(), near, stretched), expected, atol=1e-4)
+
+
+def test_divide_by_a_factor_a_pair():
+    rope = divide(make_rope(4, base=100.0), [1.0, 8.0])
+    np.testing.assert_allclose(rope.frequencies, [1.0, 0.1 / 8])
+
+
+def test_llama3():
+    """Wavelengths above 8192 / 1 are 8 times as long, below 8192 / 4 as they were, between mixed."""
+    plain = np.array([500000.0 ** (-2 * i / 128) for i in range(64)])
+    expected = []
+    for f in plain:
+        wavelength = 2 * math.pi / f
+        if wavelength < 8192 / 4:
+            expected.append(f)
+        elif wavelength > 8192 / 1:
+            expected.append(f / 8)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            expected.append((1 - smooth) * f / 8 + smooth * f)
+    rope = llama3(
+        make_rope(128, base=500000.0),
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original=8192,
+    )
+    np.testing.assert_allclose(rope.frequencies, expected, rtol=1e-12)
+    kinds = {round(a / b, 6) for a, b in zip(rope.frequencies, plain, strict=True)}
+    assert len(kinds) > 4, "the three ranges are not all there"
+
+
+def yarn_reference(size, base, factor, original, fast=32.0, slow=1.0):
+    """Section 3.2 of the paper, with the ramp over pairs instead of turns, as its authors' code.
+
+    Pairs that turn `fast` times or more over the original context are left as they are, those that
+    turn `slow` times or less are interpolated. The bounds are rounded outwards to whole pairs.
+    """
+    frequencies = base ** (-2 * np.arange(size // 2, dtype=np.float64) / size)
+    turns = original * frequencies / (2 * np.pi)
+    # The pair, as a real number, at which the turns are exactly so many.
+    first, last = (
+        size / 2 * (np.log(original) - np.log(n) - np.log(2 * np.pi)) / np.log(base)
+        for n in (fast, slow)
+    )
+    first, last = np.floor(first), np.ceil(last)
+    keep = np.array([1 - (i - first) / (last - first) for i in range(size // 2)])
+    keep = np.maximum(np.minimum(keep, 1.0), 0.0)
+    return keep * frequencies + (1 - keep) * frequencies / factor, turns, frequencies
+
+
+@pytest.mark.parametrize(
+    ("size", "base", "factor", "original"),
+    [(128, 10000.0, 16.0, 4096), (64, 1e6, 4.0, 32768), (128, 150000.0, 32.0, 4096)],
+)
+def test_yarn(size, base, factor, original):
+    rope = yarn(make_rope(size, base=base), factor=factor, original=original, base=base)
+    expected, turns, plain = yarn_reference(size, base, factor, original)
+    np.testing.assert_allclose(rope.frequencies, expected, rtol=1e-10)
+    # What the paper itself says of the two ends holds exactly.
+    got = np.array(rope.frequencies)
+    np.testing.assert_allclose(got[turns > 40], plain[turns > 40], rtol=1e-12)
+    slow = turns < 0.8
+    assert slow.any()
+    np.testing.assert_allclose(got[slow], plain[slow] / factor, rtol=1e-12)
+    assert rope.attention_factor == pytest.approx(0.1 * math.log(factor) + 1)
+
+
+def test_yarn_multiplies_what_it_rotates():
+    rope = yarn(make_rope(8), factor=4.0, original=64, base=10000.0)
+    near = np.minimum(POSITIONS, 64)
+    expected = reference(heads(), near, rope.frequencies, factor=0.1 * math.log(4) + 1)
+    np.testing.assert_allclose(rotate(heads(), near, rope), expected, atol=2e-5)
+    given = yarn(make_rope(8), factor=4.0, original=64, base=10000.0, attention_factor=0.7)
+    expected = reference(heads(), near, rope.frequencies, factor=0.7)
+    np.testing.assert_allclose(rotate(heads(), near, given), expected, atol=2e-5)
+    assert yarn(make_rope(8), factor=1.0, original=64, base=10000.0).attention_factor == 1.0
