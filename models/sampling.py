@@ -47,17 +47,20 @@ class Sampler:
     def _pick(self, logits: jax.Array, sequence: jax.Array, position: jax.Array) -> jax.Array:
         if self.greedy:
             return jnp.argmax(logits).astype(jnp.int32)
-        ids = None
-        if self.top_k and self.top_k < logits.shape[0]:
+        ids, vocabulary = None, logits.shape[0]
+        if self.top_k and self.top_k < vocabulary:
             logits, ids = jax.lax.top_k(logits, self.top_k)
         elif self.sorts:
-            logits, ids = jax.lax.top_k(logits, logits.shape[0])
+            logits, ids = jax.lax.top_k(logits, vocabulary)
         if self.sorts:  # a token stays if those before it have not enough together
             share = jax.nn.softmax(logits)
             logits = jnp.where(jnp.cumsum(share) - share < self.top_p, logits, -jnp.inf)
         logits = jnp.where(logits >= jnp.max(logits) + jnp.log(self.min_p), logits, -jnp.inf)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), sequence), position)
-        drawn = jax.random.categorical(key, logits / self.temperature)
+        # Noise belongs to a token and not to its rank, so that two which change places by rounding
+        # do not change the draw.
+        noise = jax.random.gumbel(key, (vocabulary,))
+        drawn = jnp.argmax(logits / self.temperature + (noise if ids is None else noise[ids]))
         return (drawn if ids is None else ids[drawn]).astype(jnp.int32)
 
 

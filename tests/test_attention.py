@@ -108,7 +108,7 @@ def test_visible_nan_shows_where_it_is_seen_and_nowhere_else(half):
     mask[0, 1, 4] = True
     clean = np.asarray(attend(q, k, v, mask))
     (k if half == "k" else v)[0, 1, 4] = np.nan  # heads 2 and 3 read it
-    out = np.asarray(attend(q, k, v, mask))
+    out = np.array(attend(q, k, v, mask))
     assert np.isnan(out[0, 1, 2:]).all()
     out[0, 1, 2:] = clean[0, 1, 2:]
     np.testing.assert_allclose(out, clean, atol=1e-6)
@@ -152,11 +152,12 @@ def test_gradients_are_those_of_the_plain_formula():
 
 
 def test_gradients_are_finite_differences():
-    q, k, v, mask = (np.asarray(x) for x in arrays(8))
+    q, k, v, mask = arrays(8)
     rng = np.random.default_rng(0)
     grads = gradients(q, k, v, mask)
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
     for i, (x, grad) in enumerate(zip((q, k, v), grads, strict=True)):
-        along = rng.normal(size=x.shape).astype(np.float32)
+        along = rng.normal(size=x.shape)
 
         def at(step, i=i, along=along):
             moved = [q, k, v]

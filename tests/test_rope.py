@@ -120,7 +120,7 @@ def test_divide_by_a_factor_a_pair():
 
 
 def test_llama3():
-    """Wavelengths above 8192 / 1 are 8 times as long, below 8192 / 4 as they were, between mixed."""
+    """Wavelengths above 8192 become 8 times as long, those below 2048 stay as they are."""
     plain = np.array([500000.0 ** (-2 * i / 128) for i in range(64)])
     expected = []
     for f in plain:
