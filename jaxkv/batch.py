@@ -80,7 +80,7 @@ def make_batch(
     tokens: Any = None,
     *,
     embeddings: Any = None,
-    sequences: Any = 0,
+    sequences: Any = None,
     positions: Any = None,
     outputs: Any = None,
     valid: Any = None,
@@ -90,8 +90,8 @@ def make_batch(
     Args:
       tokens: `[B]` int32; or a list of lists, one for each sequence of `sequences`.
       embeddings: `[B, d]`, in place of tokens.
-      sequences: `[B]` int32, or one id for all. For a list of lists, one id for each list, by
-        default 0, 1, 2 and so on.
+      sequences: `[B]` int32, or one id for all, by default 0. For a list of lists, one id for each
+        list, by default 0, 1, 2 and so on.
       positions: `[B]` int32; by default each token follows the last one of its sequence.
       outputs: `[B]` bool, which tokens output logits; by default the last of each sequence.
       valid: `[B]` bool; a token that is not valid is padding and goes nowhere.
@@ -111,8 +111,12 @@ def make_batch(
     if (tokens is None) == (embeddings is None):
         raise ValueError("a batch holds either tokens or embeddings: give one of them, not both")
     if isinstance(tokens, Sequence) and any(np.ndim(row) == 1 for row in tokens):
-        ids = range(len(tokens)) if np.ndim(sequences) == 0 else sequences
-        sequences = np.repeat(np.asarray(ids, np.int32), [len(row) for row in tokens])
+        ids = np.arange(len(tokens)) if sequences is None else np.asarray(sequences)
+        if ids.shape != (len(tokens),):
+            raise ValueError(
+                f"sequences must have one id for each of {len(tokens)} lists, got {ids.tolist()}"
+            )
+        sequences = np.repeat(ids.astype(np.int32), [len(row) for row in tokens])
         tokens = np.concatenate([np.asarray(row, np.int32) for row in tokens])
     if tokens is not None:
         tokens = _array(tokens, np.int32)
@@ -120,6 +124,7 @@ def make_batch(
     else:
         embeddings = embeddings if isinstance(embeddings, jax.Array) else np.asarray(embeddings)
         shape = embeddings.shape[:-1]
+    sequences = 0 if sequences is None else sequences
     if np.ndim(sequences) == 0:
         sequences = (
             np.full(shape, sequences) if is_concrete(sequences) else jnp.full(shape, sequences)

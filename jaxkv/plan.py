@@ -113,8 +113,9 @@ sequence (seq_rm), go on with those that fit (batch.only(plan.fits)), or make a 
             take = jnp.argsort(jnp.concatenate(order), stable=True)
             return jnp.concatenate(logits)[take]
         # Most ubatches of a long prompt output nothing; without them, few shapes are ever joined.
-        pairs = zip(map(np.asarray, order), logits, strict=True)
-        order, logits = zip(*(p for p in pairs if np.any(p[0] != NOWHERE)), strict=True)
-        order = np.concatenate(order)
+        pairs = list(zip(map(np.asarray, order), logits, strict=True))
+        some = [pair for pair in pairs if np.any(pair[0] != NOWHERE)] or pairs[:1]
+        order = np.concatenate([one for one, _ in some])
         take = np.argsort(order, stable=True)[: np.sum(order != NOWHERE)]
-        return (logits[0] if len(logits) == 1 else jnp.concatenate(logits))[take]
+        rows = [row for _, row in some]
+        return (rows[0] if len(rows) == 1 else jnp.concatenate(rows))[take]
