@@ -36,6 +36,9 @@ Memory = TypeVar("Memory")
 FAR = 1 << 30
 """Past the last cell of any table."""
 
+UNSTACKED = 16
+"""Ubatches that one compiled call takes from a stack: one for all would grow with the batch."""
+
 FEW = 8
 """Outputs of a ubatch that are not told apart: the head takes as long, and fewer programs do."""
 
@@ -84,8 +87,10 @@ def init_batch(
     flat, parts, outputs = _layout(batch, ubatch_size, table_sequences(table), split_by)
     stacks = _stacks(parts)
     plan = _plan(table, flat, stacks, outputs=outputs)
-    real = [np.any(index != NOWHERE) for stack in stacks for index in stack]
-    return replace(plan, ubatches=tuple(u for u, r in zip(plan.ubatches, real, strict=True) if r))
+    ubatches = []
+    for stack, placed in zip(stacks, plan.ubatches, strict=True):
+        ubatches += [placed] if len(stack) == 1 else _unstacked(placed, stack)
+    return replace(plan, ubatches=tuple(ubatches))
 
 
 def plan_step(
@@ -208,6 +213,21 @@ def _stacks(parts: list[np.ndarray]) -> tuple[np.ndarray, ...]:
     return tuple(stacks)
 
 
+def _unstacked(placed: Ubatch, stack: np.ndarray) -> list[Ubatch]:
+    """Take the ubatches of a stack apart, a few at a time, without those that only fill it up."""
+    count = int(np.sum(np.any(stack != NOWHERE, axis=(1, 2))))
+    size, ubatches = min(len(stack), UNSTACKED), []
+    for start in range(0, count, size):
+        ubatches += _take(placed, np.int32(start), size=size)
+    return ubatches[:count]
+
+
+@partial(jax.jit, static_argnames="size")
+def _take(placed: Ubatch, start: jax.Array, *, size: int) -> list[Ubatch]:
+    part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), placed)
+    return [jax.tree.map(lambda x, i=i: x[i], part) for i in range(size)]
+
+
 def _pad(batch: Batch, size: int) -> Batch:
     xp = np if is_concrete(batch) else jnp
     extra = size - batch.valid.shape[0]
@@ -265,7 +285,7 @@ def _plan_numbered(
             ubatches.append(one)
         else:
             carry, many = jax.lax.scan(place, carry, stack)
-            ubatches += [jax.tree.map(lambda x, u=u: x[u], many) for u in range(stack.shape[0])]
+            ubatches.append(many)
 
     # A ubatch without a place takes the places of those before it away too: all or nothing.
     split_up = carry[-1]

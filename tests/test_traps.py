@@ -145,9 +145,9 @@ def test_trap_21_no_room_changes_nothing_and_what_fits_fits():
 
 
 def test_trap_22_a_batch_longer_than_the_memory_is_refused_at_once():
-    refused = plan(drawn(""), 13)
+    refused = plan(drawn(""), 15)
     assert Reason(refused.reason[0].item()) == Reason.NO_ROOM
-    assert (refused.expected[0].item(), refused.found[0].item()) == (13, 12)
+    assert (refused.expected[0].item(), refused.found[0].item()) == (15, 12)
 
 
 def test_trap_23_the_past_is_never_overwritten():
@@ -256,7 +256,7 @@ def test_trap_50_a_retry_gives_what_it_would_have_given():
 def look(memory, seq, position):
     """The cells that a token of a sequence would see."""
     table, _ = jaxkv.split(memory)
-    (ubatch,) = plan(drawn(""), [position], seq).ubatches
+    (ubatch,) = plan(drawn(""), [position, position + 1, position + 2], seq).ubatches
     return np.flatnonzero(visible(table, ubatch)[0, 0]).tolist()
 
 
