@@ -19,6 +19,7 @@ from jaxkv.batch import (
     rank,
     rows,
 )
+from jaxkv.cells import END
 from jaxkv.memory import (
     split,
     table_admit,
@@ -329,7 +330,7 @@ def _faults(
     anywhere = (
         (ranks == 0) & (after < 0) & (position >= 0)
     )  # an empty sequence starts where it likes
-    right = ~batch.valid | anywhere | (position == previous + 1)
+    right = ~batch.valid | ((anywhere | (position == previous + 1)) & (position < END))
     reason = jnp.select(
         [right, ranks == 0, position == previous, position < previous],
         [Reason.FITS, Reason.NOT_NEXT, Reason.DUPLICATE, Reason.DECREASING],

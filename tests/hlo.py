@@ -1,36 +1,42 @@
 """Reading a compiled program: what it holds beside its arguments, and what it copies."""
 
+import math
 import re
 
-import numpy as np
-
-_RESULT = re.compile(r"= \(?(\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
+# `%name = f32[2,3]{1,0} copy(` or, with several results, `%name = (f32[2]{0}, s32[]) fusion(`.
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8}
 # What moves or rewrites whole arrays. A fusion counts unless it writes into its operand.
 _MOVES = ("copy", "transpose", "select", "convert", "fusion", "concatenate", "gather", "broadcast")
 
 
 def temporary_bytes(compiled):
+    """Count the bytes that a program holds beside its arguments and results."""
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 def large_moves(compiled, at_least):
-    """List the instructions that produce `at_least` bytes, in-place writes aside."""
-    found = []
+    """List the instructions that produce an array of `at_least` bytes, in-place writes aside."""
     text = compiled.as_text()
     in_place = _in_place_computations(text)
+    found = []
     for line in text.splitlines():
-        match = _RESULT.search(line)
-        if match is None or match[3] not in _MOVES:
+        match = _INSTRUCTION.match(line)
+        if match is None or match[2] not in _MOVES:
             continue
-        shape = [int(x) for x in match[2].split(",") if x]
-        if np.prod(shape, dtype=np.int64) * _SIZES.get(match[1], 8) < at_least:
+        if max(map(_bytes, _ARRAY.findall(match[1])), default=0) < at_least:
             continue
         called = re.search(r"calls=%?([\w.-]+)", line)
-        if match[3] == "fusion" and called and called[1] in in_place:
+        if match[2] == "fusion" and called and called[1] in in_place:
             continue
         found.append(line.strip()[:160])
     return found
+
+
+def _bytes(array):
+    dtype, shape = array
+    return math.prod(int(size) for size in shape.split(",") if size) * _SIZES.get(dtype, 8)
 
 
 def _in_place_computations(text):

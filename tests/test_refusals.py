@@ -124,19 +124,6 @@ def test_ubatch_twice():
     unchanged_by(memory, ubatch)
 
 
-def test_rival_for_the_same_places():
-    """Two plans of one table: the first wins, the second must not write over its rows.
-
-    Both have the same slots, positions and sequence; they differ in their tokens alone.
-    """
-    memory = filled(4)
-    (one,) = jaxkv.init_batch(memory, make_batch([7, 8, 9])).ubatches
-    (rival,) = jaxkv.init_batch(memory, make_batch([1, 2, 3])).ubatches
-    memory, _ = think(memory, one)
-    assert_identical(jaxkv.apply(memory, rival), memory)
-    assert_identical(think(memory, rival)[0], memory)
-
-
 def test_ubatch_whose_cells_were_taken():
     memory = filled(4)
     (late,) = planned(memory, sequences=1).ubatches

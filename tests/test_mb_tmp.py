@@ -1,0 +1,140 @@
+"""No verb and no step copies the cache: what they hold is under half of one layer's keys.
+
+Compiled only; nothing runs. The pool is large, so that a copy of any layer would show at once.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from tests import hlo
+
+LAYERS, CELLS, HEADS, SIZE, SEQUENCES = 3, 16384, 2, 64, 8
+LAYER = CELLS * HEADS * SIZE * 4  # bytes of one layer's keys, 8 MB
+ROPE = jaxkv.make_rope(SIZE)
+
+
+def memory_shapes():
+    return jax.eval_shape(
+        partial(
+            jaxkv.make_kv_cache,
+            layers=LAYERS,
+            cells=CELLS,
+            heads=HEADS,
+            size=SIZE,
+            sequences=SEQUENCES,
+            rope=ROPE,
+        )
+    )
+
+
+def step(memory, ubatch):
+    """What a model does with a memory, and nothing besides."""
+    memory = jaxkv.apply(memory, ubatch)
+    x = jnp.ones((*ubatch.valid.shape, 2 * HEADS, SIZE))
+    for layer in range(LAYERS):
+        q = jaxkv.rotate(x, ubatch.positions, ROPE)
+        memory, out = jaxkv.attend(memory, layer, ubatch, q, q[:, :, :HEADS], x[:, :, HEADS:])
+        x = x + out
+    return memory, x
+
+
+def planned_step(memory, tokens):
+    """A generation loop's body: plan, apply, run."""
+    count = tokens.shape[0]
+    ubatch, ok = jaxkv.plan_step(memory, tokens, jnp.arange(count), jnp.ones(count, bool))
+    memory, x = step(memory, ubatch)
+    return memory, x, ok
+
+
+def activations(tokens):
+    """Bytes of what a layer of attention computes anyway, for this many tokens."""
+    logits = tokens * 2 * HEADS * CELLS * 4
+    mask = tokens * CELLS * 4
+    return 3 * logits + 2 * mask
+
+
+def check(compiled, tokens=0):
+    assert hlo.temporary_bytes(compiled) - activations(tokens) < LAYER / 2
+    assert hlo.large_moves(compiled, LAYER // 2) == []
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_step_copies_no_layer(tokens):
+    memory = memory_shapes()
+    (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
+    check(jax.jit(step, donate_argnums=0).lower(memory, ubatch).compile(), tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_planned_step_in_a_loop_copies_no_layer(tokens):
+    def loop(memory):
+        def body(carry):
+            memory, _, _ = planned_step(carry[0], jnp.zeros(tokens, jnp.int32))
+            return memory, carry[1] + 1
+
+        return jax.lax.while_loop(lambda carry: carry[1] < 4, body, (memory, 0))
+
+    check(jax.jit(loop, donate_argnums=0).lower(memory_shapes()).compile(), tokens)
+
+
+VERBS = {
+    "seq_rm": lambda m: jaxkv.seq_rm(m, 0, 1, 5)[0],
+    "seq_cp": lambda m: jaxkv.seq_cp(m, 0, [1, 2]),
+    "seq_keep": lambda m: jaxkv.seq_keep(m, 1),
+    "seq_add": lambda m: jaxkv.seq_add(m, 0, 4, -1, -2),
+    "seq_div": lambda m: jaxkv.seq_div(m, 0, 0, -1, 2),
+    "clear": jaxkv.clear,
+    "update": lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
+    "defrag": lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
+    "go_back": lambda m: jaxkv.go_back(jaxkv.split(m)[0], m)[0],
+}
+ANSWERS = {
+    "seq_pos_min": lambda m: jaxkv.seq_pos_min(m, jnp.arange(SEQUENCES)),
+    "seq_pos_max": lambda m: jaxkv.seq_pos_max(m, jnp.arange(SEQUENCES)),
+    "used": jaxkv.used,
+    "can_resume": lambda m: jaxkv.can_resume(m, 0, 3),
+    "can_seq_rm": lambda m: jaxkv.can_seq_rm(m, 0),
+    "init_update": jaxkv.init_update,
+    "defrag_plan": jaxkv.defrag_plan,
+    "check_invariants": jaxkv.check_invariants,
+    "init_batch": lambda m: jaxkv.init_batch(m, jaxkv.make_batch(jnp.zeros(32, jnp.int32))),
+}
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_verb_copies_no_layer(name):
+    check(jax.jit(VERBS[name], donate_argnums=0).lower(memory_shapes()).compile())
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_reads_no_row(name):
+    compiled = jax.jit(ANSWERS[name]).lower(memory_shapes()).compile()
+    check(compiled)
+    table, _ = jaxkv.split(memory_shapes())
+    assert hlo.temporary_bytes(compiled) < 8 * jaxkv.nbytes(table)
+
+
+def test_the_checks_can_fail():
+    """A step that is not donated copies every layer, and both checks see it."""
+    memory = memory_shapes()
+    (ubatch,) = jaxkv.init_full(memory, ubatch_size=1).ubatches
+    compiled = jax.jit(step).lower(memory, ubatch).compile()
+    assert hlo.large_moves(compiled, LAYER // 2)
+
+    def stacked(memory):
+        return jnp.sum(jnp.flip(jnp.stack(memory.rows.k), axis=3) * memory.rows.v[0][None])
+
+    compiled = jax.jit(stacked).lower(memory).compile()
+    assert hlo.temporary_bytes(compiled) >= LAYER / 2 or hlo.large_moves(compiled, LAYER // 2)
+
+
+def test_outside_of_jit_a_verb_keeps_the_very_same_rows():
+    memory = jaxkv.make_kv_cache(layers=1, cells=8, heads=1, size=2, sequences=SEQUENCES)
+    for name, verb in VERBS.items():
+        if name not in ("update", "defrag"):
+            after = verb(memory)
+            assert after.rows.k[0] is memory.rows.k[0], name
