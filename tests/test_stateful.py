@@ -126,6 +126,6 @@ class TestVerbs(Verbs.TestCase):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 class TestVerbsAtLength(Verbs.TestCase):
-    """The slow part: thousands of runs, others every time."""
+    """The slow part: many longer runs."""
 
-    settings = settings(max_examples=2000, stateful_step_count=40, derandomize=False)
+    settings = settings(max_examples=150, stateful_step_count=40, derandomize=True)
