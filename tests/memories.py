@@ -198,29 +198,38 @@ def filled(*counts: int, kind: Kind = SMALL) -> Any:
 def drawn(cells: str, kind: Kind = SMALL) -> Any:
     """Make a memory from a drawing: `0{0} 1{0,1} .`, positions with their owners, or empty cells.
 
-    A third part, as in `7{0}+5`, is how far the cell has moved since its key was rotated. What the
-    drawing leaves out is empty.
+    A third part, as in `7{0}+5`, is how far the cell has moved since its key was rotated. Streams
+    are parted by `|`, and what the drawing leaves out is empty.
     """
     table, rows = jaxkv.split(kind.make())
     position, owners, shift = (np.array(x) for x in (table.position, table.owners, table.shift))
-    for index, cell in enumerate(cells.split()):
-        if cell != ".":
-            number, seqs, moved = re.fullmatch(r"(\d+)\{([\d,]+)\}([+-]\d+)?", cell).groups()
-            position[0, index], shift[0, index] = int(number), int(moved or 0)
-            for seq in map(int, seqs.split(",")):
-                owners[0, seq // 32, index] |= np.uint32(1 << seq % 32)
+    for stream, line in enumerate(cells.split("|")):
+        for index, cell in enumerate(line.split()):
+            if cell != ".":
+                number, seqs, moved = re.fullmatch(r"(\d+)\{([\d,]+)\}([+-]\d+)?", cell).groups()
+                position[stream, index], shift[stream, index] = int(number), int(moved or 0)
+                for seq in map(int, seqs.split(",")):
+                    assert not kind.split or seq == stream
+                    bit = 0 if kind.split else seq
+                    owners[stream, bit // 32, index] |= np.uint32(1 << bit % 32)
     fields = {"position": position, "owners": owners, "shift": shift}
     return jaxkv.join(replace(table, **jax.tree.map(jnp.asarray, fields)), rows)
 
 
 def drawing(memory: Any) -> str:
-    """Draw the cells of a memory as `drawn` reads them, up to the last one in use."""
-    cells = table_of(memory)
-    drawn = ["."] * (max(cells, default=-1) + 1)
-    for index, (position, owners, shift) in cells.items():
-        seqs = ",".join(map(str, sorted(owners)))
-        drawn[index] = f"{position}{{{seqs}}}" + (f"{shift:+}" if shift else "")
-    return " ".join(drawn)
+    """Draw the cells of a memory as `drawn` reads them, each stream up to its last one in use."""
+    ((table, _),) = parts_of(memory)
+    cells = cells_of(table)
+    lines = []
+    for stream in range(table.streams):
+        used = [index for where, index in cells if where == stream]
+        line = ["."] * (max(used, default=-1) + 1)
+        for index in used:
+            position, owners, shift = cells[stream, index]
+            seqs = ",".join(map(str, sorted(owners)))
+            line[index] = f"{position}{{{seqs}}}" + (f"{shift:+}" if shift else "")
+        lines.append(" ".join(line))
+    return " | ".join(lines)
 
 
 # ------------------------------------------------------------------------------------- comparing
