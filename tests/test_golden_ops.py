@@ -132,7 +132,7 @@ def test_contiguous_through_make_room(smollm2, script):
 
 def test_contiguous_alone_refuses_what_is_fragmented(smollm2):
     """The freed cells lie in runs shorter than the prompt, so it is refused and nothing changes."""
-    (script,) = [s for s in scripts() if s["name"] == "fragmented"]
+    (script,) = [s for s in golden("ops") if s["name"] == "fragmented"]
     first, gone, prompt = script["steps"][:3]
     memory = smollm2.make_memory(cells=256, sequences=SEQUENCES, placement="contiguous")
     for one in (0, 1):  # the two sequences come in turns, so that their cells interleave
