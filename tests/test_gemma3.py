@@ -1,5 +1,6 @@
 """Gemma 3: a tiny random model against transformers, and the real one against llama.cpp."""
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import jaxkv
 import models
+from models import cli
 from tests.golden import check_logits, golden
 
 DATA = Path(__file__).parent / "data" / "gemma3"
@@ -132,6 +134,19 @@ def test_short_prompts_give_the_recorded_logits_and_tokens(gemma3, records):
     memory = memory_of(gemma3, cells=128, sequences=2, ubatch_size=64)
     memory, logits = run(gemma3, memory, [record["tokens"] for record in short])
     follow(gemma3, memory, short, logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", ["unified", "split"])
+def test_the_command_line_gives_the_recorded_text(gemma3, records, streams, monkeypatch, capsys):
+    """The text without a close call, beside another."""
+    (record,) = [r for r in records if len(r["tokens"]) < 64 and min(r["margins"]) > CLOSE]
+    monkeypatch.setattr(cli, "load", lambda name, **options: gemma3)
+    command = ["generate", "--model", "gemma3", "--json", "--max-tokens", "24"]
+    assert cli.main([*command, "--streams", streams, record["prompt"], "Two, four,"]) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert first["prompt_tokens"] == record["tokens"]
+    assert (first["tokens"], first["text"]) == (record["greedy"], record["text"])
 
 
 @pytest.mark.slow
