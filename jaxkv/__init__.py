@@ -30,6 +30,7 @@ from jaxkv.cells import Cells
 from jaxkv.commit import apply, defrag_plan, go_back, init_update, make_room
 from jaxkv.defrag import Defrag
 from jaxkv.generate import Running, decode, prefill
+from jaxkv.hybrid import HybridCache, make_hybrid_cache
 from jaxkv.memory import attend, join, split
 from jaxkv.plan import Plan, Reason, RefusedError
 from jaxkv.planning import init_batch, init_full, plan_step
@@ -39,10 +40,13 @@ from jaxkv.show import show
 from jaxkv.splitting import equal_split, sequence_split, simple_split
 from jaxkv.store import Rows
 from jaxkv.verbs import clear, seq_add, seq_cp, seq_div, seq_keep, seq_rm
+from jaxkv.window import Window, chunked, standard, symmetric
 
 __all__ = [
     "Batch",
     "Cells",
+    "Defrag",
+    "HybridCache",
     "KVCache",
     "Plan",
     "Reason",
@@ -51,41 +55,45 @@ __all__ = [
     "Rows",
     "Running",
     "Ubatch",
+    "Update",
+    "Window",
     "apply",
+    "attend",
+    "attention",
     "can_resume",
     "can_seq_rm",
     "check_invariants",
-    "defrag_plan",
-    "go_back",
-    "init_update",
-    "seq_add",
-    "seq_div",
-    "make_room",
-    "Update",
-    "Defrag",
-    "equal_split",
-    "sequence_split",
-    "simple_split",
-    "attend",
-    "attention",
+    "chunked",
     "clear",
     "decode",
+    "defrag_plan",
+    "equal_split",
+    "go_back",
     "init_batch",
     "init_full",
+    "init_update",
     "join",
     "make_batch",
+    "make_hybrid_cache",
     "make_kv_cache",
+    "make_room",
     "make_rope",
     "nbytes",
     "plan_step",
     "prefill",
     "rotate",
+    "seq_add",
     "seq_cp",
+    "seq_div",
     "seq_keep",
     "seq_pos_max",
     "seq_pos_min",
     "seq_rm",
+    "sequence_split",
     "show",
+    "simple_split",
     "split",
+    "standard",
+    "symmetric",
     "used",
 ]

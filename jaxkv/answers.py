@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.ids import Ids, checked_ids, whole
@@ -15,7 +14,6 @@ from jaxkv.memory import (
     table_faults,
     table_first,
     table_last,
-    table_sequences,
     table_used,
 )
 
@@ -153,10 +151,8 @@ def _first(table: Any, seq: jax.Array) -> jax.Array:
 
 @jax.jit
 def _last(table: Any, seq: jax.Array) -> jax.Array:
-    count = table_sequences(table)
-    ids = jnp.where((seq >= 0) & (seq < count), seq, count)
-    present = jnp.zeros(count, bool).at[ids.reshape(-1)].set(True, mode="drop")
-    return table_last(table, present).at[ids].get(mode="fill", fill_value=-1)
+    found = jax.lax.map(lambda one: table_last(table, one), seq.reshape(-1))
+    return found.reshape(seq.shape)
 
 
 @jax.jit

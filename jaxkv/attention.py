@@ -14,6 +14,8 @@ def attention(
     mask: jax.Array,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend from every token to the rows that it may see.
 
@@ -23,6 +25,8 @@ def attention(
       v: `[R, K, N, Dv]`, values.
       mask: `[R, T, N]` bool, which rows each token sees.
       scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
+      softcap: what those products stay below: c * tanh(x / c).
+      sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
 
     Returns:
       `[R, T, H, Dv]` in the dtype of `q`; sums and softmax in float32. A token that sees nothing
@@ -50,16 +54,26 @@ def attention(
         )
     if mask.shape != (rows, tokens, k.shape[2]):
         raise ValueError(f"wanted a mask {(rows, tokens, k.shape[2])}, got {mask.shape}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"wanted sinks {(heads,)}, one for each query head, got {sinks.shape}")
     scale = size**-0.5 if scale is None else scale
     # The G query heads of a key head are G rows of one matrix product, so a key is read once.
     q = q.reshape(rows, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)  # [R, K, G, T, D]
     packed = (q * jnp.asarray(scale, q.dtype)).reshape(rows, groups, -1, size)
     logits = jnp.einsum("rkxd,rknd->rkxn", packed, k, preferred_element_type=jnp.float32)
     logits = logits.reshape(*q.shape[:4], -1)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(mask[:, None, None], logits, -jnp.inf)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    weights = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0.0, highest))
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(1, groups, -1, 1, 1)
+        highest = jnp.maximum(highest, jax.lax.stop_gradient(sinks))
+    highest = jnp.where(highest == -jnp.inf, 0.0, highest)
+    weights = jnp.exp(logits - highest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - highest)
     out = _weigh(weights.reshape(rows, groups, -1, k.shape[2]), v).reshape(*q.shape[:4], -1)
     out = out / jnp.where(total == 0.0, 1.0, total)
     return out.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, -1).astype(q.dtype)

@@ -54,9 +54,11 @@ class Ubatch:
     embeddings: `[R, T, d]`, or None.
     positions: `[R, T]` int32, the position of each token.
     sequences: `[R, T]` int32, the sequence of each token.
-    streams: `[R]` int32, the table of cells that a row's tokens go to.
+    streams: `[R]` int32, the sequence of a row, where each has its own stream or state; else 0.
     slots: `[R, T]` int32, the cell chosen for each token. A token that goes nowhere (padding, or
-      any token of a refused plan) has an index past the last cell, each its own.
+      any token of a refused plan) has an index past the last cell, each its own. For a composite
+      memory a tuple: what each of its parts chose.
+    stamps: `[R, T]` uint32, what tells the rows of a token from all others, see `jaxkv.stamp`.
     valid: `[R, T]` bool, False for padding.
     outputs: `[O]` int32, which of the R * T tokens output logits, in the order of the logits.
     order: `[O]` int32, the batch index of each output; NOWHERE for one that only pads.
@@ -69,7 +71,8 @@ class Ubatch:
     positions: jax.Array  # [R, T]
     sequences: jax.Array  # [R, T]
     streams: jax.Array  # [R]
-    slots: jax.Array  # [R, T]
+    slots: Any  # [R, T]
+    stamps: jax.Array  # [R, T]
     valid: jax.Array  # [R, T]
     outputs: jax.Array  # [O]
     order: jax.Array  # [O]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import cells as table_of_cells
-from jaxkv import defrag, shift, slots, store
+from jaxkv import defrag, shift, slots, store, streams
 from jaxkv import memory as contract
 from jaxkv.attention import attention
 from jaxkv.batch import Ubatch
@@ -14,6 +14,7 @@ from jaxkv.cells import Cells, Placement
 from jaxkv.mask import visible
 from jaxkv.rope import Rope
 from jaxkv.store import Rows
+from jaxkv.window import Window
 
 
 @jax.tree_util.register_dataclass
@@ -32,23 +33,36 @@ class KVCache:
 def make_kv_cache(
     *,
     layers: int,
-    cells: int,
+    cells: int | None = None,
     heads: int,
     size: int,
     sequences: int = 1,
+    streams: int = 1,
+    window: Window | None = None,
+    ubatch_size: int | None = None,
+    rollback: int = 32,
     value_size: int | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
     rope: Rope | tuple[Rope | None, ...] | None = None,
     placement: Placement = "scattered",
 ) -> KVCache:
-    """Make an empty attention memory that all sequences share.
+    """Make an empty attention memory.
 
     Args:
       layers: L, the attention layers.
-      cells: N, the tokens that fit, over all sequences together.
+      cells: N, the tokens that fit into each stream. With a window it may be left out: then there
+        are cells for the window, a ubatch and a rollback, for each sequence of a stream.
       heads: K, the key/value heads of each layer.
       size: D, the numbers of a key.
       sequences: Q, the sequences that may be told apart.
+      streams: S, 1 or Q: whether all sequences share one pool of cells, or each has its own. A pool
+        gives room to whoever needs it and forks without a copy; with its own stream, a sequence
+        costs what it holds itself, however long its neighbours are.
+      window: how far back tokens look, see `jaxkv.window`. None for everything.
+      ubatch_size: the most tokens that will be computed at once, by default 512; larger plans are
+        refused. Only where `cells` is left out.
+      rollback: how many tokens can be taken back (`seq_rm` of an end) though a window is full. Only
+        where `cells` is left out; more cells mean more rollback.
       value_size: the numbers of a value, by default D.
       dtype: of keys and values.
       rope: how keys were rotated when they come in, for all layers or one for each; None where
@@ -60,15 +74,31 @@ def make_kv_cache(
       The cache, all cells empty.
 
     Raises:
-      ValueError: when a count is below 1, or the ropes do not fit the layers or the heads.
+      ValueError: when a count is below 1, `streams` is neither 1 nor Q, `cells` is missing, or the
+        ropes do not fit the layers or the heads.
 
     Examples:
       >>> cache = make_kv_cache(layers=2, cells=512, heads=3, size=64, sequences=8)
       >>> cache.rows.k[0].shape, nbytes(cache)
       ((1, 3, 512, 64), 1581088)
 
-    llama.cpp: `llama_kv_cache` with one stream.
+      A window of 128 positions, for two sequences with a stream each:
+
+      >>> cache = make_kv_cache(
+      ...     layers=2, heads=3, size=64, sequences=2, streams=2, window=standard(128)
+      ... )
+      >>> cache.rows.k[0].shape
+      (2, 3, 672, 64)
+
+    llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream and `n_swa` for the window.
     """
+    if cells is None:
+        if window is None:
+            raise ValueError("a cache without a window needs to be told its cells")
+        ubatch_size = 512 if ubatch_size is None else ubatch_size
+        cells = (window.size + ubatch_size + rollback) * (sequences // streams)
+    else:
+        ubatch_size = None
     counts = {
         "layers": layers,
         "cells": cells,
@@ -79,6 +109,8 @@ def make_kv_cache(
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"a cache needs {name} of at least 1, got {count}")
+    if streams not in (1, sequences):
+        raise ValueError(f"wanted streams of 1 or {sequences}, one a sequence, got {streams}")
     ropes = rope if isinstance(rope, tuple) else (rope,) * layers
     if len(ropes) != layers:
         raise ValueError(f"wanted one rope for all layers or {layers}, one each, got {len(ropes)}")
@@ -86,10 +118,17 @@ def make_kv_cache(
         if one is not None and 2 * len(one.frequencies) > size:
             raise ValueError(f"a rope of {len(one.frequencies)} pairs does not fit keys of {size}")
     return KVCache(
-        table=table_of_cells.make_cells(cells=cells, sequences=sequences, placement=placement),
+        table=table_of_cells.make_cells(
+            cells=cells,
+            sequences=sequences,
+            streams=streams,
+            placement=placement,
+            window=window,
+            ubatch_size=ubatch_size,
+        ),
         rows=store.make_rows(
             layers=layers,
-            streams=1,
+            streams=streams,
             heads=heads,
             cells=cells,
             size=size,
@@ -110,6 +149,9 @@ def _attend(
     v: jax.Array,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    causal: bool = True,
 ) -> tuple[KVCache, jax.Array]:
     table, rows = memory.table, memory.rows
     if not 0 <= layer < len(rows.k):
@@ -120,28 +162,41 @@ def _attend(
             raise ValueError(f"wanted {name} [R, T, K, D] of {wanted}, got {new.shape}")
     if q.shape[:2] != ubatch.valid.shape:
         raise ValueError(f"wanted q [R, T, H, D] of {ubatch.valid.shape} tokens, got {q.shape[:2]}")
-    rows = store.write(rows, layer, ubatch.streams, slots.settled(table, ubatch), k, v)
+    stream = slots.streams(table, ubatch)
+    rows = store.write(rows, layer, stream, slots.settled(table, ubatch), k, v)
     # All rows of one stream are one list of tokens, so that its keys are read once for all of them.
-    packed = q.reshape(1, -1, *q.shape[2:])
-    mask = visible(table, ubatch).reshape(1, packed.shape[1], table.size)
-    out = attention(packed, rows.k[layer], rows.v[layer], mask, scale=scale)
+    pools = slots.pools(table, ubatch)
+    packed = q.reshape(pools.size, -1, *q.shape[2:])
+    mask = visible(table, ubatch, causal=causal).reshape(*packed.shape[:2], table.size)
+    keys, values = rows.k[layer], rows.v[layer]
+    if pools.size != table.streams:
+        keys, values = keys[pools], values[pools]
+    out = attention(packed, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
     return KVCache(table=table, rows=rows), out.reshape(*q.shape[:3], -1)
 
 
 contract.split.register(KVCache, lambda memory: (memory.table, memory.rows))
 contract.join.register(Cells, lambda table, rows: KVCache(table=table, rows=rows))
 contract.table_sequences.register(Cells, lambda table: table.sequences)
+contract.table_streams.register(Cells, lambda table: table.streams)
+contract.table_ubatch_size.register(Cells, lambda table: table.ubatch_size)
+contract.table_digest.register(Cells, table_of_cells.digest)
 contract.table_first.register(Cells, table_of_cells.first)
-contract.table_last.register(Cells, slots.last_positions)
+contract.table_last.register(Cells, table_of_cells.last)
 contract.table_used.register(Cells, table_of_cells.used)
-contract.table_admit.register(Cells, slots.admit)
+contract.table_reached.register(Cells, slots.reached)
+contract.table_lost.register(Cells, table_of_cells.lost)
 contract.table_owing.register(Cells, slots.owing)
+contract.table_admit.register(Cells, slots.admit)
 contract.table_place.register(Cells, slots.find)
-contract.table_settle.register(Cells, slots.settle)
+contract.table_fresh.register(Cells, slots.fresh)
+contract.table_fill.register(Cells, slots.fill)
 contract.table_rm.register(
     Cells, lambda table, *args: (table_of_cells.remove(table, *args), jnp.array(True))
 )
 contract.table_cp.register(Cells, table_of_cells.copy)
+contract.copies_rows.register(Cells, streams.copies)
+contract.copy_rows.register(Cells, streams.copy)
 contract.table_keep.register(Cells, table_of_cells.keep)
 contract.table_add.register(Cells, shift.add)
 contract.table_div.register(Cells, shift.divide)

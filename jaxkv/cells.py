@@ -5,12 +5,18 @@ This table is the truth about a cache. It holds not one byte of keys or values, 
 (how many cells are used, the first and last position of a sequence) is computed, never stored.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from jaxkv.stamp import mix
+from jaxkv.window import Window, first_seen
+
+T = TypeVar("T")
 
 EMPTY = -1
 """Position of a cell that holds no token."""
@@ -37,17 +43,21 @@ class Cells:
     owners: `[S, W, N]` uint32, one bit for each sequence that owns the cell, 32 to a word.
     shift: `[S, N]` int32, the position now less the position that the key was rotated for.
     lost: `[Q]` int32, one past the highest position that window reuse took from the sequence.
-    written: `[S, N]` int32, how often the rows of the cell were written or moved. It only grows,
-      and so tells whether the rows are still those that an earlier table knew.
+    stamp: `[S, N]` uint32, a number for what stands in the rows of the cell, see `jaxkv.stamp`. It
+      tells whether they are those of a ubatch, and still those that an earlier table knew.
     placement: which cells a ubatch may get, static.
+    window: how far back tokens look, static; a cell that no next token sees may be taken.
+    ubatch_size: the most tokens of a ubatch that N was chosen for, static; None for any.
     """
 
     position: jax.Array  # [S, N]
     owners: jax.Array  # [S, W, N]
     shift: jax.Array  # [S, N]
     lost: jax.Array  # [Q]
-    written: jax.Array  # [S, N]
+    stamp: jax.Array  # [S, N]
     placement: Placement = field(metadata={"static": True})
+    window: Window | None = field(metadata={"static": True})
+    ubatch_size: int | None = field(metadata={"static": True})
 
     @property
     def streams(self) -> int:
@@ -66,7 +76,13 @@ class Cells:
 
 
 def make_cells(
-    *, cells: int, sequences: int, streams: int = 1, placement: Placement = "scattered"
+    *,
+    cells: int,
+    sequences: int,
+    streams: int = 1,
+    placement: Placement = "scattered",
+    window: Window | None = None,
+    ubatch_size: int | None = None,
 ) -> Cells:
     """Make a table with every cell empty.
 
@@ -75,6 +91,8 @@ def make_cells(
       sequences: Q, the number of sequence ids, 0 to Q - 1.
       streams: S, 1 (all sequences share one table) or Q (each has its own).
       placement: which cells a ubatch may get.
+      window: how far back tokens look.
+      ubatch_size: the most tokens of a ubatch, where `cells` was chosen for that.
 
     Examples:
       >>> make_cells(cells=4, sequences=2).position
@@ -88,8 +106,10 @@ def make_cells(
         owners=jnp.zeros((streams, words, cells), jnp.uint32),
         shift=jnp.zeros((streams, cells), jnp.int32),
         lost=jnp.zeros((sequences,), jnp.int32),
-        written=jnp.zeros((streams, cells), jnp.int32),
+        stamp=jnp.zeros((streams, cells), jnp.uint32),
         placement=placement,
+        window=window,
+        ubatch_size=ubatch_size,
     )
 
 
@@ -161,7 +181,10 @@ def remove(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> C
     """
     mine = jnp.where(seq == -1, ~jnp.uint32(0), bits(cells, seq))
     gone = mine[..., None] & _spread(within(cells, start, stop))
-    return with_owners(cells, cells.owners & ~gone)
+    # What the caller wants to be gone is not lost.
+    asked = (seq == -1) | (jnp.arange(cells.sequences) == seq)
+    wanted = asked & (start <= 0) & (_end(stop) >= cells.lost)
+    return replace(with_owners(cells, cells.owners & ~gone), lost=jnp.where(wanted, 0, cells.lost))
 
 
 def copy(cells: Cells, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array) -> Cells:
@@ -179,7 +202,19 @@ def copy(cells: Cells, src: jax.Array, dst: jax.Array, start: jax.Array, stop: j
     shared = owned_by(cells, bits(cells, src)) & within(cells, start, stop)
     gained = jax.vmap(partial(bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
-    return with_owners(cells, cells.owners | (gained[..., None] & _spread(shared)))
+    missed = jnp.where(known(cells, src), lost_within(cells, src, start, stop), 0)
+    return replace(
+        with_owners(cells, cells.owners | (gained[..., None] & _spread(shared))),
+        lost=cells.lost.at[jnp.where(known(cells, dst), dst, cells.sequences)].max(
+            missed, mode="drop"
+        ),
+    )
+
+
+def lost_within(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+    """Say what whoever copies a range of a sequence is told to have lost; `[]` int32."""
+    lost = cells.lost[seq]
+    return jnp.where(jnp.maximum(start, 0) < lost, jnp.minimum(lost, _end(stop)), 0)
 
 
 def keep(cells: Cells, seq: jax.Array) -> Cells:
@@ -202,18 +237,93 @@ def clear(cells: Cells) -> Cells:
 
 def can_resume(cells: Cells, seq: jax.Array, pos: jax.Array) -> jax.Array:
     """Say whether a token of a sequence at a position would see all it should; `[]` bool."""
-    end = last(cells, seq)
-    return known(cells, seq) & (pos >= 0) & ((end == EMPTY) | (pos <= end + 1))
+    end = jnp.maximum(last(cells, seq), cells.lost[seq] - 1)
+    follows = (end == EMPTY) | (pos <= end + 1)
+    whole = cells.lost[seq] <= first_seen(cells.window, pos)
+    return known(cells, seq) & (pos >= 0) & follows & whole
+
+
+def lost(cells: Cells, position: jax.Array) -> jax.Array:
+    """Say which sequences would miss something with a token at a position, `[Q]`; `[Q]` bool."""
+    return cells.lost > first_seen(cells.window, position)
+
+
+def hidden(cells: Cells) -> jax.Array:
+    """Say which used cells no next token of any owner sees; `[S, N]` bool."""
+    if cells.window is None:
+        return jnp.zeros(cells.position.shape, bool)
+    if cells.streams > 1:
+        end = jnp.maximum(jnp.max(cells.position, axis=1), cells.lost - 1)
+        return ~free(cells) & (cells.position < first_seen(cells.window, end + 1)[:, None])
+
+    def look(seq: jax.Array, seen: jax.Array) -> jax.Array:
+        mine = held(cells, seq)
+        end = jnp.maximum(jnp.max(mine), cells.lost[seq] - 1)
+        return seen | ((mine != EMPTY) & (mine >= first_seen(cells.window, end + 1)))
+
+    nobody = jnp.zeros((cells.size,), bool)
+    return ~free(cells) & ~each(holders(cells, ~free(cells)), look, nobody)[None]
+
+
+def evict(cells: Cells, taken: jax.Array) -> Cells:
+    """Take hidden cells from their owners, `[S, N]` bool, and what lies before them too.
+
+    What an owner keeps is dense from then on, and `lost` says where it begins.
+    """
+    taken &= ~free(cells)
+    if cells.streams > 1:
+        end = jnp.max(jnp.where(taken, cells.position, EMPTY), axis=1)
+        cells = replace(cells, lost=jnp.maximum(cells.lost, end + 1))
+        gone = cells.position < cells.lost[:, None]
+        return with_owners(cells, jnp.where(gone[:, None], 0, cells.owners))
+
+    def let_go(seq: jax.Array, cells: Cells) -> Cells:
+        mine = held(cells, seq)
+        end = jnp.maximum(cells.lost[seq], jnp.max(jnp.where(taken[0], mine, EMPTY)) + 1)
+        gone = (mine != EMPTY) & (mine < end)
+        owners = cells.owners & ~(bits(cells, seq)[..., None] & _spread(gone[None]))
+        return replace(cells, owners=owners, lost=cells.lost.at[seq].set(end))
+
+    cells = each(holders(cells, taken), let_go, cells)
+    return with_owners(cells, cells.owners)
+
+
+def each(asked: jax.Array, look: Callable[[jax.Array, T], T], start: T) -> T:
+    """Fold over the sequences asked for, `[Q]` bool, one after another.
+
+    A reduction over all pairs of sequences and cells costs a hundred times more in a large table.
+    """
+    count = asked.shape[0]
+    ids = jnp.nonzero(asked, size=count, fill_value=count)[0].astype(jnp.int32)
+    return jax.lax.fori_loop(0, jnp.sum(asked), lambda i, carry: look(ids[i], carry), start)
+
+
+def holders(cells: Cells, where: jax.Array) -> jax.Array:
+    """Say which sequences own one of some cells, `[S, N]` bool; `[Q]` bool."""
+    words = [jnp.where(where, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
+    some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
+    stream, word, bit = home(cells, jnp.arange(cells.sequences))
+    return (some[stream, word] >> bit) & 1 == 1
+
+
+def digest(cells: Cells) -> jax.Array:
+    """Sum up what stands in all rows; `[]` uint32."""
+    return jnp.sum(cells.stamp, dtype=jnp.uint32)
 
 
 def unwritten(cells: Cells, old: Cells) -> jax.Array:
     """Say whether no row that an older table uses was written or moved since; `[]` bool."""
-    return jnp.all((cells.written == old.written) | free(old))
+    return jnp.all((cells.stamp == old.stamp) | free(old))
 
 
 def restored(cells: Cells, old: Cells) -> Cells:
     """Give an older table back, remembering what was written since."""
-    return replace(old, written=cells.written)
+    return replace(old, stamp=cells.stamp)
+
+
+def restamped(cells: Cells, where: jax.Array) -> jax.Array:
+    """Give the stamps for rows that were changed in place, `[S, N]` bool; `[S, N]` uint32."""
+    return jnp.where(where, mix(cells.stamp + 1), cells.stamp)
 
 
 def faults(cells: Cells) -> dict[str, jax.Array]:
@@ -221,6 +331,12 @@ def faults(cells: Cells) -> dict[str, jax.Array]:
     owned = jnp.any(cells.owners != 0, axis=1)
     everyone = jax.vmap(partial(bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
     strangers = cells.owners & ~jax.lax.reduce_or(everyone, axes=(0,))[..., None]
+
+    def ghosts(seq: jax.Array, count: jax.Array) -> jax.Array:
+        mine = held(cells, seq)
+        return count + jnp.sum((mine != EMPTY) & (mine < cells.lost[seq]), dtype=jnp.int32)
+
+    anyone = jnp.ones((cells.sequences,), bool)
     wrong = {
         "position below -1": cells.position < EMPTY,
         "position without an owner": ~free(cells) & ~owned,
@@ -230,7 +346,8 @@ def faults(cells: Cells) -> dict[str, jax.Array]:
         "rotated for a negative position": ~free(cells) & (cells.position < cells.shift),
         "negative loss": cells.lost < 0,
     }
-    return {name: jnp.sum(where, dtype=jnp.int32) for name, where in wrong.items()}
+    counts = {name: jnp.sum(where, dtype=jnp.int32) for name, where in wrong.items()}
+    return counts | {"position that was lost": each(anyone, ghosts, jnp.int32(0))}
 
 
 def bits(cells: Cells, seq: jax.Array) -> jax.Array:
@@ -248,8 +365,12 @@ def owned_by(cells: Cells, words: jax.Array) -> jax.Array:
 
 def within(cells: Cells, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Say which cells hold a position of a range; `[S, N]` bool. Empty cells never do."""
-    start, stop = jnp.maximum(start, 0), jnp.where(stop < 0, END, stop)
-    return (cells.position >= start) & (cells.position < stop)
+    return (cells.position >= jnp.maximum(start, 0)) & (cells.position < _end(stop))
+
+
+def _end(stop: jax.Array) -> jax.Array:
+    """Resolve the end of a range: a negative one is open."""
+    return jnp.where(stop < 0, END, stop)
 
 
 def _spread(cell: jax.Array) -> jax.Array:

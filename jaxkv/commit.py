@@ -1,5 +1,6 @@
 """Carrying plans out, tidying up, and going back."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,13 +14,15 @@ from jaxkv.memory import (
     nothing_to_do,
     split,
     table_defrag,
+    table_fill,
+    table_fresh,
     table_restored,
-    table_settle,
     table_unwritten,
     table_update,
 )
 from jaxkv.plan import Plan
 from jaxkv.planning import init_batch
+from jaxkv.slots import nowhere
 
 Memory = TypeVar("Memory")
 
@@ -147,7 +150,7 @@ def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
 
 
 def make_room(
-    memory: Memory, batch: Batch, *, ubatch_size: int = 512, donate: bool = False
+    memory: Memory, batch: Batch, *, ubatch_size: int | None = None, donate: bool = False
 ) -> tuple[Memory, Plan, bool]:
     """Do what can be done so that a batch fits: rotate what is pending, then close the gaps.
 
@@ -156,7 +159,7 @@ def make_room(
     Args:
       memory: any memory.
       batch: the batch that is wanted.
-      ubatch_size: the most tokens that are computed at once.
+      ubatch_size: the most tokens that are computed at once, see `init_batch`.
       donate: give up the memory passed in, see `apply`.
 
     Returns:
@@ -183,7 +186,9 @@ def make_room(
 
 @jax.jit
 def _settle(table: Any, ubatch: Ubatch) -> Any:
-    return table_settle(table, ubatch)
+    ok = table_fresh(table, ubatch)
+    slots = jax.tree.map(lambda x: jnp.where(ok, x, nowhere(x)), ubatch.slots)
+    return table_fill(table, replace(ubatch, slots=slots))
 
 
 _carry_out = jax.jit(lambda part, table, rows: carry_out(part, table, rows))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv.cells import EMPTY, Cells, free
 from jaxkv.shift import CHUNK
+from jaxkv.stamp import mix
 from jaxkv.store import Rows
 
 
@@ -118,13 +119,17 @@ def carry_out(cells: Cells, rows: Rows, plan: Defrag) -> tuple[Cells, Rows]:
             return field.at[stream, destination].set(value, mode="drop", unique_indices=True)
 
         owners = [carried(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
-        written = cells.written.at[stream, destination].add(1, mode="drop", unique_indices=True)
+        # The same rows in another place: stamped anew, for a ubatch that still meant the old one.
+        stamp = cells.stamp.at[stream, source].get(mode="fill", fill_value=0)
+        stamp = cells.stamp.at[stream, destination].set(
+            mix(stamp + 1), mode="drop", unique_indices=True
+        )
         cells = replace(
             cells,
             position=carried(cells.position, EMPTY),
             owners=jnp.stack(owners, axis=1),
             shift=carried(cells.shift, 0),
-            written=written,
+            stamp=stamp,
         )
         # Layer after layer, rows are gathered before they are scattered.
         k, v = (

@@ -38,7 +38,7 @@ class Running:
 
 
 def prefill(
-    step: Model, weights: Any, memory: Memory, batch: Batch, *, ubatch_size: int = 512
+    step: Model, weights: Any, memory: Memory, batch: Batch, *, ubatch_size: int | None = None
 ) -> tuple[Memory, jax.Array]:
     """Run a batch through a model, ubatch by ubatch.
 
@@ -48,7 +48,7 @@ def prefill(
       weights: whatever the model wants.
       memory: a memory with room for the batch.
       batch: the tokens, `make_batch` makes it.
-      ubatch_size: the most tokens that are computed at once.
+      ubatch_size: the most tokens that are computed at once, see `init_batch`.
 
     Returns:
       The memory after the batch, and the logits of its output tokens, `[n, V]`, in its order.

@@ -70,6 +70,9 @@ def attend(
     v: jax.Array,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    causal: bool = True,
 ) -> tuple[Memory, jax.Array]:
     """Write the keys and values of a ubatch into a layer and attend over what its tokens see.
 
@@ -82,6 +85,9 @@ def attend(
       k: `[R, T, K, D]`, keys, rotated by the layer's rope.
       v: `[R, T, K, Dv]`, values.
       scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
+      softcap: what those products stay below: c * tanh(x / c) (Gemma 2).
+      sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
+      causal: False lets tokens see those that come after them, as far as a window allows.
 
     Returns:
       The memory with the rows written, and `[R, T, H, Dv]`, in the dtype of `q`. A token that sees
@@ -92,7 +98,7 @@ def attend(
 
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`.
     """
-    del layer, ubatch, q, k, v, scale
+    del layer, ubatch, q, k, v, scale, softcap, sinks, causal
     raise _no_memory(memory)
 
 
@@ -103,8 +109,20 @@ def table_sequences(table: Any) -> int:
 
 
 @by_table
-def table_last(table: Any, present: jax.Array) -> jax.Array:
-    """Find the last position, `[Q]`, of the sequences asked for, `[Q]` bool; -1 elsewhere."""
+def table_streams(table: Any) -> int:
+    """1 if sequences may share the rows of a ubatch, Q if each needs a row of its own."""
+    ...
+
+
+@by_table
+def table_ubatch_size(table: Any) -> int | None:
+    """The most tokens of a ubatch that a memory was sized for; None for any."""
+    ...
+
+
+@by_table
+def table_digest(table: Any) -> jax.Array:
+    """Sum up all that was written so far, `[]` uint32."""
     ...
 
 
@@ -115,14 +133,26 @@ def table_first(table: Any, seq: jax.Array) -> jax.Array:
 
 
 @by_table
-def table_used(table: Any) -> jax.Array:
+def table_last(table: Any, seq: jax.Array) -> jax.Array:
+    """Find the largest position of one sequence, `[]`; -1 if it holds none."""
+    ...
+
+
+@by_table
+def table_used(table: Any) -> Any:
     """Count the cells in use."""
     ...
 
 
 @by_table
-def table_admit(table: Any, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Say which sequences, `[Q]`, find room for the tokens they bring, and what room is left."""
+def table_reached(table: Any, present: jax.Array) -> jax.Array:
+    """Find what the sequences asked for, `[Q]` bool, go on after, `[Q]`; -1 elsewhere."""
+    ...
+
+
+@by_table
+def table_lost(table: Any, position: jax.Array) -> jax.Array:
+    """Say which sequences, `[Q]`, would miss something with a next token at `position`, `[Q]`."""
     ...
 
 
@@ -133,14 +163,26 @@ def table_owing(table: Any, present: jax.Array) -> jax.Array:
 
 
 @by_table
-def table_place(table: Any, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Choose where tokens go, `[R, T]`, nowhere if not `ok`; and say whether all have a place."""
+def table_admit(table: Any, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Say which sequences, `[Q]`, find room for the tokens they bring, and what room is left."""
     ...
 
 
 @by_table
-def table_settle(table: Any, ubatch: Ubatch) -> Any:
-    """Take a ubatch into the table, if the table is as it was when the ubatch was planned."""
+def table_place(table: Any, ubatch: Ubatch, ok: jax.Array) -> tuple[Any, jax.Array]:
+    """Choose where tokens go, nowhere if not `ok`; and say which have no place, `[R, T]` bool."""
+    ...
+
+
+@by_table
+def table_fresh(table: Any, ubatch: Ubatch) -> jax.Array:
+    """Say whether a table is as it was when a ubatch was planned, `[]` bool."""
+    ...
+
+
+@by_table
+def table_fill(table: Any, ubatch: Ubatch) -> Any:
+    """Take a ubatch into a table, where it was planned to go."""
     ...
 
 
@@ -153,6 +195,20 @@ def table_rm(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[
 @by_table
 def table_cp(table: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Any:
     """Do what `seq_cp` says, on a table."""
+    ...
+
+
+@by_table
+def copies_rows(table: Any) -> bool:
+    """Say whether `seq_cp` must copy rows, since sequences do not share a stream."""
+    ...
+
+
+@by_table
+def copy_rows(
+    table: Any, rows: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+) -> tuple[Any, Any]:
+    """Do what `seq_cp` says, on a table whose rows must be copied too."""
     ...
 
 

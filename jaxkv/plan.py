@@ -22,6 +22,8 @@ class Reason(IntEnum):
     UPDATE_PENDING = 6
     FRAGMENTED = 7
     UNKNOWN_SEQUENCE = 8
+    LOST = 9
+    MIXED_ROW = 10
 
 
 ADVICE = {
@@ -39,6 +41,10 @@ ADVICE = {
     "memory = apply(memory, init_update(memory))",
     Reason.FRAGMENTED: "it brings {expected} tokens and enough cells are free, but not in one run: "
     "memory = apply(memory, defrag_plan(memory)), or make_room(memory, batch)",
+    Reason.LOST: "its next token stands at {found} and would look back at what its window has "
+    "given up: forget the sequence (seq_rm) and compute it again, or ask for more rollback",
+    Reason.MIXED_ROW: "each row of a ubatch belongs to one sequence here, but the batch has a row "
+    "of several, or several rows of one: give each sequence one row",
     Reason.UNKNOWN_SEQUENCE: "the batch names a sequence that the memory does not have",
 }
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,23 @@ from jaxkv.cells import END
 from jaxkv.memory import (
     split,
     table_admit,
-    table_last,
+    table_digest,
+    table_fill,
+    table_lost,
     table_owing,
     table_place,
+    table_reached,
     table_sequences,
-    table_settle,
+    table_streams,
+    table_ubatch_size,
 )
 from jaxkv.plan import Plan, Reason
-from jaxkv.splitting import Split, simple_split
+from jaxkv.slots import nowhere
+from jaxkv.splitting import Split, equal_split, simple_split
+from jaxkv.stamp import stamps
 
-Memory = TypeVar("Memory")
-
-FAR = 1 << 30
-"""Past the last cell of any table."""
+UBATCH_SIZE = 512
+"""Tokens that are computed at once where nobody says otherwise."""
 
 UNSTACKED = 16
 """Ubatches that one compiled call takes from a stack: one for all would grow with the batch."""
@@ -45,7 +49,7 @@ FEW = 8
 
 
 def init_batch(
-    memory: Any, batch: Batch, *, ubatch_size: int = 512, split_by: Split = simple_split
+    memory: Any, batch: Batch, *, ubatch_size: int | None = None, split_by: Split | None = None
 ) -> Plan:
     """Plan where the tokens of a batch go. Looks at the table only, and changes nothing.
 
@@ -56,16 +60,19 @@ def init_batch(
     Args:
       memory: any memory.
       batch: the tokens, `make_batch` makes it. Traced, it must fit one ubatch or come in rows.
-      ubatch_size: the most tokens that are computed at once; what is left over at the end is padded
-        to a power of two, so that few shapes are ever compiled.
-      split_by: how the batch is cut into ubatches, see `jaxkv.splitting`.
+      ubatch_size: the most tokens that are computed at once, by default what the memory was sized
+        for, or 512. What is left over at the end is padded to a power of two, so that few shapes
+        are ever compiled.
+      split_by: how the batch is cut into ubatches, see `jaxkv.splitting`. By default `simple_split`
+        where all sequences share one stream, and `equal_split` where each needs a row.
 
     Returns:
       A `Plan`. Whether it is carried out is a value, `plan.ok`; `plan.check()` raises instead.
 
     Raises:
       ValueError: when a sequence id is known and is none of the memory, when nothing is in the
-        batch, or when a traced batch is longer than `ubatch_size`.
+        batch, when a traced batch is longer than `ubatch_size` or lacks the rows that the memory
+        needs, or when `ubatch_size` is more than the memory was sized for.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2, sequences=2)
@@ -82,10 +89,8 @@ def init_batch(
 
     llama.cpp: `llama_memory_i::init_batch`.
     """
-    if ubatch_size < 1:
-        raise ValueError(f"ubatch_size must be at least 1, got {ubatch_size}")
     table, _ = split(memory)
-    flat, parts, outputs = _layout(batch, ubatch_size, table_sequences(table), split_by)
+    flat, parts, outputs = _layout(table, batch, _checked_size(table, ubatch_size), split_by)
     stacks = _stacks(parts)
     plan = _plan(table, flat, stacks, outputs=outputs)
     ubatches = []
@@ -118,18 +123,25 @@ def plan_step(
     table, _ = split(memory)
     flat = make_batch(tokens, sequences=sequences, valid=valid, outputs=valid)
     index = np.arange(flat.valid.shape[0], dtype=np.int32)
-    plan = _plan(table, flat, (index[None, None],), outputs=index.size)
-    return plan.ubatches[0], plan.ok
+    if table_streams(table) == 1:
+        plan = _plan(table, flat, (index[None, None],), outputs=index.size)
+        return plan.ubatches[0], plan.ok
+    plan = _plan(table, flat, (index[None, :, None],), outputs=index.size)
+    (ubatch,) = plan.ubatches
+    if index.size == table_streams(table):  # row r is that of sequence r
+        order = jnp.where(flat.valid, index, NOWHERE)
+        ubatch = replace(ubatch, outputs=jnp.asarray(flat.sequences), order=order)
+    return ubatch, plan.ok
 
 
-def init_full(memory: Any, *, ubatch_size: int = 512, outputs: int | None = None) -> Plan:
+def init_full(memory: Any, *, ubatch_size: int | None = None, outputs: int | None = None) -> Plan:
     """Plan the largest ubatch of a full memory, as shapes: for compiling ahead and counting bytes.
 
     Nothing is allocated, and `memory` may be shapes itself (`jax.eval_shape`).
 
     Args:
       memory: any memory, or its shapes.
-      ubatch_size: the most tokens that will be computed at once.
+      ubatch_size: the most tokens that will be computed at once, see `init_batch`.
       outputs: the most tokens of a ubatch that output logits, by default one for each sequence.
 
     Returns:
@@ -146,15 +158,30 @@ def init_full(memory: Any, *, ubatch_size: int = 512, outputs: int | None = None
     table, _ = split(memory)
     sequences = table_sequences(table)
     outputs = sequences if outputs is None else outputs
-    index = np.full((1, 1, ubatch_size), NOWHERE, np.int32)
-    flat = make_batch(np.zeros(ubatch_size, np.int32))
+    ubatch_size, rows = _checked_size(table, ubatch_size), table_streams(table)
+    index = np.full((1, rows, max(ubatch_size // rows, 1)), NOWHERE, np.int32)
+    flat = make_batch(np.zeros(index.size, np.int32))
 
     plan = partial(_plan, stacks=(index,), outputs=bucket(max(outputs, FEW)))
     return jax.eval_shape(lambda table: plan(table, flat), table)
 
 
+def _checked_size(table: Any, ubatch_size: int | None) -> int:
+    sized = table_ubatch_size(table)
+    if ubatch_size is None:
+        return UBATCH_SIZE if sized is None else sized
+    if ubatch_size < 1:
+        raise ValueError(f"ubatch_size must be at least 1, got {ubatch_size}")
+    if sized is not None and ubatch_size > sized:
+        raise ValueError(
+            f"the memory was sized for ubatches of {sized} tokens, got ubatch_size={ubatch_size}: "
+            f"make it with ubatch_size={ubatch_size}, or plan smaller ones"
+        )
+    return ubatch_size
+
+
 def _layout(
-    batch: Batch, ubatch_size: int, sequences: int, split_by: Split
+    table: Any, batch: Batch, ubatch_size: int, split_by: Split | None
 ) -> tuple[Batch, list[np.ndarray], int]:
     """Decide which token is computed when; by shapes alone where the batch is traced.
 
@@ -162,13 +189,20 @@ def _layout(
       The batch as a flat list of a bucketed length; for each ubatch the indices into it, `[R, T]`;
       and how many outputs the ubatch with the most of them has, in a bucket too.
     """
+    sequences, streams = table_sequences(table), table_streams(table)
     if is_concrete(batch):
-        return _layout_known(batch, ubatch_size, sequences, split_by)
+        split_by = split_by or (simple_split if streams == 1 else equal_split)
+        return _layout_known(batch, ubatch_size, sequences, streams, split_by)
     if batch.valid.ndim == 2:
         index = np.arange(batch.valid.size, dtype=np.int32).reshape(batch.valid.shape)
         batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         return batch, [index], index.size
     count = batch.valid.shape[0]
+    if streams > 1:
+        raise ValueError(
+            f"a traced batch must come in rows [R, T] here, one for each sequence, got a list of "
+            f"{count} tokens; plan it outside of jit, or take plan_step for one token each"
+        )
     if count > ubatch_size:
         raise ValueError(
             f"a traced batch must fit one ubatch: wanted at most {ubatch_size} tokens, got "
@@ -180,7 +214,7 @@ def _layout(
 
 
 def _layout_known(
-    batch: Batch, ubatch_size: int, sequences: int, split_by: Split
+    batch: Batch, ubatch_size: int, sequences: int, streams: int, split_by: Split
 ) -> tuple[Batch, list[np.ndarray], int]:
     axes = batch.valid.ndim
     batch = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[axes:]), batch)
@@ -191,7 +225,7 @@ def _layout_known(
     wrong = named[(named < 0) | (named >= sequences)]
     if wrong.size:
         raise ValueError(f"wanted sequence ids from 0 to {sequences - 1}, got {wrong[0]}")
-    parts = split_by(named, ubatch_size)
+    parts = [_few_rows(part, streams) for part in split_by(named, ubatch_size)]
     if batch.outputs is None:
         most = np.unique(named).size
     else:
@@ -201,6 +235,14 @@ def _layout_known(
     index = np.append(there, NOWHERE).astype(np.int32)
     parts = [index[np.minimum(part, there.size)] for part in parts]
     return _pad(batch, bucket(batch.valid.size)), parts, bucket(max(int(most), FEW))
+
+
+def _few_rows(part: np.ndarray, streams: int) -> np.ndarray:
+    """Pad the rows of a ubatch to a power of two, or to all streams, so that few shapes occur."""
+    wanted = bucket(len(part))
+    if streams > 1:
+        wanted = max(min(wanted, streams), len(part))
+    return np.pad(part, [(0, wanted - len(part)), (0, 0)], constant_values=NOWHERE)
 
 
 def _stacks(parts: list[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -249,17 +291,23 @@ def _plan_numbered(
     *,
     outputs: int,
 ) -> Plan:
-    count = table_sequences(table)
+    count, streams = table_sequences(table), table_streams(table)
     known = (batch.sequences >= 0) & (batch.sequences < count)
     foreign = jnp.any(batch.valid & ~known)
     batch = replace(batch, valid=batch.valid & known)
     ids = jnp.where(batch.valid, batch.sequences, count)
     wanted = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
-    last = table_last(table, wanted > 0)
+    here = wanted > 0
+    last = table_reached(table, here)
     batch = _complete(batch, ids, numbers[0], wanted, last)
     reason, expected, found = _faults(batch, ids, numbers, last)
-    owing = table_owing(table, wanted > 0)
-    reason = jnp.where((reason == Reason.FITS) & owing, Reason.UPDATE_PENDING, reason)
+    for code, at_fault in (
+        (Reason.UPDATE_PENDING, table_owing(table, here)),
+        (Reason.LOST, here & table_lost(table, last + 1)),
+    ):
+        at_fault &= reason == Reason.FITS
+        reason = jnp.where(at_fault, code, reason)
+        found = jnp.where(at_fault & (code == Reason.LOST), last + 1, found)
 
     # Who is at fault takes no room from the others; who finds none is told how much there was.
     asked = jnp.where(reason == Reason.FITS, wanted, 0)
@@ -269,16 +317,18 @@ def _plan_numbered(
     ok = jnp.all(reason == Reason.FITS) & ~foreign
 
     def place(carry: tuple[Any, jax.Array, jax.Array], index: jax.Array) -> tuple[Any, Ubatch]:
-        table, last, split_up = carry
-        ubatch = _draft(batch, index, last, outputs)
-        slots, placed = table_place(table, ubatch, ok)
+        table, last, late = carry
+        index, mixed = _arranged(batch, index, streams)
+        ubatch = _draft(batch, index, last, outputs, streams, table_digest(table))
+        slots, fault = table_place(table, ubatch, ok)
         ubatch = replace(ubatch, slots=slots)
         ids = jnp.where(ubatch.valid, ubatch.sequences, count)
-        split_up = split_up.at[ids].max(ok & ~placed, mode="drop")
+        late = late.at[ids].max(jnp.where(ok, fault, Reason.FITS), mode="drop")
+        late = jnp.maximum(late, jnp.where(mixed, Reason.MIXED_ROW, Reason.FITS))
         last = last.at[ids].max(ubatch.positions, mode="drop")
-        return (table_settle(table, ubatch), last, split_up), ubatch
+        return (table_fill(table, ubatch), last, late), ubatch
 
-    carry = (table, last, jnp.zeros(count, bool))
+    carry = (table, last, jnp.zeros(count, jnp.int32))
     ubatches = []
     for stack in stacks:
         if stack.shape[0] == 1:
@@ -289,18 +339,22 @@ def _plan_numbered(
             ubatches.append(many)
 
     # A ubatch without a place takes the places of those before it away too: all or nothing.
-    split_up = carry[-1]
-    reason = jnp.where(split_up, Reason.FRAGMENTED, reason)
-    ok &= ~jnp.any(split_up)
-    ubatches = tuple(replace(u, slots=jnp.where(ok, u.slots, u.slots + FAR)) for u in ubatches)
+    late = carry[-1]
+    reason = jnp.where(late != Reason.FITS, late, reason)
+    ok &= jnp.all(late == Reason.FITS)
     return Plan(
-        ubatches=ubatches,
+        ubatches=tuple(replace(u, slots=_unless(ok, u.slots)) for u in ubatches),
         ok=ok,
         reason=reason,
         fits=reason == Reason.FITS,
-        expected=jnp.where(split_up, wanted, expected),
-        found=jnp.where(split_up, room, found),
+        expected=jnp.where(late != Reason.FITS, wanted, expected),
+        found=jnp.where(late != Reason.FITS, room, found),
     )
+
+
+def _unless(ok: jax.Array, slots: Any) -> Any:
+    """Send every token nowhere, unless all is well."""
+    return jax.tree.map(lambda x: jnp.where(ok, x, nowhere(x)), slots)
 
 
 def _complete(
@@ -345,9 +399,53 @@ def _faults(
     return reason, expected, found
 
 
-def _draft(batch: Batch, index: jax.Array, last: jax.Array, outputs: int) -> Ubatch:
+def _arranged(batch: Batch, index: jax.Array, streams: int) -> tuple[jax.Array, jax.Array]:
+    """Bring the rows of a ubatch into the order of their streams, where all may take part.
+
+    Returns:
+      The index, `[R, T]`; and `[Q]` bool, the sequences that have no row of their own though each
+      needs one. They keep none of their tokens.
+    """
+    nobody = jnp.zeros(streams, bool)
+    if streams == 1:
+        return jnp.asarray(index), nobody
+    part = rows(batch, index)
+    row = _row_sequence(part)
+    ids = jnp.where(part.valid, part.sequences, streams)
+    mixed = nobody.at[ids].max(part.sequences != row[:, None], mode="drop")
+    count = jnp.zeros(streams, jnp.int32).at[jnp.where(row < 0, streams, row)].add(1, mode="drop")
+    mixed |= count > 1
+    if index.shape[0] == streams:
+        turn = (
+            jnp.full(streams, streams)
+            .at[jnp.where(row < 0, streams, row)]
+            .set(jnp.arange(streams), mode="drop")
+        )
+        index = jnp.asarray(index).at[turn].get(mode="fill", fill_value=NOWHERE)
+    return jnp.asarray(index), mixed
+
+
+def _row_sequence(part: Batch) -> jax.Array:
+    """Say to which sequence each row belongs, `[R]`; -1 if it has no token."""
+    return jnp.max(jnp.where(part.valid, part.sequences, -1), axis=1)
+
+
+def _draft(
+    batch: Batch,
+    index: jax.Array,
+    last: jax.Array,
+    outputs: int,
+    streams: int,
+    before: jax.Array,
+) -> Ubatch:
     """Lay the tokens of one ubatch out in rows; it has no slots yet."""
     part = rows(batch, index)
+    if streams == 1:
+        row = jnp.zeros(index.shape[0], jnp.int32)
+    elif index.shape[0] == streams:
+        row = jnp.arange(streams, dtype=jnp.int32)
+    else:
+        row = jnp.maximum(_row_sequence(part), 0)
     order = jnp.where(part.outputs & part.valid, index, NOWHERE).reshape(-1)
     tokens = order.shape[0]
     outputs = min(outputs, tokens)
@@ -360,8 +458,9 @@ def _draft(batch: Batch, index: jax.Array, last: jax.Array, outputs: int) -> Uba
         embeddings=part.embeddings,
         positions=part.positions,
         sequences=part.sequences,
-        streams=jnp.zeros(index.shape[0], jnp.int32),
+        streams=row,
         slots=jnp.zeros(index.shape, jnp.int32),
+        stamps=stamps(part, before),
         valid=part.valid,
         outputs=jnp.minimum(pick, tokens - 1),
         order=order.at[pick].get(mode="fill", fill_value=NOWHERE),

@@ -5,12 +5,13 @@ note is always the position now less the position the key was rotated for, so se
 to one rotation, and those that cancel to none.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cells import Cells, bits, owned_by, with_owners, within
+from jaxkv.cells import Cells, bits, owned_by, restamped, with_owners, within
 from jaxkv.rope import rotate
 from jaxkv.store import Rows
 
@@ -38,6 +39,7 @@ def add(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: 
     A cell whose position turns negative is freed.
     """
     moves = owned_by(cells, bits(cells, seq)) & within(cells, start, stop)
+    cells = _move_lost(cells, seq, start, stop, lambda position: position + delta)
     return _move(cells, moves, cells.position + delta)
 
 
@@ -49,7 +51,23 @@ def divide(
     A divisor below 1 changes nothing.
     """
     moves = owned_by(cells, bits(cells, seq)) & within(cells, start, stop) & (divisor >= 1)
-    return _move(cells, moves, cells.position // jnp.maximum(divisor, 1))
+    divisor = jnp.maximum(divisor, 1)
+    cells = _move_lost(cells, seq, start, stop, lambda position: position // divisor)
+    return _move(cells, moves, cells.position // divisor)
+
+
+def _move_lost(
+    cells: Cells,
+    seq: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    moved: Callable[[jax.Array], jax.Array],
+) -> Cells:
+    """What a window took from a sequence moves as if it were still there."""
+    end = cells.lost - 1  # the last position that was taken
+    moves = (jnp.arange(cells.sequences) == seq) & (end >= jnp.maximum(start, 0))
+    moves &= (stop < 0) | (end < stop)
+    return replace(cells, lost=jnp.where(moves, jnp.maximum(moved(end) + 1, 0), cells.lost))
 
 
 def _move(cells: Cells, moves: jax.Array, position: jax.Array) -> Cells:
@@ -100,6 +118,6 @@ def carry_out(cells: Cells, rows: Rows, update: Update) -> tuple[Cells, Rows]:
     cells = replace(
         cells,
         shift=jnp.where(owed, 0, cells.shift),
-        written=cells.written + owed,
+        stamp=restamped(cells, owed),
     )
     return cells, replace(rows, k=keys)

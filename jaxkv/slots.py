@@ -6,49 +6,59 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.cells import EMPTY, Cells, free, home, last
+from jaxkv.cells import EMPTY, END, Cells, each, evict, free, hidden, holders, home, last
+from jaxkv.plan import Reason
+
+FAR = 1 << 30
+"""Past the last cell of any table."""
 
 
-def nowhere(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Give every token an index past the last cell, each its own; `[R, T]` int32.
+def nowhere(slots: jax.Array) -> jax.Array:
+    """Give places past the last cell, each its own, in the shape of `slots`; int32.
 
     Writes in drop mode leave such a token out. -1 would not do: it writes the last cell.
     """
-    return cells.size + jnp.arange(ubatch.valid.size, dtype=jnp.int32).reshape(ubatch.valid.shape)
+    return FAR + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
 
 
-def last_positions(cells: Cells, present: jax.Array) -> jax.Array:
-    """Find the last position of the sequences asked for.
+def pools(cells: Cells, ubatch: Ubatch) -> jax.Array:
+    """Say which streams the tokens of a ubatch live in; `[P]` int32.
 
-    It looks at one sequence after another, and only at those: a reduction over all pairs of
-    sequences and cells costs a hundred times more in a large table.
+    P is 1 where all rows share one stream, and are one list of tokens to it, and else R. Where all
+    streams take part, row r is that of stream r.
+    """
+    return ubatch.streams if cells.streams > 1 else jnp.zeros(1, jnp.int32)
+
+
+def streams(cells: Cells, ubatch: Ubatch) -> jax.Array:
+    """Say which stream each row of a ubatch lives in; `[R]` int32."""
+    return jnp.broadcast_to(pools(cells, ubatch), ubatch.streams.shape)
+
+
+def reached(cells: Cells, present: jax.Array) -> jax.Array:
+    """Find the last position that sequences have reached, whether they still hold it or not.
 
     Args:
       cells: the table.
       present: `[Q]` bool, the sequences to look at.
 
     Returns:
-      `[Q]` int32, the last position, -1 where it is empty or was not asked for.
+      `[Q]` int32, the last position, -1 for who has none or was not asked for.
     """
-    ids = jnp.nonzero(present, size=cells.sequences, fill_value=cells.sequences)[0]
-    ids = ids.astype(jnp.int32)
-
-    def look(i: jax.Array, found: jax.Array) -> jax.Array:
-        return found.at[ids[i]].set(last(cells, ids[i]))
-
-    start = jnp.full((cells.sequences,), EMPTY, jnp.int32)
-    return jax.lax.fori_loop(0, jnp.sum(present), look, start)
+    if cells.streams > 1:
+        found = jnp.max(cells.position, axis=1)
+    else:
+        found = each(
+            present,
+            lambda seq, found: found.at[seq].set(last(cells, seq)),
+            jnp.full((cells.sequences,), EMPTY, jnp.int32),
+        )
+    return jnp.where(present, jnp.maximum(found, cells.lost - 1), EMPTY)
 
 
 def owing(cells: Cells, present: jax.Array) -> jax.Array:
     """Say which sequences, of those asked for, see a key that is owed a rotation; `[Q]` bool."""
-    moved = cells.shift != 0
-    words = [
-        jnp.where(moved, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])
-    ]  # each [S, N]
-    some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
-    stream, word, bit = home(cells, jnp.arange(cells.sequences))
-    return present & ((some[stream, word] >> bit) & 1 == 1)
+    return present & holders(cells, cells.shift != 0)
 
 
 def present(ubatch: Ubatch, sequences: int) -> jax.Array:
@@ -60,25 +70,34 @@ def present(ubatch: Ubatch, sequences: int) -> jax.Array:
 def admit(cells: Cells, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Say which sequences would find room, the smallest first.
 
-    A sequence that asks for little is never refused because of one that asks for much.
+    A sequence that asks for little is never refused because of one that asks for much. Where a
+    window frees cells while a batch goes in, that is known only when each ubatch has been placed,
+    and here everybody fits.
 
     Args:
       cells: the table.
       wanted: `[Q]` int32, how many cells each sequence asks for.
 
     Returns:
-      `[Q]` bool, who asks for nothing always fits; and `[]` int32, the empty cells that are left
+      `[Q]` bool, who asks for nothing always fits; and `[Q]` int32, the cells that are left to each
       when those who fit have theirs.
     """
+    room = jnp.sum(free(cells) | hidden(cells), axis=1, dtype=jnp.int32)
+    if cells.window is not None:
+        return wanted >= 0, jnp.broadcast_to(room, wanted.shape)
+    if cells.streams > 1:
+        return wanted <= room, room
     order = jnp.argsort(wanted, stable=True)
-    room = jnp.sum(free(cells), dtype=jnp.int32)
     smallest = jnp.cumsum(wanted[order]) <= room
     fits = jnp.zeros_like(smallest).at[order].set(smallest) | (wanted == 0)
-    return fits, room - jnp.sum(jnp.where(fits, wanted, 0))
+    left = room - jnp.sum(jnp.where(fits, wanted, 0))
+    return fits, jnp.broadcast_to(left, wanted.shape)
 
 
 def find(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Choose an empty cell for every valid token, lowest cells first; change nothing.
+    """Choose a cell for every valid token: empty ones first, then hidden ones; change nothing.
+
+    Of the empty cells the lowest are taken, and of the hidden ones those with the lowest positions.
 
     Args:
       cells: the table, whose `placement` says whether the cells must be neighbours.
@@ -87,32 +106,60 @@ def find(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Ar
 
     Returns:
       `[R, T]` int32, a cell for each token; one that gets none (padding, or the ubatch has no
-      place) has an index past the last cell. And `[]` bool, whether all valid tokens have one.
+      place) has an index past the last cell. And `[R, T]` int32, for each token a `Reason`:
+      NO_ROOM, or FRAGMENTED where there is room but no run.
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """
-    empty = jnp.cumsum(free(cells)[0], dtype=jnp.int32)  # empty cells up to and with this one
-    turn = jnp.cumsum(ubatch.valid.reshape(-1), dtype=jnp.int32)
-    if cells.placement == "contiguous":
-        slot = _run(empty, turn[-1]) + turn - 1
-    else:
-        slot = jnp.searchsorted(empty, turn).astype(jnp.int32)
-    slot = slot.reshape(ubatch.valid.shape)
-    placed = ok & jnp.all((slot < cells.size) | ~ubatch.valid)
-    return jnp.where(placed & ubatch.valid, slot, nowhere(cells, ubatch)), placed
+    empty, unseen = free(cells), hidden(cells)
+
+    def choose(stream: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+        turn = jnp.cumsum(valid, dtype=jnp.int32)
+        usable = empty[stream] | unseen[stream]
+        count = jnp.cumsum(usable, dtype=jnp.int32)  # up to and with each cell
+        if cells.placement == "contiguous":
+            return _run(count, turn[-1]) + turn - 1, turn[-1] <= count[-1]
+        if cells.window is None:
+            return jnp.searchsorted(count, turn), jnp.array(False)
+        # An empty cell has the lowest position of all.
+        order = jnp.argsort(jnp.where(usable, cells.position[stream], END), stable=True)
+        order = jnp.append(order, cells.size)
+        return order[jnp.where(turn <= count[-1], turn - 1, cells.size)], jnp.array(False)
+
+    streams = pools(cells, ubatch)
+    slots, room = jax.vmap(choose)(streams, ubatch.valid.reshape(streams.size, -1))
+    slots = slots.reshape(ubatch.valid.shape).astype(jnp.int32)
+    room = jnp.broadcast_to(room[:, None], (room.size, ubatch.valid.size // room.size))
+    fault = jnp.where(room.reshape(slots.shape), Reason.FRAGMENTED, Reason.NO_ROOM)
+    homeless = ubatch.valid & (slots >= cells.size)
+    placed = ok & ~jnp.any(homeless) & ubatch.valid
+    return jnp.where(placed, slots, nowhere(slots)), jnp.where(homeless, fault, Reason.FITS)
 
 
-def _run(empty: jax.Array, length: jax.Array) -> jax.Array:
-    """Find where the first run of empty cells begins, `[]`; past the last cell if there is none.
+def _run(usable: jax.Array, length: jax.Array) -> jax.Array:
+    """Find where the first run of usable cells begins, `[]`; past the last cell if there is none.
 
-    `empty`, `[N]`, counts the empty cells up to and with each one.
+    `usable`, `[N]`, counts the usable cells up to and with each one.
     """
-    cells = empty.shape[0]
+    cells = usable.shape[0]
     start = jnp.arange(cells)
-    before = jnp.where(start > 0, empty[start - 1], 0)
-    until = empty[jnp.minimum(start + length - 1, cells - 1)]
+    before = jnp.where(start > 0, usable[start - 1], 0)
+    until = usable[jnp.minimum(start + length - 1, cells - 1)]
     whole = (until - before == length) & (start + length <= cells)
     return jnp.where(jnp.any(whole), jnp.argmax(whole), cells).astype(jnp.int32)
+
+
+def fresh(cells: Cells, ubatch: Ubatch) -> jax.Array:
+    """Say whether a table is still as a ubatch found it when its cells were chosen; `[]` bool.
+
+    It is not for a ubatch of another table, one applied twice or before its turn, or refused.
+    """
+    lives = ubatch.valid & (ubatch.slots < cells.size)
+    where = (streams(cells, ubatch)[:, None], ubatch.slots)
+    usable = (free(cells) | hidden(cells)).at[where].get(mode="fill", fill_value=False)
+    here = present(ubatch, cells.sequences)
+    same = ~here | (reached(cells, here) == ubatch.last)
+    return jnp.all(lives == ubatch.valid) & jnp.all(usable | ~lives) & jnp.all(same)
 
 
 def fill(cells: Cells, ubatch: Ubatch) -> Cells:
@@ -120,7 +167,10 @@ def fill(cells: Cells, ubatch: Ubatch) -> Cells:
 
     llama.cpp: `llama_kv_cache::apply_ubatch`.
     """
-    where = (ubatch.streams[:, None], ubatch.slots)
+    where = (streams(cells, ubatch)[:, None], ubatch.slots)
+    if cells.window is not None:
+        nothing = jnp.zeros(cells.position.shape, bool)
+        cells = evict(cells, nothing.at[where].set(True, mode="drop"))
     _, word, bit = home(cells, ubatch.sequences)
     words = jnp.arange(cells.owners.shape[1])
     owner = jnp.where(words[None, None] == word[..., None], jnp.uint32(1) << bit[..., None], 0)
@@ -132,35 +182,17 @@ def fill(cells: Cells, ubatch: Ubatch) -> Cells:
             owner, **put
         ),
         shift=cells.shift.at[where].set(0, **put),
-        written=cells.written.at[where].add(1, **put),
-    )
-
-
-def settle(cells: Cells, ubatch: Ubatch) -> Cells:
-    """Occupy the cells of a ubatch if they are as they were when they were chosen, else nothing.
-
-    A ubatch of another table, applied twice or before its turn, or refused, changes nothing.
-    """
-    lives = ubatch.valid & (ubatch.slots < cells.size)
-    empty = free(cells).at[ubatch.streams[:, None], ubatch.slots].get(mode="fill", fill_value=False)
-    here = present(ubatch, cells.sequences)
-    same = ~here | (last_positions(cells, here) == ubatch.last)
-    fresh = jnp.all(lives == ubatch.valid) & jnp.all(empty | ~lives) & jnp.all(same)
-    return fill(
-        cells, replace(ubatch, slots=jnp.where(fresh, ubatch.slots, nowhere(cells, ubatch)))
+        stamp=cells.stamp.at[where].set(ubatch.stamps, **put),
     )
 
 
 def settled(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Give the slots of the tokens that the table really holds, so that no other row is written.
+    """Give the slots of the tokens that the table really took in, so that no other row is written.
 
     Returns:
-      `[R, T]` int32, a token's slot where the cell has its position and its sequence; past the last
-      cell for every other token.
+      `[R, T]` int32, a token's slot where the cell has its stamp; past the last cell elsewhere.
     """
-    stream, slot = ubatch.streams[:, None], ubatch.slots
-    _, word, bit = home(cells, ubatch.sequences)
-    position = cells.position.at[stream, slot].get(mode="fill", fill_value=EMPTY)
-    owner = cells.owners.at[stream, word, slot].get(mode="fill", fill_value=0)
-    mine = ubatch.valid & (position == ubatch.positions) & ((owner >> bit) & 1 == 1)
-    return jnp.where(mine, slot, nowhere(cells, ubatch))
+    where = (streams(cells, ubatch)[:, None], ubatch.slots)
+    stamp = cells.stamp.at[where].get(mode="fill", fill_value=0)
+    lives = ubatch.valid & (ubatch.slots < cells.size) & (stamp == ubatch.stamps)
+    return jnp.where(lives, ubatch.slots, nowhere(ubatch.slots))

@@ -8,6 +8,8 @@ import numpy as np
 from jaxkv.batch import is_concrete
 from jaxkv.ids import Ids, checked_ids, whole
 from jaxkv.memory import (
+    copies_rows,
+    copy_rows,
     join,
     split,
     table_add,
@@ -60,15 +62,22 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
     return join(table, rows), ok
 
 
-def seq_cp(memory: Memory, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1) -> Memory:
-    """Let one or more sequences share what another holds: fork a conversation without a copy.
+def seq_cp(
+    memory: Memory, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1, *, donate: bool = False
+) -> Memory:
+    """Let one or more sequences have what another holds: fork a conversation.
+
+    Where sequences share a stream they share its cells: nothing is copied, and what `dst` held
+    stays. Where each has its own stream the rows are copied, and `dst` then holds these alone.
 
     Args:
       memory: any memory.
       src: `[]` int, the sequence to share.
-      dst: `[]` or `[n]` int, the sequences that will own its cells too. What they held stays.
+      dst: `[]` or `[n]` int, the sequences that will have its cells too.
       p0: `[]` int, the first position to share; negative means 0.
       p1: `[]` int, one past the last; negative means no end, and 0 an empty range.
+      donate: give up the memory passed in, which saves a copy of all rows where rows must be copied
+        outside of `jit`.
 
     Returns:
       The next memory. Doing it twice is doing it once.
@@ -84,11 +93,23 @@ def seq_cp(memory: Memory, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1) -> Me
       >>> seq_pos_max(memory, [0, 1, 2]).tolist(), used(memory).item()
       ([2, 1, 1], 3)
 
+      With a stream each:
+
+      >>> memory = make_kv_cache(layers=1, cells=4, sequences=2, streams=2, heads=1, size=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
+      >>> print(show(seq_cp(memory, 0, 1, 1)))
+      owner    0 0 0 .
+      position 0 1 2 .
+      owner    . 1 1 .
+      position . 1 2 .
+
     llama.cpp: `llama_memory_seq_cp`.
     """
     table, rows = split(memory)
-    table = _cp(table, checked_ids(table, src), checked_ids(table, dst), whole(p0), whole(p1))
-    return join(table, rows)
+    args = checked_ids(table, src), checked_ids(table, dst), whole(p0), whole(p1)
+    if copies_rows(table):
+        return join(*(_cp_rows_donated if donate else _cp_rows)(table, rows, *args))
+    return join(_cp(table, *args), rows)
 
 
 def seq_keep(memory: Memory, seq: Ids) -> Memory:
@@ -216,6 +237,12 @@ def _rm(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Any, 
 @jax.jit
 def _cp(table: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Any:
     return table_cp(table, src, dst, p0, p1)
+
+
+_cp_rows = jax.jit(lambda table, rows, *args: copy_rows(table, rows, *args))
+_cp_rows_donated = jax.jit(
+    lambda table, rows, *args: copy_rows(table, rows, *args), donate_argnames="rows"
+)
 
 
 @jax.jit

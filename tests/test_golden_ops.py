@@ -146,7 +146,7 @@ def test_contiguous_alone_refuses_what_is_fragmented(smollm2):
     assert not plan.ok
     assert plan.reason[prompt["seq"][0]] == jaxkv.Reason.FRAGMENTED
     after = jaxkv.apply(memory, plan)
-    for name in ("position", "owners", "shift", "written"):
+    for name in ("position", "owners", "shift", "stamp"):
         assert np.array_equal(getattr(after.table, name), getattr(memory.table, name))
     _, plan, helped = jaxkv.make_room(memory, batch, ubatch_size=512)
     assert plan.ok and helped

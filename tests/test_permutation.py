@@ -18,7 +18,7 @@ from tests.memories import SMALL, WIDE, assert_identical, drawn, filled, lived_i
 def dealt(memory, order):
     """Bring the contents of cell `order[i]` to cell i."""
     table, rows = jaxkv.split(memory)
-    per_cell = ("position", "owners", "shift", "written")
+    per_cell = ("position", "owners", "shift", "stamp")
     table = replace(table, **{name: getattr(table, name)[..., order] for name in per_cell})
     rows = jax.tree.map(lambda x: x[:, :, order], rows)
     return jaxkv.join(table, rows)

@@ -289,3 +289,13 @@ def test_whatever_is_accepted_can_be_forgotten():
             assert jaxkv.seq_pos_min(memory, 0).item() == position
             memory, _ = jaxkv.seq_rm(memory, 0)
             assert jaxkv.used(memory).item() == 0
+
+
+@over_kinds
+def test_a_rival_for_the_same_places_writes_no_row(kind):
+    """Two plans of one table choose the same cells; whichever comes second must not be heard."""
+    memory = filled(2, kind=kind)
+    one, rival = (init_batch(memory, make_batch(tokens)).ubatches[0] for tokens in ([5, 6], [7, 8]))
+    memory, _ = think(memory, one)
+    assert_identical(apply(memory, rival), memory)
+    assert_identical(think(memory, rival)[0], memory)

@@ -1,0 +1,76 @@
+"""Copying a sequence from its stream into those of others."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cells import EMPTY, Cells, known, lost_within, within
+from jaxkv.shift import CHUNK
+from jaxkv.stamp import mix
+from jaxkv.store import Rows
+
+
+def copies(cells: Cells) -> bool:
+    """Say whether sequences have a stream each, so that sharing means copying."""
+    return cells.streams > 1
+
+
+def copy(
+    cells: Cells, rows: Rows, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+) -> tuple[Cells, Rows]:
+    """Replace what sequences hold by a range of another's, table and rows.
+
+    A token keeps its cell, so that a stretch of cells is copied as it lies. Rotations that are owed
+    are copied with the keys that owe them.
+
+    Args:
+      cells: the table, with a stream for each sequence.
+      rows: the rows beside it.
+      src: `[]` int32, the sequence that is copied.
+      dst: `[]` or `[n]` int32, those that are replaced; `src` itself stays as it is.
+      start: `[]` int32, first position of the range; negative means 0.
+      stop: `[]` int32, one past the last; negative means no end, and 0 an empty range.
+    """
+
+    def into(i: jax.Array, carry: tuple[Cells, Rows]) -> tuple[Cells, Rows]:
+        return _copy_one(*carry, src, targets[i], start, stop)
+
+    targets = jnp.atleast_1d(dst)
+    return jax.lax.fori_loop(0, targets.size, into, (cells, rows))
+
+
+def _copy_one(
+    cells: Cells, rows: Rows, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+) -> tuple[Cells, Rows]:
+    does = known(cells, src) & known(cells, dst) & (src != dst)
+    shared = within(cells, start, stop)[src]  # [N]
+    index = jnp.arange(cells.size)
+    size = min(CHUNK, cells.size)
+    chunks = jnp.where(does, -(-(jnp.max(jnp.where(shared, index, -1)) + 1) // size), 0)
+
+    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+        return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
+
+    overwritten = index < chunks * size
+    stamp = mix(cells.stamp[dst] + mix(cells.stamp[src] + 1))
+    cells = replace(
+        cells,
+        position=put(cells.position, jnp.where(shared, cells.position[src], EMPTY)),
+        owners=put(cells.owners, jnp.where(shared[None], cells.owners[src], 0)),
+        shift=put(cells.shift, jnp.where(shared, cells.shift[src], 0)),
+        lost=put(cells.lost, lost_within(cells, src, start, stop)),
+        stamp=put(cells.stamp, jnp.where(overwritten, stamp, cells.stamp[dst])),
+    )
+
+    def chunk(i: jax.Array, halves: tuple) -> tuple:
+        first = jnp.minimum(i * size, cells.size - size)  # the last may overlap the one before
+
+        def carried(x: jax.Array) -> jax.Array:
+            part = jax.lax.dynamic_slice(x, (src, 0, first, 0), (1, x.shape[1], size, x.shape[3]))
+            return jax.lax.dynamic_update_slice(x, part, (dst, 0, first, 0))
+
+        return jax.tree.map(carried, halves)
+
+    k, v = jax.lax.fori_loop(0, chunks, chunk, (rows.k, rows.v))
+    return cells, replace(rows, k=k, v=v)
