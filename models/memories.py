@@ -45,17 +45,16 @@ def make_memory(
 
     llama.cpp: `llama_kv_cache_iswa`, `swa_full`.
     """
-    sharing = sequences if streams == 1 else 1
     parts = []
     for window in dict.fromkeys(windows):
         layers = tuple(i for i, one in enumerate(windows) if one == window)
         rope = tuple(ropes[i] for i in layers)
-        size = cells
-        if window is not None and not full_windows:
-            size = min(cells, sharing * (window.size + ubatch_size + rollback))
+        small = window is not None and not full_windows
+        if small:  # unless the whole text is shorter than what a window cache is made of
+            small = (window.size + ubatch_size + rollback) * (sequences // streams) < cells
         part = jaxkv.make_kv_cache(
             layers=len(layers),
-            cells=size,
+            cells=None if small else cells,
             sequences=sequences,
             streams=streams,
             window=window,

@@ -66,7 +66,7 @@ class Generated:
     prompt_seconds: until the first token of each text was picked.
     decode_seconds: from then to the end.
     decoded: tokens picked in that time, stop tokens included.
-    cells: what the memory holds at most.
+    cells: what the memory holds at most, not counting what windows let it forget.
     used: how many of them are in use at the end.
     nbytes: of the whole memory.
     compiles: programs compiled after the warm-up; 0, or something is wrong.
@@ -197,7 +197,8 @@ def generate_texts(
                     writer.end("full")
     decode_seconds = perf_counter() - began
 
-    used, nbytes = int(jaxkv.used(memory)), jaxkv.nbytes(memory)
+    # Of a memory of parts, those with a window hold fewer.
+    used = max(int(part) for part in jax.tree.leaves(jaxkv.used(memory)))
     return Generated(
         texts=[
             Text(
@@ -214,7 +215,7 @@ def generate_texts(
         decoded=decoded,
         cells=cells * count,
         used=used,
-        nbytes=nbytes,
+        nbytes=jaxkv.nbytes(memory),
         compiles=compiles() - warm,
     )
 
