@@ -40,7 +40,8 @@ def replay(
         sequences, cells = script["n_seq"], script["n_ctx"] // (script["n_seq"] if split else 1)
     else:
         sequences, cells = SEQUENCES, 256 if script["n_ctx"] == 256 else 1024
-    ubatch_size, within = (64, 3e-2) if gemma else (8, 1e-3)
+    # Rows of few tokens come in few shapes, each of which is a program.
+    ubatch_size, within = (64, 3e-2) if gemma else (4 if split else 8, 1e-3)
     memory = model.make_memory(
         cells=cells,
         sequences=sequences,
