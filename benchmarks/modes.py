@@ -1,0 +1,112 @@
+"""One pool for all sequences, or a stream for each? What neighbours cost, busy and idle.
+
+Run `python -m benchmarks.modes`: whole decode steps of SmolLM2 in float32, one token of each
+sequence that takes part. All cases take turns in one run, there and back, so that ratios hold on a
+machine whose speed drifts. Peers are not compared here, only the modes with each other.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+import models
+from benchmarks import machine
+
+
+class Case:
+    """A memory with sequences of given lengths, of which some take part in a step."""
+
+    def __init__(
+        self,
+        model: models.Model,
+        lengths: Sequence[int],
+        active: Sequence[int],
+        *,
+        split: bool,
+        cells: int,
+    ):
+        count = len(lengths)
+        self.model, self.active = model, jnp.asarray(active, jnp.int32)
+        memory = model.make_memory(cells=cells, sequences=count, streams=count if split else 1)
+        # Who lives where is all that counts for time: the rows stay zeros.
+        for seq, length in enumerate(lengths):
+            if not length:
+                continue
+            batch = jaxkv.make_batch(np.zeros(length, np.int32), sequences=seq)
+            for ubatch in jaxkv.init_batch(memory, batch).check().ubatches:
+                memory = jaxkv.apply(memory, ubatch)
+        self.table, self.rows = jaxkv.split(memory)
+
+        @partial(jax.jit, donate_argnames="rows")
+        def step(weights: Any, table: Any, rows: Any, token: jax.Array) -> tuple:
+            memory = jaxkv.join(table, rows)
+            valid = jnp.ones(token.shape, bool)
+            ubatch, ok = jaxkv.plan_step(memory, token, self.active, valid)
+            memory, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+            return jaxkv.split(memory)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
+
+        self._step = step
+        self.token = jnp.zeros(len(active), jnp.int32)
+        self.run(2)
+
+    def run(self, steps: int) -> float:
+        """Do a step again and again from the same table; the milliseconds of one."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.rows, self.token, ok = self._step(
+                self.model.weights, self.table, self.rows, self.token
+            )
+        assert bool(ok), "the cache is full"
+        return 1e3 * (time.perf_counter() - start) / steps
+
+
+def main() -> None:
+    """Print the milliseconds of a step in each mode, and the ratios that matter."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--positions", type=int, default=1024, help="of each sequence")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each case")
+    args = parser.parse_args()
+    machine.main()
+    model, n = models.load(), args.positions
+    full, cells = [n - 32] * 8, n
+    idle = [64] + [n - 32] * 7
+    case = partial(Case, model)
+    cases = {
+        "8 busy, unified": case(full, range(8), split=False, cells=8 * cells),
+        "8 busy, split": case(full, range(8), split=True, cells=cells),
+        "streams 0 1 2 of 8": case(full, [0, 1, 2], split=True, cells=cells),
+        "streams 0 2 5 of 8": case(full, [0, 2, 5], split=True, cells=cells),
+        "3 streams, no others": case(full[:3], range(3), split=True, cells=cells),
+        "1 short, alone, split": case(idle[:1] + [0] * 7, [0], split=True, cells=cells),
+        "1 short, 7 idle, split": case(idle, [0], split=True, cells=cells),
+        "1 short, alone, unified": case(idle[:1] + [0] * 7, [0], split=False, cells=8 * cells),
+        "1 short, 7 idle, unified": case(idle, [0], split=False, cells=8 * cells),
+    }
+    took: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(args.rounds):
+        for name in cases if turn % 2 == 0 else reversed(cases):
+            took[name].append(cases[name].run(args.steps))
+    middle = {name: float(np.median(times)) for name, times in took.items()}
+    print(f"SmolLM2-135M float32, {n - 32} positions of {n} cells a sequence; milliseconds a step:")
+    for name, times in took.items():
+        print(f"  {name:26s} {middle[name]:7.1f}  ({min(times):.1f} to {max(times):.1f})")
+    for one, other in [
+        ("8 busy, split", "8 busy, unified"),
+        ("streams 0 2 5 of 8", "streams 0 1 2 of 8"),
+        ("streams 0 2 5 of 8", "3 streams, no others"),
+        ("1 short, 7 idle, split", "1 short, alone, split"),
+        ("1 short, 7 idle, unified", "1 short, alone, unified"),
+    ]:
+        print(f"  {one}  /  {other}: {middle[one] / middle[other]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
