@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv.memory import table_sequences
 from tests.memories import HEADS, SIZE, assert_identical, cells_of, rows_of
 from tests.oracle import Oracle, Part, Token
 
@@ -23,6 +24,9 @@ STATES = {
     "trace": jax.ShapeDtypeStruct((2,), jnp.float32),
 }
 """What each layer remembers: a number that tells all orders of all tokens apart, and a float."""
+
+WIDTH = 8
+"""Tokens of a row where all sequences are told something at once."""
 
 
 # ------------------------------------------------------------------------------------- the model
@@ -99,7 +103,25 @@ def run(memory: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "
     return memory
 
 
-def make(kept: int = 0, sequences: int = 1, layers: int = 2, streams: int = 1) -> Any:
+@jax.jit
+def plan_rows(memory: Any, tokens: Any, valid: Any) -> jaxkv.Plan:
+    """Plan rows of tokens, one for each sequence, as one ubatch; `[Q, T]`."""
+    sequences = jnp.broadcast_to(jnp.arange(tokens.shape[0])[:, None], tokens.shape)
+    batch = jaxkv.make_batch(tokens, sequences=sequences, valid=valid != 0)
+    return jaxkv.init_batch(memory, batch)
+
+
+def tell(memory: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
+    """Run tokens for sequences 0, 1, 2, at most WIDTH each, that fit; all at once."""
+    sequences = table_sequences(jaxkv.split(memory)[0])
+    table = np.zeros((2, sequences, WIDTH), np.int32)
+    for seq, row in enumerate(rows):
+        table[:, seq, : len(row)] = row, [1] * len(row)
+    (ubatch,) = plan_rows(memory, *table).check().ubatches
+    return walk(memory, ubatch, kinds)[0]
+
+
+def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -> Any:
     """Make a recurrent memory that fits the model."""
     return jaxkv.make_recurrent_cache(
         layers=layers, states=STATES, sequences=sequences, kept=kept, streams=streams
@@ -288,20 +310,10 @@ class Histories:
 
 
 class InRows(Oracle):
-    """An attention memory of one stream beside a recurrent one: each sequence has its row."""
+    """An attention memory beside a recurrent one, told in rows or of one sequence at a time."""
 
     def _cut(self, batch: list[Token], ubatch_size: int) -> list[list[Token]]:
-        split, self.split = self.split, True
-        parts = super()._cut(batch, ubatch_size)
-        self.split = split
-        if self.sequences == 3:  # where every row is taken, row r is that of sequence r
-            parts = [
-                sorted(part, key=lambda token: token.sequence)
-                if len({token.sequence for token in part}) == 3
-                else part
-                for part in parts
-            ]
-        return parts
+        return [batch[i : i + ubatch_size] for i in range(0, len(batch), ubatch_size)]
 
 
 # -------------------------------------------------------------------------------------- together
@@ -393,26 +405,40 @@ class Twin:
         if used is not None and not self.histories.apart:
             assert [*map(int, jax.tree.leaves(jaxkv.used(self.memory)))] == used
 
-    def plan(self, sequences: Sequence[int]) -> tuple[jaxkv.Plan, Any, list[int]]:
-        """Plan new tokens, each with its own number; is it refused where it should be?"""
-        tokens = [*range(self.tokens + 1, self.tokens + len(sequences) + 1)]
-        self.tokens += len(tokens)
-        batch = jaxkv.make_batch(tokens, sequences=[*sequences])
-        plan = jaxkv.init_batch(self.memory, batch, ubatch_size=4)
+    def plan(
+        self, sequences: Sequence[int], *, in_parts: bool = False
+    ) -> tuple[jaxkv.Plan, Sequence[Part | None]]:
+        """Plan new tokens, each with its own number; they are refused where they should be.
+
+        All go into one ubatch, `[Q, WIDTH]`, so that little is compiled; or in parts of 4, and then
+        they must be of one sequence.
+        """
+        first = self.tokens + 1
+        self.tokens += len(sequences)
+        tokens = [Token(s, None, first + i) for i, s in enumerate(sorted(sequences))]
+        if in_parts:
+            numbers = [token.token for token in tokens]
+            batch = jaxkv.make_batch(numbers, sequences=sorted(sequences))
+            plan = jaxkv.init_batch(self.memory, batch, ubatch_size=4)
+        else:
+            table = np.zeros((2, self.sequences, WIDTH), np.int32)
+            for token in tokens:
+                row = table[:, token.sequence]
+                row[:, np.flatnonzero(row[1] == 0)[0]] = token.token, 1
+            plan = plan_rows(self.memory, *table)
         here, expected, ok = set(sequences), None, True
         astray = {seq for seq in here if self.histories.lost[seq]}
         if self.oracle:
-            pairs = zip(sequences, tokens, strict=True)
-            expected = self.oracle.plan([Token(s, None, t) for s, t in pairs], ubatch_size=4)
-            astray |= {
-                seq for seq in here if self.oracle.reached(seq) != self.histories.reached(seq)
-            }
+            size = 4 if in_parts else WIDTH * self.sequences
+            expected = self.oracle.plan(tokens, ubatch_size=size)
+            reached = self.histories.reached
+            astray |= {seq for seq in here if self.oracle.reached(seq) != reached(seq)}
             ok = expected.ok
         assert plan.ok.item() == (ok and not astray), jaxkv.show(self.memory)
         for seq in astray:
             reason = jaxkv.Reason(int(plan.reason[seq]))
             assert reason in (jaxkv.Reason.LOST, jaxkv.Reason.UPDATE_PENDING)
-        return plan, expected, tokens
+        return plan, expected.parts if expected else [None] * len(plan.ubatches)
 
     def step(self, ubatch: jaxkv.Ubatch, part: Part | None) -> bool:
         """Run a ubatch; both sides take it in, or it changes nothing."""
@@ -430,12 +456,12 @@ class Twin:
                 self.histories.decode(int(ubatch.streams[row]), tokens)
         return True
 
-    def decode(self, sequences: Sequence[int]) -> bool:
+    def decode(self, sequences: Sequence[int], *, in_parts: bool = False) -> bool:
         """Plan new tokens and run them, refused or not."""
-        plan, expected, _ = self.plan(sequences)
+        plan, parts = self.plan(sequences, in_parts=in_parts)
         if plan.ok:
-            for i, ubatch in enumerate(plan.ubatches):
-                assert self.step(ubatch, expected and expected.parts[i])
+            for ubatch, part in zip(plan.ubatches, parts, strict=True):
+                assert self.step(ubatch, part)
         else:
             before = self.memory
             for ubatch in plan.ubatches:
