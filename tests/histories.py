@@ -333,7 +333,7 @@ class Twin:
         kept: int = 1,
         apart: bool = False,
         window: jaxkv.Window | None = None,
-        cells: int = 12,
+        cells: int = 16,
     ) -> None:
         self.kinds, self.sequences, self.kept = kinds, sequences, kept
         streams = sequences if apart else 1

@@ -203,7 +203,7 @@ over_kinds = pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop_before", [1, 2])
 def test_trap_71_and_72_an_abort_leaves_the_state_before_the_batch(kind, stop_before):
     """The memory before is a value; where rows were given up, going back is exact or refused."""
-    twin = told(kept=1, counts=(3, 2, 0), cells=24, **KINDS[kind])
+    twin = told(kept=1, counts=(3, 2, 0), **KINDS[kind])
     past = twin.fork()
     plan, parts = twin.plan([0] * 11, in_parts=True)
     for ubatch, part in [*zip(plan.ubatches, parts, strict=True)][:stop_before]:
@@ -229,7 +229,7 @@ def step(table, rows, ubatch, kinds):
 @pytest.mark.parametrize("kind", ["recurrent", "attention"])
 def test_trap_71_with_donated_rows_what_is_shared_survives(kind):
     """States that a second sequence holds are never written over, so going back is granted."""
-    twin = told(kept=1, counts=(3, 0, 0), cells=24, **KINDS[kind])
+    twin = told(kept=1, counts=(3, 0, 0), **KINDS[kind])
     alone = jaxkv.split(twin.memory)[0]
     twin.both("seq_cp", 0, [2])
     table, rows = jaxkv.split(jax.tree.map(jnp.copy, twin.memory))
@@ -252,13 +252,6 @@ def test_going_back_is_refused_where_states_were_written_over():
     back, ok = jaxkv.go_back(table, later)
     assert not ok
     assert_identical(back, later)
-    # Applied but never computed: nothing was written.
-    plan = jaxkv.init_batch(memory, make_batch([3]))
-    back, ok = jaxkv.go_back(table, jaxkv.apply(memory, plan))
-    assert ok
-    assert_identical(states_of(back), states_of(memory))
-    again, _ = walk(back, plan.ubatches[0])
-    assert states_of(again) == [(2, bytes_of([1, 2, 3], (0, 1)))]
 
 
 def test_going_back_and_computing_the_same_ubatch_again_gives_the_same():
@@ -273,7 +266,7 @@ def test_going_back_and_computing_the_same_ubatch_again_gives_the_same():
 
 
 def test_trap_86_a_hybrid_begins_where_it_can_be_cut_back_to():
-    for kept, first in ((0, 9), (3, 6)):
+    for kept, first in ((0, 9), (1, 8)):
         twin = told(kept=kept, counts=(10,), kinds="ar")
         assert jaxkv.seq_pos_min(twin.memory, 0) == first
         assert jaxkv.seq_pos_max(twin.memory, 0) == 9
@@ -428,7 +421,7 @@ def test_dividing_drops_what_cannot_be_returned_to(divisor, left):
 
 @over_kinds
 def test_a_cut_that_one_part_refuses_changes_neither(kind):
-    twin = told(kept=1, counts=(6, 3, 2), cells=16, **KINDS[kind])
+    twin = told(kept=1, counts=(6, 3, 2), **KINDS[kind])
     before = twin.memory
     assert not twin.seq_rm(0, 3)
     assert not twin.seq_rm(-1, 1)
@@ -444,7 +437,7 @@ def test_a_cut_that_one_part_refuses_changes_neither(kind):
 
 @pytest.mark.parametrize("kind", ["attention", "parallel"])
 def test_a_batch_that_attention_refuses_changes_neither(kind):
-    twin = told(kept=1, counts=(6, 3, 2), cells=12, **KINDS[kind])
+    twin = told(kept=1, counts=(8, 5, 2), **KINDS[kind])
     assert not twin.decode([0, 1, 2])
     before, kinds = twin.memory, KINDS[kind]["kinds"]
 
@@ -458,7 +451,7 @@ def test_a_batch_that_attention_refuses_changes_neither(kind):
     assert_identical(after, before)
     after, _, ok = traced(before, jnp.array([5, 0, 0]))
     assert ok
-    assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [6, 2, 1]
+    assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [8, 4, 1]
 
 
 def test_a_batch_that_the_recurrent_part_refuses_changes_neither():
@@ -474,9 +467,8 @@ def test_a_batch_that_the_recurrent_part_refuses_changes_neither():
 
 def test_parts_that_end_apart_are_refused_and_never_half_applied():
     """Attention forgot a middle that the state has seen; cut back, the two end apart."""
-    twin = told(kept=3, counts=(10,), kinds="ar", cells=16)
+    twin = told(kept=1, counts=(10,), kinds="ar")
     assert twin.seq_rm(0, 5, 9)
-    assert twin.decode([0])
     twin.compare()
     assert twin.seq_rm(0, 9)
     assert jaxkv.seq_pos_max(twin.memory, 0) == 4
@@ -488,7 +480,7 @@ def test_a_hybrid_of_hybrids_finds_the_part():
     """A composite as a part is asked by its own layers."""
     sizes = {"heads": 2, "size": 4, "sequences": 3}
     inner = jaxkv.make_hybrid_cache(
-        (jaxkv.make_kv_cache(layers=1, cells=16, **sizes), (0,)),
+        (jaxkv.make_kv_cache(layers=1, **sizes), (0,)),
         (jaxkv.make_kv_cache(layers=1, window=jaxkv.standard(4), ubatch_size=4, **sizes), (1,)),
     )
     memory = jaxkv.make_hybrid_cache((inner, (0, 2)), (make(1), (0, 1)))
@@ -558,14 +550,13 @@ def test_what_was_never_applied_reads_zeros_and_is_written_nowhere():
 
 
 def test_two_rows_of_one_sequence_are_refused():
-    """In a memory of one sequence too, where rows need no stream."""
-    for sequences in (1, 3):
-        memory = make(1, sequences)
-        rows = jnp.zeros((2, 2), jnp.int32)
-        plan = jax.jit(lambda m, t: jaxkv.init_batch(m, make_batch(t)))(memory, rows)
-        assert not plan.ok
-        assert plan.reason[0] == Reason.MIXED_ROW
-        assert_identical(walk(memory, plan.ubatches[0])[0], memory)
+    """In a memory of one sequence, where rows name no stream."""
+    memory = make(1, sequences=1)
+    rows = jnp.zeros((2, 2), jnp.int32)
+    plan = jax.jit(lambda m, t: jaxkv.init_batch(m, make_batch(t)))(memory, rows)
+    assert not plan.ok
+    assert plan.reason[0] == Reason.MIXED_ROW
+    assert_identical(walk(memory, plan.ubatches[0])[0], memory)
 
 
 # ------------------------------------------------------------------------------ what callers get
@@ -821,9 +812,9 @@ edges = st.integers(-2, 12)
 ids = st.integers(0, 10**6)
 MACHINES = [
     {"kinds": "rr", "kept": 3},
+    {"kinds": "ba", "kept": 1},
+    {"kinds": "ra", "kept": 1, "window": jaxkv.standard(4)},
     {"kinds": "ar", "kept": 0},
-    {"kinds": "ba", "kept": 3},
-    {"kinds": "ra", "kept": 1, "window": jaxkv.standard(3)},
     {"kinds": "br", "kept": 1, "apart": True, "cells": 9},
 ]
 
@@ -831,9 +822,11 @@ MACHINES = [
 class Verbs(RuleBasedStateMachine):
     """The verbs of hybrids, in any order, and what must be remembered after each."""
 
+    machines = MACHINES
+
     @initialize(number=ids)
     def begin(self, number: int) -> None:
-        self.twin = Twin(**MACHINES[number % len(MACHINES)])
+        self.twin = Twin(**self.machines[number % len(self.machines)])
         self.past = self.twin.fork()
         self.late = None
 
@@ -922,10 +915,16 @@ class Verbs(RuleBasedStateMachine):
             self.twin.compare()
 
 
-class TestVerbs(Verbs.TestCase):
+class FewVerbs(Verbs):
+    """The same, with what is compiled for other tests too."""
+
+    machines = MACHINES[:3]
+
+
+class TestVerbs(FewVerbs.TestCase):
     """The fast part: few runs, the same every time."""
 
-    settings = settings(max_examples=20, stateful_step_count=25)
+    settings = settings(max_examples=15, stateful_step_count=25)
 
 
 @pytest.mark.slow
