@@ -18,6 +18,7 @@ _FAMILY = {
         "rope_theta": 1000000.0,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
+        "vocab_size": 262208,
     },
 }
 _ANY = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}

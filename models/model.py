@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from models import llama
+from models import gemma3, llama
 from models.checkpoint import Checkpoint, ModelError, open_checkpoint
 from models.tokenizer import Tokenizer
 
-FAMILIES: dict[str, ModuleType] = {name: llama for name in llama.ARCHITECTURES}
+FAMILIES: dict[str, ModuleType] = {
+    name: family for family in (llama, gemma3) for name in family.ARCHITECTURES
+}
 """The model file of each architecture that can be run."""
 
 
@@ -69,10 +71,11 @@ class Model:
         """Make an empty memory for this model.
 
         Args:
-          cells: tokens that fit, over all sequences together.
+          cells: tokens that fit, over all sequences together or, in streams, for each of them.
           sequences: the sequences that may be told apart.
           dtype: of what is stored, by default that of the weights.
-          options: whatever else the memory may be made with, such as `placement`.
+          options: whatever else the memory may be made with: `streams`, `full_windows` and more in
+            `models.memories.make_memory`, `placement` and more in `jaxkv.make_kv_cache`.
         """
         dtype = dtype or self.dtype
         return self.family.make_memory(
