@@ -56,8 +56,8 @@ class Ubatch:
     sequences: `[R, T]` int32, the sequence of each token.
     streams: `[R]` int32, the sequence of a row, where each has its own stream or state; else 0.
     slots: `[R, T]` int32, the cell chosen for each token. A token that goes nowhere (padding, or
-      any token of a refused plan) has an index past the last cell, each its own. For a composite
-      memory a tuple: what each of its parts chose.
+      any token of a refused plan) has an index past the last cell, each its own. For a recurrent
+      memory its `StateSlots`, and for a composite a tuple: what each of its parts chose.
     stamps: `[R, T]` uint32, what tells the rows of a token from all others, see `jaxkv.stamp`.
     valid: `[R, T]` bool, False for padding.
     outputs: `[O]` int32, which of the R * T tokens output logits, in the order of the logits.

@@ -36,7 +36,7 @@ class HybridPlan:
     @property
     def pending(self) -> jax.Array:
         """How many keys an update rotates, over all parts; `[]` int32."""
-        return sum((part.pending for part in self.parts), start=jnp.int32(0))
+        return jnp.sum(jnp.stack([part.pending for part in self.parts]))
 
 
 @jax.tree_util.register_dataclass
@@ -111,18 +111,17 @@ def serving(memory: HybridCache, verb: Any, layer: int) -> tuple[int, int]:
     return found[0]
 
 
-def route(memory: HybridCache, verb: Any, layer: int, ubatch: Ubatch, *args: Any, **options: Any):
-    """Let the part that serves a layer do what a verb says; the next memory, and its answer."""
-    i, inner = serving(memory, verb, layer)
-    result = verb(memory.parts[i], inner, _of_part(ubatch, i), *args, **options)
-    part, answer = result if isinstance(result, tuple) else (result, None)
-    parts = (*memory.parts[:i], part, *memory.parts[i + 1 :])
-    return replace(memory, parts=parts), answer
+def _with_part(memory: HybridCache, i: int, part: Any) -> HybridCache:
+    return replace(memory, parts=(*memory.parts[:i], part, *memory.parts[i + 1 :]))
 
 
 @contract.attend.register
-def _attend(memory: HybridCache, layer: int, ubatch: Ubatch, *args: Any, **options: Any):
-    return route(memory, contract.attend, layer, ubatch, *args, **options)
+def _attend(
+    memory: HybridCache, layer: int, ubatch: Ubatch, *args: Any, **options: Any
+) -> tuple[HybridCache, jax.Array]:
+    i, inner = serving(memory, contract.attend, layer)
+    part, out = contract.attend(memory.parts[i], inner, _of_part(ubatch, i), *args, **options)
+    return _with_part(memory, i, part), out
 
 
 @contract.read_states.register
@@ -133,8 +132,9 @@ def _read_states(memory: HybridCache, layer: int, ubatch: Ubatch) -> dict[str, j
 
 @contract.write_states.register
 def _write_states(memory: HybridCache, layer: int, ubatch: Ubatch, states: Any) -> HybridCache:
-    memory, _ = route(memory, contract.write_states, layer, ubatch, states)
-    return memory
+    i, inner = serving(memory, contract.write_states, layer)
+    part = contract.write_states(memory.parts[i], inner, _of_part(ubatch, i), states)
+    return _with_part(memory, i, part)
 
 
 @contract.states_kept.register

@@ -41,8 +41,8 @@ ADVICE = {
     "memory = apply(memory, init_update(memory))",
     Reason.FRAGMENTED: "it brings {expected} tokens and enough cells are free, but not in one run: "
     "memory = apply(memory, defrag_plan(memory)), or make_room(memory, batch)",
-    Reason.LOST: "its next token stands at {found} and would look back at what its window has "
-    "given up: forget the sequence (seq_rm) and compute it again, or ask for more rollback",
+    Reason.LOST: "its next token stands at {found} and would need what a window has given up, or a "
+    "state that is not kept: forget the sequence (seq_rm) and compute it again, or keep more",
     Reason.MIXED_ROW: "each row of a ubatch belongs to one sequence here, but the batch has a row "
     "of several, or several rows of one: give each sequence one row",
     Reason.UNKNOWN_SEQUENCE: "the batch names a sequence that the memory does not have",

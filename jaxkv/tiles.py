@@ -47,12 +47,12 @@ def attention_by_tiles(
     Returns:
       `[P, T, H, Dv]`. Derivatives, in both modes, are those of `attention`.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     all_streams = pools.shape[0] == k.shape[0]
 
     def whole(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
         mine = (k, v) if all_streams else (k[pools], v[pools])
-        return attention(q, *mine, mask, scale=scale, softcap=softcap, sinks=sinks)
+        return attention(q, *mine, mask, scale=factor, softcap=softcap, sinks=sinks)
 
     @jax.custom_jvp
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
@@ -60,7 +60,7 @@ def attention_by_tiles(
         live, count = _live(mask, size)
 
         def tiles() -> jax.Array:
-            return _by_tiles(q, k, v, mask, pools, live, count, size, scale, softcap, sinks)
+            return _by_tiles(q, k, v, mask, pools, live, count, size, factor, softcap, sinks)
 
         if not all_streams or mask.shape[1] > LARGE:
             return tiles()
