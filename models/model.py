@@ -12,11 +12,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from models import llama
+from models import granite_hybrid, llama, mamba2, recurrent_gemma
 from models.checkpoint import Checkpoint, ModelError, open_checkpoint
 from models.tokenizer import Tokenizer
 
-FAMILIES: dict[str, ModuleType] = {name: llama for name in llama.ARCHITECTURES}
+FAMILIES: dict[str, ModuleType] = {
+    name: family
+    for family in (granite_hybrid, llama, mamba2, recurrent_gemma)
+    for name in family.ARCHITECTURES
+}
 """The model file of each architecture that can be run."""
 
 
@@ -64,15 +68,17 @@ class Model:
         return step
 
     def make_memory(
-        self, *, cells: int, sequences: int = 1, dtype: Any = None, **options: Any
+        self, *, cells: int | None = None, sequences: int = 1, dtype: Any = None, **options: Any
     ) -> Any:
         """Make an empty memory for this model.
 
         Args:
-          cells: tokens that fit, over all sequences together.
+          cells: tokens that fit, over all sequences together. May be left out where nothing grows
+            with the text: in models that are all recurrent, or attend to a window.
           sequences: the sequences that may be told apart.
           dtype: of what is stored, by default that of the weights.
-          options: whatever else the memory may be made with, such as `placement`.
+          options: whatever else the memory may be made with, such as `placement`, or
+            `kept` for a recurrent model.
         """
         dtype = dtype or self.dtype
         return self.family.make_memory(
