@@ -12,6 +12,7 @@ Letters, in every shape of this library:
   T  tokens of a row                             O  outputs of a ubatch
   Q  sequences                                   V  vocabulary
   W  words of 32 owners                          U  ubatches of a plan
+  E  earlier states that are kept
 """
 
 from jaxkv.answers import (
@@ -31,13 +32,15 @@ from jaxkv.commit import apply, defrag_plan, go_back, init_update, make_room
 from jaxkv.defrag import Defrag
 from jaxkv.generate import Running, decode, prefill
 from jaxkv.hybrid import HybridCache, make_hybrid_cache
-from jaxkv.memory import attend, join, split
+from jaxkv.memory import attend, join, read_states, split, states_kept, write_states
 from jaxkv.plan import Plan, Reason, RefusedError
 from jaxkv.planning import init_batch, init_full, plan_step
+from jaxkv.recurrent import RecurrentCache, make_recurrent_cache
 from jaxkv.rope import Rope, make_rope, rotate
 from jaxkv.shift import Update
 from jaxkv.show import show
 from jaxkv.splitting import equal_split, sequence_split, simple_split
+from jaxkv.states import States, StateSlots, tails
 from jaxkv.store import Rows
 from jaxkv.verbs import clear, seq_add, seq_cp, seq_div, seq_keep, seq_rm
 from jaxkv.window import Window, chunked, standard, symmetric
@@ -50,10 +53,13 @@ __all__ = [
     "KVCache",
     "Plan",
     "Reason",
+    "RecurrentCache",
     "RefusedError",
     "Rope",
     "Rows",
     "Running",
+    "StateSlots",
+    "States",
     "Ubatch",
     "Update",
     "Window",
@@ -76,11 +82,13 @@ __all__ = [
     "make_batch",
     "make_hybrid_cache",
     "make_kv_cache",
+    "make_recurrent_cache",
     "make_room",
     "make_rope",
     "nbytes",
     "plan_step",
     "prefill",
+    "read_states",
     "rotate",
     "seq_add",
     "seq_cp",
@@ -94,6 +102,9 @@ __all__ = [
     "simple_split",
     "split",
     "standard",
+    "states_kept",
     "symmetric",
+    "tails",
     "used",
+    "write_states",
 ]

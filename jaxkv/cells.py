@@ -183,8 +183,9 @@ def remove(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> C
     gone = mine[..., None] & _spread(within(cells, start, stop))
     # What the caller wants to be gone is not lost.
     asked = (seq == -1) | (jnp.arange(cells.sequences) == seq)
-    wanted = asked & (start <= 0) & (_end(stop) >= cells.lost)
-    return replace(with_owners(cells, cells.owners & ~gone), lost=jnp.where(wanted, 0, cells.lost))
+    begins = jnp.minimum(cells.lost, jnp.maximum(start, 0))
+    lost = jnp.where(asked & (_end(stop) >= cells.lost), begins, cells.lost)
+    return replace(with_owners(cells, cells.owners & ~gone), lost=lost)
 
 
 def copy(cells: Cells, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array) -> Cells:
@@ -274,7 +275,7 @@ def evict(cells: Cells, taken: jax.Array) -> Cells:
     if cells.streams > 1:
         end = jnp.max(jnp.where(taken, cells.position, EMPTY), axis=1)
         cells = replace(cells, lost=jnp.maximum(cells.lost, end + 1))
-        gone = cells.position < cells.lost[:, None]
+        gone = (cells.position < cells.lost[:, None]) & (end > EMPTY)[:, None]
         return with_owners(cells, jnp.where(gone[:, None], 0, cells.owners))
 
     def let_go(seq: jax.Array, cells: Cells) -> Cells:
@@ -331,12 +332,6 @@ def faults(cells: Cells) -> dict[str, jax.Array]:
     owned = jnp.any(cells.owners != 0, axis=1)
     everyone = jax.vmap(partial(bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
     strangers = cells.owners & ~jax.lax.reduce_or(everyone, axes=(0,))[..., None]
-
-    def ghosts(seq: jax.Array, count: jax.Array) -> jax.Array:
-        mine = held(cells, seq)
-        return count + jnp.sum((mine != EMPTY) & (mine < cells.lost[seq]), dtype=jnp.int32)
-
-    anyone = jnp.ones((cells.sequences,), bool)
     wrong = {
         "position below -1": cells.position < EMPTY,
         "position without an owner": ~free(cells) & ~owned,
@@ -346,8 +341,7 @@ def faults(cells: Cells) -> dict[str, jax.Array]:
         "rotated for a negative position": ~free(cells) & (cells.position < cells.shift),
         "negative loss": cells.lost < 0,
     }
-    counts = {name: jnp.sum(where, dtype=jnp.int32) for name, where in wrong.items()}
-    return counts | {"position that was lost": each(anyone, ghosts, jnp.int32(0))}
+    return {name: jnp.sum(where, dtype=jnp.int32) for name, where in wrong.items()}
 
 
 def bits(cells: Cells, seq: jax.Array) -> jax.Array:

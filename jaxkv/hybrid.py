@@ -90,19 +90,30 @@ def parts_of(memory: HybridCache, layer: int, verb: Any) -> list[tuple[int, int]
     return [
         (i, layers.index(layer))
         for i, (part, layers) in enumerate(zip(memory.parts, memory.layers, strict=True))
-        if layer in layers and verb.dispatch(type(part)) is not verb.dispatch(object)
+        if layer in layers and _understands(part, layers.index(layer), verb)
     ]
+
+
+def _understands(part: Any, layer: int, verb: Any) -> bool:
+    if isinstance(part, HybridCache):
+        return bool(parts_of(part, layer, verb))
+    return verb.dispatch(type(part)) is not verb.dispatch(object)
+
+
+def serving(memory: HybridCache, verb: Any, layer: int) -> tuple[int, int]:
+    """Find the one part that does for a layer what a verb says, and its own number for it."""
+    found = parts_of(memory, layer, verb)
+    if len(found) != 1:
+        known = sorted({layer for layers in memory.layers for layer in layers})
+        raise ValueError(
+            f"wanted a layer that one part serves, of {known}, got {layer}, which {len(found)} do"
+        )
+    return found[0]
 
 
 def route(memory: HybridCache, verb: Any, layer: int, ubatch: Ubatch, *args: Any, **options: Any):
     """Let the part that serves a layer do what a verb says; the next memory, and its answer."""
-    serving = parts_of(memory, layer, verb)
-    if len(serving) != 1:
-        known = sorted({layer for layers in memory.layers for layer in layers})
-        raise ValueError(
-            f"wanted a layer that one part serves, of {known}, got {layer}, which {len(serving)} do"
-        )
-    ((i, inner),) = serving
+    i, inner = serving(memory, verb, layer)
     result = verb(memory.parts[i], inner, _of_part(ubatch, i), *args, **options)
     part, answer = result if isinstance(result, tuple) else (result, None)
     parts = (*memory.parts[:i], part, *memory.parts[i + 1 :])
@@ -112,6 +123,24 @@ def route(memory: HybridCache, verb: Any, layer: int, ubatch: Ubatch, *args: Any
 @contract.attend.register
 def _attend(memory: HybridCache, layer: int, ubatch: Ubatch, *args: Any, **options: Any):
     return route(memory, contract.attend, layer, ubatch, *args, **options)
+
+
+@contract.read_states.register
+def _read_states(memory: HybridCache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
+    i, inner = serving(memory, contract.read_states, layer)
+    return contract.read_states(memory.parts[i], inner, _of_part(ubatch, i))
+
+
+@contract.write_states.register
+def _write_states(memory: HybridCache, layer: int, ubatch: Ubatch, states: Any) -> HybridCache:
+    memory, _ = route(memory, contract.write_states, layer, ubatch, states)
+    return memory
+
+
+@contract.states_kept.register
+def _states_kept(memory: HybridCache, layer: int) -> int:
+    i, inner = serving(memory, contract.states_kept, layer)
+    return contract.states_kept(memory.parts[i], inner)
 
 
 @contract.split.register
@@ -165,6 +194,15 @@ def _first(table: HybridTable, seq: jax.Array) -> jax.Array:
 def _ubatch_size(table: HybridTable) -> int | None:
     sizes = [contract.table_ubatch_size(part) for part in table.parts]
     return min((size for size in sizes if size is not None), default=None)
+
+
+def _lost(table: HybridTable, position: jax.Array) -> jax.Array:
+    """A sequence whose parts end at different positions cannot go on in all of them."""
+    here = position > 0
+    ends = [contract.table_reached(part, here) for part in table.parts]
+    astray = reduce(jnp.logical_or, [end != position - 1 for end in ends])
+    answers = [contract.table_lost(part, position) for part in table.parts]
+    return reduce(jnp.logical_or, answers, astray)
 
 
 def _admit(table: HybridTable, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -260,9 +298,7 @@ contract.table_first.register(HybridTable, _first)
 contract.table_last.register(HybridTable, _together(contract.table_last, _smallest))
 contract.table_used.register(HybridTable, _together(contract.table_used, tuple))
 contract.table_reached.register(HybridTable, _together(contract.table_reached, _largest))
-contract.table_lost.register(
-    HybridTable, _together(contract.table_lost, lambda answers: reduce(jnp.logical_or, answers))
-)
+contract.table_lost.register(HybridTable, _lost)
 contract.table_owing.register(
     HybridTable, _together(contract.table_owing, lambda answers: reduce(jnp.logical_or, answers))
 )

@@ -8,7 +8,7 @@ A kind of memory registers how it splits and joins, and what its table does for 
 functions below that begin with `table_`. Everything else follows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import singledispatch, wraps
 from typing import Any, TypeVar
 
@@ -99,6 +99,88 @@ def attend(
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`.
     """
     del layer, ubatch, q, k, v, scale, softcap, sinks, causal
+    raise _no_memory(memory)
+
+
+@singledispatch
+def read_states(memory: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
+    """Read the states that the rows of a ubatch go on from.
+
+    Args:
+      memory: a memory that the ubatch has been applied to, and whose layer it has not written yet.
+      layer: 0 to L - 1, static.
+      ubatch: the tokens, a row for each sequence.
+
+    Returns:
+      By name, `[R, ...]`, the state of each row's sequence before the first token of the ubatch.
+      Zeros where the sequence had none, and for a row that the table did not take in (padding, a
+      refused plan).
+
+    Raises:
+      ValueError: when the layer is none of the memory.
+
+    Examples:
+      >>> memory = make_recurrent_cache(layers=2, states={"x": ((3,), jnp.bfloat16)}, sequences=4)
+      >>> plan = init_batch(memory, make_batch([[1, 2], [3, 4]]))
+      >>> read_states(apply(memory, plan), 1, plan.ubatches[0])["x"].shape
+      (2, 3)
+
+    llama.cpp: `build_rs`.
+    """
+    del layer, ubatch
+    raise _no_memory(memory)
+
+
+@singledispatch
+def write_states(
+    memory: Memory, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
+) -> Memory:
+    """Write the states that the rows of a ubatch leave, after `read_states` of the same layer.
+
+    Args:
+      memory: a memory that the ubatch has been applied to.
+      layer: 0 to L - 1, static.
+      ubatch: the tokens. A row that the table did not take in (padding, a refused plan) is written
+        nowhere.
+      states: by name, `[R, E + 1, ...]`, the states after the last E + 1 valid tokens of each row,
+        the oldest first: after so many tokens as `tails(ubatch, E + 1)` says. Where that is 0 the
+        state is older than the ubatch, and not written. `[R, ...]` will do where E is 0.
+
+    Returns:
+      The memory with the states written.
+
+    Raises:
+      ValueError: when the names or shapes are not those of the memory.
+
+    Examples:
+      >>> memory = make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
+      >>> plan = init_batch(memory, make_batch([[1, 2], [3, 4]]))
+      >>> ubatch = plan.ubatches[0]
+      >>> memory = write_states(apply(memory, plan), 0, ubatch, {"x": jnp.array([5.0, 6.0])})
+      >>> plan = init_batch(memory, make_batch([7], sequences=1))
+      >>> read_states(apply(memory, plan), 0, plan.ubatches[0])["x"]
+      Array([6.], dtype=float32)
+
+    llama.cpp: the copies to `r_l` and `s_l` that a model's graph makes.
+    """
+    del layer, ubatch, states
+    raise _no_memory(memory)
+
+
+@singledispatch
+def states_kept(memory: Any, layer: int) -> int:
+    """Say how many states a layer keeps before the current one: E, a static integer.
+
+    Raises:
+      ValueError: when the layer is none of the memory.
+
+    Examples:
+      >>> states_kept(make_recurrent_cache(layers=1, states={"x": ((), jnp.int32)}, kept=3), 0)
+      3
+
+    llama.cpp: `n_rs_seq`.
+    """
+    del layer
     raise _no_memory(memory)
 
 

@@ -5,18 +5,22 @@ from typing import Any
 import numpy as np
 
 from jaxkv.cells import EMPTY, WORD, Cells
+from jaxkv.hybrid import HybridTable
 from jaxkv.memory import split
+from jaxkv.states import States
 
 
 def show(memory: Any) -> str:
     """Draw the table of a cache: a column a cell, its owner above its position.
 
     Args:
-      memory: an attention memory.
+      memory: any memory.
 
     Returns:
       Two lines for each stream. `.` is an empty cell, a number the only owner, `+` several owners.
-      A third line, `owed`, appears when keys wait for a rotation.
+      A third line, `owed`, appears when keys wait for a rotation. For a recurrent memory a line for
+      each sequence, with the positions of the states that are kept, the current one last. For a
+      composite its parts, one after another.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, heads=1, size=2, sequences=12)
@@ -26,11 +30,44 @@ def show(memory: Any) -> str:
       owner    + 0 0 11 . .
       position 0 1 2  0 . .
 
+      >>> memory = make_recurrent_cache(
+      ...     layers=1, states={"x": ((), jnp.float32)}, sequences=2, kept=2
+      ... )
+      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]])))
+      >>> memory = apply(memory, init_batch(memory, make_batch([5, 6])))
+      >>> print(show(seq_cp(memory, 1, 0, 0, 1)))
+      sequence 0 . . 0
+      sequence 1 . 0 1
+
     llama.cpp: the debug drawing of `find_slot`.
     """
     table, _ = split(memory)
-    if not isinstance(table, Cells):
-        raise TypeError(f"wanted a memory with one table of cells, got {type(table).__name__}")
+    return _drawn(table)
+
+
+def _drawn(table: Any) -> str:
+    if isinstance(table, HybridTable):
+        names = [", ".join(map(str, layers)) for layers in table.layers]
+        return "\n".join(
+            f"part {i}, layers {name}\n{_drawn(part)}"
+            for i, (part, name) in enumerate(zip(table.parts, names, strict=True))
+        )
+    return _drawn_states(table) if isinstance(table, States) else _drawn_cells(table)
+
+
+def _drawn_states(table: States) -> str:
+    position, lost = np.asarray(table.position), np.asarray(table.lost)
+    marks = np.where(position == EMPTY, ".", position.astype(str))
+    ids = [f"sequence {seq}" for seq in range(table.sequences)]
+    width = [max(map(len, column)) for column in marks.T]
+    lines = []
+    for seq, row in enumerate(marks):
+        line = " ".join([ids[seq].ljust(len(ids[-1])), *map(str.rjust, row, width)])
+        lines.append(line + (f", lost before {lost[seq]}" if lost[seq] else ""))
+    return "\n".join(lines)
+
+
+def _drawn_cells(table: Cells) -> str:
     drawn = []
     for stream, (position, owners, shift) in enumerate(
         zip(*map(np.asarray, (table.position, table.owners, table.shift)), strict=True)

@@ -14,6 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+Place = tuple[int, int]
+"""A cell: its stream, and its index there."""
+
 
 class Token(NamedTuple):
     """A token of a batch."""
@@ -52,7 +55,7 @@ class Cell:
 class Part:
     """A ubatch: tokens with the cells chosen for them, and the last positions they follow."""
 
-    tokens: list[tuple[int, Token]]
+    tokens: list[tuple[Place, Token]]
     last: dict[int, int]
 
 
@@ -78,20 +81,32 @@ class Move(NamedTuple):
 
 
 class Oracle:
-    """One stream of `size` cells that sequences 0 to `sequences` - 1 share.
+    """Streams of `size` cells: one that sequences 0 to `sequences` - 1 share, or one for each.
 
     cells: who lives where; a cell without an entry is free.
     rows: who wrote the row beside a cell last, whether anybody lives there still or not.
     written: how often that row was written, rotated or replaced.
+    lost: for each sequence, one past the highest position that window reuse took from it.
     """
 
-    def __init__(self, size: int, sequences: int, *, contiguous: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        sequences: int,
+        *,
+        contiguous: bool = False,
+        split: bool = False,
+        window: tuple[str, int] | None = None,
+    ) -> None:
         self.size = size
         self.sequences = sequences
         self.contiguous = contiguous
-        self.cells: dict[int, Cell] = {}
-        self.rows: dict[int, Row] = {}
-        self.written: Counter[int] = Counter()
+        self.split = split
+        self.window = window
+        self.cells: dict[Place, Cell] = {}
+        self.rows: dict[Place, Row] = {}
+        self.written: Counter[Place] = Counter()
+        self.lost = dict.fromkeys(range(sequences), 0)
 
     def fork(self) -> "Oracle":
         """Copy it, as no change of a real memory ever needs to."""
@@ -99,9 +114,13 @@ class Oracle:
 
     # ------------------------------------------------------------------------------- questions
 
-    def holds(self, seq: int) -> dict[int, Cell]:
+    def stream(self, seq: int) -> int:
+        """The stream that a sequence lives in."""
+        return seq if self.split else 0
+
+    def holds(self, seq: int) -> dict[Place, Cell]:
         """List the cells of a sequence."""
-        return {index: cell for index, cell in self.cells.items() if seq in cell.owners}
+        return {place: cell for place, cell in self.cells.items() if seq in cell.owners}
 
     def first(self, seq: int) -> int:
         """The smallest position of a sequence, -1 if it holds nothing."""
@@ -111,23 +130,52 @@ class Oracle:
         """The largest position of a sequence, -1 if it holds nothing."""
         return max((cell.position for cell in self.holds(seq).values()), default=-1)
 
+    def reached(self, seq: int) -> int:
+        """The largest position that a sequence has come to, taken from it since or not."""
+        return max(self.last(seq), self.lost[seq] - 1)
+
     def used(self) -> int:
         """How many cells somebody lives in; a shared one counts once."""
         return len(self.cells)
 
-    def free(self) -> list[int]:
-        """The cells that nobody lives in, the lowest first."""
-        return [index for index in range(self.size) if index not in self.cells]
+    def free(self, stream: int) -> list[int]:
+        """The cells of a stream that nobody lives in, the lowest first."""
+        return [index for index in range(self.size) if (stream, index) not in self.cells]
 
-    def sees(self, seq: int, position: int) -> set[int]:
-        """The cells that a token sees: its own sequence's, up to its own position."""
-        return {i for i, cell in self.holds(seq).items() if cell.position <= position}
+    def window_begins(self, position: int) -> int:
+        """The lowest position that a token at a position may see."""
+        if self.window is None:
+            return 0
+        rule, size = self.window
+        if rule == "chunked":
+            while position % size:
+                position -= 1
+            return position
+        return max(0, position - (size // 2 if rule == "symmetric" else size - 1))
+
+    def sees(self, seq: int, position: int) -> set[Place]:
+        """The cells that a token sees: its sequence's, inside of its window, up to itself."""
+        low = self.window_begins(position)
+        return {p for p, cell in self.holds(seq).items() if low <= cell.position <= position}
+
+    def hidden(self, stream: int) -> list[int]:
+        """The used cells of a stream that no next token of an owner sees, lowest position first."""
+        unseen = []
+        for (where, index), cell in self.cells.items():
+            nexts = [self.window_begins(self.reached(seq) + 1) for seq in cell.owners]
+            if where == stream and all(cell.position < low for low in nexts):
+                unseen.append((cell.position, index))
+        return [index for _, index in sorted(unseen)]
+
+    def usable(self, stream: int) -> list[int]:
+        """The cells that may be taken, in the order in which they are."""
+        return self.free(stream) + self.hidden(stream)
 
     # ----------------------------------------------------------------------------------- verbs
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         """Take a sequence (-1: every sequence) off its cells in a range; free what nobody owns."""
-        for index, cell in list(self.cells.items()):
+        for place, cell in list(self.cells.items()):
             if not _in_range(cell.position, p0, p1):
                 continue
             if seq == -1:
@@ -135,50 +183,92 @@ class Oracle:
             else:
                 cell.owners.discard(seq)
             if not cell.owners:
-                del self.cells[index]
+                del self.cells[place]
+        # What was lost and lies in the range is no longer missed.
+        for one in self.lost if seq == -1 else [seq]:
+            while self.lost[one] and _in_range(self.lost[one] - 1, p0, p1):
+                self.lost[one] -= 1
 
     def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> None:
-        """Let others own the cells of a sequence in a range, and keep what they have."""
-        dsts = list(dsts)
-        for cell in self.holds(src).values():
-            if _in_range(cell.position, p0, p1):
-                cell.owners.update(dsts)
+        """Let others own the cells of a sequence in a range, and keep what they have.
+
+        Where each has a stream of its own they get copies instead, and nothing else.
+        """
+        lost = max((p + 1 for p in range(self.lost[src]) if _in_range(p, p0, p1)), default=0)
+        for dst in dsts:
+            if dst == src:
+                continue
+            if self.split:
+                self._copy_stream(src, dst, p0, p1)
+                self.lost[dst] = lost
+                continue
+            for cell in self.holds(src).values():
+                if _in_range(cell.position, p0, p1):
+                    cell.owners.add(dst)
+            self.lost[dst] = max(self.lost[dst], lost)
+
+    def _copy_stream(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """Replace a stream by a range of another. Rows are copied as they lie, dead ones too."""
+        self.seq_rm(dst)
+        shared = {
+            index: cell
+            for (_, index), cell in self.holds(src).items()
+            if _in_range(cell.position, p0, p1)
+        }
+        if not shared:
+            return
+        for index in range(self.size):
+            self.written[dst, index] += 1
+            self.rows.pop((dst, index), None)
+            if (src, index) in self.rows:
+                self.rows[dst, index] = self.rows[src, index]
+        for index, cell in shared.items():
+            self.cells[dst, index] = Cell(cell.position, {dst}, cell.shift)
 
     def seq_keep(self, seq: int) -> None:
         """Free every cell that a sequence does not own; the others are its alone."""
         self.cells = self.holds(seq)
         for cell in self.cells.values():
             cell.owners = {seq}
+        for other in self.lost:
+            if other != seq:
+                self.lost[other] = 0
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Move the cells of a sequence in a range, for all owners; none stands before 0."""
-        for index, cell in self.holds(seq).items():
+        for place, cell in self.holds(seq).items():
             if _in_range(cell.position, p0, p1):
-                self._move(index, cell.position + delta)
+                self._move(place, cell.position + delta)
+        if self.lost[seq] and _in_range(self.lost[seq] - 1, p0, p1):
+            self.lost[seq] = max(0, self.lost[seq] + delta)
 
     def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
         """Divide the positions of a sequence in a range, for all owners."""
-        for index, cell in self.holds(seq).items():
+        for place, cell in self.holds(seq).items():
             if _in_range(cell.position, p0, p1):
-                self._move(index, cell.position // divisor)
+                self._move(place, cell.position // divisor)
+        if self.lost[seq] and _in_range(self.lost[seq] - 1, p0, p1):
+            self.lost[seq] = (self.lost[seq] - 1) // divisor + 1
 
     def clear(self) -> None:
         """Free every cell. The rows stay as they are."""
         self.cells.clear()
+        self.lost = dict.fromkeys(self.lost, 0)
 
     def update(self) -> int:
         """Rotate every key that is owed it; how many there were."""
-        owed = [index for index, cell in self.cells.items() if cell.shift]
-        for index in owed:
-            self.cells[index].shift = 0
+        owed = [place for place, cell in self.cells.items() if cell.shift]
+        for place in owed:
+            self.cells[place].shift = 0
         self.written.update(owed)
         return len(owed)
 
-    def moves(self) -> list[Move]:
+    def moves(self, stream: int = 0) -> list[Move]:
         """Plan to close all gaps with what lies behind them, in order; highest runs go first."""
-        used = self.used()
-        sources = [index for index in range(used, self.size) if index in self.cells]
-        gaps = [index for index in range(used) if index not in self.cells]
+        free = self.free(stream)
+        used = self.size - len(free)
+        sources = [index for index in range(used, self.size) if index not in free]
+        gaps = [index for index in free if index < used]
         runs: list[Move] = []
         for source, gap in zip(sources, gaps, strict=True):
             if runs and (source, gap) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
@@ -187,101 +277,148 @@ class Oracle:
                 runs.append(Move(source, gap, 1))
         return runs[::-1]
 
-    def defrag(self, moves: Iterable[Move]) -> None:
+    def defrag(self, moves: Iterable[Move], stream: int = 0) -> None:
         """Carry cells and rows where they go. A row leaves its bytes behind."""
         for source, destination, length in moves:
             for i in range(length):
-                self.cells[destination + i] = self.cells.pop(source + i)
-                self.rows[destination + i] = self.rows[source + i]
-                self.written[destination + i] += 1
+                there, here = (stream, destination + i), (stream, source + i)
+                self.cells[there] = self.cells.pop(here)
+                self.rows[there] = self.rows[here]
+                self.written[there] += 1
 
     def can_return_to(self, past: "Oracle") -> bool:
         """Whether every row that somebody knew in the past is still the same."""
-        return all(self.written[index] == past.written[index] for index in past.cells)
+        return all(self.written[place] == past.written[place] for place in past.cells)
 
     def return_to(self, past: "Oracle") -> None:
         """Take a past table back, beside the rows of today."""
         self.cells = copy.deepcopy(past.cells)
+        self.lost = dict(past.lost)
 
-    def _move(self, index: int, position: int) -> None:
-        cell = self.cells[index]
+    def _move(self, place: Place, position: int) -> None:
+        cell = self.cells[place]
         cell.shift += position - cell.position
         cell.position = position
         if position < 0:
-            del self.cells[index]
+            del self.cells[place]
 
     # ---------------------------------------------------------------------------------- batches
 
     def plan(self, batch: Sequence[Token], *, ubatch_size: int) -> Plan:
         """Check a batch, then find a cell for every token or for none.
 
-        Faults of position come before a pending rotation, and that before room. A sequence at fault
-        asks for no room. Of the others the smallest come first, and the lower id where two ask for
-        the same.
+        Faults of position come before a pending rotation, that before a window that was left, and
+        that before room. A sequence at fault asks for no room. Of the others the smallest come
+        first, and the lower id where two ask for the same.
         """
         batch = self._numbered(batch)
         faults = self._faults(batch)
         asks = Counter(token.sequence for token in batch if token.sequence not in faults)
-        room = len(self.free())
+        room = {seq: len(self.usable(self.stream(seq))) for seq in range(self.sequences)}
         too_big = []
         for seq in sorted(asks, key=lambda seq: (asks[seq], seq)):
+            if self.window is not None:  # only the ubatches themselves can tell
+                continue
+            if self.split:
+                if asks[seq] > room[seq]:
+                    too_big.append(seq)
             # Behind one that did not fit no other can, since none is smaller.
-            if asks[seq] <= room and not too_big:
-                room -= asks[seq]
+            elif asks[seq] <= room[0] and not too_big:
+                room = {seq_: left - asks[seq] for seq_, left in room.items()}
             else:
                 too_big.append(seq)
-        faults |= {seq: Fault("NO_ROOM", asks[seq], room) for seq in too_big}
+        faults |= {seq: Fault("NO_ROOM", asks[seq], room[seq]) for seq in too_big}
         if faults:
             return Plan(faults=faults)
 
-        last = {seq: self.last(seq) for seq in range(self.sequences)}
-        free = self.free()
-        plan = Plan()
-        for start in range(0, len(batch), ubatch_size):
-            tokens = batch[start : start + ubatch_size]
-            slots = self._slots(free, len(tokens))
-            if slots is None:
-                for seq in {token.sequence for token in tokens}:
-                    plan.faults[seq] = Fault("FRAGMENTED", asks[seq], room)
-                continue
-            free = [index for index in free if index not in slots]
-            plan.parts.append(Part(list(zip(slots, tokens, strict=True)), dict(last)))
+        after, plan = self.fork(), Plan()
+        last = {seq: self.reached(seq) for seq in range(self.sequences)}
+        for tokens in self._cut(batch, ubatch_size):
+            slots, homeless = after._slots(tokens)
+            for token, reason in homeless:
+                plan.faults[token.sequence] = Fault(
+                    reason, asks[token.sequence], room[token.sequence]
+                )
+            part = Part(list(zip(slots, tokens, strict=True)) if not homeless else [], dict(last))
             for token in tokens:
                 last[token.sequence] = token.position
+            plan.parts.append(part)
+            if not homeless:
+                assert after.apply(part)
         if plan.faults:
             plan.parts = []
         return plan
 
-    def _slots(self, free: list[int], count: int) -> list[int] | None:
-        """Choose among free cells: the lowest, or the lowest run of neighbours if need be."""
-        if not self.contiguous:
-            return free[:count]
-        for start in range(self.size - count + 1):
-            run = list(range(start, start + count))
-            if set(run) <= set(free):
-                return run
-        return None
+    def _cut(self, batch: list[Token], ubatch_size: int) -> list[list[Token]]:
+        """Cut a batch in its order; with a stream each, in equal parts of the sequences."""
+        if not self.split:
+            return [batch[i : i + ubatch_size] for i in range(0, len(batch), ubatch_size)]
+        left: dict[int, list[Token]] = {}
+        for token in batch:
+            left.setdefault(token.sequence, []).append(token)
+        parts = []
+        while left:
+            first = {seq: batch.index(tokens[0]) for seq, tokens in left.items()}
+            taking = sorted(left, key=first.__getitem__)[:ubatch_size]
+            count = min(ubatch_size // len(taking), *(len(left[seq]) for seq in taking))
+            parts.append([token for seq in taking for token in left[seq][:count]])
+            left = {
+                seq: tokens[count:] if seq in taking else tokens for seq, tokens in left.items()
+            }
+            left = {seq: tokens for seq, tokens in left.items() if tokens}
+        return parts
+
+    def _slots(self, tokens: list[Token]) -> tuple[list[Place], list[tuple[Token, str]]]:
+        """Choose a cell for each token; and who finds none, and why."""
+        slots, homeless = [], []
+        streams = {self.stream(token.sequence): 0 for token in tokens}
+        for stream in streams:
+            mine = [token for token in tokens if self.stream(token.sequence) == stream]
+            usable = self.usable(stream)
+            if self.contiguous:
+                runs = [range(i, i + len(mine)) for i in range(self.size - len(mine) + 1)]
+                found = next((list(run) for run in runs if set(run) <= set(usable)), [])
+                reason = "FRAGMENTED" if len(usable) >= len(mine) else "NO_ROOM"
+            else:
+                found, reason = usable[: len(mine)], "NO_ROOM"
+            slots += [(stream, index) for index in found]
+            homeless += [(token, reason) for token in mine[len(found) :]]
+        return slots, homeless
 
     def fits(self, part: Part) -> bool:
         """Whether the table is still as it was when the part was planned."""
         present = {token.sequence for _, token in part.tokens}
-        return all(
-            index < self.size and index not in self.cells for index, _ in part.tokens
-        ) and all(self.last(seq) == part.last[seq] for seq in present)
+        return all(index in self.usable(stream) for (stream, index), _ in part.tokens) and all(
+            self.reached(seq) == part.last[seq] for seq in present
+        )
 
     def apply(self, part: Part) -> bool:
         """Let the tokens of a part move in and write their rows, or change nothing."""
         if not self.fits(part):
             return False
-        for index, token in part.tokens:
-            self.cells[index] = Cell(position=token.position, owners={token.sequence})
-            self.rows[index] = Row(token.sequence, token.position, token.token)
-            self.written[index] += 1
+        for place, _ in part.tokens:
+            if place in self.cells:
+                self._evict(place)
+        for place, token in part.tokens:
+            self.cells[place] = Cell(position=token.position, owners={token.sequence})
+            self.rows[place] = Row(token.sequence, token.position, token.token)
+            self.written[place] += 1
         return True
+
+    def _evict(self, place: Place) -> None:
+        """Take a hidden cell, and all that its owners hold before it."""
+        taken = self.cells[place]
+        for seq in list(taken.owners):
+            self.lost[seq] = max(self.lost[seq], taken.position + 1)
+            for one, cell in self.holds(seq).items():
+                if cell.position < self.lost[seq]:
+                    cell.owners.discard(seq)
+                    if not cell.owners:
+                        del self.cells[one]
 
     def _numbered(self, batch: Sequence[Token]) -> list[Token]:
         """Give each token without a position the one after the last of its sequence."""
-        last = {seq: self.last(seq) for seq in range(self.sequences)}
+        last = {seq: self.reached(seq) for seq in range(self.sequences)}
         numbered = []
         for token in batch:
             if token.position is None:
@@ -305,8 +442,8 @@ class Oracle:
                     faults[seq] = Fault("DECREASING", expected, position)
                 elif position > expected:
                     faults[seq] = Fault("GAP", expected, position)
-            elif self.holds(seq):
-                expected = self.last(seq) + 1
+            elif self.reached(seq) >= 0:
+                expected = self.reached(seq) + 1
                 if position != expected:
                     faults[seq] = Fault("NOT_NEXT", expected, position)
             elif position < 0:  # a sequence that is empty starts anywhere, but there is no before 0
@@ -315,6 +452,8 @@ class Oracle:
         for seq in {token.sequence for token in batch} - set(faults):
             if any(cell.shift for cell in self.holds(seq).values()):
                 faults[seq] = Fault("UPDATE_PENDING", 0, 0)
+            elif self.lost[seq] > self.window_begins(self.reached(seq) + 1):
+                faults[seq] = Fault("LOST", 0, self.reached(seq) + 1)
         return faults
 
 
