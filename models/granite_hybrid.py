@@ -196,6 +196,7 @@ class GraniteHybrid(nnx.Module):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the sizes of a model of this family from its checkpoint."""
     c = checkpoint.config
+    experts = c["num_local_experts"]
     return Config(
         attends=tuple(kind == "full_attention" for kind in c["layer_types"]),
         width=c["hidden_size"],
@@ -222,9 +223,9 @@ def config_of(checkpoint: Checkpoint) -> Config:
         embedding_factor=c["embedding_multiplier"],
         residual_factor=c["residual_multiplier"],
         logits_divisor=c["logits_scaling"],
-        experts=c["num_local_experts"],
-        chosen=c["num_experts_per_tok"],
-        expert_hidden=c["intermediate_size"],
+        experts=experts,
+        chosen=c["num_experts_per_tok"] if experts else 0,
+        expert_hidden=c["intermediate_size"] if experts else 0,
         tied=c["tie_word_embeddings"],
         bias=c["attention_bias"],
     )
@@ -303,7 +304,7 @@ def make_memory(
       sequences: Q, the sequences that may be told apart.
       cells: N, the tokens that fit into each stream.
       kept: E, the earlier states of each sequence that can be gone back to.
-      streams: S, whether all sequences share cells or each has its own.
+      streams: S, whether all sequences share one table of cells or each has its own.
       dtype: of all but the sums of the recurrent layers, which are float32.
       options: whatever else `jaxkv.make_kv_cache` takes.
     """
@@ -330,6 +331,7 @@ def make_memory(
                 states=mamba2.states_of(config.mixer, dtype),
                 sequences=sequences,
                 kept=kept,
+                streams=streams,
             )
         parts.append((part, layers))
     return parts[0][0] if len(parts) == 1 else jaxkv.make_hybrid_cache(*parts)

@@ -268,16 +268,17 @@ def make_memory(
       sequences: Q, the sequences that may be told apart.
       cells: nothing here: a state is as large after a million tokens as after one.
       kept: E, the earlier states of each sequence that can be gone back to.
-      streams: nothing here: each sequence has its own states.
+      streams: S, whether a moved position moves for all sequences that share its state.
       dtype: of what the convolution remembers; sums are float32.
       options: whatever else `jaxkv.make_recurrent_cache` takes.
     """
-    del cells, streams
+    del cells
     return jaxkv.make_recurrent_cache(
         layers=config.layers,
         states=states_of(config.mixer, dtype),
         sequences=sequences,
         kept=kept,
+        streams=streams,
         **options,
     )
 

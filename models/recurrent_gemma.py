@@ -305,7 +305,7 @@ def make_memory(
       sequences: Q, the sequences that may be told apart.
       cells: tokens that fit into each stream, if texts are shorter than the window.
       kept: E, the earlier states of each sequence that can be gone back to.
-      streams: S, whether all sequences share cells or each has its own.
+      streams: S, whether all sequences share one table of cells or each has its own.
       dtype: of all but the states of the recurrent layers, which are float32.
       ubatch_size: the most tokens that are computed at once.
       rollback: positions that can be taken back after the window has moved past them.
@@ -318,7 +318,7 @@ def make_memory(
             "lru": jax.ShapeDtypeStruct((config.inner,), jnp.float32),
         }
         memory = jaxkv.make_recurrent_cache(
-            layers=len(recurs), states=states, sequences=sequences, kept=kept
+            layers=len(recurs), states=states, sequences=sequences, kept=kept, streams=streams
         )
         parts.append((memory, recurs))
     if attends := tuple(i for i, attends in enumerate(config.attends) if attends):

@@ -28,10 +28,8 @@ GRANITE = dict(
     hidden_size=32,
     intermediate_size=8,
     shared_intermediate_size=20,
-    num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,
-    layer_types=["linear_attention", "full_attention", "linear_attention"],
     mamba_n_heads=8,
     mamba_n_groups=2,
     mamba_d_state=16,
@@ -44,6 +42,10 @@ GRANITE = dict(
     tie_word_embeddings=True,
     rms_norm_eps=1e-5,
 )
+TWO = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+THREE = dict(
+    num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"]
+)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 VARIANTS = {
     "mamba2": (
@@ -52,7 +54,7 @@ VARIANTS = {
         dict(
             vocab_size=VOCABULARY,
             hidden_size=32,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             num_heads=8,
             head_dim=8,
             state_size=16,
@@ -81,22 +83,24 @@ VARIANTS = {
     "granite_hybrid": (
         GraniteMoeHybridConfig,
         GraniteMoeHybridForCausalLM,
-        GRANITE | dict(num_local_experts=0),
+        GRANITE | TWO | dict(num_local_experts=0),
     ),
     "granite_hybrid_rope": (
         GraniteMoeHybridConfig,
         GraniteMoeHybridForCausalLM,
-        GRANITE | dict(num_local_experts=0, position_embedding_type="rope", mamba_n_groups=1),
+        GRANITE
+        | THREE
+        | dict(num_local_experts=0, position_embedding_type="rope", mamba_n_groups=1),
     ),
     "granite_hybrid_experts": (
         GraniteMoeHybridConfig,
         GraniteMoeHybridForCausalLM,
-        GRANITE | EXPERTS,
+        GRANITE | THREE | EXPERTS,
     ),
     "granite_hybrid_experts_rope": (
         GraniteMoeHybridConfig,
         GraniteMoeHybridForCausalLM,
-        GRANITE | EXPERTS | dict(position_embedding_type="rope", tie_word_embeddings=False),
+        GRANITE | TWO | EXPERTS | dict(position_embedding_type="rope", tie_word_embeddings=False),
     ),
     "recurrent_gemma": (
         RecurrentGemmaConfig,
@@ -106,7 +110,8 @@ VARIANTS = {
             hidden_size=32,
             lru_width=32,
             intermediate_size=96,
-            num_hidden_layers=4,
+            num_hidden_layers=3,
+            block_types=["recurrent", "attention"],
             num_attention_heads=4,
             num_key_value_heads=1,
             attention_window_size=16,
