@@ -130,11 +130,11 @@ def ssd(
         state, early = carry
         x, logs, b, c, soon = part
         total = jnp.cumsum(logs, axis=1)
-        between = total[:, :, None] - total[:, None]  # [R, t, s, G, J]
-        causal = jnp.tri(x.shape[1], dtype=bool)[None, :, :, None, None]
-        decay = jnp.exp(jnp.where(causal, between, -jnp.inf))
-        scores = jnp.einsum("rtgm,rsgm->rtsg", c, b)[..., None] * decay
-        out = jnp.einsum("rtsgj,rsgjp->rtgjp", scores, x)
+        by_head = jnp.moveaxis(total, 1, -1)  # [R, G, H / G, t]
+        causal = jnp.tri(x.shape[1], dtype=bool)[None, None, None]
+        between = jnp.where(causal, by_head[..., :, None] - by_head[..., None, :], -jnp.inf)
+        scores = jnp.einsum("rtgm,rsgm->rgts", c, b)[:, :, None] * jnp.exp(between)
+        out = jnp.einsum("rgjts,rsgjp->rtgjp", scores, x)
         out += jnp.einsum("rtgm,rgjpm->rtgjp", c, state) * jnp.exp(total)[..., None]
         if 0 < kept < length:
             soon = soon[..., None, None]
