@@ -46,6 +46,7 @@ def attention(
       Array([0.], dtype=float32)
     """
     rows, tokens, heads, size = q.shape
+    dtype = q.dtype
     groups = k.shape[1]
     if heads % groups or k.shape[:3] != v.shape[:3] or k.shape[3] != size:
         raise ValueError(
@@ -57,13 +58,9 @@ def attention(
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"wanted sinks {(heads,)}, one for each query head, got {sinks.shape}")
     scale = size**-0.5 if scale is None else scale
-    # The G query heads of a key head are G rows of one matrix product, so a key is read once.
-    q = q.reshape(rows, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)  # [R, K, G, T, D]
-    packed = (q * jnp.asarray(scale, q.dtype)).reshape(rows, groups, -1, size)
-    logits = jnp.einsum("rkxd,rknd->rkxn", packed, k, preferred_element_type=jnp.float32)
-    logits = logits.reshape(*q.shape[:4], -1)
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+    q = packed(q * jnp.asarray(scale, q.dtype), groups)
+    logits = jnp.einsum("rkxd,rknd->rkxn", q, k, preferred_element_type=jnp.float32)
+    logits = cap(logits, softcap).reshape(rows, groups, -1, tokens, k.shape[2])
     logits = jnp.where(mask[:, None, None], logits, -jnp.inf)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     if sinks is not None:
@@ -74,12 +71,37 @@ def attention(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - highest)
-    out = _weigh(weights.reshape(rows, groups, -1, k.shape[2]), v).reshape(*q.shape[:4], -1)
-    out = out / jnp.where(total == 0.0, 1.0, total)
-    return out.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, -1).astype(q.dtype)
+    out = weigh(weights.reshape(rows, groups, -1, k.shape[2]), v)
+    out = out / jnp.where(total == 0.0, 1.0, total).reshape(*out.shape[:3], 1)
+    return unpacked(out, tokens, heads).astype(dtype)
 
 
-def _weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
+def packed(q: jax.Array, groups: int) -> jax.Array:
+    """Lay queries out as one product with each key head; `[R, T, H, D]` to `[R, K, G * T, D]`.
+
+    The G query heads of a key head are G rows of one matrix product, so that a key is read once.
+    """
+    rows, tokens, _, size = q.shape
+    return (
+        q.reshape(rows, tokens, groups, -1, size)
+        .transpose(0, 2, 3, 1, 4)
+        .reshape(rows, groups, -1, size)
+    )
+
+
+def unpacked(out: jax.Array, tokens: int, heads: int) -> jax.Array:
+    """Undo `packed`; `[R, K, G * T, Dv]` to `[R, T, H, Dv]`."""
+    rows, groups, _, size = out.shape
+    out = out.reshape(rows, groups, -1, tokens, size).transpose(0, 3, 1, 2, 4)
+    return out.reshape(rows, tokens, heads, size)
+
+
+def cap(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """Keep logits below a bound, smoothly, if there is one."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
     """Add up weighted values, `[R, K, X, N]` times `[R, K, N, Dv]`; a weight of 0 hides even a NaN.
 
     A plain product lets 0 * NaN through, and cleaning all values first would read and write them

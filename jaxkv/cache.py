@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxkv import cells as table_of_cells
 from jaxkv import defrag, shift, slots, store, streams
 from jaxkv import memory as contract
-from jaxkv.attention import attention
 from jaxkv.batch import Ubatch
 from jaxkv.cells import Cells, Placement
 from jaxkv.mask import visible
 from jaxkv.rope import Rope
 from jaxkv.store import Rows
+from jaxkv.tiles import attention_by_tiles
 from jaxkv.window import Window
 
 
@@ -168,10 +168,16 @@ def _attend(
     pools = slots.pools(table, ubatch)
     packed = q.reshape(pools.size, -1, *q.shape[2:])
     mask = visible(table, ubatch, causal=causal).reshape(*packed.shape[:2], table.size)
-    keys, values = rows.k[layer], rows.v[layer]
-    if pools.size != table.streams:
-        keys, values = keys[pools], values[pools]
-    out = attention(packed, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
+    out = attention_by_tiles(
+        packed,
+        rows.k[layer],
+        rows.v[layer],
+        mask,
+        pools,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+    )
     return KVCache(table=table, rows=rows), out.reshape(*q.shape[:3], -1)
 
 

@@ -1,8 +1,7 @@
 """Planning a batch: check it, find room for it, and choose a cell for every token."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import jax
@@ -40,9 +39,6 @@ from jaxkv.stamp import stamps
 
 UBATCH_SIZE = 512
 """Tokens that are computed at once where nobody says otherwise."""
-
-UNSTACKED = 16
-"""Ubatches that one compiled call takes from a stack: one for all would grow with the batch."""
 
 FEW = 8
 """Outputs of a ubatch that are not told apart: the head takes as long, and fewer programs do."""
@@ -91,12 +87,16 @@ def init_batch(
     """
     table, _ = split(memory)
     flat, parts, outputs = _layout(table, batch, _checked_size(table, ubatch_size), split_by)
-    stacks = _stacks(parts)
-    plan = _plan(table, flat, stacks, outputs=outputs)
+    if len(parts) == 1:
+        return _plan_one(table, flat, _ranks(flat), parts[0], outputs=outputs)
+    # One program for each shape of a ubatch, however many there are and in whatever order.
+    draft = _check(table, flat, _ranks(flat))
     ubatches = []
-    for stack, placed in zip(stacks, plan.ubatches, strict=True):
-        ubatches += [placed] if len(stack) == 1 else _unstacked(placed, stack)
-    return replace(plan, ubatches=tuple(ubatches))
+    for part in parts:
+        draft, ubatch = _place(draft, part, outputs=outputs)
+        ubatches.append(ubatch)
+    plan = _verdict(draft)
+    return replace(plan, ubatches=tuple(_unless(plan.ok, ubatch) for ubatch in ubatches))
 
 
 def plan_step(
@@ -124,9 +124,9 @@ def plan_step(
     flat = make_batch(tokens, sequences=sequences, valid=valid, outputs=valid)
     index = np.arange(flat.valid.shape[0], dtype=np.int32)
     if table_streams(table) == 1:
-        plan = _plan(table, flat, (index[None, None],), outputs=index.size)
+        plan = _plan_one(table, flat, _ranks(flat), index[None], outputs=index.size)
         return plan.ubatches[0], plan.ok
-    plan = _plan(table, flat, (index[None, :, None],), outputs=index.size)
+    plan = _plan_one(table, flat, _ranks(flat), index[:, None], outputs=index.size)
     (ubatch,) = plan.ubatches
     if index.size == table_streams(table):  # row r is that of sequence r
         order = jnp.where(flat.valid, index, NOWHERE)
@@ -159,11 +159,10 @@ def init_full(memory: Any, *, ubatch_size: int | None = None, outputs: int | Non
     sequences = table_sequences(table)
     outputs = sequences if outputs is None else outputs
     ubatch_size, rows = _checked_size(table, ubatch_size), table_streams(table)
-    index = np.full((1, rows, max(ubatch_size // rows, 1)), NOWHERE, np.int32)
+    index = np.full((rows, max(ubatch_size // rows, 1)), NOWHERE, np.int32)
     flat = make_batch(np.zeros(index.size, np.int32))
-
-    plan = partial(_plan, stacks=(index,), outputs=bucket(max(outputs, FEW)))
-    return jax.eval_shape(lambda table: plan(table, flat), table)
+    plan = partial(_plan_one, index=index, outputs=bucket(max(outputs, FEW)))
+    return jax.eval_shape(lambda table: plan(table, flat, _ranks(flat)), table)
 
 
 def _checked_size(table: Any, ubatch_size: int | None) -> int:
@@ -245,53 +244,55 @@ def _few_rows(part: np.ndarray, streams: int) -> np.ndarray:
     return np.pad(part, [(0, wanted - len(part)), (0, 0)], constant_values=NOWHERE)
 
 
-def _stacks(parts: list[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Stack neighbours of one shape, their number padded to a bucket, for one scan each."""
-    stacks = []
-    for shape, group in groupby(parts, key=lambda part: part.shape):
-        group = list(group)
-        stack = np.full((bucket(len(group)), *shape), NOWHERE, np.int32)
-        stack[: len(group)] = group
-        stacks.append(stack)
-    return tuple(stacks)
-
-
-def _unstacked(placed: Ubatch, stack: np.ndarray) -> list[Ubatch]:
-    """Take the ubatches of a stack apart, a few at a time, without those that only fill it up."""
-    count = int(np.sum(np.any(stack != NOWHERE, axis=(1, 2))))
-    size, ubatches = min(len(stack), UNSTACKED), []
-    for start in range(0, count, size):
-        ubatches += _take(placed, np.int32(start), size=size)
-    return ubatches[:count]
-
-
-@partial(jax.jit, static_argnames="size")
-def _take(placed: Ubatch, start: jax.Array, *, size: int) -> list[Ubatch]:
-    part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), placed)
-    return [jax.tree.map(lambda x, i=i: x[i], part) for i in range(size)]
-
-
 def _pad(batch: Batch, size: int) -> Batch:
     xp = np if is_concrete(batch) else jnp
     extra = size - batch.valid.shape[0]
     return jax.tree.map(lambda x: xp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
 
 
-def _plan(table: Any, batch: Batch, stacks: tuple[np.ndarray, ...], *, outputs: int) -> Plan:
-    """Number the tokens of each sequence, on the host if it knows them, and plan the rest there."""
-    return _plan_numbered(table, batch, rank(batch.sequences, batch.valid), stacks, outputs=outputs)
+def _ranks(batch: Batch) -> tuple[Any, Any]:
+    """Number the tokens of each sequence, on the host where it knows them."""
+    return rank(batch.sequences, batch.valid)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Draft:
+    """A plan in the making: what was found out about the batch, and the table so far.
+
+    table: with the ubatches placed so far in it.
+    batch: with all positions and outputs.
+    last: `[Q]` int32, the last position of each sequence so far.
+    reason, expected, found: see `Plan`.
+    late: `[Q]` int32, a `Reason` that came up while cells were chosen.
+    wanted, room: `[Q]` int32, the cells that each asks for, and those that there are for it.
+    ok: `[]` bool, whether nothing was found to be wrong before cells were chosen.
+    """
+
+    table: Any
+    batch: Batch
+    last: jax.Array
+    reason: jax.Array
+    expected: jax.Array
+    found: jax.Array
+    late: jax.Array
+    wanted: jax.Array
+    room: jax.Array
+    ok: jax.Array
 
 
 @partial(jax.jit, static_argnames="outputs")
-def _plan_numbered(
-    table: Any,
-    batch: Batch,
-    numbers: tuple[jax.Array, jax.Array],
-    stacks: tuple[jax.Array, ...],
-    *,
-    outputs: int,
-) -> Plan:
-    count, streams = table_sequences(table), table_streams(table)
+def _plan_one(table: Any, batch: Batch, ranks: tuple, index: jax.Array, *, outputs: int) -> Plan:
+    """Plan a batch that is one ubatch."""
+    draft, ubatch = _place(_check(table, batch, ranks), index, outputs=outputs)
+    plan = _verdict(draft)
+    return replace(plan, ubatches=(_unless(plan.ok, ubatch),))
+
+
+@jax.jit
+def _check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> _Draft:
+    """Look for everything that can be wrong before cells are chosen."""
+    count = table_sequences(table)
     known = (batch.sequences >= 0) & (batch.sequences < count)
     foreign = jnp.any(batch.valid & ~known)
     batch = replace(batch, valid=batch.valid & known)
@@ -299,8 +300,8 @@ def _plan_numbered(
     wanted = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
     here = wanted > 0
     last = table_reached(table, here)
-    batch = _complete(batch, ids, numbers[0], wanted, last)
-    reason, expected, found = _faults(batch, ids, numbers, last)
+    batch = _complete(batch, ids, ranks[0], wanted, last)
+    reason, expected, found = _faults(batch, ids, ranks, last)
     for code, at_fault in (
         (Reason.UPDATE_PENDING, table_owing(table, here)),
         (Reason.LOST, here & table_lost(table, last + 1)),
@@ -313,48 +314,59 @@ def _plan_numbered(
     asked = jnp.where(reason == Reason.FITS, wanted, 0)
     fits, room = table_admit(table, asked)
     reason = jnp.where(fits, reason, Reason.NO_ROOM)
-    expected, found = jnp.where(fits, expected, wanted), jnp.where(fits, found, room)
-    ok = jnp.all(reason == Reason.FITS) & ~foreign
-
-    def place(carry: tuple[Any, jax.Array, jax.Array], index: jax.Array) -> tuple[Any, Ubatch]:
-        table, last, late = carry
-        index, mixed = _arranged(batch, index, streams)
-        ubatch = _draft(batch, index, last, outputs, streams, table_digest(table))
-        slots, fault = table_place(table, ubatch, ok)
-        ubatch = replace(ubatch, slots=slots)
-        ids = jnp.where(ubatch.valid, ubatch.sequences, count)
-        late = late.at[ids].max(jnp.where(ok, fault, Reason.FITS), mode="drop")
-        late = jnp.maximum(late, jnp.where(mixed, Reason.MIXED_ROW, Reason.FITS))
-        last = last.at[ids].max(ubatch.positions, mode="drop")
-        return (table_fill(table, ubatch), last, late), ubatch
-
-    carry = (table, last, jnp.zeros(count, jnp.int32))
-    ubatches = []
-    for stack in stacks:
-        if stack.shape[0] == 1:
-            carry, one = place(carry, stack[0])
-            ubatches.append(one)
-        else:
-            carry, many = jax.lax.scan(place, carry, stack)
-            ubatches.append(many)
-
-    # A ubatch without a place takes the places of those before it away too: all or nothing.
-    late = carry[-1]
-    reason = jnp.where(late != Reason.FITS, late, reason)
-    ok &= jnp.all(late == Reason.FITS)
-    return Plan(
-        ubatches=tuple(replace(u, slots=_unless(ok, u.slots)) for u in ubatches),
-        ok=ok,
+    return _Draft(
+        table=table,
+        batch=batch,
+        last=last,
         reason=reason,
-        fits=reason == Reason.FITS,
-        expected=jnp.where(late != Reason.FITS, wanted, expected),
-        found=jnp.where(late != Reason.FITS, room, found),
+        expected=jnp.where(fits, expected, wanted),
+        found=jnp.where(fits, found, room),
+        late=jnp.zeros(count, jnp.int32),
+        wanted=wanted,
+        room=room,
+        ok=jnp.all(reason == Reason.FITS) & ~foreign,
     )
 
 
-def _unless(ok: jax.Array, slots: Any) -> Any:
-    """Send every token nowhere, unless all is well."""
-    return jax.tree.map(lambda x: jnp.where(ok, x, nowhere(x)), slots)
+@partial(jax.jit, static_argnames="outputs")
+def _place(draft: _Draft, index: jax.Array, *, outputs: int) -> tuple[_Draft, Ubatch]:
+    """Choose cells for one ubatch, `[R, T]`, and let it into the table of the draft."""
+    table, streams = draft.table, table_streams(draft.table)
+    index, mixed = _arranged(draft.batch, index, streams)
+    ubatch = _lay_out(draft.batch, index, draft.last, outputs, streams, table_digest(table))
+    slots, fault = table_place(table, ubatch, draft.ok)
+    ubatch = replace(ubatch, slots=slots)
+    ids = jnp.where(ubatch.valid, ubatch.sequences, draft.last.size)
+    late = draft.late.at[ids].max(jnp.where(draft.ok, fault, Reason.FITS), mode="drop")
+    draft = replace(
+        draft,
+        table=table_fill(table, ubatch),
+        last=draft.last.at[ids].max(ubatch.positions, mode="drop"),
+        late=jnp.maximum(late, jnp.where(mixed, Reason.MIXED_ROW, Reason.FITS)),
+    )
+    return draft, ubatch
+
+
+@jax.jit
+def _verdict(draft: _Draft) -> Plan:
+    """Say what came of it; the ubatches are put in by the caller."""
+    late = draft.late != Reason.FITS
+    reason = jnp.where(late, draft.late, draft.reason)
+    return Plan(
+        ubatches=(),
+        ok=draft.ok & ~jnp.any(late),
+        reason=reason,
+        fits=reason == Reason.FITS,
+        expected=jnp.where(late, draft.wanted, draft.expected),
+        found=jnp.where(late, draft.room, draft.found),
+    )
+
+
+@jax.jit
+def _unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
+    """Send every token nowhere unless all is well: a batch is carried out whole or not at all."""
+    slots = jax.tree.map(lambda x: jnp.where(ok, x, nowhere(x)), ubatch.slots)
+    return replace(ubatch, slots=slots)
 
 
 def _complete(
@@ -430,7 +442,7 @@ def _row_sequence(part: Batch) -> jax.Array:
     return jnp.max(jnp.where(part.valid, part.sequences, -1), axis=1)
 
 
-def _draft(
+def _lay_out(
     batch: Batch,
     index: jax.Array,
     last: jax.Array,

@@ -117,9 +117,9 @@ def make_recurrent_cache(
 
     llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `kept`.
     """
-    for name, count, least in (("layers", layers, 1), ("sequences", sequences, 1)):
-        if count < least:
-            raise ValueError(f"a cache needs {name} of at least {least}, got {count}")
+    for name, count in {"layers": layers, "sequences": sequences}.items():
+        if count < 1:
+            raise ValueError(f"a cache needs {name} of at least 1, got {count}")
     if kept < 0:
         raise ValueError(f"wanted kept of at least 0, the earlier states to keep, got {kept}")
     if streams not in (1, sequences):
@@ -171,7 +171,7 @@ def _write(
             raise ValueError(f"wanted {name} [R, E + 1, ...] of {wanted}, got {state.shape}")
         new[name] = array.at[cells].set(state.astype(array.dtype), mode="drop", unique_indices=True)
     rows = (*memory.rows[:layer], new, *memory.rows[layer + 1 :])
-    return RecurrentCache(table=table_of_states.mark(table, layer, ubatch, cells), rows=rows)
+    return RecurrentCache(table=table_of_states.finish(table, layer, cells), rows=rows)
 
 
 @contract.states_kept.register

@@ -32,9 +32,10 @@ class States:
     cell: `[Q, E + 1]` int32, the cell of the state, which sequences may share; N if there is none.
     lost: `[Q]` int32, one past the last position of a sequence none of whose states is left though
       it has tokens before that; it must be forgotten (`seq_rm`) and computed again. Else 0.
-    stamp: `[N]` uint32, the stamp of the token that the state of a cell stands after, as the table
-      has taken it in, see `jaxkv.stamp`.
-    written: `[L, N]` uint32, the same of what was written into the rows of each layer.
+    stamp: `[N]` uint32, the stamp of the token that the state of a cell stands after, see
+      `jaxkv.stamp`.
+    done: `[L, N]` bool, whether the state of a cell has been written into the rows of a layer. The
+      table takes it in before it is computed, and it is written once.
     streams: 1 or Q, static. With 1 a position belongs to a cell, and moves for every sequence that
       shares it; with Q each sequence has positions of its own.
     """
@@ -43,7 +44,7 @@ class States:
     cell: jax.Array  # [Q, E + 1]
     lost: jax.Array  # [Q]
     stamp: jax.Array  # [N]
-    written: jax.Array  # [L, N]
+    done: jax.Array  # [L, N]
     streams: int = field(metadata={"static": True})
 
     @property
@@ -87,7 +88,7 @@ def make_states(*, layers: int, sequences: int, kept: int, streams: int = 1) -> 
         cell=jnp.full(shape, size, jnp.int32),
         lost=jnp.zeros((sequences,), jnp.int32),
         stamp=jnp.zeros((size,), jnp.uint32),
-        written=jnp.zeros((layers, size), jnp.uint32),
+        done=jnp.zeros((layers, size), bool),
         streams=streams,
     )
 
@@ -121,7 +122,7 @@ def used(states: States) -> jax.Array:
 
 def digest(states: States) -> jax.Array:
     """Sum up what stands in all rows; `[]` uint32."""
-    return jnp.sum(states.stamp, dtype=jnp.uint32) + jnp.sum(states.written, dtype=jnp.uint32)
+    return jnp.sum(states.stamp, dtype=jnp.uint32)
 
 
 def reached(states: States, present: jax.Array) -> jax.Array:
@@ -378,6 +379,7 @@ def fill(states: States, ubatch: Ubatch) -> States:
         position=taken(states.position, _after(states, ubatch, ubatch.positions)),
         cell=taken(states.cell, slots.cells),
         stamp=states.stamp.at[slots.cells].set(_after(states, ubatch, ubatch.stamps), mode="drop"),
+        done=states.done.at[:, slots.cells].set(False, mode="drop"),
     )
 
 
@@ -393,32 +395,29 @@ def settled(states: States, layer: int, ubatch: Ubatch) -> StateSlots:
     stamp = _after(states, ubatch, ubatch.stamps)
     chosen = slots.cells < states.size
     lives = chosen & (states.stamp.at[slots.cells].get(mode="fill", fill_value=0) == stamp)
-    written = states.written[layer].at[slots.cells].get(mode="fill", fill_value=0) == stamp
+    done = states.done[layer].at[slots.cells].get(mode="fill", fill_value=False)
     taken = occupied(slots.cells, states.size).at[slots.source].get(mode="fill", fill_value=False)
-    reads = lives[:, -1] & ~(written[:, -1] & taken)
+    reads = lives[:, -1] & ~(done[:, -1] & taken)
     return StateSlots(
         source=jnp.where(reads, slots.source, nowhere(slots.source)),
-        cells=jnp.where(lives & ~written, slots.cells, nowhere(slots.cells)),
+        cells=jnp.where(lives & ~done, slots.cells, nowhere(slots.cells)),
     )
 
 
-def mark(states: States, layer: int, ubatch: Ubatch, cells: jax.Array) -> States:
-    """Note what was written into the rows of a layer; `cells` are those of `settled`."""
-    stamp = _after(states, ubatch, ubatch.stamps)
-    written = states.written.at[layer, cells].set(stamp, mode="drop", unique_indices=True)
-    return replace(states, written=written)
+def finish(states: States, layer: int, cells: jax.Array) -> States:
+    """Note that states were written into the rows of a layer; `cells` are those of `settled`."""
+    done = states.done.at[layer, cells].set(True, mode="drop", unique_indices=True)
+    return replace(states, done=done)
 
 
 def unwritten(states: States, old: States) -> jax.Array:
-    """Say whether no state that an older table uses was written over since; `[]` bool."""
-    unused = ~occupied(old.cell, old.size)
-    return jnp.all((states.written == old.written) | unused[None])
+    """Say whether every cell that an older table uses holds the same state still; `[]` bool."""
+    return jnp.all((states.stamp == old.stamp) | ~occupied(old.cell, old.size))
 
 
 def restored(states: States, old: States) -> States:
     """Give an older table back, remembering what was written since."""
-    stamp = jnp.where(occupied(old.cell, old.size), old.stamp, states.stamp)
-    return replace(old, stamp=stamp, written=states.written)
+    return replace(old, stamp=states.stamp, done=states.done)
 
 
 def faults(states: States) -> dict[str, jax.Array]:

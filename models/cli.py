@@ -139,8 +139,15 @@ def parser() -> argparse.ArgumentParser:
         "--cells",
         type=whole(1, 2**30),
         metavar="N",
-        help="tokens that the memory holds, prompts and texts together (default: as many as are "
-        "needed, in steps of 256)",
+        help="tokens that the memory holds, prompts and texts together; with --streams split, for "
+        "each prompt (default: as many as are needed, in steps of 256)",
+    )
+    add(
+        "--streams",
+        choices=["unified", "split"],
+        default="unified",
+        help="one pool of cells that all prompts share, or as many cells for each prompt, which is "
+        "faster with long texts and takes more memory with uneven ones (default: unified)",
     )
     add(
         "--ubatch-size",
@@ -214,6 +221,7 @@ def generate(args: argparse.Namespace) -> None:
                 max_tokens=args.max_tokens,
                 cells=args.cells,
                 ubatch_size=args.ubatch_size,
+                streams=args.streams,
                 on_text=screen,
                 on_compile=progress,
             )
@@ -368,12 +376,19 @@ def note(line: str) -> None:
 
 def too_long(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> str:
     """Say that the prompts do not fit, and what would help."""
-    tokens = sum(map(len, prompts))
-    which = "the prompt has" if len(prompts) == 1 else f"the {len(prompts)} prompts have together"
-    return (
-        f"{which} {tokens} tokens and the cache holds {args.cells} cells; give --cells "
-        f"{cells_for(prompts, args.max_tokens)} to have room for the text too, or a shorter prompt."
-    )
+    cells = cells_for(prompts, args.max_tokens, args.streams)
+    if args.streams == "split":
+        problem = (
+            f"the longest prompt has {max(map(len, prompts))} tokens and each stream of the cache "
+            f"holds {args.cells} cells"
+        )
+    else:
+        which = (
+            "the prompt has" if len(prompts) == 1 else f"the {len(prompts)} prompts have together"
+        )
+        tokens = sum(map(len, prompts))
+        problem = f"{which} {tokens} tokens and the cache holds {args.cells} cells"
+    return f"{problem}; give --cells {cells} to have room for the text too, or a shorter prompt."
 
 
 def summary(made: Generated) -> str:

@@ -17,8 +17,8 @@ import jaxkv
 from jaxkv.rope import Rope
 from models import mamba2
 from models.checkpoint import Checkpoint
-from models.llama import rope_of
 from models.mamba2 import Mixer, RMSNorm
+from models.rope_config import rope_of
 
 ARCHITECTURES = ("granitemoehybrid",)
 

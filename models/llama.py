@@ -13,9 +13,10 @@ import numpy as np
 from flax import nnx
 
 import jaxkv
-from jaxkv import rope as ropes
-from jaxkv.rope import Rope
-from models.checkpoint import Checkpoint, ModelError
+from jaxkv import Rope, Ubatch, Window
+from models import memories
+from models.checkpoint import Checkpoint
+from models.rope_config import rope_of
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -36,6 +37,7 @@ class Config:
     tied: whether the head is the embedding.
     bias: whether queries, keys and values have biases (Qwen 2).
     norms: whether queries and keys are normalised head by head (Qwen 3).
+    windows: of each layer, None where it sees the whole text; empty if all do.
     """
 
     layers: int
@@ -50,6 +52,7 @@ class Config:
     tied: bool = True
     bias: bool = False
     norms: bool = False
+    windows: tuple[Window | None, ...] = ()
 
 
 class RMSNorm(nnx.Module):
@@ -87,9 +90,7 @@ class Block(nnx.Module):
         self.gate_up = _weights(rngs, c.width, 2 * c.hidden, dtype)
         self.down = _weights(rngs, c.hidden, c.width, dtype)
 
-    def __call__(
-        self, memory: jaxkv.KVCache, ubatch: jaxkv.Ubatch, x: jax.Array
-    ) -> tuple[jaxkv.KVCache, jax.Array]:
+    def __call__(self, memory: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
         c = self.config
         qkv = self.attention_norm(x) @ self.qkv[...]
@@ -125,9 +126,7 @@ class Llama(nnx.Module):
             return jnp.moveaxis(self.head[...][:, tokens], 0, -1)
         return self.embedding[...][tokens]
 
-    def __call__(
-        self, memory: jaxkv.KVCache, ubatch: jaxkv.Ubatch
-    ) -> tuple[jaxkv.KVCache, jax.Array]:
+    def __call__(self, memory: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
         """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
         x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
         for block in self.blocks:
@@ -139,11 +138,6 @@ class Llama(nnx.Module):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the sizes of a model of this family from its checkpoint."""
     c = checkpoint.config
-    if any(kind != "full_attention" for kind in c["layer_types"]):
-        raise ModelError(
-            f"{checkpoint.source} has layers with a sliding window of {c['sliding_window']} "
-            "positions, which this model file does not read yet."
-        )
     return Config(
         layers=c["num_hidden_layers"],
         width=c["hidden_size"],
@@ -157,44 +151,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         tied=c["tie_word_embeddings"],
         bias=c["attention_bias"],
         norms="model.layers.0.self_attn.q_norm.weight" in checkpoint.tensors,
-    )
-
-
-def rope_of(checkpoint: Checkpoint) -> Rope:
-    """Read the rotary embedding of a checkpoint, stretched as its config says."""
-    c = checkpoint.config
-    size = int(c["head_dim"] * c.get("partial_rotary_factor", 1.0))
-    rope = jaxkv.make_rope(size, base=c["rope_theta"])
-    scaling = dict(c["rope_scaling"] or {"rope_type": "default"})
-    original = scaling.get("original_max_position_embeddings", c.get("max_position_embeddings"))
-    match scaling["rope_type"]:
-        case "default":
-            return rope
-        case "linear":
-            return ropes.linear(rope, factor=scaling["factor"])
-        case "factors":
-            return ropes.divide(rope, scaling["factors"])
-        case "llama3":
-            return ropes.llama3(
-                rope,
-                factor=scaling["factor"],
-                low_freq_factor=scaling["low_freq_factor"],
-                high_freq_factor=scaling["high_freq_factor"],
-                original=original,
-            )
-        case "yarn":
-            return ropes.yarn(
-                rope,
-                factor=scaling["factor"],
-                original=original,
-                base=c["rope_theta"],
-                beta_fast=scaling.get("beta_fast") or 32.0,
-                beta_slow=scaling.get("beta_slow") or 1.0,
-                attention_factor=scaling.get("attention_factor"),
-            )
-    raise ModelError(
-        f"{checkpoint.source} stretches its positions by {scaling['rope_type']!r}; "
-        "known are linear, llama3, yarn and factors stored in the file."
+        windows=memories.windows_of(checkpoint),
     )
 
 
@@ -238,13 +195,13 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     return tree
 
 
-def make_memory(config: Config, **options: Any) -> jaxkv.KVCache:
-    """Make the memory that a model of this family needs; options as in `jaxkv.make_kv_cache`."""
-    return jaxkv.make_kv_cache(
-        layers=config.layers,
+def make_memory(config: Config, **options: Any) -> Any:
+    """Make the memory that a model of this family needs; see `models.memories.make_memory`."""
+    return memories.make_memory(
+        config.windows or (None,) * config.layers,
+        (config.rope,) * config.layers,
         heads=config.groups,
         size=config.size,
-        rope=config.rope,
         **options,
     )
 

@@ -27,7 +27,7 @@ class Sizes:
     size: P, numbers of a token in a head.
     state: M, numbers of the state for each of those.
     groups: G, heads of one group read and write their states alike.
-    kernel: W, tokens that the convolution sees.
+    kernel: tokens that the convolution sees.
     eps: what keeps the norm from dividing by zero.
     limits: the smallest and the largest step.
     bias: whether the projections have biases.
@@ -259,6 +259,7 @@ def make_memory(
     kept: int = 0,
     streams: int = 1,
     dtype: Any = jnp.float32,
+    ubatch_size: int = 512,
     **options: Any,
 ) -> Any:
     """Make the memory that a model of this family needs.
@@ -270,9 +271,10 @@ def make_memory(
       kept: E, the earlier states of each sequence that can be gone back to.
       streams: S, whether a moved position moves for all sequences that share its state.
       dtype: of what the convolution remembers; sums are float32.
+      ubatch_size: nothing here: tokens may come in any number.
       options: whatever else `jaxkv.make_recurrent_cache` takes.
     """
-    del cells
+    del cells, ubatch_size
     return jaxkv.make_recurrent_cache(
         layers=config.layers,
         states=states_of(config.mixer, dtype),

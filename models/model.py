@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from models import granite_hybrid, llama, mamba2, recurrent_gemma
+from models import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
 from models.checkpoint import Checkpoint, ModelError, open_checkpoint
 from models.tokenizer import Tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
     name: family
-    for family in (granite_hybrid, llama, mamba2, recurrent_gemma)
+    for family in (llama, gemma3, mamba2, granite_hybrid, recurrent_gemma)
     for name in family.ARCHITECTURES
 }
 """The model file of each architecture that can be run."""
@@ -73,16 +73,19 @@ class Model:
         """Make an empty memory for this model.
 
         Args:
-          cells: tokens that fit, over all sequences together. May be left out where nothing grows
-            with the text: in models that are all recurrent, or attend to a window.
+          cells: tokens that fit, over all sequences together or, in streams, for each of them. May
+            be left out where nothing grows with the text: in models whose layers are recurrent or
+            attend to a window.
           sequences: the sequences that may be told apart.
           dtype: of what is stored, by default that of the weights.
-          options: whatever else the memory may be made with, such as `placement`, or
-            `kept` for a recurrent model.
+          options: whatever else the memory may be made with: `streams`, `full_windows` and more in
+            `models.memories.make_memory`, `placement` and more in `jaxkv.make_kv_cache`, `kept`
+            for models with recurrent layers.
         """
-        dtype = dtype or self.dtype
+        if cells is not None:
+            options["cells"] = cells
         return self.family.make_memory(
-            self.config, cells=cells, sequences=sequences, dtype=dtype, **options
+            self.config, sequences=sequences, dtype=dtype or self.dtype, **options
         )
 
 

@@ -16,7 +16,7 @@ import jaxkv
 from jaxkv.rope import Rope
 from models import scans
 from models.checkpoint import Checkpoint
-from models.llama import rope_of
+from models.rope_config import rope_of
 
 ARCHITECTURES = ("recurrent_gemma",)
 
@@ -32,7 +32,7 @@ class Config:
     heads: H, query heads; the gates of recurrent layers are cut into as many parts.
     groups: K, key/value heads.
     size: D, numbers of a head.
-    kernel: W, tokens that the convolution of a recurrent layer sees.
+    kernel: tokens that the convolution of a recurrent layer sees.
     window: positions that attention looks back, the query's own included.
     vocabulary: V.
     eps: what keeps a norm from dividing by zero.

@@ -1,8 +1,9 @@
 """Recurrences over the tokens of a row, in parallel over time.
 
 A row of a ubatch goes on from the state before its first token, and leaves the states after some
-of its last tokens, for the memory to keep. Letters beside those of `jaxkv`: C channels, G groups of
-heads, P numbers of a head, M numbers of its state. All sums are float32.
+of its last tokens, for the memory to keep. Letters beside those of `jaxkv`: C channels, F tokens
+that a filter sees, G groups of heads, P numbers of a head, M numbers of a state for each of them.
+All sums are float32.
 """
 
 import jax
@@ -19,13 +20,13 @@ def conv(
 
     Args:
       x: `[R, T, C]`, finite also where a row is padded.
-      tail: `[R, W - 1, C]`, the inputs before.
-      weight: `[W, C]`, for the oldest input first.
+      tail: `[R, F - 1, C]`, the inputs before.
+      weight: `[F, C]`, for the oldest input first.
       bias: `[C]` or None.
       counts: `[R, n]` int32, how many tokens of its row each wanted tail comes after.
 
     Returns:
-      The outputs, `[R, T, C]` float32, and the tails, `[R, n, W - 1, C]`.
+      The outputs, `[R, T, C]` float32, and the tails, `[R, n, F - 1, C]`.
 
     Examples:
       >>> x = jnp.arange(1.0, 5.0).reshape(1, 4, 1)

@@ -18,6 +18,9 @@ from models.model import Model
 Finish = Literal["stop", "length", "full"]
 """Why a text ends: a stop token came, it has all the tokens asked for, or the memory is full."""
 
+Streams = Literal["unified", "split"]
+"""Whether all texts share the cells of the memory, or each has its own."""
+
 OnText = Callable[[int, str, bool], None]
 """`(which text, what is new of it, whether it ends there)`."""
 
@@ -63,7 +66,7 @@ class Generated:
     prompt_seconds: until the first token of each text was picked.
     decode_seconds: from then to the end.
     decoded: tokens picked in that time, stop tokens included.
-    cells: what the memory holds at most.
+    cells: what the memory holds at most, not counting what windows let it forget.
     used: how many of them are in use at the end.
     nbytes: of the whole memory.
     compiles: programs compiled after the warm-up; 0, or something is wrong.
@@ -88,6 +91,7 @@ def generate_texts(
     max_tokens: int = 128,
     cells: int | None = None,
     ubatch_size: int = 512,
+    streams: Streams = "unified",
     steps_per_dispatch: int = 8,
     on_text: OnText | None = None,
     on_compile: Callable[[int, int], None] | None = None,
@@ -102,8 +106,10 @@ def generate_texts(
       sample: picks tokens; a tree, so that it can be passed to a compiled program: a `Sampler`, or
         any function in `jax.tree_util.Partial`.
       max_tokens: the most tokens to generate for each prompt.
-      cells: of the memory; by default what all prompts and texts need, see `cells_for`.
+      cells: of the memory, of each stream where it is split; by default what the prompts and texts
+        need, see `cells_for`.
       ubatch_size: the most tokens of a prompt that are computed at once.
+      streams: "unified", one pool of cells for all texts, or "split", a stream for each.
       steps_per_dispatch: tokens of each text that are generated before the host looks at them.
       on_text: called with each piece of text as soon as it is there.
       on_compile: called with the number of programs that are compiled and of those there are.
@@ -117,9 +123,14 @@ def generate_texts(
             raise ValueError(f"{name} must be at least 1, got {got}")
     if not prompts or not all(map(len, prompts)):
         raise ValueError("wanted prompts of at least one token each, got none, or one without any")
+    if streams not in ("unified", "split"):
+        raise ValueError(f'streams must be "unified" or "split", got {streams!r}')
     if cells is None:
-        cells = cells_for(prompts, max_tokens)
-    memory = model.make_memory(cells=cells, sequences=len(prompts))
+        cells = cells_for(prompts, max_tokens, streams)
+    count = len(prompts) if streams == "split" else 1
+    memory = model.make_memory(
+        cells=cells, sequences=len(prompts), streams=count, ubatch_size=ubatch_size
+    )
     batch = jaxkv.make_batch([np.asarray(prompt, np.int32) for prompt in prompts])
     plan = jaxkv.init_batch(memory, batch, ubatch_size=ubatch_size).check()
 
@@ -186,7 +197,8 @@ def generate_texts(
                     writer.end("full")
     decode_seconds = perf_counter() - began
 
-    used, nbytes = int(jaxkv.used(memory)), jaxkv.nbytes(memory)
+    # Of a memory of parts, those with a window hold fewer.
+    used = max(int(part) for part in jax.tree.leaves(jaxkv.used(memory)))
     return Generated(
         texts=[
             Text(
@@ -201,9 +213,9 @@ def generate_texts(
         prompt_seconds=prompt_seconds,
         decode_seconds=decode_seconds,
         decoded=decoded,
-        cells=cells,
+        cells=cells * count,
         used=used,
-        nbytes=nbytes,
+        nbytes=jaxkv.nbytes(memory),
         compiles=compiles() - warm,
     )
 
@@ -219,16 +231,21 @@ def _compile(jobs: list[Any], tell: Callable[[int, int], None] | None) -> None:
             tell(done, len(jobs))
 
 
-def cells_for(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
+def cells_for(
+    prompts: Sequence[Sequence[int]], max_tokens: int, streams: Streams = "unified"
+) -> int:
     """Count the cells that prompts and their texts need, rounded up to a multiple of 256.
 
+    Where the memory is split it is the longest that counts, since every stream has as many.
+
     Examples:
-      >>> cells_for([[1, 2, 3], [4, 5]], 128)
-      512
+      >>> cells_for([[1, 2, 3], [4, 5]], 128), cells_for([[1, 2, 3], [4, 5]], 128, "split")
+      (512, 256)
     """
     # The last token of a text is never put into the memory.
-    needed = sum(map(len, prompts)) + len(prompts) * (max_tokens - 1)
-    return -(-needed // 256) * 256
+    needed = [len(prompt) + max_tokens - 1 for prompt in prompts]
+    most = max(needed) if streams == "split" else sum(needed)
+    return -(-most // 256) * 256
 
 
 @dataclass(kw_only=False)

@@ -12,3 +12,12 @@ def smollm2():
         return models.load("smollm2")
     except models.ModelError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def gemma3():
+    """Gemma 3 270M in float32."""
+    try:
+        return models.load("gemma3")
+    except models.ModelError as error:
+        pytest.skip(str(error))

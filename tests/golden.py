@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 _TESTS = Path(__file__).resolve().parent
@@ -30,3 +31,12 @@ def golden(name: str) -> Any:
 @functools.cache
 def _load(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def check_logits(row: np.ndarray, record: dict, ids: list[int], *, within: float) -> None:
+    """Compares the logits of one token, `[V]`, with a record of them."""
+    top, at = np.array(record["top"]), np.asarray(record["at"])
+    np.testing.assert_allclose(row[ids], at, atol=within)
+    np.testing.assert_allclose(row[top[:, 0].astype(int)], top[:, 1], atol=within)
+    moments = [row.mean(), row.std()]
+    np.testing.assert_allclose(moments, [record["mean"], record["std"]], atol=within)

@@ -171,6 +171,21 @@ def test_running_over_the_end_is_not_a_full_cache(texts):
     assert (len(text.tokens), text.finish, made.used) == (10, "length", 17)
 
 
+def test_a_split_memory_gives_the_same_texts(texts):
+    """Each prompt has as many cells as all of them share otherwise."""
+    unified, split = (texts(PROMPTS, streams=streams) for streams in ("unified", "split"))
+    assert split.texts == unified.texts
+    assert (split.cells, split.used) == (3 * unified.cells, unified.used)
+    assert split.compiles == 0
+
+
+def test_a_stream_that_is_full_ends_the_texts(texts):
+    longest = max(len(text.prompt_tokens) for text in texts(PROMPTS).texts)
+    made = texts(PROMPTS, streams="split", cells=longest + 4)
+    assert {text.finish for text in made.texts} == {"full"}
+    assert all(5 <= len(text.tokens) < 9 for text in made.texts)
+
+
 def test_a_single_token_needs_no_loop(texts):
     made = texts([STORY], max_tokens=1)
     assert (len(made.texts[0].tokens), made.texts[0].finish, made.decoded) == (1, "length", 0)
@@ -179,6 +194,8 @@ def test_a_single_token_needs_no_loop(texts):
 def test_default_cells_are_what_is_needed():
     assert cells_for([[0] * 100, [0] * 28], 65) == 256
     assert cells_for([[0] * 100, [0] * 29], 65) == 512
+    assert cells_for([[0] * 192, [0] * 192], 65, "split") == 256
+    assert cells_for([[0] * 193, [0] * 29], 65, "split") == 512
 
 
 def test_prompts_that_do_not_fit_are_refused_before_anything_is_compiled(texts):
@@ -252,6 +269,7 @@ def test_filters_without_a_temperature_are_not_passed_over_in_silence(run):
         ),
         ([STORY, "--seed", "-1"], "--seed: wanted a whole number from 0 to 4294967295, got '-1'"),
         ([STORY, "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        ([STORY, "--streams", "three"], "--streams: invalid choice: 'three'"),
         ([STORY, "--bogus"], "unrecognized arguments: --bogus"),
     ],
     ids=str,
@@ -268,8 +286,13 @@ def test_what_the_user_can_put_right_is_a_sentence(run, options, message):
     [
         ([STORY], "the prompt has 8 tokens and the cache holds 4 cells; give --cells 256"),
         (PROMPTS[:2], "the 2 prompts have together 13 tokens and the cache holds 4 cells"),
+        (
+            [*PROMPTS[:2], "--streams", "split"],
+            "the longest prompt has 8 tokens and each stream of the cache holds 4 cells; "
+            "give --cells 256",
+        ),
     ],
-    ids=["one", "two"],
+    ids=["one", "two", "split"],
 )
 def test_prompts_longer_than_the_cache(run, prompts, message):
     status, out, err = run("--cells", 4, *prompts)

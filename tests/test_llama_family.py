@@ -13,18 +13,34 @@ VARIANTS = sorted(folder.parent.name for folder in DATA.glob("*/logits.npz"))
 
 
 def test_all_variants_are_there():
-    assert len(VARIANTS) == 7
+    assert len(VARIANTS) == 10
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant(name):
     model = models.load(DATA / name)
     record = np.load(DATA / name / "logits.npz")
-    memory = model.make_memory(cells=128, sequences=2)
+    # A window cache is smaller than the text then, so that its cells are used again and again.
+    memory = model.make_memory(cells=128, sequences=2, ubatch_size=20, rollback=4)
     outputs = np.arange(len(record["tokens"])) % 9 == 0
     batch = jaxkv.make_batch(record["tokens"], sequences=1, outputs=outputs)
-    memory, logits = jaxkv.prefill(model.step, model.weights, memory, batch, ubatch_size=64)
+    memory, logits = jaxkv.prefill(model.step, model.weights, memory, batch, ubatch_size=20)
     np.testing.assert_allclose(logits, record["logits"], atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["mistral_window", "qwen2_window"])
+@pytest.mark.parametrize("streams", [1, 2])
+def test_window_caches_hold_no_more_than_they_need(name, streams):
+    """All layers of one model have a window, and one layer of the other."""
+    model = models.load(DATA / name)
+    per_cell = 2 * 4 * model.config.groups * model.config.size
+    whole, wide = model.config.windows.count(None), 2 - model.config.windows.count(None)
+    options = dict(cells=1024, sequences=2, streams=streams, ubatch_size=16, rollback=4)
+    for full_windows, cells in [(False, 2 * (12 + 16 + 4)), (True, 1024 * streams)]:
+        memory = model.make_memory(**options, full_windows=full_windows)
+        _, rows = jaxkv.split(memory)
+        assert jaxkv.nbytes(rows) == per_cell * (whole * 1024 * streams + wide * cells)
+    assert isinstance(memory, jaxkv.KVCache) == (name == "mistral_window")
 
 
 def test_an_unknown_family_is_a_sentence(tmp_path):

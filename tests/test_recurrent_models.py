@@ -109,7 +109,6 @@ def test_one_prompt(name):
         (64, True, 2, 1),
         (512, True, 0, 4),
         (5, False, 3, 1),
-        (512, False, 0, 1),
     ],
 )
 @pytest.mark.parametrize("name", VARIANTS)

@@ -39,6 +39,7 @@ LLAMA3 = dict(
     original_max_position_embeddings=64,
 )
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
+WINDOW = dict(use_sliding_window=True, sliding_window=12, max_window_layers=1)
 VARIANTS = {
     "llama_tied": (LlamaConfig, LlamaForCausalLM, dict(tie_word_embeddings=True)),
     "llama_llama3": (LlamaConfig, LlamaForCausalLM, dict(rope_parameters=LLAMA3)),
@@ -51,21 +52,31 @@ VARIANTS = {
     "mistral": (MistralConfig, MistralForCausalLM, dict(sliding_window=None, head_dim=8)),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, dict()),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=16)),
+    "mistral_window": (MistralConfig, MistralForCausalLM, dict(sliding_window=12, head_dim=8)),
+    "qwen2_window": (Qwen2Config, Qwen2ForCausalLM, WINDOW),
+    "qwen3_window": (Qwen3Config, Qwen3ForCausalLM, WINDOW | dict(head_dim=16)),
 }
+
+
+def make(seed: int, config: type, model: type, **options) -> torch.nn.Module:
+    """Make a random model that is sensitive to each of its weights."""
+    torch.manual_seed(seed)
+    net = model(config(**SIZES | options)).eval()
+    with torch.no_grad():
+        for parameter in net.parameters():  # norms and biases too, or they would test nothing
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(4.0)  # so that attention is not nearly uniform
+    return net
 
 
 def main() -> None:
     """Write all variants."""
     here = Path(__file__).parent
     for seed, (name, (config, model, extra)) in enumerate(VARIANTS.items()):
-        torch.manual_seed(seed)
-        net = model(config(**SIZES, **extra)).eval()
+        net = make(seed, config, model, **extra)
         with torch.no_grad():
-            for parameter in net.parameters():  # norms and biases too, or they would test nothing
-                if parameter.ndim == 1:
-                    parameter.add_(0.3 * torch.randn_like(parameter))
-                else:
-                    parameter.mul_(4.0)  # so that attention is not nearly uniform
             tokens = torch.randint(0, 96, (1, 100))
             logits = net(tokens).logits[0]
         net.save_pretrained(here / name)

@@ -1,0 +1,144 @@
+"""Attention that reads only what somebody sees: tile after tile of cells, with a running softmax.
+
+A pool may be large and mostly empty, full of others' tokens, or one of many streams of which few
+take part. Its cells are looked at in tiles; a list of those with anything to see is made from the
+mask, and the loop goes over that list. So a step costs what is seen, and nothing is compiled anew
+when that changes.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.attention import attention, cap, packed, unpacked, weigh
+
+TILE = 256
+"""Cells of a tile: large enough that a product with them outweighs a turn of the loop."""
+
+FEW = 0.4
+"""The share of tiles that are seen, below which reading them one by one is faster."""
+
+LARGE = 16
+"""Tokens from which on tiles are always read one by one: the logits of all cells would be large."""
+
+
+def attention_by_tiles(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    pools: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Do what `attention` does, for tokens of some of many streams, reading what is seen alone.
+
+    Args:
+      q: `[P, T, H, D]`, queries of the tokens of P streams.
+      k: `[S, K, N, D]`, keys of all streams.
+      v: `[S, K, N, Dv]`, values.
+      mask: `[P, T, N]` bool, which cells of its stream each token sees.
+      pools: `[P]` int32, the stream of each list of tokens. With P = S list p is stream p's.
+      scale: see `attention`.
+      softcap: see `attention`.
+      sinks: see `attention`.
+
+    Returns:
+      `[P, T, H, Dv]`. Derivatives, in both modes, are those of `attention`.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    all_streams = pools.shape[0] == k.shape[0]
+
+    def whole(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        mine = (k, v) if all_streams else (k[pools], v[pools])
+        return attention(q, *mine, mask, scale=scale, softcap=softcap, sinks=sinks)
+
+    @jax.custom_jvp
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        size = min(TILE, k.shape[2])
+        live, count = _live(mask, size)
+
+        def tiles() -> jax.Array:
+            return _by_tiles(q, k, v, mask, pools, live, count, size, scale, softcap, sinks)
+
+        if not all_streams or mask.shape[1] > LARGE:
+            return tiles()
+        few = count < FEW * live.shape[0]
+        return jax.lax.cond(few, tiles, lambda: whole(q, k, v, sinks))
+
+    # The loop's length depends on the data, which reverse mode cannot follow.
+    attend.defjvp(lambda primals, tangents: jax.jvp(whole, primals, tangents))
+    return attend(q, k, v, sinks)
+
+
+def _live(mask: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """List the tiles in which anything is seen: `[M]` int32, numbered through, and how many."""
+    pools, _, cells = mask.shape
+    tiles = -(-cells // size)
+    seen = jnp.any(mask, axis=1)
+    seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)]).reshape(pools * tiles, size)
+    seen = jnp.any(seen, axis=1)
+    live = jnp.nonzero(seen, size=seen.size, fill_value=0)[0].astype(jnp.int32)
+    return live, jnp.sum(seen, dtype=jnp.int32)
+
+
+def _by_tiles(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    pools: jax.Array,
+    live: jax.Array,
+    count: jax.Array,
+    size: int,
+    scale: float,
+    softcap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    groups, cells, dtype = *k.shape[1:3], q.dtype
+    tiles = -(-cells // size)
+    tokens, heads = q.shape[1:3]
+    q = packed(q * jnp.asarray(scale, q.dtype), groups)  # [P, K, X, D]
+    if sinks is None:
+        highest = jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
+        total = jnp.zeros_like(highest)
+    else:
+        sink = sinks.astype(jnp.float32).reshape(1, groups, heads // groups, 1)
+        highest = jnp.broadcast_to(sink, (q.shape[0], *sink.shape[1:3], tokens)).reshape(
+            q.shape[:3]
+        )
+        total = jnp.ones_like(highest)
+    out = jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32)
+
+    def tile(i: jax.Array, carry: tuple) -> tuple:
+        pool, turn = live[i] // tiles, live[i] % tiles
+        first = jnp.minimum(turn * size, cells - size)  # the last may overlap the one before
+        new = first + jnp.arange(size) >= turn * size
+
+        def cut(x: jax.Array) -> jax.Array:
+            start = (pools[pool], 0, first, 0)
+            return jax.lax.dynamic_slice(x, start, (1, groups, size, x.shape[3]))
+
+        def mine(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, pool, 1)
+
+        highest, total, out = map(mine, carry)
+        seen = jax.lax.dynamic_slice(mask, (pool, 0, first), (1, tokens, size)) & new[None, None]
+        logits = jnp.einsum("rkxd,rknd->rkxn", mine(q), cut(k), preferred_element_type=jnp.float32)
+        logits = cap(logits, softcap).reshape(1, groups, -1, tokens, size)
+        logits = jnp.where(seen[:, None, None], logits, -jnp.inf).reshape(1, groups, -1, size)
+        higher = jnp.maximum(highest, jnp.max(logits, axis=-1))
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)
+        weights, kept = jnp.exp(logits - base[..., None]), jnp.exp(highest - base)
+        total = total * kept + jnp.sum(weights, axis=-1)
+        out = out * kept[..., None] + weigh(weights, cut(v))
+        done = (higher, total, out)
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(x, part, pool, 0)
+            for x, part in zip(carry, done, strict=True)
+        )
+
+    _, total, out = jax.lax.fori_loop(0, count, tile, (highest, total, out))
+    out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return unpacked(out, tokens, heads).astype(dtype)

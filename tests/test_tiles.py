@@ -1,0 +1,116 @@
+"""Attention by tiles is attention: the same numbers and derivatives, read another way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.attention import attention
+from jaxkv.tiles import FEW, LARGE, TILE, attention_by_tiles
+from tests import hlo
+
+S, K, G, D = 4, 2, 3, 8
+
+
+def case(*, streams=S, pools=None, tokens=2, cells=2 * TILE + 40, seen=0.1, seed=0):
+    """Arrays of some streams, and a mask in which whole tiles are not seen."""
+    rng = np.random.default_rng(seed)
+    pools = np.arange(streams) if pools is None else np.array(pools)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in (
+            (len(pools), tokens, K * G, D),
+            (streams, K, cells, D),
+            (streams, K, cells, D + 1),
+        )
+    )
+    tiles = rng.random((len(pools), -(-cells // TILE))) < seen
+    mask = np.repeat(tiles, TILE, axis=1)[:, None, :cells] & (
+        rng.random((len(pools), tokens, cells)) < 0.5
+    )
+    return q, k, v, jnp.asarray(mask), jnp.asarray(pools, jnp.int32)
+
+
+def plain(q, k, v, mask, pools, **options):
+    return attention(q, k[pools], v[pools], mask, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},  # a few tiles of all streams
+        {"seen": 0.9},  # most tiles: all at once
+        {"seen": 0.0},  # nothing at all
+        {"pools": [2, 0], "seen": 0.9},  # some streams, in another order
+        {"pools": [3]},
+        {"tokens": LARGE + 1, "seen": 0.9},
+        {"streams": 1, "cells": 30, "seen": 1.0},  # less than a tile
+        {"streams": 1, "cells": TILE, "seen": 1.0},
+    ],
+    ids=str,
+)
+def test_numbers_are_those_of_attention(options):
+    arrays = case(**options)
+    sinks = jnp.linspace(-1.0, 1.0, K * G)
+    for extra in ({}, {"scale": 0.3, "softcap": 2.0, "sinks": sinks}):
+        got = jax.jit(attention_by_tiles)(*arrays, **extra)
+        np.testing.assert_allclose(got, plain(*arrays, **extra), rtol=2e-5, atol=2e-6)
+
+
+def test_both_ways_are_taken():
+    """The cases above are on both sides of the border."""
+    for options, few in (({}, True), ({"seen": 0.9}, False)):
+        *_, mask, _ = case(**options)
+        tiles = np.pad(np.asarray(mask).any(1), [(0, 0), (0, TILE - 40)]).reshape(S, -1, TILE)
+        assert (tiles.any(-1).mean() < FEW) == few
+
+
+@pytest.mark.parametrize("options", [{}, {"pools": [2, 0]}], ids=str)
+def test_hidden_rows_may_hold_anything(options):
+    q, k, v, mask, pools = case(**options)
+    hidden = ~np.asarray(mask).any(1)  # [P, N]
+    dirty = [np.array(x) for x in (k, v)]
+    for p, stream in enumerate(np.asarray(pools)):
+        for x in dirty:
+            x[stream][:, hidden[p]] = np.nan
+    got = attention_by_tiles(q, *map(jnp.asarray, dirty), mask, pools)
+    np.testing.assert_allclose(got, plain(q, k, v, mask, pools), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("pools", [None, [2, 0]])
+def test_derivatives_in_both_modes_are_those_of_attention(pools):
+    q, k, v, mask, pools = case(pools=pools, cells=40, seen=1.0)
+    sinks = jnp.zeros(K * G)
+
+    def loss(by, q, k, v, sinks):
+        return jnp.sum(jnp.sin(by(q, k, v, mask, pools, sinks=sinks)))
+
+    got, wanted = (
+        jax.grad(lambda *args, by=by: loss(by, *args), argnums=(0, 1, 2, 3))(q, k, v, sinks)
+        for by in (attention_by_tiles, plain)
+    )
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    forward = [
+        jax.jvp(lambda *args, by=by: loss(by, *args), (q, k, v, sinks), (q, k, v, sinks + 1))
+        for by in (attention_by_tiles, plain)
+    ]
+    np.testing.assert_allclose(forward[0], forward[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("pools", [[1], [3, 0]])
+def test_streams_that_take_part_are_read_where_they_lie(pools):
+    """A gather of their keys would hold as many bytes again."""
+    q, k, v, mask, pools = jax.eval_shape(lambda: case(pools=pools, cells=8192))
+    one_stream = K * 8192 * D * 4
+    compiled = jax.jit(attention_by_tiles).lower(q, k, v, mask, pools).compile()
+    assert hlo.temporary_bytes(compiled) < one_stream / 2
+    gathered = jax.jit(plain).lower(q, k, v, mask, pools).compile()
+    assert hlo.temporary_bytes(gathered) > one_stream / 2  # so that this can fail
+
+
+def test_a_long_prompt_holds_no_logits_of_a_large_pool():
+    q, k, v, mask, pools = jax.eval_shape(lambda: case(streams=1, tokens=64, cells=8192))
+    logits = 64 * K * G * 8192 * 4
+    compiled = jax.jit(attention_by_tiles).lower(q, k, v, mask, pools).compile()
+    assert hlo.temporary_bytes(compiled) < logits / 4
