@@ -480,7 +480,7 @@ def test_a_hybrid_of_hybrids_finds_the_part():
     """A composite as a part is asked by its own layers."""
     sizes = {"heads": 2, "size": 4, "sequences": 3}
     inner = jaxkv.make_hybrid_cache(
-        (jaxkv.make_kv_cache(layers=1, **sizes), (0,)),
+        (jaxkv.make_kv_cache(layers=1, cells=16, **sizes), (0,)),
         (jaxkv.make_kv_cache(layers=1, window=jaxkv.standard(4), ubatch_size=4, **sizes), (1,)),
     )
     memory = jaxkv.make_hybrid_cache((inner, (0, 2)), (make(1), (0, 1)))
