@@ -20,9 +20,33 @@ _FAMILY = {
         "sliding_window_pattern": 6,
         "vocab_size": 262208,
     },
+    "granitemoehybrid": {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "num_experts_per_tok": 0,
+        "num_local_experts": 0,
+        "position_embedding_type": None,
+        "residual_multiplier": 1.0,
+        "time_step_limit": (0.0, float("inf")),
+    },
+    "mamba2": {
+        "layer_norm_epsilon": 1e-5,
+        "time_step_limit": (0.0, float("inf")),
+        "use_bias": False,
+        "use_conv_bias": True,
+    },
+    "recurrent_gemma": {"partial_rotary_factor": 0.5},
 }
 _ANY = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_NEEDED_BY = {"mamba2": ("hidden_size", "num_hidden_layers", "num_heads", "head_dim", "state_size")}
+_KINDS = {
+    "attention": "full_attention",
+    "mamba": "linear_attention",
+    "recurrent": "linear_attention",
+}
 
 
 def complete(config: dict[str, Any], names: Collection[str], source: str) -> dict[str, Any]:
@@ -30,8 +54,9 @@ def complete(config: dict[str, Any], names: Collection[str], source: str) -> dic
 
     After this, `rope_theta` and `rope_scaling` are at the top even if the file nests them in
     `rope_parameters`; `rope_scaling` is `None` or a dict with `rope_type`; `layer_types` says for
-    every layer "full_attention" or "sliding_attention"; `sliding_window` is `None` where the file
-    switches it off; `tie_word_embeddings` and `attention_bias` agree with the tensors.
+    every layer "full_attention", "sliding_attention" or, where it is recurrent, "linear_attention";
+    `sliding_window` is `None` where the file switches it off; `tie_word_embeddings` and
+    `attention_bias` agree with the tensors.
 
     Args:
         config: the keys as the file has them, `model_type` among them.
@@ -41,18 +66,24 @@ def complete(config: dict[str, Any], names: Collection[str], source: str) -> dic
     out = {key: value for key, value in config.items() if value is not None}
     _lift_rope(out)
     out = _ANY | _FAMILY.get(out["model_type"], {}) | out
-    for key in _NEEDED:
+    for key in _NEEDED_BY.get(out["model_type"], _NEEDED):
         if key not in out:
             raise ModelError(
                 f"{source} is a {out['model_type']!r} model whose config has no {key}; "
                 "only decoders configured the way llama is can be read."
             )
-    heads = out["num_attention_heads"]
-    out.setdefault("num_key_value_heads", heads)
-    out.setdefault("head_dim", out["hidden_size"] // heads)
+    if heads := out.get("num_attention_heads"):
+        out.setdefault("num_key_value_heads", heads)
+        out.setdefault("head_dim", out["hidden_size"] // heads)
+    if "attention_window_size" in out:  # RecurrentGemma, all of whose attention has a window
+        out["sliding_window"] = out["attention_window_size"]
+    if "time_step_limit" in out:  # JSON knows no infinity, so newer files spell it
+        limits = (x["__float__"] if isinstance(x, dict) else x for x in out["time_step_limit"])
+        out["time_step_limit"] = tuple(map(float, limits))
     if out.get("use_sliding_window") is False:
         out["sliding_window"] = None
     out.setdefault("layer_types", _layer_types(out))
+    out["layer_types"] = [_KINDS.get(kind, kind) for kind in out["layer_types"]]
     # Which class wrote the file decides the default of these two, so the tensors are asked.
     out["tie_word_embeddings"] = (
         bool(out.get("tie_word_embeddings")) or "lm_head.weight" not in names
@@ -79,6 +110,11 @@ def _lift_rope(config: dict[str, Any]) -> None:
 
 def _layer_types(config: dict[str, Any]) -> list[str]:
     layers = range(config["num_hidden_layers"])
+    if kinds := config.get("block_types"):  # of RecurrentGemma, over and over
+        kinds = [kinds[layer % len(kinds)] for layer in layers]
+        return ["sliding_attention" if kind == "attention" else _KINDS[kind] for kind in kinds]
+    if config["model_type"] == "mamba2":
+        return ["linear_attention" for _ in layers]
     if config["sliding_window"] is None:
         slides = [False for _ in layers]
     elif pattern := config.get("sliding_window_pattern"):  # every pattern-th layer sees all

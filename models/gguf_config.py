@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from models import gguf_recurrent
+
 # Config key of Hugging Face -> key of the file, after the architecture's name.
 _CONFIG = {
     "hidden_size": "embedding_length",
@@ -50,6 +52,8 @@ def config_from_gguf(arch: str, get: Callable, factors: list | None = None) -> d
             config["layer_types"] = [kinds[bool(slides)] for slides in pattern]
         else:
             config["sliding_window_pattern"] = pattern
+    if arch in gguf_recurrent.ARCHITECTURES:
+        config |= gguf_recurrent.config_from_gguf(arch, get, config)
     config["rope_scaling"] = _scaling(arch, get, factors)
     turned = get(f"{arch}.rope.dimension_count")
     if turned and turned != config["head_dim"]:

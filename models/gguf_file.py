@@ -2,7 +2,8 @@
 
 Three things differ in such a file and are turned back here: the names; the rows of q and k in
 files of architecture "llama", which lie in the order that rotates neighbouring rows (Hugging Face
-rotates row i with row i + D/2); and the norm weights of Gemma, to which 1 has been added.
+rotates row i with row i + D/2); and the norm weights of Gemma, to which 1 has been added. What is
+different in files of recurrent models is in `models/gguf_recurrent.py`.
 """
 
 import re
@@ -17,13 +18,21 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
+from models import gguf_recurrent
 from models.checkpoint import Checkpoint, ModelError
 from models.config import complete
 from models.gguf_config import config_from_gguf
 from models.gguf_reader import Reader
 
 # Architecture of the file -> model_type of Hugging Face.
-_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+_FAMILIES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3_text",
+    "mamba2": "mamba2",
+    "granitehybrid": "granitemoehybrid",
+}
 
 _WHOLE = {"token_embd": "embed_tokens", "output_norm": "norm"}
 _LAYER = {
@@ -70,9 +79,13 @@ def open_gguf(path: Path) -> Checkpoint:
     named = _named(path, arch, stored)
     config = config_from_gguf(arch, get, None if factors is None else factors.data.tolist())
     config["model_type"] = _FAMILIES[arch]
-    if "model.embed_tokens.weight" in named:
-        config["vocab_size"] = int(named["model.embed_tokens.weight"].shape[1])
+    for name in ("model.embed_tokens.weight", "backbone.embeddings.weight"):
+        if name in named:
+            config["vocab_size"] = int(named[name].shape[1])
     config = complete(config, named, str(path))
+    tensors = {name: _reading(name, tensor, arch, config) for name, tensor in named.items()}
+    if arch in gguf_recurrent.ARCHITECTURES:
+        tensors = gguf_recurrent.turned_back(tensors)
 
     def load_tokenizer():
         from models.tokenizer_gguf import tokenizer_from_gguf
@@ -85,7 +98,7 @@ def open_gguf(path: Path) -> Checkpoint:
         source=str(path),
         architecture=_FAMILIES[arch],
         config=config,
-        tensors={name: _reading(name, tensor, arch, config) for name, tensor in named.items()},
+        tensors=tensors,
         end_tokens=frozenset(int(end) for end in ends if end is not None),
         load_tokenizer=load_tokenizer,
     )
@@ -120,16 +133,18 @@ def _named(path: Path, arch: str, stored: dict) -> dict[str, Any]:
 def _reading(name: str, tensor: Any, arch: str, config: dict) -> Callable[[], np.ndarray]:
     """The function that reads one tensor and turns back what the file stores differently."""
     part = name.split(".")[-2]
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     rows = None
-    if arch == "llama" and part in heads:
-        rows = _halves(int(tensor.shape[-1]), heads[part])
+    if arch in ("llama", "granitehybrid") and part in ("q_proj", "k_proj"):
+        heads = config["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
+        rows = _halves(int(tensor.shape[-1]), heads)
     less = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0
     return partial(_read, tensor.data, Kind(tensor.tensor_type), rows, less)
 
 
 def _plain(name: str, arch: str) -> str | None:
     """The Hugging Face name of a tensor; None where the architecture has no such tensor."""
+    if arch in gguf_recurrent.ARCHITECTURES:
+        return gguf_recurrent.plain(name, arch)
     if name == "output.weight":
         return "lm_head.weight"
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from models import gemma3, llama
+from models import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
 from models.checkpoint import Checkpoint, ModelError, open_checkpoint
 from models.tokenizer import Tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
-    name: family for family in (llama, gemma3) for name in family.ARCHITECTURES
+    name: family
+    for family in (llama, gemma3, mamba2, granite_hybrid, recurrent_gemma)
+    for name in family.ARCHITECTURES
 }
 """The model file of each architecture that can be run."""
 
@@ -66,20 +68,24 @@ class Model:
         return step
 
     def make_memory(
-        self, *, cells: int, sequences: int = 1, dtype: Any = None, **options: Any
+        self, *, cells: int | None = None, sequences: int = 1, dtype: Any = None, **options: Any
     ) -> Any:
         """Make an empty memory for this model.
 
         Args:
-          cells: tokens that fit, over all sequences together or, in streams, for each of them.
+          cells: tokens that fit, over all sequences together or, in streams, for each of them. May
+            be left out where nothing grows with the text: in models whose layers are recurrent or
+            attend to a window.
           sequences: the sequences that may be told apart.
           dtype: of what is stored, by default that of the weights.
           options: whatever else the memory may be made with: `streams`, `full_windows` and more in
-            `models.memories.make_memory`, `placement` and more in `jaxkv.make_kv_cache`.
+            `models.memories.make_memory`, `placement` and more in `jaxkv.make_kv_cache`, `kept`
+            for models with recurrent layers.
         """
-        dtype = dtype or self.dtype
+        if cells is not None:
+            options["cells"] = cells
         return self.family.make_memory(
-            self.config, cells=cells, sequences=sequences, dtype=dtype, **options
+            self.config, sequences=sequences, dtype=dtype or self.dtype, **options
         )
 
 

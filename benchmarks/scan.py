@@ -1,0 +1,80 @@
+"""Prompt throughput of Mamba-2: all tokens of a ubatch at once, and one after another.
+
+Random weights in the shape of Mamba-2 130M, cut to a few layers. Both ways run the same functions
+and end in the same state. Run `python benchmarks/scan.py`.
+"""
+
+import argparse
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import machine
+import numpy as np
+from flax import nnx
+
+import jaxkv
+from models import mamba2
+from models.model import functional
+
+
+def build(layers: int) -> tuple[mamba2.Config, Any, Any]:
+    """The model: its config, the pure function, and random weights."""
+    mixer = mamba2.Sizes(width=768, heads=24, size=64, state=128)
+    config = mamba2.Config(layers=layers, vocabulary=4096, eps=1e-5, mixer=mixer)
+    forward, _ = functional(mamba2, config, jnp.float32)
+    module = mamba2.MODULE(config, rngs=nnx.Rngs(0))
+    return config, forward, nnx.to_pure_dict(nnx.state(module))
+
+
+def main() -> None:
+    """Print the tokens a second of each way, and their ratio."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--ubatch", type=int, nargs="+", default=[512, 64, 1])
+    parser.add_argument("--kept", type=int, default=0, help="earlier states that are kept")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each way")
+    args = parser.parse_args()
+
+    machine.main()
+    config, forward, weights = build(args.layers)
+    tokens = np.random.default_rng(0).integers(0, config.vocabulary, args.tokens)
+
+    @partial(jax.jit, donate_argnames="memory")
+    def step(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+        return forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+
+    def timed(ubatch_size: int) -> tuple[float, np.ndarray]:
+        memory = mamba2.make_memory(config, kept=args.kept)
+        batch = jaxkv.make_batch(tokens)
+        plan = jaxkv.init_batch(memory, batch, ubatch_size=ubatch_size).check()
+        start = time.perf_counter()
+        for ubatch in plan.ubatches:
+            memory, logits = step(weights, memory, ubatch)
+        logits = np.asarray(logits)
+        return time.perf_counter() - start, logits
+
+    print(f"Mamba-2 130M float32, {args.layers} of 24 layers, a prompt of {args.tokens} tokens, ")
+    print(f"{args.kept} earlier states kept:")
+    took: dict[int, list[float]] = {size: [] for size in args.ubatch}
+    ends = {size: timed(size)[1] for size in args.ubatch}  # compiles, and does not count
+    for logits in ends.values():
+        np.testing.assert_allclose(logits[-1], ends[args.ubatch[0]][-1], rtol=0, atol=1e-3)
+    for turn in range(args.rounds):
+        for size in args.ubatch if turn % 2 == 0 else args.ubatch[::-1]:
+            took[size].append(timed(size)[0])
+    base = np.median(took[args.ubatch[-1]])
+    for size, times in took.items():
+        middle = np.median(times)
+        print(
+            f"  ubatches of {size:4d}  {args.tokens / middle:8.1f} tokens/s  "
+            f"({args.tokens / max(times):.1f} to {args.tokens / min(times):.1f})   "
+            f"{base / middle:.2f} x ubatches of {args.ubatch[-1]}"
+        )
+
+
+if __name__ == "__main__":
+    main()
