@@ -17,6 +17,9 @@ TILE = 256
 FEW = 0.4
 """The share of tiles that are seen, below which reading them one by one is faster."""
 
+SMALL = 4
+"""Tiles of a pool that are always read all at once: a choice would take longer to compile."""
+
 LARGE = 16
 """Tokens from which on tiles are always read one by one: the logits of all cells would be large."""
 
@@ -64,6 +67,8 @@ def attention_by_tiles(
 
         if not all_streams or mask.shape[1] > LARGE:
             return tiles()
+        if live.shape[0] <= SMALL:
+            return whole(q, k, v, sinks)
         few = count < FEW * live.shape[0]
         return jax.lax.cond(few, tiles, lambda: whole(q, k, v, sinks))
 

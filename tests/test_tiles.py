@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.attention import attention
-from jaxkv.tiles import FEW, LARGE, TILE, attention_by_tiles
+from jaxkv.tiles import FEW, LARGE, SMALL, TILE, attention_by_tiles
 from tests import hlo
 
 S, K, G, D = 4, 2, 3, 8
@@ -62,6 +62,7 @@ def test_both_ways_are_taken():
     for options, few in (({}, True), ({"seen": 0.9}, False)):
         *_, mask, _ = case(**options)
         tiles = np.pad(np.asarray(mask).any(1), [(0, 0), (0, TILE - 40)]).reshape(S, -1, TILE)
+        assert tiles.shape[0] * tiles.shape[1] > SMALL
         assert (tiles.any(-1).mean() < FEW) == few
 
 
