@@ -132,6 +132,7 @@ def test_nothing_compiles_after_the_warm_up_nor_for_other_prompts_of_the_same_si
     assert compiles() == before
 
 
+@pytest.mark.slow
 def test_drawn_texts_depend_on_the_seed(run):
     def drawn(seed):
         return objects(run("--json", "--temperature", 1, "--seed", seed, *PROMPTS)[1])
@@ -155,6 +156,7 @@ def test_a_stop_token_ends_its_text_alone_and_is_not_printed(texts, small):
         assert ended[2] == plain[2]
 
 
+@pytest.mark.slow
 def test_a_full_cache_ends_texts_and_says_so(run, texts):
     plain = texts([STORY]).texts[0]
     (status, out, err) = run("--json", "--cells", 12, STORY)
@@ -164,6 +166,7 @@ def test_a_full_cache_ends_texts_and_says_so(run, texts):
     assert "the cache is full: 12 of its 12 cells are used" in err and "--cells" in err
 
 
+@pytest.mark.slow
 def test_running_over_the_end_is_not_a_full_cache(texts):
     """Nine more tokens take two dispatches of five, and the tenth finds no cell."""
     made = texts([STORY], max_tokens=10, cells=8 + 9)
@@ -171,6 +174,7 @@ def test_running_over_the_end_is_not_a_full_cache(texts):
     assert (len(text.tokens), text.finish, made.used) == (10, "length", 17)
 
 
+@pytest.mark.slow
 def test_a_split_memory_gives_the_same_texts(texts):
     """Each prompt has as many cells as all of them share otherwise."""
     unified, split = (texts(PROMPTS, streams=streams) for streams in ("unified", "split"))
@@ -179,6 +183,7 @@ def test_a_split_memory_gives_the_same_texts(texts):
     assert split.compiles == 0
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_full_ends_the_texts(texts):
     longest = max(len(text.prompt_tokens) for text in texts(PROMPTS).texts)
     made = texts(PROMPTS, streams="split", cells=longest + 4)

@@ -96,6 +96,7 @@ def test_runs_are_merged_and_come_from_the_end():
     assert moves == [(12, 6, 1), (10, 1, 2)]
 
 
+@pytest.mark.slow
 def test_more_cells_than_a_chunk_move():
     memory = holed(set(range(0, 1200, 2)), cells=1200)
     before = content(memory)

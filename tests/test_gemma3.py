@@ -126,6 +126,7 @@ def follow(model, memory, records, logits):
             logits = np.asarray(logits)
 
 
+@pytest.mark.slow
 def test_short_prompts_give_the_recorded_logits_and_tokens(gemma3, records):
     short = [record for record in records if len(record["tokens"]) < 64]
     assert len(short) == 2

@@ -108,6 +108,7 @@ def test_the_loop_on_the_device_picks_the_recorded_tokens(runs, generate):
         assert tokens[:sure] == record["greedy"][:sure]
 
 
+@pytest.mark.slow
 def test_eight_prompts_together_give_what_each_gives_alone(smollm2, generate):
     """Their ubatches hold tokens of several, and their cells lie mixed; close calls end a run."""
     text = golden("models")["smollm2_nll"]["tokens"]
@@ -122,6 +123,7 @@ def test_eight_prompts_together_give_what_each_gives_alone(smollm2, generate):
             assert best[-1] - best[-2] <= CLOSE, (seq, at)
 
 
+@pytest.mark.slow
 def test_a_prompt_token_by_token_gives_the_same_logits(smollm2, runs):
     rows = []
     for ubatch_size in (1, 64):

@@ -131,6 +131,7 @@ def test_contiguous_through_make_room(smollm2, script):
     replay(smollm2, script, placement="contiguous", make_room=True)
 
 
+@pytest.mark.slow
 def test_contiguous_alone_refuses_what_is_fragmented(smollm2):
     """The freed cells lie in runs shorter than the prompt, so it is refused and nothing changes."""
     (script,) = [s for s in golden("ops") if s["name"] == "fragmented"]

@@ -435,6 +435,7 @@ def test_a_cut_that_one_part_refuses_changes_neither(kind):
     twin.compare()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["attention", "parallel"])
 def test_a_batch_that_attention_refuses_changes_neither(kind):
     twin = told(kept=1, counts=(8, 5, 2), **KINDS[kind])
@@ -476,6 +477,7 @@ def test_parts_that_end_apart_are_refused_and_never_half_applied():
     twin.compare()
 
 
+@pytest.mark.slow
 def test_a_hybrid_of_hybrids_finds_the_part():
     """A composite as a part is asked by its own layers."""
     sizes = {"heads": 2, "size": 4, "sequences": 3}
@@ -589,6 +591,7 @@ def test_holes_in_a_row_do_not_count():
     assert np.asarray(table.stamp)[table.cell[0]].tolist() == stamps[0, [1, 3, 4, 7]].tolist()
 
 
+@pytest.mark.slow
 def test_any_split_gives_the_same():
     """Together in rows, cut into ubatches of other shapes, or one sequence after another."""
     tokens = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13]]
@@ -752,6 +755,7 @@ def test_lengths_share_programs():
     assert counted._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_states():
     memory = make(0)
     (ubatch,) = jaxkv.init_batch(memory, make_batch([1])).ubatches

@@ -48,6 +48,7 @@ def updated(memory):
     return jaxkv.apply(memory, jaxkv.init_update(memory))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize(
     "verb",
@@ -199,6 +200,7 @@ def test_an_update_for_another_table_changes_nothing():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_more_keys_than_a_chunk_are_all_rotated():
     memory, raw = filled(PLAIN, cells=700, tokens=600)
     memory = updated(jaxkv.seq_add(memory, 0, 10, -1, 3))
