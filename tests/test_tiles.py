@@ -78,7 +78,7 @@ def test_hidden_rows_may_hold_anything(options):
     np.testing.assert_allclose(got, plain(q, k, v, mask, pools), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("pools", [None, [2, 0]])
+@pytest.mark.parametrize("pools", [pytest.param(None, marks=pytest.mark.slow), [2, 0]])
 def test_derivatives_in_both_modes_are_those_of_attention(pools):
     q, k, v, mask, pools = case(pools=pools, cells=40, seen=1.0)
     sinks = jnp.zeros(K * G)

@@ -213,16 +213,9 @@ def test_window_of_one_goes_on_though_it_holds_nothing_that_is_seen():
     assert plan.ok and plan.ubatches[0].positions[0, 0] == 5
 
 
-SIZED = [
-    pytest.param(
-        window, split, marks=[] if split and window.rule == "standard" else pytest.mark.slow
-    )
-    for window in (jaxkv.standard(4), jaxkv.chunked(4), jaxkv.symmetric(6))
-    for split in (False, True)
-]
-
-
-@pytest.mark.parametrize(("window", "split"), SIZED)
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [jaxkv.standard(4), jaxkv.chunked(4), jaxkv.symmetric(6)])
+@pytest.mark.parametrize("split", [False, True])
 def test_a_sized_cache_answers_as_a_full_one(window, split):
     """Cells for window, ubatch and rollback are enough for a text of any length."""
     sizes = dict(layers=2, heads=2, size=4, sequences=2, streams=2 if split else 1)
@@ -256,7 +249,7 @@ def test_a_window_needs_a_position():
         jaxkv.make_kv_cache(layers=1, heads=1, size=2)
 
 
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_composite_changes_nothing_where_one_part_lacks_room(part):
     """Refused by either, neither is touched; inside of jit too."""
     sizes = dict(layers=1, heads=2, size=4, sequences=1)
