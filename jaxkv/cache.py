@@ -14,7 +14,7 @@ from jaxkv.mask import visible
 from jaxkv.rope import Rope
 from jaxkv.store import Rows
 from jaxkv.tiles import attention_by_tiles
-from jaxkv.window import Window
+from jaxkv.window import Window, cells_for
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +96,9 @@ def make_kv_cache(
         if window is None:
             raise ValueError("a cache without a window needs to be told its cells")
         ubatch_size = 512 if ubatch_size is None else ubatch_size
-        cells = (window.size + ubatch_size + rollback) * (sequences // streams)
+        cells = cells_for(
+            window, ubatch_size=ubatch_size, rollback=rollback, sharing=sequences // streams
+        )
     else:
         ubatch_size = None
     counts = {

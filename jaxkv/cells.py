@@ -184,7 +184,7 @@ def remove(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> C
     # What the caller wants to be gone is not lost.
     asked = (seq == -1) | (jnp.arange(cells.sequences) == seq)
     begins = jnp.minimum(cells.lost, jnp.maximum(start, 0))
-    lost = jnp.where(asked & (_end(stop) >= cells.lost), begins, cells.lost)
+    lost = jnp.where(asked & (end_of(stop) >= cells.lost), begins, cells.lost)
     return replace(with_owners(cells, cells.owners & ~gone), lost=lost)
 
 
@@ -215,7 +215,7 @@ def copy(cells: Cells, src: jax.Array, dst: jax.Array, start: jax.Array, stop: j
 def lost_within(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Say what whoever copies a range of a sequence is told to have lost; `[]` int32."""
     lost = cells.lost[seq]
-    return jnp.where(jnp.maximum(start, 0) < lost, jnp.minimum(lost, _end(stop)), 0)
+    return jnp.where(jnp.maximum(start, 0) < lost, jnp.minimum(lost, end_of(stop)), 0)
 
 
 def keep(cells: Cells, seq: jax.Array) -> Cells:
@@ -359,10 +359,10 @@ def owned_by(cells: Cells, words: jax.Array) -> jax.Array:
 
 def within(cells: Cells, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Say which cells hold a position of a range; `[S, N]` bool. Empty cells never do."""
-    return (cells.position >= jnp.maximum(start, 0)) & (cells.position < _end(stop))
+    return (cells.position >= jnp.maximum(start, 0)) & (cells.position < end_of(stop))
 
 
-def _end(stop: jax.Array) -> jax.Array:
+def end_of(stop: jax.Array) -> jax.Array:
     """Resolve the end of a range: a negative one is open."""
     return jnp.where(stop < 0, END, stop)
 

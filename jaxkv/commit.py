@@ -1,6 +1,5 @@
 """Carrying plans out, tidying up, and going back."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from jaxkv.memory import (
 )
 from jaxkv.plan import Plan
 from jaxkv.planning import init_batch
-from jaxkv.slots import nowhere
+from jaxkv.slots import unless
 
 Memory = TypeVar("Memory")
 
@@ -186,9 +185,7 @@ def make_room(
 
 @jax.jit
 def _settle(table: Any, ubatch: Ubatch) -> Any:
-    ok = table_fresh(table, ubatch)
-    slots = jax.tree.map(lambda x: jnp.where(ok, x, nowhere(x)), ubatch.slots)
-    return table_fill(table, replace(ubatch, slots=slots))
+    return table_fill(table, unless(table_fresh(table, ubatch), ubatch))
 
 
 _carry_out = jax.jit(lambda part, table, rows: carry_out(part, table, rows))

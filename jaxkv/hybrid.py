@@ -163,6 +163,10 @@ def _all(answers: list[jax.Array]) -> jax.Array:
     return reduce(jnp.logical_and, answers)
 
 
+def _any(answers: list[jax.Array]) -> jax.Array:
+    return reduce(jnp.logical_or, answers)
+
+
 def _every(verb: Any):
     """Do what a verb says to each part."""
 
@@ -200,9 +204,8 @@ def _lost(table: HybridTable, position: jax.Array) -> jax.Array:
     """A sequence whose parts end at different positions cannot go on in all of them."""
     here = position > 0
     ends = [contract.table_reached(part, here) for part in table.parts]
-    astray = reduce(jnp.logical_or, [end != position - 1 for end in ends])
-    answers = [contract.table_lost(part, position) for part in table.parts]
-    return reduce(jnp.logical_or, answers, astray)
+    astray = [end != position - 1 for end in ends]
+    return _any(astray + [contract.table_lost(part, position) for part in table.parts])
 
 
 def _admit(table: HybridTable, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -299,9 +302,7 @@ contract.table_last.register(HybridTable, _together(contract.table_last, _smalle
 contract.table_used.register(HybridTable, _together(contract.table_used, tuple))
 contract.table_reached.register(HybridTable, _together(contract.table_reached, _largest))
 contract.table_lost.register(HybridTable, _lost)
-contract.table_owing.register(
-    HybridTable, _together(contract.table_owing, lambda answers: reduce(jnp.logical_or, answers))
-)
+contract.table_owing.register(HybridTable, _together(contract.table_owing, _any))
 contract.table_admit.register(HybridTable, _admit)
 contract.table_place.register(HybridTable, _place)
 contract.table_fresh.register(HybridTable, _fresh)

@@ -252,7 +252,7 @@ def table_admit(table: Any, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @by_table
 def table_place(table: Any, ubatch: Ubatch, ok: jax.Array) -> tuple[Any, jax.Array]:
-    """Choose where tokens go, nowhere if not `ok`; and say which have no place, `[R, T]` bool."""
+    """Choose where tokens go, nowhere if not `ok`; and why some have no place, a `Reason` each."""
     ...
 
 

@@ -33,7 +33,7 @@ from jaxkv.memory import (
     table_ubatch_size,
 )
 from jaxkv.plan import Plan, Reason
-from jaxkv.slots import nowhere
+from jaxkv.slots import unless
 from jaxkv.splitting import Split, equal_split, simple_split
 from jaxkv.stamp import stamps
 
@@ -286,7 +286,7 @@ def _plan_one(table: Any, batch: Batch, ranks: tuple, index: jax.Array, *, outpu
     """Plan a batch that is one ubatch."""
     draft, ubatch = _place(_check(table, batch, ranks), index, outputs=outputs)
     plan = _verdict(draft)
-    return replace(plan, ubatches=(_unless(plan.ok, ubatch),))
+    return replace(plan, ubatches=(unless(plan.ok, ubatch),))
 
 
 @jax.jit
@@ -362,11 +362,7 @@ def _verdict(draft: _Draft) -> Plan:
     )
 
 
-@jax.jit
-def _unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
-    """Send every token nowhere unless all is well: a batch is carried out whole or not at all."""
-    slots = jax.tree.map(lambda x: jnp.where(ok, x, nowhere(x)), ubatch.slots)
-    return replace(ubatch, slots=slots)
+_unless = jax.jit(unless)
 
 
 def _complete(

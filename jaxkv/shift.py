@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cells import Cells, bits, owned_by, restamped, with_owners, within
+from jaxkv.cells import Cells, bits, end_of, owned_by, restamped, with_owners, within
 from jaxkv.rope import rotate
 from jaxkv.store import Rows
 
@@ -66,7 +66,7 @@ def _move_lost(
     """What a window took from a sequence moves as if it were still there."""
     end = cells.lost - 1  # the last position that was taken
     moves = (jnp.arange(cells.sequences) == seq) & (end >= jnp.maximum(start, 0))
-    moves &= (stop < 0) | (end < stop)
+    moves &= end < end_of(stop)
     return replace(cells, lost=jnp.where(moves, jnp.maximum(moved(end) + 1, 0), cells.lost))
 
 

@@ -21,6 +21,12 @@ def nowhere(slots: jax.Array) -> jax.Array:
     return FAR + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
 
 
+def unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
+    """Send every token of a ubatch nowhere unless all is well: it is carried out whole or not."""
+    slots = jax.tree.map(lambda x: jnp.where(ok, x, nowhere(x)), ubatch.slots)
+    return replace(ubatch, slots=slots)
+
+
 def pools(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Say which streams the tokens of a ubatch live in; `[P]` int32.
 
@@ -61,6 +67,11 @@ def owing(cells: Cells, present: jax.Array) -> jax.Array:
     return present & holders(cells, cells.shift != 0)
 
 
+def usable(cells: Cells) -> jax.Array:
+    """Say which cells a token may get: those that are empty, or that nobody sees; `[S, N]` bool."""
+    return free(cells) | hidden(cells)
+
+
 def present(ubatch: Ubatch, sequences: int) -> jax.Array:
     """Say which sequences have a valid token in a ubatch; `[Q]` bool."""
     ids = jnp.where(ubatch.valid, ubatch.sequences, sequences).reshape(-1)
@@ -82,7 +93,7 @@ def admit(cells: Cells, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
       `[Q]` bool, who asks for nothing always fits; and `[Q]` int32, the cells that are left to each
       when those who fit have theirs.
     """
-    room = jnp.sum(free(cells) | hidden(cells), axis=1, dtype=jnp.int32)
+    room = jnp.sum(usable(cells), axis=1, dtype=jnp.int32)
     if cells.window is not None:
         return wanted >= 0, jnp.broadcast_to(room, wanted.shape)
     if cells.streams > 1:
@@ -111,18 +122,18 @@ def find(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Ar
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """
-    empty, unseen = free(cells), hidden(cells)
+    open_cells = usable(cells)
 
     def choose(stream: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
         turn = jnp.cumsum(valid, dtype=jnp.int32)
-        usable = empty[stream] | unseen[stream]
-        count = jnp.cumsum(usable, dtype=jnp.int32)  # up to and with each cell
+        mine = open_cells[stream]
+        count = jnp.cumsum(mine, dtype=jnp.int32)  # up to and with each cell
         if cells.placement == "contiguous":
             return _run(count, turn[-1]) + turn - 1, turn[-1] <= count[-1]
         if cells.window is None:
             return jnp.searchsorted(count, turn), jnp.array(False)
         # An empty cell has the lowest position of all.
-        order = jnp.argsort(jnp.where(usable, cells.position[stream], END), stable=True)
+        order = jnp.argsort(jnp.where(mine, cells.position[stream], END), stable=True)
         order = jnp.append(order, cells.size)
         return order[jnp.where(turn <= count[-1], turn - 1, cells.size)], jnp.array(False)
 
@@ -156,10 +167,10 @@ def fresh(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """
     lives = ubatch.valid & (ubatch.slots < cells.size)
     where = (streams(cells, ubatch)[:, None], ubatch.slots)
-    usable = (free(cells) | hidden(cells)).at[where].get(mode="fill", fill_value=False)
+    untaken = usable(cells).at[where].get(mode="fill", fill_value=False)
     here = present(ubatch, cells.sequences)
     same = ~here | (reached(cells, here) == ubatch.last)
-    return jnp.all(lives == ubatch.valid) & jnp.all(usable | ~lives) & jnp.all(same)
+    return jnp.all(lives == ubatch.valid) & jnp.all(untaken | ~lives) & jnp.all(same)
 
 
 def fill(cells: Cells, ubatch: Ubatch) -> Cells:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.cells import EMPTY, END
+from jaxkv.cells import EMPTY, END, end_of
 from jaxkv.plan import Reason
 from jaxkv.slots import nowhere, present
 
@@ -183,7 +183,7 @@ def _cut(
     """Say which pairs stay, `[Q, E + 1]`; who goes as a whole, `[Q]`; and if it is granted."""
     asked = (seq == -1) | (jnp.arange(states.sequences) == seq)
     end = reached(states, asked)
-    start, stop = jnp.maximum(start, 0), _end(stop)
+    start, stop = jnp.maximum(start, 0), end_of(stop)
     cut = (start <= end) & (end < stop)  # never where nobody asks or nothing is held
     whole = cut & (start == 0)
     stands = jnp.any(states.position == start - 1, axis=1)
@@ -208,7 +208,7 @@ def copy(
       start: `[]` int32, first position of the range; negative means 0.
       stop: `[]` int32, one past the last; negative means no end, and 0 an empty range.
     """
-    start, stop = jnp.maximum(start, 0), _end(stop)
+    start, stop = jnp.maximum(start, 0), end_of(stop)
     end = jnp.maximum(states.position[src, -1], states.lost[src] - 1)
     some = (start <= end) & (start < stop)
     cut = jnp.where(some, jnp.minimum(stop, end + 1), 0)  # one past the last that is copied
@@ -271,7 +271,7 @@ def divide(
 
 def _moves(states: States, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Say which pairs move with those of a sequence in a range; `[Q, E + 1]` bool."""
-    inside = (states.position >= jnp.maximum(start, 0)) & (states.position < _end(stop))
+    inside = (states.position >= jnp.maximum(start, 0)) & (states.position < end_of(stop))
     mine = inside & (jnp.arange(states.sequences) == seq)[:, None]
     if states.streams > 1:
         return mine
@@ -303,7 +303,7 @@ def _moved(
     stays = jnp.where(gone[:, None], before & stands[:, None], stays)
     # What a sequence without a past has lost moves as if it were still there.
     end = states.lost - 1
-    moving = (jnp.arange(states.sequences) == seq) & (end >= start) & (end < _end(stop))
+    moving = (jnp.arange(states.sequences) == seq) & (end >= start) & (end < end_of(stop))
     lost = jnp.where(moving, jnp.maximum(move(end) + 1, 0), states.lost)
     lost = jnp.where(gone & ~stands, start, lost)
     return replace(_with(replace(states, position=position), stays), lost=lost)
@@ -507,8 +507,3 @@ def _with(states: States, stays: jax.Array) -> States:
         position=jnp.take_along_axis(position, order, axis=1),
         cell=jnp.take_along_axis(cell, order, axis=1),
     )
-
-
-def _end(stop: jax.Array) -> jax.Array:
-    """Resolve the end of a range: a negative one is open."""
-    return jnp.where(stop < 0, END, stop)

@@ -58,6 +58,21 @@ def symmetric(size: int) -> Window:
     return Window(size, "symmetric")
 
 
+def cells_for(window: Window, *, ubatch_size: int, rollback: int, sharing: int = 1) -> int:
+    """Count the cells of a stream that serve a text of any length.
+
+    Args:
+      window: how far tokens look back.
+      ubatch_size: the most tokens that are computed at once.
+      rollback: how many tokens can be taken back though the window is full.
+      sharing: how many sequences share the stream.
+
+    >>> cells_for(standard(512), ubatch_size=64, rollback=32, sharing=2)
+    1216
+    """
+    return (window.size + ubatch_size + rollback) * sharing
+
+
 def first_seen(window: Window | None, position: jax.Array) -> jax.Array:
     """Find the lowest position that a token at a position sees; it never falls as that rises.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jaxkv
 from jaxkv import Rope, Window
+from jaxkv.window import cells_for
 from models.checkpoint import Checkpoint
 
 
@@ -22,7 +23,7 @@ def make_memory(
     windows: Sequence[Window | None],
     ropes: Sequence[Rope],
     *,
-    cells: int,
+    cells: int | None,
     sequences: int = 1,
     streams: int = 1,
     ubatch_size: int = 512,
@@ -35,7 +36,8 @@ def make_memory(
     Args:
       windows: of each layer, None where it sees the whole text.
       ropes: of each layer.
-      cells: of a stream: the tokens that fit, over all sequences that share it.
+      cells: of a stream: the tokens that fit, over all sequences that share it. None for a text of
+        any length, where every layer has a window.
       sequences: the sequences that may be told apart.
       streams: 1, or `sequences` to give each sequence cells of its own.
       ubatch_size: the most tokens that are computed at once; a window cache is made for it.
@@ -50,8 +52,10 @@ def make_memory(
         layers = tuple(i for i, one in enumerate(windows) if one == window)
         rope = tuple(ropes[i] for i in layers)
         small = window is not None and not full_windows
-        if small:  # unless the whole text is shorter than what a window cache is made of
-            small = (window.size + ubatch_size + rollback) * (sequences // streams) < cells
+        if small and cells is not None:  # the text may be shorter than what a window needs
+            small = cells > cells_for(
+                window, ubatch_size=ubatch_size, rollback=rollback, sharing=sequences // streams
+            )
         part = jaxkv.make_kv_cache(
             layers=len(layers),
             cells=None if small else cells,

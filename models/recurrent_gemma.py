@@ -14,7 +14,7 @@ from flax import nnx
 
 import jaxkv
 from jaxkv.rope import Rope
-from models import scans
+from models import memories, scans
 from models.checkpoint import Checkpoint
 from models.rope_config import rope_of
 
@@ -294,8 +294,6 @@ def make_memory(
     kept: int = 0,
     streams: int = 1,
     dtype: Any = jnp.float32,
-    ubatch_size: int = 512,
-    rollback: int = 32,
     **options: Any,
 ) -> Any:
     """Make the memory that a model of this family needs: states, and a window of cells.
@@ -307,9 +305,7 @@ def make_memory(
       kept: E, the earlier states of each sequence that can be gone back to.
       streams: S, whether all sequences share one table of cells or each has its own.
       dtype: of all but the states of the recurrent layers, which are float32.
-      ubatch_size: the most tokens that are computed at once.
-      rollback: positions that can be taken back after the window has moved past them.
-      options: whatever else `jaxkv.make_kv_cache` takes.
+      options: of the window's cells, see `models.memories.make_memory`.
     """
     parts = []
     if recurs := tuple(i for i, attends in enumerate(config.attends) if not attends):
@@ -322,19 +318,15 @@ def make_memory(
         )
         parts.append((memory, recurs))
     if attends := tuple(i for i, attends in enumerate(config.attends) if attends):
-        most = (config.window + ubatch_size + rollback) * (sequences // streams)
-        memory = jaxkv.make_kv_cache(
-            layers=len(attends),
-            cells=None if cells is None or cells > most else cells,
+        memory = memories.make_memory(
+            (jaxkv.standard(config.window),) * len(attends),
+            (config.rope,) * len(attends),
+            cells=cells,
             heads=config.groups,
             size=config.size,
             sequences=sequences,
             streams=streams,
-            window=jaxkv.standard(config.window),
-            ubatch_size=ubatch_size,
-            rollback=rollback,
             dtype=dtype,
-            rope=config.rope,
             **options,
         )
         parts.append((memory, attends))
