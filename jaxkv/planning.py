@@ -93,7 +93,7 @@ def init_batch(
     draft = _check(table, flat, _ranks(flat))
     ubatches = []
     for part in parts:
-        draft, ubatch = _place(draft, part, outputs=outputs)
+        draft, ubatch = _place_and_fill(draft, part, outputs=outputs)
         ubatches.append(ubatch)
     plan = _verdict(draft)
     return replace(plan, ubatches=tuple(_unless(plan.ok, ubatch) for ubatch in ubatches))
@@ -284,7 +284,7 @@ class _Draft:
 @partial(jax.jit, static_argnames="outputs")
 def _plan_one(table: Any, batch: Batch, ranks: tuple, index: jax.Array, *, outputs: int) -> Plan:
     """Plan a batch that is one ubatch."""
-    draft, ubatch = _place(_check(table, batch, ranks), index, outputs=outputs)
+    draft, ubatch = _place(_check(table, batch, ranks), index, outputs)
     plan = _verdict(draft)
     return replace(plan, ubatches=(unless(plan.ok, ubatch),))
 
@@ -329,8 +329,14 @@ def _check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> _Dra
 
 
 @partial(jax.jit, static_argnames="outputs")
-def _place(draft: _Draft, index: jax.Array, *, outputs: int) -> tuple[_Draft, Ubatch]:
-    """Choose cells for one ubatch, `[R, T]`, and let it into the table of the draft."""
+def _place_and_fill(draft: _Draft, index: jax.Array, *, outputs: int) -> tuple[_Draft, Ubatch]:
+    """Place one ubatch, and let it into the table of the draft for the next."""
+    draft, ubatch = _place(draft, index, outputs)
+    return replace(draft, table=table_fill(draft.table, ubatch)), ubatch
+
+
+def _place(draft: _Draft, index: jax.Array, outputs: int) -> tuple[_Draft, Ubatch]:
+    """Choose cells for one ubatch, `[R, T]`."""
     table, streams = draft.table, table_streams(draft.table)
     index, mixed = _arranged(draft.batch, index, streams)
     ubatch = _lay_out(draft.batch, index, draft.last, outputs, streams, table_digest(table))
@@ -340,7 +346,6 @@ def _place(draft: _Draft, index: jax.Array, *, outputs: int) -> tuple[_Draft, Ub
     late = draft.late.at[ids].max(jnp.where(draft.ok, fault, Reason.FITS), mode="drop")
     draft = replace(
         draft,
-        table=table_fill(table, ubatch),
         last=draft.last.at[ids].max(ubatch.positions, mode="drop"),
         late=jnp.maximum(late, jnp.where(mixed, Reason.MIXED_ROW, Reason.FITS)),
     )
