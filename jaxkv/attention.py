@@ -6,6 +6,15 @@ import jax.numpy as jnp
 TILE = 256
 """Rows that are cleaned at a time when a hidden row holds something that is not finite."""
 
+THIN = 32
+"""The most rows of queries for which keys and values are read by all cores, see `scores`."""
+
+PRODUCTS = 384
+"""Independent products that values are weighed in, if there are as many: enough for all cores."""
+
+PART = 32
+"""The fewest rows of such a product."""
+
 
 def attention(
     q: jax.Array,
@@ -58,20 +67,21 @@ def attention(
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"wanted sinks {(heads,)}, one for each query head, got {sinks.shape}")
     scale = size**-0.5 if scale is None else scale
-    q = packed(q * jnp.asarray(scale, q.dtype), groups)
-    logits = jnp.einsum("rkxd,rknd->rkxn", q, k, preferred_element_type=jnp.float32)
-    logits = cap(logits, softcap).reshape(rows, groups, -1, tokens, k.shape[2])
-    logits = jnp.where(mask[:, None, None], logits, -jnp.inf)
-    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    q = packed(q * jnp.asarray(scale, q.dtype), groups)  # [R, K, X, D]
+    k, v = in_parts(k, q.shape[2]), in_parts(v, q.shape[2])
+    seen = mask.reshape(rows, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
+    logits = cap(scores(q, k), softcap).reshape(*k.shape[:3], -1, tokens, k.shape[3])
+    logits = jnp.where(seen, logits, -jnp.inf)  # [R, K, P, G, T, C]
+    highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
     if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(1, groups, -1, 1, 1)
+        sinks = sinks.astype(jnp.float32).reshape(1, groups, 1, -1, 1, 1)
         highest = jnp.maximum(highest, jax.lax.stop_gradient(sinks))
     highest = jnp.where(highest == -jnp.inf, 0.0, highest)
     weights = jnp.exp(logits - highest)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = jnp.sum(weights, axis=(2, 5), keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - highest)
-    out = weigh(weights.reshape(rows, groups, -1, k.shape[2]), v)
+    out = weigh(weights.reshape(*k.shape[:3], -1, k.shape[3]), v)
     out = out / jnp.where(total == 0.0, 1.0, total).reshape(*out.shape[:3], 1)
     return unpacked(out, tokens, heads).astype(dtype)
 
@@ -101,29 +111,58 @@ def cap(logits: jax.Array, softcap: float | None) -> jax.Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Add up weighted values, `[R, K, X, N]` times `[R, K, N, Dv]`; a weight of 0 hides even a NaN.
+def in_parts(rows: jax.Array, queries: int) -> jax.Array:
+    """Cut rows into P parts of C; `[R, K, N, D]` to `[R, K, P, C, D]`, without moving them.
 
-    A plain product lets 0 * NaN through, and cleaning all values first would read and write them
-    all. So the product is looked at, and done again in clean tiles only when it is not finite.
+    A processor shares products among its cores one by one, and a few thin ones keep but one core
+    busy. Where there are many queries, or few rows, P is 1.
     """
-    out = jnp.einsum("rkxn,rknd->rkxd", weights, v, preferred_element_type=jnp.float32)
+    products, parts, size = rows.shape[0] * rows.shape[1], 1, rows.shape[2]
+    while queries <= THIN and products * parts < PRODUCTS and size % 2 == 0 and size >= 2 * PART:
+        parts, size = 2 * parts, size // 2
+    return rows.reshape(*rows.shape[:2], parts, size, rows.shape[3])
+
+
+def scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Multiply queries and keys, `[R, K, X, D]` and `[R, K, P, C, D]`; `[R, K, P, X, C]` float32.
+
+    With few queries the keys come first: rows of the first factor are shared among cores. The
+    barrier keeps the compiler from exchanging the factors to save itself the small transpose.
+    """
+    if q.shape[2] > THIN:
+        return jnp.einsum("rkxd,rkpcd->rkpxc", q, k, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("rkpcd,rkxd->rkpcx", k, q, preferred_element_type=jnp.float32)
+    return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
+
+
+def weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Add up weighted values, `[R, K, P, X, C]` times `[R, K, P, C, Dv]`; `[R, K, X, Dv]` float32.
+
+    A weight of 0 hides even a NaN. A plain product lets 0 * NaN through, and cleaning all values
+    first would read and write them all. So the product is looked at, and done again in clean tiles
+    only when it is not finite.
+    """
+    out = jnp.einsum("rkpxc,rkpcd->rkpxd", weights, v, preferred_element_type=jnp.float32)
+    # Without the barrier the sum over parts would become one product again.
+    out = jax.lax.optimization_barrier(out).sum(2)
 
     def again() -> jax.Array:
-        size = min(TILE, v.shape[2])
+        flat = weights.swapaxes(2, 3).reshape(*out.shape[:3], -1)
+        rows = v.reshape(*v.shape[:2], -1, v.shape[4])
+        size = min(TILE, rows.shape[2])
 
         def tile(i: jax.Array, total: jax.Array) -> jax.Array:
-            start = jnp.minimum(i * size, v.shape[2] - size)
+            start = jnp.minimum(i * size, rows.shape[2] - size)
             new = start + jnp.arange(size) >= i * size  # the last tile may overlap the one before
-            w = jax.lax.dynamic_slice_in_dim(weights, start, size, axis=3)
+            w = jax.lax.dynamic_slice_in_dim(flat, start, size, axis=3)
             w = jnp.where(new[None, None, None], w, 0.0)
-            x = jax.lax.dynamic_slice_in_dim(v, start, size, axis=2)
+            x = jax.lax.dynamic_slice_in_dim(rows, start, size, axis=2)
             bad = ~jnp.isfinite(x)
             clean = jnp.einsum("rkxn,rknd->rkxd", w, jnp.where(bad, 0, x).astype(jnp.float32))
             # A row that is seen and is not finite must still show.
             seen = jnp.einsum("rkxn,rknd->rkxd", (w > 0) * 1.0, bad.astype(jnp.float32))
             return total + jnp.where(seen > 0, jnp.nan, clean)
 
-        return jax.lax.fori_loop(0, -(-v.shape[2] // size), tile, jnp.zeros_like(out))
+        return jax.lax.fori_loop(0, -(-rows.shape[2] // size), tile, jnp.zeros_like(out))
 
     return jax.lax.cond(jnp.all(jnp.isfinite(out)), lambda: out, again)

@@ -9,7 +9,7 @@ when that changes.
 import jax
 import jax.numpy as jnp
 
-from jaxkv.attention import attention, cap, packed, unpacked, weigh
+from jaxkv.attention import attention, cap, packed, scores, unpacked, weigh
 
 TILE = 256
 """Cells of a tile: large enough that a product with them outweighs a turn of the loop."""
@@ -130,14 +130,14 @@ def _by_tiles(
 
         highest, total, out = map(mine, carry)
         seen = jax.lax.dynamic_slice(mask, (pool, 0, first), (1, tokens, size)) & new[None, None]
-        logits = jnp.einsum("rkxd,rknd->rkxn", mine(q), cut(k), preferred_element_type=jnp.float32)
+        logits = scores(mine(q), cut(k)[:, :, None])
         logits = cap(logits, softcap).reshape(1, groups, -1, tokens, size)
         logits = jnp.where(seen[:, None, None], logits, -jnp.inf).reshape(1, groups, -1, size)
         higher = jnp.maximum(highest, jnp.max(logits, axis=-1))
         base = jnp.where(higher == -jnp.inf, 0.0, higher)
         weights, kept = jnp.exp(logits - base[..., None]), jnp.exp(highest - base)
         total = total * kept + jnp.sum(weights, axis=-1)
-        out = out * kept[..., None] + weigh(weights, cut(v))
+        out = out * kept[..., None] + weigh(weights[:, :, None], cut(v)[:, :, None])
         done = (higher, total, out)
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(x, part, pool, 0)

@@ -1,0 +1,114 @@
+"""What does the host cost? 1, 8 and 32 tokens a dispatch, against a loop in Python.
+
+Run `python -m benchmarks.loop`. The same greedy decoding of SmolLM2 in float32; the loop in Python
+plans, applies, runs and picks, each in its own call, and looks at the token every time.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+import models
+from benchmarks import machine, turns
+
+
+def pick(logits: jax.Array, sequences: jax.Array, positions: jax.Array) -> jax.Array:
+    """Choose the likeliest token."""
+    del sequences, positions
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+class Side:
+    """B prompts in a memory of their own, from which generation starts again and again."""
+
+    def __init__(self, model: models.Model, prompts: np.ndarray, *, tokens: int):
+        self.model, self.tokens, self.batch = model, tokens, len(prompts)
+        cells = prompts.shape[1] + tokens
+        memory = model.make_memory(cells=cells, sequences=self.batch, streams=self.batch)
+        memory, logits = jaxkv.prefill(
+            model.step, model.weights, memory, jaxkv.make_batch(list(prompts))
+        )
+        self.table, self.rows = jaxkv.split(memory)
+        self.first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        self.last = prompts.shape[1]
+
+    def in_python(self) -> np.ndarray:
+        """A call for everything, and a look at each token."""
+        # A step takes the whole memory, its table too, which is needed again.
+        memory = jaxkv.join(jax.tree.map(jnp.copy, self.table), self.rows)
+        token, chosen = np.asarray(self.first), []
+        for _ in range(self.tokens):
+            plan = jaxkv.init_batch(memory, jaxkv.make_batch(token[:, None])).check()
+            memory, logits = self.model.step(self.model.weights, memory, plan.ubatches[0])
+            token = np.asarray(plan.collect([logits])).argmax(-1).astype(np.int32)
+            chosen.append(token)
+        self.rows = jaxkv.split(memory)[1]
+        return np.stack(chosen, 1)
+
+    def on_device(self, steps: int) -> Callable[[], np.ndarray]:
+        """`steps` tokens a dispatch."""
+        stop = jnp.zeros(0, jnp.int32)
+
+        @partial(jax.jit, donate_argnames="rows")
+        def chunk(weights: Any, table: Any, rows: Any, running: jaxkv.Running) -> tuple:
+            memory = jaxkv.join(table, rows)
+            memory, running, tokens = jaxkv.decode(
+                self.model.forward, pick, weights, memory, running, stop, steps=steps
+            )
+            return *jaxkv.split(memory), running, tokens
+
+        def run() -> np.ndarray:
+            running = jaxkv.Running(
+                token=self.first,
+                position=jnp.full(self.batch, self.last, jnp.int32),
+                sequence=jnp.arange(self.batch),
+                active=jnp.ones(self.batch, bool),
+                full=jnp.array(False),
+            )
+            table, chosen = self.table, []
+            for _ in range(self.tokens // steps):
+                table, self.rows, running, tokens = chunk(
+                    self.model.weights, table, self.rows, running
+                )
+                chosen.append(np.asarray(tokens))
+            return np.concatenate(chosen, 1)
+
+        return run
+
+
+def main() -> None:
+    """Print the milliseconds a token for each number of tokens a dispatch."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=4)
+    args = parser.parse_args()
+    machine.main()
+    model = models.load()
+    ids = np.random.default_rng(0).integers(100, 20_000, (max(args.batch), args.prompt), np.int32)
+    for batch in args.batch:
+        side = Side(model, ids[:batch], tokens=args.tokens)
+        ways = {f"{n} tokens a dispatch": side.on_device(n) for n in (1, 8, 32)}
+        ways["a loop in Python"] = side.in_python
+        texts = {name: way().tolist() for name, way in ways.items()}
+        assert all(text == texts["a loop in Python"] for text in texts.values()), "they disagree"
+        print(f"batch {batch}, {args.tokens} tokens after {args.prompt}; milliseconds a token:")
+        took = turns.take_turns(
+            {
+                name: lambda way=way: turns.milliseconds(way)() / args.tokens
+                for name, way in ways.items()
+            },
+            args.rounds,
+        )
+        turns.table(took, own=["8 tokens a dispatch"])
+
+
+if __name__ == "__main__":
+    main()

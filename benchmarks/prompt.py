@@ -1,0 +1,65 @@
+"""How fast is a prompt taken in? SmolLM2 in float32, in ubatches of several sizes.
+
+Run `python -m benchmarks.prompt`. All sides hold the same weights, read the same tokens and take
+turns in one process; llama.cpp and transformers take part where they are installed.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+import jaxkv
+import models
+from benchmarks import llama_cpp_peer, machine, transformers_peer, turns
+
+
+def jaxkv_prompt(model: models.Model, prompt: np.ndarray, ubatch_size: int) -> Callable:
+    """The whole prompt through jaxkv: an empty memory, planning, and the model."""
+
+    def run() -> jax.Array:
+        memory = model.make_memory(cells=len(prompt))
+        batch = jaxkv.make_batch(prompt)
+        _, logits = jaxkv.prefill(model.step, model.weights, memory, batch, ubatch_size=ubatch_size)
+        return logits
+
+    return run
+
+
+def main() -> None:
+    """Print the milliseconds of a prompt on each side."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--ubatch", type=int, nargs="+", default=[512, 1024])
+    parser.add_argument("--rounds", type=int, default=4)
+    args = parser.parse_args()
+    machine.main()
+    model = models.load()
+    prompt = np.random.default_rng(0).integers(100, 20_000, args.tokens).astype(np.int32)
+    sides = {f"jaxkv, ubatches of {u}": jaxkv_prompt(model, prompt, u) for u in args.ubatch}
+    options = {"cells": args.tokens, "batch": 1, "threads": machine.threads()}
+    if llama_cpp_peer.available():
+        path = llama_cpp_peer.weights_file("smollm2", "f32")
+        llama = llama_cpp_peer.LlamaCppPeer(path, **options)
+        sides["llama.cpp f32"] = lambda: llama.prefill(prompt[None])
+    else:
+        print("llama-cpp-python is not installed here: pip install llama-cpp-python")
+    if transformers_peer.available():
+        tensors = {name: model.checkpoint.tensor(name) for name in model.checkpoint.names()}
+        for kind in ("static", "dynamic"):
+            peer = transformers_peer.TransformersPeer(
+                tensors, model.checkpoint.config, cache=kind, **options
+            )
+            sides[f"transformers, {kind}"] = lambda peer=peer: peer.prefill(prompt[None])
+    else:
+        print("transformers is not installed here: pip install torch transformers")
+    print(f"a prompt of {args.tokens} tokens; milliseconds:")
+    took = turns.take_turns({n: turns.milliseconds(s) for n, s in sides.items()}, args.rounds)
+    middle = turns.table(took, own=list(sides)[:1])
+    for name, time in middle.items():
+        print(f"  {name}: {1e3 * args.tokens / time:.0f} tokens a second")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What does each verb cost, and how does that grow with the cells?
+
+Run `python -m benchmarks.verbs`. A pool that is three quarters full, shared by 32 sequences. For
+each verb: what the caller waits until the call returns, what it takes until the result is there,
+and the slope, the power of the number of cells that the time grows with (1 is linear).
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from benchmarks import machine
+
+SEQUENCES = 32
+
+
+def filled(cells: int) -> jaxkv.KVCache:
+    """Make a pool, three quarters full with as many tokens of each sequence, and one that moved."""
+    memory = jaxkv.make_kv_cache(layers=1, cells=cells, heads=1, size=2, sequences=SEQUENCES)
+    batch = jaxkv.make_batch(
+        np.zeros(cells * 3 // 4, np.int32), sequences=np.arange(cells * 3 // 4) % SEQUENCES
+    )
+    for ubatch in jaxkv.init_batch(memory, batch, ubatch_size=4096).check().ubatches:
+        memory = jaxkv.apply(memory, ubatch)
+    return memory
+
+
+def verbs(memory: jaxkv.KVCache) -> dict[str, Callable[[], object]]:
+    """Everything there is to do with a memory, by name."""
+    each = jaxkv.make_batch([[1]] * SEQUENCES)
+    prompt = jaxkv.make_batch(np.zeros(512, np.int32), sequences=np.arange(512) % SEQUENCES)
+    ids, ones = jnp.arange(SEQUENCES), jnp.ones(SEQUENCES, bool)
+    step = jax.jit(jaxkv.plan_step)
+    plan = jaxkv.init_batch(memory, each)
+    later = jaxkv.apply(memory, plan)
+    table, _ = jaxkv.split(memory)
+    middle = memory.table.size // SEQUENCES // 2
+    return {
+        "init_batch, a token each": lambda: jaxkv.init_batch(memory, each),
+        "init_batch, 512 tokens": lambda: jaxkv.init_batch(memory, prompt),
+        "plan_step, a token each": lambda: step(memory, ids, ids, ones),
+        "apply": lambda: jaxkv.apply(memory, plan),
+        "seq_rm": lambda: jaxkv.seq_rm(memory, 3, middle, -1),
+        "seq_cp": lambda: jaxkv.seq_cp(memory, 3, 4, 0, middle),
+        "seq_keep": lambda: jaxkv.seq_keep(memory, 3),
+        "seq_add": lambda: jaxkv.seq_add(memory, 3, middle, -1, 5),
+        "seq_div": lambda: jaxkv.seq_div(memory, 3, middle, -1, 2),
+        "seq_pos_min": lambda: jaxkv.seq_pos_min(memory, 3),
+        "seq_pos_max": lambda: jaxkv.seq_pos_max(memory, 3),
+        "can_seq_rm": lambda: jaxkv.can_seq_rm(memory, 3, middle, -1),
+        "can_resume": lambda: jaxkv.can_resume(memory, 3, middle),
+        "used": lambda: jaxkv.used(memory),
+        "clear": lambda: jaxkv.clear(memory),
+        "go_back": lambda: jaxkv.go_back(table, later),
+        "init_update": lambda: jaxkv.init_update(memory),
+        "defrag_plan": lambda: jaxkv.defrag_plan(memory),
+    }
+
+
+def microseconds(work: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Median time until a call returns, and until its result is there."""
+    returned, there = [], []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        done = work()
+        returned.append(time.perf_counter() - start)
+        jax.block_until_ready(done)
+        there.append(time.perf_counter() - start)
+    return 1e6 * float(np.median(returned[2:])), 1e6 * float(np.median(there[2:]))
+
+
+def main() -> None:
+    """Print the microseconds of each verb."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--cells", type=int, nargs="+", default=[1024, 4096, 8192, 65536])
+    parser.add_argument("--repeats", type=int, default=50)
+    args = parser.parse_args()
+    machine.main()
+    took = {}
+    for cells in args.cells:
+        for name, work in verbs(filled(cells)).items():
+            took.setdefault(name, []).append(microseconds(work, args.repeats))
+    print(
+        f"{SEQUENCES} sequences; microseconds until the call returns / until the result is there:"
+    )
+    print(f"  {'cells':26s}" + "".join(f"{cells:>16d}" for cells in args.cells) + "    slope")
+    grows = np.log(args.cells[-1] / args.cells[0])
+    for name, times in took.items():
+        slope = np.log(times[-1][1] / times[0][1]) / grows
+        cells = "".join(f"{returned:8.0f} /{there:6.0f}" for returned, there in times)
+        print(f"  {name:26s}{cells}   {slope:6.2f}")
+
+
+if __name__ == "__main__":
+    main()
