@@ -1,7 +1,7 @@
 """Prompt throughput of Mamba-2: all tokens of a ubatch at once, and one after another.
 
 Random weights in the shape of Mamba-2 130M, cut to a few layers. Both ways run the same functions
-and end in the same state. Run `python benchmarks/scan.py`.
+and end in the same state. Run `python -m benchmarks.scan`.
 """
 
 import argparse
@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
 from flax import nnx
 
 import jaxkv
+from benchmarks import machine
 from models import mamba2
 from models.model import functional
 
