@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxkv
 from jaxkv.memory import table_sequences
@@ -143,6 +144,11 @@ def kept_of(table: jaxkv.States, rows: Any) -> dict[int, list[tuple[int, tuple[b
         ]
         for seq in range(table.sequences)
     }
+
+
+def states_of(memory: Any, seq: int = 0) -> list[tuple[int, tuple[bytes, ...]]]:
+    """List positions and bytes of what a sequence of a memory without attention keeps."""
+    return kept_of(*jaxkv.split(memory))[seq]
 
 
 def positions_of(memory: Any, seq: int = 0) -> list[int]:
@@ -508,3 +514,26 @@ class Twin:
             assert self.oracle.can_return_to(oracle)
             self.oracle.return_to(oracle)
         return True
+
+
+def told(kept: int = 0, counts: Sequence[int] = (10,), **options: Any) -> Twin:
+    """Make a twin whose sequences 0, 1, ... were told so many tokens."""
+    twin = Twin(kept=kept, **options)
+    counts = list(counts)
+    while any(counts):
+        now = [min(count, WIDTH) for count in counts]
+        assert twin.decode([seq for seq, count in enumerate(now) for _ in range(count)])
+        counts = [count - some for count, some in zip(counts, now, strict=True)]
+    twin.compare()
+    return twin
+
+
+KINDS = {
+    "recurrent": {"kinds": "rr"},
+    "attention": {"kinds": "ar"},
+    "window": {"kinds": "ra", "window": jaxkv.standard(4)},
+    "parallel": {"kinds": "ba"},
+}
+"""A recurrent memory alone, and beside attention: options of `Twin`."""
+
+over_kinds = pytest.mark.parametrize("kind", KINDS)

@@ -1,10 +1,8 @@
-"""Recurrent memories: exact to the token or refused, alone and beside attention.
+"""The verbs of recurrent memories: exact to the token or refused, alone and beside attention.
 
 Every state names all the tokens it has seen (`tests.histories`), so a state that is stale by one
 token, another sequence's, or half written is seen at once.
 """
-
-from functools import partial
 
 import hypothesis.strategies as st
 import jax
@@ -16,40 +14,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from tests import hlo
 from tests.histories import (
+    KINDS,
     STATES,
-    WIDTH,
     Twin,
     bytes_of,
-    compute,
     kept_of,
     make,
-    plan_rows,
+    over_kinds,
     positions_of,
-    run,
+    states_of,
     tell,
+    told,
     walk,
 )
 from tests.memories import assert_identical
-
-
-def told(kept=0, counts=(10,), **options):
-    """A twin whose sequences 0, 1, ... were told so many tokens."""
-    twin = Twin(kept=kept, **options)
-    counts = list(counts)
-    while any(counts):
-        now = [min(count, WIDTH) for count in counts]
-        assert twin.decode([seq for seq, count in enumerate(now) for _ in range(count)])
-        counts = [count - some for count, some in zip(counts, now, strict=True)]
-    twin.compare()
-    return twin
-
-
-def states_of(memory, seq=0):
-    """Positions and bytes of what a sequence of a memory without attention keeps."""
-    return kept_of(*jaxkv.split(memory))[seq]
-
 
 # ------------------------------------------------------------------------------- traps, one by one
 
@@ -78,45 +57,6 @@ def test_trap_61_removing_everything_is_clearing():
     twin.compare()
     for seq in (1, 0):
         assert twin.decode([seq, seq])
-    twin.compare()
-
-
-def test_trap_62_decoding_goes_on_from_the_state_it_was_cut_back_to():
-    twin = told(kept=3)
-    assert twin.seq_rm(0, 8)
-    assert jaxkv.seq_pos_max(twin.memory, 0) == 7
-    assert twin.decode([0])
-    twin.compare()
-    assert positions_of(twin.memory) == [6, 7, 8]
-
-
-def test_trap_63_cuts_compose():
-    twin = told(kept=3)
-    assert twin.seq_rm(0, 8)
-    assert twin.seq_rm(0, 7)
-    assert positions_of(twin.memory) == [6]
-    twin.compare()
-    assert not twin.seq_rm(0, 6)
-    assert twin.decode([0, 0])
-    twin.compare()
-
-
-def test_trap_64_kept_states_outlive_single_steps():
-    twin = told(kept=3, counts=(8,))
-    assert twin.decode([0])
-    assert twin.seq_rm(0, 8)
-    assert jaxkv.seq_pos_max(twin.memory, 0) == 7
-    twin.compare()  # the state after 7, not one that is stale by a step
-    assert twin.seq_rm(0, 6)
-    twin.compare()
-
-
-def test_trap_65_the_whole_last_batch_can_be_taken_back():
-    twin = told(kept=3, counts=(5,))
-    before = states_of(twin.memory)[-1]
-    assert twin.decode([0, 0])
-    assert twin.seq_rm(0, 5)
-    assert states_of(twin.memory)[-1] == before
     twin.compare()
 
 
@@ -188,161 +128,6 @@ def test_trap_69_who_takes_no_part_is_left_alone(kept):
     for old, new in zip(jax.tree.leaves(rows), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(np.asarray(old)[cells], np.asarray(new)[cells])
     twin.compare()
-
-
-KINDS = {
-    "recurrent": {"kinds": "rr"},
-    "attention": {"kinds": "ar"},
-    "window": {"kinds": "ra", "window": jaxkv.standard(4)},
-    "parallel": {"kinds": "ba"},
-}
-over_kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-@over_kinds
-@pytest.mark.parametrize("stop_before", [1, 2])
-def test_trap_71_and_72_an_abort_leaves_the_state_before_the_batch(kind, stop_before):
-    """The memory before is a value; where rows were given up, going back is exact or refused."""
-    twin = told(kept=1, counts=(3, 2, 0), **KINDS[kind])
-    past = twin.fork()
-    plan, parts = twin.plan([0] * 11, in_parts=True)
-    for ubatch, part in [*zip(plan.ubatches, parts, strict=True)][:stop_before]:
-        assert twin.step(ubatch, part)
-    twin.compare()
-    failed = twin.fork()
-    twin.go_back(past)
-    twin.compare()
-    twin.return_to(failed)
-    twin.return_to(past)
-    twin.compare()
-    assert twin.decode([0] * 5 + [1] * 3)
-    twin.compare()
-
-
-@partial(jax.jit, donate_argnames="rows", static_argnames="kinds")
-def step(table, rows, ubatch, kinds):
-    """Only the rows are donated, so the caller keeps the old table."""
-    memory, _ = walk(jaxkv.join(table, rows), ubatch, kinds)
-    return jaxkv.split(memory)
-
-
-@pytest.mark.parametrize("kind", ["recurrent", "attention"])
-def test_trap_71_with_donated_rows_what_is_shared_survives(kind):
-    """States that a second sequence holds are never written over, so going back is granted."""
-    twin = told(kept=1, counts=(3, 0, 0), **KINDS[kind])
-    alone = jaxkv.split(twin.memory)[0]
-    twin.both("seq_cp", 0, [2])
-    table, rows = jaxkv.split(jax.tree.map(jnp.copy, twin.memory))
-    old = table
-    plan, _ = twin.plan([0] * 11, in_parts=True)
-    for ubatch in plan.ubatches:
-        table, rows = step(table, rows, ubatch, KINDS[kind]["kinds"])
-    known = kept_of(*twin.parts()[:2])
-    twin.memory, ok = jaxkv.go_back(old, jaxkv.join(table, rows))
-    assert ok
-    assert kept_of(*twin.parts()[:2]) == known
-    _, ok = jaxkv.go_back(alone, jaxkv.join(table, rows))
-    assert ok  # the same cells: what is shared is there for all
-
-
-def test_going_back_is_refused_where_states_were_written_over():
-    memory = tell(make(sequences=1), [1, 2])
-    table, _ = jaxkv.split(memory)
-    later = tell(memory, [3])
-    back, ok = jaxkv.go_back(table, later)
-    assert not ok
-    assert_identical(back, later)
-
-
-def test_going_back_and_computing_the_same_ubatch_again_gives_the_same():
-    memory = tell(make(), [1, 2])  # a cell is free
-    (ubatch,) = jaxkv.init_batch(memory, make_batch([3])).ubatches
-    later, passed = walk(memory, ubatch)
-    back, ok = jaxkv.go_back(jaxkv.split(memory)[0], later)
-    assert ok
-    again, same = walk(back, ubatch)
-    assert_identical(same, passed)
-    assert states_of(again) == states_of(later)
-
-
-def test_trap_86_a_hybrid_begins_where_it_can_be_cut_back_to():
-    for kept, first in ((0, 9), (1, 8)):
-        twin = told(kept=kept, counts=(10,), kinds="ar")
-        assert jaxkv.seq_pos_min(twin.memory, 0) == first
-        assert jaxkv.seq_pos_max(twin.memory, 0) == 9
-        assert twin.seq_rm(0, first + 1)
-        assert not twin.seq_rm(0, first)
-        twin.compare()
-
-
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_trap_94_a_fresh_state_is_selected_not_multiplied(number):
-    memory = make(kept=1)
-    table, rows = jaxkv.split(memory)
-    poison = [dict(row, trace=jnp.full_like(row["trace"], number)) for row in rows]
-    memory = tell(jaxkv.join(table, tuple(poison)), [1, 2, 3], [4])
-    assert states_of(memory) == [(p, bytes_of([1, 2, 3][: p + 1], (0, 1))) for p in (1, 2)]
-    assert states_of(memory, 1) == [(0, bytes_of([4], (0, 1)))]
-
-
-# ------------------------------------------------------------------------------------- rollback
-
-
-@pytest.mark.parametrize("kept", [0, 1, 3])
-@pytest.mark.parametrize("prompt", [0, 3])
-def test_rollback_is_exact_or_refused(kept, prompt):
-    """By every count, after batches of every length: as if it had never gone there, or refused."""
-    start = told(kept=kept, counts=(prompt, 2)).fork()
-    for count in sorted({1, 2, kept, kept + 1, kept + 4} - {0}):
-        for back in range(kept + 3):
-            if back > count + prompt:
-                continue
-            twin = Twin(kept=kept)
-            twin.return_to(start)
-            twin.tokens = prompt + 2
-            left = prompt + count - back
-            assert twin.decode([0] * count)
-            granted = twin.seq_rm(0, left)
-            assert granted == (back <= min(kept, prompt + count - 1) or left == 0)
-            twin.compare()
-            if not granted:
-                continue
-            # One that never went there says the same from now on.
-            tokens = [*range(1, prompt + 1), *range(prompt + 3, prompt + 3 + count)][:left]
-            clean = tell(make(kept), tokens[:WIDTH]) if left else make(kept)
-            clean = tell(clean, tokens[WIDTH:]) if left > WIDTH else clean
-            assert states_of(twin.memory)[-1:] == states_of(clean)[-1:]
-            after, expected = (tell(memory, [50, 51, 52]) for memory in (twin.memory, clean))
-            least = min(3, kept + 1)
-            assert states_of(after)[-least:] == states_of(expected)[-least:]
-
-
-@pytest.mark.parametrize("kept", [1, 3])
-def test_rollback_again_and_again(kept):
-    twin = told(kept=kept, counts=(4,))
-    for count in (kept, kept + 1, 7):
-        for back in (1, kept, kept, 1):
-            assert twin.decode([0] * count)
-            end = jaxkv.seq_pos_max(twin.memory, 0).item() + 1
-            assert twin.seq_rm(0, end - back)
-            assert twin.seq_rm(0, end - back)  # beyond the end: nothing
-            assert twin.seq_rm(0, end - back - 1) == (back < kept)
-            twin.compare()
-
-
-def test_can_resume_where_a_state_stands_before():
-    twin = told(kept=3, counts=(6, 0))
-    for pos in range(-1, 9):
-        assert jaxkv.can_resume(twin.memory, 0, pos).item() == (pos in (0, 3, 4, 5, 6))
-        assert jaxkv.can_resume(twin.memory, 1, pos).item() == (pos >= 0)
-
-
-def test_a_sequence_may_begin_anywhere():
-    memory = run(make(kept=1), make_batch([1, 2, 3], positions=[100, 101, 102]))
-    assert positions_of(memory) == [101, 102]
-    assert not jaxkv.can_seq_rm(memory, 0, 50)
-    memory = run(memory, make_batch([4]))
-    assert states_of(memory)[-1] == (103, bytes_of([1, 2, 3, 4], (0, 1)))
 
 
 # -------------------------------------------------------------------------------- moving positions
@@ -499,128 +284,7 @@ def test_a_hybrid_of_hybrids_finds_the_part():
     )
 
 
-# -------------------------------------------------------------------------------- stale ubatches
-
-
-def planned(memory, *rows):
-    """Plan tokens for sequences 0, 1, 2 as one ubatch."""
-    table = np.zeros((2, 3, WIDTH), np.int32)
-    for seq, row in enumerate(rows):
-        table[:, seq, : len(row)] = row, [1] * len(row)
-    return plan_rows(memory, *table).ubatches[0]
-
-
-def unchanged_by(memory, ubatch, kinds="rr"):
-    """Neither applying a ubatch nor computing it changes a bit."""
-    assert_identical(jaxkv.apply(memory, ubatch), memory)
-    assert_identical(walk(memory, ubatch, kinds)[0], memory)
-
-
-@pytest.mark.parametrize("kept", [0, 3])
-@pytest.mark.parametrize("count", [1, 4])
-def test_a_ubatch_twice_or_late_or_rivalled_writes_nothing(kept, count):
-    memory = tell(make(kept), [1, 2, 3])
-    ubatch, rival = (planned(memory, [token] * count) for token in (7, 8))
-    after, _ = walk(memory, ubatch)
-    unchanged_by(after, ubatch)
-    unchanged_by(after, rival)
-    unchanged_by(tell(after, [9]), ubatch)
-    unchanged_by(jaxkv.seq_rm(memory, 0)[0], ubatch)
-    unchanged_by(make(kept), ubatch)
-    forked = jaxkv.seq_cp(memory, 0, [1, 2])
-    for token in (5, 6):  # the cells that were free are taken
-        forked = tell(forked, [], [token] * 4, [token] * 4)
-    unchanged_by(forked, ubatch)
-
-
-def test_ubatches_out_of_order_change_nothing():
-    memory = tell(make(1), [1])
-    first, second = jaxkv.init_batch(memory, make_batch([2] * 8), ubatch_size=4).ubatches
-    unchanged_by(memory, second)
-    memory, _ = walk(memory, first)
-    unchanged_by(memory, first)
-    memory, _ = walk(memory, second)
-    assert states_of(memory)[-1] == (8, bytes_of([1] + [2] * 8, (0, 1)))
-
-
-def test_what_was_never_applied_reads_zeros_and_is_written_nowhere():
-    memory = tell(make(), [1, 2])
-    ubatch = planned(memory, [3])
-    after, _ = jax.jit(compute)(memory, ubatch)
-    assert_identical(after, memory)
-    assert not jnp.any(jaxkv.read_states(memory, 0, ubatch)["hash"])
-
-
-def test_two_rows_of_one_sequence_are_refused():
-    """In a memory of one sequence, where rows name no stream."""
-    memory = make(1, sequences=1)
-    rows = jnp.zeros((2, 2), jnp.int32)
-    plan = jax.jit(lambda m, t: jaxkv.init_batch(m, make_batch(t)))(memory, rows)
-    assert not plan.ok
-    assert plan.reason[0] == Reason.MIXED_ROW
-    assert_identical(walk(memory, plan.ubatches[0])[0], memory)
-
-
-# ------------------------------------------------------------------------------ what callers get
-
-
-def test_padding_advances_nothing():
-    """Rows of 5 tokens are padded to 8, and a row may be empty."""
-    memory = make(1)
-    ubatch = planned(memory, [1] * 5, [2] * 5)
-    memory, passed = walk(memory, ubatch)
-    for seq in range(2):
-        history = [seq + 1] * 5
-        assert states_of(memory, seq) == [(p, bytes_of(history[: p + 1], (0, 1))) for p in (3, 4)]
-    assert states_of(memory, 2) == []
-    after = np.asarray(passed[0]["hash"])[:, 5:]
-    np.testing.assert_array_equal(after, np.broadcast_to(after[:, :1], after.shape))
-
-
-def test_holes_in_a_row_do_not_count():
-    """Rows that the caller lays out may have padding anywhere."""
-    memory = make(3)
-    tokens, valid = np.zeros((3, WIDTH), int), np.zeros((3, WIDTH), bool)
-    valid[0, [1, 3, 4, 7]] = valid[1, 6] = True
-    plan = plan_rows(memory, tokens, valid).check()
-    (ubatch,) = plan.ubatches
-    assert jaxkv.tails(ubatch, 3).tolist() == [[2, 3, 4], [0, 0, 1], [0, 0, 0]]
-    table = jaxkv.apply(memory, ubatch).table
-    assert table.position.tolist() == [[0, 1, 2, 3], [-1, -1, -1, 0], [-1] * 4]
-    stamps = np.asarray(ubatch.stamps)
-    assert np.asarray(table.stamp)[table.cell[0]].tolist() == stamps[0, [1, 3, 4, 7]].tolist()
-
-
-@pytest.mark.slow
-def test_any_split_gives_the_same():
-    """Together in rows, cut into ubatches of other shapes, or one sequence after another."""
-    tokens = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13]]
-    wanted = kept_of(*jaxkv.split(tell(make(1), *tokens)))
-    for seq, history in enumerate(tokens):
-        assert wanted[seq][-1][1] == bytes_of(history, (0, 1))
-    for size in (3, 32):
-        memory = run(make(1), make_batch(tokens), ubatch_size=size)
-        assert kept_of(*jaxkv.split(memory)) == wanted
-    alone = make(1)
-    for seq in (2, 0, 1):
-        alone = tell(alone, *[tokens[seq] if s == seq else [] for s in range(3)])
-    assert kept_of(*jaxkv.split(alone)) == wanted
-
-
-def test_an_old_memory_is_a_checkpoint():
-    """Nothing is ever changed in place, so keeping a memory is keeping a reference."""
-    memory = tell(make(), [1, 2, 3])
-    checkpoint = memory
-    for token in range(4):
-        memory = tell(memory, [token])
-    assert states_of(tell(checkpoint, [9])) == [(3, bytes_of([1, 2, 3, 9], (0, 1)))]
-    # Within one memory, and with donated rows, a sequence that is not used keeps a state.
-    memory = tell(make(), [1, 2, 3])
-    memory = jaxkv.seq_cp(memory, 0, 1)
-    for token in range(4):
-        memory = tell(memory, [token])
-    memory = tell(jaxkv.seq_cp(memory, 1, 0), [9])
-    assert states_of(memory) == [(3, bytes_of([1, 2, 3, 9], (0, 1)))]
+# -------------------------------------------------------------------------------- what callers get
 
 
 def test_wrong_arguments():
@@ -662,155 +326,7 @@ def test_nothing_is_ever_pending():
         assert_identical(jax.jit(jaxkv.apply)(memory, plan), memory)
 
 
-# -------------------------------------------------------------------------------- transformations
-
-
-def everything(memory, seq, other, p0, p1):
-    """Each verb and question, with one set of arguments."""
-    return {
-        "seq_rm": jaxkv.seq_rm(memory, seq, p0, p1),
-        "seq_rm of all": jaxkv.seq_rm(memory, -1, p0, p1),
-        "seq_cp": jaxkv.seq_cp(memory, seq, other, p0, p1),
-        "seq_keep": jaxkv.seq_keep(memory, seq),
-        "seq_add": jaxkv.seq_add(memory, seq, p0, p1, 1 - other),
-        "seq_div": jaxkv.seq_div(memory, seq, p0, p1, other + 1),
-        "clear": jaxkv.clear(memory),
-        "seq_pos_min": jaxkv.seq_pos_min(memory, seq),
-        "seq_pos_max": jaxkv.seq_pos_max(memory, seq),
-        "used": jaxkv.used(memory),
-        "can_seq_rm": jaxkv.can_seq_rm(memory, seq, p0, p1),
-        "can_resume": jaxkv.can_resume(memory, seq, p0),
-        "check_invariants": jaxkv.check_invariants(memory),
-        "go_back": jaxkv.go_back(jaxkv.split(memory)[0], jaxkv.clear(memory)),
-    }
-
-
-ARGUMENTS = [(0, 1, 4, -1), (2, 0, -1, -1), (1, 2, 1, 0), (0, 1, 3, 5)]
-
-
-def lives():
-    """Three memories of different pasts."""
-    one = told(kept=1, counts=(6, 2, 3))
-    two = told(kept=1, counts=(6, 0, 3))
-    two.both("seq_cp", 0, [1])
-    three = told(kept=1, counts=(5, 1, 0))
-    return [twin.memory for twin in (one, two, three)]
-
-
-@pytest.mark.slow
-def test_compiled_with_traced_arguments_is_as_called():
-    compiled = jax.jit(everything)
-    for memory in lives()[:2]:
-        for args in ARGUMENTS:
-            plain = everything(memory, *args)
-            for name, result in compiled(memory, *args).items():
-                assert_identical(result, plain[name])
-
-
-@pytest.mark.slow
-def test_vmap_over_memories_is_a_loop():
-    memories, args = lives(), ARGUMENTS[:3]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
-    together = jax.jit(jax.vmap(everything))(stacked, *map(jnp.array, zip(*args, strict=True)))
-    for i, (memory, one) in enumerate(zip(memories, args, strict=True)):
-        for name, alone in everything(memory, *one).items():
-            assert_identical(jax.tree.map(lambda x, i=i: x[i], together[name]), alone)
-
-
-def decode(memory, tokens, valid):
-    """One token for each sequence: plan, apply, compute."""
-    ubatch, ok = jaxkv.plan_step(memory, tokens, jnp.arange(3), valid)
-    memory, passed = compute(jaxkv.apply(memory, ubatch), ubatch)
-    return memory, (passed, ok)
-
-
-@pytest.mark.slow
-def test_a_step_in_scan_and_vmap_is_a_step():
-    tokens = jnp.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    valid = jnp.array([[1, 1, 1], [1, 0, 1], [0, 0, 0]], bool)
-    memories = lives()
-    plain = []
-    for memory in memories:
-        for step in zip(tokens, valid, strict=True):
-            memory, _ = decode(memory, *step)
-        plain.append(memory)
-    loop = jax.jit(lambda m: jax.lax.scan(lambda m, x: decode(m, *x), m, (tokens, valid))[0])
-    for memory, expected in zip(memories, plain, strict=True):
-        assert_identical(loop(memory), expected)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
-    together = jax.jit(jax.vmap(loop))(stacked)
-    for i, expected in enumerate(plain):
-        assert_identical(jax.tree.map(lambda x, i=i: x[i], together), expected)
-
-
-def test_lengths_share_programs():
-    """Lengths of one bucket, ids and fills are values: nothing is compiled for them."""
-    counted = jax.jit(lambda memory, ubatch: walk(memory, ubatch)[0])
-    memory = make(1, 3)
-    for i, count in enumerate((5, 6, 7, 8, 5)):
-        batch = make_batch([1] * count, sequences=i % 3)
-        (ubatch,) = jaxkv.init_batch(memory, batch, ubatch_size=8).ubatches
-        memory = counted(memory, ubatch)
-        memory, _ = jaxkv.seq_rm(memory, i % 3, jaxkv.seq_pos_max(memory, i % 3))
-    assert counted._cache_size() == 1
-
-
-@pytest.mark.slow
-def test_gradients_flow_through_states():
-    memory = make(0)
-    (ubatch,) = jaxkv.init_batch(memory, make_batch([1])).ubatches
-    table, rows = jaxkv.split(jaxkv.apply(memory, ubatch))
-    numbers = [row["hash"] for row in rows]
-
-    def loss(traces, x):
-        parts = [dict(hash=n, trace=t) for n, t in zip(numbers, traces, strict=True)]
-        memory = jaxkv.join(table, tuple(parts))
-        state = jaxkv.read_states(memory, 0, ubatch)
-        new = {"hash": state["hash"], "trace": state["trace"] * 3 + x}
-        memory = jaxkv.write_states(memory, 0, ubatch, new)
-        return jnp.sum(memory.rows[0]["trace"] ** 2)
-
-    gradient = jax.grad(loss, argnums=1)([row["trace"] for row in rows], jnp.ones((1, 2)))
-    np.testing.assert_array_equal(gradient, [[2.0, 2.0]])
-
-
-LARGE = {"x": ((64, 1024), jnp.float32)}  # 256 KB a state
-
-
-@pytest.mark.parametrize("kept", [0, 3])
-def test_a_donated_step_copies_no_layer(kept):
-    """It holds the states of its rows, and never those of all cells."""
-    make_large = partial(
-        jaxkv.make_recurrent_cache, layers=2, states=LARGE, sequences=64, kept=kept
-    )
-    memory = jax.eval_shape(make_large)
-
-    def one(memory, tokens):
-        ubatch, _ = jaxkv.plan_step(memory, tokens, jnp.array([5, 9]), jnp.array([True, True]))
-        memory = jaxkv.apply(memory, ubatch)
-        for layer in range(2):
-            x = jaxkv.read_states(memory, layer, ubatch)["x"]
-            after = jnp.stack([x] * kept + [x / 2 + ubatch.tokens[..., None]], axis=1)
-            memory = jaxkv.write_states(memory, layer, ubatch, {"x": after})
-        return memory
-
-    compiled = jax.jit(one, donate_argnums=0).lower(memory, jnp.zeros(2, jnp.int32)).compile()
-    layer = 64 * (kept + 1) * 64 * 1024 * 4
-    assert hlo.temporary_bytes(compiled) < layer / 2
-    assert hlo.large_moves(compiled, layer // 2) == []
-    for verb in (
-        lambda m: jaxkv.seq_rm(m, 0, 1, 5)[0],
-        lambda m: jaxkv.seq_cp(m, 0, [1, 2]),
-        lambda m: jaxkv.seq_add(m, 0, 4, -1, -2),
-        lambda m: jaxkv.seq_div(m, 0, 0, -1, 2),
-        lambda m: jaxkv.go_back(jaxkv.split(m)[0], m)[0],
-    ):
-        compiled = jax.jit(verb, donate_argnums=0).lower(memory).compile()
-        assert hlo.temporary_bytes(compiled) < layer / 100
-        assert hlo.large_moves(compiled, layer // 2) == []
-
-
-# ------------------------------------------------------------------------------- random verbs
+# ------------------------------------------------------------------------------------ random verbs
 
 edges = st.integers(-2, 12)
 ids = st.integers(0, 10**6)
