@@ -57,10 +57,13 @@ def make_hybrid_cache(*parts: tuple[Any, tuple[int, ...]]) -> HybridCache:
     """Compose memories into one.
 
     Args:
-      parts: pairs of a memory and the layers of the model that it serves, in its own order.
+      parts: pairs of a memory and the layers of the model that it serves, in its own order. All are
+        made with the same `sequences` and `streams`, so that a verb means the same in each: where
+        `seq_cp` shares cells, `seq_add` moves them for whoever shares them.
 
     Raises:
-      ValueError: when the parts know different numbers of sequences, or there are none.
+      ValueError: when the parts know different numbers of sequences, only some of them share cells,
+        or there are none.
 
     Examples:
       Layers 0, 1, 3 and 4 look back 4 positions, and layers 2 and 5 at everything:
@@ -79,9 +82,16 @@ def make_hybrid_cache(*parts: tuple[Any, tuple[int, ...]]) -> HybridCache:
     if not parts:
         raise ValueError("a hybrid cache needs at least one part")
     memories, layers = zip(*parts, strict=True)
-    counts = [contract.table_sequences(contract.split(memory)[0]) for memory in memories]
+    tables = [contract.split(memory)[0] for memory in memories]
+    counts = [*map(contract.table_sequences, tables)]
     if len(set(counts)) > 1:
         raise ValueError(f"wanted parts with the same number of sequences, got {counts}")
+    streams = [counts[0] if contract.table_apart(table) else 1 for table in tables]
+    if len(set(streams)) > 1:
+        raise ValueError(
+            f"wanted parts with the same streams, got {streams}: verbs would mean different things "
+            f"in them; make all with streams=1, or all with streams={counts[0]}"
+        )
     return HybridCache(parts=memories, layers=tuple(map(tuple, layers)))
 
 
@@ -295,6 +305,7 @@ contract.table_sequences.register(
     HybridTable, lambda table: contract.table_sequences(table.parts[0])
 )
 contract.table_streams.register(HybridTable, _together(contract.table_streams, max))
+contract.table_apart.register(HybridTable, lambda table: contract.table_apart(table.parts[0]))
 contract.table_ubatch_size.register(HybridTable, _ubatch_size)
 contract.table_digest.register(HybridTable, _together(contract.table_digest, sum))
 contract.table_first.register(HybridTable, _first)

@@ -197,6 +197,12 @@ def table_streams(table: Any) -> int:
 
 
 @by_table
+def table_apart(table: Any) -> bool:
+    """Say whether sequences have positions of their own, or those of the cells that they share."""
+    ...
+
+
+@by_table
 def table_ubatch_size(table: Any) -> int | None:
     """The most tokens of a ubatch that a memory was sized for; None for any."""
     ...

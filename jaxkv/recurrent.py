@@ -195,6 +195,7 @@ contract.split.register(RecurrentCache, lambda memory: (memory.table, memory.row
 contract.join.register(States, lambda table, rows: RecurrentCache(table=table, rows=rows))
 contract.table_sequences.register(States, lambda table: table.sequences)
 contract.table_streams.register(States, lambda table: table.sequences)
+contract.table_apart.register(States, lambda table: table.streams > 1)
 contract.table_ubatch_size.register(States, lambda table: None)
 contract.table_digest.register(States, table_of_states.digest)
 contract.table_first.register(States, table_of_states.first)

@@ -284,6 +284,24 @@ def test_a_hybrid_of_hybrids_finds_the_part():
     )
 
 
+def test_parts_where_verbs_would_mean_different_things_are_refused():
+    """A fork shares cells in one stream and copies them between several."""
+    sizes = {"layers": 1, "cells": 16, "heads": 2, "size": 4, "sequences": 3}
+    pool, split = (jaxkv.make_kv_cache(**sizes, streams=streams) for streams in (1, 3))
+    mixed, apart = (make(1, streams=streams) for streams in (1, 3))
+    inner = jaxkv.make_hybrid_cache((split, (0,)), (apart, (1, 2)))
+    for parts, streams in (
+        ((pool, split), "1, 3"),
+        ((split, mixed), "3, 1"),
+        ((apart, apart, pool), "3, 3, 1"),
+        ((inner, mixed), "3, 1"),
+    ):
+        wanted = rf"same streams, got \[{streams}\]: .* all with streams=1, or all with streams=3"
+        with pytest.raises(ValueError, match=wanted):
+            jaxkv.make_hybrid_cache(*((part, (0,)) for part in parts))
+    assert jaxkv.make_hybrid_cache((inner, (0,)), (split, (1,)))
+
+
 # -------------------------------------------------------------------------------- what callers get
 
 
