@@ -210,12 +210,13 @@ def _ubatch_size(table: HybridTable) -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
-def _lost(table: HybridTable, position: jax.Array) -> jax.Array:
+def _reached(table: HybridTable, present: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A sequence whose parts end at different positions cannot go on in all of them."""
-    here = position > 0
-    ends = [contract.table_reached(part, here) for part in table.parts]
-    astray = [end != position - 1 for end in ends]
-    return _any(astray + [contract.table_lost(part, position) for part in table.parts])
+    ends, agreed = zip(
+        *(contract.table_reached(part, present) for part in table.parts), strict=True
+    )
+    last = _largest([*ends])
+    return last, _all([*agreed, *(end == last for end in ends)])
 
 
 def _admit(table: HybridTable, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -311,8 +312,8 @@ contract.table_digest.register(HybridTable, _together(contract.table_digest, sum
 contract.table_first.register(HybridTable, _first)
 contract.table_last.register(HybridTable, _together(contract.table_last, _smallest))
 contract.table_used.register(HybridTable, _together(contract.table_used, tuple))
-contract.table_reached.register(HybridTable, _together(contract.table_reached, _largest))
-contract.table_lost.register(HybridTable, _lost)
+contract.table_reached.register(HybridTable, _reached)
+contract.table_lost.register(HybridTable, _together(contract.table_lost, _any))
 contract.table_owing.register(HybridTable, _together(contract.table_owing, _any))
 contract.table_admit.register(HybridTable, _admit)
 contract.table_place.register(HybridTable, _place)

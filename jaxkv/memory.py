@@ -233,8 +233,11 @@ def table_used(table: Any) -> Any:
 
 
 @by_table
-def table_reached(table: Any, present: jax.Array) -> jax.Array:
-    """Find what the sequences asked for, `[Q]` bool, go on after, `[Q]`; -1 elsewhere."""
+def table_reached(table: Any, present: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Find what the sequences asked for, `[Q]` bool, go on after, `[Q]`; -1 elsewhere.
+
+    And whether all parts of a composite go on after it, `[]` or `[Q]` bool.
+    """
     ...
 
 

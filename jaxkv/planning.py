@@ -299,12 +299,12 @@ def _check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> _Dra
     ids = jnp.where(batch.valid, batch.sequences, count)
     wanted = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
     here = wanted > 0
-    last = table_reached(table, here)
+    last, agreed = table_reached(table, here)
     batch = _complete(batch, ids, ranks[0], wanted, last)
     reason, expected, found = _faults(batch, ids, ranks, last)
     for code, at_fault in (
         (Reason.UPDATE_PENDING, table_owing(table, here)),
-        (Reason.LOST, here & table_lost(table, last + 1)),
+        (Reason.LOST, here & (~agreed | table_lost(table, last + 1))),
     ):
         at_fault &= reason == Reason.FITS
         reason = jnp.where(at_fault, code, reason)

@@ -131,15 +131,6 @@ def reached(states: States, present: jax.Array) -> jax.Array:
     return jnp.where(present, end, EMPTY)
 
 
-def lost(states: States, position: jax.Array) -> jax.Array:
-    """Say which sequences have no state to go on from at a position, `[Q]`; `[Q]` bool.
-
-    A sequence that is empty may start anywhere, and then one past its last position is 0; if it is
-    not, another part of a composite knows tokens that no state here has seen.
-    """
-    return (states.lost > 0) | (position != states.position[:, -1] + 1)
-
-
 def can_resume(states: States, seq: jax.Array, pos: jax.Array) -> jax.Array:
     """Say whether a state stands before a position, or none is needed; `[]` bool."""
     empty = (states.position[seq, -1] == EMPTY) & (states.lost[seq] == 0)
