@@ -168,7 +168,10 @@ def _write(
         if table.kept == 0 and state.shape == (wanted[0], *wanted[2:]):
             state = state[:, None]
         if state.shape != wanted:
-            raise ValueError(f"wanted {name} [R, E + 1, ...] of {wanted}, got {state.shape}")
+            raise ValueError(
+                f"wanted {name} [R, E + 1, ...] of {wanted}, got {state.shape}: give the states "
+                f"after as many tokens as tails(ubatch, {table.kept + 1}) says"
+            )
         new[name] = array.at[cells].set(state.astype(array.dtype), mode="drop", unique_indices=True)
     rows = (*memory.rows[:layer], new, *memory.rows[layer + 1 :])
     return RecurrentCache(table=table_of_states.finish(table, layer, cells), rows=rows)

@@ -331,6 +331,13 @@ def test_wrong_arguments():
         jaxkv.write_states(memory, 0, ubatch, {"hash": states["hash"]})
     with pytest.raises(ValueError, match=r"trace \[R, E \+ 1, ...\] of \(1, 2, 2\), got \(1, 2\)"):
         jaxkv.write_states(memory, 0, ubatch, {**states, "trace": states["trace"][:, 0]})
+    memory = make(3)  # a ubatch of one token leaves one state, and all four are wanted
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([1])).ubatches
+    for count in (1, 3, 5):
+        some = {n: jnp.zeros((1, count, *s.shape[1:])) for n, s in memory.rows[0].items()}
+        wanted = rf"of \(1, 4\), got \(1, {count}\): .* as tails\(ubatch, 4\) says"
+        with pytest.raises(ValueError, match=wanted):
+            jaxkv.write_states(memory, 0, ubatch, some)
     attention = jaxkv.make_kv_cache(layers=1, cells=4, heads=1, size=2)
     with pytest.raises(TypeError, match="wanted a memory"):
         jaxkv.read_states(attention, 0, ubatch)
