@@ -70,8 +70,10 @@ def make_recurrent_cache(
     - `seq_div` drops the earlier states of the range, and divides the position of the current one.
     - `seq_pos_max` is the last position, and `seq_pos_min` the lowest that it can be cut back to.
 
-    Keeping a whole memory keeps all its states, since a memory is a value. To keep one state while
-    rows are donated, share it: `seq_cp` to a sequence that is not used otherwise.
+    A memory is a value, so one that is kept is a checkpoint, and goes on as if nothing had been in
+    between. Donation takes it away: its own, and that of what a verb made of it, which has the same
+    rows. So let the first step from there not donate, or copy the memory once. To keep one state
+    while all is donated, share it: `seq_cp` to a sequence that is not used otherwise.
 
     Args:
       layers: L, the recurrent layers.
@@ -114,6 +116,26 @@ def make_recurrent_cache(
       >>> plan = init_batch(memory, make_batch([0]))
       >>> read_states(apply(memory, plan), 0, plan.ubatches[0])["x"].tolist()  # 8 / 2 + 4
       [[8.0, 8.0]]
+
+      Keep the memory, let the sequence go elsewhere, and come back to what was kept:
+
+      >>> def step(memory, ubatch):
+      ...     return model(apply(memory, ubatch), ubatch)
+      >>> def tell(memory, *tokens):
+      ...     return step(memory, init_batch(memory, make_batch(tokens)).check().ubatches[0])
+      >>> checkpoint, once = memory, tell(memory, 6, 3)
+      >>> memory, _ = seq_rm(tell(memory, 5, 5, 5), 0, 4)
+      >>> again = tell(checkpoint, 6, 3)
+      >>> jax.tree.all(jax.tree.map(np.array_equal, again, once))
+      True
+
+      A step that donates is given a copy, or the checkpoint is gone:
+
+      >>> donating = jax.jit(step, donate_argnames="memory")
+      >>> memory = donating(jax.tree.map(jnp.copy, checkpoint), plan.ubatches[0])
+      >>> memory = donating(checkpoint, plan.ubatches[0])
+      >>> checkpoint.rows[0]["x"].is_deleted()
+      True
 
     llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `kept`.
     """

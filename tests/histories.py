@@ -112,14 +112,19 @@ def plan_rows(memory: Any, tokens: Any, valid: Any) -> jaxkv.Plan:
     return jaxkv.init_batch(memory, batch)
 
 
-def tell(memory: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
-    """Run tokens for sequences 0, 1, 2, at most WIDTH each, that fit; all at once."""
+def planned(memory: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
+    """Plan tokens for sequences 0, 1, 2, at most WIDTH each, that fit; as one ubatch."""
     sequences = table_sequences(jaxkv.split(memory)[0])
     table = np.zeros((2, sequences, WIDTH), np.int32)
     for seq, row in enumerate(rows):
         table[:, seq, : len(row)] = row, [1] * len(row)
     (ubatch,) = plan_rows(memory, *table).check().ubatches
-    return walk(memory, ubatch, kinds)[0]
+    return ubatch
+
+
+def tell(memory: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
+    """Run tokens for sequences 0, 1, 2, at most WIDTH each, that fit; all at once."""
+    return walk(memory, planned(memory, *rows), kinds)[0]
 
 
 def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -> Any:

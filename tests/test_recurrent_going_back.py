@@ -19,6 +19,7 @@ from tests.histories import (
     kept_of,
     make,
     over_kinds,
+    planned,
     positions_of,
     run,
     states_of,
@@ -212,17 +213,36 @@ def test_going_back_and_computing_the_same_ubatch_again_gives_the_same():
 # -------------------------------------------------------------------------- memories that are kept
 
 
-def test_an_old_memory_is_a_checkpoint():
-    """Nothing is ever changed in place, so keeping a memory is keeping a reference."""
-    memory = tell(make(), [1, 2, 3])
+@partial(jax.jit, donate_argnames="memory", static_argnames="kinds")
+def consume(memory, ubatch, kinds="rr"):
+    """The whole memory is donated, as most loops do it."""
+    return walk(memory, ubatch, kinds)[0]
+
+
+@over_kinds
+def test_a_kept_memory_goes_on_as_if_there_had_been_nothing_between(kind):
+    kinds = KINDS[kind]["kinds"]
+    memory, other = (told(kept=1, counts=(3, 2, 0), **KINDS[kind]).memory for _ in range(2))
+    wanted = tell(other, [50, 51], [60], kinds=kinds)
     checkpoint = memory
+    memory, ok = jaxkv.seq_rm(memory, 0, 2)
+    assert ok
+    memory = tell(jaxkv.seq_cp(memory, 0, 2), [70], [], [71], kinds=kinds)
+    for token in (72, 73):  # what a step without donation returned may be donated
+        memory = consume(memory, planned(memory, [token]), kinds)
+    assert_identical(tell(checkpoint, [50, 51], [60], kinds=kinds), wanted)
+    copied, ubatch = jax.tree.map(jnp.copy, checkpoint), planned(checkpoint, [50, 51], [60])
+    assert_identical(consume(copied, ubatch, kinds), wanted)
+    assert_identical(tell(checkpoint, [50, 51], [60], kinds=kinds), wanted)
+    forked = jaxkv.seq_cp(checkpoint, 0, 2)  # it has the same rows
+    consume(forked, planned(forked, [80]), kinds)
+    assert all(x.is_deleted() for x in jax.tree.leaves(jaxkv.split(checkpoint)[1]))
+
+
+def test_a_sequence_that_is_not_used_keeps_a_state_of_a_donated_memory():
+    memory = jaxkv.seq_cp(tell(make(), [1, 2, 3]), 0, 1)
     for token in range(4):
-        memory = tell(memory, [token])
-    assert states_of(tell(checkpoint, [9])) == [(3, bytes_of([1, 2, 3, 9], (0, 1)))]
-    # Within one memory, and with donated rows, a sequence that is not used keeps a state.
-    memory = tell(make(), [1, 2, 3])
-    memory = jaxkv.seq_cp(memory, 0, 1)
-    for token in range(4):
-        memory = tell(memory, [token])
+        memory = consume(memory, planned(memory, [token]))
+    assert positions_of(memory) == [6]
     memory = tell(jaxkv.seq_cp(memory, 1, 0), [9])
     assert states_of(memory) == [(3, bytes_of([1, 2, 3, 9], (0, 1)))]

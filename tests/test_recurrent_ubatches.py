@@ -20,6 +20,7 @@ from tests.histories import (
     kept_of,
     make,
     plan_rows,
+    planned,
     run,
     states_of,
     tell,
@@ -29,14 +30,6 @@ from tests.histories import (
 from tests.memories import assert_identical
 
 # ---------------------------------------------------------------------------------- stale ubatches
-
-
-def planned(memory, *rows):
-    """Plan tokens for sequences 0, 1, 2 as one ubatch."""
-    table = np.zeros((2, 3, WIDTH), np.int32)
-    for seq, row in enumerate(rows):
-        table[:, seq, : len(row)] = row, [1] * len(row)
-    return plan_rows(memory, *table).ubatches[0]
 
 
 def unchanged_by(memory, ubatch, kinds="rr"):
