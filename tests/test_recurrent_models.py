@@ -45,12 +45,11 @@ def recorded(name):
 
 @cache
 def one_token(model):
-    """The compiled step that feeds one token to each sequence."""
+    """The compiled step that feeds one token to each sequence that is there."""
 
     @jax.jit
-    def step(weights, memory, token, sequences):
-        valid = jnp.ones(token.shape, bool)
-        ubatch, ok = jaxkv.plan_step(memory, token, sequences, valid)
+    def step(weights, memory, token, there):
+        ubatch, ok = jaxkv.plan_step(memory, token, jnp.asarray(SEQUENCES), there)
         memory, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
         return memory, logits, ok
 
@@ -73,12 +72,14 @@ def follow(model, memory, group, ubatch_size, kept):
     for sequence, ids in zip(sequences, prompts, strict=True) if kept else ():
         memory, ok = jaxkv.seq_rm(memory, sequence, len(ids) - kept)
         assert ok
-    rest = [ids[-GENERATED - kept :] for ids in tokens]
+    there = np.isin(SEQUENCES, sequences)
+    rest = np.zeros((GENERATED + kept, there.size), int)
+    rest[:, there] = np.stack([ids[-GENERATED - kept :] for ids in tokens], axis=1)
     found = []
-    for token in np.stack(rest, axis=1):
-        memory, out, ok = one_token(model)(model.weights, memory, token, jnp.asarray(sequences))
+    for token in rest:
+        memory, out, ok = one_token(model)(model.weights, memory, token, there)
         assert ok
-        found.append(out)
+        found.append(out[there])
     for one, wanted in zip(np.stack(found, axis=1), logits, strict=True):
         agree(one, wanted[-GENERATED - kept :])
 
@@ -97,24 +98,23 @@ def test_prompts_together():
 
 @pytest.mark.parametrize("name", ["granite_hybrid_experts_rope", "recurrent_gemma"])
 def test_one_prompt(name):
-    check(name, ubatch_size=512, together=False, lists=(2,))
+    check(name, ubatch_size=512, together=False, kept=3, lists=(2,))
 
 
+# A batch is cut where one of its prompts ends, so whole ones are told alone. There are only two
+# kinds of memory, since ways that have the same share compiled steps.
 WAYS = [  # ubatch_size, together, kept, streams
     (1, True, 2, 4),
+    (64, True, 2, 4),
+    (512, False, 2, 4),
     (5, True, 0, 1),
-    (64, True, 2, 1),
-    (512, True, 0, 4),
-    (5, False, 3, 1),
-]
-# Every model goes two ways, and every way is gone by several models.
-PAIRS = [
-    (name, *WAYS[(i + turn) % len(WAYS)]) for i, name in enumerate(VARIANTS) for turn in (0, 2)
+    (5, False, 0, 1),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ubatch_size", "together", "kept", "streams"), PAIRS)
+@pytest.mark.parametrize(("ubatch_size", "together", "kept", "streams"), WAYS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_every_way(name, ubatch_size, together, kept, streams):
     check(name, ubatch_size=ubatch_size, together=together, kept=kept, streams=streams)
 
