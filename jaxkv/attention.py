@@ -1,5 +1,7 @@
 """Softmax over the rows that a mask allows. Knows arrays, and nothing of caches."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -14,6 +16,9 @@ PRODUCTS = 384
 
 PART = 32
 """The fewest rows of such a product."""
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""The logit of a hidden row; finite, so that a token that sees nothing needs no care on the way."""
 
 
 def attention(
@@ -67,23 +72,69 @@ def attention(
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"wanted sinks {(heads,)}, one for each query head, got {sinks.shape}")
     scale = size**-0.5 if scale is None else scale
-    q = packed(q * jnp.asarray(scale, q.dtype), groups)  # [R, K, X, D]
+    sums = open_softmax(packed(q * jnp.asarray(scale, dtype), groups), k, v, mask, softcap)
+    if sinks is not None:
+        sums = joined(sums, sinks_alone(sinks, sums))
+    return unpacked(closed(sums), tokens, heads).astype(dtype)
+
+
+class Sums(NamedTuple):
+    """A softmax over some rows before its division, so that it can be joined with others.
+
+    highest: `[R, K, X]`, the highest logit; what is finite and low where nothing is seen.
+    total: `[R, K, X]`, the sum of exp(logit - highest).
+    out: `[R, K, X, Dv]`, the values, each times its exp(logit - highest), added up.
+    """
+
+    highest: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def open_softmax(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, softcap: float | None
+) -> Sums:
+    """Weigh the rows that are seen, for queries `[R, K, X, D]` from `packed`, scaled."""
+    rows, tokens, _ = mask.shape
     k, v = in_parts(k, q.shape[2]), in_parts(v, q.shape[2])
     seen = mask.reshape(rows, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
     logits = cap(scores(q, k), softcap).reshape(*k.shape[:3], -1, tokens, k.shape[3])
-    logits = jnp.where(seen, logits, -jnp.inf)  # [R, K, P, G, T, C]
+    logits = jnp.where(seen, jnp.maximum(logits, LOWEST / 2), LOWEST)  # [R, K, P, G, T, C]
+    # Maximum, difference and exponential in a row are one fast function of the compiler's on CPU.
+    # It takes nothing between them, such as a guard against -inf.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(1, groups, 1, -1, 1, 1)
-        highest = jnp.maximum(highest, jax.lax.stop_gradient(sinks))
-    highest = jnp.where(highest == -jnp.inf, 0.0, highest)
     weights = jnp.exp(logits - highest)
-    total = jnp.sum(weights, axis=(2, 5), keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(sinks - highest)
+    total = jnp.sum(weights, axis=(2, 5)).reshape(q.shape[:3])
     out = weigh(weights.reshape(*k.shape[:3], -1, k.shape[3]), v)
-    out = out / jnp.where(total == 0.0, 1.0, total).reshape(*out.shape[:3], 1)
-    return unpacked(out, tokens, heads).astype(dtype)
+    # Who sees nothing has weights all the same, of rows that are hidden.
+    sees = jnp.tile(jnp.any(mask, axis=2), q.shape[2] // tokens)[:, None]
+    return Sums(
+        highest.reshape(q.shape[:3]),
+        jnp.where(sees, total, 0.0),
+        jnp.where(sees[..., None], out, 0.0),
+    )
+
+
+def sinks_alone(sinks: jax.Array, like: Sums) -> Sums:
+    """Make what `[H]` sinks add: a logit for each head that takes its share and gives nothing."""
+    rows, groups, queries = like.total.shape
+    heads = sinks.astype(jnp.float32).reshape(1, groups, -1, 1)
+    tokens = queries // heads.shape[2]
+    logits = jnp.broadcast_to(heads, (rows, groups, heads.shape[2], tokens))
+    logits = logits.reshape(like.total.shape)
+    return Sums(logits, jnp.ones_like(like.total), jnp.zeros_like(like.out))
+
+
+def joined(a: Sums, b: Sums) -> Sums:
+    """Make one softmax over the rows of two."""
+    highest = jax.lax.stop_gradient(jnp.maximum(a.highest, b.highest))
+    x, y = jnp.exp(a.highest - highest), jnp.exp(b.highest - highest)
+    return Sums(highest, a.total * x + b.total * y, a.out * x[..., None] + b.out * y[..., None])
+
+
+def closed(sums: Sums) -> jax.Array:
+    """Divide; zeros where nothing is seen. `[R, K, X, Dv]`."""
+    return sums.out / jnp.where(sums.total == 0.0, 1.0, sums.total)[..., None]
 
 
 def packed(q: jax.Array, groups: int) -> jax.Array:
@@ -127,10 +178,12 @@ def scores(q: jax.Array, k: jax.Array) -> jax.Array:
     """Multiply queries and keys, `[R, K, X, D]` and `[R, K, P, C, D]`; `[R, K, P, X, C]` float32.
 
     With few queries the keys come first: rows of the first factor are shared among cores. The
-    barrier keeps the compiler from exchanging the factors to save itself the small transpose.
+    barrier keeps the compiler from exchanging the factors to save itself the small transpose. With
+    many there is one part, which is left out of the product: as a dimension it doubles the time.
     """
     if q.shape[2] > THIN:
-        return jnp.einsum("rkxd,rkpcd->rkpxc", q, k, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("rkxd,rkcd->rkxc", q, k[:, :, 0], preferred_element_type=jnp.float32)
+        return logits[:, :, None]
     logits = jnp.einsum("rkpcd,rkxd->rkpcx", k, q, preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 

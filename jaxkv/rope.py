@@ -161,15 +161,12 @@ def rotate(x: jax.Array, positions: jax.Array, rope: Rope | None) -> jax.Array:
     angles = jnp.expand_dims(positions.astype(jnp.float32), (-1, -2)) * frequencies.reshape(
         (1,) * (x.ndim - 1) + (pairs,)
     )
+    # Both numbers of a pair side by side in a dimension of their own, (a, b) and (b, a): the
+    # compiler makes a short loop of that, and a slow one of halves that are put together again.
+    both = -1 if rope.interleaved else -2
     cos, sin = (rope.attention_factor * f(angles) for f in (jnp.cos, jnp.sin))
+    cos, sin = jnp.expand_dims(cos, both), jnp.stack([-sin, sin], axis=both)
     turned, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
-    if rope.interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-    else:
-        a, b = turned[..., :pairs], turned[..., pairs:]
-    a, b = a * cos - b * sin, b * cos + a * sin
-    if rope.interleaved:
-        turned = jnp.stack([a, b], axis=-1).reshape(turned.shape)
-    else:
-        turned = jnp.concatenate([a, b], axis=-1)
+    ab = turned.reshape(*x.shape[:-1], *((pairs, 2) if rope.interleaved else (2, pairs)))
+    turned = (ab * cos + jnp.flip(ab, both) * sin).reshape(turned.shape)
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)

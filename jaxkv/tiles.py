@@ -9,9 +9,19 @@ when that changes.
 import jax
 import jax.numpy as jnp
 
-from jaxkv.attention import attention, cap, packed, scores, unpacked, weigh
+from jaxkv.attention import (
+    LOWEST,
+    Sums,
+    attention,
+    closed,
+    joined,
+    open_softmax,
+    packed,
+    sinks_alone,
+    unpacked,
+)
 
-TILE = 256
+TILE = 512
 """Cells of a tile: large enough that a product with them outweighs a turn of the loop."""
 
 FEW = 0.4
@@ -22,6 +32,9 @@ SMALL = 4
 
 LARGE = 16
 """Tokens from which on tiles are always read one by one: the logits of all cells would be large."""
+
+BLOCK = 256
+"""Tokens that read a tile together: of a long prompt, most see but the tiles before their own."""
 
 
 def attention_by_tiles(
@@ -59,13 +72,18 @@ def attention_by_tiles(
 
     @jax.custom_jvp
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-        size = min(TILE, k.shape[2])
-        live, count = _live(mask, size)
+        size, tokens = min(TILE, k.shape[2]), mask.shape[1]
+        blocks = -(-tokens // BLOCK)
+        seen = _in_blocks(mask, blocks)
+        live, count = _live(seen, size)
 
         def tiles() -> jax.Array:
-            return _by_tiles(q, k, v, mask, pools, live, count, size, factor, softcap, sinks)
+            lists = jnp.repeat(pools, blocks)
+            rows = _in_blocks(q, blocks)
+            out = _by_tiles(rows, k, v, seen, lists, live, count, size, factor, softcap, sinks)
+            return out.reshape(q.shape[0], -1, *out.shape[2:])[:, :tokens]
 
-        if not all_streams or mask.shape[1] > LARGE:
+        if not all_streams or tokens > LARGE:
             return tiles()
         if live.shape[0] <= SMALL:
             return whole(q, k, v, sinks)
@@ -75,6 +93,18 @@ def attention_by_tiles(
     # The loop's length depends on the data, which reverse mode cannot follow.
     attend.defjvp(lambda primals, tangents: jax.jvp(whole, primals, tangents))
     return attend(q, k, v, sinks)
+
+
+def _in_blocks(x: jax.Array, blocks: int) -> jax.Array:
+    """Cut lists of tokens into equal blocks, each a list; `[P, T, ...]` to `[P * blocks, t, ...]`.
+
+    The last one is filled up with zeros: tokens that see nothing.
+    """
+    if blocks == 1:
+        return x
+    size = -(-x.shape[1] // blocks)
+    x = jnp.pad(x, [(0, 0), (0, blocks * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(-1, size, *x.shape[2:])
 
 
 def _live(mask: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -105,18 +135,12 @@ def _by_tiles(
     tiles = -(-cells // size)
     tokens, heads = q.shape[1:3]
     q = packed(q * jnp.asarray(scale, q.dtype), groups)  # [P, K, X, D]
-    if sinks is None:
-        highest = jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
-        total = jnp.zeros_like(highest)
-    else:
-        sink = sinks.astype(jnp.float32).reshape(1, groups, heads // groups, 1)
-        highest = jnp.broadcast_to(sink, (q.shape[0], *sink.shape[1:3], tokens)).reshape(
-            q.shape[:3]
-        )
-        total = jnp.ones_like(highest)
-    out = jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32)
+    nothing = jnp.zeros(q.shape[:3], jnp.float32)
+    sums = Sums(nothing + LOWEST, nothing, jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32))
+    if sinks is not None:
+        sums = sinks_alone(sinks, sums)
 
-    def tile(i: jax.Array, carry: tuple) -> tuple:
+    def tile(i: jax.Array, sums: Sums) -> Sums:
         pool, turn = live[i] // tiles, live[i] % tiles
         first = jnp.minimum(turn * size, cells - size)  # the last may overlap the one before
         new = first + jnp.arange(size) >= turn * size
@@ -128,22 +152,13 @@ def _by_tiles(
         def mine(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, pool, 1)
 
-        highest, total, out = map(mine, carry)
         seen = jax.lax.dynamic_slice(mask, (pool, 0, first), (1, tokens, size)) & new[None, None]
-        logits = scores(mine(q), cut(k)[:, :, None])
-        logits = cap(logits, softcap).reshape(1, groups, -1, tokens, size)
-        logits = jnp.where(seen[:, None, None], logits, -jnp.inf).reshape(1, groups, -1, size)
-        higher = jnp.maximum(highest, jnp.max(logits, axis=-1))
-        base = jnp.where(higher == -jnp.inf, 0.0, higher)
-        weights, kept = jnp.exp(logits - base[..., None]), jnp.exp(highest - base)
-        total = total * kept + jnp.sum(weights, axis=-1)
-        out = out * kept[..., None] + weigh(weights[:, :, None], cut(v)[:, :, None])
-        done = (higher, total, out)
-        return tuple(
-            jax.lax.dynamic_update_slice_in_dim(x, part, pool, 0)
-            for x, part in zip(carry, done, strict=True)
+        more = open_softmax(mine(q), cut(k), cut(v), seen, softcap)
+        return jax.tree.map(
+            lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, pool, 0),
+            sums,
+            joined(jax.tree.map(mine, sums), more),
         )
 
-    _, total, out = jax.lax.fori_loop(0, count, tile, (highest, total, out))
-    out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
-    return unpacked(out, tokens, heads).astype(dtype)
+    sums = jax.lax.fori_loop(0, count, tile, sums)
+    return unpacked(closed(sums), tokens, heads).astype(dtype)

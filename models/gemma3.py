@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv import Rope, Ubatch, Window
 from models import memories
 from models.checkpoint import Checkpoint, ModelError
+from models.linear import linear, matrix
 from models.rope_config import rope_of
 
 ARCHITECTURES = ("gemma3_text",)
@@ -77,20 +78,20 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(c.width, c.eps, dtype)
         # Queries, keys and values are one product, and gate and up another: with few tokens the
         # time goes into reading weights, and fewer, larger products read them faster.
-        self.qkv = _weights(rngs, c.width, (c.heads + 2 * c.groups) * c.size, dtype)
-        self.output = _weights(rngs, c.heads * c.size, c.width, dtype)
+        self.qkv = matrix(rngs, (c.heads + 2 * c.groups) * c.size, c.width, dtype)
+        self.output = matrix(rngs, c.width, c.heads * c.size, dtype)
         self.q_norm = RMSNorm(c.size, c.eps, dtype)
         self.k_norm = RMSNorm(c.size, c.eps, dtype)
         self.after_attention_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
-        self.gate_up = _weights(rngs, c.width, 2 * c.hidden, dtype)
-        self.down = _weights(rngs, c.hidden, c.width, dtype)
+        self.gate_up = matrix(rngs, 2 * c.hidden, c.width, dtype)
+        self.down = matrix(rngs, c.width, c.hidden, dtype)
         self.after_feed_norm = RMSNorm(c.width, c.eps, dtype)
 
     def __call__(self, memory: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
         c = self.config
-        qkv = self.attention_norm(x) @ self.qkv[...]
+        qkv = linear(self.attention_norm(x), self.qkv)
         qkv = qkv.reshape(*x.shape[:2], c.heads + 2 * c.groups, c.size)
         q, k, v = jnp.split(qkv, [c.heads, c.heads + c.groups], axis=2)
         qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=2)
@@ -99,10 +100,10 @@ class Block(nnx.Module):
         memory, out = jaxkv.attend(
             memory, self.layer, ubatch, q, k, v, scale=c.scale, softcap=c.softcap
         )
-        out = out.reshape(*x.shape[:2], -1) @ self.output[...]
+        out = linear(out.reshape(*x.shape[:2], -1), self.output)
         x = x + self.after_attention_norm(out)
-        gate, up = jnp.split(self.feed_norm(x) @ self.gate_up[...], 2, axis=-1)
-        out = (jax.nn.gelu(gate, approximate=True) * up) @ self.down[...]
+        gate, up = jnp.split(linear(self.feed_norm(x), self.gate_up), 2, axis=-1)
+        out = linear(jax.nn.gelu(gate, approximate=True) * up, self.down)
         return memory, x + self.after_feed_norm(out)
 
 
@@ -111,15 +112,14 @@ class Gemma3(nnx.Module):
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         self.config = config
-        # Stored `[width, V]` for the product with the last layer; the embedding is its columns.
-        self.head = _weights(rngs, config.width, config.vocabulary, dtype)
+        self.head = matrix(rngs, config.vocabulary, config.width, dtype)
         layers = range(len(config.windows))
         self.blocks = nnx.List([Block(config, i, dtype, rngs) for i in layers])
         self.norm = RMSNorm(config.width, config.eps, dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
-        x = jnp.moveaxis(self.head[...][:, tokens], 0, -1)
+        x = self.head[...][tokens]
         # The factor is rounded to the weights' dtype, as it was when the model was trained.
         return x * jnp.asarray(self.config.width**0.5, x.dtype)
 
@@ -129,7 +129,7 @@ class Gemma3(nnx.Module):
         for block in self.blocks:
             memory, x = block(memory, ubatch, x)
         x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        logits = (self.norm(x) @ self.head[...]).astype(jnp.float32)
+        logits = linear(self.norm(x), self.head).astype(jnp.float32)
         if (cap := self.config.final_softcap) is not None:
             logits = cap * jnp.tanh(logits / cap)
         return memory, logits
@@ -173,7 +173,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     read = checkpoint.tensor
 
     def joined(layer: str, *names: str):
-        return lambda: np.concatenate([read(f"{layer}.{name}.weight") for name in names]).T
+        return lambda: np.concatenate([read(f"{layer}.{name}.weight") for name in names])
 
     def norm(name: str):
         return {"weight": lambda: read(f"{name}.weight")}
@@ -195,7 +195,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         }
 
     return {
-        "head": lambda: read("model.embed_tokens.weight").T,
+        "head": lambda: read("model.embed_tokens.weight"),
         "blocks": {i: block(i) for i in range(len(config.windows))},
         "norm": norm("model.norm"),
     }
@@ -206,10 +206,6 @@ def make_memory(config: Config, **options: Any) -> Any:
     return memories.make_memory(
         config.windows, config.ropes, heads=config.groups, size=config.size, **options
     )
-
-
-def _weights(rngs: nnx.Rngs, rows: int, columns: int, dtype: jnp.dtype) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), (rows, columns), dtype) * rows**-0.5)
 
 
 MODULE = Gemma3

@@ -17,6 +17,7 @@ import jaxkv
 from jaxkv.rope import Rope
 from models import mamba2
 from models.checkpoint import Checkpoint
+from models.linear import linear, matrix
 from models.mamba2 import Mixer, RMSNorm
 from models.rope_config import rope_of
 
@@ -75,8 +76,8 @@ class Attention(nnx.Module):
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.config, self.layer = c, layer
-        self.qkv = _weights(rngs, c.width, (c.heads + 2 * c.groups) * c.size, dtype)
-        self.output = _weights(rngs, c.heads * c.size, c.width, dtype)
+        self.qkv = matrix(rngs, (c.heads + 2 * c.groups) * c.size, c.width, dtype)
+        self.output = matrix(rngs, c.width, c.heads * c.size, dtype)
         if c.bias:
             self.qkv_bias = nnx.Param(jnp.zeros((c.heads + 2 * c.groups) * c.size, dtype))
             self.output_bias = nnx.Param(jnp.zeros(c.width, dtype))
@@ -84,7 +85,7 @@ class Attention(nnx.Module):
     def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
         c = self.config
-        qkv = x @ self.qkv[...]
+        qkv = linear(x, self.qkv)
         if c.bias:
             qkv = qkv + self.qkv_bias[...].reshape(1, 1, -1)
         qkv = qkv.reshape(*x.shape[:2], c.heads + 2 * c.groups, c.size)
@@ -93,7 +94,7 @@ class Attention(nnx.Module):
             qk = jaxkv.rotate(qk, ubatch.positions, c.rope)
         q, k = jnp.split(qk, [c.heads], axis=2)
         memory, out = jaxkv.attend(memory, self.layer, ubatch, q, k, v, scale=c.scale)
-        out = out.reshape(*x.shape[:2], -1) @ self.output[...]
+        out = linear(out.reshape(*x.shape[:2], -1), self.output)
         if c.bias:
             out = out + self.output_bias[...].reshape(1, 1, -1)
         return memory, out
@@ -105,15 +106,15 @@ class Experts(nnx.Module):
     def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.config = c
-        self.router = _weights(rngs, c.width, c.experts, dtype)
-        self.gate_up = _weights(rngs, c.width, 2 * c.expert_hidden, dtype, c.experts)
-        self.down = _weights(rngs, c.expert_hidden, c.width, dtype, c.experts)
+        self.router = matrix(rngs, c.experts, c.width, dtype)
+        self.gate_up = _experts(rngs, c.experts, c.width, 2 * c.expert_hidden, dtype)
+        self.down = _experts(rngs, c.experts, c.expert_hidden, c.width, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Send each token of `x`, `[R, T, width]`, to the experts with its largest logits."""
         c = self.config
         tokens = x.reshape(-1, c.width)
-        logits, chosen = jax.lax.top_k((tokens @ self.router[...]).astype(jnp.float32), c.chosen)
+        logits, chosen = jax.lax.top_k(linear(tokens, self.router).astype(jnp.float32), c.chosen)
         share = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
         if chosen.size <= c.experts:  # few tokens: reading the chosen weights alone is less work
             gate_up = jnp.einsum("nd,nkdh->nkh", tokens, self.gate_up[...][chosen])
@@ -144,8 +145,8 @@ class Block(nnx.Module):
         else:
             self.mixer = Mixer(c.mixer, layer, dtype, rngs)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
-        self.gate_up = _weights(rngs, c.width, 2 * c.hidden, dtype)
-        self.down = _weights(rngs, c.hidden, c.width, dtype)
+        self.gate_up = matrix(rngs, 2 * c.hidden, c.width, dtype)
+        self.down = matrix(rngs, c.width, c.hidden, dtype)
         if c.experts:
             self.experts = Experts(c, dtype, rngs)
 
@@ -155,8 +156,8 @@ class Block(nnx.Module):
         memory, out = self.mixer(memory, ubatch, self.mix_norm(x))
         x = x + out * c.residual_factor
         y = self.feed_norm(x)
-        gate, up = jnp.split(y @ self.gate_up[...], 2, axis=-1)
-        out = (jax.nn.silu(gate) * up) @ self.down[...]
+        gate, up = jnp.split(linear(y, self.gate_up), 2, axis=-1)
+        out = linear(jax.nn.silu(gate) * up, self.down)
         if c.experts:
             out = out + self.experts(y)
         return memory, x + out * c.residual_factor
@@ -167,10 +168,9 @@ class GraniteHybrid(nnx.Module):
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         self.config = config
-        # Stored `[width, V]` for the product with the last layer; a tied embedding is its columns.
-        self.head = _weights(rngs, config.width, config.vocabulary, dtype)
+        self.head = matrix(rngs, config.vocabulary, config.width, dtype)
         if not config.tied:
-            self.embedding = _weights(rngs, config.vocabulary, config.width, dtype)
+            self.embedding = matrix(rngs, config.vocabulary, config.width, dtype)
         layers = range(len(config.attends))
         self.blocks = nnx.List([Block(config, i, dtype, rngs) for i in layers])
         self.norm = RMSNorm(config.width, config.eps, dtype)
@@ -178,7 +178,7 @@ class GraniteHybrid(nnx.Module):
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
         if self.config.tied:
-            x = jnp.moveaxis(self.head[...][:, tokens], 0, -1)
+            x = self.head[...][tokens]
         else:
             x = self.embedding[...][tokens]
         return x * self.config.embedding_factor
@@ -189,7 +189,7 @@ class GraniteHybrid(nnx.Module):
         for block in self.blocks:
             memory, x = block(memory, ubatch, x)
         x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        logits = (self.norm(x) @ self.head[...]).astype(jnp.float32)
+        logits = linear(self.norm(x), self.head).astype(jnp.float32)
         return memory, logits / self.config.logits_divisor
 
 
@@ -245,8 +245,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     def attention(name: str) -> dict:
         names = [f"{name}.{one}_proj" for one in "qkv"]
         tree = {
-            "qkv": lambda: np.concatenate([read(f"{one}.weight") for one in names]).T,
-            "output": lambda: read(f"{name}.o_proj.weight").T,
+            "qkv": lambda: np.concatenate([read(f"{one}.weight") for one in names]),
+            "output": lambda: read(f"{name}.o_proj.weight"),
         }
         if config.bias:
             tree["qkv_bias"] = lambda: np.concatenate([read(f"{one}.bias") for one in names])
@@ -255,7 +255,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
     def experts(name: str) -> dict:
         return {
-            "router": lambda: read(f"{name}.router.layer.weight").T,
+            "router": lambda: read(f"{name}.router.layer.weight"),
             "gate_up": lambda: read(f"{name}.input_linear.weight").swapaxes(1, 2),
             "down": lambda: read(f"{name}.output_linear.weight").swapaxes(1, 2),
         }
@@ -265,8 +265,8 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         tree = {
             "mix_norm": norm(f"{layer}.input_layernorm"),
             "feed_norm": norm(f"{layer}.post_attention_layernorm"),
-            "gate_up": lambda: read(f"{layer}.shared_mlp.input_linear.weight").T,
-            "down": lambda: read(f"{layer}.shared_mlp.output_linear.weight").T,
+            "gate_up": lambda: read(f"{layer}.shared_mlp.input_linear.weight"),
+            "down": lambda: read(f"{layer}.shared_mlp.output_linear.weight"),
         }
         if config.attends[i]:
             tree["mixer"] = attention(f"{layer}.self_attn")
@@ -278,7 +278,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
     embedding = "model.embed_tokens.weight"
     tree = {
-        "head": lambda: read(embedding if config.tied else "lm_head.weight").T,
+        "head": lambda: read(embedding if config.tied else "lm_head.weight"),
         "blocks": {i: block(i) for i in range(len(config.attends))},
         "norm": norm("model.norm"),
     }
@@ -337,10 +337,9 @@ def make_memory(
     return parts[0][0] if len(parts) == 1 else jaxkv.make_hybrid_cache(*parts)
 
 
-def _weights(
-    rngs: nnx.Rngs, rows: int, columns: int, dtype: jnp.dtype, experts: int | None = None
-) -> nnx.Param:
-    shape = (rows, columns) if experts is None else (experts, rows, columns)
+def _experts(rngs: nnx.Rngs, experts: int, rows: int, columns: int, dtype: jnp.dtype) -> nnx.Param:
+    # From `rows` numbers to `columns`, as `ragged_dot` wants them.
+    shape = (experts, rows, columns)
     return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * rows**-0.5)
 
 

@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv import Rope, Ubatch, Window
 from models import memories
 from models.checkpoint import Checkpoint
+from models.linear import linear, matrix
 from models.rope_config import rope_of
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -79,21 +80,21 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(c.width, c.eps, dtype)
         # Queries, keys and values are one product, and gate and up another: with few tokens the
         # time goes into reading weights, and fewer, larger products read them faster.
-        self.qkv = _weights(rngs, c.width, (c.heads + 2 * c.groups) * c.size, dtype)
-        self.output = _weights(rngs, c.heads * c.size, c.width, dtype)
+        self.qkv = matrix(rngs, (c.heads + 2 * c.groups) * c.size, c.width, dtype)
+        self.output = matrix(rngs, c.width, c.heads * c.size, dtype)
         if c.bias:
             self.qkv_bias = nnx.Param(jnp.zeros((c.heads + 2 * c.groups) * c.size, dtype))
         if c.norms:
             self.q_norm = RMSNorm(c.size, c.eps, dtype)
             self.k_norm = RMSNorm(c.size, c.eps, dtype)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
-        self.gate_up = _weights(rngs, c.width, 2 * c.hidden, dtype)
-        self.down = _weights(rngs, c.hidden, c.width, dtype)
+        self.gate_up = matrix(rngs, 2 * c.hidden, c.width, dtype)
+        self.down = matrix(rngs, c.width, c.hidden, dtype)
 
     def __call__(self, memory: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
         c = self.config
-        qkv = self.attention_norm(x) @ self.qkv[...]
+        qkv = linear(self.attention_norm(x), self.qkv)
         if c.bias:
             qkv = qkv + self.qkv_bias[...].reshape(1, 1, -1)
         qkv = qkv.reshape(*x.shape[:2], c.heads + 2 * c.groups, c.size)
@@ -103,9 +104,9 @@ class Block(nnx.Module):
             qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=2)
         q, k = jnp.split(jaxkv.rotate(qk, ubatch.positions, c.rope), [c.heads], axis=2)
         memory, out = jaxkv.attend(memory, self.layer, ubatch, q, k, v)
-        x = x + out.reshape(*x.shape[:2], -1) @ self.output[...]
-        gate, up = jnp.split(self.feed_norm(x) @ self.gate_up[...], 2, axis=-1)
-        return memory, x + (jax.nn.silu(gate) * up) @ self.down[...]
+        x = x + linear(out.reshape(*x.shape[:2], -1), self.output)
+        gate, up = jnp.split(linear(self.feed_norm(x), self.gate_up), 2, axis=-1)
+        return memory, x + linear(jax.nn.silu(gate) * up, self.down)
 
 
 class Llama(nnx.Module):
@@ -113,17 +114,16 @@ class Llama(nnx.Module):
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         self.config = config
-        # Stored `[width, V]` for the product with the last layer; a tied embedding is its columns.
-        self.head = _weights(rngs, config.width, config.vocabulary, dtype)
+        self.head = matrix(rngs, config.vocabulary, config.width, dtype)
         if not config.tied:
-            self.embedding = _weights(rngs, config.vocabulary, config.width, dtype)
+            self.embedding = matrix(rngs, config.vocabulary, config.width, dtype)
         self.blocks = nnx.List([Block(config, i, dtype, rngs) for i in range(config.layers)])
         self.norm = RMSNorm(config.width, config.eps, dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
         if self.config.tied:
-            return jnp.moveaxis(self.head[...][:, tokens], 0, -1)
+            return self.head[...][tokens]
         return self.embedding[...][tokens]
 
     def __call__(self, memory: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
@@ -132,7 +132,7 @@ class Llama(nnx.Module):
         for block in self.blocks:
             memory, x = block(memory, ubatch, x)
         x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        return memory, (self.norm(x) @ self.head[...]).astype(jnp.float32)
+        return memory, linear(self.norm(x), self.head).astype(jnp.float32)
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
@@ -164,7 +164,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     read = checkpoint.tensor
 
     def joined(layer: str, *names: str):
-        return lambda: np.concatenate([read(f"{layer}.{name}.weight") for name in names]).T
+        return lambda: np.concatenate([read(f"{layer}.{name}.weight") for name in names])
 
     def block(i: int) -> dict:
         layer = f"model.layers.{i}"
@@ -186,7 +186,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         return tree
 
     tree = {
-        "head": lambda: read("model.embed_tokens.weight" if config.tied else "lm_head.weight").T,
+        "head": lambda: read("model.embed_tokens.weight" if config.tied else "lm_head.weight"),
         "blocks": {i: block(i) for i in range(config.layers)},
         "norm": {"weight": lambda: read("model.norm.weight")},
     }
@@ -204,10 +204,6 @@ def make_memory(config: Config, **options: Any) -> Any:
         size=config.size,
         **options,
     )
-
-
-def _weights(rngs: nnx.Rngs, rows: int, columns: int, dtype: jnp.dtype) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), (rows, columns), dtype) * rows**-0.5)
 
 
 MODULE = Llama

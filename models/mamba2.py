@@ -14,6 +14,7 @@ from flax import nnx
 import jaxkv
 from models import scans
 from models.checkpoint import Checkpoint
+from models.linear import linear, matrix
 
 ARCHITECTURES = ("mamba2",)
 
@@ -95,14 +96,16 @@ class Mixer(nnx.Module):
     def __init__(self, sizes: Sizes, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = sizes
         self.sizes, self.layer = c, layer
-        self.input = _weights(rngs, c.width, c.inner + c.channels + c.heads, dtype)
-        self.conv = _weights(rngs, c.kernel, c.channels, dtype)
+        self.input = matrix(rngs, c.inner + c.channels + c.heads, c.width, dtype)
+        self.conv = nnx.Param(
+            jax.random.normal(rngs.params(), (c.kernel, c.channels), dtype) * c.kernel**-0.5
+        )
         # What decides how fast states decay is exact, whatever the dtype of the rest.
         self.step_bias = nnx.Param(jnp.zeros(c.heads, jnp.float32))
         self.rate_log = nnx.Param(jnp.log(jnp.arange(1.0, c.heads + 1)))
         self.skip = nnx.Param(jnp.ones(c.heads, jnp.float32))
         self.norm = RMSNorm(c.inner, c.eps, dtype, c.groups)
-        self.output = _weights(rngs, c.inner, c.width, dtype)
+        self.output = matrix(rngs, c.width, c.inner, dtype)
         if c.conv_bias:
             self.conv_bias = nnx.Param(jnp.zeros(c.channels, dtype))
         if c.bias:
@@ -112,7 +115,7 @@ class Mixer(nnx.Module):
     def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
         c = self.sizes
-        x = x @ self.input[...]
+        x = linear(x, self.input)
         if c.bias:
             x = x + self.input_bias[...].reshape(1, 1, -1)
         gate, x, steps = jnp.split(x, [c.inner, c.inner + c.channels], axis=-1)
@@ -136,7 +139,7 @@ class Mixer(nnx.Module):
         memory = jaxkv.write_states(memory, self.layer, ubatch, {"conv": tails, "ssm": ends})
 
         y = (y + self.skip[...].reshape(1, 1, -1, 1) * x).reshape(*x.shape[:2], -1)
-        out = self.norm(y * jax.nn.silu(gate.astype(jnp.float32))) @ self.output[...]
+        out = linear(self.norm(y * jax.nn.silu(gate.astype(jnp.float32))), self.output)
         if c.bias:
             out = out + self.output_bias[...].reshape(1, 1, -1)
         return memory, out
@@ -148,10 +151,9 @@ class Mamba2(nnx.Module):
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         width, layers = config.mixer.width, range(config.layers)
-        # Stored `[width, V]` for the product with the last layer; a tied embedding is its columns.
-        self.head = _weights(rngs, width, config.vocabulary, dtype)
+        self.head = matrix(rngs, config.vocabulary, width, dtype)
         if not config.tied:
-            self.embedding = _weights(rngs, config.vocabulary, width, dtype)
+            self.embedding = matrix(rngs, config.vocabulary, width, dtype)
         self.norms = nnx.List([RMSNorm(width, config.eps, dtype) for _ in layers])
         self.mixers = nnx.List([Mixer(config.mixer, i, dtype, rngs) for i in layers])
         self.norm = RMSNorm(width, config.eps, dtype)
@@ -159,7 +161,7 @@ class Mamba2(nnx.Module):
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
         if self.config.tied:
-            return jnp.moveaxis(self.head[...][:, tokens], 0, -1)
+            return self.head[...][tokens]
         return self.embedding[...][tokens]
 
     def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
@@ -170,7 +172,7 @@ class Mamba2(nnx.Module):
             memory, out = mixer(memory, ubatch, norm(x))
             x = x + out
         x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        return memory, (self.norm(x) @ self.head[...]).astype(jnp.float32)
+        return memory, linear(self.norm(x), self.head).astype(jnp.float32)
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
@@ -210,7 +212,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
     head = "backbone.embeddings.weight" if config.tied else "lm_head.weight"
     tree = {
-        "head": lambda: read(head).T,
+        "head": lambda: read(head),
         "norms": {i: norm(f"{layer}.norm") for i, layer in enumerate(layers)},
         "mixers": {
             i: mixer_weights_of(checkpoint, config.mixer, f"{layer}.mixer")
@@ -227,13 +229,13 @@ def mixer_weights_of(checkpoint: Checkpoint, sizes: Sizes, name: str) -> dict:
     """Name where the weights of a `Mixer` come from, like `weights_of`."""
     read = checkpoint.tensor
     tree = {
-        "input": lambda: read(f"{name}.in_proj.weight").T,
+        "input": lambda: read(f"{name}.in_proj.weight"),
         "conv": lambda: read(f"{name}.conv1d.weight")[:, 0].T,
         "step_bias": lambda: read(f"{name}.dt_bias"),
         "rate_log": lambda: read(f"{name}.A_log"),
         "skip": lambda: read(f"{name}.D"),
         "norm": {"weight": lambda: read(f"{name}.norm.weight")},
-        "output": lambda: read(f"{name}.out_proj.weight").T,
+        "output": lambda: read(f"{name}.out_proj.weight"),
     }
     if sizes.conv_bias:
         tree["conv_bias"] = lambda: read(f"{name}.conv1d.bias")
@@ -283,10 +285,6 @@ def make_memory(
         streams=streams,
         **options,
     )
-
-
-def _weights(rngs: nnx.Rngs, rows: int, columns: int, dtype: jnp.dtype) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), (rows, columns), dtype) * rows**-0.5)
 
 
 MODULE = Mamba2

@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv.rope import Rope
 from models import memories, scans
 from models.checkpoint import Checkpoint
+from models.linear import linear, matrix
 from models.rope_config import rope_of
 
 ARCHITECTURES = ("recurrent_gemma",)
@@ -77,13 +78,13 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """A product and a bias."""
 
-    def __init__(self, rows: int, columns: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.weight = _weights(rngs, rows, columns, dtype)
-        self.bias = nnx.Param(jnp.zeros(columns, dtype))
+    def __init__(self, inputs: int, outputs: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.weight = matrix(rngs, outputs, inputs, dtype)
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map the last dimension of `[R, T, rows]`."""
-        return x @ self.weight[...] + self.bias[...].reshape(1, 1, -1)
+        """Map the last dimension of `[R, T, inputs]`."""
+        return linear(x, self.weight) + self.bias[...].reshape(1, 1, -1)
 
 
 class Attention(nnx.Module):
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.config, self.layer = c, layer
-        self.qkv = _weights(rngs, c.width, (c.heads + 2 * c.groups) * c.size, dtype)
+        self.qkv = matrix(rngs, (c.heads + 2 * c.groups) * c.size, c.width, dtype)
         if c.bias:
             self.qkv_bias = nnx.Param(jnp.zeros((c.heads + 2 * c.groups) * c.size, dtype))
         self.output = Linear(c.heads * c.size, c.width, dtype, rngs)
@@ -100,7 +101,7 @@ class Attention(nnx.Module):
     def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
         c = self.config
-        qkv = x @ self.qkv[...]
+        qkv = linear(x, self.qkv)
         if c.bias:
             qkv = qkv + self.qkv_bias[...].reshape(1, 1, -1)
         qkv = qkv.reshape(*x.shape[:2], c.heads + 2 * c.groups, c.size)
@@ -118,7 +119,9 @@ class Recurrence(nnx.Module):
         self.config, self.layer = c, layer
         part = c.inner // c.heads
         self.input = Linear(c.width, 2 * c.inner, dtype, rngs)
-        self.conv = _weights(rngs, c.kernel, c.inner, dtype)
+        self.conv = nnx.Param(
+            jax.random.normal(rngs.params(), (c.kernel, c.inner), dtype) * c.kernel**-0.5
+        )
         self.conv_bias = nnx.Param(jnp.zeros(c.inner, dtype))
         # The input's gate and the decay's: `[H, inner / H]` to twice as many, part by part.
         self.gates = nnx.Param(
@@ -177,10 +180,9 @@ class RecurrentGemma(nnx.Module):
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         self.config = config
-        # Stored `[width, V]` for the product with the last layer; a tied embedding is its columns.
-        self.head = _weights(rngs, config.width, config.vocabulary, dtype)
+        self.head = matrix(rngs, config.vocabulary, config.width, dtype)
         if not config.tied:
-            self.embedding = _weights(rngs, config.vocabulary, config.width, dtype)
+            self.embedding = matrix(rngs, config.vocabulary, config.width, dtype)
         layers = range(len(config.attends))
         self.blocks = nnx.List([Block(config, i, dtype, rngs) for i in layers])
         self.norm = RMSNorm(config.width, config.eps, dtype)
@@ -188,7 +190,7 @@ class RecurrentGemma(nnx.Module):
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
         if self.config.tied:
-            x = jnp.moveaxis(self.head[...][:, tokens], 0, -1)
+            x = self.head[...][tokens]
         else:
             x = self.embedding[...][tokens]
         # The factor is rounded to bfloat16 whatever the weights are, as when the model was trained.
@@ -200,7 +202,7 @@ class RecurrentGemma(nnx.Module):
         for block in self.blocks:
             memory, x = block(memory, ubatch, x)
         x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        logits = (self.norm(x) @ self.head[...]).astype(jnp.float32)
+        logits = linear(self.norm(x), self.head).astype(jnp.float32)
         return memory, self.config.softcap * jnp.tanh(logits / self.config.softcap)
 
 
@@ -240,14 +242,12 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     def norm(name: str) -> dict:
         return {"weight": lambda: read(f"{name}.weight")}
 
-    def linear(*names: str) -> dict:
-        weight = joined(".weight", [*names])
-        return {"weight": lambda: weight().T, "bias": joined(".bias", [*names])}
+    def biased(*names: str) -> dict:
+        return {"weight": joined(".weight", [*names]), "bias": joined(".bias", [*names])}
 
     def attention(name: str) -> dict:
         names = [f"{name}.{one}_proj" for one in "qkv"]
-        qkv = joined(".weight", names)
-        tree = {"qkv": lambda: qkv().T, "output": linear(f"{name}.o_proj")}
+        tree = {"qkv": joined(".weight", names), "output": biased(f"{name}.o_proj")}
         if config.bias:
             tree["qkv_bias"] = joined(".bias", names)
         return tree
@@ -255,13 +255,13 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     def recurrence(name: str) -> dict:
         gates = [f"{name}.rg_lru.input_gate", f"{name}.rg_lru.recurrent_gate"]
         return {
-            "input": linear(f"{name}.linear_y", f"{name}.linear_x"),
+            "input": biased(f"{name}.linear_y", f"{name}.linear_x"),
             "conv": lambda: read(f"{name}.conv_1d.weight")[:, 0].T,
             "conv_bias": lambda: read(f"{name}.conv_1d.bias"),
             "gates": joined("_weight", gates, axis=2),
             "gates_bias": joined("_bias", gates, axis=1),
             "rate": lambda: read(f"{name}.rg_lru.recurrent_param"),
-            "output": linear(f"{name}.linear_out"),
+            "output": biased(f"{name}.linear_out"),
         }
 
     def block(i: int) -> dict:
@@ -271,13 +271,13 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "mix_norm": norm(f"{layer}.temporal_pre_norm"),
             "mixer": mixer(f"{layer}.temporal_block"),
             "feed_norm": norm(f"{layer}.channel_pre_norm"),
-            "gate_up": linear(f"{layer}.mlp_block.gate_proj", f"{layer}.mlp_block.up_proj"),
-            "down": linear(f"{layer}.mlp_block.down_proj"),
+            "gate_up": biased(f"{layer}.mlp_block.gate_proj", f"{layer}.mlp_block.up_proj"),
+            "down": biased(f"{layer}.mlp_block.down_proj"),
         }
 
     embedding = "model.embed_tokens.weight"
     tree = {
-        "head": lambda: read(embedding if config.tied else "lm_head.weight").T,
+        "head": lambda: read(embedding if config.tied else "lm_head.weight"),
         "blocks": {i: block(i) for i in range(len(config.attends))},
         "norm": norm("model.final_norm"),
     }
@@ -331,10 +331,6 @@ def make_memory(
         )
         parts.append((memory, attends))
     return parts[0][0] if len(parts) == 1 else jaxkv.make_hybrid_cache(*parts)
-
-
-def _weights(rngs: nnx.Rngs, rows: int, columns: int, dtype: jnp.dtype) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), (rows, columns), dtype) * rows**-0.5)
 
 
 MODULE = RecurrentGemma

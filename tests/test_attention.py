@@ -51,6 +51,17 @@ def test_scale():
     np.testing.assert_allclose(out, reference(q, k, v, mask, scale=0.3), atol=2e-6)
 
 
+def test_logits_that_overflow_do_not_show_what_is_hidden():
+    """Rows that are seen have the weight, even where each of their logits is -inf."""
+    q, k, v, mask = arrays(3)
+    mask[..., 1], v[..., 1, :] = False, 1e6
+    k[..., 0, :], q[...] = -3e38, 3e38
+    k[..., 1:, :] = 0.0
+    mask[..., 2:] = False
+    out = attend(q, k, v, mask)[:, :, 0]
+    np.testing.assert_allclose(out, np.broadcast_to(v[:, None, 0, 0], out.shape), rtol=1e-6)
+
+
 def test_large_logits():
     """Nothing overflows: only differences of logits matter."""
     q, k, v, mask = arrays(2)

@@ -42,7 +42,7 @@ def test_a_soft_prefix_trained_through_the_cache_lowers_the_loss(smollm2):
     """Eight embeddings before a text, the only thing that is trained, make it likelier."""
     text = jnp.asarray(smollm2.tokenizer.encode("The zebra plays chess with a purple submarine."))
     text = text[:8]
-    prefix = smollm2.weights["head"][:, jnp.arange(100, 108)].T
+    prefix = smollm2.weights["head"][jnp.arange(100, 108)]
 
     def loss(prefix, weights):
         memory = smollm2.make_memory(cells=32)
