@@ -8,9 +8,11 @@ nothing is read from a cache. `jaxkv` is what `jaxkv.attend` runs; the others ar
 """
 
 import argparse
-import time
+import itertools
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,41 @@ def torch_side(q: np.ndarray, k: list[np.ndarray], v: list[np.ndarray], group: i
     return run
 
 
+def sides_of(
+    shape: tuple[int, int, int, Any], batch: int, cells: int, layers: int
+) -> dict[str, Callable[[], object]]:
+    """Everybody who can take part here, on the same arrays, after a look that they agree."""
+    heads, group, size, dtype = shape
+    rng = np.random.default_rng(0)
+    k, v = (
+        [rng.random((batch, heads, cells, size), np.float32) for _ in range(layers)]
+        for _ in range(2)
+    )
+    q = rng.random((batch, 1, heads * group, size), np.float32)
+    mask, pools = jnp.ones((batch, 1, cells), bool), jnp.arange(batch)
+    forms = {
+        "jaxkv": lambda q, k, v: attention_by_tiles(q, k, v, mask, pools),
+        "jax.nn.dot_product_attention": jax.nn.dot_product_attention,
+    }
+    if jax.default_backend() == "gpu":
+        forms["the same, cudnn"] = partial(jax.nn.dot_product_attention, implementation="cudnn")
+    ours = jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, tuple(k), tuple(v)))
+    turned = (ours[0], *jax.tree.map(lambda x: x.swapaxes(1, 2) + 0, ours[1:]))
+    sides: dict[str, Callable[[], object]] = {
+        name: partial(layers_of(form, layers), *(ours if name == "jaxkv" else turned))
+        for name, form in forms.items()
+    }
+    wanted, *others = (np.asarray(side(), np.float32) for side in sides.values())
+    for other in others:
+        np.testing.assert_allclose(other, wanted, atol=1e-4 if dtype == jnp.float32 else 2e-2)
+    if jax.default_backend() == "cpu":
+        if find_spec("torch") is not None:
+            sides["torch, scaled dot product"] = torch_side(q, k, v, group)
+        else:
+            print("torch is not installed here: pip install torch")
+    return sides
+
+
 def main() -> None:
     """Print the time of a layer in each form, and the fraction of the bandwidth."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -61,56 +98,17 @@ def main() -> None:
     args = parser.parse_args()
     machine.main()
     read = machine.bandwidth()["read"] if jax.default_backend() == "cpu" else None
-    heads, group, size, dtype = SHAPES[args.shape]
-    rng = np.random.default_rng(0)
-    for batch in args.batch:
-        for cells in args.cells:
-            layer = 2 * batch * heads * cells * size * jnp.dtype(dtype).itemsize / 1e6
-            layers = max(2, -(-int(args.megabytes) // int(layer + 1)))
-            shape = (batch, heads, cells, size)
-            k, v = ([rng.random(shape, np.float32) for _ in range(layers)] for _ in range(2))
-            q = rng.random((batch, 1, heads * group, size), np.float32)
-            mask = jnp.ones((batch, 1, cells), bool)
-            pools = jnp.arange(batch)
-            ours = layers_of(
-                lambda q, k, v, m=mask, p=pools: attention_by_tiles(q, k, v, m, p), layers
-            )
-            theirs = layers_of(jax.nn.dot_product_attention, layers)
-            device_q, device_k, device_v = jax.tree.map(
-                lambda x: jnp.asarray(x, dtype), (q, tuple(k), tuple(v))
-            )
-            turned = jax.tree.map(lambda x: x.swapaxes(1, 2) + 0, (device_k, device_v))
-            np.testing.assert_allclose(
-                np.asarray(ours(device_q, device_k, device_v), np.float32),
-                np.asarray(theirs(device_q, *turned), np.float32),
-                atol=1e-4 if dtype == jnp.float32 else 2e-2,
-            )
-            sides = {
-                "jaxkv": lambda r=ours, a=(device_q, device_k, device_v): r(*a),
-                "jax.nn.dot_product_attention": lambda r=theirs, a=(device_q, *turned): r(*a),
-            }
-            if jax.default_backend() == "gpu":
-                cudnn = layers_of(
-                    lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="cudnn"),
-                    layers,
-                )
-                sides["the same, cudnn"] = lambda r=cudnn, a=(device_q, *turned): r(*a)
-            elif find_spec("torch") is not None:
-                sides["torch, scaled dot product"] = torch_side(q, k, v, group)
-            else:
-                print("torch is not installed here: pip install torch")
-
-            def timed(work: Callable, layers: int = layers) -> Callable[[], float]:
-                def side() -> float:
-                    start = time.perf_counter()
-                    jax.block_until_ready(work())
-                    return 1e3 * (time.perf_counter() - start) / layers
-
-                return side
-
-            print(f"batch {batch}, {cells} cells, {layers} layers of {layer:.1f} MB; ms a layer:")
-            took = turns.take_turns({n: timed(w) for n, w in sides.items()}, args.rounds)
-            turns.table(took, own=["jaxkv"], megabytes=layer, read=read)
+    heads, _, size, dtype = SHAPES[args.shape]
+    for batch, cells in itertools.product(args.batch, args.cells):
+        layer = 2 * batch * heads * cells * size * jnp.dtype(dtype).itemsize / 1e6
+        layers = max(2, -(-int(args.megabytes) // int(layer + 1)))
+        sides = sides_of(SHAPES[args.shape], batch, cells, layers)
+        print(f"batch {batch}, {cells} cells, {layers} layers of {layer:.1f} MB; ms a layer:")
+        took = turns.take_turns(
+            {n: turns.milliseconds(s, repeats=2, units=layers) for n, s in sides.items()},
+            args.rounds,
+        )
+        turns.table(took, own=["jaxkv"], megabytes=layer, read=read)
 
 
 if __name__ == "__main__":

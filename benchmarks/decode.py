@@ -1,13 +1,13 @@
-"""How fast is a whole decode step? SmolLM2 in float32, all cells of each sequence nearly full.
+"""How fast is a whole decode step? Float32, all cells of each sequence nearly full.
 
-Run `python -m benchmarks.decode`. Every side holds the same weights and the same number of visible
-positions, and repeats the step after the prompt; all take turns in one process. Peers, where they
-are installed: llama.cpp on float32 and on Q8_0 files made from the same weights, and transformers
-with its static and its dynamic cache. Two caches written by hand run the same Flax model.
+Run `python -m benchmarks.decode`, or with `--model gemma3 --cells 8192` for a model with windows.
+Every side holds the same weights and the same number of visible positions, and repeats the step
+after the prompt; all take turns in one process. Peers, where they are installed: llama.cpp on
+float32 and on Q8_0 files made from the same weights, and transformers with its static and its
+dynamic cache. Two caches written by hand run the same Flax model.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +18,8 @@ import numpy as np
 
 import jaxkv
 import models
-from benchmarks import by_hand, llama_cpp_peer, machine, transformers_peer, turns
+from benchmarks import by_hand, machine, turns
+from benchmarks.peers import peers_of
 
 
 def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: bool) -> Callable:
@@ -76,7 +77,7 @@ def by_hand_step(
 
 
 def peer_step(peer: Any, prompts: np.ndarray) -> Callable:
-    """A step of a peer that has `prefill`, `step`, `rewind` and `chosen`."""
+    """A step of a peer, see `benchmarks.peers`."""
     peer.prefill(prompts)
 
     def again() -> np.ndarray:
@@ -87,51 +88,25 @@ def peer_step(peer: Any, prompts: np.ndarray) -> Callable:
     return again
 
 
-def timed(step: Callable, steps: int) -> Callable[[], float]:
-    """A side for `turns.take_turns`: milliseconds of a step."""
-
-    def side() -> float:
-        step()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        return 1e3 * (time.perf_counter() - start) / steps
-
-    return side
-
-
-def sides_of(model: models.Model, prompts: np.ndarray, cells: int) -> dict[str, Callable]:
+def sides_of(
+    model: models.Model, name: str, prompts: np.ndarray, cells: int
+) -> dict[str, Callable]:
     """Everybody who can take part here."""
     batch = len(prompts)
-    options = {"cells": cells, "batch": batch, "threads": machine.threads()}
     sides = {"jaxkv": jaxkv_step(model, prompts, cells=cells, split=batch > 1)}
     if batch > 1:
         sides["jaxkv, unified"] = jaxkv_step(model, prompts, cells=cells, split=False)
-    sides["by hand [B,K,N,D]"] = by_hand_step(model, prompts, "BKND", cells=cells)
-    sides["by hand [B,N,K,D]"] = by_hand_step(model, prompts, "BNKD", cells=cells)
-    if llama_cpp_peer.available():
-        for kind in ("f32", "q8_0"):
-            peer = llama_cpp_peer.LlamaCppPeer(
-                llama_cpp_peer.weights_file("smollm2", kind), **options
-            )
-            sides[f"llama.cpp {kind}"] = peer_step(peer, prompts)
-    else:
-        print("llama-cpp-python is not installed here: pip install llama-cpp-python")
-    if transformers_peer.available():
-        tensors = {name: model.checkpoint.tensor(name) for name in model.checkpoint.names()}
-        for kind in ("static", "dynamic"):
-            peer = transformers_peer.TransformersPeer(
-                tensors, model.checkpoint.config, cache=kind, **options
-            )
-            sides[f"transformers, {kind}"] = peer_step(peer, prompts)
-    else:
-        print("transformers is not installed here: pip install torch transformers")
-    return sides
+    if model.checkpoint.architecture == "llama":
+        sides["by hand [B,K,N,D]"] = by_hand_step(model, prompts, "BKND", cells=cells)
+        sides["by hand [B,N,K,D]"] = by_hand_step(model, prompts, "BNKD", cells=cells)
+    others = peers_of(model, name, cells=cells, batch=batch, files=("f32", "q8_0"))
+    return sides | {peer: peer_step(one, prompts) for peer, one in others.items()}
 
 
 def main() -> None:
     """Print the milliseconds of a step of each side, and what jaxkv's is to it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--model", default="smollm2", help="or gemma3, which has windows")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--cells", type=int, default=2048, help="for each sequence")
     parser.add_argument("--steps", type=int, default=4, help="in each turn")
@@ -140,22 +115,26 @@ def main() -> None:
 
     machine.main()
     read = machine.bandwidth()["read"]
-    model = models.load()
+    model = models.load(args.model)
     c = model.config
+    windows = getattr(c, "windows", ()) or (None,) * c.layers
     weights = sum(x.nbytes for x in jax.tree.leaves(model.weights)) / 1e6
     length = args.cells - 32
     ids = np.random.default_rng(0).integers(100, 20_000, (max(args.batch), length), np.int32)
     for batch in args.batch:
-        sides = sides_of(model, ids[:batch], args.cells)
+        sides = sides_of(model, args.model, ids[:batch], args.cells)
         # Random ids leave close calls; Q8_0 rounds, and what is written by hand has no prompt.
         ours = sides["jaxkv"]()
         for name, side in sides.items():
             if "by hand" not in name and "q8_0" not in name:
                 assert np.sum(side() != ours) <= batch // 8, f"{name} picks other tokens"
-        visible = batch * length * c.layers * 2 * c.groups * c.size * 4 / 1e6
+        seen = sum(min(length, one.size if one else length) for one in windows)
+        visible = batch * seen * 2 * c.groups * c.size * 4 / 1e6
         print(f"batch {batch}, {length} of {args.cells} cells: {weights:.0f} MB of weights and")
         print(f"{visible:.0f} MB of keys and values have to be read; milliseconds a step:")
-        took = turns.take_turns({n: timed(s, args.steps) for n, s in sides.items()}, args.rounds)
+        took = turns.take_turns(
+            {n: turns.milliseconds(s, repeats=args.steps) for n, s in sides.items()}, args.rounds
+        )
         turns.table(took, own=["jaxkv"], megabytes=weights + visible, read=read)
 
 

@@ -101,10 +101,7 @@ def main() -> None:
         assert all(text == texts["a loop in Python"] for text in texts.values()), "they disagree"
         print(f"batch {batch}, {args.tokens} tokens after {args.prompt}; milliseconds a token:")
         took = turns.take_turns(
-            {
-                name: lambda way=way: turns.milliseconds(way)() / args.tokens
-                for name, way in ways.items()
-            },
+            {name: turns.milliseconds(way, units=args.tokens) for name, way in ways.items()},
             args.rounds,
         )
         turns.table(took, own=["8 tokens a dispatch"])

@@ -1,4 +1,4 @@
-"""One pool for all sequences, or a stream for each? What neighbours cost, busy and idle.
+"""One pool for all sequences, or a stream for each? What neighbours cost, and a large pool.
 
 Run `python -m benchmarks.modes`: whole decode steps of SmolLM2 in float32, one token of each
 sequence that takes part. All cases take turns in one run, there and back, so that ratios hold on a
@@ -6,7 +6,6 @@ machine whose speed drifts. Peers are not compared here, only the modes with eac
 """
 
 import argparse
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 
 import jaxkv
 import models
-from benchmarks import machine
+from benchmarks import machine, turns
 
 
 class Case:
@@ -54,17 +53,14 @@ class Case:
 
         self._step = step
         self.token = jnp.zeros(len(active), jnp.int32)
-        self.run(2)
 
-    def run(self, steps: int) -> float:
-        """Do a step again and again from the same table; the milliseconds of one."""
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.rows, self.token, ok = self._step(
-                self.model.weights, self.table, self.rows, self.token
-            )
+    def run(self) -> jax.Array:
+        """Do a step, always from the same table."""
+        self.rows, self.token, ok = self._step(
+            self.model.weights, self.table, self.rows, self.token
+        )
         assert bool(ok), "the cache is full"
-        return 1e3 * (time.perf_counter() - start) / steps
+        return self.token
 
 
 def main() -> None:
@@ -89,21 +85,22 @@ def main() -> None:
         "1 short, 7 idle, split": case(idle, [0], split=True, cells=cells),
         "1 short, alone, unified": case(idle[:1] + [0] * 7, [0], split=False, cells=8 * cells),
         "1 short, 7 idle, unified": case(idle, [0], split=False, cells=8 * cells),
+        "1 alone, pool x 1": case(full[:1], [0], split=False, cells=cells),
+        "1 alone, pool x 16": case(full[:1], [0], split=False, cells=16 * cells),
     }
-    took: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(args.rounds):
-        for name in cases if turn % 2 == 0 else reversed(cases):
-            took[name].append(cases[name].run(args.steps))
-    middle = {name: float(np.median(times)) for name, times in took.items()}
     print(f"SmolLM2-135M float32, {n - 32} positions of {n} cells a sequence; milliseconds a step:")
-    for name, times in took.items():
-        print(f"  {name:26s} {middle[name]:7.1f}  ({min(times):.1f} to {max(times):.1f})")
+    took = turns.take_turns(
+        {name: turns.milliseconds(one.run, repeats=args.steps) for name, one in cases.items()},
+        args.rounds,
+    )
+    middle = turns.table(took)
     for one, other in [
         ("8 busy, split", "8 busy, unified"),
         ("streams 0 2 5 of 8", "streams 0 1 2 of 8"),
         ("streams 0 2 5 of 8", "3 streams, no others"),
         ("1 short, 7 idle, split", "1 short, alone, split"),
         ("1 short, 7 idle, unified", "1 short, alone, unified"),
+        ("1 alone, pool x 16", "1 alone, pool x 1"),
     ]:
         print(f"  {one}  /  {other}: {middle[one] / middle[other]:.2f}")
 

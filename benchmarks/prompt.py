@@ -12,7 +12,8 @@ import numpy as np
 
 import jaxkv
 import models
-from benchmarks import llama_cpp_peer, machine, transformers_peer, turns
+from benchmarks import machine, turns
+from benchmarks.peers import peers_of
 
 
 def jaxkv_prompt(model: models.Model, prompt: np.ndarray, ubatch_size: int) -> Callable:
@@ -38,22 +39,8 @@ def main() -> None:
     model = models.load()
     prompt = np.random.default_rng(0).integers(100, 20_000, args.tokens).astype(np.int32)
     sides = {f"jaxkv, ubatches of {u}": jaxkv_prompt(model, prompt, u) for u in args.ubatch}
-    options = {"cells": args.tokens, "batch": 1, "threads": machine.threads()}
-    if llama_cpp_peer.available():
-        path = llama_cpp_peer.weights_file("smollm2", "f32")
-        llama = llama_cpp_peer.LlamaCppPeer(path, **options)
-        sides["llama.cpp f32"] = lambda: llama.prefill(prompt[None])
-    else:
-        print("llama-cpp-python is not installed here: pip install llama-cpp-python")
-    if transformers_peer.available():
-        tensors = {name: model.checkpoint.tensor(name) for name in model.checkpoint.names()}
-        for kind in ("static", "dynamic"):
-            peer = transformers_peer.TransformersPeer(
-                tensors, model.checkpoint.config, cache=kind, **options
-            )
-            sides[f"transformers, {kind}"] = lambda peer=peer: peer.prefill(prompt[None])
-    else:
-        print("transformers is not installed here: pip install torch transformers")
+    for name, peer in peers_of(model, "smollm2", cells=args.tokens, batch=1).items():
+        sides[name] = lambda peer=peer: peer.prefill(prompt[None])
     print(f"a prompt of {args.tokens} tokens; milliseconds:")
     took = turns.take_turns({n: turns.milliseconds(s) for n, s in sides.items()}, args.rounds)
     middle = turns.table(took, own=list(sides)[:1])

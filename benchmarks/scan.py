@@ -5,7 +5,7 @@ and end in the same state. Run `python -m benchmarks.scan`.
 """
 
 import argparse
-import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 import jaxkv
-from benchmarks import machine
+from benchmarks import machine, turns
 from models import mamba2
 from models.model import functional
 
@@ -30,7 +30,7 @@ def build(layers: int) -> tuple[mamba2.Config, Any, Any]:
 
 
 def main() -> None:
-    """Print the tokens a second of each way, and their ratio."""
+    """Print the milliseconds a token of each way, and how many times the first one's that is."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512)
@@ -47,33 +47,26 @@ def main() -> None:
     def step(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
         return forward(weights, jaxkv.apply(memory, ubatch), ubatch)
 
-    def timed(ubatch_size: int) -> tuple[float, np.ndarray]:
-        memory = mamba2.make_memory(config, kept=args.kept)
-        batch = jaxkv.make_batch(tokens)
-        plan = jaxkv.init_batch(memory, batch, ubatch_size=ubatch_size).check()
-        start = time.perf_counter()
-        for ubatch in plan.ubatches:
-            memory, logits = step(weights, memory, ubatch)
-        logits = np.asarray(logits)
-        return time.perf_counter() - start, logits
+    def prompt(ubatch_size: int) -> Callable[[], np.ndarray]:
+        def run() -> np.ndarray:
+            memory = mamba2.make_memory(config, kept=args.kept)
+            batch = jaxkv.make_batch(tokens)
+            _, logits = jaxkv.prefill(step, weights, memory, batch, ubatch_size=ubatch_size)
+            return np.asarray(logits)
 
-    print(f"Mamba-2 130M float32, {args.layers} of 24 layers, a prompt of {args.tokens} tokens, ")
-    print(f"{args.kept} earlier states kept:")
-    took: dict[int, list[float]] = {size: [] for size in args.ubatch}
-    ends = {size: timed(size)[1] for size in args.ubatch}  # compiles, and does not count
-    for logits in ends.values():
-        np.testing.assert_allclose(logits[-1], ends[args.ubatch[0]][-1], rtol=0, atol=1e-3)
-    for turn in range(args.rounds):
-        for size in args.ubatch if turn % 2 == 0 else args.ubatch[::-1]:
-            took[size].append(timed(size)[0])
-    base = np.median(took[args.ubatch[-1]])
-    for size, times in took.items():
-        middle = np.median(times)
-        print(
-            f"  ubatches of {size:4d}  {args.tokens / middle:8.1f} tokens/s  "
-            f"({args.tokens / max(times):.1f} to {args.tokens / min(times):.1f})   "
-            f"{base / middle:.2f} x ubatches of {args.ubatch[-1]}"
-        )
+        return run
+
+    print(f"Mamba-2 130M float32, {args.layers} of 24 layers, a prompt of {args.tokens} tokens,")
+    print(f"{args.kept} earlier states kept; milliseconds a token:")
+    ways = {f"ubatches of {size}": prompt(size) for size in args.ubatch}
+    wanted, *others = (way() for way in ways.values())
+    for logits in others:
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-3)
+    took = turns.take_turns(
+        {name: turns.milliseconds(way, units=args.tokens) for name, way in ways.items()},
+        args.rounds,
+    )
+    turns.table(took, own=list(ways)[:1])
 
 
 if __name__ == "__main__":

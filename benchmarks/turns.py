@@ -29,15 +29,26 @@ def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
     return took
 
 
-def milliseconds(work: Callable[[], object], *, repeats: int = 1) -> Callable[[], float]:
-    """Make a side of some work: the milliseconds of one call, results awaited."""
+def milliseconds(
+    work: Callable[[], object], *, repeats: int = 1, units: int = 1
+) -> Callable[[], float]:
+    """Make a side of some work: the milliseconds of a unit, results awaited.
+
+    Args:
+      work: what is done.
+      repeats: how often in a turn. With more than one it is done once before, uncounted, so that
+        what the sides before it left in the processor's caches is gone.
+      units: how many there are in one piece of work, such as tokens.
+    """
 
     def side() -> float:
+        if repeats > 1:
+            jax.block_until_ready(work())
         start = time.perf_counter()
         for _ in range(repeats):
             done = work()
         jax.block_until_ready(done)
-        return 1e3 * (time.perf_counter() - start) / repeats
+        return 1e3 * (time.perf_counter() - start) / repeats / units
 
     return side
 
@@ -46,25 +57,21 @@ def table(
     took: Mapping[str, Sequence[float]],
     *,
     own: Sequence[str] = (),
-    unit: str = "ms",
     megabytes: float | None = None,
     read: float | None = None,
 ) -> dict[str, float]:
     """Print a line for each side; returns the medians.
 
     Args:
-      took: what `take_turns` returned.
+      took: what `take_turns` returned, in milliseconds.
       own: the sides that others are compared with: for each, how many times as long they took.
-      unit: what the times are in.
-      megabytes: what had to be read, at least; for milliseconds alone.
+      megabytes: what had to be read, at least.
       read: the measured read bandwidth in GB/s.
     """
     middle = {name: float(np.median(times)) for name, times in took.items()}
     width = max(map(len, took))
     for name, times in took.items():
-        line = (
-            f"  {name:{width}s}  {middle[name]:8.3f} {unit}  ({min(times):.3f} to {max(times):.3f})"
-        )
+        line = f"  {name:{width}s}  {middle[name]:8.3f} ms  ({min(times):.3f} to {max(times):.3f})"
         for one in own:
             line += f"   {middle[name] / middle[one]:5.2f} x {one}" if name != one else ""
         if megabytes is not None and read is not None:
