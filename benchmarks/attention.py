@@ -28,9 +28,9 @@ def layers_of(one: Callable, layers: int) -> Callable[..., jax.Array]:
     """Run one form of attention over all layers, each waiting for the one before."""
 
     @jax.jit
-    def run(q: jax.Array, k: tuple[jax.Array, ...], v: tuple[jax.Array, ...]) -> jax.Array:
+    def run(q: jax.Array, k: list[jax.Array], v: list[jax.Array], *others: jax.Array) -> jax.Array:
         for layer in range(layers):
-            q = q + one(q, k[layer], v[layer]) * jnp.asarray(0.01, q.dtype)
+            q = q + one(q, k[layer], v[layer], *others) * jnp.asarray(0.01, q.dtype)
         return q
 
     return run
@@ -65,13 +65,15 @@ def sides_of(
     q = rng.random((batch, 1, heads * group, size), np.float32)
     mask, pools = jnp.ones((batch, 1, cells), bool), jnp.arange(batch)
     forms = {
-        "jaxkv": lambda q, k, v: attention_by_tiles(q, k, v, mask, pools),
+        "jaxkv": attention_by_tiles,
         "jax.nn.dot_product_attention": jax.nn.dot_product_attention,
     }
     if jax.default_backend() == "gpu":
         forms["the same, cudnn"] = partial(jax.nn.dot_product_attention, implementation="cudnn")
-    ours = jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, tuple(k), tuple(v)))
-    turned = (ours[0], *jax.tree.map(lambda x: x.swapaxes(1, 2) + 0, ours[1:]))
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, k, v))
+    turned = (arrays[0], *jax.tree.map(lambda x: x.swapaxes(1, 2) + 0, arrays[1:]))
+    # The mask is no constant: the compiler would leave out what a cache has to do.
+    ours = (*arrays, mask, pools)
     sides: dict[str, Callable[[], object]] = {
         name: partial(layers_of(form, layers), *(ours if name == "jaxkv" else turned))
         for name, form in forms.items()
