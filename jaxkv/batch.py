@@ -91,10 +91,10 @@ def make_batch(
     """Gather tokens into a batch.
 
     Args:
-      tokens: `[B]` int32; or a list of lists, one for each sequence of `sequences`.
-      embeddings: `[B, d]`, in place of tokens.
+      tokens: `[B]` int32; or a list of lists or an array `[R, T]`, a row for each sequence.
+      embeddings: `[B, d]` or `[R, T, d]`, in place of tokens.
       sequences: `[B]` int32, or one id for all, by default 0. For a list of lists, one id for each
-        list, by default 0, 1, 2 and so on.
+        list, by default 0, 1, 2 and so on, which is also the default for the rows of an array.
       positions: `[B]` int32; by default each token follows the last one of its sequence.
       outputs: `[B]` bool, which tokens output logits; by default the last of each sequence.
       valid: `[B]` bool; a token that is not valid is padding and goes nowhere.
@@ -108,6 +108,11 @@ def make_batch(
       >>> batch = make_batch([[11, 12, 13], [21, 22]])
       >>> batch.tokens, batch.sequences
       (array([11, 12, 13, 21, 22], dtype=int32), array([0, 0, 0, 1, 1], dtype=int32))
+
+      Tokens that a step has picked, one for each sequence:
+
+      >>> make_batch(np.array([[14], [23]])).sequences.tolist()
+      [[0], [1]]
 
     llama.cpp: `llama_batch`.
     """
@@ -127,7 +132,8 @@ def make_batch(
     else:
         embeddings = embeddings if isinstance(embeddings, jax.Array) else np.asarray(embeddings)
         shape = embeddings.shape[:-1]
-    sequences = 0 if sequences is None else sequences
+    if sequences is None:
+        sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
     if np.ndim(sequences) == 0:
         sequences = (
             np.full(shape, sequences) if is_concrete(sequences) else jnp.full(shape, sequences)
