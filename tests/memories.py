@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -185,8 +186,12 @@ def run(memory: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, 
     return memory, plan.collect(logits)
 
 
+@cache
 def filled(*counts: int, kind: Kind = SMALL) -> Any:
-    """Make a memory with so many tokens for sequences 0, 1, 2 ..., rows and all."""
+    """Make a memory with so many tokens for sequences 0, 1, 2 ..., rows and all.
+
+    It is a value, so all tests share one; none may donate it.
+    """
     memory = kind.make()
     for seq, count in enumerate(counts):
         for start in range(0, count, 4):
@@ -502,8 +507,12 @@ class Twin:
         return True
 
 
-def lived_in(kind: Kind, seed: int = 0) -> Twin:
-    """Lead a memory through a short random life: holes, forks, several sequences, old rows."""
+@cache
+def lived_in(kind: Kind, seed: int = 0) -> Any:
+    """Lead a memory through a short random life: holes, forks, several sequences, old rows.
+
+    It is a value, so all tests share one; none may donate it.
+    """
     rng, twin = random.Random(seed), Twin(kind)
     ids = range(kind.sequences)
     for _ in range(4):
@@ -513,4 +522,4 @@ def lived_in(kind: Kind, seed: int = 0) -> Twin:
         start = rng.randint(0, 2)
         twin.seq_rm(rng.choice(ids), start, start + rng.randint(1, 2))
     twin.compare()
-    return twin
+    return twin.memory

@@ -88,7 +88,7 @@ VERBS: dict[str, Callable] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs(verb):
-    memories = [lived_in(SMALL, seed).memory for seed in range(3)]
+    memories = [lived_in(SMALL, seed) for seed in range(3)]
     for i in range(3):  # one call for each way that callers write numbers
         for memory in memories[:1]:
             VERBS[verb](memory, *numbers(SMALL, i))
@@ -102,7 +102,7 @@ def test_verbs(verb):
 
 def test_concrete_numbers_of_every_kind_share_one_program():
     """A Python int, a NumPy and a JAX integer are all one int32 to a verb."""
-    memory = lived_in(WIDE).memory
+    memory = lived_in(WIDE)
     jaxkv.seq_rm(memory, 0, 1, 2)
     with counting() as heard:
         for seq, p0, p1 in ((3, 0, 5), (np.int64(39), np.int32(1), -1), (np.int32(31), -1, 0)):

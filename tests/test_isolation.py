@@ -61,7 +61,7 @@ CASES.remove((WIDE, "refused"))  # which would be a program of its own
 @pytest.mark.parametrize(("kind", "verb"), CASES, ids=lambda x: getattr(x, "name", x))
 def test_others_keep_what_they_have(kind, verb):
     for seed in SEEDS:
-        memory = lived_in(kind, seed).memory
+        memory = lived_in(kind, seed)
         for seq in (0, kind.sequences - 1):
             others = [s for s in range(kind.sequences) if s != seq]
             after = verbs(seq, others[seed % len(others)])[verb](memory)
@@ -73,7 +73,7 @@ def test_others_keep_what_they_have(kind, verb):
 def test_others_keep_what_they_do_not_share(verb):
     """Positions belong to cells: what is shared moves for all, what is not stays."""
     for seed in SEEDS:
-        memory = lived_in(SMALL, seed).memory
+        memory = lived_in(SMALL, seed)
         shared = {s: [] for s in range(3)}
         for position, owners in zip(
             memory.table.position[0].tolist(), memory.table.owners[0, 0].tolist(), strict=True
@@ -96,7 +96,7 @@ def test_others_keep_what_they_do_not_share(verb):
 
 def test_seq_keep_and_clear_keep_no_secrets():
     """The documented exceptions: they empty everybody else, everywhere."""
-    memory = lived_in(WIDE).memory
+    memory = lived_in(WIDE)
     for seq in (0, 31, 32, 39):
         kept = jaxkv.seq_keep(memory, seq)
         assert_identical(belongings(kept, seq), belongings(memory, seq))

@@ -59,14 +59,14 @@ QUESTIONS = {
 @pytest.mark.parametrize("kind", [SMALL, WIDE], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs_commute_with_dealing(kind, verb):
-    memory = lived_in(kind).memory
+    memory = lived_in(kind)
     order = np.random.default_rng(1).permutation(kind.cells)
     assert_identical(VERBS[verb](dealt(memory, order)), dealt(VERBS[verb](memory), order))
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_answers_do_not_depend_on_dealing(question):
-    memory = lived_in(WIDE).memory
+    memory = lived_in(WIDE)
     order = np.random.default_rng(2).permutation(WIDE.cells)
     assert_identical(QUESTIONS[question](dealt(memory, order)), QUESTIONS[question](memory))
 
