@@ -4,6 +4,7 @@ Where jaxkv decides differently the test says so. Those about encoders (16 to 18
 server (19 to 24, 28, 29) and recurrent states (25, 26) have no place here.
 """
 
+import jax
 import numpy as np
 import pytest
 
@@ -47,7 +48,8 @@ def test_edge_04_rows_that_were_never_written_are_not_read():
     memory = jaxkv.join(table, rows)
     plan = plan_of(memory, [1, 2])
     x = np.ones((1, 2, 1, 2), np.float32)
-    _, out = jaxkv.attend(jaxkv.apply(memory, plan), 0, plan.ubatches[0], x, x, x)
+    attend = jax.jit(jaxkv.attend, static_argnames="layer")
+    _, out = attend(jaxkv.apply(memory, plan), 0, plan.ubatches[0], x, x, x)
     np.testing.assert_array_equal(out, x)
 
 

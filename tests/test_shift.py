@@ -20,24 +20,37 @@ TOKENS = 6
 
 
 def filled(rope, *, dtype=jnp.float32, cells=8, sequences=2, tokens=TOKENS):
-    """A cache whose keys are known numbers, rotated for their positions as a model would."""
+    """A cache whose keys are known numbers, rotated for their positions as a model would.
+
+    Batches are padded to all cells, so that any number of tokens is one program.
+    """
     memory = jaxkv.make_kv_cache(
         layers=2, cells=cells, heads=2, size=8, sequences=sequences, rope=rope, dtype=dtype
     )
-    plan = jaxkv.init_batch(memory, jaxkv.make_batch(list(range(tokens))), ubatch_size=1024)
-    memory = jaxkv.apply(memory, plan)
+    there = np.arange(cells) < tokens
+    plan = jaxkv.init_batch(memory, jaxkv.make_batch(range(cells), valid=there), ubatch_size=cells)
     (ubatch,) = plan.ubatches
     raw = jax.random.normal(jax.random.key(0), (*ubatch.valid.shape, 2, 8))
-    for layer, one in enumerate(memory.rows.ropes):
-        k = jaxkv.rotate(raw, ubatch.positions, one)
+    return written(memory, ubatch, raw), np.asarray(raw)[0, :tokens]
+
+
+@jax.jit
+def written(memory, ubatch, raw):
+    """Run a ubatch that brings these numbers."""
+    memory = jaxkv.apply(memory, ubatch)
+    for layer, rope in enumerate(memory.rows.ropes):
+        k = jaxkv.rotate(raw, ubatch.positions, rope)
         memory, _ = jaxkv.attend(memory, layer, ubatch, k, k, raw)
-    return memory, raw[0, :tokens]
+    return memory
 
 
 def expected(memory, raw, layer):
     """Rotate the numbers from scratch for the positions that cells 0, 1, 2 ... have now."""
     rope = memory.rows.ropes[layer]
-    return np.asarray(jaxkv.rotate(raw, memory.table.position[0, : len(raw)], rope))
+    return np.asarray(rotate(raw, memory.table.position[0, : len(raw)], rope))
+
+
+rotate = jax.jit(jaxkv.rotate, static_argnames="rope")
 
 
 def keys(memory, layer, tokens=TOKENS):

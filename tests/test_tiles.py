@@ -1,5 +1,7 @@
 """Attention by tiles is attention: the same numbers and derivatives, read another way."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,8 +33,12 @@ def case(*, streams=S, pools=None, tokens=2, cells=2 * TILE + 40, seen=0.1, seed
     return q, k, v, jnp.asarray(mask), jnp.asarray(pools, jnp.int32)
 
 
+@jax.jit
 def plain(q, k, v, mask, pools, **options):
     return attention(q, k[pools], v[pools], mask, **options)
+
+
+by_tiles = jax.jit(attention_by_tiles)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +59,7 @@ def test_numbers_are_those_of_attention(options):
     arrays = case(**options)
     sinks = jnp.linspace(-1.0, 1.0, K * G)
     for extra in ({}, {"scale": 0.3, "softcap": 2.0, "sinks": sinks}):
-        got = jax.jit(attention_by_tiles)(*arrays, **extra)
+        got = by_tiles(*arrays, **extra)
         np.testing.assert_allclose(got, plain(*arrays, **extra), rtol=2e-5, atol=2e-6)
 
 
@@ -74,7 +80,7 @@ def test_hidden_rows_may_hold_anything(options):
     for p, stream in enumerate(np.asarray(pools)):
         for x in dirty:
             x[stream][:, hidden[p]] = np.nan
-    got = attention_by_tiles(q, *map(jnp.asarray, dirty), mask, pools)
+    got = by_tiles(q, *map(jnp.asarray, dirty), mask, pools)
     np.testing.assert_allclose(got, plain(q, k, v, mask, pools), rtol=2e-5, atol=2e-6)
 
 
@@ -87,13 +93,13 @@ def test_derivatives_in_both_modes_are_those_of_attention(pools):
         return jnp.sum(jnp.sin(by(q, k, v, mask, pools, sinks=sinks)))
 
     got, wanted = (
-        jax.grad(lambda *args, by=by: loss(by, *args), argnums=(0, 1, 2, 3))(q, k, v, sinks)
+        jax.jit(jax.grad(partial(loss, by), argnums=(0, 1, 2, 3)))(q, k, v, sinks)
         for by in (attention_by_tiles, plain)
     )
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     forward = [
-        jax.jvp(lambda *args, by=by: loss(by, *args), (q, k, v, sinks), (q, k, v, sinks + 1))
+        jax.jit(partial(jax.jvp, partial(loss, by)))((q, k, v, sinks), (q, k, v, sinks + 1))
         for by in (attention_by_tiles, plain)
     ]
     np.testing.assert_allclose(forward[0], forward[1], rtol=1e-4)
@@ -104,14 +110,14 @@ def test_streams_that_take_part_are_read_where_they_lie(pools):
     """A gather of their keys would hold as many bytes again."""
     q, k, v, mask, pools = jax.eval_shape(lambda: case(pools=pools, cells=8192))
     one_stream = K * 8192 * D * 4
-    compiled = jax.jit(attention_by_tiles).lower(q, k, v, mask, pools).compile()
+    compiled = by_tiles.lower(q, k, v, mask, pools).compile()
     assert hlo.temporary_bytes(compiled) < one_stream / 2
-    gathered = jax.jit(plain).lower(q, k, v, mask, pools).compile()
+    gathered = plain.lower(q, k, v, mask, pools).compile()
     assert hlo.temporary_bytes(gathered) > one_stream / 2  # so that this can fail
 
 
 def test_a_long_prompt_holds_no_logits_of_a_large_pool():
     q, k, v, mask, pools = jax.eval_shape(lambda: case(streams=1, tokens=64, cells=8192))
     logits = 64 * K * G * 8192 * 4
-    compiled = jax.jit(attention_by_tiles).lower(q, k, v, mask, pools).compile()
+    compiled = by_tiles.lower(q, k, v, mask, pools).compile()
     assert hlo.temporary_bytes(compiled) < logits / 4
