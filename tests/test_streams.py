@@ -30,8 +30,20 @@ def prompts(*lengths, seed=0):
 
 
 def fed(kind, *lengths):
-    memory, _ = run(kind.make(), make_batch(prompts(*lengths)))
-    return memory
+    """A memory in which sequences 0, 1, 2 ... have prompts of these lengths, 12 at most."""
+    tokens = np.zeros((2, kind.sequences, 12), np.int32)
+    for seq, prompt in enumerate(prompts(*lengths)):
+        tokens[:, seq, : len(prompt)] = prompt, np.ones(len(prompt))
+    return run_rows(kind.make(), *tokens)
+
+
+@jax.jit
+def run_rows(memory, tokens, valid):
+    """Run a row of tokens for each sequence, one program for prompts of any lengths."""
+    sequences = jnp.broadcast_to(jnp.arange(len(tokens))[:, None], tokens.shape)
+    batch = make_batch(tokens, sequences=sequences, valid=valid != 0)
+    (ubatch,) = jaxkv.init_batch(memory, batch).ubatches
+    return think(memory, ubatch)[0]
 
 
 def test_split_answers_as_unified():
@@ -106,8 +118,9 @@ def test_a_copy_of_more_cells_than_a_chunk():
 def test_a_copy_to_oneself_and_unknown_traced_ids_change_nothing():
     memory = fed(SPLIT, 4, 2)
     assert_identical(jaxkv.seq_cp(memory, 0, 0, 1, 2), memory)
+    traced = jax.jit(jaxkv.seq_cp)
     for src, dst in ((0, 3), (5, 1), (-1, 1)):
-        assert_identical(jax.jit(jaxkv.seq_cp)(memory, src, dst), memory)
+        assert_identical(traced(memory, src, dst), memory)
     with pytest.raises(ValueError, match="sequence ids from 0 to 2, got 3"):
         jaxkv.seq_cp(memory, 0, 3)
 
@@ -208,17 +221,17 @@ def test_rows_traced_in_any_order_and_with_gaps():
     np.testing.assert_allclose(logits[:5], run(memory, batch)[1], atol=1e-5)
 
 
+@jax.jit
+def applied_rows(memory, sequences):
+    batch = make_batch(jnp.ones((2, 2), jnp.int32), sequences=sequences)
+    plan = jaxkv.init_batch(memory, batch)
+    return jaxkv.apply(memory, plan), plan.reason
+
+
 @pytest.mark.parametrize("sequences", [[[0, 1], [2, 2]], [[1, 1], [1, 1]]])
 def test_a_row_of_several_or_several_rows_of_one_are_refused(sequences):
     memory = fed(FOUR, 3, 4, 2, 5)
-
-    @jax.jit
-    def step(memory, sequences):
-        batch = make_batch(jnp.ones((2, 2), jnp.int32), sequences=sequences)
-        plan = jaxkv.init_batch(memory, batch)
-        return jaxkv.apply(memory, plan), plan.reason
-
-    after, reason = step(memory, jnp.array(sequences))
+    after, reason = applied_rows(memory, jnp.array(sequences))
     assert Reason.MIXED_ROW in reason.tolist()
     assert_identical(after, memory)
     with pytest.raises(ValueError, match="must come in rows"):
