@@ -1,8 +1,11 @@
 """What several test files share: real weights, loaded once."""
 
+from dataclasses import replace
+
 import pytest
 
 import models
+from models.model import functional
 
 
 @pytest.fixture(scope="session")
@@ -12,6 +15,16 @@ def smollm2():
         return models.load("smollm2")
     except models.ModelError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def small(smollm2):
+    """The real tokenizer, embedding and head, and two layers of the thirty."""
+    config = replace(smollm2.config, layers=2)
+    forward, shapes = functional(smollm2.family, config, smollm2.dtype)
+    blocks = smollm2.weights["blocks"]
+    weights = {**smollm2.weights, "blocks": {i: blocks[i] for i in shapes["blocks"]}}
+    return replace(smollm2, config=config, forward=forward, weights=weights)
 
 
 @pytest.fixture(scope="session")

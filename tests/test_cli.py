@@ -17,7 +17,6 @@ import pytest
 
 import jaxkv
 from models import cli
-from models.model import functional
 from models.sampling import make_sampler
 from models.texts import cells_for, compiles, generate_texts
 from tests.golden import golden
@@ -25,16 +24,6 @@ from tests.golden import golden
 STORY = "Once upon a time there was a little"
 FRANCE = "The capital of France is"
 PROMPTS = [STORY, FRANCE, "One, two,"]
-
-
-@pytest.fixture(scope="module")
-def small(smollm2):
-    """The real tokenizer, embedding and head, and two layers of the thirty."""
-    config = replace(smollm2.config, layers=2)
-    forward, shapes = functional(smollm2.family, config, smollm2.dtype)
-    blocks = smollm2.weights["blocks"]
-    weights = {**smollm2.weights, "blocks": {i: blocks[i] for i in shapes["blocks"]}}
-    return replace(smollm2, config=config, forward=forward, weights=weights)
 
 
 @pytest.fixture
