@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv.attention import attention
-from jaxkv.tiles import FEW, LARGE, SMALL, TILE, attention_by_tiles
+from jaxkv.tiles import BLOCK, FEW, LARGE, SMALL, TILE, attention_by_tiles
 from tests import hlo
 
 S, K, G, D = 4, 2, 3, 8
@@ -50,6 +50,7 @@ by_tiles = jax.jit(attention_by_tiles)
         {"pools": [2, 0], "seen": 0.9},  # some streams, in another order
         {"pools": [3]},
         {"tokens": LARGE + 1, "seen": 0.9},
+        {"tokens": BLOCK + 3, "streams": 2},  # two blocks, of which one is filled up
         {"streams": 1, "cells": 30, "seen": 1.0},  # less than a tile
         {"streams": 1, "cells": TILE, "seen": 1.0},
     ],
