@@ -28,7 +28,7 @@ FEW = 0.4
 """The share of tiles that are seen, below which reading them one by one is faster."""
 
 SMALL = 4
-"""Tiles of a pool that are always read all at once: choosing takes time too, and compiles longer."""
+"""Tiles of a pool that are always read all at once: choosing takes time too."""
 
 LARGE = 16
 """Tokens from which on tiles are always read one by one: the logits of all cells would be large."""
