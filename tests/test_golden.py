@@ -39,6 +39,16 @@ def runs():
     return golden("models")["smollm2"]
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_short_prompt_gives_the_recorded_logits(smollm2, runs, number):
+    """In the memory that the README makes, so that programs are shared."""
+    record = runs[number]
+    batch = jaxkv.make_batch(record["tokens"])
+    memory = smollm2.make_memory(cells=512)
+    _, logits = jaxkv.prefill(smollm2.step, smollm2.weights, memory, batch)
+    check_logits(np.asarray(logits)[0], record["first"], record["sample_ids"], within=1e-3)
+
+
 @pytest.mark.slow
 def test_prompts_together_give_the_recorded_logits_and_tokens(smollm2, runs):
     """The prompts run side by side in one cache, so each is also checked against its neighbours.
@@ -172,6 +182,7 @@ def test_perplexity_of_a_long_text(smollm2):
         assert part.mean() == pytest.approx(wanted, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_too_small_refuses_and_then_serves_a_shorter_prompt(smollm2, runs):
     long = max(runs, key=lambda record: len(record["tokens"]))
     short = runs[1]

@@ -62,14 +62,14 @@ def check(compiled, tokens=0):
     assert hlo.large_moves(compiled, max(LAYER // 2, activations(tokens))) == []
 
 
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_a_step_copies_no_layer(tokens):
     memory = memory_shapes()
     (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
     check(jax.jit(step, donate_argnums=0).lower(memory, ubatch).compile(), tokens)
 
 
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("tokens", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_planned_step_in_a_loop_copies_no_layer(tokens):
     def loop(memory):
         def body(carry):
