@@ -134,25 +134,25 @@ def test_going_back_twice_needs_the_counts_of_now():
 
 
 def test_a_plan_is_refused_where_the_order_of_things_changed():
-    memory, _ = run(make(), jaxkv.make_batch([3, 1]))
-    plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3, 4, 5, 6]), ubatch_size=4)
+    memory, _ = run(make(), jaxkv.make_batch([3, 1, 4]))
+    plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3, 4, 5, 6, 7]), ubatch_size=4)
     first, second = plan.ubatches
     same(jaxkv.apply(memory, second), memory)  # before its turn
     once = jaxkv.apply(memory, first)
     same(jaxkv.apply(once, first), once)  # twice
     other = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([7], sequences=1)))
     same(jaxkv.apply(other, first), other)  # its cells are taken
-    cut, _ = jaxkv.seq_rm(memory, 0, 1, 2)
+    cut, _ = jaxkv.seq_rm(memory, 0, 2, 3)
     same(jaxkv.apply(cut, first), cut)  # the sequence ends elsewhere
     # A neighbour that took no cell of the plan does not matter.
     gone, _ = jaxkv.seq_rm(other, 1)
-    assert jaxkv.used(jaxkv.apply(gone, first)) == 6
+    assert jaxkv.used(jaxkv.apply(gone, first)) == 7
 
 
 def test_a_stale_ubatch_writes_no_row():
-    memory, _ = run(make(), jaxkv.make_batch([3, 1]))
+    memory, _ = run(make(), jaxkv.make_batch([3, 1, 4]))
     plan = jaxkv.init_batch(memory, jaxkv.make_batch([5, 6, 7]))
-    other, _ = run(memory, jaxkv.make_batch([7, 8], sequences=1))
+    other, _ = run(memory, jaxkv.make_batch([7, 8, 9], sequences=1))
     after, _ = jax.jit(attended)(jaxkv.apply(other, plan), plan.ubatches[0])
     same(after, other)
 

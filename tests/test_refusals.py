@@ -302,7 +302,7 @@ def test_whatever_is_accepted_can_be_forgotten():
 def test_a_rival_for_the_same_places_writes_no_row(kind):
     """Two plans of one table choose the same cells; whichever comes second must not be heard."""
     memory = filled(2, kind=kind)
-    plans = [jaxkv.init_batch(memory, make_batch(tokens)) for tokens in ([5, 6], [7, 8])]
+    plans = [jaxkv.init_batch(memory, make_batch(tokens)) for tokens in ([5, 6, 7], [7, 8, 9])]
     one, rival = (plan.ubatches[0] for plan in plans)
     memory, _ = think(memory, one)
     assert_identical(jaxkv.apply(memory, rival), memory)

@@ -20,23 +20,20 @@ TOKENS = 6
 
 
 def filled(rope, *, dtype=jnp.float32, cells=8, sequences=2, tokens=TOKENS):
-    """A cache whose keys are known numbers, rotated for their positions as a model would.
-
-    Batches are padded to all cells, so that any number of tokens is one program.
-    """
+    """A cache whose keys are known numbers, rotated for their positions as a model would."""
     memory = jaxkv.make_kv_cache(
         layers=2, cells=cells, heads=2, size=8, sequences=sequences, rope=rope, dtype=dtype
     )
-    there = np.arange(cells) < tokens
-    plan = jaxkv.init_batch(memory, jaxkv.make_batch(range(cells), valid=there), ubatch_size=cells)
-    (ubatch,) = plan.ubatches
-    raw = jax.random.normal(jax.random.key(0), (*ubatch.valid.shape, 2, 8))
-    return written(memory, ubatch, raw), np.asarray(raw)[0, :tokens]
+    raw = jax.random.normal(jax.random.key(0), (1, cells, 2, 8))
+    return written(memory, np.arange(cells) < tokens, raw), np.asarray(raw)[0, :tokens]
 
 
 @jax.jit
-def written(memory, ubatch, raw):
-    """Run a ubatch that brings these numbers."""
+def written(memory, valid, raw):
+    """Plan and run a batch that brings these numbers; padded, it is one program for any length."""
+    count = len(valid)
+    batch = jaxkv.make_batch(jnp.arange(count), valid=valid)
+    (ubatch,) = jaxkv.init_batch(memory, batch, ubatch_size=count).ubatches
     memory = jaxkv.apply(memory, ubatch)
     for layer, rope in enumerate(memory.rows.ropes):
         k = jaxkv.rotate(raw, ubatch.positions, rope)

@@ -5,6 +5,7 @@ here differs from what llama.cpp does, the test says so.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,12 @@ def grown(kind, count, seq=0, memory=None):
     return memory
 
 
-attend = jax.jit(jaxkv.attend, static_argnames=("layer", "causal"))
+@partial(jax.jit, static_argnames="causal")
+def attend(memory, ubatch, value, causal):
+    memory = jaxkv.apply(memory, ubatch)
+    return jaxkv.attend(memory, 0, ubatch, 0 * value, value, value, causal=causal)[1]
+
+
 attention = jax.jit(jaxkv.attention)
 
 
@@ -39,7 +45,7 @@ def seen_from(window, query, *, causal=True, count=12):
     """The positions that a token at `query` sees, of `count` that are there."""
     kind = Kind("seen", cells=count, sequences=1, windows=(window,))
     memory = drawn(" ".join(f"{i}{{0}}" for i in range(count)), kind)
-    blank = plan_of(kind.make(), 1).ubatches[0]
+    blank = plan_of(Kind("blank", cells=count, sequences=1).make(), 1).ubatches[0]
     ubatch = replace(blank, positions=jnp.array([[query]]))
     return np.flatnonzero(visible(memory.table, ubatch, causal=causal)[0, 0]).tolist()
 
@@ -78,10 +84,9 @@ def test_attention_obeys_causal_and_window():
         plan = plan_of(memory, 6)
         (ubatch,) = plan.ubatches
         value = np.arange(8, dtype=np.float32).reshape(1, 8, 1, 1)
-        memory = jaxkv.apply(memory, plan)
-        _, out = attend(memory, 0, ubatch, 0 * value, value, value, causal=causal)
+        out = attend(memory, ubatch, value, causal)
         for t, cells in enumerate(seen):
-            np.testing.assert_allclose(out[0, t, 0, 0], np.mean(cells), rtol=1e-6)
+            np.testing.assert_allclose(np.asarray(out)[0, t, 0, 0], np.mean(cells), rtol=1e-6)
 
 
 def test_trap_24_a_cell_is_free_when_the_next_token_looks_past_it():
@@ -260,8 +265,7 @@ def test_a_composite_changes_nothing_where_one_part_lacks_room(part):
         (jaxkv.make_kv_cache(**sizes, cells=cells[1], window=jaxkv.standard(4)), (1,)),
     )
     memory, *_ = sign(memory, plan_of(memory, 4).ubatches[0])
-    batch = make_batch([1] * 7)
-    plan = jaxkv.init_batch(memory, batch, ubatch_size=8)
+    plan = plan_of(memory, 4)
     assert not plan.ok and plan.reason[0] == Reason.NO_ROOM
     assert_identical(jaxkv.apply(memory, plan), memory)
     assert_identical(sign(memory, plan.ubatches[0])[0], memory)
@@ -271,7 +275,7 @@ def test_a_composite_changes_nothing_where_one_part_lacks_room(part):
         plan = jaxkv.init_batch(memory, make_batch(tokens))
         return jaxkv.apply(memory, plan), plan.ok
 
-    after, ok = step(memory, jnp.ones(8, jnp.int32))
+    after, ok = step(memory, jnp.ones(4, jnp.int32))
     assert not ok
     assert_identical(after, memory)
 
