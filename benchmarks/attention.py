@@ -3,7 +3,7 @@
 Run `python -m benchmarks.attention`. Keys and values of SmolLM2's shape, 3 heads of 64 in groups of
 3, all visible, or `--shape 8b` for 8 heads of 128 in groups of 4 in bfloat16, which says something
 on a GPU. As many distinct layers follow each other as fill four times the last-level cache, so
-nothing is read from a cache. `jaxkv` is what `jaxkv.attend` runs; the others are
+nothing is read from a cache. `jaxkv` is what `jaxkv.attend` runs, in several ways; the others are
 `jax.nn.dot_product_attention`, which takes `[B, N, K, D]`, and torch where it is installed.
 """
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine, turns
-from jaxkv.tiles import attention_by_tiles
+from jaxkv.implementation import attention_by
 
 SHAPES = {"smollm2": (3, 3, 64, jnp.float32), "8b": (8, 4, 128, jnp.bfloat16)}
 
@@ -65,17 +65,19 @@ def sides_of(
     q = rng.random((batch, 1, heads * group, size), np.float32)
     mask, pools = jnp.ones((batch, 1, cells), bool), jnp.arange(batch)
     forms = {
-        "jaxkv": attention_by_tiles,
+        "jaxkv": partial(attention_by, None),
+        "jaxkv, whole": partial(attention_by, "whole"),
         "jax.nn.dot_product_attention": jax.nn.dot_product_attention,
     }
     if jax.default_backend() == "gpu":
+        forms["jaxkv, cudnn"] = partial(attention_by, "cudnn")
         forms["the same, cudnn"] = partial(jax.nn.dot_product_attention, implementation="cudnn")
     arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, k, v))
     turned = (arrays[0], *jax.tree.map(lambda x: x.swapaxes(1, 2) + 0, arrays[1:]))
     # The mask is no constant: the compiler would leave out what a cache has to do.
     ours = (*arrays, mask, pools)
     sides: dict[str, Callable[[], object]] = {
-        name: partial(layers_of(form, layers), *(ours if name == "jaxkv" else turned))
+        name: partial(layers_of(form, layers), *(ours if name.startswith("jaxkv") else turned))
         for name, form in forms.items()
     }
     wanted, *others = (np.asarray(side(), np.float32) for side in sides.values())
@@ -99,7 +101,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
     machine.main()
-    read = machine.bandwidth()["read"] if jax.default_backend() == "cpu" else None
+    if jax.default_backend() == "cpu":
+        read = machine.bandwidth()["read"]
+    else:
+        read = machine.device_copy()
+        print(f"bandwidth  {read:.0f} GB/s copied by the device, read and written")
     heads, _, size, dtype = SHAPES[args.shape]
     for batch, cells in itertools.product(args.batch, args.cells):
         layer = 2 * batch * heads * cells * size * jnp.dtype(dtype).itemsize / 1e6

@@ -86,6 +86,22 @@ def bandwidth(*, gigabytes: float = 1.0, workers: int | None = None, repeats: in
     return {"read": size / read, "copy": 2 * size / copy, "xla_read": size / xla}
 
 
+def device_copy(*, gigabytes: float = 1.0, repeats: int = 5) -> float:
+    """Measures how fast the default device copies its own memory: GB/s, read and written."""
+    import jax
+    import jax.numpy as jnp
+
+    source = jnp.ones(int(gigabytes * GIGA) // 4, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    copy(source).block_until_ready()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        copy(source).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * source.nbytes / GIGA / min(seconds)
+
+
 def main() -> None:
     """Prints what a reader needs beside a number measured here."""
     print(f"machine    {platform.system()} {platform.machine()}, {threads()} cores, {processor()}")

@@ -10,10 +10,10 @@ from jaxkv import defrag, shift, slots, store, streams
 from jaxkv import memory as contract
 from jaxkv.batch import Ubatch
 from jaxkv.cells import Cells, Placement
+from jaxkv.implementation import Implementation, attention_by
 from jaxkv.mask import visible
 from jaxkv.rope import Rope
 from jaxkv.store import Rows
-from jaxkv.tiles import attention_by_tiles
 from jaxkv.window import Window, cells_for
 
 
@@ -154,6 +154,7 @@ def _attend(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     causal: bool = True,
+    implementation: Implementation | None = None,
 ) -> tuple[KVCache, jax.Array]:
     table, rows = memory.table, memory.rows
     if not 0 <= layer < len(rows.k):
@@ -170,7 +171,8 @@ def _attend(
     pools = slots.pools(table, ubatch)
     packed = q.reshape(pools.size, -1, *q.shape[2:])
     mask = visible(table, ubatch, causal=causal).reshape(*packed.shape[:2], table.size)
-    out = attention_by_tiles(
+    out = attention_by(
+        implementation,
         packed,
         rows.k[layer],
         rows.v[layer],

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxkv.batch import Ubatch
+from jaxkv.implementation import Implementation
 
 Memory = TypeVar("Memory")
 T = TypeVar("T")
@@ -73,6 +74,7 @@ def attend(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     causal: bool = True,
+    implementation: Implementation | None = None,
 ) -> tuple[Memory, jax.Array]:
     """Write the keys and values of a ubatch into a layer and attend over what its tokens see.
 
@@ -88,17 +90,20 @@ def attend(
       softcap: what those products stay below: c * tanh(x / c) (Gemma 2).
       sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
       causal: False lets tokens see those that come after them, as far as a window allows.
+      implementation: how attention is computed, "tiles", "whole", "xla" or "cudnn", see
+        `jaxkv.implementation`; None leaves it to jaxkv. With the last two a row that is hidden and
+        not a number may show.
 
     Returns:
       The memory with the rows written, and `[R, T, H, Dv]`, in the dtype of `q`. A token that sees
       nothing gets zeros.
 
     Raises:
-      ValueError: when shapes do not fit the memory.
+      ValueError: when shapes do not fit the memory, or the implementation cannot do it.
 
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`.
     """
-    del layer, ubatch, q, k, v, scale, softcap, sinks, causal
+    del layer, ubatch, q, k, v, scale, softcap, sinks, causal, implementation
     raise _no_memory(memory)
 
 

@@ -77,7 +77,7 @@ def test_two_rows_of_one_sequence_are_refused():
     """In a memory of one sequence, where rows name no stream."""
     memory = make(1, sequences=1)
     rows = jnp.zeros((2, 2), jnp.int32)
-    plan = jax.jit(lambda m, t: jaxkv.init_batch(m, make_batch(t)))(memory, rows)
+    plan = jax.jit(lambda m, t: jaxkv.init_batch(m, make_batch(t, sequences=0)))(memory, rows)
     assert not plan.ok
     assert plan.reason[0] == Reason.MIXED_ROW
     assert_identical(walk(memory, plan.ubatches[0])[0], memory)

@@ -1,0 +1,52 @@
+"""Attention may run in several ways, which agree."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+
+Q, H, K, D = 3, 4, 2, 8
+
+
+def attended(implementation, streams, **options):
+    """Two prompts in a memory that holds a third one, seen by their own tokens and padding."""
+    memory = jaxkv.make_kv_cache(layers=1, cells=16, heads=K, size=D, sequences=Q, streams=streams)
+
+    @jax.jit
+    def step(memory, ubatch, q, k, v):
+        memory = jaxkv.apply(memory, ubatch)
+        return jaxkv.attend(memory, 0, ubatch, q, k, v, implementation=implementation, **options)
+
+    rng = np.random.default_rng(0)
+    for sequences in ([1], [0, 2]):
+        batch = jaxkv.make_batch([[1, 2, 3]] * len(sequences), sequences=sequences)
+        (ubatch,) = jaxkv.init_batch(memory, batch).check().ubatches
+        q, k, v = (
+            jnp.asarray(rng.normal(size=(*ubatch.valid.shape, heads, D)), jnp.float32)
+            for heads in (H, K, K)
+        )
+        memory, out = step(memory, ubatch, q, k, v)
+    return np.asarray(out)
+
+
+@pytest.mark.parametrize("streams", [1, Q])
+@pytest.mark.parametrize("implementation", ["tiles", "whole", "xla"])
+def test_they_agree(implementation, streams):
+    np.testing.assert_allclose(
+        attended(implementation, streams), attended(None, streams), atol=2e-6
+    )
+
+
+def test_what_cannot_be_done_is_refused():
+    with pytest.raises(ValueError, match=r"wanted an implementation of \('tiles', .*got 'flash'"):
+        attended("flash", 1)
+    with pytest.raises(ValueError, match="'xla' has neither a softcap nor sinks"):
+        attended("xla", 1, softcap=30.0)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN may be there")
+def test_without_cudnn_jax_says_so():
+    with pytest.raises(RuntimeError, match="cuDNN"):
+        attended("cudnn", 1)
