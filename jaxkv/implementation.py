@@ -9,9 +9,13 @@ from jaxkv.attention import attention
 from jaxkv.tiles import attention_by_tiles
 
 Implementation = Literal["tiles", "whole", "xla", "cudnn"]
-"""tiles: what is seen alone is read, see `jaxkv.tiles`. whole: all cells in one product, for devices
-to which a loop costs more than reading. xla, cudnn: `jax.nn.dot_product_attention`, the latter with
-the kernel of NVIDIA's library, for float16 and bfloat16."""
+"""The ways there are.
+
+tiles: what is seen alone is read, see `jaxkv.tiles`.
+whole: all cells in one product, where a loop costs more than reading.
+xla: `jax.nn.dot_product_attention`.
+cudnn: the same with the kernel of NVIDIA's library, for float16 and bfloat16.
+"""
 
 
 def attention_by(
