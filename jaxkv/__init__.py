@@ -30,8 +30,9 @@ from jaxkv.cache import KVCache, make_kv_cache
 from jaxkv.cells import Cells
 from jaxkv.commit import apply, defrag_plan, go_back, init_update, make_room
 from jaxkv.defrag import Defrag
-from jaxkv.generate import Running, decode, prefill
+from jaxkv.generate import Running, decode, prefill, warm_up
 from jaxkv.hybrid import HybridCache, make_hybrid_cache
+from jaxkv.implementation import Implementation
 from jaxkv.memory import attend, join, read_states, split, states_kept, write_states
 from jaxkv.plan import Plan, Reason, RefusedError
 from jaxkv.planning import init_batch, init_full, plan_step
@@ -50,6 +51,7 @@ __all__ = [
     "Cells",
     "Defrag",
     "HybridCache",
+    "Implementation",
     "KVCache",
     "Plan",
     "Reason",
@@ -106,5 +108,6 @@ __all__ = [
     "symmetric",
     "tails",
     "used",
+    "warm_up",
     "write_states",
 ]

@@ -14,7 +14,7 @@ THIN = 32
 PRODUCTS = 384
 """Independent products that values are weighed in, if there are as many: enough for all cores."""
 
-PART = 32
+PART = 64
 """The fewest rows of such a product."""
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -100,6 +100,7 @@ def open_softmax(
     seen = mask.reshape(rows, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
     logits = cap(scores(q, k), softcap).reshape(*k.shape[:3], -1, tokens, k.shape[3])
     logits = jnp.where(seen, jnp.maximum(logits, LOWEST / 2), LOWEST)  # [R, K, P, G, T, C]
+    logits = jax.lax.optimization_barrier(logits)
     # Maximum, difference and exponential in a row are one fast function of the compiler's on CPU.
     # It takes nothing between them, such as a guard against -inf.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))

@@ -290,7 +290,7 @@ def evict(cells: Cells, taken: jax.Array) -> Cells:
 
 
 def each(asked: jax.Array, look: Callable[[jax.Array, T], T], start: T) -> T:
-    """Fold over the sequences asked for, `[Q]` bool, one after another.
+    """Fold over the sequences asked for, `[Q]` bool, or the words of them, one after another.
 
     A reduction over all pairs of sequences and cells costs a hundred times more in a large table.
     """

@@ -1,15 +1,17 @@
 """The loop: place a token for each sequence, run the model, pick the next one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Batch, Ubatch
+from jaxkv.batch import Batch, Ubatch, make_batch
 from jaxkv.commit import apply
-from jaxkv.planning import init_batch, plan_step
+from jaxkv.memory import split
+from jaxkv.planning import checked_size, init_batch, plan_step
+from jaxkv.slots import unless
 
 Memory = TypeVar("Memory")
 Model = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
@@ -63,6 +65,50 @@ def prefill(
         memory, out = step(weights, memory, ubatch)
         logits.append(out)
     return memory, plan.collect(logits)
+
+
+def warm_up(
+    step: Model,
+    weights: Any,
+    memory: Memory,
+    *,
+    ubatch_size: int | None = None,
+    sequences: Sequence[int] = (0,),
+) -> Memory:
+    """Compile what prompts of any length need, before the first one comes.
+
+    A program is compiled for each size of a ubatch, and those are powers of two. Here one of each
+    size, in which no token is valid, is planned and goes through the step.
+
+    Args:
+      step: see `prefill`.
+      weights: whatever the model wants.
+      memory: the memory that will be used, or one like it.
+      ubatch_size: the most tokens that are computed at once, see `init_batch`.
+      sequences: who is in a batch. Where each sequence has its own stream, prompts that come
+        together are rows of one ubatch, so call it for each number of them that you expect.
+
+    Returns:
+      The memory as it was, bit for bit. The one passed in is gone if the step donates it.
+
+    Examples:
+      >>> compiled = []
+      >>> @jax.jit
+      ... def step(weights, memory, ubatch):
+      ...     compiled.append(ubatch.valid.shape)
+      ...     return apply(memory, ubatch), weights[ubatch.tokens.reshape(-1)[ubatch.outputs]]
+      >>> memory = make_kv_cache(layers=1, cells=32, heads=1, size=2)
+      >>> memory = warm_up(step, jnp.eye(4), memory, ubatch_size=8)
+      >>> memory, _ = prefill(step, jnp.eye(4), memory, make_batch([1, 2, 3]), ubatch_size=8)
+      >>> compiled, used(memory).item()
+      ([(1, 1), (1, 2), (1, 4), (1, 8)], 3)
+    """
+    most = checked_size(split(memory)[0], ubatch_size) // len(sequences)
+    for length in sorted({min(1 << i, most) for i in range(most.bit_length() + 1)}):
+        batch = make_batch([[0] * length] * len(sequences), sequences=sequences)
+        for ubatch in init_batch(memory, batch, ubatch_size=ubatch_size).ubatches:
+            memory, _ = step(weights, memory, unless(jnp.array(False), ubatch))
+    return memory
 
 
 def decode(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.attention import attention
-from jaxkv.tiles import attention_by_tiles
+from jaxkv.tiles import LARGE, attention_by_tiles
 
 Implementation = Literal["tiles", "whole", "xla", "cudnn"]
 """The ways there are.
@@ -33,7 +33,7 @@ def attention_by(
     """Do what `attention_by_tiles` does, with the same arguments, in the way that is asked for.
 
     Args:
-      implementation: which; None leaves it to jaxkv, and is "tiles" everywhere so far.
+      implementation: which; None leaves it to jaxkv, see `best`.
       q: see `attention_by_tiles`, as for all others.
       k: keys.
       v: values.
@@ -47,12 +47,14 @@ def attention_by(
       ValueError: when there is no such implementation, or it cannot do what is asked for.
       RuntimeError: by JAX, when cuDNN is wanted where there is none.
     """
-    if implementation is not None and implementation not in get_args(Implementation):
+    if implementation is None:
+        implementation = best(tokens=q.shape[1])
+    if implementation not in get_args(Implementation):
         raise ValueError(
             f"wanted an implementation of {get_args(Implementation)}, got {implementation!r}"
         )
     options = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    if implementation in (None, "tiles"):
+    if implementation == "tiles":
         return attention_by_tiles(q, k, v, mask, pools, **options)
     if pools.shape[0] != k.shape[0]:
         k, v = k[pools], v[pools]
@@ -67,3 +69,12 @@ def attention_by(
         q, k, v, mask=mask[:, None], scale=scale, implementation=implementation
     )
     return jnp.where(jnp.any(mask, axis=2)[..., None, None], out, 0)
+
+
+def best(*, tokens: int) -> Implementation:
+    """Choose for the default backend and a number of tokens of each list.
+
+    On a GPU the turns of a loop whose length depends on the data wait for the host, and that takes
+    longer than reading what nobody sees. With many tokens the logits of all cells would be large.
+    """
+    return "whole" if jax.default_backend() == "gpu" and tokens <= LARGE else "tiles"

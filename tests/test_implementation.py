@@ -1,12 +1,17 @@
 """Attention may run in several ways, which agree."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
+import models
+from jaxkv.implementation import best
 
+DATA = Path(__file__).parent / "data"
 Q, H, K, D = 3, 4, 2, 8
 
 
@@ -50,3 +55,36 @@ def test_what_cannot_be_done_is_refused():
 def test_without_cudnn_jax_says_so():
     with pytest.raises(RuntimeError, match="cuDNN"):
         attended("cudnn", 1)
+
+
+def test_on_a_gpu_a_token_each_reads_all_cells_at_once(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert (best(tokens=1), best(tokens=512)) == ("whole", "tiles")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert best(tokens=1) == "tiles"
+
+
+def shapes_of_a_step(name, implementation):
+    """Run a model as shapes; nothing is compiled."""
+    model = models.load(DATA / name, implementation=implementation)
+    memory = model.make_memory(cells=32)
+    (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2])).ubatches
+    return jax.eval_shape(model.step, model.weights, memory, ubatch)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma3", "granite_hybrid", "recurrent_gemma"])
+def test_models_pass_it_on(name):
+    for implementation in ("whole", "xla"):
+        same = jax.tree.map(
+            lambda a, b: a.shape == b.shape and a.dtype == b.dtype,
+            shapes_of_a_step(name, implementation),
+            shapes_of_a_step(name, None),
+        )
+        assert all(jax.tree.leaves(same))
+    with pytest.raises(ValueError, match="wanted an implementation of .*got 'flash'"):
+        shapes_of_a_step(name, "flash")
+
+
+def test_a_model_without_attention_has_none_to_choose():
+    with pytest.raises(models.ModelError, match="no attention to choose implementation='whole'"):
+        models.load(DATA / "mamba2", implementation="whole")
