@@ -66,8 +66,10 @@ def _attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    implementation: None = None,
     **options: Any,
 ) -> tuple[ByHand, jax.Array]:
+    del implementation  # the layout decides
     position, axis = ubatch.slots[:, 0], 1 if memory.layout == "BNKD" else 2
     batch, cells, heads = q.shape[0], memory.k[layer].shape[axis], k.shape[2]
     mask = jnp.broadcast_to(jnp.arange(cells) <= position[0], (batch, 1, cells))

@@ -44,7 +44,8 @@ def attention(
 
     Returns:
       `[R, T, H, Dv]` in the dtype of `q`; sums and softmax in float32. A token that sees nothing
-      gets zeros. What stands in a hidden row never matters, even where it is not a number.
+      gets zeros. What stands in a hidden row never matters, even where it is not a number, nor does
+      what nobody sees to a derivative.
 
     Raises:
       ValueError: when H is not a multiple of K, or shapes do not fit together.
@@ -72,10 +73,25 @@ def attention(
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"wanted sinks {(heads,)}, one for each query head, got {sinks.shape}")
     scale = size**-0.5 if scale is None else scale
-    sums = open_softmax(packed(q * jnp.asarray(scale, dtype), groups), k, v, mask, softcap)
-    if sinks is not None:
-        sums = joined(sums, sinks_alone(sinks, sums))
-    return unpacked(closed(sums), tokens, heads).astype(dtype)
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, mask: jax.Array
+    ) -> jax.Array:
+        sums = open_softmax(packed(q * jnp.asarray(scale, dtype), groups), k, v, mask, softcap)
+        if sinks is not None:
+            sums = joined(sums, sinks_alone(sinks, sums))
+        return unpacked(closed(sums), tokens, heads).astype(dtype)
+
+    def derive(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+        # A derivative has 0 times what is hidden in it, which a NaN would survive.
+        q, k, v, sinks, mask = primals
+        seen = jnp.any(mask, axis=1)[:, None, :, None]
+        clean = q, jnp.where(seen, k, 0), jnp.where(seen, v, 0), sinks
+        return jax.jvp(lambda *arrays: attend(*arrays, mask), clean, tangents[:4])
+
+    differentiable = jax.custom_jvp(attend)
+    differentiable.defjvp(derive)
+    return differentiable(q, k, v, sinks, mask)
 
 
 class Sums(NamedTuple):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.attention import attention
-from jaxkv.tiles import LARGE, attention_by_tiles
+from jaxkv.tiles import attention_by_tiles
 
 Implementation = Literal["tiles", "whole", "xla", "cudnn"]
 """The ways there are.
@@ -48,7 +48,7 @@ def attention_by(
       RuntimeError: by JAX, when cuDNN is wanted where there is none.
     """
     if implementation is None:
-        implementation = best(tokens=q.shape[1])
+        implementation = best(q, k, v)
     if implementation not in get_args(Implementation):
         raise ValueError(
             f"wanted an implementation of {get_args(Implementation)}, got {implementation!r}"
@@ -71,10 +71,13 @@ def attention_by(
     return jnp.where(jnp.any(mask, axis=2)[..., None, None], out, 0)
 
 
-def best(*, tokens: int) -> Implementation:
-    """Choose for the default backend and a number of tokens of each list.
+def best(q: jax.Array, k: jax.Array, v: jax.Array) -> Implementation:
+    """Choose for the default backend and these shapes.
 
     On a GPU the turns of a loop whose length depends on the data wait for the host, and that takes
-    longer than reading what nobody sees. With many tokens the logits of all cells would be large.
+    longer than reading what nobody sees; unless the logits of all cells would be more than what is
+    read, as those of a prompt are.
     """
-    return "whole" if jax.default_backend() == "gpu" and tokens <= LARGE else "tiles"
+    logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes a cell
+    read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    return "whole" if jax.default_backend() == "gpu" and logits <= read else "tiles"

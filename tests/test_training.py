@@ -37,6 +37,30 @@ def test_gradients_reach_keys_and_values_of_an_earlier_ubatch():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["whole", "tiles"])
+def test_what_nobody_sees_does_not_reach_a_gradient(implementation):
+    """Not even where it is no number: rows that were written, and forgotten."""
+    k, v, q = (jax.random.normal(jax.random.key(i), (1, 2, 2, 4)) for i in range(3))
+
+    def learn(q, k, v, rest):
+        memory = jaxkv.make_kv_cache(layers=1, cells=8, heads=2, size=4)
+        plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2]))
+        (ubatch,) = plan.ubatches
+        memory, _ = jaxkv.attend(jaxkv.apply(memory, plan), 0, ubatch, q, k + rest, v + rest)
+        memory = jaxkv.clear(memory)
+        plan = jaxkv.init_batch(memory, jaxkv.make_batch([3]))
+        (ubatch,) = plan.ubatches
+        now = (x[:, :1] for x in (q, k, v))
+        memory = jaxkv.apply(memory, plan)
+        _, out = jaxkv.attend(memory, 0, ubatch, *now, implementation=implementation)
+        return jnp.sum(out**2)
+
+    derive = jax.jit(jax.grad(learn, argnums=(0, 1, 2)))
+    for a, b in zip(derive(q, k, v, jnp.nan), derive(q, k, v, 0.0), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.abs(b).max() > 1e-3
+
+
 @pytest.mark.slow
 def test_a_soft_prefix_trained_through_the_cache_lowers_the_loss(small):
     """Eight embeddings before a text, the only thing that is trained, make it likelier.
