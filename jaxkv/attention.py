@@ -87,7 +87,7 @@ def attention(
         q, k, v, sinks, mask = primals
         seen = jnp.any(mask, axis=1)[:, None, :, None]
         clean = q, jnp.where(seen, k, 0), jnp.where(seen, v, 0), sinks
-        return jax.jvp(lambda *arrays: attend(*arrays, mask), clean, tangents[:4])
+        return jax.jvp(lambda q, k, v, sinks: attend(q, k, v, sinks, mask), clean, tangents[:4])
 
     differentiable = jax.custom_jvp(attend)
     differentiable.defjvp(derive)
@@ -116,7 +116,6 @@ def open_softmax(
     seen = mask.reshape(rows, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
     logits = cap(scores(q, k), softcap).reshape(*k.shape[:3], -1, tokens, k.shape[3])
     logits = jnp.where(seen, jnp.maximum(logits, LOWEST / 2), LOWEST)  # [R, K, P, G, T, C]
-    logits = jax.lax.optimization_barrier(logits)
     # Maximum, difference and exponential in a row are one fast function of the compiler's on CPU.
     # It takes nothing between them, such as a guard against -inf.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
