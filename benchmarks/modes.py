@@ -1,8 +1,10 @@
-"""One pool for all sequences, or a stream for each? What neighbours cost, and a large pool.
+"""One pool for all sequences, or a stream for each? What neighbours, a large pool and windows cost.
 
 Run `python -m benchmarks.modes`: whole decode steps of SmolLM2 in float32, one token of each
-sequence that takes part. All cases take turns in one run, there and back, so that ratios hold on a
-machine whose speed drifts. Peers are not compared here, only the modes with each other.
+sequence that takes part; and of Gemma 3, where its weights are installed, with cells for its
+windows alone and for the whole text in every layer. All cases take turns in one run, there and
+back, so that ratios hold on a machine whose speed drifts. Peers are not compared here, only the
+modes with each other.
 """
 
 import argparse
@@ -28,12 +30,13 @@ class Case:
         lengths: Sequence[int],
         active: Sequence[int],
         *,
-        split: bool,
-        cells: int,
+        split: bool = False,
+        **options: Any,
     ):
         count = len(lengths)
         self.model, self.active = model, jnp.asarray(active, jnp.int32)
-        memory = model.make_memory(cells=cells, sequences=count, streams=count if split else 1)
+        streams = count if split else 1
+        memory = model.make_memory(sequences=count, streams=streams, **options)
         # Who lives where is all that counts for time: the rows stay zeros.
         for seq, length in enumerate(lengths):
             if not length:
@@ -63,10 +66,25 @@ class Case:
         return self.token
 
 
+def windowed(positions: int) -> dict[str, Case]:
+    """Gemma 3 with one sequence, in caches of both sizes."""
+    try:
+        model = models.load("gemma3")
+    except models.ModelError as error:
+        print(error)
+        return {}
+    lengths, cells = [positions - 32], positions
+    return {
+        "Gemma 3, cells for its windows": Case(model, lengths, [0], cells=cells),
+        "Gemma 3, cells for all": Case(model, lengths, [0], cells=cells, full_windows=True),
+    }
+
+
 def main() -> None:
     """Print the milliseconds of a step in each mode, and the ratios that matter."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--positions", type=int, default=1024, help="of each sequence")
+    parser.add_argument("--windowed", type=int, default=8192, help="positions of Gemma 3")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=6, help="turns of each case")
     args = parser.parse_args()
@@ -87,6 +105,7 @@ def main() -> None:
         "1 short, 7 idle, unified": case(idle, [0], split=False, cells=8 * cells),
         "1 alone, pool x 1": case(full[:1], [0], split=False, cells=cells),
         "1 alone, pool x 16": case(full[:1], [0], split=False, cells=16 * cells),
+        **windowed(args.windowed),
     }
     print(f"SmolLM2-135M float32, {n - 32} positions of {n} cells a sequence; milliseconds a step:")
     took = turns.take_turns(
@@ -101,8 +120,10 @@ def main() -> None:
         ("1 short, 7 idle, split", "1 short, alone, split"),
         ("1 short, 7 idle, unified", "1 short, alone, unified"),
         ("1 alone, pool x 16", "1 alone, pool x 1"),
+        ("Gemma 3, cells for all", "Gemma 3, cells for its windows"),
     ]:
-        print(f"  {one}  /  {other}: {middle[one] / middle[other]:.2f}")
+        if one in middle:
+            print(f"  {one}  /  {other}: {middle[one] / middle[other]:.2f}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ PRODUCTS = 384
 PART = 64
 """The fewest rows of such a product."""
 
+Arrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+"""Queries, keys, values and sinks: what there are derivatives by."""
+
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """The logit of a hidden row; finite, so that a token that sees nothing needs no care on the way."""
 
@@ -44,8 +47,9 @@ def attention(
 
     Returns:
       `[R, T, H, Dv]` in the dtype of `q`; sums and softmax in float32. A token that sees nothing
-      gets zeros. What stands in a hidden row never matters, even where it is not a number, nor does
-      what nobody sees to a derivative.
+      gets zeros. What stands in a hidden row never matters, even where it is not a number.
+      Derivatives are safe from rows that no token sees: for them keys and values are cleaned, which
+      holds a copy.
 
     Raises:
       ValueError: when H is not a multiple of K, or shapes do not fit together.
@@ -74,24 +78,23 @@ def attention(
         raise ValueError(f"wanted sinks {(heads,)}, one for each query head, got {sinks.shape}")
     scale = size**-0.5 if scale is None else scale
 
-    def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, mask: jax.Array
-    ) -> jax.Array:
+    @jax.custom_jvp
+    def attend(arrays: Arrays, mask: jax.Array) -> jax.Array:
+        q, k, v, sinks = arrays
         sums = open_softmax(packed(q * jnp.asarray(scale, dtype), groups), k, v, mask, softcap)
         if sinks is not None:
             sums = joined(sums, sinks_alone(sinks, sums))
         return unpacked(closed(sums), tokens, heads).astype(dtype)
 
+    @attend.defjvp
     def derive(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
         # A derivative has 0 times what is hidden in it, which a NaN would survive.
-        q, k, v, sinks, mask = primals
+        (q, k, v, sinks), mask = primals
         seen = jnp.any(mask, axis=1)[:, None, :, None]
         clean = q, jnp.where(seen, k, 0), jnp.where(seen, v, 0), sinks
-        return jax.jvp(lambda q, k, v, sinks: attend(q, k, v, sinks, mask), clean, tangents[:4])
+        return jax.jvp(lambda arrays: attend.fun(arrays, mask), (clean,), tangents[:1])
 
-    differentiable = jax.custom_jvp(attend)
-    differentiable.defjvp(derive)
-    return differentiable(q, k, v, sinks, mask)
+    return attend((q, k, v, sinks), mask)
 
 
 class Sums(NamedTuple):

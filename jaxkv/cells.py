@@ -292,7 +292,8 @@ def evict(cells: Cells, taken: jax.Array) -> Cells:
 def each(asked: jax.Array, look: Callable[[jax.Array, T], T], start: T) -> T:
     """Fold over the sequences asked for, `[Q]` bool, or the words of them, one after another.
 
-    A reduction over all pairs of sequences and cells costs a hundred times more in a large table.
+    A reduction over all pairs of sequences and cells at once costs a hundred times more in a large
+    table.
     """
     count = asked.shape[0]
     ids = jnp.nonzero(asked, size=count, fill_value=count)[0].astype(jnp.int32)

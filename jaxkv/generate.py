@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Batch, Ubatch, make_batch
+from jaxkv.batch import Batch, Ubatch, bucket, make_batch
 from jaxkv.commit import apply
 from jaxkv.memory import split
 from jaxkv.planning import checked_size, init_batch, plan_step
@@ -77,19 +77,25 @@ def warm_up(
 ) -> Memory:
     """Compile what prompts of any length need, before the first one comes.
 
-    A program is compiled for each size of a ubatch, and those are powers of two. Here one of each
-    size, in which no token is valid, is planned and goes through the step.
+    A step is one program for each size of a ubatch, and those are powers of two. Here a ubatch of
+    each size is planned, sent nowhere as that of a refused plan is, and goes through the step. What
+    is left for later is small: planning prompts of several ubatches, and collecting their logits.
 
     Args:
       step: see `prefill`.
       weights: whatever the model wants.
       memory: the memory that will be used, or one like it.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
-      sequences: who is in a batch. Where each sequence has its own stream, prompts that come
-        together are rows of one ubatch, so call it for each number of them that you expect.
+      sequences: who is in a batch, by default one. Where each sequence has its own stream, prompts
+        that come together are rows of one ubatch; and more than 8 have more outputs. Those are
+        programs of their own, so call it for each number of prompts that you expect.
 
     Returns:
       The memory as it was, bit for bit. The one passed in is gone if the step donates it.
+
+    Raises:
+      ValueError: when there is no sequence, or none of the memory, or `ubatch_size` is more than it
+        was sized for.
 
     Examples:
       >>> compiled = []
@@ -103,8 +109,10 @@ def warm_up(
       >>> compiled, used(memory).item()
       ([(1, 1), (1, 2), (1, 4), (1, 8)], 3)
     """
-    most = checked_size(split(memory)[0], ubatch_size) // len(sequences)
-    for length in sorted({min(1 << i, most) for i in range(most.bit_length() + 1)}):
+    if not sequences:
+        raise ValueError("wanted at least one sequence to warm up for, got none")
+    most = max(checked_size(split(memory)[0], ubatch_size) // len(sequences), 1)
+    for length in sorted({min(bucket(count), most) for count in range(1, most + 1)}):
         batch = make_batch([[0] * length] * len(sequences), sequences=sequences)
         for ubatch in init_batch(memory, batch, ubatch_size=ubatch_size).ubatches:
             memory, _ = step(weights, memory, unless(jnp.array(False), ubatch))

@@ -13,7 +13,7 @@ FAR = 1 << 30
 """Past the last cell of any table."""
 
 BLOCK = 128
-"""Cells that are compared with all sequences of a word at a time, by what processors do fast."""
+"""Cells that a CPU compares with all sequences of a word at a time: what its registers hold."""
 
 
 def nowhere(slots: jax.Array) -> jax.Array:
@@ -64,7 +64,9 @@ def _highest(cells: Cells, present: jax.Array) -> jax.Array:
     The sequences of a word lie side by side, so that all are compared with a cell at once: a pass
     for each word that somebody asked for is in, instead of one for each sequence.
     """
-    words, size = cells.owners.shape[1], min(BLOCK, cells.size)
+    words, size = cells.owners.shape[1], cells.size
+    if jax.default_backend() == "cpu":  # elsewhere turns of a loop cost more than they save
+        size = min(BLOCK, size)
     bit = jnp.arange(WORD, dtype=jnp.uint32)
     nobody = jnp.full((words, WORD), EMPTY, jnp.int32)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxkv.attention import (
     LOWEST,
+    Arrays,
     Sums,
     attention,
     closed,
@@ -66,12 +67,16 @@ def attention_by_tiles(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     all_streams = pools.shape[0] == k.shape[0]
 
-    def whole(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    # The mask and the pools are arguments and not closed over: JAX may ask for a derivative when the
+    # trace that they belong to has ended, as it does where a step is jitted inside of `grad`.
+    def whole(arrays: Arrays, mask: jax.Array, pools: jax.Array) -> jax.Array:
+        q, k, v, sinks = arrays
         mine = (k, v) if all_streams else (k[pools], v[pools])
         return attention(q, *mine, mask, scale=factor, softcap=softcap, sinks=sinks)
 
     @jax.custom_jvp
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    def attend(arrays: Arrays, mask: jax.Array, pools: jax.Array) -> jax.Array:
+        q, k, v, sinks = arrays
         size, tokens = min(TILE, k.shape[2]), mask.shape[1]
         blocks = -(-tokens // BLOCK)
         seen = _in_blocks(mask, blocks)
@@ -86,13 +91,17 @@ def attention_by_tiles(
         if not all_streams or tokens > LARGE:
             return tiles()
         if live.shape[0] <= SMALL:
-            return whole(q, k, v, sinks)
+            return whole(arrays, mask, pools)
         few = count < FEW * live.shape[0]
-        return jax.lax.cond(few, tiles, lambda: whole(q, k, v, sinks))
+        return jax.lax.cond(few, tiles, lambda: whole(arrays, mask, pools))
 
-    # The loop's length depends on the data, which reverse mode cannot follow.
-    attend.defjvp(lambda primals, tangents: jax.jvp(whole, primals, tangents))
-    return attend(q, k, v, sinks)
+    @attend.defjvp
+    def derive(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+        # The loop's length depends on the data, which reverse mode cannot follow.
+        arrays, mask, pools = primals
+        return jax.jvp(lambda arrays: whole(arrays, mask, pools), (arrays,), tangents[:1])
+
+    return attend((q, k, v, sinks), mask, pools)
 
 
 def _in_blocks(x: jax.Array, blocks: int) -> jax.Array:

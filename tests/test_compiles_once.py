@@ -152,6 +152,17 @@ def test_batches_of_several_sequences_share_the_bucket():
     assert heard == []
 
 
+def test_a_warm_up_for_nobody_is_refused():
+    with pytest.raises(ValueError, match="at least one sequence"):
+        jaxkv.warm_up(think_with, None, SMALL.make(), sequences=())
+
+
+def test_a_warm_up_for_more_sequences_than_a_ubatch_has_tokens():
+    memory = lived_in(SPLIT)
+    warm = jaxkv.warm_up(think_with, None, memory, ubatch_size=2, sequences=(0, 1, 2))
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), warm, memory))
+
+
 @pytest.mark.parametrize("kind", [SMALL, SPLIT, TWO], ids=lambda kind: kind.name)
 def test_a_warm_up_compiles_what_prompts_need(kind):
     """Also in a memory that is nearly full; not a bit of it changes."""

@@ -61,6 +61,28 @@ def test_what_nobody_sees_does_not_reach_a_gradient(implementation):
     assert np.abs(b).max() > 1e-3
 
 
+@pytest.mark.parametrize("cells", [8, 4096], ids=["whole", "by tiles"])
+def test_a_step_may_be_jitted_scanned_or_computed_again_inside_of_grad(cells):
+    """The step is traced first then, and derived when that trace has ended."""
+    k, v, q = (jax.random.normal(jax.random.key(i), (1, 4, 2, 4)) for i in range(3))
+
+    def learn(q, k, v):
+        memory = jaxkv.make_kv_cache(layers=1, cells=cells, heads=2, size=4)
+        plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3, 4]))
+        memory, out = jaxkv.attend(jaxkv.apply(memory, plan), 0, plan.ubatches[0], q, k, v)
+        return jnp.sum(out**2)
+
+    def scanned(*arrays):
+        _, losses = jax.lax.scan(lambda _, x: (_, learn(*arrays) * x), None, jnp.arange(2.0))
+        return jnp.sum(losses)
+
+    wanted = jax.jit(jax.grad(learn, argnums=(0, 1, 2)))(q, k, v)
+    assert all((jnp.abs(x) > 1e-3).any() for x in wanted)
+    for staged in (jax.jit(learn), jax.checkpoint(learn), scanned):
+        for a, b in zip(jax.grad(staged, argnums=(0, 1, 2))(q, k, v), wanted, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_soft_prefix_trained_through_the_cache_lowers_the_loss(small):
     """Eight embeddings before a text, the only thing that is trained, make it likelier.
