@@ -67,8 +67,8 @@ def attention_by_tiles(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     all_streams = pools.shape[0] == k.shape[0]
 
-    # The mask and the pools are arguments and not closed over: JAX may ask for a derivative when the
-    # trace that they belong to has ended, as it does where a step is jitted inside of `grad`.
+    # The mask and the pools are arguments, not closed over: where a step is jitted inside of a
+    # `grad`, JAX asks for its derivative when the trace that they belong to has ended.
     def whole(arrays: Arrays, mask: jax.Array, pools: jax.Array) -> jax.Array:
         q, k, v, sinks = arrays
         mine = (k, v) if all_streams else (k[pools], v[pools])
