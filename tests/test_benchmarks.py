@@ -1,0 +1,32 @@
+"""What benchmarks compare with does the same work."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+import models
+from benchmarks import by_hand
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["BNKD", "BKND"])
+def test_a_cache_by_hand_gives_the_same_logits(layout):
+    """Three tokens of two sequences; the model is the same, the memory is not."""
+    model = models.load(DATA / "llama_tied")
+    c = model.config
+    theirs = by_hand.make(layout, batch=2, layers=c.layers, cells=8, heads=c.groups, size=c.size)
+    ours = model.make_memory(cells=8, sequences=2, streams=2)
+    forward = jax.jit(model.forward)
+    for position, token in enumerate(np.array([[1, 2], [3, 4], [5, 6]])):
+        ubatch, ok = jaxkv.plan_step(ours, jnp.asarray(token), jnp.arange(2), jnp.ones(2, bool))
+        assert ok
+        ours, wanted = forward(model.weights, jaxkv.apply(ours, ubatch), ubatch)
+        step = by_hand.step_ubatch(jnp.asarray(token), jnp.int32(position))
+        theirs, found = forward(model.weights, theirs, step)
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
