@@ -62,6 +62,12 @@ def write(
     Returns:
       The rows after it.
     """
+    if slots.size * k.shape[2] == 1:
+        # A write of one row alone becomes an update of a slice, which the compiler does twice: in
+        # place, and in a copy of all rows for attention to read. A second one, which is left out,
+        # keeps it a scatter.
+        slots = jnp.pad(slots, [(0, 0), (0, 1)], constant_values=jnp.iinfo(jnp.int32).max)
+        k, v = (jnp.pad(x, [(0, 0), (0, 1), (0, 0), (0, 0)]) for x in (k, v))
 
     def put(old: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
         # Every index is spelled out: with a slice among them the write becomes copies of the rows.

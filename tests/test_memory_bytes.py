@@ -69,6 +69,24 @@ def test_a_step_copies_no_layer(tokens):
     check(jax.jit(step, donate_argnums=0).lower(memory, ubatch).compile(), tokens)
 
 
+def test_a_single_row_copies_no_layer():
+    """One token, one key head, in a pool so small that all of it is read at once."""
+    cells, heads = 2048, 1
+    make = partial(jaxkv.make_kv_cache, layers=LAYERS, cells=cells, heads=heads, size=SIZE)
+
+    def step(memory, token):
+        ubatch, _ = jaxkv.plan_step(memory, token, jnp.zeros(1, jnp.int32), jnp.ones(1, bool))
+        memory, x = jaxkv.apply(memory, ubatch), jnp.ones((1, 1, 4, SIZE))
+        for layer in range(LAYERS):
+            memory, out = jaxkv.attend(memory, layer, ubatch, x, x[:, :, :1], x[:, :, 1:2])
+            x = x + out
+        return memory, x
+
+    shapes = jax.eval_shape(make), jax.ShapeDtypeStruct((1,), jnp.int32)
+    compiled = jax.jit(step, donate_argnums=0).lower(*shapes).compile()
+    assert hlo.large_moves(compiled, cells * heads * SIZE * 4 // 2) == []
+
+
 @pytest.mark.parametrize("tokens", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_planned_step_in_a_loop_copies_no_layer(tokens):
     def loop(memory):
