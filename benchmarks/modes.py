@@ -30,7 +30,7 @@ class Case:
         lengths: Sequence[int],
         active: Sequence[int],
         *,
-        split: bool = False,
+        split: bool,
         **options: Any,
     ):
         count = len(lengths)
@@ -73,10 +73,10 @@ def windowed(positions: int) -> dict[str, Case]:
     except models.ModelError as error:
         print(error)
         return {}
-    lengths, cells = [positions - 32], positions
+    case = partial(Case, model, [positions - 32], [0], split=False, cells=positions)
     return {
-        "Gemma 3, cells for its windows": Case(model, lengths, [0], cells=cells),
-        "Gemma 3, cells for all": Case(model, lengths, [0], cells=cells, full_windows=True),
+        "Gemma 3, cells for its windows": case(full_windows=False),
+        "Gemma 3, cells for all": case(full_windows=True),
     }
 
 
