@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine, turns
-from jaxkv.implementation import attention_by
+from jaxkv.ops.attention.api import attention_by
 
 SHAPES = {"smollm2": (3, 3, 64, jnp.float32), "8b": (8, 4, 128, jnp.bfloat16)}
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
-from jaxkv.attention import attention
+from jaxkv.ops.attention.xla import attention
 
 Layout = Literal["BNKD", "BKND"]
 

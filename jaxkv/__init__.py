@@ -15,7 +15,26 @@ Letters, in every shape of this library:
   E  earlier states that are kept
 """
 
-from jaxkv.answers import (
+from jaxkv.batch import Batch, Ubatch, make_batch
+from jaxkv.draw import show
+from jaxkv.hybrid import HybridCache, make_hybrid_cache
+from jaxkv.kv.buffers import Rows
+from jaxkv.kv.cache import KVCache, make_kv_cache
+from jaxkv.kv.cells import Cells
+from jaxkv.kv.defrag import Defrag
+from jaxkv.kv.shift import Update
+from jaxkv.loops.generation import Running, decode, prefill, warm_up
+from jaxkv.memory import attend, join, read_states, split, states_kept, write_states
+from jaxkv.ops.attention.api import Implementation
+from jaxkv.ops.attention.xla import attention
+from jaxkv.plan import Plan, Reason, RefusedError
+from jaxkv.planning.init import init_batch, init_full, plan_step
+from jaxkv.planning.splits import equal_split, sequence_split, simple_split
+from jaxkv.recurrent.cache import RecurrentCache, make_recurrent_cache
+from jaxkv.recurrent.states import States, StateSlots, tails
+from jaxkv.rope import Rope, make_rope, rotate
+from jaxkv.verbs.apply import apply, defrag_plan, go_back, init_update, make_room
+from jaxkv.verbs.ask import (
     can_resume,
     can_seq_rm,
     check_invariants,
@@ -24,26 +43,7 @@ from jaxkv.answers import (
     seq_pos_min,
     used,
 )
-from jaxkv.attention import attention
-from jaxkv.batch import Batch, Ubatch, make_batch
-from jaxkv.cache import KVCache, make_kv_cache
-from jaxkv.cells import Cells
-from jaxkv.commit import apply, defrag_plan, go_back, init_update, make_room
-from jaxkv.defrag import Defrag
-from jaxkv.generate import Running, decode, prefill, warm_up
-from jaxkv.hybrid import HybridCache, make_hybrid_cache
-from jaxkv.implementation import Implementation
-from jaxkv.memory import attend, join, read_states, split, states_kept, write_states
-from jaxkv.plan import Plan, Reason, RefusedError
-from jaxkv.planning import init_batch, init_full, plan_step
-from jaxkv.recurrent import RecurrentCache, make_recurrent_cache
-from jaxkv.rope import Rope, make_rope, rotate
-from jaxkv.shift import Update
-from jaxkv.show import show
-from jaxkv.splitting import equal_split, sequence_split, simple_split
-from jaxkv.states import States, StateSlots, tails
-from jaxkv.store import Rows
-from jaxkv.verbs import clear, seq_add, seq_cp, seq_div, seq_keep, seq_rm
+from jaxkv.verbs.edit import clear, seq_add, seq_cp, seq_div, seq_keep, seq_rm
 from jaxkv.window import Window, chunked, standard, symmetric
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxkv.batch import Ubatch
-from jaxkv.implementation import Implementation
+from jaxkv.ops.attention.api import Implementation
 
 Memory = TypeVar("Memory")
 T = TypeVar("T")
@@ -91,8 +91,8 @@ def attend(
       sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
       causal: False lets tokens see those that come after them, as far as a window allows.
       implementation: how attention is computed, "tiles", "whole", "xla" or "cudnn", see
-        `jaxkv.implementation`; None leaves it to jaxkv. With the last two a row that is hidden and
-        not a number may show.
+        `jaxkv.ops.attention.api`; None leaves it to jaxkv. With the last two a row that is hidden
+        and not a number may show.
 
     Returns:
       The memory with the rows written, and `[R, T, H, Dv]`, in the dtype of `q`. A token that sees

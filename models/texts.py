@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.generate import Sample
+from jaxkv.loops.generation import Sample
 from models.model import Model
 
 Finish = Literal["stop", "length", "full"]

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.cells import Placement
-from jaxkv.mask import visible
+from jaxkv.kv.cells import Placement
+from jaxkv.kv.mask import visible
 from tests.oracle import Fault, Oracle, Part, Place, Plan, Row, Token
 
 LAYERS = 2

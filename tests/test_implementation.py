@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 import models
-from jaxkv.implementation import best
+from jaxkv.ops.attention.api import best
 
 DATA = Path(__file__).parent / "data"
 Q, H, K, D = 3, 4, 2, 8

@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from jaxkv.mask import visible
+from jaxkv.kv.mask import visible
 from tests.memories import RUNS, Kind, assert_identical, drawing, drawn, filled, run, sign
 
 WINDOW = Kind("window", cells=8, sequences=2, windows=(jaxkv.standard(4),))

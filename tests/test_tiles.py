@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.attention import attention
-from jaxkv.tiles import BLOCK, FEW, LARGE, SMALL, TILE, attention_by_tiles
+from jaxkv.ops.attention.xla import attention
+from jaxkv.ops.attention.xla_tiles import BLOCK, FEW, LARGE, SMALL, TILE, attention_by_tiles
 from tests import hlo
 
 S, K, G, D = 4, 2, 3, 8

@@ -12,7 +12,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from jaxkv.mask import visible
+from jaxkv.kv.mask import visible
 from tests.memories import assert_identical, drawing, drawn, filled, run, think
 
 FIVE = "0{0} 1{0} 2{0} 3{0} 4{0}"

@@ -14,7 +14,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from jaxkv.mask import visible
+from jaxkv.kv.mask import visible
 from tests.memories import Kind, assert_identical, drawing, drawn, run, sign, think
 
 FOUR = Kind("four", cells=6, sequences=3, windows=(jaxkv.standard(4),))

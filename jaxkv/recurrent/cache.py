@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import memory as contract
-from jaxkv import states as table_of_states
 from jaxkv.batch import Ubatch
-from jaxkv.cells import END
-from jaxkv.states import States
+from jaxkv.kv.cells import END
+from jaxkv.recurrent import states as table_of_states
+from jaxkv.recurrent.states import States
 
 
 @jax.tree_util.register_dataclass

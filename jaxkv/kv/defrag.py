@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cells import EMPTY, Cells, free
-from jaxkv.shift import CHUNK
+from jaxkv.kv.buffers import Rows
+from jaxkv.kv.cells import EMPTY, Cells, free
+from jaxkv.kv.shift import CHUNK
 from jaxkv.stamp import mix
-from jaxkv.store import Rows
 
 
 @jax.tree_util.register_dataclass

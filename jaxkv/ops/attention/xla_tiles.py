@@ -9,7 +9,7 @@ when that changes.
 import jax
 import jax.numpy as jnp
 
-from jaxkv.attention import (
+from jaxkv.ops.attention.xla import (
     LOWEST,
     Arrays,
     Sums,

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.ids import Ids, checked_ids, whole
 from jaxkv.memory import (
     split,
     table_can_resume,
@@ -16,6 +15,7 @@ from jaxkv.memory import (
     table_last,
     table_used,
 )
+from jaxkv.verbs.ids import Ids, checked_ids, whole
 
 
 def seq_pos_min(memory: Any, seq: Ids) -> jax.Array:

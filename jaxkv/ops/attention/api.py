@@ -5,13 +5,13 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxkv.attention import attention
-from jaxkv.tiles import attention_by_tiles
+from jaxkv.ops.attention.xla import attention
+from jaxkv.ops.attention.xla_tiles import attention_by_tiles
 
 Implementation = Literal["tiles", "whole", "xla", "cudnn"]
 """The ways there are.
 
-tiles: what is seen alone is read, see `jaxkv.tiles`.
+tiles: what is seen alone is read, see `jaxkv.ops.attention.xla_tiles`.
 whole: all cells in one product, where a loop costs more than reading.
 xla: `jax.nn.dot_product_attention`.
 cudnn: the same with the kernel of NVIDIA's library, for float16 and bfloat16.

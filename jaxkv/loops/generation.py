@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Batch, Ubatch, bucket, make_batch
-from jaxkv.commit import apply
+from jaxkv.kv.slots import unless
 from jaxkv.memory import split
-from jaxkv.planning import checked_size, init_batch, plan_step
-from jaxkv.slots import unless
+from jaxkv.planning.init import checked_size, init_batch, plan_step
+from jaxkv.verbs.apply import apply
 
 Memory = TypeVar("Memory")
 Model = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]

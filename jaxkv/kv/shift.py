@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cells import Cells, bits, end_of, owned_by, restamped, with_owners, within
+from jaxkv.kv.buffers import Rows
+from jaxkv.kv.cells import Cells, bits, end_of, owned_by, restamped, with_owners, within
 from jaxkv.rope import rotate
-from jaxkv.store import Rows
 
 CHUNK = 256
 """Rows that are held at a time while many are rotated or moved."""

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxkv import cells as table_of_cells
-from jaxkv import defrag, shift, slots, store, streams
 from jaxkv import memory as contract
 from jaxkv.batch import Ubatch
-from jaxkv.cells import Cells, Placement
-from jaxkv.implementation import Implementation, attention_by
-from jaxkv.mask import visible
+from jaxkv.kv import buffers as store
+from jaxkv.kv import cells as table_of_cells
+from jaxkv.kv import copy as streams
+from jaxkv.kv import defrag, shift, slots
+from jaxkv.kv.buffers import Rows
+from jaxkv.kv.cells import Cells, Placement
+from jaxkv.kv.mask import visible
+from jaxkv.ops.attention.api import Implementation, attention_by
 from jaxkv.rope import Rope
-from jaxkv.store import Rows
 from jaxkv.window import Window, cells_for
 
 

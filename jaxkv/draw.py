@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cells import EMPTY, WORD, Cells
 from jaxkv.hybrid import HybridTable
+from jaxkv.kv.cells import EMPTY, WORD, Cells
 from jaxkv.memory import split
-from jaxkv.states import States
+from jaxkv.recurrent.states import States
 
 
 def show(memory: Any) -> str:

@@ -18,7 +18,8 @@ from jaxkv.batch import (
     rank,
     rows,
 )
-from jaxkv.cells import END
+from jaxkv.kv.cells import END
+from jaxkv.kv.slots import unless
 from jaxkv.memory import (
     split,
     table_admit,
@@ -33,8 +34,7 @@ from jaxkv.memory import (
     table_ubatch_size,
 )
 from jaxkv.plan import Plan, Reason
-from jaxkv.slots import unless
-from jaxkv.splitting import Split, equal_split, simple_split
+from jaxkv.planning.splits import Split, equal_split, simple_split
 from jaxkv.stamp import stamps
 
 UBATCH_SIZE = 512
@@ -59,8 +59,9 @@ def init_batch(
       ubatch_size: the most tokens that are computed at once, by default what the memory was sized
         for, or 512. What is left over at the end is padded to a power of two, so that few shapes
         are ever compiled.
-      split_by: how the batch is cut into ubatches, see `jaxkv.splitting`. By default `simple_split`
-        where all sequences share one stream, and `equal_split` where each needs a row.
+      split_by: how the batch is cut into ubatches, see `jaxkv.planning.splits`. By default
+        `simple_split` where all sequences share one stream, and `equal_split` where each needs a
+        row.
 
     Returns:
       A `Plan`. Whether it is carried out is a value, `plan.ok`; `plan.check()` raises instead.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.cells import EMPTY, END, WORD, Cells, each, evict, free, hidden, holders, home
+from jaxkv.kv.cells import EMPTY, END, WORD, Cells, each, evict, free, hidden, holders, home
 from jaxkv.plan import Reason
 
 FAR = 1 << 30

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.cells import Cells, home
-from jaxkv.slots import streams
+from jaxkv.kv.cells import Cells, home
+from jaxkv.kv.slots import streams
 from jaxkv.window import sees
 
 

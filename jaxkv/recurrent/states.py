@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.cells import EMPTY, END, end_of
+from jaxkv.kv.cells import EMPTY, END, end_of
+from jaxkv.kv.slots import nowhere, present
 from jaxkv.plan import Reason
-from jaxkv.slots import nowhere, present
 
 
 @jax.tree_util.register_dataclass

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Batch, Ubatch, is_concrete
+from jaxkv.kv.slots import unless
 from jaxkv.memory import (
     carry_out,
     join,
@@ -20,8 +21,7 @@ from jaxkv.memory import (
     table_update,
 )
 from jaxkv.plan import Plan
-from jaxkv.planning import init_batch
-from jaxkv.slots import unless
+from jaxkv.planning.init import init_batch
 
 Memory = TypeVar("Memory")
 

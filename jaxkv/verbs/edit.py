@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from jaxkv.batch import is_concrete
-from jaxkv.ids import Ids, checked_ids, whole
 from jaxkv.memory import (
     copies_rows,
     copy_rows,
@@ -19,6 +18,7 @@ from jaxkv.memory import (
     table_keep,
     table_rm,
 )
+from jaxkv.verbs.ids import Ids, checked_ids, whole
 
 Memory = TypeVar("Memory")
 

@@ -1,0 +1,1 @@
+"""Computations on plain arrays, which know nothing of memories."""

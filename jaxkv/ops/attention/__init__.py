@@ -1,0 +1,1 @@
+"""Softmax attention over pools of cells."""

@@ -1,0 +1,1 @@
+"""What is done to any memory: edits, questions, and plans carried out."""
