@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import jaxkv
+from jaxkv.loops.sampling import make_sampler
 from models.checkpoint import ModelError
 from models.model import Model, load
-from models.sampling import make_sampler
 from models.texts import Generated, cells_for, generate_texts
 
 SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from jaxkv.loops.sampling import make_sampler
 from models import cli
-from models.sampling import make_sampler
 from models.texts import cells_for, compiles, generate_texts
 from tests.golden import golden
 
