@@ -16,7 +16,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from models.checkpoint import open_checkpoint
+from models.checkpoints.checkpoint import open_checkpoint
 
 KINDS = {"f32": gguf.GGMLQuantizationType.F32, "q8_0": gguf.GGMLQuantizationType.Q8_0}
 _FILE_TYPES = {"f32": gguf.LlamaFileType.ALL_F32, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}

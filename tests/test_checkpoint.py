@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models.checkpoint import ModelError, open_checkpoint
-from models.gguf_reader import Reader
+from models.checkpoints.checkpoint import ModelError, open_checkpoint
+from models.checkpoints.gguf.reader import Reader
 from tests.golden import golden
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, VOCAB, LAYERS = 4, 2, 8, 32, 64, 40, 2

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from models.checkpoint import ModelError
+from models.checkpoints.checkpoint import ModelError
 
 # What a family means when its config.json is silent. Files of Gemma 3 leave out most keys.
 _FAMILY = {

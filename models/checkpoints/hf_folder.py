@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoint import Checkpoint, ModelError
-from models.config import complete
+from models.checkpoints.checkpoint import Checkpoint, ModelError
+from models.checkpoints.config import complete
 
 # Models that also see or hear keep their language part under one of these.
 _PREFIXES = (
@@ -49,7 +49,7 @@ def open_folder(folder: Path) -> Checkpoint:
         ends.update(ids if isinstance(ids, list) else () if ids is None else (ids,))
 
     def load_tokenizer():
-        from models.tokenizer_json import tokenizer_from_folder
+        from models.text.from_json import tokenizer_from_folder
 
         return tokenizer_from_folder(folder, config)
 

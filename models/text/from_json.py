@@ -7,10 +7,10 @@ from typing import Any
 
 import tokenizers
 
-from models.checkpoint import ModelError
-from models.hf_folder import read_json
-from models.token_bytes import from_letters, from_pieces
-from models.tokenizer import Tokenizer
+from models.checkpoints.checkpoint import ModelError
+from models.checkpoints.hf_folder import read_json
+from models.text.token_bytes import from_letters, from_pieces
+from models.text.tokenizer import Tokenizer
 
 
 def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:

@@ -18,11 +18,11 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from models import gguf_recurrent
-from models.checkpoint import Checkpoint, ModelError
-from models.config import complete
-from models.gguf_config import config_from_gguf
-from models.gguf_reader import Reader
+from models.checkpoints.checkpoint import Checkpoint, ModelError
+from models.checkpoints.config import complete
+from models.checkpoints.gguf import recurrent as gguf_recurrent
+from models.checkpoints.gguf.config import config_from_gguf
+from models.checkpoints.gguf.reader import Reader
 
 # Architecture of the file -> model_type of Hugging Face.
 _FAMILIES = {
@@ -88,7 +88,7 @@ def open_gguf(path: Path) -> Checkpoint:
         tensors = gguf_recurrent.turned_back(tensors)
 
     def load_tokenizer():
-        from models.tokenizer_gguf import tokenizer_from_gguf
+        from models.text.from_gguf import tokenizer_from_gguf
 
         return tokenizer_from_gguf(get, str(path))
 

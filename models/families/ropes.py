@@ -3,7 +3,7 @@
 import jaxkv
 from jaxkv import rope as ropes
 from jaxkv.rope import Rope
-from models.checkpoint import Checkpoint, ModelError
+from models.checkpoints.checkpoint import Checkpoint, ModelError
 
 
 def rope_of(checkpoint: Checkpoint) -> Rope:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from models.tokenizer import Tokenizer
+    from models.text.tokenizer import Tokenizer
 
 
 class ModelError(Exception):
@@ -104,10 +104,10 @@ def open_checkpoint(name_or_path: str | os.PathLike | None = None) -> Checkpoint
     path = _locate("smollm2" if name_or_path is None else os.fspath(name_or_path))
     # Each kind of file needs libraries of its own, so only the reader in use is imported.
     if path.is_dir():
-        from models.hf_folder import open_folder
+        from models.checkpoints.hf_folder import open_folder
 
         return open_folder(path)
-    from models.gguf_file import open_gguf
+    from models.checkpoints.gguf.file import open_gguf
 
     return open_gguf(path)
 

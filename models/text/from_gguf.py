@@ -7,10 +7,10 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from models.checkpoint import ModelError
-from models.token_bytes import from_pieces
-from models.tokenizer import Tokenizer
-from models.tokenizer_json import from_tokenizers
+from models.checkpoints.checkpoint import ModelError
+from models.text.from_json import from_tokenizers
+from models.text.token_bytes import from_pieces
+from models.text.tokenizer import Tokenizer
 
 # The file's numbers for kinds of tokens; SentencePiece counts them alike.
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4

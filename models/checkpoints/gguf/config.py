@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from models import gguf_recurrent
+from models.checkpoints.gguf import recurrent as gguf_recurrent
 
 # Config key of Hugging Face -> key of the file, after the architecture's name.
 _CONFIG = {
