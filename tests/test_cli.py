@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from jaxkv.loops.sampling import make_sampler
 from models.cli import main as cli
 from models.generate import cells_for, compiles, generate_texts
-from models.sampling import make_sampler
 from tests.golden import golden
 
 STORY = "Once upon a time there was a little"
