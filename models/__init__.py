@@ -3,7 +3,7 @@
 `load` takes a GGUF file, a Hugging Face folder or a hub id; `python -m models` is the command line.
 """
 
-from models.checkpoints.checkpoint import ModelError
+from models.errors import ModelError
 from models.model import Model, load
 from models.text.tokenizer import Tokenizer
 

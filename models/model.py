@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from models.checkpoints.checkpoint import Checkpoint, ModelError, open_checkpoint
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.open import open_checkpoint
+from models.errors import ModelError
 from models.families import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
 from models.text.tokenizer import Tokenizer
 

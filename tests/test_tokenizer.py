@@ -12,7 +12,8 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers, processors, trainers
 
-from models.checkpoints.checkpoint import ModelError, open_checkpoint
+from models.checkpoints.open import open_checkpoint
+from models.errors import ModelError
 from models.text.token_bytes import from_letters, from_pieces
 from models.text.tokenizer import Tokenizer
 from tests.golden import golden

