@@ -23,7 +23,7 @@ from jaxkv.kv.cache import KVCache, make_kv_cache
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.defrag import Defrag
 from jaxkv.kv.shift import Update
-from jaxkv.loops.generation import Running, decode, prefill, warm_up
+from jaxkv.loops.generation import decode, prefill
 from jaxkv.memory import attend, join, read_states, split, states_kept, write_states
 from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.xla import attention
@@ -59,7 +59,6 @@ __all__ = [
     "RefusedError",
     "Rope",
     "Rows",
-    "Running",
     "StateSlots",
     "States",
     "Ubatch",
@@ -108,6 +107,5 @@ __all__ = [
     "symmetric",
     "tails",
     "used",
-    "warm_up",
     "write_states",
 ]

@@ -136,7 +136,6 @@ def test_a_stop_token_ends_its_text_alone_and_is_not_printed(texts, small):
     at = plain[0].tokens.index(stop)
     model = replace(small)
     vars(model)["stop_tokens"] = frozenset({stop, plain[1].tokens[0]})
-    vars(model)["step"] = small.step
     ended = texts(PROMPTS, model=model).texts
     assert (ended[0].tokens, ended[0].finish) == (plain[0].tokens[:at], "stop")
     assert ended[0].text == small.tokenizer.decode(ended[0].tokens)

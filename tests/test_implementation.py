@@ -71,7 +71,8 @@ def shapes_of_a_step(name, implementation):
     model = models.load(DATA / name, implementation=implementation)
     memory = model.make_memory(cells=32)
     (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2])).ubatches
-    return jax.eval_shape(model.step, model.weights, memory, ubatch)
+    step = jaxkv.loops.step_of(model.forward)
+    return jax.eval_shape(step, model.weights, *jaxkv.split(memory), ubatch)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gemma3", "granite_hybrid", "recurrent_gemma"])
