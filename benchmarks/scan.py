@@ -14,7 +14,7 @@ from flax import nnx
 
 import jaxkv
 from benchmarks import machine, turns
-from models import mamba2
+from models.families import mamba2
 from models.model import functional
 
 

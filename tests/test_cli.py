@@ -17,8 +17,8 @@ import pytest
 
 import jaxkv
 from jaxkv.loops.sampling import make_sampler
-from models import cli
-from models.texts import cells_for, compiles, generate_texts
+from models.cli import main as cli
+from models.generate import cells_for, compiles, generate_texts
 from tests.golden import golden
 
 STORY = "Once upon a time there was a little"

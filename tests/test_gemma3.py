@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 import models
-from models import cli
+from models.cli import main as cli
 from tests.golden import check_logits, golden
 
 DATA = Path(__file__).parent / "data" / "gemma3"

@@ -12,7 +12,7 @@ import pytest
 
 import jaxkv
 import models
-from models import scans
+from jaxkv.ops.scans import ssd as scans
 
 DATA = Path(__file__).parent / "data"
 VARIANTS = (
