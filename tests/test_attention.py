@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv import attention
-from jaxkv.ops.attention.xla import TILE
+from jaxkv.ops.attention.xla_cpu import TILE
 
 R, T, H, K, N, D, V = 2, 3, 4, 2, 7, 6, 5  # V: the size of a value, another than that of a key
 

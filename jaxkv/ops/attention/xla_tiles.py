@@ -9,18 +9,16 @@ when that changes.
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.xla import (
+from jaxkv.ops.attention.softmax import (
     LOWEST,
-    Arrays,
     Sums,
-    attention,
     closed,
     joined,
-    open_softmax,
     packed,
     sinks_alone,
     unpacked,
 )
+from jaxkv.ops.attention.xla import Arrays, attention, open_softmax
 
 TILE = 512
 """Cells of a tile: large enough that a product with them outweighs a turn of the loop."""
