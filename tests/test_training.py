@@ -91,7 +91,7 @@ def test_a_soft_prefix_trained_through_the_cache_lowers_the_loss(small):
     """
     text = jnp.asarray(small.tokenizer.encode("The zebra plays chess with a purple submarine."))
     text = text[:8]
-    prefix = small.weights["head"][jnp.arange(100, 108)]
+    prefix = small.weights["vocabulary"]["head"][jnp.arange(100, 108)]
 
     def loss(prefix, weights):
         memory = small.make_memory(cells=32)

@@ -1,7 +1,7 @@
 """Mamba-2, written for a jaxkv memory: each layer carries a state from token to token.
 
-Readable alone, but for the two recurrences in `models/scans.py`. It asks the memory for the states
-before a ubatch, hands back those after it, and never sees whose they are or what is kept of them.
+A layer asks the memory for the states before a ubatch, hands back those after it, and never sees
+whose they are or what is kept of them. The two recurrences are in `jaxkv.ops.scans`.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from jaxkv.ops.scans import ssd as scans
+from jaxkv.ops import scans
 from models.checkpoints.checkpoint import Checkpoint
-from models.families.linear import linear, matrix
+from models.families.layers import Linear, RMSNorm, Vocabulary
+from models.families.memories import Recurs
+from models.families.sources import Sources
 
 ARCHITECTURES = ("mamba2",)
 
@@ -25,7 +27,7 @@ class Sizes:
 
     width: numbers of a token between the layers.
     heads: H, parts with a state each.
-    size: P, numbers of a token in a head.
+    head_dim: P, numbers of a token in a head.
     state: M, numbers of the state for each of those.
     groups: G, heads of one group read and write their states alike.
     kernel: tokens that the convolution sees.
@@ -37,7 +39,7 @@ class Sizes:
 
     width: int
     heads: int
-    size: int
+    head_dim: int
     state: int
     groups: int = 1
     kernel: int = 4
@@ -49,7 +51,7 @@ class Sizes:
     @property
     def inner(self) -> int:
         """Numbers of a token in all heads."""
-        return self.heads * self.size
+        return self.heads * self.head_dim
 
     @property
     def channels(self) -> int:
@@ -75,28 +77,13 @@ class Config:
     tied: bool = True
 
 
-class RMSNorm(nnx.Module):
-    """Divides by the root of the mean square, in float32; of each group by its own."""
-
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype, groups: int = 1):
-        self.weight = nnx.Param(jnp.ones(size, dtype))
-        self.eps, self.groups = eps, groups
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise the last dimension; returns the dtype of the weight."""
-        y = x.astype(jnp.float32).reshape(*x.shape[:-1], self.groups, -1)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        return (y.reshape(x.shape) * weight.astype(jnp.float32)).astype(weight.dtype)
-
-
 class Mixer(nnx.Module):
     """What attention is elsewhere: a short convolution, then a state that decays as tokens say."""
 
     def __init__(self, sizes: Sizes, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-        c = sizes
-        self.sizes, self.layer = c, layer
-        self.input = matrix(rngs, c.inner + c.channels + c.heads, c.width, dtype)
+        c = self.sizes = sizes
+        self.layer = layer
+        self.input = Linear(c.width, c.inner + c.channels + c.heads, dtype, rngs, bias=c.bias)
         self.conv = nnx.Param(
             jax.random.normal(rngs.params(), (c.kernel, c.channels), dtype) * c.kernel**-0.5
         )
@@ -104,21 +91,15 @@ class Mixer(nnx.Module):
         self.step_bias = nnx.Param(jnp.zeros(c.heads, jnp.float32))
         self.rate_log = nnx.Param(jnp.log(jnp.arange(1.0, c.heads + 1)))
         self.skip = nnx.Param(jnp.ones(c.heads, jnp.float32))
-        self.norm = RMSNorm(c.inner, c.eps, dtype, c.groups)
-        self.output = matrix(rngs, c.width, c.inner, dtype)
+        self.norm = RMSNorm(c.inner, c.eps, dtype, groups=c.groups)
+        self.output = Linear(c.inner, c.width, dtype, rngs, bias=c.bias)
         if c.conv_bias:
             self.conv_bias = nnx.Param(jnp.zeros(c.channels, dtype))
-        if c.bias:
-            self.input_bias = nnx.Param(jnp.zeros(c.inner + c.channels + c.heads, dtype))
-            self.output_bias = nnx.Param(jnp.zeros(c.width, dtype))
 
     def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
         c = self.sizes
-        x = linear(x, self.input)
-        if c.bias:
-            x = x + self.input_bias[...].reshape(1, 1, -1)
-        gate, x, steps = jnp.split(x, [c.inner, c.inner + c.channels], axis=-1)
+        gate, x, steps = jnp.split(self.input(x), [c.inner, c.inner + c.channels], axis=-1)
         steps = jax.nn.softplus(steps.astype(jnp.float32) + self.step_bias[...].reshape(1, 1, -1))
         # Padding adds nothing and takes no time, so it leaves the state as it is.
         valid = ubatch.valid[..., None]
@@ -128,51 +109,42 @@ class Mixer(nnx.Module):
         states = jaxkv.read_states(memory, self.layer, ubatch)
         counts = jaxkv.tails(ubatch, jaxkv.states_kept(memory, self.layer) + 1)
         bias = self.conv_bias[...] if c.conv_bias else None
-        x, tails = scans.conv(x, states["conv"], self.conv[...], bias, counts)
+        x, tails = scans.convolve(x, states["conv"], self.conv[...], bias, counts)
         x, into, out_of = jnp.split(
             jax.nn.silu(x), [c.inner, c.inner + c.groups * c.state], axis=-1
         )
-        x = x.reshape(*x.shape[:2], c.heads, c.size)
+        x = x.reshape(*x.shape[:2], c.heads, c.head_dim)
         into, out_of = (y.reshape(*y.shape[:2], c.groups, c.state) for y in (into, out_of))
         rate = -jnp.exp(self.rate_log[...])
-        y, ends = scans.ssd(x, steps, rate, into, out_of, states["ssm"], counts)
+        y, ends = scans.scan_ssd(x, steps, rate, into, out_of, states["ssm"], counts)
         memory = jaxkv.write_states(memory, self.layer, ubatch, {"conv": tails, "ssm": ends})
 
         y = (y + self.skip[...].reshape(1, 1, -1, 1) * x).reshape(*x.shape[:2], -1)
-        out = linear(self.norm(y * jax.nn.silu(gate.astype(jnp.float32))), self.output)
-        if c.bias:
-            out = out + self.output_bias[...].reshape(1, 1, -1)
-        return memory, out
+        return memory, self.output(self.norm(y * jax.nn.silu(gate.astype(jnp.float32))))
 
 
 class Mamba2(nnx.Module):
     """The model: tokens in, logits of the tokens that want them out."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        self.config = config
-        width, layers = config.mixer.width, range(config.layers)
-        self.head = matrix(rngs, config.vocabulary, width, dtype)
-        if not config.tied:
-            self.embedding = matrix(rngs, config.vocabulary, width, dtype)
-        self.norms = nnx.List([RMSNorm(width, config.eps, dtype) for _ in layers])
-        self.mixers = nnx.List([Mixer(config.mixer, i, dtype, rngs) for i in layers])
-        self.norm = RMSNorm(width, config.eps, dtype)
-
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
-        if self.config.tied:
-            return self.head[...][tokens]
-        return self.embedding[...][tokens]
+        c = config
+        width, layers = c.mixer.width, range(c.layers)
+        self.vocabulary = Vocabulary(c.vocabulary, width, dtype, rngs, tied=c.tied)
+        self.norms = nnx.List([RMSNorm(width, c.eps, dtype) for _ in layers])
+        self.mixers = nnx.List([Mixer(c.mixer, layer, dtype, rngs) for layer in layers])
+        self.norm = RMSNorm(width, c.eps, dtype)
 
     def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
         """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
-        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
+        x = ubatch.embeddings
+        if x is None:
+            x = self.vocabulary.embed(ubatch.tokens)
         x = x.astype(jnp.float32)  # between the layers, as it was trained; norms turn it back
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
             memory, out = mixer(memory, ubatch, norm(x))
             x = x + out
         x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        return memory, linear(self.norm(x), self.head).astype(jnp.float32)
+        return memory, self.vocabulary.logits(self.norm(x))
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
@@ -185,7 +157,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         mixer=Sizes(
             width=c["hidden_size"],
             heads=c["num_heads"],
-            size=c["head_dim"],
+            head_dim=c["head_dim"],
             state=c["state_size"],
             groups=c["n_groups"],
             kernel=c["conv_kernel"],
@@ -199,92 +171,49 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Name where each weight of `Mamba2` comes from: a tree of functions that read and arrange it.
-
-    Nothing is read here. Called one after another, and each result put on the device before the
-    next, they never hold more than one layer's worth beside the model.
-    """
-    read = checkpoint.tensor
-    layers = [f"backbone.layers.{i}" for i in range(config.layers)]
-
-    def norm(name: str) -> dict:
-        return {"weight": lambda: read(f"{name}.weight")}
-
-    head = "backbone.embeddings.weight" if config.tied else "lm_head.weight"
-    tree = {
-        "head": lambda: read(head),
-        "norms": {i: norm(f"{layer}.norm") for i, layer in enumerate(layers)},
+    """Name where each weight of `Mamba2` comes from."""
+    source = Sources(checkpoint)
+    layers = {i: f"backbone.layers.{i}" for i in range(config.layers)}
+    return {
+        "vocabulary": source.vocabulary("backbone.embeddings.weight", tied=config.tied),
+        "norms": {i: source.norm(f"{layer}.norm") for i, layer in layers.items()},
         "mixers": {
-            i: mixer_weights_of(checkpoint, config.mixer, f"{layer}.mixer")
-            for i, layer in enumerate(layers)
+            i: mixer_weights_of(source, config.mixer, f"{layer}.mixer")
+            for i, layer in layers.items()
         },
-        "norm": norm("backbone.norm_f"),
+        "norm": source.norm("backbone.norm_f"),
     }
-    if not config.tied:
-        tree["embedding"] = lambda: read("backbone.embeddings.weight")
-    return tree
 
 
-def mixer_weights_of(checkpoint: Checkpoint, sizes: Sizes, name: str) -> dict:
-    """Name where the weights of a `Mixer` come from, like `weights_of`."""
-    read = checkpoint.tensor
+def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
+    """Name where the weights of a `Mixer` come from."""
     tree = {
-        "input": lambda: read(f"{name}.in_proj.weight"),
-        "conv": lambda: read(f"{name}.conv1d.weight")[:, 0].T,
-        "step_bias": lambda: read(f"{name}.dt_bias"),
-        "rate_log": lambda: read(f"{name}.A_log"),
-        "skip": lambda: read(f"{name}.D"),
-        "norm": {"weight": lambda: read(f"{name}.norm.weight")},
-        "output": lambda: read(f"{name}.out_proj.weight"),
+        "input": source.linear(f"{name}.in_proj", bias=sizes.bias),
+        "conv": source.tensor(f"{name}.conv1d.weight", turn=lambda x: x[:, 0].T),
+        "step_bias": source.tensor(f"{name}.dt_bias"),
+        "rate_log": source.tensor(f"{name}.A_log"),
+        "skip": source.tensor(f"{name}.D"),
+        "norm": source.norm(f"{name}.norm"),
+        "output": source.linear(f"{name}.out_proj", bias=sizes.bias),
     }
     if sizes.conv_bias:
-        tree["conv_bias"] = lambda: read(f"{name}.conv1d.bias")
-    if sizes.bias:
-        tree["input_bias"] = lambda: read(f"{name}.in_proj.bias")
-        tree["output_bias"] = lambda: read(f"{name}.out_proj.bias")
+        tree["conv_bias"] = source.tensor(f"{name}.conv1d.bias")
     return tree
 
 
-def states_of(sizes: Sizes, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Say what a mixer remembers of a sequence: the end of its inputs, and its sums in float32."""
-    return {
-        "conv": jax.ShapeDtypeStruct((sizes.kernel - 1, sizes.channels), dtype),
-        "ssm": jax.ShapeDtypeStruct((sizes.heads, sizes.size, sizes.state), jnp.float32),
-    }
-
-
-def make_memory(
-    config: Config,
-    *,
-    sequences: int = 1,
-    cells: int | None = None,
-    kept: int = 0,
-    streams: int = 1,
-    dtype: Any = jnp.float32,
-    ubatch_size: int = 512,
-    **options: Any,
-) -> Any:
-    """Make the memory that a model of this family needs.
-
-    Args:
-      config: sizes of the model.
-      sequences: Q, the sequences that may be told apart.
-      cells: nothing here: a state is as large after a million tokens as after one.
-      kept: E, the earlier states of each sequence that can be gone back to.
-      streams: S, whether a moved position moves for all sequences that share its state.
-      dtype: of what the convolution remembers; sums are float32.
-      ubatch_size: nothing here: tokens may come in any number.
-      options: whatever else `jaxkv.make_recurrent_cache` takes.
-    """
-    del cells, ubatch_size
-    return jaxkv.make_recurrent_cache(
-        layers=config.layers,
-        states=states_of(config.mixer, dtype),
-        sequences=sequences,
-        kept=kept,
-        streams=streams,
-        **options,
+def recurs(sizes: Sizes, dtype: Any) -> Recurs:
+    """Say what a mixer keeps of a sequence: the end of its inputs, and its sums in float32."""
+    return Recurs(
+        states={
+            "conv": jax.ShapeDtypeStruct((sizes.kernel - 1, sizes.channels), dtype),
+            "ssm": jax.ShapeDtypeStruct((sizes.heads, sizes.head_dim, sizes.state), jnp.float32),
+        }
     )
+
+
+def layers_of(config: Config, dtype: Any) -> list[Recurs]:
+    """Say what each layer keeps."""
+    return [recurs(config.mixer, dtype)] * config.layers
 
 
 MODULE = Mamba2

@@ -1,84 +1,13 @@
-"""Recurrences over the tokens of a row, in parallel over time.
-
-A row of a ubatch goes on from the state before its first token, and leaves the states after some
-of its last tokens, for the memory to keep. Letters beside those of `jaxkv`: C channels, F tokens
-that a filter sees, G groups of heads, P numbers of a head, M numbers of a state for each of them.
-All sums are float32.
-"""
+"""The recurrence of Mamba-2, computed chunk by chunk."""
 
 import jax
 import jax.numpy as jnp
 
 CHUNK = 64
-"""Tokens that `ssd` computes at once: fewer waste products, more waste masked scores."""
+"""Tokens that are computed at once: fewer waste products, more waste masked scores."""
 
 
-def conv(
-    x: jax.Array, tail: jax.Array, weight: jax.Array, bias: jax.Array | None, counts: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Convolve each channel over time, causally.
-
-    Args:
-      x: `[R, T, C]`, finite also where a row is padded.
-      tail: `[R, F - 1, C]`, the inputs before.
-      weight: `[F, C]`, for the oldest input first.
-      bias: `[C]` or None.
-      counts: `[R, n]` int32, how many tokens of its row each wanted tail comes after.
-
-    Returns:
-      The outputs, `[R, T, C]` float32, and the tails, `[R, n, F - 1, C]`.
-
-    Examples:
-      >>> x = jnp.arange(1.0, 5.0).reshape(1, 4, 1)
-      >>> out, tails = conv(x, jnp.zeros((1, 1, 1)), jnp.ones((2, 1)), None, jnp.array([[0, 4]]))
-      >>> out.ravel(), tails.ravel()
-      (Array([1., 3., 5., 7.], dtype=float32), Array([0., 4.], dtype=float32))
-    """
-    width, length = weight.shape[0], x.shape[1]
-    padded = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
-    parts = (
-        padded[:, i : i + length].astype(jnp.float32) * weight[i].astype(jnp.float32)[None, None]
-        for i in range(width)
-    )
-    out = sum(parts, start=0.0 if bias is None else bias.astype(jnp.float32)[None, None])
-    at = counts[..., None] + jnp.arange(width - 1)[None, None]
-    tails = jnp.take_along_axis(padded[:, None], at[..., None], axis=2)
-    return out, tails.astype(tail.dtype)
-
-
-def linear(
-    decay: jax.Array, x: jax.Array, state: jax.Array, counts: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Run `state = decay * state + x` over time, as an associative scan.
-
-    Args:
-      decay: `[R, T, C]` float32, 1 where a row is padded.
-      x: `[R, T, C]` float32, 0 where a row is padded.
-      state: `[R, C]`, before the first token.
-      counts: `[R, n]` int32, how many tokens of its row each wanted state comes after.
-
-    Returns:
-      The state after each token, `[R, T, C]`, and the wanted ones, `[R, n, C]`.
-
-    Examples:
-      >>> decay, x = jnp.full((1, 3, 1), 0.5), jnp.ones((1, 3, 1))
-      >>> out, states = linear(decay, x, jnp.full((1, 1), 8.0), jnp.array([[0, 3]]))
-      >>> out.ravel(), states.ravel()
-      (Array([5.  , 3.5 , 2.75], dtype=float32), Array([8.  , 2.75], dtype=float32))
-    """
-
-    def combine(early: tuple, late: tuple) -> tuple:
-        return early[0] * late[0], late[0] * early[1] + late[1]
-
-    state = state.astype(jnp.float32)
-    decays, sums = jax.lax.associative_scan(combine, (decay, x), axis=1)
-    out = decays * state[:, None] + sums
-    # The states are the outputs, so keeping some of them costs a look-up.
-    every = jnp.concatenate([state[:, None], out], axis=1)
-    return out, jnp.take_along_axis(every, counts[..., None], axis=1)
-
-
-def ssd(
+def scan_ssd(
     x: jax.Array,
     steps: jax.Array,
     rate: jax.Array,
@@ -112,7 +41,7 @@ def ssd(
       >>> x, step, one = jnp.ones((1, 3, 1, 1)), jnp.ones((1, 3, 1)), jnp.ones((1, 3, 1, 1))
       >>> half = jnp.log(jnp.array([0.5]))
       >>> state, counts = jnp.full((1, 1, 1, 1), 8.0), jnp.array([[2, 3]])
-      >>> out, states = ssd(x, step, half, one, one, state, counts)
+      >>> out, states = scan_ssd(x, step, half, one, one, state, counts)
       >>> out.ravel(), states.ravel()
       (Array([5.  , 3.5 , 2.75], dtype=float32), Array([3.5 , 2.75], dtype=float32))
 
