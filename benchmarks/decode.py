@@ -30,7 +30,7 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
         cells=cells if split else cells * batch, sequences=batch, streams=streams
     )
     memory, logits = jaxkv.prefill(
-        model.step, model.weights, memory, jaxkv.make_batch(list(prompts))
+        model.forward, model.weights, memory, jaxkv.make_batch(list(prompts)), donate=True
     )
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     everyone = jnp.arange(batch, dtype=jnp.int32)

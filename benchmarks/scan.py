@@ -6,17 +6,15 @@ and end in the same state. Run `python -m benchmarks.scan`.
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 import jaxkv
 from benchmarks import machine, turns
-from models import mamba2
+from models.families import mamba2
 from models.model import functional
 
 
@@ -43,15 +41,13 @@ def main() -> None:
     config, forward, weights = build(args.layers)
     tokens = np.random.default_rng(0).integers(0, config.vocabulary, args.tokens)
 
-    @partial(jax.jit, donate_argnames="memory")
-    def step(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        return forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-
     def prompt(ubatch_size: int) -> Callable[[], np.ndarray]:
         def run() -> np.ndarray:
             memory = mamba2.make_memory(config, kept=args.kept)
             batch = jaxkv.make_batch(tokens)
-            _, logits = jaxkv.prefill(step, weights, memory, batch, ubatch_size=ubatch_size)
+            _, logits = jaxkv.prefill(
+                forward, weights, memory, batch, ubatch_size=ubatch_size, donate=True
+            )
             return np.asarray(logits)
 
         return run

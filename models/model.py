@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from models import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
-from models.checkpoint import Checkpoint, ModelError, open_checkpoint
-from models.tokenizer import Tokenizer
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.open import open_checkpoint
+from models.errors import ModelError
+from models.families import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
+from models.text.tokenizer import Tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
     name: family

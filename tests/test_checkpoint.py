@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models.checkpoint import ModelError, open_checkpoint
-from models.gguf_reader import Reader
+from models.checkpoints.gguf.reader import Reader
+from models.checkpoints.open import open_checkpoint
+from models.errors import ModelError
 from tests.golden import golden
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, VOCAB, LAYERS = 4, 2, 8, 32, 64, 40, 2

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import make_batch
+from jaxkv import loops, make_batch
 from tests.memories import SMALL, SPLIT, TWO, WIDE, filled, lived_in, run, think
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def numbers(kind, i):
 
 
 def think_with(weights, memory, ubatch):
-    """`think` as `prefill` calls a model."""
+    """`think` as the loops call a model."""
     return think(memory, ubatch)
 
 
@@ -154,12 +154,12 @@ def test_batches_of_several_sequences_share_the_bucket():
 
 def test_a_warm_up_for_nobody_is_refused():
     with pytest.raises(ValueError, match="at least one sequence"):
-        jaxkv.warm_up(think_with, None, SMALL.make(), sequences=())
+        loops.warm_up(think_with, None, SMALL.make(), sequences=())
 
 
 def test_a_warm_up_for_more_sequences_than_a_ubatch_has_tokens():
     memory = lived_in(SPLIT)
-    warm = jaxkv.warm_up(think_with, None, memory, ubatch_size=2, sequences=(0, 1, 2))
+    warm = loops.warm_up(think_with, None, memory, ubatch_size=2, sequences=(0, 1, 2))
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), warm, memory))
 
 
@@ -169,16 +169,14 @@ def test_a_warm_up_compiles_what_prompts_need(kind):
     memory = lived_in(kind)
     groups = [(0,), (0, 1)] if kind.split else [(0,)]
     for sequences in groups:
-        warm = jaxkv.warm_up(think_with, None, memory, ubatch_size=6, sequences=sequences)
+        warm = loops.warm_up(think_with, None, memory, ubatch_size=6, sequences=sequences)
         assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), warm, memory))
     empty = jaxkv.clear(memory)
     with counting() as heard:
         for count in (1, 2, 3, 5, 6):
             batch = make_batch([1] * count, sequences=2)
-            for ubatch in jaxkv.init_batch(empty, batch, ubatch_size=6).check().ubatches:
-                think(empty, ubatch)
+            jaxkv.prefill(think_with, None, empty, batch, ubatch_size=6)
         if kind.split:
             batch = make_batch([[1] * 3, [2] * 3], sequences=[2, 0])
-            for ubatch in jaxkv.init_batch(empty, batch, ubatch_size=6).check().ubatches:
-                think(empty, ubatch)
+            jaxkv.prefill(think_with, None, empty, batch, ubatch_size=6)
     assert heard == []

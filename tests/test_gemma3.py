@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 import models
-from models import cli
+from models.cli import main as cli
 from tests.golden import check_logits, golden
 
 DATA = Path(__file__).parent / "data" / "gemma3"
@@ -22,7 +22,7 @@ ROLLBACK = 64
 def run(model, memory, tokens, *, ubatch_size=64, **batch):
     batch = jaxkv.make_batch(tokens, **batch)
     memory, logits = jaxkv.prefill(
-        model.step, model.weights, memory, batch, ubatch_size=ubatch_size
+        model.forward, model.weights, memory, batch, ubatch_size=ubatch_size
     )
     return memory, np.asarray(logits)
 
@@ -112,7 +112,7 @@ def follow(model, memory, records, logits):
 
     Since it is the recorded token that is fed, a close call changes nothing that follows.
     """
-    plan = jax.jit(jaxkv.plan_step)
+    plan, step = jax.jit(jaxkv.plan_step), jaxkv.loops.step_of(model.forward)
     ids = np.arange(len(records), dtype=np.int32)
     for step in range(len(records[0]["greedy"]) + 1):
         for record, row in zip(records, logits, strict=True):
@@ -126,8 +126,8 @@ def follow(model, memory, records, logits):
             fed = np.array([record["greedy"][step] for record in records], np.int32)
             ubatch, ok = plan(memory, fed, ids, ids >= 0)
             assert ok
-            memory, logits = model.step(model.weights, memory, ubatch)
-            logits = np.asarray(logits)
+            *memory, logits = step(model.weights, *jaxkv.split(memory), ubatch)
+            memory, logits = jaxkv.join(*memory), np.asarray(logits)
 
 
 @pytest.mark.slow

@@ -62,12 +62,15 @@ def replay(
                 helps += helped
             assert bool(plan.ok) == (step["rc"] == 0), (plan.reason, step["rc"])
             if plan.ok:
-                logits = []
-                for ubatch in plan.ubatches:
-                    memory, out = model.step(model.weights, memory, ubatch)
-                    logits.append(out)
-                rows = np.asarray(plan.collect(logits))
-                for row, record in zip(rows, step["logits"], strict=True):
+                memory, logits = jaxkv.prefill(
+                    model.forward,
+                    model.weights,
+                    memory,
+                    batch,
+                    ubatch_size=ubatch_size,
+                    donate=True,
+                )
+                for row, record in zip(np.asarray(logits), step["logits"], strict=True):
                     check_logits(row, record, script["sample_ids"], within=within)
         elif step["op"] == "seq_rm":
             memory, ok = jaxkv.seq_rm(memory, *step["args"])

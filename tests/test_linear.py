@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.linear import FEW, linear
+from models.families.linear import FEW, linear
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

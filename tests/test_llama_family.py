@@ -29,7 +29,7 @@ def test_variant(name):
     memory = model.make_memory(cells=128, sequences=2, ubatch_size=20, rollback=4)
     outputs = np.arange(len(record["tokens"])) % 9 == 0
     batch = jaxkv.make_batch(record["tokens"], sequences=1, outputs=outputs)
-    memory, logits = jaxkv.prefill(model.step, model.weights, memory, batch, ubatch_size=20)
+    memory, logits = jaxkv.prefill(model.forward, model.weights, memory, batch, ubatch_size=20)
     np.testing.assert_allclose(logits, record["logits"], atol=2e-4)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import jaxkv
 import models
-from models import scans
+from jaxkv.ops.scans import ssd as scans
 
 DATA = Path(__file__).parent / "data"
 VARIANTS = (
@@ -67,7 +67,9 @@ def follow(model, memory, group, ubatch_size, kept):
     prompts = [ids[:-GENERATED] for ids in tokens]
     everything = np.ones(sum(map(len, prompts)), bool)
     batch = jaxkv.make_batch(prompts, sequences=sequences, outputs=everything)
-    memory, found = jaxkv.prefill(model.step, model.weights, memory, batch, ubatch_size=ubatch_size)
+    memory, found = jaxkv.prefill(
+        model.forward, model.weights, memory, batch, ubatch_size=ubatch_size
+    )
     agree(found, np.concatenate([wanted[:-GENERATED] for wanted in logits]))
     for sequence, ids in zip(sequences, prompts, strict=True) if kept else ():
         memory, ok = jaxkv.seq_rm(memory, sequence, len(ids) - kept)

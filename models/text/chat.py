@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from models.checkpoint import ModelError
+from models.errors import ModelError
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:

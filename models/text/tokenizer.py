@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.checkpoint import ModelError
+from models.errors import ModelError
 
 # Names that chat models give to the token which ends a turn or a text. Files often declare only
 # one of several.
@@ -111,7 +111,7 @@ class Tokenizer:
                 "This model has no chat template, so it is not one to chat with; "
                 "give it a text to continue."
             )
-        from models.chat import render
+        from models.text.chat import render
 
         names = {id: name for name, id in self.control.items()}
         tokens = {"bos_token": names.get(self.bos, ""), "eos_token": names.get(self.eos, "")}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv import loops
 from jaxkv.loops.generation import Sample
 from models.model import Model
 
@@ -142,10 +143,9 @@ def generate_texts(
     dispatches = -(-(max_tokens - 1) // steps_per_dispatch)
     steps = -(-(max_tokens - 1) // dispatches) if dispatches else 0
 
-    def start(token: jax.Array, active: np.ndarray) -> jaxkv.Running:
-        return jaxkv.Running(
+    def start(token: jax.Array, active: np.ndarray) -> loops.DecodeState:
+        return loops.DecodeState(
             token=token,
-            position=jnp.asarray(lengths),
             sequence=ids,
             active=jnp.asarray(active),
             full=jnp.asarray(np.zeros((), np.bool_)),
@@ -157,8 +157,9 @@ def generate_texts(
     for ubatch in plan.ubatches:
         shape = ubatch.tokens.shape, ubatch.outputs.shape
         if shape not in blanks:
-            jobs.append(model.step.lower(model.weights, memory, ubatch))
-            out = jobs[-1].out_info[1]
+            step = loops.step_of(model.forward)
+            jobs.append(step.lower(model.weights, *jaxkv.split(memory), ubatch))
+            out = jobs[-1].out_info[2]
             blanks[shape] = jnp.zeros(out.shape, out.dtype)
     if steps:
         args = sample, model.weights, memory, start(ids, np.ones(len(prompts), np.bool_)), stop
@@ -174,7 +175,9 @@ def generate_texts(
 
     began = perf_counter()
     writers = [_Writer(i, model, max_tokens, on_text) for i in range(len(prompts))]
-    memory, rows = jaxkv.prefill(model.step, model.weights, memory, batch, ubatch_size=ubatch_size)
+    memory, rows = jaxkv.prefill(
+        model.forward, model.weights, memory, batch, ubatch_size=ubatch_size, donate=True
+    )
     token = _pick(sample, rows, ids, jnp.asarray(lengths))
     first = np.asarray(token)
     prompt_seconds = perf_counter() - began
@@ -308,9 +311,9 @@ def _dispatch(
     sample: Sample,
     weights: Any,
     memory: Any,
-    running: jaxkv.Running,
+    running: loops.DecodeState,
     stop: jax.Array,
     *,
     steps: int,
-) -> tuple[Any, jaxkv.Running, jax.Array]:
+) -> tuple[Any, loops.DecodeState, jax.Array]:
     return jaxkv.decode(forward, sample, weights, memory, running, stop, steps=steps)

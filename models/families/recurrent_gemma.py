@@ -13,11 +13,12 @@ import numpy as np
 from flax import nnx
 
 import jaxkv
+from jaxkv.ops.scans import ssd as scans
 from jaxkv.rope import Rope
-from models import memories, scans
-from models.checkpoint import Checkpoint
-from models.linear import linear, matrix
-from models.rope_config import rope_of
+from models.checkpoints.checkpoint import Checkpoint
+from models.families import memories
+from models.families.linear import linear, matrix
+from models.families.ropes import rope_of
 
 ARCHITECTURES = ("recurrent_gemma",)
 

@@ -15,11 +15,11 @@ from flax import nnx
 
 import jaxkv
 from jaxkv.rope import Rope
-from models import mamba2
-from models.checkpoint import Checkpoint
-from models.linear import linear, matrix
-from models.mamba2 import Mixer, RMSNorm
-from models.rope_config import rope_of
+from models.checkpoints.checkpoint import Checkpoint
+from models.families import mamba2
+from models.families.linear import linear, matrix
+from models.families.mamba2 import Mixer, RMSNorm
+from models.families.ropes import rope_of
 
 ARCHITECTURES = ("granitemoehybrid",)
 

@@ -1,9 +1,10 @@
 """The metadata of a GGUF file in the words of Hugging Face's `config.json`."""
 
-from collections.abc import Callable
 from typing import Any
 
-from models import gguf_recurrent
+from models.checkpoints.gguf import recurrent as gguf_recurrent
+from models.checkpoints.gguf.metadata import Metadata
+from models.kinds import whole
 
 # Config key of Hugging Face -> key of the file, after the architecture's name.
 _CONFIG = {
@@ -28,23 +29,29 @@ _SCALING = {
 }
 
 
-def config_from_gguf(arch: str, get: Callable, factors: list | None = None) -> dict[str, Any]:
+def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> dict[str, Any]:
     """The config that a file's metadata tells; what it does not tell is `None`.
 
     Args:
         arch: the file's name for the architecture, with which most keys begin.
-        get: the value of a metadata key, or its second argument where there is no such key.
+        get: the metadata.
         factors: the values of the tensor `rope_freqs.weight`, if there is one.
+
+    Raises:
+        ModelError: when a value that others are computed from is out of its range.
     """
     config = {key: get(f"{arch}.{name}") for key, name in _CONFIG.items()}
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = get(f"tokenizer.ggml.{key}_token_id")
+    count = whole(0, 2**24)
+    for key in ("num_attention_heads", "hidden_size", "head_dim"):
+        config[key] = get.checked(f"{arch}.{_CONFIG[key]}", count)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if config["head_dim"] is None and heads and hidden:
         config["head_dim"] = hidden // heads
     if arch == "gemma3":
         # Only the largest Gemma 3 (62 layers) scales its queries by something else than head_dim.
-        largest = config["num_hidden_layers"] == 62
+        largest = config["num_hidden_layers"] == 62 and hidden and heads
         config["query_pre_attn_scalar"] = hidden // heads if largest else config["head_dim"]
         pattern = get(f"{arch}.attention.sliding_window_pattern")
         if isinstance(pattern, list):  # newer files say it layer by layer
@@ -55,13 +62,13 @@ def config_from_gguf(arch: str, get: Callable, factors: list | None = None) -> d
     if arch in gguf_recurrent.ARCHITECTURES:
         config |= gguf_recurrent.config_from_gguf(arch, get, config)
     config["rope_scaling"] = _scaling(arch, get, factors)
-    turned = get(f"{arch}.rope.dimension_count")
-    if turned and turned != config["head_dim"]:
+    turned = get.checked(f"{arch}.rope.dimension_count", count)
+    if turned and config["head_dim"] and turned != config["head_dim"]:
         config["partial_rotary_factor"] = turned / config["head_dim"]
     return config
 
 
-def _scaling(arch: str, get: Callable, factors: list | None) -> dict[str, Any] | None:
+def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any] | None:
     """How positions are stretched, in Hugging Face's words.
 
     Files of Llama 3.1 and later do not name their rule ("llama3"); they carry what it comes to.

@@ -7,13 +7,15 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from models.checkpoint import ModelError
-from models.token_bytes import from_pieces
-from models.tokenizer import Tokenizer
-from models.tokenizer_json import from_tokenizers
+from models.errors import ModelError
+from models.kinds import TOKEN, Kind, check, number, refusal, several, whole
+from models.text.from_json import from_tokenizers
+from models.text.token_bytes import from_pieces
+from models.text.tokenizer import Tokenizer
 
 # The file's numbers for kinds of tokens; SentencePiece counts them alike.
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
+_TEXT = Kind(words="a text", holds=lambda value: isinstance(value, str))
 
 
 def _words(digits: str) -> list:
@@ -63,35 +65,64 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
             f"{source} has a tokenizer of kind {kind!r}; 'gpt2' (byte-level) and 'llama' "
             "(SentencePiece) can be read."
         )
-    types = field("token_type") or [_NORMAL] * len(tokens)
+    check(tokens, several(_TEXT, 2**24), "tokenizer.ggml.tokens", source)
     pre = field("pre", "default")
     begins = kind == "llama" or pre in _LLAMA_3
     fields = {
-        "bos": field("bos_token_id"),
-        "eos": field("eos_token_id"),
+        "bos": _id(field, "bos_token_id", None, source),
+        "eos": _id(field, "eos_token_id", None, source),
         "add_bos": bool(field("add_bos_token", begins)),
         "template": get("tokenizer.chat_template"),
     }
+    if fields["template"] is not None:
+        check(fields["template"], _TEXT, "tokenizer.chat_template", source)
+    types = _for_each_token(field, "token_type", whole(0, 255), _NORMAL, len(tokens), source)
     if kind == "gpt2":
-        inner = _byte_level(tokens, types, field("merges") or [], pre, source)
+        merges = field("merges") or []
+        if merges:
+            check(merges, several(_TEXT, 2**24), "tokenizer.ggml.merges", source)
+        inner = _byte_level(tokens, types, merges, pre, source)
         return from_tokenizers(inner, source=source, **fields)
+    scores = _for_each_token(field, "scores", number(-1e30, 1e30), 0.0, len(tokens), source)
+    unknown = _id(field, "unknown_token_id", 0, source)
     space_first = bool(field("add_space_prefix", True))
-    scores = field("scores") or [0.0] * len(tokens)
-    unknown = field("unknown_token_id", 0)
-    return _pieces(tokens, types, scores, unknown, space_first, **fields)
+    return _pieces(tokens, types, scores, unknown, space_first, source, **fields)
+
+
+def _id(field: Callable, key: str, default: int | None, source: str) -> int | None:
+    id = field(key, default)
+    if id is not None:
+        check(id, TOKEN, f"tokenizer.ggml.{key}", source)
+    return id
+
+
+def _for_each_token(
+    field: Callable, key: str, kind: Kind, default: Any, count: int, source: str
+) -> list:
+    """A list in the metadata with a value for each token; the default of each where it is not."""
+    values = field(key) or [default] * count
+    check(values, several(kind, count), f"tokenizer.ggml.{key}", source)
+    if len(values) != count:
+        raise refusal(len(values), f"one value for each of {count} tokens", key, source)
+    return values
 
 
 def _byte_level(
     tokens: list[str], types: list[int], merges: list[str], pre: str, source: str
 ) -> Inner:
-    if pre not in _CUTS:
+    if not isinstance(pre, str) or pre not in _CUTS:
         raise ModelError(
             f"{source} cuts text by the rule {pre!r}; those that can be read are "
             f"{', '.join(_CUTS)}."
         )
     vocabulary = {token: id for id, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
+    try:
+        inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
+    except Exception as error:  # the library raises plain Exception, or TypeError for half a pair
+        raise ModelError(
+            f"{source} has merges that do not go with its tokens ({error}); download it again."
+        ) from error
     inner.pre_tokenizer = pre_tokenizers.Sequence(_CUTS[pre]())
     inner.decoder = decoders.ByteLevel()
     named = list(zip(tokens, types, strict=True))
@@ -108,6 +139,7 @@ def _pieces(
     scores: list[float],
     unknown: int,
     space_first: bool,
+    source: str,
     **fields: Any,
 ) -> Tokenizer:
     """A SentencePiece vocabulary, put into the library's own file format and loaded from it."""
@@ -127,7 +159,13 @@ def _pieces(
     rules.name = "identity"
     rules.add_dummy_prefix = space_first
     rules.remove_extra_whitespaces = False
-    processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
+    try:
+        processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
+    except Exception as error:  # the library raises RuntimeError, on vocabularies with no sense
+        raise ModelError(
+            f"{source} has a vocabulary that SentencePiece does not take ({error}); download it "
+            "again."
+        ) from error
 
     control = {token: id for id, token in enumerate(tokens) if types[id] in (_CONTROL, _UNKNOWN)}
     longest_first = sorted(control, key=len, reverse=True)

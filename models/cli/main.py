@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import jaxkv
-from models.checkpoint import ModelError
+from jaxkv.loops.sampling import make_sampler
+from models.errors import ModelError
+from models.generate import Generated, cells_for, generate_texts
 from models.model import Model, load
-from models.sampling import make_sampler
-from models.texts import Generated, cells_for, generate_texts
 
 SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}
 """What holds when a temperature is given and nothing else; the filters are llama.cpp's."""

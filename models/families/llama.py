@@ -1,4 +1,4 @@
-"""Gemma 3, written for a jaxkv memory: most layers look back over a window, every few over all.
+"""The Llama family, written for a jaxkv memory: Llama, Mistral, SmolLM2, Qwen 2 and Qwen 3.
 
 Readable alone: the module below is the whole model. It asks the memory for one thing, `attend`, and
 never sees a mask, a cell or a length.
@@ -14,18 +14,19 @@ from flax import nnx
 
 import jaxkv
 from jaxkv import Rope, Ubatch, Window
-from models import memories
-from models.checkpoint import Checkpoint, ModelError
-from models.linear import linear, matrix
-from models.rope_config import rope_of
+from models.checkpoints.checkpoint import Checkpoint
+from models.families import memories
+from models.families.linear import linear, matrix
+from models.families.ropes import rope_of
 
-ARCHITECTURES = ("gemma3_text",)
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Sizes and switches of a model of the family; hashable.
 
+    layers: L.
     width: numbers of a token between the layers.
     hidden: numbers of a token inside the feed-forward part.
     heads: H, query heads.
@@ -33,14 +34,15 @@ class Config:
     size: D, numbers of a head.
     vocabulary: V.
     eps: what keeps a norm from dividing by zero.
-    scale: what products of queries and keys are multiplied by.
-    windows: of each of the L layers, None where it sees the whole text.
-    ropes: how queries and keys turn with position, layer by layer.
-    softcap: what the logits of attention stay below, None for no limit.
-    final_softcap: what the logits of tokens stay below, None for no limit.
+    rope: how queries and keys turn with position.
+    tied: whether the head is the embedding.
+    bias: whether queries, keys and values have biases (Qwen 2).
+    norms: whether queries and keys are normalised head by head (Qwen 3).
+    windows: of each layer, None where it sees the whole text; empty if all do.
     implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
     """
 
+    layers: int
     width: int
     hidden: int
     heads: int
@@ -48,31 +50,31 @@ class Config:
     size: int
     vocabulary: int
     eps: float
-    scale: float
-    windows: tuple[Window | None, ...]
-    ropes: tuple[Rope, ...]
-    softcap: float | None = None
-    final_softcap: float | None = None
+    rope: Rope
+    tied: bool = True
+    bias: bool = False
+    norms: bool = False
+    windows: tuple[Window | None, ...] = ()
     implementation: jaxkv.Implementation | None = None
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root of the mean square, in float32; the weight is stored less 1."""
+    """Divides by the root of the mean square, in float32."""
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.zeros(size, dtype))
+        self.weight = nnx.Param(jnp.ones(size, dtype))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise the last dimension."""
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        weight = 1 + self.weight[...].astype(jnp.float32)
+        weight = self.weight[...].astype(jnp.float32)
         return (y * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 class Block(nnx.Module):
-    """One layer: attention over the memory, then a gated feed-forward part; norms around both."""
+    """One layer: attention over the memory, then a gated feed-forward part."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -82,47 +84,51 @@ class Block(nnx.Module):
         # time goes into reading weights, and fewer, larger products read them faster.
         self.qkv = matrix(rngs, (c.heads + 2 * c.groups) * c.size, c.width, dtype)
         self.output = matrix(rngs, c.width, c.heads * c.size, dtype)
-        self.q_norm = RMSNorm(c.size, c.eps, dtype)
-        self.k_norm = RMSNorm(c.size, c.eps, dtype)
-        self.after_attention_norm = RMSNorm(c.width, c.eps, dtype)
+        if c.bias:
+            self.qkv_bias = nnx.Param(jnp.zeros((c.heads + 2 * c.groups) * c.size, dtype))
+        if c.norms:
+            self.q_norm = RMSNorm(c.size, c.eps, dtype)
+            self.k_norm = RMSNorm(c.size, c.eps, dtype)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.gate_up = matrix(rngs, 2 * c.hidden, c.width, dtype)
         self.down = matrix(rngs, c.width, c.hidden, dtype)
-        self.after_feed_norm = RMSNorm(c.width, c.eps, dtype)
 
     def __call__(self, memory: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
         c = self.config
         qkv = linear(self.attention_norm(x), self.qkv)
+        if c.bias:
+            qkv = qkv + self.qkv_bias[...].reshape(1, 1, -1)
         qkv = qkv.reshape(*x.shape[:2], c.heads + 2 * c.groups, c.size)
-        q, k, v = jnp.split(qkv, [c.heads, c.heads + c.groups], axis=2)
-        qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=2)
-        qk = jaxkv.rotate(qk, ubatch.positions, c.ropes[self.layer])
-        q, k = jnp.split(qk, [c.heads], axis=2)
-        options = {"scale": c.scale, "softcap": c.softcap, "implementation": c.implementation}
-        memory, out = jaxkv.attend(memory, self.layer, ubatch, q, k, v, **options)
-        out = linear(out.reshape(*x.shape[:2], -1), self.output)
-        x = x + self.after_attention_norm(out)
+        qk, v = jnp.split(qkv, [c.heads + c.groups], axis=2)
+        if c.norms:
+            q, k = jnp.split(qk, [c.heads], axis=2)
+            qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=2)
+        q, k = jnp.split(jaxkv.rotate(qk, ubatch.positions, c.rope), [c.heads], axis=2)
+        memory, out = jaxkv.attend(
+            memory, self.layer, ubatch, q, k, v, implementation=c.implementation
+        )
+        x = x + linear(out.reshape(*x.shape[:2], -1), self.output)
         gate, up = jnp.split(linear(self.feed_norm(x), self.gate_up), 2, axis=-1)
-        out = linear(jax.nn.gelu(gate, approximate=True) * up, self.down)
-        return memory, x + self.after_feed_norm(out)
+        return memory, x + linear(jax.nn.silu(gate) * up, self.down)
 
 
-class Gemma3(nnx.Module):
+class Llama(nnx.Module):
     """The model: tokens in, logits of the tokens that want them out."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.head = matrix(rngs, config.vocabulary, config.width, dtype)
-        layers = range(len(config.windows))
-        self.blocks = nnx.List([Block(config, i, dtype, rngs) for i in layers])
+        if not config.tied:
+            self.embedding = matrix(rngs, config.vocabulary, config.width, dtype)
+        self.blocks = nnx.List([Block(config, i, dtype, rngs) for i in range(config.layers)])
         self.norm = RMSNorm(config.width, config.eps, dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
-        x = self.head[...][tokens]
-        # The factor is rounded to the weights' dtype, as it was when the model was trained.
-        return x * jnp.asarray(self.config.width**0.5, x.dtype)
+        if self.config.tied:
+            return self.head[...][tokens]
+        return self.embedding[...][tokens]
 
     def __call__(self, memory: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
         """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
@@ -130,83 +136,78 @@ class Gemma3(nnx.Module):
         for block in self.blocks:
             memory, x = block(memory, ubatch, x)
         x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        logits = linear(self.norm(x), self.head).astype(jnp.float32)
-        if (cap := self.config.final_softcap) is not None:
-            logits = cap * jnp.tanh(logits / cap)
-        return memory, logits
+        return memory, linear(self.norm(x), self.head).astype(jnp.float32)
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the sizes of a model of this family from its checkpoint."""
     c = checkpoint.config
-    if c.get("use_bidirectional_attention") or not c["tie_word_embeddings"]:
-        raise ModelError(
-            f"{checkpoint.source} looks ahead or has a head of its own; only Gemma 3 models that "
-            "continue texts, with their embedding as the head, can be run."
-        )
-    size = c["head_dim"]
-    layers = c["num_hidden_layers"]
-    # Only layers that see the whole text have their positions stretched.
-    rope, local = rope_of(checkpoint), jaxkv.make_rope(size, base=c["rope_local_base_freq"])
-    windows = memories.windows_of(checkpoint) or (None,) * layers
     return Config(
+        layers=c["num_hidden_layers"],
         width=c["hidden_size"],
         hidden=c["intermediate_size"],
         heads=c["num_attention_heads"],
         groups=c["num_key_value_heads"],
-        size=size,
+        size=c["head_dim"],
         vocabulary=c["vocab_size"],
         eps=c["rms_norm_eps"],
-        scale=c["query_pre_attn_scalar"] ** -0.5,
-        windows=windows,
-        ropes=tuple(rope if window is None else local for window in windows),
-        softcap=c.get("attn_logit_softcapping"),
-        final_softcap=c.get("final_logit_softcapping"),
+        rope=rope_of(checkpoint),
+        tied=c["tie_word_embeddings"],
+        bias=c["attention_bias"],
+        norms="model.layers.0.self_attn.q_norm.weight" in checkpoint.tensors,
+        windows=memories.windows_of(checkpoint),
     )
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Name where each weight of `Gemma3` comes from: a tree of functions that read and arrange it.
+    """Name where each weight of `Llama` comes from: a tree of functions that read and arrange it.
 
     Nothing is read here. Called one after another, and each result put on the device before the
-    next, they never hold more than the head beside the model.
+    next, they never hold more than one layer's worth beside the model.
     """
     read = checkpoint.tensor
 
     def joined(layer: str, *names: str):
         return lambda: np.concatenate([read(f"{layer}.{name}.weight") for name in names])
 
-    def norm(name: str):
-        return {"weight": lambda: read(f"{name}.weight")}
-
     def block(i: int) -> dict:
         layer = f"model.layers.{i}"
         attention = f"{layer}.self_attn"
-        return {
-            "attention_norm": norm(f"{layer}.input_layernorm"),
+        tree = {
+            "attention_norm": {"weight": lambda: read(f"{layer}.input_layernorm.weight")},
             "qkv": joined(attention, "q_proj", "k_proj", "v_proj"),
             "output": joined(attention, "o_proj"),
-            "q_norm": norm(f"{attention}.q_norm"),
-            "k_norm": norm(f"{attention}.k_norm"),
-            "after_attention_norm": norm(f"{layer}.post_attention_layernorm"),
-            "feed_norm": norm(f"{layer}.pre_feedforward_layernorm"),
+            "feed_norm": {"weight": lambda: read(f"{layer}.post_attention_layernorm.weight")},
             "gate_up": joined(f"{layer}.mlp", "gate_proj", "up_proj"),
             "down": joined(f"{layer}.mlp", "down_proj"),
-            "after_feed_norm": norm(f"{layer}.post_feedforward_layernorm"),
         }
+        if config.bias:
+            names = [f"{attention}.{name}_proj.bias" for name in "qkv"]
+            tree["qkv_bias"] = lambda: np.concatenate([read(name) for name in names])
+        if config.norms:
+            for name in ("q_norm", "k_norm"):
+                tree[name] = {"weight": lambda name=name: read(f"{attention}.{name}.weight")}
+        return tree
 
-    return {
-        "head": lambda: read("model.embed_tokens.weight"),
-        "blocks": {i: block(i) for i in range(len(config.windows))},
-        "norm": norm("model.norm"),
+    tree = {
+        "head": lambda: read("model.embed_tokens.weight" if config.tied else "lm_head.weight"),
+        "blocks": {i: block(i) for i in range(config.layers)},
+        "norm": {"weight": lambda: read("model.norm.weight")},
     }
+    if not config.tied:
+        tree["embedding"] = lambda: read("model.embed_tokens.weight")
+    return tree
 
 
 def make_memory(config: Config, **options: Any) -> Any:
     """Make the memory that a model of this family needs; see `models.memories.make_memory`."""
     return memories.make_memory(
-        config.windows, config.ropes, heads=config.groups, size=config.size, **options
+        config.windows or (None,) * config.layers,
+        (config.rope,) * config.layers,
+        heads=config.groups,
+        size=config.size,
+        **options,
     )
 
 
-MODULE = Gemma3
+MODULE = Llama

@@ -3,7 +3,8 @@
 import jaxkv
 from jaxkv import rope as ropes
 from jaxkv.rope import Rope
-from models.checkpoint import Checkpoint, ModelError
+from models.checkpoints.checkpoint import Checkpoint
+from models.errors import ModelError
 
 
 def rope_of(checkpoint: Checkpoint) -> Rope:

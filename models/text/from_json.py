@@ -7,10 +7,11 @@ from typing import Any
 
 import tokenizers
 
-from models.checkpoint import ModelError
-from models.hf_folder import read_json
-from models.token_bytes import from_letters, from_pieces
-from models.tokenizer import Tokenizer
+from models.errors import ModelError
+from models.json_file import read_json
+from models.kinds import TOKEN, check, refusal
+from models.text.token_bytes import from_letters, from_pieces
+from models.text.tokenizer import Tokenizer
 
 
 def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
@@ -34,11 +35,14 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
     def special(name: str) -> int | None:
         token = settings.get(f"{name}_token")
-        token = token["content"] if isinstance(token, dict) else token
-        if token is not None and inner.token_to_id(token) is not None:
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and inner.token_to_id(token) is not None:
             return inner.token_to_id(token)
         id = config.get(f"{name}_token_id")
-        return id[0] if isinstance(id, list) else id
+        id = id[0] if isinstance(id, list) and id else id
+        if id is not None:
+            check(id, TOKEN, f"{name}_token_id", str(folder))
+        return id
 
     bos = special("bos")
     # Which begins a prompt is told by the rule that the tokenizer applies after encoding; a few
@@ -114,8 +118,13 @@ def _drops_space(step: dict[str, Any]) -> bool:
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     beside = folder / "chat_template.jinja"  # newer folders keep it in a file of its own
     if beside.is_file():
-        return beside.read_text(encoding="utf-8")
+        return beside.read_text(encoding="utf-8", errors="replace")
     found = settings.get("chat_template")
     if isinstance(found, list):  # several, by name
-        found = {each["name"]: each["template"] for each in found}.get("default")
+        named = (each for each in found if isinstance(each, dict))
+        found = next(
+            (each.get("template") for each in named if each.get("name") == "default"), None
+        )
+    if found is not None and not isinstance(found, str):
+        raise refusal(found, "a text, or a list of them by name", "chat_template", str(folder))
     return found

@@ -3,12 +3,10 @@
 Three things differ in such a file and are turned back here: the names; the rows of q and k in
 files of architecture "llama", which lie in the order that rotates neighbouring rows (Hugging Face
 rotates row i with row i + D/2); and the norm weights of Gemma, to which 1 has been added. What is
-different in files of recurrent models is in `models/gguf_recurrent.py`.
+different in files of recurrent models is in `recurrent.py`.
 """
 
 import re
-import struct
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,14 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from models import gguf_recurrent
-from models.checkpoint import Checkpoint, ModelError
-from models.config import complete
-from models.gguf_config import config_from_gguf
-from models.gguf_reader import Reader
+from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.checkpoints.config import complete
+from models.checkpoints.gguf import recurrent as gguf_recurrent
+from models.checkpoints.gguf.config import config_from_gguf
+from models.checkpoints.gguf.metadata import Metadata
+from models.checkpoints.gguf.reader import Reader
+from models.errors import ModelError
+from models.kinds import TOKEN, whole
 
 # Architecture of the file -> model_type of Hugging Face.
 _FAMILIES = {
@@ -60,18 +61,14 @@ _CHUNK = 1 << 20  # values unpacked at a time, so that no second copy of a tenso
 def open_gguf(path: Path) -> Checkpoint:
     """Opens a GGUF file; the tensors stay in it until they are asked for."""
     reader = _reader(path)
-
-    def get(key: str, default: Any = None) -> Any:
-        field = reader.get_field(key)
-        return default if field is None else field.contents()
-
+    get = Metadata(reader, str(path))
     arch = get("general.architecture")
-    if arch not in _FAMILIES:
+    if not isinstance(arch, str) or arch not in _FAMILIES:
         raise ModelError(
             f"{path} holds a model of architecture {arch!r}; those that can be read are "
             f"{', '.join(_FAMILIES)}."
         )
-    if get("split.count", 1) > 1:
+    if get.checked("split.count", whole(0, 2**16), 1) > 1:
         raise ModelError(f"{path} is one part of several; merge the parts with llama-gguf-split.")
 
     stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -79,42 +76,41 @@ def open_gguf(path: Path) -> Checkpoint:
     named = _named(path, arch, stored)
     config = config_from_gguf(arch, get, None if factors is None else factors.data.tolist())
     config["model_type"] = _FAMILIES[arch]
-    for name in ("model.embed_tokens.weight", "backbone.embeddings.weight"):
-        if name in named:
-            config["vocab_size"] = int(named[name].shape[1])
-    config = complete(config, named, str(path))
-    tensors = {name: _reading(name, tensor, arch, config) for name, tensor in named.items()}
+    config = complete(config, {n: _shape(t) for n, t in named.items()}, str(path))
+    tensors = {
+        name: _tensor(name, tensor, arch, config, str(path)) for name, tensor in named.items()
+    }
     if arch in gguf_recurrent.ARCHITECTURES:
-        tensors = gguf_recurrent.turned_back(tensors)
+        tensors = gguf_recurrent.turned_back(tensors, str(path))
 
     def load_tokenizer():
-        from models.tokenizer_gguf import tokenizer_from_gguf
+        from models.text.from_gguf import tokenizer_from_gguf
 
         return tokenizer_from_gguf(get, str(path))
 
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ends = (get(f"tokenizer.ggml.{key}") for key in keys)
+    ends = (get.checked(f"tokenizer.ggml.{key}", TOKEN) for key in keys)
     return Checkpoint(
         source=str(path),
         architecture=_FAMILIES[arch],
         config=config,
         tensors=tensors,
-        end_tokens=frozenset(int(end) for end in ends if end is not None),
+        end_tokens=frozenset(end for end in ends if end is not None),
         load_tokenizer=load_tokenizer,
     )
 
 
 def _reader(path: Path) -> Reader:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise ModelError(
+            f"{path} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'; give a "
+            ".gguf file or a folder with config.json."
+        )
     try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-        if magic != b"GGUF":
-            raise ModelError(
-                f"{path} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'; give a "
-                ".gguf file or a folder with config.json."
-            )
         return Reader(path)
-    except (OSError, ValueError, LookupError, struct.error) as error:
+    except Exception as error:  # whatever the package meets in bytes that mean nothing
         raise ModelError(
             f"{path} cannot be read as GGUF ({error}); it may be cut short, so download it again."
         ) from error
@@ -130,15 +126,27 @@ def _named(path: Path, arch: str, stored: dict) -> dict[str, Any]:
     return named
 
 
-def _reading(name: str, tensor: Any, arch: str, config: dict) -> Callable[[], np.ndarray]:
-    """The function that reads one tensor and turns back what the file stores differently."""
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(int(length) for length in reversed(tensor.shape))  # the file's fastest is first
+
+
+def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Tensor:
+    """A tensor whose reading turns back what the file stores differently."""
     part = name.split(".")[-2]
+    shape = _shape(tensor)
     rows = None
     if arch in ("llama", "granitehybrid") and part in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
-        rows = _halves(int(tensor.shape[-1]), heads)
+        if shape[0] % (2 * heads):
+            raise ModelError(
+                f"{source} has {tensor.name} with {shape[0]} rows where {heads} heads, each of an "
+                "even number of rows, are wanted; download it again."
+            )
+        rows = _halves(shape[0], heads)
     less = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0
-    return partial(_read, tensor.data, Kind(tensor.tensor_type), rows, less)
+    return Tensor(
+        shape=shape, read=partial(_read, tensor.data, Kind(tensor.tensor_type), rows, less)
+    )
 
 
 def _plain(name: str, arch: str) -> str | None:

@@ -5,10 +5,16 @@ convolutions lack theirs; and the two halves of a gated product are two tensors.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from models.checkpoints.checkpoint import Tensor, join
+from models.checkpoints.fields import LAYERS
+from models.checkpoints.gguf.metadata import Metadata
+from models.errors import ModelError
+from models.kinds import number, several, whole
 
 ARCHITECTURES = ("mamba2", "granitehybrid")
 
@@ -70,61 +76,80 @@ def plain(name: str, arch: str) -> str | None:
     return f"{_PREFIX[arch]}.{layer}.{_LAYER[arch][part]}" if part in _LAYER[arch] else None
 
 
-def turned_back(readers: Mapping[str, Callable[[], np.ndarray]]) -> dict[str, Callable]:
-    """The functions that read tensors, as Hugging Face has them."""
+def turned_back(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Returns the tensors as Hugging Face has them.
+
+    Args:
+        tensors: the tensors of the file under the names that `plain` gives.
+        source: the file's name, for messages.
+
+    Raises:
+        ModelError: when one lacks its other half, or has another shape than such tensors have.
+    """
     out = {}
-    for name, read in readers.items():
+    for name, tensor in tensors.items():
         if name.endswith(".up"):
             continue
-        if name.endswith(".gate"):
-            name = name.removesuffix(".gate")
-            out[name] = _both(read, readers[f"{name}.up"])
-        else:
-            out[name] = _turning(name, read)
+        try:
+            if name.endswith(".gate"):
+                name = name.removesuffix(".gate")
+                out[name] = join([tensor, tensors[f"{name}.up"]], axis=-2)
+            else:
+                out[name] = _turned(name, tensor)
+        except (LookupError, ValueError) as error:
+            raise ModelError(
+                f"{source} holds {name} in parts or of a shape {tensor.shape} that its kind of "
+                f"model does not have ({error}); download it again."
+            ) from error
     return out
 
 
-def _both(gate: Callable, up: Callable) -> Callable[[], np.ndarray]:
-    return lambda: np.concatenate([gate(), up()], axis=-2)
-
-
-def _turning(name: str, read: Callable) -> Callable[[], np.ndarray]:
+def _turned(name: str, tensor: Tensor) -> Tensor:
     if name.endswith(".A_log"):
-        return lambda: np.log(-read().astype(np.float32)).reshape(-1)
+        flat = tensor.turned(lambda x: x.reshape(-1))
+        return Tensor(shape=flat.shape, read=lambda: np.log(-flat.read().astype(np.float32)))
     if name.endswith((".D", "mixer.norm.weight", "mamba.norm.weight")):
-        return lambda: read().reshape(-1)
+        return tensor.turned(lambda x: x.reshape(-1))
     if name.endswith("conv1d.weight"):
-        return lambda: read()[:, None]
-    return read
+        return tensor.turned(lambda x: x[:, None])
+    return tensor
 
 
-def config_from_gguf(arch: str, get: Callable, config: dict[str, Any]) -> dict[str, Any]:
+def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """What a file's metadata tells of a recurrent model, beside what it tells of any.
 
     Args:
         arch: the file's name for the architecture, with which most keys begin.
-        get: the value of a metadata key, or None.
+        get: the metadata.
         config: what it tells of any model.
     """
+    count = whole(1, 2**24)
     kernel, inner, numbers, heads, groups = (
-        get(f"{arch}.ssm.{name}")
+        get.checked(f"{arch}.ssm.{name}", count)
         for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
     )
+    head_dim = inner // heads if inner and heads else None
     if arch == "mamba2":
         return {
+            # Written as 0, since there is neither attention nor a feed-forward part.
+            "intermediate_size": None,
+            "num_attention_heads": None,
+            "num_key_value_heads": None,
             "layer_norm_epsilon": config["rms_norm_eps"],
             "num_heads": heads,
-            "head_dim": inner // heads,
+            "head_dim": head_dim,
             "state_size": numbers,
             "n_groups": groups,
             "conv_kernel": kernel,
         }
-    groups_by_layer = config["num_key_value_heads"]
+    by_layer = several(whole(0, 2**14), LAYERS)
+    kv_heads = get.checked(f"{arch}.attention.head_count_kv", by_layer, [0])
+    scale = get.checked(f"{arch}.attention.scale", number(0, 1e6))
     return {
-        "layer_types": ["attention" if groups else "mamba" for groups in groups_by_layer],
-        "num_key_value_heads": max(groups_by_layer),
+        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
+        "num_key_value_heads": max(kv_heads) or None,
         "position_embedding_type": "rope" if get(f"{arch}.rope.scaling.finetuned") else None,
-        "attention_multiplier": get(f"{arch}.attention.scale") or config["head_dim"] ** -0.5,
+        "attention_multiplier": scale or (config["head_dim"] or 1) ** -0.5,
         "embedding_multiplier": get(f"{arch}.embedding_scale"),
         "residual_multiplier": get(f"{arch}.residual_scale"),
         "logits_scaling": get(f"{arch}.logit_scale"),
@@ -132,7 +157,7 @@ def config_from_gguf(arch: str, get: Callable, config: dict[str, Any]) -> dict[s
         "num_experts_per_tok": get(f"{arch}.expert_used_count"),
         "shared_intermediate_size": get(f"{arch}.expert_shared_feed_forward_length"),
         "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
+        "mamba_d_head": head_dim,
         "mamba_d_state": numbers,
         "mamba_n_groups": groups,
         "mamba_d_conv": kernel,

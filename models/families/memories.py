@@ -6,7 +6,7 @@ from typing import Any
 import jaxkv
 from jaxkv import Rope, Window
 from jaxkv.window import cells_for
-from models.checkpoint import Checkpoint
+from models.checkpoints.checkpoint import Checkpoint
 
 
 def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
