@@ -21,7 +21,7 @@ SEQUENCES = 32
 
 def filled(cells: int) -> jaxkv.KVCache:
     """Make a pool, three quarters full, with as many tokens of each sequence."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=cells, heads=1, size=2, sequences=SEQUENCES)
+    memory = jaxkv.make_kv_cache(layers=1, cells=cells, kv_heads=1, head_dim=2, sequences=SEQUENCES)
     batch = jaxkv.make_batch(
         np.zeros(cells * 3 // 4, np.int32), sequences=np.arange(cells * 3 // 4) % SEQUENCES
     )

@@ -77,7 +77,7 @@ def load(
     name_or_path: str | os.PathLike | None = None,
     *,
     dtype: Any = jnp.float32,
-    implementation: jaxkv.Implementation | None = None,
+    implementation: jaxkv.ops.attention.Implementation | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Load a model to run it.

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.kv.cells import Placement
+from jaxkv.batch import part_of
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cells import Cells, Placement
 from jaxkv.kv.mask import visible
 from tests.oracle import Fault, Oracle, Part, Place, Plan, Row, Token
 
@@ -39,7 +41,7 @@ class Kind:
     sequences: int
     placement: Placement = "scattered"
     split: bool = False
-    windows: tuple[jaxkv.Window | None, ...] = (None,)
+    windows: tuple[jaxkv.window.Window | None, ...] = (None,)
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
@@ -47,14 +49,14 @@ class Kind:
         count = len(self.windows)
         return tuple(tuple(range(part, LAYERS, count)) for part in range(count))
 
-    def make(self, rope: jaxkv.Rope | None = ROPE) -> Any:
+    def make(self, rope: jaxkv.rope.Rope | None = ROPE) -> Any:
         """Make an empty one. Without a rope an update leaves the signatures of `sign` alone."""
         parts = [
             jaxkv.make_kv_cache(
                 layers=len(layers),
                 cells=self.cells,
-                heads=HEADS,
-                size=SIZE,
+                kv_heads=HEADS,
+                head_dim=SIZE,
                 sequences=self.sequences,
                 streams=self.sequences if self.split else 1,
                 window=window,
@@ -75,7 +77,7 @@ class Kind:
                 self.sequences,
                 contiguous=self.placement == "contiguous",
                 split=self.split,
-                window=window and (window.rule, window.size),
+                window=window and (window.rule, window.width),
             )
             for window in self.windows
         )
@@ -85,16 +87,16 @@ SMALL = Kind("small", cells=12, sequences=3)
 RUNS = Kind("contiguous", cells=12, sequences=3, placement="contiguous")
 WIDE = Kind("two-owner-words", cells=40, sequences=40)
 SPLIT = Kind("split", cells=8, sequences=3, split=True)
-WINDOW = Kind("window", cells=12, sequences=3, windows=(jaxkv.standard(3),))
-CHUNKS = Kind("chunks", cells=10, sequences=3, split=True, windows=(jaxkv.chunked(4),))
-TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, jaxkv.standard(4)))
+WINDOW = Kind("window", cells=12, sequences=3, windows=(jaxkv.window.sliding(3),))
+CHUNKS = Kind("chunks", cells=10, sequences=3, split=True, windows=(jaxkv.window.chunked(4),))
+TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, jaxkv.window.sliding(4)))
 TWO_SPLIT = Kind(
     "full-and-window-split",
     cells=10,
     sequences=3,
     split=True,
     placement="contiguous",
-    windows=(None, jaxkv.symmetric(5)),
+    windows=(None, jaxkv.window.symmetric(5)),
 )
 RUNS_WIDE = Kind("contiguous-two-owner-words", cells=40, sequences=40, placement="contiguous")
 KINDS = [SMALL, RUNS, WIDE]
@@ -110,6 +112,14 @@ over_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 # ------------------------------------------------------------------------------- two tiny models
+
+
+def masks_of(memory: Any, ubatch: jaxkv.Ubatch) -> list[jax.Array]:
+    """What the tokens of a ubatch that was applied see of each part, `[R, T, N]`."""
+    tables = [table for table, _ in parts_of(memory)]
+    if len(tables) == 1:
+        return [visible(*tables, ubatch)]
+    return [visible(table, part_of(ubatch, i)) for i, table in enumerate(tables)]
 
 
 @jax.jit
@@ -133,7 +143,7 @@ def sign(memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, list[jax.Array], list[
         k = jnp.stack(rows, axis=-2).astype(jnp.float32)
         memory, seen = jaxkv.attend(memory, layer, ubatch, q, k, -k)
         saw.append(seen)
-    return memory, [visible(table, ubatch) for table, _ in parts_of(memory)], saw
+    return memory, masks_of(memory, ubatch), saw
 
 
 @jax.jit
@@ -144,10 +154,10 @@ def plan_rows(memory: Any, tokens: Any, valid: Any, positions: Any = None) -> ja
     return jaxkv.init_batch(memory, batch)
 
 
-def parts_of(memory: Any) -> list[tuple[jaxkv.Cells, jaxkv.Rows]]:
+def parts_of(memory: Any) -> list[tuple[Cells, Buffers]]:
     """List the tables and rows of a memory, whether it is a composite or not."""
     table, rows = jaxkv.split(memory)
-    if isinstance(table, jaxkv.Cells):
+    if isinstance(table, Cells):
         return [(table, rows)]
     return [*zip(table.parts, rows, strict=True)]
 
@@ -258,7 +268,7 @@ def table_of(memory: Any) -> dict[int, tuple[int, set[int], int]]:
     return {index: cell for (_, index), cell in cells_of(table).items()}
 
 
-def cells_of(table: jaxkv.Cells) -> dict[Place, tuple[int, set[int], int]]:
+def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
     """Read a table bit by bit: for each cell in use its position, owners and shift."""
     position, owners, shift = map(np.asarray, (table.position, table.owners, table.shift))
     read = {}
@@ -275,7 +285,7 @@ def cells_of(table: jaxkv.Cells) -> dict[Place, tuple[int, set[int], int]]:
     return read
 
 
-def rows_of(rows: jaxkv.Rows, layers: Sequence[int]) -> dict[Place, Row]:
+def rows_of(rows: Buffers, layers: Sequence[int]) -> dict[Place, Row]:
     """Read the signatures beside the cells, the same in every layer, head, key and value."""
     k, v = (np.stack([np.asarray(x) for x in half]) for half in (rows.k, rows.v))  # [L, S, K, N, D]
     np.testing.assert_array_equal(v, -k)
@@ -363,13 +373,14 @@ class Twin:
         for (table, rows), layers, oracle in parts:
             expected = {p: (c.position, c.owners, c.shift) for p, c in oracle.cells.items()}
             assert cells_of(table) == expected, jaxkv.show(self.memory)
-            assert table.lost.tolist() == [*oracle.lost.values()], jaxkv.show(self.memory)
+            assert table.evicted_below.tolist() == [*oracle.lost.values()], jaxkv.show(self.memory)
             assert rows_of(rows, layers) == oracle.rows, jaxkv.show(self.memory)
         faults = jaxkv.check_invariants(self.memory)
         assert not any(map(int, faults.values())), faults
         ids = [*range(self.kind.sequences)]
-        used = jax.tree.leaves(jaxkv.used(self.memory))
+        used = [jaxkv.used(part).item() for part in jaxkv.hybrid.parts_of(self.memory)]
         assert used == [oracle.used() for oracle in self.oracles]
+        assert jaxkv.used(self.memory).item() == sum(used)
         assert jaxkv.seq_pos_min(self.memory, ids).tolist() == [*map(self.oracles.first, ids)]
         assert jaxkv.seq_pos_max(self.memory, ids).tolist() == [*map(self.oracles.last, ids)]
 
@@ -442,7 +453,7 @@ class Twin:
         if not all(oracle.fits(part) for oracle, part in pairs):
             assert_identical(self.memory, before)
             return False
-        streams = np.asarray(ubatch.streams)
+        streams = np.asarray(ubatch.row_stream)
         for (oracle, part), layers, mask in zip(pairs, self.kind.layers, masks, strict=True):
             assert oracle.apply(part)
             owner = {token.token: token for _, token in part.tokens}

@@ -10,9 +10,9 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from tests.memories import Kind, drawing, run
 
-FOUR = Kind("four", cells=6, sequences=3, windows=(jaxkv.standard(4),))
-ONE = Kind("one-each", cells=4, sequences=2, split=True, windows=(jaxkv.standard(1),))
-ONE_OF_POOL = Kind("pool", cells=4, sequences=2, windows=(jaxkv.standard(1),))
+FOUR = Kind("four", cells=6, sequences=3, windows=(jaxkv.window.sliding(4),))
+ONE = Kind("one-each", cells=4, sequences=2, split=True, windows=(jaxkv.window.sliding(1),))
+ONE_OF_POOL = Kind("pool", cells=4, sequences=2, windows=(jaxkv.window.sliding(1),))
 
 
 def evicted(kind=FOUR, seq=0, count=8):

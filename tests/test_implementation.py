@@ -23,7 +23,9 @@ HERE = [*OURS, "xla"]  # those that run without a GPU
 
 def attended(implementation, streams, **options):
     """Two prompts in a memory that holds a third one, seen by their own tokens and padding."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=16, heads=K, size=D, sequences=Q, streams=streams)
+    memory = jaxkv.make_kv_cache(
+        layers=1, cells=16, kv_heads=K, head_dim=D, sequences=Q, streams=streams
+    )
 
     @jax.jit
     def step(memory, ubatch, q, k, v):

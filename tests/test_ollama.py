@@ -15,7 +15,7 @@ from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visible
 from tests.memories import RUNS, Kind, assert_identical, drawing, drawn, filled, run, sign
 
-WINDOW = Kind("window", cells=8, sequences=2, windows=(jaxkv.standard(4),))
+WINDOW = Kind("window", cells=8, sequences=2, windows=(jaxkv.window.sliding(4),))
 
 
 def plan_of(memory, tokens, sequences=0):
@@ -50,7 +50,7 @@ def test_edge_02_03_tokens_at_different_places_of_their_windows():
 
 
 def test_edge_04_rows_that_were_never_written_are_not_read():
-    memory = jaxkv.make_kv_cache(layers=1, cells=8, heads=1, size=2)
+    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2)
     table, rows = jaxkv.split(memory)
     rows = replace(rows, k=tuple(k + np.nan for k in rows.k), v=tuple(v + 3e38 for v in rows.v))
     memory = jaxkv.join(table, rows)
@@ -84,8 +84,8 @@ def test_edge_06_holes_that_do_not_touch_satisfy_a_batch():
 
 def test_edge_07_cells_are_as_many_as_were_asked_for():
     """ollama rounds up to its padding. Nothing is rounded here, and all of them can be used."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=5, heads=1, size=2)
-    assert memory.rows.k[0].shape[2] == 5
+    memory = jaxkv.make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2)
+    assert memory.buffers.k[0].shape[2] == 5
     assert plan_of(memory, [1] * 5).ok and not plan_of(memory, [1] * 6).ok
 
 
@@ -137,7 +137,7 @@ def test_edge_13_where_one_can_go_on(stored, resumable):
 
 
 def test_edge_14_a_cache_that_forgets_nothing_has_its_window_all_the_same():
-    kind = Kind("roomy", cells=20, sequences=1, windows=(jaxkv.standard(4),))
+    kind = Kind("roomy", cells=20, sequences=1, windows=(jaxkv.window.sliding(4),))
     memory = kind.make()
     for _ in range(3):
         plan = plan_of(memory, [1, 2, 3])
@@ -158,9 +158,9 @@ def test_edge_15_an_idle_sequence_gives_what_it_does_not_see():
 def test_edge_27_keys_between_those_that_move_are_not_touched():
     """ollama turns whole spans, the others by an angle of zero. Here only what moved is rotated."""
     memory = filled(4, 4)
-    before = [np.asarray(k) for k in memory.rows.k]
+    before = [np.asarray(k) for k in memory.buffers.k]
     memory = jaxkv.seq_add(memory, 0, 0, -1, 3)
     memory = jaxkv.apply(memory, jaxkv.init_update(memory))
-    for old, new in zip(before, memory.rows.k, strict=True):
+    for old, new in zip(before, memory.buffers.k, strict=True):
         assert old[0, :, 4:8].tobytes() == np.asarray(new)[0, :, 4:8].tobytes()
         assert not np.array_equal(old[0, :, :4], np.asarray(new)[0, :, :4])

@@ -114,11 +114,11 @@ def test_holes_in_a_row_do_not_count():
     valid[0, [1, 3, 4, 7]] = valid[1, 6] = True
     plan = plan_rows(memory, tokens, valid).check()
     (ubatch,) = plan.ubatches
-    assert jaxkv.tails(ubatch, 3).tolist() == [[2, 3, 4], [0, 0, 1], [0, 0, 0]]
+    assert jaxkv.steps_to_keep(ubatch, 3).tolist() == [[2, 3, 4], [0, 0, 1], [0, 0, 0]]
     table = jaxkv.apply(memory, ubatch).table
     assert table.position.tolist() == [[0, 1, 2, 3], [-1, -1, -1, 0], [-1] * 4]
     stamps = np.asarray(ubatch.stamps)
-    assert np.asarray(table.stamp)[table.cell[0]].tolist() == stamps[0, [1, 3, 4, 7]].tolist()
+    assert np.asarray(table.stamp)[0, table.cell[0]].tolist() == stamps[0, :4].tolist()
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_gradients_flow_through_states():
         state = jaxkv.read_states(memory, 0, ubatch)
         new = {"hash": state["hash"], "trace": state["trace"] * 3 + x}
         memory = jaxkv.write_states(memory, 0, ubatch, new)
-        return jnp.sum(memory.rows[0]["trace"] ** 2)
+        return jnp.sum(memory.buffers[0]["trace"] ** 2)
 
     gradient = jax.grad(loss, argnums=1)([row["trace"] for row in rows], jnp.ones((1, 2)))
     np.testing.assert_array_equal(gradient, [[2.0, 2.0]])
@@ -256,7 +256,7 @@ LARGE = {"x": ((64, 1024), jnp.float32)}  # 256 KB a state
 def test_a_donated_step_copies_no_layer(kept):
     """It holds the states of its rows, and never those of all cells."""
     make_large = partial(
-        jaxkv.make_recurrent_cache, layers=2, states=LARGE, sequences=64, kept=kept
+        jaxkv.make_recurrent_cache, layers=2, states=LARGE, sequences=64, rollback=kept
     )
     memory = jax.eval_shape(make_large)
 

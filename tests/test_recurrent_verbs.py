@@ -24,7 +24,7 @@ ids = st.integers(0, 10**6)
 FEW = {
     "recurrent": {"kinds": "rr", "kept": 3},
     "recurrent of streams": {"kinds": "rr", "kept": 1, "apart": True},
-    "hybrid with a window": {"kinds": "ra", "kept": 1, "window": jaxkv.standard(4)},
+    "hybrid with a window": {"kinds": "ra", "kept": 1, "window": jaxkv.window.sliding(4)},
     "hybrid of streams": {"kinds": "br", "kept": 1, "apart": True, "cells": 9},
 }
 """One stream and a stream each, alone and beside attention: options of `Twin`."""

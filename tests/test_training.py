@@ -14,7 +14,7 @@ def test_gradients_reach_keys_and_values_of_an_earlier_ubatch():
     k, v, q = (jax.random.normal(jax.random.key(i), (1, 6, 2, 4)) for i in range(3))
 
     def through_the_cache(k, v):
-        memory = jaxkv.make_kv_cache(layers=1, cells=16, heads=2, size=4)
+        memory = jaxkv.make_kv_cache(layers=1, cells=16, kv_heads=2, head_dim=4)
         for half in (slice(0, 4), slice(4, 6)):
             tokens = jnp.zeros(half.stop - half.start, jnp.int32)
             batch = jaxkv.make_batch(tokens)
@@ -43,7 +43,7 @@ def test_what_nobody_sees_does_not_reach_a_gradient(implementation):
     k, v, q = (jax.random.normal(jax.random.key(i), (1, 2, 2, 4)) for i in range(3))
 
     def learn(q, k, v, rest):
-        memory = jaxkv.make_kv_cache(layers=1, cells=8, heads=2, size=4)
+        memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=2, head_dim=4)
         plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2]))
         (ubatch,) = plan.ubatches
         memory, _ = jaxkv.attend(jaxkv.apply(memory, plan), 0, ubatch, q, k + rest, v + rest)
@@ -67,7 +67,7 @@ def test_a_step_may_be_jitted_scanned_or_computed_again_inside_of_grad(cells):
     k, v, q = (jax.random.normal(jax.random.key(i), (1, 4, 2, 4)) for i in range(3))
 
     def learn(q, k, v):
-        memory = jaxkv.make_kv_cache(layers=1, cells=cells, heads=2, size=4)
+        memory = jaxkv.make_kv_cache(layers=1, cells=cells, kv_heads=2, head_dim=4)
         plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3, 4]))
         memory, out = jaxkv.attend(jaxkv.apply(memory, plan), 0, plan.ubatches[0], q, k, v)
         return jnp.sum(out**2)

@@ -197,7 +197,14 @@ def test_trap_45_outputs_left_out_are_the_last_of_each_sequence():
     assert sorted(order.tolist())[:3] == [2, 3, 6]
 
 
-@pytest.mark.parametrize("split_by", [jaxkv.simple_split, jaxkv.equal_split, jaxkv.sequence_split])
+@pytest.mark.parametrize(
+    "split_by",
+    [
+        jaxkv.planning.splits.simple_split,
+        jaxkv.planning.splits.equal_split,
+        jaxkv.planning.splits.sequence_split,
+    ],
+)
 def test_trap_46_a_ubatch_never_exceeds_its_size(split_by):
     for sequences in ([0, 1, 2], [0, 0, 1, 2, 2], [2, 0, 1, 0, 2, 0, 0]):
         for size in (1, 2, 3):
@@ -217,7 +224,7 @@ def test_trap_46_a_ubatch_never_exceeds_its_size(split_by):
 )
 def test_trap_47_equal_lengths(lengths, size, wanted):
     sequences = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    parts = jaxkv.equal_split(sequences, size)
+    parts = jaxkv.planning.splits.equal_split(sequences, size)
     taken = [sequences[part[part < len(sequences)]].tolist() for part in parts]
     assert taken == wanted
 
@@ -228,7 +235,7 @@ def test_trap_49_outputs_come_in_the_order_of_the_batch():
     every = make_batch(tokens, sequences=sequences, outputs=[True] * 7)
     some = make_batch(tokens, sequences=sequences, outputs=wanted)
     _, everything = run(drawn(""), every)
-    for split_by in (jaxkv.simple_split, jaxkv.sequence_split):
+    for split_by in ("simple", "sequence"):
         plan = jaxkv.init_batch(drawn(""), some, ubatch_size=4, split_by=split_by)
         memory, logits = drawn(""), []
         for ubatch in plan.ubatches:
@@ -323,7 +330,7 @@ def test_trap_95_sliding_keeps_rows_and_moves_positions():
 
 def test_one_cell():
     """The smallest memory there is."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=1, heads=1, size=2)
+    memory = jaxkv.make_kv_cache(layers=1, cells=1, kv_heads=1, head_dim=2)
     assert not jaxkv.init_batch(memory, make_batch([1, 2])).ok
     memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1])))
     assert jaxkv.show(memory).split() == ["owner", "0", "position", "0"]

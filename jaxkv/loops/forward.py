@@ -8,7 +8,7 @@ import jax
 
 from jaxkv.batch import Ubatch
 from jaxkv.loops.programs import program_of
-from jaxkv.memory import join, split
+from jaxkv.memory import Memory, join, split
 from jaxkv.verbs.apply import apply
 
 Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
@@ -32,7 +32,7 @@ def step_of(forward: Forward) -> Any:
       ...     x = weights[ubatch.tokens][:, :, None]
       ...     memory, x = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
-      >>> memory = make_kv_cache(layers=1, cells=8, heads=1, size=4)
+      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
       >>> ubatch, ok = plan_step(memory, jnp.array([3]), jnp.array([0]), jnp.array([True]))
       >>> table, buffers, logits = step_of(forward)(jnp.eye(4), *split(memory), ubatch)
       >>> used(join(table, buffers)).item()
@@ -41,7 +41,9 @@ def step_of(forward: Forward) -> Any:
     return program_of(_stepping, forward)
 
 
-def take_step(forward: Forward, weights: Any, memory: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
+def take_step(
+    forward: Forward, weights: Any, memory: Memory, ubatch: Ubatch
+) -> tuple[Memory, jax.Array]:
     """Apply a ubatch and run a model over it."""
     memory = apply(memory, ubatch)
     given = forward(weights, memory, ubatch)

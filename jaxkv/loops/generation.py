@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import is_concrete
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.programs import copied, program_of
-from jaxkv.memory import join, split
+from jaxkv.memory import Memory, join, split
+from jaxkv.places import integers, is_concrete
 from jaxkv.planning.init import plan_step
 from jaxkv.verbs.ask import seq_pos_max
-from jaxkv.verbs.ids import checked_ids, whole
+from jaxkv.verbs.ids import sequences
 
 Sample = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(logits [T, V], sequences [T], positions [T]) -> tokens [T]`."""
@@ -42,7 +42,7 @@ def decode(
     forward: Forward,
     sample: Sample,
     weights: Any,
-    memory: Any,
+    memory: Memory,
     state: DecodeState,
     stop: Any,
     *,
@@ -81,7 +81,7 @@ def decode(
       ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
       >>> best = lambda logits, sequences, positions: jnp.argmax(logits, axis=-1)
-      >>> memory = make_kv_cache(layers=1, cells=8, heads=1, size=4, sequences=2)
+      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
       >>> state = DecodeState(
       ...     token=jnp.array([0, 2]),
       ...     sequence=jnp.array([0, 1]),
@@ -94,7 +94,7 @@ def decode(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    state, stop = _checked(memory, state), whole(stop)
+    state, stop = _checked(memory, state), integers(stop, "stop")
     if not is_concrete(sample, weights, memory, state, stop):
         return _decode(forward, sample, weights, memory, state, stop, steps)
     tree = not jax.tree_util.all_leaves([sample])
@@ -133,12 +133,12 @@ def _decoding(forward: Callable[[], Forward], sample: Callable[[], Sample] | Non
     return loop
 
 
-def _checked(memory: Any, state: DecodeState) -> DecodeState:
+def _checked(memory: Memory, state: DecodeState) -> DecodeState:
     """Make arrays of what a state holds, and refuse what cannot be."""
     table, _ = split(memory)
     state = DecodeState(
-        token=whole(state.token),
-        sequence=checked_ids(table, state.sequence),
+        token=integers(state.token, "token"),
+        sequence=sequences(table, state.sequence),
         active=_flags(state.active),
         full=_flags(state.full),
     )
@@ -166,7 +166,7 @@ def _decode(
     forward: Forward,
     sample: Sample,
     weights: Any,
-    memory: Any,
+    memory: Memory,
     state: DecodeState,
     stop: Any,
     steps: int,

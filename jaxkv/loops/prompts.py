@@ -10,18 +10,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv.batch import Batch, bucket, is_concrete, make_batch
-from jaxkv.kv.slots import unless
+from jaxkv.batch import Batch, drop_unless, make_batch
 from jaxkv.loops.forward import Forward, step_of, take_step
 from jaxkv.loops.programs import copied
-from jaxkv.memory import join, split
+from jaxkv.memory import Memory, join, split
+from jaxkv.places import bucket, is_concrete
 from jaxkv.planning.init import checked_size, init_batch
 
 
 def prefill(
     forward: Forward,
     weights: Any,
-    memory: Any,
+    memory: Memory,
     batch: Batch,
     *,
     ubatch_size: int | None = None,
@@ -62,7 +62,7 @@ def prefill(
       ...     x = weights[ubatch.tokens][:, :, None]
       ...     memory, x = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
-      >>> memory = make_kv_cache(layers=1, cells=8, heads=1, size=4)
+      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
       >>> memory, logits = prefill(forward, jnp.eye(4), memory, make_batch([1, 2, 3]))
       >>> logits.shape, used(memory).item()
       ((1, 4), 3)
@@ -101,7 +101,7 @@ def prefill(
 def warm_up(
     forward: Forward,
     weights: Any,
-    memory: Any,
+    memory: Memory,
     *,
     ubatch_size: int | None = None,
     sequences: Sequence[int] = (0,),
@@ -139,7 +139,7 @@ def warm_up(
       ...     x = weights[ubatch.tokens][:, :, None]
       ...     memory, x = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
-      >>> memory = make_kv_cache(layers=1, cells=32, heads=1, size=4)
+      >>> memory = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4)
       >>> memory = warm_up(forward, jnp.eye(4), memory, ubatch_size=8)
       >>> memory, _ = prefill(forward, jnp.eye(4), memory, make_batch([1, 2, 3]), ubatch_size=8)
       >>> compiled, used(memory).item()
@@ -148,7 +148,7 @@ def warm_up(
     if not sequences:
         raise ValueError("wanted at least one sequence to warm up for, got none")
     table, buffers = split(memory)
-    most = max(checked_size(table, ubatch_size) // len(sequences), 1)
+    most = max(checked_size(table.facts, ubatch_size) // len(sequences), 1)
     lengths = sorted({min(bucket(count), most) for count in range(1, most + 1)})
     plans = [
         init_batch(
@@ -163,7 +163,7 @@ def warm_up(
     for plan in plans:
         logits = []
         for ubatch in plan.ubatches:
-            _, buffers, out = step(weights, table, buffers, unless(jnp.array(False), ubatch))
+            _, buffers, out = step(weights, table, buffers, drop_unless(jnp.array(False), ubatch))
             logits.append(out)
         plan.collect(logits)
     return join(table, buffers) if donate else memory

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from jaxkv import Rope, Ubatch, Window
+from jaxkv import Ubatch
+from jaxkv.rope import Rope
+from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.errors import ModelError
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary, gelu
@@ -54,7 +56,7 @@ class Config:
     ropes: tuple[Rope, ...]
     softcap: float | None = None
     final_softcap: float | None = None
-    implementation: jaxkv.Implementation | None = None
+    implementation: jaxkv.ops.attention.Implementation | None = None
 
 
 class Block(nnx.Module):

@@ -71,7 +71,7 @@ class Config:
     expert_hidden: int = 0
     tied: bool = True
     bias: bool = False
-    implementation: jaxkv.Implementation | None = None
+    implementation: jaxkv.ops.attention.Implementation | None = None
 
 
 class Experts(nnx.Module):

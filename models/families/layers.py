@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from jaxkv import Rope, Ubatch
+from jaxkv import Ubatch
+from jaxkv.rope import Rope
 from models.families.linear import linear, matrix
 
 
@@ -88,7 +89,7 @@ class Heads(Protocol):
     heads: int
     kv_heads: int
     head_dim: int
-    implementation: jaxkv.Implementation | None
+    implementation: jaxkv.ops.attention.Implementation | None
 
 
 class Attention(nnx.Module):

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from jaxkv import Rope, Ubatch, Window
+from jaxkv import Ubatch
+from jaxkv.rope import Rope
+from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
 from models.families.memories import Attends, windows_of
@@ -53,7 +55,7 @@ class Config:
     tied: bool = True
     bias: bool = False
     norms: bool = False
-    implementation: jaxkv.Implementation | None = None
+    implementation: jaxkv.ops.attention.Implementation | None = None
 
 
 class Block(nnx.Module):

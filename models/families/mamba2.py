@@ -107,7 +107,7 @@ class Mixer(nnx.Module):
         steps = jnp.where(valid, jnp.clip(steps, *c.limits), 0)
 
         states = jaxkv.read_states(memory, self.layer, ubatch)
-        counts = jaxkv.tails(ubatch, jaxkv.states_kept(memory, self.layer) + 1)
+        counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, self.layer) + 1)
         bias = self.conv_bias[...] if c.conv_bias else None
         x, tails = scans.convolve(x, states["conv"], self.conv[...], bias, counts)
         x, into, out_of = jnp.split(

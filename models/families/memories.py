@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
-from jaxkv import Rope, Window
-from jaxkv.window import cells_for
+from jaxkv.rope import Rope
+from jaxkv.window import Window, cells_for
 from models.checkpoints.checkpoint import Checkpoint
 
 
@@ -46,7 +46,7 @@ def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
     """Returns the window of each layer, None where it sees the whole text."""
     c = checkpoint.config
     slides = [kind == "sliding_attention" for kind in c["layer_types"]]
-    window = jaxkv.standard(c["sliding_window"]) if any(slides) else None
+    window = jaxkv.window.sliding(c["sliding_window"]) if any(slides) else None
     return tuple(window if one else None for one in slides)
 
 
@@ -104,15 +104,15 @@ def make_memory(
                 layers=len(members),
                 states=kind.states,
                 sequences=sequences,
-                kept=rollback or 0,
+                rollback=rollback or 0,
                 streams=streams,
             )
         else:
             ropes = tuple(layers[i].rope for i in members)
             part = jaxkv.make_kv_cache(
                 layers=len(members),
-                heads=kind.kv_heads,
-                size=kind.head_dim,
+                kv_heads=kind.kv_heads,
+                head_dim=kind.head_dim,
                 sequences=sequences,
                 streams=streams,
                 window=kind.window,
@@ -141,7 +141,7 @@ def _room(
     full: bool,
     sharing: int,
 ) -> dict[str, Any]:
-    """Say how large a cache is: as many cells, or what its window needs if that is less."""
+    """Return how large a cache is: as many cells, or what its window needs if that is less."""
     sized = {"ubatch_size": ubatch_size, "rollback": rollback}
     if window is None or (full and cells is not None):
         return {"cells": cells}

@@ -60,7 +60,7 @@ class Config:
     softcap: float
     tied: bool = True
     bias: bool = False
-    implementation: jaxkv.Implementation | None = None
+    implementation: jaxkv.ops.attention.Implementation | None = None
 
 
 class Recurrence(nnx.Module):
@@ -92,7 +92,7 @@ class Recurrence(nnx.Module):
         x = jnp.where(valid, x, 0)
 
         states = jaxkv.read_states(memory, self.layer, ubatch)
-        counts = jaxkv.tails(ubatch, jaxkv.states_kept(memory, self.layer) + 1)
+        counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, self.layer) + 1)
         x, tails = scans.convolve(x, states["conv"], self.conv[...], self.conv_bias[...], counts)
         parts = x.reshape(*x.shape[:2], c.heads, -1)
         gates = jnp.einsum("rthi,hio->rtho", parts, self.gates[...].astype(jnp.float32))
@@ -221,7 +221,7 @@ def layers_of(config: Config, dtype: Any) -> list[Layer]:
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         rope=config.rope,
-        window=jaxkv.standard(config.window),
+        window=jaxkv.window.sliding(config.window),
     )
     recurs = Recurs(
         states={

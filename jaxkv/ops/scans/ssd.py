@@ -31,7 +31,7 @@ def scan_ssd(
       c: `[R, T, G, M]`, what is read from it.
       state: `[R, H, P, M]`, before the first token.
       counts: `[R, E + 1]` int32, how many tokens of its row each wanted state comes after, as
-        `jaxkv.tails` gives them: the last E tokens one by one.
+        `jaxkv.steps_to_keep` gives them: the last E tokens one by one.
       chunk: tokens that are computed at once.
 
     Returns:
