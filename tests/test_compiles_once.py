@@ -16,7 +16,17 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch
-from tests.memories import SMALL, SPLIT, TWO, WIDE, filled, lived_in, run, think
+from tests.memories import (
+    SMALL,
+    SPLIT,
+    TWO,
+    WIDE,
+    assert_identical,
+    filled,
+    lived_in,
+    run,
+    think,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -203,10 +213,13 @@ def test_a_warm_up_for_nobody_is_refused():
         loops.warm_up(think_with, None, SMALL.make(), sequences=())
 
 
-def test_a_warm_up_for_more_sequences_than_a_ubatch_has_tokens():
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_warm_up_for_more_sequences_than_a_ubatch_has_tokens(donate):
     memory = lived_in(SPLIT)
-    warm = loops.warm_up(think_with, None, memory, ubatch_size=2, sequences=(0, 1, 2))
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), warm, memory))
+    given = jax.tree.map(jnp.copy, memory)
+    warm = loops.warm_up(think_with, None, given, ubatch_size=2, sequences=(0, 1, 2), donate=donate)
+    assert_identical(warm, memory)
+    assert all(one.is_deleted() == donate for one in jax.tree.leaves(jaxkv.split(given)[1]))
 
 
 @pytest.mark.parametrize("kind", [SMALL, SPLIT, TWO], ids=lambda kind: kind.name)

@@ -112,7 +112,7 @@ def follow(model, memory, records, logits):
 
     Since it is the recorded token that is fed, a close call changes nothing that follows.
     """
-    plan, step = jax.jit(jaxkv.plan_step), jaxkv.loops.step_of(model.forward)
+    plan, compute = jax.jit(jaxkv.plan_step), jaxkv.loops.step_of(model.forward)
     ids = np.arange(len(records), dtype=np.int32)
     for step in range(len(records[0]["greedy"]) + 1):
         for record, row in zip(records, logits, strict=True):
@@ -126,8 +126,8 @@ def follow(model, memory, records, logits):
             fed = np.array([record["greedy"][step] for record in records], np.int32)
             ubatch, ok = plan(memory, fed, ids, ids >= 0)
             assert ok
-            *memory, logits = step(model.weights, *jaxkv.split(memory), ubatch)
-            memory, logits = jaxkv.join(*memory), np.asarray(logits)
+            table, rows, logits = compute(model.weights, *jaxkv.split(memory), ubatch)
+            memory, logits = jaxkv.join(table, rows), np.asarray(logits)
 
 
 @pytest.mark.slow
