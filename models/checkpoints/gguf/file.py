@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.config import complete
-from models.checkpoints.gguf import recurrent as gguf_recurrent
+from models.checkpoints.gguf import recurrent
 from models.checkpoints.gguf.config import config_from_gguf
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.gguf.reader import Reader
@@ -80,8 +80,8 @@ def open_gguf(path: Path) -> Checkpoint:
     tensors = {
         name: _tensor(name, tensor, arch, config, str(path)) for name, tensor in named.items()
     }
-    if arch in gguf_recurrent.ARCHITECTURES:
-        tensors = gguf_recurrent.turned_back(tensors, str(path))
+    if arch in recurrent.ARCHITECTURES:
+        tensors = recurrent.turned_back(tensors, str(path))
 
     def load_tokenizer():
         from models.text.from_gguf import tokenizer_from_gguf
@@ -151,8 +151,8 @@ def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Ten
 
 def _plain(name: str, arch: str) -> str | None:
     """The Hugging Face name of a tensor; None where the architecture has no such tensor."""
-    if arch in gguf_recurrent.ARCHITECTURES:
-        return gguf_recurrent.plain(name, arch)
+    if arch in recurrent.ARCHITECTURES:
+        return recurrent.plain(name, arch)
     if name == "output.weight":
         return "lm_head.weight"
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
