@@ -22,7 +22,7 @@ from models.checkpoints.gguf import recurrent
 from models.checkpoints.gguf.config import config_from_gguf
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.gguf.reader import Reader
-from models.errors import ModelError
+from models.errors import ModelError, brief
 from models.kinds import TOKEN, whole
 
 # Architecture of the file -> model_type of Hugging Face.
@@ -112,7 +112,8 @@ def _reader(path: Path) -> Reader:
         return Reader(path)
     except Exception as error:  # whatever the package meets in bytes that mean nothing
         raise ModelError(
-            f"{path} cannot be read as GGUF ({error}); it may be cut short, so download it again."
+            f"{path} cannot be read as GGUF ({brief(error)}); it may be cut short, so "
+            "download it again."
         ) from error
 
 
