@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine, turns
-from jaxkv.ops.attention.api import attention_by
+from jaxkv.ops.attention.api import attend
+from jaxkv.ops.attention.sight import Sight
+from jaxkv.ops.attention.softmax import Options
 
 SHAPES = {"smollm2": (3, 3, 64, jnp.float32), "8b": (8, 4, 128, jnp.bfloat16)}
 
@@ -28,7 +30,7 @@ def layers_of(one: Callable, layers: int) -> Callable[..., jax.Array]:
     """Run one form of attention over all layers, each waiting for the one before."""
 
     @jax.jit
-    def run(q: jax.Array, k: list[jax.Array], v: list[jax.Array], *others: jax.Array) -> jax.Array:
+    def run(q: jax.Array, k: list[jax.Array], v: list[jax.Array], *others: Any) -> jax.Array:
         for layer in range(layers):
             q = q + one(q, k[layer], v[layer], *others) * jnp.asarray(0.01, q.dtype)
         return q
@@ -52,6 +54,22 @@ def torch_side(q: np.ndarray, k: list[np.ndarray], v: list[np.ndarray], group: i
     return run
 
 
+def sight_of_all(batch: int, cells: int) -> Sight:
+    """A stream for each of the batch, and a token in each that sees all cells."""
+    one = jnp.zeros((batch, 1), jnp.int32)
+    return Sight(
+        position=jnp.broadcast_to(jnp.arange(cells), (batch, cells)),
+        owners=jnp.ones((batch, 1, cells), jnp.uint32),
+        streams=jnp.arange(batch),
+        at=one + cells - 1,
+        word=one,
+        bit=one.astype(jnp.uint32) + 1,
+        window=None,
+        causal=True,
+        all_streams=True,
+    )
+
+
 def sides_of(
     shape: tuple[int, int, int, Any], batch: int, cells: int, layers: int
 ) -> dict[str, Callable[[], object]]:
@@ -63,19 +81,19 @@ def sides_of(
         for _ in range(2)
     )
     q = rng.random((batch, 1, heads * group, size), np.float32)
-    mask, pools = jnp.ones((batch, 1, cells), bool), jnp.arange(batch)
-    forms = {
-        "jaxkv": partial(attention_by, None),
-        "jaxkv, whole": partial(attention_by, "whole"),
+    sight = sight_of_all(batch, cells)
+    forms: dict[str, Callable] = {
+        "jaxkv": partial(attend, implementation=None),
+        "jaxkv, whole": partial(attend, implementation="whole"),
         "jax.nn.dot_product_attention": jax.nn.dot_product_attention,
     }
     if jax.default_backend() == "gpu":
-        forms["jaxkv, cudnn"] = partial(attention_by, "cudnn")
+        forms["jaxkv, cudnn"] = partial(attend, implementation="cudnn")
         forms["the same, cudnn"] = partial(jax.nn.dot_product_attention, implementation="cudnn")
     arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, k, v))
     turned = (arrays[0], *jax.tree.map(lambda x: x.swapaxes(1, 2) + 0, arrays[1:]))
-    # The mask is no constant: the compiler would leave out what a cache has to do.
-    ours = (*arrays, mask, pools)
+    # The sight is no constant: the compiler would leave out what a cache has to do.
+    ours = (*arrays, sight, Options())
     sides: dict[str, Callable[[], object]] = {
         name: partial(layers_of(form, layers), *(ours if name.startswith("jaxkv") else turned))
         for name, form in forms.items()

@@ -23,10 +23,10 @@ from jaxkv.kv.cache import KVCache, make_kv_cache
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.defrag import Defrag
 from jaxkv.kv.shift import Update
-from jaxkv.loops.generation import decode, prefill
+from jaxkv.loops.generation import decode
+from jaxkv.loops.prompts import prefill
 from jaxkv.memory import attend, join, read_states, split, states_kept, write_states
-from jaxkv.ops.attention.api import Implementation
-from jaxkv.ops.attention.xla import attention
+from jaxkv.ops.attention.api import Implementation, attention
 from jaxkv.plan import Plan, Reason, RefusedError
 from jaxkv.planning.init import init_batch, init_full, plan_step
 from jaxkv.planning.splits import equal_split, sequence_split, simple_split

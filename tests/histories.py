@@ -17,7 +17,15 @@ import pytest
 
 import jaxkv
 from jaxkv.memory import table_sequences
-from tests.memories import HEADS, SIZE, assert_identical, cells_of, rows_of
+from tests.memories import (
+    HEADS,
+    SIZE,
+    WIDTH,
+    assert_identical,
+    cells_of,
+    plan_rows,
+    rows_of,
+)
 from tests.oracle import Oracle, Part, Token
 
 STATES = {
@@ -25,9 +33,6 @@ STATES = {
     "trace": jax.ShapeDtypeStruct((2,), jnp.float32),
 }
 """What each layer remembers: a number that tells all orders of all tokens apart, and a float."""
-
-WIDTH = 8
-"""Tokens of a row where all sequences are told something at once."""
 
 
 # ------------------------------------------------------------------------------------- the model
@@ -102,14 +107,6 @@ def run(memory: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "
     for ubatch in jaxkv.init_batch(memory, batch, ubatch_size=ubatch_size).check().ubatches:
         memory, _ = walk(memory, ubatch, kinds)
     return memory
-
-
-@jax.jit
-def plan_rows(memory: Any, tokens: Any, valid: Any) -> jaxkv.Plan:
-    """Plan rows of tokens, one for each sequence, as one ubatch; `[Q, T]`."""
-    sequences = jnp.broadcast_to(jnp.arange(tokens.shape[0])[:, None], tokens.shape)
-    batch = jaxkv.make_batch(tokens, sequences=sequences, valid=valid != 0)
-    return jaxkv.init_batch(memory, batch)
 
 
 def planned(memory: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
@@ -320,13 +317,6 @@ class Histories:
         self.states[seq] = (row + new)[-self.size :]
 
 
-class InRows(Oracle):
-    """An attention memory beside a recurrent one, told in rows or of one sequence at a time."""
-
-    def _cut(self, batch: list[Token], ubatch_size: int) -> list[list[Token]]:
-        return [batch[i : i + ubatch_size] for i in range(0, len(batch), ubatch_size)]
-
-
 # -------------------------------------------------------------------------------------- together
 
 
@@ -367,7 +357,7 @@ class Twin:
                 (attention, self.attending), (self.memory, self.recurrent)
             )
             form = window and (window.rule, window.size)
-            self.oracle = InRows(cells, sequences, split=apart, window=form)
+            self.oracle = Oracle(cells, sequences, split=apart, window=form)
         self.tokens = 0
 
     def fork(self) -> tuple:
@@ -440,8 +430,7 @@ class Twin:
         here, expected, ok = set(sequences), None, True
         astray = {seq for seq in here if self.histories.lost[seq]}
         if self.oracle:
-            size = 4 if in_parts else WIDTH * self.sequences
-            expected = self.oracle.plan(tokens, ubatch_size=size)
+            expected = self.oracle.plan(tokens, ubatch_size=4 if in_parts else None)
             reached = self.histories.reached
             astray |= {seq for seq in here if self.oracle.reached(seq) != reached(seq)}
             ok = expected.ok

@@ -96,8 +96,12 @@ TWO_SPLIT = Kind(
     placement="contiguous",
     windows=(None, jaxkv.symmetric(5)),
 )
+RUNS_WIDE = Kind("contiguous-two-owner-words", cells=40, sequences=40, placement="contiguous")
 KINDS = [SMALL, RUNS, WIDE]
 ALL_KINDS = [*KINDS, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT]
+
+WIDTH = 8
+"""Tokens of a row where all sequences are told something at once."""
 
 COUNTS = [1, 7]
 """Tokens of a batch: one alone, and a full ubatch with a padded one. Few shapes are compiled."""
@@ -130,6 +134,14 @@ def sign(memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, list[jax.Array], list[
         memory, seen = jaxkv.attend(memory, layer, ubatch, q, k, -k)
         saw.append(seen)
     return memory, [visible(table, ubatch) for table, _ in parts_of(memory)], saw
+
+
+@jax.jit
+def plan_rows(memory: Any, tokens: Any, valid: Any, positions: Any = None) -> jaxkv.Plan:
+    """Plan rows of tokens, one for each sequence, as one ubatch; `[Q, T]`."""
+    sequences = jnp.broadcast_to(jnp.arange(tokens.shape[0])[:, None], tokens.shape)
+    batch = jaxkv.make_batch(tokens, sequences=sequences, positions=positions, valid=valid != 0)
+    return jaxkv.init_batch(memory, batch)
 
 
 def parts_of(memory: Any) -> list[tuple[jaxkv.Cells, jaxkv.Rows]]:
@@ -308,7 +320,7 @@ class Oracles(list[Oracle]):
         (found,) = {oracle.reached(seq) for oracle in self}
         return found
 
-    def plan(self, tokens: Sequence[Token], *, ubatch_size: int) -> tuple[dict, list[list[Part]]]:
+    def plan(self, tokens: Sequence[Token], *, ubatch_size: int | None) -> tuple[dict, list[Plan]]:
         """Plan in every part: all faults, with the reason that counts; and the parts' ubatches."""
         plans = [oracle.plan(tokens, ubatch_size=ubatch_size) for oracle in self]
         # Faults are looked for in this order, in all parts before the next: who is refused for one
@@ -326,10 +338,15 @@ class Oracles(list[Oracle]):
 
 
 class Twin:
-    """A memory and the oracles of its parts, led through the same verbs, compared after each."""
+    """A memory and the oracles of its parts, led through the same verbs, compared after each.
 
-    def __init__(self, kind: Kind) -> None:
+    in_rows: a batch is planned as one ubatch, with a row of WIDTH tokens for each sequence, which
+      is one shape for any batch; otherwise it is cut in ubatches of 4.
+    """
+
+    def __init__(self, kind: Kind, *, in_rows: bool = False) -> None:
         self.kind = kind
+        self.in_rows = in_rows
         self.memory = kind.make(rope=None)
         self.oracles = kind.oracles()
         self.tokens = 0  # tokens made so far, so that each has its own number
@@ -368,13 +385,16 @@ class Twin:
     ) -> tuple[jaxkv.Plan, list[Plan]]:
         """Plan new tokens on both sides; the answers are the same."""
         tokens = self.batch(sequences, positions)
-        batch = jaxkv.make_batch(
-            [token.token for token in tokens],
-            sequences=sequences,
-            positions=positions,
-        )
-        plan = jaxkv.init_batch(self.memory, batch, ubatch_size=4)
-        expected, plans = self.oracles.plan(tokens, ubatch_size=4)
+        if self.in_rows:
+            plan = plan_rows(self.memory, *self.rows(self.oracles[0].numbered(tokens)))
+        else:
+            batch = jaxkv.make_batch(
+                [token.token for token in tokens],
+                sequences=sequences,
+                positions=positions,
+            )
+            plan = jaxkv.init_batch(self.memory, batch, ubatch_size=4)
+        expected, plans = self.oracles.plan(tokens, ubatch_size=None if self.in_rows else 4)
         faults = {
             seq: Fault(jaxkv.Reason(reason).name, wanted, found)
             for seq, (reason, wanted, found) in enumerate(
@@ -392,6 +412,14 @@ class Twin:
         if plan.ok:
             assert len(plan.ubatches) == len(plans[0].parts)
         return plan, plans
+
+    def rows(self, tokens: Sequence[Token]) -> np.ndarray:
+        """Arrange numbers, presence and positions of tokens in rows, `[3, Q, WIDTH]`."""
+        table = np.zeros((3, self.kind.sequences, WIDTH), np.int32)
+        for token in tokens:
+            row = table[:, token.sequence]
+            row[:, np.count_nonzero(row[1])] = token.token, 1, token.position
+        return table
 
     def decode(self, sequences: Sequence[int], positions: Sequence[int] | None = None) -> bool:
         """Plan new tokens and run them on both sides, if there is room on either."""

@@ -304,14 +304,16 @@ class Oracle:
 
     # ---------------------------------------------------------------------------------- batches
 
-    def plan(self, batch: Sequence[Token], *, ubatch_size: int) -> Plan:
+    def plan(self, batch: Sequence[Token], *, ubatch_size: int | None) -> Plan:
         """Check a batch, then find a cell for every token or for none.
+
+        Without a size all of it is one part, one sequence after another.
 
         Faults of position come before a pending rotation, that before a window that was left, and
         that before room. A sequence at fault asks for no room. Of the others the smallest come
         first, and the lower id where two ask for the same.
         """
-        batch = self._numbered(batch)
+        batch = self.numbered(batch)
         faults = self._faults(batch)
         asks = Counter(token.sequence for token in batch if token.sequence not in faults)
         room = {seq: len(self.usable(self.stream(seq))) for seq in range(self.sequences)}
@@ -333,7 +335,8 @@ class Oracle:
 
         after, plan = self.fork(), Plan()
         last = {seq: self.reached(seq) for seq in range(self.sequences)}
-        for tokens in self._cut(batch, ubatch_size):
+        in_rows = [sorted(batch, key=lambda token: token.sequence)]
+        for tokens in self._cut(batch, ubatch_size) if ubatch_size else in_rows:
             slots, homeless = after._slots(tokens)
             for token, reason in homeless:
                 plan.faults[token.sequence] = Fault(
@@ -416,7 +419,7 @@ class Oracle:
                     if not cell.owners:
                         del self.cells[one]
 
-    def _numbered(self, batch: Sequence[Token]) -> list[Token]:
+    def numbered(self, batch: Sequence[Token]) -> list[Token]:
         """Give each token without a position the one after the last of its sequence."""
         last = {seq: self.reached(seq) for seq in range(self.sequences)}
         numbered = []

@@ -6,6 +6,7 @@ change from call to call without a new program. JAX itself tells what it traces 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -139,6 +140,51 @@ def test_prefill_of_more_or_fewer_ubatches():
         for count in (15, 11, 16):
             batch = make_batch([1] * count, sequences=count)
             jaxkv.prefill(think_with, None, memory, batch, ubatch_size=4)
+    assert heard == []
+
+
+class Thinker:
+    def run(self, weights, memory, ubatch):
+        return think(memory, ubatch)
+
+
+THINKER = Thinker()
+BY_PARTIAL = partial(Thinker.run, THINKER)
+KINDS = {
+    "function": lambda: think_with,
+    "method": lambda: THINKER.run,  # a new object each time that it is asked for
+    "partial": lambda: BY_PARTIAL,
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("function", KINDS)
+def test_a_loop_compiles_itself_once(function, donate):
+    """Other prompts, fills, sequences, seeds and stop tokens are no new programs."""
+    given = KINDS[function]
+
+    def chat(memory, seq, tokens, seed, stop):
+        memory = jax.tree.map(jnp.copy, memory)
+        batch = make_batch(tokens, sequences=seq)
+        memory, logits = jaxkv.prefill(given(), None, memory, batch, ubatch_size=4, donate=donate)
+        state = loops.DecodeState(
+            token=jnp.argmax(logits, axis=-1),
+            sequence=np.array([seq]),
+            active=np.array([True]),
+            full=False,
+        )
+        sampler = loops.sampling.make_sampler(seed=seed, temperature=1.0)
+        for _ in range(2):
+            memory, state, out = jaxkv.decode(
+                given(), sampler, None, memory, state, [stop], steps=2, donate=donate
+            )
+        return out
+
+    others = filled(2), filled(1, 1)
+    chat(SMALL.make(), 0, [1, 2, 3], 0, 1)
+    with counting() as heard:
+        chat(others[0], 1, [1, 2, 3, 4], 1, 2)
+        chat(others[1], 2, [5, 4, 3], 2, 3)
     assert heard == []
 
 

@@ -9,10 +9,16 @@ import pytest
 
 import jaxkv
 import models
-from jaxkv.ops.attention.api import best
+from jaxkv.ops.attention.api import attend
+from jaxkv.ops.attention.reference import reference
+from jaxkv.ops.attention.sight import mask_of
+from jaxkv.ops.attention.softmax import Options
+from tests.sights import sight_of_mask
 
 DATA = Path(__file__).parent / "data"
 Q, H, K, D = 3, 4, 2, 8
+OURS = [None, "tiles", "whole"]
+HERE = [*OURS, "xla"]  # those that run without a GPU
 
 
 def attended(implementation, streams, **options):
@@ -44,6 +50,83 @@ def test_they_agree(implementation, streams):
     )
 
 
+def arrays(*, streams=2, lists=None, tokens=3, cells=40, value_dim=D, dtype=jnp.float32):
+    """Queries, keys, values and a sight; the last token of the last list sees nothing."""
+    rng = np.random.default_rng(0)
+    lists = np.arange(streams) if lists is None else np.array(lists)
+    shapes = ((len(lists), tokens, H, D), (streams, K, cells, D), (streams, K, cells, value_dim))
+    q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    mask = rng.random((len(lists), tokens, cells)) < 0.5
+    mask[..., 0], mask[-1, -1] = True, False
+    return q, k, v, sight_of_mask(mask, lists, streams)
+
+
+def of_the_formula(q, k, v, sight, options):
+    k, v = k[sight.streams], v[sight.streams]
+    return np.asarray(reference(q, k, v, mask_of(sight), options))
+
+
+@pytest.mark.parametrize("lists", [None, [1], [2, 0]], ids=str)
+@pytest.mark.parametrize("implementation", HERE)
+def test_each_is_the_formula(implementation, lists):
+    # JAX's wants values of the size of keys.
+    case = arrays(streams=3, lists=lists, value_dim=D if implementation == "xla" else D + 1)
+    options = [Options(), Options(scale=0.3)]
+    if implementation != "xla":
+        options.append(Options(scale=0.3, softcap=2.0, sinks=jnp.linspace(-1.0, 1.0, H)))
+    for one in options:
+        got = attend(*case, one, implementation)
+        np.testing.assert_allclose(got, of_the_formula(*case, one), atol=2e-6)
+        assert not np.asarray(got)[-1, -1].any()
+
+
+@pytest.mark.parametrize("buffers", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("queries", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", HERE)
+def test_queries_may_be_of_another_dtype_than_the_buffers(implementation, queries, buffers):
+    q, k, v, sight = arrays(dtype=buffers)
+    q = q.astype(queries)
+    got = attend(q, k, v, sight, Options(), implementation)
+    assert got.dtype == queries
+    wanted = of_the_formula(q, k, v, sight, Options())
+    coarse = 3e-2 if queries == jnp.bfloat16 or buffers != jnp.float32 else 2e-6
+    np.testing.assert_allclose(np.asarray(got, np.float32), wanted, atol=coarse)
+
+
+@pytest.mark.parametrize("implementation", HERE)
+def test_a_hidden_key_that_is_no_number_changes_nothing_and_a_seen_one_shows(implementation):
+    q, k, v, sight = arrays()
+    mask = np.array(mask_of(sight))
+    mask[0, :, 7], mask[0, 1, 7] = False, True
+    sight = sight_of_mask(mask, [0, 1], 2)
+    clean = np.array(attend(q, k, v, sight, Options(), implementation))
+    broken = k.at[0, 1, 7].set(jnp.nan)  # which heads 2 and 3 read
+    got = np.array(attend(q, broken, v, sight, Options(), implementation))
+    assert np.isnan(got[0, 1, 2:]).all()
+    got[0, 1, 2:] = clean[0, 1, 2:]
+    np.testing.assert_array_equal(got, clean)
+
+
+@pytest.mark.parametrize("implementation", HERE)
+def test_derivatives_are_clean_of_what_no_token_sees(implementation):
+    q, k, v, sight = arrays()
+    mask = np.array(mask_of(sight))
+    mask[:, :, 7] = False
+    sight = sight_of_mask(mask, [0, 1], 2)
+
+    @jax.jit
+    def derive(q, k, v):
+        def loss(q, k, v):
+            return jnp.sum(jnp.sin(attend(q, k, v, sight, Options(), implementation)))
+
+        return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    clean = derive(q, k, v)
+    for one, other in zip(derive(q, k.at[:, :, 7].set(jnp.nan), v), clean, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert all(np.abs(x).max() > 1e-2 for x in clean)
+
+
 def test_what_cannot_be_done_is_refused():
     with pytest.raises(ValueError, match=r"wanted an implementation of \('tiles', .*got 'flash'"):
         attended("flash", 1)
@@ -53,17 +136,43 @@ def test_what_cannot_be_done_is_refused():
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN may be there")
 def test_without_cudnn_jax_says_so():
+    case = arrays(dtype=jnp.bfloat16)
     with pytest.raises(RuntimeError, match="cuDNN"):
-        attended("cudnn", 1)
+        attend(*case, Options(), "cudnn")
+    with pytest.raises(ValueError, match="'cudnn' wants .* got float32, bfloat16 and bfloat16"):
+        attend(case[0].astype(jnp.float32), *case[1:], Options(), "cudnn")
 
 
-def test_on_a_gpu_a_token_each_reads_all_cells_at_once(monkeypatch):
-    rows = jax.ShapeDtypeStruct((1, 8, 4096, 128), jnp.bfloat16)
-    few, many = (jax.ShapeDtypeStruct((1, t, 32, 128), jnp.bfloat16) for t in (32, 33))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert (best(few, rows, rows), best(many, rows, rows)) == ("whole", "tiles")
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert best(few, rows, rows) == "tiles"
+# ------------------------------------------------------------------------------------ platforms
+
+
+def program_for(platform, *, tokens, implementation=None):
+    """What a step's attention is lowered to for a platform that need not be here."""
+    q, k, v, sight = jax.eval_shape(lambda: arrays(tokens=tokens, cells=8192))
+    traced = attend.trace(q, k, v, sight, Options(), implementation)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("implementation", OURS)
+def test_what_is_tuned_for_a_processor_is_in_no_program_for_another_platform(
+    platform, implementation
+):
+    for tokens in (1, 32):
+        program = program_for(platform, tokens=tokens, implementation=implementation)
+        assert "optimization_barrier" not in program
+        there = program_for("cpu", tokens=tokens, implementation=implementation)
+        assert tokens > 8 or "optimization_barrier" in there
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_elsewhere_a_token_each_reads_all_cells_at_once_and_a_prompt_reads_tiles(platform):
+    assert "stablehlo.while" not in program_for(platform, tokens=1)
+    assert "stablehlo.while" in program_for(platform, tokens=32)
+    assert "stablehlo.while" in program_for("cpu", tokens=1)
+
+
+# --------------------------------------------------------------------------------------- models
 
 
 def shapes_of_a_step(name, implementation):

@@ -13,10 +13,12 @@ import pytest
 import jaxkv
 import models
 from jaxkv import loops, make_batch
+from jaxkv.loops import programs
 from tests.memories import SMALL, SPLIT, assert_identical, filled, think
 
 DATA = Path(__file__).parent / "data"
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
+FIRST = [MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])]
 CLOSE = dict(rtol=0, atol=2e-4)
 TOKENS = np.array([7, 3, 11, 5, 2, 9, 13, 4, 6, 1, 8], np.int32)
 NONE = np.zeros(0, np.int32)
@@ -99,8 +101,20 @@ def test_a_prompt_in_parts_gives_the_logits_of_the_whole(name):
     assert jaxkv.seq_pos_max(memory, 0) == -1
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", ["compiled", "method", "applies by itself", "partial", "lambda"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(
+            name,
+            kind,
+            marks=()
+            if name == "llama_tied" or (name, kind) == ("mamba2", "applies by itself")
+            else pytest.mark.slow,
+        )
+        for name in MODELS
+        for kind in ("compiled", "method", "applies by itself", "partial", "lambda")
+    ],
+)
 def test_any_kind_of_function_gives_the_same_logits(name, kind):
     model = load(name)
     memory = model.make_memory(cells=32)
@@ -109,7 +123,7 @@ def test_any_kind_of_function_gives_the_same_logits(name, kind):
     np.testing.assert_allclose(logits[0], whole(name)[-1], **CLOSE)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FIRST)
 def test_generation_feeds_what_was_picked(name):
     """The tokens of a loop, fed once more as a prompt, are each the best one of their logits."""
     model = load(name)
@@ -126,10 +140,41 @@ def test_generation_feeds_what_was_picked(name):
     assert jaxkv.seq_pos_max(memory, 0) == len(text) - 2 and state.token[0] == text[-1]
 
 
+def test_a_sampler_is_told_where_tokens_will_stand():
+    """A token each for two sequences, the third one having ended; the memory knows the rest."""
+    memory, state = filled(1, 3, 2), state_of([9, 8, 7], [2, 0, 1], [True, False, True])
+    for wanted in ([[3, 4], [-1, -1], [4, 5]], [[5], [-1], [6]]):
+        memory, state, tokens = jaxkv.decode(
+            forward, where, None, memory, state, NONE, steps=len(wanted[0])
+        )
+        assert tokens.tolist() == wanted
+    assert jaxkv.seq_pos_max(memory, [2, 0, 1]).tolist() == [4, 0, 5]
+
+
+def where(logits, sequences, positions):
+    del logits, sequences
+    return positions
+
+
+def test_a_loop_ends_when_the_memory_is_full():
+    cells = SMALL.cells
+    memory, state = filled(4, cells - 6), state_of([1, 2])
+    memory, state, tokens = jaxkv.decode(forward, where, None, memory, state, NONE, steps=3)
+    assert tokens.tolist() == [[5, -1, -1], [cells - 5, -1, -1]]
+    assert state.full and state.active.all() and jaxkv.used(memory) == cells
+    assert state.token.tolist() == [5, cells - 5]  # they are not in the memory yet
+    after, again, tokens = jaxkv.decode(forward, where, None, memory, state, NONE, steps=3)
+    assert_identical((after, again), (memory, state))
+    assert (tokens == -1).all()
+
+
 # ---- what is taken and what is left
 
 
-@pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(SMALL, id="pool"), pytest.param(SPLIT, id="streams", marks=pytest.mark.slow)],
+)
 def test_the_memory_that_is_passed_in_stays_unless_it_is_donated(kind):
     def run(memory, donate):
         memory, logits = jaxkv.prefill(
@@ -189,16 +234,37 @@ def test_a_whole_loop_inside_of_a_program_is_that_outside():
     assert found.tolist() == wanted.tolist() and ok and none == []
 
 
+@pytest.mark.slow
 def test_derivatives_go_through_a_prompt():
+    """Outside of `jit` too, where a refusal is raised and no `ok` is needed."""
     model = load("llama_tied")
     memory = model.make_memory(cells=32)
 
     def loss(weights):
-        _, logits, _ = jaxkv.prefill(model.forward, weights, memory, make_batch(TOKENS[:3]))
-        return jnp.sum(logits[0] ** 2)
+        _, logits, *ok = jaxkv.prefill(model.forward, weights, memory, make_batch(TOKENS[:3]))
+        return jnp.sum(logits[0] ** 2), ok
 
-    value, slopes = jax.jit(jax.value_and_grad(loss))(model.weights)
-    assert np.isfinite(value) and all(map(jnp.any, jax.tree.leaves(slopes)))
+    slope = jax.value_and_grad(loss, has_aux=True)
+    (value, (ok,)), slopes = jax.jit(slope)(model.weights)
+    assert np.isfinite(value) and ok and all(map(jnp.any, jax.tree.leaves(slopes)))
+    (plain, none), others = slope(model.weights)
+    assert none == []
+    np.testing.assert_allclose(value, plain, rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), slopes, others)
+
+
+@pytest.mark.slow
+def test_many_memories_at_once():
+    memories = [filled(2, 3), filled(4)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
+    batch = make_batch([1, 2, 3], sequences=1)
+    together = jax.vmap(lambda memory: jaxkv.prefill(forward, None, memory, batch))(stacked)
+    for i, memory in enumerate(memories):
+        after, logits = jaxkv.prefill(forward, None, memory, batch)
+        found = jax.tree.map(lambda x, i=i: x[i], together)
+        assert_identical(jaxkv.split(found[0])[0], jaxkv.split(after)[0])
+        np.testing.assert_allclose(found[1][0], logits[0], atol=1e-5)
+        assert found[2]
 
 
 # ---- mistakes
@@ -253,9 +319,17 @@ def verbose(weights, memory, ubatch):
     return memory, logits[None]
 
 
+def mute(weights, memory, ubatch):
+    return forward(weights, memory, ubatch)[0]
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
-    [(forgetful, "nothing written"), (verbose, r"logits \[O, V\] from forward.*got \(1, ")],
+    [
+        (forgetful, "nothing written"),
+        (verbose, r"logits \[O, V\] from forward.*got \(1, "),
+        (mute, "a pair from forward"),
+    ],
 )
 def test_a_model_that_breaks_the_contract_is_told(model, message):
     with pytest.raises(ValueError, match=message):
@@ -277,24 +351,74 @@ def passed(*objects):
         jaxkv.decode(one, best, None, memory, state_of([1]), NONE, steps=1)
 
 
-class Holder:
+class Tiny:
     def run(self, weights, memory, ubatch):
         return forward(weights, memory, ubatch)
 
 
 def test_a_program_dies_with_its_function():
-    from jaxkv.loops.programs import _kept
-
     gc.collect()
-    before = len(_kept)
-    holder = Holder()
-    one = lambda *args: forward(*args)  # noqa: E731
-    two = partial(forward)
-    three = jax.jit(lambda *args: forward(*args))
-    passed(holder.run, one, two, three)
-    dead = [weakref.ref(x) for x in (holder, one, two, three)]
-    assert len(_kept) > before
-    del holder, one, two, three
+    before = len(programs._kept)
+    tiny, others = Tiny(), [lambda *args: forward(*args), partial(forward)]
+    others.append(jax.jit(others[0]))
+    passed(tiny.run, *others)
+    dead = [weakref.ref(one) for one in (tiny, *others)]
+    assert len(programs._kept) == before + 8  # a prompt and a loop of each
+    del tiny, others
     gc.collect()
     assert [ref() for ref in dead] == [None] * 4
-    assert len(_kept) == before
+    assert len(programs._kept) == before
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_weights_of_a_model_die_with_it(name):
+    model = models.load(DATA / name)
+    jaxkv.prefill(model.forward, model.weights, model.make_memory(cells=8), make_batch([1]))
+    dead = [weakref.ref(one) for one in (model, model.forward, *jax.tree.leaves(model.weights))]
+    del model
+    gc.collect()
+    assert not any(ref() is not None for ref in dead)
+
+
+def test_a_program_dies_with_what_picks_in_it():
+    gc.collect()
+    before, pick = len(programs._kept), lambda *args: best(*args)
+    jaxkv.decode(forward, pick, None, filled(4), state_of([1]), NONE, steps=1)
+    assert len(programs._kept) == before + 1
+    del pick
+    gc.collect()
+    assert len(programs._kept) == before
+
+
+def test_what_cannot_be_kept_weakly_is_refused():
+    class Bare:
+        __slots__ = ()
+
+        def __call__(self, weights, memory, ubatch):
+            return forward(weights, memory, ubatch)
+
+    with pytest.raises(TypeError, match="referenced weakly, got .*Bare.*wrap it in a function"):
+        jaxkv.prefill(Bare(), None, filled(4), make_batch([1]))
+
+
+def test_a_program_whose_function_is_gone_says_so():
+    step = loops.step_of(lambda *args: forward(*args))
+    (ubatch,) = jaxkv.init_batch(filled(4), make_batch([1])).ubatches
+    with pytest.raises(ReferenceError, match="is gone: keep it"):
+        step(None, *jaxkv.split(filled(4)), ubatch)
+
+
+def test_two_objects_of_one_class_are_two_models():
+    shifts = [Shifted(0), Shifted(1)]
+    batch = make_batch([1, 2])
+    one, two = (jaxkv.prefill(each.run, None, filled(4), batch)[1] for each in shifts)
+    np.testing.assert_allclose(two, one + 1, atol=1e-5)
+
+
+class Shifted(Tiny):
+    def __init__(self, by):
+        self.by = by
+
+    def run(self, weights, memory, ubatch):
+        memory, logits = super().run(weights, memory, ubatch)
+        return memory, logits + self.by

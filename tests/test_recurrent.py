@@ -4,20 +4,16 @@ Every state names all the tokens it has seen (`tests.histories`), so a state tha
 token, another sequence's, or half written is seen at once.
 """
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxkv
 from jaxkv import Reason, make_batch
 from tests.histories import (
     KINDS,
     STATES,
-    Twin,
     bytes_of,
     kept_of,
     make,
@@ -349,132 +345,3 @@ def test_nothing_is_ever_pending():
     for plan in (jaxkv.init_update(memory), jaxkv.defrag_plan(memory)):
         assert_identical(jaxkv.apply(memory, plan), memory)
         assert_identical(jax.jit(jaxkv.apply)(memory, plan), memory)
-
-
-# ------------------------------------------------------------------------------------ random verbs
-
-edges = st.integers(-2, 12)
-ids = st.integers(0, 10**6)
-MACHINES = [
-    {"kinds": "rr", "kept": 3},
-    {"kinds": "ba", "kept": 1},
-    {"kinds": "ra", "kept": 1, "window": jaxkv.standard(4)},
-    {"kinds": "ar", "kept": 0},
-    {"kinds": "br", "kept": 1, "apart": True, "cells": 9},
-]
-
-
-class Verbs(RuleBasedStateMachine):
-    """The verbs of hybrids, in any order, and what must be remembered after each."""
-
-    machines = MACHINES
-
-    @initialize(number=ids)
-    def begin(self, number: int) -> None:
-        self.twin = Twin(**self.machines[number % len(self.machines)])
-        self.past = self.twin.fork()
-        self.late = None
-
-    @rule(counts=st.lists(st.sampled_from([0, 0, 1, 1, 2, 5]), min_size=3, max_size=3))
-    def decode(self, counts: list[int]) -> None:
-        """Several sequences at once, each in its row."""
-        if any(counts):
-            self.twin.decode([seq for seq, count in enumerate(counts) for _ in range(count)])
-
-    @rule(number=ids)
-    def decode_in_parts(self, number: int) -> None:
-        self.twin.decode([number % 3] * 7, in_parts=True)
-
-    @rule(number=ids, in_parts=st.booleans())
-    def plan(self, number: int, in_parts: bool) -> None:
-        """Plan, and leave it for later."""
-        sequences = [number % 3] * 7 if in_parts else [number % 3, (number + 1) % 3]
-        self.late = self.twin.plan(sequences, in_parts=in_parts)
-
-    @precondition(lambda self: self.late is not None)
-    @rule(backwards=st.booleans())
-    def try_late_plan(self, backwards: bool) -> None:
-        """Run an old plan, perhaps from its last ubatch: what is stale changes nothing."""
-        plan, parts = self.late
-        pairs = [*zip(plan.ubatches, parts, strict=True)] if plan.ok else []
-        for ubatch, part in reversed(pairs) if backwards else pairs:
-            self.twin.step(ubatch, part)
-
-    @rule(number=ids, back=st.integers(0, 5))
-    def cut(self, number: int, back: int) -> None:
-        """Take back the last few tokens."""
-        seq = number % 3
-        self.twin.seq_rm(seq, max(self.twin.histories.reached(seq) + 1 - back, 0))
-
-    @rule(number=ids, p0=edges, p1=edges)
-    def seq_rm(self, number: int, p0: int, p1: int) -> None:
-        self.twin.seq_rm(number % 4 - 1, p0, p1)
-
-    @rule(src=ids, dsts=st.lists(ids, min_size=2, max_size=2), p0=edges, p1=edges)
-    def seq_cp(self, src: int, dsts: list[int], p0: int, p1: int) -> None:
-        self.twin.both("seq_cp", src % 3, [dst % 3 for dst in dsts], p0, p1)
-
-    @rule(src=ids, dst=ids)
-    def fork(self, src: int, dst: int) -> None:
-        """What callers do with `seq_cp`: a whole sequence, onto one that is forgotten first."""
-        if src % 3 != dst % 3:
-            self.twin.seq_rm(dst % 3)
-            self.twin.both("seq_cp", src % 3, [dst % 3])
-
-    @rule(number=ids)
-    def seq_keep(self, number: int) -> None:
-        self.twin.both("seq_keep", number % 3)
-
-    @rule(number=ids, p0=edges, p1=edges, delta=st.integers(-5, 5))
-    def seq_add(self, number: int, p0: int, p1: int, delta: int) -> None:
-        self.twin.both("seq_add", number % 3, p0, p1, delta)
-
-    @rule(number=ids, p0=edges, p1=edges, divisor=st.integers(1, 3))
-    def seq_div(self, number: int, p0: int, p1: int, divisor: int) -> None:
-        self.twin.both("seq_div", number % 3, p0, p1, divisor)
-
-    @rule()
-    def update(self) -> None:
-        self.twin.update()
-
-    @rule()
-    def clear(self) -> None:
-        self.twin.both("clear")
-
-    @rule()
-    def remember(self) -> None:
-        self.past = self.twin.fork()
-
-    @rule()
-    def go_back(self) -> None:
-        self.twin.go_back(self.past)
-
-    @rule()
-    def back_to_the_value(self) -> None:
-        """An old memory is a value: it is still there, states and all."""
-        self.twin.return_to(self.past)
-
-    @invariant()
-    def agree(self) -> None:
-        if hasattr(self, "twin"):
-            self.twin.compare()
-
-
-class FewVerbs(Verbs):
-    """The same, with what is compiled for other tests too."""
-
-    machines = MACHINES[:3]
-
-
-class TestVerbs(FewVerbs.TestCase):
-    """The fast part: few runs, the same every time."""
-
-    settings = settings(max_examples=15, stateful_step_count=25)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-class TestVerbsAtLength(Verbs.TestCase):
-    """The slow part: many longer runs."""
-
-    settings = settings(max_examples=300, stateful_step_count=40, derandomize=True)

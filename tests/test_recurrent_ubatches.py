@@ -14,12 +14,10 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from tests import hlo
 from tests.histories import (
-    WIDTH,
     bytes_of,
     compute,
     kept_of,
     make,
-    plan_rows,
     planned,
     run,
     states_of,
@@ -27,7 +25,7 @@ from tests.histories import (
     told,
     walk,
 )
-from tests.memories import assert_identical
+from tests.memories import WIDTH, assert_identical, plan_rows
 
 # ---------------------------------------------------------------------------------- stale ubatches
 

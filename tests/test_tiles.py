@@ -7,15 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.ops.attention.xla import attention
-from jaxkv.ops.attention.xla_tiles import BLOCK, FEW, LARGE, SMALL, TILE, attention_by_tiles
+from jaxkv.ops.attention.api import attend
+from jaxkv.ops.attention.reference import reference
+from jaxkv.ops.attention.sight import mask_of
+from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.xla_cpu import FEW, LARGE, SMALL
+from jaxkv.ops.attention.xla_tiles import BLOCK, TILE
 from tests import hlo
+from tests.sights import sight_of_mask
 
 S, K, G, D = 4, 2, 3, 8
 
 
 def case(*, streams=S, pools=None, tokens=2, cells=2 * TILE + 40, seen=0.1, seed=0):
-    """Arrays of some streams, and a mask in which whole tiles are not seen."""
+    """Arrays of some streams, and a sight in which whole tiles are not seen."""
     rng = np.random.default_rng(seed)
     pools = np.arange(streams) if pools is None else np.array(pools)
     q, k, v = (
@@ -30,15 +35,21 @@ def case(*, streams=S, pools=None, tokens=2, cells=2 * TILE + 40, seen=0.1, seed
     mask = np.repeat(tiles, TILE, axis=1)[:, None, :cells] & (
         rng.random((len(pools), tokens, cells)) < 0.5
     )
-    return q, k, v, jnp.asarray(mask), jnp.asarray(pools, jnp.int32)
+    return q, k, v, sight_of_mask(mask, pools, streams)
 
 
 @jax.jit
-def plain(q, k, v, mask, pools, **options):
-    return attention(q, k[pools], v[pools], mask, **options)
+def plain(q, k, v, sight, options):
+    k, v = k[sight.streams], v[sight.streams]
+    return reference(q, k, v, mask_of(sight), options)
 
 
-by_tiles = jax.jit(attention_by_tiles)
+def shapes(**options):
+    return jax.eval_shape(lambda: case(**options))
+
+
+NONE = Options()
+BOTH = (None, "tiles")  # what jaxkv chooses, and what it then may have chosen
 
 
 @pytest.mark.parametrize(
@@ -56,52 +67,55 @@ by_tiles = jax.jit(attention_by_tiles)
     ],
     ids=str,
 )
-def test_numbers_are_those_of_attention(options):
+def test_numbers_are_those_of_the_formula(options):
     arrays = case(**options)
     sinks = jnp.linspace(-1.0, 1.0, K * G)
-    for extra in ({}, {"scale": 0.3, "softcap": 2.0, "sinks": sinks}):
-        got = by_tiles(*arrays, **extra)
-        np.testing.assert_allclose(got, plain(*arrays, **extra), rtol=2e-5, atol=2e-6)
+    for extra in (NONE, Options(scale=0.3, softcap=2.0, sinks=sinks)):
+        wanted = plain(*arrays, extra)
+        for way in BOTH:
+            np.testing.assert_allclose(attend(*arrays, extra, way), wanted, rtol=2e-5, atol=2e-6)
 
 
 def test_both_ways_are_taken():
     """The cases above are on both sides of the border."""
     for options, few in (({}, True), ({"seen": 0.9}, False)):
-        *_, mask, _ = case(**options)
-        tiles = np.pad(np.asarray(mask).any(1), [(0, 0), (0, TILE - 40)]).reshape(S, -1, TILE)
+        *_, sight = case(**options)
+        tiles = np.pad(np.asarray(mask_of(sight)).any(1), [(0, 0), (0, TILE - 40)]).reshape(
+            S, -1, TILE
+        )
         assert tiles.shape[0] * tiles.shape[1] > SMALL
         assert (tiles.any(-1).mean() < FEW) == few
 
 
 @pytest.mark.parametrize("options", [{}, {"pools": [2, 0]}], ids=str)
-def test_hidden_rows_may_hold_anything(options):
-    q, k, v, mask, pools = case(**options)
-    hidden = ~np.asarray(mask).any(1)  # [P, N]
-    dirty = [np.array(x) for x in (k, v)]
-    for p, stream in enumerate(np.asarray(pools)):
-        for x in dirty:
-            x[stream][:, hidden[p]] = np.nan
-    got = by_tiles(q, *map(jnp.asarray, dirty), mask, pools)
-    np.testing.assert_allclose(got, plain(q, k, v, mask, pools), rtol=2e-5, atol=2e-6)
+def test_hidden_keys_may_hold_anything(options):
+    q, k, v, sight = case(**options)
+    hidden = ~np.asarray(mask_of(sight)).any(1)  # [P, N]
+    dirty = np.array(k)
+    for p, stream in enumerate(np.asarray(sight.streams)):
+        dirty[stream][:, hidden[p]] = np.nan
+    for way in BOTH:
+        got = attend(q, jnp.asarray(dirty), v, sight, NONE, way)
+        np.testing.assert_array_equal(got, attend(q, k, v, sight, NONE, way))
 
 
 @pytest.mark.parametrize("pools", [pytest.param(None, marks=pytest.mark.slow), [2, 0]])
-def test_derivatives_in_both_modes_are_those_of_attention(pools):
-    q, k, v, mask, pools = case(pools=pools, cells=40, seen=1.0)
+def test_derivatives_in_both_modes_are_those_of_the_formula(pools):
+    q, k, v, sight = case(pools=pools, cells=40, seen=1.0)
     sinks = jnp.zeros(K * G)
 
     def loss(by, q, k, v, sinks):
-        return jnp.sum(jnp.sin(by(q, k, v, mask, pools, sinks=sinks)))
+        return jnp.sum(jnp.sin(by(q, k, v, sight, Options(sinks=sinks))))
 
     got, wanted = (
         jax.jit(jax.grad(partial(loss, by), argnums=(0, 1, 2, 3)))(q, k, v, sinks)
-        for by in (attention_by_tiles, plain)
+        for by in (attend, plain)
     )
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     forward = [
         jax.jit(partial(jax.jvp, partial(loss, by)))((q, k, v, sinks), (q, k, v, sinks + 1))
-        for by in (attention_by_tiles, plain)
+        for by in (attend, plain)
     ]
     np.testing.assert_allclose(forward[0], forward[1], rtol=1e-4)
 
@@ -109,16 +123,14 @@ def test_derivatives_in_both_modes_are_those_of_attention(pools):
 @pytest.mark.parametrize("pools", [[1], [3, 0]])
 def test_streams_that_take_part_are_read_where_they_lie(pools):
     """A gather of their keys would hold as many bytes again."""
-    q, k, v, mask, pools = jax.eval_shape(lambda: case(pools=pools, cells=8192))
+    arrays = shapes(pools=pools, cells=8192)
     one_stream = K * 8192 * D * 4
-    compiled = by_tiles.lower(q, k, v, mask, pools).compile()
-    assert hlo.temporary_bytes(compiled) < one_stream / 2
-    gathered = plain.lower(q, k, v, mask, pools).compile()
+    assert hlo.temporary_bytes(attend.lower(*arrays, NONE).compile()) < one_stream / 2
+    gathered = attend.lower(*arrays, NONE, "whole").compile()
     assert hlo.temporary_bytes(gathered) > one_stream / 2  # so that this can fail
 
 
 def test_a_long_prompt_holds_no_logits_of_a_large_pool():
-    q, k, v, mask, pools = jax.eval_shape(lambda: case(streams=1, tokens=64, cells=8192))
+    arrays = shapes(streams=1, tokens=64, cells=8192)
     logits = 64 * K * G * 8192 * 4
-    compiled = by_tiles.lower(q, k, v, mask, pools).compile()
-    assert hlo.temporary_bytes(compiled) < logits / 4
+    assert hlo.temporary_bytes(attend.lower(*arrays, NONE).compile()) < logits / 4

@@ -38,7 +38,7 @@ def attend(memory, ubatch, value, causal):
     return jaxkv.attend(memory, 0, ubatch, 0 * value, value, value, causal=causal)[1]
 
 
-attention = jax.jit(jaxkv.attention)
+attention = jaxkv.attention
 
 
 def seen_from(window, query, *, causal=True, count=12):

@@ -51,6 +51,10 @@ def write(
 ) -> Rows:
     """Write the keys and values of a ubatch into their cells.
 
+    Stored values are always finite, so that a hidden one is harmless: 0 times it is 0. Where a
+    head's key or value is not finite in the dtype of the buffers, its value is stored as zero and
+    its key as NaN, which shows in every token that sees it; hidden by a choice, it shows in none.
+
     Args:
       rows: the rows.
       layer: which layer they are of, static.
@@ -62,6 +66,10 @@ def write(
     Returns:
       The rows after it.
     """
+    k, v = k.astype(rows.k[layer].dtype), v.astype(rows.v[layer].dtype)
+    finite = jnp.all(jnp.isfinite(k), axis=3, keepdims=True)
+    finite &= jnp.all(jnp.isfinite(v), axis=3, keepdims=True)
+    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     if slots.size * k.shape[2] == 1:
         # A write of one row alone becomes an update of a slice, which the compiler does twice: in
         # place, and in a copy of all rows for attention to read. A second one, which is left out,
@@ -72,9 +80,7 @@ def write(
     def put(old: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
         # Every index is spelled out: with a slice among them the write becomes copies of the rows.
         where = (streams[:, None, None], jnp.arange(new.shape[2])[None, None], slots[..., None])
-        array = (
-            old[layer].at[where].set(new.astype(old[layer].dtype), mode="drop", unique_indices=True)
-        )
+        array = old[layer].at[where].set(new, mode="drop", unique_indices=True)
         return (*old[:layer], array, *old[layer + 1 :])
 
     return replace(rows, k=put(rows.k, k), v=put(rows.v, v))

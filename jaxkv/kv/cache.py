@@ -13,8 +13,10 @@ from jaxkv.kv import copy as streams
 from jaxkv.kv import defrag, shift, slots
 from jaxkv.kv.buffers import Rows
 from jaxkv.kv.cells import Cells, Placement
-from jaxkv.kv.mask import visible
-from jaxkv.ops.attention.api import Implementation, attention_by
+from jaxkv.kv.mask import sight_of
+from jaxkv.ops.attention import api as attention
+from jaxkv.ops.attention.api import Implementation
+from jaxkv.ops.attention.softmax import Options
 from jaxkv.rope import Rope
 from jaxkv.window import Window, cells_for
 
@@ -169,21 +171,10 @@ def _attend(
         raise ValueError(f"wanted q [R, T, H, D] of {ubatch.valid.shape} tokens, got {q.shape[:2]}")
     stream = slots.streams(table, ubatch)
     rows = store.write(rows, layer, stream, slots.settled(table, ubatch), k, v)
-    # All rows of one stream are one list of tokens, so that its keys are read once for all of them.
-    pools = slots.pools(table, ubatch)
-    packed = q.reshape(pools.size, -1, *q.shape[2:])
-    mask = visible(table, ubatch, causal=causal).reshape(*packed.shape[:2], table.size)
-    out = attention_by(
-        implementation,
-        packed,
-        rows.k[layer],
-        rows.v[layer],
-        mask,
-        pools,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    sight = sight_of(table, ubatch, causal=causal)
+    lists = q.reshape(*sight.at.shape, *q.shape[2:])
+    options = Options(scale=scale, softcap=softcap, sinks=sinks)
+    out = attention.attend(lists, rows.k[layer], rows.v[layer], sight, options, implementation)
     return KVCache(table=table, rows=rows), out.reshape(*q.shape[:3], -1)
 
 

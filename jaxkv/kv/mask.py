@@ -1,39 +1,49 @@
-"""Which cells each token of a ubatch may see."""
+"""Which cells each token of a ubatch may see: those of its sequence, up to its own position."""
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
 from jaxkv.kv.cells import Cells, home
-from jaxkv.kv.slots import streams
-from jaxkv.window import sees
+from jaxkv.kv.slots import pools
+from jaxkv.ops.attention.sight import Sight, mask_of
 
 
-def visible(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> jax.Array:
-    """Say which cells each token sees: those of its sequence, up to its own position.
+def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
+    """Returns what decides which cells the tokens of a ubatch see.
 
-    With a window, those inside of it alone; see `jaxkv.window` for the rules.
+    The table decides, nothing else: an empty cell has no owner, and a token sees the tokens of its
+    own ubatch because they already stand in the table. With a window, a token sees what lies inside
+    of it; see `jaxkv.window` for the rules.
 
-    The table decides, nobody else: an empty cell has no owner, and a token sees the tokens of its
-    own ubatch because they already stand in the table.
+    All rows of one stream are one list of tokens, so that its keys are read once for all of them.
 
     Args:
       cells: the table, with the ubatch applied.
       ubatch: the tokens that look.
       causal: False lets them see what comes after them too.
+    """
+    _, word, bit = home(cells, ubatch.sequences)
+    streams = pools(cells, ubatch)
+    bit = jnp.where(ubatch.valid, jnp.uint32(1) << bit, 0)
+    at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
+    return Sight(
+        position=cells.position,
+        owners=cells.owners,
+        streams=streams,
+        at=at,
+        word=word,
+        bit=bit,
+        window=cells.window,
+        causal=causal,
+        all_streams=streams.size == cells.streams,
+    )
 
-    Returns:
-      `[R, T, N]` bool. Nothing is visible to a padding token.
+
+def visible(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> jax.Array:
+    """Returns which cells each token sees, `[R, T, N]` bool; the arguments are those of `sight_of`.
 
     llama.cpp: `set_input_kq_mask`.
     """
-    _, word, bit = home(cells, ubatch.sequences)
-    stream = streams(cells, ubatch)
-    owners = cells.owners[stream]  # [R, W, N]
-    owner = owners[:, 0][:, None]
-    for w in range(1, owners.shape[1]):  # a choice among few words, where a gather would be stored
-        owner = jnp.where((word == w)[..., None], owners[:, w][:, None], owner)
-    owned = (owner >> bit[..., None]) & 1 == 1
-    position = cells.position[stream][:, None]
-    seen = sees(cells.window, ubatch.positions[..., None], position, causal=causal)
-    return owned & seen & ubatch.valid[..., None]
+    mask = mask_of(sight_of(cells, ubatch, causal=causal))
+    return mask.reshape(*ubatch.valid.shape, cells.size)

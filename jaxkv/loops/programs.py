@@ -34,16 +34,32 @@ def program_of(build: Callable[..., Any], *functions: Callable) -> Any:
     ]
     key = (build, *(tuple(map(id, part)) for part in parts))
     if key not in _kept:
-        # The first that dies takes the program with it, so no id in a key is ever used again.
-        forget = partial(_forget, key)
-        deaths = [weakref.ref(one, forget) for part in parts for one in part]
+        # The first that dies takes the program with it: an id of a key is never that of another.
+        deaths = [_watched(one, partial(_forget, key)) for part in parts for one in part]
         _kept[key] = deaths, build(*map(_reference, functions))
     return _kept[key][1]
 
 
+def _watched(one: Any, tell: Callable[[weakref.ref], None]) -> weakref.ref:
+    try:
+        return weakref.ref(one, tell)
+    except TypeError:
+        raise TypeError(
+            f"wanted a function, a method or an object that can be referenced weakly, got "
+            f"{type(one)}: wrap it in a function, and pass the same one every time"
+        ) from None
+
+
 def _reference(function: Callable) -> Callable[[], Any]:
     weakly = weakref.WeakMethod if isinstance(function, types.MethodType) else weakref.ref
-    return weakly(function)
+    reference = weakly(function)
+
+    def found() -> Any:
+        if (function := reference()) is None:
+            raise ReferenceError("the function that this program was made for is gone: keep it")
+        return function
+
+    return found
 
 
 def _forget(key: tuple, _: weakref.ref) -> None:

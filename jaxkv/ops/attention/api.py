@@ -1,12 +1,16 @@
-"""The programs that attention over a cache may run as: two of jaxkv's own, and those of JAX."""
+"""Attention over streams of cells, in one of several ways: the table of them, and how they run."""
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.xla import attention
-from jaxkv.ops.attention.xla_tiles import attention_by_tiles
+from jaxkv.ops.attention import jax_nn, xla, xla_cpu, xla_tiles
+from jaxkv.ops.attention.sight import Sight, mask_of
+from jaxkv.ops.attention.softmax import Options, Sums, closed, unpacked, with_sinks
+from jaxkv.ops.attention.transforms import derived_by, folded
 
 Implementation = Literal["tiles", "whole", "xla", "cudnn"]
 """The ways there are.
@@ -17,67 +21,160 @@ xla: `jax.nn.dot_product_attention`.
 cudnn: the same with the kernel of NVIDIA's library, for float16 and bfloat16.
 """
 
+Way = Callable[[jax.Array, jax.Array, jax.Array, Sight, Options], Sums]
+"""An implementation: what is weighed for queries, keys, values, a sight and options.
 
-def attention_by(
-    implementation: Implementation | None,
+q: `[P, T, H, D]`, queries of P lists of tokens. Query head h reads key/value head h // (H / K).
+k: `[S, K, N, D]`, keys of all streams; a cell that nobody may see holds anything, also a NaN.
+v: `[S, K, N, Dv]`, values, finite all of them.
+sight: what decides which cells each token sees; of it an implementation makes what it needs.
+options: scale and softcap. Sinks come afterwards, when all cells have been weighed.
+
+It returns a softmax that is still open, so that it can be joined with that over other cells.
+"""
+
+
+def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+    """Chooses by shapes, for a GPU or a TPU.
+
+    The turns of a loop whose length depends on the data wait for the host or for each other, and
+    that takes longer than reading what nobody sees; unless the logits of all cells would be more
+    than what is read, as those of a prompt are.
+    """
+    logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes a cell
+    read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    way = xla.whole if logits <= read else xla_tiles.by_tiles
+    return way(q, k, v, sight, options)
+
+
+def by_platform(cpu: Callable[..., Sums], default: Callable[..., Sums]) -> Callable[..., Sums]:
+    """Makes one implementation of two: the platform that a program is lowered for picks."""
+
+    def weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, options: Options) -> Sums:
+        ways = {"cpu": partial(cpu, options=options), "default": partial(default, options=options)}
+        return jax.lax.platform_dependent(q, k, v, seen, **ways)
+
+    return weigh
+
+
+def ours(cpu: Way, default: Way) -> Way:
+    """Makes an implementation of jaxkv's own."""
+
+    def plain(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+        return xla.cleaned(q, sight.of_lists(k), sight.of_lists(v), mask_of(sight), options)
+
+    return derived_by(plain, folded(by_platform(cpu, default)))
+
+
+IMPLEMENTATIONS: dict[Implementation | None, Way] = {
+    None: ours(xla_cpu.best, best),
+    "tiles": ours(xla_cpu.tiles, xla_tiles.by_tiles),
+    "whole": ours(xla_cpu.whole, xla.whole),
+    "xla": jax_nn.xla,
+    "cudnn": jax_nn.cudnn,
+}
+
+
+@partial(jax.jit, static_argnames="implementation")
+def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    mask: jax.Array,
-    pools: jax.Array,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
+    sight: Sight,
+    options: Options,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Do what `attention_by_tiles` does, with the same arguments, in the way that is asked for.
+    """Attends from lists of tokens to the cells of their streams.
+
+    It is compiled as a function of its own, so that the layers of a model are traced and lowered
+    once.
 
     Args:
-      implementation: which; None leaves it to jaxkv, see `best`.
-      q: see `attention_by_tiles`, as for all others.
-      k: keys.
-      v: values.
-      mask: what each token sees.
-      pools: the stream of each list of tokens.
-      scale: see `attention`.
-      softcap: see `attention`. Not with "xla" and "cudnn".
-      sinks: see `attention`. Not with "xla" and "cudnn".
+      q: `[P, T, H, D]`, queries.
+      k: `[S, K, N, D]`, keys.
+      v: `[S, K, N, Dv]`, values.
+      sight: what decides which cells each token sees.
+      options: scale, softcap and sinks.
+      implementation: which; None leaves it to jaxkv.
+
+    Returns:
+      `[P, T, H, Dv]` in the dtype of `q`. Zeros for a token that sees nothing. Derivatives, in both
+      modes, are those of the plain formula, and safe from what no token sees.
 
     Raises:
       ValueError: when there is no such implementation, or it cannot do what is asked for.
       RuntimeError: by JAX, when cuDNN is wanted where there is none.
     """
-    if implementation is None:
-        implementation = best(q, k, v)
-    if implementation not in get_args(Implementation):
+    if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"wanted an implementation of {get_args(Implementation)}, got {implementation!r}"
         )
-    options = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    if implementation == "tiles":
-        return attention_by_tiles(q, k, v, mask, pools, **options)
-    if pools.shape[0] != k.shape[0]:
-        k, v = k[pools], v[pools]
-    if implementation == "whole":
-        return attention(q, k, v, mask, **options)
-    if softcap is not None or sinks is not None:
-        raise ValueError(
-            f"{implementation!r} has neither a softcap nor sinks: leave the implementation to jaxkv"
-        )
-    k, v = (x.swapaxes(1, 2) for x in (k, v))
-    out = jax.nn.dot_product_attention(
-        q, k, v, mask=mask[:, None], scale=scale, implementation=implementation
-    )
-    return jnp.where(jnp.any(mask, axis=2)[..., None, None], out, 0)
+    check(q, k, v, options)
+    sums = IMPLEMENTATIONS[implementation](q, k, v, sight, options)
+    return unpacked(closed(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 
-def best(q: jax.Array, k: jax.Array, v: jax.Array) -> Implementation:
-    """Choose for the default backend and these shapes.
+_by_mask = derived_by(xla.cleaned, by_platform(xla_cpu.by_mask, xla.by_mask))
 
-    On a GPU the turns of a loop whose length depends on the data wait for the host, and that takes
-    longer than reading what nobody sees; unless the logits of all cells would be more than what is
-    read, as those of a prompt are.
+
+@partial(jax.jit, static_argnames=("scale", "softcap"))
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Attend from every token to the cells that a mask shows to it, on plain arrays.
+
+    Args:
+      q: `[R, T, H, D]`, queries. Query head h reads key/value head h // (H / K).
+      k: `[R, K, N, D]`, keys, for each row of tokens its own.
+      v: `[R, K, N, Dv]`, values. They must be finite, also those that no token sees.
+      mask: `[R, T, N]` bool, which cells each token sees.
+      scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
+      softcap: what those products stay below: c * tanh(x / c).
+      sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
+
+    Returns:
+      `[R, T, H, Dv]` in the dtype of `q`; sums and softmax in float32. A token that sees nothing
+      gets zeros. A hidden key may hold anything; a token that sees a NaN key gets NaN. Derivatives
+      are safe from keys that no token sees.
+
+    Raises:
+      ValueError: when H is not a multiple of K, or shapes do not fit together.
+
+    Examples:
+      Two equal keys share the attention; a hidden one gets none, whatever it holds:
+
+      >>> q, v = jnp.ones((1, 1, 1, 1)), jnp.array([2.0, 4.0, 6.0]).reshape(1, 1, 3, 1)
+      >>> k = jnp.array([1.0, 1.0, jnp.nan]).reshape(1, 1, 3, 1)
+      >>> attention(q, k, v, jnp.array([[[True, True, False]]]))[0, 0, 0]
+      Array([3.], dtype=float32)
+      >>> attention(q, k, v, jnp.array([[[False, False, False]]]))[0, 0, 0]
+      Array([0.], dtype=float32)
     """
-    logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes a cell
-    read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-    return "whole" if jax.default_backend() == "gpu" and logits <= read else "tiles"
+    options = Options(scale=scale, softcap=softcap, sinks=sinks)
+    check(q, k, v, options)
+    wanted = (*q.shape[:2], k.shape[2])
+    if k.shape[0] != q.shape[0] or mask.shape != wanted:
+        raise ValueError(f"wanted a mask {wanted}, and k for as many rows, got {mask.shape}")
+    sums = _by_mask(q, k, v, mask, options)
+    return unpacked(closed(with_sinks(sums, sinks)), q.shape[1]).astype(q.dtype)
+
+
+def check(q: jax.Array, k: jax.Array, v: jax.Array, options: Options) -> None:
+    """Raises unless the shapes of queries, keys, values and sinks fit together."""
+    heads, size = q.shape[2:]
+    if heads % k.shape[1] or k.shape[:3] != v.shape[:3] or k.shape[3] != size:
+        raise ValueError(
+            f"wanted q [R, T, H, D], k [R, K, N, D] and v [R, K, N, Dv] with H a multiple of K, "
+            f"got {q.shape}, {k.shape} and {v.shape}"
+        )
+    if options.sinks is not None and options.sinks.shape != (heads,):
+        raise ValueError(
+            f"wanted sinks {(heads,)}, one for each query head, got {options.sinks.shape}"
+        )

@@ -1,0 +1,94 @@
+"""How long until a step may run? Tracing it, lowering it, compiling it, each by itself.
+
+Run `python -m benchmarks.compile`; `--model smollm2` takes a whole model instead of its attention
+alone. The time depends on what a program looks like and not on what is in its arrays, so shapes are
+enough. Every turn begins with all of JAX's caches empty.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+import models
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64  # of SmolLM2-135M
+PARTS = ("trace", "lower", "compile")
+
+
+def attention_alone(tokens: int, cells: int) -> tuple[Callable, tuple]:
+    """Plan, apply, and attend in each layer: a function, and its arguments as shapes."""
+
+    def make() -> tuple:
+        # Positions of the arguments alone, so that this runs where their names were others.
+        names = jaxkv.make_kv_cache.__kwdefaults__ or {}
+        kv_heads, head_dim = ("kv_heads", "head_dim") if "head_dim" in names else ("heads", "size")
+        sizes = {kv_heads: KV_HEADS, head_dim: HEAD_DIM}
+        return jaxkv.make_kv_cache(layers=LAYERS, cells=cells, sequences=tokens, **sizes)
+
+    def step(memory: object, token: jax.Array) -> tuple:
+        everyone = jnp.arange(tokens, dtype=jnp.int32)
+        ubatch, _ = jaxkv.plan_step(memory, token, everyone, jnp.ones(tokens, bool))
+        memory, x = jaxkv.apply(memory, ubatch), jnp.ones((*ubatch.valid.shape, HEADS, HEAD_DIM))
+        for layer in range(LAYERS):
+            k, v = x[:, :, :KV_HEADS], x[:, :, KV_HEADS : 2 * KV_HEADS]
+            memory, out = jaxkv.attend(memory, layer, ubatch, x, k, v)
+            x = x + out
+        return memory, x
+
+    return step, (jax.eval_shape(make), jax.ShapeDtypeStruct((tokens,), jnp.int32))
+
+
+def whole_model(name: str, tokens: int, cells: int) -> tuple[Callable, tuple]:
+    """The same of a model, with its weights."""
+    model = models.load(name)
+
+    def step(weights: object, memory: object, token: jax.Array) -> tuple:
+        everyone = jnp.arange(tokens, dtype=jnp.int32)
+        ubatch, _ = jaxkv.plan_step(memory, token, everyone, jnp.ones(tokens, bool))
+        return model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+
+    memory = jax.eval_shape(lambda: model.make_memory(cells=cells, sequences=tokens))
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.weights)
+    return step, (weights, memory, jax.ShapeDtypeStruct((tokens,), jnp.int32))
+
+
+def one_turn(step: Callable, shapes: tuple) -> tuple[list[float], int]:
+    """Seconds of each part, and the lines of the lowered program."""
+    jax.clear_caches()
+    times = [time.perf_counter()]
+    # The memory is donated, as in a loop; it is the argument before the tokens.
+    traced = jax.jit(step, donate_argnums=len(shapes) - 2).trace(*shapes)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    lowered.compile()
+    times.append(time.perf_counter())
+    return np.diff(times).tolist(), lowered.as_text().count("\n")
+
+
+def main() -> None:
+    """Print the seconds of each part: the median, and from lowest to highest."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--model", help="a whole model, by default attention alone")
+    parser.add_argument("--tokens", type=int, default=8, help="one of each sequence")
+    parser.add_argument("--cells", type=int, default=4096)
+    parser.add_argument("--turns", type=int, default=4)
+    args = parser.parse_args()
+    if args.model:
+        step, shapes = whole_model(args.model, args.tokens, args.cells)
+    else:
+        step, shapes = attention_alone(args.tokens, args.cells)
+    one_turn(step, shapes)  # imports, and what is compiled once in a process
+    turns = [one_turn(step, shapes) for _ in range(args.turns)]
+    print(f"{turns[0][1]} lines of StableHLO; seconds:")
+    for name, took in zip(PARTS, np.transpose([times for times, _ in turns]), strict=True):
+        print(f"  {name:8s} {np.median(took):6.2f}  ({took.min():.2f} to {took.max():.2f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What decides which cells each token sees, without a mask: made inside, by those who want one."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.window import Window, sees
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sight:
+    """Positions and owners of the cells of S streams, and of P lists of T tokens that look.
+
+    A token sees the cells of its stream that have its owner, up to its own position, as far back as
+    the window reaches. It is small: an implementation makes of it what it needs, a mask or none.
+
+    position: `[S, N]` int32, the position of each cell.
+    owners: `[S, W, N]` uint32, one bit for each sequence that owns the cell.
+    streams: `[P]` int32, the stream of each list of tokens.
+    at: `[P, T]` int32, the position of each token.
+    word: `[P, T]` int32, in which of the W words its owner stands.
+    bit: `[P, T]` uint32, the bit of that word, set; 0 for padding, which sees nothing.
+    window: how far back tokens look, static.
+    causal: False lets them see what comes after them too, static.
+    all_streams: whether list p is stream p's and P is S, static. Shapes alone cannot tell.
+    """
+
+    position: jax.Array  # [S, N]
+    owners: jax.Array  # [S, W, N]
+    streams: jax.Array  # [P]
+    at: jax.Array  # [P, T]
+    word: jax.Array  # [P, T]
+    bit: jax.Array  # [P, T]
+    window: Window | None = field(metadata={"static": True})
+    causal: bool = field(metadata={"static": True})
+    all_streams: bool = field(metadata={"static": True})
+
+    def of_lists(self, x: jax.Array) -> jax.Array:
+        """Returns the part of each list's stream, `[P, ...]`, of an array `[S, ...]`."""
+        return x if self.all_streams else x[self.streams]
+
+
+@jax.jit
+def mask_of(sight: Sight) -> jax.Array:
+    """Returns which cells of its stream each token sees; `[P, T, N]` bool.
+
+    Layers that share a sight call this each for itself; the compiler computes it once.
+
+    llama.cpp: `set_input_kq_mask`.
+    """
+    owners = sight.of_lists(sight.owners)  # [P, W, N]
+    owner = owners[:, 0][:, None]
+    for w in range(1, owners.shape[1]):  # a choice among few words, where a gather would be stored
+        owner = jnp.where((sight.word == w)[..., None], owners[:, w][:, None], owner)
+    owned = owner & sight.bit[..., None] != 0
+    position = sight.of_lists(sight.position)[:, None]
+    return owned & sees(sight.window, sight.at[..., None], position, causal=sight.causal)

@@ -1,0 +1,119 @@
+"""A softmax before its division: over some cells, so that it can be joined with others.
+
+Its arrays are packed: the G query heads of a key head and the T tokens of a list are X = G * T rows
+of one product, so that a key is read once for all of them.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""The logit of a hidden cell; finite, so that max and exp never meet infinity minus infinity."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """What a model's attention asks for beside its arrays.
+
+    scale: what the products of queries and keys are multiplied by, static; None for 1 / sqrt(D).
+    softcap: what those products stay below, c * tanh(x / c), static; None for no bound.
+    sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
+    """
+
+    scale: float | None = field(default=None, metadata={"static": True})
+    softcap: float | None = field(default=None, metadata={"static": True})
+    sinks: jax.Array | None = None
+
+    def scaled(self, q: jax.Array) -> jax.Array:
+        """Returns queries `[..., D]` times the scale, in their own dtype."""
+        return q * jnp.asarray(q.shape[-1] ** -0.5 if self.scale is None else self.scale, q.dtype)
+
+    def capped(self, logits: jax.Array) -> jax.Array:
+        """Returns logits below the bound, smoothly, if there is one."""
+        cap = self.softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class Sums(NamedTuple):
+    """A softmax over some cells before its division, for queries from `packed`.
+
+    The dtype is that of `sums_dtype`.
+
+    highest: `[P, K, X]`, the highest logit; what is finite and low where nothing is seen.
+    total: `[P, K, X]`, the sum of exp(logit - highest).
+    out: `[P, K, X, Dv]`, the values, each times its exp(logit - highest), added up.
+    """
+
+    highest: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def sums_dtype(q: jax.Array) -> jnp.dtype:
+    """Returns what logits and sums are computed in: float32, or float64 for such queries."""
+    return jnp.promote_types(q.dtype, jnp.float32)
+
+
+def masked(logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """Gives hidden cells the lowest logit, and others a higher one; a NaN that is seen stays."""
+    return jnp.where(mask, jnp.maximum(logits, LOWEST / 2), LOWEST)
+
+
+def seen_alone(sums: Sums, mask: jax.Array) -> Sums:
+    """Sets a token that sees nothing to zero: it has weights all the same, of hidden cells."""
+    sees = jnp.tile(jnp.any(mask, axis=2), sums.total.shape[2] // mask.shape[1])[:, None]
+    return Sums(
+        sums.highest,
+        jnp.where(sees, sums.total, 0.0),
+        jnp.where(sees[..., None], sums.out, 0.0),
+    )
+
+
+def nothing(q: jax.Array, value_dim: int) -> Sums:
+    """Returns the sums over no cells, for packed queries `[P, K, X, D]`."""
+    zero = jnp.zeros(q.shape[:3], sums_dtype(q))
+    return Sums(zero + LOWEST, zero, jnp.zeros((*q.shape[:3], value_dim), zero.dtype))
+
+
+def joined(a: Sums, b: Sums) -> Sums:
+    """Returns the softmax over the cells of two."""
+    highest = jax.lax.stop_gradient(jnp.maximum(a.highest, b.highest))
+    x, y = jnp.exp(a.highest - highest), jnp.exp(b.highest - highest)
+    return Sums(highest, a.total * x + b.total * y, a.out * x[..., None] + b.out * y[..., None])
+
+
+def with_sinks(sums: Sums, sinks: jax.Array | None) -> Sums:
+    """Adds the sinks `[H]`, if there are any, to the sums over all cells."""
+    if sinks is None:
+        return sums
+    lists, groups, queries = sums.total.shape
+    heads = sinks.astype(sums.total.dtype).reshape(1, groups, -1, 1)
+    logits = jnp.broadcast_to(heads, (lists, groups, heads.shape[2], queries // heads.shape[2]))
+    logits = logits.reshape(sums.total.shape)
+    return joined(sums, Sums(logits, jnp.ones_like(logits), jnp.zeros_like(sums.out)))
+
+
+def closed(sums: Sums) -> jax.Array:
+    """Divides; zeros where nothing is seen. `[P, K, X, Dv]`."""
+    return sums.out / jnp.where(sums.total == 0.0, 1.0, sums.total)[..., None]
+
+
+def packed(q: jax.Array, groups: int) -> jax.Array:
+    """Lays queries out as one product with each key head; `[P, T, H, D]` to `[P, K, G * T, D]`."""
+    lists, tokens, _, size = q.shape
+    return (
+        q.reshape(lists, tokens, groups, -1, size)
+        .transpose(0, 2, 3, 1, 4)
+        .reshape(lists, groups, -1, size)
+    )
+
+
+def unpacked(out: jax.Array, tokens: int) -> jax.Array:
+    """Undoes `packed`; `[P, K, G * T, Dv]` to `[P, T, H, Dv]`."""
+    lists, groups, _, size = out.shape
+    out = out.reshape(lists, groups, -1, tokens, size).transpose(0, 3, 1, 2, 4)
+    return out.reshape(lists, tokens, -1, size)

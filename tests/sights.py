@@ -1,0 +1,27 @@
+"""A sight that shows what a mask shows: each token looks for an owner of its own."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.ops.attention.sight import Sight
+
+
+def sight_of_mask(mask, streams, count):
+    """A sight of `count` streams for a mask `[P, T, N]`, of which no two lists share a stream."""
+    mask, streams = np.asarray(mask), np.asarray(streams, np.int32)
+    lists, tokens, cells = mask.shape
+    owners = np.zeros((count, -(-tokens // 32), cells), np.uint32)
+    for t in range(tokens):
+        owners[streams, t // 32] |= mask[:, t].astype(np.uint32) << np.uint32(t % 32)
+    token = np.broadcast_to(np.arange(tokens), (lists, tokens))
+    return Sight(
+        position=jnp.zeros((count, cells), jnp.int32),
+        owners=jnp.asarray(owners),
+        streams=jnp.asarray(streams),
+        at=jnp.zeros((lists, tokens), jnp.int32),
+        word=jnp.asarray(token // 32, jnp.int32),
+        bit=jnp.uint32(1) << jnp.asarray(token % 32, jnp.uint32),
+        window=None,
+        causal=True,
+        all_streams=lists == count,
+    )
