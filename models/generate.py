@@ -242,7 +242,7 @@ def _compile(
             out = lowered.out_info[2]
             blanks[shape] = jnp.zeros(out.shape, out.dtype)
     if run.steps:
-        # A loop in which nobody goes on ends before its first step.
+        # A loop in which no sequence goes on ends before its first step.
         idle = run.state(run.sequences, [False] * len(run.sequences))
         jobs.append(lambda: run.decode(memory, idle))
     done = compile_all(jobs, tell)

@@ -101,20 +101,21 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def _reader(path: Path) -> Reader:
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise ModelError(
-            f"{path} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'; give a "
-            ".gguf file or a folder with config.json."
-        )
     try:
-        return Reader(path)
+        with path.open("rb") as file:
+            magic = file.read(4)
+        reader = Reader(path) if magic == b"GGUF" else None
     except Exception as error:  # whatever the package meets in bytes that mean nothing
         raise ModelError(
             f"{path} cannot be read as GGUF ({brief(error)}); it may be cut short, so "
             "download it again."
         ) from error
+    if reader is None:
+        raise ModelError(
+            f"{path} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'; give a "
+            ".gguf file or a folder with config.json."
+        )
+    return reader
 
 
 def _named(path: Path, arch: str, stored: dict) -> dict[str, Any]:
