@@ -1,8 +1,7 @@
 """Texts from prompts: several at once, side by side in one memory."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
@@ -14,49 +13,13 @@ import numpy as np
 import jaxkv
 from jaxkv import loops
 from jaxkv.loops.generation import Sample
+from models.compiling import compile_all, counting
 from models.model import Model
-
-Finish = Literal["stop", "length", "full"]
-"""Why a text ends: a stop token came, it has all the tokens asked for, or the memory is full."""
+from models.room import check_room
+from models.texts import OnText, Text, Writer
 
 Streams = Literal["unified", "split"]
 """Whether all texts share the cells of the memory, or each has its own."""
-
-OnText = Callable[[int, str, bool], None]
-"""`(which text, what is new of it, whether it ends there)`."""
-
-_compiles = 0
-
-
-def _count(event: str, duration: float, **tags: Any) -> None:
-    del duration, tags
-    global _compiles
-    # Also sent when the program comes from the compilation cache on disk: it is a new one here.
-    _compiles += event == "/jax/core/compile/backend_compile_duration"
-
-
-jax.monitoring.register_event_duration_secs_listener(_count)
-
-
-def compiles() -> int:
-    """Count the programs that were compiled, or read from disk, since this module is loaded."""
-    return _compiles
-
-
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """What came of one prompt.
-
-    prompt_tokens: what it began with.
-    tokens: what was generated, without the stop token.
-    text: those tokens in characters.
-    finish: why it ends.
-    """
-
-    prompt_tokens: list[int]
-    tokens: list[int]
-    text: str
-    finish: Finish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,121 +80,69 @@ def generate_texts(
 
     Raises:
       RefusedError: when the prompts do not fit the memory, before anything is compiled or run.
+      ModelError: when the memory does not fit the device, before it is made.
       ValueError: when there is no prompt, one is empty, or a number is below 1.
     """
-    for name, got in {"max_tokens": max_tokens, "steps_per_dispatch": steps_per_dispatch}.items():
-        if got < 1:
-            raise ValueError(f"{name} must be at least 1, got {got}")
-    if not prompts or not all(map(len, prompts)):
-        raise ValueError("wanted prompts of at least one token each, got none, or one without any")
-    if streams not in ("unified", "split"):
-        raise ValueError(f'streams must be "unified" or "split", got {streams!r}')
+    _check(prompts, max_tokens, steps_per_dispatch, streams)
     if cells is None:
         cells = cells_for(prompts, max_tokens, streams)
-    count = len(prompts) if streams == "split" else 1
-    memory = model.make_memory(
-        cells=cells, sequences=len(prompts), streams=count, ubatch_size=ubatch_size
+    pools = len(prompts) if streams == "split" else 1
+    make = partial(
+        model.make_memory,
+        cells=cells,
+        sequences=len(prompts),
+        streams=pools,
+        ubatch_size=ubatch_size,
     )
-    batch = jaxkv.make_batch([np.asarray(prompt, np.int32) for prompt in prompts])
-    plan = jaxkv.init_batch(memory, batch, ubatch_size=ubatch_size).check()
-
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    ids = jnp.arange(len(prompts), dtype=jnp.int32)
-    stop = jnp.asarray(sorted(model.stop_tokens), jnp.int32)
-    # The first token comes with the prompts. The rest is cut evenly: a shorter last dispatch would
-    # be another program, so it runs over the end by a few tokens at most instead.
-    dispatches = -(-(max_tokens - 1) // steps_per_dispatch)
-    steps = -(-(max_tokens - 1) // dispatches) if dispatches else 0
-
-    def start(token: jax.Array, active: np.ndarray) -> loops.DecodeState:
-        return loops.DecodeState(
-            token=token,
-            sequence=ids,
-            active=jnp.asarray(active),
-            full=jnp.asarray(np.zeros((), np.bool_)),
-        )
-
-    began = perf_counter()
-    jobs = []
-    blanks = {}
-    for ubatch in plan.ubatches:
-        shape = ubatch.tokens.shape, ubatch.outputs.shape
-        if shape not in blanks:
-            step = loops.step_of(model.forward)
-            jobs.append(step.lower(model.weights, *jaxkv.split(memory), ubatch))
-            out = jobs[-1].out_info[2]
-            blanks[shape] = jnp.zeros(out.shape, out.dtype)
-    if steps:
-        args = sample, model.weights, memory, start(ids, np.ones(len(prompts), np.bool_)), stop
-        jobs.append(_dispatch.lower(model.forward, *args, steps=steps))
-    _compile(jobs, on_compile)
-    # What is small is run instead, on logits of zeros.
-    rows = plan.collect([blanks[u.tokens.shape, u.outputs.shape] for u in plan.ubatches])
-    _pick(sample, rows, ids, jnp.asarray(lengths))
-    jaxkv.used(memory)
-    del blanks, rows
-    jax.block_until_ready((memory, model.weights))
-    warm, compile_seconds = compiles(), perf_counter() - began
-
-    began = perf_counter()
-    writers = [_Writer(i, model, max_tokens, on_text) for i in range(len(prompts))]
-    memory, rows = jaxkv.prefill(
-        model.forward, model.weights, memory, batch, ubatch_size=ubatch_size, donate=True
+    check_room(make, f"A memory of {cells * pools:,} cells")
+    memory = make()
+    run = _Run(
+        model=model,
+        sample=sample,
+        batch=jaxkv.make_batch([np.asarray(prompt, np.int32) for prompt in prompts]),
+        ubatch_size=ubatch_size,
+        lengths=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
+        sequences=jnp.arange(len(prompts), dtype=jnp.int32),
+        stop=jnp.asarray(sorted(model.stop_tokens), jnp.int32),
+        steps=_steps(max_tokens, steps_per_dispatch),
     )
-    token = _pick(sample, rows, ids, jnp.asarray(lengths))
-    first = np.asarray(token)
-    prompt_seconds = perf_counter() - began
+    plan = jaxkv.init_batch(memory, run.batch, ubatch_size=ubatch_size).check()
+    rules = model.tokenizer, model.stop_tokens, max_tokens, on_text
+    writers = [Writer(i, *rules) for i in range(len(prompts))]
 
-    began = perf_counter()
-    for writer, one in zip(writers, first, strict=True):
-        writer.write([one])
-    decoded = 0
-    if steps:
-        running = start(token, np.array([writer.finish is None for writer in writers]))
-    while any(writer.finish is None for writer in writers):
-        memory, running, out = _dispatch(
-            model.forward, sample, model.weights, memory, running, stop, steps=steps
-        )
-        for writer, row in zip(writers, np.asarray(out), strict=True):
-            decoded += writer.write(row[row >= 0])
-        if running.full:
-            for writer in writers:
-                if writer.finish is None:
-                    writer.end("full")
-    decode_seconds = perf_counter() - began
+    with counting() as compiled:
+        began = perf_counter()
+        memory = _compile(run, memory, plan, on_compile)
+        compile_seconds, warm = perf_counter() - began, compiled()
 
-    # Of a memory of parts, those with a window hold fewer.
-    used = max(int(part) for part in jax.tree.leaves(jaxkv.used(memory)))
+        began = perf_counter()
+        memory, first = _feed(run, memory)
+        prompt_seconds = perf_counter() - began
+
+        began = perf_counter()
+        for writer, token in zip(writers, np.asarray(first), strict=True):
+            writer.write([token])
+        memory, decoded = _go_on(run, memory, first, writers)
+        decode_seconds = perf_counter() - began
+
+        # Of a memory of parts, those with a window hold fewer.
+        used = max(int(part) for part in jax.tree.leaves(jaxkv.used(memory)))
+        compiles = compiled() - warm
+    texts = [
+        writer.outcome([int(token) for token in prompt])
+        for prompt, writer in zip(prompts, writers, strict=True)
+    ]
     return Generated(
-        texts=[
-            Text(
-                prompt_tokens=[int(token) for token in prompt],
-                tokens=writer.tokens,
-                text="".join(writer.pieces),
-                finish=writer.finish,
-            )
-            for prompt, writer in zip(prompts, writers, strict=True)
-        ],
+        texts=texts,
         compile_seconds=compile_seconds,
         prompt_seconds=prompt_seconds,
         decode_seconds=decode_seconds,
         decoded=decoded,
-        cells=cells * count,
+        cells=cells * pools,
         used=used,
         nbytes=jaxkv.nbytes(memory),
-        compiles=compiles() - warm,
+        compiles=compiles,
     )
-
-
-def _compile(jobs: list[Any], tell: Callable[[int, int], None] | None) -> None:
-    """Compile what was lowered, side by side: XLA compiles a program on one core, mostly."""
-    tell = tell or (lambda done, total: None)
-    tell(0, len(jobs))
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        # jit finds what is compiled here, since it keeps what it lowered for the same arguments.
-        for done, job in enumerate(as_completed([pool.submit(job.compile) for job in jobs]), 1):
-            job.result()
-            tell(done, len(jobs))
 
 
 def cells_for(
@@ -251,51 +162,125 @@ def cells_for(
     return -(-most // 256) * 256
 
 
-@dataclass(kw_only=False)
-class _Writer:
-    """One text while it grows."""
+def _check(
+    prompts: Sequence[Sequence[int]], max_tokens: int, steps_per_dispatch: int, streams: str
+) -> None:
+    for name, got in {"max_tokens": max_tokens, "steps_per_dispatch": steps_per_dispatch}.items():
+        if got < 1:
+            raise ValueError(f"{name} must be at least 1, got {got}")
+    if not prompts or not all(map(len, prompts)):
+        raise ValueError("wanted prompts of at least one token each, got none, or one without any")
+    if streams not in ("unified", "split"):
+        raise ValueError(f'streams must be "unified" or "split", got {streams!r}')
 
-    index: int
+
+def _steps(max_tokens: int, steps_per_dispatch: int) -> int:
+    """Returns the tokens of a dispatch; 0 where there is none.
+
+    The first token comes with the prompts. The rest is cut evenly: a shorter last dispatch would be
+    another program, so it runs over the end by a few tokens at most instead.
+    """
+    dispatches = -(-(max_tokens - 1) // steps_per_dispatch)
+    return -(-(max_tokens - 1) // dispatches) if dispatches else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What stays the same while prompts are continued.
+
+    lengths: `[Q]` int32, of the prompts.
+    sequences: `[Q]` int32, where each prompt goes.
+    stop: `[n]` int32, the tokens that end a text.
+    steps: tokens of a dispatch, 0 where one token a text is all.
+    """
+
     model: Model
-    max_tokens: int
-    on_text: OnText | None
-    tokens: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    finish: Finish | None = None
+    sample: Sample
+    batch: jaxkv.Batch
+    ubatch_size: int
+    lengths: jax.Array
+    sequences: jax.Array
+    stop: jax.Array
+    steps: int
 
-    def __post_init__(self):
-        self.stream = self.model.tokenizer.stream()
+    def state(self, token: jax.Array, active: Sequence[bool]) -> loops.DecodeState:
+        return loops.DecodeState(
+            token=token,
+            sequence=self.sequences,
+            active=jnp.asarray(np.asarray(active, np.bool_)),
+            full=jnp.asarray(np.zeros((), np.bool_)),
+        )
 
-    def write(self, tokens: Sequence[int]) -> int:
-        """Take what was generated, up to where the text ends; returns how many tokens that is."""
-        if self.finish is not None:
-            return 0
-        piece, taken = "", 0
-        finish = None
-        for token in map(int, tokens):
-            taken += 1
-            if token in self.model.stop_tokens:
-                finish = "stop"
-                break
-            self.tokens.append(token)
-            piece += self.stream.feed(token)
-            if len(self.tokens) == self.max_tokens:
-                finish = "length"
-                break
-        if finish is not None:
-            self.end(finish, piece)
-        elif piece:
-            self._tell(piece, False)
-        return taken
+    def pick(self, logits: jax.Array) -> jax.Array:
+        """The tokens that come after the prompts."""
+        return _pick(self.sample, logits, self.sequences, self.lengths)
 
-    def end(self, finish: Finish, piece: str = "") -> None:
-        self.finish = finish
-        self._tell(piece + self.stream.end(), True)
+    def decode(self, memory: Any, state: loops.DecodeState) -> tuple:
+        return jaxkv.decode(
+            self.model.forward,
+            self.sample,
+            self.model.weights,
+            memory,
+            state,
+            self.stop,
+            steps=self.steps,
+            donate=True,
+        )
 
-    def _tell(self, piece: str, done: bool) -> None:
-        self.pieces.append(piece)
-        if self.on_text is not None:
-            self.on_text(self.index, piece, done)
+
+def _compile(
+    run: _Run, memory: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None
+) -> Any:
+    """Compile all that the run needs; returns the memory, whose buffers were donated on the way."""
+    step, jobs, blanks = loops.step_of(run.model.forward), [], {}
+    for ubatch in plan.ubatches:
+        shape = ubatch.tokens.shape, ubatch.outputs.shape
+        if shape not in blanks:
+            # jit finds what is compiled here, since it keeps what it lowered for equal arguments.
+            lowered = step.lower(run.model.weights, *jaxkv.split(memory), ubatch)
+            jobs.append(lowered.compile)
+            out = lowered.out_info[2]
+            blanks[shape] = jnp.zeros(out.shape, out.dtype)
+    if run.steps:
+        # A loop in which no sequence goes on ends before its first step.
+        idle = run.state(run.sequences, [False] * len(run.sequences))
+        jobs.append(lambda: run.decode(memory, idle))
+    done = compile_all(jobs, tell)
+    if run.steps:
+        memory = done[-1][0]
+    # What is small is run, on logits of zeros.
+    run.pick(plan.collect([blanks[u.tokens.shape, u.outputs.shape] for u in plan.ubatches]))
+    jaxkv.used(memory)
+    jax.block_until_ready((memory, run.model.weights))
+    return memory
+
+
+def _feed(run: _Run, memory: Any) -> tuple[Any, jax.Array]:
+    """Put the prompts into the memory; returns it and the first token of each text."""
+    memory, logits = jaxkv.prefill(
+        run.model.forward,
+        run.model.weights,
+        memory,
+        run.batch,
+        ubatch_size=run.ubatch_size,
+        donate=True,
+    )
+    return memory, jax.block_until_ready(run.pick(logits))
+
+
+def _go_on(run: _Run, memory: Any, first: jax.Array, writers: Sequence[Writer]) -> tuple[Any, int]:
+    """Generate until every text has ended; returns the memory and how many tokens were picked."""
+    decoded = 0
+    state = run.state(first, [writer.finish is None for writer in writers])
+    while any(writer.finish is None for writer in writers):
+        memory, state, out = run.decode(memory, state)
+        for writer, row in zip(writers, np.asarray(out), strict=True):
+            decoded += writer.write(row[row >= 0])
+        if state.full:
+            for writer in writers:
+                if writer.finish is None:
+                    writer.end("full")
+    return memory, decoded
 
 
 @jax.jit
@@ -303,17 +288,3 @@ def _pick(
     sample: Sample, logits: jax.Array, sequences: jax.Array, positions: jax.Array
 ) -> jax.Array:
     return sample(logits, sequences, positions)
-
-
-@partial(jax.jit, static_argnames=("forward", "steps"), donate_argnames="memory")
-def _dispatch(
-    forward: Callable,
-    sample: Sample,
-    weights: Any,
-    memory: Any,
-    running: loops.DecodeState,
-    stop: jax.Array,
-    *,
-    steps: int,
-) -> tuple[Any, loops.DecodeState, jax.Array]:
-    return jaxkv.decode(forward, sample, weights, memory, running, stop, steps=steps)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from models.errors import ModelError
+from models.errors import ModelError, brief
 
 LIMIT = 64 * 2**20
 """Bytes of a file at most; a config has a few thousand, an index of many shards a few million."""
@@ -27,8 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
             )
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        reason = str(error).replace("\n", " ")
-        raise ModelError(f"{path} is not JSON ({reason}); download it again.") from error
+        raise ModelError(f"{path} is not JSON ({brief(error)}); download it again.") from error
     if not isinstance(content, dict):
         raise ModelError(
             f"{path} holds a {type(content).__name__} where an object is wanted; download it again."

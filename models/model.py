@@ -27,7 +27,7 @@ FAMILIES: dict[str, ModuleType] = {
 """The model file of each architecture that can be run."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Model:
     """A model with its weights.
 
@@ -46,6 +46,11 @@ class Model:
     checkpoint: Checkpoint
     family: ModuleType
     dtype: Any
+
+    def __repr__(self) -> str:
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.weights)) / 1e6
+        name = self.checkpoint.architecture
+        return f"Model({name}, {count:.1f}M weights, {self.checkpoint.source!r})"
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

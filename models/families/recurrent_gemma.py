@@ -179,7 +179,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Name where each weight of `RecurrentGemma` comes from."""
+    """Returns where each weight of `RecurrentGemma` comes from."""
     source = Sources(checkpoint)
 
     def recurrence(name: str) -> dict:
@@ -216,7 +216,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Say what each layer keeps: a window of keys and values, or a state in float32."""
+    """Returns what each layer keeps: a window of keys and values, or a state in float32."""
     attends = Attends(
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,

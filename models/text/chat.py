@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from models.errors import ModelError
+from models.errors import ModelError, brief
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -38,9 +38,9 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
         return environment.from_string(template).render(
             messages=list(messages), add_generation_prompt=True, **variables
         )
-    except TemplateError as error:
+    except Exception as error:  # a template can do whatever its language can
         raise ModelError(
-            f"The model's chat template does not take these messages: {error}."
+            f"The model's chat template does not take these messages: {brief(error)}."
         ) from error
 
 

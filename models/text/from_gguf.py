@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from models.errors import ModelError
+from models.errors import ModelError, brief
 from models.kinds import TOKEN, Kind, check, number, refusal, several, whole
 from models.text.from_json import from_tokenizers
 from models.text.token_bytes import from_pieces
@@ -76,7 +76,7 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
     }
     if fields["template"] is not None:
         check(fields["template"], _TEXT, "tokenizer.chat_template", source)
-    types = _for_each_token(field, "token_type", whole(0, 255), _NORMAL, len(tokens), source)
+    types = _for_each_token(field, "token_type", whole(1, 6), _NORMAL, len(tokens), source)
     if kind == "gpt2":
         merges = field("merges") or []
         if merges:
@@ -121,7 +121,8 @@ def _byte_level(
         inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
     except Exception as error:  # the library raises plain Exception, or TypeError for half a pair
         raise ModelError(
-            f"{source} has merges that do not go with its tokens ({error}); download it again."
+            f"{source} has merges that do not go with its tokens ({brief(error)}); download "
+            "it again."
         ) from error
     inner.pre_tokenizer = pre_tokenizers.Sequence(_CUTS[pre]())
     inner.decoder = decoders.ByteLevel()
@@ -163,8 +164,8 @@ def _pieces(
         processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
     except Exception as error:  # the library raises RuntimeError, on vocabularies with no sense
         raise ModelError(
-            f"{source} has a vocabulary that SentencePiece does not take ({error}); download it "
-            "again."
+            f"{source} has a vocabulary that SentencePiece does not take ({brief(error)}); "
+            "download it again."
         ) from error
 
     control = {token: id for id, token in enumerate(tokens) if types[id] in (_CONTROL, _UNKNOWN)}

@@ -7,7 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from models.errors import ModelError
+from models.errors import ModelError, brief
 from models.json_file import read_json
 from models.kinds import TOKEN, check, refusal
 from models.text.token_bytes import from_letters, from_pieces
@@ -30,7 +30,7 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{path} cannot be read ({error}); download it again.") from error
+        raise ModelError(f"{path} cannot be read ({brief(error)}); download it again.") from error
     settings = read_json(folder / "tokenizer_config.json")
 
     def special(name: str) -> int | None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models.checkpoints.gguf import recurrent as gguf_recurrent
+from models.checkpoints.gguf import recurrent
 from models.checkpoints.gguf.metadata import Metadata
 from models.kinds import whole
 
@@ -59,8 +59,8 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
             config["layer_types"] = [kinds[bool(slides)] for slides in pattern]
         else:
             config["sliding_window_pattern"] = pattern
-    if arch in gguf_recurrent.ARCHITECTURES:
-        config |= gguf_recurrent.config_from_gguf(arch, get, config)
+    if arch in recurrent.ARCHITECTURES:
+        config |= recurrent.config_from_gguf(arch, get, config)
     config["rope_scaling"] = _scaling(arch, get, factors)
     turned = get.checked(f"{arch}.rope.dimension_count", count)
     if turned and config["head_dim"] and turned != config["head_dim"]:

@@ -18,11 +18,11 @@ from gguf.quants import dequantize
 
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.config import complete
-from models.checkpoints.gguf import recurrent as gguf_recurrent
+from models.checkpoints.gguf import recurrent
 from models.checkpoints.gguf.config import config_from_gguf
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.gguf.reader import Reader
-from models.errors import ModelError
+from models.errors import ModelError, brief
 from models.kinds import TOKEN, whole
 
 # Architecture of the file -> model_type of Hugging Face.
@@ -80,8 +80,8 @@ def open_gguf(path: Path) -> Checkpoint:
     tensors = {
         name: _tensor(name, tensor, arch, config, str(path)) for name, tensor in named.items()
     }
-    if arch in gguf_recurrent.ARCHITECTURES:
-        tensors = gguf_recurrent.turned_back(tensors, str(path))
+    if arch in recurrent.ARCHITECTURES:
+        tensors = recurrent.turned_back(tensors, str(path))
 
     def load_tokenizer():
         from models.text.from_gguf import tokenizer_from_gguf
@@ -101,19 +101,21 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def _reader(path: Path) -> Reader:
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        reader = Reader(path) if magic == b"GGUF" else None
+    except Exception as error:  # whatever the package meets in bytes that mean nothing
+        raise ModelError(
+            f"{path} cannot be read as GGUF ({brief(error)}); it may be cut short, so "
+            "download it again."
+        ) from error
+    if reader is None:
         raise ModelError(
             f"{path} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'; give a "
             ".gguf file or a folder with config.json."
         )
-    try:
-        return Reader(path)
-    except Exception as error:  # whatever the package meets in bytes that mean nothing
-        raise ModelError(
-            f"{path} cannot be read as GGUF ({error}); it may be cut short, so download it again."
-        ) from error
+    return reader
 
 
 def _named(path: Path, arch: str, stored: dict) -> dict[str, Any]:
@@ -151,8 +153,8 @@ def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Ten
 
 def _plain(name: str, arch: str) -> str | None:
     """The Hugging Face name of a tensor; None where the architecture has no such tensor."""
-    if arch in gguf_recurrent.ARCHITECTURES:
-        return gguf_recurrent.plain(name, arch)
+    if arch in recurrent.ARCHITECTURES:
+        return recurrent.plain(name, arch)
     if name == "output.weight":
         return "lm_head.weight"
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)

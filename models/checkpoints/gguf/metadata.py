@@ -3,7 +3,7 @@
 from typing import Any
 
 from models.checkpoints.gguf.reader import Reader
-from models.errors import ModelError
+from models.errors import ModelError, brief
 from models.kinds import Kind, check
 
 
@@ -26,7 +26,7 @@ class Metadata:
             return field.contents()
         except Exception as error:  # of bytes that are no text, or not there
             raise ModelError(
-                f"{self._source} has a value for {key} that cannot be read ({error}); it is "
+                f"{self._source} has a value for {key} that cannot be read ({brief(error)}); it is "
                 "damaged, so download it again."
             ) from error
 
