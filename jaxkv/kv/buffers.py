@@ -47,8 +47,8 @@ def write(
       The rows after it.
     """
     k, v = k.astype(rows.k[layer].dtype), v.astype(rows.v[layer].dtype)
-    finite = jnp.all(jnp.isfinite(k), axis=3, keepdims=True)
-    finite &= jnp.all(jnp.isfinite(v), axis=3, keepdims=True)
+    # What is not finite, less itself, is NaN, and all else 0: a sum, where `all` would take more.
+    finite = jnp.isfinite(sum(jnp.sum(x - x, axis=3, keepdims=True) for x in (k, v)))
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     if slots.size * k.shape[2] == 1:
         # A write of one row alone becomes an update of a slice, which the compiler does twice: in

@@ -52,6 +52,11 @@ class Sums(NamedTuple):
     total: jax.Array
     out: jax.Array
 
+    def plus(self, highest: jax.Array, total: jax.Array, out: jax.Array) -> "Sums":
+        """Returns the sums over these cells and others that were weighed by a higher `highest`."""
+        down = jnp.exp(self.highest - highest)
+        return Sums(highest, self.total * down + total, self.out * down[..., None] + out)
+
 
 def sums_dtype(q: jax.Array) -> jnp.dtype:
     """Returns what logits and sums are computed in: float32, or float64 for such queries."""
@@ -63,9 +68,13 @@ def masked(logits: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, jnp.maximum(logits, LOWEST / 2), LOWEST)
 
 
-def seen_alone(sums: Sums, mask: jax.Array) -> Sums:
-    """Sets a token that sees nothing to zero: it has weights all the same, of hidden cells."""
-    sees = jnp.tile(jnp.any(mask, axis=2), sums.total.shape[2] // mask.shape[1])[:, None]
+def seen_alone(sums: Sums, sees: jax.Array) -> Sums:
+    """Sets the sums of a token to zero that sees nothing; `sees` is `[P, T]` bool.
+
+    It has sums all the same, of hidden cells, whose logits are then the highest. What is seen in a
+    later tile, or by another shard, has so much higher ones that nothing is left of them.
+    """
+    sees = jnp.tile(sees, sums.total.shape[2] // sees.shape[1])[:, None]
     return Sums(
         sums.highest,
         jnp.where(sees, sums.total, 0.0),
@@ -82,8 +91,8 @@ def nothing(q: jax.Array, value_dim: int) -> Sums:
 def joined(a: Sums, b: Sums) -> Sums:
     """Returns the softmax over the cells of two."""
     highest = jax.lax.stop_gradient(jnp.maximum(a.highest, b.highest))
-    x, y = jnp.exp(a.highest - highest), jnp.exp(b.highest - highest)
-    return Sums(highest, a.total * x + b.total * y, a.out * x[..., None] + b.out * y[..., None])
+    down = jnp.exp(b.highest - highest)
+    return a.plus(highest, b.total * down, b.out * down[..., None])
 
 
 def with_sinks(sums: Sums, sinks: jax.Array | None) -> Sums:

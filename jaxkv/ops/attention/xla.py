@@ -31,28 +31,39 @@ def cleaned(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: 
 
 def by_mask(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
     """Weighs the cells `[P, K, N, D]` of each list that its mask `[P, T, N]` shows to it."""
-    return open_softmax(packed(options.scaled(q), k.shape[1]), k, v, mask, options)
+    q = packed(options.scaled(q), k.shape[1])
+    logits = _logits(q, k, mask, options)
+    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    sums = Sums(highest, *_weigh(jnp.exp(logits - highest[..., None]), v))
+    return seen_alone(sums, jnp.any(mask, axis=2))
 
 
-def open_softmax(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options
+def added(
+    sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options
 ) -> Sums:
-    """Weighs the cells that are seen.
+    """Weighs further cells, and adds them to sums.
+
+    A token that sees none of all cells gets sums all the same, see `seen_alone`.
 
     Args:
+      sums: over other cells, or `nothing`.
       q: `[P, K, X, D]`, queries from `packed`, scaled.
-      k: `[P, K, N, D]`, keys.
-      v: `[P, K, N, Dv]`, values, finite all of them.
-      mask: `[P, T, N]` bool, what each token sees.
+      k: `[P, K, C, D]`, keys.
+      v: `[P, K, C, Dv]`, values, finite all of them.
+      mask: `[P, T, C]` bool, what each token sees.
       options: of which the softcap is looked at.
     """
-    dtype = sums_dtype(q)
-    logits = jnp.einsum("pkxd,pknd->pkxn", q, k, preferred_element_type=dtype)
-    by_token = (*q.shape[:2], -1, *mask.shape[1:])
-    logits = masked(options.capped(logits).reshape(by_token), mask[:, None, None])
-    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
-    weights = jnp.exp(logits - highest[..., None])
-    total = jnp.sum(weights, axis=-1)
-    weights = weights.reshape(*q.shape[:3], -1)
-    out = jnp.einsum("pkxn,pknd->pkxd", weights, v, preferred_element_type=dtype)
-    return seen_alone(Sums(highest.reshape(q.shape[:3]), total.reshape(q.shape[:3]), out), mask)
+    logits = _logits(q, k, mask, options)
+    highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.highest))
+    return sums.plus(highest, *_weigh(jnp.exp(logits - highest[..., None]), v))
+
+
+def _logits(q: jax.Array, k: jax.Array, mask: jax.Array, options: Options) -> jax.Array:
+    logits = jnp.einsum("pkxd,pkcd->pkxc", q, k, preferred_element_type=sums_dtype(q))
+    by_token = options.capped(logits).reshape(*q.shape[:2], -1, *mask.shape[1:])
+    return masked(by_token, mask[:, None, None]).reshape(logits.shape)
+
+
+def _weigh(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    out = jnp.einsum("pkxc,pkcd->pkxd", weights, v, preferred_element_type=weights.dtype)
+    return jnp.sum(weights, axis=-1), out

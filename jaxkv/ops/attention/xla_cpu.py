@@ -4,8 +4,6 @@ The compiler would turn them back into the usual ones, which are right elsewhere
 barriers and no such cuts in a program for another platform.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -18,7 +16,7 @@ from jaxkv.ops.attention.softmax import (
     seen_alone,
     sums_dtype,
 )
-from jaxkv.ops.attention.xla_tiles import by_tiles, live_of
+from jaxkv.ops.attention.xla_tiles import in_blocks, live_of, one_by_one
 
 FEW = 0.4
 """The share of tiles that are seen, below which reading them one by one is faster."""
@@ -46,17 +44,22 @@ def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Option
     """
     if not sight.all_streams or q.shape[1] > LARGE or k.dtype.itemsize < 4:
         return tiles(q, k, v, sight, options)
-    live = live_of(sight)
+    live, mask = live_of(sight), mask_of(sight)
     if live.tiles.size <= SMALL:
-        return whole(q, k, v, sight, options)
-    few = live.turns < FEW * live.tiles.size
-    ways = (partial(way, options=options) for way in (tiles, whole))
-    return jax.lax.cond(few, *ways, q, k, v, sight)
+        return by_mask(q, k, v, mask, options)
+    # What layers share is an argument: made inside of a branch, it would be made by each of them.
+    sums = jax.lax.cond(
+        live.turns < FEW * live.tiles.size,
+        lambda q, live, _: one_by_one(q, k, v, live, options, added),
+        lambda q, _, mask: at_once(q, k, v, mask, options),
+        *(packed(options.scaled(q), k.shape[1]), live, mask),
+    )
+    return seen_alone(sums, jnp.any(mask, axis=2))
 
 
 def tiles(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
     """Weighs the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
-    return by_tiles(q, k, v, sight, options, one=open_softmax)
+    return in_blocks(q, k, v, sight, options, added)
 
 
 def whole(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
@@ -66,25 +69,37 @@ def whole(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Optio
 
 def by_mask(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
     """Does what `jaxkv.ops.attention.xla.by_mask` does, with the same arguments."""
-    return open_softmax(packed(options.scaled(q), k.shape[1]), k, v, mask, options)
+    q = packed(options.scaled(q), k.shape[1])
+    return seen_alone(at_once(q, k, v, mask, options), jnp.any(mask, axis=2))
 
 
-def open_softmax(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options
-) -> Sums:
-    """Does what `jaxkv.ops.attention.xla.open_softmax` does, with the same arguments."""
-    lists, tokens, _ = mask.shape
-    k, v = _in_parts(k, q.shape[2]), _in_parts(v, q.shape[2])
-    mask_of_parts = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
-    logits = options.capped(_scores(q, k)).reshape(*k.shape[:3], -1, tokens, k.shape[3])
-    logits = masked(logits, mask_of_parts)  # [P, K, parts, G, T, C]
+def at_once(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
+    """Weighs all cells, for packed queries `[P, K, X, D]`; leaves `seen_alone` to callers."""
+    logits, v = _logits(q, k, mask, options), _in_parts(v, q.shape[2])
     # Maximum, difference and exponential in a row are one fast function of the compiler's on CPU.
-    # It takes nothing between them, such as a guard against -inf.
+    # It takes nothing between them, such as a guard against -inf or a maximum of earlier cells.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
-    weights = jnp.exp(logits - highest)
-    total = jnp.sum(weights, axis=(2, 5)).reshape(q.shape[:3])
-    out = _weigh(weights.reshape(*k.shape[:3], -1, k.shape[3]), v)
-    return seen_alone(Sums(highest.reshape(q.shape[:3]), total, out), mask)
+    return Sums(highest.reshape(q.shape[:3]), *_weigh(jnp.exp(logits - highest), v))
+
+
+def added(
+    sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options
+) -> Sums:
+    """Does what `jaxkv.ops.attention.xla.added` does, with the same arguments."""
+    logits, v = _logits(q, k, mask, options), _in_parts(v, q.shape[2])
+    highest = jnp.max(logits, axis=(2, 5)).reshape(sums.highest.shape)
+    highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.highest))
+    shape = (*q.shape[:2], 1, -1, mask.shape[1], 1)
+    return sums.plus(highest, *_weigh(jnp.exp(logits - highest.reshape(shape)), v))
+
+
+def _logits(q: jax.Array, k: jax.Array, mask: jax.Array, options: Options) -> jax.Array:
+    """Multiplies queries `[P, K, X, D]` and keys, and masks; `[P, K, parts, G, T, C]`."""
+    k = _in_parts(k, q.shape[2])
+    lists, tokens, _ = mask.shape
+    mask = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
+    logits = options.capped(_scores(q, k)).reshape(*k.shape[:3], -1, tokens, k.shape[3])
+    return masked(logits, mask)
 
 
 def _in_parts(x: jax.Array, queries: int) -> jax.Array:
@@ -114,8 +129,12 @@ def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 
 
-def _weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Adds up weighted values, `[P, K, parts, X, C]` times values in parts; `[P, K, X, Dv]`."""
+def _weigh(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Adds up weights `[P, K, parts, G, T, C]`, `[P, K, X]`, and weighted values, `[P, K, X, Dv]`.
+
+    Without the barrier the sum over parts would become one product with the values again.
+    """
+    total = jnp.sum(weights, axis=(2, 5)).reshape(*weights.shape[:2], -1)
+    weights = weights.reshape(*weights.shape[:3], -1, weights.shape[5])
     out = jnp.einsum("rkpxc,rkpcd->rkpxd", weights, v, preferred_element_type=weights.dtype)
-    # Without the barrier the sum over parts would become one product again.
-    return jax.lax.optimization_barrier(out).sum(2)
+    return total, jax.lax.optimization_barrier(out).sum(2)

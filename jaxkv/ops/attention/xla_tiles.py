@@ -14,7 +14,10 @@ import jax.numpy as jnp
 
 from jaxkv.ops.attention import xla
 from jaxkv.ops.attention.sight import Sight, mask_of
-from jaxkv.ops.attention.softmax import Options, Sums, joined, nothing, packed
+from jaxkv.ops.attention.softmax import Options, Sums, nothing, packed, seen_alone
+
+Added = Callable[..., Sums]
+"""How a tile is added to the sums over others, see `jaxkv.ops.attention.xla.added`."""
 
 TILE = 512
 """Cells of a tile: large enough that a product with them outweighs a turn of the loop."""
@@ -54,34 +57,37 @@ def live_of(sight: Sight) -> Live:
     return Live(mask, streams, live, jnp.sum(seen, dtype=jnp.int32))
 
 
-def by_tiles(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sight: Sight,
-    options: Options,
-    one: Callable[..., Sums] = xla.open_softmax,
-) -> Sums:
-    """Weighs the cells of live tiles; see `jaxkv.ops.attention.api`.
+def by_tiles(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+    """Weighs the cells of live tiles, see `jaxkv.ops.attention.api`."""
+    return in_blocks(q, k, v, sight, options, xla.added)
 
-    Args:
-      q: queries.
-      k: keys, which are read where they lie, also those of a few streams of many.
-      v: values.
-      sight: what decides which cells each token sees.
-      options: scale and softcap.
-      one: how a tile is weighed, see `jaxkv.ops.attention.xla.open_softmax`.
-    """
+
+def in_blocks(
+    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options, added: Added
+) -> Sums:
+    """Weighs the cells of live tiles, each as `added` does, for tokens in blocks."""
     live = live_of(sight)
+    lists, tokens = sight.at.shape
+    rows = packed(options.scaled(_in_blocks(q, live.mask.shape[0] // lists)), k.shape[1])
+    sums = one_by_one(rows, k, v, live, options, added)
+    sums = jax.tree.map(lambda x: _of_lists(x, lists, tokens, live.mask.shape[1]), sums)
+    return seen_alone(sums, jnp.any(mask_of(sight), axis=2))
+
+
+def one_by_one(
+    q: jax.Array, k: jax.Array, v: jax.Array, live: Live, options: Options, added: Added
+) -> Sums:
+    """Goes over live tiles, for packed queries `[P * b, K, X, D]`; leaves `seen_alone` to callers.
+
+    Keys and values are read where they lie, also those of a few streams of many.
+    """
     groups, cells = k.shape[1:3]
     tokens, size = live.mask.shape[1], min(TILE, cells)
     tiles = -(-cells // size)
-    queries = packed(options.scaled(_in_blocks(q, live.mask.shape[0] // q.shape[0])), groups)
 
     def tile(i: jax.Array, sums: Sums) -> Sums:
         block, turn = live.tiles[i] // tiles, live.tiles[i] % tiles
         first = jnp.minimum(turn * size, cells - size)  # the last may overlap the one before
-        new = first + jnp.arange(size) >= turn * size
         zero = jnp.zeros_like(first)
 
         def cut(x: jax.Array) -> jax.Array:
@@ -92,15 +98,14 @@ def by_tiles(
             return jax.lax.dynamic_slice_in_dim(x, block, 1)
 
         seen = jax.lax.dynamic_slice(live.mask, (block, zero, first), (1, tokens, size))
-        more = one(mine(queries), cut(k), cut(v), seen & new[None, None], options)
+        if cells % size:
+            seen &= (first + jnp.arange(size) >= turn * size)[None, None]
+        more = added(jax.tree.map(mine, sums), mine(q), cut(k), cut(v), seen, options)
         return jax.tree.map(
-            lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, block, 0),
-            sums,
-            joined(jax.tree.map(mine, sums), more),
+            lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, block, 0), sums, more
         )
 
-    sums = jax.lax.fori_loop(jnp.int32(0), live.turns, tile, nothing(queries, v.shape[3]))
-    return jax.tree.map(lambda x: _of_lists(x, q.shape[0], q.shape[1], tokens), sums)
+    return jax.lax.fori_loop(jnp.int32(0), live.turns, tile, nothing(q, v.shape[3]))
 
 
 def _in_blocks(x: jax.Array, blocks: int) -> jax.Array:
