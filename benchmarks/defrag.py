@@ -17,7 +17,7 @@ import jaxkv
 from benchmarks import machine
 
 
-def gappy(cells: int, layers: int) -> jaxkv.KVCache:
+def gappy(cells: int, layers: int) -> jaxkv.Memory:
     """Make a cache of SmolLM2's shape in which every second cell is empty."""
     memory = jaxkv.make_kv_cache(layers=layers, cells=cells, kv_heads=3, head_dim=64, sequences=2)
     batch = jaxkv.make_batch(np.zeros(cells, np.int32), sequences=np.arange(cells) % 2)
@@ -26,7 +26,7 @@ def gappy(cells: int, layers: int) -> jaxkv.KVCache:
     return jaxkv.seq_rm(memory, 1)[0]
 
 
-def defragged(memory: jaxkv.KVCache, max_moves: int | None) -> tuple[jaxkv.KVCache, int, float]:
+def defragged(memory: jaxkv.Memory, max_moves: int | None) -> tuple[jaxkv.Memory, int, float]:
     """Close all gaps; the memory, the plans that it took, and the seconds."""
     plans, start = 0, time.perf_counter()
     while True:

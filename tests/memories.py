@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -302,11 +303,13 @@ def rows_of(rows: Buffers, layers: Sequence[int]) -> dict[Place, Row]:
 
 def assert_identical(one: Any, other: Any) -> None:
     """Two values are the same in structure, shapes, dtypes and every bit."""
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert a.tobytes() == b.tobytes()
+    chex.assert_trees_all_equal_shapes_and_dtypes(one, other)
+    chex.assert_trees_all_equal(jax.tree.map(bits, one), jax.tree.map(bits, other))
+
+
+def bits(array: Any) -> np.ndarray:
+    """The bytes of an array: to them -0 is not 0, and a NaN is itself."""
+    return np.atleast_1d(np.asarray(array)).view(np.uint8)
 
 
 class Oracles(list[Oracle]):

@@ -78,7 +78,7 @@ def main() -> int:
     print(f"{len(chosen)} of {len(every)} mutants, {len(chosen) - len(drawn)} known as equivalent")
 
     with Trees(options.workers) as trees, ThreadPoolExecutor(options.workers) as pool:
-        tests = sorted({t for m in drawn for t in tests_of(m.file)})
+        tests = sorted({t for m in drawn for t in runs_of(m.file)})
         right = list(pool.map(lambda test: trees.run(None, [test]), tests))
         broken = [test for test, (killed, _) in zip(tests, right, strict=True) if killed]
         print(f"without a mistake: {sum(s for _, s in right):.0f} s", *broken, flush=True)
@@ -102,7 +102,7 @@ def main() -> int:
 
 def verdict(trees: "Trees", mutant: Mutant, source: str) -> bool:
     """Whether a mutant is noticed; one line about it is printed."""
-    killed, seconds = trees.run((mutant, source), tests_of(mutant.file))
+    killed, seconds = trees.run((mutant, source), runs_of(mutant.file))
     word = "killed  " if killed else "SURVIVED"
     print(f"{word} {seconds:4.0f} s  {mutant.file}:{mutant.line} {mutant.where}", flush=True)
     return killed
@@ -177,7 +177,7 @@ def files_of(pattern: str) -> list[Path]:
     return found
 
 
-def tests_of(file: str) -> list[str]:
+def runs_of(file: str) -> list[str]:
     """What knows a file: its own examples, the tests, and the examples of what is built on it."""
     (names,) = {names for pattern, names in KNOWN_BY.items() if Path(file).match(pattern)}
     return [file, *(f"tests/test_{name}.py" for name in names.split()), *DOCTESTS]

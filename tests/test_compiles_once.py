@@ -16,17 +16,7 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch
-from tests.memories import (
-    SMALL,
-    SPLIT,
-    TWO,
-    WIDE,
-    assert_identical,
-    filled,
-    lived_in,
-    run,
-    think,
-)
+from tests.memories import SMALL, SPLIT, TWO, WIDE, assert_identical, filled, lived_in, run, think
 
 pytestmark = pytest.mark.slow
 
@@ -229,7 +219,7 @@ def test_a_warm_up_compiles_what_prompts_need(kind):
     groups = [(0,), (0, 1)] if kind.split else [(0,)]
     for sequences in groups:
         warm = loops.warm_up(think_with, None, memory, ubatch_size=6, sequences=sequences)
-        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), warm, memory))
+        assert_identical(warm, memory)
     empty = jaxkv.clear(memory)
     with counting() as heard:
         for count in (1, 2, 3, 5, 6):

@@ -8,7 +8,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from tests.memories import Kind, drawing, run
+from tests.memories import Kind, assert_identical, drawing, run, think
 
 FOUR = Kind("four", cells=6, sequences=3, windows=(jaxkv.window.sliding(4),))
 ONE = Kind("one-each", cells=4, sequences=2, split=True, windows=(jaxkv.window.sliding(1),))
@@ -101,3 +101,23 @@ def test_taking_a_cell_that_was_moved_back_gives_nothing_back(kind):
     memory, _ = run(memory, make_batch([9]))
     assert sorted(drawing(memory).rstrip(" |").split()) == [".", "2{0}", "2{0}", "3{0}"]
     assert resumable(memory) == [*before, 4]
+
+
+def test_trap_72_an_abort_leaves_what_its_first_ubatch_has_overwritten():
+    """llama.cpp has lost it. Here the memory before is a value and still has it; and with the old
+    table alone, going back is refused rather than short."""
+    memory = evicted(count=6)
+    before = drawing(memory)
+    plan = jaxkv.init_batch(memory, make_batch([1] * 5), ubatch_size=2).check()
+    assert len(plan.ubatches) == 3
+    aborted, _ = think(memory, plan.ubatches[0])
+    assert drawing(aborted) == "6{0} 7{0} 2{0} 3{0} 4{0} 5{0}"
+    table, _ = jaxkv.split(memory)
+    back, ok = jaxkv.go_back(table, aborted)
+    assert not ok
+    assert_identical(back, aborted)
+    assert drawing(memory) == before == "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}"
+    assert resumable(memory) == [*range(7)]
+    for left in (6, 3, 1):  # it can be cut anywhere, as if nothing had been tried
+        cut, _ = jaxkv.seq_rm(memory, 0, left)
+        assert starts_at(cut, 0) == left

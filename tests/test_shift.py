@@ -240,3 +240,18 @@ def test_seq_add_leaves_the_rows_alone():
     memory, _ = filled(PLAIN)
     after = jaxkv.seq_add(memory, 0, 0, -1, 1)
     assert all(a is b for a, b in zip(after.buffers.k, memory.buffers.k, strict=True))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_trap_92_of_a_key_that_is_rotated_in_part_only_that_part_is_turned(interleaved):
+    """For keys of any size. llama.cpp's quantised keys are rotated as a whole, in blocks of 64."""
+    size, rope = 6, jaxkv.make_rope(4, base=100.0, interleaved=interleaved)
+    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=2, head_dim=size, rope=rope)
+    plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3, 4]))
+    raw = jax.random.normal(jax.random.key(1), (1, 4, 2, size))
+    k = rotate(raw, plan.ubatches[0].positions, rope)
+    memory, _ = jaxkv.attend(jaxkv.apply(memory, plan), 0, plan.ubatches[0], k, k, raw)
+    moved = updated(jaxkv.seq_add(memory, 0, 1, -1, 3))
+    np.testing.assert_allclose(keys(moved, 0, 4), expected(moved, raw[0], 0), atol=1e-6)
+    np.testing.assert_array_equal(keys(moved, 0, 4)[..., 4:], np.asarray(raw)[0, ..., 4:])
+    assert not np.array_equal(keys(moved, 0, 4)[1:, :, :4], keys(memory, 0, 4)[1:, :, :4])

@@ -1,5 +1,6 @@
 """Gradients flow through the cache: what is written in one ubatch is learnt from a later one."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,7 +115,8 @@ def test_a_soft_prefix_trained_through_the_cache_lowers_the_loss(small):
     state, losses = optimizer.init(prefix), []
     for _ in range(20):
         value, grad = value_and_grad(prefix, small.weights)
-        assert jnp.isfinite(grad).all() and jnp.abs(grad).max() > 0
+        chex.assert_tree_all_finite(grad)
+        assert jnp.abs(grad).max() > 0
         updates, state = optimizer.update(grad, state)
         prefix = optax.apply_updates(prefix, updates)
         losses.append(float(value))

@@ -1,5 +1,7 @@
 """A short causal convolution over the tokens of a row."""
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 
@@ -33,7 +35,8 @@ def convolve(
         padded[:, i : i + length].astype(jnp.float32) * weight[i].astype(jnp.float32)[None, None]
         for i in range(width)
     )
-    out = sum(parts, start=0.0 if bias is None else bias.astype(jnp.float32)[None, None])
+    start = jnp.zeros((1, 1, 1)) if bias is None else bias.astype(jnp.float32)[None, None]
+    out = reduce(jnp.add, parts, start)
     at = counts[..., None] + jnp.arange(width - 1)[None, None]
     tails = jnp.take_along_axis(padded[:, None], at[..., None], axis=2)
     return out, tails.astype(tail.dtype)

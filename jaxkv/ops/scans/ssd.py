@@ -99,8 +99,8 @@ def _one_by_one(
 ) -> jax.Array:
     """The states after each of `counts` tokens, from that after the first of them."""
 
-    def body(state: jax.Array, at: tuple) -> tuple:
-        at, goes = at
+    def body(state: jax.Array, turn: tuple) -> tuple:
+        at, goes = turn
         x_, logs_, b_ = (
             jnp.take_along_axis(part, at.reshape(-1, *[1] * (part.ndim - 1)), axis=1)
             for part in (x, logs, b)
