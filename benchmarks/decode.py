@@ -30,7 +30,7 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
         cells=cells if split else cells * batch, sequences=batch, streams=streams
     )
     memory, logits = jaxkv.prefill(
-        model.step, model.weights, memory, jaxkv.make_batch(list(prompts))
+        model.forward, model.weights, memory, jaxkv.make_batch(list(prompts)), donate=True
     )
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     everyone = jnp.arange(batch, dtype=jnp.int32)
@@ -60,7 +60,7 @@ def by_hand_step(
     batch, length = prompts.shape
     c = model.config
     memory = by_hand.make(
-        layout, batch=batch, layers=c.layers, cells=cells, heads=c.groups, size=c.size
+        layout, batch=batch, layers=len(c.windows), cells=cells, heads=c.kv_heads, size=c.head_dim
     )
 
     @partial(jax.jit, donate_argnames="memory")
@@ -117,7 +117,7 @@ def main() -> None:
     read = machine.bandwidth()["read"]
     model = models.load(args.model)
     c = model.config
-    windows = getattr(c, "windows", ()) or (None,) * c.layers
+    windows = c.windows
     weights = sum(x.nbytes for x in jax.tree.leaves(model.weights)) / 1e6
     length = args.cells - 32
     ids = np.random.default_rng(0).integers(100, 20_000, (max(args.batch), length), np.int32)
@@ -129,7 +129,7 @@ def main() -> None:
             if "by hand" not in name and "q8_0" not in name:
                 assert np.sum(side() != ours) <= batch // 8, f"{name} picks other tokens"
         seen = sum(min(length, one.size if one else length) for one in windows)
-        visible = batch * seen * 2 * c.groups * c.size * 4 / 1e6
+        visible = batch * seen * 2 * c.kv_heads * c.head_dim * 4 / 1e6
         print(f"batch {batch}, {length} of {args.cells} cells: {weights:.0f} MB of weights and")
         print(f"{visible:.0f} MB of keys and values have to be read; milliseconds a step:")
         took = turns.take_turns(

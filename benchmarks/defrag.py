@@ -7,6 +7,7 @@ move together. Each number of moves at a time is repeated until nothing is left 
 import argparse
 import time
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,16 @@ import jaxkv
 from benchmarks import machine
 
 
-def gappy(cells: int, layers: int) -> jaxkv.KVCache:
+def gappy(cells: int, layers: int) -> jaxkv.Memory:
     """Make a cache of SmolLM2's shape in which every second cell is empty."""
-    memory = jaxkv.make_kv_cache(layers=layers, cells=cells, heads=3, size=64, sequences=2)
+    memory = jaxkv.make_kv_cache(layers=layers, cells=cells, kv_heads=3, head_dim=64, sequences=2)
     batch = jaxkv.make_batch(np.zeros(cells, np.int32), sequences=np.arange(cells) % 2)
     for ubatch in jaxkv.init_batch(memory, batch, ubatch_size=512).check().ubatches:
         memory = jaxkv.apply(memory, ubatch)
     return jaxkv.seq_rm(memory, 1)[0]
 
 
-def defragged(memory: jaxkv.KVCache, max_moves: int | None) -> tuple[jaxkv.KVCache, int, float]:
+def defragged(memory: jaxkv.Memory, max_moves: int | None) -> tuple[jaxkv.Memory, int, float]:
     """Close all gaps; the memory, the plans that it took, and the seconds."""
     plans, start = 0, time.perf_counter()
     while True:
@@ -38,7 +39,7 @@ def defragged(memory: jaxkv.KVCache, max_moves: int | None) -> tuple[jaxkv.KVCac
 
 
 @partial(jax.jit, donate_argnames="rows")
-def copied(rows: jaxkv.Rows) -> jaxkv.Rows:
+def copied(rows: Any) -> Any:
     """Copy a quarter of the cells, which is what must move, in one piece each."""
 
     def half(x: jax.Array) -> jax.Array:
@@ -71,7 +72,7 @@ def main() -> None:
             assert bool(jnp.all(memory.table.position[0, :used] >= 0)), "a gap is left"
             took[chunk].append((seconds, plans))
             start = time.perf_counter()
-            rows = jax.block_until_ready(copied(memory.rows))
+            rows = jax.block_until_ready(copied(memory.buffers))
             plain.append(time.perf_counter() - start)
             del memory, rows
     moved = args.cells // 4

@@ -16,7 +16,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from models.checkpoint import open_checkpoint
+from models.checkpoints.open import open_checkpoint
 
 KINDS = {"f32": gguf.GGMLQuantizationType.F32, "q8_0": gguf.GGMLQuantizationType.Q8_0}
 _FILE_TYPES = {"f32": gguf.LlamaFileType.ALL_F32, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("--kind", choices=sorted(KINDS), default="f32")
-    parser.add_argument("--model", default="smollm2", help="what models.checkpoint opens")
+    parser.add_argument("--model", default="smollm2", help="what models.checkpoints.open opens")
     args = parser.parse_args()
     write(Path(open_checkpoint(args.model).source), args.target, args.kind)
     print(f"{args.target}: {args.target.stat().st_size / 1e6:.0f} MB")

@@ -6,8 +6,6 @@ plans, applies, runs and picks, each in its own call, and looks at the token eve
 
 import argparse
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ import numpy as np
 import jaxkv
 import models
 from benchmarks import machine, turns
+from jaxkv import loops
 
 
 def pick(logits: jax.Array, sequences: jax.Array, positions: jax.Array) -> jax.Array:
@@ -32,51 +31,47 @@ class Side:
         cells = prompts.shape[1] + tokens
         memory = model.make_memory(cells=cells, sequences=self.batch, streams=self.batch)
         memory, logits = jaxkv.prefill(
-            model.step, model.weights, memory, jaxkv.make_batch(list(prompts))
+            model.forward, model.weights, memory, jaxkv.make_batch(list(prompts)), donate=True
         )
         self.table, self.rows = jaxkv.split(memory)
         self.first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        self.last = prompts.shape[1]
 
     def in_python(self) -> np.ndarray:
         """A call for everything, and a look at each token."""
-        # A step takes the whole memory, its table too, which is needed again.
-        memory = jaxkv.join(jax.tree.map(jnp.copy, self.table), self.rows)
-        token, chosen = np.asarray(self.first), []
+        table, token, chosen = self.table, np.asarray(self.first), []
+        step = loops.step_of(self.model.forward)
         for _ in range(self.tokens):
+            memory = jaxkv.join(table, self.rows)
             plan = jaxkv.init_batch(memory, jaxkv.make_batch(token[:, None])).check()
-            memory, logits = self.model.step(self.model.weights, memory, plan.ubatches[0])
+            table, self.rows, logits = step(self.model.weights, table, self.rows, plan.ubatches[0])
             token = np.asarray(plan.collect([logits])).argmax(-1).astype(np.int32)
             chosen.append(token)
-        self.rows = jaxkv.split(memory)[1]
         return np.stack(chosen, 1)
 
     def on_device(self, steps: int) -> Callable[[], np.ndarray]:
         """`steps` tokens a dispatch."""
-        stop = jnp.zeros(0, jnp.int32)
-
-        @partial(jax.jit, donate_argnames="rows")
-        def chunk(weights: Any, table: Any, rows: Any, running: jaxkv.Running) -> tuple:
-            memory = jaxkv.join(table, rows)
-            memory, running, tokens = jaxkv.decode(
-                self.model.forward, pick, weights, memory, running, stop, steps=steps
-            )
-            return *jaxkv.split(memory), running, tokens
 
         def run() -> np.ndarray:
-            running = jaxkv.Running(
+            state = loops.DecodeState(
                 token=self.first,
-                position=jnp.full(self.batch, self.last, jnp.int32),
                 sequence=jnp.arange(self.batch),
                 active=jnp.ones(self.batch, bool),
                 full=jnp.array(False),
             )
-            table, chosen = self.table, []
+            memory, chosen = jaxkv.join(self.table, self.rows), []
             for _ in range(self.tokens // steps):
-                table, self.rows, running, tokens = chunk(
-                    self.model.weights, table, self.rows, running
+                memory, state, tokens = jaxkv.decode(
+                    self.model.forward,
+                    pick,
+                    self.model.weights,
+                    memory,
+                    state,
+                    [],
+                    steps=steps,
+                    donate=True,
                 )
                 chosen.append(np.asarray(tokens))
+            self.rows = jaxkv.split(memory)[1]
             return np.concatenate(chosen, 1)
 
         return run

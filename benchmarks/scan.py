@@ -6,23 +6,22 @@ and end in the same state. Run `python -m benchmarks.scan`.
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 import jaxkv
 from benchmarks import machine, turns
-from models import mamba2
+from models.families import mamba2
+from models.families.memories import make_memory
 from models.model import functional
 
 
 def build(layers: int) -> tuple[mamba2.Config, Any, Any]:
     """The model: its config, the pure function, and random weights."""
-    mixer = mamba2.Sizes(width=768, heads=24, size=64, state=128)
+    mixer = mamba2.Sizes(width=768, heads=24, head_dim=64, state=128)
     config = mamba2.Config(layers=layers, vocabulary=4096, eps=1e-5, mixer=mixer)
     forward, _ = functional(mamba2, config, jnp.float32)
     module = mamba2.MODULE(config, rngs=nnx.Rngs(0))
@@ -35,7 +34,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--ubatch", type=int, nargs="+", default=[512, 64, 1])
-    parser.add_argument("--kept", type=int, default=0, help="earlier states that are kept")
+    parser.add_argument("--rollback", type=int, default=0, help="earlier states that are kept")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each way")
     args = parser.parse_args()
 
@@ -43,21 +42,19 @@ def main() -> None:
     config, forward, weights = build(args.layers)
     tokens = np.random.default_rng(0).integers(0, config.vocabulary, args.tokens)
 
-    @partial(jax.jit, donate_argnames="memory")
-    def step(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        return forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-
     def prompt(ubatch_size: int) -> Callable[[], np.ndarray]:
         def run() -> np.ndarray:
-            memory = mamba2.make_memory(config, kept=args.kept)
+            memory = make_memory(mamba2.layers_of(config, jnp.float32), rollback=args.rollback)
             batch = jaxkv.make_batch(tokens)
-            _, logits = jaxkv.prefill(step, weights, memory, batch, ubatch_size=ubatch_size)
+            _, logits = jaxkv.prefill(
+                forward, weights, memory, batch, ubatch_size=ubatch_size, donate=True
+            )
             return np.asarray(logits)
 
         return run
 
     print(f"Mamba-2 130M float32, {args.layers} of 24 layers, a prompt of {args.tokens} tokens,")
-    print(f"{args.kept} earlier states kept; milliseconds a token:")
+    print(f"{args.rollback} earlier states kept; milliseconds a token:")
     ways = {f"ubatches of {size}": prompt(size) for size in args.ubatch}
     wanted, *others = (way() for way in ways.values())
     for logits in others:

@@ -19,9 +19,9 @@ from benchmarks import machine
 SEQUENCES = 32
 
 
-def filled(cells: int) -> jaxkv.KVCache:
+def filled(cells: int) -> jaxkv.Memory:
     """Make a pool, three quarters full, with as many tokens of each sequence."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=cells, heads=1, size=2, sequences=SEQUENCES)
+    memory = jaxkv.make_kv_cache(layers=1, cells=cells, kv_heads=1, head_dim=2, sequences=SEQUENCES)
     batch = jaxkv.make_batch(
         np.zeros(cells * 3 // 4, np.int32), sequences=np.arange(cells * 3 // 4) % SEQUENCES
     )
@@ -30,7 +30,7 @@ def filled(cells: int) -> jaxkv.KVCache:
     return memory
 
 
-def verbs(memory: jaxkv.KVCache) -> dict[str, Callable[[], object]]:
+def verbs(memory: jaxkv.Memory) -> dict[str, Callable[[], object]]:
     """Everything there is to do with a memory, by name."""
     each = jaxkv.make_batch([[1]] * SEQUENCES)
     prompt = jaxkv.make_batch(np.zeros(512, np.int32), sequences=np.arange(512) % SEQUENCES)

@@ -1,16 +1,15 @@
 """Tokens that arrive together, and the parts of them that are computed at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-NOWHERE = np.iinfo(np.int32).max
-"""Batch index of a token that pads a row: it stands for nothing."""
+from jaxkv.places import END, FAR, integers, is_concrete, nowhere
 
 
 @jax.tree_util.register_dataclass
@@ -54,29 +53,37 @@ class Ubatch:
     embeddings: `[R, T, d]`, or None.
     positions: `[R, T]` int32, the position of each token.
     sequences: `[R, T]` int32, the sequence of each token.
-    streams: `[R]` int32, the sequence of a row, where each has its own stream or state; else 0.
+    row_stream: `[R]` int32, the stream that a row's tokens live in.
+    row_sequence: `[R]` int32, the sequence of a row, where a row holds one sequence; else 0.
     slots: `[R, T]` int32, the cell chosen for each token. A token that goes nowhere (padding, or
       any token of a refused plan) has an index past the last cell, each its own. For a recurrent
-      memory its `StateSlots`, and for a composite a tuple: what each of its parts chose.
-    stamps: `[R, T]` uint32, what tells the rows of a token from all others, see `jaxkv.stamp`.
+      memory its `StateSlots`, and for a hybrid one a tuple: what each of its parts chose. In all of
+      them int32 are slots, and uint32 are stamps.
+    stamps: `[R, T]` uint32, what tells the content of a token's cell from all others, see
+      `jaxkv.stamp`.
     valid: `[R, T]` bool, False for padding.
     outputs: `[O]` int32, which of the R * T tokens output logits, in the order of the logits.
     order: `[O]` int32, the batch index of each output; NOWHERE for one that only pads.
-    last: `[Q]` int32, the last position of each sequence when the slots were chosen. Only that of
-      the sequences present is compared with the table before anything is changed.
+    before: `[S]` uint32, the digest of each stream that the slots were chosen in; a tuple of them
+      for a hybrid memory. Where a stream of the ubatch has another one, the ubatch is stale.
+    after: `[S]` uint32, the digest of each stream once the ubatch is applied.
+    facts: of the memory that it was planned for, static.
     """
 
     tokens: jax.Array | None  # [R, T]
     embeddings: jax.Array | None  # [R, T, d]
     positions: jax.Array  # [R, T]
     sequences: jax.Array  # [R, T]
-    streams: jax.Array  # [R]
+    row_stream: jax.Array  # [R]
+    row_sequence: jax.Array  # [R]
     slots: Any  # [R, T]
     stamps: jax.Array  # [R, T]
     valid: jax.Array  # [R, T]
     outputs: jax.Array  # [O]
     order: jax.Array  # [O]
-    last: jax.Array  # [Q]
+    before: Any  # [S]
+    after: Any  # [S]
+    facts: Any = field(metadata={"static": True})
 
 
 def make_batch(
@@ -100,7 +107,9 @@ def make_batch(
       valid: `[B]` bool; a token that is not valid is padding and goes nowhere.
 
     Raises:
-      ValueError: when neither or both of tokens and embeddings are given, or shapes differ.
+      ValueError: when neither or both of tokens and embeddings are given, shapes differ, or an
+        integer does not fit int32.
+      TypeError: when tokens, sequences or positions are no integers.
 
     Examples:
       Two prompts of different lengths, for sequences 0 and 1:
@@ -124,85 +133,86 @@ def make_batch(
             raise ValueError(
                 f"sequences must have one id for each of {len(tokens)} lists, got {ids.tolist()}"
             )
-        sequences = np.repeat(ids.astype(np.int32), [len(row) for row in tokens])
-        tokens = np.concatenate([np.asarray(row, np.int32) for row in tokens])
+        sequences = np.repeat(ids, [len(row) for row in tokens])
+        tokens = np.concatenate([integers(row, "tokens") for row in tokens])
     if tokens is not None:
-        tokens = _array(tokens, np.int32)
+        tokens = integers(tokens, "tokens")
         shape = tokens.shape
     else:
         embeddings = embeddings if isinstance(embeddings, jax.Array) else np.asarray(embeddings)
+        if not jnp.issubdtype(embeddings.dtype, jnp.floating) or embeddings.ndim < 2:
+            raise ValueError(
+                f"wanted embeddings [B, d] or [R, T, d] of floats, got {embeddings.dtype} of shape "
+                f"{embeddings.shape}"
+            )
         shape = embeddings.shape[:-1]
+    if len(shape) not in (1, 2):
+        raise ValueError(f"wanted tokens as a list [B] or rows [R, T], got the shape {shape}")
     if sequences is None:
         sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
+    sequences = integers(sequences, "sequences")
     if np.ndim(sequences) == 0:
-        sequences = (
-            np.full(shape, sequences) if is_concrete(sequences) else jnp.full(shape, sequences)
-        )
+        xp = np if is_concrete(sequences) else jnp
+        sequences = xp.full(shape, sequences)
     fields = {
-        "sequences": _array(sequences, np.int32),
-        "positions": None if positions is None else _array(positions, np.int32),
-        "outputs": None if outputs is None else _array(outputs, np.bool_),
-        "valid": np.ones(shape, np.bool_) if valid is None else _array(valid, np.bool_),
+        "sequences": sequences,
+        "positions": None if positions is None else integers(positions, "positions", high=END),
+        "outputs": None if outputs is None else _flags(outputs, "outputs"),
+        "valid": np.ones(shape, np.bool_) if valid is None else _flags(valid, "valid"),
     }
-    for name, field in fields.items():
-        if field is not None and field.shape != shape:
+    for name, value in fields.items():
+        if value is not None and value.shape != shape:
             raise ValueError(
-                f"{name} must have one entry a token: wanted {shape}, got {field.shape}"
+                f"{name} must have one entry a token: wanted {shape}, got {value.shape}"
             )
     return Batch(tokens=tokens, embeddings=embeddings, **fields)
 
 
-def is_concrete(*trees: Any) -> bool:
-    """Say whether values can be looked at, which those inside a transformation cannot."""
-    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
-
-
-def bucket(count: int) -> int:
-    """Round up to a power of two, so that few shapes are ever compiled.
-
-    >>> [bucket(n) for n in (0, 1, 5, 64)]
-    [1, 1, 8, 64]
-    """
-    return 1 << max(count - 1, 0).bit_length()
-
-
-def rank(sequences: Any, valid: Any) -> tuple[Any, Any]:
-    """Number the tokens of each sequence in the order they come.
+def drop_unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
+    """Return a ubatch with every token sent nowhere, unless `ok`: all of it is carried out or none.
 
     Args:
-      sequences: `[B]` int32; NumPy in, NumPy out, so that a batch known to the host costs nothing.
-      valid: `[B]` bool; the numbers of other tokens mean nothing.
-
-    Returns:
-      `rank`, `[B]` int32, how many tokens of its sequence come before a token; and `before`, `[B]`
-      int32, the index of the nearest one, the token's own if there is none.
-
-    >>> rank(np.array([7, 8, 7, 7]), np.ones(4, bool))
-    (array([0, 0, 1, 2], dtype=int32), array([0, 1, 0, 2], dtype=int32))
+      ok: `[]` bool.
+      ubatch: the ubatch, of any memory.
     """
-    xp = np if is_concrete(sequences, valid) else jnp
-    index = xp.arange(sequences.shape[0], dtype=np.int32)
-    ids = xp.where(valid, sequences, NOWHERE)
-    order = xp.argsort(ids, stable=True).astype(np.int32)
-    ids = ids[order]
-    ranks = index - xp.searchsorted(ids, ids).astype(np.int32)
-    before = xp.where(ranks == 0, order, order[index - 1])
-    back = xp.argsort(order)
-    return ranks[back], before[back]
+
+    def drop(leaf: jax.Array) -> jax.Array:
+        return jnp.where(ok, leaf, nowhere(leaf)) if leaf.dtype == jnp.int32 else leaf
+
+    return replace(ubatch, slots=jax.tree.map(drop, ubatch.slots))
 
 
-def rows(batch: Batch, index: jax.Array) -> Batch:
-    """Lay tokens of a flat batch out in rows; `index`, `[..., R, T]`, is NOWHERE for padding."""
+def placed_rows(ubatch: Ubatch) -> jax.Array:
+    """Return which rows of a ubatch have a token with a place; `[R]` bool.
 
-    def take(field: jax.Array) -> jax.Array:
-        return field[jnp.minimum(index, field.shape[0] - 1)]
+    None has in a ubatch of a refused plan.
+    """
+    count = ubatch.valid.shape[0]
+    answers = [
+        jnp.any(slots.reshape(count, -1) < FAR, axis=1)
+        for slots in jax.tree.leaves(ubatch.slots)
+        if slots.dtype == jnp.int32
+    ]
+    return reduce(jnp.logical_or, answers)
 
-    laid = jax.tree.map(take, batch)
-    return replace(laid, valid=laid.valid & (index != NOWHERE))
+
+def part_of(ubatch: Ubatch, part: int) -> Ubatch:
+    """Return a ubatch of a hybrid memory as one of its parts sees it."""
+    return replace(
+        ubatch,
+        slots=ubatch.slots[part],
+        before=ubatch.before[part],
+        after=ubatch.after[part],
+        facts=ubatch.facts.parts[part],
+    )
 
 
-def _array(value: Any, dtype: Any) -> Any:
-    """Keep device arrays where they are, and lists on the host."""
-    if isinstance(value, jax.Array):
-        return value.astype(dtype)
-    return np.asarray(value, dtype)
+def _flags(value: Any, name: str) -> Any:
+    """Return bool, keeping device arrays where they are, and lists on the host."""
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    binary = is_concrete(array) and np.issubdtype(array.dtype, np.integer)
+    if binary and not np.all((np.asarray(array) == 0) | (np.asarray(array) == 1)):
+        binary = False
+    if array.size and array.dtype != bool and not binary:
+        raise TypeError(f"wanted bool for {name}, got {array.dtype}")
+    return array.astype(bool)

@@ -1,16 +1,17 @@
-"""Draw who lives in each cell."""
+"""Drawing which token stands in which cell."""
 
 from typing import Any
 
 import numpy as np
 
 from jaxkv.hybrid import HybridTable
-from jaxkv.kv.cells import EMPTY, WORD, Cells
-from jaxkv.memory import split
+from jaxkv.kv.cells import WORD, Cells
+from jaxkv.memory import Memory, split
+from jaxkv.places import EMPTY
 from jaxkv.recurrent.states import States
 
 
-def show(memory: Any) -> str:
+def show(memory: Memory) -> str:
     """Draw the table of a cache: a column a cell, its owner above its position.
 
     Args:
@@ -20,10 +21,10 @@ def show(memory: Any) -> str:
       Two lines for each stream. `.` is an empty cell, a number the only owner, `+` several owners.
       A third line, `owed`, appears when keys wait for a rotation. For a recurrent memory a line for
       each sequence, with the positions of the states that are kept, the current one last. For a
-      composite its parts, one after another.
+      hybrid one its parts, one after another.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, heads=1, size=2, sequences=12)
+      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=12)
       >>> batch = make_batch([[1, 2, 3], [4]], sequences=[0, 11])
       >>> memory = apply(memory, init_batch(memory, batch))
       >>> print(show(seq_cp(memory, 0, 5, 0, 1)))
@@ -31,7 +32,7 @@ def show(memory: Any) -> str:
       position 0 1 2  0 . .
 
       >>> memory = make_recurrent_cache(
-      ...     layers=1, states={"x": ((), jnp.float32)}, sequences=2, kept=2
+      ...     layers=1, states={"x": ((), jnp.float32)}, sequences=2, rollback=2
       ... )
       >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]])))
       >>> memory = apply(memory, init_batch(memory, make_batch([5, 6])))
@@ -56,14 +57,14 @@ def _drawn(table: Any) -> str:
 
 
 def _drawn_states(table: States) -> str:
-    position, lost = np.asarray(table.position), np.asarray(table.lost)
+    position, dead = np.asarray(table.position), np.asarray(table.dead_until)
     marks = np.where(position == EMPTY, ".", position.astype(str))
     ids = [f"sequence {seq}" for seq in range(table.sequences)]
     width = [max(map(len, column)) for column in marks.T]
     lines = []
     for seq, row in enumerate(marks):
         line = " ".join([ids[seq].ljust(len(ids[-1])), *map(str.rjust, row, width)])
-        lines.append(line + (f", lost before {lost[seq]}" if lost[seq] else ""))
+        lines.append(line + (f", dead until {dead[seq]}" if dead[seq] else ""))
     return "\n".join(lines)
 
 
@@ -73,8 +74,8 @@ def _drawn_cells(table: Cells) -> str:
         zip(*map(np.asarray, (table.position, table.owners, table.shift)), strict=True)
     ):
         bits = (owners[:, None] >> np.arange(WORD, dtype=np.uint32)[:, None]) & 1  # [W, 32, N]
-        bits = bits.reshape(-1, table.size)
-        mark = np.where(bits.sum(0) > 1, "+", (bits.argmax(0) + stream).astype(str))
+        bits = bits.reshape(-1, table.num_cells)
+        mark = np.where(bits.sum(0) > 1, "+", (bits.argmax(0) + stream * table.sharing).astype(str))
         lines = {
             "owner": np.where(position == EMPTY, ".", mark),
             "position": np.where(position == EMPTY, ".", position.astype(str)),

@@ -1,9 +1,11 @@
 """Several memories that step together, each for some of a model's layers.
 
 All parts or none: a batch, a cut or a ubatch that one part refuses changes none of them. The parts
-may be of any kind. What is known of them here is the contract of `jaxkv.memory`, nothing else.
+may be of any kind. What is known of them here is `jaxkv.memory.Table`, nothing else.
 """
 
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -11,40 +13,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv import memory as contract
-from jaxkv.batch import Ubatch
+from jaxkv.batch import Ubatch, part_of
+from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join, split
 
 Layers = tuple[tuple[int, ...], ...]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HybridTable:
-    """The tables of the parts."""
-
-    parts: tuple[Any, ...]
-    layers: Layers = field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
-class HybridPlan:
+class HybridCommitment(Commitment):
     """What is to be done to each part: the plans of an update, or of a defrag."""
 
-    parts: tuple[Any, ...]
+    parts: tuple[Commitment, ...]
 
     @property
     def pending(self) -> jax.Array:
-        """How many keys an update rotates, over all parts; `[]` int32."""
-        return jnp.sum(jnp.stack([part.pending for part in self.parts]))
+        """How many keys are rotated, or cells moved, over all parts; `[]` int32."""
+        return reduce(jnp.add, [part.pending for part in self.parts])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no part has anything to do."""
+        return all(part.is_empty for part in self.parts)
+
+    def commit(self, table: "HybridTable", buffers: tuple) -> tuple["HybridTable", tuple]:
+        """Carry the plan of each part out."""
+        parts = zip(self.parts, table.parts, buffers, strict=True)
+        return table.with_parts([plan.commit(part, own) for plan, part, own in parts])
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HybridCache:
-    """Memories that step together.
+class HybridTable(Table):
+    """The tables of memories that step together.
 
-    parts: the memories.
+    parts: the tables.
     layers: for each part the layers of the model that it serves, in its own order, static. A layer
       that uses several memories, such as attention beside a recurrence, is listed in each.
     """
@@ -52,121 +55,261 @@ class HybridCache:
     parts: tuple[Any, ...]
     layers: Layers = field(metadata={"static": True})
 
+    @property
+    def facts(self) -> Facts:
+        """What is fixed when the memory is made."""
+        parts = tuple(part.facts for part in self.parts)
+        sizes = [part.ubatch_size for part in parts if part.ubatch_size is not None]
+        return Facts(
+            kind="hybrid",
+            sequences=parts[0].sequences,
+            streams=parts[0].streams,
+            one_sequence_a_row=any(part.one_sequence_a_row for part in parts),
+            ubatch_size=min(sizes, default=None),
+            details=self.layers,
+            parts=parts,
+        )
 
-def make_hybrid_cache(*parts: tuple[Any, tuple[int, ...]]) -> HybridCache:
+    def num_layers(self, buffers: tuple) -> int:
+        """One more than the highest layer that a part serves."""
+        del buffers
+        return 1 + max(layer for layers in self.layers for layer in layers)
+
+    def with_parts(self, pairs: list[tuple[Any, Any]]) -> tuple["HybridTable", tuple]:
+        """Return the table and the buffers, given those of each part."""
+        tables, buffers = zip(*pairs, strict=True)
+        return replace(self, parts=tables), buffers
+
+    def digest(self) -> tuple:
+        """Return the digests of each part."""
+        return tuple(part.digest() for part in self.parts)
+
+    def first(self, seq: jax.Array) -> jax.Array:
+        """What all parts hold begins where the last of them begins; nothing if one is empty."""
+        found = [part.first(seq) for part in self.parts]
+        return jnp.where(_smallest(found) < 0, -1, _largest(found))
+
+    def last(self, seq: jax.Array) -> jax.Array:
+        """Return the largest position that all parts hold."""
+        return _smallest([part.last(seq) for part in self.parts])
+
+    def used(self) -> jax.Array:
+        """Return how many cells are in use, over all parts."""
+        return reduce(jnp.add, [part.used() for part in self.parts])
+
+    def inspect(self, present: jax.Array) -> Findings:
+        """A sequence whose parts end at different positions cannot go on in all of them."""
+        found = [part.inspect(present) for part in self.parts]
+        last = _largest([one.last for one in found])
+        apart = present & _any([one.last != last for one in found])
+        return Findings(
+            last=last,
+            missing=apart | _any([one.missing for one in found]),
+            pending=_any([one.pending for one in found]),
+        )
+
+    def admit(self, wanted: jax.Array) -> Room:
+        """Each part orders the sequences in the same way, so what fits everywhere fits together."""
+        found = [part.admit(wanted) for part in self.parts]
+        return Room(
+            fits=_all([one.fits for one in found]),
+            together=_all([one.together for one in found]),
+            left=_smallest([one.left for one in found]),
+        )
+
+    def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[tuple, jax.Array]:
+        """Choose in each part."""
+        found = [part.choose_slots(ubatch, ok) for part in self.parts]
+        slots, faults = zip(*found, strict=True)
+        return slots, _largest([*faults])
+
+    def occupy(self, ubatch: Ubatch) -> "HybridTable":
+        """Mark the slots in each part."""
+        parts = [part.occupy(part_of(ubatch, i)) for i, part in enumerate(self.parts)]
+        return replace(self, parts=tuple(parts))
+
+    def remove(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple["HybridTable", jax.Array]:
+        """Cut all parts, or none."""
+        parts, granted = zip(*(part.remove(seq, p0, p1) for part in self.parts), strict=True)
+        ok = _all([*granted])
+        cut = replace(self, parts=parts)
+        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), cut, self), ok
+
+    def copy(
+        self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple["HybridTable", Any]:
+        """Copy in each part; with one stream there are no buffers to copy."""
+        own = (None,) * len(self.parts) if buffers is None else buffers
+        pairs = zip(self.parts, own, strict=True)
+        table, copied = self.with_parts([part.copy(one, src, dst, p0, p1) for part, one in pairs])
+        return table, None if buffers is None else copied
+
+    def keep(self, seq: jax.Array) -> "HybridTable":
+        """Keep one sequence in each part."""
+        return replace(self, parts=tuple(part.keep(seq) for part in self.parts))
+
+    def clear(self) -> "HybridTable":
+        """Clear each part."""
+        return replace(self, parts=tuple(part.clear() for part in self.parts))
+
+    def add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> "HybridTable":
+        """Move in each part."""
+        return replace(self, parts=tuple(part.add(seq, p0, p1, delta) for part in self.parts))
+
+    def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
+        """Return whether every part can."""
+        return _all([part.can_add(seq, p0, p1, delta) for part in self.parts])
+
+    def divide(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
+    ) -> "HybridTable":
+        """Divide in each part."""
+        return replace(self, parts=tuple(part.divide(seq, p0, p1, divisor) for part in self.parts))
+
+    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
+        """Return whether every part can."""
+        return _all([part.can_resume(seq, pos) for part in self.parts])
+
+    def update(self) -> Commitment:
+        """Plan the update of each part."""
+        return HybridCommitment(parts=tuple(part.update() for part in self.parts))
+
+    def defrag(self, max_moves: int | None) -> Commitment:
+        """Plan the moves of each part."""
+        return HybridCommitment(parts=tuple(part.defrag(max_moves) for part in self.parts))
+
+    def go_back(self, old: "HybridTable") -> tuple["HybridTable", jax.Array]:
+        """Go back in all parts, or none."""
+        pairs = zip(self.parts, old.parts, strict=True)
+        parts, granted = zip(*(part.go_back(was) for part, was in pairs), strict=True)
+        return replace(old, parts=parts), _all([*granted])
+
+    def faults(self) -> dict[str, jax.Array]:
+        """Count the faults of each part."""
+        return {
+            f"part {i}: {name}": count
+            for i, part in enumerate(self.parts)
+            for name, count in part.faults().items()
+        }
+
+    def serves(self, verb: str, layer: int) -> bool:
+        """Return whether a part does."""
+        return bool(self._parts_serving(verb, layer))
+
+    def attend(
+        self, buffers: tuple, layer: int, ubatch: Ubatch, *args: Any, **options: Any
+    ) -> tuple[tuple, jax.Array]:
+        """Attend in the part that serves the layer."""
+        i, inner = self._part_serving("attend", layer)
+        own, out = self.parts[i].attend(buffers[i], inner, part_of(ubatch, i), *args, **options)
+        return _put(buffers, i, own), out
+
+    def read_states(self, buffers: tuple, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
+        """Read from the part that serves the layer."""
+        i, inner = self._part_serving("states", layer)
+        return self.parts[i].read_states(buffers[i], inner, part_of(ubatch, i))
+
+    def write_states(
+        self, buffers: tuple, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
+    ) -> tuple["HybridTable", tuple]:
+        """Write into the part that serves the layer."""
+        i, inner = self._part_serving("states", layer)
+        part, own = self.parts[i].write_states(buffers[i], inner, part_of(ubatch, i), states)
+        return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own)
+
+    def rollback(self, layer: int) -> int:
+        """Ask the part that serves the layer."""
+        i, inner = self._part_serving("states", layer)
+        return self.parts[i].rollback(inner)
+
+    def _parts_serving(self, verb: str, layer: int) -> list[tuple[int, int]]:
+        """Return the parts that serve a layer, each with its own number for it."""
+        return [
+            (i, layers.index(layer))
+            for i, (part, layers) in enumerate(zip(self.parts, self.layers, strict=True))
+            if layer in layers and part.serves(verb, layers.index(layer))
+        ]
+
+    def _part_serving(self, verb: str, layer: int) -> tuple[int, int]:
+        """Return the one part that serves a layer, and its own number for it."""
+        found = self._parts_serving(verb, layer)
+        if len(found) != 1:
+            known = sorted({layer for layers in self.layers for layer in layers})
+            raise ValueError(
+                f"wanted a layer that one part serves, of {known}, got {layer}, which "
+                f"{len(found)} do"
+            )
+        return found[0]
+
+
+def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
     """Compose memories into one.
 
     Args:
-      parts: pairs of a memory and the layers of the model that it serves, in its own order. All are
-        made with the same `sequences` and `streams`, so that a verb means the same in each: where
-        `seq_cp` shares cells, `seq_add` moves them for whoever shares them.
+      parts: pairs of a memory and the layers of the model that it serves, in its own order, as many
+        as it has. All are made with the same `sequences` and `streams`, so that a verb means the
+        same in each.
 
     Raises:
+      TypeError: when an argument is not such a pair.
       ValueError: when the parts know different numbers of sequences, only some of them share cells,
-        or there are none.
+        a part is not given as many different layers as it has, or there are no parts.
 
     Examples:
       Layers 0, 1, 3 and 4 look back 4 positions, and layers 2 and 5 at everything:
 
-      >>> sizes = dict(heads=1, size=2, sequences=2)
-      >>> memory = make_hybrid_cache(
-      ...     (make_kv_cache(layers=4, window=standard(4), ubatch_size=4, **sizes), (0, 1, 3, 4)),
-      ...     (make_kv_cache(layers=2, cells=64, **sizes), (2, 5)),
-      ... )
+      >>> sizes = dict(kv_heads=1, head_dim=2, sequences=2)
+      >>> near = make_kv_cache(layers=4, window=window.sliding(4), ubatch_size=4, **sizes)
+      >>> far = make_kv_cache(layers=2, cells=64, **sizes)
+      >>> memory = make_hybrid_cache((near, (0, 1, 3, 4)), (far, (2, 5)))
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> used(memory)
-      (Array(3, dtype=int32), Array(3, dtype=int32))
+      >>> used(memory).item(), [used(part).item() for part in hybrid.parts_of(memory)]
+      (6, [3, 3])
 
     llama.cpp: `llama_kv_cache_iswa`, `llama_memory_hybrid`.
     """
     if not parts:
-        raise ValueError("a hybrid cache needs at least one part")
+        raise ValueError("a hybrid memory needs at least one part")
+    for pair in parts:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Memory)):
+            raise TypeError(f"wanted pairs of a memory and its layers, got {type(pair)}")
     memories, layers = zip(*parts, strict=True)
-    tables = [contract.split(memory)[0] for memory in memories]
-    counts = [*map(contract.table_sequences, tables)]
-    if len(set(counts)) > 1:
-        raise ValueError(f"wanted parts with the same number of sequences, got {counts}")
-    streams = [counts[0] if contract.table_apart(table) else 1 for table in tables]
-    if len(set(streams)) > 1:
-        raise ValueError(
-            f"wanted parts with the same streams, got {streams}: verbs would mean different things "
-            f"in them; make all with streams=1, or all with streams={counts[0]}"
-        )
-    return HybridCache(parts=memories, layers=tuple(map(tuple, layers)))
+    layers = tuple(tuple(operator.index(layer) for layer in own) for own in layers)
+    facts = [memory.table.facts for memory in memories]
+    for own, memory in zip(layers, memories, strict=True):
+        layers_there = memory.table.num_layers(memory.buffers)
+        if len(set(own)) != len(own) or min(own, default=0) < 0 or len(own) != layers_there:
+            raise ValueError(
+                f"wanted the numbers of a part's {layers_there} layers, each once, got {own}"
+            )
+    for name in ("sequences", "streams"):
+        counts = [getattr(fact, name) for fact in facts]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"wanted parts with the same number of {name}, got {counts}: verbs would mean "
+                f"different things in them; make all parts with the same {name}="
+            )
+    table = HybridTable(parts=tuple(memory.table for memory in memories), layers=layers)
+    return join(table, tuple(memory.buffers for memory in memories))
 
 
-def parts_of(memory: HybridCache, layer: int, verb: Any) -> list[tuple[int, int]]:
-    """List the parts that serve a layer and understand a verb, each with its own number for it."""
-    return [
-        (i, layers.index(layer))
-        for i, (part, layers) in enumerate(zip(memory.parts, memory.layers, strict=True))
-        if layer in layers and _understands(part, layers.index(layer), verb)
-    ]
+def parts_of(memory: Memory) -> tuple[Memory, ...]:
+    """Return the parts of a hybrid memory as memories of their own; any other is its one part.
+
+    >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+    >>> [type(part.table).__name__ for part in hybrid.parts_of(memory)]
+    ['CellTable']
+    """
+    table, buffers = split(memory)
+    if not isinstance(table, HybridTable):
+        return (memory,)
+    return tuple(join(*pair) for pair in zip(table.parts, buffers, strict=True))
 
 
-def _understands(part: Any, layer: int, verb: Any) -> bool:
-    if isinstance(part, HybridCache):
-        return bool(parts_of(part, layer, verb))
-    return verb.dispatch(type(part)) is not verb.dispatch(object)
-
-
-def serving(memory: HybridCache, verb: Any, layer: int) -> tuple[int, int]:
-    """Find the one part that does for a layer what a verb says, and its own number for it."""
-    found = parts_of(memory, layer, verb)
-    if len(found) != 1:
-        known = sorted({layer for layers in memory.layers for layer in layers})
-        raise ValueError(
-            f"wanted a layer that one part serves, of {known}, got {layer}, which {len(found)} do"
-        )
-    return found[0]
-
-
-def _with_part(memory: HybridCache, i: int, part: Any) -> HybridCache:
-    return replace(memory, parts=(*memory.parts[:i], part, *memory.parts[i + 1 :]))
-
-
-@contract.attend.register
-def _attend(
-    memory: HybridCache, layer: int, ubatch: Ubatch, *args: Any, **options: Any
-) -> tuple[HybridCache, jax.Array]:
-    i, inner = serving(memory, contract.attend, layer)
-    part, out = contract.attend(memory.parts[i], inner, _of_part(ubatch, i), *args, **options)
-    return _with_part(memory, i, part), out
-
-
-@contract.read_states.register
-def _read_states(memory: HybridCache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
-    i, inner = serving(memory, contract.read_states, layer)
-    return contract.read_states(memory.parts[i], inner, _of_part(ubatch, i))
-
-
-@contract.write_states.register
-def _write_states(memory: HybridCache, layer: int, ubatch: Ubatch, states: Any) -> HybridCache:
-    i, inner = serving(memory, contract.write_states, layer)
-    part = contract.write_states(memory.parts[i], inner, _of_part(ubatch, i), states)
-    return _with_part(memory, i, part)
-
-
-@contract.states_kept.register
-def _states_kept(memory: HybridCache, layer: int) -> int:
-    i, inner = serving(memory, contract.states_kept, layer)
-    return contract.states_kept(memory.parts[i], inner)
-
-
-@contract.split.register
-def _split(memory: HybridCache) -> tuple[HybridTable, tuple[Any, ...]]:
-    tables, rows = zip(*map(contract.split, memory.parts), strict=True)
-    return HybridTable(parts=tables, layers=memory.layers), rows
-
-
-@contract.join.register
-def _join(table: HybridTable, rows: tuple[Any, ...]) -> HybridCache:
-    parts = tuple(contract.join(part, row) for part, row in zip(table.parts, rows, strict=True))
-    return HybridCache(parts=parts, layers=table.layers)
-
-
-def _of_part(ubatch: Ubatch, i: int) -> Ubatch:
-    return replace(ubatch, slots=ubatch.slots[i])
+def _put(parts: tuple, i: int, part: Any) -> tuple:
+    return (*parts[:i], part, *parts[i + 1 :])
 
 
 def _all(answers: list[jax.Array]) -> jax.Array:
@@ -177,160 +320,9 @@ def _any(answers: list[jax.Array]) -> jax.Array:
     return reduce(jnp.logical_or, answers)
 
 
-def _every(verb: Any):
-    """Do what a verb says to each part."""
-
-    def done(table: HybridTable, *args: Any) -> HybridTable:
-        return replace(table, parts=tuple(verb(part, *args) for part in table.parts))
-
-    return done
-
-
-def _together(verb: Any, join_answers: Any):
-    """Ask each part, and make one answer of theirs."""
-    return lambda table, *args: join_answers([verb(part, *args) for part in table.parts])
-
-
 def _largest(answers: list[jax.Array]) -> jax.Array:
     return reduce(jnp.maximum, answers)
 
 
 def _smallest(answers: list[jax.Array]) -> jax.Array:
     return reduce(jnp.minimum, answers)
-
-
-def _first(table: HybridTable, seq: jax.Array) -> jax.Array:
-    """What all parts hold begins where the last of them begins; nothing if one is empty."""
-    found = [contract.table_first(part, seq) for part in table.parts]
-    return jnp.where(_smallest(found) < 0, -1, _largest(found))
-
-
-def _ubatch_size(table: HybridTable) -> int | None:
-    sizes = [contract.table_ubatch_size(part) for part in table.parts]
-    return min((size for size in sizes if size is not None), default=None)
-
-
-def _reached(table: HybridTable, present: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A sequence whose parts end at different positions cannot go on in all of them."""
-    ends, agreed = zip(
-        *(contract.table_reached(part, present) for part in table.parts), strict=True
-    )
-    last = _largest([*ends])
-    return last, _all([*agreed, *(end == last for end in ends)])
-
-
-def _admit(table: HybridTable, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each part orders the sequences in the same way, so those who fit everywhere fit together."""
-    fits, room = zip(*(contract.table_admit(part, wanted) for part in table.parts), strict=True)
-    return _all([*fits]), _smallest([*room])
-
-
-def _place(table: HybridTable, ubatch: Ubatch, ok: jax.Array) -> tuple[Any, jax.Array]:
-    slots, faults = zip(
-        *(contract.table_place(part, ubatch, ok) for part in table.parts), strict=True
-    )
-    return slots, _largest([*faults])
-
-
-def _fresh(table: HybridTable, ubatch: Ubatch) -> jax.Array:
-    answers = [
-        contract.table_fresh(part, _of_part(ubatch, i)) for i, part in enumerate(table.parts)
-    ]
-    return _all(answers)
-
-
-def _fill(table: HybridTable, ubatch: Ubatch) -> HybridTable:
-    parts = [contract.table_fill(part, _of_part(ubatch, i)) for i, part in enumerate(table.parts)]
-    return replace(table, parts=tuple(parts))
-
-
-def _rm(table: HybridTable, *args: jax.Array) -> tuple[HybridTable, jax.Array]:
-    ok = _can_rm(table, *args)
-    cut = replace(table, parts=tuple(contract.table_rm(part, *args)[0] for part in table.parts))
-    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), cut, table), ok
-
-
-def _copy_rows(table: HybridTable, rows: tuple, *args: jax.Array) -> tuple[HybridTable, tuple]:
-    done = []
-    for part, part_rows in zip(table.parts, rows, strict=True):
-        if contract.copies_rows(part):
-            done.append(contract.copy_rows(part, part_rows, *args))
-        else:
-            done.append((contract.table_cp(part, *args), part_rows))
-    tables, rows = zip(*done, strict=True)
-    return replace(table, parts=tables), rows
-
-
-def _paired(verb: Any, join_answers: Any):
-    """Hand each part what an older table knew of it."""
-
-    def done(table: HybridTable, old: HybridTable) -> Any:
-        pairs = zip(table.parts, old.parts, strict=True)
-        return join_answers([verb(part, was) for part, was in pairs])
-
-    return done
-
-
-def _restored(table: HybridTable, old: HybridTable) -> HybridTable:
-    pairs = zip(table.parts, old.parts, strict=True)
-    return replace(old, parts=tuple(contract.table_restored(part, was) for part, was in pairs))
-
-
-def _faults(table: HybridTable) -> dict[str, jax.Array]:
-    return {
-        f"part {i}: {name}": count
-        for i, part in enumerate(table.parts)
-        for name, count in contract.table_faults(part).items()
-    }
-
-
-def _planned(verb: Any):
-    return lambda table, *args: HybridPlan(parts=tuple(verb(part, *args) for part in table.parts))
-
-
-@contract.carry_out.register
-def _carry_out(plan: HybridPlan, table: HybridTable, rows: tuple) -> tuple[HybridTable, tuple]:
-    done = [contract.carry_out(*part) for part in zip(plan.parts, table.parts, rows, strict=True)]
-    tables, rows = zip(*done, strict=True)
-    return replace(table, parts=tables), rows
-
-
-@contract.nothing_to_do.register
-def _nothing_to_do(plan: HybridPlan) -> bool:
-    return all(map(contract.nothing_to_do, plan.parts))
-
-
-_can_rm = _together(contract.table_can_rm, _all)
-
-contract.table_sequences.register(
-    HybridTable, lambda table: contract.table_sequences(table.parts[0])
-)
-contract.table_streams.register(HybridTable, _together(contract.table_streams, max))
-contract.table_apart.register(HybridTable, lambda table: contract.table_apart(table.parts[0]))
-contract.table_ubatch_size.register(HybridTable, _ubatch_size)
-contract.table_digest.register(HybridTable, _together(contract.table_digest, sum))
-contract.table_first.register(HybridTable, _first)
-contract.table_last.register(HybridTable, _together(contract.table_last, _smallest))
-contract.table_used.register(HybridTable, _together(contract.table_used, tuple))
-contract.table_reached.register(HybridTable, _reached)
-contract.table_lost.register(HybridTable, _together(contract.table_lost, _any))
-contract.table_owing.register(HybridTable, _together(contract.table_owing, _any))
-contract.table_admit.register(HybridTable, _admit)
-contract.table_place.register(HybridTable, _place)
-contract.table_fresh.register(HybridTable, _fresh)
-contract.table_fill.register(HybridTable, _fill)
-contract.table_rm.register(HybridTable, _rm)
-contract.table_cp.register(HybridTable, _every(contract.table_cp))
-contract.copies_rows.register(HybridTable, _together(contract.copies_rows, any))
-contract.copy_rows.register(HybridTable, _copy_rows)
-contract.table_keep.register(HybridTable, _every(contract.table_keep))
-contract.table_clear.register(HybridTable, _every(contract.table_clear))
-contract.table_add.register(HybridTable, _every(contract.table_add))
-contract.table_div.register(HybridTable, _every(contract.table_div))
-contract.table_can_rm.register(HybridTable, _can_rm)
-contract.table_can_resume.register(HybridTable, _together(contract.table_can_resume, _all))
-contract.table_update.register(HybridTable, _planned(contract.table_update))
-contract.table_defrag.register(HybridTable, _planned(contract.table_defrag))
-contract.table_unwritten.register(HybridTable, _paired(contract.table_unwritten, _all))
-contract.table_restored.register(HybridTable, _restored)
-contract.table_faults.register(HybridTable, _faults)

@@ -1,67 +1,267 @@
-"""What every memory understands: the verbs, dispatched by the kind of memory.
+"""What every memory is: a table, and buffers beside it; and what a kind of memory must answer.
 
-A memory is two halves. The table says who lives where and is small; the rows are all the bytes. A
-verb here is compiled over the table alone and puts the same rows back beside it: compiled over a
-whole memory it would have to copy every row, or take the memory away from the caller.
+The table says which token stands in which cell, and is small. The buffers are all the bytes. A verb
+is compiled over the table alone and puts the same buffers back beside it: compiled over a whole
+memory it would have to copy every buffer, or take the memory away from the caller.
 
-A kind of memory registers how it splits and joins, and what its table does for each of the
-functions below that begin with `table_`. Everything else follows.
+There are three kinds of tables: `CellTable` (attention), `StateTable` (recurrence), and
+`HybridTable`, several of them that step together. A kind is a subclass of `Table`, which lists all
+that verbs, plans and loops ever ask of one.
 """
 
-from collections.abc import Callable, Mapping
-from functools import singledispatch, wraps
-from typing import Any, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import jax
 
 from jaxkv.batch import Ubatch
 from jaxkv.ops.attention.api import Implementation
 
-Memory = TypeVar("Memory")
-T = TypeVar("T")
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is fixed when a memory is made. Hashable; two memories of equal facts share all plans.
+
+    kind: the kind of table, for messages.
+    sequences: Q.
+    streams: S. Sequence q lives in stream q // (Q // S).
+    one_sequence_a_row: whether a row of a ubatch holds tokens of one sequence only.
+    ubatch_size: the most tokens of a ubatch that the memory was sized for; None for any.
+    details: all else that a plan depends on.
+    parts: of a hybrid memory, the facts of its parts.
+    """
+
+    kind: str
+    sequences: int
+    streams: int
+    one_sequence_a_row: bool
+    ubatch_size: int | None
+    details: tuple = ()
+    parts: tuple["Facts", ...] = ()
 
 
-def by_table(stub: Callable[..., T]):
-    """Make a function of a table that each kind of memory registers its own version of."""
+class Findings(NamedTuple):
+    """What a table says of the sequences that a batch brings tokens for.
 
-    @wraps(stub)
-    def unknown(table: Any, *args: Any) -> T:
-        del args
-        raise TypeError(f"wanted the table of a memory, got {type(table)}")
+    last: `[Q]` int32, the position that a sequence goes on after; -1 if it holds none, and for
+      those that were not asked for.
+    missing: `[Q]` bool, whether a token right after it would miss something that it should see.
+    pending: `[Q]` bool, whether a sequence sees a key that is owed a rotation.
+    """
 
-    return singledispatch(unknown)
+    last: jax.Array
+    missing: jax.Array
+    pending: jax.Array
 
 
-@singledispatch
-def split(memory: Any) -> tuple[Any, Any]:
-    """Take a memory apart into its table and its rows.
+class Room(NamedTuple):
+    """Which sequences find room for their tokens.
 
-    Rows are what one donates, differentiates and shards; the table is what verbs edit.
+    fits: `[Q]` bool, whether there are cells enough, the sequences that want least first.
+    together: `[Q]` bool, the sequences that are sure to find them if they come without the others.
+    left: `[Q]` int32, the cells that are left when those that fit have theirs.
+    """
+
+    fits: jax.Array
+    together: jax.Array
+    left: jax.Array
+
+
+class Commitment(ABC):
+    """The plan of an update or a defrag: what will be done to a table and its buffers."""
+
+    @property
+    @abstractmethod
+    def pending(self) -> jax.Array:
+        """How many keys will be rotated, or cells moved; `[]` int32."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a plan whose values are known does nothing."""
+        return not self.pending
+
+    @abstractmethod
+    def commit(self, table: Any, buffers: Any) -> tuple[Any, Any]:
+        """Carry the plan out; nothing changes if the table is not as the plan found it."""
+
+
+class Table(ABC):
+    """The table of a memory: what all verbs, plans and loops are made of.
+
+    Ids, positions and bounds are int32 arrays. An id that is no sequence changes nothing.
+    """
+
+    @property
+    @abstractmethod
+    def facts(self) -> Facts:
+        """What is fixed when the memory is made."""
+
+    @abstractmethod
+    def num_layers(self, buffers: Any) -> int:
+        """L, the layers that the buffers beside the table are of."""
+
+    @abstractmethod
+    def digest(self) -> Any:
+        """Return a number of each stream's content, `[S]` uint32; a tuple of them in a hybrid."""
+
+    @abstractmethod
+    def first(self, seq: jax.Array) -> jax.Array:
+        """Return the smallest position of a sequence, `[]` int32; -1 if it holds none."""
+
+    @abstractmethod
+    def last(self, seq: jax.Array) -> jax.Array:
+        """Return the largest position of a sequence, `[]` int32; -1 if it holds none."""
+
+    @abstractmethod
+    def used(self) -> jax.Array:
+        """Return how many cells are in use, `[]` int32."""
+
+    @abstractmethod
+    def inspect(self, present: jax.Array) -> Findings:
+        """Return what holds of the sequences in a batch, `[Q]` bool."""
+
+    @abstractmethod
+    def admit(self, wanted: jax.Array) -> Room:
+        """Return which sequences find room for the tokens that they bring, `[Q]` int32."""
+
+    @abstractmethod
+    def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[Any, jax.Array]:
+        """Choose where tokens go, nowhere if not `ok`; and a `Reason` for each token, `[R, T]`."""
+
+    @abstractmethod
+    def occupy(self, ubatch: Ubatch) -> Self:
+        """Mark the slots of a ubatch as taken by its tokens."""
+
+    @abstractmethod
+    def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
+        """Do what `seq_rm` says; the table, and `ok`."""
+
+    @abstractmethod
+    def copy(
+        self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple[Self, Any]:
+        """Do what `seq_cp` says. With one stream no buffer is touched, and they may be None."""
+
+    @abstractmethod
+    def keep(self, seq: jax.Array) -> Self:
+        """Do what `seq_keep` says."""
+
+    @abstractmethod
+    def clear(self) -> Self:
+        """Do what `clear` says."""
+
+    @abstractmethod
+    def add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> Self:
+        """Do what `seq_add` says."""
+
+    @abstractmethod
+    def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
+        """Return what `can_seq_add` says, `[]` bool."""
+
+    @abstractmethod
+    def divide(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array) -> Self:
+        """Do what `seq_div` says."""
+
+    @abstractmethod
+    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
+        """Return what `can_resume` says, `[]` bool."""
+
+    @abstractmethod
+    def update(self) -> Commitment:
+        """Plan the rotations that keys are owed."""
+
+    @abstractmethod
+    def defrag(self, max_moves: int | None) -> Commitment:
+        """Plan the moves that close the gaps."""
+
+    @abstractmethod
+    def go_back(self, old: Any) -> tuple[Self, jax.Array]:
+        """Return an older table that knows what was written since; and `ok`, `[]` bool.
+
+        `ok` is whether all that the older one uses is still in the buffers as it was.
+        """
+
+    @abstractmethod
+    def faults(self) -> dict[str, jax.Array]:
+        """Count what breaks the invariants, by name; `[]` int32 each."""
+
+    def serves(self, verb: str, layer: int) -> bool:
+        """Return whether `attend`, or `read_states` and `write_states`, know a layer."""
+        del verb, layer
+        return False
+
+    def attend(self, buffers: Any, layer: int, ubatch: Ubatch, *args: Any, **options: Any) -> Any:
+        """Do what `attend` says; the buffers, and the output."""
+        del buffers, layer, ubatch, args, options
+        raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
+
+    def read_states(self, buffers: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
+        """Do what `read_states` says."""
+        del buffers, layer, ubatch
+        raise TypeError(f"wanted a memory with recurrent layers, got one of {self.facts.kind}")
+
+    def write_states(
+        self, buffers: Any, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
+    ) -> tuple[Self, Any]:
+        """Do what `write_states` says; the table, and the buffers."""
+        del buffers, layer, ubatch, states
+        raise TypeError(f"wanted a memory with recurrent layers, got one of {self.facts.kind}")
+
+    def rollback(self, layer: int) -> int:
+        """Do what `rollback_of` says."""
+        del layer
+        raise TypeError(f"wanted a memory with recurrent layers, got one of {self.facts.kind}")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Memory:
+    """What a model remembers of its sequences: an immutable value, whatever the kind.
+
+    table: which token stands in which cell, a `Table`.
+    buffers: the bytes beside it: `Buffers` of keys and values, a tuple of states by layer, or for a
+      hybrid memory a tuple of the buffers of its parts.
+    """
+
+    table: Any
+    buffers: Any
+
+
+def split(memory: Memory) -> tuple[Any, Any]:
+    """Take a memory apart into its table and its buffers.
+
+    Buffers are what one donates, differentiates and shards; the table is what verbs edit.
 
     Raises:
       TypeError: when it is given something else than a memory, such as the pair that `seq_rm`
         returns.
 
     Examples:
-      >>> table, rows = split(make_kv_cache(layers=1, cells=4, heads=1, size=2))
-      >>> nbytes(table), nbytes(rows)
+      >>> table, buffers = split(make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2))
+      >>> nbytes(table), nbytes(buffers)
       (68, 64)
     """
-    raise _no_memory(memory)
+    if isinstance(memory, Memory):
+        return memory.table, memory.buffers
+    what = "a tuple (was `memory, ok = seq_rm(...)` not unpacked?)"
+    raise TypeError(f"wanted a memory, got {what if isinstance(memory, tuple) else type(memory)}")
 
 
-@singledispatch
-def join(table: Any, rows: Any) -> Any:
-    """Put a table and rows together into a memory: the inverse of `split`.
+def join(table: Any, buffers: Any) -> Memory:
+    """Put a table and buffers together into a memory: the inverse of `split`.
+
+    Values in the buffers of an attention memory must be finite, as `attend` leaves them.
 
     Raises:
       TypeError: when the first argument is no table.
     """
-    del rows
-    raise TypeError(f"wanted the table of a memory, got {type(table)}")
+    if not isinstance(table, Table):
+        raise TypeError(f"wanted the table of a memory, got {type(table)}")
+    return Memory(table=table, buffers=buffers)
 
 
-@singledispatch
 def attend(
     memory: Memory,
     layer: int,
@@ -103,12 +303,16 @@ def attend(
 
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`.
     """
-    del layer, ubatch, q, k, v, scale, softcap, sinks, causal, implementation
-    raise _no_memory(memory)
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "causal": causal}
+    table, buffers = split(memory)
+    check_made_for(table, ubatch)
+    buffers, out = table.attend(
+        buffers, layer, ubatch, q, k, v, implementation=implementation, **options
+    )
+    return replace(memory, buffers=buffers), out
 
 
-@singledispatch
-def read_states(memory: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
+def read_states(memory: Memory, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
     """Read the states that the rows of a ubatch go on from.
 
     Args:
@@ -132,11 +336,11 @@ def read_states(memory: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]
 
     llama.cpp: `build_rs`.
     """
-    del layer, ubatch
-    raise _no_memory(memory)
+    table, buffers = split(memory)
+    check_made_for(table, ubatch)
+    return table.read_states(buffers, layer, ubatch)
 
 
-@singledispatch
 def write_states(
     memory: Memory, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
 ) -> Memory:
@@ -148,9 +352,9 @@ def write_states(
       ubatch: the tokens. A row that the table did not take in (padding, a refused plan) is written
         nowhere.
       states: by name, `[R, E + 1, ...]`, the states after the last E + 1 valid tokens of each row,
-        the oldest first: after so many tokens as `tails(ubatch, E + 1)` says. Where that is 0 the
-        state is older than the ubatch, and not written. `[R, ...]` will do where E is 0. Fewer
-        than E + 1 are refused: the table lists what a ubatch leaves, so it must be there.
+        the oldest first: after so many tokens as `steps_to_keep(ubatch, E + 1)` says. Where that
+        is 0 the state is older than the ubatch, and not written. `[R, ...]` will do where E is 0.
+        Fewer than E + 1 are refused: the table lists what a ubatch leaves, so it must be there.
 
     Returns:
       The memory with the states written.
@@ -169,225 +373,39 @@ def write_states(
 
     llama.cpp: the copies to `r_l` and `s_l` that a model's graph makes.
     """
-    del layer, ubatch, states
-    raise _no_memory(memory)
+    table, buffers = split(memory)
+    check_made_for(table, ubatch)
+    return join(*table.write_states(buffers, layer, ubatch, states))
 
 
-@singledispatch
-def states_kept(memory: Any, layer: int) -> int:
+def rollback_of(memory: Memory, layer: int) -> int:
     """Say how many states a layer keeps before the current one: E, a static integer.
 
     Raises:
       ValueError: when the layer is none of the memory.
 
     Examples:
-      >>> states_kept(make_recurrent_cache(layers=1, states={"x": ((), jnp.int32)}, kept=3), 0)
+      >>> rollback_of(make_recurrent_cache(layers=1, states={"x": ((), jnp.int32)}, rollback=3), 0)
       3
 
     llama.cpp: `n_rs_seq`.
     """
-    del layer
-    raise _no_memory(memory)
+    return split(memory)[0].rollback(layer)
 
 
-@by_table
-def table_sequences(table: Any) -> int:
-    """Q, how many sequences a table knows."""
-    ...
+def check_made_for(table: Table, ubatch: Ubatch) -> None:
+    """Raise unless a ubatch was planned for a memory of the same facts.
 
-
-@by_table
-def table_streams(table: Any) -> int:
-    """1 if sequences may share the rows of a ubatch, Q if each needs a row of its own."""
-    ...
-
-
-@by_table
-def table_apart(table: Any) -> bool:
-    """Say whether sequences have positions of their own, or those of the cells that they share."""
-    ...
-
-
-@by_table
-def table_ubatch_size(table: Any) -> int | None:
-    """The most tokens of a ubatch that a memory was sized for; None for any."""
-    ...
-
-
-@by_table
-def table_digest(table: Any) -> jax.Array:
-    """Sum up all that was written so far, `[]` uint32."""
-    ...
-
-
-@by_table
-def table_first(table: Any, seq: jax.Array) -> jax.Array:
-    """Find the smallest position of one sequence, `[]`; -1 if it holds none."""
-    ...
-
-
-@by_table
-def table_last(table: Any, seq: jax.Array) -> jax.Array:
-    """Find the largest position of one sequence, `[]`; -1 if it holds none."""
-    ...
-
-
-@by_table
-def table_used(table: Any) -> Any:
-    """Count the cells in use."""
-    ...
-
-
-@by_table
-def table_reached(table: Any, present: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Find what the sequences asked for, `[Q]` bool, go on after, `[Q]`; -1 elsewhere.
-
-    And whether all parts of a composite go on after it, `[]` or `[Q]` bool.
+    Raises:
+      TypeError: when it is no ubatch, such as a plan of several.
+      ValueError: when it was planned for a memory made in another way.
     """
-    ...
+    if not isinstance(ubatch, Ubatch):
+        raise TypeError(f"wanted a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
+    check_facts(ubatch.facts, table.facts, "a ubatch that was planned")
 
 
-@by_table
-def table_lost(table: Any, position: jax.Array) -> jax.Array:
-    """Say which sequences, `[Q]`, would miss something with a next token at `position`, `[Q]`."""
-    ...
-
-
-@by_table
-def table_owing(table: Any, present: jax.Array) -> jax.Array:
-    """Say which of the sequences asked for see a key that is owed a rotation, `[Q]` bool."""
-    ...
-
-
-@by_table
-def table_admit(table: Any, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Say which sequences, `[Q]`, find room for the tokens they bring, and what room is left."""
-    ...
-
-
-@by_table
-def table_place(table: Any, ubatch: Ubatch, ok: jax.Array) -> tuple[Any, jax.Array]:
-    """Choose where tokens go, nowhere if not `ok`; and why some have no place, a `Reason` each."""
-    ...
-
-
-@by_table
-def table_fresh(table: Any, ubatch: Ubatch) -> jax.Array:
-    """Say whether a table is as it was when a ubatch was planned, `[]` bool."""
-    ...
-
-
-@by_table
-def table_fill(table: Any, ubatch: Ubatch) -> Any:
-    """Take a ubatch into a table, where it was planned to go."""
-    ...
-
-
-@by_table
-def table_rm(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Any, jax.Array]:
-    """Do what `seq_rm` says, on a table."""
-    ...
-
-
-@by_table
-def table_cp(table: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Any:
-    """Do what `seq_cp` says, on a table."""
-    ...
-
-
-@by_table
-def copies_rows(table: Any) -> bool:
-    """Say whether `seq_cp` must copy rows, since sequences do not share a stream."""
-    ...
-
-
-@by_table
-def copy_rows(
-    table: Any, rows: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
-) -> tuple[Any, Any]:
-    """Do what `seq_cp` says, on a table whose rows must be copied too."""
-    ...
-
-
-@by_table
-def table_keep(table: Any, seq: jax.Array) -> Any:
-    """Do what `seq_keep` says, on a table."""
-    ...
-
-
-@by_table
-def table_clear(table: Any) -> Any:
-    """Do what `clear` says, on a table."""
-    ...
-
-
-@by_table
-def table_add(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> Any:
-    """Do what `seq_add` says, on a table."""
-    ...
-
-
-@by_table
-def table_div(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array) -> Any:
-    """Do what `seq_div` says, on a table."""
-    ...
-
-
-@by_table
-def table_can_rm(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> jax.Array:
-    """Say what `can_seq_rm` says, of a table."""
-    ...
-
-
-@by_table
-def table_can_resume(table: Any, seq: jax.Array, pos: jax.Array) -> jax.Array:
-    """Say what `can_resume` says, of a table."""
-    ...
-
-
-@by_table
-def table_update(table: Any) -> Any:
-    """Plan the rotations that keys are owed."""
-    ...
-
-
-@by_table
-def table_defrag(table: Any, max_moves: int | None) -> Any:
-    """Plan the moves that close the gaps."""
-    ...
-
-
-@by_table
-def table_unwritten(table: Any, old: Any) -> jax.Array:
-    """Say whether every row that an older table uses is still as it was, `[]` bool."""
-    ...
-
-
-@by_table
-def table_restored(table: Any, old: Any) -> Any:
-    """Give an older table back, knowing what has been written since."""
-    ...
-
-
-@by_table
-def table_faults(table: Any) -> dict[str, jax.Array]:
-    """Count what is wrong with a table, by name."""
-    ...
-
-
-@singledispatch
-def carry_out(part: Any, table: Any, rows: Any) -> tuple[Any, Any]:
-    """Commit a plan that moves rows; each kind of plan registers how."""
-    del table, rows
-    raise TypeError(f"wanted a ubatch or a plan, got {type(part)}")
-
-
-@singledispatch
-def nothing_to_do(part: Any) -> bool:
-    """Say whether a plan that moves rows, and is known, moves none."""
-    raise TypeError(f"wanted a ubatch or a plan, got {type(part)}")
-
-
-def _no_memory(value: Any) -> TypeError:
-    what = "a tuple (was `memory, ok = seq_rm(...)` not unpacked?)"
-    return TypeError(f"wanted a memory, got {what if isinstance(value, tuple) else type(value)}")
+def check_facts(got: Facts, wanted: Facts, what: str) -> None:
+    """Raise a ValueError unless something was made for a memory of the same facts."""
+    if got != wanted:
+        raise ValueError(f"wanted {what} for this memory, {wanted}, got one for {got}: plan again")

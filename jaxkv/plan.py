@@ -7,46 +7,69 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import NOWHERE, Ubatch, is_concrete
+from jaxkv.batch import Ubatch
+from jaxkv.places import NOWHERE, is_concrete
 
 
 class Reason(IntEnum):
-    """Why a sequence of a batch was refused; FITS for one that was not."""
+    """Why a sequence of a batch was refused; FITS for one that was not. Each with its advice."""
+
+    advice: str
+
+    def __new__(cls, value: int, advice: str = "") -> "Reason":
+        """Make a member of a number and what to do about it."""
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.advice = advice
+        return member
 
     FITS = 0
-    NO_ROOM = 1
-    NOT_NEXT = 2
-    GAP = 3
-    DUPLICATE = 4
-    DECREASING = 5
-    UPDATE_PENDING = 6
-    FRAGMENTED = 7
-    UNKNOWN_SEQUENCE = 8
-    LOST = 9
-    MIXED_ROW = 10
-
-
-ADVICE = {
-    Reason.NO_ROOM: "it brings {expected} tokens and {found} cells are free for it: remove a "
-    "sequence (seq_rm), go on with those that fit (batch.only(plan.fits)), or make a larger memory",
-    Reason.NOT_NEXT: "its first token must stand at {expected}, one past the last, but stands at "
-    "{found}: pass positions=None, or remove what lies from there on (seq_rm)",
-    Reason.GAP: "a token must stand at {expected}, one past the token before it, but stands at "
-    "{found}: positions of a batch have no gaps",
-    Reason.DUPLICATE: "a token must stand at {expected}, but stands at {found}, where another "
-    "token of the batch does: one position holds one token",
-    Reason.DECREASING: "a token must stand at {expected}, but stands at {found}, before the one "
-    "that comes before it: put the tokens of a sequence in the order of their positions",
-    Reason.UPDATE_PENDING: "keys that it would see were moved and are not rotated yet: "
-    "memory = apply(memory, init_update(memory))",
-    Reason.FRAGMENTED: "it brings {expected} tokens and enough cells are free, but not in one run: "
-    "memory = apply(memory, defrag_plan(memory)), or make_room(memory, batch)",
-    Reason.LOST: "its next token stands at {found} and would need what a window has given up, or a "
-    "state that is not kept: forget the sequence (seq_rm) and compute it again, or keep more",
-    Reason.MIXED_ROW: "each row of a ubatch belongs to one sequence here, but the batch has a row "
-    "of several, or several rows of one: give each sequence one row",
-    Reason.UNKNOWN_SEQUENCE: "the batch names a sequence that the memory does not have",
-}
+    NO_ROOM = (
+        1,
+        "it brings {expected} tokens and {found} cells are free for it: remove a sequence "
+        "(seq_rm), go on with those that fit (batch.only(plan.fits)), or make a larger memory",
+    )
+    NOT_NEXT = (
+        2,
+        "its first token must stand at {expected}, one past the last, but stands at {found}: pass "
+        "positions=None, or remove what lies from there on (seq_rm)",
+    )
+    GAP = (
+        3,
+        "a token must stand at {expected}, one past the token before it, but stands at {found}: "
+        "positions of a batch have no gaps",
+    )
+    DUPLICATE = (
+        4,
+        "a token must stand at {expected}, but stands at {found}, where another token of the batch "
+        "does: one position holds one token",
+    )
+    DECREASING = (
+        5,
+        "a token must stand at {expected}, but stands at {found}, before the one that comes before "
+        "it: put the tokens of a sequence in the order of their positions",
+    )
+    UPDATE_PENDING = (
+        6,
+        "keys that it would see were moved and are not rotated yet: "
+        "memory = apply(memory, init_update(memory))",
+    )
+    FRAGMENTED = (
+        7,
+        "it brings {expected} tokens and enough cells are free, but not in one run: "
+        "memory = apply(memory, defrag_plan(memory)), or make_room(memory, batch)",
+    )
+    UNKNOWN_SEQUENCE = (8, "the batch names a sequence that the memory does not have")
+    LOST = (
+        9,
+        "its next token stands at {found} and would need what a window has given up, or a state "
+        "that is not kept: forget the sequence (seq_rm) and compute it again, or keep more",
+    )
+    MIXED_ROW = (
+        10,
+        "each row of a ubatch belongs to one sequence here, but the batch has a row of several, or "
+        "several rows of one: give each sequence one row",
+    )
 
 
 class RefusedError(RuntimeError):
@@ -75,14 +98,14 @@ class Plan:
     found: jax.Array  # [Q]
 
     def check(self) -> "Plan":
-        """Return the plan if it is carried out, else raise and say what to do.
+        """Return the plan if it will be carried out, else raise and say what to do.
 
         Raises:
           RefusedError: when the plan was refused.
-          TypeError: inside a transformation, where nobody can know: look at `ok` there.
+          TypeError: inside a transformation, where it is not known: look at `ok` there.
 
         Examples:
-          >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)
+          >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
           >>> init_batch(memory, make_batch([1, 2, 3, 4, 5])).check()
           Traceback (most recent call last):
           ...
@@ -98,10 +121,8 @@ sequence (seq_rm), go on with those that fit (batch.only(plan.fits)), or make a 
         expected, found = np.asarray(self.expected), np.asarray(self.found)
         for seq, code in enumerate(np.asarray(self.reason)):
             if code != Reason.FITS:
-                advice = ADVICE[Reason(code)].format(expected=expected[seq], found=found[seq])
+                advice = Reason(code).advice.format(expected=expected[seq], found=found[seq])
                 lines.append(f"sequence {seq}: {Reason(code).name}, {advice}")
-        if len(lines) == 1:
-            lines.append(ADVICE[Reason.UNKNOWN_SEQUENCE])
         raise RefusedError("\n".join(lines))
 
     def collect(self, logits: list[jax.Array]) -> jax.Array:

@@ -1,14 +1,13 @@
-"""Stamps: numbers that tell one writing of a row from every other.
+"""Stamps and digests: numbers that tell one content from every other.
 
-The row of a token depends on the token and on all that came before it, so its stamp does too. Two
-plans that would put different tokens into the same cells are told apart by it, and so are the rows
-of today from those that an earlier table knew. Like every hash it may err once in 2**32 times.
+What the buffers hold for a token depends on the token and on all that came before it, so its stamp
+does too. Two plans that would put different tokens into the same cells are told apart by it, and so
+is what stands in a cell today from what an earlier table knew. A digest is the same for a whole
+table: equal digests, equal content. Like every hash they may err once in 2**32 times.
 """
 
 import jax
 import jax.numpy as jnp
-
-from jaxkv.batch import Batch
 
 
 def mix(value: jax.Array) -> jax.Array:
@@ -18,29 +17,53 @@ def mix(value: jax.Array) -> jax.Array:
     return value ^ (value >> 16)
 
 
-def content(batch: Batch) -> jax.Array:
-    """Number what comes in, token by token; uint32, the shape of `batch.valid`."""
-    if batch.embeddings is None:
-        return mix(batch.tokens.astype(jnp.uint32))
-    numbers = jax.lax.stop_gradient(batch.embeddings).astype(jnp.float32)
+def chained(*fields: jax.Array) -> jax.Array:
+    """Make one number of several of 32 bits, elementwise; their order counts. uint32."""
+    value = jnp.uint32(0)
+    for field in fields:
+        value = mix(value * jnp.uint32(31) + field.astype(jnp.uint32))
+    return value
+
+
+def content(tokens: jax.Array | None, embeddings: jax.Array | None) -> jax.Array:
+    """Make a number of each token; uint32.
+
+    Args:
+      tokens: `[R, T]` int32, or None where embeddings come instead.
+      embeddings: `[R, T, d]`, or None where tokens come instead.
+
+    Returns:
+      `[R, T]` uint32.
+    """
+    if tokens is not None:
+        return mix(tokens.astype(jnp.uint32))
+    assert embeddings is not None
+    numbers = jax.lax.stop_gradient(embeddings).astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
-    place = mix(jnp.arange(bits.shape[-1], dtype=jnp.uint32)).reshape(
-        (1,) * (bits.ndim - 1) + (-1,)
-    )
+    place = mix(jnp.arange(bits.shape[-1], dtype=jnp.uint32))
+    place = place.reshape((1,) * (bits.ndim - 1) + (-1,))
     return jnp.sum(mix(bits ^ place), axis=-1, dtype=jnp.uint32)
 
 
-def stamps(batch: Batch, before: jax.Array) -> jax.Array:
+def stamps(
+    contents: jax.Array,
+    positions: jax.Array,
+    sequences: jax.Array,
+    valid: jax.Array,
+    context: jax.Array,
+) -> jax.Array:
     """Make the stamps of tokens that are written together.
 
     Args:
-      batch: the tokens of one ubatch, positions and all.
-      before: `[]` uint32, a number for all that was written before.
+      contents: `[R, T]` uint32, see `content`.
+      positions: `[R, T]` int32.
+      sequences: `[R, T]` int32.
+      valid: `[R, T]` bool, the tokens that are there.
+      context: `[R]` uint32, the digest of all that each row's tokens go on from.
 
     Returns:
-      uint32, the shape of `batch.valid`.
+      `[R, T]` uint32.
     """
-    token = mix(content(batch) ^ mix(batch.positions.astype(jnp.uint32)))
-    token = mix(token ^ mix(batch.sequences.astype(jnp.uint32) + 1))
-    together = jnp.sum(jnp.where(batch.valid, token, 0), dtype=jnp.uint32)
-    return mix(token ^ mix(together + mix(before)))
+    token = chained(contents, positions, sequences)
+    together = jnp.sum(jnp.where(valid, token, 0), dtype=jnp.uint32)
+    return mix(token ^ mix(together + mix(context))[:, None])

@@ -1,40 +1,46 @@
 """Which positions a layer looks back at: all of them, or those inside of a window."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv.places import count
+
+Rule = Literal["sliding", "chunked", "symmetric"]
+"""Where the positions lie that a token sees."""
+
 
 @dataclass(frozen=True)
 class Window:
-    """How far tokens see; hashable. Made by `standard`, `chunked` and `symmetric`.
+    """How far tokens see; hashable. Made by `sliding`, `chunked` and `symmetric`.
 
-    size: W, how many positions a token sees at most, its own included.
+    width: W, how many positions a token sees at most, its own included.
     rule: where those positions lie.
     """
 
-    size: int
-    rule: Literal["standard", "chunked", "symmetric"]
+    width: int
+    rule: Rule
 
     def __post_init__(self):
-        if self.size < 1:
-            raise ValueError(f"a window must be of at least 1 position, got {self.size}")
+        count(self.width, "the width of a window, in positions,")
+        if self.rule not in get_args(Rule):
+            raise ValueError(f"wanted a window's rule of {get_args(Rule)}, got {self.rule!r}")
 
 
-def standard(size: int) -> Window:
+def sliding(width: int) -> Window:
     """See the last W positions, one's own included (Mistral, Gemma).
 
     llama.cpp: `LLAMA_SWA_TYPE_STANDARD`.
 
-    >>> [sees(standard(3), jnp.int32(7), jnp.int32(key)).item() for key in (4, 5, 7, 8)]
+    >>> [sees(sliding(3), jnp.int32(7), jnp.int32(key)).item() for key in (4, 5, 7, 8)]
     [False, True, True, False]
     """
-    return Window(size, "standard")
+    return Window(width, "sliding")
 
 
-def chunked(size: int) -> Window:
+def chunked(width: int) -> Window:
     """See what lies in one's own chunk of W positions, up to oneself (Llama 4).
 
     llama.cpp: `LLAMA_SWA_TYPE_CHUNKED`.
@@ -42,10 +48,10 @@ def chunked(size: int) -> Window:
     >>> [sees(chunked(4), jnp.int32(6), jnp.int32(key)).item() for key in (3, 4, 6, 7)]
     [False, True, True, False]
     """
-    return Window(size, "chunked")
+    return Window(width, "chunked")
 
 
-def symmetric(size: int) -> Window:
+def symmetric(width: int) -> Window:
     """See W // 2 positions to both sides; those ahead only where attention is not causal.
 
     llama.cpp: `LLAMA_SWA_TYPE_SYMMETRIC`.
@@ -55,11 +61,11 @@ def symmetric(size: int) -> Window:
     >>> sees(symmetric(4), jnp.int32(6), jnp.int32(8), causal=False).item()
     True
     """
-    return Window(size, "symmetric")
+    return Window(width, "symmetric")
 
 
 def cells_for(window: Window, *, ubatch_size: int, rollback: int, sharing: int = 1) -> int:
-    """Count the cells of a stream that serve a text of any length.
+    """Return how many cells of a stream serve a text of any length.
 
     Args:
       window: how far tokens look back.
@@ -67,30 +73,30 @@ def cells_for(window: Window, *, ubatch_size: int, rollback: int, sharing: int =
       rollback: how many tokens can be taken back though the window is full.
       sharing: how many sequences share the stream.
 
-    >>> cells_for(standard(512), ubatch_size=64, rollback=32, sharing=2)
+    >>> cells_for(sliding(512), ubatch_size=64, rollback=32, sharing=2)
     1216
     """
-    return (window.size + ubatch_size + rollback) * sharing
+    return (window.width + ubatch_size + rollback) * sharing
 
 
 def first_seen(window: Window | None, position: jax.Array) -> jax.Array:
-    """Find the lowest position that a token at a position sees; it never falls as that rises.
+    """Return the lowest position that a token at a position sees; it never falls as that rises.
 
-    >>> [first_seen(window, jnp.int32(6)).item() for window in (None, standard(3), chunked(4))]
+    >>> [first_seen(window, jnp.int32(6)).item() for window in (None, sliding(3), chunked(4))]
     [0, 4, 4]
     """
     if window is None:
         return jnp.zeros_like(position)
     if window.rule == "chunked":
-        return position // window.size * window.size
-    back = window.size // 2 if window.rule == "symmetric" else window.size - 1
+        return position // window.width * window.width
+    back = window.width // 2 if window.rule == "symmetric" else window.width - 1
     return jnp.maximum(position - back, 0)
 
 
 def sees(
     window: Window | None, query: jax.Array, key: jax.Array, *, causal: bool = True
 ) -> jax.Array:
-    """Say whether a token at position `query` sees one at `key`; the shapes broadcast.
+    """Return whether a token at position `query` sees one at `key`; the shapes broadcast.
 
     Args:
       window: how far it sees, None for everything.
@@ -104,5 +110,5 @@ def sees(
     if causal:
         return seen & (key <= query)
     if window is not None and window.rule == "symmetric":
-        return seen & (key <= query + window.size // 2)
+        return seen & (key <= query + window.width // 2)
     return seen

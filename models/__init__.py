@@ -3,8 +3,8 @@
 `load` takes a GGUF file, a Hugging Face folder or a hub id; `python -m models` is the command line.
 """
 
-from models.checkpoint import ModelError
+from models.errors import ModelError
 from models.model import Model, load
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 
 __all__ = ["Model", "ModelError", "Tokenizer", "load"]

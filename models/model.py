@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
-from models import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
-from models.checkpoint import Checkpoint, ModelError, open_checkpoint
-from models.tokenizer import Tokenizer
+from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.checkpoints.open import open_checkpoint
+from models.errors import ModelError
+from models.families import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
+from models.families.memories import make_memory
+from models.text.tokenizer import Tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
     name: family
@@ -24,14 +27,14 @@ FAMILIES: dict[str, ModuleType] = {
 """The model file of each architecture that can be run."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Model:
     """A model with its weights.
 
     config: sizes and switches, see the family's `Config`.
-    weights: one plain tree of arrays. Pass it to `step` and `forward`: they keep none.
+    weights: one plain tree of arrays. Pass it to `forward`, which keeps none.
     forward: `(weights, memory, ubatch) -> memory, logits`, for a ubatch that has been applied. Not
-      compiled: call it inside your own jitted loop.
+      compiled: the loops of `jaxkv.loops` compile it, and so does your own.
     checkpoint: where it all came from.
     family: the module that the model is written in.
     dtype: of the weights.
@@ -44,6 +47,11 @@ class Model:
     family: ModuleType
     dtype: Any
 
+    def __repr__(self) -> str:
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.weights)) / 1e6
+        name = self.checkpoint.architecture
+        return f"Model({name}, {count:.1f}M weights, {self.checkpoint.source!r})"
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
@@ -54,46 +62,27 @@ class Model:
         """The tokens that end a text."""
         return self.checkpoint.stop_tokens
 
-    @cached_property
-    def step(self) -> Callable[[Any, Any, jaxkv.Ubatch], tuple[Any, jax.Array]]:
-        """`(weights, memory, ubatch) -> memory, logits`: applies a ubatch and runs it. Compiled.
-
-        The memory is donated: the one passed in is gone, and the one returned holds its bytes.
-        """
-
-        @partial(jax.jit, donate_argnames="memory")
-        def step(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-            return self.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-
-        return step
-
-    def make_memory(
-        self, *, cells: int | None = None, sequences: int = 1, dtype: Any = None, **options: Any
-    ) -> Any:
+    def make_memory(self, *, cells: int | None = None, dtype: Any = None, **options: Any) -> Any:
         """Make an empty memory for this model.
 
         Args:
           cells: tokens that fit, over all sequences together or, in streams, for each of them. May
             be left out where nothing grows with the text: in models whose layers are recurrent or
             attend to a window.
-          sequences: the sequences that may be told apart.
           dtype: of what is stored, by default that of the weights.
-          options: whatever else the memory may be made with: `streams`, `full_windows` and more in
-            `models.memories.make_memory`, `placement` and more in `jaxkv.make_kv_cache`, `kept`
-            for models with recurrent layers.
+          options: `sequences`, `streams`, `rollback` and more in
+            `models.families.memories.make_memory`; `placement` and more in `jaxkv.make_kv_cache`.
         """
-        if cells is not None:
-            options["cells"] = cells
-        return self.family.make_memory(
-            self.config, sequences=sequences, dtype=dtype or self.dtype, **options
-        )
+        dtype = dtype or self.dtype
+        layers = self.family.layers_of(self.config, dtype)
+        return make_memory(layers, cells=cells, dtype=dtype, **options)
 
 
 def load(
     name_or_path: str | os.PathLike | None = None,
     *,
     dtype: Any = jnp.float32,
-    implementation: jaxkv.Implementation | None = None,
+    implementation: jaxkv.ops.attention.Implementation | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Load a model to run it.
@@ -117,7 +106,8 @@ def load(
       >>> model = load()  # doctest: +SKIP
       >>> memory = model.make_memory(cells=512)  # doctest: +SKIP
       >>> batch = jaxkv.make_batch(model.tokenizer.prompt("Hello"))  # doctest: +SKIP
-      >>> memory, logits = jaxkv.prefill(model.step, model.weights, memory, batch)  # doctest: +SKIP
+      >>> run = model.forward, model.weights  # doctest: +SKIP
+      >>> memory, logits = jaxkv.prefill(*run, memory, batch)  # doctest: +SKIP
     """
     checkpoint = open_checkpoint(name_or_path)
     family = FAMILIES.get(checkpoint.architecture)
@@ -134,29 +124,13 @@ def load(
                 f"for; leave it out."
             )
         config = replace(config, implementation=implementation)
-    forward, shapes = functional(family, config, dtype)
+    _check_layers(checkpoint)
     sources = family.weights_of(checkpoint, config)
-    done = 0
-
-    def put(path: Any, shape: jax.ShapeDtypeStruct, read: Callable[[], Any]) -> jax.Array:
-        nonlocal done
-        array = jnp.asarray(read(), shape.dtype)
-        if array.shape != shape.shape:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            raise ModelError(
-                f"{checkpoint.source} has {array.shape} for {name} where its config says "
-                f"{shape.shape}; is the config that of another model?"
-            )
-        done += 1
-        if progress is not None:
-            progress(done, total)
-        return array
-
-    total = len(jax.tree.leaves(shapes))
-    weights = jax.tree_util.tree_map_with_path(put, shapes, sources)
+    forward, shapes = functional(family, config, dtype)
+    _check_shapes(checkpoint, shapes, sources)
     return Model(
         config=config,
-        weights=weights,
+        weights=_read(checkpoint, shapes, sources, progress),
         forward=forward,
         checkpoint=checkpoint,
         family=family,
@@ -176,3 +150,51 @@ def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, A
         return nnx.merge(graph, weights)(memory, ubatch)
 
     return forward, nnx.to_pure_dict(state)
+
+
+def _check_layers(checkpoint: Checkpoint) -> None:
+    """Refuse a config that leaves layers of the file out, or has more."""
+    wanted, held = checkpoint.config["num_hidden_layers"], checkpoint.layers()
+    if wanted != held:
+        raise ModelError(
+            f"{checkpoint.source} has tensors of {held} layers where its config says {wanted}; is "
+            "the config that of another model?"
+        )
+
+
+def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
+    """Compare the shapes in the headers of files with those of the model, before any is read."""
+
+    def check(path: Any, wanted: jax.ShapeDtypeStruct, source: Tensor) -> None:
+        if source.shape != wanted.shape:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ModelError(
+                f"{checkpoint.source} has {source.shape} for {name} where its config says "
+                f"{wanted.shape}; is the config that of another model?"
+            )
+
+    jax.tree_util.tree_map_with_path(check, shapes, sources)
+
+
+def _read(
+    checkpoint: Checkpoint, shapes: Any, sources: Any, progress: Callable[[int, int], None] | None
+) -> Any:
+    """Read weights one after another, each onto the device before the next."""
+    done, total = 0, len(jax.tree.leaves(shapes))
+
+    def put(path: Any, wanted: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:
+        nonlocal done
+        values = source.read()
+        if not jnp.issubdtype(values.dtype, jnp.floating):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ModelError(
+                f"{checkpoint.source} has {values.dtype} for {name} where floating-point numbers "
+                "are wanted; give the model's unpacked weights or a .gguf file."
+            )
+        done += 1
+        array = jnp.asarray(values, wanted.dtype)
+        if progress is not None:
+            progress(done, total)
+        return array
+
+    return jax.tree_util.tree_map_with_path(put, shapes, sources)

@@ -16,8 +16,16 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.memory import table_sequences
-from tests.memories import HEADS, SIZE, assert_identical, cells_of, rows_of
+from jaxkv.recurrent.states import States
+from tests.memories import (
+    HEADS,
+    SIZE,
+    WIDTH,
+    assert_identical,
+    cells_of,
+    plan_rows,
+    rows_of,
+)
 from tests.oracle import Oracle, Part, Token
 
 STATES = {
@@ -25,9 +33,6 @@ STATES = {
     "trace": jax.ShapeDtypeStruct((2,), jnp.float32),
 }
 """What each layer remembers: a number that tells all orders of all tokens apart, and a float."""
-
-WIDTH = 8
-"""Tokens of a row where all sequences are told something at once."""
 
 
 # ------------------------------------------------------------------------------------- the model
@@ -81,7 +86,7 @@ def compute(memory: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, 
                 n: jnp.concatenate([before[n][:, None], jnp.moveaxis(after[n], 0, 1)], axis=1)
                 for n in before
             }
-            last = jaxkv.tails(ubatch, jaxkv.states_kept(memory, layer) + 1)
+            last = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, layer) + 1)
             written = {
                 "hash": jnp.take_along_axis(states["hash"], last, axis=1),
                 "trace": jnp.take_along_axis(states["trace"], last[..., None], axis=1),
@@ -104,17 +109,9 @@ def run(memory: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "
     return memory
 
 
-@jax.jit
-def plan_rows(memory: Any, tokens: Any, valid: Any) -> jaxkv.Plan:
-    """Plan rows of tokens, one for each sequence, as one ubatch; `[Q, T]`."""
-    sequences = jnp.broadcast_to(jnp.arange(tokens.shape[0])[:, None], tokens.shape)
-    batch = jaxkv.make_batch(tokens, sequences=sequences, valid=valid != 0)
-    return jaxkv.init_batch(memory, batch)
-
-
 def planned(memory: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
     """Plan tokens for sequences 0, 1, 2, at most WIDTH each, that fit; as one ubatch."""
-    sequences = table_sequences(jaxkv.split(memory)[0])
+    sequences = jaxkv.split(memory)[0].facts.sequences
     table = np.zeros((2, sequences, WIDTH), np.int32)
     for seq, row in enumerate(rows):
         table[:, seq, : len(row)] = row, [1] * len(row)
@@ -130,20 +127,20 @@ def tell(memory: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
 def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -> Any:
     """Make a recurrent memory that fits the model."""
     return jaxkv.make_recurrent_cache(
-        layers=layers, states=STATES, sequences=sequences, kept=kept, streams=streams
+        layers=layers, states=STATES, sequences=sequences, rollback=kept, streams=streams
     )
 
 
 # -------------------------------------------------------------------------------------- reading
 
 
-def kept_of(table: jaxkv.States, rows: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
+def kept_of(table: States, rows: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
     """List what each sequence can go on from: positions, and the bytes of all layers' states."""
     position, cell = np.asarray(table.position), np.asarray(table.cell)
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(rows)]
     return {
         seq: [
-            (int(p), tuple(array[c].tobytes() for array in arrays))
+            (int(p), tuple(array[seq // table.sharing, c].tobytes() for array in arrays))
             for p, c in zip(position[seq], cell[seq], strict=True)
             if p >= 0
         ]
@@ -320,13 +317,6 @@ class Histories:
         self.states[seq] = (row + new)[-self.size :]
 
 
-class InRows(Oracle):
-    """An attention memory beside a recurrent one, told in rows or of one sequence at a time."""
-
-    def _cut(self, batch: list[Token], ubatch_size: int) -> list[list[Token]]:
-        return [batch[i : i + ubatch_size] for i in range(0, len(batch), ubatch_size)]
-
-
 # -------------------------------------------------------------------------------------- together
 
 
@@ -343,7 +333,7 @@ class Twin:
         sequences: int = 3,
         kept: int = 1,
         apart: bool = False,
-        window: jaxkv.Window | None = None,
+        window: jaxkv.window.Window | None = None,
         cells: int = 16,
     ) -> None:
         self.kinds, self.sequences, self.kept = kinds, sequences, kept
@@ -357,8 +347,8 @@ class Twin:
             attention = jaxkv.make_kv_cache(
                 layers=len(self.attending),
                 cells=cells,
-                heads=HEADS,
-                size=SIZE,
+                kv_heads=HEADS,
+                head_dim=SIZE,
                 sequences=sequences,
                 streams=streams,
                 window=window,
@@ -366,8 +356,8 @@ class Twin:
             self.memory = jaxkv.make_hybrid_cache(
                 (attention, self.attending), (self.memory, self.recurrent)
             )
-            form = window and (window.rule, window.size)
-            self.oracle = InRows(cells, sequences, split=apart, window=form)
+            form = window and (window.rule, window.width)
+            self.oracle = Oracle(cells, sequences, split=apart, window=form)
         self.tokens = 0
 
     def fork(self) -> tuple:
@@ -395,7 +385,7 @@ class Twin:
             for seq, row in self.histories.states.items()
         }
         assert kept_of(table, rows) == expected, drawn
-        assert table.lost.tolist() == [*self.histories.lost.values()], drawn
+        assert table.dead_until.tolist() == [*self.histories.lost.values()], drawn
         faults = jaxkv.check_invariants(self.memory)
         assert not any(map(int, faults.values())), faults
         ids = [*range(self.sequences)]
@@ -409,12 +399,10 @@ class Twin:
             firsts = [max(pair) if min(pair) >= 0 else -1 for pair in pairs]
             lasts = [min(last, self.oracle.last(s)) for last, s in zip(lasts, ids, strict=True)]
             used = [self.oracle.used(), *used]
-        elif self.histories.apart:
-            used = None  # what is copied by value in the oracle is shared in the memory
         assert jaxkv.seq_pos_min(self.memory, ids).tolist() == firsts
         assert jaxkv.seq_pos_max(self.memory, ids).tolist() == lasts
-        if used is not None and not self.histories.apart:
-            assert [*map(int, jax.tree.leaves(jaxkv.used(self.memory)))] == used
+        parts = jaxkv.hybrid.parts_of(self.memory)
+        assert [jaxkv.used(part).item() for part in parts] == used
 
     def plan(
         self, sequences: Sequence[int], *, in_parts: bool = False
@@ -440,8 +428,7 @@ class Twin:
         here, expected, ok = set(sequences), None, True
         astray = {seq for seq in here if self.histories.lost[seq]}
         if self.oracle:
-            size = 4 if in_parts else WIDTH * self.sequences
-            expected = self.oracle.plan(tokens, ubatch_size=size)
+            expected = self.oracle.plan(tokens, ubatch_size=4 if in_parts else None)
             reached = self.histories.reached
             astray |= {seq for seq in here if self.oracle.reached(seq) != reached(seq)}
             ok = expected.ok
@@ -465,7 +452,7 @@ class Twin:
         for row in range(len(valid)):
             if valid[row].any():
                 tokens = np.asarray(ubatch.tokens)[row][valid[row]].tolist()
-                self.histories.decode(int(ubatch.streams[row]), tokens)
+                self.histories.decode(int(ubatch.row_sequence[row]), tokens)
         return True
 
     def decode(self, sequences: Sequence[int], *, in_parts: bool = False) -> bool:
@@ -536,7 +523,7 @@ def told(kept: int = 0, counts: Sequence[int] = (10,), **options: Any) -> Twin:
 KINDS = {
     "recurrent": {"kinds": "rr"},
     "attention": {"kinds": "ar"},
-    "window": {"kinds": "ra", "window": jaxkv.standard(4)},
+    "window": {"kinds": "ra", "window": jaxkv.window.sliding(4)},
     "parallel": {"kinds": "ba"},
 }
 """A recurrent memory alone, and beside attention: options of `Twin`."""

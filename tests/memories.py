@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.kv.cells import Placement
+from jaxkv.batch import part_of
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cells import Cells, Placement
 from jaxkv.kv.mask import visible
 from tests.oracle import Fault, Oracle, Part, Place, Plan, Row, Token
 
@@ -39,7 +42,7 @@ class Kind:
     sequences: int
     placement: Placement = "scattered"
     split: bool = False
-    windows: tuple[jaxkv.Window | None, ...] = (None,)
+    windows: tuple[jaxkv.window.Window | None, ...] = (None,)
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
@@ -47,14 +50,14 @@ class Kind:
         count = len(self.windows)
         return tuple(tuple(range(part, LAYERS, count)) for part in range(count))
 
-    def make(self, rope: jaxkv.Rope | None = ROPE) -> Any:
+    def make(self, rope: jaxkv.rope.Rope | None = ROPE) -> Any:
         """Make an empty one. Without a rope an update leaves the signatures of `sign` alone."""
         parts = [
             jaxkv.make_kv_cache(
                 layers=len(layers),
                 cells=self.cells,
-                heads=HEADS,
-                size=SIZE,
+                kv_heads=HEADS,
+                head_dim=SIZE,
                 sequences=self.sequences,
                 streams=self.sequences if self.split else 1,
                 window=window,
@@ -75,7 +78,7 @@ class Kind:
                 self.sequences,
                 contiguous=self.placement == "contiguous",
                 split=self.split,
-                window=window and (window.rule, window.size),
+                window=window and (window.rule, window.width),
             )
             for window in self.windows
         )
@@ -85,19 +88,23 @@ SMALL = Kind("small", cells=12, sequences=3)
 RUNS = Kind("contiguous", cells=12, sequences=3, placement="contiguous")
 WIDE = Kind("two-owner-words", cells=40, sequences=40)
 SPLIT = Kind("split", cells=8, sequences=3, split=True)
-WINDOW = Kind("window", cells=12, sequences=3, windows=(jaxkv.standard(3),))
-CHUNKS = Kind("chunks", cells=10, sequences=3, split=True, windows=(jaxkv.chunked(4),))
-TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, jaxkv.standard(4)))
+WINDOW = Kind("window", cells=12, sequences=3, windows=(jaxkv.window.sliding(3),))
+CHUNKS = Kind("chunks", cells=10, sequences=3, split=True, windows=(jaxkv.window.chunked(4),))
+TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, jaxkv.window.sliding(4)))
 TWO_SPLIT = Kind(
     "full-and-window-split",
     cells=10,
     sequences=3,
     split=True,
     placement="contiguous",
-    windows=(None, jaxkv.symmetric(5)),
+    windows=(None, jaxkv.window.symmetric(5)),
 )
+RUNS_WIDE = Kind("contiguous-two-owner-words", cells=40, sequences=40, placement="contiguous")
 KINDS = [SMALL, RUNS, WIDE]
 ALL_KINDS = [*KINDS, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT]
+
+WIDTH = 8
+"""Tokens of a row where all sequences are told something at once."""
 
 COUNTS = [1, 7]
 """Tokens of a batch: one alone, and a full ubatch with a padded one. Few shapes are compiled."""
@@ -106,6 +113,14 @@ over_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 # ------------------------------------------------------------------------------- two tiny models
+
+
+def masks_of(memory: Any, ubatch: jaxkv.Ubatch) -> list[jax.Array]:
+    """What the tokens of a ubatch that was applied see of each part, `[R, T, N]`."""
+    tables = [table for table, _ in parts_of(memory)]
+    if len(tables) == 1:
+        return [visible(*tables, ubatch)]
+    return [visible(table, part_of(ubatch, i)) for i, table in enumerate(tables)]
 
 
 @jax.jit
@@ -129,13 +144,21 @@ def sign(memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, list[jax.Array], list[
         k = jnp.stack(rows, axis=-2).astype(jnp.float32)
         memory, seen = jaxkv.attend(memory, layer, ubatch, q, k, -k)
         saw.append(seen)
-    return memory, [visible(table, ubatch) for table, _ in parts_of(memory)], saw
+    return memory, masks_of(memory, ubatch), saw
 
 
-def parts_of(memory: Any) -> list[tuple[jaxkv.Cells, jaxkv.Rows]]:
+@jax.jit
+def plan_rows(memory: Any, tokens: Any, valid: Any, positions: Any = None) -> jaxkv.Plan:
+    """Plan rows of tokens, one for each sequence, as one ubatch; `[Q, T]`."""
+    sequences = jnp.broadcast_to(jnp.arange(tokens.shape[0])[:, None], tokens.shape)
+    batch = jaxkv.make_batch(tokens, sequences=sequences, positions=positions, valid=valid != 0)
+    return jaxkv.init_batch(memory, batch)
+
+
+def parts_of(memory: Any) -> list[tuple[Cells, Buffers]]:
     """List the tables and rows of a memory, whether it is a composite or not."""
     table, rows = jaxkv.split(memory)
-    if isinstance(table, jaxkv.Cells):
+    if isinstance(table, Cells):
         return [(table, rows)]
     return [*zip(table.parts, rows, strict=True)]
 
@@ -246,7 +269,7 @@ def table_of(memory: Any) -> dict[int, tuple[int, set[int], int]]:
     return {index: cell for (_, index), cell in cells_of(table).items()}
 
 
-def cells_of(table: jaxkv.Cells) -> dict[Place, tuple[int, set[int], int]]:
+def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
     """Read a table bit by bit: for each cell in use its position, owners and shift."""
     position, owners, shift = map(np.asarray, (table.position, table.owners, table.shift))
     read = {}
@@ -263,7 +286,7 @@ def cells_of(table: jaxkv.Cells) -> dict[Place, tuple[int, set[int], int]]:
     return read
 
 
-def rows_of(rows: jaxkv.Rows, layers: Sequence[int]) -> dict[Place, Row]:
+def rows_of(rows: Buffers, layers: Sequence[int]) -> dict[Place, Row]:
     """Read the signatures beside the cells, the same in every layer, head, key and value."""
     k, v = (np.stack([np.asarray(x) for x in half]) for half in (rows.k, rows.v))  # [L, S, K, N, D]
     np.testing.assert_array_equal(v, -k)
@@ -280,11 +303,13 @@ def rows_of(rows: jaxkv.Rows, layers: Sequence[int]) -> dict[Place, Row]:
 
 def assert_identical(one: Any, other: Any) -> None:
     """Two values are the same in structure, shapes, dtypes and every bit."""
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert a.tobytes() == b.tobytes()
+    chex.assert_trees_all_equal_shapes_and_dtypes(one, other)
+    chex.assert_trees_all_equal(jax.tree.map(bits, one), jax.tree.map(bits, other))
+
+
+def bits(array: Any) -> np.ndarray:
+    """The bytes of an array: to them -0 is not 0, and a NaN is itself."""
+    return np.atleast_1d(np.asarray(array)).view(np.uint8)
 
 
 class Oracles(list[Oracle]):
@@ -308,7 +333,7 @@ class Oracles(list[Oracle]):
         (found,) = {oracle.reached(seq) for oracle in self}
         return found
 
-    def plan(self, tokens: Sequence[Token], *, ubatch_size: int) -> tuple[dict, list[list[Part]]]:
+    def plan(self, tokens: Sequence[Token], *, ubatch_size: int | None) -> tuple[dict, list[Plan]]:
         """Plan in every part: all faults, with the reason that counts; and the parts' ubatches."""
         plans = [oracle.plan(tokens, ubatch_size=ubatch_size) for oracle in self]
         # Faults are looked for in this order, in all parts before the next: who is refused for one
@@ -326,10 +351,15 @@ class Oracles(list[Oracle]):
 
 
 class Twin:
-    """A memory and the oracles of its parts, led through the same verbs, compared after each."""
+    """A memory and the oracles of its parts, led through the same verbs, compared after each.
 
-    def __init__(self, kind: Kind) -> None:
+    in_rows: a batch is planned as one ubatch, with a row of WIDTH tokens for each sequence, which
+      is one shape for any batch; otherwise it is cut in ubatches of 4.
+    """
+
+    def __init__(self, kind: Kind, *, in_rows: bool = False) -> None:
         self.kind = kind
+        self.in_rows = in_rows
         self.memory = kind.make(rope=None)
         self.oracles = kind.oracles()
         self.tokens = 0  # tokens made so far, so that each has its own number
@@ -346,13 +376,14 @@ class Twin:
         for (table, rows), layers, oracle in parts:
             expected = {p: (c.position, c.owners, c.shift) for p, c in oracle.cells.items()}
             assert cells_of(table) == expected, jaxkv.show(self.memory)
-            assert table.lost.tolist() == [*oracle.lost.values()], jaxkv.show(self.memory)
+            assert table.evicted_below.tolist() == [*oracle.lost.values()], jaxkv.show(self.memory)
             assert rows_of(rows, layers) == oracle.rows, jaxkv.show(self.memory)
         faults = jaxkv.check_invariants(self.memory)
         assert not any(map(int, faults.values())), faults
         ids = [*range(self.kind.sequences)]
-        used = jax.tree.leaves(jaxkv.used(self.memory))
+        used = [jaxkv.used(part).item() for part in jaxkv.hybrid.parts_of(self.memory)]
         assert used == [oracle.used() for oracle in self.oracles]
+        assert jaxkv.used(self.memory).item() == sum(used)
         assert jaxkv.seq_pos_min(self.memory, ids).tolist() == [*map(self.oracles.first, ids)]
         assert jaxkv.seq_pos_max(self.memory, ids).tolist() == [*map(self.oracles.last, ids)]
 
@@ -368,13 +399,16 @@ class Twin:
     ) -> tuple[jaxkv.Plan, list[Plan]]:
         """Plan new tokens on both sides; the answers are the same."""
         tokens = self.batch(sequences, positions)
-        batch = jaxkv.make_batch(
-            [token.token for token in tokens],
-            sequences=sequences,
-            positions=positions,
-        )
-        plan = jaxkv.init_batch(self.memory, batch, ubatch_size=4)
-        expected, plans = self.oracles.plan(tokens, ubatch_size=4)
+        if self.in_rows:
+            plan = plan_rows(self.memory, *self.rows(self.oracles[0].numbered(tokens)))
+        else:
+            batch = jaxkv.make_batch(
+                [token.token for token in tokens],
+                sequences=sequences,
+                positions=positions,
+            )
+            plan = jaxkv.init_batch(self.memory, batch, ubatch_size=4)
+        expected, plans = self.oracles.plan(tokens, ubatch_size=None if self.in_rows else 4)
         faults = {
             seq: Fault(jaxkv.Reason(reason).name, wanted, found)
             for seq, (reason, wanted, found) in enumerate(
@@ -392,6 +426,14 @@ class Twin:
         if plan.ok:
             assert len(plan.ubatches) == len(plans[0].parts)
         return plan, plans
+
+    def rows(self, tokens: Sequence[Token]) -> np.ndarray:
+        """Arrange numbers, presence and positions of tokens in rows, `[3, Q, WIDTH]`."""
+        table = np.zeros((3, self.kind.sequences, WIDTH), np.int32)
+        for token in tokens:
+            row = table[:, token.sequence]
+            row[:, np.count_nonzero(row[1])] = token.token, 1, token.position
+        return table
 
     def decode(self, sequences: Sequence[int], positions: Sequence[int] | None = None) -> bool:
         """Plan new tokens and run them on both sides, if there is room on either."""
@@ -414,7 +456,7 @@ class Twin:
         if not all(oracle.fits(part) for oracle, part in pairs):
             assert_identical(self.memory, before)
             return False
-        streams = np.asarray(ubatch.streams)
+        streams = np.asarray(ubatch.row_stream)
         for (oracle, part), layers, mask in zip(pairs, self.kind.layers, masks, strict=True):
             assert oracle.apply(part)
             owner = {token.token: token for _, token in part.tokens}

@@ -53,10 +53,10 @@ class Cell:
 
 @dataclass
 class Part:
-    """A ubatch: tokens with the cells chosen for them, and the last positions they follow."""
+    """A ubatch: tokens with the cells chosen for them, and what their streams held just before."""
 
     tokens: list[tuple[Place, Token]]
-    last: dict[int, int]
+    found: dict[int, tuple]
 
 
 @dataclass
@@ -304,14 +304,16 @@ class Oracle:
 
     # ---------------------------------------------------------------------------------- batches
 
-    def plan(self, batch: Sequence[Token], *, ubatch_size: int) -> Plan:
+    def plan(self, batch: Sequence[Token], *, ubatch_size: int | None) -> Plan:
         """Check a batch, then find a cell for every token or for none.
+
+        Without a size all of it is one part, one sequence after another.
 
         Faults of position come before a pending rotation, that before a window that was left, and
         that before room. A sequence at fault asks for no room. Of the others the smallest come
         first, and the lower id where two ask for the same.
         """
-        batch = self._numbered(batch)
+        batch = self.numbered(batch)
         faults = self._faults(batch)
         asks = Counter(token.sequence for token in batch if token.sequence not in faults)
         room = {seq: len(self.usable(self.stream(seq))) for seq in range(self.sequences)}
@@ -332,16 +334,16 @@ class Oracle:
             return Plan(faults=faults)
 
         after, plan = self.fork(), Plan()
-        last = {seq: self.reached(seq) for seq in range(self.sequences)}
-        for tokens in self._cut(batch, ubatch_size):
+        in_rows = [sorted(batch, key=lambda token: token.sequence)]
+        for tokens in self._cut(batch, ubatch_size) if ubatch_size else in_rows:
             slots, homeless = after._slots(tokens)
             for token, reason in homeless:
                 plan.faults[token.sequence] = Fault(
                     reason, asks[token.sequence], room[token.sequence]
                 )
-            part = Part(list(zip(slots, tokens, strict=True)) if not homeless else [], dict(last))
-            for token in tokens:
-                last[token.sequence] = token.position
+            found = {self.stream(token.sequence): None for token in tokens}
+            found = {stream: after.content(stream) for stream in found}
+            part = Part(list(zip(slots, tokens, strict=True)) if not homeless else [], found)
             plan.parts.append(part)
             if not homeless:
                 assert after.apply(part)
@@ -386,11 +388,19 @@ class Oracle:
         return slots, homeless
 
     def fits(self, part: Part) -> bool:
-        """Whether the table is still as it was when the part was planned."""
-        present = {token.sequence for _, token in part.tokens}
-        return all(index in self.usable(stream) for (stream, index), _ in part.tokens) and all(
-            self.reached(seq) == part.last[seq] for seq in present
-        )
+        """Whether the streams of a part are still as they were when it was planned."""
+        return all(self.content(stream) == found for stream, found in part.found.items())
+
+    def content(self, stream: int) -> tuple:
+        """All that a plan on a stream depends on, to be compared."""
+        cells = {
+            index: (cell.position, sorted(cell.owners), cell.shift)
+            for (where, index), cell in self.cells.items()
+            if where == stream
+        }
+        written = {i: n for (where, i), n in self.written.items() if where == stream and n}
+        lost = {seq: lost for seq, lost in self.lost.items() if self.stream(seq) == stream}
+        return cells, written, lost
 
     def apply(self, part: Part) -> bool:
         """Let the tokens of a part move in and write their rows, or change nothing."""
@@ -416,7 +426,7 @@ class Oracle:
                     if not cell.owners:
                         del self.cells[one]
 
-    def _numbered(self, batch: Sequence[Token]) -> list[Token]:
+    def numbered(self, batch: Sequence[Token]) -> list[Token]:
         """Give each token without a position the one after the last of its sequence."""
         last = {seq: self.reached(seq) for seq in range(self.sequences)}
         numbered = []

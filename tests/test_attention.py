@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import attention
+from jaxkv.ops.attention import attention
 from jaxkv.ops.attention.reference import reference as plain_reference
 from jaxkv.ops.attention.softmax import Options
 

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv import equal_split, make_batch, sequence_split, simple_split
-from jaxkv.batch import NOWHERE, bucket, rank
+from jaxkv import make_batch
+from jaxkv.places import NOWHERE, bucket
+from jaxkv.planning.layout import rank
+from jaxkv.planning.splits import equal_split, sequence_split, simple_split
 from tests.memories import filled, think
 
 SPLITS = [simple_split, equal_split, sequence_split]
@@ -165,7 +167,7 @@ def test_simple_split_fills_ubatches():
 # ------------------------------------------------------------------------------- collecting again
 
 
-@pytest.mark.parametrize("split_by", SPLITS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("split_by", ["simple", "equal", "sequence"])
 def test_outputs_come_back_in_the_order_of_the_batch(split_by):
     """Two sequences are dealt; each token asks for the logits of its own number."""
     tokens, sequences = np.array([5, 1, 4, 2, 6, 3, 7]), np.array([2, 0, 2, 0, 0, 2, 0])

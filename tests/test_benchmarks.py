@@ -20,7 +20,8 @@ def test_a_cache_by_hand_gives_the_same_logits(layout):
     """Three tokens of two sequences; the model is the same, the memory is not."""
     model = models.load(DATA / "llama_tied")
     c = model.config
-    theirs = by_hand.make(layout, batch=2, layers=c.layers, cells=8, heads=c.groups, size=c.size)
+    sizes = {"layers": len(c.windows), "heads": c.kv_heads, "size": c.head_dim}
+    theirs = by_hand.make(layout, batch=2, cells=8, **sizes)
     ours = model.make_memory(cells=8, sequences=2, streams=2)
     forward = jax.jit(model.forward)
     for position, token in enumerate(np.array([[1, 2], [3, 4], [5, 6]])):

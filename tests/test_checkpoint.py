@@ -14,106 +14,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models.checkpoint import ModelError, open_checkpoint
-from models.gguf_reader import Reader
+from models.checkpoints.gguf.reader import Reader
+from models.checkpoints.open import open_checkpoint
+from models.errors import ModelError
 from tests.golden import golden
-
-HEADS, KV_HEADS, SIZE, HIDDEN, INNER, VOCAB, LAYERS = 4, 2, 8, 32, 64, 40, 2
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 50000.0,
-    "vocab_size": VOCAB,
-    "eos_token_id": 7,
-}
-LAYER_NAMES = {
-    "input_layernorm.weight": ("attn_norm.weight", (HIDDEN,)),
-    "self_attn.q_proj.weight": ("attn_q.weight", (HEADS * SIZE, HIDDEN)),
-    "self_attn.q_proj.bias": ("attn_q.bias", (HEADS * SIZE,)),
-    "self_attn.k_proj.weight": ("attn_k.weight", (KV_HEADS * SIZE, HIDDEN)),
-    "self_attn.k_proj.bias": ("attn_k.bias", (KV_HEADS * SIZE,)),
-    "self_attn.v_proj.weight": ("attn_v.weight", (KV_HEADS * SIZE, HIDDEN)),
-    "self_attn.o_proj.weight": ("attn_output.weight", (HIDDEN, HEADS * SIZE)),
-    "post_attention_layernorm.weight": ("ffn_norm.weight", (HIDDEN,)),
-    "mlp.gate_proj.weight": ("ffn_gate.weight", (INNER, HIDDEN)),
-    "mlp.up_proj.weight": ("ffn_up.weight", (INNER, HIDDEN)),
-    "mlp.down_proj.weight": ("ffn_down.weight", (HIDDEN, INNER)),
-}
-
-
-def tiny_names():
-    """Hugging Face name -> (name in a GGUF file, shape)."""
-    names = {
-        "model.embed_tokens.weight": ("token_embd.weight", (VOCAB, HIDDEN)),
-        "model.norm.weight": ("output_norm.weight", (HIDDEN,)),
-        "lm_head.weight": ("output.weight", (VOCAB, HIDDEN)),
-    }
-    for layer in range(LAYERS):
-        for name, (short, shape) in LAYER_NAMES.items():
-            names[f"model.layers.{layer}.{name}"] = (f"blk.{layer}.{short}", shape)
-    return names
-
-
-def tiny_tensors(dtype=np.float32):
-    random = np.random.default_rng(0)
-    shapes = {name: shape for name, (_, shape) in tiny_names().items()}
-    return {name: random.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
-
-
-def write_folder(folder, tensors, config=CONFIG, **files):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    if tensors:
-        save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def write_gguf(path, tensors, arch="llama", kind=None, fields=None):
-    """Writes as llama.cpp's converter does: for llama, the halves of q and k interleaved."""
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(LAYERS)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_context_length(128)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(50000.0)
-    writer.add_eos_token_id(7)
-    for key, value in (fields or {}).items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    names = tiny_names()
-    for name, array in tensors.items():
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            heads = HEADS if ".q_proj." in name else KV_HEADS
-            halves = array.reshape(heads, 2, SIZE // 2, *array.shape[1:])
-            array = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
-        packed = kind is not None and array.ndim == 2
-        if packed:
-            array = gguf.quants.quantize(array.astype(np.float32), kind)
-        elif array.dtype == ml_dtypes.bfloat16:
-            packed, array = True, gguf.quants.quantize(array.astype(np.float32), BF16)
-        where = names[name][0] if name in names else name
-        raw = (kind if kind is not None and array.ndim == 2 else BF16) if packed else None
-        writer.add_tensor(where, array, raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-BF16 = gguf.GGMLQuantizationType.BF16
-Q8_0 = gguf.GGMLQuantizationType.Q8_0
-Q4_0 = gguf.GGMLQuantizationType.Q4_0
+from tests.tiny_files import (
+    CONFIG,
+    HIDDEN,
+    Q4_0,
+    Q8_0,
+    SIZE,
+    VOCAB,
+    tiny_tensors,
+    write_folder,
+    write_gguf,
+)
 
 
 def same(one, other):

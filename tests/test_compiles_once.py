@@ -6,6 +6,7 @@ change from call to call without a new program. JAX itself tells what it traces 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import make_batch
-from tests.memories import SMALL, SPLIT, TWO, WIDE, filled, lived_in, run, think
+from jaxkv import loops, make_batch
+from tests.memories import SMALL, SPLIT, TWO, WIDE, assert_identical, filled, lived_in, run, think
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def numbers(kind, i):
 
 
 def think_with(weights, memory, ubatch):
-    """`think` as `prefill` calls a model."""
+    """`think` as the loops call a model."""
     return think(memory, ubatch)
 
 
@@ -142,6 +143,51 @@ def test_prefill_of_more_or_fewer_ubatches():
     assert heard == []
 
 
+class Thinker:
+    def run(self, weights, memory, ubatch):
+        return think(memory, ubatch)
+
+
+THINKER = Thinker()
+BY_PARTIAL = partial(Thinker.run, THINKER)
+KINDS = {
+    "function": lambda: think_with,
+    "method": lambda: THINKER.run,  # a new object each time that it is asked for
+    "partial": lambda: BY_PARTIAL,
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("function", KINDS)
+def test_a_loop_compiles_itself_once(function, donate):
+    """Other prompts, fills, sequences, seeds and stop tokens are no new programs."""
+    given = KINDS[function]
+
+    def chat(memory, seq, tokens, seed, stop):
+        memory = jax.tree.map(jnp.copy, memory)
+        batch = make_batch(tokens, sequences=seq)
+        memory, logits = jaxkv.prefill(given(), None, memory, batch, ubatch_size=4, donate=donate)
+        state = loops.DecodeState(
+            token=jnp.argmax(logits, axis=-1),
+            sequence=np.array([seq]),
+            active=np.array([True]),
+            full=False,
+        )
+        sampler = loops.sampling.make_sampler(seed=seed, temperature=1.0)
+        for _ in range(2):
+            memory, state, out = jaxkv.decode(
+                given(), sampler, None, memory, state, [stop], steps=2, donate=donate
+            )
+        return out
+
+    others = filled(2), filled(1, 1)
+    chat(SMALL.make(), 0, [1, 2, 3], 0, 1)
+    with counting() as heard:
+        chat(others[0], 1, [1, 2, 3, 4], 1, 2)
+        chat(others[1], 2, [5, 4, 3], 2, 3)
+    assert heard == []
+
+
 def test_batches_of_several_sequences_share_the_bucket():
     """Who is in a batch, and how many of them, are values too."""
     memory = filled(4, 3)
@@ -154,13 +200,16 @@ def test_batches_of_several_sequences_share_the_bucket():
 
 def test_a_warm_up_for_nobody_is_refused():
     with pytest.raises(ValueError, match="at least one sequence"):
-        jaxkv.warm_up(think_with, None, SMALL.make(), sequences=())
+        loops.warm_up(think_with, None, SMALL.make(), sequences=())
 
 
-def test_a_warm_up_for_more_sequences_than_a_ubatch_has_tokens():
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_warm_up_for_more_sequences_than_a_ubatch_has_tokens(donate):
     memory = lived_in(SPLIT)
-    warm = jaxkv.warm_up(think_with, None, memory, ubatch_size=2, sequences=(0, 1, 2))
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), warm, memory))
+    given = jax.tree.map(jnp.copy, memory)
+    warm = loops.warm_up(think_with, None, given, ubatch_size=2, sequences=(0, 1, 2), donate=donate)
+    assert_identical(warm, memory)
+    assert all(one.is_deleted() == donate for one in jax.tree.leaves(jaxkv.split(given)[1]))
 
 
 @pytest.mark.parametrize("kind", [SMALL, SPLIT, TWO], ids=lambda kind: kind.name)
@@ -169,16 +218,14 @@ def test_a_warm_up_compiles_what_prompts_need(kind):
     memory = lived_in(kind)
     groups = [(0,), (0, 1)] if kind.split else [(0,)]
     for sequences in groups:
-        warm = jaxkv.warm_up(think_with, None, memory, ubatch_size=6, sequences=sequences)
-        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), warm, memory))
+        warm = loops.warm_up(think_with, None, memory, ubatch_size=6, sequences=sequences)
+        assert_identical(warm, memory)
     empty = jaxkv.clear(memory)
     with counting() as heard:
         for count in (1, 2, 3, 5, 6):
             batch = make_batch([1] * count, sequences=2)
-            for ubatch in jaxkv.init_batch(empty, batch, ubatch_size=6).check().ubatches:
-                think(empty, ubatch)
+            jaxkv.prefill(think_with, None, empty, batch, ubatch_size=6)
         if kind.split:
             batch = make_batch([[1] * 3, [2] * 3], sequences=[2, 0])
-            for ubatch in jaxkv.init_batch(empty, batch, ubatch_size=6).check().ubatches:
-                think(empty, ubatch)
+            jaxkv.prefill(think_with, None, empty, batch, ubatch_size=6)
     assert heard == []

@@ -12,7 +12,7 @@ import jaxkv
 
 def holed(keep, *, cells=24, sequences=2):
     """A cache filled to the brim, of which the cells in `keep` stay; each row says who wrote it."""
-    memory = jaxkv.make_kv_cache(layers=2, cells=cells, heads=2, size=4, sequences=sequences)
+    memory = jaxkv.make_kv_cache(layers=2, cells=cells, kv_heads=2, head_dim=4, sequences=sequences)
     half = cells // 2
     batch = jaxkv.make_batch([list(range(half)), list(range(cells - half))])
     plan = jaxkv.init_batch(memory, batch, ubatch_size=cells)
@@ -49,7 +49,7 @@ def forget(memory, sequences, positions, gone):
 
 def content(memory):
     """What is held, wherever it lies: position, owners and the marks of the rows."""
-    table, rows = jax.tree.map(np.asarray, (memory.table, memory.rows))
+    table, rows = jax.tree.map(np.asarray, (memory.table, memory.buffers))
     there = np.flatnonzero(table.position[0] >= 0)
     return sorted(
         (
@@ -132,14 +132,14 @@ def test_pending_shifts_move_with_their_cells():
 
 
 def test_max_moves_below_one_is_refused():
-    with pytest.raises(ValueError, match="max_moves must be at least 1, or None for all, got 0"):
+    with pytest.raises(ValueError, match="max_moves of at least 1, got 0"):
         jaxkv.defrag_plan(holed([]), max_moves=0)
 
 
 def large():
     """The shapes of a cache whose keys of one layer are 8 MB."""
     rope = jaxkv.make_rope(64)
-    make = partial(jaxkv.make_kv_cache, layers=4, cells=16384, heads=2, size=64, rope=rope)
+    make = partial(jaxkv.make_kv_cache, layers=4, cells=16384, kv_heads=2, head_dim=64, rope=rope)
     return jax.eval_shape(make)
 
 

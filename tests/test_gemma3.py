@@ -11,7 +11,8 @@ import pytest
 
 import jaxkv
 import models
-from models import cli
+from models.cli import generate
+from models.cli.main import main
 from tests.golden import check_logits, golden
 
 DATA = Path(__file__).parent / "data" / "gemma3"
@@ -22,7 +23,7 @@ ROLLBACK = 64
 def run(model, memory, tokens, *, ubatch_size=64, **batch):
     batch = jaxkv.make_batch(tokens, **batch)
     memory, logits = jaxkv.prefill(
-        model.step, model.weights, memory, batch, ubatch_size=ubatch_size
+        model.forward, model.weights, memory, batch, ubatch_size=ubatch_size
     )
     return memory, np.asarray(logits)
 
@@ -112,7 +113,7 @@ def follow(model, memory, records, logits):
 
     Since it is the recorded token that is fed, a close call changes nothing that follows.
     """
-    plan = jax.jit(jaxkv.plan_step)
+    plan, compute = jax.jit(jaxkv.plan_step), jaxkv.loops.step_of(model.forward)
     ids = np.arange(len(records), dtype=np.int32)
     for step in range(len(records[0]["greedy"]) + 1):
         for record, row in zip(records, logits, strict=True):
@@ -126,8 +127,8 @@ def follow(model, memory, records, logits):
             fed = np.array([record["greedy"][step] for record in records], np.int32)
             ubatch, ok = plan(memory, fed, ids, ids >= 0)
             assert ok
-            memory, logits = model.step(model.weights, memory, ubatch)
-            logits = np.asarray(logits)
+            table, rows, logits = compute(model.weights, *jaxkv.split(memory), ubatch)
+            memory, logits = jaxkv.join(table, rows), np.asarray(logits)
 
 
 @pytest.mark.slow
@@ -143,9 +144,9 @@ def test_short_prompts_give_the_recorded_logits_and_tokens(gemma3, records):
 def test_the_command_line_gives_the_recorded_text(gemma3, records, monkeypatch, capsys):
     """The text without a close call, beside another."""
     (record,) = [r for r in records if len(r["tokens"]) < 64 and min(r["margins"]) > CLOSE]
-    monkeypatch.setattr(cli, "load", lambda name, **options: gemma3)
+    monkeypatch.setattr(generate, "load", lambda name, **options: gemma3)
     command = ["generate", "--model", "gemma3", "--json", "--max-tokens", "24"]
-    assert cli.main([*command, "--streams", "split", record["prompt"], "Two, four,"]) == 0
+    assert main([*command, "--streams", "split", record["prompt"], "Two, four,"]) == 0
     first = json.loads(capsys.readouterr().out.splitlines()[0])
     assert first["prompt_tokens"] == record["tokens"]
     assert (first["tokens"], first["text"]) == (record["greedy"], record["text"])

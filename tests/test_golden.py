@@ -1,7 +1,5 @@
 """The main job against recorded runs of an independent implementation, on real weights, float32."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +17,7 @@ EVERYONE = np.arange(8, dtype=np.int32)
 
 def run(model, memory, tokens, *, ubatch_size=64, **batch):
     batch = jaxkv.make_batch(tokens, **batch)
-    return jaxkv.prefill(model.step, model.weights, memory, batch, ubatch_size=ubatch_size)
+    return jaxkv.prefill(model.forward, model.weights, memory, batch, ubatch_size=ubatch_size)
 
 
 def sure_steps(margins):
@@ -45,7 +43,7 @@ def test_a_short_prompt_gives_the_recorded_logits(smollm2, runs, number):
     record = runs[number]
     batch = jaxkv.make_batch(record["tokens"])
     memory = smollm2.make_memory(cells=512)
-    _, logits = jaxkv.prefill(smollm2.step, smollm2.weights, memory, batch)
+    _, logits = jaxkv.prefill(smollm2.forward, smollm2.weights, memory, batch)
     check_logits(np.asarray(logits)[0], record["first"], record["sample_ids"], within=1e-3)
 
 
@@ -63,13 +61,14 @@ def test_prompts_together_give_the_recorded_logits_and_tokens(smollm2, runs):
         check_logits(row, record["first"], record["sample_ids"], within=1e-3)
         assert int(row.argmax()) == record["greedy"][0]
 
-    plan = jax.jit(jaxkv.plan_step)
+    plan, step = jax.jit(jaxkv.plan_step), jaxkv.loops.step_of(smollm2.forward)
     for i in range(1, len(runs[0]["greedy"]) + 1):
         fed = np.zeros(8, np.int32)
         fed[: len(runs)] = [record["greedy"][i - 1] for record in runs]
         ubatch, ok = plan(memory, fed, EVERYONE, len(runs) > EVERYONE)
         assert ok
-        memory, logits = smollm2.step(smollm2.weights, memory, ubatch)
+        table, rows, logits = step(smollm2.weights, *jaxkv.split(memory), ubatch)
+        memory = jaxkv.join(table, rows)
         for record, row in zip(runs, np.asarray(logits), strict=False):
             if i == len(record["greedy"]):
                 check_logits(row, record["last"], record["sample_ids"], within=1e-3)
@@ -84,25 +83,21 @@ def generate(smollm2):
     def pick(logits, sequences, positions):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    @partial(jax.jit, donate_argnames="memory")
-    def dispatch(weights, memory, running):
-        none = jnp.zeros(0, jnp.int32)
-        return jaxkv.decode(smollm2.forward, pick, weights, memory, running, none, steps=8)
-
     def generate(prompts, steps):
         memory = smollm2.make_memory(**SLOTS)
         memory, logits = run(smollm2, memory, prompts)
         first = padded(logits).argmax(-1).astype(np.int32)
-        running = jaxkv.Running(
+        state = jaxkv.loops.DecodeState(
             token=jnp.asarray(first),
-            position=jaxkv.seq_pos_max(memory, EVERYONE) + 1,
             sequence=jnp.asarray(EVERYONE),
             active=jnp.asarray(len(prompts) > EVERYONE),
             full=jnp.array(False),
         )
         tokens = [first[:, None]]
         for _ in range(-(-steps // 8)):
-            memory, running, out = dispatch(smollm2.weights, memory, running)
+            memory, state, out = jaxkv.decode(
+                smollm2.forward, pick, smollm2.weights, memory, state, [], steps=8, donate=True
+            )
             tokens.append(np.asarray(out))
         return np.concatenate(tokens, axis=1)[: len(prompts), : steps + 1].tolist()
 
@@ -203,7 +198,7 @@ def test_half_precision_stays_close(smollm2, runs):
     record = runs[0]
     memory = smollm2.make_memory(**SLOTS, dtype=dtype)
     batch = jaxkv.make_batch(record["tokens"])
-    _, logits = jaxkv.prefill(smollm2.step, weights, memory, batch)
+    _, logits = jaxkv.prefill(smollm2.forward, weights, memory, batch)
     assert logits.dtype == jnp.float32
     assert int(logits[0].argmax()) == record["greedy"][0]
     ids = record["sample_ids"]

@@ -7,15 +7,11 @@ import pytest
 import jaxkv
 from tests.golden import check_logits, golden
 
-pytestmark = pytest.mark.slow
 SEQUENCES = 8  # more than any script uses, as in the other golden test, so that programs are shared
 
 
 def scripts(model="smollm2", *, unified=True):
-    try:
-        found = [s for s in golden("ops") if s["model"] == model]
-    except pytest.skip.Exception:
-        return []
+    found = [s for s in golden("ops") if s["model"] == model]
     return [s for s in found if unified is None or s["unified"] == unified]
 
 
@@ -66,12 +62,15 @@ def replay(
                 helps += helped
             assert bool(plan.ok) == (step["rc"] == 0), (plan.reason, step["rc"])
             if plan.ok:
-                logits = []
-                for ubatch in plan.ubatches:
-                    memory, out = model.step(model.weights, memory, ubatch)
-                    logits.append(out)
-                rows = np.asarray(plan.collect(logits))
-                for row, record in zip(rows, step["logits"], strict=True):
+                memory, logits = jaxkv.prefill(
+                    model.forward,
+                    model.weights,
+                    memory,
+                    batch,
+                    ubatch_size=ubatch_size,
+                    donate=True,
+                )
+                for row, record in zip(np.asarray(logits), step["logits"], strict=True):
                     check_logits(row, record, script["sample_ids"], within=within)
         elif step["op"] == "seq_rm":
             memory, ok = jaxkv.seq_rm(memory, *step["args"])
@@ -96,22 +95,31 @@ def wanted(step):
     return np.arange(len(step["tokens"])) == len(step["tokens"]) - 1
 
 
+def test_every_recorded_script_is_replayed():
+    replayed = [*scripts(), *scripts(unified=False), *scripts("gemma3", unified=None)]
+    assert sorted(s["name"] for s in replayed) == sorted(s["name"] for s in golden("ops"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("script", parameters(scripts()))
 def test_scattered(smollm2, script):
     replay(smollm2, script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", parameters(scripts(unified=False)))
 def test_with_a_stream_for_each_sequence(smollm2, script):
     replay(smollm2, script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", parameters(scripts("gemma3", unified=None)))
 def test_with_windows(gemma3, script):
     """Unified and split; the window cache holds window + ubatch + 64 cells for each sequence."""
     replay(gemma3, script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", parameters(scripts()))
 def test_with_a_defrag_squeezed_in_before_every_decode(smollm2, script):
     replay(
@@ -121,11 +129,13 @@ def test_with_a_defrag_squeezed_in_before_every_decode(smollm2, script):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", parameters(scripts()))
 def test_contiguous_through_make_room(smollm2, script):
     replay(smollm2, script, placement="contiguous", make_room=True)
 
 
+@pytest.mark.slow
 def test_contiguous_alone_refuses_what_is_fragmented(smollm2):
     """The freed cells lie in runs shorter than the prompt, so it is refused and nothing changes."""
     (script,) = [s for s in golden("ops") if s["name"] == "fragmented"]

@@ -23,7 +23,9 @@ HERE = [*OURS, "xla"]  # those that run without a GPU
 
 def attended(implementation, streams, **options):
     """Two prompts in a memory that holds a third one, seen by their own tokens and padding."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=16, heads=K, size=D, sequences=Q, streams=streams)
+    memory = jaxkv.make_kv_cache(
+        layers=1, cells=16, kv_heads=K, head_dim=D, sequences=Q, streams=streams
+    )
 
     @jax.jit
     def step(memory, ubatch, q, k, v):
@@ -180,7 +182,8 @@ def shapes_of_a_step(name, implementation):
     model = models.load(DATA / name, implementation=implementation)
     memory = model.make_memory(cells=32)
     (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2])).ubatches
-    return jax.eval_shape(model.step, model.weights, memory, ubatch)
+    step = jaxkv.loops.step_of(model.forward)
+    return jax.eval_shape(step, model.weights, *jaxkv.split(memory), ubatch)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gemma3", "granite_hybrid", "recurrent_gemma"])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.linear import FEW, linear
+from models.families.linear import FEW, linear
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -26,3 +26,11 @@ def test_one_row_does_not_convert_the_weights():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 1, 512), (2048, 512))]
     compiled = jax.jit(linear).lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2048 * 512
+
+
+@pytest.mark.parametrize(("platform", "barriers"), [("cpu", 1), ("tpu", 0), ("cuda", 0)])
+def test_what_is_tuned_for_processors_stays_there(platform, barriers):
+    """Wherever it is traced: what a program is lowered for decides."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1, 64), (96, 64))]
+    lowered = jax.jit(linear).trace(*shapes).lower(lowering_platforms=(platform,))
+    assert lowered.as_text().count("optimization_barrier") == barriers

@@ -23,8 +23,8 @@ def memory_shapes():
             jaxkv.make_kv_cache,
             layers=LAYERS,
             cells=CELLS,
-            heads=HEADS,
-            size=SIZE,
+            kv_heads=HEADS,
+            head_dim=SIZE,
             sequences=SEQUENCES,
             rope=ROPE,
         )
@@ -72,7 +72,7 @@ def test_a_step_copies_no_layer(tokens):
 def test_a_single_row_copies_no_layer():
     """One token, one key head, in a pool so small that all of it is read at once."""
     cells, heads = 2048, 1
-    make = partial(jaxkv.make_kv_cache, layers=LAYERS, cells=cells, heads=heads, size=SIZE)
+    make = partial(jaxkv.make_kv_cache, layers=LAYERS, cells=cells, kv_heads=heads, head_dim=SIZE)
 
     def step(memory, token):
         ubatch, _ = jaxkv.plan_step(memory, token, jnp.zeros(1, jnp.int32), jnp.ones(1, bool))
@@ -144,15 +144,15 @@ def test_the_checks_can_fail():
     assert hlo.large_moves(compiled, LAYER // 2)
 
     def stacked(memory):
-        return jnp.sum(jnp.flip(jnp.stack(memory.rows.k), axis=3) * memory.rows.v[0][None])
+        return jnp.sum(jnp.flip(jnp.stack(memory.buffers.k), axis=3) * memory.buffers.v[0][None])
 
     compiled = jax.jit(stacked).lower(memory).compile()
     assert hlo.temporary_bytes(compiled) >= LAYER / 2 or hlo.large_moves(compiled, LAYER // 2)
 
 
 def test_outside_of_jit_a_verb_keeps_the_very_same_rows():
-    memory = jaxkv.make_kv_cache(layers=1, cells=8, heads=1, size=2, sequences=SEQUENCES)
+    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=SEQUENCES)
     for name, verb in VERBS.items():
         if name not in ("update", "defrag"):
             after = verb(memory)
-            assert after.rows.k[0] is memory.rows.k[0], name
+            assert after.buffers.k[0] is memory.buffers.k[0], name

@@ -1,21 +1,23 @@
 """Edge cases of ollama's causal cache, numbered as in a list made from its code and tests.
 
-Where jaxkv decides differently the test says so. Those about encoders (16 to 18), the slots of its
-server (19 to 24, 28, 29) and recurrent states (25, 26) have no place here.
+Where jaxkv decides differently the test says so. Those about encoders (16 to 18) and the slots of
+its server (19 to 24, 28, 29) have no place here.
 """
 
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visible
-from tests.memories import RUNS, Kind, assert_identical, drawing, drawn, filled, run, sign
+from tests.histories import positions_of, told
+from tests.memories import RUNS, SMALL, Kind, assert_identical, drawing, drawn, filled, run, sign
 
-WINDOW = Kind("window", cells=8, sequences=2, windows=(jaxkv.standard(4),))
+WINDOW = Kind("window", cells=8, sequences=2, windows=(jaxkv.window.sliding(4),))
 
 
 def plan_of(memory, tokens, sequences=0):
@@ -50,7 +52,7 @@ def test_edge_02_03_tokens_at_different_places_of_their_windows():
 
 
 def test_edge_04_rows_that_were_never_written_are_not_read():
-    memory = jaxkv.make_kv_cache(layers=1, cells=8, heads=1, size=2)
+    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2)
     table, rows = jaxkv.split(memory)
     rows = replace(rows, k=tuple(k + np.nan for k in rows.k), v=tuple(v + 3e38 for v in rows.v))
     memory = jaxkv.join(table, rows)
@@ -84,8 +86,8 @@ def test_edge_06_holes_that_do_not_touch_satisfy_a_batch():
 
 def test_edge_07_cells_are_as_many_as_were_asked_for():
     """ollama rounds up to its padding. Nothing is rounded here, and all of them can be used."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=5, heads=1, size=2)
-    assert memory.rows.k[0].shape[2] == 5
+    memory = jaxkv.make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2)
+    assert memory.buffers.k[0].shape[2] == 5
     assert plan_of(memory, [1] * 5).ok and not plan_of(memory, [1] * 6).ok
 
 
@@ -99,12 +101,28 @@ def test_edge_08_the_middle_of_what_is_shared_can_be_removed():
     assert drawing(jaxkv.seq_add(memory, 0, 2, -1, -1)) == "0{0,1} 1{1} 1{0,1}-1 2{0,1}-1"
 
 
-def test_edge_09_10_nothing_to_remove_is_nothing_done():
-    memory = drawn("0{0} 1{0,1} 2{0}")
-    for p0, p1 in ((1, 1), (5, 9), (3, 3)):
-        after, ok = jaxkv.seq_rm(memory, 0, p0, p1)
-        assert ok
+def test_edge_09_an_empty_range_is_nothing_though_what_follows_is_shared():
+    """ollama refuses because of the shared cells after it, or turns them by an angle of zero."""
+    memory = drawn("0{0} 1{0} 2{0,1} 3{0,1}")
+    for verb in (jaxkv.can_seq_rm, lambda *args: jaxkv.seq_rm(*args)[1]):
+        assert verb(memory, 0, 1, 1) and verb(memory, 0, 2, 2)
+    for p0 in (0, 1, 2, 4):
+        after, _ = jaxkv.seq_rm(memory, 0, p0, p0)
         assert_identical(after, memory)
+        assert_identical(jaxkv.seq_add(memory, 0, p0, p0, 3), memory)
+        assert_identical(jaxkv.seq_add(memory, 0, p0, -1, 0), memory)
+    assert jaxkv.init_update(memory).pending == 0
+
+
+@pytest.mark.parametrize("rope", [None, jaxkv.make_rope(4)], ids=["no rope", "rope"])
+def test_edge_10_an_end_that_is_past_the_last_token_needs_no_rotation(rope):
+    """Without a way to rotate keys, ollama refuses a finite range unless it begins at 0."""
+    memory = SMALL.make(rope)
+    memory = jaxkv.apply(memory, plan_of(memory, [1, 2, 3, 4]))
+    for p0, p1, left in ((0, 4, ""), (0, 9, ""), (2, 9, "0{0} 1{0}"), (4, 9, None), (7, 9, None)):
+        after, ok = jaxkv.seq_rm(memory, 0, p0, p1)
+        assert ok and jaxkv.init_update(after).pending == 0
+        assert drawing(after) == ("0{0} 1{0} 2{0} 3{0}" if left is None else left)
 
 
 def test_edge_11_copies_onto_oneself_and_from_nobody():
@@ -137,7 +155,7 @@ def test_edge_13_where_one_can_go_on(stored, resumable):
 
 
 def test_edge_14_a_cache_that_forgets_nothing_has_its_window_all_the_same():
-    kind = Kind("roomy", cells=20, sequences=1, windows=(jaxkv.standard(4),))
+    kind = Kind("roomy", cells=20, sequences=1, windows=(jaxkv.window.sliding(4),))
     memory = kind.make()
     for _ in range(3):
         plan = plan_of(memory, [1, 2, 3])
@@ -155,12 +173,46 @@ def test_edge_15_an_idle_sequence_gives_what_it_does_not_see():
     assert plan_of(memory, [1] * 3, sequences=1).reason[1] == Reason.NO_ROOM
 
 
+@pytest.mark.parametrize("kinds", ["rr", "ar"])
+def test_edge_25_states_that_a_copy_has_replaced_come_back_to_nobody(kinds):
+    """ollama frees the target's place with its checkpoints in it, for the next one to restore."""
+    twin = told(kept=2, counts=(7, 4, 0), kinds=kinds)
+    assert jaxkv.can_seq_rm(twin.memory, 1, 2)
+    twin.both("seq_cp", 0, [1])
+    if kinds == "rr":
+        assert positions_of(twin.memory, 1) == [4, 5, 6]
+    for p0 in (2, 3, 4):  # where states of the old text stood
+        assert not twin.seq_rm(1, p0)
+    assert twin.decode([2, 2])  # takes cells that the old text had
+    twin.compare()
+    assert not jaxkv.can_resume(twin.memory, 2, 3) and twin.seq_rm(2, 1)
+    assert twin.seq_rm(1, 5) and twin.decode([1])
+    twin.compare()
+
+
+def test_edge_26_a_layout_that_a_part_refuses_leaves_no_token_in_another():
+    """A recurrent part wants a row for each sequence; ollama's attention has the tokens by then."""
+    twin = told(kept=1, counts=(3, 2, 0), kinds="ar")
+
+    @jax.jit
+    def applied(memory, sequences):
+        batch = make_batch(jnp.ones((2, 2), jnp.int32), sequences=sequences)
+        plan = jaxkv.init_batch(memory, batch)
+        return jaxkv.apply(memory, plan), plan.reason
+
+    for sequences in ([[0, 1], [2, 2]], [[1, 1], [1, 1]]):
+        after, reason = applied(twin.memory, jnp.array(sequences))
+        assert Reason.MIXED_ROW in reason.tolist()
+        assert_identical(after, twin.memory)
+    twin.compare()
+
+
 def test_edge_27_keys_between_those_that_move_are_not_touched():
     """ollama turns whole spans, the others by an angle of zero. Here only what moved is rotated."""
     memory = filled(4, 4)
-    before = [np.asarray(k) for k in memory.rows.k]
+    before = [np.asarray(k) for k in memory.buffers.k]
     memory = jaxkv.seq_add(memory, 0, 0, -1, 3)
     memory = jaxkv.apply(memory, jaxkv.init_update(memory))
-    for old, new in zip(before, memory.rows.k, strict=True):
+    for old, new in zip(before, memory.buffers.k, strict=True):
         assert old[0, :, 4:8].tobytes() == np.asarray(new)[0, :, 4:8].tobytes()
         assert not np.array_equal(old[0, :, :4], np.asarray(new)[0, :, :4])

@@ -13,7 +13,6 @@ import jaxkv
 from jaxkv import make_batch
 from tests.histories import (
     KINDS,
-    WIDTH,
     Twin,
     bytes_of,
     kept_of,
@@ -27,7 +26,7 @@ from tests.histories import (
     told,
     walk,
 )
-from tests.memories import assert_identical
+from tests.memories import WIDTH, assert_identical
 
 # -------------------------------------------------------------------------------- cuts, one by one
 

@@ -12,7 +12,7 @@ import pytest
 
 import jaxkv
 import models
-from models import scans
+from jaxkv.ops import scans
 
 DATA = Path(__file__).parent / "data"
 VARIANTS = (
@@ -67,7 +67,9 @@ def follow(model, memory, group, ubatch_size, kept):
     prompts = [ids[:-GENERATED] for ids in tokens]
     everything = np.ones(sum(map(len, prompts)), bool)
     batch = jaxkv.make_batch(prompts, sequences=sequences, outputs=everything)
-    memory, found = jaxkv.prefill(model.step, model.weights, memory, batch, ubatch_size=ubatch_size)
+    memory, found = jaxkv.prefill(
+        model.forward, model.weights, memory, batch, ubatch_size=ubatch_size
+    )
     agree(found, np.concatenate([wanted[:-GENERATED] for wanted in logits]))
     for sequence, ids in zip(sequences, prompts, strict=True) if kept else ():
         memory, ok = jaxkv.seq_rm(memory, sequence, len(ids) - kept)
@@ -88,7 +90,7 @@ def check(name, *, ubatch_size, together, kept=0, streams=1, lists=(0, 1, 2)):
     model, tokens, logits = recorded(name)
     sequences = [(SEQUENCES[i], tokens[i], logits[i]) for i in lists]
     for group in [sequences] if together else [[one] for one in sequences]:
-        memory = model.make_memory(cells=512, sequences=4, kept=kept, streams=streams)
+        memory = model.make_memory(cells=512, sequences=4, rollback=kept, streams=streams)
         follow(model, memory, group, ubatch_size, kept)
 
 
@@ -116,12 +118,12 @@ WAYS = [  # ubatch_size, together, kept, streams
 @pytest.mark.parametrize(("ubatch_size", "together", "kept", "streams"), WAYS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_way(name, ubatch_size, together, kept, streams):
-    check(name, ubatch_size=ubatch_size, together=together, kept=kept, streams=streams)
+    check(name, ubatch_size=ubatch_size, together=together, rollback=kept, streams=streams)
 
 
 def test_a_memory_of_states_alone_needs_no_cells():
     model, _, _ = recorded("mamba2")
-    one, more = (model.make_memory(sequences=2, kept=kept) for kept in (0, 3))
+    one, more = (model.make_memory(sequences=2, rollback=kept) for kept in (0, 3))
     assert sum(x.nbytes for x in jax.tree.leaves(more.rows)) == 4 * sum(
         x.nbytes for x in jax.tree.leaves(one.rows)
     )
@@ -154,7 +156,7 @@ def test_ssd(length, kept):
     state = rng.normal(size=(3, heads, size, numbers))
     counts = counted(lengths, kept)
     arrays = (jnp.asarray(a, jnp.float32) for a in (x, steps, rate, b, c, state))
-    out, states = jax.jit(scans.ssd, static_argnames="chunk")(*arrays, counts, chunk=16)
+    out, states = jax.jit(scans.scan_ssd, static_argnames="chunk")(*arrays, counts, chunk=16)
     for r in range(3):
         every, now = [state[r]], state[r]
         for t in range(lengths[r]):
@@ -175,7 +177,7 @@ def test_kept_states_do_not_cost_one_a_token():
     bytes_ = []
     for kept in (0, 4):
         counts = jax.ShapeDtypeStruct((1, kept + 1), jnp.int32)
-        compiled = jax.jit(scans.ssd).lower(*arrays, counts).compile()
+        compiled = jax.jit(scans.scan_ssd).lower(*arrays, counts).compile()
         bytes_.append(compiled.memory_analysis().temp_size_in_bytes)
     state = 4 * heads * size * numbers
     assert bytes_[1] - bytes_[0] < 16 * state < length * state / 8
@@ -190,8 +192,8 @@ def test_linear_and_conv(length, kept):
     weight, bias = rng.normal(size=(3, 4)).astype(np.float32), np.ones(4, np.float32)
     tail = rng.normal(size=(3, 2, 4)).astype(np.float32)
     counts = counted(lengths, kept)
-    out, states = jax.jit(scans.linear)(decay, x, state, counts)
-    mixed, tails = jax.jit(scans.conv)(x, tail, weight, bias, counts)
+    out, states = jax.jit(scans.scan_diagonal)(decay, x, state, counts)
+    mixed, tails = jax.jit(scans.convolve)(x, tail, weight, bias, counts)
     for r in range(3):
         every, now = [state[r]], state[r]
         inputs = np.concatenate([tail[r], x[r]])

@@ -4,7 +4,7 @@ Applied and computed all the same, whatever was refused (a plan, or a ubatch tha
 enters no table and writes no row.
 """
 
-from dataclasses import replace
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -166,11 +166,40 @@ def test_ubatch_of_another_table():
     unchanged_by(filled(12), ubatch)
 
 
-def test_ubatch_of_a_larger_table():
-    (ubatch,) = planned(filled(4)).ubatches
-    memory = filled(4)
-    unchanged_by(memory, replace(ubatch, slots=ubatch.slots + 8))
-    unchanged_by(memory, replace(ubatch, slots=ubatch.slots + 7))  # one of three is within
+def test_plans_and_tables_of_another_memory_are_refused_by_name():
+    """Other sizes, streams, windows, placements and kinds: each raises, and nothing is changed."""
+    sizes = {"layers": 2, "kv_heads": 2, "head_dim": 4, "sequences": 3}
+    memory = jaxkv.make_kv_cache(cells=12, **sizes)
+    recurrent = {"layers": 2, "states": {"x": ((2,), "float32")}, "sequences": 3}
+    others = [
+        jaxkv.make_kv_cache(cells=13, **sizes),
+        jaxkv.make_kv_cache(cells=12, **{**sizes, "sequences": 4}),
+        jaxkv.make_kv_cache(cells=12, streams=3, **sizes),
+        jaxkv.make_kv_cache(cells=12, window=jaxkv.window.sliding(3), **sizes),
+        jaxkv.make_kv_cache(cells=12, placement="contiguous", **sizes),
+        jaxkv.make_recurrent_cache(**recurrent),
+        jaxkv.make_recurrent_cache(rollback=1, **recurrent),
+        jaxkv.make_hybrid_cache((memory, (0, 1))),
+        jaxkv.make_hybrid_cache((memory, (0, 1)), (memory, (2, 3))),
+    ]
+    values = jnp.zeros((1, 2, 2, 4))
+    for one, other in itertools.permutations([memory, *others], 2):
+        (ubatch,) = planned(other, count=2).ubatches
+        for use in (
+            lambda: jaxkv.apply(one, ubatch),  # noqa: B023
+            lambda: jaxkv.is_current(one, ubatch),  # noqa: B023
+            lambda: jaxkv.attend(one, 0, ubatch, values, values, values),  # noqa: B023
+            lambda: jaxkv.read_states(one, 0, ubatch),  # noqa: B023
+            lambda: jaxkv.go_back(other.table, one),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match="for this memory, .* got one for .*: plan again"):
+                use()
+    with pytest.raises(TypeError, match="wanted a ubatch, such as plan"):
+        jaxkv.attend(memory, 0, planned(memory), values, values, values)
+    with pytest.raises(TypeError, match="wanted a ubatch or a plan, got"):
+        jaxkv.apply(memory, memory.table)
+    with pytest.raises(TypeError, match="wanted the table of an earlier memory"):
+        jaxkv.go_back(memory, memory)
 
 
 def test_part_of_a_ubatch_that_is_stale_stops_all_of_it():
@@ -262,7 +291,7 @@ def divided(memory, divisor):
 @pytest.mark.parametrize("divisor", [0, -1])
 def test_divisors_below_one(divisor):
     memory = filled(4)
-    with pytest.raises(ValueError, match=f"a divisor of at least 1, got {divisor}"):
+    with pytest.raises(ValueError, match=f"wanted divisor of at least 1, got {divisor}"):
         jaxkv.seq_div(memory, 0, 0, -1, divisor)
     assert_identical(divided(memory, divisor), memory)
 
@@ -271,13 +300,13 @@ def test_what_cannot_be_planned_or_applied_at_once():
     memory = filled(1)
     with pytest.raises(ValueError, match="no valid token"):
         jaxkv.init_batch(memory, make_batch([1, 2], valid=[False, False]))
-    with pytest.raises(ValueError, match="ubatch_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="wanted ubatch_size of at least 1, got 0"):
         jaxkv.init_batch(memory, make_batch([1]), ubatch_size=0)
     with pytest.raises(ValueError, match="3 ubatches cannot be applied at once"):
         jaxkv.apply(memory, planned(memory, count=11))
     with pytest.raises(ValueError, match="at most 2 tokens, got 3"):
         jax.jit(lambda t: jaxkv.init_batch(memory, make_batch(t), ubatch_size=2))(jnp.arange(3))
-    with pytest.raises(ValueError, match="max_moves must be at least 1"):
+    with pytest.raises(ValueError, match="max_moves of at least 1"):
         jaxkv.defrag_plan(memory, max_moves=0)
     with pytest.raises(TypeError, match="was `memory, ok = seq_rm"):
         jaxkv.used(jaxkv.seq_rm(memory, 0))

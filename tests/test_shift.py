@@ -22,7 +22,7 @@ TOKENS = 6
 def filled(rope, *, dtype=jnp.float32, cells=8, sequences=2, tokens=TOKENS):
     """A cache whose keys are known numbers, rotated for their positions as a model would."""
     memory = jaxkv.make_kv_cache(
-        layers=2, cells=cells, heads=2, size=8, sequences=sequences, rope=rope, dtype=dtype
+        layers=2, cells=cells, kv_heads=2, head_dim=8, sequences=sequences, rope=rope, dtype=dtype
     )
     raw = jax.random.normal(jax.random.key(0), (1, cells, 2, 8))
     return written(memory, np.arange(cells) < tokens, raw), np.asarray(raw)[0, :tokens]
@@ -35,7 +35,7 @@ def written(memory, valid, raw):
     batch = jaxkv.make_batch(jnp.arange(count), valid=valid)
     (ubatch,) = jaxkv.init_batch(memory, batch, ubatch_size=count).ubatches
     memory = jaxkv.apply(memory, ubatch)
-    for layer, rope in enumerate(memory.rows.ropes):
+    for layer, rope in enumerate(memory.buffers.ropes):
         k = jaxkv.rotate(raw, ubatch.positions, rope)
         memory, _ = jaxkv.attend(memory, layer, ubatch, k, k, raw)
     return memory
@@ -43,7 +43,7 @@ def written(memory, valid, raw):
 
 def expected(memory, raw, layer):
     """Rotate the numbers from scratch for the positions that cells 0, 1, 2 ... have now."""
-    rope = memory.rows.ropes[layer]
+    rope = memory.buffers.ropes[layer]
     return np.asarray(rotate(raw, memory.table.position[0, : len(raw)], rope))
 
 
@@ -51,7 +51,7 @@ rotate = jax.jit(jaxkv.rotate, static_argnames="rope")
 
 
 def keys(memory, layer, tokens=TOKENS):
-    return np.asarray(memory.rows.k[layer][0, :, :tokens]).transpose(1, 0, 2)
+    return np.asarray(memory.buffers.k[layer][0, :, :tokens]).transpose(1, 0, 2)
 
 
 def updated(memory):
@@ -75,7 +75,9 @@ def test_an_update_equals_rotating_from_scratch(name, verb):
     memory = updated(verb(memory))
     for layer in (0, 1):
         np.testing.assert_allclose(keys(memory, layer), expected(memory, raw, layer), atol=2e-6)
-        np.testing.assert_array_equal(memory.rows.v[layer][0, :, :TOKENS].transpose(1, 0, 2), raw)
+        np.testing.assert_array_equal(
+            memory.buffers.v[layer][0, :, :TOKENS].transpose(1, 0, 2), raw
+        )
     assert not memory.table.shift.any()
 
 
@@ -85,14 +87,14 @@ def test_only_rows_that_moved_are_touched():
     for layer in (0, 1):
         np.testing.assert_array_equal(keys(after, layer)[:4], keys(memory, layer)[:4])
         assert (keys(after, layer)[4:] != keys(memory, layer)[4:]).any(axis=(1, 2)).all()
-        np.testing.assert_array_equal(after.rows.v[layer], memory.rows.v[layer])
+        np.testing.assert_array_equal(after.buffers.v[layer], memory.buffers.v[layer])
 
 
 def test_layers_without_a_rope_keep_their_keys():
     memory, _ = filled((None, PLAIN))
     after = updated(jaxkv.seq_add(memory, 0, 0, -1, 3))
-    np.testing.assert_array_equal(after.rows.k[0], memory.rows.k[0])
-    assert (after.rows.k[1] != memory.rows.k[1]).any()
+    np.testing.assert_array_equal(after.buffers.k[0], memory.buffers.k[0])
+    assert (after.buffers.k[1] != memory.buffers.k[1]).any()
 
 
 def test_trap_10_a_shared_cell_moves_for_every_owner():
@@ -231,10 +233,25 @@ def test_a_shift_holds_in_a_vmap_over_memories():
         alone = shifted(memory, delta)
         one = jax.tree.map(lambda x, i=i: x[i], both)
         np.testing.assert_array_equal(one.table.position, alone.table.position)
-        np.testing.assert_allclose(one.rows.k[0], alone.rows.k[0], atol=1e-6)
+        np.testing.assert_allclose(one.buffers.k[0], alone.buffers.k[0], atol=1e-6)
 
 
 def test_seq_add_leaves_the_rows_alone():
     memory, _ = filled(PLAIN)
     after = jaxkv.seq_add(memory, 0, 0, -1, 1)
-    assert all(a is b for a, b in zip(after.rows.k, memory.rows.k, strict=True))
+    assert all(a is b for a, b in zip(after.buffers.k, memory.buffers.k, strict=True))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_trap_92_of_a_key_that_is_rotated_in_part_only_that_part_is_turned(interleaved):
+    """For keys of any size. llama.cpp's quantised keys are rotated as a whole, in blocks of 64."""
+    size, rope = 6, jaxkv.make_rope(4, base=100.0, interleaved=interleaved)
+    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=2, head_dim=size, rope=rope)
+    plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3, 4]))
+    raw = jax.random.normal(jax.random.key(1), (1, 4, 2, size))
+    k = rotate(raw, plan.ubatches[0].positions, rope)
+    memory, _ = jaxkv.attend(jaxkv.apply(memory, plan), 0, plan.ubatches[0], k, k, raw)
+    moved = updated(jaxkv.seq_add(memory, 0, 1, -1, 3))
+    np.testing.assert_allclose(keys(moved, 0, 4), expected(moved, raw[0], 0), atol=1e-6)
+    np.testing.assert_array_equal(keys(moved, 0, 4)[..., 4:], np.asarray(raw)[0, ..., 4:])
+    assert not np.array_equal(keys(moved, 0, 4)[1:, :, :4], keys(memory, 0, 4)[1:, :, :4])

@@ -1,4 +1,6 @@
-"""Random verbs on a memory and on its oracle: table, masks, rows and answers stay the same.
+"""Random verbs on attention memories and their oracles: the same tables, masks, rows and answers.
+
+Memories with states have theirs in `test_recurrent_verbs.py`.
 
 Every token signs its rows with its sequence, position, number, layer and head (`sign`), so a row in
 the wrong place, left over or lost is seen, and so is a wrong mask.
@@ -7,22 +9,38 @@ the wrong place, left over or lost is seen, and so is a wrong mask.
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from tests.memories import ALL_KINDS, COUNTS, SMALL, TWO_SPLIT, Twin
+from tests.memories import ALL_KINDS, CHUNKS, RUNS_WIDE, SMALL, TWO, TWO_SPLIT, Kind, Twin
 
 edges = st.integers(-2, 14)
 ids = st.integers(0, 10**6)
 
 
 class Verbs(RuleBasedStateMachine):
-    """The verbs, in any order. Sequence numbers are drawn large and taken modulo Q."""
+    """The verbs, in any order. Sequence numbers are drawn large and taken modulo Q.
 
-    kinds = ALL_KINDS
+    counts: the tokens of a batch, few and many.
+    moves: the runs of cells that a defrag moves at most, in part and as a whole.
+    """
 
-    @initialize(number=ids)
-    def begin(self, number: int) -> None:
-        self.twin = Twin(self.kinds[number % len(self.kinds)])
+    def __init__(
+        self,
+        kind: Kind,
+        *,
+        counts: tuple[int, int] = (1, 7),
+        moves: tuple[int, int | None] = (2, None),
+        in_rows: bool = False,
+    ) -> None:
+        super().__init__()
+        self.counts, self.moves = counts, moves
+        self.twin = Twin(kind, in_rows=in_rows)
         self.kept = None  # a plan that was made earlier and may be stale
         self.past = (self.twin.memory, self.twin.oracles.fork())
 
@@ -30,9 +48,9 @@ class Verbs(RuleBasedStateMachine):
         # Few of many: those on both sides of the border between two words of owners.
         return [0, 1, 2, 31, 32, 39][number % 6] % self.twin.kind.sequences
 
-    @rule(count=st.sampled_from(COUNTS), numbers=st.lists(ids, min_size=7, max_size=7))
-    def decode(self, count: int, numbers: list[int]) -> None:
-        self.twin.decode([*map(self.seq, numbers[:count])])
+    @rule(many=st.booleans(), numbers=st.lists(ids, min_size=7, max_size=7))
+    def decode(self, many: bool, numbers: list[int]) -> None:
+        self.twin.decode([*map(self.seq, numbers[: self.counts[many]])])
 
     @rule(
         numbers=st.lists(ids, min_size=7, max_size=7),
@@ -47,10 +65,10 @@ class Verbs(RuleBasedStateMachine):
             positions.append((before[-1] if before else self.twin.oracles.reached(seq)) + 1 + slip)
         self.twin.decode(sequences, positions)
 
-    @rule(count=st.sampled_from(COUNTS), numbers=st.lists(ids, min_size=7, max_size=7))
-    def plan(self, count: int, numbers: list[int]) -> None:
+    @rule(many=st.booleans(), numbers=st.lists(ids, min_size=7, max_size=7))
+    def plan(self, many: bool, numbers: list[int]) -> None:
         """Plan, and leave it for later."""
-        self.kept = self.twin.plan([*map(self.seq, numbers[:count])])
+        self.kept = self.twin.plan([*map(self.seq, numbers[: self.counts[many]])])
 
     @precondition(lambda self: self.kept is not None)
     @rule(late=st.booleans())
@@ -91,9 +109,9 @@ class Verbs(RuleBasedStateMachine):
     def update(self) -> None:
         self.twin.update()
 
-    @rule(max_moves=st.sampled_from([None, 2]))
-    def defrag(self, max_moves: int | None) -> None:
-        self.twin.defrag(max_moves)
+    @rule(whole=st.booleans())
+    def defrag(self, whole: bool) -> None:
+        self.twin.defrag(self.moves[whole])
 
     @rule()
     def clear(self) -> None:
@@ -115,25 +133,26 @@ class Verbs(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        if hasattr(self, "twin"):
-            self.twin.compare()
+        self.twin.compare()
 
 
-class Few(Verbs):
-    """The plainest memory, and the one that has everything at once."""
-
-    kinds = [SMALL, TWO_SPLIT]
-
-
-class TestVerbs(Few.TestCase):
-    """The fast part: few runs, the same every time."""
-
-    settings = settings(max_examples=30, stateful_step_count=20)
+@pytest.mark.parametrize(
+    "kind", [SMALL, RUNS_WIDE, TWO, CHUNKS, TWO_SPLIT], ids=lambda kind: kind.name
+)
+def test_verbs(kind):
+    """The fast part: few runs, the same every time, in few shapes, each of which is compiled."""
+    run_state_machine_as_test(
+        lambda: Verbs(kind, counts=(3, 7), moves=(2, 2), in_rows=kind.split),
+        settings=settings(max_examples=5, stateful_step_count=20),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-class TestVerbsAtLength(Verbs.TestCase):
-    """The slow part: thousands of runs over all memories."""
-
-    settings = settings(max_examples=2000, stateful_step_count=20, derandomize=True)
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.name)
+def test_verbs_at_length(kind):
+    """The slow part: thousands of runs over all memories, in ubatches of 4."""
+    run_state_machine_as_test(
+        lambda: Verbs(kind),
+        settings=settings(max_examples=250, stateful_step_count=20, derandomize=True),
+    )

@@ -76,7 +76,7 @@ def test_trap_32_36_37_a_copy_is_there_at_once():
     """llama.cpp copies with the next decode; saving, restoring or clearing before it goes wrong."""
     memory = fed(SPLIT, 4, 2)
     memory = jaxkv.seq_cp(jaxkv.seq_cp(memory, 0, 1), 1, 2)
-    for array in (*memory.rows.k, *memory.rows.v):
+    for array in (*memory.buffers.k, *memory.buffers.v):
         np.testing.assert_array_equal(array[0, :, :4], array[1, :, :4])
         np.testing.assert_array_equal(array[0, :, :4], array[2, :, :4])
 
@@ -92,7 +92,7 @@ def test_trap_33_34_rotations_that_are_owed_are_copied_with_their_keys():
     memory = jaxkv.seq_cp(memory, 0, 1)
     assert drawing(memory).split(" | ")[1] == "3{1}+3 4{1}+3 5{1}+3 6{1}+3"
     memory = jaxkv.apply(memory, jaxkv.init_update(memory))
-    np.testing.assert_array_equal(memory.rows.k[0][0, :, :4], memory.rows.k[0][1, :, :4])
+    np.testing.assert_array_equal(memory.buffers.k[0][0, :, :4], memory.buffers.k[0][1, :, :4])
 
 
 def test_a_copy_goes_on_as_its_source_would():
@@ -111,7 +111,7 @@ def test_a_copy_of_more_cells_than_a_chunk():
     noise = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape), rows)
     copied = jaxkv.seq_cp(jaxkv.join(table, noise), 0, 1, 3, 519)
     assert [*cells_of(copied.table)][520:] == [(1, i) for i in range(3, 519)]
-    for array in copied.rows.k:
+    for array in copied.buffers.k:
         np.testing.assert_array_equal(array[0, :, :519], array[1, :, :519])
 
 
@@ -129,7 +129,7 @@ def test_donated_or_not_a_copy_is_the_same():
     wanted = jaxkv.seq_cp(fed(SPLIT, 4, 2), 0, 1)
     memory = fed(SPLIT, 4, 2)
     assert_identical(jaxkv.seq_cp(memory, 0, 1, donate=True), wanted)
-    assert memory.rows.k[0].is_deleted()
+    assert memory.buffers.k[0].is_deleted()
 
 
 def test_a_copy_cannot_be_undone_where_it_overwrote_rows():
@@ -256,14 +256,14 @@ def test_generation_in_streams_is_that_in_one(active):
 def test_a_subset_of_streams_in_the_loop():
     memory = fed(FOUR, 3, 4, 2, 5)
     ubatch, ok = jaxkv.plan_step(memory, jnp.array([4, 5]), jnp.array([3, 1]), jnp.ones(2, bool))
-    assert ok and ubatch.streams.tolist() == [3, 1]
+    assert ok and ubatch.row_stream.tolist() == [3, 1]
     memory, _ = think(memory, ubatch)
     assert jaxkv.seq_pos_max(memory, [0, 1, 2, 3]).tolist() == [2, 4, 1, 5]
 
 
 def test_number_of_streams_is_one_or_all():
     with pytest.raises(ValueError, match="streams of 1 or 4, one a sequence, got 2"):
-        jaxkv.make_kv_cache(layers=1, cells=4, heads=1, size=2, sequences=4, streams=2)
+        jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=4, streams=2)
 
 
 def test_the_worst_case_is_a_row_for_each_stream():

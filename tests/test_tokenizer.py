@@ -12,9 +12,10 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers, processors, trainers
 
-from models.checkpoint import ModelError, open_checkpoint
-from models.token_bytes import from_letters, from_pieces
-from models.tokenizer import Tokenizer
+from models.checkpoints.open import open_checkpoint
+from models.errors import ModelError
+from models.text.token_bytes import from_letters, from_pieces
+from models.text.tokenizer import Tokenizer
 from tests.golden import golden
 
 TEXT = """Once upon a time there was a little table of cells. It's 2024, and the cells remember

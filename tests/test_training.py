@@ -1,5 +1,6 @@
 """Gradients flow through the cache: what is written in one ubatch is learnt from a later one."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ def test_gradients_reach_keys_and_values_of_an_earlier_ubatch():
     k, v, q = (jax.random.normal(jax.random.key(i), (1, 6, 2, 4)) for i in range(3))
 
     def through_the_cache(k, v):
-        memory = jaxkv.make_kv_cache(layers=1, cells=16, heads=2, size=4)
+        memory = jaxkv.make_kv_cache(layers=1, cells=16, kv_heads=2, head_dim=4)
         for half in (slice(0, 4), slice(4, 6)):
             tokens = jnp.zeros(half.stop - half.start, jnp.int32)
             batch = jaxkv.make_batch(tokens)
@@ -43,7 +44,7 @@ def test_what_nobody_sees_does_not_reach_a_gradient(implementation):
     k, v, q = (jax.random.normal(jax.random.key(i), (1, 2, 2, 4)) for i in range(3))
 
     def learn(q, k, v, rest):
-        memory = jaxkv.make_kv_cache(layers=1, cells=8, heads=2, size=4)
+        memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=2, head_dim=4)
         plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2]))
         (ubatch,) = plan.ubatches
         memory, _ = jaxkv.attend(jaxkv.apply(memory, plan), 0, ubatch, q, k + rest, v + rest)
@@ -67,7 +68,7 @@ def test_a_step_may_be_jitted_scanned_or_computed_again_inside_of_grad(cells):
     k, v, q = (jax.random.normal(jax.random.key(i), (1, 4, 2, 4)) for i in range(3))
 
     def learn(q, k, v):
-        memory = jaxkv.make_kv_cache(layers=1, cells=cells, heads=2, size=4)
+        memory = jaxkv.make_kv_cache(layers=1, cells=cells, kv_heads=2, head_dim=4)
         plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3, 4]))
         memory, out = jaxkv.attend(jaxkv.apply(memory, plan), 0, plan.ubatches[0], q, k, v)
         return jnp.sum(out**2)
@@ -91,7 +92,7 @@ def test_a_soft_prefix_trained_through_the_cache_lowers_the_loss(small):
     """
     text = jnp.asarray(small.tokenizer.encode("The zebra plays chess with a purple submarine."))
     text = text[:8]
-    prefix = small.weights["head"][jnp.arange(100, 108)]
+    prefix = small.weights["vocabulary"]["head"][jnp.arange(100, 108)]
 
     def loss(prefix, weights):
         memory = small.make_memory(cells=32)
@@ -114,7 +115,8 @@ def test_a_soft_prefix_trained_through_the_cache_lowers_the_loss(small):
     state, losses = optimizer.init(prefix), []
     for _ in range(20):
         value, grad = value_and_grad(prefix, small.weights)
-        assert jnp.isfinite(grad).all() and jnp.abs(grad).max() > 0
+        chex.assert_tree_all_finite(grad)
+        assert jnp.abs(grad).max() > 0
         updates, state = optimizer.update(grad, state)
         prefix = optax.apply_updates(prefix, updates)
         losses.append(float(value))

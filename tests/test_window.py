@@ -17,7 +17,7 @@ from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visible
 from tests.memories import Kind, assert_identical, drawing, drawn, run, sign, think
 
-FOUR = Kind("four", cells=6, sequences=3, windows=(jaxkv.standard(4),))
+FOUR = Kind("four", cells=6, sequences=3, windows=(jaxkv.window.sliding(4),))
 
 
 def plan_of(memory, count, seq=0, **options):
@@ -38,7 +38,7 @@ def attend(memory, ubatch, value, causal):
     return jaxkv.attend(memory, 0, ubatch, 0 * value, value, value, causal=causal)[1]
 
 
-attention = jaxkv.attention
+attention = jaxkv.ops.attention.attention
 
 
 def seen_from(window, query, *, causal=True, count=12):
@@ -55,9 +55,9 @@ def seen_from(window, query, *, causal=True, count=12):
     [
         (None, True, {5: [0, 1, 2, 3, 4, 5]}),
         (None, False, {5: [*range(12)]}),
-        (jaxkv.standard(4), True, {5: [2, 3, 4, 5], 2: [0, 1, 2], 11: [8, 9, 10, 11]}),
-        (jaxkv.standard(1), True, {5: [5], 0: [0]}),
-        (jaxkv.symmetric(5), True, {5: [3, 4, 5]}),
+        (jaxkv.window.sliding(4), True, {5: [2, 3, 4, 5], 2: [0, 1, 2], 11: [8, 9, 10, 11]}),
+        (jaxkv.window.sliding(1), True, {5: [5], 0: [0]}),
+        (jaxkv.window.symmetric(5), True, {5: [3, 4, 5]}),
     ],
 )
 def test_who_is_seen(window, causal, seen):
@@ -65,22 +65,26 @@ def test_who_is_seen(window, causal, seen):
 
 
 def test_trap_53_chunks_begin_anew():
-    seen = {query: seen_from(jaxkv.chunked(4), query) for query in (5, 7, 8)}
+    seen = {query: seen_from(jaxkv.window.chunked(4), query) for query in (5, 7, 8)}
     assert seen == {5: [4, 5], 7: [4, 5, 6, 7], 8: [8]}
 
 
 def test_trap_54_a_symmetric_window_looks_ahead_where_attention_is_not_causal():
-    assert seen_from(jaxkv.symmetric(5), 5, causal=False) == [3, 4, 5, 6, 7]
+    assert seen_from(jaxkv.window.symmetric(5), 5, causal=False) == [3, 4, 5, 6, 7]
 
 
 def test_attention_obeys_causal_and_window():
     """What `attend` gives is the mean over those that are seen, however the mask is made."""
     for window, causal, seen in [
-        (jaxkv.symmetric(5), False, [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [1, 2, 3, 4, 5]]),
+        (
+            jaxkv.window.symmetric(5),
+            False,
+            [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [1, 2, 3, 4, 5]],
+        ),
         (None, False, [[*range(6)]] * 6),
-        (jaxkv.standard(2), True, [[0], [0, 1], [1, 2], [2, 3]]),
+        (jaxkv.window.sliding(2), True, [[0], [0, 1], [1, 2], [2, 3]]),
     ]:
-        memory = jaxkv.make_kv_cache(layers=1, cells=8, heads=1, size=1, window=window)
+        memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=1, window=window)
         plan = plan_of(memory, 6)
         (ubatch,) = plan.ubatches
         value = np.arange(8, dtype=np.float32).reshape(1, 8, 1, 1)
@@ -103,18 +107,20 @@ def test_trap_25_what_lies_before_the_taken_cell_goes_too():
     memory = drawn("2{0} 0{0} 1{0} 3{0} 4{0} 5{0}", FOUR)
     one = jaxkv.apply(memory, plan_of(memory, 1))
     assert drawing(one) == "2{0} 6{0} 1{0} 3{0} 4{0} 5{0}"
-    assert one.table.lost.tolist() == [1, 0, 0]
+    assert one.table.evicted_below.tolist() == [1, 0, 0]
     three = jaxkv.apply(memory, plan_of(memory, 3))
     assert drawing(three) == "8{0} 6{0} 7{0} 3{0} 4{0} 5{0}"
-    assert three.table.lost.tolist() == [3, 0, 0]
+    assert three.table.evicted_below.tolist() == [3, 0, 0]
 
 
 def test_trap_25_contiguous_takes_a_run_and_leaves_no_hole():
-    kind = Kind("three", cells=6, sequences=1, windows=(jaxkv.standard(3),), placement="contiguous")
+    kind = Kind(
+        "three", cells=6, sequences=1, windows=(jaxkv.window.sliding(3),), placement="contiguous"
+    )
     memory = drawn("2{0} 0{0} 1{0} 3{0} 4{0} 5{0}", kind)
     memory = jaxkv.apply(memory, plan_of(memory, 1))
     assert drawing(memory) == "6{0} . . 3{0} 4{0} 5{0}"
-    assert memory.table.lost.tolist() == [3]
+    assert memory.table.evicted_below.tolist() == [3]
 
 
 def test_trap_26_a_refused_batch_takes_nothing():
@@ -132,7 +138,7 @@ def test_trap_27_a_shared_prefix_that_nobody_sees_is_taken_again():
     memory = drawn("0{0,1} 1{0,1} 2{0,1} 3{0,1} 4{0,1} 5{0,1}", FOUR)
     memory = jaxkv.apply(memory, plan_of(memory, 2))
     assert drawing(memory) == "6{0} 7{0} 2{0,1} 3{0,1} 4{0,1} 5{0,1}"
-    assert memory.table.lost.tolist() == [2, 2, 0]
+    assert memory.table.evicted_below.tolist() == [2, 2, 0]
     assert jaxkv.can_resume(memory, 1, 6)
 
 
@@ -175,7 +181,7 @@ def test_trap_29_lost_comes_of_taking_and_not_of_forgetting():
     """What the caller forgets on purpose is not missed, here as in a cache without a window."""
     memory = drawn("0{0} 1{0} 2{0} 3{0}", FOUR)
     memory, _ = jaxkv.seq_rm(memory, 0, 1, 3)
-    assert memory.table.lost[0] == 0 and plan_of(memory, 1).ok
+    assert memory.table.evicted_below[0] == 0 and plan_of(memory, 1).ok
 
 
 def test_trap_57_a_cell_without_owners_cannot_be():
@@ -188,16 +194,16 @@ def test_trap_57_a_cell_without_owners_cannot_be():
 
 def test_trap_85_a_composite_begins_where_its_window_begins():
     """The full part holds 0 to 9, the window part 4 to 9; both can be moved."""
-    kind = Kind("two", cells=10, sequences=1, windows=(None, jaxkv.standard(4)))
+    kind = Kind("two", cells=10, sequences=1, windows=(None, jaxkv.window.sliding(4)))
     memory = grown(kind, 10)
-    full, window = memory.parts
+    full, window = jaxkv.hybrid.parts_of(memory)
     window, _ = jaxkv.seq_rm(window, 0, 0, 4)
-    memory = replace(memory, parts=(full, window))
+    memory = jaxkv.make_hybrid_cache((full, (0,)), (window, (1,)))
     assert jaxkv.seq_pos_min(memory, 0) == 4 and jaxkv.seq_pos_max(memory, 0) == 9
     moved = jaxkv.seq_add(memory, 0, 5, -1, 3)
     assert jaxkv.seq_pos_max(moved, 0) == 12
     moved = jaxkv.apply(moved, jaxkv.init_update(moved))
-    assert [part.table.shift.any().item() for part in moved.parts] == [False, False]
+    assert [part.shift.any().item() for part in moved.table.parts] == [False, False]
 
 
 def test_trap_97_nothing_is_missing_from_a_short_prompt():
@@ -210,7 +216,7 @@ def test_trap_97_nothing_is_missing_from_a_short_prompt():
 
 
 def test_window_of_one_goes_on_though_it_holds_nothing_that_is_seen():
-    kind = Kind("one", cells=2, sequences=2, windows=(jaxkv.standard(1),))
+    kind = Kind("one", cells=2, sequences=2, windows=(jaxkv.window.sliding(1),))
     memory = grown(kind, 5)
     assert jaxkv.seq_pos_max(memory, 0) == 4
     other = jaxkv.apply(memory, plan_of(memory, 2, seq=1))  # takes all that 0 has
@@ -220,15 +226,17 @@ def test_window_of_one_goes_on_though_it_holds_nothing_that_is_seen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [jaxkv.standard(4), jaxkv.chunked(4), jaxkv.symmetric(6)])
+@pytest.mark.parametrize(
+    "window", [jaxkv.window.sliding(4), jaxkv.window.chunked(4), jaxkv.window.symmetric(6)]
+)
 @pytest.mark.parametrize("split", [False, True])
 def test_a_sized_cache_answers_as_a_full_one(window, split):
     """Cells for window, ubatch and rollback are enough for a text of any length."""
-    sizes = dict(layers=2, heads=2, size=4, sequences=2, streams=2 if split else 1)
+    sizes = dict(layers=2, kv_heads=2, head_dim=4, sequences=2, streams=2 if split else 1)
     rope = jaxkv.make_rope(4, base=100.0)
     small = jaxkv.make_kv_cache(**sizes, rope=rope, window=window, ubatch_size=4, rollback=2)
     large = jaxkv.make_kv_cache(**sizes, rope=rope, window=window, cells=96)
-    assert small.rows.k[0].shape[2] == (window.size + 6) * (1 if split else 2)
+    assert small.buffers.k[0].shape[2] == (window.size + 6) * (1 if split else 2)
     rng = np.random.default_rng(0)
     for count in (8, 7, 1, 1, 1, 5, 7):  # batches of 16 and 2 tokens, once padded
         batch = make_batch(rng.integers(1, 9, 2 * count), sequences=np.arange(2 * count) % 2)
@@ -242,27 +250,29 @@ def test_a_sized_cache_answers_as_a_full_one(window, split):
 
 
 def test_planning_larger_ubatches_than_it_was_sized_for_raises():
-    memory = jaxkv.make_kv_cache(layers=1, heads=1, size=2, window=jaxkv.standard(4), ubatch_size=8)
+    memory = jaxkv.make_kv_cache(
+        layers=1, kv_heads=1, head_dim=2, window=jaxkv.window.sliding(4), ubatch_size=8
+    )
     assert len(plan_of(memory, 20).ubatches) == 3  # what it was sized for is the default
     with pytest.raises(ValueError, match="sized for ubatches of 8 tokens, got ubatch_size=16"):
         plan_of(memory, 20, ubatch_size=16)
 
 
 def test_a_window_needs_a_position():
-    with pytest.raises(ValueError, match="at least 1 position, got 0"):
-        jaxkv.standard(0)
+    with pytest.raises(ValueError, match="positions, of at least 1, got 0"):
+        jaxkv.window.sliding(0)
     with pytest.raises(ValueError, match="needs to be told its cells"):
-        jaxkv.make_kv_cache(layers=1, heads=1, size=2)
+        jaxkv.make_kv_cache(layers=1, kv_heads=1, head_dim=2)
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_composite_changes_nothing_where_one_part_lacks_room(part):
     """Refused by either, neither is touched; inside of jit too."""
-    sizes = dict(layers=1, heads=2, size=4, sequences=1)
+    sizes = dict(layers=1, kv_heads=2, head_dim=4, sequences=1)
     cells = (6, 30) if part == 0 else (30, 6)
     memory = jaxkv.make_hybrid_cache(
         (jaxkv.make_kv_cache(**sizes, cells=cells[0]), (0,)),
-        (jaxkv.make_kv_cache(**sizes, cells=cells[1], window=jaxkv.standard(4)), (1,)),
+        (jaxkv.make_kv_cache(**sizes, cells=cells[1], window=jaxkv.window.sliding(4)), (1,)),
     )
     memory, *_ = sign(memory, plan_of(memory, 4).ubatches[0])
     plan = plan_of(memory, 4)
@@ -282,7 +292,7 @@ def test_a_composite_changes_nothing_where_one_part_lacks_room(part):
 
 def test_a_composite_of_parts_that_do_not_fit_together_raises():
     one, two = (
-        jaxkv.make_kv_cache(layers=1, cells=4, heads=1, size=2, sequences=q) for q in (1, 2)
+        jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=q) for q in (1, 2)
     )
     with pytest.raises(ValueError, match=r"same number of sequences, got \[1, 2\]"):
         jaxkv.make_hybrid_cache((one, (0,)), (two, (1,)))
@@ -311,4 +321,4 @@ def test_softcap_and_sinks_are_what_they_say():
     nothing = attention(q, k, v, jnp.zeros_like(mask), sinks=sinks)
     np.testing.assert_array_equal(nothing, 0.0)
     with pytest.raises(ValueError, match=r"wanted sinks \(2,\)"):
-        jaxkv.attention(q, k, v, mask, sinks=jnp.zeros(3))
+        jaxkv.ops.attention.attention(q, k, v, mask, sinks=jnp.zeros(3))

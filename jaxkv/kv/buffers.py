@@ -10,7 +10,7 @@ from jaxkv.rope import Rope
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+class Buffers:
     """One array of keys and one of values for each layer, a row for each cell.
 
     Layers stay apart: an array that holds them all is copied, layer by layer, at every step. Heads
@@ -26,29 +26,9 @@ class Rows:
     ropes: tuple[Rope | None, ...] = field(metadata={"static": True})
 
 
-def make_rows(
-    *,
-    layers: int,
-    streams: int,
-    heads: int,
-    cells: int,
-    size: int,
-    value_size: int,
-    dtype: jax.typing.DTypeLike,
-    ropes: tuple[Rope | None, ...],
-) -> Rows:
-    """Allocate rows of zeros; see `Rows` for the shapes."""
-    k, v = ((streams, heads, cells, width) for width in (size, value_size))
-    return Rows(
-        k=tuple(jnp.zeros(k, dtype) for _ in range(layers)),
-        v=tuple(jnp.zeros(v, dtype) for _ in range(layers)),
-        ropes=ropes,
-    )
-
-
 def write(
-    rows: Rows, layer: int, streams: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array
-) -> Rows:
+    rows: Buffers, layer: int, streams: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array
+) -> Buffers:
     """Write the keys and values of a ubatch into their cells.
 
     Stored values are always finite, so that a hidden one is harmless: 0 times it is 0. Where a

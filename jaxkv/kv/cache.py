@@ -1,153 +1,265 @@
-"""Attention memory: a table of cells and the rows beside it, assembled."""
+"""Attention memory, assembled: the table that verbs know, and how a memory is made."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv import memory as contract
 from jaxkv.batch import Ubatch
 from jaxkv.kv import buffers as store
-from jaxkv.kv import cells as table_of_cells
-from jaxkv.kv import copy as streams
-from jaxkv.kv import defrag, shift, slots
-from jaxkv.kv.buffers import Rows
-from jaxkv.kv.cells import Cells, Placement
+from jaxkv.kv import cells, copy, defrag, reuse, shift, slots
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cells import Cells, Placement, empty_fields
 from jaxkv.kv.mask import sight_of
+from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join
 from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.softmax import Options
+from jaxkv.places import count
 from jaxkv.rope import Rope
 from jaxkv.window import Window, cells_for
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KVCache:
-    """Keys and values of many sequences in one pool of cells.
+class CellTable(Cells, Table):
+    """The table of an attention memory: `Cells`, and what verbs, plans and loops ask of them."""
 
-    table: who lives in each cell.
-    rows: the keys and values of each layer.
-    """
+    @property
+    def facts(self) -> Facts:
+        """What is fixed when the memory is made."""
+        return Facts(
+            kind="attention",
+            sequences=self.sequences,
+            streams=self.streams,
+            one_sequence_a_row=self.streams > 1,
+            ubatch_size=self.ubatch_size,
+            details=(self.num_cells, self.window, self.placement),
+        )
 
-    table: Cells
-    rows: Rows
+    def num_layers(self, buffers: Buffers) -> int:
+        """L."""
+        return len(buffers.k)
+
+    def digest(self) -> jax.Array:
+        """See `cells.digest`."""
+        return cells.digest(self)
+
+    def first(self, seq: jax.Array) -> jax.Array:
+        """See `cells.first`."""
+        return cells.first(self, seq)
+
+    def last(self, seq: jax.Array) -> jax.Array:
+        """See `cells.last`."""
+        return cells.last(self, seq)
+
+    def used(self) -> jax.Array:
+        """See `cells.used`."""
+        return cells.used(self)
+
+    def inspect(self, present: jax.Array) -> Findings:
+        """See `slots.inspect`."""
+        return slots.inspect(self, present)
+
+    def admit(self, wanted: jax.Array) -> Room:
+        """See `slots.admit`."""
+        return slots.admit(self, wanted)
+
+    def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `slots.choose_slots`."""
+        return slots.choose_slots(self, ubatch, ok)
+
+    def occupy(self, ubatch: Ubatch) -> "CellTable":
+        """See `slots.occupy`."""
+        return slots.occupy(self, ubatch)
+
+    def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple["CellTable", jax.Array]:
+        """See `cells.remove`; never refused."""
+        return cells.remove(self, seq, p0, p1), jnp.array(True)
+
+    def copy(
+        self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple["CellTable", Any]:
+        """See `cells.copy` within a stream, and `copy.copy_between` between streams."""
+        if self.streams == 1:
+            return cells.copy(self, src, dst, p0, p1), buffers
+        return copy.copy_between(self, buffers, src, dst, p0, p1)
+
+    def keep(self, seq: jax.Array) -> "CellTable":
+        """See `cells.keep`."""
+        return cells.keep(self, seq)
+
+    def clear(self) -> "CellTable":
+        """See `cells.clear`."""
+        return cells.clear(self)
+
+    def add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> "CellTable":
+        """See `shift.add`."""
+        return shift.add(self, seq, p0, p1, delta)
+
+    def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
+        """See `shift.can_add`."""
+        return shift.can_add(self, seq, p0, p1, delta)
+
+    def divide(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
+    ) -> "CellTable":
+        """See `shift.divide`."""
+        return shift.divide(self, seq, p0, p1, divisor)
+
+    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
+        """See `reuse.can_resume`."""
+        return reuse.can_resume(self, seq, pos)
+
+    def update(self) -> Commitment:
+        """See `shift.Update`."""
+        return shift.Update(shift=self.shift)
+
+    def defrag(self, max_moves: int | None) -> Commitment:
+        """See `defrag.plan_moves`."""
+        return defrag.plan_moves(self, max_moves)
+
+    def go_back(self, old: "CellTable") -> tuple["CellTable", jax.Array]:
+        """See `cells.go_back`."""
+        return cells.go_back(self, old)
+
+    def faults(self) -> dict[str, jax.Array]:
+        """See `cells.faults`."""
+        return cells.faults(self)
+
+    def serves(self, verb: str, layer: int) -> bool:
+        """Every layer attends."""
+        del layer
+        return verb == "attend"
+
+    def attend(
+        self, buffers: Buffers, layer: int, ubatch: Ubatch, *args: Any, **options: Any
+    ) -> Any:
+        """See `attend`."""
+        return attend(self, buffers, layer, ubatch, *args, **options)
 
 
 def make_kv_cache(
     *,
     layers: int,
     cells: int | None = None,
-    heads: int,
-    size: int,
+    kv_heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
+    value_dim: int | Sequence[int] | None = None,
     sequences: int = 1,
     streams: int = 1,
     window: Window | None = None,
     ubatch_size: int | None = None,
-    rollback: int = 32,
-    value_size: int | None = None,
+    rollback: int | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
     rope: Rope | tuple[Rope | None, ...] | None = None,
     placement: Placement = "scattered",
-) -> KVCache:
+) -> Memory:
     """Make an empty attention memory.
 
     Args:
       layers: L, the attention layers.
       cells: N, the tokens that fit into each stream. With a window it may be left out: then there
         are cells for the window, a ubatch and a rollback, for each sequence of a stream.
-      heads: K, the key/value heads of each layer.
-      size: D, the numbers of a key.
+      kv_heads: K, the key/value heads, of all layers or one number for each.
+      head_dim: D, the numbers of a key, of all layers or one for each.
+      value_dim: Dv, the numbers of a value, likewise; by default D.
       sequences: Q, the sequences that may be told apart.
       streams: S, 1 or Q: whether all sequences share one pool of cells, or each has its own. A pool
-        gives room to whoever needs it and forks without a copy; with its own stream, a sequence
-        costs what it holds itself, however long its neighbours are.
+        gives room to any sequence and forks without a copy; with its own stream, a sequence costs
+        what it holds itself, however long its neighbours are.
       window: how far back tokens look, see `jaxkv.window`. None for everything.
       ubatch_size: the most tokens that will be computed at once, by default 512; larger plans are
         refused. Only where `cells` is left out.
-      rollback: how many tokens can be taken back (`seq_rm` of an end) though a window is full. Only
-        where `cells` is left out; more cells mean more rollback.
-      value_size: the numbers of a value, by default D.
-      dtype: of keys and values.
+      rollback: how many tokens can be taken back (`seq_rm` of an end) though a window is full, by
+        default 32. Only where `cells` is left out; more cells mean more rollback.
+      dtype: of keys and values, a floating one.
       rope: how keys were rotated when they come in, for all layers or one for each; None where
         keys carry no position.
       placement: which cells a ubatch may get: "scattered", any that are empty; or "contiguous", one
         run of neighbours, which is refused when there is room but no run (see `make_room`).
 
     Returns:
-      The cache, all cells empty.
+      The memory, all cells empty.
 
     Raises:
-      ValueError: when a count is below 1, `streams` is neither 1 nor Q, `cells` is missing, or the
-        ropes do not fit the layers or the heads.
+      TypeError: when a count is no integer.
+      ValueError: when a count is below 1, `streams` is neither 1 nor Q, `cells` is missing or given
+        together with what it is counted from, there is no such placement, the dtype is not a
+        floating one, or sizes and ropes do not fit the layers.
 
     Examples:
-      >>> cache = make_kv_cache(layers=2, cells=512, heads=3, size=64, sequences=8)
-      >>> cache.rows.k[0].shape, nbytes(cache)
+      >>> memory = make_kv_cache(layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8)
+      >>> memory.buffers.k[0].shape, nbytes(memory)
       ((1, 3, 512, 64), 1581088)
 
       A window of 128 positions, for two sequences with a stream each:
 
-      >>> cache = make_kv_cache(
-      ...     layers=2, heads=3, size=64, sequences=2, streams=2, window=standard(128)
+      >>> memory = make_kv_cache(
+      ...     layers=2, kv_heads=3, head_dim=64, sequences=2, streams=2, window=window.sliding(128)
       ... )
-      >>> cache.rows.k[0].shape
+      >>> memory.buffers.k[0].shape
       (2, 3, 672, 64)
 
     llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream and `n_swa` for the window.
     """
-    if cells is None:
-        if window is None:
-            raise ValueError("a cache without a window needs to be told its cells")
-        ubatch_size = 512 if ubatch_size is None else ubatch_size
-        cells = cells_for(
-            window, ubatch_size=ubatch_size, rollback=rollback, sharing=sequences // streams
-        )
-    else:
-        ubatch_size = None
-    counts = {
-        "layers": layers,
-        "cells": cells,
-        "heads": heads,
-        "size": size,
-        "sequences": sequences,
-    }
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"a cache needs {name} of at least 1, got {count}")
+    layers, sequences = count(layers, "layers"), count(sequences, "sequences")
     if streams not in (1, sequences):
         raise ValueError(f"wanted streams of 1 or {sequences}, one a sequence, got {streams}")
+    if placement not in get_args(Placement):
+        raise ValueError(f"wanted a placement of {get_args(Placement)}, got {placement!r}")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"wanted a floating dtype for keys and values, got {jnp.dtype(dtype)}")
+    if cells is None:
+        if window is None:
+            raise ValueError("a memory without a window needs to be told its cells: pass cells=")
+        ubatch_size = count(512 if ubatch_size is None else ubatch_size, "ubatch_size")
+        rollback = count(32 if rollback is None else rollback, "rollback", low=0)
+        sharing = sequences // streams
+        cells = cells_for(window, ubatch_size=ubatch_size, rollback=rollback, sharing=sharing)
+    elif ubatch_size is not None or rollback is not None:
+        raise ValueError(
+            "cells are counted from ubatch_size and rollback, or given: pass cells alone, or leave "
+            "it out"
+        )
+    heads = _per_layer(kv_heads, layers, "kv_heads")
+    keys = _per_layer(head_dim, layers, "head_dim")
+    values = keys if value_dim is None else _per_layer(value_dim, layers, "value_dim")
     ropes = rope if isinstance(rope, tuple) else (rope,) * layers
     if len(ropes) != layers:
         raise ValueError(f"wanted one rope for all layers or {layers}, one each, got {len(ropes)}")
-    for one in ropes:
+    for one, size in zip(ropes, keys, strict=True):
         if one is not None and 2 * len(one.frequencies) > size:
             raise ValueError(f"a rope of {len(one.frequencies)} pairs does not fit keys of {size}")
-    return KVCache(
-        table=table_of_cells.make_cells(
-            cells=cells,
-            sequences=sequences,
-            streams=streams,
-            placement=placement,
-            window=window,
-            ubatch_size=ubatch_size,
-        ),
-        rows=store.make_rows(
-            layers=layers,
-            streams=streams,
-            heads=heads,
-            cells=cells,
-            size=size,
-            value_size=size if value_size is None else value_size,
-            dtype=dtype,
-            ropes=ropes,
-        ),
+    cells = count(cells, "cells")
+    table = CellTable(
+        **empty_fields(cells=cells, sequences=sequences, streams=streams),
+        placement=placement,
+        window=window,
+        ubatch_size=ubatch_size,
     )
+    shapes = [(streams, heads[i], cells) for i in range(layers)]
+    buffers = Buffers(
+        k=tuple(jnp.zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)),
+        v=tuple(jnp.zeros((*shape, n), dtype) for shape, n in zip(shapes, values, strict=True)),
+        ropes=ropes,
+    )
+    return join(table, buffers)
 
 
-@contract.attend.register
-def _attend(
-    memory: KVCache,
+def _per_layer(value: int | Sequence[int], layers: int, name: str) -> tuple[int, ...]:
+    """Return a size for each layer, from one for all or one for each."""
+    sizes = tuple(value) if isinstance(value, Sequence) else (value,) * layers
+    if len(sizes) != layers:
+        raise ValueError(f"wanted {name} for all layers or {layers}, one each, got {len(sizes)}")
+    return tuple(count(size, name) for size in sizes)
+
+
+def attend(
+    table: CellTable,
+    buffers: Buffers,
     layer: int,
     ubatch: Ubatch,
     q: jax.Array,
@@ -159,66 +271,25 @@ def _attend(
     sinks: jax.Array | None = None,
     causal: bool = True,
     implementation: Implementation | None = None,
-) -> tuple[KVCache, jax.Array]:
-    table, rows = memory.table, memory.rows
-    if not 0 <= layer < len(rows.k):
-        raise ValueError(f"wanted a layer from 0 to {len(rows.k) - 1}, got {layer}")
-    for name, new, old in (("k", k, rows.k[layer]), ("v", v, rows.v[layer])):
+) -> tuple[Buffers, jax.Array]:
+    """Write the keys and values of a ubatch and attend, see `jaxkv.attend`.
+
+    Tokens of a stale ubatch are written nowhere and get NaN.
+    """
+    if not 0 <= layer < len(buffers.k):
+        raise ValueError(f"wanted a layer from 0 to {len(buffers.k) - 1}, got {layer}")
+    for name, new, old in (("k", k, buffers.k[layer]), ("v", v, buffers.v[layer])):
         wanted = (*ubatch.valid.shape, old.shape[1], old.shape[3])
         if new.shape != wanted:
             raise ValueError(f"wanted {name} [R, T, K, D] of {wanted}, got {new.shape}")
     if q.shape[:2] != ubatch.valid.shape:
         raise ValueError(f"wanted q [R, T, H, D] of {ubatch.valid.shape} tokens, got {q.shape[:2]}")
-    stream = slots.streams(table, ubatch)
-    rows = store.write(rows, layer, stream, slots.settled(table, ubatch), k, v)
+    where, current = slots.committed_slots(table, ubatch)
+    buffers = store.write(buffers, layer, ubatch.row_stream, where, k, v)
     sight = sight_of(table, ubatch, causal=causal)
     lists = q.reshape(*sight.at.shape, *q.shape[2:])
     options = Options(scale=scale, softcap=softcap, sinks=sinks)
-    out = attention.attend(lists, rows.k[layer], rows.v[layer], sight, options, implementation)
-    return KVCache(table=table, rows=rows), out.reshape(*q.shape[:3], -1)
-
-
-contract.split.register(KVCache, lambda memory: (memory.table, memory.rows))
-contract.join.register(Cells, lambda table, rows: KVCache(table=table, rows=rows))
-contract.table_sequences.register(Cells, lambda table: table.sequences)
-contract.table_streams.register(Cells, lambda table: table.streams)
-contract.table_apart.register(Cells, lambda table: table.streams > 1)
-contract.table_ubatch_size.register(Cells, lambda table: table.ubatch_size)
-contract.table_digest.register(Cells, table_of_cells.digest)
-contract.table_first.register(Cells, table_of_cells.first)
-contract.table_last.register(Cells, table_of_cells.last)
-contract.table_used.register(Cells, table_of_cells.used)
-contract.table_reached.register(
-    Cells, lambda table, present: (slots.reached(table, present), jnp.array(True))
-)
-contract.table_lost.register(Cells, table_of_cells.lost)
-contract.table_owing.register(Cells, slots.owing)
-contract.table_admit.register(Cells, slots.admit)
-contract.table_place.register(Cells, slots.find)
-contract.table_fresh.register(Cells, slots.fresh)
-contract.table_fill.register(Cells, slots.fill)
-contract.table_rm.register(
-    Cells, lambda table, *args: (table_of_cells.remove(table, *args), jnp.array(True))
-)
-contract.table_cp.register(Cells, table_of_cells.copy)
-contract.copies_rows.register(Cells, streams.copies)
-contract.copy_rows.register(Cells, streams.copy)
-contract.table_keep.register(Cells, table_of_cells.keep)
-contract.table_add.register(Cells, shift.add)
-contract.table_div.register(Cells, shift.divide)
-contract.table_can_rm.register(Cells, lambda table, *args: jnp.array(True))
-contract.table_can_resume.register(Cells, table_of_cells.can_resume)
-contract.table_update.register(Cells, shift.update_of)
-contract.table_defrag.register(Cells, defrag.defrag_of)
-contract.table_unwritten.register(Cells, table_of_cells.unwritten)
-contract.table_restored.register(Cells, table_of_cells.restored)
-contract.table_faults.register(Cells, table_of_cells.faults)
-contract.table_clear.register(Cells, table_of_cells.clear)
-contract.carry_out.register(
-    shift.Update, lambda part, table, rows: shift.carry_out(table, rows, part)
-)
-contract.carry_out.register(
-    defrag.Defrag, lambda part, table, rows: defrag.carry_out(table, rows, part)
-)
-contract.nothing_to_do.register(shift.Update, lambda part: not part.pending)
-contract.nothing_to_do.register(defrag.Defrag, lambda part: not part.count.any())
+    keys, values = buffers.k[layer], buffers.v[layer]
+    out = attention.attend(lists, keys, values, sight, options, implementation)
+    out = out.reshape(*q.shape[:3], -1)
+    return buffers, jnp.where(current[:, None, None, None], out, jnp.nan)

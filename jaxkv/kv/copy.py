@@ -5,21 +5,17 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.buffers import Rows
-from jaxkv.kv.cells import EMPTY, Cells, known, lost_within, within
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cells import C, inherited, known, within
 from jaxkv.kv.shift import CHUNK
+from jaxkv.places import EMPTY
 from jaxkv.stamp import mix
 
 
-def copies(cells: Cells) -> bool:
-    """Say whether sequences have a stream each, so that sharing means copying."""
-    return cells.streams > 1
-
-
-def copy(
-    cells: Cells, rows: Rows, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-) -> tuple[Cells, Rows]:
-    """Replace what sequences hold by a range of another's, table and rows.
+def copy_between(
+    cells: C, rows: Buffers, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+) -> tuple[C, Buffers]:
+    """Replace what sequences hold by a range of another's, in the table and the buffers.
 
     A token keeps its cell, so that a stretch of cells is copied as it lies. Rotations that are owed
     are copied with the keys that owe them.
@@ -33,7 +29,7 @@ def copy(
       stop: `[]` int32, one past the last; negative means no end, and 0 an empty range.
     """
 
-    def into(i: jax.Array, carry: tuple[Cells, Rows]) -> tuple[Cells, Rows]:
+    def into(i: jax.Array, carry: tuple[C, Buffers]) -> tuple[C, Buffers]:
         return _copy_one(*carry, src, targets[i], start, stop)
 
     targets = jnp.atleast_1d(dst)
@@ -41,12 +37,12 @@ def copy(
 
 
 def _copy_one(
-    cells: Cells, rows: Rows, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-) -> tuple[Cells, Rows]:
+    cells: C, rows: Buffers, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+) -> tuple[C, Buffers]:
     does = known(cells, src) & known(cells, dst) & (src != dst)
     shared = within(cells, start, stop)[src]  # [N]
-    index = jnp.arange(cells.size)
-    size = min(CHUNK, cells.size)
+    index = jnp.arange(cells.num_cells)
+    size = min(CHUNK, cells.num_cells)
     chunks = jnp.where(does, -(-(jnp.max(jnp.where(shared, index, -1)) + 1) // size), 0)
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
@@ -59,12 +55,12 @@ def _copy_one(
         position=put(cells.position, jnp.where(shared, cells.position[src], EMPTY)),
         owners=put(cells.owners, jnp.where(shared[None], cells.owners[src], 0)),
         shift=put(cells.shift, jnp.where(shared, cells.shift[src], 0)),
-        lost=put(cells.lost, lost_within(cells, src, start, stop)),
+        evicted_below=put(cells.evicted_below, inherited(cells, src, start, stop)),
         stamp=put(cells.stamp, jnp.where(overwritten, stamp, cells.stamp[dst])),
     )
 
     def chunk(i: jax.Array, halves: tuple) -> tuple:
-        first = jnp.minimum(i * size, cells.size - size)  # the last may overlap the one before
+        first = jnp.minimum(i * size, cells.num_cells - size)  # the last may overlap the one before
 
         def carried(x: jax.Array) -> jax.Array:
             part = jax.lax.dynamic_slice(x, (src, 0, first, 0), (1, x.shape[1], size, x.shape[3]))

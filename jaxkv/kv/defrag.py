@@ -5,15 +5,17 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.buffers import Rows
-from jaxkv.kv.cells import EMPTY, Cells, free
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
+from jaxkv.memory import Commitment
+from jaxkv.places import EMPTY
 from jaxkv.stamp import mix
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Defrag:
+class Defrag(Commitment):
     """Moves that close gaps: runs of neighbouring cells, each with its destination.
 
     With M = N // 2, the most runs that there can be. Only the first `count` of a stream are moves.
@@ -29,12 +31,21 @@ class Defrag:
     length: jax.Array  # [S, M]
     count: jax.Array  # [S]
 
+    @property
+    def pending(self) -> jax.Array:
+        """How many cells move; `[]` int32."""
+        return jnp.sum(self.length, dtype=jnp.int32)
 
-def defrag_of(cells: Cells, max_moves: int | None) -> Defrag:
+    def commit(self, table: C, buffers: Buffers) -> tuple[C, Buffers]:
+        """Move the cells, if the table's gaps are those of the plan."""
+        return move_cells(table, buffers, self)
+
+
+def plan_moves(cells: Cells, max_moves: int | None) -> Defrag:
     """Plan the moves that close the gaps, or the first `max_moves` of each stream.
 
     The cells that lie beyond the number of used ones go into the gaps before it, in their order, so
-    every cell moves at most once and no destination is anybody's source.
+    every cell moves at most once and no destination is the source of another.
     """
     plan = jax.vmap(_close)(~free(cells))
     if max_moves is None:
@@ -45,7 +56,7 @@ def defrag_of(cells: Cells, max_moves: int | None) -> Defrag:
 
 
 def _close(taken: jax.Array) -> Defrag:
-    """Plan one stream; `taken`, `[N]` bool, says which cells are used."""
+    """Plan one stream, whose used cells are `taken`, `[N]` bool."""
     size = taken.shape[0]
     most = max(size // 2, 1)
     cell = jnp.arange(size)
@@ -73,7 +84,7 @@ def _close(taken: jax.Array) -> Defrag:
     )
 
 
-def carry_out(cells: Cells, rows: Rows, plan: Defrag) -> tuple[Cells, Rows]:
+def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
     """Move cells and their rows, a bounded number at a time.
 
     Nothing happens unless every source holds a token and every destination none, as planned.
@@ -109,7 +120,7 @@ def carry_out(cells: Cells, rows: Rows, plan: Defrag) -> tuple[Cells, Rows]:
 
     fresh = jax.lax.fori_loop(0, chunks, as_planned, jnp.array(True))
 
-    def move(i: jax.Array, carry: tuple[Cells, Rows]) -> tuple[Cells, Rows]:
+    def move(i: jax.Array, carry: tuple[C, Buffers]) -> tuple[C, Buffers]:
         cells, rows = carry
         source, destination = moves(i)
 

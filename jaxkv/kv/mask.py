@@ -7,16 +7,18 @@ from jaxkv.batch import Ubatch
 from jaxkv.kv.cells import Cells, home
 from jaxkv.kv.slots import pools
 from jaxkv.ops.attention.sight import Sight, mask_of
+from jaxkv.places import FAR
 
 
 def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
-    """Returns what decides which cells the tokens of a ubatch see.
+    """Return what decides which cells the tokens of a ubatch see.
 
     The table decides, nothing else: an empty cell has no owner, and a token sees the tokens of its
     own ubatch because they already stand in the table. With a window, a token sees what lies inside
     of it; see `jaxkv.window` for the rules.
 
-    All rows of one stream are one list of tokens, so that its keys are read once for all of them.
+    All rows of one stream are one list of tokens, so that its keys are read once for all of them. A
+    token without a slot (padding, a refused plan) sees nothing.
 
     Args:
       cells: the table, with the ubatch applied.
@@ -25,7 +27,8 @@ def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
     """
     _, word, bit = home(cells, ubatch.sequences)
     streams = pools(cells, ubatch)
-    bit = jnp.where(ubatch.valid, jnp.uint32(1) << bit, 0)
+    looks = ubatch.valid & (ubatch.slots < FAR)
+    bit = jnp.where(looks, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
     return Sight(
         position=cells.position,
@@ -41,9 +44,9 @@ def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
 
 
 def visible(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> jax.Array:
-    """Returns which cells each token sees, `[R, T, N]` bool; the arguments are those of `sight_of`.
+    """Return which cells each token sees, `[R, T, N]` bool; the arguments are those of `sight_of`.
 
     llama.cpp: `set_input_kq_mask`.
     """
     mask = mask_of(sight_of(cells, ubatch, causal=causal))
-    return mask.reshape(*ubatch.valid.shape, cells.size)
+    return mask.reshape(*ubatch.valid.shape, cells.num_cells)

@@ -11,67 +11,137 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.buffers import Rows
-from jaxkv.kv.cells import Cells, bits, end_of, owned_by, restamped, with_owners, within
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cells import (
+    C,
+    Cells,
+    bits,
+    each,
+    held,
+    holders,
+    owned_by,
+    restamped,
+    with_owners,
+    within,
+)
+from jaxkv.memory import Commitment
+from jaxkv.places import EMPTY, END, end_of
 from jaxkv.rope import rotate
 
 CHUNK = 256
-"""Rows that are held at a time while many are rotated or moved."""
+"""Buffers that are held at a time while many are rotated or moved."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Update:
+class Update(Commitment):
     """The plan of what is pending: the rotation that each key is owed.
 
     shift: `[S, N]` int32, the table's notes when the plan was made. Applied to a table whose notes
       are others, the plan changes nothing.
-    pending: `[]` int32, how many keys are rotated.
     """
 
     shift: jax.Array  # [S, N]
-    pending: jax.Array  # []
+
+    @property
+    def pending(self) -> jax.Array:
+        """How many keys are rotated; `[]` int32."""
+        return jnp.sum(self.shift != 0, dtype=jnp.int32)
+
+    def commit(self, table: C, buffers: Buffers) -> tuple[C, Buffers]:
+        """Rotate the keys, if the table's notes are those of the plan."""
+        return rotate_pending(table, buffers, self)
 
 
-def add(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array) -> Cells:
+def add(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array) -> C:
     """Move the cells of a sequence in a range of positions by `delta`, for every owner.
 
-    A cell whose position turns negative is freed.
+    A cell whose position turns negative is freed. Where a position would reach END, nothing moves.
     """
-    moves = owned_by(cells, bits(cells, seq)) & within(cells, start, stop)
-    cells = _move_lost(cells, seq, start, stop, lambda position: position + delta)
-    return _move(cells, moves, cells.position + delta)
+    moves = moving(cells, seq, start, stop)
+    ok = _in_bounds(cells, moves, seq, start, stop, delta)
+    evicted_below = _moved_marks(cells, seq, start, stop, lambda position: position + delta)
+    moved = _move(
+        replace(cells, evicted_below=jnp.where(ok, evicted_below, cells.evicted_below)),
+        moves & ok,
+        cells.position + delta,
+    )
+    return moved
 
 
-def divide(
-    cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
-) -> Cells:
+def can_add(
+    cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
+) -> jax.Array:
+    """Return whether a move leaves every owner of the cells one token a position; `[]` bool."""
+    moves = moving(cells, seq, start, stop)
+    after = _move(cells, moves, cells.position + delta)
+
+    def look(seq: jax.Array, ok: jax.Array) -> jax.Array:
+        mine = jnp.sort(held(after, seq))
+        return ok & ~jnp.any((mine[1:] == mine[:-1]) & (mine[1:] != EMPTY))
+
+    ok = _in_bounds(cells, moves, seq, start, stop, delta)
+    return each(holders(cells, moves), look, ok)
+
+
+def divide(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array) -> C:
     """Divide the positions of a sequence in a range, rounding down, for every owner.
 
     A divisor below 1 changes nothing.
     """
-    moves = owned_by(cells, bits(cells, seq)) & within(cells, start, stop) & (divisor >= 1)
+    moves = moving(cells, seq, start, stop) & (divisor >= 1)
     divisor = jnp.maximum(divisor, 1)
-    cells = _move_lost(cells, seq, start, stop, lambda position: position // divisor)
+    evicted_below = _moved_marks(cells, seq, start, stop, lambda position: position // divisor)
+    cells = replace(cells, evicted_below=evicted_below)
     # No position that moves is negative, so rounding towards 0 is rounding down, at half the cost.
     return _move(cells, moves, jax.lax.div(cells.position, jnp.full_like(cells.position, divisor)))
 
 
-def _move_lost(
+def moving(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+    """Return the cells of a sequence in a range; `[S, N]` bool."""
+    return owned_by(cells, bits(cells, seq)) & within(cells, start, stop)
+
+
+def _in_bounds(
+    cells: Cells,
+    moves: jax.Array,
+    seq: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    delta: jax.Array,
+) -> jax.Array:
+    """Return whether all that moves by `delta` stays before END; `[]` bool."""
+    highest, inside = _highest_evicted(cells, seq, start, stop)
+    highest = jnp.max(jnp.where(inside, highest, EMPTY))
+    highest = jnp.maximum(highest, jnp.max(jnp.where(moves, cells.position, EMPTY)))
+    return (delta <= 0) | (highest < END - delta)
+
+
+def _highest_evicted(
+    cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the highest evicted position in a range, `[Q]`; and whether there is one, `[Q]`."""
+    highest = jnp.minimum(cells.evicted_below, end_of(stop)) - 1
+    return highest, (jnp.arange(cells.sequences) == seq) & (highest >= jnp.maximum(start, 0))
+
+
+def _moved_marks(
     cells: Cells,
     seq: jax.Array,
     start: jax.Array,
     stop: jax.Array,
-    moved: Callable[[jax.Array], jax.Array],
-) -> Cells:
-    """What a window took from a sequence moves as if it were still there."""
-    end = cells.lost - 1  # the last position that was taken
-    moves = (jnp.arange(cells.sequences) == seq) & (end >= jnp.maximum(start, 0))
-    moves &= end < end_of(stop)
-    return replace(cells, lost=jnp.where(moves, jnp.maximum(moved(end) + 1, 0), cells.lost))
+    move: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Return `evicted_below` when what a window took moves as if it were still there; `[Q]`."""
+    mark = cells.evicted_below
+    highest, inside = _highest_evicted(cells, seq, start, stop)
+    moved = jnp.maximum(move(highest) + 1, 0)
+    # Where the highest one of all stays, nothing that moved down counts.
+    moved = jnp.where(highest == mark - 1, moved, jnp.maximum(moved, mark))
+    return jnp.where(inside, moved, mark)
 
 
-def _move(cells: Cells, moves: jax.Array, position: jax.Array) -> Cells:
+def _move(cells: C, moves: jax.Array, position: jax.Array) -> C:
     moved = replace(
         cells,
         position=jnp.where(moves, position, cells.position),
@@ -81,12 +151,7 @@ def _move(cells: Cells, moves: jax.Array, position: jax.Array) -> Cells:
     return with_owners(moved, jnp.where(stays, moved.owners, 0))
 
 
-def update_of(cells: Cells) -> Update:
-    """Plan the rotations that are pending."""
-    return Update(shift=cells.shift, pending=jnp.sum(cells.shift != 0, dtype=jnp.int32))
-
-
-def carry_out(cells: Cells, rows: Rows, update: Update) -> tuple[Cells, Rows]:
+def rotate_pending(cells: C, rows: Buffers, update: Update) -> tuple[C, Buffers]:
     """Rotate the keys that are owed a rotation, those only, and clear their notes.
 
     Keys are turned by the difference of positions, so nothing that a rope multiplies by is applied

@@ -7,63 +7,44 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.kv.cells import EMPTY, END, WORD, Cells, each, evict, free, hidden, holders, home
+from jaxkv.kv.cells import WORD, C, Cells, digest, each, free, holders, home
+from jaxkv.kv.reuse import evict, hidden, misses
+from jaxkv.memory import Findings, Room
+from jaxkv.places import EMPTY, END, FAR, nowhere
 from jaxkv.plan import Reason
-
-FAR = 1 << 30
-"""Past the last cell of any table."""
 
 BLOCK = 128
 """Cells that a CPU compares with all sequences of a word at a time: what its registers hold."""
 
 
-def nowhere(slots: jax.Array) -> jax.Array:
-    """Give places past the last cell, each its own, in the shape of `slots`; int32.
-
-    Writes in drop mode leave such a token out. -1 would not do: it writes the last cell.
-    """
-    return FAR + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
-
-
-def unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
-    """Send every token of a ubatch nowhere unless all is well: it is carried out whole or not."""
-    slots = jax.tree.map(lambda x: jnp.where(ok, x, nowhere(x)), ubatch.slots)
-    return replace(ubatch, slots=slots)
-
-
 def pools(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Say which streams the tokens of a ubatch live in; `[P]` int32.
+    """Return the stream of each list of tokens that is looked up together; `[P]` int32.
 
-    P is 1 where all rows share one stream, and are one list of tokens to it, and else R. Where all
-    streams take part, row r is that of stream r.
+    With one stream all rows are one list, and P is 1; else each row is a list. Where all streams
+    take part, row r is that of stream r.
     """
-    return ubatch.streams if cells.streams > 1 else jnp.zeros(1, jnp.int32)
+    return ubatch.row_stream if cells.streams > 1 else jnp.zeros(1, jnp.int32)
 
 
-def streams(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Say which stream each row of a ubatch lives in; `[R]` int32."""
-    return jnp.broadcast_to(pools(cells, ubatch), ubatch.streams.shape)
+def inspect(cells: Cells, present: jax.Array) -> Findings:
+    """Return what holds of the sequences in a batch, `[Q]` bool.
 
-
-def reached(cells: Cells, present: jax.Array) -> jax.Array:
-    """Find the last position that sequences have reached, whether they still hold it or not.
-
-    Args:
-      cells: the table.
-      present: `[Q]` bool, the sequences to look at.
-
-    Returns:
-      `[Q]` int32, the last position, -1 for who has none or was not asked for.
+    A sequence goes on after the last position that it reached, whether it still holds it or not.
     """
-    found = jnp.max(cells.position, axis=1) if cells.streams > 1 else _highest(cells, present)
-    return jnp.where(present, jnp.maximum(found, cells.lost - 1), EMPTY)
+    found = jnp.max(cells.position, axis=1) if cells.sharing == 1 else _highest(cells, present)
+    last = jnp.where(present, jnp.maximum(found, cells.evicted_below - 1), EMPTY)
+    return Findings(
+        last=last,
+        missing=present & misses(cells, last + 1),
+        pending=present & holders(cells, cells.shift != 0),
+    )
 
 
 def _highest(cells: Cells, present: jax.Array) -> jax.Array:
-    """Find the last position that sequences of one shared stream hold; `[Q]` int32.
+    """Return the last position of the sequences of one shared stream; `[Q]` int32.
 
     The sequences of a word lie side by side, so that all are compared with a cell at once: a pass
-    for each word that somebody asked for is in, instead of one for each sequence.
+    for each word with a sequence that was asked for, instead of one for each sequence.
     """
     words = cells.owners.shape[1]
     asked = jnp.pad(present, (0, words * WORD - present.size)).reshape(words, WORD)
@@ -73,14 +54,14 @@ def _highest(cells: Cells, present: jax.Array) -> jax.Array:
         cells.owners[0],
         cells.position[0],
         asked,
-        cpu=partial(_highest_by, min(BLOCK, cells.size)),
-        default=partial(_highest_by, cells.size),
+        cpu=partial(_highest_by, min(BLOCK, cells.num_cells)),
+        default=partial(_highest_by, cells.num_cells),
     )
     return found.reshape(-1)[: present.size]
 
 
 def _highest_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Array) -> jax.Array:
-    """Find it for some words, `[W]` bool, `size` cells at a time; `[W, WORD]` int32."""
+    """Do it for some words, `[W]` bool, `size` cells at a time; `[W, WORD]` int32."""
     words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
@@ -98,50 +79,51 @@ def _highest_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Ar
     return each(asked, look, jnp.full((words, WORD), EMPTY, jnp.int32))
 
 
-def owing(cells: Cells, present: jax.Array) -> jax.Array:
-    """Say which sequences, of those asked for, see a key that is owed a rotation; `[Q]` bool."""
-    return present & holders(cells, cells.shift != 0)
-
-
 def usable(cells: Cells) -> jax.Array:
-    """Say which cells a token may get: those that are empty, or that nobody sees; `[S, N]` bool."""
+    """Return the cells that a token may get, empty ones and those that none sees; `[S, N]` bool."""
     return free(cells) | hidden(cells)
 
 
-def present(ubatch: Ubatch, sequences: int) -> jax.Array:
-    """Say which sequences have a valid token in a ubatch; `[Q]` bool."""
-    ids = jnp.where(ubatch.valid, ubatch.sequences, sequences).reshape(-1)
-    return jnp.zeros((sequences,), bool).at[ids].set(True, mode="drop")
-
-
-def admit(cells: Cells, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Say which sequences would find room, the smallest first.
+def admit(cells: Cells, wanted: jax.Array) -> Room:
+    """Return which sequences would find room, those that want least first.
 
     A sequence that asks for little is never refused because of one that asks for much. Where a
     window frees cells while a batch goes in, that is known only when each ubatch has been placed,
-    and here everybody fits.
+    and here all fit. Neighbours are not looked for here either: where cells must be neighbours,
+    only those that fit into the longest run are sure to fit together.
 
     Args:
       cells: the table.
-      wanted: `[Q]` int32, how many cells each sequence asks for.
-
-    Returns:
-      `[Q]` bool, who asks for nothing always fits; and `[Q]` int32, the cells that are left to each
-      when those who fit have theirs.
+      wanted: `[Q]` int32, how many cells each sequence asks for; one that asks for none fits.
     """
-    room = jnp.sum(usable(cells), axis=1, dtype=jnp.int32)
+    open_cells = usable(cells)
+    room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None:
-        return wanted >= 0, jnp.broadcast_to(room, wanted.shape)
-    if cells.streams > 1:
-        return wanted <= room, room
-    order = jnp.argsort(wanted, stable=True)
-    smallest = jnp.cumsum(wanted[order]) <= room
-    fits = jnp.zeros_like(smallest).at[order].set(smallest) | (wanted == 0)
-    left = room - jnp.sum(jnp.where(fits, wanted, 0))
-    return fits, jnp.broadcast_to(left, wanted.shape)
+        everyone = wanted >= 0
+        return Room(everyone, everyone, jnp.broadcast_to(room, wanted.shape))
+    fits = _smallest_first(wanted, room)
+    taken = jnp.where(fits, wanted, 0).reshape(cells.streams, -1)
+    left = jnp.repeat(room - jnp.sum(taken, axis=1, dtype=jnp.int32), cells.sharing)
+    if cells.placement == "scattered":
+        return Room(fits, fits, left)
+    here = jnp.broadcast_to(1 + jnp.arange(cells.num_cells, dtype=jnp.int32), open_cells.shape)
+    taken = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # the last one up to each cell
+    run = jnp.max(here - taken, axis=1)
+    return Room(fits, _smallest_first(wanted, run), left)
 
 
-def find(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _smallest_first(wanted: jax.Array, room: jax.Array) -> jax.Array:
+    """Return which sequences, `[Q]`, fit into the room of their streams, `[S]`; `[Q]` bool."""
+
+    def of_stream(wanted: jax.Array, room: jax.Array) -> jax.Array:
+        order = jnp.argsort(wanted, stable=True)
+        fits = jnp.cumsum(wanted[order]) <= room
+        return jnp.zeros_like(fits).at[order].set(fits) | (wanted == 0)
+
+    return jax.vmap(of_stream)(wanted.reshape(room.size, -1), room).reshape(-1)
+
+
+def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Choose a cell for every valid token: empty ones first, then hidden ones; change nothing.
 
     Of the empty cells the lowest are taken, and of the hidden ones those with the lowest positions.
@@ -149,7 +131,7 @@ def find(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Ar
     Args:
       cells: the table, whose `placement` says whether the cells must be neighbours.
       ubatch: the tokens that want a cell; its `slots` are not looked at.
-      ok: `[]` bool, False if the plan is refused, and then nobody gets one.
+      ok: `[]` bool, False if the plan is refused, and then no token gets one.
 
     Returns:
       `[R, T]` int32, a cell for each token; one that gets none (padding, or the ubatch has no
@@ -170,21 +152,21 @@ def find(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Ar
             return jnp.searchsorted(count, turn), jnp.array(False)
         # An empty cell has the lowest position of all.
         order = jnp.argsort(jnp.where(mine, cells.position[stream], END), stable=True)
-        order = jnp.append(order, cells.size)
-        return order[jnp.where(turn <= count[-1], turn - 1, cells.size)], jnp.array(False)
+        order = jnp.append(order, cells.num_cells)
+        return order[jnp.where(turn <= count[-1], turn - 1, cells.num_cells)], jnp.array(False)
 
     streams = pools(cells, ubatch)
     slots, room = jax.vmap(choose)(streams, ubatch.valid.reshape(streams.size, -1))
     slots = slots.reshape(ubatch.valid.shape).astype(jnp.int32)
     room = jnp.broadcast_to(room[:, None], (room.size, ubatch.valid.size // room.size))
     fault = jnp.where(room.reshape(slots.shape), Reason.FRAGMENTED, Reason.NO_ROOM)
-    homeless = ubatch.valid & (slots >= cells.size)
-    placed = ok & ~jnp.any(homeless) & ubatch.valid
-    return jnp.where(placed, slots, nowhere(slots)), jnp.where(homeless, fault, Reason.FITS)
+    unplaced = ubatch.valid & (slots >= cells.num_cells)
+    placed = ok & ~jnp.any(unplaced) & ubatch.valid
+    return jnp.where(placed, slots, nowhere(slots)), jnp.where(unplaced, fault, Reason.FITS)
 
 
 def _run(usable: jax.Array, length: jax.Array) -> jax.Array:
-    """Find where the first run of usable cells begins, `[]`; past the last cell if there is none.
+    """Return where the first run of usable cells begins, `[]`; past the last cell if there is none.
 
     `usable`, `[N]`, counts the usable cells up to and with each one.
     """
@@ -196,25 +178,12 @@ def _run(usable: jax.Array, length: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(whole), jnp.argmax(whole), cells).astype(jnp.int32)
 
 
-def fresh(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Say whether a table is still as a ubatch found it when its cells were chosen; `[]` bool.
-
-    It is not for a ubatch of another table, one applied twice or before its turn, or refused.
-    """
-    lives = ubatch.valid & (ubatch.slots < cells.size)
-    where = (streams(cells, ubatch)[:, None], ubatch.slots)
-    untaken = usable(cells).at[where].get(mode="fill", fill_value=False)
-    here = present(ubatch, cells.sequences)
-    same = ~here | (reached(cells, here) == ubatch.last)
-    return jnp.all(lives == ubatch.valid) & jnp.all(untaken | ~lives) & jnp.all(same)
-
-
-def fill(cells: Cells, ubatch: Ubatch) -> Cells:
-    """Occupy the cells that were chosen; an index past the last cell is left out.
+def occupy(cells: C, ubatch: Ubatch) -> C:
+    """Mark the slots of a ubatch as taken by its tokens; a slot past the last cell is left out.
 
     llama.cpp: `llama_kv_cache::apply_ubatch`.
     """
-    where = (streams(cells, ubatch)[:, None], ubatch.slots)
+    where = (ubatch.row_stream[:, None], ubatch.slots)
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
         cells = evict(cells, nothing.at[where].set(True, mode="drop"))
@@ -233,13 +202,17 @@ def fill(cells: Cells, ubatch: Ubatch) -> Cells:
     )
 
 
-def settled(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Give the slots of the tokens that the table really took in, so that no other row is written.
+def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:
+    """Return the slots that may be written, and which rows may be read.
 
     Returns:
-      `[R, T]` int32, a token's slot where the cell has its stamp; past the last cell elsewhere.
+      `[R, T]` int32, a token's slot where the table is as the ubatch left it; past the last cell
+      for padding, a refused plan, and a ubatch that was never applied or whose stream was edited
+      since. And `[R]` bool, False for rows of the latter two: what they would see is not what was
+      planned.
     """
-    where = (streams(cells, ubatch)[:, None], ubatch.slots)
-    stamp = cells.stamp.at[where].get(mode="fill", fill_value=0)
-    lives = ubatch.valid & (ubatch.slots < cells.size) & (stamp == ubatch.stamps)
-    return jnp.where(lives, ubatch.slots, nowhere(ubatch.slots))
+    placed = ubatch.valid & (ubatch.slots < FAR)
+    stream = ubatch.row_stream
+    current = (digest(cells) == ubatch.after)[stream] | ~jnp.any(placed, axis=1)
+    slots = jnp.where(placed & current[:, None], ubatch.slots, nowhere(ubatch.slots))
+    return slots, current

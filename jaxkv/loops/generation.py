@@ -1,175 +1,208 @@
-"""The loop: place a token for each sequence, run the model, pick the next one."""
+"""Generating: one token after another for each of several sequences, in a loop on the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxkv.batch import Batch, Ubatch, bucket, make_batch
-from jaxkv.kv.slots import unless
-from jaxkv.memory import split
-from jaxkv.planning.init import checked_size, init_batch, plan_step
-from jaxkv.verbs.apply import apply
+from jaxkv.loops.forward import Forward, take_step
+from jaxkv.loops.programs import copied, program_of
+from jaxkv.memory import Memory, join, split
+from jaxkv.places import integers, is_concrete
+from jaxkv.planning.init import plan_step
+from jaxkv.verbs.ask import seq_pos_max
+from jaxkv.verbs.ids import sequences
 
-Memory = TypeVar("Memory")
-Model = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
-"""`(weights, memory, ubatch) -> memory, logits [O, V]`."""
 Sample = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(logits [T, V], sequences [T], positions [T]) -> tokens [T]`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Running:
-    """Where each of T sequences stands in a generation.
+class DecodeState:
+    """How far T sequences have come in a generation. Where they stand, the memory knows.
 
     token: `[T]` int32, the token that was picked last and is not in the memory yet.
-    position: `[T]` int32, where it will stand.
-    sequence: `[T]` int32, the sequence it belongs to.
+    sequence: `[T]` int32, the sequence it belongs to, each at most once.
     active: `[T]` bool, the sequences that go on.
     full: `[]` bool, whether the loop stopped because the memory had no room for the next tokens.
     """
 
     token: jax.Array  # [T]
-    position: jax.Array  # [T]
     sequence: jax.Array  # [T]
     active: jax.Array  # [T]
     full: jax.Array  # []
 
 
-def prefill(
-    step: Model, weights: Any, memory: Memory, batch: Batch, *, ubatch_size: int | None = None
-) -> tuple[Memory, jax.Array]:
-    """Run a batch through a model, ubatch by ubatch.
-
-    Args:
-      step: compiled `(weights, memory, ubatch) -> memory, logits`, which applies the ubatch; it may
-        donate the memory.
-      weights: whatever the model wants.
-      memory: a memory with room for the batch.
-      batch: the tokens, `make_batch` makes it.
-      ubatch_size: the most tokens that are computed at once, see `init_batch`.
-
-    Returns:
-      The memory after the batch, and the logits of its output tokens, `[n, V]`, in its order.
-
-    Raises:
-      RefusedError: when there is no room or the batch is at fault. It is raised before anything
-        runs, so the memory is still there.
-    """
-    plan = init_batch(memory, batch, ubatch_size=ubatch_size).check()
-    logits = []
-    for ubatch in plan.ubatches:
-        memory, out = step(weights, memory, ubatch)
-        logits.append(out)
-    return memory, plan.collect(logits)
-
-
-def warm_up(
-    step: Model,
-    weights: Any,
-    memory: Memory,
-    *,
-    ubatch_size: int | None = None,
-    sequences: Sequence[int] = (0,),
-) -> Memory:
-    """Compile what prompts of any length need, before the first one comes.
-
-    A step is one program for each size of a ubatch, and those are powers of two. Here a ubatch of
-    each size is planned, sent nowhere as that of a refused plan is, and goes through the step. What
-    is left for later is small: planning prompts of several ubatches, and collecting their logits.
-
-    Args:
-      step: see `prefill`.
-      weights: whatever the model wants.
-      memory: the memory that will be used, or one like it.
-      ubatch_size: the most tokens that are computed at once, see `init_batch`.
-      sequences: who is in a batch, by default one. Where each sequence has its own stream, prompts
-        that come together are rows of one ubatch; and more than 8 have more outputs. Those are
-        programs of their own, so call it for each number of prompts that you expect.
-
-    Returns:
-      The memory as it was, bit for bit. The one passed in is gone if the step donates it.
-
-    Raises:
-      ValueError: when there is no sequence, or none of the memory, or `ubatch_size` is more than it
-        was sized for.
-
-    Examples:
-      >>> compiled = []
-      >>> @jax.jit
-      ... def step(weights, memory, ubatch):
-      ...     compiled.append(ubatch.valid.shape)
-      ...     return apply(memory, ubatch), weights[ubatch.tokens.reshape(-1)[ubatch.outputs]]
-      >>> memory = make_kv_cache(layers=1, cells=32, heads=1, size=2)
-      >>> memory = warm_up(step, jnp.eye(4), memory, ubatch_size=8)
-      >>> memory, _ = prefill(step, jnp.eye(4), memory, make_batch([1, 2, 3]), ubatch_size=8)
-      >>> compiled, used(memory).item()
-      ([(1, 1), (1, 2), (1, 4), (1, 8)], 3)
-    """
-    if not sequences:
-        raise ValueError("wanted at least one sequence to warm up for, got none")
-    most = max(checked_size(split(memory)[0], ubatch_size) // len(sequences), 1)
-    for length in sorted({min(bucket(count), most) for count in range(1, most + 1)}):
-        batch = make_batch([[0] * length] * len(sequences), sequences=sequences)
-        for ubatch in init_batch(memory, batch, ubatch_size=ubatch_size).ubatches:
-            memory, _ = step(weights, memory, unless(jnp.array(False), ubatch))
-    return memory
-
-
 def decode(
-    model: Model,
+    forward: Forward,
     sample: Sample,
     weights: Any,
     memory: Memory,
-    running: Running,
-    stop: jax.Array,
+    state: DecodeState,
+    stop: Any,
     *,
     steps: int,
-) -> tuple[Memory, Running, jax.Array]:
-    """Generate up to `steps` tokens for each sequence in one loop on the device. Made to be jitted.
+    donate: bool = False,
+) -> tuple[Any, DecodeState, jax.Array]:
+    """Generate up to `steps` tokens for each sequence, in one loop on the device.
 
     A sequence ends with its stop token, which is not put into the memory. When there is no room for
     the next tokens the loop ends, nothing is overwritten, and `full` says so.
 
     Args:
-      model: `(weights, memory, ubatch) -> memory, logits`, called after the ubatch is applied.
-      sample: `(logits, sequences, positions) -> tokens`, `positions` being where they will stand.
+      forward: see `prefill`.
+      sample: `(logits, sequences, positions) -> tokens`, `positions` being where they will stand: a
+        tree that can be called, such as a `Sampler`, whose arrays may change from call to call; or
+        a function, which is kept as `forward` is.
       weights: whatever the model wants.
-      memory: the memory after the prompts; donate it.
-      running: where each sequence stands.
+      memory: the memory after the prompts.
+      state: how far each sequence has come.
       stop: `[n]` int32, the tokens that end a sequence; may be empty.
       steps: the most tokens to generate for each sequence, static.
+      donate: give up the buffers of the memory passed in, see `prefill`.
 
     Returns:
-      The memory, where each sequence stands now, and the tokens that were picked, `[T, steps]`, -1
-      where a sequence had ended.
+      The memory, how far each sequence has come now, and the tokens that were picked, `[T, steps]`,
+      -1 where a sequence had ended.
+
+    Raises:
+      ValueError: when the arrays of the state differ in shape, a sequence comes twice or is none of
+        the memory, as far as that is known while tracing; when `steps` is below 1; or when `sample`
+        gives something else than tokens `[T]`. It is raised before anything runs or is copied.
+
+    Examples:
+      >>> def forward(weights, memory, ubatch):
+      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
+      ...     return memory, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
+      >>> best = lambda logits, sequences, positions: jnp.argmax(logits, axis=-1)
+      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> state = DecodeState(
+      ...     token=jnp.array([0, 2]),
+      ...     sequence=jnp.array([0, 1]),
+      ...     active=jnp.array([True, True]),
+      ...     full=jnp.array(False),
+      ... )
+      >>> memory, state, tokens = decode(forward, best, jnp.eye(4), memory, state, [3], steps=3)
+      >>> tokens.tolist(), state.active.tolist(), seq_pos_max(memory, [0, 1]).tolist()
+      ([[1, 2, 3], [3, -1, -1]], [False, False], [2, 0])
     """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    state, stop = _checked(memory, state), integers(stop, "stop")
+    if not is_concrete(sample, weights, memory, state, stop):
+        return _decode(forward, sample, weights, memory, state, stop, steps)
+    tree = not jax.tree_util.all_leaves([sample])
+    program = program_of(_decoding, forward, *(() if tree else (sample,)))
+    table, buffers = split(memory)
+    table, buffers, now, tokens = program(
+        sample if tree else None,
+        weights,
+        table,
+        buffers if donate else copied(buffers),
+        state,
+        stop,
+        steps=steps,
+    )
+    # The sequences stay those that were passed in: to look at a result is to wait for it.
+    return join(table, buffers), replace(now, sequence=state.sequence), tokens
+
+
+def _decoding(forward: Callable[[], Forward], sample: Callable[[], Sample] | None = None) -> Any:
+    @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
+    def loop(
+        tree: Any,
+        weights: Any,
+        table: Any,
+        buffers: Any,
+        state: DecodeState,
+        stop: jax.Array,
+        *,
+        steps: int,
+    ) -> tuple:
+        pick = tree if sample is None else sample()
+        memory = join(table, buffers)
+        memory, state, tokens = _decode(forward(), pick, weights, memory, state, stop, steps)
+        return *split(memory), state, tokens
+
+    return loop
+
+
+def _checked(memory: Memory, state: DecodeState) -> DecodeState:
+    """Make arrays of what a state holds, and refuse what cannot be."""
+    table, _ = split(memory)
+    state = DecodeState(
+        token=integers(state.token, "token"),
+        sequence=sequences(table, state.sequence),
+        active=_flags(state.active),
+        full=_flags(state.full),
+    )
+    shapes = [x.shape for x in (state.token, state.sequence, state.active, state.full)]
+    if len(shapes[0]) != 1 or shapes != [shapes[0]] * 3 + [()]:
+        raise ValueError(
+            f"wanted token, sequence and active of one shape [T], and full of shape [], got "
+            f"{', '.join(map(str, shapes))}"
+        )
+    if is_concrete(state.sequence):
+        ids, counts = np.unique(np.asarray(state.sequence), return_counts=True)
+        if np.any(counts > 1):
+            raise ValueError(
+                f"sequence {ids[counts > 1][0]} comes twice: a sequence goes on in one way at a "
+                f"time; fork it with seq_cp to go on in several"
+            )
+    return state
+
+
+def _flags(value: Any) -> Any:
+    return value.astype(bool) if isinstance(value, jax.Array) else np.asarray(value, bool)
+
+
+def _decode(
+    forward: Forward,
+    sample: Sample,
+    weights: Any,
+    memory: Memory,
+    state: DecodeState,
+    stop: Any,
+    steps: int,
+) -> tuple[Any, DecodeState, jax.Array]:
+    """What `decode` says, as a part of the program that is being traced."""
+    count = state.token.shape[0]
+    # The first token that is picked stands one past that of the state, which is not placed yet.
+    first = seq_pos_max(memory, state.sequence) + 2
 
     def goes_on(carry: tuple) -> jax.Array:
-        _, running, _, i = carry
-        return (i < steps) & jnp.any(running.active) & ~running.full
+        _, state, _, i = carry
+        return (i < steps) & jnp.any(state.active) & ~state.full
 
     def body(carry: tuple) -> tuple:
-        memory, running, out, i = carry
-        ubatch, ok = plan_step(memory, running.token, running.sequence, running.active)
-        memory, logits = model(weights, apply(memory, ubatch), ubatch)
-        position = running.position + 1
-        token = sample(logits, running.sequence, position)
-        goes = running.active & ok
+        memory, state, out, i = carry
+        ubatch, ok = plan_step(memory, state.token, state.sequence, state.active)
+        memory, logits = take_step(forward, weights, memory, ubatch)
+        token = sample(logits, state.sequence, first + i)
+        if token.shape != (count,) or not jnp.issubdtype(token.dtype, jnp.integer):
+            raise ValueError(
+                f"wanted tokens [T] from sample, integers of shape {(count,)}, got "
+                f"{token.dtype}{list(token.shape)}"
+            )
+        token = token.astype(jnp.int32)
+        goes = state.active & ok
         ended = jnp.any(token[:, None] == stop[None], axis=1)
         out = out.at[:, i].set(jnp.where(goes, token, -1))
-        running = replace(
-            running,
-            token=jnp.where(goes, token, running.token),
-            position=jnp.where(goes, position, running.position),
-            active=running.active & ~(ok & ended),
+        state = replace(
+            state,
+            token=jnp.where(goes, token, state.token),
+            active=state.active & ~(ok & ended),
             full=~ok,
         )
-        return memory, running, out, i + 1
+        return memory, state, out, i + 1
 
-    out = jnp.full((running.token.shape[0], steps), -1, jnp.int32)
-    memory, running, out, _ = jax.lax.while_loop(goes_on, body, (memory, running, out, 0))
-    return memory, running, out
+    out = jnp.full((count, steps), -1, jnp.int32)
+    start = memory, jax.tree.map(jnp.asarray, state), out, jnp.int32(0)
+    memory, state, out, _ = jax.lax.while_loop(goes_on, body, start)
+    return memory, state, out

@@ -6,13 +6,31 @@ power of two up to `ubatch_size`, so that few shapes are ever compiled; no ubatc
 `ubatch_size` tokens that are not padding. Tokens of one sequence keep their order.
 """
 
-from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
-from jaxkv.batch import NOWHERE, bucket
+from jaxkv.places import NOWHERE, bucket
 
-Split = Callable[[np.ndarray, int], list[np.ndarray]]
+SplitBy = Literal["simple", "equal", "sequence"]
+"""The ways to cut a batch."""
+
+
+def split_known(split_by: SplitBy, sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
+    """Cut a batch in the way that is asked for.
+
+    Raises:
+      ValueError: when there is no such way.
+
+    >>> split_known("even", np.array([0, 0]), 1)
+    Traceback (most recent call last):
+    ...
+    ValueError: wanted split_by of 'simple', 'equal' or 'sequence', got 'even'
+    """
+    ways = {"simple": simple_split, "equal": equal_split, "sequence": sequence_split}
+    if split_by not in ways:
+        raise ValueError(f"wanted split_by of 'simple', 'equal' or 'sequence', got {split_by!r}")
+    return ways[split_by](sequences, ubatch_size)
 
 
 def simple_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:

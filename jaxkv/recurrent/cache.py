@@ -1,4 +1,4 @@
-"""Recurrent memory: a table of states and the rows beside it, assembled.
+"""Recurrent memory, assembled: the table that verbs know, and how a memory is made.
 
 A recurrent layer goes on from a state of fixed size instead of looking back at every token. What
 cannot be seen any more cannot be forgotten either, so this memory keeps earlier states to return
@@ -12,35 +12,202 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv import memory as contract
 from jaxkv.batch import Ubatch
-from jaxkv.kv.cells import END
-from jaxkv.recurrent import states as table_of_states
-from jaxkv.recurrent.states import States
+from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join
+from jaxkv.places import END, count
+from jaxkv.recurrent import slots, states
+from jaxkv.recurrent.slots import StateSlots
+from jaxkv.recurrent.states import States, empty_fields
+
+Buffers = tuple[dict[str, jax.Array], ...]
+"""For each layer, by name, the states of all cells, `[S, N, ...]`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RecurrentCache:
-    """States of many sequences, the newest E + 1 of each.
-
-    table: which states are kept, and in which cells.
-    rows: for each layer, by name, the states of all cells, `[N, ...]`.
-    """
-
-    table: States
-    rows: tuple[dict[str, jax.Array], ...]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Nothing:
+class NoOp(Commitment):
     """The plan of an update or a defrag of a memory that never needs one."""
 
     @property
     def pending(self) -> jax.Array:
-        """How many rows will change: none; `[]` int32."""
+        """Nothing; `[]` int32."""
         return jnp.int32(0)
+
+    def commit(self, table: Any, buffers: Any) -> tuple[Any, Any]:
+        """Return both as they are."""
+        return table, buffers
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StateTable(States, Table):
+    """The table of a recurrent memory: `States`, and what verbs, plans and loops ask of them."""
+
+    @property
+    def facts(self) -> Facts:
+        """What is fixed when the memory is made."""
+        return Facts(
+            kind="recurrent",
+            sequences=self.sequences,
+            streams=self.streams,
+            one_sequence_a_row=True,
+            ubatch_size=None,
+            details=(self.holds.shape[0], self.earlier),
+        )
+
+    def num_layers(self, buffers: Buffers) -> int:
+        """L."""
+        return len(buffers)
+
+    def digest(self) -> jax.Array:
+        """See `states.digest`."""
+        return states.digest(self)
+
+    def first(self, seq: jax.Array) -> jax.Array:
+        """See `states.first`."""
+        return states.first(self, seq)
+
+    def last(self, seq: jax.Array) -> jax.Array:
+        """See `states.last`."""
+        return states.last(self, seq)
+
+    def used(self) -> jax.Array:
+        """See `states.used`."""
+        return states.used(self)
+
+    def inspect(self, present: jax.Array) -> Findings:
+        """See `states.inspect`."""
+        return states.inspect(self, present)
+
+    def admit(self, wanted: jax.Array) -> Room:
+        """There is always room: a sequence lets go of as many states as it gets."""
+        everyone = wanted >= 0
+        return Room(everyone, everyone, jnp.full_like(wanted, END))
+
+    def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[StateSlots, jax.Array]:
+        """See `slots.choose_slots`."""
+        return slots.choose_slots(self, ubatch, ok)
+
+    def occupy(self, ubatch: Ubatch) -> "StateTable":
+        """See `slots.occupy`."""
+        return slots.occupy(self, ubatch)
+
+    def remove(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple["StateTable", jax.Array]:
+        """See `states.remove`."""
+        return states.remove(self, seq, p0, p1)
+
+    def copy(
+        self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple["StateTable", Any]:
+        """See `states.copy`."""
+        return states.copy(self, buffers, src, dst, p0, p1)
+
+    def keep(self, seq: jax.Array) -> "StateTable":
+        """See `states.keep`."""
+        return states.keep(self, seq)
+
+    def clear(self) -> "StateTable":
+        """See `states.clear`."""
+        return states.clear(self)
+
+    def add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> "StateTable":
+        """See `states.add`."""
+        return states.add(self, seq, p0, p1, delta)
+
+    def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
+        """See `states.can_add`."""
+        return states.can_add(self, seq, p0, p1, delta)
+
+    def divide(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
+    ) -> "StateTable":
+        """See `states.divide`."""
+        return states.divide(self, seq, p0, p1, divisor)
+
+    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
+        """See `states.can_resume`."""
+        return states.can_resume(self, seq, pos)
+
+    def update(self) -> Commitment:
+        """Nothing is ever owed a rotation."""
+        return NoOp()
+
+    def defrag(self, max_moves: int | None) -> Commitment:
+        """There are no gaps to close."""
+        del max_moves
+        return NoOp()
+
+    def go_back(self, old: "StateTable") -> tuple["StateTable", jax.Array]:
+        """See `states.go_back`."""
+        return states.go_back(self, old)
+
+    def faults(self) -> dict[str, jax.Array]:
+        """See `states.faults`."""
+        return states.faults(self)
+
+    def serves(self, verb: str, layer: int) -> bool:
+        """Every layer goes on from states."""
+        del layer
+        return verb == "states"
+
+    def read_states(self, buffers: Buffers, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
+        """See `jaxkv.read_states`."""
+        self._check_layer(layer)
+        readable = slots.readable(self, layer, ubatch)
+        where = (ubatch.row_stream, ubatch.slots.source)
+
+        def read(array: jax.Array) -> jax.Array:
+            # Filling selects: a cell that holds NaN leaves no trace in a state that begins at zero.
+            state = array.at[where].get(mode="fill", fill_value=0)
+            usable = readable.reshape(-1, *[1] * (state.ndim - 1))
+            return jnp.where(usable, state, _unreadable(array.dtype))
+
+        return jax.tree.map(read, buffers[layer])
+
+    def write_states(
+        self, buffers: Buffers, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
+    ) -> tuple["StateTable", Buffers]:
+        """See `jaxkv.write_states`."""
+        self._check_layer(layer)
+        old = buffers[layer]
+        if set(states) != set(old):
+            raise ValueError(f"wanted the states {sorted(old)}, got {sorted(states)}")
+        cells = slots.writable(self, layer, ubatch)
+        new = {}
+        for name, array in old.items():
+            state, wanted = states[name], (*cells.shape, *array.shape[2:])
+            if self.earlier == 0 and state.shape == (wanted[0], *wanted[2:]):
+                state = state[:, None]
+            if state.shape != wanted:
+                raise ValueError(
+                    f"wanted {name} [R, E + 1, ...] of {wanted}, got {state.shape}: give the "
+                    f"states after as many tokens as steps_to_keep(ubatch, {self.earlier + 1}) says"
+                )
+            where = (ubatch.row_stream[:, None], cells)
+            new[name] = array.at[where].set(
+                state.astype(array.dtype), mode="drop", unique_indices=True
+            )
+        buffers = (*buffers[:layer], new, *buffers[layer + 1 :])
+        return slots.note_written(self, layer, ubatch, cells), buffers
+
+    def rollback(self, layer: int) -> int:
+        """E, for every layer."""
+        self._check_layer(layer)
+        return self.earlier
+
+    def _check_layer(self, layer: int) -> None:
+        layers = self.holds.shape[0]
+        if not 0 <= layer < layers:
+            raise ValueError(f"wanted a layer from 0 to {layers - 1}, got {layer}")
+
+
+def _unreadable(dtype: Any) -> Any:
+    """Return what stands for a state that must not be used: NaN, or the lowest integer."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.nan
+    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False
 
 
 def make_recurrent_cache(
@@ -48,14 +215,14 @@ def make_recurrent_cache(
     layers: int,
     states: Mapping[str, Any],
     sequences: int = 1,
-    kept: int = 0,
+    rollback: int = 0,
     streams: int = 1,
-) -> RecurrentCache:
+) -> Memory:
     """Make an empty recurrent memory.
 
-    It has cells for E + 1 states of each sequence, so there is always room. Sequences share cells
-    after `seq_cp`, and what is shared is never written over: only a sequence's own states make
-    place for its next ones.
+    It has cells for E + 1 states of each sequence, so there is always room. Sequences of one stream
+    share cells after `seq_cp`, and what is shared is never written over: only a sequence's own
+    states make place for its next ones. Between streams, `seq_cp` copies states.
 
     What its verbs say, where it differs from an attention memory:
 
@@ -72,7 +239,7 @@ def make_recurrent_cache(
 
     A memory is a value, so one that is kept is a checkpoint, and goes on as if nothing had been in
     between. Donation takes it away: its own, and that of what a verb made of it, which has the same
-    rows. So let the first step from there not donate, or copy the memory once. To keep one state
+    buffers. So let the first step from there not donate, or copy the memory once. To keep one state
     while all is donated, share it: `seq_cp` to a sequence that is not used otherwise.
 
     Args:
@@ -80,12 +247,13 @@ def make_recurrent_cache(
       states: by name, the shape and dtype of one sequence's state in one layer, as a
         `jax.ShapeDtypeStruct` or a pair `(shape, dtype)`.
       sequences: Q, the sequences that may be told apart.
-      kept: E, how many states are kept before the current one; as many tokens can be taken back.
+      rollback: E, how many tokens can be taken back: the states that are kept before the current
+        one.
       streams: 1 or Q, as in `make_kv_cache`, and the same where both are parts of one memory: with
         1, `seq_add` moves a state for every sequence that shares it, and with Q for one alone.
 
     Returns:
-      The cache, with N = Q (E + 1) cells.
+      The memory, with N = Q / S * (E + 1) cells in each of S streams.
 
     Raises:
       ValueError: when a count is too small, `streams` is neither 1 nor Q, or there are no states.
@@ -93,14 +261,14 @@ def make_recurrent_cache(
     Examples:
       A state of two numbers that forgets half of what it had with each token:
 
-      >>> memory = make_recurrent_cache(layers=1, states={"x": ((2,), jnp.float32)}, kept=2)
+      >>> memory = make_recurrent_cache(layers=1, states={"x": ((2,), jnp.float32)}, rollback=2)
       >>> def model(memory, ubatch):
       ...     x = read_states(memory, 0, ubatch)["x"]
       ...     after = [x]
       ...     for t in range(ubatch.tokens.shape[1]):
       ...         x = jnp.where(ubatch.valid[:, t, None], x / 2 + ubatch.tokens[:, t, None], x)
       ...         after.append(x)
-      ...     last = tails(ubatch, states_kept(memory, 0) + 1)
+      ...     last = steps_to_keep(ubatch, rollback_of(memory, 0) + 1)
       ...     x = jnp.take_along_axis(jnp.stack(after, 1), last[..., None], axis=1)
       ...     return write_states(memory, 0, ubatch, {"x": x})
       >>> plan = init_batch(memory, make_batch([8, 4, 2, 1]))
@@ -134,120 +302,29 @@ def make_recurrent_cache(
       >>> donating = jax.jit(step, donate_argnames="memory")
       >>> memory = donating(jax.tree.map(jnp.copy, checkpoint), plan.ubatches[0])
       >>> memory = donating(checkpoint, plan.ubatches[0])
-      >>> checkpoint.rows[0]["x"].is_deleted()
+      >>> checkpoint.buffers[0]["x"].is_deleted()
       True
 
-    llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `kept`.
+    llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `rollback`.
     """
-    for name, count in {"layers": layers, "sequences": sequences}.items():
-        if count < 1:
-            raise ValueError(f"a cache needs {name} of at least 1, got {count}")
-    if kept < 0:
-        raise ValueError(f"wanted kept of at least 0, the earlier states to keep, got {kept}")
+    layers, sequences = count(layers, "layers"), count(sequences, "sequences")
+    rollback = count(rollback, "rollback", low=0)
     if streams not in (1, sequences):
         raise ValueError(f"wanted streams of 1 or {sequences}, one a sequence, got {streams}")
     if not states:
-        raise ValueError("a recurrent cache needs at least one state")
-    table = table_of_states.make_states(
-        layers=layers, sequences=sequences, kept=kept, streams=streams
-    )
+        raise ValueError("a recurrent memory needs at least one state")
+    fields = empty_fields(layers=layers, sequences=sequences, streams=streams, rollback=rollback)
+    table = StateTable(**fields)
     shapes = {name: _shape(state) for name, state in states.items()}
 
-    def row() -> dict[str, jax.Array]:
+    def layer() -> dict[str, jax.Array]:
         return {
-            name: jnp.zeros((table.size, *state.shape), state.dtype)
+            name: jnp.zeros((*table.stamp.shape, *state.shape), state.dtype)
             for name, state in shapes.items()
         }
 
-    return RecurrentCache(table=table, rows=tuple(row() for _ in range(layers)))
+    return join(table, tuple(layer() for _ in range(layers)))
 
 
 def _shape(state: Any) -> jax.ShapeDtypeStruct:
     return state if hasattr(state, "shape") else jax.ShapeDtypeStruct(*state)
-
-
-@contract.read_states.register
-def _read(memory: RecurrentCache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
-    source = table_of_states.settled(memory.table, _known_layer(memory, layer), ubatch).source
-    # Filling selects: a cell that holds NaN leaves no trace in a state that begins at zero.
-    return {
-        name: array.at[source].get(mode="fill", fill_value=0)
-        for name, array in memory.rows[layer].items()
-    }
-
-
-@contract.write_states.register
-def _write(
-    memory: RecurrentCache, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
-) -> RecurrentCache:
-    table, old = memory.table, memory.rows[_known_layer(memory, layer)]
-    if set(states) != set(old):
-        raise ValueError(f"wanted the states {sorted(old)}, got {sorted(states)}")
-    cells = table_of_states.settled(table, layer, ubatch).cells
-    new = {}
-    for name, array in old.items():
-        state, wanted = states[name], (*cells.shape, *array.shape[1:])
-        if table.kept == 0 and state.shape == (wanted[0], *wanted[2:]):
-            state = state[:, None]
-        if state.shape != wanted:
-            raise ValueError(
-                f"wanted {name} [R, E + 1, ...] of {wanted}, got {state.shape}: give the states "
-                f"after as many tokens as tails(ubatch, {table.kept + 1}) says"
-            )
-        new[name] = array.at[cells].set(state.astype(array.dtype), mode="drop", unique_indices=True)
-    rows = (*memory.rows[:layer], new, *memory.rows[layer + 1 :])
-    return RecurrentCache(table=table_of_states.finish(table, layer, cells), rows=rows)
-
-
-@contract.states_kept.register
-def _kept(memory: RecurrentCache, layer: int) -> int:
-    _known_layer(memory, layer)
-    return memory.table.kept
-
-
-def _known_layer(memory: RecurrentCache, layer: int) -> int:
-    if not 0 <= layer < len(memory.rows):
-        raise ValueError(f"wanted a layer from 0 to {len(memory.rows) - 1}, got {layer}")
-    return layer
-
-
-def _admit(table: States, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """There is always room: a sequence lets go of as many states as it gets new ones."""
-    return wanted >= 0, jnp.full_like(wanted, END)
-
-
-contract.split.register(RecurrentCache, lambda memory: (memory.table, memory.rows))
-contract.join.register(States, lambda table, rows: RecurrentCache(table=table, rows=rows))
-contract.table_sequences.register(States, lambda table: table.sequences)
-contract.table_streams.register(States, lambda table: table.sequences)
-contract.table_apart.register(States, lambda table: table.streams > 1)
-contract.table_ubatch_size.register(States, lambda table: None)
-contract.table_digest.register(States, table_of_states.digest)
-contract.table_first.register(States, table_of_states.first)
-contract.table_last.register(States, table_of_states.last)
-contract.table_used.register(States, table_of_states.used)
-contract.table_reached.register(
-    States, lambda table, present: (table_of_states.reached(table, present), jnp.array(True))
-)
-contract.table_lost.register(States, lambda table, position: table.lost > 0)
-contract.table_owing.register(States, lambda table, present: jnp.zeros_like(present))
-contract.table_admit.register(States, _admit)
-contract.table_place.register(States, table_of_states.place)
-contract.table_fresh.register(States, table_of_states.fresh)
-contract.table_fill.register(States, table_of_states.fill)
-contract.table_rm.register(States, table_of_states.remove)
-contract.table_cp.register(States, table_of_states.copy)
-contract.copies_rows.register(States, lambda table: False)
-contract.table_keep.register(States, table_of_states.keep)
-contract.table_clear.register(States, table_of_states.clear)
-contract.table_add.register(States, table_of_states.add)
-contract.table_div.register(States, table_of_states.divide)
-contract.table_can_rm.register(States, table_of_states.can_remove)
-contract.table_can_resume.register(States, table_of_states.can_resume)
-contract.table_update.register(States, lambda table: Nothing())
-contract.table_defrag.register(States, lambda table, max_moves: Nothing())
-contract.table_unwritten.register(States, table_of_states.unwritten)
-contract.table_restored.register(States, table_of_states.restored)
-contract.table_faults.register(States, table_of_states.faults)
-contract.carry_out.register(Nothing, lambda part, table, rows: (table, rows))
-contract.nothing_to_do.register(Nothing, lambda part: True)

@@ -1,50 +1,38 @@
-"""Carrying plans out, tidying up, and going back."""
+"""The only commit: carrying out a ubatch, an update or a defrag."""
 
-from functools import partial
-from typing import Any, TypeVar
+from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Batch, Ubatch, is_concrete
-from jaxkv.kv.slots import unless
-from jaxkv.memory import (
-    carry_out,
-    join,
-    nothing_to_do,
-    split,
-    table_defrag,
-    table_fill,
-    table_fresh,
-    table_restored,
-    table_unwritten,
-    table_update,
-)
+from jaxkv.batch import Ubatch, drop_unless, placed_rows
+from jaxkv.memory import Commitment, Memory, check_made_for, join, split
+from jaxkv.places import is_concrete
 from jaxkv.plan import Plan
-from jaxkv.planning.init import init_batch
-
-Memory = TypeVar("Memory")
 
 
-def apply(memory: Memory, part: Any, *, donate: bool = False) -> Memory:
+def apply(memory: Memory, part: Ubatch | Plan | Commitment, *, donate: bool = False) -> Memory:
     """Commit a ubatch or a plan: the only function that carries one out.
 
     Args:
       memory: any memory.
       part: a ubatch of a plan, a plan of a single ubatch, or the plan of an update or a defrag.
-      donate: give up the rows of the memory to one that is updated or defragmented, outside of
-        `jit`. Otherwise they are copied, since the memory passed in stays as it is.
+      donate: give up the buffers of the memory to one that is updated or defragmented, outside
+        of `jit`. Otherwise they are copied, since the memory passed in stays as it is.
 
     Returns:
-      The memory after it. A ubatch enters the table; `attend` writes its rows. If the plan was
-      refused, or the table is no longer as the plan found it (another was applied since, or the
-      same one twice), the memory as it was, bit for bit.
+      The memory after it. A ubatch enters the table; `attend` and `write_states` write its buffers.
+      If the plan was refused, or is stale (a stream of it was edited since, another ubatch or the
+      same one was applied there), the memory as it was, bit for bit.
 
     Raises:
-      ValueError: when the plan has several ubatches, since the model must run between them.
+      TypeError: when it is no plan.
+      ValueError: when the plan has several ubatches, since the model must run between them, or was
+        made for a memory of other sizes or of another kind.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
       >>> plan = init_batch(memory, make_batch([1, 2]))
       >>> once = apply(memory, plan)
       >>> twice = apply(once, plan)
@@ -60,152 +48,54 @@ def apply(memory: Memory, part: Any, *, donate: bool = False) -> Memory:
                 f"model runs between them: apply each of plan.ubatches in its turn"
             )
         part = part.ubatches[0]
-    table, rows = split(memory)
+    table, buffers = split(memory)
     if isinstance(part, Ubatch):
-        return join(_settle(table, part), rows)
-    if is_concrete(part, table) and nothing_to_do(part):
+        check_made_for(table, part)
+        return join(_occupy(table, part), buffers)
+    if not isinstance(part, Commitment):
+        raise TypeError(f"wanted a ubatch or a plan, got {type(part)}")
+    if is_concrete(part, table) and part.is_empty:
         return memory
-    return join(*(_carry_out_donated if donate else _carry_out)(part, table, rows))
+    return join(*(_commit_donated if donate else _commit)(part, table, buffers))
 
 
-def init_update(memory: Any) -> Any:
-    """Plan what is pending: the rotation of every key that was moved.
+def is_current(memory: Memory, ubatch: Ubatch) -> jax.Array:
+    """Ask whether applying a ubatch now would take its tokens in; `[]` bool.
 
-    Returns:
-      A plan for `apply`. Its `pending`, `[]` int32, says how many keys will be rotated; when it
-      is 0 applying costs nothing.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)
-      >>> init_update(memory).pending.item()
-      0
-
-    llama.cpp: `llama_memory_i::init_update`, the K-shift.
-    """
-    table, _ = split(memory)
-    return _update(table)
-
-
-def defrag_plan(memory: Any, *, max_moves: int | None = None) -> Any:
-    """Plan the moves that bring all used cells to the front.
-
-    Args:
-      memory: any memory.
-      max_moves: the most runs of cells to move, for doing it bit by bit; None for all. Repeated
-        until nothing is left to move, any number of at least 1 leaves no gap.
-
-    Returns:
-      A plan for `apply`: runs of `source`, `destination` and `length`, the highest cells first.
+    It would not after an edit of a stream of the ubatch, after another ubatch there, twice, or when
+    the plan was refused.
 
     Raises:
-      ValueError: when `max_moves` is below 1.
+      ValueError: when it was planned for a memory of other sizes or of another kind.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, heads=1, size=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5])))
-      >>> memory, _ = seq_rm(memory, 0, 1, 3)
-      >>> plan = defrag_plan(memory)
-      >>> [x[0, 0].item() for x in (plan.source, plan.destination, plan.length)]
-      [3, 1, 2]
-      >>> print(show(apply(memory, plan)))
-      owner    0 0 0 . . .
-      position 0 3 4 . . .
-
-    llama.cpp: `defrag`, as it was until it was removed.
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> is_current(memory, ubatch).item(), is_current(apply(memory, ubatch), ubatch).item()
+      (True, False)
     """
-    if max_moves is not None and max_moves < 1:
-        raise ValueError(f"max_moves must be at least 1, or None for all, got {max_moves}")
     table, _ = split(memory)
-    return _defrag(table, max_moves=max_moves)
-
-
-def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
-    """Return to an earlier table, with the rows of a later memory: undo what was applied since.
-
-    Exact when, since then, only ubatches on empty cells were applied and only the table was edited.
-    After an update, a defrag, or a ubatch on cells that had been freed, the rows are no longer
-    those that the old table knew, and it is refused.
-
-    Args:
-      table: the table of the earlier memory, `split(memory)[0]`. It must not have been donated:
-        donate the rows alone, and join inside of the step.
-      memory: the later memory.
-
-    Returns:
-      The memory as it was, and `ok`, `[]` bool: False if it was refused, and then the memory is the
-      later one, unchanged.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)
-      >>> table, _ = split(memory)
-      >>> later = apply(memory, init_batch(memory, make_batch([1, 2])))
-      >>> memory, ok = go_back(table, later)
-      >>> used(memory).item(), ok.item()
-      (0, True)
-    """
-    now, rows = split(memory)
-    then, ok = _go_back(now, table)
-    return join(then, rows), ok
-
-
-def make_room(
-    memory: Memory, batch: Batch, *, ubatch_size: int | None = None, donate: bool = False
-) -> tuple[Memory, Plan, bool]:
-    """Do what can be done so that a batch fits: rotate what is pending, then close the gaps.
-
-    Nothing is forgotten; what is not there after that has to be removed by the caller.
-
-    Args:
-      memory: any memory.
-      batch: the batch that is wanted.
-      ubatch_size: the most tokens that are computed at once, see `init_batch`.
-      donate: give up the memory passed in, see `apply`.
-
-    Returns:
-      The memory, the plan of the batch in it, and whether the batch fits now and did not before.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2, placement="contiguous")
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> memory, _ = seq_rm(memory, 0, 0, 1)
-      >>> batch = make_batch([4, 5])
-      >>> init_batch(memory, batch).ok.item()
-      False
-      >>> memory, plan, helped = make_room(memory, batch)
-      >>> plan.ok.item(), helped
-      (True, True)
-    """
-    plan = before = init_batch(memory, batch, ubatch_size=ubatch_size)
-    for tidy in (init_update, defrag_plan):
-        if not plan.ok:
-            memory = apply(memory, tidy(memory), donate=donate)
-            plan = init_batch(memory, batch, ubatch_size=ubatch_size)
-    return memory, plan, bool(plan.ok and not before.ok)
+    check_made_for(table, ubatch)
+    return _is_current(table, ubatch)
 
 
 @jax.jit
-def _settle(table: Any, ubatch: Ubatch) -> Any:
-    return table_fill(table, unless(table_fresh(table, ubatch), ubatch))
-
-
-_carry_out = jax.jit(lambda part, table, rows: carry_out(part, table, rows))
-_carry_out_donated = jax.jit(
-    lambda part, table, rows: carry_out(part, table, rows), donate_argnames="rows"
-)
-
-
-@jax.jit
-def _update(table: Any) -> Any:
-    return table_update(table)
-
-
-@partial(jax.jit, static_argnames="max_moves")
-def _defrag(table: Any, *, max_moves: int | None) -> Any:
-    return table_defrag(table, max_moves)
+def _is_current(table: Any, ubatch: Ubatch) -> jax.Array:
+    """Compare the digests of the streams that the ubatch has tokens for, in every part."""
+    placed = placed_rows(ubatch)
+    same = jax.tree.map(lambda now, then: now == then, table.digest(), ubatch.before)
+    current = reduce(jnp.logical_and, [one[ubatch.row_stream] for one in jax.tree.leaves(same)])
+    return jnp.any(placed) & jnp.all(current | ~placed)
 
 
 @jax.jit
-def _go_back(now: Any, then: Any) -> tuple[Any, jax.Array]:
-    ok = table_unwritten(now, then)
-    back = table_restored(now, then)
-    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), back, now), ok
+def _occupy(table: Any, ubatch: Ubatch) -> Any:
+    return table.occupy(drop_unless(_is_current(table, ubatch), ubatch))
+
+
+def _committed(part: Commitment, table: Any, buffers: Any) -> tuple[Any, Any]:
+    return part.commit(table, buffers)
+
+
+_commit = jax.jit(_committed)
+_commit_donated = jax.jit(_committed, donate_argnames="buffers")

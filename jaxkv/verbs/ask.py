@@ -1,24 +1,20 @@
-"""Asking a memory what it holds and what it can do. Nothing is stored to answer."""
+"""Questions: what a memory holds, and what it can do. Nothing is stored to answer them."""
 
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.memory import (
+    Memory,
     split,
-    table_can_resume,
-    table_can_rm,
-    table_faults,
-    table_first,
-    table_last,
-    table_used,
 )
-from jaxkv.verbs.ids import Ids, checked_ids, whole
+from jaxkv.verbs.ids import Ids, position, sequence, sequences
 
 
-def seq_pos_min(memory: Any, seq: Ids) -> jax.Array:
+def seq_pos_min(memory: Memory, seq: Ids) -> jax.Array:
     """Find the smallest position that a sequence holds.
 
     Args:
@@ -29,19 +25,19 @@ def seq_pos_min(memory: Any, seq: Ids) -> jax.Array:
       int32, the shape of `seq`; -1 for a sequence that holds nothing.
 
     Raises:
-      ValueError: when `seq` is known while tracing and is no sequence id.
+      ValueError: when an id is known and is none of the memory.
 
     Examples:
-      >>> seq_pos_min(make_kv_cache(layers=1, cells=6, heads=1, size=2), 0).item()
+      >>> seq_pos_min(make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2), 0).item()
       -1
 
     llama.cpp: `llama_memory_seq_pos_min`.
     """
     table, _ = split(memory)
-    return _first(table, checked_ids(table, seq))
+    return _first(table, sequences(table, seq))
 
 
-def seq_pos_max(memory: Any, seq: Ids) -> jax.Array:
+def seq_pos_max(memory: Memory, seq: Ids) -> jax.Array:
     """Find the largest position that a sequence holds: the next token comes one after it.
 
     Args:
@@ -52,10 +48,10 @@ def seq_pos_max(memory: Any, seq: Ids) -> jax.Array:
       int32, the shape of `seq`; -1 for a sequence that holds nothing.
 
     Raises:
-      ValueError: when `seq` is known while tracing and is no sequence id.
+      ValueError: when an id is known and is none of the memory.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, heads=1, size=2)
+      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
       >>> seq_pos_max(memory, [0, 1]).tolist()
       [2, -1]
@@ -63,16 +59,17 @@ def seq_pos_max(memory: Any, seq: Ids) -> jax.Array:
     llama.cpp: `llama_memory_seq_pos_max`.
     """
     table, _ = split(memory)
-    return _last(table, checked_ids(table, seq))
+    return _last(table, sequences(table, seq))
 
 
-def used(memory: Any) -> jax.Array:
-    """Count the cells that hold a token; `[]` int32.
+def used(memory: Memory) -> jax.Array:
+    """Return how many cells hold a token, or a state; `[]` int32.
 
-    A cell that several sequences share counts once.
+    A cell that several sequences share counts once. In a hybrid memory the cells of all parts are
+    added up, since each holds a token's keys for layers of its own; see `jaxkv.hybrid.parts_of`.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, heads=1, size=2)
+      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
       >>> used(seq_cp(memory, 0, 1)).item()
       3
@@ -81,18 +78,49 @@ def used(memory: Any) -> jax.Array:
     return _used(table)
 
 
-def can_seq_rm(memory: Any, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> jax.Array:
+def can_seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> jax.Array:
     """Ask whether `seq_rm` would be granted, without doing it; `[]` bool.
 
     Examples:
-      >>> can_seq_rm(make_kv_cache(layers=1, cells=4, heads=1, size=2), 0, 2, 3).item()
+      >>> can_seq_rm(make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2), 0, 2, 3).item()
       True
     """
     table, _ = split(memory)
-    return _can_rm(table, checked_ids(table, seq, lowest=-1), whole(p0), whole(p1))
+    return _can_rm(table, sequence(table, seq, lowest=-1), position(p0, "p0"), position(p1, "p1"))
 
 
-def can_resume(memory: Any, seq: Ids, pos: Ids) -> jax.Array:
+def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.Array:
+    """Ask whether `seq_add` would leave every sequence one token a position, without doing it.
+
+    It may not where sequences share cells: these move for every owner, and an owner may hold others
+    at the positions that they come to.
+
+    Args:
+      memory: any memory.
+      seq: `[]` int, the sequence.
+      p0: `[]` int, the first position that moves.
+      p1: `[]` int, one past the last.
+      delta: `[]` int, how far they move.
+
+    Returns:
+      `[]` bool; False, too, where a position would reach 2**31 - 1.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
+      >>> fork = seq_cp(memory, 0, 1)
+      >>> fork, _ = seq_rm(fork, 0, 0, 2)
+      >>> can_seq_add(fork, 0, 2, -1, -2).item()  # sequence 1 still has tokens at 0 and 1
+      False
+      >>> can_seq_add(seq_keep(fork, 0), 0, 2, -1, -2).item()
+      True
+    """
+    table, _ = split(memory)
+    bounds = position(p0, "p0"), position(p1, "p1")
+    return _can_add(table, sequence(table, seq), *bounds, position(delta, "delta"))
+
+
+def can_resume(memory: Memory, seq: Ids, pos: Ids) -> jax.Array:
     """Ask whether a sequence can go on at a position: would a token there see all it should?
 
     What lies from there on must be removed first (`seq_rm`).
@@ -106,20 +134,20 @@ def can_resume(memory: Any, seq: Ids, pos: Ids) -> jax.Array:
       `[]` bool. A sequence that holds nothing can start anywhere.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
       >>> [can_resume(memory, 0, pos).item() for pos in (0, 2, 3, 4)]
       [True, True, True, False]
     """
     table, _ = split(memory)
-    return _can_resume(table, checked_ids(table, seq), whole(pos))
+    return _can_resume(table, sequence(table, seq), position(pos, "pos"))
 
 
 def nbytes(memory: Any) -> int:
     """Add up the bytes of a memory, or of a part of one, before it is allocated too.
 
     Examples:
-      >>> make = lambda: make_kv_cache(layers=2, cells=4096, heads=8, size=128)
+      >>> make = lambda: make_kv_cache(layers=2, cells=4096, kv_heads=8, head_dim=128)
       >>> nbytes(jax.eval_shape(make)) // 2**20
       64
     """
@@ -127,7 +155,7 @@ def nbytes(memory: Any) -> int:
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
-def check_invariants(memory: Any) -> dict[str, jax.Array]:
+def check_invariants(memory: Memory) -> dict[str, jax.Array]:
     """Count what is wrong with the table of a memory.
 
     Returns:
@@ -135,7 +163,7 @@ def check_invariants(memory: Any) -> dict[str, jax.Array]:
       are 0 unless a table was made by hand.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
       >>> sum(check_invariants(memory).values()).item()
       0
     """
@@ -145,31 +173,34 @@ def check_invariants(memory: Any) -> dict[str, jax.Array]:
 
 @jax.jit
 def _first(table: Any, seq: jax.Array) -> jax.Array:
-    found = jax.lax.map(lambda one: table_first(table, one), seq.reshape(-1))
-    return found.reshape(seq.shape)
+    return jax.lax.map(table.first, jnp.ravel(seq)).reshape(seq.shape)
 
 
 @jax.jit
 def _last(table: Any, seq: jax.Array) -> jax.Array:
-    found = jax.lax.map(lambda one: table_last(table, one), seq.reshape(-1))
-    return found.reshape(seq.shape)
+    return jax.lax.map(table.last, jnp.ravel(seq)).reshape(seq.shape)
 
 
 @jax.jit
 def _used(table: Any) -> jax.Array:
-    return table_used(table)
+    return table.used()
 
 
 @jax.jit
-def _can_rm(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> jax.Array:
-    return table_can_rm(table, seq, p0, p1)
+def _can_rm(table: Any, *args: jax.Array) -> jax.Array:
+    return table.remove(*args)[1]
+
+
+@jax.jit
+def _can_add(table: Any, *args: jax.Array) -> jax.Array:
+    return table.can_add(*args)
 
 
 @jax.jit
 def _can_resume(table: Any, seq: jax.Array, pos: jax.Array) -> jax.Array:
-    return table_can_resume(table, seq, pos)
+    return table.can_resume(seq, pos)
 
 
 @jax.jit
 def _faults(table: Any) -> dict[str, jax.Array]:
-    return table_faults(table)
+    return table.faults()

@@ -1,26 +1,21 @@
-"""Editing who lives where: forget, fork, keep, move. Each returns the next memory."""
+"""Edits of sequences: remove, copy, keep, shift. Each returns the next memory.
 
-from typing import Any, TypeVar
+*Ids.* An id is an integer from 0 to Q - 1, of any integer dtype. One that is known and is none
+raises ValueError; a traced one that is none changes nothing.
+
+*Ranges.* Positions p0 to p1 - 1: a negative p0 means 0, a negative p1 no end, and a p1 of 0 an
+empty range.
+
+Whatever an edit changes in a stream makes the plans on that stream stale: plan again.
+"""
+
+from typing import Any
 
 import jax
-import numpy as np
 
-from jaxkv.batch import is_concrete
-from jaxkv.memory import (
-    copies_rows,
-    copy_rows,
-    join,
-    split,
-    table_add,
-    table_clear,
-    table_cp,
-    table_div,
-    table_keep,
-    table_rm,
-)
-from jaxkv.verbs.ids import Ids, checked_ids, whole
-
-Memory = TypeVar("Memory")
+from jaxkv.memory import Memory, join, split
+from jaxkv.places import count, is_concrete
+from jaxkv.verbs.ids import Ids, position, sequence, sequences
 
 
 def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory, jax.Array]:
@@ -31,19 +26,16 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
     Args:
       memory: any memory.
       seq: `[]` int, a sequence id, or -1 for every sequence.
-      p0: `[]` int, the first position to forget; negative means 0.
-      p1: `[]` int, one past the last; negative means no end, and 0 an empty range.
+      p0: `[]` int, the first position to forget.
+      p1: `[]` int, one past the last.
 
     Returns:
       The next memory, and `ok`, `[]` bool: False if it was refused, and then nothing changed. A
       cell is free as soon as its last owner has let go of it.
 
-    Raises:
-      ValueError: when `seq` is known while tracing and is no sequence id. A traced one that is none
-        changes nothing.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, heads=1, size=2)
+      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
       >>> memory, ok = seq_rm(memory, 0, 1, 3)
       >>> print(show(memory))
@@ -57,9 +49,9 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
 
     llama.cpp: `llama_memory_seq_rm`.
     """
-    table, rows = split(memory)
-    table, ok = _rm(table, checked_ids(table, seq, lowest=-1), whole(p0), whole(p1))
-    return join(table, rows), ok
+    table, buffers = split(memory)
+    table, ok = _rm(table, sequence(table, seq, lowest=-1), position(p0, "p0"), position(p1, "p1"))
+    return join(table, buffers), ok
 
 
 def seq_cp(
@@ -68,26 +60,23 @@ def seq_cp(
     """Let one or more sequences have what another holds: fork a conversation.
 
     Where sequences share a stream they share its cells: nothing is copied, and what `dst` held
-    stays. Where each has its own stream the rows are copied, and `dst` then holds these alone.
+    stays. Where each has its own stream the buffers are copied, and `dst` then holds these alone.
 
     Args:
       memory: any memory.
       src: `[]` int, the sequence to share.
       dst: `[]` or `[n]` int, the sequences that will have its cells too.
-      p0: `[]` int, the first position to share; negative means 0.
-      p1: `[]` int, one past the last; negative means no end, and 0 an empty range.
-      donate: give up the memory passed in, which saves a copy of all rows where rows must be copied
-        outside of `jit`.
+      p0: `[]` int, the first position to share.
+      p1: `[]` int, one past the last.
+      donate: give up the memory passed in, which saves a copy of all buffers where they must be
+        copied outside of `jit`.
 
     Returns:
       The next memory. Doing it twice is doing it once.
 
-    Raises:
-      ValueError: when an id is known while tracing and is no sequence id. A traced one that is none
-        changes nothing.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=3, heads=1, size=2)
+      >>> memory = make_kv_cache(layers=1, cells=6, sequences=3, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
       >>> memory = seq_cp(memory, 0, [1, 2], 0, 2)
       >>> seq_pos_max(memory, [0, 1, 2]).tolist(), used(memory).item()
@@ -95,7 +84,7 @@ def seq_cp(
 
       With a stream each:
 
-      >>> memory = make_kv_cache(layers=1, cells=4, sequences=2, streams=2, heads=1, size=2)
+      >>> memory = make_kv_cache(layers=1, cells=4, sequences=2, streams=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
       >>> print(show(seq_cp(memory, 0, 1, 1)))
       owner    0 0 0 .
@@ -105,11 +94,12 @@ def seq_cp(
 
     llama.cpp: `llama_memory_seq_cp`.
     """
-    table, rows = split(memory)
-    args = checked_ids(table, src), checked_ids(table, dst), whole(p0), whole(p1)
-    if copies_rows(table):
-        return join(*(_cp_rows_donated if donate else _cp_rows)(table, rows, *args))
-    return join(_cp(table, *args), rows)
+    table, buffers = split(memory)
+    ids = sequence(table, src), sequences(table, dst)
+    bounds = position(p0, "p0"), position(p1, "p1")
+    if table.facts.streams == 1:
+        return join(_cp(table, *ids, *bounds), buffers)
+    return join(*(_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *ids, *bounds))
 
 
 def seq_keep(memory: Memory, seq: Ids) -> Memory:
@@ -122,20 +112,17 @@ def seq_keep(memory: Memory, seq: Ids) -> Memory:
     Returns:
       The next memory. Cells that it shared are its own.
 
-    Raises:
-      ValueError: when `seq` is known while tracing and is no sequence id. A traced one that is none
-        changes nothing.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, heads=1, size=2)
+      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3]])))
       >>> seq_pos_max(seq_keep(memory, 1), [0, 1]).tolist()
       [-1, 0]
 
     llama.cpp: `llama_memory_seq_keep`.
     """
-    table, rows = split(memory)
-    return join(_keep(table, checked_ids(table, seq)), rows)
+    table, buffers = split(memory)
+    return join(_keep(table, sequence(table, seq)), buffers)
 
 
 def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> Memory:
@@ -147,21 +134,20 @@ def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> Memory:
     Args:
       memory: any memory.
       seq: `[]` int, the sequence.
-      p0: `[]` int, the first position that moves; negative means 0.
-      p1: `[]` int, one past the last; negative means no end, and 0 an empty range.
-      delta: `[]` int, how far they move. A position that turns negative is forgotten.
+      p0: `[]` int, the first position that moves.
+      p1: `[]` int, one past the last.
+      delta: `[]` int, how far they move. A position that turns negative is forgotten. Where one
+        would reach 2**31 - 1, nothing moves.
 
     Returns:
-      The next memory. Positions belong to cells: a cell that is shared moves for every owner.
+      The next memory. Positions belong to cells: a cell that is shared moves for every owner, and
+      `can_seq_add` says beforehand whether that leaves each of them one token a position.
 
-    Raises:
-      ValueError: when `seq` is known while tracing and is no sequence id. A traced one that is none
-        changes nothing.
 
     Examples:
       Forget a passage and close the gap:
 
-      >>> memory = make_kv_cache(layers=1, cells=6, heads=1, size=2, rope=make_rope(2))
+      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5])))
       >>> memory, _ = seq_rm(memory, 0, 1, 3)
       >>> memory = seq_add(memory, 0, 3, -1, -2)
@@ -177,8 +163,9 @@ def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> Memory:
 
     llama.cpp: `llama_memory_seq_add`.
     """
-    table, rows = split(memory)
-    return join(_add(table, checked_ids(table, seq), whole(p0), whole(p1), whole(delta)), rows)
+    table, buffers = split(memory)
+    bounds = position(p0, "p0"), position(p1, "p1")
+    return join(_add(table, sequence(table, seq), *bounds, position(delta, "delta")), buffers)
 
 
 def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> Memory:
@@ -187,19 +174,18 @@ def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> Memory:
     Args:
       memory: any memory.
       seq: `[]` int, the sequence.
-      p0: `[]` int, the first position that moves; negative means 0.
-      p1: `[]` int, one past the last; negative means no end, and 0 an empty range.
+      p0: `[]` int, the first position that moves.
+      p1: `[]` int, one past the last.
       divisor: `[]` int, at least 1.
 
     Returns:
       The next memory. Several cells of a sequence may then share a position; none is freed.
 
     Raises:
-      ValueError: when the divisor is known while tracing and is below 1, or `seq` is no sequence
-        id. Traced ones change nothing.
+      ValueError: when the divisor is known and below 1. A traced one below 1 changes nothing.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, heads=1, size=2)
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
       >>> print(show(seq_div(memory, 0, 0, -1, 2)))
       owner    0  0  0  0
@@ -208,58 +194,61 @@ def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> Memory:
 
     llama.cpp: `llama_memory_seq_div`; the keys are owed the new position less the old one.
     """
-    if is_concrete(divisor) and np.any(np.asarray(divisor) < 1):
-        raise ValueError(f"wanted a divisor of at least 1, got {divisor}")
-    table, rows = split(memory)
-    return join(_div(table, checked_ids(table, seq), whole(p0), whole(p1), whole(divisor)), rows)
+    if is_concrete(divisor):
+        count(divisor, "divisor")
+    table, buffers = split(memory)
+    bounds = position(p0, "p0"), position(p1, "p1")
+    return join(_div(table, sequence(table, seq), *bounds, position(divisor, "divisor")), buffers)
 
 
 def clear(memory: Memory) -> Memory:
-    """Forget everything. The bytes of the rows stay as they are; nobody sees them.
+    """Forget everything. The bytes of the buffers stay as they are; no token sees them.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, heads=1, size=2)
+      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2])))
       >>> used(clear(memory)).item()
       0
 
     llama.cpp: `llama_memory_clear`.
     """
-    table, rows = split(memory)
-    return join(_clear(table), rows)
+    table, buffers = split(memory)
+    return join(_clear(table), buffers)
 
 
 @jax.jit
-def _rm(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Any, jax.Array]:
-    return table_rm(table, seq, p0, p1)
+def _rm(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
+    return table.remove(*args)
 
 
 @jax.jit
-def _cp(table: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Any:
-    return table_cp(table, src, dst, p0, p1)
+def _cp(table: Any, *args: jax.Array) -> Any:
+    return table.copy(None, *args)[0]
 
 
-_cp_rows = jax.jit(lambda table, rows, *args: copy_rows(table, rows, *args))
-_cp_rows_donated = jax.jit(
-    lambda table, rows, *args: copy_rows(table, rows, *args), donate_argnames="rows"
-)
+def _copied(table: Any, buffers: Any, *args: jax.Array) -> tuple[Any, Any]:
+    return table.copy(buffers, *args)
+
+
+_cp_buffers = jax.jit(_copied)
+_cp_buffers_donated = jax.jit(_copied, donate_argnames="buffers")
 
 
 @jax.jit
 def _keep(table: Any, seq: jax.Array) -> Any:
-    return table_keep(table, seq)
+    return table.keep(seq)
 
 
 @jax.jit
-def _add(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> Any:
-    return table_add(table, seq, p0, p1, delta)
+def _add(table: Any, *args: jax.Array) -> Any:
+    return table.add(*args)
 
 
 @jax.jit
-def _div(table: Any, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array) -> Any:
-    return table_div(table, seq, p0, p1, divisor)
+def _div(table: Any, *args: jax.Array) -> Any:
+    return table.divide(*args)
 
 
 @jax.jit
 def _clear(table: Any) -> Any:
-    return table_clear(table)
+    return table.clear()

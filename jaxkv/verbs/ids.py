@@ -1,31 +1,47 @@
-"""Integers that callers pass: made int32, and checked where they can be looked at."""
+"""Integers that callers pass to verbs: checked, then made int32, so that all share one program."""
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import is_concrete
-from jaxkv.memory import table_sequences
+from jaxkv.places import integers
 
 Ids = jax.typing.ArrayLike
 
 
-def whole(value: Ids) -> Any:
-    """Make an int32 of a position, so that all callers share one compiled function."""
-    return value.astype(jnp.int32) if isinstance(value, jax.Array) else np.asarray(value, np.int32)
+def position(value: Ids, name: str) -> Any:
+    """Return one position, or a bound of a range, as `[]` int32.
+
+    Raises:
+      TypeError: when it is no integer.
+      ValueError: when it is out of int32's range, or not a single one.
+    """
+    checked = integers(value, name)
+    if np.ndim(checked):
+        raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(checked)}")
+    return checked
 
 
-def checked_ids(table: Any, seq: Ids, *, lowest: int = 0) -> Any:
-    """Make int32 of sequence ids; refuse those that are known and wrong."""
-    seq = whole(seq)
-    count = table_sequences(table)
-    if is_concrete(seq):
-        wrong = [int(one) for one in np.asarray(seq).reshape(-1) if not lowest <= one < count]
-        if wrong:
-            raise ValueError(
-                f"wanted sequence ids from {lowest} to {count - 1}, got {wrong[0]}; a memory is "
-                f"made for a fixed number of sequences"
-            )
-    return seq
+def sequence(table: Any, value: Ids, *, lowest: int = 0) -> Any:
+    """Return one sequence id as `[]` int32; see `sequences`."""
+    checked = sequences(table, value, lowest=lowest)
+    if np.ndim(checked):
+        raise ValueError(f"wanted one sequence id, got the shape {np.shape(checked)}")
+    return checked
+
+
+def sequences(table: Any, value: Ids, *, lowest: int = 0) -> Any:
+    """Return sequence ids as int32, in their shape `[]` or `[n]`.
+
+    Raises:
+      TypeError: when they are no integers.
+      ValueError: when a known one is no id of the memory. A traced one that is none stays none.
+    """
+    return integers(
+        value,
+        "sequence ids",
+        low=lowest,
+        high=table.facts.sequences - 1,
+        advice="; a memory is made for a fixed number of sequences",
+    )

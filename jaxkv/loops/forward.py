@@ -1,0 +1,73 @@
+"""What a model is to a loop: one function, called for a ubatch that the loop has applied."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxkv.batch import Ubatch
+from jaxkv.loops.programs import program_of
+from jaxkv.memory import Memory, join, split
+from jaxkv.verbs.apply import apply
+
+Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
+"""`(weights, memory, ubatch) -> memory, logits [O, V]`, for a ubatch that has been applied."""
+
+
+def step_of(forward: Forward) -> Any:
+    """Find the program that `prefill` runs for each ubatch: for loops in Python of one's own.
+
+    Args:
+      forward: see `prefill`.
+
+    Returns:
+      What `jax.jit` gives for `(weights, table, buffers, ubatch) -> table, buffers, logits`, the
+      table and buffers being those of `split`. It applies the ubatch, and donates the buffers. Its
+      `lower` is for compiling ahead, and for asking what it would take. It lives as long as
+      `forward`.
+
+    Examples:
+      >>> def forward(weights, memory, ubatch):
+      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     memory, x = attend(memory, 0, ubatch, x, x, x)
+      ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
+      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
+      >>> ubatch, ok = plan_step(memory, jnp.array([3]), jnp.array([0]), jnp.array([True]))
+      >>> table, buffers, logits = step_of(forward)(jnp.eye(4), *split(memory), ubatch)
+      >>> used(join(table, buffers)).item()
+      1
+    """
+    return program_of(_stepping, forward)
+
+
+def take_step(
+    forward: Forward, weights: Any, memory: Memory, ubatch: Ubatch
+) -> tuple[Memory, jax.Array]:
+    """Apply a ubatch and run a model over it."""
+    memory = apply(memory, ubatch)
+    given = forward(weights, memory, ubatch)
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise ValueError(f"wanted a pair from forward, memory and logits, got {type(given)}")
+    after, logits = given
+    old, new = (jax.tree.leaves(split(one)[1]) for one in (memory, after))
+    if old and all(a is b for a, b in zip(old, new, strict=False)):
+        raise ValueError(
+            "forward gave back the memory it was given, with nothing written: it must return the "
+            "memory that attend (or write_states) of its last layer returned"
+        )
+    if logits.ndim != 2 or logits.shape[0] != ubatch.outputs.shape[0]:
+        raise ValueError(
+            f"wanted logits [O, V] from forward, a row for each of the {ubatch.outputs.shape[0]} "
+            f"ubatch.outputs, got {logits.shape}"
+        )
+    return after, logits
+
+
+def _stepping(forward: Callable[[], Forward]) -> Any:
+    @partial(jax.jit, donate_argnames="buffers")
+    def step(weights: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
+        memory, logits = take_step(forward(), weights, join(table, buffers), ubatch)
+        return *split(memory), logits
+
+    return step

@@ -1,0 +1,72 @@
+"""Programs made for functions that callers pass: compiled once, kept for as long as those live."""
+
+import types
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_kept: dict[tuple, tuple[list[weakref.ref], Any]] = {}
+
+
+def program_of(build: Callable[..., Any], *functions: Callable) -> Any:
+    """Build a program for functions, or find the one that was built for the same ones before.
+
+    A bound method is a new object each time that it is looked up, so it counts as the same where
+    its function and its object are. Anything else, a `functools.partial` or a lambda too, is the
+    same only as itself.
+
+    Args:
+      build: gets a reference for each function, which gives it when called, and returns the
+        program. It must not hold the functions themselves: a program that did would keep them
+        alive, and they it.
+      functions: what the program is made of. The caller holds them while it runs.
+
+    Raises:
+      TypeError: when a function is of a type that cannot be referenced weakly.
+    """
+    parts = [
+        (one.__func__, one.__self__) if isinstance(one, types.MethodType) else (one,)
+        for one in functions
+    ]
+    key = (build, *(tuple(map(id, part)) for part in parts))
+    if key not in _kept:
+        # The first that dies takes the program with it: an id of a key is never that of another.
+        deaths = [_watched(one, partial(_forget, key)) for part in parts for one in part]
+        _kept[key] = deaths, build(*map(_reference, functions))
+    return _kept[key][1]
+
+
+def _watched(one: Any, tell: Callable[[weakref.ref], None]) -> weakref.ref:
+    try:
+        return weakref.ref(one, tell)
+    except TypeError:
+        raise TypeError(
+            f"wanted a function, a method or an object that can be referenced weakly, got "
+            f"{type(one)}: wrap it in a function, and pass the same one every time"
+        ) from None
+
+
+def _reference(function: Callable) -> Callable[[], Any]:
+    weakly = weakref.WeakMethod if isinstance(function, types.MethodType) else weakref.ref
+    reference = weakly(function)
+
+    def found() -> Any:
+        if (function := reference()) is None:
+            raise ReferenceError("the function that this program was made for is gone: keep it")
+        return function
+
+    return found
+
+
+def _forget(key: tuple, _: weakref.ref) -> None:
+    _kept.pop(key, None)
+
+
+@jax.jit
+def copied(tree: Any) -> Any:
+    """Copy arrays, so that the copies may be donated."""
+    return jax.tree.map(jnp.copy, tree)

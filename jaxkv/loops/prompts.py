@@ -1,0 +1,169 @@
+"""Running prompts through a model, and compiling ahead what they need.
+
+Called outside of `jax.jit`, a loop compiles itself, once for each function; called inside, it is
+traced as part of the caller's program. What is donated is always the buffers of a memory and never
+its table, which may be gone back to.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkv.batch import Batch, drop_unless, make_batch
+from jaxkv.loops.forward import Forward, step_of, take_step
+from jaxkv.loops.programs import copied
+from jaxkv.memory import Memory, join, split
+from jaxkv.places import bucket, is_concrete
+from jaxkv.planning.init import checked_size, init_batch
+
+
+def prefill(
+    forward: Forward,
+    weights: Any,
+    memory: Memory,
+    batch: Batch,
+    *,
+    ubatch_size: int | None = None,
+    donate: bool = False,
+) -> tuple[Any, ...]:
+    """Run a batch through a model, ubatch by ubatch.
+
+    Args:
+      forward: `(weights, memory, ubatch) -> memory, logits [O, V]`, called for a ubatch that has
+        been applied; one that applies it once more does no harm. It is compiled once for each shape
+        of a ubatch and kept for as long as the function lives, so pass the same one every time: a
+        method of the same object counts as the same, a new lambda does not.
+      weights: whatever the model wants.
+      memory: a memory with room for the batch.
+      batch: the tokens, `make_batch` makes it.
+      ubatch_size: the most tokens that are computed at once, see `init_batch`.
+      donate: give up the buffers of the memory passed in, whose bytes the returned one then holds.
+        By default they are copied once, since forks and checkpoints share them. The table stays in
+        either case. Inside of `jit` nothing is copied, and what is donated is up to the caller.
+
+    Returns:
+      The memory after the batch, and the logits of its output tokens, `[n, V]`, in its order.
+
+      Inside of `jit`, where a refusal cannot be raised, a third: `ok`, `[]` bool. When it is False
+      the memory is the one passed in, bit for bit, and the logits mean nothing. Rows of the logits
+      that only pad come last there.
+
+    Raises:
+      RefusedError: when there is no room or the batch is at fault. It is raised before anything
+        runs or is copied, so the memory is still there.
+      ValueError: when `forward` gives back something else than a memory that it has written and
+        logits `[O, V]`.
+
+    Examples:
+      A model of one layer, whose tokens look at those before them:
+
+      >>> def forward(weights, memory, ubatch):
+      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     memory, x = attend(memory, 0, ubatch, x, x, x)
+      ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
+      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
+      >>> memory, logits = prefill(forward, jnp.eye(4), memory, make_batch([1, 2, 3]))
+      >>> logits.shape, used(memory).item()
+      ((1, 4), 3)
+
+      As a part of one's own program:
+
+      >>> @jax.jit
+      ... def feed(weights, memory, tokens):
+      ...     return prefill(forward, weights, memory, make_batch(tokens))
+      >>> memory, logits, ok = feed(jnp.eye(4), memory, jnp.arange(6))
+      >>> used(memory).item(), ok.item()
+      (3, False)
+
+    llama.cpp: `llama_decode`.
+    """
+    plan = init_batch(memory, batch, ubatch_size=ubatch_size)
+    known = is_concrete(plan.ok)
+    if known:
+        plan.check()
+    logits = []
+    if known and is_concrete(weights, memory, batch):
+        step = step_of(forward)
+        table, buffers = split(memory)
+        buffers = buffers if donate else copied(buffers)
+        for ubatch in plan.ubatches:
+            table, buffers, out = step(weights, table, buffers, ubatch)
+            logits.append(out)
+        memory = join(table, buffers)
+    else:
+        for ubatch in plan.ubatches:
+            memory, out = take_step(forward, weights, memory, ubatch)
+            logits.append(out)
+    return memory, plan.collect(logits), *(() if known else (plan.ok,))
+
+
+def warm_up(
+    forward: Forward,
+    weights: Any,
+    memory: Memory,
+    *,
+    ubatch_size: int | None = None,
+    sequences: Sequence[int] = (0,),
+    donate: bool = False,
+) -> Any:
+    """Compile what prompts of any length need, before the first one comes.
+
+    `prefill` runs one program for each size of a ubatch, and those are powers of two. Here a ubatch
+    of each size is planned, sent nowhere as that of a refused plan is, and goes through the
+    program. What is left for later is small: planning prompts of several ubatches, and collecting
+    their logits.
+
+    Args:
+      forward: see `prefill`; the programs live as long as it does.
+      weights: whatever the model wants.
+      memory: the memory that will be used, or one like it.
+      ubatch_size: the most tokens that are computed at once, see `init_batch`.
+      sequences: who is in a batch, by default one. Where each sequence has its own stream, prompts
+        that come together are rows of one ubatch; and more than 8 have more outputs. Those are
+        programs of their own, so call it for each number of prompts that you expect.
+      donate: as `prefill` will be called. Otherwise the buffers are copied for as long as this
+        runs, which takes their bytes once more.
+
+    Returns:
+      The memory as it was, bit for bit.
+
+    Raises:
+      ValueError: when there is no sequence, or none of the memory, or `ubatch_size` is more than it
+        was sized for.
+
+    Examples:
+      >>> compiled = []
+      >>> def forward(weights, memory, ubatch):
+      ...     compiled.append(ubatch.valid.shape)
+      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     memory, x = attend(memory, 0, ubatch, x, x, x)
+      ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
+      >>> memory = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4)
+      >>> memory = warm_up(forward, jnp.eye(4), memory, ubatch_size=8)
+      >>> memory, _ = prefill(forward, jnp.eye(4), memory, make_batch([1, 2, 3]), ubatch_size=8)
+      >>> compiled, used(memory).item()
+      ([(1, 1), (1, 2), (1, 4), (1, 8)], 3)
+    """
+    if not sequences:
+        raise ValueError("wanted at least one sequence to warm up for, got none")
+    table, buffers = split(memory)
+    most = max(checked_size(table.facts, ubatch_size) // len(sequences), 1)
+    lengths = sorted({min(bucket(count), most) for count in range(1, most + 1)})
+    plans = [
+        init_batch(
+            memory,
+            make_batch([[0] * length] * len(sequences), sequences=sequences),
+            ubatch_size=ubatch_size,
+        )
+        for length in lengths
+    ]
+    step = step_of(forward)
+    buffers = buffers if donate else copied(buffers)
+    for plan in plans:
+        logits = []
+        for ubatch in plan.ubatches:
+            _, buffers, out = step(weights, table, buffers, drop_unless(jnp.array(False), ubatch))
+            logits.append(out)
+        plan.collect(logits)
+    return join(table, buffers) if donate else memory

@@ -1,0 +1,36 @@
+"""A recurrence in which each number of the state decays by itself."""
+
+import jax
+import jax.numpy as jnp
+
+
+def scan_diagonal(
+    decay: jax.Array, x: jax.Array, state: jax.Array, counts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Run `state = decay * state + x` over time, as an associative scan.
+
+    Args:
+      decay: `[R, T, C]` float32, 1 where a row is padded.
+      x: `[R, T, C]` float32, 0 where a row is padded.
+      state: `[R, C]`, before the first token.
+      counts: `[R, n]` int32, how many tokens of its row each wanted state comes after.
+
+    Returns:
+      The state after each token, `[R, T, C]`, and the wanted ones, `[R, n, C]`.
+
+    Examples:
+      >>> decay, x = jnp.full((1, 3, 1), 0.5), jnp.ones((1, 3, 1))
+      >>> out, states = scan_diagonal(decay, x, jnp.full((1, 1), 8.0), jnp.array([[0, 3]]))
+      >>> out.ravel(), states.ravel()
+      (Array([5.  , 3.5 , 2.75], dtype=float32), Array([8.  , 2.75], dtype=float32))
+    """
+
+    def combine(early: tuple, late: tuple) -> tuple:
+        return early[0] * late[0], late[0] * early[1] + late[1]
+
+    state = state.astype(jnp.float32)
+    decays, sums = jax.lax.associative_scan(combine, (decay, x), axis=1)
+    out = decays * state[:, None] + sums
+    # The states are the outputs, so keeping some of them costs a look-up.
+    every = jnp.concatenate([state[:, None], out], axis=1)
+    return out, jnp.take_along_axis(every, counts[..., None], axis=1)

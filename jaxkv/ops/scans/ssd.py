@@ -1,0 +1,121 @@
+"""The recurrence of Mamba-2, computed chunk by chunk."""
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 64
+"""Tokens that are computed at once: fewer waste products, more waste masked scores."""
+
+
+def scan_ssd(
+    x: jax.Array,
+    steps: jax.Array,
+    rate: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    state: jax.Array,
+    counts: jax.Array,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[jax.Array, jax.Array]:
+    """Run the recurrence of Mamba-2 over time: `state = exp(step * rate) * state + step * x * b`.
+
+    Its output is `state @ c`. A chunk of tokens is computed at once, as attention is, with decays
+    for weights; from chunk to chunk the state is carried.
+
+    Args:
+      x: `[R, T, H, P]`.
+      steps: `[R, T, H]` float32, 0 where a row is padded: then nothing advances.
+      rate: `[H]` float32, below 0.
+      b: `[R, T, G, M]`, what goes into the state.
+      c: `[R, T, G, M]`, what is read from it.
+      state: `[R, H, P, M]`, before the first token.
+      counts: `[R, E + 1]` int32, how many tokens of its row each wanted state comes after, as
+        `jaxkv.steps_to_keep` gives them: the last E tokens one by one.
+      chunk: tokens that are computed at once.
+
+    Returns:
+      The outputs, `[R, T, H, P]` float32, and the wanted states, `[R, E + 1, H, P, M]` float32.
+
+    Examples:
+      >>> x, step, one = jnp.ones((1, 3, 1, 1)), jnp.ones((1, 3, 1)), jnp.ones((1, 3, 1, 1))
+      >>> half = jnp.log(jnp.array([0.5]))
+      >>> state, counts = jnp.full((1, 1, 1, 1), 8.0), jnp.array([[2, 3]])
+      >>> out, states = scan_ssd(x, step, half, one, one, state, counts)
+      >>> out.ravel(), states.ravel()
+      (Array([5.  , 3.5 , 2.75], dtype=float32), Array([3.5 , 2.75], dtype=float32))
+
+    Dao and Gu, Transformers are SSMs, 2024, section 6.
+    """
+    rows, length, heads, size = x.shape
+    groups = b.shape[2]
+    grouped = (groups, heads // groups)
+    steps = steps.astype(jnp.float32)
+    logs = (steps * rate.astype(jnp.float32)[None, None]).reshape(rows, length, *grouped)
+    x = (x.astype(jnp.float32) * steps[..., None]).reshape(rows, length, *grouped, size)
+    b, c = b.astype(jnp.float32), c.astype(jnp.float32)
+    state = state.astype(jnp.float32).reshape(rows, *grouped, size, -1)
+
+    def body(carry: tuple, part: tuple) -> tuple:
+        state, early = carry
+        x, logs, b, c, soon = part
+        total = jnp.cumsum(logs, axis=1)
+        by_head = jnp.moveaxis(total, 1, -1)  # [R, G, H / G, t]
+        causal = jnp.tri(x.shape[1], dtype=bool)[None, None, None]
+        between = jnp.where(causal, by_head[..., :, None] - by_head[..., None, :], -jnp.inf)
+        scores = jnp.einsum("rtgm,rsgm->rgts", c, b)[:, :, None] * jnp.exp(between)
+        out = jnp.einsum("rgjts,rsgjp->rtgjp", scores, x)
+        out += jnp.einsum("rtgm,rgjpm->rtgjp", c, state) * jnp.exp(total)[..., None]
+        if 0 < kept < length:
+            soon = soon[..., None, None]
+            early = _advance(early, x * soon[..., None], logs * soon, b)
+        return (_advance(state, x, logs, b), early), out
+
+    kept = min(counts.shape[1] - 1, length)
+    soon = (jnp.arange(length)[None] < counts[:, :1]).astype(jnp.float32)
+    carry, parts = (state, state), (x, logs, b, c, soon)
+    if length <= chunk:
+        carry, out = body(carry, parts)
+    else:
+        carry, out = jax.lax.scan(body, carry, tuple(_chunks(part, chunk) for part in parts))
+        out = jnp.moveaxis(out, 0, 1).reshape(rows, -1, *out.shape[3:])[:, :length]
+    last, early = carry
+    states = _one_by_one(early, x, logs, b, counts[:, -kept - 1 :]) if kept else last[:, None]
+    before = jnp.broadcast_to(state[:, None], (rows, counts.shape[1] - 1 - kept, *state.shape[1:]))
+    states = jnp.concatenate([before, states], axis=1)
+    return out.reshape(rows, length, heads, size), states.reshape(*counts.shape, heads, size, -1)
+
+
+def _advance(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
+    """The state after all tokens of a chunk."""
+    total = jnp.cumsum(logs, axis=1)
+    x = x * jnp.exp(total[:, -1:] - total)[..., None]
+    added = jnp.einsum("rsgjp,rsgm->rgjpm", x, b)
+    return jnp.exp(total[:, -1])[..., None, None] * state + added
+
+
+def _one_by_one(
+    state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
+) -> jax.Array:
+    """The states after each of `counts` tokens, from that after the first of them."""
+
+    def body(state: jax.Array, turn: tuple) -> tuple:
+        at, goes = turn
+        x_, logs_, b_ = (
+            jnp.take_along_axis(part, at.reshape(-1, *[1] * (part.ndim - 1)), axis=1)
+            for part in (x, logs, b)
+        )
+        new = _advance(state, x_, logs_, b_)
+        state = jnp.where(goes.reshape(-1, *[1] * (state.ndim - 1)), new, state)
+        return state, state
+
+    at, goes = counts[:, :-1].T, (counts[:, 1:] > counts[:, :-1]).T
+    _, states = jax.lax.scan(body, state, (at, goes))
+    return jnp.concatenate([state[:, None], jnp.moveaxis(states, 0, 1)], axis=1)
+
+
+def _chunks(part: jax.Array, chunk: int) -> jax.Array:
+    """Cut `[R, T, ...]` into `[chunks, R, chunk, ...]`, padded with zeros that advance nothing."""
+    missing = -part.shape[1] % chunk
+    part = jnp.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (part.ndim - 2))
+    return jnp.moveaxis(part.reshape(part.shape[0], -1, chunk, *part.shape[2:]), 1, 0)

@@ -1,0 +1,118 @@
+"""Numbers that stand for places, and the few helpers that every layer of the library needs."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+EMPTY = -1
+"""Position of a cell that holds no token, and of a sequence that holds none."""
+
+END = np.iinfo(np.int32).max
+"""One past every position: what an open range ends with."""
+
+NOWHERE = np.iinfo(np.int32).max
+"""Batch index of a token that pads a row: it stands for nothing."""
+
+FAR = 1 << 30
+"""The first slot that is past the last cell of any table."""
+
+
+def nowhere(slots: jax.Array) -> jax.Array:
+    """Return slots past the last cell, each its own, in the shape of `slots`; int32.
+
+    Writes in drop mode leave such a token out, and promise that indices are unique. -1 would not
+    do: it writes the last cell.
+    """
+    return FAR + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
+
+
+def end_of(stop: jax.Array) -> jax.Array:
+    """Return the end of a range of positions: a negative one is open."""
+    return jnp.where(stop < 0, END, stop)
+
+
+def is_concrete(*trees: Any) -> bool:
+    """Return whether values can be looked at, which those inside a transformation cannot."""
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
+
+
+def bucket(count: int) -> int:
+    """Round up to a power of two, so that few shapes are ever compiled.
+
+    >>> [bucket(n) for n in (0, 1, 5, 64)]
+    [1, 1, 8, 64]
+    """
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def count(value: Any, name: str, *, low: int = 1) -> int:
+    """Return a number of things that a caller passed, checked.
+
+    >>> count(2.5, "layers")
+    Traceback (most recent call last):
+    ...
+    TypeError: wanted an integer for layers, got 2.5
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"wanted an integer for {name}, got {value!r}") from None
+    if number < low:
+        raise ValueError(f"wanted {name} of at least {low}, got {number}")
+    return number
+
+
+def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice: str = "") -> Any:
+    """Return int32 of integers that a caller passed, checked before they are cast.
+
+    Args:
+      value: an integer, or an array or list of them, of any integer dtype.
+      name: what the message calls it.
+      low: the lowest integer that is allowed.
+      high: the highest.
+      advice: what the message ends with.
+
+    Returns:
+      int32, NumPy for what the host knows. Traced integers outside of the bounds become the bound
+      less or plus one where int32 has it, so that they never turn into another valid integer.
+
+    Raises:
+      TypeError: when they are no integers.
+      ValueError: when a known one is out of bounds.
+
+    >>> integers(np.uint32(2**32 - 1), "seq", high=3)
+    Traceback (most recent call last):
+    ...
+    ValueError: wanted seq from -2147483647 to 3, got 4294967295
+    >>> integers([0, 1.5], "positions")
+    Traceback (most recent call last):
+    ...
+    TypeError: wanted integers for positions, got float64
+    """
+    known = is_concrete(value)
+    array = np.asarray(value) if known else jnp.asarray(value)
+    if array.size == 0:
+        return np.zeros(array.shape, np.int32)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"wanted integers for {name}, got {array.dtype}")
+    if not isinstance(array, np.ndarray):
+        return _narrowed(array, low, high)
+    wrong = array[(array < low) | (array > high)]
+    if wrong.size:
+        raise ValueError(f"wanted {name} from {low} to {high}, got {wrong.reshape(-1)[0]}{advice}")
+    return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
+
+
+def _narrowed(value: jax.Array, low: int, high: int) -> jax.Array:
+    """Cast traced integers; one that int32 cannot hold is brought just out of the bounds."""
+    span = jnp.iinfo(value.dtype)
+    int32 = np.iinfo(np.int32)
+    if span.max > int32.max:
+        value = jnp.minimum(value, min(high + 1, int32.max))
+    if span.min < int32.min:
+        value = jnp.maximum(value, max(low - 1, int32.min))
+    return value.astype(jnp.int32)

@@ -1,0 +1,120 @@
+"""What can be wrong with a batch before cells are chosen for it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.batch import Batch
+from jaxkv.places import END
+from jaxkv.plan import Reason
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Draft:
+    """A plan in the making: what was found out about the batch, and the table so far.
+
+    table: with the ubatches placed so far in it.
+    batch: flat, with all positions and outputs.
+    reason, expected, found: see `Plan`.
+    late: `[Q]` int32, a `Reason` that came up while cells were chosen.
+    wanted, left: `[Q]` int32, the cells that each asks for, and those that there are for it.
+    together: `[Q]` bool, the sequences that are sure to be placed if they come without the others.
+    ok: `[]` bool, whether nothing was found to be wrong before cells were chosen.
+    """
+
+    table: Any
+    batch: Batch
+    reason: jax.Array
+    expected: jax.Array
+    found: jax.Array
+    late: jax.Array
+    wanted: jax.Array
+    left: jax.Array
+    together: jax.Array
+    ok: jax.Array
+
+
+@jax.jit
+def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft:
+    """Look for everything that can be wrong before cells are chosen.
+
+    Args:
+      table: of any memory.
+      batch: the tokens, flat.
+      ranks: see `layout.rank`.
+    """
+    count = table.facts.sequences
+    known = (batch.sequences >= 0) & (batch.sequences < count)
+    foreign = jnp.any(batch.valid & ~known)
+    batch = replace(batch, valid=batch.valid & known)
+    ids = jnp.where(batch.valid, batch.sequences, count)
+    wanted = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
+    here = wanted > 0
+    last, missing, pending = table.inspect(here)
+    batch = _complete(batch, ids, ranks[0], wanted, last)
+    reason, expected, found = _faults(batch, ids, ranks, last)
+    for code, at_fault in ((Reason.UPDATE_PENDING, pending), (Reason.LOST, missing)):
+        at_fault = here & at_fault & (reason == Reason.FITS)
+        reason = jnp.where(at_fault, code, reason)
+        found = jnp.where(at_fault & (code == Reason.LOST), last + 1, found)
+    reason = jnp.where(foreign & (reason == Reason.FITS), Reason.UNKNOWN_SEQUENCE, reason)
+
+    # Sequences already refused do not count against capacity. One refused for room is told how many
+    # cells were left.
+    fits, together, left = table.admit(jnp.where(reason == Reason.FITS, wanted, 0))
+    reason = jnp.where(fits, reason, Reason.NO_ROOM)
+    return Draft(
+        table=table,
+        batch=batch,
+        reason=reason,
+        expected=jnp.where(fits, expected, wanted),
+        found=jnp.where(fits, found, left),
+        late=jnp.zeros(count, jnp.int32),
+        wanted=wanted,
+        left=left,
+        together=together,
+        ok=jnp.all(reason == Reason.FITS),
+    )
+
+
+def _complete(
+    batch: Batch, ids: jax.Array, ranks: jax.Array, wanted: jax.Array, last: jax.Array
+) -> Batch:
+    """Fill in what was left open: positions after the last, outputs of the last tokens."""
+    positions, outputs = batch.positions, batch.outputs
+    if positions is None:
+        positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
+    if outputs is None:
+        outputs = ranks + 1 == wanted.at[ids].get(mode="fill", fill_value=0)
+    return replace(batch, positions=positions, outputs=outputs & batch.valid)
+
+
+def _faults(
+    batch: Batch, ids: jax.Array, numbers: tuple[jax.Array, jax.Array], last: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Check the positions of a batch.
+
+    Returns:
+      For each sequence, `[Q]`, a `Reason`, and the positions expected and found at its first fault.
+    """
+    ranks, before = numbers
+    position = batch.positions
+    after = last.at[ids].get(mode="fill", fill_value=-1)
+    previous = jnp.where(ranks == 0, after, position[before])
+    anywhere = (ranks == 0) & (after < 0) & (position >= 0)  # an empty sequence starts anywhere
+    right = ~batch.valid | ((anywhere | (position == previous + 1)) & (position < END))
+    reason = jnp.select(
+        [right, ranks == 0, position == previous, position < previous],
+        [Reason.FITS, Reason.NOT_NEXT, Reason.DUPLICATE, Reason.DECREASING],
+        Reason.GAP,
+    )
+    count, end = last.shape[0], ids.shape[0]
+    # The first token at fault speaks for its sequence.
+    index = jnp.where(right, end, jnp.arange(end, dtype=jnp.int32))
+    worst = jnp.full(count, end, jnp.int32).at[ids].min(index, mode="drop")
+    answer = ((reason, Reason.FITS), (previous + 1, 0), (position, 0))
+    reason, expected, found = (x.at[worst].get(mode="fill", fill_value=fill) for x, fill in answer)
+    return reason, expected, found

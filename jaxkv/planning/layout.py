@@ -1,0 +1,137 @@
+"""On the host: which token of a batch is computed when, in rows padded to few shapes."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.batch import Batch
+from jaxkv.memory import Facts
+from jaxkv.places import NOWHERE, bucket, is_concrete
+from jaxkv.planning.splits import SplitBy, simple_split, split_known
+
+FEW = 8
+"""Smallest bucket of outputs: 8 rows of logits cost what 1 does, and fewer shapes are compiled."""
+
+
+def layout(
+    facts: Facts, batch: Batch, ubatch_size: int, split_by: SplitBy | None
+) -> tuple[Batch, list[Any], int]:
+    """Decide which token is computed when; by shapes alone where the batch is traced.
+
+    Args:
+      facts: of the memory.
+      batch: the tokens.
+      ubatch_size: the most tokens that are computed at once.
+      split_by: how they are cut; None leaves it to the memory.
+
+    Returns:
+      The batch as a flat list of a bucketed length; for each ubatch the indices into it, `[R, T]`
+      int32, NOWHERE for padding; and how many outputs the ubatch with the most of them has, in a
+      bucket too.
+    """
+    if split_by is None:
+        split_by = "equal" if facts.one_sequence_a_row else "simple"
+    if is_concrete(batch):
+        return _layout_known(facts, batch, ubatch_size, split_by)
+    if batch.valid.ndim == 2:
+        index = jnp.arange(batch.valid.size, dtype=jnp.int32).reshape(batch.valid.shape)
+        # A recurrent row has its tokens first and padding after them, wherever it came.
+        first = jnp.argsort(~batch.valid, axis=1, stable=True)
+        index = jnp.take_along_axis(index, first, axis=1)
+        batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+        return batch, [index], index.size
+    count = batch.valid.shape[0]
+    if facts.one_sequence_a_row:
+        raise ValueError(
+            f"a traced batch must come in rows [R, T] here, one for each sequence, got a list of "
+            f"{count} tokens; plan it outside of jit, or take plan_step for one token each"
+        )
+    if count > ubatch_size:
+        raise ValueError(
+            f"a traced batch must fit one ubatch: wanted at most {ubatch_size} tokens, got "
+            f"{count}; plan it outside of jit, or raise ubatch_size"
+        )
+    (index,) = simple_split(np.zeros(count, np.int32), ubatch_size)
+    most = index.size if batch.outputs is not None else bucket(max(facts.sequences, FEW))
+    return _pad(batch, index.size), [index], most
+
+
+def _layout_known(
+    facts: Facts, batch: Batch, ubatch_size: int, split_by: SplitBy
+) -> tuple[Batch, list[np.ndarray], int]:
+    """Lay out a batch whose values are known."""
+    axes = batch.valid.ndim
+    batch = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[axes:]), batch)
+    there = np.flatnonzero(batch.valid)
+    if not there.size:
+        raise ValueError(
+            "nothing to plan: the batch has no valid token (batch.only(plan.fits) has none left "
+            "where no sequence fits)"
+        )
+    named = batch.sequences[there]
+    wrong = named[(named < 0) | (named >= facts.sequences)]
+    if wrong.size:
+        raise ValueError(f"wanted sequence ids from 0 to {facts.sequences - 1}, got {wrong[0]}")
+    parts = [_few_rows(part, facts) for part in split_known(split_by, named, ubatch_size)]
+    if batch.outputs is None:
+        most = np.unique(named).size
+    else:
+        flags = np.append(batch.outputs[there], False)
+        most = max(flags[np.minimum(part, there.size)].sum() for part in parts)
+    # The split counts the tokens that are there; this turns its numbers into batch indices.
+    index = np.append(there, NOWHERE).astype(np.int32)
+    parts = [index[np.minimum(part, there.size)] for part in parts]
+    return _pad(batch, bucket(batch.valid.size)), parts, bucket(max(int(most), FEW))
+
+
+def _few_rows(part: np.ndarray, facts: Facts) -> np.ndarray:
+    """Pad the rows of a ubatch to a power of two, or to all sequences, so that few shapes occur."""
+    wanted = bucket(len(part))
+    if facts.one_sequence_a_row:
+        wanted = max(min(wanted, facts.sequences), len(part))
+    return np.pad(part, [(0, wanted - len(part)), (0, 0)], constant_values=NOWHERE)
+
+
+def _pad(batch: Batch, size: int) -> Batch:
+    """Pad a flat batch with tokens that are not valid."""
+    xp = np if is_concrete(batch) else jnp
+    extra = size - batch.valid.shape[0]
+    return jax.tree.map(lambda x: xp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
+
+
+def rank(sequences: Any, valid: Any) -> tuple[Any, Any]:
+    """Number the tokens of each sequence in the order they come.
+
+    Args:
+      sequences: `[B]` int32; NumPy in, NumPy out, so that a batch known to the host costs nothing.
+      valid: `[B]` bool; the numbers of other tokens mean nothing.
+
+    Returns:
+      `rank`, `[B]` int32, how many tokens of its sequence come before a token; and `before`, `[B]`
+      int32, the index of the nearest one, the token's own if there is none.
+
+    >>> rank(np.array([7, 8, 7, 7]), np.ones(4, bool))
+    (array([0, 0, 1, 2], dtype=int32), array([0, 1, 0, 2], dtype=int32))
+    """
+    xp = np if is_concrete(sequences, valid) else jnp
+    index = xp.arange(sequences.shape[0], dtype=np.int32)
+    ids = xp.where(valid, sequences, NOWHERE)
+    order = xp.argsort(ids, stable=True).astype(np.int32)
+    ids = ids[order]
+    ranks = index - xp.searchsorted(ids, ids).astype(np.int32)
+    before = xp.where(ranks == 0, order, order[index - 1])
+    back = xp.argsort(order)
+    return ranks[back], before[back]
+
+
+def in_rows(batch: Batch, index: jax.Array) -> Batch:
+    """Lay tokens of a flat batch out in rows; `index`, `[R, T]`, is NOWHERE for padding."""
+
+    def take(field: jax.Array) -> jax.Array:
+        return field[jnp.minimum(index, field.shape[0] - 1)]
+
+    laid = jax.tree.map(take, batch)
+    return replace(laid, valid=laid.valid & (index != NOWHERE))

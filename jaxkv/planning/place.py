@@ -1,0 +1,139 @@
+"""Choosing a cell for every token of a ubatch, and the verdict on a whole batch."""
+
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.batch import Batch, Ubatch, drop_unless
+from jaxkv.memory import Facts
+from jaxkv.places import NOWHERE
+from jaxkv.plan import Plan, Reason
+from jaxkv.planning.check import Draft, check
+from jaxkv.planning.layout import in_rows
+from jaxkv.stamp import content, mix, stamps
+
+
+@partial(jax.jit, static_argnames="outputs")
+def plan_one(table: Any, batch: Batch, ranks: tuple, index: jax.Array, *, outputs: int) -> Plan:
+    """Plan a batch that is one ubatch."""
+    draft, ubatch = place(check(table, batch, ranks), index, outputs=outputs)
+    plan = verdict(draft)
+    return replace(plan, ubatches=(drop_unless(plan.ok, ubatch),))
+
+
+@partial(jax.jit, static_argnames="outputs")
+def place(draft: Draft, index: jax.Array, *, outputs: int) -> tuple[Draft, Ubatch]:
+    """Choose cells for one ubatch, `[R, T]`, and let it into the table of the draft."""
+    table, batch = draft.table, draft.batch
+    index, mixed = _arranged(table.facts, batch, index)
+    ubatch = _lay_out(table, batch, index, outputs)
+    slots, fault = table.choose_slots(ubatch, draft.ok)
+    ubatch = replace(ubatch, slots=slots)
+    table = table.occupy(ubatch)
+    ids = jnp.where(ubatch.valid, ubatch.sequences, draft.late.size)
+    late = draft.late.at[ids].max(jnp.where(draft.ok, fault, Reason.FITS), mode="drop")
+    late = jnp.maximum(late, jnp.where(mixed, Reason.MIXED_ROW, Reason.FITS))
+    return replace(draft, table=table, late=late), replace(ubatch, after=table.digest())
+
+
+@jax.jit
+def verdict(draft: Draft) -> Plan:
+    """Return what came of a draft; the ubatches are put in by the caller."""
+    late = draft.late != Reason.FITS
+    reason = jnp.where(late, draft.late, draft.reason)
+    ok = draft.ok & ~jnp.any(late)
+    # Sequences that find cells, but perhaps no run of them once the others are left out.
+    apart = ~ok & (reason == Reason.FITS) & ~draft.together
+    reason = jnp.where(apart, Reason.FRAGMENTED, reason)
+    return Plan(
+        ubatches=(),
+        ok=ok,
+        reason=reason,
+        fits=reason == Reason.FITS,
+        expected=jnp.where(late | apart, draft.wanted, draft.expected),
+        found=jnp.where(late | apart, draft.left, draft.found),
+    )
+
+
+def _arranged(facts: Facts, batch: Batch, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Bring the rows of a ubatch into the order of their sequences, where all may take part.
+
+    Returns:
+      The index, `[R, T]`; and `[Q]` bool, the sequences that have no row of their own though each
+      needs one. They keep none of their tokens.
+    """
+    count = facts.sequences
+    none, index = jnp.zeros(count, bool), jnp.asarray(index)
+    if not facts.one_sequence_a_row:
+        return index, none
+    part = in_rows(batch, index)
+    row = _row_sequence(part)
+    there = jnp.where(row < 0, count, row)
+    ids = jnp.where(part.valid, part.sequences, count)
+    mixed = none.at[ids].max(part.sequences != row[:, None], mode="drop")
+    mixed |= jnp.zeros(count, jnp.int32).at[there].add(1, mode="drop") > 1
+    if index.shape[0] == count:
+        rows = jnp.arange(count, dtype=jnp.int32)
+        turn = jnp.full(count, count, jnp.int32).at[there].set(rows, mode="drop")
+        index = index.at[turn].get(mode="fill", fill_value=NOWHERE)
+    return index, mixed
+
+
+def _row_sequence(part: Batch) -> jax.Array:
+    """Return the sequence of each row, `[R]`; -1 if it has no token."""
+    return jnp.max(jnp.where(part.valid, part.sequences, -1), axis=1)
+
+
+def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch:
+    """Lay the tokens of one ubatch out in rows, `[R, T]`; it has no slots yet."""
+    facts, part = table.facts, in_rows(batch, index)
+    if not facts.one_sequence_a_row:
+        row = jnp.zeros(index.shape[0], jnp.int32)
+    elif index.shape[0] == facts.sequences:
+        row = jnp.arange(facts.sequences, dtype=jnp.int32)
+    else:
+        row = jnp.maximum(_row_sequence(part), 0)
+    stream = row // (facts.sequences // facts.streams)
+    before = table.digest()
+    pick, order = _outputs(part, index, outputs)
+    return Ubatch(
+        tokens=part.tokens,
+        embeddings=part.embeddings,
+        positions=part.positions,
+        sequences=part.sequences,
+        row_stream=stream,
+        row_sequence=row,
+        slots=None,
+        stamps=stamps(
+            content(part.tokens, part.embeddings),
+            part.positions,
+            part.sequences,
+            part.valid,
+            _context(before, stream),
+        ),
+        valid=part.valid,
+        outputs=pick,
+        order=order,
+        before=before,
+        after=before,
+        facts=facts,
+    )
+
+
+def _context(digests: Any, stream: jax.Array) -> jax.Array:
+    """Return one number of what each row goes on from, over all parts; `[R]` uint32."""
+    return reduce(jnp.add, [mix(digest[stream]) for digest in jax.tree.leaves(digests)])
+
+
+def _outputs(part: Batch, index: jax.Array, outputs: int) -> tuple[jax.Array, jax.Array]:
+    """Return which tokens of a ubatch output logits, and the batch index of each; `[O]` int32."""
+    order = jnp.where(part.outputs & part.valid, index, NOWHERE).reshape(-1)
+    tokens = order.shape[0]
+    if outputs >= tokens:  # any of them may be an output: none has to be picked
+        return jnp.arange(tokens, dtype=jnp.int32), order
+    pick = jnp.nonzero(order != NOWHERE, size=outputs, fill_value=tokens)[0].astype(jnp.int32)
+    order = order.at[pick].get(mode="fill", fill_value=NOWHERE)
+    return jnp.minimum(pick, tokens - 1), order

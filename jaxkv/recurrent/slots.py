@@ -1,0 +1,173 @@
+"""Where the states that a ubatch leaves will be kept: choose cells, then occupy them."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.batch import Ubatch
+from jaxkv.places import FAR, nowhere
+from jaxkv.plan import Reason
+from jaxkv.recurrent.states import States, T, digest, occupied
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StateSlots:
+    """The cells chosen for the states of a ubatch; an index past the last cell is nowhere.
+
+    source: `[R]` int32, the cell of the state that a row goes on from; nowhere if it starts afresh.
+    cells: `[R, E + 1]` int32, the cells of the states after the last tokens of a row, oldest first.
+    source_stamp: `[R]` uint32, the stamp of the state in `source`.
+    """
+
+    source: jax.Array  # [R]
+    cells: jax.Array  # [R, E + 1]
+    source_stamp: jax.Array  # [R]
+
+
+def choose_slots(states: States, ubatch: Ubatch, ok: jax.Array) -> tuple[StateSlots, jax.Array]:
+    """Choose a cell for each state that a ubatch will leave; change nothing.
+
+    A row of n tokens leaves the states after its last min(n, E + 1), and its sequence lets go of as
+    many of the oldest. So there is always room. Cells that are empty already are taken first, and
+    then those that are let go of: what stood there is read before it is written over.
+
+    Args:
+      states: the table.
+      ubatch: the tokens, a row for each sequence; its `slots` are not looked at.
+      ok: `[]` bool, False if the plan is refused, and then no row gets a cell.
+
+    Returns:
+      The slots; and `[R, T]` int32, for each token a `Reason`: MIXED_ROW where two rows are of one
+      sequence, since the second would have to wait for the first.
+    """
+    active = jnp.any(ubatch.valid, axis=1)
+    seq = jnp.where(active, ubatch.row_sequence, states.sequences)
+    rows = jnp.zeros((states.sequences,), jnp.int32).at[seq].add(1, mode="drop")
+    crowded = active & (rows[ubatch.row_sequence] > 1)
+    placed = active & ok & ~jnp.any(crowded)
+    new = placed[:, None] & (steps_to_keep(ubatch, states.earlier + 1) > 0)
+    cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), nowhere(new))
+    cell = states.cell[ubatch.row_sequence, -1]
+    source = jnp.where(placed & (cell < states.num_cells), cell, nowhere(cell))
+    stamp = states.stamp.at[ubatch.row_stream, source].get(mode="fill", fill_value=0)
+    fault = jnp.where(crowded[:, None] & ubatch.valid, Reason.MIXED_ROW, Reason.FITS)
+    return StateSlots(source=source, cells=cells, source_stamp=stamp), fault
+
+
+def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
+    """Return a cell for each new state, `[R, E + 1]` bool: the free ones of its stream in turn."""
+    steps = _new_states(states, ubatch, placed)[:, None]
+    stays = jnp.arange(states.earlier + 1)[None] >= steps  # pairs that are not let go of
+    left = occupied(states, jnp.where(stays, states.cell, states.num_cells))
+    rank = jnp.where(left, 2, jnp.where(occupied(states, states.cell), 1, 0))
+    order = jnp.argsort(rank, axis=1, stable=True).astype(jnp.int32)  # [S, N]
+    count = jnp.sum(new, axis=1, dtype=jnp.int32)
+    row, stream = jnp.arange(count.size), ubatch.row_stream
+    ahead = (stream[:, None] == stream[None]) & (row[:, None] > row[None])
+    first = jnp.sum(jnp.where(ahead, count[None], 0), axis=1, dtype=jnp.int32)
+    turn = first[:, None] + jnp.cumsum(new, axis=1, dtype=jnp.int32) - 1
+    return order[stream[:, None], jnp.maximum(turn, 0)]
+
+
+def occupy(states: T, ubatch: Ubatch) -> T:
+    """Take in the states that a ubatch will leave, where they were planned to go."""
+    slots: StateSlots = ubatch.slots
+    new = slots.cells < FAR
+    steps = _new_states(states, ubatch, new[:, -1])
+    pair = jnp.arange(states.earlier + 1)[None]
+    shifted = jnp.minimum(pair + steps[:, None], states.earlier)
+    seq = jnp.where(new, ubatch.row_sequence[:, None], states.sequences)
+
+    def taken(old: jax.Array, value: jax.Array) -> jax.Array:
+        old = jnp.take_along_axis(old, shifted, axis=1)
+        return old.at[seq, pair].set(value, mode="drop")
+
+    stamp = _after(states, ubatch, ubatch.stamps)
+    where = (ubatch.row_stream[:, None], slots.cells)
+    return replace(
+        states,
+        position=taken(states.position, _after(states, ubatch, ubatch.positions)),
+        cell=taken(states.cell, slots.cells),
+        stamp=states.stamp.at[where].set(stamp, mode="drop", unique_indices=True),
+    )
+
+
+def current_rows(states: States, ubatch: Ubatch) -> jax.Array:
+    """Return the rows whose stream is as the ubatch left it, and those without a slot; `[R]`."""
+    same = (digest(states) == ubatch.after)[ubatch.row_stream]
+    return same | (ubatch.slots.cells[:, -1] >= FAR)
+
+
+def readable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
+    """Return the rows whose source can be read, and those that start afresh; `[R]` bool.
+
+    Not those of a stale ubatch, nor those whose source a layer never wrote, or has written over:
+    computed a second time, a ubatch finds the states that it went on from only if it has not taken
+    their cells itself.
+    """
+    source = (ubatch.row_stream, ubatch.slots.source)
+    held = states.holds[layer].at[source].get(mode="fill", fill_value=0)
+    fresh = ubatch.slots.source >= FAR
+    return current_rows(states, ubatch) & (fresh | (held == ubatch.slots.source_stamp))
+
+
+def writable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
+    """Return the cells that a layer may write, `[R, E + 1]` int32, nowhere for the others.
+
+    The states of a stale ubatch are written nowhere, and those that a layer holds already are not
+    written again.
+    """
+    where = (ubatch.row_stream[:, None], ubatch.slots.cells)
+    stamp = states.stamp.at[where].get(mode="fill", fill_value=0)
+    held = states.holds[layer].at[where].get(mode="fill", fill_value=0)
+    writes = current_rows(states, ubatch)[:, None] & (held != stamp)
+    return jnp.where(writes, ubatch.slots.cells, nowhere(ubatch.slots.cells))
+
+
+def note_written(states: T, layer: int, ubatch: Ubatch, cells: jax.Array) -> T:
+    """Note that a layer holds the states of a ubatch now; `cells` are those of `writable`."""
+    where = (ubatch.row_stream[:, None], cells)
+    stamp = states.stamp.at[where].get(mode="fill", fill_value=0)
+    holds = states.holds.at[layer, *where].set(stamp, mode="drop", unique_indices=True)
+    return replace(states, holds=holds)
+
+
+def steps_to_keep(ubatch: Ubatch, count: int) -> jax.Array:
+    """Number the last tokens of each row: how many its sequence has consumed after each of them.
+
+    What `write_states` wants in the last E + 1 places of a row are the states after so many tokens;
+    0 stands for the state that the row began with, and such an entry is not written.
+
+    Args:
+      ubatch: R rows of tokens; those that are not valid do not count.
+      count: how many of the last tokens, static; E + 1 for `write_states`.
+
+    Returns:
+      `[R, count]` int32, n - count + 1 + i at place i of a row of n valid tokens, or 0 if that is
+      negative.
+
+    Examples:
+      >>> memory = make_recurrent_cache(layers=1, states={"sum": ((), jnp.float32)}, sequences=2)
+      >>> plan = init_batch(memory, make_batch([[1, 2, 3], [4]]))
+      >>> [steps_to_keep(ubatch, 2).tolist() for ubatch in plan.ubatches]
+      [[[0, 1], [0, 1]], [[1, 2]]]
+    """
+    tokens = jnp.sum(ubatch.valid, axis=1, dtype=jnp.int32)
+    return jnp.maximum(tokens[:, None] - count + 1 + jnp.arange(count, dtype=jnp.int32)[None], 0)
+
+
+def _new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
+    """Return how many states each sequence gets, `[Q]`, from the rows that are placed, `[R]`."""
+    count = jnp.sum(steps_to_keep(ubatch, states.earlier + 1) > 0, axis=1, dtype=jnp.int32)
+    seq = jnp.where(placed, ubatch.row_sequence, states.sequences)
+    return jnp.zeros((states.sequences,), jnp.int32).at[seq].set(count, mode="drop")
+
+
+def _after(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
+    """Take a field of the tokens, `[R, T]`, that the states of a ubatch stand after."""
+    turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
+    kept = steps_to_keep(ubatch, states.earlier + 1)
+    index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]
+    return jnp.take_along_axis(field, jnp.minimum(index, field.shape[1] - 1), axis=1)

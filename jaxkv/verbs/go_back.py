@@ -1,0 +1,51 @@
+"""Going back: an earlier table with the buffers of a later memory."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.memory import Memory, Table, check_facts, join, split
+
+
+def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
+    """Return to an earlier table, with the buffers of a later memory: undo what was applied since.
+
+    Exact when, since then, only ubatches on empty cells were applied and only the table was edited.
+    After an update, a defrag, or a ubatch on cells that had been freed, the buffers no longer hold
+    what the old table knew, and it is refused. Plans that were made meanwhile are stale: plan
+    again.
+
+    Args:
+      table: the table of the earlier memory, `split(memory)[0]`. It must not have been donated:
+        donate the buffers alone, and join inside of the step.
+      memory: the later memory.
+
+    Returns:
+      The memory as it was, and `ok`, `[]` bool: False if it was refused, and then the memory is the
+      later one, unchanged.
+
+    Raises:
+      TypeError: when the first argument is no table.
+      ValueError: when it is one of a memory of other sizes or of another kind.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> table, _ = split(memory)
+      >>> later = apply(memory, init_batch(memory, make_batch([1, 2])))
+      >>> memory, ok = go_back(table, later)
+      >>> used(memory).item(), ok.item()
+      (0, True)
+    """
+    now, buffers = split(memory)
+    if not isinstance(table, Table):
+        raise TypeError(f"wanted the table of an earlier memory, got {type(table)}")
+    check_facts(table.facts, now.facts, "a table")
+    then, ok = _go_back(now, table)
+    return join(then, buffers), ok
+
+
+@jax.jit
+def _go_back(now: Any, then: Any) -> tuple[Any, jax.Array]:
+    back, ok = now.go_back(then)
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, now), ok

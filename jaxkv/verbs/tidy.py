@@ -1,0 +1,110 @@
+"""Tidying up: rotations that keys are owed, gaps between cells, and room for a batch."""
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxkv.batch import Batch
+from jaxkv.memory import Commitment, Memory, split
+from jaxkv.places import count
+from jaxkv.plan import Plan
+from jaxkv.planning.init import init_batch
+from jaxkv.verbs.apply import apply
+
+
+def init_update(memory: Memory) -> Commitment:
+    """Plan what is pending: the rotation of every key that was moved.
+
+    Returns:
+      A plan for `apply`. Its `pending`, `[]` int32, says how many keys will be rotated; when it
+      is 0 applying costs nothing.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> init_update(memory).pending.item()
+      0
+
+    llama.cpp: `llama_memory_i::init_update`, the K-shift.
+    """
+    table, _ = split(memory)
+    return _update(table)
+
+
+def defrag_plan(memory: Memory, *, max_moves: int | None = None) -> Commitment:
+    """Plan the moves that bring all used cells to the front.
+
+    Args:
+      memory: any memory.
+      max_moves: the most runs of cells to move, for doing it bit by bit; None for all. Repeated
+        until nothing is left to move, any number of at least 1 leaves no gap.
+
+    Returns:
+      A plan for `apply`: runs of `source`, `destination` and `length`, the highest cells first. Its
+      `pending`, `[]` int32, says how many cells will move.
+
+    Raises:
+      ValueError: when `max_moves` is below 1.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5])))
+      >>> memory, _ = seq_rm(memory, 0, 1, 3)
+      >>> plan = defrag_plan(memory)
+      >>> [x[0, 0].item() for x in (plan.source, plan.destination, plan.length)]
+      [3, 1, 2]
+      >>> print(show(apply(memory, plan)))
+      owner    0 0 0 . . .
+      position 0 3 4 . . .
+
+    llama.cpp: `defrag`, as it was until it was removed.
+    """
+    if max_moves is not None:
+        max_moves = count(max_moves, "max_moves")
+    table, _ = split(memory)
+    return _defrag(table, max_moves=max_moves)
+
+
+def make_room(
+    memory: Memory, batch: Batch, *, ubatch_size: int | None = None, donate: bool = False
+) -> tuple[Memory, Plan, bool]:
+    """Do what can be done so that a batch fits: rotate what is pending, then close the gaps.
+
+    Nothing is forgotten; what is not there after that has to be removed by the caller.
+
+    Args:
+      memory: any memory.
+      batch: the batch that is wanted.
+      ubatch_size: the most tokens that are computed at once, see `init_batch`.
+      donate: give up the memory passed in, see `apply`.
+
+    Returns:
+      The memory, the plan of the batch in it, and whether the batch fits now and did not before.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, placement="contiguous")
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
+      >>> memory, _ = seq_rm(memory, 0, 0, 1)
+      >>> batch = make_batch([4, 5])
+      >>> init_batch(memory, batch).ok.item()
+      False
+      >>> memory, plan, helped = make_room(memory, batch)
+      >>> plan.ok.item(), helped
+      (True, True)
+    """
+    plan = before = init_batch(memory, batch, ubatch_size=ubatch_size)
+    for tidy in (init_update, defrag_plan):
+        if not plan.ok:
+            memory = apply(memory, tidy(memory), donate=donate)
+            plan = init_batch(memory, batch, ubatch_size=ubatch_size)
+    return memory, plan, bool(plan.ok and not before.ok)
+
+
+@jax.jit
+def _update(table: Any) -> Commitment:
+    return table.update()
+
+
+@partial(jax.jit, static_argnames="max_moves")
+def _defrag(table: Any, *, max_moves: int | None) -> Commitment:
+    return table.defrag(max_moves)

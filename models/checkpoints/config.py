@@ -1,0 +1,203 @@
+"""One shape for configs: what `config.json` files leave out or say in older and newer ways."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.checkpoints.fields import check_config, check_rope
+from models.errors import ModelError
+from models.kinds import refusal
+
+# What a family means when its config.json is silent. Files of Gemma 3 leave out most keys.
+_FAMILY = {
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000.0,
+        "rope_theta": 1000000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262208,
+    },
+    "granitemoehybrid": {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "num_experts_per_tok": 0,
+        "num_local_experts": 0,
+        "position_embedding_type": None,
+        "residual_multiplier": 1.0,
+        "time_step_limit": (0.0, float("inf")),
+    },
+    "mamba2": {
+        "layer_norm_epsilon": 1e-5,
+        "time_step_limit": (0.0, float("inf")),
+        "use_bias": False,
+        "use_conv_bias": True,
+    },
+    "recurrent_gemma": {"partial_rotary_factor": 0.5},
+}
+_ANY = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}
+_ATTENDS = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+_NEEDED = (*_ATTENDS, "intermediate_size")
+_NEEDED_BY = {
+    "granitemoehybrid": (
+        "shared_intermediate_size",
+        "attention_multiplier",
+        "logits_scaling",
+        "mamba_n_heads",
+        "mamba_d_head",
+        "mamba_d_state",
+        "mamba_n_groups",
+        "mamba_d_conv",
+        *_ATTENDS,
+    ),
+    "mamba2": (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_heads",
+        "head_dim",
+        "state_size",
+        "n_groups",
+        "conv_kernel",
+    ),
+    "recurrent_gemma": ("attention_window_size", "conv1d_width", "logits_soft_cap", *_NEEDED),
+}
+_KINDS = {
+    "attention": "full_attention",
+    "mamba": "linear_attention",
+    "recurrent": "linear_attention",
+}
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_KINDS_OF = {
+    "granitemoehybrid": {_FULL, _LINEAR},
+    "mamba2": {_LINEAR},
+    "recurrent_gemma": {_SLIDING, _LINEAR},
+}
+
+
+def complete(
+    config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], source: str
+) -> dict[str, Any]:
+    """A copy of a config in which the keys that models ask for are all present, and in their range.
+
+    After this, `rope_theta` and `rope_scaling` are at the top even if the file nests them in
+    `rope_parameters`; `rope_scaling` is `None` or a dict with `rope_type`; `layer_types` says for
+    every layer "full_attention", "sliding_attention" or, where it is recurrent, "linear_attention";
+    `sliding_window` is `None` where the file switches it off; `tie_word_embeddings` and
+    `attention_bias` agree with the tensors, and so does `vocab_size` where the file has none.
+
+    Args:
+        config: the keys as the file has them, `model_type` among them.
+        shapes: of the tensors that the file holds, by their Hugging Face names.
+        source: the file's name, for messages.
+
+    Raises:
+        ModelError: when a key is missing, is not what it may be, or does not agree with another.
+    """
+    out = {key: value for key, value in config.items() if value is not None}
+    _lift_rope(out, source)
+    out = _ANY | _FAMILY.get(out["model_type"], {}) | out
+    check_config({key: value for key, value in out.items() if value is not None}, source)
+    for key in _NEEDED_BY.get(out["model_type"], _NEEDED):
+        if key not in out:
+            raise ModelError(
+                f"{source} is a {out['model_type']!r} model whose config has no {key}; "
+                "only decoders configured the way llama is can be read."
+            )
+    if heads := out.get("num_attention_heads"):
+        out.setdefault("num_key_value_heads", heads)
+        out.setdefault("head_dim", out["hidden_size"] // heads)
+    if "attention_window_size" in out:  # RecurrentGemma, all of whose attention has a window
+        out["sliding_window"] = out["attention_window_size"]
+    if "time_step_limit" in out:  # JSON knows no infinity, so newer files spell it
+        limits = (x["__float__"] if isinstance(x, dict) else x for x in out["time_step_limit"])
+        out["time_step_limit"] = tuple(map(float, limits))
+    if out.get("use_sliding_window") is False:
+        out["sliding_window"] = None
+    out.setdefault("layer_types", _layer_types(out))
+    out["layer_types"] = [_KINDS.get(kind, kind) for kind in out["layer_types"]]
+    # Which class wrote the file decides the default of these two, so the tensors are asked.
+    out["tie_word_embeddings"] = (
+        bool(out.get("tie_word_embeddings")) or "lm_head.weight" not in shapes
+    )
+    for name in ("model.embed_tokens.weight", "backbone.embeddings.weight"):
+        if shapes.get(name):
+            out.setdefault("vocab_size", shapes[name][0])
+    out.setdefault("vocab_size", None)  # without an embedding, which is what loading will miss
+    out.setdefault("attention_bias", "model.layers.0.self_attn.q_proj.bias" in shapes)
+    _check_agreement(out, source)
+    return out
+
+
+def _lift_rope(config: dict[str, Any], source: str) -> None:
+    """Brings the newer `rope_parameters`, and the older `type`, to one form, in place."""
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(name) or {}
+    check_rope(rope, name, source)
+    if "full_attention" in rope:  # one set of parameters for each kind of layer
+        local = rope.get("sliding_attention") or {}
+        for key, one in (("sliding_attention", local), ("full_attention", rope["full_attention"])):
+            check_rope(one, f"{name}.{key}", source)
+        if local.get("rope_theta") is not None:
+            config["rope_local_base_freq"] = local["rope_theta"]
+        rope = rope["full_attention"]
+    rope = {key: value for key, value in rope.items() if value is not None}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            config[key] = rope.pop(key)
+    kind = rope.pop("type", None)
+    rope.setdefault("rope_type", kind or "default")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+
+
+def _layer_types(config: dict[str, Any]) -> list[str]:
+    layers = range(config["num_hidden_layers"])
+    if kinds := config.get("block_types"):  # of RecurrentGemma, over and over
+        kinds = [kinds[layer % len(kinds)] for layer in layers]
+        return [_SLIDING if kind == "attention" else kind for kind in kinds]
+    if config["model_type"] == "mamba2":
+        return [_LINEAR for _ in layers]
+    if config["sliding_window"] is None:
+        slides = [False for _ in layers]
+    elif pattern := config.get("sliding_window_pattern"):  # every pattern-th layer sees all
+        slides = [(layer + 1) % pattern != 0 for layer in layers]
+    else:  # Qwen lets its first layers see all; where no such number is given, every layer slides
+        slides = [layer >= config.get("max_window_layers", 0) for layer in layers]
+    return [_SLIDING if slide else _FULL for slide in slides]
+
+
+def _check_agreement(config: dict[str, Any], source: str) -> None:
+    """Compare fields with one another, as far as their model uses them."""
+    c, family = config, config["model_type"]
+    known = _KINDS_OF.get(family, {_FULL, _SLIDING})
+    for kind in c["layer_types"]:
+        if kind not in known:
+            raise refusal(kind, f"one of {', '.join(sorted(known))}", "layer_types", source)
+    if len(c["layer_types"]) != c["num_hidden_layers"]:
+        layers = f"one for each of {c['num_hidden_layers']} layers"
+        raise refusal(c["layer_types"], layers, "layer_types", source)
+    if _SLIDING in c["layer_types"] and c["sliding_window"] is None:
+        raise refusal(None, "a number of positions", "sliding_window", source)
+    whole_parts = [("num_attention_heads", "num_key_value_heads")]
+    if family == "mamba2":
+        whole_parts = [("num_heads", "n_groups")]
+    elif family == "granitemoehybrid":
+        whole_parts.append(("mamba_n_heads", "mamba_n_groups"))
+        experts, chosen = c["num_local_experts"], c["num_experts_per_tok"]
+        if experts and not 1 <= chosen <= experts:
+            raise refusal(chosen, f"1 to {experts} experts", "num_experts_per_tok", source)
+        if experts and "intermediate_size" not in c:
+            raise refusal(None, "a width of experts", "intermediate_size", source)
+    elif family == "recurrent_gemma":
+        c.setdefault("lru_width", c["hidden_size"])
+        whole_parts.append(("lru_width", "num_attention_heads"))
+    for all_, part in whole_parts:
+        if c[all_] % c[part]:
+            raise refusal(c[all_], f"a multiple of {part} ({c[part]})", all_, source)
+    if c.get("head_dim") == 0:
+        raise refusal(c["hidden_size"], "at least num_attention_heads", "hidden_size", source)

@@ -1,0 +1,121 @@
+"""What the fields of a config may be: types and ranges, checked before anything is built of them.
+
+Files come from anywhere. A field that is out of its range would end in a traceback far from here,
+or in arrays larger than the machine, so each is compared with this table first.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.kinds import FLAG, WORD, Kind, check, number, refusal, several, whole
+
+LAYERS = 4096
+"""The most layers of a model."""
+
+_WIDTH = whole(1, 2**20)  # numbers of a token
+_HEAD = whole(1, 2**14)  # numbers of a head: a rotary embedding is a tuple of half as many
+_HEADS = whole(1, 2**14)
+_POSITIONS = whole(1, 2**31 - 2)
+_EPSILON = number(0, 1)
+_FACTOR = number(-1e6, 1e6)
+_POSITIVE = number(0, 1e6, above=True)
+_BASE = number(1, 1e30, above=True)
+_LIMIT = Kind(
+    words='a number of at least 0, or {"__float__": "Infinity"}',
+    holds=lambda value: (
+        (type(value) in (int, float) and value >= 0) or value == {"__float__": "Infinity"}
+    ),
+)
+
+_CONFIG = {
+    "attention_bias": FLAG,
+    "attention_multiplier": _FACTOR,
+    "attention_window_size": _POSITIONS,
+    "attn_logit_softcapping": _POSITIVE,
+    "block_types": several(WORD, LAYERS),
+    "conv1d_width": whole(2, 1024),
+    "conv_kernel": whole(2, 1024),
+    "embedding_multiplier": _FACTOR,
+    "final_logit_softcapping": _POSITIVE,
+    "head_dim": _HEAD,
+    "hidden_size": _WIDTH,
+    "intermediate_size": _WIDTH,
+    "layer_norm_epsilon": _EPSILON,
+    "layer_types": several(WORD, LAYERS),
+    "logits_scaling": _POSITIVE,
+    "logits_soft_cap": _POSITIVE,
+    "lru_width": _WIDTH,
+    "mamba_conv_bias": FLAG,
+    "mamba_d_conv": whole(2, 1024),
+    "mamba_d_head": _HEAD,
+    "mamba_d_state": _HEAD,
+    "mamba_n_groups": _HEADS,
+    "mamba_n_heads": _HEADS,
+    "mamba_proj_bias": FLAG,
+    "max_position_embeddings": _POSITIONS,
+    "max_window_layers": whole(0, LAYERS),
+    "n_groups": _HEADS,
+    "num_attention_heads": _HEADS,
+    "num_experts_per_tok": whole(0, 2**14),
+    "num_heads": _HEADS,
+    "num_hidden_layers": whole(1, LAYERS),
+    "num_key_value_heads": _HEADS,
+    "num_local_experts": whole(0, 2**14),
+    "partial_rotary_factor": number(0, 1, above=True),
+    "position_embedding_type": WORD,
+    "query_pre_attn_scalar": _POSITIVE,
+    "residual_multiplier": _FACTOR,
+    "rms_norm_eps": _EPSILON,
+    "rope_local_base_freq": _BASE,
+    "rope_theta": _BASE,
+    "shared_intermediate_size": _WIDTH,
+    "sliding_window": _POSITIONS,
+    "sliding_window_pattern": whole(1, LAYERS),
+    "state_size": _HEAD,
+    "tie_word_embeddings": FLAG,
+    "time_step_limit": Kind(
+        words=f"two numbers, each {_LIMIT.words}",
+        holds=lambda value: (
+            isinstance(value, list | tuple) and len(value) == 2 and all(map(_LIMIT.holds, value))
+        ),
+    ),
+    "use_bias": FLAG,
+    "use_bidirectional_attention": FLAG,
+    "use_conv_bias": FLAG,
+    "use_sliding_window": FLAG,
+    "vocab_size": whole(1, 2**24),
+}
+_ROPE = {
+    "attention_factor": _POSITIVE,
+    "beta_fast": _POSITIVE,
+    "beta_slow": _POSITIVE,
+    "factor": _POSITIVE,
+    "factors": several(_POSITIVE, 2**13),
+    "high_freq_factor": _POSITIVE,
+    "low_freq_factor": _POSITIVE,
+    "original_max_position_embeddings": _POSITIONS,
+    "partial_rotary_factor": number(0, 1, above=True),
+    "rope_theta": _BASE,
+    "rope_type": WORD,
+    "type": WORD,
+}
+
+
+def check_config(config: Mapping[str, Any], source: str) -> None:
+    """Compare the fields of a config with what they may be; those not known here are left alone.
+
+    Raises:
+        ModelError: for the first field that is something else.
+    """
+    for name, kind in _CONFIG.items():
+        if name in config:
+            check(config[name], kind, name, source)
+
+
+def check_rope(scaling: Any, name: str, source: str) -> None:
+    """Compare how positions are stretched, an object in a config, with what it may hold."""
+    if not isinstance(scaling, dict):
+        raise refusal(scaling, "an object", name, source)
+    for key, kind in _ROPE.items():
+        if scaling.get(key) is not None:
+            check(scaling[key], kind, f"{name}.{key}", source)

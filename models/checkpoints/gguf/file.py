@@ -1,0 +1,198 @@
+"""Checkpoints that are GGUF files, read so that they look like Hugging Face ones.
+
+Three things differ in such a file and are turned back here: the names; the rows of q and k in
+files of architecture "llama", which lie in the order that rotates neighbouring rows (Hugging Face
+rotates row i with row i + D/2); and the norm weights of Gemma, to which 1 has been added. What is
+different in files of recurrent models is in `recurrent.py`.
+"""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+
+from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.checkpoints.config import complete
+from models.checkpoints.gguf import recurrent
+from models.checkpoints.gguf.config import config_from_gguf
+from models.checkpoints.gguf.metadata import Metadata
+from models.checkpoints.gguf.reader import Reader
+from models.errors import ModelError, brief
+from models.kinds import TOKEN, whole
+
+# Architecture of the file -> model_type of Hugging Face.
+_FAMILIES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3_text",
+    "mamba2": "mamba2",
+    "granitehybrid": "granitemoehybrid",
+}
+
+_WHOLE = {"token_embd": "embed_tokens", "output_norm": "norm"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA_LAYER = _LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+_CHUNK = 1 << 20  # values unpacked at a time, so that no second copy of a tensor arises
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Opens a GGUF file; the tensors stay in it until they are asked for."""
+    reader = _reader(path)
+    get = Metadata(reader, str(path))
+    arch = get("general.architecture")
+    if not isinstance(arch, str) or arch not in _FAMILIES:
+        raise ModelError(
+            f"{path} holds a model of architecture {arch!r}; those that can be read are "
+            f"{', '.join(_FAMILIES)}."
+        )
+    if get.checked("split.count", whole(0, 2**16), 1) > 1:
+        raise ModelError(f"{path} is one part of several; merge the parts with llama-gguf-split.")
+
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    factors = stored.pop("rope_freqs.weight", None)
+    named = _named(path, arch, stored)
+    config = config_from_gguf(arch, get, None if factors is None else factors.data.tolist())
+    config["model_type"] = _FAMILIES[arch]
+    config = complete(config, {n: _shape(t) for n, t in named.items()}, str(path))
+    tensors = {
+        name: _tensor(name, tensor, arch, config, str(path)) for name, tensor in named.items()
+    }
+    if arch in recurrent.ARCHITECTURES:
+        tensors = recurrent.turned_back(tensors, str(path))
+
+    def load_tokenizer():
+        from models.text.from_gguf import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(get, str(path))
+
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ends = (get.checked(f"tokenizer.ggml.{key}", TOKEN) for key in keys)
+    return Checkpoint(
+        source=str(path),
+        architecture=_FAMILIES[arch],
+        config=config,
+        tensors=tensors,
+        end_tokens=frozenset(end for end in ends if end is not None),
+        load_tokenizer=load_tokenizer,
+    )
+
+
+def _reader(path: Path) -> Reader:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        reader = Reader(path) if magic == b"GGUF" else None
+    except Exception as error:  # whatever the package meets in bytes that mean nothing
+        raise ModelError(
+            f"{path} cannot be read as GGUF ({brief(error)}); it may be cut short, so "
+            "download it again."
+        ) from error
+    if reader is None:
+        raise ModelError(
+            f"{path} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'; give a "
+            ".gguf file or a folder with config.json."
+        )
+    return reader
+
+
+def _named(path: Path, arch: str, stored: dict) -> dict[str, Any]:
+    named = {_plain(name, arch): tensor for name, tensor in stored.items()}
+    if None in named:
+        raise ModelError(
+            f"{path} holds a tensor {named[None].name!r}, which the {arch} models read here do "
+            "not have; its kind (a mixture of experts, perhaps) is not supported."
+        )
+    return named
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(int(length) for length in reversed(tensor.shape))  # the file's fastest is first
+
+
+def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Tensor:
+    """A tensor whose reading turns back what the file stores differently."""
+    part = name.split(".")[-2]
+    shape = _shape(tensor)
+    rows = None
+    if arch in ("llama", "granitehybrid") and part in ("q_proj", "k_proj"):
+        heads = config["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
+        if shape[0] % (2 * heads):
+            raise ModelError(
+                f"{source} has {tensor.name} with {shape[0]} rows where {heads} heads, each of an "
+                "even number of rows, are wanted; download it again."
+            )
+        rows = _halves(shape[0], heads)
+    less = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0
+    return Tensor(
+        shape=shape, read=partial(_read, tensor.data, Kind(tensor.tensor_type), rows, less)
+    )
+
+
+def _plain(name: str, arch: str) -> str | None:
+    """The Hugging Face name of a tensor; None where the architecture has no such tensor."""
+    if arch in recurrent.ARCHITECTURES:
+        return recurrent.plain(name, arch)
+    if name == "output.weight":
+        return "lm_head.weight"
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    layer, stem, ending = found.groups() if found else (None, "", "")
+    if layer is None:
+        return f"model.{_WHOLE[stem]}.{ending}" if stem in _WHOLE else None
+    table = _GEMMA_LAYER if arch == "gemma3" else _LAYER
+    return f"model.layers.{layer}.{table[stem]}.{ending}" if stem in table else None
+
+
+def _halves(rows: int, heads: int) -> np.ndarray:
+    """The order of rows that brings pairs of neighbours to pairs of halves, head by head."""
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _read(data: np.ndarray, kind: Kind, rows: np.ndarray | None, less: float) -> np.ndarray:
+    raw = np.asarray(data)  # a plain view of the map
+    if kind == Kind.BF16:
+        raw = raw.view(ml_dtypes.bfloat16)
+    if rows is not None:
+        raw = raw[rows]  # whole rows, so packed ones can be moved as they are
+    if raw.dtype == np.uint8:
+        raw = _unpack(raw, kind)
+    return raw - raw.dtype.type(less) if less else raw
+
+
+def _unpack(raw: np.ndarray, kind: Kind) -> np.ndarray:
+    try:
+        first = dequantize(raw[:1] if raw.ndim > 1 else raw, kind)
+    except NotImplementedError as error:
+        raise ModelError(
+            f"A tensor is packed as {kind.name}, which the gguf package cannot unpack; requantise "
+            "the file to a K-quant, Q8_0 or F16."
+        ) from error
+    if raw.ndim == 1:
+        return first
+    out = np.empty((len(raw), *first.shape[1:]), np.float32)
+    step = max(1, _CHUNK // first.size)
+    for start in range(0, len(raw), step):
+        out[start : start + step] = dequantize(raw[start : start + step], kind)
+    return out

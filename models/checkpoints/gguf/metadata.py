@@ -1,0 +1,43 @@
+"""The metadata of a GGUF file, by key."""
+
+from typing import Any
+
+from models.checkpoints.gguf.reader import Reader
+from models.errors import ModelError, brief
+from models.kinds import Kind, check
+
+
+class Metadata:
+    """Values by key; call it, or ask for a value of a certain kind."""
+
+    def __init__(self, reader: Reader, source: str):
+        self._reader, self._source = reader, source
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        """Returns the value of a key, or `default` where there is none.
+
+        Raises:
+          ModelError: when the value cannot be decoded.
+        """
+        field = self._reader.get_field(key)
+        if field is None:
+            return default
+        try:
+            return field.contents()
+        except Exception as error:  # of bytes that are no text, or not there
+            raise ModelError(
+                f"{self._source} has a value for {key} that cannot be read ({brief(error)}); it is "
+                "damaged, so download it again."
+            ) from error
+
+    def checked(self, key: str, kind: Kind, default: Any = None) -> Any:
+        """Returns the value of a key, which must be of a kind, or `default` where there is none.
+
+        Raises:
+          ModelError: when it is of another kind.
+        """
+        value = self(key)
+        if value is None:
+            return default
+        check(value, kind, key, self._source)
+        return value

@@ -1,0 +1,164 @@
+"""What GGUF files store differently of recurrent models: Mamba-2 and Granite 4.
+
+Names apart, decays are stored and not their logarithms; vectors have a second dimension, and
+convolutions lack theirs; and the two halves of a gated product are two tensors.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from models.checkpoints.checkpoint import Tensor, join
+from models.checkpoints.fields import LAYERS
+from models.checkpoints.gguf.metadata import Metadata
+from models.errors import ModelError
+from models.kinds import number, several, whole
+
+ARCHITECTURES = ("mamba2", "granitehybrid")
+
+_WHOLE = {
+    "mamba2": {
+        "token_embd.weight": "backbone.embeddings.weight",
+        "output_norm.weight": "backbone.norm_f.weight",
+        "output.weight": "lm_head.weight",
+    },
+    "granitehybrid": {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    },
+}
+_MIXER = {
+    "ssm_in.weight": "in_proj.weight",
+    "ssm_conv1d.weight": "conv1d.weight",
+    "ssm_conv1d.bias": "conv1d.bias",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm.weight": "norm.weight",
+    "ssm_out.weight": "out_proj.weight",
+}
+# Parts that end in gate and up are halves of one tensor.
+_LAYER = {
+    "mamba2": {"attn_norm.weight": "norm.weight"}
+    | {name: f"mixer.{plain}" for name, plain in _MIXER.items()},
+    "granitehybrid": {
+        "attn_norm.weight": "input_layernorm.weight",
+        "attn_q.weight": "self_attn.q_proj.weight",
+        "attn_k.weight": "self_attn.k_proj.weight",
+        "attn_v.weight": "self_attn.v_proj.weight",
+        "attn_output.weight": "self_attn.o_proj.weight",
+        "ffn_norm.weight": "post_attention_layernorm.weight",
+        "ffn_gate_inp.weight": "block_sparse_moe.router.layer.weight",
+        "ffn_gate_exps.weight": "block_sparse_moe.input_linear.weight.gate",
+        "ffn_up_exps.weight": "block_sparse_moe.input_linear.weight.up",
+        "ffn_down_exps.weight": "block_sparse_moe.output_linear.weight",
+        "ffn_gate_shexp.weight": "shared_mlp.input_linear.weight.gate",
+        "ffn_up_shexp.weight": "shared_mlp.input_linear.weight.up",
+        "ffn_down_shexp.weight": "shared_mlp.output_linear.weight",
+        "ffn_gate.weight": "shared_mlp.input_linear.weight.gate",
+        "ffn_up.weight": "shared_mlp.input_linear.weight.up",
+        "ffn_down.weight": "shared_mlp.output_linear.weight",
+    }
+    | {name: f"mamba.{plain}" for name, plain in _MIXER.items()},
+}
+_PREFIX = {"mamba2": "backbone.layers", "granitehybrid": "model.layers"}
+
+
+def plain(name: str, arch: str) -> str | None:
+    """The Hugging Face name of a tensor or of half of one; None where there is no such tensor."""
+    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    if found is None:
+        return _WHOLE[arch].get(name)
+    layer, part = found.groups()
+    return f"{_PREFIX[arch]}.{layer}.{_LAYER[arch][part]}" if part in _LAYER[arch] else None
+
+
+def turned_back(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Returns the tensors as Hugging Face has them.
+
+    Args:
+        tensors: the tensors of the file under the names that `plain` gives.
+        source: the file's name, for messages.
+
+    Raises:
+        ModelError: when one lacks its other half, or has another shape than such tensors have.
+    """
+    out = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".up"):
+            continue
+        try:
+            if name.endswith(".gate"):
+                name = name.removesuffix(".gate")
+                out[name] = join([tensor, tensors[f"{name}.up"]], axis=-2)
+            else:
+                out[name] = _turned(name, tensor)
+        except (LookupError, ValueError) as error:
+            raise ModelError(
+                f"{source} holds {name} in parts or of a shape {tensor.shape} that its kind of "
+                f"model does not have ({error}); download it again."
+            ) from error
+    return out
+
+
+def _turned(name: str, tensor: Tensor) -> Tensor:
+    if name.endswith(".A_log"):
+        flat = tensor.turned(lambda x: x.reshape(-1))
+        return Tensor(shape=flat.shape, read=lambda: np.log(-flat.read().astype(np.float32)))
+    if name.endswith((".D", "mixer.norm.weight", "mamba.norm.weight")):
+        return tensor.turned(lambda x: x.reshape(-1))
+    if name.endswith("conv1d.weight"):
+        return tensor.turned(lambda x: x[:, None])
+    return tensor
+
+
+def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """What a file's metadata tells of a recurrent model, beside what it tells of any.
+
+    Args:
+        arch: the file's name for the architecture, with which most keys begin.
+        get: the metadata.
+        config: what it tells of any model.
+    """
+    count = whole(1, 2**24)
+    kernel, inner, numbers, heads, groups = (
+        get.checked(f"{arch}.ssm.{name}", count)
+        for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
+    )
+    head_dim = inner // heads if inner and heads else None
+    if arch == "mamba2":
+        return {
+            # Written as 0, since there is neither attention nor a feed-forward part.
+            "intermediate_size": None,
+            "num_attention_heads": None,
+            "num_key_value_heads": None,
+            "layer_norm_epsilon": config["rms_norm_eps"],
+            "num_heads": heads,
+            "head_dim": head_dim,
+            "state_size": numbers,
+            "n_groups": groups,
+            "conv_kernel": kernel,
+        }
+    by_layer = several(whole(0, 2**14), LAYERS)
+    kv_heads = get.checked(f"{arch}.attention.head_count_kv", by_layer, [0])
+    scale = get.checked(f"{arch}.attention.scale", number(0, 1e6))
+    return {
+        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
+        "num_key_value_heads": max(kv_heads) or None,
+        "position_embedding_type": "rope" if get(f"{arch}.rope.scaling.finetuned") else None,
+        "attention_multiplier": scale or (config["head_dim"] or 1) ** -0.5,
+        "embedding_multiplier": get(f"{arch}.embedding_scale"),
+        "residual_multiplier": get(f"{arch}.residual_scale"),
+        "logits_scaling": get(f"{arch}.logit_scale"),
+        "num_local_experts": get(f"{arch}.expert_count"),
+        "num_experts_per_tok": get(f"{arch}.expert_used_count"),
+        "shared_intermediate_size": get(f"{arch}.expert_shared_feed_forward_length"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": head_dim,
+        "mamba_d_state": numbers,
+        "mamba_n_groups": groups,
+        "mamba_d_conv": kernel,
+    }

@@ -1,0 +1,141 @@
+"""Checkpoints that are Hugging Face folders: `config.json` beside `*.safetensors` files."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.checkpoints.config import complete
+from models.errors import ModelError, brief
+from models.json_file import read_json
+from models.kinds import TOKEN, check, either, refusal, several
+
+# Models that also see or hear keep their language part under one of these.
+_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """Opens a folder; the tensors stay in their files until they are asked for."""
+    top = read_json(folder / "config.json")
+    if not top:
+        raise ModelError(
+            f"{folder} has no config.json, so it is not a Hugging Face model folder; give the "
+            "folder that holds config.json and *.safetensors, or the path of a .gguf file."
+        )
+    inner = top.get("text_config") or {}
+    if not isinstance(inner, dict):
+        raise refusal(inner, "an object", "text_config", str(folder / "config.json"))
+    config = {**top, **inner}
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(
+            f"{folder / 'config.json'} names no model_type, so its family is unknown; "
+            'add one, such as "model_type": "llama".'
+        )
+    if config.get("quantization_config"):
+        raise ModelError(
+            f"{folder} holds weights that are packed for another program (quantization_config in "
+            "its config.json); give the model's unpacked folder or a .gguf file."
+        )
+    tensors = _tensors(folder)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    generation = read_json(folder / "generation_config.json")
+    ends = _end_tokens(folder, generation, top, config)
+
+    def load_tokenizer():
+        from models.text.from_json import tokenizer_from_folder
+
+        return tokenizer_from_folder(folder, config)
+
+    return Checkpoint(
+        source=str(folder),
+        architecture=config["model_type"],
+        config=complete(config, shapes, str(folder)),
+        tensors=tensors,
+        end_tokens=ends,
+        load_tokenizer=load_tokenizer,
+    )
+
+
+def _end_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
+    """The ids that any of several files declares to end a text: one, or a list."""
+    ends: set[int] = set()
+    for config in configs:
+        found = config.get("eos_token_id")
+        if found is None or found == []:
+            continue
+        check(found, either(TOKEN, several(TOKEN, 1000)), "eos_token_id", str(folder))
+        ends.update(found if isinstance(found, list) else [found])
+    return frozenset(ends)
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    shards, wanted = _shards(folder)
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        if not shard.is_file():
+            raise ModelError(
+                f"{folder} lists {shard.name} in its index but does not hold it; download the "
+                "missing shard."
+            )
+        try:
+            # Held open: a map of the file, of which only what is read takes memory.
+            held = safe_open(shard, framework="numpy")
+            for name in list(held.keys()):  # it has keys but is no mapping
+                tensors[_plain(name)] = Tensor(
+                    shape=tuple(held.get_slice(name).get_shape()),
+                    read=partial(_read, held, name, shard),
+                )
+        except Exception as error:  # the library raises many kinds
+            raise ModelError(
+                f"{shard} cannot be read as safetensors ({brief(error)}); download it again."
+            ) from error
+    for name in wanted:
+        if _plain(name) not in tensors:
+            raise ModelError(f"{folder} lists {name} in its index, but no shard holds it.")
+    return tensors
+
+
+def _shards(folder: Path) -> tuple[list[Path], list[str]]:
+    """The files that hold tensors, and the names that an index says they have together."""
+    index = read_json(folder / "model.safetensors.index.json").get("weight_map")
+    if index is not None:
+        files = list(index.values()) if isinstance(index, dict) else [index]
+        for file in files:
+            if not isinstance(file, str) or Path(file).name != file:
+                wanted = "the names of files beside it"
+                raise refusal(file, wanted, "weight_map", f"{folder}/model.safetensors.index.json")
+        return [folder / name for name in sorted(set(files))], list(index)
+    if (folder / "model.safetensors").is_file():  # others beside it hold the same once more
+        return [folder / "model.safetensors"], []
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise ModelError(
+            f"{folder} has a config.json but no *.safetensors files; convert its weights with "
+            "save_pretrained, or give a .gguf file."
+        )
+    return shards, []
+
+
+def _read(held: Any, name: str, shard: Path) -> np.ndarray:
+    try:
+        return held.get_tensor(name)
+    except Exception as error:  # the library raises many kinds, for dtypes that NumPy lacks too
+        raise ModelError(
+            f"{shard} holds {name} in a form that cannot be read ({brief(error)}); give weights in "
+            "float32, float16 or bfloat16."
+        ) from error
+
+
+def _plain(name: str) -> str:
+    for prefix, plain in _PREFIXES:
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name

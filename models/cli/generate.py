@@ -1,0 +1,128 @@
+"""The command `generate`: continue texts, or answer messages."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from time import perf_counter
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv
+from jaxkv.loops.sampling import make_sampler
+from models.cli.arguments import SAMPLING, InputError
+from models.cli.screen import Screen, compiling, loading, megabytes, note, plural
+from models.generate import Generated, cells_for, generate_texts
+from models.model import Model, load
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command `generate`."""
+    check_prompts(args.prompts)
+    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    if given and args.temperature == 0:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        note(f"note: {names} has no effect at temperature 0: give --temperature 0.8 or so")
+    sample = make_sampler(temperature=args.temperature, **SAMPLING | given)
+
+    model = load_with_progress(args.model, args.dtype)
+    prompts = [encode(model, prompt, args.chat) for prompt in args.prompts]
+    screen = None if args.json else Screen(args.prompts, chat=args.chat)
+    with compiling() as progress:
+        try:
+            made = generate_texts(
+                model,
+                prompts,
+                sample=sample,
+                max_tokens=args.max_tokens,
+                cells=args.cells,
+                ubatch_size=args.ubatch_size,
+                streams=args.streams,
+                on_text=screen,
+                on_compile=progress,
+            )
+        except jaxkv.RefusedError:
+            raise InputError(too_long(prompts, args)) from None
+    if args.json:
+        for prompt, text in zip(args.prompts, made.texts, strict=True):
+            print(json.dumps({"prompt": prompt, **vars(text)}))
+    early = sum(text.finish == "full" for text in made.texts)
+    if early:
+        note(
+            f"note: the cache is full: {made.used} of its {made.cells} cells are used and "
+            f"{plural(early, 'text')} would go on; give more --cells"
+        )
+    note(summary(made))
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Refuse prompts that say nothing, before anything is loaded."""
+    for i, prompt in enumerate(prompts, 1):
+        which = "the prompt" if len(prompts) == 1 else f"prompt {i} of {len(prompts)}"
+        if not prompt.strip():
+            raise InputError(f"{which} is empty; give it some text.")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+            raise InputError(f"{which} is not valid UTF-8; give a text that is.") from None
+
+
+def encode(model: Model, prompt: str, chat: bool) -> list[int]:
+    """Turn what the user wrote into tokens."""
+    tokenizer = model.tokenizer
+    if chat:
+        text = tokenizer.chat([{"role": "user", "content": prompt}])
+        # The template names control tokens; the same names in a message are read as such, too.
+        return tokenizer.prompt(text, special=True)
+    return tokenizer.prompt(prompt)
+
+
+def load_with_progress(name: str, dtype: str) -> Model:
+    """Load a model; a bar shows it on a terminal, a line elsewhere."""
+    began = perf_counter()
+    try:
+        with loading() as progress:
+            model = load(name, dtype=jnp.dtype(dtype), progress=progress)
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror or error}.") from error
+    jax.block_until_ready(model.weights)
+    size = sum(leaf.size for leaf in jax.tree.leaves(model.weights)) / 1e6
+    kind = f"{model.checkpoint.architecture}, {size:.1f}M weights in {dtype}"
+    note(
+        f"loaded {name} ({kind}, {megabytes(jaxkv.nbytes(model.weights))}) "
+        f"in {perf_counter() - began:.1f} s"
+    )
+    return model
+
+
+def too_long(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> str:
+    """Say that the prompts do not fit, and what would help."""
+    cells = cells_for(prompts, args.max_tokens, args.streams)
+    if args.streams == "split":
+        problem = (
+            f"the longest prompt has {max(map(len, prompts))} tokens and each stream of the cache "
+            f"holds {args.cells} cells"
+        )
+    else:
+        which = (
+            "the prompt has" if len(prompts) == 1 else f"the {len(prompts)} prompts have together"
+        )
+        tokens = sum(map(len, prompts))
+        problem = f"{which} {tokens} tokens and the cache holds {args.cells} cells"
+    return f"{problem}; give --cells {cells} to have room for the text too, or a shorter prompt."
+
+
+def summary(made: Generated) -> str:
+    """Say in one line what a run took; compiling and loading are no part of the speeds."""
+    tokens = sum(len(text.prompt_tokens) for text in made.texts)
+    parts = [f"prompt: {plural(tokens, 'token')}, {tokens / made.prompt_seconds:.1f}/s"]
+    if made.decoded:
+        parts.append(
+            f"generation: {made.decoded} tokens, {made.decoded / made.decode_seconds:.1f}/s"
+        )
+    parts += [
+        f"cells: {made.used} of {made.cells} used",
+        f"cache: {megabytes(made.nbytes)}",
+        f"compiles after warm-up: {made.compiles}",
+    ]
+    return " | ".join(parts)

@@ -1,0 +1,52 @@
+"""The command line: `python -m models generate "prompt" ["prompt 2" ...]`.
+
+Texts, or the objects of `--json`, go to stdout and all else to stderr, so that stdout can be piped.
+It ends with 0 when there is a text, 2 when it was asked for something it cannot do, and 130 when it
+was interrupted.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from models.cli import generate
+from models.cli.arguments import InputError, parser
+from models.errors import ModelError
+
+COMMANDS = {"generate": generate.run}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+      argv: the arguments, by default those of the process.
+
+    Returns:
+      The exit code.
+    """
+    try:
+        args = parser().parse_args(argv)
+        COMMANDS[args.command](args)
+        sys.stdout.flush()
+    except (InputError, ModelError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(
+            "error: the device has not enough memory for this model and cache; give fewer --cells, "
+            "a smaller --ubatch-size, or --dtype bfloat16.",
+            file=sys.stderr,
+        )
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of stdout has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0

@@ -1,0 +1,123 @@
+"""What is seen: texts on stdout, lines and bars on stderr."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import Protocol
+
+from tqdm import tqdm
+
+
+class Progress(Protocol):
+    """Is told how much is done."""
+
+    def __call__(self, done: int, total: int) -> None:
+        """Take how many parts are done, and of how many."""
+
+
+class Screen:
+    """Prints several texts as they are made, one below the other.
+
+    The first text that has not ended is printed live; those below it wait for their turn. A prompt
+    that is continued stands before its text, on a terminal in fainter letters.
+    """
+
+    def __init__(self, prompts: Sequence[str], *, chat: bool):
+        faint = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        several = len(prompts) > 1
+        self.waiting = []
+        for i, prompt in enumerate(prompts, 1):
+            head = "\n" * (i > 1)
+            head += f"=== {i} of {len(prompts)}\n" * several
+            if not chat or several:
+                head += f"\x1b[2m{prompt}\x1b[22m" if faint else prompt
+            self.waiting.append(head + "\n" * (chat and several))
+        self.ended = [False] * len(prompts)
+        self.live = 0
+
+    def __call__(self, index: int, piece: str, done: bool) -> None:
+        """Take a piece of a text, and whether the text ends there."""
+        self.waiting[index] += piece + "\n" * done
+        self.ended[index] = done
+        while self.live < len(self.ended):
+            put(self.waiting[self.live])
+            self.waiting[self.live] = ""
+            if not self.ended[self.live]:
+                break
+            self.live += 1
+        sys.stdout.flush()
+
+
+def put(text: str) -> None:
+    """Write to stdout; characters that it cannot show become question marks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+
+
+def note(line: str) -> None:
+    """Write a line to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[Progress]:
+    """Show how much is loaded: a bar, where there is a terminal."""
+    bar = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:  # not before: a model that is not there should give one line and no bar
+            bar = make_bar("loading", total)
+        bar.update(done - bar.n)
+
+    try:
+        yield progress
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[Progress]:
+    """Show that programs are being compiled, which takes a while, and how long it took."""
+    began, bar = perf_counter(), None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = make_bar("compiling", total)
+            if bar.disable:
+                note(f"compiling {plural(total, 'program')} ...")
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+            note(f"compiled {plural(total, 'program')} in {perf_counter() - began:.1f} s")
+
+    try:
+        yield progress
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def make_bar(what: str, total: int) -> tqdm:
+    """Make a bar that is gone when it is done, and never there unless someone sees it."""
+    return tqdm(
+        total=total,
+        desc=what,
+        leave=False,
+        disable=not sys.stderr.isatty(),
+        bar_format="{desc} {bar:30} {n_fmt} of {total_fmt}, {elapsed}",
+    )
+
+
+def plural(count: int, noun: str) -> str:
+    """Write how many there are of something."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def megabytes(count: int) -> str:
+    """Write a number of bytes for people."""
+    return f"{count / 1e6:.1f} MB"

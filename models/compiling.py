@@ -1,0 +1,52 @@
+"""Compiling ahead, and counting what is compiled."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+
+def compile_all(
+    jobs: Sequence[Callable[[], Any]], tell: Callable[[int, int], None] | None = None
+) -> list[Any]:
+    """Run jobs that compile, side by side: XLA compiles a program on one core, mostly.
+
+    Args:
+      jobs: each compiles one program.
+      tell: called with the number of jobs that are done and of those there are.
+
+    Returns:
+      What the jobs return, in their order.
+    """
+    tell = tell or (lambda done, total: None)
+    tell(0, len(jobs))
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        futures = [pool.submit(job) for job in jobs]
+        for done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            tell(done, len(jobs))
+    return [future.result() for future in futures]
+
+
+@contextmanager
+def counting() -> Iterator[Callable[[], int]]:
+    """Count the programs of this process that are compiled, or read from disk, in this context.
+
+    Yields:
+      A function that returns how many they are by now.
+    """
+    events: list[str] = []
+
+    def listen(event: str, duration: float, **tags: Any) -> None:
+        del duration, tags
+        # Also sent when the program comes from the compilation cache on disk: it is a new one here.
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield lambda: len(events)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,0 +1,179 @@
+"""Gemma 3, written for a jaxkv memory: most layers look back over a window, every few over all.
+
+A layer asks the memory for one thing, `attend`, and never sees a mask, a cell or a length.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxkv
+from jaxkv import Ubatch
+from jaxkv.rope import Rope
+from jaxkv.window import Window
+from models.checkpoints.checkpoint import Checkpoint
+from models.errors import ModelError
+from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary, gelu
+from models.families.memories import Attends, windows_of
+from models.families.ropes import plain_rope, rope_of
+from models.families.sources import Sources
+
+ARCHITECTURES = ("gemma3_text",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and switches of a model of the family; hashable.
+
+    width: numbers of a token between the layers.
+    hidden: numbers of a token inside the feed-forward part.
+    heads: H, query heads.
+    kv_heads: K, key/value heads.
+    head_dim: D, numbers of a head.
+    vocabulary: V.
+    eps: what keeps a norm from dividing by zero.
+    scale: what products of queries and keys are multiplied by.
+    windows: of each of the L layers, None where it sees the whole text.
+    ropes: how queries and keys turn with position, layer by layer.
+    softcap: what the logits of attention stay below, None for no limit.
+    final_softcap: what the logits of tokens stay below, None for no limit.
+    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    """
+
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float
+    scale: float
+    windows: tuple[Window | None, ...]
+    ropes: tuple[Rope, ...]
+    softcap: float | None = None
+    final_softcap: float | None = None
+    implementation: jaxkv.ops.attention.Implementation | None = None
+
+
+class Block(nnx.Module):
+    """One layer: attention over the memory, then a gated feed-forward part; norms around both."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        norm = partial(RMSNorm, eps=c.eps, dtype=dtype, less_one=True)
+        self.attention_norm = norm(c.width)
+        self.attention = Attention(
+            c,
+            layer,
+            dtype,
+            rngs,
+            rope=c.ropes[layer],
+            norm=partial(norm, c.head_dim),
+            scale=c.scale,
+            softcap=c.softcap,
+        )
+        self.after_attention_norm = norm(c.width)
+        self.feed_norm = norm(c.width)
+        self.feed = GatedFeed(c.width, c.hidden, gelu, dtype, rngs)
+        self.after_feed_norm = norm(c.width)
+
+    def __call__(self, memory: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
+        memory, out = self.attention(memory, ubatch, self.attention_norm(x))
+        x = x + self.after_attention_norm(out)
+        return memory, x + self.after_feed_norm(self.feed(self.feed_norm(x)))
+
+
+class Gemma3(nnx.Module):
+    """The model: tokens in, logits of the tokens that want them out."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        c = self.config = config
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=True)
+        layers = range(len(c.windows))
+        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
+        self.norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
+        x = self.vocabulary.embed(tokens)
+        # The factor is rounded to the weights' dtype, as it was when the model was trained.
+        return x * jnp.asarray(self.config.width**0.5, x.dtype)
+
+    def __call__(self, memory: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
+        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
+        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
+        for block in self.blocks:
+            memory, x = block(memory, ubatch, x)
+        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
+        logits = self.vocabulary.logits(self.norm(x))
+        if (cap := self.config.final_softcap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        return memory, logits
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the sizes of a model of this family from its checkpoint."""
+    c = checkpoint.config
+    if c.get("use_bidirectional_attention") or not c["tie_word_embeddings"]:
+        raise ModelError(
+            f"{checkpoint.source} looks ahead or has a head of its own; only Gemma 3 models that "
+            "continue texts, with their embedding as the head, can be run."
+        )
+    # Only layers that see the whole text have their positions stretched.
+    rope, local = rope_of(checkpoint), plain_rope(checkpoint, c["rope_local_base_freq"])
+    windows = windows_of(checkpoint)
+    return Config(
+        width=c["hidden_size"],
+        hidden=c["intermediate_size"],
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        vocabulary=c["vocab_size"],
+        eps=c["rms_norm_eps"],
+        scale=c["query_pre_attn_scalar"] ** -0.5,
+        windows=windows,
+        ropes=tuple(rope if window is None else local for window in windows),
+        softcap=c.get("attn_logit_softcapping"),
+        final_softcap=c.get("final_logit_softcapping"),
+    )
+
+
+def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
+    """Returns where each weight of `Gemma3` comes from."""
+    source = Sources(checkpoint)
+
+    def block(layer: str) -> dict:
+        attention = source.attention(f"{layer}.self_attn", bias=False)
+        for name in ("q_norm", "k_norm"):
+            attention[name] = source.norm(f"{layer}.self_attn.{name}")
+        return {
+            "attention_norm": source.norm(f"{layer}.input_layernorm"),
+            "attention": attention,
+            "after_attention_norm": source.norm(f"{layer}.post_attention_layernorm"),
+            "feed_norm": source.norm(f"{layer}.pre_feedforward_layernorm"),
+            "feed": source.gated_feed(f"{layer}.mlp"),
+            "after_feed_norm": source.norm(f"{layer}.post_feedforward_layernorm"),
+        }
+
+    return {
+        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=True),
+        "blocks": {i: block(f"model.layers.{i}") for i in range(len(config.windows))},
+        "norm": source.norm("model.norm"),
+    }
+
+
+def layers_of(config: Config, dtype: Any) -> list[Attends]:
+    """Returns what each layer keeps; `dtype` is that of what is kept beside keys and values."""
+    del dtype
+    return [
+        Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=rope, window=window)
+        for rope, window in zip(config.ropes, config.windows, strict=True)
+    ]
+
+
+MODULE = Gemma3

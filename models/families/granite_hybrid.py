@@ -1,0 +1,261 @@
+"""Granite 4, written for a jaxkv memory: mostly Mamba-2 layers, and every few an attention layer.
+
+Attention asks the memory for `attend`, a mixer (see `mamba2.py`) for states; which part of the
+memory answers, no layer knows. There may be experts, and most models of the family have no
+positional encoding: their recurrent layers tell the order of tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxkv
+from jaxkv.rope import Rope
+from models.checkpoints.checkpoint import Checkpoint
+from models.families import mamba2
+from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
+from models.families.linear import linear, matrix
+from models.families.memories import Attends, Layer
+from models.families.ropes import rope_of
+from models.families.sources import Sources
+
+ARCHITECTURES = ("granitemoehybrid",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and switches of a model of the family; hashable.
+
+    attends: of each of the L layers, whether it attends or has a Mamba-2 mixer.
+    width: numbers of a token between the layers.
+    hidden: numbers of a token inside the feed-forward part that all tokens share.
+    heads: H, query heads.
+    kv_heads: K, key/value heads.
+    head_dim: D, numbers of a head.
+    vocabulary: V.
+    eps: what keeps a norm from dividing by zero.
+    mixer: of every layer that does not attend.
+    rope: how queries and keys turn with position, None where they do not.
+    scale: what products of queries and keys are multiplied by.
+    embedding_factor: what embeddings are multiplied by.
+    residual_factor: what each part of a layer is multiplied by before it is added.
+    logits_divisor: what logits are divided by.
+    experts: feed-forward parts of which each token chooses; 0 where there are none.
+    chosen: how many it chooses.
+    expert_hidden: numbers of a token inside one of them.
+    tied: whether the head is the embedding.
+    bias: whether the projections of attention have biases.
+    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    """
+
+    attends: tuple[bool, ...]
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float
+    mixer: mamba2.Sizes
+    rope: Rope | None
+    scale: float
+    embedding_factor: float = 1.0
+    residual_factor: float = 1.0
+    logits_divisor: float = 1.0
+    experts: int = 0
+    chosen: int = 0
+    expert_hidden: int = 0
+    tied: bool = True
+    bias: bool = False
+    implementation: jaxkv.ops.attention.Implementation | None = None
+
+
+class Experts(nnx.Module):
+    """Feed-forward parts, a few of which each token goes through."""
+
+    def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.config = c
+        self.router = matrix(rngs, c.experts, c.width, dtype)
+        self.gate_up = _experts(rngs, c.experts, c.width, 2 * c.expert_hidden, dtype)
+        self.down = _experts(rngs, c.experts, c.expert_hidden, c.width, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Send each token of `x`, `[R, T, width]`, to the experts with its largest logits."""
+        c = self.config
+        tokens = x.reshape(-1, c.width)
+        logits, chosen = jax.lax.top_k(
+            linear(tokens, self.router[...]).astype(jnp.float32), c.chosen
+        )
+        share = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
+        if chosen.size <= c.experts:  # few tokens: reading the chosen weights alone is less work
+            gate_up = jnp.einsum("nd,nkdh->nkh", tokens, self.gate_up[...][chosen])
+            gate, up = jnp.split(gate_up, 2, axis=-1)
+            out = jnp.einsum(
+                "nkh,nkhd,nk->nd", jax.nn.silu(gate) * up, self.down[...][chosen], share
+            )
+            return out.reshape(x.shape)
+        # Many: each expert has one product with all of its tokens, which lie side by side.
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = jnp.bincount(chosen.reshape(-1), length=c.experts)
+        gate_up = jax.lax.ragged_dot(tokens[order // c.chosen], self.gate_up[...], sizes)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...], sizes)
+        out = out * share.reshape(-1)[order][:, None]
+        return jnp.zeros_like(tokens).at[order // c.chosen].add(out).reshape(x.shape)
+
+
+class Block(nnx.Module):
+    """One layer: attention or a mixer over the memory, then feed-forward parts."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = self.config = config
+        self.mix_norm = RMSNorm(c.width, c.eps, dtype)
+        if c.attends[layer]:
+            self.mixer = Attention(
+                c,
+                layer,
+                dtype,
+                rngs,
+                rope=c.rope,
+                bias=c.bias,
+                output_bias=c.bias,
+                scale=c.scale,
+            )
+        else:
+            self.mixer = mamba2.Mixer(c.mixer, layer, dtype, rngs)
+        self.feed_norm = RMSNorm(c.width, c.eps, dtype)
+        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+        if c.experts:
+            self.experts = Experts(c, dtype, rngs)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
+        c = self.config
+        memory, out = self.mixer(memory, ubatch, self.mix_norm(x))
+        x = x + out * c.residual_factor
+        y = self.feed_norm(x)
+        out = self.feed(y)
+        if c.experts:
+            out = out + self.experts(y)
+        return memory, x + out * c.residual_factor
+
+
+class GraniteHybrid(nnx.Module):
+    """The model: tokens in, logits of the tokens that want them out."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        c = self.config = config
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
+        layers = range(len(c.attends))
+        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
+        self.norm = RMSNorm(c.width, c.eps, dtype)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
+        return self.vocabulary.embed(tokens) * self.config.embedding_factor
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
+        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
+        for block in self.blocks:
+            memory, x = block(memory, ubatch, x)
+        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
+        return memory, self.vocabulary.logits(self.norm(x)) / self.config.logits_divisor
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the sizes of a model of this family from its checkpoint."""
+    c = checkpoint.config
+    experts = c["num_local_experts"]
+    return Config(
+        attends=tuple(kind == "full_attention" for kind in c["layer_types"]),
+        width=c["hidden_size"],
+        hidden=c["shared_intermediate_size"],
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        vocabulary=c["vocab_size"],
+        eps=c["rms_norm_eps"],
+        mixer=mamba2.Sizes(
+            width=c["hidden_size"],
+            heads=c["mamba_n_heads"],
+            head_dim=c["mamba_d_head"],
+            state=c["mamba_d_state"],
+            groups=c["mamba_n_groups"],
+            kernel=c["mamba_d_conv"],
+            eps=c["rms_norm_eps"],
+            limits=c["time_step_limit"],
+            bias=c["mamba_proj_bias"],
+            conv_bias=c["mamba_conv_bias"],
+        ),
+        rope=rope_of(checkpoint) if c["position_embedding_type"] == "rope" else None,
+        scale=c["attention_multiplier"],
+        embedding_factor=c["embedding_multiplier"],
+        residual_factor=c["residual_multiplier"],
+        logits_divisor=c["logits_scaling"],
+        experts=experts,
+        chosen=c["num_experts_per_tok"] if experts else 0,
+        expert_hidden=c["intermediate_size"] if experts else 0,
+        tied=c["tie_word_embeddings"],
+        bias=c["attention_bias"],
+    )
+
+
+def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
+    """Returns where each weight of `GraniteHybrid` comes from."""
+    source = Sources(checkpoint)
+
+    def experts(name: str) -> dict:
+        def turn(x: np.ndarray) -> np.ndarray:
+            return x.swapaxes(1, 2)
+
+        return {
+            "router": source.tensor(f"{name}.router.layer.weight"),
+            "gate_up": source.tensor(f"{name}.input_linear.weight", turn=turn),
+            "down": source.tensor(f"{name}.output_linear.weight", turn=turn),
+        }
+
+    def block(i: int) -> dict:
+        layer, bias = f"model.layers.{i}", config.bias
+        tree = {
+            "mix_norm": source.norm(f"{layer}.input_layernorm"),
+            "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
+            "feed": {
+                "gate_up": source.linear(f"{layer}.shared_mlp.input_linear"),
+                "down": source.linear(f"{layer}.shared_mlp.output_linear"),
+            },
+        }
+        if config.attends[i]:
+            tree["mixer"] = source.attention(f"{layer}.self_attn", bias=bias, output_bias=bias)
+        else:
+            tree["mixer"] = mamba2.mixer_weights_of(source, config.mixer, f"{layer}.mamba")
+        if config.experts:
+            tree["experts"] = experts(f"{layer}.block_sparse_moe")
+        return tree
+
+    return {
+        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
+        "blocks": {i: block(i) for i in range(len(config.attends))},
+        "norm": source.norm("model.norm"),
+    }
+
+
+def layers_of(config: Config, dtype: Any) -> list[Layer]:
+    """Returns what each layer keeps."""
+    attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
+    mixes = mamba2.recurs(config.mixer, dtype)
+    return [attends if one else mixes for one in config.attends]
+
+
+def _experts(rngs: nnx.Rngs, experts: int, rows: int, columns: int, dtype: jnp.dtype) -> nnx.Param:
+    # From `rows` numbers to `columns`, as `ragged_dot` wants them.
+    shape = (experts, rows, columns)
+    return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * rows**-0.5)
+
+
+MODULE = GraniteHybrid

@@ -1,0 +1,46 @@
+"""The product with a matrix of weights, laid out so that reading them is all the time it takes."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+FEW = 64
+"""The most rows of tokens for which the weights are the first factor on a processor."""
+
+
+def matrix(rngs: nnx.Rngs, rows: int, columns: int, dtype: jnp.dtype) -> nnx.Param:
+    """Make random weights for `linear`, `[rows, columns]`, from `columns` numbers to `rows`."""
+    return nnx.Param(jax.random.normal(rngs.params(), (rows, columns), dtype) * columns**-0.5)
+
+
+@jax.jit  # a program of many layers holds it once for each shape
+def linear(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Map the last dimension of `x` by a matrix; `[..., n]` and `[m, n]` to `[..., m]`.
+
+    Sums are float32 at least. How it is computed is chosen by the platform for which a program is
+    lowered, wherever it is traced.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    out = jax.lax.platform_dependent(rows, weights, cpu=_on_a_processor, default=_plain)
+    return out.reshape(*x.shape[:-1], -1).astype(jnp.result_type(x, weights))
+
+
+def _plain(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    exact = jnp.promote_types(jnp.result_type(rows, weights), jnp.float32)
+    return jnp.einsum("tn,mn->tm", rows, weights, preferred_element_type=exact)
+
+
+def _on_a_processor(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """The same, arranged for XLA's code for processors.
+
+    With few tokens the time goes into reading weights. Processors share the rows of a product's
+    first factor among their cores, so that is what the weights are then; the barrier keeps the
+    compiler from exchanging the factors. In other dtypes than float32 a product that is to be
+    rounded, or has one row alone, converts all weights first: so that row takes a second one along.
+    """
+    count = rows.shape[0]
+    if weights.dtype == jnp.float32 and count <= FEW:
+        return jax.lax.optimization_barrier(weights @ rows.T).T
+    if count == 1:
+        rows = jax.lax.optimization_barrier(jnp.concatenate([rows, rows]))
+    return _plain(rows, weights)[:count]

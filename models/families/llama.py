@@ -1,0 +1,156 @@
+"""The Llama family, written for a jaxkv memory: Llama, Mistral, SmolLM2, Qwen 2 and Qwen 3.
+
+A layer asks the memory for one thing, `attend`, and never sees a mask, a cell or a length.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxkv
+from jaxkv import Ubatch
+from jaxkv.rope import Rope
+from jaxkv.window import Window
+from models.checkpoints.checkpoint import Checkpoint
+from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
+from models.families.memories import Attends, windows_of
+from models.families.ropes import rope_of
+from models.families.sources import Sources
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and switches of a model of the family; hashable.
+
+    width: numbers of a token between the layers.
+    hidden: numbers of a token inside the feed-forward part.
+    heads: H, query heads.
+    kv_heads: K, key/value heads.
+    head_dim: D, numbers of a head.
+    vocabulary: V.
+    eps: what keeps a norm from dividing by zero.
+    rope: how queries and keys turn with position.
+    windows: of each of the L layers, None where it sees the whole text.
+    tied: whether the head is the embedding.
+    bias: whether queries, keys and values have biases (Qwen 2).
+    norms: whether queries and keys are normalised head by head (Qwen 3).
+    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    """
+
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float
+    rope: Rope
+    windows: tuple[Window | None, ...]
+    tied: bool = True
+    bias: bool = False
+    norms: bool = False
+    implementation: jaxkv.ops.attention.Implementation | None = None
+
+
+class Block(nnx.Module):
+    """One layer: attention over the memory, then a gated feed-forward part."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.attention_norm = RMSNorm(c.width, c.eps, dtype)
+        self.attention = Attention(
+            c,
+            layer,
+            dtype,
+            rngs,
+            rope=c.rope,
+            bias=c.bias,
+            norm=partial(RMSNorm, c.head_dim, c.eps, dtype) if c.norms else None,
+        )
+        self.feed_norm = RMSNorm(c.width, c.eps, dtype)
+        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+
+    def __call__(self, memory: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
+        memory, out = self.attention(memory, ubatch, self.attention_norm(x))
+        x = x + out
+        return memory, x + self.feed(self.feed_norm(x))
+
+
+class Llama(nnx.Module):
+    """The model: tokens in, logits of the tokens that want them out."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        c = config
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
+        layers = range(len(c.windows))
+        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
+        self.norm = RMSNorm(c.width, c.eps, dtype)
+
+    def __call__(self, memory: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
+        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
+        x = ubatch.embeddings
+        if x is None:
+            x = self.vocabulary.embed(ubatch.tokens)
+        for block in self.blocks:
+            memory, x = block(memory, ubatch, x)
+        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
+        return memory, self.vocabulary.logits(self.norm(x))
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the sizes of a model of this family from its checkpoint."""
+    c = checkpoint.config
+    return Config(
+        width=c["hidden_size"],
+        hidden=c["intermediate_size"],
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        vocabulary=c["vocab_size"],
+        eps=c["rms_norm_eps"],
+        rope=rope_of(checkpoint),
+        windows=windows_of(checkpoint),
+        tied=c["tie_word_embeddings"],
+        bias=c["attention_bias"],
+        norms="model.layers.0.self_attn.q_norm.weight" in checkpoint.tensors,
+    )
+
+
+def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
+    """Returns where each weight of `Llama` comes from."""
+    source = Sources(checkpoint)
+
+    def block(layer: str) -> dict:
+        attention = source.attention(f"{layer}.self_attn", bias=config.bias)
+        if config.norms:
+            for name in ("q_norm", "k_norm"):
+                attention[name] = source.norm(f"{layer}.self_attn.{name}")
+        return {
+            "attention_norm": source.norm(f"{layer}.input_layernorm"),
+            "attention": attention,
+            "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
+            "feed": source.gated_feed(f"{layer}.mlp"),
+        }
+
+    return {
+        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
+        "blocks": {i: block(f"model.layers.{i}") for i in range(len(config.windows))},
+        "norm": source.norm("model.norm"),
+    }
+
+
+def layers_of(config: Config, dtype: Any) -> list[Attends]:
+    """Returns what each layer keeps; `dtype` is that of what is kept beside keys and values."""
+    del dtype
+    sizes = {"kv_heads": config.kv_heads, "head_dim": config.head_dim, "rope": config.rope}
+    return [Attends(**sizes, window=window) for window in config.windows]
+
+
+MODULE = Llama

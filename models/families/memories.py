@@ -1,0 +1,150 @@
+"""Memories for models: one cache for the layers of each kind, together if there are several."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv
+from jaxkv.rope import Rope
+from jaxkv.window import Window, cells_for
+from models.checkpoints.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attends:
+    """What a layer that attends keeps: keys and values.
+
+    kv_heads: K, key/value heads.
+    head_dim: D, numbers of a head.
+    rope: how keys turn with position, None where they do not.
+    window: what the layer sees, None for the whole text.
+    """
+
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None
+    window: Window | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurs:
+    """What a recurrent layer keeps.
+
+    states: by name, the shape and dtype of one sequence's state.
+    """
+
+    states: Mapping[str, jax.ShapeDtypeStruct]
+
+
+Layer = Attends | Recurs
+
+
+def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
+    """Returns the window of each layer, None where it sees the whole text."""
+    c = checkpoint.config
+    slides = [kind == "sliding_attention" for kind in c["layer_types"]]
+    window = jaxkv.window.sliding(c["sliding_window"]) if any(slides) else None
+    return tuple(window if one else None for one in slides)
+
+
+def make_memory(
+    layers: Sequence[Layer],
+    *,
+    cells: int | None = None,
+    sequences: int = 1,
+    streams: int = 1,
+    ubatch_size: int = 512,
+    rollback: int | None = None,
+    full_windows: bool = False,
+    dtype: Any = jnp.float32,
+    **options: Any,
+) -> Any:
+    """Make the memory that the layers of a model need.
+
+    Args:
+      layers: what each of the L layers keeps.
+      cells: of a stream: the tokens that fit, over all sequences that share it, into layers that
+        see the whole text. May be left out where there is no such layer: a window and a state take
+        the same room for a text of any length.
+      sequences: Q, the sequences that may be told apart.
+      streams: S, 1 or `sequences` to give each sequence cells of its own.
+      ubatch_size: the most tokens that are computed at once; the cache of a window is made for it.
+      rollback: the tokens of a sequence that can be taken back after a window has moved past them,
+        or in a recurrent layer. None is 32 for windows and 0 for recurrent layers, which keep a
+        whole state for each.
+      full_windows: give layers with a window `cells` too, so that any position can be gone back to.
+      dtype: of keys and values.
+      options: what else `jaxkv.make_kv_cache` takes, for all layers that attend.
+
+    Raises:
+      ValueError: when a count is out of its range, or `cells` are needed and left out.
+      TypeError: when there are options for layers that attend, and no such layer.
+
+    llama.cpp: `llama_kv_cache_iswa`, `swa_full`; `llama_memory_hybrid`.
+    """
+    if options and not any(isinstance(layer, Attends) for layer in layers):
+        raise TypeError(f"no layer of this model attends, so leave out {', '.join(options)}")
+    kinds: list[tuple[Layer, list[int]]] = []
+    for i, layer in enumerate(layers):
+        # Layers of one cache may turn their keys differently.
+        kind = replace(layer, rope=None) if isinstance(layer, Attends) else layer
+        for other, members in kinds:
+            if kind == other:
+                members.append(i)
+                break
+        else:
+            kinds.append((kind, [i]))
+    parts = []
+    for kind, members in kinds:
+        if isinstance(kind, Recurs):
+            part = jaxkv.make_recurrent_cache(
+                layers=len(members),
+                states=kind.states,
+                sequences=sequences,
+                rollback=rollback or 0,
+                streams=streams,
+            )
+        else:
+            ropes = tuple(layers[i].rope for i in members)
+            part = jaxkv.make_kv_cache(
+                layers=len(members),
+                kv_heads=kind.kv_heads,
+                head_dim=kind.head_dim,
+                sequences=sequences,
+                streams=streams,
+                window=kind.window,
+                dtype=dtype,
+                rope=ropes if len(set(ropes)) > 1 else ropes[0],
+                **_room(
+                    kind.window,
+                    cells=cells,
+                    ubatch_size=ubatch_size,
+                    rollback=32 if rollback is None else rollback,
+                    full=full_windows,
+                    sharing=sequences // max(streams, 1),
+                ),
+                **options,
+            )
+        parts.append((part, tuple(members)))
+    return parts[0][0] if len(parts) == 1 else jaxkv.make_hybrid_cache(*parts)
+
+
+def _room(
+    window: Window | None,
+    *,
+    cells: int | None,
+    ubatch_size: int,
+    rollback: int,
+    full: bool,
+    sharing: int,
+) -> dict[str, Any]:
+    """Return how large a cache is: as many cells, or what its window needs if that is less."""
+    sized = {"ubatch_size": ubatch_size, "rollback": rollback}
+    if window is None or (full and cells is not None):
+        return {"cells": cells}
+    if cells is not None and cells <= cells_for(window, **sized, sharing=sharing):
+        return {"cells": cells}  # the text is shorter than what the window needs
+    return sized

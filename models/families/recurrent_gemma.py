@@ -1,0 +1,235 @@
+"""RecurrentGemma, written for a jaxkv memory: layers that attend to a window, others that recur.
+
+Attention asks the memory for `attend`, a recurrent layer for states; which part of the memory
+answers, no layer knows. The recurrence is in `jaxkv.ops.scans`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxkv
+from jaxkv.ops import scans
+from jaxkv.rope import Rope
+from models.checkpoints.checkpoint import Checkpoint
+from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary, gelu
+from models.families.memories import Attends, Layer, Recurs
+from models.families.ropes import rope_of
+from models.families.sources import Sources
+
+ARCHITECTURES = ("recurrent_gemma",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and switches of a model of the family; hashable.
+
+    attends: of each of the L layers, whether it attends or recurs.
+    width: numbers of a token between the layers.
+    inner: numbers of the state of a recurrent layer.
+    hidden: numbers of a token inside the feed-forward part.
+    heads: H, query heads; the gates of recurrent layers are cut into as many parts.
+    kv_heads: K, key/value heads.
+    head_dim: D, numbers of a head.
+    kernel: tokens that the convolution of a recurrent layer sees.
+    window: positions that attention looks back, the query's own included.
+    vocabulary: V.
+    eps: what keeps a norm from dividing by zero.
+    rope: how queries and keys turn with position.
+    softcap: what the logits of tokens stay below.
+    tied: whether the head is the embedding.
+    bias: whether queries, keys and values have biases.
+    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    """
+
+    attends: tuple[bool, ...]
+    width: int
+    inner: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kernel: int
+    window: int
+    vocabulary: int
+    eps: float
+    rope: Rope
+    softcap: float
+    tied: bool = True
+    bias: bool = False
+    implementation: jaxkv.ops.attention.Implementation | None = None
+
+
+class Recurrence(nnx.Module):
+    """A short convolution, then a state that each token lets decay and adds to (an RG-LRU)."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = self.config = config
+        self.layer = layer
+        part = c.inner // c.heads
+        self.input = Linear(c.width, 2 * c.inner, dtype, rngs, bias=True)
+        self.conv = nnx.Param(
+            jax.random.normal(rngs.params(), (c.kernel, c.inner), dtype) * c.kernel**-0.5
+        )
+        self.conv_bias = nnx.Param(jnp.zeros(c.inner, dtype))
+        # The input's gate and the decay's: `[H, inner / H]` to twice as many, part by part.
+        self.gates = nnx.Param(
+            jax.random.normal(rngs.params(), (c.heads, part, 2 * part), dtype) * part**-0.5
+        )
+        self.gates_bias = nnx.Param(jnp.zeros((c.heads, 2 * part), dtype))
+        # What decides how fast states decay is exact, whatever the dtype of the rest.
+        self.rate = nnx.Param(jnp.zeros(c.inner, jnp.float32))
+        self.output = Linear(c.inner, c.width, dtype, rngs, bias=True)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
+        c = self.config
+        gate, x = jnp.split(self.input(x), 2, axis=-1)
+        valid = ubatch.valid[..., None]
+        x = jnp.where(valid, x, 0)
+
+        states = jaxkv.read_states(memory, self.layer, ubatch)
+        counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, self.layer) + 1)
+        x, tails = scans.convolve(x, states["conv"], self.conv[...], self.conv_bias[...], counts)
+        parts = x.reshape(*x.shape[:2], c.heads, -1)
+        gates = jnp.einsum("rthi,hio->rtho", parts, self.gates[...].astype(jnp.float32))
+        gates = jax.nn.sigmoid(gates + self.gates_bias[...].astype(jnp.float32)[None, None])
+        taken, fading = (y.reshape(x.shape) for y in jnp.split(gates, 2, axis=-1))
+        log = -8 * fading * jax.nn.softplus(self.rate[...]).reshape(1, 1, -1)
+        # What comes in is scaled so that the state keeps its size; a text's first token is all of
+        # it. Padding adds nothing and lets nothing decay.
+        scale = jnp.where(ubatch.positions[..., None] == 0, 1, jnp.sqrt(-jnp.expm1(2 * log)))
+        decay, x = jnp.where(valid, jnp.exp(log), 1), jnp.where(valid, x * taken * scale, 0)
+        x, ends = scans.scan_diagonal(decay, x, states["lru"], counts)
+        memory = jaxkv.write_states(memory, self.layer, ubatch, {"conv": tails, "lru": ends})
+        return memory, self.output(x.astype(gate.dtype) * gelu(gate))
+
+
+class Block(nnx.Module):
+    """One layer: attention or a recurrence over the memory, then a gated feed-forward part."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.mix_norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
+        if c.attends[layer]:
+            self.mixer = Attention(
+                c, layer, dtype, rngs, rope=c.rope, bias=c.bias, output_bias=True
+            )
+        else:
+            self.mixer = Recurrence(c, layer, dtype, rngs)
+        self.feed_norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
+        self.feed = GatedFeed(c.width, c.hidden, gelu, dtype, rngs, bias=True)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
+        memory, out = self.mixer(memory, ubatch, self.mix_norm(x))
+        x = x + out
+        return memory, x + self.feed(self.feed_norm(x))
+
+
+class RecurrentGemma(nnx.Module):
+    """The model: tokens in, logits of the tokens that want them out."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        c = self.config = config
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
+        layers = range(len(c.attends))
+        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
+        self.norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
+        x = self.vocabulary.embed(tokens)
+        # The factor is rounded to bfloat16 whatever the weights are, as when the model was trained.
+        return x * jnp.asarray(self.config.width**0.5, jnp.bfloat16).astype(x.dtype)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
+        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
+        for block in self.blocks:
+            memory, x = block(memory, ubatch, x)
+        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
+        logits = self.vocabulary.logits(self.norm(x))
+        return memory, self.config.softcap * jnp.tanh(logits / self.config.softcap)
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the sizes of a model of this family from its checkpoint."""
+    c = checkpoint.config
+    return Config(
+        attends=tuple(kind == "sliding_attention" for kind in c["layer_types"]),
+        width=c["hidden_size"],
+        inner=c["lru_width"],
+        hidden=c["intermediate_size"] // 2,
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        kernel=c["conv1d_width"],
+        window=c["sliding_window"],
+        vocabulary=c["vocab_size"],
+        eps=c["rms_norm_eps"],
+        rope=rope_of(checkpoint),
+        softcap=c["logits_soft_cap"],
+        tied=c["tie_word_embeddings"],
+        bias=c["attention_bias"],
+    )
+
+
+def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
+    """Returns where each weight of `RecurrentGemma` comes from."""
+    source = Sources(checkpoint)
+
+    def recurrence(name: str) -> dict:
+        gates = [f"{name}.rg_lru.input_gate", f"{name}.rg_lru.recurrent_gate"]
+        return {
+            "input": source.linear(f"{name}.linear_y", f"{name}.linear_x", bias=True),
+            "conv": source.tensor(f"{name}.conv_1d.weight", turn=lambda x: x[:, 0].T),
+            "conv_bias": source.tensor(f"{name}.conv_1d.bias"),
+            "gates": source.tensor(*(f"{gate}_weight" for gate in gates), axis=2),
+            "gates_bias": source.tensor(*(f"{gate}_bias" for gate in gates), axis=1),
+            "rate": source.tensor(f"{name}.rg_lru.recurrent_param"),
+            "output": source.linear(f"{name}.linear_out", bias=True),
+        }
+
+    def block(i: int) -> dict:
+        layer = f"model.layers.{i}"
+        mixer = f"{layer}.temporal_block"
+        return {
+            "mix_norm": source.norm(f"{layer}.temporal_pre_norm"),
+            "mixer": (
+                source.attention(mixer, bias=config.bias, output_bias=True)
+                if config.attends[i]
+                else recurrence(mixer)
+            ),
+            "feed_norm": source.norm(f"{layer}.channel_pre_norm"),
+            "feed": source.gated_feed(f"{layer}.mlp_block", bias=True),
+        }
+
+    return {
+        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
+        "blocks": {i: block(i) for i in range(len(config.attends))},
+        "norm": source.norm("model.final_norm"),
+    }
+
+
+def layers_of(config: Config, dtype: Any) -> list[Layer]:
+    """Returns what each layer keeps: a window of keys and values, or a state in float32."""
+    attends = Attends(
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        rope=config.rope,
+        window=jaxkv.window.sliding(config.window),
+    )
+    recurs = Recurs(
+        states={
+            "conv": jax.ShapeDtypeStruct((config.kernel - 1, config.inner), dtype),
+            "lru": jax.ShapeDtypeStruct((config.inner,), jnp.float32),
+        }
+    )
+    return [attends if one else recurs for one in config.attends]
+
+
+MODULE = RecurrentGemma

@@ -1,0 +1,95 @@
+"""The rotary embedding that a config describes."""
+
+from typing import Any
+
+import jaxkv
+from jaxkv import rope as ropes
+from jaxkv.rope import Rope
+from models.checkpoints.checkpoint import Checkpoint
+from models.errors import ModelError
+
+
+def rope_of(checkpoint: Checkpoint) -> Rope:
+    """Read the rotary embedding of a checkpoint, stretched as its config says.
+
+    Raises:
+      ModelError: when it is stretched in a way that is not known, or by numbers without a meaning.
+    """
+    c = checkpoint.config
+    rope = plain_rope(checkpoint, c["rope_theta"])
+    scaling = dict(c["rope_scaling"] or {"rope_type": "default"})
+    scaling.setdefault("original_max_position_embeddings", c.get("max_position_embeddings"))
+    kind = scaling["rope_type"]
+    known = {
+        "default": (),
+        "linear": ("factor",),
+        "factors": ("factors",),
+        "llama3": _LLAMA3,
+        "yarn": ("factor", "original_max_position_embeddings"),
+    }
+    if kind not in known:
+        raise ModelError(
+            f"{checkpoint.source} stretches its positions by {kind!r}; "
+            "known are linear, llama3, yarn and factors stored in the file."
+        )
+    for name in known[kind]:
+        if scaling.get(name) is None:
+            raise ModelError(
+                f"{checkpoint.source} stretches its positions by {kind!r} without {name}, which "
+                "that rule needs; add it to rope_scaling in its config."
+            )
+    try:
+        return _stretched(rope, kind, scaling, c["rope_theta"])
+    except ValueError as error:
+        raise ModelError(
+            f"{checkpoint.source} stretches its positions by {kind!r} in a way that cannot be "
+            f"({error}); download it again."
+        ) from error
+
+
+def plain_rope(checkpoint: Checkpoint, base: float) -> Rope:
+    """Make the plain rotary embedding of a checkpoint's heads."""
+    c = checkpoint.config
+    factor = c.get("partial_rotary_factor", 1.0)
+    size = int(c["head_dim"] * factor)
+    if size < 2 or size % 2:
+        raise ModelError(
+            f"{checkpoint.source} turns {size} numbers of each head (head_dim = {c['head_dim']}, "
+            f"partial_rotary_factor = {factor}) where an even number of at least 2 is wanted; "
+            "its config is damaged, so download it again."
+        )
+    return jaxkv.make_rope(size, base=base)
+
+
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _stretched(rope: Rope, kind: str, scaling: dict[str, Any], base: float) -> Rope:
+    original = scaling["original_max_position_embeddings"]
+    match kind:
+        case "linear":
+            return ropes.linear(rope, factor=scaling["factor"])
+        case "factors":
+            return ropes.divide(rope, scaling["factors"])
+        case "llama3":
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            if low >= high:
+                raise ValueError(f"low_freq_factor is {low} and high_freq_factor {high}")
+            return ropes.llama3(
+                rope,
+                factor=scaling["factor"],
+                low_freq_factor=low,
+                high_freq_factor=high,
+                original=original,
+            )
+        case "yarn":
+            return ropes.yarn(
+                rope,
+                factor=scaling["factor"],
+                original=original,
+                base=base,
+                beta_fast=scaling.get("beta_fast") or 32.0,
+                beta_slow=scaling.get("beta_slow") or 1.0,
+                attention_factor=scaling.get("attention_factor"),
+            )
+    return rope

@@ -1,0 +1,35 @@
+"""JSON files that others wrote."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from models.errors import ModelError, brief
+
+LIMIT = 64 * 2**20
+"""Bytes of a file at most; a config has a few thousand, an index of many shards a few million."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file, or an empty one where there is no such file.
+
+    Raises:
+      ModelError: when the file is too large, is not JSON, or holds something else than an object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        size = path.stat().st_size
+        if size > LIMIT:
+            raise ModelError(
+                f"{path} has {size} bytes where at most {LIMIT} are read; it is not a file of "
+                "this kind, so download it again."
+            )
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON ({brief(error)}); download it again.") from error
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"{path} holds a {type(content).__name__} where an object is wanted; download it again."
+        )
+    return content

@@ -1,0 +1,84 @@
+"""What a value out of a file may be, and the sentence that refuses another."""
+
+import math
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from models.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a value may be.
+
+    Attributes:
+        words: how a message names it.
+        holds: whether a value is of this kind.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def whole(lowest: int, highest: int) -> Kind:
+    """Whole numbers in a range, both ends included."""
+    return Kind(
+        words=f"a whole number from {lowest} to {highest}",
+        holds=lambda value: type(value) is int and lowest <= value <= highest,
+    )
+
+
+def number(lowest: float, highest: float, *, above: bool = False) -> Kind:
+    """Finite numbers in a range, which `lowest` itself is no part of if `above`."""
+
+    def holds(value: Any) -> bool:
+        if type(value) not in (int, float) or not lowest <= value <= highest:
+            return False
+        return math.isfinite(value) and not (above and value == lowest)
+
+    words = f"a number {'above' if above else 'of at least'} {lowest:g} and at most {highest:g}"
+    return Kind(words=words, holds=holds)
+
+
+def several(kind: Kind, most: int) -> Kind:
+    """Lists of at most `most` values of a kind, and of at least one."""
+    return Kind(
+        words=f"a list of up to {most}, each {kind.words}",
+        holds=lambda value: (
+            isinstance(value, list | tuple)
+            and 0 < len(value) <= most
+            and all(map(kind.holds, value))
+        ),
+    )
+
+
+def either(one: Kind, other: Kind) -> Kind:
+    """Values of one kind or of another."""
+    return Kind(
+        words=f"{one.words}, or {other.words}",
+        holds=lambda value: one.holds(value) or other.holds(value),
+    )
+
+
+WORD = Kind(words="a word", holds=lambda value: isinstance(value, str) and len(value) < 200)
+FLAG = Kind(words="true or false", holds=lambda value: isinstance(value, bool))
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxlong = 50
+TOKEN = whole(0, 2**31 - 2)
+"""A token's id."""
+
+
+def check(value: Any, kind: Kind, name: str, source: str) -> None:
+    """Compare one value with what it may be."""
+    if not kind.holds(value):
+        raise refusal(value, kind.words, name, source)
+
+
+def refusal(value: Any, wanted: str, name: str, source: str) -> ModelError:
+    """Make the error for a value that is not what was wanted."""
+    return ModelError(
+        f"{source} has {name} = {_BRIEF.repr(value)} where {wanted} is wanted; it is damaged or of "
+        "a kind that is not known here, so download it again or give another model."
+    )

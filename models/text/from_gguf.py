@@ -1,0 +1,196 @@
+"""Tokenizers out of the metadata of a GGUF file, splitting text as llama.cpp splits it."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Inner
+
+from models.errors import ModelError, brief
+from models.kinds import TOKEN, Kind, check, number, refusal, several, whole
+from models.text.from_json import from_tokenizers
+from models.text.token_bytes import from_pieces
+from models.text.tokenizer import Tokenizer
+
+# The file's numbers for kinds of tokens; SentencePiece counts them alike.
+_NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
+_TEXT = Kind(words="a text", holds=lambda value: isinstance(value, str))
+
+
+def _words(digits: str) -> list:
+    """How the newer byte-level vocabularies cut a text; they differ in how digits go together."""
+    either_case = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    letters = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+    signs = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+    spaces = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    pattern = "|".join((either_case, letters, digits, signs, spaces))
+    return [pre_tokenizers.Split(Regex(pattern), "isolated"), _letters(False)]
+
+
+def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
+    """Bytes as letters, after cutting the text as GPT-2 does if `split`."""
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
+
+
+_CUTS: dict[str, Callable[[], list]] = {
+    # "default" is what a converter writes that did not know the vocabulary.
+    **dict.fromkeys(("default", "gpt-2", "gpt2"), lambda: [_letters(True)]),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r"),
+        lambda: [pre_tokenizers.Digits(individual_digits=True), _letters(True)],
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), lambda: _words(r"\p{N}")),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), lambda: _words(r"\p{N}{1,3}")
+    ),
+}
+_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
+
+
+def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
+    """Builds the tokenizer that a GGUF file describes.
+
+    Args:
+        get: the value of a metadata key, or its second argument where there is no such key.
+        source: the file's name, for messages.
+    """
+
+    def field(key: str, default: Any = None) -> Any:
+        return get(f"tokenizer.ggml.{key}", default)
+
+    kind, tokens = field("model"), field("tokens")
+    if kind not in ("gpt2", "llama") or not tokens:
+        raise ModelError(
+            f"{source} has a tokenizer of kind {kind!r}; 'gpt2' (byte-level) and 'llama' "
+            "(SentencePiece) can be read."
+        )
+    check(tokens, several(_TEXT, 2**24), "tokenizer.ggml.tokens", source)
+    pre = field("pre", "default")
+    begins = kind == "llama" or pre in _LLAMA_3
+    fields = {
+        "bos": _id(field, "bos_token_id", None, source),
+        "eos": _id(field, "eos_token_id", None, source),
+        "add_bos": bool(field("add_bos_token", begins)),
+        "template": get("tokenizer.chat_template"),
+    }
+    if fields["template"] is not None:
+        check(fields["template"], _TEXT, "tokenizer.chat_template", source)
+    types = _for_each_token(field, "token_type", whole(1, 6), _NORMAL, len(tokens), source)
+    if kind == "gpt2":
+        merges = field("merges") or []
+        if merges:
+            check(merges, several(_TEXT, 2**24), "tokenizer.ggml.merges", source)
+        inner = _byte_level(tokens, types, merges, pre, source)
+        return from_tokenizers(inner, source=source, **fields)
+    scores = _for_each_token(field, "scores", number(-1e30, 1e30), 0.0, len(tokens), source)
+    unknown = _id(field, "unknown_token_id", 0, source)
+    space_first = bool(field("add_space_prefix", True))
+    return _pieces(tokens, types, scores, unknown, space_first, source, **fields)
+
+
+def _id(field: Callable, key: str, default: int | None, source: str) -> int | None:
+    id = field(key, default)
+    if id is not None:
+        check(id, TOKEN, f"tokenizer.ggml.{key}", source)
+    return id
+
+
+def _for_each_token(
+    field: Callable, key: str, kind: Kind, default: Any, count: int, source: str
+) -> list:
+    """A list in the metadata with a value for each token; the default of each where it is not."""
+    values = field(key) or [default] * count
+    check(values, several(kind, count), f"tokenizer.ggml.{key}", source)
+    if len(values) != count:
+        raise refusal(len(values), f"one value for each of {count} tokens", key, source)
+    return values
+
+
+def _byte_level(
+    tokens: list[str], types: list[int], merges: list[str], pre: str, source: str
+) -> Inner:
+    if not isinstance(pre, str) or pre not in _CUTS:
+        raise ModelError(
+            f"{source} cuts text by the rule {pre!r}; those that can be read are "
+            f"{', '.join(_CUTS)}."
+        )
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    try:
+        inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
+    except Exception as error:  # the library raises plain Exception, or TypeError for half a pair
+        raise ModelError(
+            f"{source} has merges that do not go with its tokens ({brief(error)}); download "
+            "it again."
+        ) from error
+    inner.pre_tokenizer = pre_tokenizers.Sequence(_CUTS[pre]())
+    inner.decoder = decoders.ByteLevel()
+    named = list(zip(tokens, types, strict=True))
+    inner.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token, t in named if t == _CONTROL]
+    )
+    inner.add_tokens([AddedToken(token, normalized=False) for token, t in named if t == _USER])
+    return inner
+
+
+def _pieces(
+    tokens: list[str],
+    types: list[int],
+    scores: list[float],
+    unknown: int,
+    space_first: bool,
+    source: str,
+    **fields: Any,
+) -> Tokenizer:
+    """A SentencePiece vocabulary, put into the library's own file format and loaded from it."""
+    from sentencepiece import SentencePieceProcessor
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+    proto = ModelProto()
+    for id, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
+        # Converters write spaces in tokens of users' own; text has its spaces as low bars by then.
+        piece = token.replace(" ", "▁") if kind == _USER else token
+        kind = _UNKNOWN if id == unknown else _CONTROL if kind == _UNKNOWN else kind
+        proto.pieces.add(piece=piece, score=score, type=kind)
+    proto.trainer_spec.model_type = proto.trainer_spec.BPE
+    proto.trainer_spec.unk_id = unknown
+    proto.trainer_spec.byte_fallback = True
+    rules = proto.normalizer_spec
+    rules.name = "identity"
+    rules.add_dummy_prefix = space_first
+    rules.remove_extra_whitespaces = False
+    try:
+        processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
+    except Exception as error:  # the library raises RuntimeError, on vocabularies with no sense
+        raise ModelError(
+            f"{source} has a vocabulary that SentencePiece does not take ({brief(error)}); "
+            "download it again."
+        ) from error
+
+    control = {token: id for id, token in enumerate(tokens) if types[id] in (_CONTROL, _UNKNOWN)}
+    longest_first = sorted(control, key=len, reverse=True)
+    names = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if control else None
+
+    def to_ids(text: str, special: bool) -> list[int]:
+        # The library never reads control tokens out of a text, so the text is cut at them.
+        cut = names.split(text) if special and names else [text]
+        ids: list[int] = []
+        for at, part in enumerate(cut):
+            ids += [control[part]] if at % 2 else processor.encode(part) if part else []
+        return ids
+
+    def to_bytes(id: int) -> bytes:
+        if not 0 <= id < len(tokens):
+            return b""
+        plain = types[id] in (_CONTROL, _USER)
+        return tokens[id].encode() if plain else from_pieces(tokens[id])
+
+    return Tokenizer(
+        to_ids=to_ids,
+        to_bytes=to_bytes,
+        size=len(tokens),
+        control=control,
+        space_first=space_first,
+        **fields,
+    )

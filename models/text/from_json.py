@@ -1,0 +1,130 @@
+"""Tokenizers out of a Hugging Face folder: `tokenizer.json` and `tokenizer_config.json`."""
+
+import json
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import tokenizers
+
+from models.errors import ModelError, brief
+from models.json_file import read_json
+from models.kinds import TOKEN, check, refusal
+from models.text.token_bytes import from_letters, from_pieces
+from models.text.tokenizer import Tokenizer
+
+
+def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """Builds the tokenizer of a folder.
+
+    Args:
+        folder: holds `tokenizer.json`.
+        config: the model's config, asked for `bos_token_id` and `eos_token_id` where
+            `tokenizer_config.json` does not name the tokens.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(
+            f"{folder} has no tokenizer.json; write one with save_pretrained of a fast tokenizer."
+        )
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path} cannot be read ({brief(error)}); download it again.") from error
+    settings = read_json(folder / "tokenizer_config.json")
+
+    def special(name: str) -> int | None:
+        token = settings.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and inner.token_to_id(token) is not None:
+            return inner.token_to_id(token)
+        id = config.get(f"{name}_token_id")
+        id = id[0] if isinstance(id, list) and id else id
+        if id is not None:
+            check(id, TOKEN, f"{name}_token_id", str(folder))
+        return id
+
+    bos = special("bos")
+    # Which begins a prompt is told by the rule that the tokenizer applies after encoding; a few
+    # folders leave it out and have only the setting.
+    begins = bos is not None and inner.encode("").ids[:1] == [bos]
+    return from_tokenizers(
+        inner,
+        source=str(path),
+        bos=bos,
+        eos=special("eos"),
+        add_bos=begins or (bos is not None and bool(settings.get("add_bos_token"))),
+        template=_template(folder, settings),
+    )
+
+
+def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) -> Tokenizer:
+    """A `Tokenizer` over one of the `tokenizers` package.
+
+    Args:
+        inner: the library's tokenizer.
+        source: the file's name, for messages.
+        **fields: the fields of `Tokenizer` that the library's object does not tell.
+    """
+    steps = _steps(inner.decoder)
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds:
+        spelled = from_letters
+    elif kinds & {"Metaspace", "ByteFallback", "Replace"}:
+        spelled = from_pieces
+    else:
+        raise ModelError(
+            f"{source} decodes by {sorted(kinds) or 'no rule'}; byte-level and SentencePiece "
+            "vocabularies can be read."
+        )
+    added = inner.get_added_tokens_decoder()
+    lock = Lock()
+
+    def to_ids(text: str, special: bool) -> list[int]:
+        with lock:  # the library keeps this choice in the tokenizer itself
+            inner.encode_special_tokens = not special
+            return inner.encode(text, add_special_tokens=False).ids
+
+    def to_bytes(id: int) -> bytes:
+        if id in added:
+            return added[id].content.encode()
+        token = inner.id_to_token(id) if id >= 0 else None
+        return b"" if token is None else spelled(token)
+
+    return Tokenizer(
+        to_ids=to_ids,
+        to_bytes=to_bytes,
+        size=inner.get_vocab_size(),
+        control={token.content: id for id, token in added.items() if token.special},
+        space_first=any(_drops_space(step) for step in steps),
+        **fields,
+    )
+
+
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    """The decoder's steps as its own file format writes them."""
+    if decoder is None:
+        return []
+    step = json.loads(decoder.__getstate__())
+    return step["decoders"] if step["type"] == "Sequence" else [step]
+
+
+def _drops_space(step: dict[str, Any]) -> bool:
+    if step["type"] == "Metaspace":
+        return step.get("prepend_scheme") != "never"
+    return step["type"] == "Strip" and step.get("start", 0) > 0
+
+
+def _template(folder: Path, settings: dict[str, Any]) -> str | None:
+    beside = folder / "chat_template.jinja"  # newer folders keep it in a file of its own
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8", errors="replace")
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = (each for each in found if isinstance(each, dict))
+        found = next(
+            (each.get("template") for each in named if each.get("name") == "default"), None
+        )
+    if found is not None and not isinstance(found, str):
+        raise refusal(found, "a text, or a list of them by name", "chat_template", str(folder))
+    return found

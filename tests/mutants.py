@@ -1,0 +1,216 @@
+"""Small mistakes that a source file might have, one at a time: what `tests.mutate` plants.
+
+A mutant is an edit of the text at a place that the syntax tree names, so that all else stays as it
+was written. Left alone are docstrings and other text, type hints, decorators, and what is raised.
+"""
+
+import ast
+import re
+from dataclasses import dataclass
+
+SWAPS: dict[type, tuple[str, str]] = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+    ast.BitAnd: ("&", "|"),
+    ast.BitOr: ("|", "&"),
+    ast.BitXor: ("^", "&"),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "//"),
+    ast.LShift: ("<<", ">>"),
+    ast.RShift: (">>", "<<"),
+}
+"""Operators, and what each is mistaken for."""
+
+NAMES = {
+    "min": "max", "minimum": "maximum", "any": "all", "argmin": "argmax", "cummin": "cummax",
+    "logical_and": "logical_or", "reduce_and": "reduce_or", "zeros": "ones",
+    "zeros_like": "ones_like",
+}  # fmt: skip
+NAMES |= {other: name for name, other in NAMES.items()}
+"""Functions and methods, and what each is mistaken for."""
+
+OMITTED = {"side", "prepend", "where", "initial", "reverse"}
+"""Keywords that a call may have been written without."""
+
+PROMISES = {"strict", "stable", "unique_indices", "metadata"}
+"""Keywords whose values change nothing that a right program does."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One edit of a file: the text from `start` to `stop` becomes `text`.
+
+    where: the function or class that it is in, dotted; empty for the module.
+    """
+
+    file: str
+    where: str
+    line: int
+    start: int
+    stop: int
+    text: str
+
+    def applied(self, source: str) -> str:
+        """The whole text with the mistake in it."""
+        return source[: self.start] + self.text + source[self.stop :]
+
+    def key(self, source: str) -> tuple[str, str, str]:
+        """The file, the function and the changed lines: what names it wherever it moves."""
+        begin = source.rfind("\n", 0, self.start) + 1
+        end = source.find("\n", self.stop)
+        lines = source[begin : self.start] + self.text + source[self.stop : end]
+        return self.file, self.where, " ".join(lines.split())
+
+
+def mutants_of(file: str, source: str) -> list[Mutant]:
+    """List all mutants of a file that still parse, in their order."""
+    found = _Finder(file, source)
+    found.visit(ast.parse(source))
+    unique = {(m.start, m.stop, m.text): m for m in found.mutants}
+    return [
+        m for m in sorted(unique.values(), key=lambda m: (m.start, m.stop)) if _parses(m, source)
+    ]
+
+
+def _parses(mutant: Mutant, source: str) -> bool:
+    try:
+        ast.parse(mutant.applied(source))
+    except SyntaxError:
+        return False
+    return True
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self, file: str, source: str) -> None:
+        self.file, self.source = file, source
+        self.rows = [0]  # where each line begins
+        for line in source.splitlines(keepends=True):
+            self.rows.append(self.rows[-1] + len(line))
+        self.path: list[str] = []
+        self.mutants: list[Mutant] = []
+
+    # ------------------------------------------------------------------------------- places
+
+    def start(self, node: ast.AST) -> int:
+        return self._at(node.lineno, node.col_offset)
+
+    def stop(self, node: ast.AST) -> int:
+        return self._at(node.end_lineno, node.end_col_offset)
+
+    def _at(self, line: int, column: int) -> int:
+        """Where a place of the tree, which counts bytes, is in the text."""
+        row = self.source[self.rows[line - 1] : self.rows[line]].encode()
+        return self.rows[line - 1] + len(row[:column].decode())
+
+    def text(self, node: ast.AST) -> str:
+        return self.source[self.start(node) : self.stop(node)]
+
+    def put(self, start: int, stop: int, text: str) -> None:
+        line = self.source.count("\n", 0, start) + 1
+        where = ".".join(self.path)
+        self.mutants.append(Mutant(self.file, where, line, start, stop, text))
+
+    def swap(self, op: ast.AST, before: ast.AST, after: ast.AST) -> None:
+        """Mistake the operator between two operands."""
+        if type(op) in SWAPS:
+            old, new = SWAPS[type(op)]
+            begin = self.stop(before)
+            gap = re.sub(r"#.*", lambda m: " " * len(m[0]), self.source[begin : self.start(after)])
+            at = begin + gap.index(old)
+            self.put(at, at + len(old), new)
+
+    # ---------------------------------------------------------------------- what is left alone
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        """What an error says is not behaviour; that it comes is, and the condition is mutated."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.path.append(node.name)
+        for child in [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]:
+            self.visit(child)
+        self.path.pop()
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.path.append(node.name)
+        for child in node.body:
+            self.visit(child)
+        self.path.pop()
+
+    # -------------------------------------------------------------------------------- mistakes
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        sides = [node.left, *node.comparators]
+        for op, before, after in zip(node.ops, sides, sides[1:], strict=False):
+            self.swap(op, before, after)
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        self.swap(node.op, *node.values[:2])
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        self.swap(node.op, node.left, node.right)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.put(self.start(node), self.stop(node), "pass")
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        """Dropped, but that -1 stays a number that is mistaken as such."""
+        if not isinstance(node.op, ast.USub) or not isinstance(node.operand, ast.Constant):
+            self.put(self.start(node), self.start(node.operand), "")
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self.put(self.start(node), self.stop(node), str(not node.value))
+        elif isinstance(node.value, int):
+            for near in (node.value - 1, node.value + 1):
+                if near >= 0:
+                    self.put(self.start(node), self.stop(node), str(near))
+
+    def visit_If(self, node: ast.If) -> None:
+        self.put(self.start(node.test), self.stop(node.test), f"not ({self.text(node.test)})")
+        self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self.put(self.start(node), self.stop(node), f"({self.text(node.orelse)})")
+        self.put(self.start(node), self.stop(node), f"({self.text(node.body)})")
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name in NAMES:
+            self.put(self.stop(node.func) - len(name), self.stop(node.func), NAMES[name])
+        if name == "where" and len(node.args) == 3:
+            _, yes, no = node.args
+            swapped = self.text(no) + self.source[self.stop(yes) : self.start(no)] + self.text(yes)
+            self.put(self.start(yes), self.stop(no), swapped)
+        for keyword in node.keywords:
+            value = keyword.value
+            if keyword.arg == "mode":
+                self.put(self.start(value), self.stop(value), '"clip"')
+            elif name == "replace" or keyword.arg in OMITTED:
+                comma = re.match(r"\s*,?\s*", self.source[self.stop(keyword) :])
+                self.put(self.start(keyword), self.stop(keyword) + comma.end(), "")
+        behaving = [keyword for keyword in node.keywords if keyword.arg not in PROMISES]
+        for child in [node.func, *node.args, *behaving]:
+            self.visit(child)

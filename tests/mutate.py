@@ -1,0 +1,225 @@
+"""Plant small mistakes in the core, one at a time, and count how many the tests notice.
+
+    python -m tests.mutate --seed 0 --sample 200
+
+A seeded sample of all mutants (`tests.mutants`) is run, each in a copy of the tree and never in
+place: the doctests and tests that know the file, the quickest first, until one fails. Survivors are
+printed with their diffs, and then the share that was killed with its 95 % interval. A survivor is a
+test that is missing, or it changes nothing that can be observed; the latter are listed in
+`equivalents.toml`, each with its reason, and counted apart.
+
+mutmut and cosmic-ray were looked at. mutmut leaves decorated functions alone, which here are those
+under `jax.jit`, and forks one process, which JAX's threads do not survive. cosmic-ray mutates in
+place and has one test command for all modules. Neither draws a seeded sample.
+"""
+
+import argparse
+import difflib
+import importlib.util
+import os
+import queue
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from math import sqrt
+from pathlib import Path
+
+from tests.mutants import Mutant, mutants_of
+
+ROOT = Path(__file__).resolve().parent.parent
+CARRIED = ("jaxkv", "models", "tests", "conftest.py", "pyproject.toml")
+LIMIT = 600
+"""Seconds that the tests of a mutant may take: one that loops for ever is noticed by that."""
+
+KNOWN_BY = {
+    "jaxkv/window.py": "evictions window ollama stateful",
+    "jaxkv/stamp.py": "stale going_back refusals batch recurrent_going_back",
+    "jaxkv/kv/cells.py": "evictions traps isolation ollama streams window shift stale going_back "
+    "stateful refusals permutation",
+    "jaxkv/kv/slots.py": "traps ollama window streams refusals going_back stale evictions stateful "
+    "recurrent_ubatches",
+    "jaxkv/recurrent/s*.py": "recurrent recurrent_going_back recurrent_ubatches stale",
+    "jaxkv/hybrid.py": "window recurrent stale refusals recurrent_ubatches stateful",
+    "jaxkv/planning/*.py": "traps refusals batch streams window recurrent_ubatches stale "
+    "compiles_once transforms stateful",
+}
+"""The core, as patterns of its files, and the tests that know each, the quickest first."""
+
+DOCTESTS = ("jaxkv/verbs", "jaxkv/kv/cache.py", "jaxkv/recurrent/cache.py", "jaxkv/planning")
+"""Examples that go through the whole core."""
+
+
+def main() -> int:
+    """Read the command line, and do it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutate", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sample", type=int, default=200, help="how many mutants (default 200)")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", default="", help="of files whose name contains this")
+    options = parser.parse_args()
+
+    sources = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for pattern in KNOWN_BY
+        for path in files_of(pattern)
+        if options.only in str(path)
+    }
+    every = [m for file, source in sorted(sources.items()) for m in mutants_of(file, source)]
+    chosen = random.Random(options.seed).sample(every, min(options.sample, len(every)))
+    excused = equivalents()
+    drawn = [m for m in chosen if not excuse(m, sources[m.file], excused)]
+    print(f"{len(chosen)} of {len(every)} mutants, {len(chosen) - len(drawn)} known as equivalent")
+
+    with Trees(options.workers) as trees, ThreadPoolExecutor(options.workers) as pool:
+        tests = sorted({t for m in drawn for t in runs_of(m.file)})
+        right = list(pool.map(lambda test: trees.run(None, [test]), tests))
+        broken = [test for test, (killed, _) in zip(tests, right, strict=True) if killed]
+        print(f"without a mistake: {sum(s for _, s in right):.0f} s", *broken, flush=True)
+        if broken:
+            print("these fail already")
+            return 2
+        verdicts = list(pool.map(lambda m: verdict(trees, m, sources[m.file]), drawn))
+
+    survivors = [m for m, killed in zip(drawn, verdicts, strict=True) if not killed]
+    for mutant in survivors:
+        print(f"\nsurvived: {mutant.file}:{mutant.line} {mutant.where}")
+        print(diff(mutant, sources[mutant.file]))
+    killed, all_ = len(drawn) - len(survivors), len(drawn)
+    low, high = (100 * bound for bound in wilson(killed, all_))
+    print(
+        f"\nkilled {killed} of {all_}: {100 * killed / max(all_, 1):.1f} %, "
+        f"95 % interval {low:.1f} to {high:.1f} %"
+    )
+    return 0
+
+
+def verdict(trees: "Trees", mutant: Mutant, source: str) -> bool:
+    """Whether a mutant is noticed; one line about it is printed."""
+    killed, seconds = trees.run((mutant, source), runs_of(mutant.file))
+    word = "killed  " if killed else "SURVIVED"
+    print(f"{word} {seconds:4.0f} s  {mutant.file}:{mutant.line} {mutant.where}", flush=True)
+    return killed
+
+
+class Trees:
+    """Copies of the tree, one for each worker, and a cache of programs that they share."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.free: queue.Queue[Path] = queue.Queue()
+
+    def __enter__(self) -> "Trees":
+        self.folder = Path(tempfile.mkdtemp(prefix="jaxkv-mutants-"))
+        for i in range(self.count):
+            tree = self.folder / f"tree{i}"
+            for name in CARRIED:
+                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                copy(ROOT / name, tree / name)
+            self.free.put(tree)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(self, planted: tuple[Mutant, str] | None, tests: list[str]) -> tuple[bool, float]:
+        """Run tests on a free tree, with a mistake or none: whether one fails, and the seconds."""
+        tree, start = self.free.get(), time.monotonic()
+        try:
+            if planted:
+                mutant, source = planted
+                write(tree / mutant.file, mutant.applied(source))
+            return fails(tree, tests, self.folder / "xla"), time.monotonic() - start
+        finally:
+            if planted:
+                write(tree / mutant.file, source)
+            self.free.put(tree)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a module, and forget what was compiled of it: edits come faster than clocks tick."""
+    path.write_text(text, encoding="utf-8")
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def fails(tree: Path, tests: list[str], cache: Path) -> bool:
+    """Whether a test fails, or the code cannot be imported, or it takes for ever."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider"]
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+    try:
+        done = subprocess.run(
+            [*command, *tests], cwd=tree, env={**os.environ, **settings}, timeout=LIMIT,
+            capture_output=True, text=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return True
+    if done.returncode in (3, 4):
+        raise RuntimeError(f"pytest could not run:\n{done.stdout}\n{done.stderr}")
+    return done.returncode not in (0, 5)  # 5: a file without examples; below 0: it crashed
+
+
+def files_of(pattern: str) -> list[Path]:
+    """The files of a pattern; one that finds none is out of date."""
+    found = [path for path in sorted(ROOT.glob(pattern)) if path.name != "__init__.py"]
+    if not found:
+        raise SystemExit(f"no file is {pattern!r}: bring tests/mutate.py up to date")
+    return found
+
+
+def runs_of(file: str) -> list[str]:
+    """What knows a file: its own examples, the tests, and the examples of what is built on it."""
+    (names,) = {names for pattern, names in KNOWN_BY.items() if Path(file).match(pattern)}
+    return [file, *(f"tests/test_{name}.py" for name in names.split()), *DOCTESTS]
+
+
+def equivalents() -> list[dict[str, str]]:
+    """What is listed as equivalent; every entry has a reason."""
+    listed = tomllib.loads(Path(__file__).with_name("equivalents.toml").read_text("utf-8"))
+    assert all(entry.keys() >= {"file", "function", "reason"} for entry in listed["mutant"])
+    return listed["mutant"]
+
+
+def excuse(mutant: Mutant, source: str, listed: list[dict[str, str]]) -> str:
+    """The reason why a mutant changes nothing, or nothing.
+
+    An entry names a mutant by its file, its function and its line as it becomes; an entry without
+    a line is about all of the function.
+    """
+    file, where, line = mutant.key(source)
+    for entry in listed:
+        if (entry["file"], entry["function"]) == (file, where) and entry.get("line", line) == line:
+            return entry["reason"]
+    return ""
+
+
+def diff(mutant: Mutant, source: str) -> str:
+    """The lines that a mutant changes, before and after."""
+    sides = (text.splitlines() for text in (source, mutant.applied(source)))
+    lines = difflib.unified_diff(*sides, lineterm="", n=0)
+    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+
+
+def wilson(hits: int, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share that was found in a sample (Wilson's)."""
+    if not count:
+        return 0.0, 1.0
+    z, share = 1.96, hits / count
+    middle = share + z * z / (2 * count)
+    spread = z * sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return (middle - spread) / scale, (middle + spread) / scale
+
+
+if __name__ == "__main__":
+    sys.exit(main())
