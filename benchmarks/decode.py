@@ -56,12 +56,11 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
 def by_hand_step(
     model: models.Model, prompts: np.ndarray, layout: by_hand.Layout, *, cells: int
 ) -> Callable:
-    """The same model on a cache written by hand. Its rows are zeros: only the time is asked for."""
+    """The same model on a cache written by hand. It holds zeros: only the time is asked for."""
     batch, length = prompts.shape
     c = model.config
-    memory = by_hand.make(
-        layout, batch=batch, layers=len(c.windows), cells=cells, heads=c.kv_heads, size=c.head_dim
-    )
+    sizes = {"layers": len(c.windows), "kv_heads": c.kv_heads, "head_dim": c.head_dim}
+    memory = by_hand.make(layout, batch=batch, cells=cells, **sizes)
 
     @partial(jax.jit, donate_argnames="memory")
     def step(weights: Any, memory: Any, token: jax.Array, position: jax.Array) -> tuple:

@@ -11,7 +11,7 @@ from jaxkv.places import FAR
 
 
 def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
-    """Returns what decides which cells the tokens of a ubatch see.
+    """Return what decides which cells the tokens of a ubatch see.
 
     The table decides, nothing else: an empty cell has no owner, and a token sees the tokens of its
     own ubatch because they already stand in the table. With a window, a token sees what lies inside
@@ -44,7 +44,7 @@ def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
 
 
 def visible(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> jax.Array:
-    """Returns which cells each token sees, `[R, T, N]` bool; the arguments are those of `sight_of`.
+    """Return which cells each token sees, `[R, T, N]` bool; the arguments are those of `sight_of`.
 
     llama.cpp: `set_input_kq_mask`.
     """

@@ -1,6 +1,7 @@
 """Where the tokens of a ubatch could live: choose cells, then occupy them."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,28 +46,37 @@ def _highest(cells: Cells, present: jax.Array) -> jax.Array:
     The sequences of a word lie side by side, so that all are compared with a cell at once: a pass
     for each word with a sequence that was asked for, instead of one for each sequence.
     """
-    words, size = cells.owners.shape[1], cells.num_cells
-    if jax.default_backend() == "cpu":  # elsewhere turns of a loop cost more than they save
-        size = min(BLOCK, size)
+    words = cells.owners.shape[1]
+    asked = jnp.pad(present, (0, words * WORD - present.size)).reshape(words, WORD)
+    asked = jnp.any(asked, axis=1)
+    # Elsewhere than on a processor turns of a loop cost more than they save.
+    found = jax.lax.platform_dependent(
+        cells.owners[0],
+        cells.position[0],
+        asked,
+        cpu=partial(_highest_by, min(BLOCK, cells.num_cells)),
+        default=partial(_highest_by, cells.num_cells),
+    )
+    return found.reshape(-1)[: present.size]
+
+
+def _highest_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Array) -> jax.Array:
+    """Do it for some words, `[W]` bool, `size` cells at a time; `[W, WORD]` int32."""
+    words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
-    none = jnp.full((words, WORD), EMPTY, jnp.int32)
 
     def look(word: jax.Array, found: jax.Array) -> jax.Array:
         def block(i: jax.Array, highest: jax.Array) -> jax.Array:
-            start = jnp.minimum(
-                i * size, cells.num_cells - size
-            )  # the last may overlap the one before
-            owners = jax.lax.dynamic_slice(cells.owners[0], (word, start), (1, size))[0]
-            position = jax.lax.dynamic_slice_in_dim(cells.position[0], start, size)
-            owned = (owners[:, None] >> bit[None]) & 1 == 1  # [size, WORD]
-            return jnp.maximum(highest, jnp.max(jnp.where(owned, position[:, None], EMPTY), axis=0))
+            start = jnp.minimum(i * size, cells - size)  # the last may overlap the one before
+            here = jax.lax.dynamic_slice(owners, (word, start), (1, size))[0]
+            at = jax.lax.dynamic_slice_in_dim(position, start, size)
+            owned = (here[:, None] >> bit[None]) & 1 == 1  # [size, WORD]
+            return jnp.maximum(highest, jnp.max(jnp.where(owned, at[:, None], EMPTY), axis=0))
 
-        return found.at[word].set(
-            jax.lax.fori_loop(0, -(-cells.num_cells // size), block, found[word])
-        )
+        turns = jnp.int32(-(-cells // size))
+        return found.at[word].set(jax.lax.fori_loop(jnp.int32(0), turns, block, found[word]))
 
-    padded = jnp.pad(present, (0, words * WORD - present.size)).reshape(words, WORD)
-    return each(jnp.any(padded, axis=1), look, none).reshape(-1)[: present.size]
+    return each(asked, look, jnp.full((words, WORD), EMPTY, jnp.int32))
 
 
 def usable(cells: Cells) -> jax.Array:

@@ -25,7 +25,7 @@ Way = Callable[[jax.Array, jax.Array, jax.Array, Sight, Options], Sums]
 """An implementation: what is weighed for queries, keys, values, a sight and options.
 
 q: `[P, T, H, D]`, queries of P lists of tokens. Query head h reads key/value head h // (H / K).
-k: `[S, K, N, D]`, keys of all streams; a cell that nobody may see holds anything, also a NaN.
+k: `[S, K, N, D]`, keys of all streams; one that no token may see holds anything, also a NaN.
 v: `[S, K, N, Dv]`, values, finite all of them.
 sight: what decides which cells each token sees; of it an implementation makes what it needs.
 options: scale and softcap. Sinks come afterwards, when all cells have been weighed.
@@ -35,10 +35,10 @@ It returns a softmax that is still open, so that it can be joined with that over
 
 
 def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Chooses by shapes, for a GPU or a TPU.
+    """Choose by shapes, for a GPU or a TPU.
 
     The turns of a loop whose length depends on the data wait for the host or for each other, and
-    that takes longer than reading what nobody sees; unless the logits of all cells would be more
+    that takes longer than reading what no token sees; unless the logits of all cells would be more
     than what is read, as those of a prompt are.
     """
     logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes a cell
@@ -48,7 +48,7 @@ def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Option
 
 
 def by_platform(cpu: Callable[..., Sums], default: Callable[..., Sums]) -> Callable[..., Sums]:
-    """Makes one implementation of two: the platform that a program is lowered for picks."""
+    """Make one implementation of two: the platform that a program is lowered for picks."""
 
     def weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, options: Options) -> Sums:
         ways = {"cpu": partial(cpu, options=options), "default": partial(default, options=options)}
@@ -58,7 +58,7 @@ def by_platform(cpu: Callable[..., Sums], default: Callable[..., Sums]) -> Calla
 
 
 def ours(cpu: Way, default: Way) -> Way:
-    """Makes an implementation of jaxkv's own."""
+    """Make an implementation of jaxkv's own."""
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
         return xla.cleaned(q, sight.of_lists(k), sight.of_lists(v), mask_of(sight), options)
@@ -84,7 +84,7 @@ def attend(
     options: Options,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Attends from lists of tokens to the cells of their streams.
+    """Attend from lists of tokens to the cells of their streams.
 
     It is compiled as a function of its own, so that the layers of a model are traced and lowered
     once.
@@ -167,7 +167,7 @@ def attention(
 
 
 def check(q: jax.Array, k: jax.Array, v: jax.Array, options: Options) -> None:
-    """Raises unless the shapes of queries, keys, values and sinks fit together."""
+    """Raise unless the shapes of queries, keys, values and sinks fit together."""
     heads, size = q.shape[2:]
     if heads % k.shape[1] or k.shape[:3] != v.shape[:3] or k.shape[3] != size:
         raise ValueError(

@@ -14,13 +14,13 @@ from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, packed, sums_dtyp
 
 
 def xla(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Calls `jax.nn.dot_product_attention` in the wider dtype of queries and buffers."""
+    """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers."""
     dtype = jnp.result_type(q, k, v)
     return _weigh("xla", q.astype(dtype), k.astype(dtype), v.astype(dtype), sight, options)
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Calls it with cuDNN's kernel, which knows float16 and bfloat16.
+    """Call it with cuDNN's kernel, which knows float16 and bfloat16.
 
     Raises:
       ValueError: for other dtypes, or queries of another than the buffers.

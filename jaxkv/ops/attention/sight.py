@@ -38,13 +38,13 @@ class Sight:
     all_streams: bool = field(metadata={"static": True})
 
     def of_lists(self, x: jax.Array) -> jax.Array:
-        """Returns the part of each list's stream, `[P, ...]`, of an array `[S, ...]`."""
+        """Return the part of each list's stream, `[P, ...]`, of an array `[S, ...]`."""
         return x if self.all_streams else x[self.streams]
 
 
 @jax.jit
 def mask_of(sight: Sight) -> jax.Array:
-    """Returns which cells of its stream each token sees; `[P, T, N]` bool.
+    """Return which cells of its stream each token sees; `[P, T, N]` bool.
 
     Layers that share a sight call this each for itself; the compiler computes it once.
 

@@ -29,11 +29,11 @@ class Options:
     sinks: jax.Array | None = None
 
     def scaled(self, q: jax.Array) -> jax.Array:
-        """Returns queries `[..., D]` times the scale, in their own dtype."""
+        """Return queries `[..., D]` times the scale, in their own dtype."""
         return q * jnp.asarray(q.shape[-1] ** -0.5 if self.scale is None else self.scale, q.dtype)
 
     def capped(self, logits: jax.Array) -> jax.Array:
-        """Returns logits below the bound, smoothly, if there is one."""
+        """Return logits below the bound, smoothly, if there is one."""
         cap = self.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -53,23 +53,23 @@ class Sums(NamedTuple):
     out: jax.Array
 
     def plus(self, highest: jax.Array, total: jax.Array, out: jax.Array) -> "Sums":
-        """Returns the sums over these cells and others that were weighed by a higher `highest`."""
+        """Return the sums over these cells and others that were weighed by a higher `highest`."""
         down = jnp.exp(self.highest - highest)
         return Sums(highest, self.total * down + total, self.out * down[..., None] + out)
 
 
 def sums_dtype(q: jax.Array) -> jnp.dtype:
-    """Returns what logits and sums are computed in: float32, or float64 for such queries."""
+    """Return what logits and sums are computed in: float32, or float64 for such queries."""
     return jnp.promote_types(q.dtype, jnp.float32)
 
 
 def masked(logits: jax.Array, mask: jax.Array) -> jax.Array:
-    """Gives hidden cells the lowest logit, and others a higher one; a NaN that is seen stays."""
+    """Give hidden cells the lowest logit, and others a higher one; a NaN that is seen stays."""
     return jnp.where(mask, jnp.maximum(logits, LOWEST / 2), LOWEST)
 
 
 def seen_alone(sums: Sums, sees: jax.Array) -> Sums:
-    """Sets the sums of a token to zero that sees nothing; `sees` is `[P, T]` bool.
+    """Set the sums of a token to zero that sees nothing; `sees` is `[P, T]` bool.
 
     It has sums all the same, of hidden cells, whose logits are then the highest. What is seen in a
     later tile, or by another shard, has so much higher ones that nothing is left of them.
@@ -83,20 +83,20 @@ def seen_alone(sums: Sums, sees: jax.Array) -> Sums:
 
 
 def nothing(q: jax.Array, value_dim: int) -> Sums:
-    """Returns the sums over no cells, for packed queries `[P, K, X, D]`."""
+    """Return the sums over no cells, for packed queries `[P, K, X, D]`."""
     zero = jnp.zeros(q.shape[:3], sums_dtype(q))
     return Sums(zero + LOWEST, zero, jnp.zeros((*q.shape[:3], value_dim), zero.dtype))
 
 
 def joined(a: Sums, b: Sums) -> Sums:
-    """Returns the softmax over the cells of two."""
+    """Return the softmax over the cells of two."""
     highest = jax.lax.stop_gradient(jnp.maximum(a.highest, b.highest))
     down = jnp.exp(b.highest - highest)
     return a.plus(highest, b.total * down, b.out * down[..., None])
 
 
 def with_sinks(sums: Sums, sinks: jax.Array | None) -> Sums:
-    """Adds the sinks `[H]`, if there are any, to the sums over all cells."""
+    """Add the sinks `[H]`, if there are any, to the sums over all cells."""
     if sinks is None:
         return sums
     lists, groups, queries = sums.total.shape
@@ -112,7 +112,7 @@ def closed(sums: Sums) -> jax.Array:
 
 
 def packed(q: jax.Array, groups: int) -> jax.Array:
-    """Lays queries out as one product with each key head; `[P, T, H, D]` to `[P, K, G * T, D]`."""
+    """Lay queries out as one product with each key head; `[P, T, H, D]` to `[P, K, G * T, D]`."""
     lists, tokens, _, size = q.shape
     return (
         q.reshape(lists, tokens, groups, -1, size)
@@ -122,7 +122,7 @@ def packed(q: jax.Array, groups: int) -> jax.Array:
 
 
 def unpacked(out: jax.Array, tokens: int) -> jax.Array:
-    """Undoes `packed`; `[P, K, G * T, Dv]` to `[P, T, H, Dv]`."""
+    """Undo `packed`; `[P, K, G * T, Dv]` to `[P, T, H, Dv]`."""
     lists, groups, _, size = out.shape
     out = out.reshape(lists, groups, -1, tokens, size).transpose(0, 3, 1, 2, 4)
     return out.reshape(lists, tokens, -1, size)

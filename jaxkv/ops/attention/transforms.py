@@ -13,7 +13,7 @@ from jaxkv.ops.attention.softmax import Options, Sums
 
 
 def derived_by(plain: Callable[..., Sums], way: Callable[..., Sums]) -> Callable[..., Sums]:
-    """Gives an implementation the derivatives of another, in both modes.
+    """Give an implementation the derivatives of another, in both modes.
 
     A loop whose length depends on the data cannot be run backwards, and what is fast forwards need
     not be so backwards.
@@ -37,7 +37,7 @@ def derived_by(plain: Callable[..., Sums], way: Callable[..., Sums]) -> Callable
 
 
 def folded(way: Callable[..., Sums]) -> Callable[..., Sums]:
-    """Makes a batch of memories one memory of more streams, where `vmap` would do both branches.
+    """Make a batch of memories one memory of more streams, where `vmap` would do both branches.
 
     A `cond` whose condition differs within a batch becomes a choice between two results, and a loop
     goes on for all as long as for one of them.

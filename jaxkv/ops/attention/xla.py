@@ -15,12 +15,12 @@ from jaxkv.ops.attention.softmax import (
 
 
 def whole(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Weighs all cells of the streams that take part, see `jaxkv.ops.attention.api`."""
+    """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.api`."""
     return by_mask(q, sight.of_lists(k), sight.of_lists(v), mask_of(sight), options)
 
 
 def cleaned(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
-    """Does what `by_mask` does, in a form whose derivatives are safe from what no token sees.
+    """Do what `by_mask` does, in a form whose derivatives are safe from what no token sees.
 
     They multiply keys and values by the zeros of what is hidden, which a NaN would survive. So what
     no token sees is set to zero, which holds a copy.
@@ -30,7 +30,7 @@ def cleaned(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: 
 
 
 def by_mask(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
-    """Weighs the cells `[P, K, N, D]` of each list that its mask `[P, T, N]` shows to it."""
+    """Weigh the cells `[P, K, N, D]` of each list that its mask `[P, T, N]` shows to it."""
     q = packed(options.scaled(q), k.shape[1])
     logits = _logits(q, k, mask, options)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
@@ -41,7 +41,7 @@ def by_mask(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: 
 def added(
     sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options
 ) -> Sums:
-    """Weighs further cells, and adds them to sums.
+    """Weigh further cells, and add them to sums.
 
     A token that sees none of all cells gets sums all the same, see `seen_alone`.
 

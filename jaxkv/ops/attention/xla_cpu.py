@@ -38,7 +38,7 @@ PART = 64
 
 
 def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Reads tiles where few of them are seen, or tokens are many, and else all cells at once.
+    """Read tiles where few of them are seen, or tokens are many, and else all cells at once.
 
     Numbers of 16 bits go through float32, which is for a tile at a time.
     """
@@ -58,23 +58,23 @@ def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Option
 
 
 def tiles(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Weighs the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
+    """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
     return in_blocks(q, k, v, sight, options, added)
 
 
 def whole(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Weighs all cells of the streams that take part."""
+    """Weigh all cells of the streams that take part."""
     return by_mask(q, sight.of_lists(k), sight.of_lists(v), mask_of(sight), options)
 
 
 def by_mask(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
-    """Does what `jaxkv.ops.attention.xla.by_mask` does, with the same arguments."""
+    """Do what `jaxkv.ops.attention.xla.by_mask` does, with the same arguments."""
     q = packed(options.scaled(q), k.shape[1])
     return seen_alone(at_once(q, k, v, mask, options), jnp.any(mask, axis=2))
 
 
 def at_once(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
-    """Weighs all cells, for packed queries `[P, K, X, D]`; leaves `seen_alone` to callers."""
+    """Weigh all cells, for packed queries `[P, K, X, D]`; leave `seen_alone` to callers."""
     logits, v = _logits(q, k, mask, options), _in_parts(v, q.shape[2])
     # Maximum, difference and exponential in a row are one fast function of the compiler's on CPU.
     # It takes nothing between them, such as a guard against -inf or a maximum of earlier cells.
@@ -85,7 +85,7 @@ def at_once(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: 
 def added(
     sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options
 ) -> Sums:
-    """Does what `jaxkv.ops.attention.xla.added` does, with the same arguments."""
+    """Do what `jaxkv.ops.attention.xla.added` does, with the same arguments."""
     logits, v = _logits(q, k, mask, options), _in_parts(v, q.shape[2])
     highest = jnp.max(logits, axis=(2, 5)).reshape(sums.highest.shape)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.highest))
@@ -94,7 +94,7 @@ def added(
 
 
 def _logits(q: jax.Array, k: jax.Array, mask: jax.Array, options: Options) -> jax.Array:
-    """Multiplies queries `[P, K, X, D]` and keys, and masks; `[P, K, parts, G, T, C]`."""
+    """Multiply queries `[P, K, X, D]` and keys, and masks; `[P, K, parts, G, T, C]`."""
     k = _in_parts(k, q.shape[2])
     lists, tokens, _ = mask.shape
     mask = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
@@ -103,7 +103,7 @@ def _logits(q: jax.Array, k: jax.Array, mask: jax.Array, options: Options) -> ja
 
 
 def _in_parts(x: jax.Array, queries: int) -> jax.Array:
-    """Cuts keys or values into parts of C; `[P, K, N, D]` to `[P, K, parts, C, D]`, unmoved.
+    """Cut keys or values into parts of C; `[P, K, N, D]` to `[P, K, parts, C, D]`, unmoved.
 
     A processor shares products among its cores one by one, and a few thin ones keep but one core
     busy. Where there are many queries, or few cells, there is one part.
@@ -115,7 +115,7 @@ def _in_parts(x: jax.Array, queries: int) -> jax.Array:
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Multiplies queries `[P, K, X, D]` and keys in parts; `[P, K, parts, X, C]`.
+    """Multiply queries `[P, K, X, D]` and keys in parts; `[P, K, parts, X, C]`.
 
     With few queries the keys come first: rows of the first factor are shared among cores. The
     barrier keeps the compiler from exchanging the factors to save itself the small transpose. With
@@ -130,7 +130,7 @@ def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _weigh(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds up weights `[P, K, parts, G, T, C]`, `[P, K, X]`, and weighted values, `[P, K, X, Dv]`.
+    """Add up weights `[P, K, parts, G, T, C]`, `[P, K, X]`, and weighted values, `[P, K, X, Dv]`.
 
     Without the barrier the sum over parts would become one product with the values again.
     """

@@ -43,7 +43,7 @@ class Live(NamedTuple):
 
 @jax.jit
 def live_of(sight: Sight) -> Live:
-    """Lists the tiles that are seen. Like `mask_of`, the compiler does this once for all layers."""
+    """List the tiles that are seen. Like `mask_of`, the compiler does this once for all layers."""
     lists, tokens = sight.at.shape
     cells = sight.position.shape[1]
     blocks, size = -(-tokens // BLOCK), min(TILE, cells)
@@ -58,14 +58,14 @@ def live_of(sight: Sight) -> Live:
 
 
 def by_tiles(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Weighs the cells of live tiles, see `jaxkv.ops.attention.api`."""
+    """Weigh the cells of live tiles, see `jaxkv.ops.attention.api`."""
     return in_blocks(q, k, v, sight, options, xla.added)
 
 
 def in_blocks(
     q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options, added: Added
 ) -> Sums:
-    """Weighs the cells of live tiles, each as `added` does, for tokens in blocks."""
+    """Weigh the cells of live tiles, each as `added` does, for tokens in blocks."""
     live = live_of(sight)
     lists, tokens = sight.at.shape
     rows = packed(options.scaled(_in_blocks(q, live.mask.shape[0] // lists)), k.shape[1])
@@ -77,7 +77,7 @@ def in_blocks(
 def one_by_one(
     q: jax.Array, k: jax.Array, v: jax.Array, live: Live, options: Options, added: Added
 ) -> Sums:
-    """Goes over live tiles, for packed queries `[P * b, K, X, D]`; leaves `seen_alone` to callers.
+    """Go over live tiles, for packed queries `[P * b, K, X, D]`; leave `seen_alone` to callers.
 
     Keys and values are read where they lie, also those of a few streams of many.
     """
@@ -109,7 +109,7 @@ def one_by_one(
 
 
 def _in_blocks(x: jax.Array, blocks: int) -> jax.Array:
-    """Cuts lists of tokens into equal blocks; `[P, T, ...]` to `[P * blocks, t, ...]`.
+    """Cut lists of tokens into equal blocks; `[P, T, ...]` to `[P * blocks, t, ...]`.
 
     The last one is filled up with zeros: tokens that see nothing.
     """
@@ -121,7 +121,7 @@ def _in_blocks(x: jax.Array, blocks: int) -> jax.Array:
 
 
 def _of_lists(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:
-    """Undoes `_in_blocks` for packed sums; `[P * b, K, G * t, ...]` to `[P, K, G * T, ...]`."""
+    """Undo `_in_blocks` for packed sums; `[P * b, K, G * t, ...]` to `[P, K, G * T, ...]`."""
     if x.shape[0] == lists:
         return x
     groups, rest = x.shape[1], x.shape[3:]
