@@ -71,7 +71,7 @@ class HybridTable(Table):
         )
 
     def num_layers(self, buffers: tuple) -> int:
-        """One more than the highest layer that a part serves."""
+        """Return one more than the highest layer that a part serves."""
         del buffers
         return 1 + max(layer for layers in self.layers for layer in layers)
 
@@ -85,7 +85,7 @@ class HybridTable(Table):
         return tuple(part.digest() for part in self.parts)
 
     def first(self, seq: jax.Array) -> jax.Array:
-        """What all parts hold begins where the last of them begins; nothing if one is empty."""
+        """Return where what all parts hold begins: the largest first one; -1 if one is empty."""
         found = [part.first(seq) for part in self.parts]
         return jnp.where(_smallest(found) < 0, -1, _largest(found))
 
@@ -98,7 +98,7 @@ class HybridTable(Table):
         return reduce(jnp.add, [part.used() for part in self.parts])
 
     def inspect(self, present: jax.Array) -> Findings:
-        """A sequence whose parts end at different positions cannot go on in all of them."""
+        """Return what holds in any part; sequences whose parts end apart miss something too."""
         found = [part.inspect(present) for part in self.parts]
         last = _largest([one.last for one in found])
         apart = present & _any([one.last != last for one in found])
@@ -109,7 +109,7 @@ class HybridTable(Table):
         )
 
     def admit(self, wanted: jax.Array) -> Room:
-        """Each part orders the sequences in the same way, so what fits everywhere fits together."""
+        """Return what fits in all parts: each orders the sequences alike, so it fits together."""
         found = [part.admit(wanted) for part in self.parts]
         return Room(
             fits=_all([one.fits for one in found]),
@@ -118,7 +118,7 @@ class HybridTable(Table):
         )
 
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[tuple, jax.Array]:
-        """Choose in each part."""
+        """Return what each part chooses, and the highest `Reason` of each token."""
         found = [part.choose_slots(ubatch, ok) for part in self.parts]
         slots, faults = zip(*found, strict=True)
         return slots, _largest([*faults])
@@ -173,11 +173,11 @@ class HybridTable(Table):
         return _all([part.can_resume(seq, pos) for part in self.parts])
 
     def update(self) -> Commitment:
-        """Plan the update of each part."""
+        """Return the plans of each part."""
         return HybridCommitment(parts=tuple(part.update() for part in self.parts))
 
     def defrag(self, max_moves: int | None) -> Commitment:
-        """Plan the moves of each part."""
+        """Return the plans of each part."""
         return HybridCommitment(parts=tuple(part.defrag(max_moves) for part in self.parts))
 
     def go_back(self, old: "HybridTable") -> tuple["HybridTable", jax.Array]:
@@ -187,7 +187,7 @@ class HybridTable(Table):
         return replace(old, parts=parts), _all([*granted])
 
     def faults(self) -> dict[str, jax.Array]:
-        """Count the faults of each part."""
+        """Return the faults of each part."""
         return {
             f"part {i}: {name}": count
             for i, part in enumerate(self.parts)
@@ -220,7 +220,7 @@ class HybridTable(Table):
         return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own)
 
     def rollback(self, layer: int) -> int:
-        """Ask the part that serves the layer."""
+        """Return that of the part that serves the layer."""
         i, inner = self._part_serving("states", layer)
         return self.parts[i].rollback(inner)
 

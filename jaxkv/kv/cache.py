@@ -40,7 +40,7 @@ class CellTable(Cells, Table):
         )
 
     def num_layers(self, buffers: Buffers) -> int:
-        """L."""
+        """Return L."""
         return len(buffers.k)
 
     def digest(self) -> jax.Array:
@@ -130,7 +130,7 @@ class CellTable(Cells, Table):
         return cells.faults(self)
 
     def serves(self, verb: str, layer: int) -> bool:
-        """Every layer attends."""
+        """Return whether it is `attend`, which every layer knows."""
         del layer
         return verb == "attend"
 

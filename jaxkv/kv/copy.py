@@ -22,7 +22,7 @@ def copy_between(
 
     Args:
       cells: the table, with a stream for each sequence.
-      rows: the rows beside it.
+      rows: the buffers beside it.
       src: `[]` int32, the sequence that is copied.
       dst: `[]` or `[n]` int32, those that are replaced; `src` itself stays as it is.
       start: first position of the range.

@@ -85,7 +85,7 @@ def _close(taken: jax.Array) -> Defrag:
 
 
 def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
-    """Move cells and their rows, a bounded number at a time.
+    """Move cells and what the buffers hold for them, a bounded number at a time.
 
     Nothing happens unless every source holds a token and every destination none, as planned.
     """
@@ -130,7 +130,7 @@ def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
             return field.at[stream, destination].set(value, mode="drop", unique_indices=True)
 
         owners = [carried(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
-        # The same rows in another place: stamped anew, for a ubatch that still meant the old one.
+        # The same keys in another place: stamped anew, for a table that knew what stood there.
         stamp = cells.stamp.at[stream, source].get(mode="fill", fill_value=0)
         stamp = cells.stamp.at[stream, destination].set(
             mix(stamp + 1), mode="drop", unique_indices=True
@@ -142,7 +142,7 @@ def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
             shift=carried(cells.shift, 0),
             stamp=stamp,
         )
-        # Layer after layer, rows are gathered before they are scattered.
+        # Layer after layer, keys and values are gathered before they are scattered.
         k, v = (
             tuple(_move_rows(x, source, destination) for x in half) for half in (rows.k, rows.v)
         )
@@ -152,7 +152,7 @@ def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
 
 
 def _move_rows(rows: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
-    """Copy rows, `[S, K, N, D]`, from cells to cells, `[S, n]`; those past the end stay."""
+    """Copy keys or values, `[S, K, N, D]`, from cells to cells, `[S, n]`, but none past the end."""
     stream = jnp.arange(rows.shape[0])[:, None, None]
     head = jnp.arange(rows.shape[1])[None, None]
     moved = rows.at[stream, head, source[..., None]].get(mode="fill", fill_value=0)

@@ -29,7 +29,7 @@ from jaxkv.places import EMPTY, END, end_of
 from jaxkv.rope import rotate
 
 CHUNK = 256
-"""Buffers that are held at a time while many are rotated or moved."""
+"""Cells whose keys and values are held at a time while many are rotated or moved."""
 
 
 @jax.tree_util.register_dataclass

@@ -16,7 +16,7 @@ Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
 
 
 def step_of(forward: Forward) -> Any:
-    """Find the program that `prefill` runs for each ubatch: for loops in Python of one's own.
+    """Return the program that `prefill` runs for each ubatch: for loops in Python of one's own.
 
     Args:
       forward: see `prefill`.

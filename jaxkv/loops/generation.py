@@ -171,7 +171,7 @@ def _decode(
     stop: Any,
     steps: int,
 ) -> tuple[Any, DecodeState, jax.Array]:
-    """What `decode` says, as a part of the program that is being traced."""
+    """Do what `decode` says, as a part of the program that is being traced."""
     count = state.token.shape[0]
     # The first token that is picked stands one past that of the state, which is not placed yet.
     first = seq_pos_max(memory, state.sequence) + 2

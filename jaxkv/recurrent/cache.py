@@ -56,7 +56,7 @@ class StateTable(States, Table):
         )
 
     def num_layers(self, buffers: Buffers) -> int:
-        """L."""
+        """Return L."""
         return len(buffers)
 
     def digest(self) -> jax.Array:
@@ -80,7 +80,7 @@ class StateTable(States, Table):
         return states.inspect(self, present)
 
     def admit(self, wanted: jax.Array) -> Room:
-        """There is always room: a sequence lets go of as many states as it gets."""
+        """Return that there is room: a sequence lets go of as many states as it gets."""
         everyone = wanted >= 0
         return Room(everyone, everyone, jnp.full_like(wanted, END))
 
@@ -131,11 +131,11 @@ class StateTable(States, Table):
         return states.can_resume(self, seq, pos)
 
     def update(self) -> Commitment:
-        """Nothing is ever owed a rotation."""
+        """Return a plan of nothing: no key is owed a rotation."""
         return NoOp()
 
     def defrag(self, max_moves: int | None) -> Commitment:
-        """There are no gaps to close."""
+        """Return a plan of nothing: there are no gaps to close."""
         del max_moves
         return NoOp()
 
@@ -148,7 +148,7 @@ class StateTable(States, Table):
         return states.faults(self)
 
     def serves(self, verb: str, layer: int) -> bool:
-        """Every layer goes on from states."""
+        """Return whether it is about states, which every layer goes on from."""
         del layer
         return verb == "states"
 
@@ -193,7 +193,7 @@ class StateTable(States, Table):
         return slots.note_written(self, layer, ubatch, cells), buffers
 
     def rollback(self, layer: int) -> int:
-        """E, for every layer."""
+        """Return E, the same for every layer."""
         self._check_layer(layer)
         return self.earlier
 

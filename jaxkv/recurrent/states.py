@@ -382,7 +382,7 @@ def go_back(states: T, old: T) -> tuple[T, jax.Array]:
 
 
 def faults(states: States) -> dict[str, jax.Array]:
-    """Count what breaks the invariants of a table, by name; `[]` int32 each."""
+    """Return how often each invariant of a table is broken, by name; `[]` int32 each."""
     held, celled = states.position != EMPTY, states.cell < states.num_cells
     rises = states.position[:, 1:] > states.position[:, :-1]
     times = jax.vmap(

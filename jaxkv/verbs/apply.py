@@ -60,7 +60,7 @@ def apply(memory: Memory, part: Ubatch | Plan | Commitment, *, donate: bool = Fa
 
 
 def is_current(memory: Memory, ubatch: Ubatch) -> jax.Array:
-    """Ask whether applying a ubatch now would take its tokens in; `[]` bool.
+    """Return whether applying a ubatch now would take its tokens in; `[]` bool.
 
     It would not after an edit of a stream of the ubatch, after another ubatch there, twice, or when
     the plan was refused.
@@ -81,7 +81,7 @@ def is_current(memory: Memory, ubatch: Ubatch) -> jax.Array:
 
 @jax.jit
 def _is_current(table: Any, ubatch: Ubatch) -> jax.Array:
-    """Compare the digests of the streams that the ubatch has tokens for, in every part."""
+    """Return whether the digests of the streams it has tokens in are those of its plan."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(lambda now, then: now == then, table.digest(), ubatch.before)
     current = reduce(jnp.logical_and, [one[ubatch.row_stream] for one in jax.tree.leaves(same)])
