@@ -32,7 +32,7 @@ ROPE = jaxkv.make_rope(SIZE, base=100.0)
 
 @dataclass(frozen=True)
 class Kind:
-    """A memory under test: its sizes, how it is made, and who knows what it should do.
+    """A memory under test: its sizes, how it is made, and the oracles that know what it should do.
 
     Each window is a part of its own, with half of the layers; a single one is no composite.
     """
@@ -336,8 +336,8 @@ class Oracles(list[Oracle]):
     def plan(self, tokens: Sequence[Token], *, ubatch_size: int | None) -> tuple[dict, list[Plan]]:
         """Plan in every part: all faults, with the reason that counts; and the parts' ubatches."""
         plans = [oracle.plan(tokens, ubatch_size=ubatch_size) for oracle in self]
-        # Faults are looked for in this order, in all parts before the next: who is refused for one
-        # reason never gets to the next, and nobody gets cells.
+        # Faults are looked for in this order, in all parts before the next: a sequence refused
+        # for one reason never gets to the next, and then no sequence gets cells.
         stages = (
             ("NOT_NEXT", "GAP", "DUPLICATE", "DECREASING"), ("UPDATE_PENDING",), ("LOST",),
         )  # fmt: skip
@@ -420,7 +420,7 @@ class Twin:
         assert plan.ok.item() == all(one.ok for one in plans)
         if len(plans) == 1:
             assert faults == plans[0].faults
-        else:  # several parts may each lack room; who is named then, and how, is not spelled out
+        else:  # several parts may lack room: which sequences are named then is not spelled out
             assert expected.items() <= faults.items()
             assert set(faults) >= set.intersection(*(set(one.faults) for one in plans))
         if plan.ok:
