@@ -323,7 +323,7 @@ class Histories:
 class Twin:
     """A memory and its oracles, led through the same verbs, compared after each.
 
-    kinds: the model's layers, see `compute`. Without attention the memory is no composite.
+    kinds: the model's layers, see `compute`. Without attention the memory is no hybrid one.
     """
 
     def __init__(

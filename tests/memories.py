@@ -34,7 +34,7 @@ ROPE = jaxkv.make_rope(SIZE, base=100.0)
 class Kind:
     """A memory under test: its sizes, how it is made, and the oracles that know what it should do.
 
-    Each window is a part of its own, with half of the layers; a single one is no composite.
+    Each window is a part of its own, with half of the layers; a single one is no hybrid.
     """
 
     name: str
@@ -156,7 +156,7 @@ def plan_rows(memory: Any, tokens: Any, valid: Any, positions: Any = None) -> ja
 
 
 def parts_of(memory: Any) -> list[tuple[Cells, Buffers]]:
-    """List the tables and rows of a memory, whether it is a composite or not."""
+    """List the tables and buffers of a memory, whether it is a hybrid one or not."""
     table, rows = jaxkv.split(memory)
     if isinstance(table, Cells):
         return [(table, rows)]
