@@ -260,7 +260,7 @@ def test_parts_that_end_apart_are_refused_and_never_half_applied():
 
 @pytest.mark.slow
 def test_a_hybrid_of_hybrids_finds_the_part():
-    """A composite as a part is asked by its own layers."""
+    """A hybrid memory as a part is asked by its own layers."""
     sizes = {"kv_heads": 2, "head_dim": 4, "sequences": 3}
     inner = jaxkv.make_hybrid_cache(
         (jaxkv.make_kv_cache(layers=1, cells=16, **sizes), (0,)),

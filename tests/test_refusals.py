@@ -24,7 +24,7 @@ def compute(memory, plan):
 
 
 FAULTS = {
-    # name: the batch's sequences, its positions, and who is refused and how. Sequence 0 holds 5
+    # name: the batch's sequences, its positions, and which are refused, and how. Sequence 0 holds 5
     # tokens, 1 holds 3 and 2 none; 4 cells are free.
     "no-room": ([2] * 7, None, {2: (Reason.NO_ROOM, 7, 4)}),
     "no-room-for-one": ([2, 0, 2, 2, 2, 1, 1], None, {2: (Reason.NO_ROOM, 4, 1)}),

@@ -3,6 +3,8 @@
 A key was rotated for the position it had when it was written. Moving it is a note in the table. The
 note is always the position now less the position the key was rotated for, so several moves add up
 to one rotation, and those that cancel to none.
+
+Ranges and ids are read as in `jaxkv.kv.cells`.
 """
 
 from collections.abc import Callable
