@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.buffers import Buffers, copy_run
 from jaxkv.kv.cells import C, inherited, known, within
 from jaxkv.kv.shift import CHUNK
 from jaxkv.places import EMPTY
@@ -61,12 +61,7 @@ def _copy_one(
 
     def chunk(i: jax.Array, halves: tuple) -> tuple:
         first = jnp.minimum(i * size, cells.num_cells - size)  # the last may overlap the one before
+        return jax.tree.map(lambda x: copy_run(x, src, dst, first, size), halves)
 
-        def carried(x: jax.Array) -> jax.Array:
-            part = jax.lax.dynamic_slice(x, (src, 0, first, 0), (1, x.shape[1], size, x.shape[3]))
-            return jax.lax.dynamic_update_slice(x, part, (dst, 0, first, 0))
-
-        return jax.tree.map(carried, halves)
-
-    k, v = jax.lax.fori_loop(0, chunks, chunk, (rows.k, rows.v))
+    k, v = jax.lax.fori_loop(jnp.int32(0), chunks, chunk, (rows.k, rows.v))
     return cells, replace(rows, k=k, v=v)

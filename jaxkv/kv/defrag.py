@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
 from jaxkv.memory import Commitment
@@ -143,19 +143,9 @@ def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
             stamp=stamp,
         )
         # Layer after layer, rows are gathered before they are scattered.
-        k, v = (
-            tuple(_move_rows(x, source, destination) for x in half) for half in (rows.k, rows.v)
+        halves = jax.tree.map(
+            lambda x: scatter(x, stream, destination, gather(x, stream, source)), (rows.k, rows.v)
         )
-        return cells, replace(rows, k=k, v=v)
+        return cells, replace(rows, k=halves[0], v=halves[1])
 
     return jax.lax.fori_loop(0, jnp.where(fresh, chunks, 0), move, (cells, rows))
-
-
-def _move_rows(rows: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
-    """Copy rows, `[S, K, N, D]`, from cells to cells, `[S, n]`; those past the end stay."""
-    stream = jnp.arange(rows.shape[0])[:, None, None]
-    head = jnp.arange(rows.shape[1])[None, None]
-    moved = rows.at[stream, head, source[..., None]].get(mode="fill", fill_value=0)
-    return rows.at[stream, head, destination[..., None]].set(
-        moved, mode="drop", unique_indices=True
-    )
