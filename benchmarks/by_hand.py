@@ -1,8 +1,8 @@
 """Caches as one writes them by hand, for benchmarks to compare with: B sequences of one length.
 
 There is no table: every sequence is as long as every other, its tokens stand in order, and all that
-is known is that length. The models run on them as they are, since a memory is whatever `attend`
-understands.
+is known is that length. The models run on them as they are: all that `jaxkv.attend` asks of a table
+is to attend, and that the ubatch was made for it.
 """
 
 from dataclasses import dataclass, field
@@ -20,22 +20,53 @@ Layout = Literal["BNKD", "BKND"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByHand:
-    """Keys and values of B sequences with N cells each.
+    """In place of a table: how the buffers lie, L pairs of keys and values of B sequences.
 
-    k, v: L arrays; `[B, N, K, D]`, the form of most textbooks, or `[B, K, N, D]`.
-    layout: which.
+    layout: `[B, N, K, D]`, the form of most textbooks, or `[B, K, N, D]`.
     """
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
     layout: Layout = field(metadata={"static": True})
+    facts: None = field(default=None, metadata={"static": True})
+
+    def attend(
+        self,
+        buffers: tuple,
+        layer: int,
+        ubatch: jaxkv.Ubatch,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        implementation: None = None,
+        causal: bool = True,
+        **options: Any,
+    ) -> tuple[tuple, jax.Array]:
+        """Write a token of each sequence, and attend to all before it."""
+        del implementation, causal  # the layout decides
+        position, axis = ubatch.slots[:, 0], 1 if self.layout == "BNKD" else 2
+        old = buffers[layer]
+        batch, cells, heads = q.shape[0], old[0].shape[axis], k.shape[2]
+        mask = jnp.broadcast_to(jnp.arange(cells) <= position[0], (batch, 1, cells))
+        sequence, head = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
+        cell = position[:, None]
+        where = (sequence, cell, head) if self.layout == "BNKD" else (sequence, head, cell)
+        new = k, v = tuple(
+            array.at[where].set(one[:, 0], mode="drop", unique_indices=True)
+            for array, one in zip(old, (k, v), strict=True)
+        )
+        buffers = (*buffers[:layer], new, *buffers[layer + 1 :])
+        if self.layout == "BNKD":
+            return buffers, jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+        return buffers, attention(q, k, v, mask, **options)
 
 
-def make(layout: Layout, *, batch: int, layers: int, cells: int, heads: int, size: int) -> ByHand:
+def make(
+    layout: Layout, *, batch: int, layers: int, cells: int, kv_heads: int, head_dim: int
+) -> jaxkv.Memory:
     """Make an empty cache."""
-    shape = (batch, cells, heads, size) if layout == "BNKD" else (batch, heads, cells, size)
-    k, v = (tuple(jnp.zeros(shape) for _ in range(layers)) for _ in range(2))
-    return ByHand(k=k, v=v, layout=layout)
+    shape = (batch, cells, kv_heads) if layout == "BNKD" else (batch, kv_heads, cells)
+    buffers = tuple((jnp.zeros((*shape, head_dim)),) * 2 for _ in range(layers))
+    buffers = jax.tree.map(jnp.copy, buffers)  # each its own, so that all can be donated
+    return jaxkv.Memory(table=ByHand(layout=layout), buffers=buffers)
 
 
 def step_ubatch(tokens: jax.Array, position: jax.Array) -> jaxkv.Ubatch:
@@ -48,41 +79,14 @@ def step_ubatch(tokens: jax.Array, position: jax.Array) -> jaxkv.Ubatch:
         embeddings=None,
         positions=at,
         sequences=everyone[:, None],
-        streams=everyone,
+        row_stream=everyone,
+        row_sequence=everyone,
         slots=at,
         stamps=jnp.zeros((batch, 1), jnp.uint32),
         valid=jnp.ones((batch, 1), bool),
         outputs=everyone,
         order=everyone,
-        last=at[:, 0] - 1,
+        before=None,
+        after=None,
+        facts=None,
     )
-
-
-@jaxkv.attend.register
-def _attend(
-    memory: ByHand,
-    layer: int,
-    ubatch: jaxkv.Ubatch,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    implementation: None = None,
-    **options: Any,
-) -> tuple[ByHand, jax.Array]:
-    del implementation  # the layout decides
-    position, axis = ubatch.slots[:, 0], 1 if memory.layout == "BNKD" else 2
-    batch, cells, heads = q.shape[0], memory.k[layer].shape[axis], k.shape[2]
-    mask = jnp.broadcast_to(jnp.arange(cells) <= position[0], (batch, 1, cells))
-    sequence, head = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
-    cell = position[:, None]
-    where = (sequence, cell, head) if memory.layout == "BNKD" else (sequence, head, cell)
-
-    def put(old: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
-        array = old[layer].at[where].set(new[:, 0], mode="drop", unique_indices=True)
-        return (*old[:layer], array, *old[layer + 1 :])
-
-    memory = ByHand(k=put(memory.k, k), v=put(memory.v, v), layout=memory.layout)
-    k, v = memory.k[layer], memory.v[layer]
-    if memory.layout == "BNKD":
-        return memory, jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
-    return memory, attention(q, k, v, mask, **options)

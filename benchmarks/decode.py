@@ -35,18 +35,18 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     everyone = jnp.arange(batch, dtype=jnp.int32)
     # The table stays that of the prompt, so that each step is the first one after it.
-    table, rows = jaxkv.split(memory)
+    table, buffers = jaxkv.split(memory)
 
-    @partial(jax.jit, donate_argnames="rows")
-    def step(weights: Any, table: Any, rows: Any, token: jax.Array) -> tuple:
-        memory = jaxkv.join(table, rows)
+    @partial(jax.jit, donate_argnames="buffers")
+    def step(weights: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
+        memory = jaxkv.join(table, buffers)
         ubatch, ok = jaxkv.plan_step(memory, token, everyone, jnp.ones(batch, bool))
         memory, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
         return jaxkv.split(memory)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
 
     def again() -> np.ndarray:
-        nonlocal rows
-        rows, chosen, ok = step(model.weights, table, rows, token)
+        nonlocal buffers
+        buffers, chosen, ok = step(model.weights, table, buffers, token)
         assert ok, "the cache is full"
         return np.asarray(chosen)
 
@@ -56,12 +56,11 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
 def by_hand_step(
     model: models.Model, prompts: np.ndarray, layout: by_hand.Layout, *, cells: int
 ) -> Callable:
-    """The same model on a cache written by hand. Its rows are zeros: only the time is asked for."""
+    """The same model on a cache written by hand. It holds zeros: only the time is asked for."""
     batch, length = prompts.shape
     c = model.config
-    memory = by_hand.make(
-        layout, batch=batch, layers=len(c.windows), cells=cells, heads=c.kv_heads, size=c.head_dim
-    )
+    sizes = {"layers": len(c.windows), "kv_heads": c.kv_heads, "head_dim": c.head_dim}
+    memory = by_hand.make(layout, batch=batch, cells=cells, **sizes)
 
     @partial(jax.jit, donate_argnames="memory")
     def step(weights: Any, memory: Any, token: jax.Array, position: jax.Array) -> tuple:
@@ -128,7 +127,7 @@ def main() -> None:
         for name, side in sides.items():
             if "by hand" not in name and "q8_0" not in name:
                 assert np.sum(side() != ours) <= batch // 8, f"{name} picks other tokens"
-        seen = sum(min(length, one.size if one else length) for one in windows)
+        seen = sum(min(length, one.width if one else length) for one in windows)
         visible = batch * seen * 2 * c.kv_heads * c.head_dim * 4 / 1e6
         print(f"batch {batch}, {length} of {args.cells} cells: {weights:.0f} MB of weights and")
         print(f"{visible:.0f} MB of keys and values have to be read; milliseconds a step:")

@@ -38,8 +38,8 @@ def defragged(memory: jaxkv.Memory, max_moves: int | None) -> tuple[jaxkv.Memory
         plans += 1
 
 
-@partial(jax.jit, donate_argnames="rows")
-def copied(rows: Any) -> Any:
+@partial(jax.jit, donate_argnames="buffers")
+def copied(buffers: Any) -> Any:
     """Copy a quarter of the cells, which is what must move, in one piece each."""
 
     def half(x: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ def copied(rows: Any) -> Any:
         part = jax.lax.dynamic_slice_in_dim(x, 2 * count, count, axis=2)
         return jax.lax.dynamic_update_slice_in_dim(x, part, 0, axis=2)
 
-    return jax.tree.map(half, rows)
+    return jax.tree.map(half, buffers)
 
 
 def main() -> None:
@@ -72,9 +72,9 @@ def main() -> None:
             assert bool(jnp.all(memory.table.position[0, :used] >= 0)), "a gap is left"
             took[chunk].append((seconds, plans))
             start = time.perf_counter()
-            rows = jax.block_until_ready(copied(memory.buffers))
+            buffers = jax.block_until_ready(copied(memory.buffers))
             plain.append(time.perf_counter() - start)
-            del memory, rows
+            del memory, buffers
     moved = args.cells // 4
     size = moved * args.layers * 2 * 3 * 64 * 4
     base = 1e3 * np.median(plain[1:])

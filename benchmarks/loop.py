@@ -33,7 +33,7 @@ class Side:
         memory, logits = jaxkv.prefill(
             model.forward, model.weights, memory, jaxkv.make_batch(list(prompts)), donate=True
         )
-        self.table, self.rows = jaxkv.split(memory)
+        self.table, self.buffers = jaxkv.split(memory)
         self.first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def in_python(self) -> np.ndarray:
@@ -41,9 +41,11 @@ class Side:
         table, token, chosen = self.table, np.asarray(self.first), []
         step = loops.step_of(self.model.forward)
         for _ in range(self.tokens):
-            memory = jaxkv.join(table, self.rows)
+            memory = jaxkv.join(table, self.buffers)
             plan = jaxkv.init_batch(memory, jaxkv.make_batch(token[:, None])).check()
-            table, self.rows, logits = step(self.model.weights, table, self.rows, plan.ubatches[0])
+            table, self.buffers, logits = step(
+                self.model.weights, table, self.buffers, plan.ubatches[0]
+            )
             token = np.asarray(plan.collect([logits])).argmax(-1).astype(np.int32)
             chosen.append(token)
         return np.stack(chosen, 1)
@@ -58,7 +60,7 @@ class Side:
                 active=jnp.ones(self.batch, bool),
                 full=jnp.array(False),
             )
-            memory, chosen = jaxkv.join(self.table, self.rows), []
+            memory, chosen = jaxkv.join(self.table, self.buffers), []
             for _ in range(self.tokens // steps):
                 memory, state, tokens = jaxkv.decode(
                     self.model.forward,
@@ -71,7 +73,7 @@ class Side:
                     donate=True,
                 )
                 chosen.append(np.asarray(tokens))
-            self.rows = jaxkv.split(memory)[1]
+            self.buffers = jaxkv.split(memory)[1]
             return np.concatenate(chosen, 1)
 
         return run

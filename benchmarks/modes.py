@@ -37,18 +37,18 @@ class Case:
         self.model, self.active = model, jnp.asarray(active, jnp.int32)
         streams = count if split else 1
         memory = model.make_memory(sequences=count, streams=streams, **options)
-        # Who lives where is all that counts for time: the rows stay zeros.
+        # The table is all that counts for time: the buffers stay zeros.
         for seq, length in enumerate(lengths):
             if not length:
                 continue
             batch = jaxkv.make_batch(np.zeros(length, np.int32), sequences=seq)
             for ubatch in jaxkv.init_batch(memory, batch).check().ubatches:
                 memory = jaxkv.apply(memory, ubatch)
-        self.table, self.rows = jaxkv.split(memory)
+        self.table, self.buffers = jaxkv.split(memory)
 
-        @partial(jax.jit, donate_argnames="rows")
-        def step(weights: Any, table: Any, rows: Any, token: jax.Array) -> tuple:
-            memory = jaxkv.join(table, rows)
+        @partial(jax.jit, donate_argnames="buffers")
+        def step(weights: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
+            memory = jaxkv.join(table, buffers)
             valid = jnp.ones(token.shape, bool)
             ubatch, ok = jaxkv.plan_step(memory, token, self.active, valid)
             memory, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
@@ -59,8 +59,8 @@ class Case:
 
     def run(self) -> jax.Array:
         """Do a step, always from the same table."""
-        self.rows, self.token, ok = self._step(
-            self.model.weights, self.table, self.rows, self.token
+        self.buffers, self.token, ok = self._step(
+            self.model.weights, self.table, self.buffers, self.token
         )
         assert bool(ok), "the cache is full"
         return self.token

@@ -39,7 +39,7 @@ def verbs(memory: jaxkv.Memory) -> dict[str, Callable[[], object]]:
     plan = jaxkv.init_batch(memory, each)
     later = jaxkv.apply(memory, plan)
     table, _ = jaxkv.split(memory)
-    middle = memory.table.size // SEQUENCES // 2
+    middle = memory.table.num_cells // SEQUENCES // 2
     return {
         "init_batch, a token each": lambda: jaxkv.init_batch(memory, each),
         "init_batch, 512 tokens": lambda: jaxkv.init_batch(memory, prompt),

@@ -20,7 +20,7 @@ def test_a_cache_by_hand_gives_the_same_logits(layout):
     """Three tokens of two sequences; the model is the same, the memory is not."""
     model = models.load(DATA / "llama_tied")
     c = model.config
-    sizes = {"layers": len(c.windows), "heads": c.kv_heads, "size": c.head_dim}
+    sizes = {"layers": len(c.windows), "kv_heads": c.kv_heads, "head_dim": c.head_dim}
     theirs = by_hand.make(layout, batch=2, cells=8, **sizes)
     ours = model.make_memory(cells=8, sequences=2, streams=2)
     forward = jax.jit(model.forward)

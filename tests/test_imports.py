@@ -9,6 +9,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LADDERS = {
     # Each rung may import from itself and from those below it, which stand before it.
+    "jaxkv": [
+        ["places", "stamp", "rope", "window"],
+        ["ops"],
+        ["batch"],
+        ["plan"],
+        ["memory"],
+        ["planning", "kv", "recurrent", "hybrid"],
+        ["verbs", "draw"],
+        ["loops"],
+        ["__init__"],
+    ],
     "models": [
         ["errors"],
         ["kinds", "json_file", "compiling", "room"],
@@ -64,9 +75,19 @@ def test_imports_go_down_the_ladder(package):
     assert not upwards
 
 
-@pytest.mark.parametrize("package", ["jaxkv", *LADDERS])
+@pytest.mark.parametrize("package", LADDERS)
 def test_no_module_imports_itself_by_way_of_others(package):
     TopologicalSorter(arrows(package)).prepare()  # raises CycleError
+
+
+def test_kinds_of_memory_know_nothing_of_each_other():
+    """Nor does planning know any of them: `jaxkv.memory.Table` is all that they share."""
+    kinds = {"planning", "kv", "recurrent", "hybrid"}
+    for module, others in arrows("jaxkv").items():
+        mine = {module.split(".")[1]} if "." in module else kinds
+        if mine <= kinds:
+            met = {other.split(".")[1] for other in others if "." in other} & kinds
+            assert met <= mine, f"{module} imports {met - mine}"
 
 
 def test_the_library_does_not_import_the_models():

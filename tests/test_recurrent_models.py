@@ -124,8 +124,8 @@ def test_every_way(name, ubatch_size, together, kept, streams):
 def test_a_memory_of_states_alone_needs_no_cells():
     model, _, _ = recorded("mamba2")
     one, more = (model.make_memory(sequences=2, rollback=kept) for kept in (0, 3))
-    assert sum(x.nbytes for x in jax.tree.leaves(more.rows)) == 4 * sum(
-        x.nbytes for x in jax.tree.leaves(one.rows)
+    assert sum(x.nbytes for x in jax.tree.leaves(more.buffers)) == 4 * sum(
+        x.nbytes for x in jax.tree.leaves(one.buffers)
     )
     assert recorded("recurrent_gemma")[0].make_memory(sequences=2)
     with pytest.raises(ValueError, match="told its cells"):

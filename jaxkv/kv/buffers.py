@@ -95,8 +95,8 @@ def copy_run(
     array: jax.Array, src: jax.Array, dst: jax.Array, first: jax.Array, size: int
 ) -> jax.Array:
     """Copy `size` neighbouring cells of a stream to the same cells of another."""
-    shape = (1, array.shape[1], size, array.shape[3])
-    run = jax.lax.dynamic_slice(array, (src, 0, first, 0), shape)
+    shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
+    run = jax.lax.dynamic_slice(array, (src, zero, first, zero), shape)
 
     def by_choice(array: jax.Array, run: jax.Array, dst: jax.Array, first: jax.Array) -> jax.Array:
         return _by_choice(array, dst, first + jnp.arange(size), run[0].swapaxes(0, 1))
@@ -104,7 +104,7 @@ def copy_run(
     def in_one_piece(
         array: jax.Array, run: jax.Array, dst: jax.Array, first: jax.Array
     ) -> jax.Array:
-        return jax.lax.dynamic_update_slice(array, run, (dst, 0, first, 0))
+        return jax.lax.dynamic_update_slice(array, run, (dst, zero, first, zero))
 
     if not _is_converted(array.dtype):
         return in_one_piece(array, run, dst, first)

@@ -25,15 +25,15 @@ def copy_between(
       rows: the rows beside it.
       src: `[]` int32, the sequence that is copied.
       dst: `[]` or `[n]` int32, those that are replaced; `src` itself stays as it is.
-      start: `[]` int32, first position of the range; negative means 0.
-      stop: `[]` int32, one past the last; negative means no end, and 0 an empty range.
+      start: first position of the range.
+      stop: one past the last.
     """
 
     def into(i: jax.Array, carry: tuple[C, Buffers]) -> tuple[C, Buffers]:
         return _copy_one(*carry, src, targets[i], start, stop)
 
     targets = jnp.atleast_1d(dst)
-    return jax.lax.fori_loop(0, targets.size, into, (cells, rows))
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, (cells, rows))
 
 
 def _copy_one(
@@ -41,7 +41,7 @@ def _copy_one(
 ) -> tuple[C, Buffers]:
     does = known(cells, src) & known(cells, dst) & (src != dst)
     shared = within(cells, start, stop)[src]  # [N]
-    index = jnp.arange(cells.num_cells)
+    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     size = min(CHUNK, cells.num_cells)
     chunks = jnp.where(does, -(-(jnp.max(jnp.where(shared, index, -1)) + 1) // size), 0)
 

@@ -1,0 +1,145 @@
+"""What callers pass is checked before it is cast: no integer turns into another in silence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import make_batch
+from tests.memories import SMALL, assert_identical, filled
+
+BIG = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.uint32(2**32 - 1), np.int64(2**32), jnp.uint32(2**32 - 1), 3, -2, [0, 1]]
+)
+def test_a_sequence_that_is_none_is_refused(wrong):
+    memory = filled(2, 1)
+    for verb in (jaxkv.seq_rm, jaxkv.seq_keep, jaxkv.can_seq_rm):
+        with pytest.raises(ValueError, match="wanted (sequence ids from|one sequence id)"):
+            verb(memory, wrong)
+
+
+@pytest.mark.parametrize("wrong", [1.9, -0.9, "1", None, True, jnp.float32("nan"), np.float64(1)])
+def test_what_is_no_integer_is_refused(wrong):
+    memory = filled(2, 1)
+    for use in (
+        lambda: jaxkv.seq_rm(memory, wrong),
+        lambda: jaxkv.seq_rm(memory, 0, wrong),
+        lambda: jaxkv.seq_add(memory, 0, 0, -1, wrong),
+        lambda: jaxkv.seq_div(memory, 0, 0, -1, wrong),
+        lambda: jaxkv.seq_cp(memory, 0, wrong),
+        lambda: make_batch([wrong]),
+        lambda: make_batch([1], sequences=[wrong]),
+    ):
+        with pytest.raises(TypeError, match="wanted (integers|an integer) for"):
+            use()
+
+
+def test_batches_of_other_integers():
+    assert make_batch(np.array([1, 2], np.uint8), sequences=np.int64(1)).sequences.dtype == np.int32
+    with pytest.raises(ValueError, match="wanted sequences from .* got 4294967296"):
+        make_batch([1], sequences=np.array([2**32]))
+    with pytest.raises(TypeError, match="wanted integers for positions, got float64"):
+        make_batch([1, 2], positions=[0.6, 1.2])
+    with pytest.raises(TypeError, match="wanted bool for valid, got float64"):
+        make_batch([1, 2], valid=[0.0, 1.0])
+    with pytest.raises(ValueError, match="wanted embeddings .* of floats, got int"):
+        make_batch(embeddings=np.ones((2, 4), int))
+
+
+@pytest.mark.parametrize("seq", [2**32 - 1, 2**31, 3])
+def test_a_traced_unsigned_id_that_is_none_changes_nothing(seq):
+    memory = filled(2, 1)
+    after, ok = jax.jit(lambda seq: jaxkv.seq_rm(memory, seq))(jnp.uint32(seq))
+    assert ok
+    assert_identical(after, memory)
+
+
+def test_no_position_reaches_the_end():
+    """2**31 - 1 is one past the last position: nothing is moved there, nor past it."""
+    memory = SMALL.make()
+    plan = jaxkv.init_batch(memory, make_batch([1], positions=[BIG - 1])).check()
+    memory = jaxkv.apply(memory, plan)
+    for delta in (1, 2, BIG):
+        assert not jaxkv.can_seq_add(memory, 0, 0, -1, delta)
+        assert_identical(jaxkv.seq_add(memory, 0, 0, -1, delta), memory)
+    assert jaxkv.can_seq_add(memory, 0, 0, -1, -1)
+    assert jaxkv.seq_pos_max(jaxkv.seq_add(memory, 0, 0, -1, -1), 0) == BIG - 2
+    assert not jaxkv.init_batch(memory, make_batch([2])).ok
+    assert not jaxkv.init_batch(SMALL.make(), make_batch([1], positions=[BIG])).ok
+
+
+def test_a_state_does_not_reach_the_end_either():
+    memory = jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)})
+    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1], positions=[BIG - 1])))
+    assert not jaxkv.can_seq_add(memory, 0, 0, -1, 1)
+    assert_identical(jaxkv.seq_add(memory, 0, 0, -1, 1), memory)
+    assert jaxkv.seq_pos_max(jaxkv.seq_add(memory, 0, 0, -1, -5), 0) == BIG - 6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"placement": "contigous"}, "wanted a placement of .*'contiguous'.*, got 'contigous'"),
+        ({"dtype": jnp.int8}, "wanted a floating dtype .*, got int8"),
+        ({"value_dim": 0}, "wanted value_dim of at least 1, got 0"),
+        ({"ubatch_size": 8}, "pass cells alone, or leave it out"),
+        ({"rollback": 8}, "pass cells alone, or leave it out"),
+        ({"kv_heads": (1, 2, 3)}, "wanted kv_heads for all layers or 2, one each, got 3"),
+        ({"streams": 2}, "wanted streams of 1 or 3"),
+    ],
+)
+def test_a_memory_that_cannot_be_is_refused(wrong, message):
+    sizes = {"layers": 2, "cells": 8, "kv_heads": 1, "head_dim": 4, "sequences": 3}
+    with pytest.raises(ValueError, match=message):
+        jaxkv.make_kv_cache(**{**sizes, **wrong})
+    with pytest.raises(TypeError, match="wanted an integer for layers, got 2.5"):
+        jaxkv.make_kv_cache(**{**sizes, "layers": 2.5})
+
+
+def test_windows_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="wanted a window's rule of .*, got 'std'"):
+        jaxkv.window.Window(4, "std")
+    with pytest.raises(TypeError, match="wanted an integer for the width of a window"):
+        jaxkv.window.sliding(2.5)
+
+
+def test_layers_of_a_hybrid_that_cannot_be_are_refused():
+    part = jaxkv.make_kv_cache(layers=2, cells=4, kv_heads=1, head_dim=2)
+    for layers in ((0, 0), (0,), (0, 1, 2), (-1, 0)):
+        with pytest.raises(ValueError, match="wanted the numbers of a part's 2 layers, each once"):
+            jaxkv.make_hybrid_cache((part, layers))
+    with pytest.raises(TypeError, match="wanted pairs of a memory and its layers"):
+        jaxkv.make_hybrid_cache(part)
+
+
+def test_sizes_may_differ_from_layer_to_layer():
+    memory = jaxkv.make_kv_cache(
+        layers=2, cells=4, kv_heads=(1, 2), head_dim=(4, 6), value_dim=(2, 3)
+    )
+    assert [k.shape for k in memory.buffers.k] == [(1, 1, 4, 4), (1, 2, 4, 6)]
+    assert [v.shape for v in memory.buffers.v] == [(1, 1, 4, 2), (1, 2, 4, 3)]
+
+
+def test_a_traced_foreign_id_fits_nowhere():
+    """`batch.only(plan.fits)` then leaves nothing, instead of the same batch once more."""
+    memory = SMALL.make()
+    plan = jax.jit(lambda ids: jaxkv.init_batch(memory, make_batch([1, 2], sequences=ids)))(
+        jnp.array([0, 7])
+    )
+    assert not plan.ok and not plan.fits.any()
+    with pytest.raises(jaxkv.RefusedError, match="names a sequence that the memory does not have"):
+        plan.check()
+
+
+def test_a_step_names_each_sequence_once():
+    memory = filled(2, 1)
+    with pytest.raises(ValueError, match="wanted each sequence at most once"):
+        jaxkv.plan_step(memory, jnp.array([1, 2]), jnp.array([0, 0]), jnp.array([True, True]))
+    with pytest.raises(ValueError, match="of one shape"):
+        jaxkv.plan_step(memory, jnp.array([1, 2]), jnp.array([0]), jnp.array([True]))
+    with pytest.raises(ValueError, match="nothing to plan: .* where no sequence fits"):
+        jaxkv.init_batch(memory, make_batch([1]).only(np.zeros(3, bool)))

@@ -1,0 +1,105 @@
+"""With 64-bit numbers enabled, as gradient checks want it, everything works and sums promote."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import make_batch
+from tests.memories import HEADS, SIZE
+
+SIZES = {"kv_heads": HEADS, "head_dim": SIZE, "sequences": 3}
+STATES = {"x": ((2,), jnp.float32), "n": ((), jnp.int32)}
+MEMORIES = {
+    "pool": lambda: jaxkv.make_kv_cache(layers=1, cells=12, rope=jaxkv.make_rope(4), **SIZES),
+    "split": lambda: jaxkv.make_kv_cache(layers=1, cells=12, streams=3, **SIZES),
+    "contiguous": lambda: jaxkv.make_kv_cache(layers=1, cells=12, placement="contiguous", **SIZES),
+    "window": lambda: jaxkv.make_kv_cache(
+        layers=1, cells=12, window=jaxkv.window.sliding(3), **SIZES
+    ),
+    "recurrent": lambda: jaxkv.make_recurrent_cache(
+        layers=1, states=STATES, sequences=3, rollback=2
+    ),
+    "recurrent, split": lambda: jaxkv.make_recurrent_cache(
+        layers=1, states=STATES, sequences=3, rollback=2, streams=3
+    ),
+    "hybrid": lambda: jaxkv.make_hybrid_cache(
+        (MEMORIES["window"](), (0,)), (MEMORIES["recurrent"](), (0,))
+    ),
+}
+
+
+@pytest.fixture
+def wide():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def dtypes(tree):
+    return [leaf.dtype for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_every_verb_keeps_dtypes_and_gives_what_it_gives_without(kind, wide):
+    def live():
+        memory = MEMORIES[kind]()
+        given = dtypes(memory)
+        answers = []
+
+        def note(memory):
+            assert dtypes(memory) == given
+            answers.append(jax.tree.map(np.asarray, memory.table))
+            assert not any(map(int, jaxkv.check_invariants(memory).values()))
+
+        plan = jaxkv.init_batch(memory, make_batch([[1, 2, 3, 4], [5, 6]]), ubatch_size=3)
+        assert plan.ok
+        for ubatch in plan.ubatches:
+            assert jaxkv.is_current(memory, ubatch)
+            memory = jaxkv.apply(memory, ubatch)
+            note(memory)
+        for verb, args in (
+            ("seq_cp", (0, [1, 2], 0, 2)), ("seq_add", (0, 2, -1, 3)), ("seq_div", (0, 4, -1, 2)),
+            ("seq_keep", (0,)),
+        ):  # fmt: skip
+            memory = getattr(jaxkv, verb)(memory, *args)
+            note(memory)
+        for tidy in (jaxkv.init_update, jaxkv.defrag_plan):
+            memory = jaxkv.apply(memory, tidy(memory))
+            note(memory)
+        past = memory.table
+        step = jnp.array([7, 8]), jnp.array([2, 1]), jnp.array([True, True])
+        ubatch, ok = jaxkv.plan_step(memory, *step)
+        assert ok
+        memory = jaxkv.apply(memory, ubatch)
+        note(memory)
+        memory, ok = jaxkv.go_back(past, memory)
+        assert ok
+        memory, _ = jaxkv.seq_rm(memory, 0)
+        note(jaxkv.clear(memory))
+        return answers
+
+    answers = live()
+    jax.config.update("jax_enable_x64", False)
+    for one, other in zip(answers, live(), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("implementation", [None, "tiles", "whole", "xla"])
+def test_attention_in_float64(implementation, wide):
+    """Sums of float64 are float64, but for JAX's own attention, which rounds its weights."""
+    memory = jaxkv.make_kv_cache(layers=1, cells=12, dtype=jnp.float64, **SIZES)
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([1, 2, 3, 4])).ubatches
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 1, 4, HEADS, SIZE))
+    _, out = jaxkv.attend(
+        jaxkv.apply(memory, ubatch), 0, ubatch, q, k, v, implementation=implementation
+    )
+    assert out.dtype == jnp.float64
+    logits = np.einsum("thd,shd->hts", q[0], k[0]) / SIZE**0.5
+    weights = np.where(np.tri(4, dtype=bool), np.exp(logits), 0)
+    weights /= weights.sum(-1, keepdims=True)
+    wanted = np.einsum("hts,shd->thd", weights, v[0])
+    atol = 1e-6 if implementation == "xla" else 1e-12
+    np.testing.assert_allclose(out[0], wanted, rtol=0, atol=atol)
