@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
+from jaxkv.places import END
 from jaxkv.rope import Rope
 
 
@@ -27,7 +28,7 @@ class Buffers:
 
 
 def write(
-    rows: Buffers, layer: int, streams: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array
+    buffers: Buffers, layer: int, streams: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array
 ) -> Buffers:
     """Write the keys and values of a ubatch into their cells.
 
@@ -36,7 +37,7 @@ def write(
     its key as NaN, which shows in every token that sees it; hidden by a choice, it shows in none.
 
     Args:
-      rows: the buffers.
+      buffers: keys and values of all layers.
       layer: which layer they are of, static.
       streams: `[R]` int32, the stream of each row of tokens.
       slots: `[R, T]` int32, the cell of each token; a token past the last cell is left out.
@@ -46,21 +47,103 @@ def write(
     Returns:
       The buffers after it.
     """
-    k, v = k.astype(rows.k[layer].dtype), v.astype(rows.v[layer].dtype)
+    k, v = k.astype(buffers.k[layer].dtype), v.astype(buffers.v[layer].dtype)
     # What is not finite, less itself, is NaN, and all else 0: a sum, where `all` would take more.
     finite = jnp.isfinite(sum(jnp.sum(x - x, axis=3, keepdims=True) for x in (k, v)))
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
-    if slots.size * k.shape[2] == 1:
-        # A write of one cell of one head becomes an update of a slice, which the compiler does
-        # twice: in place, and in a copy of the array for attention to read. A second one, which is
-        # left out, keeps it a scatter.
-        slots = jnp.pad(slots, [(0, 0), (0, 1)], constant_values=jnp.iinfo(jnp.int32).max)
-        k, v = (jnp.pad(x, [(0, 0), (0, 1), (0, 0), (0, 0)]) for x in (k, v))
 
     def put(old: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
-        # Every index is spelled out: with a slice among them the write becomes copies of the array.
-        where = (streams[:, None, None], jnp.arange(new.shape[2])[None, None], slots[..., None])
-        array = old[layer].at[where].set(new, mode="drop", unique_indices=True)
+        array = scatter(old[layer], streams[:, None], slots, new)
         return (*old[:layer], array, *old[layer + 1 :])
 
-    return replace(rows, k=put(rows.k, k), v=put(rows.v, v))
+    return replace(buffers, k=put(buffers.k, k), v=put(buffers.v, v))
+
+
+def gather(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
+    """Read the keys or values of cells.
+
+    Args:
+      array: `[S, K, N, D]`, keys or values of a layer.
+      streams: int32, the stream of each cell, in a shape that broadcasts to that of `slots`.
+      slots: `[...]` int32, the cells.
+
+    Returns:
+      `[..., K, D]`; zeros for a cell past the last one.
+    """
+    return array.at[_index(array, streams, slots)].get(mode="fill", fill_value=0)
+
+
+def scatter(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+    """Write keys or values into cells, each cell once; in place where the array is donated.
+
+    Args:
+      array: `[S, K, N, D]`, keys or values of a layer.
+      streams: int32, the stream of each cell, in a shape that broadcasts to that of `slots`.
+      slots: `[...]` int32, the cells; one past the last is left out.
+      new: `[..., K, D]`, in the dtype of the array.
+
+    Returns:
+      The array after it.
+    """
+    if not _is_converted(array.dtype):
+        return _by_index(array, streams, slots, new)
+    ways = {"cpu": _by_choice, "default": _by_index}
+    return jax.lax.platform_dependent(array, streams, slots, new, **ways)
+
+
+def copy_run(
+    array: jax.Array, src: jax.Array, dst: jax.Array, first: jax.Array, size: int
+) -> jax.Array:
+    """Copy `size` neighbouring cells of a stream to the same cells of another."""
+    shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
+    run = jax.lax.dynamic_slice(array, (src, zero, first, zero), shape)
+
+    def by_choice(array: jax.Array, run: jax.Array, dst: jax.Array, first: jax.Array) -> jax.Array:
+        return _by_choice(array, dst, first + jnp.arange(size), run[0].swapaxes(0, 1))
+
+    def in_one_piece(
+        array: jax.Array, run: jax.Array, dst: jax.Array, first: jax.Array
+    ) -> jax.Array:
+        return jax.lax.dynamic_update_slice(array, run, (dst, zero, first, zero))
+
+    if not _is_converted(array.dtype):
+        return in_one_piece(array, run, dst, first)
+    ways = {"cpu": by_choice, "default": in_one_piece}
+    return jax.lax.platform_dependent(array, run, dst, first, **ways)
+
+
+def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> tuple[jax.Array, ...]:
+    """Spell every index out: with a slice among them a write becomes copies of the array."""
+    return streams[..., None], jnp.arange(array.shape[1]), slots[..., None]
+
+
+def _by_index(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+    if new.size == new.shape[-1]:
+        # A write of one head of one cell becomes an update of a slice, which the compiler does
+        # twice: in place, and in a copy of the array for attention to read. A second one, which is left out,
+        # keeps it a scatter.
+        slots = jnp.stack([slots, jnp.full_like(slots, END)])
+        streams, new = (jnp.stack([x, x]) for x in (streams, new))
+    where = _index(array, streams, slots)
+    return array.at[where].set(new, mode="drop", unique_indices=True)
+
+
+def _by_choice(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+    """Go over all cells once, and take what is new where there is something."""
+    cells, count = (array.shape[0], array.shape[2]), slots.size
+    turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
+    turns = jnp.full(cells, count, jnp.int32)
+    turns = turns.at[streams, slots].set(turn, mode="drop", unique_indices=True)
+    # What comes of the same array is all read before it is written: a branch that is never taken keeps
+    # the compiler from reading them in the course of it.
+    new = jax.lax.cond(jnp.any(slots < 0), jnp.zeros_like, lambda x: x, new)
+    new = new.reshape(count, *array.shape[1::2])[jnp.minimum(turns, count - 1)]  # [S, N, K, D]
+    return jnp.where((turns < count)[:, None, :, None], new.swapaxes(1, 2), array)
+
+
+def _is_converted(dtype: jnp.dtype) -> bool:
+    """Return whether a processor's compiler would convert a whole array to write a part of it.
+
+    That of jax 0.10 does so with bfloat16 and less, to float32 and back.
+    """
+    return jax.__version_info__ < (0, 12) and dtype.itemsize < 4 and dtype != jnp.float16

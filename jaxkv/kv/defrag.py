@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
 from jaxkv.memory import Commitment
@@ -84,7 +84,7 @@ def _close(taken: jax.Array) -> Defrag:
     )
 
 
-def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
+def move_cells(cells: C, buffers: Buffers, plan: Defrag) -> tuple[C, Buffers]:
     """Move cells and what the buffers hold for them, a bounded number at a time.
 
     Nothing happens unless every source holds a token and every destination none, as planned.
@@ -121,7 +121,7 @@ def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
     fresh = jax.lax.fori_loop(0, chunks, as_planned, jnp.array(True))
 
     def move(i: jax.Array, carry: tuple[C, Buffers]) -> tuple[C, Buffers]:
-        cells, rows = carry
+        cells, buffers = carry
         source, destination = moves(i)
 
         def carried(field: jax.Array, vacated: int) -> jax.Array:
@@ -143,19 +143,10 @@ def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
             stamp=stamp,
         )
         # Layer after layer, keys and values are gathered before they are scattered.
-        k, v = (
-            tuple(_move_rows(x, source, destination) for x in half) for half in (rows.k, rows.v)
+        k, v = jax.tree.map(
+            lambda x: scatter(x, stream, destination, gather(x, stream, source)),
+            (buffers.k, buffers.v),
         )
-        return cells, replace(rows, k=k, v=v)
+        return cells, replace(buffers, k=k, v=v)
 
-    return jax.lax.fori_loop(0, jnp.where(fresh, chunks, 0), move, (cells, rows))
-
-
-def _move_rows(rows: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
-    """Copy keys or values, `[S, K, N, D]`, from cells to cells, `[S, n]`, but none past the end."""
-    stream = jnp.arange(rows.shape[0])[:, None, None]
-    head = jnp.arange(rows.shape[1])[None, None]
-    moved = rows.at[stream, head, source[..., None]].get(mode="fill", fill_value=0)
-    return rows.at[stream, head, destination[..., None]].set(
-        moved, mode="drop", unique_indices=True
-    )
+    return jax.lax.fori_loop(0, jnp.where(fresh, chunks, 0), move, (cells, buffers))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -153,7 +153,7 @@ def _move(cells: C, moves: jax.Array, position: jax.Array) -> C:
     return with_owners(moved, jnp.where(stays, moved.owners, 0))
 
 
-def rotate_pending(cells: C, rows: Buffers, update: Update) -> tuple[C, Buffers]:
+def rotate_pending(cells: C, buffers: Buffers, update: Update) -> tuple[C, Buffers]:
     """Rotate the keys that are owed a rotation, those only, and clear their notes.
 
     Keys are turned by the difference of positions, so nothing that a rope multiplies by is applied
@@ -162,30 +162,28 @@ def rotate_pending(cells: C, rows: Buffers, update: Update) -> tuple[C, Buffers]
     fresh = jnp.all(update.shift == cells.shift)
     owed = (cells.shift != 0) & fresh
     streams, size = owed.shape
-    count = jnp.sum(owed, dtype=jnp.int32)
-    index = jnp.nonzero(owed.reshape(-1), size=owed.size, fill_value=owed.size)[0]
-    index = jnp.pad(index, (0, CHUNK), constant_values=owed.size)  # so that every chunk is whole
+    count = jnp.cumsum(owed.reshape(-1), dtype=jnp.int32)  # up to and with each cell
 
     def chunk(i: jax.Array, keys: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        cell = jax.lax.dynamic_slice_in_dim(index, i * CHUNK, CHUNK)
+        turn = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
+        cell = jnp.searchsorted(count, turn).astype(jnp.int32)
         stream, slot = cell // size, cell % size
         by = cells.shift.reshape(-1).at[cell].get(mode="fill", fill_value=0)
         # A cell that only fills the chunk up goes past the end, each to a place of its own.
         slot = jnp.where(cell < owed.size, slot, size + jnp.arange(CHUNK))
         turned = []
-        for k, rope in zip(keys, rows.ropes, strict=True):
+        for k, rope in zip(keys, buffers.ropes, strict=True):
             if rope is not None:
-                where = (stream[:, None], jnp.arange(k.shape[1])[None], slot[:, None])
-                row = k.at[where].get(mode="fill", fill_value=0)  # [CHUNK, K, D]
-                row = rotate(row, by, replace(rope, attention_factor=1.0))
-                k = k.at[where].set(row, mode="drop", unique_indices=True)
+                key = gather(k, stream, slot)  # [CHUNK, K, D]
+                key = rotate(key, by, replace(rope, attention_factor=1.0))
+                k = scatter(k, stream, slot, key)
             turned.append(k)
         return tuple(turned)
 
-    keys = jax.lax.fori_loop(0, -(-count // CHUNK), chunk, rows.k)
+    keys = jax.lax.fori_loop(jnp.int32(0), -(-count[-1] // CHUNK), chunk, buffers.k)
     cells = replace(
         cells,
         shift=jnp.where(owed, 0, cells.shift),
         stamp=restamped(cells, owed),
     )
-    return cells, replace(rows, k=keys)
+    return cells, replace(buffers, k=keys)

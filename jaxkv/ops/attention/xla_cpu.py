@@ -38,11 +38,8 @@ PART = 64
 
 
 def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Read tiles where few of them are seen, or tokens are many, and else all cells at once.
-
-    Numbers of 16 bits go through float32, which is for a tile at a time.
-    """
-    if not sight.all_streams or q.shape[1] > LARGE or k.dtype.itemsize < 4:
+    """Read tiles where few of them are seen, or tokens are many, and else all cells at once."""
+    if not sight.all_streams or q.shape[1] > LARGE or _is_narrow(k):
         return tiles(q, k, v, sight, options)
     live, mask = live_of(sight), mask_of(sight)
     if live.tiles.size <= SMALL:
@@ -59,7 +56,7 @@ def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Option
 
 def tiles(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
-    return in_blocks(q, k, v, sight, options, added)
+    return in_blocks(q, k, v, sight, options, added, pinned=_is_narrow(k))
 
 
 def whole(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
@@ -100,6 +97,11 @@ def _logits(q: jax.Array, k: jax.Array, mask: jax.Array, options: Options) -> ja
     mask = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
     logits = options.capped(_scores(q, k)).reshape(*k.shape[:3], -1, tokens, k.shape[3])
     return masked(logits, mask)
+
+
+def _is_narrow(k: jax.Array) -> bool:
+    """Return whether products convert the numbers to float32, which is for a tile at a time."""
+    return k.dtype.itemsize < 4
 
 
 def _in_parts(x: jax.Array, queries: int) -> jax.Array:

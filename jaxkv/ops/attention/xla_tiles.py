@@ -63,29 +63,45 @@ def by_tiles(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Op
 
 
 def in_blocks(
-    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options, added: Added
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sight: Sight,
+    options: Options,
+    added: Added,
+    *,
+    pinned: bool = False,
 ) -> Sums:
     """Weigh the cells of live tiles, each as `added` does, for tokens in blocks."""
     live = live_of(sight)
     lists, tokens = sight.at.shape
     rows = packed(options.scaled(_in_blocks(q, live.mask.shape[0] // lists)), k.shape[1])
-    sums = one_by_one(rows, k, v, live, options, added)
+    sums = one_by_one(rows, k, v, live, options, added, pinned=pinned)
     sums = jax.tree.map(lambda x: _of_lists(x, lists, tokens, live.mask.shape[1]), sums)
     return seen_alone(sums, jnp.any(mask_of(sight), axis=2))
 
 
 def one_by_one(
-    q: jax.Array, k: jax.Array, v: jax.Array, live: Live, options: Options, added: Added
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    live: Live,
+    options: Options,
+    added: Added,
+    *,
+    pinned: bool = False,
 ) -> Sums:
     """Go over live tiles, for packed queries `[P * b, K, X, D]`; leave `seen_alone` to callers.
 
-    Keys and values are read where they lie, also those of a few streams of many.
+    Keys and values are read where they lie, also those of a few streams of many. Where they are
+    pinned, what is done to a tile, such as converting it, cannot be done to all cells beforehand.
     """
     groups, cells = k.shape[1:3]
     tokens, size = live.mask.shape[1], min(TILE, cells)
     tiles = -(-cells // size)
 
-    def tile(i: jax.Array, sums: Sums) -> Sums:
+    def tile(i: jax.Array, carry: tuple[Sums, jax.Array, jax.Array]) -> tuple:
+        sums, k, v = carry
         block, turn = live.tiles[i] // tiles, live.tiles[i] % tiles
         first = jnp.minimum(turn * size, cells - size)  # the last may overlap the one before
         zero = jnp.zeros_like(first)
@@ -101,11 +117,13 @@ def one_by_one(
         if cells % size:
             seen &= (first + jnp.arange(size) >= turn * size)[None, None]
         more = added(jax.tree.map(mine, sums), mine(q), cut(k), cut(v), seen, options)
-        return jax.tree.map(
+        sums = jax.tree.map(
             lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, block, 0), sums, more
         )
+        return (sums, *(jax.lax.optimization_barrier((k, v)) if pinned else (k, v)))
 
-    return jax.lax.fori_loop(jnp.int32(0), live.turns, tile, nothing(q, v.shape[3]))
+    start = nothing(q, v.shape[3]), k, v
+    return jax.lax.fori_loop(jnp.int32(0), live.turns, tile, start)[0]
 
 
 def _in_blocks(x: jax.Array, blocks: int) -> jax.Array:
