@@ -41,6 +41,7 @@ KNOWN_BY = {
     "jaxkv/stamp.py": "stale going_back refusals batch recurrent_going_back",
     "jaxkv/kv/cells.py": "evictions traps isolation ollama streams window shift stale going_back "
     "stateful refusals permutation",
+    "jaxkv/kv/reuse.py": "evictions window ollama stateful",
     "jaxkv/kv/slots.py": "traps ollama window streams refusals going_back stale evictions stateful "
     "recurrent_ubatches",
     "jaxkv/recurrent/s*.py": "recurrent recurrent_going_back recurrent_ubatches stale",
