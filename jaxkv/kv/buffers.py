@@ -134,8 +134,8 @@ def _by_choice(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.
     turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
     turns = jnp.full(cells, count, jnp.int32)
     turns = turns.at[streams, slots].set(turn, mode="drop", unique_indices=True)
-    # What comes of the same array is all read before it is written: a branch that is never taken keeps
-    # the compiler from reading them in the course of it.
+    # What comes of the same array is read before it is written: a branch that is never taken
+    # keeps the compiler from reading it in the course of that.
     new = jax.lax.cond(jnp.any(slots < 0), jnp.zeros_like, lambda x: x, new)
     new = new.reshape(count, *array.shape[1::2])[jnp.minimum(turns, count - 1)]  # [S, N, K, D]
     return jnp.where((turns < count)[:, None, :, None], new.swapaxes(1, 2), array)
