@@ -120,8 +120,8 @@ def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> tuple[jax.
 def _by_index(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
     if new.size == new.shape[-1]:
         # A write of one head of one cell becomes an update of a slice, which the compiler does
-        # twice: in place, and in a copy of the array for attention to read. A second one, which is left out,
-        # keeps it a scatter.
+        # twice: in place, and in a copy of the array for attention to read. A second one, which is
+        # left out, keeps it a scatter.
         slots = jnp.stack([slots, jnp.full_like(slots, END)])
         streams, new = (jnp.stack([x, x]) for x in (streams, new))
     where = _index(array, streams, slots)
