@@ -4,7 +4,6 @@ All parts or none: a batch, a cut or a ubatch that one part refuses changes none
 may be of any kind. What is known of them here is `jaxkv.memory.Table`, nothing else.
 """
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, part_of
 from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join, split
+from jaxkv.places import count
 
 Layers = tuple[tuple[int, ...], ...]
 
@@ -22,9 +22,14 @@ Layers = tuple[tuple[int, ...], ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridCommitment(Commitment):
-    """What is to be done to each part: the plans of an update, or of a defrag."""
+    """What is to be done to each part: the plans of an update, or of a defrag.
+
+    parts: the plans.
+    facts: of the memory that they were planned for, static.
+    """
 
     parts: tuple[Commitment, ...]
+    facts: Facts = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:
@@ -174,11 +179,13 @@ class HybridTable(Table):
 
     def update(self) -> Commitment:
         """Return the plans of each part."""
-        return HybridCommitment(parts=tuple(part.update() for part in self.parts))
+        return HybridCommitment(parts=tuple(part.update() for part in self.parts), facts=self.facts)
 
     def defrag(self, max_moves: int | None) -> Commitment:
         """Return the plans of each part."""
-        return HybridCommitment(parts=tuple(part.defrag(max_moves) for part in self.parts))
+        return HybridCommitment(
+            parts=tuple(part.defrag(max_moves) for part in self.parts), facts=self.facts
+        )
 
     def go_back(self, old: "HybridTable") -> tuple["HybridTable", jax.Array]:
         """Go back in all parts, or none."""
@@ -189,9 +196,9 @@ class HybridTable(Table):
     def faults(self) -> dict[str, jax.Array]:
         """Return the faults of each part."""
         return {
-            f"part {i}: {name}": count
+            f"part {i}: {name}": number
             for i, part in enumerate(self.parts)
-            for name, count in part.faults().items()
+            for name, number in part.faults().items()
         }
 
     def serves(self, verb: str, layer: int) -> bool:
@@ -276,11 +283,11 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Memory)):
             raise TypeError(f"wanted pairs of a memory and its layers, got {type(pair)}")
     memories, layers = zip(*parts, strict=True)
-    layers = tuple(tuple(operator.index(layer) for layer in own) for own in layers)
+    layers = tuple(tuple(count(layer, "a layer", low=0) for layer in own) for own in layers)
     facts = [memory.table.facts for memory in memories]
     for own, memory in zip(layers, memories, strict=True):
         layers_there = memory.table.num_layers(memory.buffers)
-        if len(set(own)) != len(own) or min(own, default=0) < 0 or len(own) != layers_there:
+        if len(set(own)) != len(own) or len(own) != layers_there:
             raise ValueError(
                 f"wanted the numbers of a part's {layers_there} layers, each once, got {own}"
             )

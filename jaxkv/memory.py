@@ -11,7 +11,7 @@ that verbs, plans and loops ever ask of one.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -70,7 +70,12 @@ class Room(NamedTuple):
 
 
 class Commitment(ABC):
-    """The plan of an update or a defrag: what will be done to a table and its buffers."""
+    """The plan of an update or a defrag: what will be done to a table and its buffers.
+
+    facts: of the memory that it was planned for, static.
+    """
+
+    facts: Facts
 
     @property
     @abstractmethod
@@ -362,7 +367,8 @@ def write_states(
         Fewer than E + 1 are refused: the table lists what a ubatch leaves, so it must be there.
 
     Returns:
-      The memory with the states written.
+      The memory with the states written. A layer takes in the states of a ubatch once: written
+      again, they change nothing.
 
     Raises:
       ValueError: when the names or shapes are not those of the memory.
@@ -412,5 +418,11 @@ def check_made_for(table: Table, ubatch: Ubatch) -> None:
 
 def check_facts(got: Facts, wanted: Facts, what: str) -> None:
     """Raise a ValueError unless something was made for a memory of the same facts."""
-    if got != wanted:
-        raise ValueError(f"wanted {what} for this memory, {wanted}, got one for {got}: plan again")
+    names = [
+        one.name for one in fields(Facts) if getattr(got, one.name) != getattr(wanted, one.name)
+    ]
+    if names:
+        mine, other = (
+            ", ".join(f"{name}={getattr(facts, name)}" for name in names) for facts in (wanted, got)
+        )
+        raise ValueError(f"wanted {what} for this memory, {mine}, got one for {other}: plan again")

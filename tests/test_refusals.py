@@ -191,6 +191,8 @@ def test_plans_and_tables_of_another_memory_are_refused_by_name():
             lambda: jaxkv.attend(one, 0, ubatch, values, values, values),  # noqa: B023
             lambda: jaxkv.read_states(one, 0, ubatch),  # noqa: B023
             lambda: jaxkv.go_back(other.table, one),  # noqa: B023
+            lambda: jaxkv.apply(one, jaxkv.init_update(other)),  # noqa: B023
+            lambda: jaxkv.apply(one, jaxkv.defrag_plan(other)),  # noqa: B023
         ):
             with pytest.raises(ValueError, match="for this memory, .* got one for .*: plan again"):
                 use()

@@ -1,6 +1,7 @@
 """Closing the gaps between used cells, so that the used ones come first."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
-from jaxkv.memory import Commitment
+from jaxkv.memory import Commitment, Facts
 from jaxkv.places import EMPTY
 from jaxkv.stamp import mix
 
@@ -24,12 +25,14 @@ class Defrag(Commitment):
     destination: `[S, M]` int32, where that cell goes; the rest of the run follows.
     length: `[S, M]` int32, the cells of the run; 0 beyond the last move.
     count: `[S]` int32, how many moves there are.
+    facts: of the memory that it was planned for, static.
     """
 
     source: jax.Array  # [S, M]
     destination: jax.Array  # [S, M]
     length: jax.Array  # [S, M]
     count: jax.Array  # [S]
+    facts: Facts = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:
@@ -41,13 +44,13 @@ class Defrag(Commitment):
         return move_cells(table, buffers, self)
 
 
-def plan_moves(cells: Cells, max_moves: int | None) -> Defrag:
+def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
     """Plan the moves that close the gaps, or the first `max_moves` of each stream.
 
     The cells that lie beyond the number of used ones go into the gaps before it, in their order, so
     every cell moves at most once and no destination is the source of another.
     """
-    plan = jax.vmap(_close)(~free(cells))
+    plan = jax.vmap(partial(_close, facts))(~free(cells))
     if max_moves is None:
         return plan
     count = jnp.minimum(plan.count, max_moves)
@@ -55,7 +58,7 @@ def plan_moves(cells: Cells, max_moves: int | None) -> Defrag:
     return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
 
 
-def _close(taken: jax.Array) -> Defrag:
+def _close(facts: Facts, taken: jax.Array) -> Defrag:
     """Plan one stream, whose used cells are `taken`, `[N]` bool."""
     size = taken.shape[0]
     most = max(size // 2, 1)
@@ -80,7 +83,11 @@ def _close(taken: jax.Array) -> Defrag:
         return cells.at[start].get(mode="fill", fill_value=size).astype(jnp.int32)
 
     return Defrag(
-        source=at(source), destination=at(gap), length=length.astype(jnp.int32), count=runs
+        source=at(source),
+        destination=at(gap),
+        length=length.astype(jnp.int32),
+        count=runs,
+        facts=facts,
     )
 
 

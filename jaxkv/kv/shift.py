@@ -8,7 +8,7 @@ Ranges and ids are read as in `jaxkv.kv.cells`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jaxkv.kv.cells import (
     with_owners,
     within,
 )
-from jaxkv.memory import Commitment
+from jaxkv.memory import Commitment, Facts
 from jaxkv.places import EMPTY, END, end_of
 from jaxkv.rope import rotate
 
@@ -41,9 +41,11 @@ class Update(Commitment):
 
     shift: `[S, N]` int32, the table's notes when the plan was made. Applied to a table whose notes
       are others, the plan changes nothing.
+    facts: of the memory that it was planned for, static.
     """
 
     shift: jax.Array  # [S, N]
+    facts: Facts = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:

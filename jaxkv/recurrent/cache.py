@@ -6,7 +6,7 @@ to, exactly to the token, and refuses where it has none.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,7 +26,12 @@ Buffers = tuple[dict[str, jax.Array], ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NoOp(Commitment):
-    """The plan of an update or a defrag of a memory that never needs one."""
+    """The plan of an update or a defrag of a memory that never needs one.
+
+    facts: of the memory that it was planned for, static.
+    """
+
+    facts: Facts = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:
@@ -132,12 +137,12 @@ class StateTable(States, Table):
 
     def update(self) -> Commitment:
         """Return a plan of nothing: no key is owed a rotation."""
-        return NoOp()
+        return NoOp(facts=self.facts)
 
     def defrag(self, max_moves: int | None) -> Commitment:
         """Return a plan of nothing: there are no gaps to close."""
         del max_moves
-        return NoOp()
+        return NoOp(facts=self.facts)
 
     def go_back(self, old: "StateTable") -> tuple["StateTable", jax.Array]:
         """See `states.go_back`."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, drop_unless, placed_rows
-from jaxkv.memory import Commitment, Memory, check_made_for, join, split
+from jaxkv.memory import Commitment, Memory, check_facts, check_made_for, join, split
 from jaxkv.places import is_concrete
 from jaxkv.plan import Plan
 
@@ -54,6 +54,7 @@ def apply(memory: Memory, part: Ubatch | Plan | Commitment, *, donate: bool = Fa
         return join(_occupy(table, part), buffers)
     if not isinstance(part, Commitment):
         raise TypeError(f"wanted a ubatch or a plan, got {type(part)}")
+    check_facts(part.facts, table.facts, "a plan that was made")
     if is_concrete(part, table) and part.is_empty:
         return memory
     return join(*(_commit_donated if donate else _commit)(part, table, buffers))
