@@ -528,4 +528,6 @@ KINDS = {
 }
 """A recurrent memory alone, and beside attention: options of `Twin`."""
 
-over_kinds = pytest.mark.parametrize("kind", KINDS)
+over_kinds = pytest.mark.parametrize(
+    "kind", [*list(KINDS)[:-1], pytest.param("parallel", marks=pytest.mark.slow)]
+)

@@ -55,11 +55,11 @@ def refused(memory, seq):
     return think(memory, plan.ubatches[0])[0]
 
 
-CASES = [(kind, verb) for kind in (SMALL, WIDE) for verb in verbs(0, 1)]
-CASES.remove((WIDE, "refused"))  # which would be a program of its own
+KINDS = [SMALL, pytest.param(WIDE, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("kind", "verb"), CASES, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("verb", verbs(0, 1))
 def test_others_keep_what_they_have(kind, verb):
     for seed in SEEDS:
         memory = lived_in(kind, seed)
