@@ -145,35 +145,6 @@ def test_without_cudnn_jax_says_so():
         attend(case[0].astype(jnp.float32), *case[1:], Options(), "cudnn")
 
 
-# ------------------------------------------------------------------------------------ platforms
-
-
-def program_for(platform, *, tokens, implementation=None):
-    """What a step's attention is lowered to for a platform that need not be here."""
-    q, k, v, sight = jax.eval_shape(lambda: arrays(tokens=tokens, cells=8192))
-    traced = attend.trace(q, k, v, sight, Options(), implementation)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
-
-
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("implementation", OURS)
-def test_what_is_tuned_for_a_processor_is_in_no_program_for_another_platform(
-    platform, implementation
-):
-    for tokens in (1, 32):
-        program = program_for(platform, tokens=tokens, implementation=implementation)
-        assert "optimization_barrier" not in program
-        there = program_for("cpu", tokens=tokens, implementation=implementation)
-        assert tokens > 8 or "optimization_barrier" in there
-
-
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_elsewhere_a_token_each_reads_all_cells_at_once_and_a_prompt_reads_tiles(platform):
-    assert "stablehlo.while" not in program_for(platform, tokens=1)
-    assert "stablehlo.while" in program_for(platform, tokens=32)
-    assert "stablehlo.while" in program_for("cpu", tokens=1)
-
-
 # --------------------------------------------------------------------------------------- models
 
 

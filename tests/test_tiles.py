@@ -1,5 +1,6 @@
 """Attention by tiles is attention: the same numbers and derivatives, read another way."""
 
+import re
 from functools import partial
 
 import jax
@@ -134,3 +135,59 @@ def test_a_long_prompt_holds_no_logits_of_a_large_pool():
     arrays = shapes(streams=1, tokens=64, cells=8192)
     logits = 64 * K * G * 8192 * 4
     assert hlo.temporary_bytes(attend.lower(*arrays, NONE).compile()) < logits / 4
+
+
+def test_a_batch_of_memories_is_computed_once_and_as_each_alone():
+    """Both sides of a choice would be, if `vmap` made it one between two results."""
+    cases = [case(seen=seen, seed=seed) for seed, seen in enumerate((0.1, 0.9, 0.0))]
+    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases)
+    sinks = jnp.linspace(-1.0, 1.0, K * G)
+
+    def one_memory(*arrays):
+        return attend(*arrays, Options(sinks=sinks))
+
+    together = jax.jit(jax.vmap(one_memory))
+    for got, one in zip(together(*batch), cases, strict=True):
+        wanted = plain(*one, Options(sinks=sinks))
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
+    batched, alone = (
+        program.lower(*arrays).compile().as_text()
+        for program, arrays in ((together, batch), (jax.jit(one_memory), cases[0]))
+    )
+    assert batched.count(" conditional(") == alone.count(" conditional(") == 1
+    assert batched.count(" while(") == alone.count(" while(") > 0
+
+
+def test_derivatives_of_a_batch_of_memories_are_those_of_each():
+    cases = [case(cells=40, seen=1.0, seed=seed) for seed in range(2)]
+    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases)
+
+    def loss(q, k, v, sight):
+        return jnp.sum(jnp.sin(attend(q, k, v, sight, NONE)))
+
+    derive = jax.grad(loss, argnums=(0, 1, 2))
+    together = jax.jit(jax.vmap(derive))(*batch)
+    for i, one in enumerate(cases):
+        for a, b in zip(together, derive(*one), strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_layers_share_is_computed_once():
+    """The mask and the list of tiles, in the program that the compiler makes of 1 and of 4."""
+    q, k, v, sight = shapes(streams=1, tokens=8, cells=8 * TILE)
+
+    def layers(q, k, v, sight, count):
+        for _ in range(count):
+            q = q + attend(q, k, v, sight, NONE)[..., :D]
+        return q
+
+    def made(count):
+        text = jax.jit(layers, static_argnums=4).lower(q, k, v, sight, count).compile().as_text()
+        entry = text[text.index("\nENTRY") :]
+        masks = len(re.findall(r"= pred\[1,8,4096\]\S* (?!get-tuple|param)", entry))
+        return masks, text.count(" while("), entry.count(" conditional(")
+
+    one, four = made(1), made(4)
+    assert one[0] == four[0] == 1
+    # Each layer has its choice and the loop over tiles in it; what lists the tiles is there once.
+    assert (four[1] - one[1], four[2] - one[2]) == (3, 3)

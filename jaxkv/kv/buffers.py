@@ -70,7 +70,22 @@ def gather(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
     Returns:
       `[..., K, D]`; zeros for a cell past the last one.
     """
-    return array.at[_index(array, streams, slots)].get(mode="fill", fill_value=0)
+    by_head = slots.ndim  # the axis of heads, in indices and in what is read
+    dimensions = jax.lax.GatherDimensionNumbers(
+        offset_dims=(by_head + 1,),
+        collapsed_slice_dims=(0, 2),
+        start_index_map=(0, 2),
+        operand_batching_dims=(1,),
+        start_indices_batching_dims=(by_head,),
+    )
+    return jax.lax.gather(
+        array,
+        _index(array, streams, slots),
+        dimensions,
+        slice_sizes=(1, 1, 1, array.shape[3]),
+        mode="fill",
+        fill_value=0,
+    )
 
 
 def scatter(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
@@ -112,9 +127,10 @@ def copy_run(
     return jax.lax.platform_dependent(array, run, dst, first, **ways)
 
 
-def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> tuple[jax.Array, ...]:
-    """Spell every index out: with a slice among them a write becomes copies of the array."""
-    return streams[..., None], jnp.arange(array.shape[1]), slots[..., None]
+def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
+    """Return the stream and the cell of each token, for each head alike; `[..., K, 2]`."""
+    pairs = jnp.stack(jnp.broadcast_arrays(streams, slots), axis=-1)[..., None, :]
+    return jnp.broadcast_to(pairs, (*slots.shape, array.shape[1], 2))
 
 
 def _by_index(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
@@ -124,8 +140,18 @@ def _by_index(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.A
         # left out, keeps it a scatter.
         slots = jnp.stack([slots, jnp.full_like(slots, END)])
         streams, new = (jnp.stack([x, x]) for x in (streams, new))
+    # Heads are a dimension that both sides have, so that on a mesh each device writes its own. With
+    # a slice over them instead the write becomes copies of the array.
+    by_head = slots.ndim
+    dimensions = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(by_head + 1,),
+        inserted_window_dims=(0, 2),
+        scatter_dims_to_operand_dims=(0, 2),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(by_head,),
+    )
     where = _index(array, streams, slots)
-    return array.at[where].set(new, mode="drop", unique_indices=True)
+    return jax.lax.scatter(array, where, new, dimensions, unique_indices=True, mode="drop")
 
 
 def _by_choice(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:

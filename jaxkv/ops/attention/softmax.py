@@ -84,8 +84,9 @@ def seen_alone(sums: Sums, sees: jax.Array) -> Sums:
 
 def nothing(q: jax.Array, value_dim: int) -> Sums:
     """Return the sums over no cells, for packed queries `[P, K, X, D]`."""
-    zero = jnp.zeros(q.shape[:3], sums_dtype(q))
-    return Sums(zero + LOWEST, zero, jnp.zeros((*q.shape[:3], value_dim), zero.dtype))
+    zero = jnp.zeros_like(q[..., 0], sums_dtype(q))  # on a mesh it lies as the queries do
+    out = jnp.broadcast_to(zero[..., None], (*zero.shape, value_dim))
+    return Sums(zero + LOWEST, zero, out)
 
 
 def joined(a: Sums, b: Sums) -> Sums:

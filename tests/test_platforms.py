@@ -1,0 +1,58 @@
+"""A program is that of the platform it is lowered for, wherever it is traced."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+
+ELSEWHERE = pytest.mark.parametrize("platform", ["tpu", "cuda"])
+
+
+def step_for(platform, *, tokens=1, dtype=jnp.float32, implementation=None):
+    """Writing and attending in a layer, as text."""
+
+    def make():
+        return jaxkv.make_kv_cache(layers=1, cells=8192, kv_heads=2, head_dim=64, dtype=dtype)
+
+    memory = jax.eval_shape(make)
+    (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
+    q, k = (jax.ShapeDtypeStruct((1, tokens, heads, 64), dtype) for heads in (4, 2))
+
+    def step(memory, ubatch, q, k):
+        return jaxkv.attend(memory, 0, ubatch, q, k, k, implementation=implementation)
+
+    traced = jax.jit(step).trace(memory, ubatch, q, k)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", [None, "tiles", "whole"])
+def test_what_is_tuned_for_a_processor_is_in_no_other_program(platform, dtype, implementation):
+    options = {"dtype": dtype, "implementation": implementation}
+    assert "optimization_barrier" in step_for("cpu", **options)
+    for tokens in (1, 128):
+        assert "optimization_barrier" not in step_for(platform, tokens=tokens, **options)
+
+
+@ELSEWHERE
+def test_elsewhere_a_token_reads_all_cells_at_once_and_a_prompt_reads_tiles(platform):
+    assert "stablehlo.while" not in step_for(platform)
+    assert "stablehlo.while" in step_for(platform, tokens=128)
+    assert "stablehlo.while" in step_for("cpu")
+
+
+@ELSEWHERE
+def test_elsewhere_last_positions_are_looked_for_in_one_pass(platform):
+    def plan(memory):
+        return jaxkv.plan_step(memory, jnp.zeros(4, int), jnp.arange(4), jnp.ones(4, bool))
+
+    def make():
+        return jaxkv.make_kv_cache(layers=1, cells=8192, kv_heads=1, head_dim=2, sequences=4)
+
+    traced = jax.jit(plan).trace(jax.eval_shape(make))
+    cpu, other = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", platform))
+    a_block, all_cells = "tensor<128x32xi32>", "tensor<8192x32xi32>"
+    assert a_block in cpu and all_cells not in cpu
+    assert a_block not in other and all_cells in other
