@@ -418,11 +418,11 @@ def check_made_for(table: Table, ubatch: Ubatch) -> None:
 
 def check_facts(got: Facts, wanted: Facts, what: str) -> None:
     """Raise a ValueError unless something was made for a memory of the same facts."""
-    names = [
-        one.name for one in fields(Facts) if getattr(got, one.name) != getattr(wanted, one.name)
-    ]
-    if names:
-        mine, other = (
-            ", ".join(f"{name}={getattr(facts, name)}" for name in names) for facts in (wanted, got)
-        )
-        raise ValueError(f"wanted {what} for this memory, {mine}, got one for {other}: plan again")
+    if got == wanted:
+        return
+    all_names = [one.name for one in fields(wanted)]
+    names = [name for name in all_names if getattr(got, name) != getattr(wanted, name)]
+    mine, other = (
+        ", ".join(f"{name}={getattr(facts, name)}" for name in names) for facts in (wanted, got)
+    )
+    raise ValueError(f"wanted {what} for this memory, {mine}, got one for {other}: plan again")
