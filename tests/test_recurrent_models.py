@@ -118,7 +118,7 @@ WAYS = [  # ubatch_size, together, kept, streams
 @pytest.mark.parametrize(("ubatch_size", "together", "kept", "streams"), WAYS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_way(name, ubatch_size, together, kept, streams):
-    check(name, ubatch_size=ubatch_size, together=together, rollback=kept, streams=streams)
+    check(name, ubatch_size=ubatch_size, together=together, kept=kept, streams=streams)
 
 
 def test_a_memory_of_states_alone_needs_no_cells():
