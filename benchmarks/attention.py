@@ -73,7 +73,7 @@ def sight_of_all(batch: int, cells: int) -> Sight:
 def sides_of(
     shape: tuple[int, int, int, Any], batch: int, cells: int, layers: int
 ) -> dict[str, Callable[[], object]]:
-    """Everybody who can take part here, on the same arrays, after a look that they agree."""
+    """All sides that can take part here, on the same arrays, after a look that they agree."""
     heads, group, size, dtype = shape
     rng = np.random.default_rng(0)
     k, v = (

@@ -90,7 +90,7 @@ def peer_step(peer: Any, prompts: np.ndarray) -> Callable:
 def sides_of(
     model: models.Model, name: str, prompts: np.ndarray, cells: int
 ) -> dict[str, Callable]:
-    """Everybody who can take part here."""
+    """All sides that can take part here."""
     batch = len(prompts)
     sides = {"jaxkv": jaxkv_step(model, prompts, cells=cells, split=batch > 1)}
     if batch > 1:

@@ -1,4 +1,4 @@
-"""Everybody else who can run a model here: llama.cpp and transformers, where they are installed."""
+"""Other libraries that run a model here: llama.cpp and transformers, where they are installed."""
 
 from collections.abc import Sequence
 from typing import Any

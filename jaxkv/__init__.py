@@ -12,8 +12,8 @@ Letters, in every shape of this library:
   R  rows of a ubatch                            D  head size, Dv that of values
   T  tokens of a row                             O  outputs of a ubatch
   Q  sequences                                   V  vocabulary
-  W  words of 32 owners                          U  ubatches of a plan
-  E  earlier states that are kept                P  lists of tokens that share a stream
+  W  words of 32 owners                          P  lists of tokens that share a stream
+  E  earlier states that are kept                n  any number, d that of an embedding
 
 Public is what stands here and in the modules `draw`, `hybrid`, `loops`, `ops`, `rope` and `window`;
 all else may move.

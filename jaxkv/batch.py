@@ -53,7 +53,7 @@ class Ubatch:
     embeddings: `[R, T, d]`, or None.
     positions: `[R, T]` int32, the position of each token.
     sequences: `[R, T]` int32, the sequence of each token.
-    row_stream: `[R]` int32, the stream that a row's tokens live in.
+    row_stream: `[R]` int32, the stream of a row's tokens.
     row_sequence: `[R]` int32, the sequence of a row, where a row holds one sequence; else 0.
     slots: `[R, T]` int32, the cell chosen for each token. A token that goes nowhere (padding, or
       any token of a refused plan) has an index past the last cell, each its own. For a recurrent

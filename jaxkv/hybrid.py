@@ -4,7 +4,6 @@ All parts or none: a batch, a cut or a ubatch that one part refuses changes none
 may be of any kind. What is known of them here is `jaxkv.memory.Table`, nothing else.
 """
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, part_of
 from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join, split
+from jaxkv.places import count
 
 Layers = tuple[tuple[int, ...], ...]
 
@@ -22,9 +22,14 @@ Layers = tuple[tuple[int, ...], ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridCommitment(Commitment):
-    """What is to be done to each part: the plans of an update, or of a defrag."""
+    """What is to be done to each part: the plans of an update, or of a defrag.
+
+    parts: the plans.
+    facts: of the memory that they were planned for, static.
+    """
 
     parts: tuple[Commitment, ...]
+    facts: Facts = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:
@@ -71,7 +76,7 @@ class HybridTable(Table):
         )
 
     def num_layers(self, buffers: tuple) -> int:
-        """One more than the highest layer that a part serves."""
+        """Return one more than the highest layer that a part serves."""
         del buffers
         return 1 + max(layer for layers in self.layers for layer in layers)
 
@@ -85,7 +90,7 @@ class HybridTable(Table):
         return tuple(part.digest() for part in self.parts)
 
     def first(self, seq: jax.Array) -> jax.Array:
-        """What all parts hold begins where the last of them begins; nothing if one is empty."""
+        """Return where what all parts hold begins: the largest first one; -1 if one is empty."""
         found = [part.first(seq) for part in self.parts]
         return jnp.where(_smallest(found) < 0, -1, _largest(found))
 
@@ -98,7 +103,7 @@ class HybridTable(Table):
         return reduce(jnp.add, [part.used() for part in self.parts])
 
     def inspect(self, present: jax.Array) -> Findings:
-        """A sequence whose parts end at different positions cannot go on in all of them."""
+        """Return what holds in any part; sequences whose parts end apart miss something too."""
         found = [part.inspect(present) for part in self.parts]
         last = _largest([one.last for one in found])
         apart = present & _any([one.last != last for one in found])
@@ -109,7 +114,7 @@ class HybridTable(Table):
         )
 
     def admit(self, wanted: jax.Array) -> Room:
-        """Each part orders the sequences in the same way, so what fits everywhere fits together."""
+        """Return what fits in all parts: each orders the sequences alike, so it fits together."""
         found = [part.admit(wanted) for part in self.parts]
         return Room(
             fits=_all([one.fits for one in found]),
@@ -118,7 +123,7 @@ class HybridTable(Table):
         )
 
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[tuple, jax.Array]:
-        """Choose in each part."""
+        """Return what each part chooses, and the highest `Reason` of each token."""
         found = [part.choose_slots(ubatch, ok) for part in self.parts]
         slots, faults = zip(*found, strict=True)
         return slots, _largest([*faults])
@@ -173,12 +178,14 @@ class HybridTable(Table):
         return _all([part.can_resume(seq, pos) for part in self.parts])
 
     def update(self) -> Commitment:
-        """Plan the update of each part."""
-        return HybridCommitment(parts=tuple(part.update() for part in self.parts))
+        """Return the plans of each part."""
+        return HybridCommitment(parts=tuple(part.update() for part in self.parts), facts=self.facts)
 
     def defrag(self, max_moves: int | None) -> Commitment:
-        """Plan the moves of each part."""
-        return HybridCommitment(parts=tuple(part.defrag(max_moves) for part in self.parts))
+        """Return the plans of each part."""
+        return HybridCommitment(
+            parts=tuple(part.defrag(max_moves) for part in self.parts), facts=self.facts
+        )
 
     def go_back(self, old: "HybridTable") -> tuple["HybridTable", jax.Array]:
         """Go back in all parts, or none."""
@@ -187,11 +194,11 @@ class HybridTable(Table):
         return replace(old, parts=parts), _all([*granted])
 
     def faults(self) -> dict[str, jax.Array]:
-        """Count the faults of each part."""
+        """Return the faults of each part."""
         return {
-            f"part {i}: {name}": count
+            f"part {i}: {name}": number
             for i, part in enumerate(self.parts)
-            for name, count in part.faults().items()
+            for name, number in part.faults().items()
         }
 
     def serves(self, verb: str, layer: int) -> bool:
@@ -220,7 +227,7 @@ class HybridTable(Table):
         return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own)
 
     def rollback(self, layer: int) -> int:
-        """Ask the part that serves the layer."""
+        """Return that of the part that serves the layer."""
         i, inner = self._part_serving("states", layer)
         return self.parts[i].rollback(inner)
 
@@ -276,11 +283,11 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Memory)):
             raise TypeError(f"wanted pairs of a memory and its layers, got {type(pair)}")
     memories, layers = zip(*parts, strict=True)
-    layers = tuple(tuple(operator.index(layer) for layer in own) for own in layers)
+    layers = tuple(tuple(count(layer, "a layer", low=0) for layer in own) for own in layers)
     facts = [memory.table.facts for memory in memories]
     for own, memory in zip(layers, memories, strict=True):
         layers_there = memory.table.num_layers(memory.buffers)
-        if len(set(own)) != len(own) or min(own, default=0) < 0 or len(own) != layers_there:
+        if len(set(own)) != len(own) or len(own) != layers_there:
             raise ValueError(
                 f"wanted the numbers of a part's {layers_there} layers, each once, got {own}"
             )

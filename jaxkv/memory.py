@@ -11,7 +11,7 @@ that verbs, plans and loops ever ask of one.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -70,7 +70,12 @@ class Room(NamedTuple):
 
 
 class Commitment(ABC):
-    """The plan of an update or a defrag: what will be done to a table and its buffers."""
+    """The plan of an update or a defrag: what will be done to a table and its buffers.
+
+    facts: of the memory that it was planned for, static.
+    """
+
+    facts: Facts
 
     @property
     @abstractmethod
@@ -128,7 +133,7 @@ class Table(ABC):
 
     @abstractmethod
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[Any, jax.Array]:
-        """Choose where tokens go, nowhere if not `ok`; and a `Reason` for each token, `[R, T]`."""
+        """Return where tokens go, nowhere if not `ok`; and a `Reason` for each one, `[R, T]`."""
 
     @abstractmethod
     def occupy(self, ubatch: Ubatch) -> Self:
@@ -136,7 +141,7 @@ class Table(ABC):
 
     @abstractmethod
     def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
-        """Do what `seq_rm` says; the table, and `ok`."""
+        """Do what `seq_rm` says; return the table, and `ok`, `[]` bool."""
 
     @abstractmethod
     def copy(
@@ -170,11 +175,11 @@ class Table(ABC):
 
     @abstractmethod
     def update(self) -> Commitment:
-        """Plan the rotations that keys are owed."""
+        """Return the plan of the rotations that keys are owed."""
 
     @abstractmethod
     def defrag(self, max_moves: int | None) -> Commitment:
-        """Plan the moves that close the gaps."""
+        """Return the plan of the moves that close the gaps."""
 
     @abstractmethod
     def go_back(self, old: Any) -> tuple[Self, jax.Array]:
@@ -185,7 +190,7 @@ class Table(ABC):
 
     @abstractmethod
     def faults(self) -> dict[str, jax.Array]:
-        """Count what breaks the invariants, by name; `[]` int32 each."""
+        """Return how often each invariant is broken, by name; `[]` int32 each."""
 
     def serves(self, verb: str, layer: int) -> bool:
         """Return whether `attend`, or `read_states` and `write_states`, know a layer."""
@@ -193,24 +198,24 @@ class Table(ABC):
         return False
 
     def attend(self, buffers: Any, layer: int, ubatch: Ubatch, *args: Any, **options: Any) -> Any:
-        """Do what `attend` says; the buffers, and the output."""
+        """Do what `attend` says; return the buffers, and the output."""
         del buffers, layer, ubatch, args, options
         raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
 
     def read_states(self, buffers: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
-        """Do what `read_states` says."""
+        """Return what `read_states` says."""
         del buffers, layer, ubatch
         raise TypeError(f"wanted a memory with recurrent layers, got one of {self.facts.kind}")
 
     def write_states(
         self, buffers: Any, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
     ) -> tuple[Self, Any]:
-        """Do what `write_states` says; the table, and the buffers."""
+        """Do what `write_states` says; return the table, and the buffers."""
         del buffers, layer, ubatch, states
         raise TypeError(f"wanted a memory with recurrent layers, got one of {self.facts.kind}")
 
     def rollback(self, layer: int) -> int:
-        """Do what `rollback_of` says."""
+        """Return what `rollback_of` says."""
         del layer
         raise TypeError(f"wanted a memory with recurrent layers, got one of {self.facts.kind}")
 
@@ -291,15 +296,19 @@ def attend(
       sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
       causal: False lets tokens see those that come after them, as far as a window allows.
       implementation: how attention is computed, "tiles", "whole", "xla" or "cudnn", see
-        `jaxkv.ops.attention.api`; None leaves it to jaxkv. With the last two a row that is hidden
-        and not a number may show.
+        `jaxkv.ops.attention.api`; None leaves it to jaxkv.
 
     Returns:
-      The memory with the rows written, and `[R, T, H, Dv]`, in the dtype of `q`. A token that sees
-      nothing gets zeros.
+      The memory with the keys and values written, and `[R, T, H, Dv]`, in the dtype of `q`. A token
+      that sees nothing gets zeros. A token that sees a key or value that is not finite in the
+      buffers' dtype gets NaN, and no other token does. A stale ubatch, whose stream was edited
+      since it was planned or applied, is written nowhere and gets NaN. Edited between `apply` and
+      the last layer, a memory has the tokens in some layers alone: go back to an earlier one, or
+      remove them (`seq_rm`).
 
     Raises:
-      ValueError: when shapes do not fit the memory, or the implementation cannot do it.
+      ValueError: when shapes do not fit the memory, the ubatch was planned for a memory of other
+        facts, or the implementation cannot do it.
 
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`.
     """
@@ -323,7 +332,8 @@ def read_states(memory: Memory, layer: int, ubatch: Ubatch) -> dict[str, jax.Arr
     Returns:
       By name, `[R, ...]`, the state of each row's sequence before the first token of the ubatch.
       Zeros where the sequence had none, and for a row that the table did not take in (padding, a
-      refused plan).
+      refused plan). NaN, or the lowest integer, where the state must not be used: for a stale
+      ubatch, and where the layer never wrote the state or has written over it.
 
     Raises:
       ValueError: when the layer is none of the memory.
@@ -350,14 +360,15 @@ def write_states(
       memory: a memory that the ubatch has been applied to.
       layer: 0 to L - 1, static.
       ubatch: the tokens. A row that the table did not take in (padding, a refused plan) is written
-        nowhere.
+        nowhere, and nothing of a stale ubatch is.
       states: by name, `[R, E + 1, ...]`, the states after the last E + 1 valid tokens of each row,
         the oldest first: after so many tokens as `steps_to_keep(ubatch, E + 1)` says. Where that
         is 0 the state is older than the ubatch, and not written. `[R, ...]` will do where E is 0.
         Fewer than E + 1 are refused: the table lists what a ubatch leaves, so it must be there.
 
     Returns:
-      The memory with the states written.
+      The memory with the states written. A layer takes in the states of a ubatch once: written
+      again, they change nothing.
 
     Raises:
       ValueError: when the names or shapes are not those of the memory.
@@ -379,7 +390,7 @@ def write_states(
 
 
 def rollback_of(memory: Memory, layer: int) -> int:
-    """Say how many states a layer keeps before the current one: E, a static integer.
+    """Return how many states a layer keeps before the current one: E, a static integer.
 
     Raises:
       ValueError: when the layer is none of the memory.
@@ -407,5 +418,11 @@ def check_made_for(table: Table, ubatch: Ubatch) -> None:
 
 def check_facts(got: Facts, wanted: Facts, what: str) -> None:
     """Raise a ValueError unless something was made for a memory of the same facts."""
-    if got != wanted:
-        raise ValueError(f"wanted {what} for this memory, {wanted}, got one for {got}: plan again")
+    names = [
+        one.name for one in fields(Facts) if getattr(got, one.name) != getattr(wanted, one.name)
+    ]
+    if names:
+        mine, other = (
+            ", ".join(f"{name}={getattr(facts, name)}" for name in names) for facts in (wanted, got)
+        )
+        raise ValueError(f"wanted {what} for this memory, {mine}, got one for {other}: plan again")

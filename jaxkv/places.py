@@ -97,6 +97,8 @@ def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice:
     array = np.asarray(value) if known else jnp.asarray(value)
     if array.size == 0:
         return np.zeros(array.shape, np.int32)
+    if array.dtype == object and all(isinstance(one, int) for one in array.flat):
+        raise ValueError(f"wanted {name} from {low} to {high}, got {array.flat[0]}{advice}")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"wanted integers for {name}, got {array.dtype}")
     if not isinstance(array, np.ndarray):

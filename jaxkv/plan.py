@@ -79,13 +79,14 @@ class RefusedError(RuntimeError):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Where the tokens of a batch will live, or why they will not.
+    """Where the tokens of a batch go, or why they are refused.
 
     ubatches: the parts to compute, in order, each a `Ubatch` with its slots. The slots of a refused
       plan are all past the last cell: applied and computed, it changes nothing.
     ok: `[]` bool, whether every token of the batch has a place. All or nothing.
     reason: `[Q]` int32, a `Reason` for each sequence; FITS for one that is not in the batch.
-    fits: `[Q]` bool, the sequences that would all fit together, the smallest first.
+    fits: `[Q]` bool, sequences that would all fit together if they came without the others, the
+      smallest first.
     expected: `[Q]` int32, what was wanted: a position, or a number of cells where there is no room.
     found: `[Q]` int32, what was there instead.
     """
@@ -129,11 +130,11 @@ sequence (seq_rm), go on with those that fit (batch.only(plan.fits)), or make a 
         """Put the logits of all ubatches in the order of the batch.
 
         Args:
-          logits: for each ubatch, `[O, V]`, a row for each of its `outputs`.
+          logits: for each ubatch, `[O, V]`, those of each of its `outputs`.
 
         Returns:
-          `[n, V]`, a row for each token of the batch that wanted logits, in the order of the batch.
-          Traced, where n cannot be known, rows that only pad come last.
+          `[n, V]`, of each token of the batch that wanted logits, in the order of the batch.
+          Traced, where n cannot be known, logits that only pad come last.
         """
         order = [ubatch.order for ubatch in self.ubatches]
         if not is_concrete(order):

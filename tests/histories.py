@@ -266,7 +266,7 @@ class Histories:
             self.states[seq], self.lost[seq] = [], 0
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
-        """Move what stands in a range, for whoever shares it."""
+        """Move what stands in a range, for every sequence that shares it."""
         moved = [s for s in self.states[seq] if p0 <= s.position and (p1 < 0 or s.position < p1)]
         self._move_loss(seq, p0, p1, lambda position: position + delta)
         for state in moved:
@@ -323,7 +323,7 @@ class Histories:
 class Twin:
     """A memory and its oracles, led through the same verbs, compared after each.
 
-    kinds: the model's layers, see `compute`. Without attention the memory is no composite.
+    kinds: the model's layers, see `compute`. Without attention the memory is no hybrid one.
     """
 
     def __init__(
@@ -528,4 +528,6 @@ KINDS = {
 }
 """A recurrent memory alone, and beside attention: options of `Twin`."""
 
-over_kinds = pytest.mark.parametrize("kind", KINDS)
+over_kinds = pytest.mark.parametrize(
+    "kind", [*list(KINDS)[:-1], pytest.param("parallel", marks=pytest.mark.slow)]
+)

@@ -32,9 +32,9 @@ ROPE = jaxkv.make_rope(SIZE, base=100.0)
 
 @dataclass(frozen=True)
 class Kind:
-    """A memory under test: its sizes, how it is made, and who knows what it should do.
+    """A memory under test: its sizes, how it is made, and the oracles that know what it should do.
 
-    Each window is a part of its own, with half of the layers; a single one is no composite.
+    Each window is a part of its own, with half of the layers; a single one is no hybrid.
     """
 
     name: str
@@ -156,7 +156,7 @@ def plan_rows(memory: Any, tokens: Any, valid: Any, positions: Any = None) -> ja
 
 
 def parts_of(memory: Any) -> list[tuple[Cells, Buffers]]:
-    """List the tables and rows of a memory, whether it is a composite or not."""
+    """List the tables and buffers of a memory, whether it is a hybrid one or not."""
     table, rows = jaxkv.split(memory)
     if isinstance(table, Cells):
         return [(table, rows)]
@@ -336,8 +336,8 @@ class Oracles(list[Oracle]):
     def plan(self, tokens: Sequence[Token], *, ubatch_size: int | None) -> tuple[dict, list[Plan]]:
         """Plan in every part: all faults, with the reason that counts; and the parts' ubatches."""
         plans = [oracle.plan(tokens, ubatch_size=ubatch_size) for oracle in self]
-        # Faults are looked for in this order, in all parts before the next: who is refused for one
-        # reason never gets to the next, and nobody gets cells.
+        # Faults are looked for in this order, in all parts before the next: a sequence refused
+        # for one reason never gets to the next, and then no sequence gets cells.
         stages = (
             ("NOT_NEXT", "GAP", "DUPLICATE", "DECREASING"), ("UPDATE_PENDING",), ("LOST",),
         )  # fmt: skip
@@ -420,7 +420,7 @@ class Twin:
         assert plan.ok.item() == all(one.ok for one in plans)
         if len(plans) == 1:
             assert faults == plans[0].faults
-        else:  # several parts may each lack room; who is named then, and how, is not spelled out
+        else:  # several parts may lack room: which sequences are named then is not spelled out
             assert expected.items() <= faults.items()
             assert set(faults) >= set.intersection(*(set(one.faults) for one in plans))
         if plan.ok:

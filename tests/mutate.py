@@ -33,20 +33,20 @@ from tests.mutants import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CARRIED = ("jaxkv", "models", "tests", "conftest.py", "pyproject.toml")
-LIMIT = 600
-"""Seconds that the tests of a mutant may take: one that loops for ever is noticed by that."""
+PATIENCE = 5
+"""How many times as long as without a mistake tests may take: what loops for ever is noticed."""
 
 KNOWN_BY = {
     "jaxkv/window.py": "evictions window ollama stateful",
     "jaxkv/stamp.py": "stale going_back refusals batch recurrent_going_back",
     "jaxkv/kv/cells.py": "evictions traps isolation ollama streams window shift stale going_back "
     "stateful refusals permutation",
+    "jaxkv/kv/reuse.py": "evictions window ollama stateful",
     "jaxkv/kv/slots.py": "traps ollama window streams refusals going_back stale evictions stateful "
     "recurrent_ubatches",
     "jaxkv/recurrent/s*.py": "recurrent recurrent_going_back recurrent_ubatches stale",
     "jaxkv/hybrid.py": "window recurrent stale refusals recurrent_ubatches stateful",
-    "jaxkv/planning/*.py": "traps refusals batch streams window recurrent_ubatches stale "
-    "compiles_once transforms stateful",
+    "jaxkv/planning/*.py": "traps refusals batch streams window recurrent_ubatches stale stateful",
 }
 """The core, as patterns of its files, and the tests that know each, the quickest first."""
 
@@ -79,33 +79,35 @@ def main() -> int:
 
     with Trees(options.workers) as trees, ThreadPoolExecutor(options.workers) as pool:
         tests = sorted({t for m in drawn for t in runs_of(m.file)})
-        right = list(pool.map(lambda test: trees.run(None, [test]), tests))
-        broken = [test for test, (killed, _) in zip(tests, right, strict=True) if killed]
-        print(f"without a mistake: {sum(s for _, s in right):.0f} s", *broken, flush=True)
-        if broken:
-            print("these fail already")
+        outcomes = list(pool.map(lambda test: trees.run(None, [test], 3600), tests))
+        takes = {test: seconds for test, (_, seconds) in zip(tests, outcomes, strict=True)}
+        print(f"without a mistake: {sum(takes.values()):.0f} s", flush=True)
+        if broken := [test for test, (how, _) in zip(tests, outcomes, strict=True) if how]:
+            print("these fail already:", *broken)
             return 2
-        verdicts = list(pool.map(lambda m: verdict(trees, m, sources[m.file]), drawn))
+        verdicts = list(pool.map(lambda m: verdict(trees, m, sources[m.file], takes), drawn))
 
-    survivors = [m for m, killed in zip(drawn, verdicts, strict=True) if not killed]
+    survivors = [m for m, how in zip(drawn, verdicts, strict=True) if not how]
     for mutant in survivors:
         print(f"\nsurvived: {mutant.file}:{mutant.line} {mutant.where}")
         print(diff(mutant, sources[mutant.file]))
     killed, all_ = len(drawn) - len(survivors), len(drawn)
     low, high = (100 * bound for bound in wilson(killed, all_))
     print(
-        f"\nkilled {killed} of {all_}: {100 * killed / max(all_, 1):.1f} %, "
-        f"95 % interval {low:.1f} to {high:.1f} %"
+        f"\nkilled {killed} of {all_}: {100 * killed / max(all_, 1):.1f} %, 95 % interval "
+        f"{low:.1f} to {high:.1f} %; {verdicts.count('too slow')} of them by taking too long"
     )
     return 0
 
 
-def verdict(trees: "Trees", mutant: Mutant, source: str) -> bool:
-    """Whether a mutant is noticed; one line about it is printed."""
-    killed, seconds = trees.run((mutant, source), runs_of(mutant.file))
-    word = "killed  " if killed else "SURVIVED"
-    print(f"{word} {seconds:4.0f} s  {mutant.file}:{mutant.line} {mutant.where}", flush=True)
-    return killed
+def verdict(trees: "Trees", mutant: Mutant, source: str, takes: dict[str, float]) -> str:
+    """How a mutant is noticed, nothing if it is not; one line about it is printed."""
+    tests = runs_of(mutant.file)
+    limit = 60 + PATIENCE * sum(takes[test] for test in tests)
+    how, seconds = trees.run((mutant, source), tests, limit)
+    print(f"{how or 'SURVIVED':8} {seconds:4.0f} s  {mutant.file}:{mutant.line} {mutant.where}")
+    sys.stdout.flush()
+    return how
 
 
 class Trees:
@@ -129,14 +131,17 @@ class Trees:
     def __exit__(self, *error: object) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def run(self, planted: tuple[Mutant, str] | None, tests: list[str]) -> tuple[bool, float]:
-        """Run tests on a free tree, with a mistake or none: whether one fails, and the seconds."""
+    def run(
+        self, planted: tuple[Mutant, str] | None, tests: list[str], limit: float
+    ) -> tuple[str, float]:
+        """Run tests on a free tree, with a mistake or none: how one fails, and the seconds."""
         tree, start = self.free.get(), time.monotonic()
         try:
             if planted:
                 mutant, source = planted
                 write(tree / mutant.file, mutant.applied(source))
-            return fails(tree, tests, self.folder / "xla"), time.monotonic() - start
+            how = fails(tree, tests, self.folder / "xla", limit)
+            return how, time.monotonic() - start
         finally:
             if planted:
                 write(tree / mutant.file, source)
@@ -149,8 +154,8 @@ def write(path: Path, text: str) -> None:
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def fails(tree: Path, tests: list[str], cache: Path) -> bool:
-    """Whether a test fails, or the code cannot be imported, or it takes for ever."""
+def fails(tree: Path, tests: list[str], cache: Path, limit: float) -> str:
+    """How a test or an import fails: "killed", "too slow", or nothing if none does."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider"]
     settings = {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -159,14 +164,15 @@ def fails(tree: Path, tests: list[str], cache: Path) -> bool:
     }
     try:
         done = subprocess.run(
-            [*command, *tests], cwd=tree, env={**os.environ, **settings}, timeout=LIMIT,
+            [*command, *tests], cwd=tree, env={**os.environ, **settings}, timeout=limit,
             capture_output=True, text=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return True
+        return "too slow"
     if done.returncode in (3, 4):
         raise RuntimeError(f"pytest could not run:\n{done.stdout}\n{done.stderr}")
-    return done.returncode not in (0, 5)  # 5: a file without examples; below 0: it crashed
+    # 5: a file without examples. Below 0: it crashed.
+    return "" if done.returncode in (0, 5) else "killed"
 
 
 def files_of(pattern: str) -> list[Path]:

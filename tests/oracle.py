@@ -2,7 +2,7 @@
 
 A cell is an entry of a dict and its owners are a set. Nothing here is packed, padded, cached or
 clever, nothing is shared with `jaxkv` but the names, and no rule is derived from another where it
-can be written down twice. Whoever doubts what a verb does reads it here.
+can be written down twice. What a verb does can be read here.
 
 One difference remains by necessity: the real cache is a value, and an `Oracle` changes in place.
 `fork` copies it.
@@ -27,7 +27,7 @@ class Token(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Who wrote the keys and values beside a cell. It outlives the cell's occupant."""
+    """The token whose key and value a cell's buffers hold. It stays when the cell is freed."""
 
     sequence: int
     position: int  # that the key was rotated for
@@ -44,11 +44,11 @@ class Fault(NamedTuple):
 
 @dataclass
 class Cell:
-    """A cell that somebody lives in."""
+    """A cell that is in use."""
 
     position: int
     owners: set[int]
-    shift: int = 0  # the position now, less the position that its row was rotated for
+    shift: int = 0  # the position now, less the position that its key was rotated for
 
 
 @dataclass
@@ -83,9 +83,9 @@ class Move(NamedTuple):
 class Oracle:
     """Streams of `size` cells: one that sequences 0 to `sequences` - 1 share, or one for each.
 
-    cells: who lives where; a cell without an entry is free.
-    rows: who wrote the row beside a cell last, whether anybody lives there still or not.
-    written: how often that row was written, rotated or replaced.
+    cells: the cells in use; one without an entry is free.
+    rows: what the buffers hold for a cell, whether it is in use still or not.
+    written: how often that was written, rotated or replaced.
     lost: for each sequence, one past the highest position that window reuse took from it.
     """
 
@@ -115,7 +115,7 @@ class Oracle:
     # ------------------------------------------------------------------------------- questions
 
     def stream(self, seq: int) -> int:
-        """The stream that a sequence lives in."""
+        """The stream of a sequence."""
         return seq if self.split else 0
 
     def holds(self, seq: int) -> dict[Place, Cell]:
@@ -135,11 +135,11 @@ class Oracle:
         return max(self.last(seq), self.lost[seq] - 1)
 
     def used(self) -> int:
-        """How many cells somebody lives in; a shared one counts once."""
+        """How many cells are in use; a shared one counts once."""
         return len(self.cells)
 
     def free(self, stream: int) -> list[int]:
-        """The cells of a stream that nobody lives in, the lowest first."""
+        """The cells of a stream that are free, the lowest first."""
         return [index for index in range(self.size) if (stream, index) not in self.cells]
 
     def window_begins(self, position: int) -> int:
@@ -174,7 +174,7 @@ class Oracle:
     # ----------------------------------------------------------------------------------- verbs
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
-        """Take a sequence (-1: every sequence) off its cells in a range; free what nobody owns."""
+        """Take a sequence (-1: every sequence) off its cells in a range; free what has no owner."""
         for place, cell in list(self.cells.items()):
             if not _in_range(cell.position, p0, p1):
                 continue
@@ -287,11 +287,11 @@ class Oracle:
                 self.written[there] += 1
 
     def can_return_to(self, past: "Oracle") -> bool:
-        """Whether every row that somebody knew in the past is still the same."""
+        """Whether what the buffers held for the cells in use in the past is still the same."""
         return all(self.written[place] == past.written[place] for place in past.cells)
 
     def return_to(self, past: "Oracle") -> None:
-        """Take a past table back, beside the rows of today."""
+        """Take a past table back, beside the buffers of today."""
         self.cells = copy.deepcopy(past.cells)
         self.lost = dict(past.lost)
 
@@ -336,16 +336,16 @@ class Oracle:
         after, plan = self.fork(), Plan()
         in_rows = [sorted(batch, key=lambda token: token.sequence)]
         for tokens in self._cut(batch, ubatch_size) if ubatch_size else in_rows:
-            slots, homeless = after._slots(tokens)
-            for token, reason in homeless:
+            slots, unplaced = after._slots(tokens)
+            for token, reason in unplaced:
                 plan.faults[token.sequence] = Fault(
                     reason, asks[token.sequence], room[token.sequence]
                 )
             found = {self.stream(token.sequence): None for token in tokens}
             found = {stream: after.content(stream) for stream in found}
-            part = Part(list(zip(slots, tokens, strict=True)) if not homeless else [], found)
+            part = Part(list(zip(slots, tokens, strict=True)) if not unplaced else [], found)
             plan.parts.append(part)
-            if not homeless:
+            if not unplaced:
                 assert after.apply(part)
         if plan.faults:
             plan.parts = []
@@ -371,8 +371,8 @@ class Oracle:
         return parts
 
     def _slots(self, tokens: list[Token]) -> tuple[list[Place], list[tuple[Token, str]]]:
-        """Choose a cell for each token; and who finds none, and why."""
-        slots, homeless = [], []
+        """The cell of each token; and those that find none, with the reason."""
+        slots, unplaced = [], []
         streams = {self.stream(token.sequence): 0 for token in tokens}
         for stream in streams:
             mine = [token for token in tokens if self.stream(token.sequence) == stream]
@@ -384,8 +384,8 @@ class Oracle:
             else:
                 found, reason = usable[: len(mine)], "NO_ROOM"
             slots += [(stream, index) for index in found]
-            homeless += [(token, reason) for token in mine[len(found) :]]
-        return slots, homeless
+            unplaced += [(token, reason) for token in mine[len(found) :]]
+        return slots, unplaced
 
     def fits(self, part: Part) -> bool:
         """Whether the streams of a part are still as they were when it was planned."""

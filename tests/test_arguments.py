@@ -13,7 +13,7 @@ BIG = 2**31 - 1
 
 
 @pytest.mark.parametrize(
-    "wrong", [np.uint32(2**32 - 1), np.int64(2**32), jnp.uint32(2**32 - 1), 3, -2, [0, 1]]
+    "wrong", [2**70, np.uint32(2**32 - 1), np.int64(2**32), jnp.uint32(2**32 - 1), 3, -2, [0, 1]]
 )
 def test_a_sequence_that_is_none_is_refused(wrong):
     memory = filled(2, 1)
@@ -85,6 +85,10 @@ def test_a_state_does_not_reach_the_end_either():
     [
         ({"placement": "contigous"}, "wanted a placement of .*'contiguous'.*, got 'contigous'"),
         ({"dtype": jnp.int8}, "wanted a floating dtype .*, got int8"),
+        (
+            {"dtype": jnp.float8_e8m0fnu},
+            "wanted a floating dtype with signs and NaN .*, got float8",
+        ),
         ({"value_dim": 0}, "wanted value_dim of at least 1, got 0"),
         ({"ubatch_size": 8}, "pass cells alone, or leave it out"),
         ({"rollback": 8}, "pass cells alone, or leave it out"),
@@ -109,7 +113,11 @@ def test_windows_that_cannot_be_are_refused():
 
 def test_layers_of_a_hybrid_that_cannot_be_are_refused():
     part = jaxkv.make_kv_cache(layers=2, cells=4, kv_heads=1, head_dim=2)
-    for layers in ((0, 0), (0,), (0, 1, 2), (-1, 0)):
+    with pytest.raises(ValueError, match="wanted a layer of at least 0, got -1"):
+        jaxkv.make_hybrid_cache((part, (-1, 0)))
+    with pytest.raises(TypeError, match="wanted an integer for a layer, got 0.5"):
+        jaxkv.make_hybrid_cache((part, (0.5, 1)))
+    for layers in ((0, 0), (0,), (0, 1, 2)):
         with pytest.raises(ValueError, match="wanted the numbers of a part's 2 layers, each once"):
             jaxkv.make_hybrid_cache((part, layers))
     with pytest.raises(TypeError, match="wanted pairs of a memory and its layers"):
@@ -139,6 +147,10 @@ def test_a_step_names_each_sequence_once():
     memory = filled(2, 1)
     with pytest.raises(ValueError, match="wanted each sequence at most once"):
         jaxkv.plan_step(memory, jnp.array([1, 2]), jnp.array([0, 0]), jnp.array([True, True]))
+    step = jax.jit(lambda ids: jaxkv.plan_step(memory, ids, ids, jnp.ones(3, bool)))
+    ubatch, ok = step(jnp.array([0, 0, 1]))
+    assert not ok
+    assert_identical(jaxkv.apply(memory, ubatch), memory)
     with pytest.raises(ValueError, match="of one shape"):
         jaxkv.plan_step(memory, jnp.array([1, 2]), jnp.array([0]), jnp.array([True]))
     with pytest.raises(ValueError, match="nothing to plan: .* where no sequence fits"):

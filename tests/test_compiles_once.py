@@ -112,7 +112,7 @@ def test_concrete_numbers_of_every_kind_share_one_program():
 
 
 def test_generating():
-    """Prompts of any length in a bucket, whatever the memory holds and whoever asks."""
+    """Prompts of any length in a bucket, whatever the memory holds and whichever sequence asks."""
     memory = filled(4)
     run(memory, make_batch([1, 2, 3], sequences=1), ubatch_size=4)
     run(memory, make_batch([1], sequences=1), ubatch_size=4)
@@ -189,7 +189,7 @@ def test_a_loop_compiles_itself_once(function, donate):
 
 
 def test_batches_of_several_sequences_share_the_bucket():
-    """Who is in a batch, and how many of them, are values too."""
+    """Which sequences are in a batch, and how many, are values too."""
     memory = filled(4, 3)
     jaxkv.init_batch(memory, make_batch([1, 2, 3]), ubatch_size=4)
     with counting() as heard:

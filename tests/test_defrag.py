@@ -1,4 +1,4 @@
-"""Closing gaps: complete, in chunks of any size, with everybody's tokens as they were."""
+"""Closing gaps: complete, in chunks of any size, with the tokens of every sequence as they were."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ import jaxkv
 
 
 def holed(keep, *, cells=24, sequences=2):
-    """A cache filled to the brim, of which the cells in `keep` stay; each row says who wrote it."""
+    """A cache filled to the brim, of which the cells in `keep` stay; each key tells its token."""
     memory = jaxkv.make_kv_cache(layers=2, cells=cells, kv_heads=2, head_dim=4, sequences=sequences)
     half = cells // 2
     batch = jaxkv.make_batch([list(range(half)), list(range(cells - half))])
@@ -24,7 +24,7 @@ def holed(keep, *, cells=24, sequences=2):
 
 @jax.jit
 def marked(memory, ubatch):
-    """Run a ubatch whose rows say who wrote them."""
+    """Run a ubatch whose keys and values tell their tokens."""
     memory = jaxkv.apply(memory, ubatch)
     for layer in (0, 1):
         mark = (ubatch.positions + 1000 * ubatch.sequences + 5000 * layer)[..., None, None]

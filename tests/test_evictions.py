@@ -72,6 +72,15 @@ def test_what_is_removed_on_purpose_is_not_missed(p0, p1, first):
     assert resumable(memory) == [*range(first, 9)]
 
 
+def test_a_plan_is_of_what_was_taken_too():
+    """Removing what was taken already changes not one cell, and yet what follows may be another."""
+    memory = evicted()
+    plan = jaxkv.init_batch(memory, make_batch([1]))
+    edited, _ = jaxkv.seq_rm(memory, 0, 0, 2)
+    assert drawing(edited) == drawing(memory)
+    assert_identical(jaxkv.apply(edited, plan), edited)
+
+
 @pytest.mark.parametrize(
     ("p0", "p1", "wanted"),
     [

@@ -1,4 +1,4 @@
-"""Who may import whom: the ladders of the packages, and no module in a circle, lazy imports too."""
+"""Which module may import which: ladders of the packages, and no circles, lazy imports too."""
 
 import ast
 from graphlib import TopologicalSorter

@@ -1,4 +1,4 @@
-"""Which cell a token lives in means nothing (trap 96).
+"""Which cell a token is in means nothing (trap 96).
 
 Cells and the rows beside them are dealt out anew; questions, answers and outputs stay the same, but
 for the rounding of sums in another order.

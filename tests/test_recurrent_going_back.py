@@ -198,12 +198,14 @@ def test_going_back_is_refused_where_states_were_written_over():
     assert_identical(back, later)
 
 
-def test_going_back_and_computing_the_same_ubatch_again_gives_the_same():
+def test_going_back_and_planning_the_same_again_gives_the_same():
     memory = tell(make(), [1, 2])  # a cell is free
     (ubatch,) = jaxkv.init_batch(memory, make_batch([3])).ubatches
     later, passed = walk(memory, ubatch)
     back, ok = jaxkv.go_back(jaxkv.split(memory)[0], later)
     assert ok
+    assert_identical(jaxkv.apply(back, ubatch), back)  # what was written since is known: stale
+    (ubatch,) = jaxkv.init_batch(back, make_batch([3])).ubatches
     again, same = walk(back, ubatch)
     assert_identical(same, passed)
     assert states_of(again) == states_of(later)

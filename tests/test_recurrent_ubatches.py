@@ -288,3 +288,33 @@ def test_a_donated_step_copies_no_layer(kept):
         compiled = jax.jit(verb, donate_argnums=0).lower(memory).compile()
         assert hlo.temporary_bytes(compiled) < layer / 100
         assert hlo.large_moves(compiled, layer // 2) == []
+
+
+def adds(weight, memory, ubatch):
+    """A model whose state is the sum of its tokens, each times a weight."""
+    tokens = jnp.sum(ubatch.tokens * ubatch.valid, axis=1)
+    total = jaxkv.read_states(memory, 0, ubatch)["x"] + weight * tokens
+    logits = jnp.broadcast_to(total[:, None], ubatch.tokens.shape).reshape(-1, 1)
+    return jaxkv.write_states(memory, 0, ubatch, {"x": total}), logits[ubatch.outputs]
+
+
+def summed(memory, *tokens, weight):
+    memory, logits = jaxkv.prefill(adds, jnp.float32(weight), memory, make_batch(tokens))
+    return memory, logits.item()
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("forget", ["seq_rm", "clear", "go_back"])
+def test_the_same_tokens_told_anew_are_computed_anew(forget, streams):
+    """States of an earlier run are not those of this one, though all tokens are."""
+    states = {"x": ((), jnp.float32)}
+    empty = jaxkv.make_recurrent_cache(layers=1, states=states, sequences=2, streams=streams)
+    memory, _ = summed(empty, 1, 2, weight=float("nan"))
+    forgotten = {
+        "seq_rm": lambda: jaxkv.seq_rm(memory, 0)[0],
+        "clear": lambda: jaxkv.clear(memory),
+        "go_back": lambda: jaxkv.go_back(jaxkv.split(empty)[0], memory)[0],
+    }[forget]()
+    memory, total = summed(forgotten, 1, 2, weight=1)
+    assert total == 3
+    assert summed(memory, 3, weight=10)[1] == 33

@@ -24,7 +24,7 @@ def compute(memory, plan):
 
 
 FAULTS = {
-    # name: the batch's sequences, its positions, and who is refused and how. Sequence 0 holds 5
+    # name: the batch's sequences, its positions, and which are refused, and how. Sequence 0 holds 5
     # tokens, 1 holds 3 and 2 none; 4 cells are free.
     "no-room": ([2] * 7, None, {2: (Reason.NO_ROOM, 7, 4)}),
     "no-room-for-one": ([2, 0, 2, 2, 2, 1, 1], None, {2: (Reason.NO_ROOM, 4, 1)}),
@@ -191,6 +191,8 @@ def test_plans_and_tables_of_another_memory_are_refused_by_name():
             lambda: jaxkv.attend(one, 0, ubatch, values, values, values),  # noqa: B023
             lambda: jaxkv.read_states(one, 0, ubatch),  # noqa: B023
             lambda: jaxkv.go_back(other.table, one),  # noqa: B023
+            lambda: jaxkv.apply(one, jaxkv.init_update(other)),  # noqa: B023
+            lambda: jaxkv.apply(one, jaxkv.defrag_plan(other)),  # noqa: B023
         ):
             with pytest.raises(ValueError, match="for this memory, .* got one for .*: plan again"):
                 use()

@@ -137,7 +137,7 @@ def test_a_copy_cannot_be_undone_where_it_overwrote_rows():
     table, _ = jaxkv.split(memory)
     _, ok = jaxkv.go_back(table, jaxkv.seq_cp(memory, 0, 1))
     assert not ok
-    _, ok = jaxkv.go_back(table, jaxkv.seq_cp(memory, 0, 2))  # nobody lived there
+    _, ok = jaxkv.go_back(table, jaxkv.seq_cp(memory, 0, 2))  # no cell there was in use
     assert ok
 
 

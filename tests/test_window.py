@@ -1,4 +1,4 @@
-"""Windows: who sees whom, which cells are taken again, and what can no longer be gone back to.
+"""Windows: what tokens see, which cells are taken again, and what can no longer be gone back to.
 
 Traps are numbered as in a list of cases from llama.cpp's code and bug reports; where the decision
 here differs from what llama.cpp does, the test says so.

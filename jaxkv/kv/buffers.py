@@ -1,4 +1,4 @@
-"""The rows of keys and values that lie beside a table of cells: all the bytes of a cache."""
+"""The keys and values that lie beside a table of cells: all the bytes of an attention memory."""
 
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +12,7 @@ from jaxkv.rope import Rope
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffers:
-    """One array of keys and one of values for each layer, a row for each cell.
+    """One array of keys and one of values for each layer, with a key and a value for each cell.
 
     Layers stay apart: an array that holds them all is copied, layer by layer, at every step. Heads
     come before cells, so that attention reads a head's keys in one piece.
@@ -37,7 +37,7 @@ def write(
     its key as NaN, which shows in every token that sees it; hidden by a choice, it shows in none.
 
     Args:
-      buffers: the buffers.
+      buffers: keys and values of all layers.
       layer: which layer they are of, static.
       streams: `[R]` int32, the stream of each row of tokens.
       slots: `[R, T]` int32, the cell of each token; a token past the last cell is left out.
@@ -60,7 +60,7 @@ def write(
 
 
 def gather(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
-    """Read the rows of cells.
+    """Read the keys or values of cells.
 
     Args:
       array: `[S, K, N, D]`, keys or values of a layer.
@@ -70,7 +70,7 @@ def gather(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
     Returns:
       `[..., K, D]`; zeros for a cell past the last one.
     """
-    by_head = slots.ndim  # the axis of heads, in indices and rows
+    by_head = slots.ndim  # the axis of heads, in indices and in what is read
     dimensions = jax.lax.GatherDimensionNumbers(
         offset_dims=(by_head + 1,),
         collapsed_slice_dims=(0, 2),
@@ -88,22 +88,22 @@ def gather(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
     )
 
 
-def scatter(array: jax.Array, streams: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """Write rows into cells, each cell once; in place where the array is donated.
+def scatter(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+    """Write keys or values into cells, each cell once; in place where the array is donated.
 
     Args:
       array: `[S, K, N, D]`, keys or values of a layer.
       streams: int32, the stream of each cell, in a shape that broadcasts to that of `slots`.
-      slots: `[...]` int32, the cells; a row past the last one is left out.
-      rows: `[..., K, D]`, in the dtype of the array.
+      slots: `[...]` int32, the cells; one past the last is left out.
+      new: `[..., K, D]`, in the dtype of the array.
 
     Returns:
       The array after it.
     """
     if not _is_converted(array.dtype):
-        return _by_index(array, streams, slots, rows)
+        return _by_index(array, streams, slots, new)
     ways = {"cpu": _by_choice, "default": _by_index}
-    return jax.lax.platform_dependent(array, streams, slots, rows, **ways)
+    return jax.lax.platform_dependent(array, streams, slots, new, **ways)
 
 
 def copy_run(
@@ -128,18 +128,18 @@ def copy_run(
 
 
 def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
-    """Return the stream and the cell of each row, for each head alike; `[..., K, 2]`."""
+    """Return the stream and the cell of each token, for each head alike; `[..., K, 2]`."""
     pairs = jnp.stack(jnp.broadcast_arrays(streams, slots), axis=-1)[..., None, :]
     return jnp.broadcast_to(pairs, (*slots.shape, array.shape[1], 2))
 
 
-def _by_index(array: jax.Array, streams: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    if rows.size == rows.shape[-1]:
-        # A write of one row alone becomes an update of a slice, which the compiler does twice: in
-        # place, and in a copy of all rows for attention to read. A second one, which is left out,
-        # keeps it a scatter.
+def _by_index(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+    if new.size == new.shape[-1]:
+        # A write of one head of one cell becomes an update of a slice, which the compiler does
+        # twice: in place, and in a copy of the array for attention to read. A second one, which is
+        # left out, keeps it a scatter.
         slots = jnp.stack([slots, jnp.full_like(slots, END)])
-        streams, rows = (jnp.stack([x, x]) for x in (streams, rows))
+        streams, new = (jnp.stack([x, x]) for x in (streams, new))
     # Heads are a dimension that both sides have, so that on a mesh each device writes its own. With
     # a slice over them instead the write becomes copies of the array.
     by_head = slots.ndim
@@ -151,21 +151,19 @@ def _by_index(array: jax.Array, streams: jax.Array, slots: jax.Array, rows: jax.
         scatter_indices_batching_dims=(by_head,),
     )
     where = _index(array, streams, slots)
-    return jax.lax.scatter(array, where, rows, dimensions, unique_indices=True, mode="drop")
+    return jax.lax.scatter(array, where, new, dimensions, unique_indices=True, mode="drop")
 
 
-def _by_choice(
-    array: jax.Array, streams: jax.Array, slots: jax.Array, rows: jax.Array
-) -> jax.Array:
-    """Go over all cells once, and take from the rows those that are written."""
+def _by_choice(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+    """Go over all cells once, and take what is new where there is something."""
     cells, count = (array.shape[0], array.shape[2]), slots.size
     turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
     turns = jnp.full(cells, count, jnp.int32)
     turns = turns.at[streams, slots].set(turn, mode="drop", unique_indices=True)
-    # Rows of the same array are all read before it is written: a branch that is never taken keeps
-    # the compiler from reading them in the course of it.
-    rows = jax.lax.cond(jnp.any(slots < 0), jnp.zeros_like, lambda x: x, rows)
-    new = rows.reshape(count, *array.shape[1::2])[jnp.minimum(turns, count - 1)]  # [S, N, K, D]
+    # What comes of the same array is read before it is written: a branch that is never taken
+    # keeps the compiler from reading it in the course of that.
+    new = jax.lax.cond(jnp.any(slots < 0), jnp.zeros_like, lambda x: x, new)
+    new = new.reshape(count, *array.shape[1::2])[jnp.minimum(turns, count - 1)]  # [S, N, K, D]
     return jnp.where((turns < count)[:, None, :, None], new.swapaxes(1, 2), array)
 
 

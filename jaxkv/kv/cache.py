@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.kv import buffers as store
@@ -40,7 +41,7 @@ class CellTable(Cells, Table):
         )
 
     def num_layers(self, buffers: Buffers) -> int:
-        """L."""
+        """Return L."""
         return len(buffers.k)
 
     def digest(self) -> jax.Array:
@@ -115,11 +116,11 @@ class CellTable(Cells, Table):
 
     def update(self) -> Commitment:
         """See `shift.Update`."""
-        return shift.Update(shift=self.shift)
+        return shift.Update(shift=self.shift, facts=self.facts)
 
     def defrag(self, max_moves: int | None) -> Commitment:
         """See `defrag.plan_moves`."""
-        return defrag.plan_moves(self, max_moves)
+        return defrag.plan_moves(self, max_moves, self.facts)
 
     def go_back(self, old: "CellTable") -> tuple["CellTable", jax.Array]:
         """See `cells.go_back`."""
@@ -130,7 +131,7 @@ class CellTable(Cells, Table):
         return cells.faults(self)
 
     def serves(self, verb: str, layer: int) -> bool:
-        """Every layer attends."""
+        """Return whether it is `attend`, which every layer knows."""
         del layer
         return verb == "attend"
 
@@ -210,8 +211,14 @@ def make_kv_cache(
         raise ValueError(f"wanted streams of 1 or {sequences}, one a sequence, got {streams}")
     if placement not in get_args(Placement):
         raise ValueError(f"wanted a placement of {get_args(Placement)}, got {placement!r}")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"wanted a floating dtype for keys and values, got {jnp.dtype(dtype)}")
+    signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be
+    if not jnp.issubdtype(dtype, jnp.floating) or not np.array_equal(
+        signs.astype(jnp.dtype(dtype)).astype(float), signs, equal_nan=True
+    ):
+        raise ValueError(
+            f"wanted a floating dtype with signs and NaN for keys and values, got "
+            f"{jnp.dtype(dtype)}"
+        )
     if cells is None:
         if window is None:
             raise ValueError("a memory without a window needs to be told its cells: pass cells=")

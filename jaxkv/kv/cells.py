@@ -269,7 +269,7 @@ def restamped(cells: Cells, where: jax.Array) -> jax.Array:
 
 
 def faults(cells: Cells) -> dict[str, jax.Array]:
-    """Count what breaks the invariants of a table, by name; `[]` int32 each."""
+    """Return how often each invariant of a table is broken, by name; `[]` int32 each."""
     owned = jnp.any(cells.owners != 0, axis=1)
     everyone = jax.vmap(partial(bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
     strangers = cells.owners & ~jax.lax.reduce_or(everyone, axes=(0,))[..., None]

@@ -13,7 +13,7 @@ from jaxkv.stamp import mix
 
 
 def copy_between(
-    cells: C, rows: Buffers, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+    cells: C, buffers: Buffers, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[C, Buffers]:
     """Replace what sequences hold by a range of another's, in the table and the buffers.
 
@@ -22,7 +22,7 @@ def copy_between(
 
     Args:
       cells: the table, with a stream for each sequence.
-      rows: the rows beside it.
+      buffers: the buffers beside it.
       src: `[]` int32, the sequence that is copied.
       dst: `[]` or `[n]` int32, those that are replaced; `src` itself stays as it is.
       start: first position of the range.
@@ -33,11 +33,11 @@ def copy_between(
         return _copy_one(*carry, src, targets[i], start, stop)
 
     targets = jnp.atleast_1d(dst)
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, (cells, rows))
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, (cells, buffers))
 
 
 def _copy_one(
-    cells: C, rows: Buffers, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+    cells: C, buffers: Buffers, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[C, Buffers]:
     does = known(cells, src) & known(cells, dst) & (src != dst)
     shared = within(cells, start, stop)[src]  # [N]
@@ -63,5 +63,5 @@ def _copy_one(
         first = jnp.minimum(i * size, cells.num_cells - size)  # the last may overlap the one before
         return jax.tree.map(lambda x: copy_run(x, src, dst, first, size), halves)
 
-    k, v = jax.lax.fori_loop(jnp.int32(0), chunks, chunk, (rows.k, rows.v))
-    return cells, replace(rows, k=k, v=v)
+    k, v = jax.lax.fori_loop(jnp.int32(0), chunks, chunk, (buffers.k, buffers.v))
+    return cells, replace(buffers, k=k, v=v)

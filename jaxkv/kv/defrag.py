@@ -1,6 +1,7 @@
 """Closing the gaps between used cells, so that the used ones come first."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
-from jaxkv.memory import Commitment
+from jaxkv.memory import Commitment, Facts
 from jaxkv.places import EMPTY
 from jaxkv.stamp import mix
 
@@ -24,12 +25,14 @@ class Defrag(Commitment):
     destination: `[S, M]` int32, where that cell goes; the rest of the run follows.
     length: `[S, M]` int32, the cells of the run; 0 beyond the last move.
     count: `[S]` int32, how many moves there are.
+    facts: of the memory that it was planned for, static.
     """
 
     source: jax.Array  # [S, M]
     destination: jax.Array  # [S, M]
     length: jax.Array  # [S, M]
     count: jax.Array  # [S]
+    facts: Facts = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:
@@ -41,13 +44,13 @@ class Defrag(Commitment):
         return move_cells(table, buffers, self)
 
 
-def plan_moves(cells: Cells, max_moves: int | None) -> Defrag:
+def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
     """Plan the moves that close the gaps, or the first `max_moves` of each stream.
 
     The cells that lie beyond the number of used ones go into the gaps before it, in their order, so
     every cell moves at most once and no destination is the source of another.
     """
-    plan = jax.vmap(_close)(~free(cells))
+    plan = jax.vmap(partial(_close, facts))(~free(cells))
     if max_moves is None:
         return plan
     count = jnp.minimum(plan.count, max_moves)
@@ -55,7 +58,7 @@ def plan_moves(cells: Cells, max_moves: int | None) -> Defrag:
     return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
 
 
-def _close(taken: jax.Array) -> Defrag:
+def _close(facts: Facts, taken: jax.Array) -> Defrag:
     """Plan one stream, whose used cells are `taken`, `[N]` bool."""
     size = taken.shape[0]
     most = max(size // 2, 1)
@@ -80,12 +83,16 @@ def _close(taken: jax.Array) -> Defrag:
         return cells.at[start].get(mode="fill", fill_value=size).astype(jnp.int32)
 
     return Defrag(
-        source=at(source), destination=at(gap), length=length.astype(jnp.int32), count=runs
+        source=at(source),
+        destination=at(gap),
+        length=length.astype(jnp.int32),
+        count=runs,
+        facts=facts,
     )
 
 
-def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
-    """Move cells and their rows, a bounded number at a time.
+def move_cells(cells: C, buffers: Buffers, plan: Defrag) -> tuple[C, Buffers]:
+    """Move cells and what the buffers hold for them, a bounded number at a time.
 
     Nothing happens unless every source holds a token and every destination none, as planned.
     """
@@ -121,7 +128,7 @@ def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
     fresh = jax.lax.fori_loop(0, chunks, as_planned, jnp.array(True))
 
     def move(i: jax.Array, carry: tuple[C, Buffers]) -> tuple[C, Buffers]:
-        cells, rows = carry
+        cells, buffers = carry
         source, destination = moves(i)
 
         def carried(field: jax.Array, vacated: int) -> jax.Array:
@@ -130,7 +137,7 @@ def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
             return field.at[stream, destination].set(value, mode="drop", unique_indices=True)
 
         owners = [carried(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
-        # The same rows in another place: stamped anew, for a ubatch that still meant the old one.
+        # The same keys in another place: stamped anew, for a table that knew what stood there.
         stamp = cells.stamp.at[stream, source].get(mode="fill", fill_value=0)
         stamp = cells.stamp.at[stream, destination].set(
             mix(stamp + 1), mode="drop", unique_indices=True
@@ -142,10 +149,11 @@ def move_cells(cells: C, rows: Buffers, plan: Defrag) -> tuple[C, Buffers]:
             shift=carried(cells.shift, 0),
             stamp=stamp,
         )
-        # Layer after layer, rows are gathered before they are scattered.
-        halves = jax.tree.map(
-            lambda x: scatter(x, stream, destination, gather(x, stream, source)), (rows.k, rows.v)
+        # Layer after layer, keys and values are gathered before they are scattered.
+        k, v = jax.tree.map(
+            lambda x: scatter(x, stream, destination, gather(x, stream, source)),
+            (buffers.k, buffers.v),
         )
-        return cells, replace(rows, k=halves[0], v=halves[1])
+        return cells, replace(buffers, k=k, v=v)
 
-    return jax.lax.fori_loop(0, jnp.where(fresh, chunks, 0), move, (cells, rows))
+    return jax.lax.fori_loop(0, jnp.where(fresh, chunks, 0), move, (cells, buffers))

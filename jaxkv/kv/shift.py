@@ -3,10 +3,12 @@
 A key was rotated for the position it had when it was written. Moving it is a note in the table. The
 note is always the position now less the position the key was rotated for, so several moves add up
 to one rotation, and those that cancel to none.
+
+Ranges and ids are read as in `jaxkv.kv.cells`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +26,12 @@ from jaxkv.kv.cells import (
     with_owners,
     within,
 )
-from jaxkv.memory import Commitment
+from jaxkv.memory import Commitment, Facts
 from jaxkv.places import EMPTY, END, end_of
 from jaxkv.rope import rotate
 
 CHUNK = 256
-"""Cells whose keys are held at a time while many are rotated or moved."""
+"""Cells whose keys and values are held at a time while many are rotated or moved."""
 
 
 @jax.tree_util.register_dataclass
@@ -39,9 +41,11 @@ class Update(Commitment):
 
     shift: `[S, N]` int32, the table's notes when the plan was made. Applied to a table whose notes
       are others, the plan changes nothing.
+    facts: of the memory that it was planned for, static.
     """
 
     shift: jax.Array  # [S, N]
+    facts: Facts = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:
@@ -172,9 +176,9 @@ def rotate_pending(cells: C, buffers: Buffers, update: Update) -> tuple[C, Buffe
         turned = []
         for k, rope in zip(keys, buffers.ropes, strict=True):
             if rope is not None:
-                rows = gather(k, stream, slot)  # [CHUNK, K, D]
-                rows = rotate(rows, by, replace(rope, attention_factor=1.0))
-                k = scatter(k, stream, slot, rows)
+                key = gather(k, stream, slot)  # [CHUNK, K, D]
+                key = rotate(key, by, replace(rope, attention_factor=1.0))
+                k = scatter(k, stream, slot, key)
             turned.append(k)
         return tuple(turned)
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a ubatch could live: choose cells, then occupy them."""
+"""Where the tokens of a ubatch go: choose cells for them, then occupy these."""
 
 from dataclasses import replace
 from functools import partial

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.loops.programs import program_of
@@ -16,7 +17,7 @@ Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
 
 
 def step_of(forward: Forward) -> Any:
-    """Find the program that `prefill` runs for each ubatch: for loops in Python of one's own.
+    """Return the program that `prefill` runs for each ubatch: for loops in Python of one's own.
 
     Args:
       forward: see `prefill`.
@@ -56,10 +57,10 @@ def take_step(
             "forward gave back the memory it was given, with nothing written: it must return the "
             "memory that attend (or write_states) of its last layer returned"
         )
-    if logits.ndim != 2 or logits.shape[0] != ubatch.outputs.shape[0]:
+    if np.ndim(logits) != 2 or logits.shape[0] != ubatch.outputs.shape[0]:
         raise ValueError(
             f"wanted logits [O, V] from forward, a row for each of the {ubatch.outputs.shape[0]} "
-            f"ubatch.outputs, got {logits.shape}"
+            f"ubatch.outputs, got {np.shape(logits)}"
         )
     return after, logits
 

@@ -14,7 +14,6 @@ from jaxkv.loops.programs import copied, program_of
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import integers, is_concrete
 from jaxkv.planning.init import plan_step
-from jaxkv.verbs.ask import seq_pos_max
 from jaxkv.verbs.ids import sequences
 
 Sample = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -171,10 +170,12 @@ def _decode(
     stop: Any,
     steps: int,
 ) -> tuple[Any, DecodeState, jax.Array]:
-    """What `decode` says, as a part of the program that is being traced."""
+    """Do what `decode` says, as a part of the program that is being traced."""
     count = state.token.shape[0]
     # The first token that is picked stands one past that of the state, which is not placed yet.
-    first = seq_pos_max(memory, state.sequence) + 2
+    table, _ = split(memory)
+    reached = table.inspect(jnp.ones(table.facts.sequences, bool)).last
+    first = reached[state.sequence] + 2
 
     def goes_on(carry: tuple) -> jax.Array:
         _, state, _, i = carry

@@ -46,8 +46,8 @@ def prefill(
       The memory after the batch, and the logits of its output tokens, `[n, V]`, in its order.
 
       Inside of `jit`, where a refusal cannot be raised, a third: `ok`, `[]` bool. When it is False
-      the memory is the one passed in, bit for bit, and the logits mean nothing. Rows of the logits
-      that only pad come last there.
+      the memory is the one passed in, bit for bit, and the logits mean nothing. Logits that
+      only pad come last there.
 
     Raises:
       RefusedError: when there is no room or the batch is at fault. It is raised before anything
@@ -119,9 +119,9 @@ def warm_up(
       weights: whatever the model wants.
       memory: the memory that will be used, or one like it.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
-      sequences: who is in a batch, by default one. Where each sequence has its own stream, prompts
-        that come together are rows of one ubatch; and more than 8 have more outputs. Those are
-        programs of their own, so call it for each number of prompts that you expect.
+      sequences: the sequences of a batch, by default one. Where each sequence has its own stream,
+        prompts that come together are rows of one ubatch; and more than 8 have more outputs. Those
+        are programs of their own, so call it for each number of prompts that you expect.
       donate: as `prefill` will be called. Otherwise the buffers are copied for as long as this
         runs, which takes their bytes once more.
 

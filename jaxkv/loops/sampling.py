@@ -40,7 +40,7 @@ class Sampler:
 
         Returns:
           `[T]` int32. A draw depends on the seed, the sequence and the position, and on nothing
-          else: not on who is beside it in the batch.
+          else: not on the other sequences of the batch.
         """
         return jax.vmap(self._pick)(logits, sequences, positions)
 

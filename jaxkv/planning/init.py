@@ -92,7 +92,7 @@ def plan_step(
 
     Returns:
       A ubatch whose outputs are all T tokens in this order, and `ok`, `[]` bool. When it is False
-      there is no room for all of them, and the ubatch changes nothing.
+      there is no room for all of them, or a sequence comes twice, and the ubatch changes nothing.
 
     Raises:
       ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
@@ -111,11 +111,12 @@ def plan_step(
     index = index[:, None] if facts.one_sequence_a_row else index[None]
     ranks = rank(flat.sequences, flat.valid)
     plan = plan_one(table, flat, ranks, index, outputs=index.size)
-    (ubatch,) = plan.ubatches
+    once = ~jnp.any(jnp.asarray(flat.valid) & (jnp.asarray(ranks[0]) > 0))
+    ubatch, ok = drop_unless(once, plan.ubatches[0]), plan.ok & once
     if facts.one_sequence_a_row and index.size == facts.sequences:  # row r is that of sequence r
         order = jnp.where(flat.valid, index[:, 0], NOWHERE)
         ubatch = replace(ubatch, outputs=jnp.asarray(flat.sequences), order=order)
-    return ubatch, plan.ok
+    return ubatch, ok
 
 
 def init_full(

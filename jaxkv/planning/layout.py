@@ -13,7 +13,7 @@ from jaxkv.places import NOWHERE, bucket, is_concrete
 from jaxkv.planning.splits import SplitBy, simple_split, split_known
 
 FEW = 8
-"""Smallest bucket of outputs: 8 rows of logits cost what 1 does, and fewer shapes are compiled."""
+"""Smallest bucket of outputs: 8 outputs cost what 1 does, and fewer shapes are compiled."""
 
 
 def layout(
@@ -103,7 +103,7 @@ def _pad(batch: Batch, size: int) -> Batch:
 
 
 def rank(sequences: Any, valid: Any) -> tuple[Any, Any]:
-    """Number the tokens of each sequence in the order they come.
+    """Return the turn of each token in its sequence, in the order they come.
 
     Args:
       sequences: `[B]` int32; NumPy in, NumPy out, so that a batch known to the host costs nothing.

@@ -6,7 +6,7 @@ to, exactly to the token, and refuses where it has none.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,7 +26,12 @@ Buffers = tuple[dict[str, jax.Array], ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NoOp(Commitment):
-    """The plan of an update or a defrag of a memory that never needs one."""
+    """The plan of an update or a defrag of a memory that never needs one.
+
+    facts: of the memory that it was planned for, static.
+    """
+
+    facts: Facts = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:
@@ -56,7 +61,7 @@ class StateTable(States, Table):
         )
 
     def num_layers(self, buffers: Buffers) -> int:
-        """L."""
+        """Return L."""
         return len(buffers)
 
     def digest(self) -> jax.Array:
@@ -80,7 +85,7 @@ class StateTable(States, Table):
         return states.inspect(self, present)
 
     def admit(self, wanted: jax.Array) -> Room:
-        """There is always room: a sequence lets go of as many states as it gets."""
+        """Return that there is room: a sequence lets go of as many states as it gets."""
         everyone = wanted >= 0
         return Room(everyone, everyone, jnp.full_like(wanted, END))
 
@@ -131,13 +136,13 @@ class StateTable(States, Table):
         return states.can_resume(self, seq, pos)
 
     def update(self) -> Commitment:
-        """Nothing is ever owed a rotation."""
-        return NoOp()
+        """Return a plan of nothing: no key is owed a rotation."""
+        return NoOp(facts=self.facts)
 
     def defrag(self, max_moves: int | None) -> Commitment:
-        """There are no gaps to close."""
+        """Return a plan of nothing: there are no gaps to close."""
         del max_moves
-        return NoOp()
+        return NoOp(facts=self.facts)
 
     def go_back(self, old: "StateTable") -> tuple["StateTable", jax.Array]:
         """See `states.go_back`."""
@@ -148,7 +153,7 @@ class StateTable(States, Table):
         return states.faults(self)
 
     def serves(self, verb: str, layer: int) -> bool:
-        """Every layer goes on from states."""
+        """Return whether it is about states, which every layer goes on from."""
         del layer
         return verb == "states"
 
@@ -193,7 +198,7 @@ class StateTable(States, Table):
         return slots.note_written(self, layer, ubatch, cells), buffers
 
     def rollback(self, layer: int) -> int:
-        """E, for every layer."""
+        """Return E, the same for every layer."""
         self._check_layer(layer)
         return self.earlier
 

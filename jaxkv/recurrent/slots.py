@@ -135,7 +135,7 @@ def note_written(states: T, layer: int, ubatch: Ubatch, cells: jax.Array) -> T:
 
 
 def steps_to_keep(ubatch: Ubatch, count: int) -> jax.Array:
-    """Number the last tokens of each row: how many its sequence has consumed after each of them.
+    """Return how many tokens of its row are consumed after each of the last ones.
 
     What `write_states` wants in the last E + 1 places of a row are the states after so many tokens;
     0 stands for the state that the row began with, and such an entry is not written.
@@ -166,7 +166,7 @@ def _new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
 
 
 def _after(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
-    """Take a field of the tokens, `[R, T]`, that the states of a ubatch stand after."""
+    """Return a field, `[R, T]`, of the tokens that the states of a ubatch stand after."""
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
     kept = steps_to_keep(ubatch, states.earlier + 1)
     index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]

@@ -134,15 +134,17 @@ def used(states: States) -> jax.Array:
 def digest(states: States) -> jax.Array:
     """Return a number of each stream's content; `[S]` uint32.
 
-    Equal digests, equal table: position, cell and stamp of every pair, and what is dead. What the
-    layers have written does not count.
+    Equal digests, equal table: position and cell of every pair, what is dead, and the stamps of all
+    cells, free ones too, so that the same tokens told anew are stamped anew. What the layers have
+    written does not count.
     """
-    stamp = states.stamp.at[streams_of(states), states.cell].get(mode="fill", fill_value=0)
-    index = jnp.arange(states.cell.size).reshape(states.cell.shape)
-    pair = chained(index, states.position, states.cell, stamp)
-    sequence = chained(jnp.arange(states.sequences), states.dead_until)
+    index = jnp.arange(states.cell.size, dtype=jnp.int32).reshape(states.cell.shape)
+    pair = chained(index, states.position, states.cell)
+    sequence = chained(jnp.arange(states.sequences, dtype=jnp.int32), states.dead_until)
     total = jnp.sum(pair, axis=1, dtype=jnp.uint32) + mix(sequence)
-    return jnp.sum(total.reshape(states.streams, -1), axis=1, dtype=jnp.uint32)
+    cell = jnp.broadcast_to(jnp.arange(states.num_cells, dtype=jnp.int32), states.stamp.shape)
+    stamp = jnp.sum(chained(cell, states.stamp), axis=1, dtype=jnp.uint32)
+    return jnp.sum(total.reshape(states.streams, -1), axis=1, dtype=jnp.uint32) ^ mix(stamp)
 
 
 def reached(states: States, asked: jax.Array) -> jax.Array:
@@ -375,14 +377,15 @@ def _moved(
 def go_back(states: T, old: T) -> tuple[T, jax.Array]:
     """Return an older table that knows what was written since; and `ok`, `[]` bool.
 
-    `ok` is whether the buffers hold in every cell that the older table uses what they held then.
+    `ok` is whether no cell that the older table uses was given to another state since, or written.
     """
-    same = jnp.all(states.holds == old.holds, axis=0)
-    return replace(old, holds=states.holds), jnp.all(same | ~occupied(old, old.cell))
+    same = jnp.all(states.holds == old.holds, axis=0) & (states.stamp == old.stamp)
+    back = replace(old, stamp=states.stamp, holds=states.holds)
+    return back, jnp.all(same | ~occupied(old, old.cell))
 
 
 def faults(states: States) -> dict[str, jax.Array]:
-    """Count what breaks the invariants of a table, by name; `[]` int32 each."""
+    """Return how often each invariant of a table is broken, by name; `[]` int32 each."""
     held, celled = states.position != EMPTY, states.cell < states.num_cells
     rises = states.position[:, 1:] > states.position[:, :-1]
     times = jax.vmap(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, drop_unless, placed_rows
-from jaxkv.memory import Commitment, Memory, check_made_for, join, split
+from jaxkv.memory import Commitment, Memory, check_facts, check_made_for, join, split
 from jaxkv.places import is_concrete
 from jaxkv.plan import Plan
 
@@ -54,13 +54,14 @@ def apply(memory: Memory, part: Ubatch | Plan | Commitment, *, donate: bool = Fa
         return join(_occupy(table, part), buffers)
     if not isinstance(part, Commitment):
         raise TypeError(f"wanted a ubatch or a plan, got {type(part)}")
+    check_facts(part.facts, table.facts, "a plan that was made")
     if is_concrete(part, table) and part.is_empty:
         return memory
     return join(*(_commit_donated if donate else _commit)(part, table, buffers))
 
 
 def is_current(memory: Memory, ubatch: Ubatch) -> jax.Array:
-    """Ask whether applying a ubatch now would take its tokens in; `[]` bool.
+    """Return whether applying a ubatch now would take its tokens in; `[]` bool.
 
     It would not after an edit of a stream of the ubatch, after another ubatch there, twice, or when
     the plan was refused.
@@ -81,7 +82,7 @@ def is_current(memory: Memory, ubatch: Ubatch) -> jax.Array:
 
 @jax.jit
 def _is_current(table: Any, ubatch: Ubatch) -> jax.Array:
-    """Compare the digests of the streams that the ubatch has tokens for, in every part."""
+    """Return whether the digests of the streams it has tokens in are those of its plan."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(lambda now, then: now == then, table.digest(), ubatch.before)
     current = reduce(jnp.logical_and, [one[ubatch.row_stream] for one in jax.tree.leaves(same)])

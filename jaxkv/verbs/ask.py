@@ -1,4 +1,7 @@
-"""Questions: what a memory holds, and what it can do. Nothing is stored to answer them."""
+"""Questions: what a memory holds, and what it can do. Nothing is stored to answer them.
+
+Ids and ranges are read as in `jaxkv.verbs.edit`.
+"""
 
 import math
 from typing import Any
@@ -15,7 +18,7 @@ from jaxkv.verbs.ids import Ids, position, sequence, sequences
 
 
 def seq_pos_min(memory: Memory, seq: Ids) -> jax.Array:
-    """Find the smallest position that a sequence holds.
+    """Return the smallest position that a sequence holds.
 
     Args:
       memory: any memory.
@@ -38,7 +41,7 @@ def seq_pos_min(memory: Memory, seq: Ids) -> jax.Array:
 
 
 def seq_pos_max(memory: Memory, seq: Ids) -> jax.Array:
-    """Find the largest position that a sequence holds: the next token comes one after it.
+    """Return the largest position that a sequence holds: the next token comes one after it.
 
     Args:
       memory: any memory.
@@ -79,7 +82,7 @@ def used(memory: Memory) -> jax.Array:
 
 
 def can_seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> jax.Array:
-    """Ask whether `seq_rm` would be granted, without doing it; `[]` bool.
+    """Return whether `seq_rm` would be granted, without doing it; `[]` bool.
 
     Examples:
       >>> can_seq_rm(make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2), 0, 2, 3).item()
@@ -90,7 +93,7 @@ def can_seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> jax.Arra
 
 
 def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.Array:
-    """Ask whether `seq_add` would leave every sequence one token a position, without doing it.
+    """Return whether `seq_add` would leave every sequence one token a position.
 
     It may not where sequences share cells: these move for every owner, and an owner may hold others
     at the positions that they come to.
@@ -121,7 +124,7 @@ def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.A
 
 
 def can_resume(memory: Memory, seq: Ids, pos: Ids) -> jax.Array:
-    """Ask whether a sequence can go on at a position: would a token there see all it should?
+    """Return whether a sequence can go on at a position: whether a token there sees all it should.
 
     What lies from there on must be removed first (`seq_rm`).
 
@@ -144,7 +147,7 @@ def can_resume(memory: Memory, seq: Ids, pos: Ids) -> jax.Array:
 
 
 def nbytes(memory: Any) -> int:
-    """Add up the bytes of a memory, or of a part of one, before it is allocated too.
+    """Return the bytes of a memory, or of a half of one; also of their shapes alone.
 
     Examples:
       >>> make = lambda: make_kv_cache(layers=2, cells=4096, kv_heads=8, head_dim=128)
@@ -156,7 +159,7 @@ def nbytes(memory: Any) -> int:
 
 
 def check_invariants(memory: Memory) -> dict[str, jax.Array]:
-    """Count what is wrong with the table of a memory.
+    """Return how much is wrong with the table of a memory.
 
     Returns:
       For each thing that can be wrong, `[]` int32, how many cells or sequences are at fault. All

@@ -33,13 +33,12 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
       The next memory, and `ok`, `[]` bool: False if it was refused, and then nothing changed. A
       cell is free as soon as its last owner has let go of it.
 
-
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
       >>> memory, ok = seq_rm(memory, 0, 1, 3)
       >>> print(show(memory))
-      owner   0 . . 0 . .
+      owner    0 . . 0 . .
       position 0 . . 3 . .
 
       What remains still reaches from 0 to 3: the hole is not noticed.
@@ -73,7 +72,6 @@ def seq_cp(
 
     Returns:
       The next memory. Doing it twice is doing it once.
-
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=3, kv_heads=1, head_dim=2)
@@ -112,7 +110,6 @@ def seq_keep(memory: Memory, seq: Ids) -> Memory:
     Returns:
       The next memory. Cells that it shared are its own.
 
-
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3]])))
@@ -142,7 +139,6 @@ def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> Memory:
     Returns:
       The next memory. Positions belong to cells: a cell that is shared moves for every owner, and
       `can_seq_add` says beforehand whether that leaves each of them one token a position.
-
 
     Examples:
       Forget a passage and close the gap:

@@ -1,4 +1,4 @@
-"""What decides which cells each token sees, without a mask: made inside, by those who want one."""
+"""What decides which cells each token sees; implementations that want a mask make it of this."""
 
 from dataclasses import dataclass, field
 

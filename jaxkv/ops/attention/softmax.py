@@ -1,7 +1,7 @@
 """A softmax before its division: over some cells, so that it can be joined with others.
 
-Its arrays are packed: the G query heads of a key head and the T tokens of a list are X = G * T rows
-of one product, so that a key is read once for all of them.
+Its arrays are packed: the G query heads of a key head and the T tokens of a list are X = G * T
+queries of one product, so that a key is read once for all of them.
 """
 
 from dataclasses import dataclass, field

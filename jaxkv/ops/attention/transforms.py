@@ -20,8 +20,8 @@ def derived_by(plain: Callable[..., Sums], way: Callable[..., Sums]) -> Callable
     """
 
     def weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, options: Options) -> Sums:
-        # What decides who sees whom is an argument, not closed over: where a step is jitted inside
-        # of a `grad`, JAX asks for its derivative when the trace that it belongs to has ended.
+        # What decides which cells are seen is an argument, not closed over: where a step is jitted
+        # inside of a `grad`, JAX asks for its derivative when the trace it belongs to has ended.
         @jax.custom_jvp
         def forwards(arrays: tuple, seen: Any) -> Sums:
             return way(*arrays, seen, options)

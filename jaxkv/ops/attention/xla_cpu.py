@@ -28,13 +28,13 @@ LARGE = 16
 """Tokens from which on tiles are always read one by one: the logits of all cells would be large."""
 
 THIN = 32
-"""The most rows of queries for which keys and values are read by all cores, see `_scores`."""
+"""The most queries of a key head for which all cores read keys and values, see `_scores`."""
 
 PRODUCTS = 384
 """Independent products that values are weighed in, if there are as many: enough for all cores."""
 
 PART = 64
-"""The fewest rows of such a product."""
+"""The fewest cells of such a product."""
 
 
 def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
@@ -73,7 +73,7 @@ def by_mask(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: 
 def at_once(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
     """Weigh all cells, for packed queries `[P, K, X, D]`; leave `seen_alone` to callers."""
     logits, v = _logits(q, k, mask, options), _in_parts(v, q.shape[2])
-    # Maximum, difference and exponential in a row are one fast function of the compiler's on CPU.
+    # Maximum, difference and exponential side by side are one fast function of the compiler's.
     # It takes nothing between them, such as a guard against -inf or a maximum of earlier cells.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
     return Sums(highest.reshape(q.shape[:3]), *_weigh(jnp.exp(logits - highest), v))
@@ -119,9 +119,9 @@ def _in_parts(x: jax.Array, queries: int) -> jax.Array:
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
     """Multiply queries `[P, K, X, D]` and keys in parts; `[P, K, parts, X, C]`.
 
-    With few queries the keys come first: rows of the first factor are shared among cores. The
-    barrier keeps the compiler from exchanging the factors to save itself the small transpose. With
-    many there is one part, which is left out of the product: as a dimension it doubles the time.
+    With few queries the keys come first: the first factor is what cores share. The barrier keeps
+    the compiler from exchanging the factors to save itself the small transpose. With many there is
+    one part, which is left out of the product: as a dimension it doubles the time.
     """
     dtype = sums_dtype(q)
     if q.shape[2] > THIN:

@@ -87,7 +87,7 @@ def scan_ssd(
 
 
 def _advance(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
-    """The state after all tokens of a chunk."""
+    """Return the state after all tokens of a chunk."""
     total = jnp.cumsum(logs, axis=1)
     x = x * jnp.exp(total[:, -1:] - total)[..., None]
     added = jnp.einsum("rsgjp,rsgm->rgjpm", x, b)
@@ -97,7 +97,7 @@ def _advance(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> j
 def _one_by_one(
     state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """The states after each of `counts` tokens, from that after the first of them."""
+    """Return the states after each of `counts` tokens, from that after the first of them."""
 
     def body(state: jax.Array, turn: tuple) -> tuple:
         at, goes = turn
