@@ -8,6 +8,7 @@ enough. Every turn begins with all of JAX's caches empty.
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,8 @@ PARTS = ("trace", "lower", "compile")
 
 def attention_alone(tokens: int, cells: int) -> tuple[Callable, tuple]:
     """Plan, apply, and attend in each layer: a function, and its arguments as shapes."""
-
-    def make() -> tuple:
-        # Positions of the arguments alone, so that this runs where their names were others.
-        names = jaxkv.make_kv_cache.__kwdefaults__ or {}
-        kv_heads, head_dim = ("kv_heads", "head_dim") if "head_dim" in names else ("heads", "size")
-        sizes = {kv_heads: KV_HEADS, head_dim: HEAD_DIM}
-        return jaxkv.make_kv_cache(layers=LAYERS, cells=cells, sequences=tokens, **sizes)
+    sizes = {"kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    make = partial(jaxkv.make_kv_cache, layers=LAYERS, cells=cells, sequences=tokens, **sizes)
 
     def step(memory: object, token: jax.Array) -> tuple:
         everyone = jnp.arange(tokens, dtype=jnp.int32)
