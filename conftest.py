@@ -12,7 +12,6 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -76,13 +75,15 @@ def names_of_examples(doctest_namespace: dict[str, Any]) -> None:
     doctest_namespace.update(jax=jax, jnp=jax.numpy, np=numpy, math=math)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def room_for_programs() -> Iterator[None]:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Drop compiled programs before the kernel's limit of 65,530 mappings a process is reached.
 
-    Each program holds a dozen, and the compiler crashes where it cannot have one more.
+    Each program holds a dozen, and the compiler crashes where it cannot have one more. It is looked
+    at after each file, and after each long test, which may compile as much as a file.
     """
-    yield
+    same_file = nextitem is not None and nextitem.path == item.path
+    if same_file and item.get_closest_marker("slow") is None:
+        return
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         import jax
