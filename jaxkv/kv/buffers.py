@@ -27,9 +27,23 @@ class Buffers:
     ropes: tuple[Rope | None, ...] = field(metadata={"static": True})
 
 
+def with_layer(buffers: Buffers, layer: int, k: jax.Array, v: jax.Array) -> Buffers:
+    """Return the buffers with other keys and values in a layer."""
+
+    def put(old: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
+        return (*old[:layer], new, *old[layer + 1 :])
+
+    return replace(buffers, k=put(buffers.k, k), v=put(buffers.v, v))
+
+
 def write(
-    buffers: Buffers, layer: int, streams: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array
-) -> Buffers:
+    keys: jax.Array,
+    values: jax.Array,
+    streams: jax.Array,
+    slots: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Write the keys and values of a ubatch into their cells.
 
     Stored values are always finite, so that a hidden one is harmless: 0 times it is 0. Where a
@@ -37,26 +51,22 @@ def write(
     its key as NaN, which shows in every token that sees it; hidden by a choice, it shows in none.
 
     Args:
-      buffers: keys and values of all layers.
-      layer: which layer they are of, static.
+      keys: `[S, K, N, D]`, those of a layer.
+      values: `[S, K, N, Dv]`.
       streams: `[R]` int32, the stream of each row of tokens.
       slots: `[R, T]` int32, the cell of each token; a token past the last cell is left out.
       k: `[R, T, K, D]`, keys, rotated.
       v: `[R, T, K, Dv]`, values.
 
     Returns:
-      The buffers after it.
+      Keys and values of the layer after it.
     """
-    k, v = k.astype(buffers.k[layer].dtype), v.astype(buffers.v[layer].dtype)
+    k, v = k.astype(keys.dtype), v.astype(values.dtype)
     # What is not finite, less itself, is NaN, and all else 0: a sum, where `all` would take more.
     finite = jnp.isfinite(sum(jnp.sum(x - x, axis=3, keepdims=True) for x in (k, v)))
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
-
-    def put(old: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
-        array = scatter(old[layer], streams[:, None], slots, new)
-        return (*old[:layer], array, *old[layer + 1 :])
-
-    return replace(buffers, k=put(buffers.k, k), v=put(buffers.v, v))
+    streams = streams[:, None]
+    return scatter(keys, streams, slots, k), scatter(values, streams, slots, v)
 
 
 def gather(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:

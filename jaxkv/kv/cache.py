@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import jax
@@ -291,12 +292,30 @@ def attend(
             raise ValueError(f"wanted {name} [R, T, K, D] of {wanted}, got {new.shape}")
     if q.shape[:2] != ubatch.valid.shape:
         raise ValueError(f"wanted q [R, T, H, D] of {ubatch.valid.shape} tokens, got {q.shape[:2]}")
+    options = Options(scale=scale, softcap=softcap, sinks=sinks)
+    arrays = buffers.k[layer], buffers.v[layer], q, k, v
+    keys, values, out = _in_layer(table, ubatch, *arrays, options, causal, implementation)
+    return store.with_layer(buffers, layer, keys, values), out
+
+
+@partial(jax.jit, static_argnames=("causal", "implementation"))
+def _in_layer(
+    table: CellTable,
+    ubatch: Ubatch,
+    keys: jax.Array,
+    values: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: Options,
+    causal: bool,
+    implementation: Implementation | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Write into the buffers of a layer and attend: traced and lowered once for all layers."""
     where, current = slots.committed_slots(table, ubatch)
-    buffers = store.write(buffers, layer, ubatch.row_stream, where, k, v)
+    keys, values = store.write(keys, values, ubatch.row_stream, where, k, v)
     sight = sight_of(table, ubatch, causal=causal)
     lists = q.reshape(*sight.at.shape, *q.shape[2:])
-    options = Options(scale=scale, softcap=softcap, sinks=sinks)
-    keys, values = buffers.k[layer], buffers.v[layer]
     out = attention.attend(lists, keys, values, sight, options, implementation)
     out = out.reshape(*q.shape[:3], -1)
-    return buffers, jnp.where(current[:, None, None, None], out, jnp.nan)
+    return keys, values, jnp.where(current[:, None, None, None], out, jnp.nan)

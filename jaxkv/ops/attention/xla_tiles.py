@@ -7,6 +7,7 @@ when that changes.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -31,8 +32,8 @@ class Live(NamedTuple):
 
     mask: `[P * b, t, N]` bool, what each token sees.
     streams: `[P * b]` int32, the stream of each block.
-    tiles: `[M]` int32, the tiles in which anything is seen, numbered through block after block.
-    turns: `[]` int32, how many of them there are.
+    tiles: `[M]` int32, numbered through block after block, those in which anything is seen first.
+    turns: `[]` int32, how many of those there are.
     """
 
     mask: jax.Array
@@ -52,7 +53,7 @@ def live_of(sight: Sight) -> Live:
     seen = jnp.any(mask, axis=1)
     seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)])
     seen = jnp.any(seen.reshape(-1, size), axis=1)
-    live = jnp.nonzero(seen, size=seen.size, fill_value=0)[0].astype(jnp.int32)
+    live = jnp.argsort(~seen, stable=True).astype(jnp.int32)  # those that are seen come first
     streams = jnp.repeat(sight.streams, blocks, total_repeat_length=lists * blocks)
     return Live(mask, streams, live, jnp.sum(seen, dtype=jnp.int32))
 
@@ -102,28 +103,39 @@ def one_by_one(
 
     def tile(i: jax.Array, carry: tuple[Sums, jax.Array, jax.Array]) -> tuple:
         sums, k, v = carry
-        block, turn = live.tiles[i] // tiles, live.tiles[i] % tiles
+        number = _at(live.tiles, i)
+        block, turn = jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
         first = jnp.minimum(turn * size, cells - size)  # the last may overlap the one before
         zero = jnp.zeros_like(first)
 
         def cut(x: jax.Array) -> jax.Array:
-            start = (live.streams[block], zero, first, zero)
-            return jax.lax.dynamic_slice(x, start, (1, groups, size, x.shape[3]))
+            start = (_at(live.streams, block), zero, first, zero)
+            return _slice(x, start, (1, groups, size, x.shape[3]))
 
         def mine(x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(x, block, 1)
+            return _slice(x, (block, *(zero,) * (x.ndim - 1)), (1, *x.shape[1:]))
 
-        seen = jax.lax.dynamic_slice(live.mask, (block, zero, first), (1, tokens, size))
+        def put(x: jax.Array, part: jax.Array) -> jax.Array:
+            start = (block, *(zero,) * (x.ndim - 1))
+            return jax.lax.dynamic_update_slice(x, part, start, allow_negative_indices=False)
+
+        seen = _slice(live.mask, (block, zero, first), (1, tokens, size))
         if cells % size:
             seen &= (first + jnp.arange(size) >= turn * size)[None, None]
         more = added(jax.tree.map(mine, sums), mine(q), cut(k), cut(v), seen, options)
-        sums = jax.tree.map(
-            lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, block, 0), sums, more
-        )
+        sums = jax.tree.map(put, sums, more)
         return (sums, *(jax.lax.optimization_barrier((k, v)) if pinned else (k, v)))
 
     start = nothing(q, v.shape[3]), k, v
     return jax.lax.fori_loop(jnp.int32(0), live.turns, tile, start)[0]
+
+
+# No index is negative, and each that may be is three instructions more in every layer.
+_slice = partial(jax.lax.dynamic_slice, allow_negative_indices=False)
+
+
+def _at(x: jax.Array, i: jax.Array) -> jax.Array:
+    return _slice(x, (i,), (1,))[0]
 
 
 def _in_blocks(x: jax.Array, blocks: int) -> jax.Array:
