@@ -50,7 +50,7 @@ hypothesis.settings.register_profile(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.set_threshold(100_000, 20, 100)  # tracing makes millions of objects, and little garbage
+    gc.set_threshold(50_000, 10, 10)  # tracing makes millions of objects, and little garbage
     slow = config.option.markexpr == "slow"
     if not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile("slow" if slow else "fast")

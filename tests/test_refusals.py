@@ -184,15 +184,16 @@ def test_plans_and_tables_of_another_memory_are_refused_by_name():
     ]
     values = jnp.zeros((1, 2, 2, 4))
     for one, other in itertools.permutations([memory, *others], 2):
-        (ubatch,) = planned(other, count=2).ubatches
+        (ubatch,) = jaxkv.init_full(other, ubatch_size=4).ubatches  # shapes tell the memory too
+        update, moves = (jax.eval_shape(f, other) for f in (jaxkv.init_update, jaxkv.defrag_plan))
         for use in (
             lambda: jaxkv.apply(one, ubatch),  # noqa: B023
             lambda: jaxkv.is_current(one, ubatch),  # noqa: B023
             lambda: jaxkv.attend(one, 0, ubatch, values, values, values),  # noqa: B023
             lambda: jaxkv.read_states(one, 0, ubatch),  # noqa: B023
             lambda: jaxkv.go_back(other.table, one),  # noqa: B023
-            lambda: jaxkv.apply(one, jaxkv.init_update(other)),  # noqa: B023
-            lambda: jaxkv.apply(one, jaxkv.defrag_plan(other)),  # noqa: B023
+            lambda: jaxkv.apply(one, update),  # noqa: B023
+            lambda: jaxkv.apply(one, moves),  # noqa: B023
         ):
             with pytest.raises(ValueError, match="for this memory, .* got one for .*: plan again"):
                 use()

@@ -18,7 +18,6 @@ MEMORIES = {
     "pool": {},
     "split": {"streams": 3},
     "recurrent": {"kinds": "rr"},
-    "hybrid": {"kinds": "ar"},
     "hybrid with a window": {"kinds": "ra", "window": jaxkv.window.sliding(8)},
     "hybrid of streams": {"kinds": "ar", "apart": True},
 }
