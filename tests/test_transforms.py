@@ -163,7 +163,7 @@ def test_planning_with_traced_tokens_ids_and_positions_is_as_called():
         for name in ("ok", "reason", "fits", "expected", "found"):
             assert_identical(getattr(plan, name), getattr(plain, name))
         (one,), (other,) = plan.ubatches, plain.ubatches
-        for name in ("tokens", "positions", "sequences", "slots", "valid", "last"):
+        for name in ("tokens", "positions", "sequences", "slots", "valid", "after"):
             assert_identical(getattr(one, name), getattr(other, name))
 
 

@@ -236,7 +236,7 @@ def test_a_sized_cache_answers_as_a_full_one(window, split):
     rope = jaxkv.make_rope(4, base=100.0)
     small = jaxkv.make_kv_cache(**sizes, rope=rope, window=window, ubatch_size=4, rollback=2)
     large = jaxkv.make_kv_cache(**sizes, rope=rope, window=window, cells=96)
-    assert small.buffers.k[0].shape[2] == (window.size + 6) * (1 if split else 2)
+    assert small.buffers.k[0].shape[2] == (window.width + 6) * (1 if split else 2)
     rng = np.random.default_rng(0)
     for count in (8, 7, 1, 1, 1, 5, 7):  # batches of 16 and 2 tokens, once padded
         batch = make_batch(rng.integers(1, 9, 2 * count), sequences=np.arange(2 * count) % 2)
