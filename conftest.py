@@ -56,6 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("slow" if slow else "fast")
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is there by now stays
+
+
 def pytest_report_header() -> str:
     import jax
     import jaxlib

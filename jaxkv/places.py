@@ -35,6 +35,18 @@ def end_of(stop: jax.Array) -> jax.Array:
     return jnp.where(stop < 0, END, stop)
 
 
+def divided(numbers: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Return quotients and remainders of numbers that are not negative, in their shape and dtype.
+
+    `//` and `%` see to signs, which takes ten instructions each, in every program.
+
+    >>> divided(jnp.int32(7), 3)
+    (Array(2, dtype=int32), Array(1, dtype=int32))
+    """
+    by = jnp.asarray(size, numbers.dtype)
+    return jax.lax.div(numbers, by), jax.lax.rem(numbers, by)
+
+
 def is_concrete(*trees: Any) -> bool:
     """Return whether values can be looked at, which those inside a transformation cannot."""
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))

@@ -331,7 +331,7 @@ class Oracle:
                 too_big.append(seq)
         faults |= {seq: Fault("NO_ROOM", asks[seq], room[seq]) for seq in too_big}
         if faults:
-            return Plan(faults=faults)
+            return Plan(faults=self._apart(asks, room) | faults)
 
         after, plan = self.fork(), Plan()
         in_rows = [sorted(batch, key=lambda token: token.sequence)]
@@ -348,8 +348,24 @@ class Oracle:
             if not unplaced:
                 assert after.apply(part)
         if plan.faults:
-            plan.parts = []
+            return Plan(faults=self._apart(asks, room) | plan.faults)
         return plan
+
+    def _apart(self, asks: Counter[int], room: dict[int, int]) -> dict[int, Fault]:
+        """The sequences that may lack a run though the batch is brought again without others."""
+        if not self.contiguous or self.window is not None:
+            return {}
+        left = {}
+        for stream in {self.stream(seq) for seq in asks}:
+            usable = self.usable(stream)
+            runs = [[i in usable for i in range(j, self.size)] for j in range(self.size)]
+            left[stream] = max([*run, False].index(False) for run in runs)
+        apart = {}
+        for seq in sorted(asks, key=lambda seq: (asks[seq], seq)):
+            left[self.stream(seq)] -= asks[seq]
+            if left[self.stream(seq)] < 0:
+                apart[seq] = Fault("FRAGMENTED", asks[seq], room[seq])
+        return apart
 
     def _cut(self, batch: list[Token], ubatch_size: int) -> list[list[Token]]:
         """Cut a batch in its order; with a stream each, in equal parts of the sequences."""
@@ -394,7 +410,7 @@ class Oracle:
     def content(self, stream: int) -> tuple:
         """All that a plan on a stream depends on, to be compared."""
         cells = {
-            index: (cell.position, sorted(cell.owners), cell.shift)
+            index: (cell.position, sorted(cell.owners), cell.shift, self.rows[where, index])
             for (where, index), cell in self.cells.items()
             if where == stream
         }

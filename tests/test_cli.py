@@ -104,8 +104,12 @@ def test_json_is_one_object_for_each_prompt_in_order(run):
 
 @pytest.mark.parametrize(
     "sample",
-    [make_sampler(), make_sampler(seed=4, temperature=0.9, top_k=40)],
-    ids=["best", "drawn"],
+    [
+        pytest.param(make_sampler(), id="best"),
+        pytest.param(
+            make_sampler(seed=4, temperature=0.9, top_k=40), id="drawn", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_prompts_together_give_what_each_gives_alone(texts, sample):
     """A draw depends on the number of the sequence, so only the first prompt can be drawn alone."""
@@ -351,6 +355,7 @@ def test_a_memory_larger_than_the_machine_is_refused_before_it_is_made(run):
     ), error
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_it_quietly():
     command = [sys.executable, "-m", "models", "generate", "--max-tokens", "4000", STORY]
     with subprocess.Popen(

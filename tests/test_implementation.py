@@ -44,7 +44,7 @@ def attended(implementation, streams, **options):
     return np.asarray(out)
 
 
-@pytest.mark.parametrize("streams", [1, Q])
+@pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.slow), Q])
 @pytest.mark.parametrize("implementation", ["tiles", "whole", "xla"])
 def test_they_agree(implementation, streams):
     np.testing.assert_allclose(

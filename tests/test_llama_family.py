@@ -11,7 +11,7 @@ import models
 DATA = Path(__file__).parent / "data"
 VARIANTS = sorted(folder.parent.name for folder in DATA.glob("*/logits.npz"))
 # Each has a sibling that does the same and more, or differs in numbers of its rope alone.
-SLOW = ("llama_linear", "llama_llama3", "mistral", "qwen2", "qwen3")
+SLOW = ("llama_linear", "llama_llama3", "mistral", "mistral_window", "qwen2", "qwen3")
 
 
 def test_all_variants_are_there():

@@ -90,7 +90,7 @@ def kinds_of(model):
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FIRST)
 def test_a_prompt_in_parts_gives_the_logits_of_the_whole(name):
     model = load(name)
     batch = make_batch(TOKENS, outputs=np.ones(len(TOKENS), bool))
@@ -356,8 +356,16 @@ class Tiny:
         return forward(weights, memory, ubatch)
 
 
-def test_a_program_dies_with_its_function():
-    gc.collect()
+@pytest.fixture
+def collected_soon():
+    """Let garbage be looked for in what the test makes, not in all that JAX holds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.slow
+def test_a_program_dies_with_its_function(collected_soon):
     before = len(programs._kept)
     tiny, others = Tiny(), [lambda *args: forward(*args), partial(forward)]
     others.append(jax.jit(others[0]))
@@ -371,7 +379,7 @@ def test_a_program_dies_with_its_function():
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_the_weights_of_a_model_die_with_it(name):
+def test_the_weights_of_a_model_die_with_it(name, collected_soon):
     model = models.load(DATA / name)
     jaxkv.prefill(model.forward, model.weights, model.make_memory(cells=8), make_batch([1]))
     dead = [weakref.ref(one) for one in (model, model.forward, *jax.tree.leaves(model.weights))]
@@ -380,8 +388,7 @@ def test_the_weights_of_a_model_die_with_it(name):
     assert not any(ref() is not None for ref in dead)
 
 
-def test_a_program_dies_with_what_picks_in_it():
-    gc.collect()
+def test_a_program_dies_with_what_picks_in_it(collected_soon):
     before, pick = len(programs._kept), lambda *args: best(*args)
     jaxkv.decode(forward, pick, None, filled(4), state_of([1]), NONE, steps=1)
     assert len(programs._kept) == before + 1

@@ -17,7 +17,11 @@ BUFFERS, PROJECTED = P(None, "heads"), P(None, None, "heads")
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 OTHERS = ["tiles", "whole", "xla"]
-over_modes = pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit], ids=str)
+over_modes = pytest.mark.parametrize(
+    "mode",
+    [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)],
+    ids=str,
+)
 
 
 def arguments(streams, dtype=jnp.float32):
@@ -68,7 +72,7 @@ def step(implementation):
 
 
 @over_modes
-@pytest.mark.parametrize("streams", [1, Q])
+@pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.slow), Q])
 @pytest.mark.parametrize(
     "implementation", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)]
 )
@@ -86,7 +90,7 @@ def test_a_step_sends_nothing_and_gives_what_one_device_gives(implementation, st
 
 
 @over_modes
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_moving_keys_and_values_sends_nothing(dtype, mode):
     def tidy(memory):
         memory, _ = jaxkv.seq_rm(memory, 0, 0, 1)

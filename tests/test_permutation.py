@@ -56,7 +56,9 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", [SMALL, WIDE], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [SMALL, pytest.param(WIDE, marks=pytest.mark.slow)], ids=lambda kind: kind.name
+)
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs_commute_with_dealing(kind, verb):
     memory = lived_in(kind)

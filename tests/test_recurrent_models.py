@@ -94,11 +94,14 @@ def check(name, *, ubatch_size, together, kept=0, streams=1, lists=(0, 1, 2)):
         follow(model, memory, group, ubatch_size, kept)
 
 
+@pytest.mark.slow
 def test_prompts_together():
     check("mamba2", ubatch_size=64, together=True, kept=2, streams=4, lists=(1, 2))
 
 
-@pytest.mark.parametrize("name", ["granite_hybrid_experts_rope", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "name", ["recurrent_gemma", pytest.param("granite_hybrid_experts_rope", marks=pytest.mark.slow)]
+)
 def test_one_prompt(name):
     check(name, ubatch_size=512, together=False, kept=3, lists=(2,))
 

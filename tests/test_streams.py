@@ -46,6 +46,7 @@ def run_rows(memory, tokens, valid):
     return think(memory, ubatch)[0]
 
 
+@pytest.mark.slow
 def test_split_answers_as_unified():
     batch = make_batch(prompts(4, 2, 4, 2))
     step = make_batch([[1], [2], [3], [4]])
@@ -238,7 +239,9 @@ def test_a_row_of_several_or_several_rows_of_one_are_refused(sequences):
         jax.jit(lambda t: jaxkv.init_batch(memory, make_batch(t)).ok)(jnp.ones(2, jnp.int32))
 
 
-@pytest.mark.parametrize("active", [[True] * 4, [False, True, False, True]])
+@pytest.mark.parametrize(
+    "active", [pytest.param([True] * 4, marks=pytest.mark.slow), [False, True, False, True]]
+)
 def test_generation_in_streams_is_that_in_one(active):
     """The loop's short call: rows in the order of streams, logits in the order asked for."""
     steps = []

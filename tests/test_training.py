@@ -62,10 +62,8 @@ def test_what_nobody_sees_does_not_reach_a_gradient(implementation):
     assert np.abs(b).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [pytest.param(8, id="whole"), pytest.param(4096, id="by tiles", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cells", [8, 4096], ids=["whole", "by tiles"])
 def test_a_step_may_be_jitted_scanned_or_computed_again_inside_of_grad(cells):
     """The step is traced first then, and derived when that trace has ended."""
     k, v, q = (jax.random.normal(jax.random.key(i), (1, 4, 2, 4)) for i in range(3))

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.places import EMPTY, END, end_of
+from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.stamp import chained, mix
 from jaxkv.window import Window
 
@@ -105,8 +105,9 @@ def home(cells: Cells, seq: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]
 
     An id that is no sequence gets some home too, and must be masked.
     """
-    stream, local = seq // cells.sharing, seq % cells.sharing
-    return stream, local // WORD, (local % WORD).astype(jnp.uint32)
+    stream, local = divided(seq, cells.sharing)
+    word, bit = divided(local, WORD)
+    return stream, word, bit.astype(jnp.uint32)
 
 
 def known(cells: Cells, seq: jax.Array) -> jax.Array:

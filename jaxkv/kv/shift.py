@@ -27,7 +27,7 @@ from jaxkv.kv.cells import (
     within,
 )
 from jaxkv.memory import Commitment, Facts
-from jaxkv.places import EMPTY, END, end_of
+from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.rope import rotate
 
 CHUNK = 256
@@ -169,7 +169,7 @@ def rotate_pending(cells: C, buffers: Buffers, update: Update) -> tuple[C, Buffe
     def chunk(i: jax.Array, keys: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         turn = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
         cell = jnp.searchsorted(count, turn).astype(jnp.int32)
-        stream, slot = cell // size, cell % size
+        stream, slot = divided(cell, size)
         by = cells.shift.reshape(-1).at[cell].get(mode="fill", fill_value=0)
         # A cell that only fills the chunk up goes past the end, each to a place of its own.
         slot = jnp.where(cell < owed.size, slot, size + jnp.arange(CHUNK))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv.batch import Batch, Ubatch, drop_unless
 from jaxkv.memory import Facts
-from jaxkv.places import NOWHERE
+from jaxkv.places import NOWHERE, divided
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.check import Draft, check
 from jaxkv.planning.layout import in_rows
@@ -96,7 +96,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch
         row = jnp.arange(facts.sequences, dtype=jnp.int32)
     else:
         row = jnp.maximum(_row_sequence(part), 0)
-    stream = row // (facts.sequences // facts.streams)
+    stream, _ = divided(row, facts.sequences // facts.streams)
     before = table.digest()
     pick, order = _outputs(part, index, outputs)
     return Ubatch(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.memory import Findings
-from jaxkv.places import EMPTY, END, end_of
+from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.stamp import chained, mix
 
 T = TypeVar("T", bound="States")
@@ -101,7 +101,8 @@ def empty_fields(
 
 def streams_of(states: States) -> jax.Array:
     """Return the stream of each sequence; `[Q, 1]` int32, to go with `cell`."""
-    return (jnp.arange(states.sequences, dtype=jnp.int32) // states.sharing)[:, None]
+    stream, _ = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sharing)
+    return stream[:, None]
 
 
 def known(states: States, seq: jax.Array) -> jax.Array:
