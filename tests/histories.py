@@ -529,5 +529,6 @@ KINDS = {
 """A recurrent memory alone, and beside attention: options of `Twin`."""
 
 over_kinds = pytest.mark.parametrize(
-    "kind", [*list(KINDS)[:-1], pytest.param("parallel", marks=pytest.mark.slow)]
+    "kind",
+    [kind if kind == "attention" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )

@@ -102,14 +102,11 @@ def test_json_is_one_object_for_each_prompt_in_order(run):
     assert err.splitlines()[-1].endswith("compiles after warm-up: 0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sample",
-    [
-        pytest.param(make_sampler(), id="best"),
-        pytest.param(
-            make_sampler(seed=4, temperature=0.9, top_k=40), id="drawn", marks=pytest.mark.slow
-        ),
-    ],
+    [make_sampler(), make_sampler(seed=4, temperature=0.9, top_k=40)],
+    ids=["best", "drawn"],
 )
 def test_prompts_together_give_what_each_gives_alone(texts, sample):
     """A draw depends on the number of the sequence, so only the first prompt can be drawn alone."""

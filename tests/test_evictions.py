@@ -98,7 +98,10 @@ def test_a_copy_has_lost_what_its_range_has_lost(p0, p1, wanted):
     assert plan.reason[1] == (Reason.FITS if wanted else Reason.LOST)
 
 
-@pytest.mark.parametrize("kind", [ONE, ONE_OF_POOL], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(ONE_OF_POOL, id="pool"), pytest.param(ONE, id="one", marks=pytest.mark.slow)],
+)
 def test_taking_a_cell_that_was_moved_back_gives_nothing_back(kind):
     """Moved before what was taken already, a cell is taken in its turn: the mark never falls."""
     memory = evicted(kind, count=6)
@@ -112,6 +115,7 @@ def test_taking_a_cell_that_was_moved_back_gives_nothing_back(kind):
     assert resumable(memory) == [*before, 4]
 
 
+@pytest.mark.slow
 def test_trap_72_an_abort_leaves_what_its_first_ubatch_has_overwritten():
     """llama.cpp has lost it. Here the memory before is a value and still has it; and with the old
     table alone, going back is refused rather than short."""

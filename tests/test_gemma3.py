@@ -37,13 +37,14 @@ def tiny():
     return models.load(DATA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("streams", "full_windows", "ubatch_size"),
     [
         pytest.param(1, False, 4, id="unified-windowed-4"),
-        pytest.param(2, False, 1, id="split-windowed-1", marks=pytest.mark.slow),
-        pytest.param(1, True, 1, id="unified-full-size-1", marks=pytest.mark.slow),
-        pytest.param(2, True, 4, id="split-full-size-4", marks=pytest.mark.slow),
+        pytest.param(2, False, 1, id="split-windowed-1"),
+        pytest.param(1, True, 1, id="unified-full-size-1"),
+        pytest.param(2, True, 4, id="split-full-size-4"),
     ],
 )
 def test_the_same_as_transformers(tiny, streams, full_windows, ubatch_size):

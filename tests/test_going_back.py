@@ -49,6 +49,7 @@ def run(memory, batch, *, ubatch_size=4, stop_before=None):
     return memory, plan.collect(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_before", [1, 2])
 def test_an_abort_between_ubatches_leaves_no_trace(stop_before):
     first, second = jaxkv.make_batch([3, 1, 4, 1, 5]), jaxkv.make_batch([9, 2, 6])
@@ -154,6 +155,7 @@ def test_a_stale_ubatch_writes_no_row():
     assert_identical(after, other)
 
 
+@pytest.mark.slow
 def test_make_room_says_whether_it_helped():
     memory = make(placement="contiguous")
     memory, _ = run(memory, jaxkv.make_batch([[1] * 6, [2] * 6]), ubatch_size=16)

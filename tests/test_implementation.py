@@ -44,7 +44,8 @@ def attended(implementation, streams, **options):
     return np.asarray(out)
 
 
-@pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.slow), Q])
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [1, Q])
 @pytest.mark.parametrize("implementation", ["tiles", "whole", "xla"])
 def test_they_agree(implementation, streams):
     np.testing.assert_allclose(
@@ -68,7 +69,9 @@ def of_the_formula(q, k, v, sight, options):
     return np.asarray(reference(q, k, v, mask_of(sight), options))
 
 
-@pytest.mark.parametrize("lists", [None, [1], [2, 0]], ids=str)
+@pytest.mark.parametrize(
+    "lists", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in ([1], [2, 0]))], ids=str
+)
 @pytest.mark.parametrize("implementation", HERE)
 def test_each_is_the_formula(implementation, lists):
     # JAX's wants values of the size of keys.
@@ -157,7 +160,16 @@ def shapes_of_a_step(name, implementation):
     return jax.eval_shape(step, model.weights, *jaxkv.split(memory), ubatch)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gemma3", "granite_hybrid", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_tied",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gemma3", "granite_hybrid", "recurrent_gemma")
+        ),
+    ],
+)
 def test_models_pass_it_on(name):
     wanted = shapes_of_a_step(name, None)
     for implementation in ("whole", "xla"):

@@ -137,6 +137,7 @@ def test_together_is_as_alone():
     np.testing.assert_allclose(together, alone(prompts, tokens), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_neighbour_whose_rows_are_not_numbers():
     """A broken neighbour (and what it leaves behind in free cells) reaches no other sequence."""
     memory = filled(4, 3)

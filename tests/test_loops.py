@@ -107,9 +107,7 @@ def test_a_prompt_in_parts_gives_the_logits_of_the_whole(name):
         pytest.param(
             name,
             kind,
-            marks=()
-            if name == "llama_tied" or (name, kind) == ("mamba2", "applies by itself")
-            else pytest.mark.slow,
+            marks=() if name == "llama_tied" else pytest.mark.slow,
         )
         for name in MODELS
         for kind in ("compiled", "method", "applies by itself", "partial", "lambda")
@@ -123,7 +121,8 @@ def test_any_kind_of_function_gives_the_same_logits(name, kind):
     np.testing.assert_allclose(logits[0], whole(name)[-1], **CLOSE)
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_generation_feeds_what_was_picked(name):
     """The tokens of a loop, fed once more as a prompt, are each the best one of their logits."""
     model = load(name)
@@ -205,6 +204,7 @@ def test_a_refused_prompt_leaves_the_memory(donate):
     assert_identical(memory, before)
 
 
+@pytest.mark.slow
 def test_a_prompt_inside_of_a_program_says_whether_it_was_taken():
     traced = jax.jit(
         lambda memory, tokens: jaxkv.prefill(forward, None, memory, make_batch(tokens))

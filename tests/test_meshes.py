@@ -89,8 +89,9 @@ def test_a_step_sends_nothing_and_gives_what_one_device_gives(implementation, st
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.slow
 @over_modes
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_moving_keys_and_values_sends_nothing(dtype, mode):
     def tidy(memory):
         memory, _ = jaxkv.seq_rm(memory, 0, 0, 1)

@@ -32,6 +32,7 @@ def plan_padded(memory, tokens, sequences, valid):
     return jaxkv.init_batch(memory, make_batch(tokens, sequences=sequences, valid=valid != 0))
 
 
+@pytest.mark.slow
 def test_edge_01_a_window_counts_the_token_itself():
     """ollama shows W + 1 positions, llama.cpp and this library W."""
     memory = drawn("0{0} 1{0} 2{0} 3{0} 4{0}", WINDOW)
@@ -73,6 +74,7 @@ def test_edge_05_what_is_full_writes_nothing_and_serves_less(kind):
     assert plan_of(memory, [1, 1], sequences=1).ok
 
 
+@pytest.mark.slow
 def test_edge_06_holes_that_do_not_touch_satisfy_a_batch():
     cells = "0{0} . 2{0} . 4{0} . 6{0} . 8{0} . 10{0} ."
     assert drawing(jaxkv.apply(drawn(cells), plan_of(drawn(cells), [1, 2, 3]))).startswith(
@@ -134,6 +136,7 @@ def test_edge_11_copies_onto_oneself_and_from_nobody():
     assert drawing(jaxkv.seq_cp(memory, 0, 1)) == "0{0,1} 1{0,1} 0{1}"
 
 
+@pytest.mark.slow
 def test_edge_12_a_shared_cell_is_free_when_its_last_owner_leaves():
     memory = jaxkv.seq_cp(filled(4), 0, [1, 2])
     for seq, left in ((0, 4), (1, 4), (2, 0)):
@@ -141,6 +144,7 @@ def test_edge_12_a_shared_cell_is_free_when_its_last_owner_leaves():
         assert jaxkv.used(memory) == left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "resumable"),
     [(5, [0, 1, 2, 3, 4, 5]), (9, [4, 5, 6, 7, 8, 9]), (12, [7, 8, 9, 10, 11, 12])],
@@ -154,6 +158,7 @@ def test_edge_13_where_one_can_go_on(stored, resumable):
     assert [p for p in range(stored + 3) if jaxkv.can_resume(memory, 0, p)] == resumable
 
 
+@pytest.mark.slow
 def test_edge_14_a_cache_that_forgets_nothing_has_its_window_all_the_same():
     kind = Kind("roomy", cells=20, sequences=1, windows=(jaxkv.window.sliding(4),))
     memory = kind.make()
@@ -173,7 +178,8 @@ def test_edge_15_an_idle_sequence_gives_what_it_does_not_see():
     assert plan_of(memory, [1] * 3, sequences=1).reason[1] == Reason.NO_ROOM
 
 
-@pytest.mark.parametrize("kinds", ["rr", pytest.param("ar", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["rr", "ar"])
 def test_edge_25_states_that_a_copy_has_replaced_come_back_to_nobody(kinds):
     """ollama frees the target's place with its checkpoints in it, for the next one to restore."""
     twin = told(kept=3, counts=(8, 4, 0), kinds=kinds)
@@ -190,6 +196,7 @@ def test_edge_25_states_that_a_copy_has_replaced_come_back_to_nobody(kinds):
     twin.compare()
 
 
+@pytest.mark.slow
 def test_edge_26_a_layout_that_a_part_refuses_leaves_no_token_in_another():
     """A recurrent part wants a row for each sequence; ollama's attention has the tokens by then."""
     twin = told(kept=1, counts=(3, 2, 0), kinds="ar")

@@ -14,6 +14,8 @@ import jaxkv
 from jaxkv import make_batch
 from tests.memories import SMALL, WIDE, assert_identical, drawn, filled, lived_in, run
 
+pytestmark = pytest.mark.slow
+
 
 def dealt(memory, order):
     """Bring the contents of cell `order[i]` to cell i."""
@@ -56,9 +58,7 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [SMALL, pytest.param(WIDE, marks=pytest.mark.slow)], ids=lambda kind: kind.name
-)
+@pytest.mark.parametrize("kind", [SMALL, WIDE], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs_commute_with_dealing(kind, verb):
     memory = lived_in(kind)

@@ -174,7 +174,8 @@ def test_a_current_state_that_is_forgotten_with_none_before_it_is_lost():
     twin.compare()
 
 
-@pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [False, True])
 def test_a_shared_state_moves_as_cells_of_attention_do(apart):
     twin = told(kept=1, counts=(5, 0), apart=apart, kinds="ar")
     twin.both("seq_cp", 0, [1])

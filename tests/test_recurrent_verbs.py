@@ -21,18 +21,15 @@ from tests.histories import Twin
 
 edges = st.integers(-2, 12)
 ids = st.integers(0, 10**6)
-FEW = {
+ALL = {
     "recurrent": {"kinds": "rr", "kept": 3},
     "recurrent of streams": {"kinds": "rr", "kept": 1, "apart": True},
     "hybrid with a window": {"kinds": "ra", "kept": 1, "window": jaxkv.window.sliding(4)},
     "hybrid of streams": {"kinds": "br", "kept": 1, "apart": True, "cells": 9},
-}
-"""One stream and a stream each, alone and beside attention: options of `Twin`."""
-
-ALL = FEW | {
     "both in a layer": {"kinds": "ba", "kept": 1},
     "the current state alone": {"kinds": "ar", "kept": 0},
 }
+"""Memories under test, as options of `Twin`."""
 
 
 class Verbs(RuleBasedStateMachine):
@@ -128,11 +125,11 @@ class Verbs(RuleBasedStateMachine):
         self.twin.compare()
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ["recurrent", "hybrid with a window"])
 def test_verbs(name):
     """The fast part: few runs, the same every time."""
     run_state_machine_as_test(
-        lambda: Verbs(FEW[name]), settings=settings(max_examples=4, stateful_step_count=25)
+        lambda: Verbs(ALL[name]), settings=settings(max_examples=4, stateful_step_count=25)
     )
 
 

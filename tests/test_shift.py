@@ -184,6 +184,7 @@ def test_trap_91_yarns_attention_factor_is_not_applied_again():
     np.testing.assert_allclose(norms[1], norms[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 2e-5), (jnp.bfloat16, 0.2)])
 def test_trap_93_a_hundred_shifts_there_and_back_drift_little(dtype, bound):
     """200 rotations of keys of norm about 3; bfloat16 rounds each to 8 bits."""

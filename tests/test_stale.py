@@ -56,7 +56,13 @@ def written(memory, ubatch, kinds):
 over_all = pytest.mark.parametrize("kind", MEMORIES)
 
 
-@over_all
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in ("split", "hybrid of streams") else ())
+        for kind in MEMORIES
+    ],
+)
 def test_two_pasts_never_give_one_right_to_write(kind):
     """Same positions, same cells, same token: another text before it makes it another's."""
     one, other = filled(kind), filled(kind, text=(5, 4, 3, 2, 1))

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.memories import ALL_KINDS, CHUNKS, SMALL, TWO_SPLIT, Kind, Twin
+from tests.memories import ALL_KINDS, SMALL, TWO_SPLIT, Kind, Twin
 
 edges = st.integers(-2, 14)
 ids = st.integers(0, 10**6)
@@ -136,7 +136,7 @@ class Verbs(RuleBasedStateMachine):
         self.twin.compare()
 
 
-@pytest.mark.parametrize("kind", [SMALL, CHUNKS, TWO_SPLIT], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [SMALL, TWO_SPLIT], ids=lambda kind: kind.name)
 def test_verbs(kind):
     """The fast part: few runs, the same every time, in few shapes, each of which is compiled."""
     run_state_machine_as_test(

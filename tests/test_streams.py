@@ -96,6 +96,7 @@ def test_trap_33_34_rotations_that_are_owed_are_copied_with_their_keys():
     np.testing.assert_array_equal(memory.buffers.k[0][0, :, :4], memory.buffers.k[0][1, :, :4])
 
 
+@pytest.mark.slow
 def test_a_copy_goes_on_as_its_source_would():
     memory = fed(FOUR, 5, 2, 3)
     forked = jaxkv.seq_cp(memory, 0, [1, 3])
@@ -142,6 +143,7 @@ def test_a_copy_cannot_be_undone_where_it_overwrote_rows():
     assert ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", [[0, 2], [0, 1, 2], [1, 0], [2], [3, 0, 2, 1], [2, 3]])
 def test_trap_38_any_streams_in_any_order_are_one_ubatch(ids):
     """llama.cpp wants consecutive ids in rising order, and else cuts the batch into pieces."""
@@ -155,6 +157,7 @@ def test_trap_38_any_streams_in_any_order_are_one_ubatch(ids):
         np.testing.assert_allclose(row, alone, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_trap_38_outputs_of_all_tokens_come_in_the_order_of_the_batch():
     batch = make_batch([3, 4, 5, 6, 7, 8], sequences=[2, 0, 2, 0, 0, 3], outputs=np.ones(6, bool))
     np.testing.assert_allclose(run(FOUR.make(), batch)[1], run(UNIFIED.make(), batch)[1], atol=1e-5)

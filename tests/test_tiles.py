@@ -57,14 +57,14 @@ BOTH = (None, "tiles")  # what jaxkv chooses, and what it then may have chosen
     "options",
     [
         {},  # a few tiles of all streams
-        {"seen": 0.9},  # most tiles: all at once
+        pytest.param({"seen": 0.9}, marks=pytest.mark.slow),  # most tiles: all at once
         {"seen": 0.0},  # nothing at all
         {"pools": [2, 0], "seen": 0.9},  # some streams, in another order
-        {"pools": [3]},
-        {"tokens": LARGE + 1, "seen": 0.9},
+        pytest.param({"pools": [3]}, marks=pytest.mark.slow),
+        pytest.param({"tokens": LARGE + 1, "seen": 0.9}, marks=pytest.mark.slow),
         {"tokens": BLOCK + 3, "streams": 2},  # two blocks, of which one is filled up
         {"streams": 1, "cells": 30, "seen": 1.0},  # less than a tile
-        {"streams": 1, "cells": TILE, "seen": 1.0},
+        pytest.param({"streams": 1, "cells": TILE, "seen": 1.0}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -100,7 +100,8 @@ def test_hidden_keys_may_hold_anything(options):
         np.testing.assert_array_equal(got, attend(q, k, v, sight, NONE, way))
 
 
-@pytest.mark.parametrize("pools", [pytest.param(None, marks=pytest.mark.slow), [2, 0]])
+@pytest.mark.slow
+@pytest.mark.parametrize("pools", [None, [2, 0]])
 def test_derivatives_in_both_modes_are_those_of_the_formula(pools):
     q, k, v, sight = case(pools=pools, cells=40, seen=1.0)
     sinks = jnp.zeros(K * G)
@@ -121,6 +122,7 @@ def test_derivatives_in_both_modes_are_those_of_the_formula(pools):
     np.testing.assert_allclose(forward[0], forward[1], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pools", [[1], [3, 0]])
 def test_streams_that_take_part_are_read_where_they_lie(pools):
     """A gather of their keys would hold as many bytes again."""
@@ -158,6 +160,7 @@ def test_a_batch_of_memories_is_computed_once_and_as_each_alone():
     assert batched.count(" while(") == alone.count(" while(") > 0
 
 
+@pytest.mark.slow
 def test_derivatives_of_a_batch_of_memories_are_those_of_each():
     cases = [case(cells=40, seen=1.0, seed=seed) for seed in range(2)]
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases)

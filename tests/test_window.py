@@ -73,6 +73,7 @@ def test_trap_54_a_symmetric_window_looks_ahead_where_attention_is_not_causal():
     assert seen_from(jaxkv.window.symmetric(5), 5, causal=False) == [3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_attention_obeys_causal_and_window():
     """What `attend` gives is the mean over those that are seen, however the mask is made."""
     for window, causal, seen in [
@@ -192,6 +193,7 @@ def test_trap_57_a_cell_without_owners_cannot_be():
     assert faults["position without an owner"] == 1
 
 
+@pytest.mark.slow
 def test_trap_85_a_composite_begins_where_its_window_begins():
     """The full part holds 0 to 9, the window part 4 to 9; both can be moved."""
     kind = Kind("two", cells=10, sequences=1, windows=(None, jaxkv.window.sliding(4)))
@@ -215,6 +217,7 @@ def test_trap_97_nothing_is_missing_from_a_short_prompt():
         assert plan_of(cut, 1).ok
 
 
+@pytest.mark.slow
 def test_window_of_one_goes_on_though_it_holds_nothing_that_is_seen():
     kind = Kind("one", cells=2, sequences=2, windows=(jaxkv.window.sliding(1),))
     memory = grown(kind, 5)
@@ -265,7 +268,8 @@ def test_a_window_needs_a_position():
         jaxkv.make_kv_cache(layers=1, kv_heads=1, head_dim=2)
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 1])
 def test_a_composite_changes_nothing_where_one_part_lacks_room(part):
     """Refused by either, neither is touched; inside of jit too."""
     sizes = dict(layers=1, kv_heads=2, head_dim=4, sequences=1)

@@ -89,10 +89,8 @@ def test_every_verb_keeps_dtypes_and_gives_what_it_gives_without(kind, wide):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [None, *(pytest.param(x, marks=pytest.mark.slow) for x in ("tiles", "whole", "xla"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", [None, "tiles", "whole", "xla"])
 def test_attention_in_float64(implementation, wide):
     """Sums of float64 are float64, but for JAX's own attention, which rounds its weights."""
     memory = jaxkv.make_kv_cache(layers=1, cells=12, dtype=jnp.float64, **SIZES)

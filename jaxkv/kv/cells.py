@@ -79,6 +79,7 @@ class Cells:
         return self.sequences // self.streams
 
 
+@partial(jax.jit, static_argnames=("cells", "sequences", "streams"))
 def empty_fields(*, cells: int, sequences: int, streams: int) -> dict[str, jax.Array]:
     """Make the arrays of a table with every cell empty.
 

@@ -11,6 +11,7 @@ no end, and a stop of 0 an empty range. Ids are `[]` int32; one that is no seque
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -75,6 +76,7 @@ class States:
         return self.stamp.shape[1]
 
 
+@partial(jax.jit, static_argnames=("layers", "sequences", "streams", "rollback"))
 def empty_fields(
     *, layers: int, sequences: int, streams: int, rollback: int
 ) -> dict[str, jax.Array]:
