@@ -105,6 +105,8 @@ def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice:
     ...
     TypeError: wanted integers for positions, got float64
     """
+    if type(value) is int and low <= value <= high:  # what callers mostly pass, answered at once
+        return np.int32(value)
     known = is_concrete(value)
     array = np.asarray(value) if known else jnp.asarray(value)
     if array.size == 0:
