@@ -2,7 +2,7 @@
 
 These are environment variables and not `jax.config` calls so that they stand before anything
 imports jax, and so that a test's subprocesses run in the same way. It lies beside `jaxkv/` and not
-in `tests/` so that `pytest jaxkv/cells.py` obeys it too.
+in `tests/` so that `pytest jaxkv/kv/cells.py` obeys it too.
 """
 
 import gc
@@ -54,6 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
     slow = config.option.markexpr == "slow"
     if not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile("slow" if slow else "fast")
+
+
+def pytest_collectstart() -> None:
+    """Import the package before its files: alone, a file would become a second module."""
+    import jaxkv  # noqa: F401
 
 
 def pytest_collection_finish() -> None:

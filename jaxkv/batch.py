@@ -109,7 +109,7 @@ def make_batch(
     Raises:
       ValueError: when neither or both of tokens and embeddings are given, shapes differ, or an
         integer does not fit int32.
-      TypeError: when tokens, sequences or positions are no integers.
+      TypeError: when tokens, sequences or positions are no integers, or outputs or valid no bools.
 
     Examples:
       Two prompts of different lengths, for sequences 0 and 1:
@@ -169,7 +169,7 @@ def make_batch(
 
 
 def drop_unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
-    """Return a ubatch with every token sent nowhere, unless `ok`: all of it is carried out or none.
+    """Return the ubatch if `ok`, else one with every token sent nowhere.
 
     Args:
       ok: `[]` bool.

@@ -294,21 +294,36 @@ def attend(
       scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
       softcap: what those products stay below: c * tanh(x / c) (Gemma 2).
       sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
-      causal: False lets tokens see those that come after them, as far as a window allows.
+      causal: False lets tokens see those that come after them; of windows only a symmetric one
+        limits that.
       implementation: how attention is computed, "tiles", "whole", "xla" or "cudnn", see
         `jaxkv.ops.attention.api`; None leaves it to jaxkv.
 
     Returns:
       The memory with the keys and values written, and `[R, T, H, Dv]`, in the dtype of `q`. A token
-      that sees nothing gets zeros. A token that sees a key or value that is not finite in the
-      buffers' dtype gets NaN, and no other token does. A stale ubatch, whose stream was edited
-      since it was planned or applied, is written nowhere and gets NaN. Edited between `apply` and
+      that sees nothing gets zeros, and so does one of a refused plan. A token that sees a key or
+      value that is not finite in the buffers' dtype gets NaN, and no other token does. A stale
+      ubatch, whose stream was edited since it was planned or applied, is written nowhere and gets
+      NaN, and so does one that was never applied. Edited between `apply` and
       the last layer, a memory has the tokens in some layers alone: go back to an earlier one, or
       remove them (`seq_rm`).
 
     Raises:
-      ValueError: when shapes do not fit the memory, the ubatch was planned for a memory of other
-        facts, or the implementation cannot do it.
+      ValueError: when shapes do not fit the memory, the layer is none of it, the ubatch was planned
+        for a memory of other facts, or the implementation cannot do it.
+      TypeError: when it is a plan and no ubatch.
+
+    Examples:
+      Two tokens; the second one sees both, and a ubatch that was never applied sees NaN:
+
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
+      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> q, v = jnp.zeros((1, 2, 1, 1)), jnp.array([2.0, 4.0]).reshape(1, 2, 1, 1)
+      >>> after, out = attend(apply(memory, ubatch), 0, ubatch, q, q, v)
+      >>> out[0, :, 0, 0], after.buffers.v[0][0, 0, :, 0]
+      (Array([2., 3.], dtype=float32), Array([2., 4., 0., 0.], dtype=float32))
+      >>> attend(memory, 0, ubatch, q, q, v)[1][0, :, 0, 0]
+      Array([nan, nan], dtype=float32)
 
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`.
     """

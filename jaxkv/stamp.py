@@ -2,8 +2,8 @@
 
 What the buffers hold for a token depends on the token and on all that came before it, so its stamp
 does too. Two plans that would put different tokens into the same cells are told apart by it, and so
-is what stands in a cell today from what an earlier table knew. A digest is the same for a whole
-table: equal digests, equal content. Like every hash they may err once in 2**32 times.
+is what stands in a cell today from what an earlier table knew. A digest is the same for
+all of a stream: equal digests, equal content. Like every hash they may err once in 2**32 times.
 """
 
 import jax

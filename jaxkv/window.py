@@ -16,7 +16,8 @@ Rule = Literal["sliding", "chunked", "symmetric"]
 class Window:
     """How far tokens see; hashable. Made by `sliding`, `chunked` and `symmetric`.
 
-    width: W, how many positions a token sees at most, its own included.
+    width: W. Looking back, a token sees at most W positions, its own included; with a symmetric
+      window W // 2 to each side of its own.
     rule: where those positions lie.
     """
 
@@ -30,7 +31,9 @@ class Window:
 
 
 def sliding(width: int) -> Window:
-    """See the last W positions, one's own included (Mistral, Gemma).
+    """See the last W positions, the token's own included (Mistral, Gemma).
+
+    Where attention is not causal, all that come after it are seen too.
 
     llama.cpp: `LLAMA_SWA_TYPE_STANDARD`.
 
@@ -41,7 +44,9 @@ def sliding(width: int) -> Window:
 
 
 def chunked(width: int) -> Window:
-    """See what lies in one's own chunk of W positions, up to oneself (Llama 4).
+    """See what lies in the token's own chunk of W positions, up to itself (Llama 4).
+
+    Where attention is not causal, all that come after it are seen too.
 
     llama.cpp: `LLAMA_SWA_TYPE_CHUNKED`.
 

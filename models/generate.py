@@ -126,7 +126,7 @@ def generate_texts(
         decode_seconds = perf_counter() - began
 
         # Of a memory of parts, those with a window hold fewer.
-        used = max(int(part) for part in jax.tree.leaves(jaxkv.used(memory)))
+        used = max(int(jaxkv.used(part)) for part in jaxkv.hybrid.parts_of(memory))
         compiles = compiled() - warm
     texts = [
         writer.outcome([int(token) for token in prompt])

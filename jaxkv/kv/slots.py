@@ -124,9 +124,10 @@ def _smallest_first(wanted: jax.Array, room: jax.Array) -> jax.Array:
 
 
 def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Choose a cell for every valid token: empty ones first, then hidden ones; change nothing.
+    """Choose a cell for every valid token; change nothing.
 
-    Of the empty cells the lowest are taken, and of the hidden ones those with the lowest positions.
+    Empty cells come first, the lowest of them, and then hidden ones, the lowest positions first.
+    Where cells must be neighbours, the first run of empty and hidden ones is taken.
 
     Args:
       cells: the table, whose `placement` says whether the cells must be neighbours.

@@ -72,7 +72,7 @@ def decode(
     Raises:
       ValueError: when the arrays of the state differ in shape, a sequence comes twice or is none of
         the memory, as far as that is known while tracing; when `steps` is below 1; or when `sample`
-        gives something else than tokens `[T]`. It is raised before anything runs or is copied.
+        gives something else than tokens `[T]`. It is raised before anything runs.
 
     Examples:
       >>> def forward(weights, memory, ubatch):

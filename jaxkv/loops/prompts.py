@@ -45,8 +45,8 @@ def prefill(
     Returns:
       The memory after the batch, and the logits of its output tokens, `[n, V]`, in its order.
 
-      Inside of `jit`, where a refusal cannot be raised, a third: `ok`, `[]` bool. When it is False
-      the memory is the one passed in, bit for bit, and the logits mean nothing. Logits that
+      Where the plan is traced and a refusal cannot be raised, a third: `ok`, `[]` bool. When it is
+      False the memory is the one passed in, bit for bit, and the logits mean nothing. Logits that
       only pad come last there.
 
     Raises:

@@ -45,7 +45,8 @@ def init_batch(
     Raises:
       ValueError: when a sequence id is known and is none of the memory, when nothing is in the
         batch, when a traced batch is longer than `ubatch_size` or lacks the rows that the memory
-        needs, or when `ubatch_size` is more than the memory was sized for.
+        needs, when `ubatch_size` is more than the memory was sized for, or when there is no such
+        `split_by`.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)

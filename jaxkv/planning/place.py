@@ -63,7 +63,7 @@ def _arranged(facts: Facts, batch: Batch, index: jax.Array) -> tuple[jax.Array, 
 
     Returns:
       The index, `[R, T]`; and `[Q]` bool, the sequences that have no row of their own though each
-      needs one. They keep none of their tokens.
+      needs one. The plan is refused for them.
     """
     count = facts.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)

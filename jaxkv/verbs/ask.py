@@ -41,7 +41,7 @@ def seq_pos_min(memory: Memory, seq: Ids) -> jax.Array:
 
 
 def seq_pos_max(memory: Memory, seq: Ids) -> jax.Array:
-    """Return the largest position that a sequence holds: the next token comes one after it.
+    """Return the largest position that a sequence holds; its next token comes one after it.
 
     Args:
       memory: any memory.
@@ -84,9 +84,22 @@ def used(memory: Memory) -> jax.Array:
 def can_seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> jax.Array:
     """Return whether `seq_rm` would be granted, without doing it; `[]` bool.
 
+    Cells can always be removed. A state cannot be taken apart, so there it depends on what is kept.
+
+    Args:
+      memory: any memory.
+      seq: `[]` int, the sequence, or -1 for each of them.
+      p0: `[]` int, the first position to remove.
+      p1: `[]` int, one past the last.
+
+    Raises:
+      ValueError: when the id is known and is none of the memory.
+
     Examples:
-      >>> can_seq_rm(make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2), 0, 2, 3).item()
-      True
+      >>> memory = make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, rollback=1)
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
+      >>> [can_seq_rm(memory, 0, p0).item() for p0 in (0, 1, 2)]
+      [True, False, True]
     """
     table, _ = split(memory)
     return _can_rm(table, sequence(table, seq, lowest=-1), position(p0, "p0"), position(p1, "p1"))
@@ -106,7 +119,8 @@ def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.A
       delta: `[]` int, how far they move.
 
     Returns:
-      `[]` bool; False, too, where a position would reach 2**31 - 1.
+      `[]` bool; False, too, where a position would reach 2**31 - 1. Of states, which stand at one
+      position each, nothing else can go wrong.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
@@ -134,7 +148,8 @@ def can_resume(memory: Memory, seq: Ids, pos: Ids) -> jax.Array:
       pos: `[]` int, where its next token would stand.
 
     Returns:
-      `[]` bool. A sequence that holds nothing can start anywhere.
+      `[]` bool. A sequence that holds nothing, and that nothing was taken from, can start anywhere.
+      One whose first tokens a window took cannot go on at 0: remove all of it, and it can.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)

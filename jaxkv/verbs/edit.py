@@ -58,8 +58,10 @@ def seq_cp(
 ) -> Memory:
     """Let one or more sequences have what another holds: fork a conversation.
 
-    Where sequences share a stream they share its cells: nothing is copied, and what `dst` held
-    stays. Where each has its own stream the buffers are copied, and `dst` then holds these alone.
+    Where sequences share a stream they share its cells: nothing is copied. Keys and values that
+    `dst` held stay beside them, so remove first what would stand at the same positions (`seq_rm`);
+    a state takes the place of the one that `dst` had. Where each has its own stream the buffers are
+    copied, and `dst` then holds these alone.
 
     Args:
       memory: any memory.
@@ -67,8 +69,8 @@ def seq_cp(
       dst: `[]` or `[n]` int, the sequences that will have its cells too.
       p0: `[]` int, the first position to share.
       p1: `[]` int, one past the last.
-      donate: give up the memory passed in, which saves a copy of all buffers where they must be
-        copied outside of `jit`.
+      donate: give up the buffers of the memory passed in, which saves a copy of all of them where
+        they must be copied outside of `jit`.
 
     Returns:
       The next memory. Doing it twice is doing it once.
@@ -175,7 +177,8 @@ def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> Memory:
       divisor: `[]` int, at least 1.
 
     Returns:
-      The next memory. Several cells of a sequence may then share a position; none is freed.
+      The next memory. Several cells of a sequence may then share a position; none is freed. Of
+      states only the last one at a position is kept.
 
     Raises:
       ValueError: when the divisor is known and below 1. A traced one below 1 changes nothing.

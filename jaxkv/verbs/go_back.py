@@ -36,6 +36,13 @@ def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
       >>> memory, ok = go_back(table, later)
       >>> used(memory).item(), ok.item()
       (0, True)
+
+      What was written over cannot come back:
+
+      >>> table, _ = split(later)
+      >>> other = apply(clear(later), init_batch(clear(later), make_batch([3])))
+      >>> go_back(table, other)[1].item()
+      False
     """
     now, buffers = split(memory)
     if not isinstance(table, Table):

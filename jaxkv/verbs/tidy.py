@@ -21,9 +21,11 @@ def init_update(memory: Memory) -> Commitment:
       is 0 applying costs nothing.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
+      >>> memory = seq_add(memory, 0, 1, -1, 4)
       >>> init_update(memory).pending.item()
-      0
+      2
 
     llama.cpp: `llama_memory_i::init_update`, the K-shift.
     """
@@ -40,8 +42,8 @@ def defrag_plan(memory: Memory, *, max_moves: int | None = None) -> Commitment:
         until nothing is left to move, any number of at least 1 leaves no gap.
 
     Returns:
-      A plan for `apply`: runs of `source`, `destination` and `length`, the highest cells first. Its
-      `pending`, `[]` int32, says how many cells will move.
+      A plan for `apply`. Its `pending`, `[]` int32, says how many cells will move. Of keys and
+      values it has runs of `source`, `destination` and `length`, the highest cells first.
 
     Raises:
       ValueError: when `max_moves` is below 1.
@@ -70,16 +72,19 @@ def make_room(
 ) -> tuple[Memory, Plan, bool]:
     """Do what can be done so that a batch fits: rotate what is pending, then close the gaps.
 
-    Nothing is forgotten; what is not there after that has to be removed by the caller.
+    Nothing is forgotten. Where room is lacking still, the caller must remove something.
 
     Args:
       memory: any memory.
       batch: the batch that is wanted.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
-      donate: give up the memory passed in, see `apply`.
+      donate: give up the buffers of the memory passed in, see `apply`.
 
     Returns:
       The memory, the plan of the batch in it, and whether the batch fits now and did not before.
+
+    Raises:
+      jax.errors.TracerBoolConversionError: inside of `jit`, since it decides by what it finds.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, placement="contiguous")

@@ -98,8 +98,9 @@ def attend(
       implementation: which; None leaves it to jaxkv.
 
     Returns:
-      `[P, T, H, Dv]` in the dtype of `q`. Zeros for a token that sees nothing. Derivatives, in both
-      modes, are those of the plain formula, and safe from what no token sees.
+      `[P, T, H, Dv]` in the dtype of `q`. Zeros for a token that sees nothing. Derivatives are
+      safe from what no token sees; those of jaxkv's own implementations are taken of the plain
+      formula, in both modes.
 
     Raises:
       ValueError: when there is no such implementation, or it cannot do what is asked for.
@@ -140,8 +141,8 @@ def attention(
       sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
 
     Returns:
-      `[R, T, H, Dv]` in the dtype of `q`; sums and softmax in float32. A token that sees nothing
-      gets zeros. A hidden key may hold anything; a token that sees a NaN key gets NaN. Derivatives
+      `[R, T, H, Dv]` in the dtype of `q`; sums and softmax in float32, or float64 for such queries.
+      A token that sees nothing gets zeros. A hidden key may hold anything; a token that sees a NaN key gets NaN. Derivatives
       are safe from keys that no token sees.
 
     Raises:
