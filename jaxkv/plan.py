@@ -84,8 +84,8 @@ class Plan:
     ubatches: the parts to compute, in order, each a `Ubatch` with its slots. The slots of a refused
       plan are all past the last cell: applied and computed, it changes nothing.
     ok: `[]` bool, whether every token of the batch has a place. All or nothing.
-    reason: `[Q]` int32, a `Reason` for each sequence; FITS for one that is not in the batch. Where a
-      traced batch names a sequence that there is not, all that would fit have that reason.
+    reason: `[Q]` int32, a `Reason` for each sequence; FITS for one that is not in the batch. Where
+      a traced batch names a sequence that there is not, all that would fit have that reason.
     fits: `[Q]` bool, sequences that would all fit together if they came without the others, the
       smallest first.
     expected: `[Q]` int32, what was wanted: a position, or a number of cells where there is no room.

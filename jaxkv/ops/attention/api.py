@@ -142,8 +142,8 @@ def attention(
 
     Returns:
       `[R, T, H, Dv]` in the dtype of `q`; sums and softmax in float32, or float64 for such queries.
-      A token that sees nothing gets zeros. A hidden key may hold anything; a token that sees a NaN key gets NaN. Derivatives
-      are safe from keys that no token sees.
+      A token that sees nothing gets zeros. A hidden key may hold anything; a token that sees a NaN
+      key gets NaN. Derivatives are safe from keys that no token sees.
 
     Raises:
       ValueError: when H is not a multiple of K, or shapes do not fit together.
