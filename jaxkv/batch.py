@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.places import END, FAR, integers, is_concrete, nowhere
+from jaxkv.places import END, FAR, flags, integers, is_concrete, nowhere
 
 
 @jax.tree_util.register_dataclass
@@ -157,8 +157,8 @@ def make_batch(
     fields = {
         "sequences": sequences,
         "positions": None if positions is None else integers(positions, "positions", high=END),
-        "outputs": None if outputs is None else _flags(outputs, "outputs"),
-        "valid": np.ones(shape, np.bool_) if valid is None else _flags(valid, "valid"),
+        "outputs": None if outputs is None else flags(outputs, "outputs"),
+        "valid": np.ones(shape, np.bool_) if valid is None else flags(valid, "valid"),
     }
     for name, value in fields.items():
         if value is not None and value.shape != shape:
@@ -205,14 +205,3 @@ def part_of(ubatch: Ubatch, part: int) -> Ubatch:
         after=ubatch.after[part],
         facts=ubatch.facts.parts[part],
     )
-
-
-def _flags(value: Any, name: str) -> Any:
-    """Return bool, keeping device arrays where they are, and lists on the host."""
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
-    binary = is_concrete(array) and np.issubdtype(array.dtype, np.integer)
-    if binary and not np.all((np.asarray(array) == 0) | (np.asarray(array) == 1)):
-        binary = False
-    if array.size and array.dtype != bool and not binary:
-        raise TypeError(f"wanted bool for {name}, got {array.dtype}")
-    return array.astype(bool)

@@ -36,11 +36,6 @@ class HybridCommitment(Commitment):
         """How many keys are rotated, or cells moved, over all parts; `[]` int32."""
         return reduce(jnp.add, [part.pending for part in self.parts])
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no part has anything to do."""
-        return all(part.is_empty for part in self.parts)
-
     def commit(self, table: "HybridTable", buffers: tuple) -> tuple["HybridTable", tuple]:
         """Carry the plan of each part out."""
         parts = zip(self.parts, table.parts, buffers, strict=True)

@@ -193,7 +193,7 @@ class Table(ABC):
         """Return how often each invariant is broken, by name; `[]` int32 each."""
 
     def serves(self, verb: str, layer: int) -> bool:
-        """Return whether `attend`, or `read_states` and `write_states`, know a layer."""
+        """Return whether a layer is known to a verb: to "attend", or to those of "states"."""
         del verb, layer
         return False
 

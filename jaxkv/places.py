@@ -123,6 +123,26 @@ def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice:
     return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
 
 
+def flags(value: Any, name: str) -> Any:
+    """Return bool of flags that a caller passed, keeping device arrays where they are.
+
+    Raises:
+      TypeError: when they are neither bools nor known integers 0 and 1.
+
+    >>> flags([1, 0], "valid"), flags(2, "valid")
+    Traceback (most recent call last):
+    ...
+    TypeError: wanted bool for valid, got int64
+    """
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    binary = is_concrete(array) and np.issubdtype(array.dtype, np.integer)
+    if binary and not np.all((np.asarray(array) == 0) | (np.asarray(array) == 1)):
+        binary = False
+    if array.size and array.dtype != bool and not binary:
+        raise TypeError(f"wanted bool for {name}, got {array.dtype}")
+    return array.astype(bool)
+
+
 def _narrowed(value: jax.Array, low: int, high: int) -> jax.Array:
     """Cast traced integers; one that int32 cannot hold is brought just out of the bounds."""
     span = jnp.iinfo(value.dtype)

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.kv import buffers as store
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots
-from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.buffers import Buffers, with_layer, write
 from jaxkv.kv.cells import Cells, Placement, empty_fields
 from jaxkv.kv.mask import sight_of
 from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join
@@ -295,7 +294,7 @@ def attend(
     options = Options(scale=scale, softcap=softcap, sinks=sinks)
     arrays = buffers.k[layer], buffers.v[layer], q, k, v
     keys, values, out = _in_layer(table, ubatch, *arrays, options, causal, implementation)
-    return store.with_layer(buffers, layer, keys, values), out
+    return with_layer(buffers, layer, keys, values), out
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation"))
@@ -313,7 +312,7 @@ def _in_layer(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Write into the buffers of a layer and attend: traced and lowered once for all layers."""
     where, current = slots.committed_slots(table, ubatch)
-    keys, values = store.write(keys, values, ubatch.row_stream, where, k, v)
+    keys, values = write(keys, values, ubatch.row_stream, where, k, v)
     sight = sight_of(table, ubatch, causal=causal)
     lists = q.reshape(*sight.at.shape, *q.shape[2:])
     out = attention.attend(lists, keys, values, sight, options, implementation)

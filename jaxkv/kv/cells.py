@@ -273,13 +273,13 @@ def restamped(cells: Cells, where: jax.Array) -> jax.Array:
 def faults(cells: Cells) -> dict[str, jax.Array]:
     """Return how often each invariant of a table is broken, by name; `[]` int32 each."""
     owned = jnp.any(cells.owners != 0, axis=1)
-    everyone = jax.vmap(partial(bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
-    strangers = cells.owners & ~jax.lax.reduce_or(everyone, axes=(0,))[..., None]
+    known_bits = jax.vmap(partial(bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
+    unknown = cells.owners & ~jax.lax.reduce_or(known_bits, axes=(0,))[..., None]
     wrong = {
         "position below -1": cells.position < EMPTY,
         "position without an owner": ~free(cells) & ~owned,
         "owner without a position": free(cells) & owned,
-        "owner that is no sequence": strangers != 0,
+        "owner that is no sequence": unknown != 0,
         "rotation owed to an empty cell": free(cells) & (cells.shift != 0),
         "rotated for a negative position": ~free(cells) & (cells.position < cells.shift),
         "evicted below a negative position": cells.evicted_below < 0,

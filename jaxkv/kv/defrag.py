@@ -118,14 +118,14 @@ def move_cells(cells: C, buffers: Buffers, plan: Defrag) -> tuple[C, Buffers]:
     chunks = -(-jnp.max(total) // CHUNK)
     stream = jnp.arange(streams)[:, None]
 
-    def as_planned(i: jax.Array, fresh: jax.Array) -> jax.Array:
+    def as_planned(i: jax.Array, current: jax.Array) -> jax.Array:
         source, destination = moves(i)
         empty = free(cells)
         holds = ~empty.at[stream, source].get(mode="fill", fill_value=False)
         room = empty.at[stream, destination].get(mode="fill", fill_value=True)
-        return fresh & jnp.all(holds) & jnp.all(room)
+        return current & jnp.all(holds) & jnp.all(room)
 
-    fresh = jax.lax.fori_loop(0, chunks, as_planned, jnp.array(True))
+    current = jax.lax.fori_loop(0, chunks, as_planned, jnp.array(True))
 
     def move(i: jax.Array, carry: tuple[C, Buffers]) -> tuple[C, Buffers]:
         cells, buffers = carry
@@ -156,4 +156,4 @@ def move_cells(cells: C, buffers: Buffers, plan: Defrag) -> tuple[C, Buffers]:
         )
         return cells, replace(buffers, k=k, v=v)
 
-    return jax.lax.fori_loop(0, jnp.where(fresh, chunks, 0), move, (cells, buffers))
+    return jax.lax.fori_loop(0, jnp.where(current, chunks, 0), move, (cells, buffers))

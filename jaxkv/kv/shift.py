@@ -161,8 +161,8 @@ def rotate_pending(cells: C, buffers: Buffers, update: Update) -> tuple[C, Buffe
     Keys are turned by the difference of positions, so nothing that a rope multiplies by is applied
     a second time. Values carry no position.
     """
-    fresh = jnp.all(update.shift == cells.shift)
-    owed = (cells.shift != 0) & fresh
+    current = jnp.all(update.shift == cells.shift)
+    owed = (cells.shift != 0) & current
     streams, size = owed.shape
     count = jnp.cumsum(owed.reshape(-1), dtype=jnp.int32)  # up to and with each cell
 

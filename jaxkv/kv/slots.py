@@ -99,16 +99,16 @@ def admit(cells: Cells, wanted: jax.Array) -> Room:
     open_cells = usable(cells)
     room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None:
-        everyone = wanted >= 0
-        return Room(everyone, everyone, jnp.broadcast_to(room, wanted.shape))
+        all_fit = wanted >= 0
+        return Room(all_fit, all_fit, jnp.broadcast_to(room, wanted.shape))
     fits = _smallest_first(wanted, room)
     taken = jnp.where(fits, wanted, 0).reshape(cells.streams, -1)
     left = jnp.repeat(room - jnp.sum(taken, axis=1, dtype=jnp.int32), cells.sharing)
     if cells.placement == "scattered":
         return Room(fits, fits, left)
     here = jnp.broadcast_to(1 + jnp.arange(cells.num_cells, dtype=jnp.int32), open_cells.shape)
-    taken = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # the last one up to each cell
-    run = jnp.max(here - taken, axis=1)
+    closed = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # the last one up to each cell
+    run = jnp.max(here - closed, axis=1)
     return Room(fits, _smallest_first(wanted, run), left)
 
 
@@ -157,24 +157,24 @@ def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array
         return order[jnp.where(turn <= count[-1], turn - 1, cells.num_cells)], jnp.array(False)
 
     streams = pools(cells, ubatch)
-    slots, room = jax.vmap(choose)(streams, ubatch.valid.reshape(streams.size, -1))
+    slots, apart = jax.vmap(choose)(streams, ubatch.valid.reshape(streams.size, -1))
     slots = slots.reshape(ubatch.valid.shape).astype(jnp.int32)
-    room = jnp.broadcast_to(room[:, None], (room.size, ubatch.valid.size // room.size))
-    fault = jnp.where(room.reshape(slots.shape), Reason.FRAGMENTED, Reason.NO_ROOM)
+    apart = jnp.broadcast_to(apart[:, None], (apart.size, ubatch.valid.size // apart.size))
+    fault = jnp.where(apart.reshape(slots.shape), Reason.FRAGMENTED, Reason.NO_ROOM)
     unplaced = ubatch.valid & (slots >= cells.num_cells)
     placed = ok & ~jnp.any(unplaced) & ubatch.valid
     return jnp.where(placed, slots, nowhere(slots)), jnp.where(unplaced, fault, Reason.FITS)
 
 
-def _run(usable: jax.Array, length: jax.Array) -> jax.Array:
+def _run(counts: jax.Array, length: jax.Array) -> jax.Array:
     """Return where the first run of usable cells begins, `[]`; past the last cell if there is none.
 
-    `usable`, `[N]`, counts the usable cells up to and with each one.
+    `counts`, `[N]`, counts the usable cells up to and with each one.
     """
-    cells = usable.shape[0]
+    cells = counts.shape[0]
     start = jnp.arange(cells)
-    before = jnp.where(start > 0, usable[start - 1], 0)
-    until = usable[jnp.minimum(start + length - 1, cells - 1)]
+    before = jnp.where(start > 0, counts[start - 1], 0)
+    until = counts[jnp.minimum(start + length - 1, cells - 1)]
     whole = (until - before == length) & (start + length <= cells)
     return jnp.where(jnp.any(whole), jnp.argmax(whole), cells).astype(jnp.int32)
 

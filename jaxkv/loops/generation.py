@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.programs import copied, program_of
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import integers, is_concrete
+from jaxkv.places import flags, integers, is_concrete
 from jaxkv.planning.init import plan_step
 from jaxkv.verbs.ids import sequences
 
@@ -138,8 +138,8 @@ def _checked(memory: Memory, state: DecodeState) -> DecodeState:
     state = DecodeState(
         token=integers(state.token, "token"),
         sequence=sequences(table, state.sequence),
-        active=_flags(state.active),
-        full=_flags(state.full),
+        active=flags(state.active, "active"),
+        full=flags(state.full, "full"),
     )
     shapes = [x.shape for x in (state.token, state.sequence, state.active, state.full)]
     if len(shapes[0]) != 1 or shapes != [shapes[0]] * 3 + [()]:
@@ -155,10 +155,6 @@ def _checked(memory: Memory, state: DecodeState) -> DecodeState:
                 f"time; fork it with seq_cp to go on in several"
             )
     return state
-
-
-def _flags(value: Any) -> Any:
-    return value.astype(bool) if isinstance(value, jax.Array) else np.asarray(value, bool)
 
 
 def _decode(

@@ -86,8 +86,8 @@ class StateTable(States, Table):
 
     def admit(self, wanted: jax.Array) -> Room:
         """Return that there is room: a sequence lets go of as many states as it gets."""
-        everyone = wanted >= 0
-        return Room(everyone, everyone, jnp.full_like(wanted, END))
+        all_fit = wanted >= 0
+        return Room(all_fit, all_fit, jnp.full_like(wanted, END))
 
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[StateSlots, jax.Array]:
         """See `slots.choose_slots`."""

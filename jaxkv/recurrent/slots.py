@@ -109,8 +109,8 @@ def readable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
     """
     source = (ubatch.row_stream, ubatch.slots.source)
     held = states.holds[layer].at[source].get(mode="fill", fill_value=0)
-    fresh = ubatch.slots.source >= FAR
-    return current_rows(states, ubatch) & (fresh | (held == ubatch.slots.source_stamp))
+    begins = ubatch.slots.source >= FAR
+    return current_rows(states, ubatch) & (begins | (held == ubatch.slots.source_stamp))
 
 
 def writable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:

@@ -12,12 +12,12 @@ from jaxkv.places import is_concrete
 from jaxkv.plan import Plan
 
 
-def apply(memory: Memory, part: Ubatch | Plan | Commitment, *, donate: bool = False) -> Memory:
+def apply(memory: Memory, plan: Ubatch | Plan | Commitment, *, donate: bool = False) -> Memory:
     """Commit a ubatch or a plan: the only function that carries one out.
 
     Args:
       memory: any memory.
-      part: a ubatch of a plan, a plan of a single ubatch, or the plan of an update or a defrag.
+      plan: a ubatch of a plan, a plan of a single ubatch, or the plan of an update or a defrag.
       donate: give up the buffers of the memory to one that is updated or defragmented, outside
         of `jit`. Otherwise they are copied, since the memory passed in stays as it is.
 
@@ -41,23 +41,23 @@ def apply(memory: Memory, part: Ubatch | Plan | Commitment, *, donate: bool = Fa
 
     llama.cpp: `llama_memory_context_i::apply`.
     """
-    if isinstance(part, Plan):
-        if len(part.ubatches) != 1:
+    if isinstance(plan, Plan):
+        if len(plan.ubatches) != 1:
             raise ValueError(
-                f"a plan of {len(part.ubatches)} ubatches cannot be applied at once, since the "
+                f"a plan of {len(plan.ubatches)} ubatches cannot be applied at once, since the "
                 f"model runs between them: apply each of plan.ubatches in its turn"
             )
-        part = part.ubatches[0]
+        plan = plan.ubatches[0]
     table, buffers = split(memory)
-    if isinstance(part, Ubatch):
-        check_made_for(table, part)
-        return join(_occupy(table, part), buffers)
-    if not isinstance(part, Commitment):
-        raise TypeError(f"wanted a ubatch or a plan, got {type(part)}")
-    check_facts(part.facts, table.facts, "a plan that was made")
-    if is_concrete(part, table) and part.is_empty:
+    if isinstance(plan, Ubatch):
+        check_made_for(table, plan)
+        return join(_occupy(table, plan), buffers)
+    if not isinstance(plan, Commitment):
+        raise TypeError(f"wanted a ubatch or a plan, got {type(plan)}")
+    check_facts(plan.facts, table.facts, "a plan that was made")
+    if is_concrete(plan, table) and plan.is_empty:
         return memory
-    return join(*(_commit_donated if donate else _commit)(part, table, buffers))
+    return join(*(_commit_donated if donate else _commit)(plan, table, buffers))
 
 
 def is_current(memory: Memory, ubatch: Ubatch) -> jax.Array:
