@@ -69,7 +69,7 @@ def symmetric(width: int) -> Window:
     return Window(width, "symmetric")
 
 
-def cells_for(window: Window, *, ubatch_size: int, rollback: int, sharing: int = 1) -> int:
+def cells_for(window: Window, *, ubatch_size: int, rollback: int, sharing: int) -> int:
     """Return how many cells of a stream serve a text of any length.
 
     Args:

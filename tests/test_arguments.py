@@ -80,6 +80,16 @@ def test_a_state_does_not_reach_the_end_either():
     assert jaxkv.seq_pos_max(jaxkv.seq_add(memory, 0, 0, -1, -5), 0) == BIG - 6
 
 
+def test_what_a_dead_sequence_held_does_not_reach_the_end_either():
+    """Its states are gone; up to where it was dead moves as they would."""
+    memory = jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
+    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1] * 8)))
+    memory = jaxkv.seq_cp(memory, 0, 1, 0, 5)  # no state stands after position 4
+    assert memory.table.dead_until.tolist() == [0, 5]
+    assert jaxkv.can_seq_add(memory, 1, 0, -1, BIG - 5)
+    assert not jaxkv.can_seq_add(memory, 1, 0, -1, BIG - 4)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

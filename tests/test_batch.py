@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import jaxkv
 from jaxkv import make_batch
 from jaxkv.places import NOWHERE, bucket
-from jaxkv.planning.layout import rank
+from jaxkv.planning.layout import layout, rank
 from jaxkv.planning.splits import equal_split, sequence_split, simple_split
-from tests.memories import filled, think
+from tests.memories import SMALL, filled, think
 
 SPLITS = [simple_split, equal_split, sequence_split]
 
@@ -214,3 +214,10 @@ def test_rows_that_come_ready_are_computed_at_once():
     assert ubatch.positions[valid].tolist() == [0, 1, 0]
     after = jaxkv.apply(memory, done)
     assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [3, 1, 0]
+
+
+def test_padding_asks_for_no_outputs():
+    batch = make_batch(np.ones(20, np.int32), outputs=np.arange(20) == 3)
+    flat, parts, outputs = layout(SMALL.make().table.facts, batch, 512, None)
+    assert flat.tokens.shape == (32,) and [part.shape for part in parts] == [(1, 32)]
+    assert outputs == 8

@@ -284,6 +284,10 @@ def test_batch_of_unknown_sequences():
         with pytest.raises(jaxkv.RefusedError, match="a sequence that the memory does not have"):
             plan.check()
     assert traced(memory, jnp.array([0, 2, 1]))[0].ok
+    # -1 is no sequence either: the last one has no part in it.
+    plans = [traced(memory, jnp.array([0, wrong, 2]))[0] for wrong in (-1, 3)]
+    for name in ("reason", "fits", "expected", "found"):
+        assert_identical(*(getattr(plan, name) for plan in plans))
 
 
 @jax.jit

@@ -212,7 +212,7 @@ def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]
       since. And `[R]` bool, False for rows of the latter two: what they would see is not what was
       planned.
     """
-    placed = ubatch.valid & (ubatch.slots < FAR)
+    placed = ubatch.slots < FAR
     stream = ubatch.row_stream
     current = (digest(cells) == ubatch.after)[stream] | ~jnp.any(placed, axis=1)
     slots = jnp.where(placed & current[:, None], ubatch.slots, nowhere(ubatch.slots))

@@ -140,6 +140,8 @@ def init_full(
       >>> memory = jax.eval_shape(make)
       >>> plan = init_full(memory, ubatch_size=256)
       >>> compiled = jax.jit(apply).lower(memory, plan.ubatches[0]).compile()
+      >>> init_full(memory).ubatches[0].tokens.shape  # by default
+      (1, 512)
 
     llama.cpp: `llama_memory_i::init_full`.
     """

@@ -50,7 +50,7 @@ def choose_slots(states: States, ubatch: Ubatch, ok: jax.Array) -> tuple[StateSl
     new = placed[:, None] & (steps_to_keep(ubatch, states.earlier + 1) > 0)
     cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), nowhere(new))
     cell = states.cell[ubatch.row_sequence, -1]
-    source = jnp.where(placed & (cell < states.num_cells), cell, nowhere(cell))
+    source = jnp.where(placed, cell, nowhere(cell))
     stamp = states.stamp.at[ubatch.row_stream, source].get(mode="fill", fill_value=0)
     fault = jnp.where(crowded[:, None] & ubatch.valid, Reason.MIXED_ROW, Reason.FITS)
     return StateSlots(source=source, cells=cells, source_stamp=stamp), fault
@@ -170,4 +170,4 @@ def _after(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
     kept = steps_to_keep(ubatch, states.earlier + 1)
     index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]
-    return jnp.take_along_axis(field, jnp.minimum(index, field.shape[1] - 1), axis=1)
+    return jnp.take_along_axis(field, index, axis=1)
