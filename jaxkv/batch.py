@@ -62,8 +62,10 @@ class Ubatch:
     stamps: `[R, T]` uint32, what tells the content of a token's cell from all others, see
       `jaxkv.stamp`.
     valid: `[R, T]` bool, False for padding.
-    outputs: `[O]` int32, which of the R * T tokens output logits, in the order of the logits.
-    order: `[O]` int32, the batch index of each output; NOWHERE for one that only pads.
+    outputs: `[O]` int32, which of the R * T tokens output logits, in the order of the logits. Some
+      only pad, so that few shapes are compiled, and they may come first: `Plan.collect` puts the
+      logits that were asked for in the order of the batch.
+    order: `[O]` int32, the batch index of each output; 2**31 - 1 for one that only pads.
     before: `[S]` uint32, the digest of each stream that the slots were chosen in; a tuple of them
       for a hybrid memory. Where a stream of the ubatch has another one, the ubatch is stale.
     after: `[S]` uint32, the digest of each stream once the ubatch is applied.

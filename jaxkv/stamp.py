@@ -38,8 +38,11 @@ def content(tokens: jax.Array | None, embeddings: jax.Array | None) -> jax.Array
     if tokens is not None:
         return mix(tokens.astype(jnp.uint32))
     assert embeddings is not None
-    numbers = jax.lax.stop_gradient(embeddings).astype(jnp.float32)
+    numbers = jax.lax.stop_gradient(embeddings)
+    if numbers.dtype.itemsize < 4:
+        numbers = numbers.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
+    bits = bits.reshape(*embeddings.shape[:-1], -1)  # numbers of 64 bits are two words each
     place = mix(jnp.arange(bits.shape[-1], dtype=jnp.uint32))
     place = place.reshape((1,) * (bits.ndim - 1) + (-1,))
     return jnp.sum(mix(bits ^ place), axis=-1, dtype=jnp.uint32)

@@ -115,5 +115,5 @@ def sees(
     if causal:
         return seen & (key <= query)
     if window is not None and window.rule == "symmetric":
-        return seen & (key <= query + window.width // 2)
+        return seen & (key - window.width // 2 <= query)  # the sum could be too large
     return seen

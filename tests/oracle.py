@@ -10,7 +10,7 @@ One difference remains by necessity: the real cache is a value, and an `Oracle` 
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -236,19 +236,11 @@ class Oracle:
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Move the cells of a sequence in a range, for all owners; none stands before 0."""
-        for place, cell in self.holds(seq).items():
-            if _in_range(cell.position, p0, p1):
-                self._move(place, cell.position + delta)
-        if self.lost[seq] and _in_range(self.lost[seq] - 1, p0, p1):
-            self.lost[seq] = max(0, self.lost[seq] + delta)
+        self._move_range(seq, p0, p1, lambda position: position + delta)
 
     def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
         """Divide the positions of a sequence in a range, for all owners."""
-        for place, cell in self.holds(seq).items():
-            if _in_range(cell.position, p0, p1):
-                self._move(place, cell.position // divisor)
-        if self.lost[seq] and _in_range(self.lost[seq] - 1, p0, p1):
-            self.lost[seq] = (self.lost[seq] - 1) // divisor + 1
+        self._move_range(seq, p0, p1, lambda position: position // divisor)
 
     def clear(self) -> None:
         """Free every cell. The rows stay as they are."""
@@ -294,6 +286,20 @@ class Oracle:
         """Take a past table back, beside the buffers of today."""
         self.cells = copy.deepcopy(past.cells)
         self.lost = dict(past.lost)
+
+    def _move_range(self, seq: int, p0: int, p1: int, to: Callable[[int], int]) -> None:
+        """Move cells for all their owners, and of each what it lost in the range."""
+        owners = {seq}
+        for place, cell in self.holds(seq).items():
+            if _in_range(cell.position, p0, p1):
+                owners |= cell.owners
+                self._move(place, to(cell.position))
+        for owner in owners:
+            lost = self.lost[owner]
+            highest = max((p for p in range(lost) if _in_range(p, p0, p1)), default=-1)
+            if highest >= 0:
+                moved = max(to(highest) + 1, 0)
+                self.lost[owner] = moved if highest == lost - 1 else max(moved, lost)
 
     def _move(self, place: Place, position: int) -> None:
         cell = self.cells[place]

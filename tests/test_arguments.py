@@ -10,6 +10,7 @@ from jaxkv import make_batch
 from tests.memories import SMALL, assert_identical, filled
 
 BIG = 2**31 - 1
+ONE = dict(layers=1, kv_heads=1, head_dim=4)
 
 
 @pytest.mark.parametrize(
@@ -165,3 +166,29 @@ def test_a_step_names_each_sequence_once():
         jaxkv.plan_step(memory, jnp.array([1, 2]), jnp.array([0]), jnp.array([True]))
     with pytest.raises(ValueError, match="nothing to plan: .* where no sequence fits"):
         jaxkv.init_batch(memory, make_batch([1]).only(np.zeros(3, bool)))
+
+
+def test_flags_of_a_step_may_be_integers():
+    memory = filled(1, 2)
+    steps = [jaxkv.plan_step(memory, [5, 6], [0, 1], valid) for valid in ([1, 0], [True, False])]
+    assert_identical(*steps)
+    with pytest.raises(TypeError, match="wanted bool for valid, got float32"):
+        jaxkv.plan_step(memory, [5], [0], np.ones(1, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: jaxkv.init_batch(SMALL.make(), [1, 2]), "wanted a batch, got <class 'list'>"),
+        (lambda: jaxkv.make_kv_cache(cells=4, window=128, **ONE), r"wanted a window, .*got 128"),
+        (lambda: jaxkv.make_kv_cache(cells=4, rope=1e4, **ONE), r"wanted a rope, .*got 10000.0"),
+        (lambda: jaxkv.make_recurrent_cache(layers=1, states=["x"]), r"wanted states as a mapping"),
+        (
+            lambda: jaxkv.make_recurrent_cache(layers=1, states={"x": (3,)}),
+            r"wanted \(shape, dtype\) for the state x, got \(3,\)",
+        ),
+    ],
+)
+def test_what_is_of_another_type_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()

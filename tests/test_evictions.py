@@ -134,3 +134,18 @@ def test_trap_72_an_abort_leaves_what_its_first_ubatch_has_overwritten():
     for left in (6, 3, 1):  # it can be cut anywhere, as if nothing had been tried
         cut, _ = jaxkv.seq_rm(memory, 0, left)
         assert starts_at(cut, 0) == left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delta", [4, -3])
+def test_what_was_taken_moves_for_every_owner_of_a_cell_that_moves(delta):
+    """A fork shares the cells that move, and what was taken from both was shared too."""
+    memory = jaxkv.seq_cp(evicted(), 0, 1)
+    memory = jaxkv.seq_add(memory, 0, 0, -1, delta)
+    memory = jaxkv.apply(memory, jaxkv.init_update(memory))
+    assert resumable(memory, 0, 14) == resumable(memory, 1, 14)
+    assert starts_at(memory, 0) == starts_at(memory, 1) == 8 + delta
+    memory, _ = jaxkv.seq_rm(memory, 1, 4 + delta)
+    plan = jaxkv.init_batch(memory, make_batch([1], sequences=1))
+    # Moved down, what was taken stands before 0, where no token looks for it.
+    assert plan.reason[1] == (Reason.LOST if delta > 0 else Reason.FITS)

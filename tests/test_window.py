@@ -73,6 +73,13 @@ def test_trap_54_a_symmetric_window_looks_ahead_where_attention_is_not_causal():
     assert seen_from(jaxkv.window.symmetric(5), 5, causal=False) == [3, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("start", [5, 2**31 - 4])
+def test_a_symmetric_window_looks_ahead_up_to_the_last_position(start):
+    window, at = jaxkv.window.symmetric(4), np.int32(start) + np.arange(3, dtype=np.int32)
+    seen = jaxkv.window.sees(window, at[:, None], at[None], causal=False)
+    assert seen.all()
+
+
 @pytest.mark.slow
 def test_attention_obeys_causal_and_window():
     """What `attend` gives is the mean over those that are seen, however the mask is made."""

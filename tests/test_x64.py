@@ -7,6 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
+from jaxkv.stamp import content
 from tests.memories import HEADS, SIZE
 
 SIZES = {"kv_heads": HEADS, "head_dim": SIZE, "sequences": 3}
@@ -107,3 +108,9 @@ def test_attention_in_float64(implementation, wide):
     wanted = np.einsum("hts,shd->thd", weights, v[0])
     atol = 1e-6 if implementation == "xla" else 1e-12
     np.testing.assert_allclose(out[0], wanted, rtol=0, atol=atol)
+
+
+def test_embeddings_of_64_bits_are_told_apart_by_all_of_them(wide):
+    """1e39 and 2e39 are both infinite in 32 bits."""
+    stamps = [content(None, jnp.full((1, 1, 2), x)) for x in (1e39, 2e39, 1.0, 1.0 + 1e-9)]
+    assert len({int(stamp[0, 0]) for stamp in stamps}) == 4

@@ -219,6 +219,8 @@ def make_kv_cache(
             f"wanted a floating dtype with signs and NaN for keys and values, got "
             f"{jnp.dtype(dtype)}"
         )
+    if window is not None and not isinstance(window, Window):
+        raise TypeError(f"wanted a window, such as jaxkv.window.sliding(128), got {window!r}")
     if cells is None:
         if window is None:
             raise ValueError("a memory without a window needs to be told its cells: pass cells=")
@@ -238,6 +240,10 @@ def make_kv_cache(
     if len(ropes) != layers:
         raise ValueError(f"wanted one rope for all layers or {layers}, one each, got {len(ropes)}")
     for one, size in zip(ropes, keys, strict=True):
+        if one is not None and not isinstance(one, Rope):
+            raise TypeError(
+                f"wanted a rope, such as make_rope(head_dim, base=10000.0), got {one!r}"
+            )
         if one is not None and 2 * len(one.frequencies) > size:
             raise ValueError(f"a rope of {len(one.frequencies)} pairs does not fit keys of {size}")
     cells = count(cells, "cells")

@@ -64,7 +64,7 @@ def add(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.
     """
     moves = moving(cells, seq, start, stop)
     ok = _in_bounds(cells, moves, seq, start, stop, delta)
-    evicted_below = _moved_marks(cells, seq, start, stop, lambda position: position + delta)
+    evicted_below = _moved_marks(cells, moves, seq, start, stop, lambda position: position + delta)
     moved = _move(
         replace(cells, evicted_below=jnp.where(ok, evicted_below, cells.evicted_below)),
         moves & ok,
@@ -95,7 +95,9 @@ def divide(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor:
     """
     moves = moving(cells, seq, start, stop) & (divisor >= 1)
     divisor = jnp.maximum(divisor, 1)
-    evicted_below = _moved_marks(cells, seq, start, stop, lambda position: position // divisor)
+    evicted_below = _moved_marks(
+        cells, moves, seq, start, stop, lambda position: position // divisor
+    )
     cells = replace(cells, evicted_below=evicted_below)
     # No position that moves is negative, so rounding towards 0 is rounding down, at half the cost.
     return _move(cells, moves, jax.lax.div(cells.position, jnp.full_like(cells.position, divisor)))
@@ -115,22 +117,29 @@ def _in_bounds(
     delta: jax.Array,
 ) -> jax.Array:
     """Return whether all that moves by `delta` stays before END; `[]` bool."""
-    highest, inside = _highest_evicted(cells, seq, start, stop)
+    highest, inside = _highest_evicted(cells, moves, seq, start, stop)
     highest = jnp.max(jnp.where(inside, highest, EMPTY))
     highest = jnp.maximum(highest, jnp.max(jnp.where(moves, cells.position, EMPTY)))
     return (delta <= 0) | (highest < END - delta)
 
 
 def _highest_evicted(
-    cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
+    cells: Cells, moves: jax.Array, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest evicted position in a range, `[Q]`; and whether there is one, `[Q]`."""
+    """Return the highest evicted position in a range, `[Q]`; and whether one moves, `[Q]`.
+
+    It does of the sequence, and of each that owns a cell which moves.
+    """
     highest = jnp.minimum(cells.evicted_below, end_of(stop)) - 1
-    return highest, (jnp.arange(cells.sequences) == seq) & (highest >= jnp.maximum(start, 0))
+    whose = jnp.arange(cells.sequences) == seq
+    if cells.window is not None:
+        whose |= holders(cells, moves)
+    return highest, whose & (highest >= jnp.maximum(start, 0))
 
 
 def _moved_marks(
     cells: Cells,
+    moves: jax.Array,
     seq: jax.Array,
     start: jax.Array,
     stop: jax.Array,
@@ -138,7 +147,7 @@ def _moved_marks(
 ) -> jax.Array:
     """Return `evicted_below` when what a window took moves as if it were still there; `[Q]`."""
     mark = cells.evicted_below
-    highest, inside = _highest_evicted(cells, seq, start, stop)
+    highest, inside = _highest_evicted(cells, moves, seq, start, stop)
     moved = jnp.maximum(move(highest) + 1, 0)
     # Where the highest one of all stays, nothing that moved down counts.
     moved = jnp.where(highest == mark - 1, moved, jnp.maximum(moved, mark))

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
 from jaxkv.memory import Facts, Memory, split
-from jaxkv.places import NOWHERE, bucket, count, is_concrete
+from jaxkv.places import NOWHERE, bucket, count, flags, is_concrete
 from jaxkv.plan import Plan
 from jaxkv.planning.check import check
 from jaxkv.planning.layout import FEW, layout, rank
@@ -64,6 +64,8 @@ def init_batch(
     llama.cpp: `llama_memory_i::init_batch`.
     """
     table, _ = split(memory)
+    if not isinstance(batch, Batch):
+        raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
     flat, parts, outputs = layout(
         table.facts, batch, checked_size(table.facts, ubatch_size), split_by
     )
@@ -93,7 +95,9 @@ def plan_step(
 
     Returns:
       A ubatch whose outputs are all T tokens in this order, and `ok`, `[]` bool. When it is False
-      there is no room for all of them, or a sequence comes twice, and the ubatch changes nothing.
+      the ubatch changes nothing: there is no room for all of them, a sequence comes twice, keys are
+      not rotated yet, or a window has given up what a token would see. `init_batch(...).check()`
+      says which.
 
     Raises:
       ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
@@ -105,7 +109,7 @@ def plan_step(
       (True, [[0, 1]], [0, 1])
     """
     table, _ = split(memory)
-    facts = table.facts
+    facts, valid = table.facts, flags(valid, "valid")
     _check_steps(tokens, sequences, valid, facts)
     flat = make_batch(tokens, sequences=sequences, valid=valid, outputs=valid)
     index = np.arange(flat.valid.shape[0], dtype=np.int32)

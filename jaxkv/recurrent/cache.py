@@ -316,11 +316,13 @@ def make_recurrent_cache(
     rollback = count(rollback, "rollback", low=0)
     if streams not in (1, sequences):
         raise ValueError(f"wanted streams of 1 or {sequences}, one a sequence, got {streams}")
+    if not isinstance(states, Mapping):
+        raise TypeError(f"wanted states as a mapping of names to (shape, dtype), got {states!r}")
     if not states:
         raise ValueError("a recurrent memory needs at least one state")
     fields = empty_fields(layers=layers, sequences=sequences, streams=streams, rollback=rollback)
     table = StateTable(**fields)
-    shapes = {name: _shape(state) for name, state in states.items()}
+    shapes = {name: _shape(name, state) for name, state in states.items()}
 
     def layer() -> dict[str, jax.Array]:
         return {
@@ -331,5 +333,9 @@ def make_recurrent_cache(
     return join(table, tuple(layer() for _ in range(layers)))
 
 
-def _shape(state: Any) -> jax.ShapeDtypeStruct:
-    return state if hasattr(state, "shape") else jax.ShapeDtypeStruct(*state)
+def _shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
+    if hasattr(state, "shape"):
+        return state
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise TypeError(f"wanted (shape, dtype) for the state {name}, got {state!r}")
+    return jax.ShapeDtypeStruct(*state)

@@ -20,7 +20,6 @@ _FAMILY = {
         "rope_theta": 1000000.0,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
-        "vocab_size": 262208,
     },
     "granitemoehybrid": {
         "embedding_multiplier": 1.0,
