@@ -89,6 +89,8 @@ def test_what_a_dead_sequence_held_does_not_reach_the_end_either():
     assert memory.table.dead_until.tolist() == [0, 5]
     assert jaxkv.can_seq_add(memory, 1, 0, -1, BIG - 5)
     assert not jaxkv.can_seq_add(memory, 1, 0, -1, BIG - 4)
+    moved = jaxkv.seq_add(memory, 1, 0, -1, 3)
+    assert moved.table.dead_until.tolist() == [0, 8]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,19 @@ def test_missing_run_refuses_the_batch_whichever_ubatch_lacks_it(free):
     assert_identical(think(memory, plan.ubatches[0])[0], memory)
 
 
+def test_of_what_finds_cells_only_what_finds_a_run_fits():
+    """Five cells are free, three of them neighbours; sequence 1 wants four, and 2 as many."""
+    memory = filled(12, kind=RUNS)
+    for cell in (0, 1, 2, 6, 7):
+        memory, _ = jaxkv.seq_rm(memory, 0, cell, cell + 1)
+    batch = make_batch([1] * 8, sequences=[1] * 4 + [2] * 4)
+    plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
+    assert plan.reason.tolist() == [Reason.FITS, Reason.FRAGMENTED, Reason.NO_ROOM]
+    assert plan.fits.tolist() == [True, False, False]
+    plan = jaxkv.init_batch(memory, batch.only([False, True, False]), ubatch_size=4)
+    assert not plan.ok and plan.reason[1] == Reason.FRAGMENTED
+
+
 # --------------------------------------------------------------------------------- stale ubatches
 
 

@@ -146,6 +146,8 @@ def init_full(
       >>> compiled = jax.jit(apply).lower(memory, plan.ubatches[0]).compile()
       >>> init_full(memory).ubatches[0].tokens.shape  # by default
       (1, 512)
+      >>> init_full(memory, outputs=20).ubatches[0].outputs.shape  # a power of two
+      (32,)
 
     llama.cpp: `llama_memory_i::init_full`.
     """
