@@ -18,6 +18,7 @@ import pytest
 import jaxkv
 from jaxkv.loops.sampling import make_sampler
 from models.cli import generate as command
+from models.cli.interrupts import noticed
 from models.cli.main import main
 from models.cli.screen import Screen
 from models.compiling import counting
@@ -362,3 +363,17 @@ def test_an_interrupt_ends_it_quietly():
         one.send_signal(signal.SIGINT)
         _, err = one.communicate(timeout=120)
     assert one.returncode == 130 and "Traceback" not in err
+
+
+def test_an_interrupt_that_python_drops_is_raised_at_the_next_text(capfd):
+    class Trap:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), noticed() as check:
+        check()
+        Trap()  # it goes at once, and what its end raises is dropped
+        check()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not capfd.readouterr().err

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import jax
@@ -16,8 +16,8 @@ from models.generate import Generated, cells_for, generate_texts
 from models.model import Model, load
 
 
-def run(args: argparse.Namespace) -> None:
-    """Run the command `generate`."""
+def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> None:
+    """Run the command `generate`; at each piece of text it looks for an interrupt."""
     check_prompts(args.prompts)
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     if given and args.temperature == 0:
@@ -28,6 +28,12 @@ def run(args: argparse.Namespace) -> None:
     model = load_with_progress(args.model, args.dtype)
     prompts = [encode(model, prompt, args.chat) for prompt in args.prompts]
     screen = None if args.json else Screen(args.prompts, chat=args.chat)
+
+    def show(which: int, text: str, ended: bool) -> None:
+        check_interrupt()
+        if screen:
+            screen(which, text, ended)
+
     with compiling() as progress:
         try:
             made = generate_texts(
@@ -38,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
                 cells=args.cells,
                 ubatch_size=args.ubatch_size,
                 streams=args.streams,
-                on_text=screen,
+                on_text=show,
                 on_compile=progress,
             )
         except jaxkv.RefusedError:

@@ -13,6 +13,7 @@ import jax
 
 from models.cli import generate
 from models.cli.arguments import InputError, parser
+from models.cli.interrupts import noticed
 from models.errors import ModelError
 
 COMMANDS = {"generate": generate.run}
@@ -29,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = parser().parse_args(argv)
-        COMMANDS[args.command](args)
+        with noticed() as check_interrupt:
+            COMMANDS[args.command](args, check_interrupt)
         sys.stdout.flush()
     except (InputError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
