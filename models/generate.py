@@ -125,8 +125,7 @@ def generate_texts(
         memory, decoded = _go_on(run, memory, first, writers)
         decode_seconds = perf_counter() - began
 
-        # Of a memory of parts, those with a window hold fewer.
-        used = max(int(jaxkv.used(part)) for part in jaxkv.hybrid.parts_of(memory))
+        used = _used(memory)
         compiles = compiled() - warm
     texts = [
         writer.outcome([int(token) for token in prompt])
@@ -250,7 +249,7 @@ def _compile(
         memory = done[-1][0]
     # What is small is run, on logits of zeros.
     run.pick(plan.collect([blanks[u.tokens.shape, u.outputs.shape] for u in plan.ubatches]))
-    jaxkv.used(memory)
+    _used(memory)
     jax.block_until_ready((memory, run.model.weights))
     return memory
 
@@ -281,6 +280,11 @@ def _go_on(run: _Run, memory: Any, first: jax.Array, writers: Sequence[Writer]) 
                 if writer.finish is None:
                     writer.end("full")
     return memory, decoded
+
+
+def _used(memory: Any) -> int:
+    """Return the cells in use, of a memory of parts those of the fullest: windows hold fewer."""
+    return max(int(jaxkv.used(part)) for part in jaxkv.hybrid.parts_of(memory))
 
 
 @jax.jit

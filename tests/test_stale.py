@@ -18,6 +18,7 @@ MEMORIES = {
     "pool": {},
     "split": {"streams": 3},
     "recurrent": {"kinds": "rr"},
+    "hybrid": {"kinds": "ar"},
     "hybrid with a window": {"kinds": "ra", "window": jaxkv.window.sliding(8)},
     "hybrid of streams": {"kinds": "ar", "apart": True},
 }
@@ -53,13 +54,18 @@ def written(memory, ubatch, kinds):
     return compute(memory, ubatch, kinds)[0]
 
 
-over_all = pytest.mark.parametrize("kind", MEMORIES)
+over_all = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind == "hybrid" else ()) for kind in MEMORIES],
+)
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.slow if kind in ("split", "hybrid of streams") else ())
+        kind
+        if kind in ("pool", "recurrent", "hybrid with a window")
+        else pytest.param(kind, marks=pytest.mark.slow)
         for kind in MEMORIES
     ],
 )
