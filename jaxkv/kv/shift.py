@@ -63,8 +63,9 @@ def add(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.
     A cell whose position turns negative is freed. Where a position would reach END, nothing moves.
     """
     moves = moving(cells, seq, start, stop)
-    ok = _in_bounds(cells, moves, seq, start, stop, delta)
-    evicted_below = _moved_marks(cells, moves, seq, start, stop, lambda position: position + delta)
+    evicted = _highest_evicted(cells, moves, seq, start, stop)
+    ok = _in_bounds(cells, moves, evicted, delta)
+    evicted_below = _moved_marks(cells, evicted, lambda position: position + delta)
     moved = _move(
         replace(cells, evicted_below=jnp.where(ok, evicted_below, cells.evicted_below)),
         moves & ok,
@@ -84,7 +85,8 @@ def can_add(
         mine = jnp.sort(held(after, seq))
         return ok & ~jnp.any((mine[1:] == mine[:-1]) & (mine[1:] != EMPTY))
 
-    ok = _in_bounds(cells, moves, seq, start, stop, delta)
+    evicted = _highest_evicted(cells, moves, seq, start, stop)
+    ok = _in_bounds(cells, moves, evicted, delta)
     return each(holders(cells, moves), look, ok)
 
 
@@ -95,9 +97,8 @@ def divide(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor:
     """
     moves = moving(cells, seq, start, stop) & (divisor >= 1)
     divisor = jnp.maximum(divisor, 1)
-    evicted_below = _moved_marks(
-        cells, moves, seq, start, stop, lambda position: position // divisor
-    )
+    evicted = _highest_evicted(cells, moves, seq, start, stop)
+    evicted_below = _moved_marks(cells, evicted, lambda position: position // divisor)
     cells = replace(cells, evicted_below=evicted_below)
     # No position that moves is negative, so rounding towards 0 is rounding down, at half the cost.
     return _move(cells, moves, jax.lax.div(cells.position, jnp.full_like(cells.position, divisor)))
@@ -109,15 +110,10 @@ def moving(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> j
 
 
 def _in_bounds(
-    cells: Cells,
-    moves: jax.Array,
-    seq: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
-    delta: jax.Array,
+    cells: Cells, moves: jax.Array, evicted: tuple[jax.Array, jax.Array], delta: jax.Array
 ) -> jax.Array:
     """Return whether all that moves by `delta` stays before END; `[]` bool."""
-    highest, inside = _highest_evicted(cells, moves, seq, start, stop)
+    highest, inside = evicted
     highest = jnp.max(jnp.where(inside, highest, EMPTY))
     highest = jnp.maximum(highest, jnp.max(jnp.where(moves, cells.position, EMPTY)))
     return (delta <= 0) | (highest < END - delta)
@@ -139,15 +135,12 @@ def _highest_evicted(
 
 def _moved_marks(
     cells: Cells,
-    moves: jax.Array,
-    seq: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    evicted: tuple[jax.Array, jax.Array],
     move: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """Return `evicted_below` when what a window took moves as if it were still there; `[Q]`."""
     mark = cells.evicted_below
-    highest, inside = _highest_evicted(cells, moves, seq, start, stop)
+    highest, inside = evicted
     moved = jnp.maximum(move(highest) + 1, 0)
     # Where the highest one of all stays, nothing that moved down counts.
     moved = jnp.where(highest == mark - 1, moved, jnp.maximum(moved, mark))

@@ -101,7 +101,7 @@ def current_rows(states: States, ubatch: Ubatch) -> jax.Array:
 
 
 def readable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
-    """Return the rows whose source can be read, and those that start afresh; `[R]` bool.
+    """Return the rows whose source can be read, those that start afresh among them; `[R]` bool.
 
     Not those of a stale ubatch, nor those whose source a layer never wrote, or has written over:
     computed a second time, a ubatch finds the states that it went on from only if it has not taken
@@ -109,8 +109,8 @@ def readable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
     """
     source = (ubatch.row_stream, ubatch.slots.source)
     held = states.holds[layer].at[source].get(mode="fill", fill_value=0)
-    begins = ubatch.slots.source >= FAR
-    return current_rows(states, ubatch) & (begins | (held == ubatch.slots.source_stamp))
+    refused = ubatch.slots.source >= FAR  # its rows read zeros, as one does that starts afresh
+    return current_rows(states, ubatch) & (refused | (held == ubatch.slots.source_stamp))
 
 
 def writable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
