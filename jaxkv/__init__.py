@@ -26,15 +26,7 @@ from jaxkv.hybrid import make_hybrid_cache
 from jaxkv.kv.cache import make_kv_cache
 from jaxkv.loops.generation import decode
 from jaxkv.loops.prompts import prefill
-from jaxkv.memory import (
-    Memory,
-    attend,
-    join,
-    read_states,
-    rollback_of,
-    split,
-    write_states,
-)
+from jaxkv.memory import Memory, join, split
 from jaxkv.plan import Plan, Reason, RefusedError
 from jaxkv.planning.init import init_batch, init_full, plan_step
 from jaxkv.recurrent.cache import make_recurrent_cache
@@ -53,6 +45,7 @@ from jaxkv.verbs.ask import (
 )
 from jaxkv.verbs.edit import clear, seq_add, seq_cp, seq_div, seq_keep, seq_rm
 from jaxkv.verbs.go_back import go_back
+from jaxkv.verbs.layers import attend, read_states, rollback_of, write_states
 from jaxkv.verbs.tidy import defrag_plan, init_update, make_room
 
 # Memories: making them, taking them apart.

@@ -1,0 +1,162 @@
+"""What a model calls in its layers, for a ubatch that has been applied."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+
+from jaxkv.batch import Ubatch
+from jaxkv.memory import Memory, check_made_for, join, split
+from jaxkv.ops.attention.api import Implementation
+
+
+def attend(
+    memory: Memory,
+    layer: int,
+    ubatch: Ubatch,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    causal: bool = True,
+    implementation: Implementation | None = None,
+) -> tuple[Memory, jax.Array]:
+    """Write the keys and values of a ubatch into a layer and attend over what its tokens see.
+
+    Args:
+      memory: a memory that the ubatch has been applied to.
+      layer: 0 to L - 1, static.
+      ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
+        nowhere.
+      q: `[R, T, H, D]`, queries, rotated by the layer's rope.
+      k: `[R, T, K, D]`, keys, rotated by the layer's rope.
+      v: `[R, T, K, Dv]`, values.
+      scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
+      softcap: what those products stay below: c * tanh(x / c) (Gemma 2).
+      sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
+      causal: False lets tokens see those that come after them; of windows only a symmetric one
+        limits that.
+      implementation: how attention is computed, "tiles", "whole", "xla" or "cudnn", see
+        `jaxkv.ops.attention.api`; None leaves it to jaxkv.
+
+    Returns:
+      The memory with the keys and values written, and `[R, T, H, Dv]`, in the dtype of `q`. A token
+      that sees nothing gets zeros, and so does one of a refused plan. A token that sees a key or
+      value that is not finite in the buffers' dtype gets NaN, and no other token does. A stale
+      ubatch, whose stream was edited since it was planned or applied, is written nowhere and gets
+      NaN, and so does one that was never applied. Edited between `apply` and
+      the last layer, a memory has the tokens in some layers alone: go back to an earlier one, or
+      remove them (`seq_rm`).
+
+    Raises:
+      ValueError: when shapes do not fit the memory, the layer is none of it, the ubatch was planned
+        for a memory of other facts, or the implementation cannot do it.
+      TypeError: when it is a plan and no ubatch.
+
+    Examples:
+      Two tokens; the second one sees both, and a ubatch that was never applied sees NaN:
+
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
+      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> q, v = jnp.zeros((1, 2, 1, 1)), jnp.array([2.0, 4.0]).reshape(1, 2, 1, 1)
+      >>> after, out = attend(apply(memory, ubatch), 0, ubatch, q, q, v)
+      >>> out[0, :, 0, 0], after.buffers.v[0][0, 0, :, 0]
+      (Array([2., 3.], dtype=float32), Array([2., 4., 0., 0.], dtype=float32))
+      >>> attend(memory, 0, ubatch, q, q, v)[1][0, :, 0, 0]
+      Array([nan, nan], dtype=float32)
+
+    llama.cpp: `cpy_k`, `cpy_v` and `build_attn`.
+    """
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "causal": causal}
+    table, buffers = split(memory)
+    check_made_for(table, ubatch)
+    buffers, out = table.attend(
+        buffers, layer, ubatch, q, k, v, implementation=implementation, **options
+    )
+    return replace(memory, buffers=buffers), out
+
+
+def read_states(memory: Memory, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
+    """Read the states that the rows of a ubatch go on from.
+
+    Args:
+      memory: a memory that the ubatch has been applied to, and whose layer it has not written yet.
+      layer: 0 to L - 1, static.
+      ubatch: the tokens, a row for each sequence.
+
+    Returns:
+      By name, `[R, ...]`, the state of each row's sequence before the first token of the ubatch.
+      Zeros where the sequence had none, and for a row that the table did not take in (padding, a
+      refused plan). NaN, or the lowest integer, where the state must not be used: for a stale
+      ubatch, and where the layer never wrote the state or has written over it.
+
+    Raises:
+      ValueError: when the layer is none of the memory.
+
+    Examples:
+      >>> memory = make_recurrent_cache(layers=2, states={"x": ((3,), jnp.bfloat16)}, sequences=4)
+      >>> plan = init_batch(memory, make_batch([[1, 2], [3, 4]]))
+      >>> read_states(apply(memory, plan), 1, plan.ubatches[0])["x"].shape
+      (2, 3)
+
+    llama.cpp: `build_rs`.
+    """
+    table, buffers = split(memory)
+    check_made_for(table, ubatch)
+    return table.read_states(buffers, layer, ubatch)
+
+
+def write_states(
+    memory: Memory, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
+) -> Memory:
+    """Write the states that the rows of a ubatch leave, after `read_states` of the same layer.
+
+    Args:
+      memory: a memory that the ubatch has been applied to.
+      layer: 0 to L - 1, static.
+      ubatch: the tokens. A row that the table did not take in (padding, a refused plan) is written
+        nowhere, and nothing of a stale ubatch is.
+      states: by name, `[R, E + 1, ...]`, the states after the last E + 1 valid tokens of each row,
+        the oldest first: after so many tokens as `steps_to_keep(ubatch, E + 1)` says. Where that
+        is 0 the state is older than the ubatch, and not written. `[R, ...]` will do where E is 0.
+        Fewer than E + 1 are refused: the table lists what a ubatch leaves, so it must be there.
+
+    Returns:
+      The memory with the states written. A layer takes in the states of a ubatch once: written
+      again, they change nothing.
+
+    Raises:
+      ValueError: when the names or shapes are not those of the memory.
+
+    Examples:
+      >>> memory = make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
+      >>> plan = init_batch(memory, make_batch([[1, 2], [3, 4]]))
+      >>> ubatch = plan.ubatches[0]
+      >>> memory = write_states(apply(memory, plan), 0, ubatch, {"x": jnp.array([5.0, 6.0])})
+      >>> plan = init_batch(memory, make_batch([7], sequences=1))
+      >>> read_states(apply(memory, plan), 0, plan.ubatches[0])["x"]
+      Array([6.], dtype=float32)
+
+    llama.cpp: the copies to `r_l` and `s_l` that a model's graph makes.
+    """
+    table, buffers = split(memory)
+    check_made_for(table, ubatch)
+    return join(*table.write_states(buffers, layer, ubatch, states))
+
+
+def rollback_of(memory: Memory, layer: int) -> int:
+    """Return how many states a layer keeps before the current one: E, a static integer.
+
+    Raises:
+      ValueError: when the layer is none of the memory.
+
+    Examples:
+      >>> rollback_of(make_recurrent_cache(layers=1, states={"x": ((), jnp.int32)}, rollback=3), 0)
+      3
+
+    llama.cpp: `n_rs_seq`.
+    """
+    return split(memory)[0].rollback(layer)
