@@ -130,6 +130,8 @@ def make_batch(
     if (tokens is None) == (embeddings is None):
         raise ValueError("a batch holds either tokens or embeddings: give one of them, not both")
     if isinstance(tokens, Sequence) and any(np.ndim(row) == 1 for row in tokens):
+        if not all(np.ndim(row) == 1 for row in tokens):
+            raise ValueError("wanted tokens as a list or as a list of lists, got both in one")
         ids = np.arange(len(tokens)) if sequences is None else np.asarray(sequences)
         if ids.shape != (len(tokens),):
             raise ValueError(

@@ -10,6 +10,8 @@ from jaxkv.memory import Memory, split
 from jaxkv.places import EMPTY
 from jaxkv.recurrent.states import States
 
+__all__ = ["show"]
+
 
 def show(memory: Memory) -> str:
     """Draw the table of a cache: a column a cell, its owner above its position.

@@ -16,6 +16,8 @@ from jaxkv.batch import Ubatch, part_of
 from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join, split
 from jaxkv.places import count
 
+__all__ = ["make_hybrid_cache", "parts_of"]
+
 Layers = tuple[tuple[int, ...], ...]
 
 

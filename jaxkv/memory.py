@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from jaxkv.batch import Ubatch
+from jaxkv.places import integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,21 @@ class Facts:
     ubatch_size: int | None
     details: tuple = ()
     parts: tuple["Facts", ...] = ()
+
+    def sequence_ids(self, value: Any, *, lowest: int = 0) -> Any:
+        """Return sequence ids that a caller passed as int32, checked before they are cast.
+
+        Raises:
+          TypeError: when they are no integers.
+          ValueError: when a known one is no id of the memory. A traced one that is none stays none.
+        """
+        return integers(
+            value,
+            "sequence ids",
+            low=lowest,
+            high=self.sequences - 1,
+            advice="; a memory is made for a fixed number of sequences",
+        )
 
 
 class Findings(NamedTuple):

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from jaxkv.places import count
 
+__all__ = ["Window", "chunked", "sliding", "symmetric"]
+
 Rule = Literal["sliding", "chunked", "symmetric"]
 """Where the positions lie that a token sees."""
 

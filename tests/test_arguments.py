@@ -194,3 +194,56 @@ def test_flags_of_a_step_may_be_integers():
 def test_what_is_of_another_type_is_named(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+KEY = jnp.ones((1, 1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (0, KEY[..., :3], KEY, KEY),
+            r"wanted q .* \(1, 1, 'H', 4\), H a multiple of 2, got .* 3\)",
+        ),
+        ((0, KEY[:, :, :1], KEY, KEY), "H a multiple of 2"),
+        ((0, KEY[0], KEY, KEY), r"wanted q .*, got \(1, 2, 4\)"),
+        ((0, [1.0], KEY, KEY), "wanted an array for q, got <class 'list'>"),
+        ((1.0, KEY, KEY, KEY), "wanted a layer as an integer .*, got 1.0: each layer has arrays"),
+        ((1, KEY, KEY, KEY), "wanted a layer from 0 to 0, got 1"),
+    ],
+)
+def test_what_attend_wants_is_named(arguments, message):
+    memory = jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=2, head_dim=4)
+    layer, q, k, v = arguments
+    plan = jaxkv.init_batch(memory, make_batch([1]))
+    with pytest.raises((TypeError, ValueError), match=message):
+        jaxkv.attend(jaxkv.apply(memory, plan), layer, plan.ubatches[0], q, k, v)
+
+
+def test_a_layer_is_known_while_tracing():
+    memory = jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=2, head_dim=4)
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([1])).ubatches
+    with pytest.raises(TypeError, match="known while tracing, got .*go over the layers in Python"):
+        jax.lax.fori_loop(
+            0, 1, lambda i, memory: jaxkv.attend(memory, i, ubatch, KEY, KEY, KEY)[0], memory
+        )
+
+
+def test_states_come_by_name():
+    memory = jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)})
+    plan = jaxkv.init_batch(memory, make_batch([1]))
+    with pytest.raises(TypeError, match=r"wanted states by name, a dict of \['x'\], got"):
+        jaxkv.write_states(jaxkv.apply(memory, plan), 0, plan.ubatches[0], jnp.ones(1))
+    with pytest.raises(TypeError, match="wanted a ubatch, such as plan.ubatches"):
+        jaxkv.steps_to_keep(plan, 1)
+
+
+def test_what_a_loop_wants_is_named():
+    memory = SMALL.make()
+    with pytest.raises(TypeError, match="wanted a function, got <class 'dict'>"):
+        jaxkv.prefill({}, jnp.eye(4), memory, make_batch([1]))
+    with pytest.raises(ValueError, match="wanted a pair from forward, .*, got an array of shape"):
+        jaxkv.prefill(lambda weights, *_: weights, jnp.eye(4), memory, make_batch([1]))
+    with pytest.raises(ValueError, match="wanted tokens as a list or as a list of lists, got both"):
+        make_batch([[1, 2], 3])

@@ -291,12 +291,19 @@ def attend(
     """
     if not 0 <= layer < len(buffers.k):
         raise ValueError(f"wanted a layer from 0 to {len(buffers.k) - 1}, got {layer}")
+    for name, new in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(new, jax.Array | np.ndarray):
+            raise TypeError(f"wanted an array for {name}, got {type(new)}")
     for name, new, old in (("k", k, buffers.k[layer]), ("v", v, buffers.v[layer])):
         wanted = (*ubatch.valid.shape, old.shape[1], old.shape[3])
         if new.shape != wanted:
             raise ValueError(f"wanted {name} [R, T, K, D] of {wanted}, got {new.shape}")
-    if q.shape[:2] != ubatch.valid.shape:
-        raise ValueError(f"wanted q [R, T, H, D] of {ubatch.valid.shape} tokens, got {q.shape[:2]}")
+    rows, tokens, heads, size = k.shape
+    if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (rows, tokens, size) or q.shape[2] % heads:
+        raise ValueError(
+            f"wanted q [R, T, H, D] of {(rows, tokens, 'H', size)}, H a multiple of {heads}, got "
+            f"{q.shape}"
+        )
     options = Options(scale=scale, softcap=softcap, sinks=sinks)
     arrays = buffers.k[layer], buffers.v[layer], q, k, v
     keys, values, out = _in_layer(table, ubatch, *arrays, options, causal, implementation)

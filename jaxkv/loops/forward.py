@@ -49,7 +49,8 @@ def take_step(
     memory = apply(memory, ubatch)
     given = forward(weights, memory, ubatch)
     if not isinstance(given, tuple) or len(given) != 2:
-        raise ValueError(f"wanted a pair from forward, memory and logits, got {type(given)}")
+        what = f"an array of shape {given.shape}" if isinstance(given, jax.Array) else type(given)
+        raise ValueError(f"wanted a pair from forward, memory and logits, got {what}")
     after, logits = given
     old, new = (jax.tree.leaves(split(one)[1]) for one in (memory, after))
     if old and all(a is b for a, b in zip(old, new, strict=False)):

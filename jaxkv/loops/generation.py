@@ -14,7 +14,6 @@ from jaxkv.loops.programs import copied, program_of
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import flags, integers, is_concrete
 from jaxkv.planning.init import plan_step
-from jaxkv.verbs.ids import sequences
 
 Sample = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(logits [T, V], sequences [T], positions [T]) -> tokens [T]`."""
@@ -137,7 +136,7 @@ def _checked(memory: Memory, state: DecodeState) -> DecodeState:
     table, _ = split(memory)
     state = DecodeState(
         token=integers(state.token, "token"),
-        sequence=sequences(table, state.sequence),
+        sequence=table.facts.sequence_ids(state.sequence),
         active=flags(state.active, "active"),
         full=flags(state.full, "full"),
     )

@@ -26,8 +26,11 @@ def program_of(build: Callable[..., Any], *functions: Callable) -> Any:
       functions: what the program is made of. The caller holds them while it runs.
 
     Raises:
-      TypeError: when a function is of a type that cannot be referenced weakly.
+      TypeError: when it is no function, or of a type that cannot be referenced weakly.
     """
+    for one in functions:
+        if not callable(one):
+            raise TypeError(f"wanted a function, got {type(one)}")
     parts = [
         (one.__func__, one.__self__) if isinstance(one, types.MethodType) else (one,)
         for one in functions

@@ -187,9 +187,7 @@ def _check_steps(tokens: jax.Array, sequences: jax.Array, valid: jax.Array, fact
         )
     if is_concrete(sequences, valid):
         ids = np.asarray(sequences)[np.asarray(valid)]
-        wrong = ids[(ids < 0) | (ids >= facts.sequences)]
-        if wrong.size:
-            raise ValueError(f"wanted sequence ids from 0 to {facts.sequences - 1}, got {wrong[0]}")
+        facts.sequence_ids(ids)
         if len(np.unique(ids)) < len(ids):
             raise ValueError(f"wanted each sequence at most once, got {ids.tolist()}")
 

@@ -72,9 +72,7 @@ def _layout_known(
             "where no sequence fits)"
         )
     named = batch.sequences[there]
-    wrong = named[(named < 0) | (named >= facts.sequences)]
-    if wrong.size:
-        raise ValueError(f"wanted sequence ids from 0 to {facts.sequences - 1}, got {wrong[0]}")
+    facts.sequence_ids(named)
     parts = [_few_rows(part, facts) for part in split_known(split_by, named, ubatch_size)]
     if batch.outputs is None:
         most = np.unique(named).size

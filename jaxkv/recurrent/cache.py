@@ -177,6 +177,8 @@ class StateTable(States, Table):
         """See `jaxkv.write_states`."""
         self._check_layer(layer)
         old = buffers[layer]
+        if not isinstance(states, Mapping):
+            raise TypeError(f"wanted states by name, a dict of {sorted(old)}, got {type(states)}")
         if set(states) != set(old):
             raise ValueError(f"wanted the states {sorted(old)}, got {sorted(states)}")
         cells = slots.writable(self, layer, ubatch)

@@ -154,6 +154,8 @@ def steps_to_keep(ubatch: Ubatch, count: int) -> jax.Array:
       >>> [steps_to_keep(ubatch, 2).tolist() for ubatch in plan.ubatches]
       [[[0, 1], [0, 1]], [[1, 2]]]
     """
+    if not isinstance(ubatch, Ubatch):
+        raise TypeError(f"wanted a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
     tokens = jnp.sum(ubatch.valid, axis=1, dtype=jnp.int32)
     return jnp.maximum(tokens[:, None] - count + 1 + jnp.arange(count, dtype=jnp.int32)[None], 0)
 

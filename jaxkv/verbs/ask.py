@@ -14,7 +14,7 @@ from jaxkv.memory import (
     Memory,
     split,
 )
-from jaxkv.verbs.ids import Ids, position, sequence, sequences
+from jaxkv.verbs.ids import Ids, position, sequence
 
 
 def seq_pos_min(memory: Memory, seq: Ids) -> jax.Array:
@@ -37,7 +37,7 @@ def seq_pos_min(memory: Memory, seq: Ids) -> jax.Array:
     llama.cpp: `llama_memory_seq_pos_min`.
     """
     table, _ = split(memory)
-    return _first(table, sequences(table, seq))
+    return _first(table, table.facts.sequence_ids(seq))
 
 
 def seq_pos_max(memory: Memory, seq: Ids) -> jax.Array:
@@ -62,7 +62,7 @@ def seq_pos_max(memory: Memory, seq: Ids) -> jax.Array:
     llama.cpp: `llama_memory_seq_pos_max`.
     """
     table, _ = split(memory)
-    return _last(table, sequences(table, seq))
+    return _last(table, table.facts.sequence_ids(seq))
 
 
 def used(memory: Memory) -> jax.Array:

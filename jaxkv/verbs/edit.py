@@ -15,7 +15,7 @@ import jax
 
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_concrete
-from jaxkv.verbs.ids import Ids, position, sequence, sequences
+from jaxkv.verbs.ids import Ids, position, sequence
 
 
 def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory, jax.Array]:
@@ -26,8 +26,8 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
     Args:
       memory: any memory.
       seq: `[]` int, a sequence id, or -1 for every sequence.
-      p0: `[]` int, the first position to forget.
-      p1: `[]` int, one past the last.
+      p0: `[]` int, the first position to forget; a negative one, whichever, is 0.
+      p1: `[]` int, one past the last; a negative one, whichever, is no end.
 
     Returns:
       The next memory, and `ok`, `[]` bool: False if it was refused, and then nothing changed. A
@@ -95,7 +95,7 @@ def seq_cp(
     llama.cpp: `llama_memory_seq_cp`.
     """
     table, buffers = split(memory)
-    ids = sequence(table, src), sequences(table, dst)
+    ids = sequence(table, src), table.facts.sequence_ids(dst)
     bounds = position(p0, "p0"), position(p1, "p1")
     if table.facts.streams == 1:
         return join(_cp(table, *ids, *bounds), buffers)

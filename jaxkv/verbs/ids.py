@@ -24,24 +24,8 @@ def position(value: Ids, name: str) -> Any:
 
 
 def sequence(table: Any, value: Ids, *, lowest: int = 0) -> Any:
-    """Return one sequence id as `[]` int32; see `sequences`."""
-    checked = sequences(table, value, lowest=lowest)
+    """Return one sequence id as `[]` int32; see `Facts.sequence_ids`."""
+    checked = table.facts.sequence_ids(value, lowest=lowest)
     if np.ndim(checked):
         raise ValueError(f"wanted one sequence id, got the shape {np.shape(checked)}")
     return checked
-
-
-def sequences(table: Any, value: Ids, *, lowest: int = 0) -> Any:
-    """Return sequence ids as int32, in their shape `[]` or `[n]`.
-
-    Raises:
-      TypeError: when they are no integers.
-      ValueError: when a known one is no id of the memory. A traced one that is none stays none.
-    """
-    return integers(
-        value,
-        "sequence ids",
-        low=lowest,
-        high=table.facts.sequences - 1,
-        advice="; a memory is made for a fixed number of sequences",
-    )

@@ -1,7 +1,9 @@
 """What a model calls in its layers, for a ubatch that has been applied."""
 
+import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -54,7 +56,8 @@ def attend(
     Raises:
       ValueError: when shapes do not fit the memory, the layer is none of it, the ubatch was planned
         for a memory of other facts, or the implementation cannot do it.
-      TypeError: when it is a plan and no ubatch.
+      TypeError: when a plan is passed and no ubatch, a list and no array, or the layer is no
+        integer that is known while tracing.
 
     Examples:
       Two tokens; the second one sees both, and a ubatch that was never applied sees NaN:
@@ -74,7 +77,7 @@ def attend(
     table, buffers = split(memory)
     check_made_for(table, ubatch)
     buffers, out = table.attend(
-        buffers, layer, ubatch, q, k, v, implementation=implementation, **options
+        buffers, _known(layer), ubatch, q, k, v, implementation=implementation, **options
     )
     return replace(memory, buffers=buffers), out
 
@@ -106,7 +109,7 @@ def read_states(memory: Memory, layer: int, ubatch: Ubatch) -> dict[str, jax.Arr
     """
     table, buffers = split(memory)
     check_made_for(table, ubatch)
-    return table.read_states(buffers, layer, ubatch)
+    return table.read_states(buffers, _known(layer), ubatch)
 
 
 def write_states(
@@ -144,7 +147,7 @@ def write_states(
     """
     table, buffers = split(memory)
     check_made_for(table, ubatch)
-    return join(*table.write_states(buffers, layer, ubatch, states))
+    return join(*table.write_states(buffers, _known(layer), ubatch, states))
 
 
 def rollback_of(memory: Memory, layer: int) -> int:
@@ -159,4 +162,15 @@ def rollback_of(memory: Memory, layer: int) -> int:
 
     llama.cpp: `n_rs_seq`.
     """
-    return split(memory)[0].rollback(layer)
+    return split(memory)[0].rollback(_known(layer))
+
+
+def _known(layer: Any) -> int:
+    """Return the number of a layer, which must be known while tracing."""
+    try:
+        return operator.index(layer)
+    except TypeError:
+        raise TypeError(
+            f"wanted a layer as an integer that is known while tracing, got {layer!r}: each layer "
+            f"has arrays of its own, so go over the layers in Python"
+        ) from None
