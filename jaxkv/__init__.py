@@ -28,7 +28,8 @@ from jaxkv.loops.generation import decode
 from jaxkv.loops.prompts import prefill
 from jaxkv.memory import Memory, join, split
 from jaxkv.plan import Plan, Reason, RefusedError
-from jaxkv.planning.init import init_batch, init_full, plan_step
+from jaxkv.planning.init import init_batch, init_full
+from jaxkv.planning.step import plan_step, plan_tokens
 from jaxkv.recurrent.cache import make_recurrent_cache
 from jaxkv.recurrent.slots import steps_to_keep
 from jaxkv.rope import make_rope, rotate
@@ -43,7 +44,7 @@ from jaxkv.verbs.ask import (
     seq_pos_min,
     used,
 )
-from jaxkv.verbs.edit import clear, seq_add, seq_cp, seq_div, seq_keep, seq_rm
+from jaxkv.verbs.edit import clear, seq_add, seq_cp, seq_div, seq_keep, seq_rm, seq_select
 from jaxkv.verbs.go_back import go_back
 from jaxkv.verbs.layers import attend, read_states, rollback_of, write_states
 from jaxkv.verbs.tidy import defrag_plan, init_update, make_room
@@ -53,10 +54,12 @@ __all__ = ["Memory", "join", "make_hybrid_cache", "make_kv_cache", "make_recurre
 # Batches and plans.
 __all__ += ["Batch", "Plan", "Reason", "RefusedError", "Ubatch"]
 __all__ += ["init_batch", "init_full", "is_current", "make_batch", "plan_step"]
+__all__ += ["plan_tokens"]
 # Carrying plans out.
 __all__ += ["apply", "defrag_plan", "go_back", "init_update", "make_room"]
 # Edits of sequences.
 __all__ += ["clear", "seq_add", "seq_cp", "seq_div", "seq_keep", "seq_rm"]
+__all__ += ["seq_select"]
 # Questions.
 __all__ += ["can_resume", "can_seq_add", "can_seq_rm", "check_invariants", "nbytes"]
 __all__ += ["seq_pos_max", "seq_pos_min", "show", "used"]

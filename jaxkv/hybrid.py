@@ -148,6 +148,15 @@ class HybridTable(Table):
         table, copied = self.with_parts([part.copy(one, src, dst, p0, p1) for part, one in pairs])
         return table, None if buffers is None else copied
 
+    def select(
+        self, buffers: Any, parents: jax.Array, targets: jax.Array
+    ) -> tuple["HybridTable", Any]:
+        """Select in each part; with one stream there are no buffers to copy."""
+        own = (None,) * len(self.parts) if buffers is None else buffers
+        pairs = zip(self.parts, own, strict=True)
+        table, copied = self.with_parts([part.select(one, parents, targets) for part, one in pairs])
+        return table, None if buffers is None else copied
+
     def keep(self, seq: jax.Array) -> "HybridTable":
         """Keep one sequence in each part."""
         return replace(self, parts=tuple(part.keep(seq) for part in self.parts))

@@ -165,6 +165,13 @@ class Table(ABC):
         """Do what `seq_cp` says. With one stream no buffer is touched, and they may be None."""
 
     @abstractmethod
+    def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
+        """Do what `seq_select` says; both are `[n]`, and a target of Q is left out.
+
+        With one stream no buffer is touched, and they may be None.
+        """
+
+    @abstractmethod
     def keep(self, seq: jax.Array) -> Self:
         """Do what `seq_keep` says."""
 

@@ -12,7 +12,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv import loops
-from jaxkv.loops.generation import Sample
+from jaxkv.loops.sampling import Sampler
 from models.compiling import compile_all, counting
 from models.model import Model
 from models.room import check_room
@@ -51,7 +51,8 @@ def generate_texts(
     model: Model,
     prompts: Sequence[Sequence[int]],
     *,
-    sample: Sample,
+    sampler: Sampler,
+    seed: int = 0,
     max_tokens: int = 128,
     cells: int | None = None,
     ubatch_size: int = 512,
@@ -67,8 +68,8 @@ def generate_texts(
     Args:
       model: see `models.load`.
       prompts: their tokens, at least one each.
-      sample: picks tokens; a tree, so that it can be passed to a compiled program: a `Sampler`, or
-        any function in `jax.tree_util.Partial`.
+      sampler: what adjusts logits before a token is drawn.
+      seed: of the draws of each text, which do not depend on the other prompts.
       max_tokens: the most tokens to generate for each prompt.
       cells: of the memory, of each stream where it is split; by default what the prompts and texts
         need, see `cells_for`.
@@ -98,12 +99,13 @@ def generate_texts(
     memory = make()
     run = _Run(
         model=model,
-        sample=sample,
+        sampler=sampler,
+        seed=seed,
+        prompts=prompts,
         batch=jaxkv.make_batch([np.asarray(prompt, np.int32) for prompt in prompts]),
         ubatch_size=ubatch_size,
-        lengths=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
-        sequences=jnp.arange(len(prompts), dtype=jnp.int32),
-        stop=jnp.asarray(sorted(model.stop_tokens), jnp.int32),
+        stop=np.asarray(sorted(model.stop_tokens), np.int32),
+        max_tokens=max_tokens,
         steps=_steps(max_tokens, steps_per_dispatch),
     )
     plan = jaxkv.init_batch(memory, run.batch, ubatch_size=ubatch_size).check()
@@ -116,13 +118,13 @@ def generate_texts(
         compile_seconds, warm = perf_counter() - began, compiled()
 
         began = perf_counter()
-        memory, first = _feed(run, memory)
+        memory, state, first = _feed(run, memory)
         prompt_seconds = perf_counter() - began
 
         began = perf_counter()
         for writer, token in zip(writers, np.asarray(first), strict=True):
-            writer.write([token])
-        memory, decoded = _go_on(run, memory, first, writers)
+            writer.write(token)
+        memory, decoded = _go_on(run, memory, state, writers)
         decode_seconds = perf_counter() - began
 
         used = _used(memory)
@@ -187,37 +189,31 @@ def _steps(max_tokens: int, steps_per_dispatch: int) -> int:
 class _Run:
     """What stays the same while prompts are continued.
 
-    lengths: `[Q]` int32, of the prompts.
-    sequences: `[Q]` int32, where each prompt goes.
     stop: `[n]` int32, the tokens that end a text.
+    max_tokens: the most tokens of a text.
     steps: tokens of a dispatch, 0 where one token a text is all.
     """
 
     model: Model
-    sample: Sample
+    sampler: Sampler
+    seed: int
+    prompts: Sequence[Sequence[int]]
     batch: jaxkv.Batch
     ubatch_size: int
-    lengths: jax.Array
-    sequences: jax.Array
-    stop: jax.Array
+    stop: np.ndarray
+    max_tokens: int
     steps: int
 
-    def state(self, token: jax.Array, active: Sequence[bool]) -> loops.DecodeState:
-        return loops.DecodeState(
-            token=token,
-            sequence=self.sequences,
-            active=jnp.asarray(np.asarray(active, np.bool_)),
-            full=jnp.asarray(np.zeros((), np.bool_)),
-        )
-
-    def pick(self, logits: jax.Array) -> jax.Array:
+    def begin(self, memory: Any, logits: jax.Array) -> tuple[loops.DecodeState, loops.Picked]:
         """The tokens that come after the prompts."""
-        return _pick(self.sample, logits, self.sequences, self.lengths)
+        seeds = np.full(len(self.prompts), self.seed)
+        options = {"limit": self.max_tokens, "seed": seeds, "prompts": self.prompts}
+        return loops.begin(self.sampler, memory, logits, self.stop, **options)
 
     def decode(self, memory: Any, state: loops.DecodeState) -> tuple:
         return jaxkv.decode(
             self.model.forward,
-            self.sample,
+            self.sampler,
             self.model.weights,
             memory,
             state,
@@ -241,21 +237,24 @@ def _compile(
             out = lowered.out_info[2]
             blanks[shape] = jnp.zeros(out.shape, out.dtype)
     if run.steps:
-        # A loop in which no sequence goes on ends before its first step.
-        idle = run.state(run.sequences, [False] * len(run.sequences))
+        # A loop in which no text goes on ends before its first step.
+        none = np.zeros(len(run.prompts), np.int32)
+        options = {"limit": 0, "sampler": run.sampler, "prompts": run.prompts}
+        idle = loops.start(memory, none, **options)
         jobs.append(lambda: run.decode(memory, idle))
     done = compile_all(jobs, tell)
     if run.steps:
         memory = done[-1][0]
     # What is small is run, on logits of zeros.
-    run.pick(plan.collect([blanks[u.tokens.shape, u.outputs.shape] for u in plan.ubatches]))
+    blank = plan.collect([blanks[u.tokens.shape, u.outputs.shape] for u in plan.ubatches])
+    run.begin(memory, blank)
     _used(memory)
     jax.block_until_ready((memory, run.model.weights))
     return memory
 
 
-def _feed(run: _Run, memory: Any) -> tuple[Any, jax.Array]:
-    """Put the prompts into the memory; returns it and the first token of each text."""
+def _feed(run: _Run, memory: Any) -> tuple[Any, loops.DecodeState, np.ndarray]:
+    """Put the prompts into the memory; returns it and how the texts begin."""
     memory, logits = jaxkv.prefill(
         run.model.forward,
         run.model.weights,
@@ -264,31 +263,25 @@ def _feed(run: _Run, memory: Any) -> tuple[Any, jax.Array]:
         ubatch_size=run.ubatch_size,
         donate=True,
     )
-    return memory, jax.block_until_ready(run.pick(logits))
+    state, first = run.begin(memory, logits)
+    return memory, state, np.asarray(first.tokens)
 
 
-def _go_on(run: _Run, memory: Any, first: jax.Array, writers: Sequence[Writer]) -> tuple[Any, int]:
+def _go_on(
+    run: _Run, memory: Any, state: loops.DecodeState, writers: Sequence[Writer]
+) -> tuple[Any, int]:
     """Generate until every text has ended; returns the memory and how many tokens were picked."""
     decoded = 0
-    state = run.state(first, [writer.finish is None for writer in writers])
     while any(writer.finish is None for writer in writers):
-        memory, state, out = run.decode(memory, state)
-        for writer, row in zip(writers, np.asarray(out), strict=True):
+        memory, state, picked = run.decode(memory, state)
+        refused = np.asarray(state.reason) != jaxkv.Reason.FITS
+        for writer, row, full in zip(writers, np.asarray(picked.tokens), refused, strict=True):
             decoded += writer.write(row[row >= 0])
-        if state.full:
-            for writer in writers:
-                if writer.finish is None:
-                    writer.end("full")
+            if full and writer.finish is None:
+                writer.end("full")
     return memory, decoded
 
 
 def _used(memory: Any) -> int:
     """Return the cells in use, of a memory of parts those of the fullest: windows hold fewer."""
     return max(int(jaxkv.used(part)) for part in jaxkv.hybrid.parts_of(memory))
-
-
-@jax.jit
-def _pick(
-    sample: Sample, logits: jax.Array, sequences: jax.Array, positions: jax.Array
-) -> jax.Array:
-    return sample(logits, sequences, positions)

@@ -254,6 +254,15 @@ class Histories:
             else:
                 self.lost[dst] = there[-1] + 1
 
+    def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
+        """Let sequences have the states of others, each those of its parent."""
+        states, lost = dict(self.states), dict(self.lost)
+        for parent, seq in zip(parents, seqs, strict=True):
+            if parent != seq:
+                given = states[parent]
+                self.states[seq] = copy.deepcopy(given) if self.apart else list(given)
+                self.lost[seq] = lost[parent]
+
     def seq_keep(self, seq: int) -> None:
         """Forget all others."""
         for other in self.states:

@@ -490,6 +490,12 @@ class Twin:
         for oracle in self.oracles:
             oracle.seq_cp(src, dsts, p0, p1)
 
+    def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
+        """Let sequences have what others hold on both sides."""
+        self.memory = jaxkv.seq_select(self.memory, parents, seqs)
+        for oracle in self.oracles:
+            oracle.seq_select(parents, seqs)
+
     def seq_keep(self, seq: int) -> None:
         """Keep one sequence on both sides."""
         self.memory = jaxkv.seq_keep(self.memory, seq)

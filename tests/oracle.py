@@ -225,6 +225,39 @@ class Oracle:
         for index, cell in shared.items():
             self.cells[dst, index] = Cell(cell.position, {dst}, cell.shift)
 
+    def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
+        """Let sequences have what others held, each its parent, in place of their own."""
+        pairs = [(parent, seq) for parent, seq in zip(parents, seqs, strict=True) if parent != seq]
+        before = self.fork()
+        for parent, seq in pairs:
+            self.lost[seq] = before.lost[parent]
+            if not self.split:
+                for place, cell in before.cells.items():
+                    if place in self.cells:
+                        self.cells[place].owners.discard(seq)
+                    if parent in cell.owners:
+                        again = Cell(cell.position, set(), cell.shift)
+                        self.cells.setdefault(place, again).owners.add(seq)
+        for place in [place for place, cell in self.cells.items() if not cell.owners]:
+            del self.cells[place]
+        if self.split:
+            self._select_streams(before, pairs)
+
+    def _select_streams(self, before: "Oracle", pairs: list[tuple[int, int]]) -> None:
+        """Replace streams by others, rows as they lie, if one of those holds anything."""
+        some = any(before.holds(parent) for parent, _ in pairs)
+        for parent, seq in pairs:
+            for index in range(self.size):
+                self.cells.pop((seq, index), None)
+                if (parent, index) in before.cells:
+                    cell = before.cells[parent, index]
+                    self.cells[seq, index] = Cell(cell.position, {seq}, cell.shift)
+                if some:
+                    self.written[seq, index] += 1
+                    self.rows.pop((seq, index), None)
+                    if (parent, index) in before.rows:
+                        self.rows[seq, index] = before.rows[parent, index]
+
     def seq_keep(self, seq: int) -> None:
         """Free every cell that a sequence does not own; the others are its alone."""
         self.cells = self.holds(seq)

@@ -167,18 +167,13 @@ def test_a_loop_compiles_itself_once(function, donate):
         memory = jax.tree.map(jnp.copy, memory)
         batch = make_batch(tokens, sequences=seq)
         memory, logits = jaxkv.prefill(given(), None, memory, batch, ubatch_size=4, donate=donate)
-        state = loops.DecodeState(
-            token=jnp.argmax(logits, axis=-1),
-            sequence=np.array([seq]),
-            active=np.array([True]),
-            full=False,
-        )
-        sampler = loops.sampling.make_sampler(seed=seed, temperature=1.0)
+        sampler = loops.sampling.make_sampler(temperature=1.0 + seed)
+        state, _ = loops.begin(sampler, memory, logits, [stop], [seq], seed=seed)
         for _ in range(2):
-            memory, state, out = jaxkv.decode(
+            memory, state, picked = jaxkv.decode(
                 given(), sampler, None, memory, state, [stop], steps=2, donate=donate
             )
-        return out
+        return picked
 
     others = filled(2), filled(1, 1)
     chat(SMALL.make(), 0, [1, 2, 3], 0, 1)

@@ -80,25 +80,19 @@ def test_prompts_together_give_the_recorded_logits_and_tokens(smollm2, runs):
 def generate(smollm2):
     """Greedy generation inside one jitted loop, eight steps a dispatch, with the margins."""
 
-    def pick(logits, sequences, positions):
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
     def generate(prompts, steps):
         memory = smollm2.make_memory(**SLOTS)
         memory, logits = run(smollm2, memory, prompts)
         first = padded(logits).argmax(-1).astype(np.int32)
-        state = jaxkv.loops.DecodeState(
-            token=jnp.asarray(first),
-            sequence=jnp.asarray(EVERYONE),
-            active=jnp.asarray(len(prompts) > EVERYONE),
-            full=jnp.array(False),
-        )
+        limit = np.where(len(prompts) > EVERYONE, 8 * -(-steps // 8), 0)
+        state = jaxkv.loops.start(memory, first, EVERYONE, limit=limit)
+        best = jaxkv.loops.sampling.make_sampler()
         tokens = [first[:, None]]
         for _ in range(-(-steps // 8)):
-            memory, state, out = jaxkv.decode(
-                smollm2.forward, pick, smollm2.weights, memory, state, [], steps=8, donate=True
+            memory, state, picked = jaxkv.decode(
+                smollm2.forward, best, smollm2.weights, memory, state, steps=8, donate=True
             )
-            tokens.append(np.asarray(out))
+            tokens.append(np.asarray(picked.tokens))
         return np.concatenate(tokens, axis=1)[: len(prompts), : steps + 1].tolist()
 
     return generate

@@ -87,6 +87,10 @@ class Verbs(RuleBasedStateMachine):
             self.twin.seq_rm(dst % 3)
             self.twin.both("seq_cp", src % 3, [dst % 3])
 
+    @rule(parents=st.lists(ids, min_size=2, max_size=2), swap=st.booleans())
+    def seq_select(self, parents: list[int], swap: bool) -> None:
+        self.twin.both("seq_select", [parent % 3 for parent in parents], [2 * swap, 1])
+
     @rule(number=ids)
     def seq_keep(self, number: int) -> None:
         self.twin.both("seq_keep", number % 3)

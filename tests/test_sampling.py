@@ -1,25 +1,33 @@
 """Picking tokens: what may be drawn, how often, and what a draw depends on."""
 
+import re
+
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
-from jaxkv.loops.sampling import make_sampler
+from jaxkv.loops.sampling import constrained, draw, make_sampler
+from jaxkv.loops.thresholds import best_of
 
 LOGITS = jnp.log(jnp.array([0.4, 0.05, 0.3, 0.15, 0.1]))  # best first: 0, 2, 3, 4, 1
 
 
 @jax.jit
-def pick(sampler, logits, sequences, positions):
-    return sampler(logits, sequences, positions)
+def pick(sampler, logits, keys, state=()):
+    return draw(sampler, sampler.adjust(logits, state), keys)
+
+
+def keys_of(count, seed=0):
+    return jax.random.split(jax.random.key(seed), count)
 
 
 def draws(count=400, **options):
-    """Draw at many positions; returns how often each token came."""
+    """Draw many times; returns how often each token came."""
     sampler = make_sampler(**{"temperature": 1.0, **options})
-    rows = np.broadcast_to(LOGITS, (count, 5))
-    tokens = pick(sampler, rows, np.zeros(count, np.int32), np.arange(count, dtype=np.int32))
+    tokens = pick(sampler, np.broadcast_to(LOGITS, (count, 5)), keys_of(count))
     return np.bincount(tokens, minlength=5)
 
 
@@ -56,40 +64,124 @@ def test_filters_leave_exactly(options, allowed):
     assert set(np.flatnonzero(draws(**options))) == allowed
 
 
-def test_a_draw_depends_on_the_seed_the_sequence_and_the_position_alone():
-    sampler = make_sampler(seed=3, temperature=1.5)
-    logits = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
-    sequences, positions = np.array([5, 1, 0, 2], np.int32), np.array([9, 9, 30, 7], np.int32)
-    together = pick(sampler, logits, sequences, positions)
-    for i in (3, 1, 0, 2):
-        one = slice(i, i + 1)
-        assert pick(sampler, logits[one], sequences[one], positions[one])[0] == together[i]
-
-    same = np.broadcast_to(logits[:1], (200, 50))
-    zeros, many = np.zeros(200, np.int32), np.arange(200, dtype=np.int32)
-    assert len(set(pick(sampler, same, zeros, many).tolist())) > 10
-    assert len(set(pick(sampler, same, many, zeros).tolist())) > 10
-    other = make_sampler(seed=4, temperature=1.5)
-    found = [np.asarray(pick(one, same, zeros, many)) for one in (sampler, other)]
-    assert (found[0] != found[1]).any()
+@pytest.mark.parametrize("options", [{"top_k": [1, 3, 0]}, {"top_p": [0.35, 0.86, 1.0]}], ids=str)
+def test_each_text_may_have_its_own_numbers(options):
+    (name, values), rows = *options.items(), np.broadcast_to(LOGITS, (3, 5))
+    sampler = make_sampler(temperature=[1.0, 0.5, 2.0], **options)
+    together = sampler.adjust(jnp.asarray(rows), ())
+    for i, value in enumerate(values):
+        alone = make_sampler(temperature=[1.0, 0.5, 2.0][i], **{name: value})
+        np.testing.assert_allclose(together[i], alone.adjust(LOGITS[None], ())[0], rtol=1e-6)
+    mixed = make_sampler(temperature=[0.0, 1.0, 0.0])
+    assert pick(mixed, rows, keys_of(3)).tolist()[::2] == [0, 0]
 
 
-def test_a_new_seed_or_temperature_is_no_new_program():
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    logits=st.lists(
+        st.sampled_from([-np.inf, -3.0, -0.0, 0.0, 1e-30, 0.5, 0.5000001, 2.0, 1e30]),
+        min_size=7, max_size=7,
+    ),
+    k=st.integers(1, 9),
+    p=st.sampled_from([0.1, 0.5, 0.9, 0.999]),
+)  # fmt: skip
+def test_the_best_are_those_of_a_sort(logits, k, p):
+    """Equal ones are kept together, and a share is that of all that are better or as good."""
+    row = np.array(logits, np.float32)
+    kept = best_of(row[None], jnp.ones((1, 7)), jnp.array([float(k)]))[0]
+    worst = np.sort(row)[::-1][min(k, 7) - 1]
+    np.testing.assert_array_equal(kept, row >= worst)
+    if np.isfinite(row).any():
+        share = np.asarray(jax.nn.softmax(row), np.float64)
+        kept = best_of(row[None], share[None].astype(np.float32), jnp.array([p]))[0]
+        enough = [x for x in row if share[row >= x].sum() >= p - 1e-6]
+        np.testing.assert_array_equal(kept, row >= max(enough))
+
+
+def test_penalties_are_those_of_llama_cpp():
+    """Logits of the tokens that came among the last n, of the prompt too."""
+    options = dict(repeat_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0)
+    sampler = make_sampler(**options, last_n=4)
+    state = jnp.asarray(sampler.start(np.array([[9, 1, 2, 1], [-1, -1, -1, 3]])[:, :]))
+    logits = jnp.array([[1.0, 4.0, -2.0, 0.5], [1.0, 4.0, -2.0, 0.5]])
+    found = sampler.adjust(logits, state)
+    wanted = [[1.0, 4 / 2 - 2 * 0.25 - 1, -2 * 2 - 0.25 - 1, 0.5], [1, 4, -2, 0.5 / 2 - 1.25]]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    for token in (0, 0, 0):  # of the first text 9, 1 and 2 are forgotten
+        state = sampler.follow(state, jnp.array([token, token]))
+    assert state.tolist() == [[1, 0, 0, 0], [3, 0, 0, 0]]
+
+
+def test_prompts_shorter_and_longer_than_what_is_recent():
+    sampler = make_sampler(presence_penalty=1.0, last_n=3)
+    assert sampler.start(np.array([[1], [2]])).tolist() == [[-1, -1, 1], [-1, -1, 2]]
+    assert sampler.start(np.arange(5)[None]).tolist() == [[2, 3, 4]]
+    assert sampler.start(np.zeros((2, 0), np.int32)).tolist() == [[-1] * 3] * 2
+
+
+def parity(state):
+    return jnp.arange(5) % 2 == state
+
+
+def other(state, token):
+    return 1 - token % 2
+
+
+def test_a_rule_sees_each_text_alone():
+    rule = constrained(make_sampler(), first=1, allowed=parity, advance=other)
+    state = rule.start(np.zeros((2, 0), np.int32))
+    rows = jnp.broadcast_to(LOGITS, (2, 5))
+    assert pick(rule, rows, keys_of(2), state).tolist() == [3, 3]  # the best odd one
+    state = rule.follow(state, jnp.array([3, 2]))
+    assert pick(rule, rows, keys_of(2), state).tolist() == [0, 3]
+
+
+def test_where_nothing_is_allowed_nothing_is_drawn():
+    for temperature in (0.0, 1.0, [1.0]):
+        rule = constrained(
+            make_sampler(temperature=temperature, top_p=0.9, min_p=0.1),
+            first=7,
+            allowed=parity,
+            advance=other,
+        )
+        state = rule.start(np.zeros((1, 0), np.int32))
+        assert pick(rule, LOGITS[None], keys_of(1), state).tolist() == [-1]
+
+
+def test_a_rule_of_another_shape_is_named():
+    rule = constrained(make_sampler(), first=1, allowed=lambda s: jnp.ones(3), advance=other)
+    with pytest.raises(ValueError, match=r"wanted bool \(5,\) from allowed, got float32 \(3,\)"):
+        rule.adjust(LOGITS[None], rule.start(np.zeros((1, 0), np.int32)))
+
+
+def test_a_new_number_is_no_new_program():
     @jax.jit
     def counted(sampler, logits):
         traces.append(1)
-        return sampler(logits, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+        return sampler.adjust(logits, ())
 
     traces: list[int] = []
-    for seed, temperature in ((0, 1.0), (1, 1.0), (1, 0.7)):
-        counted(make_sampler(seed=seed, temperature=temperature), LOGITS[None])
+    for temperature, top_p in ((1.0, 0.5), (0.7, 0.9)):
+        counted(make_sampler(temperature=temperature, top_p=top_p), LOGITS[None])
     assert len(traces) == 1
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 2.0), ("min_p", 1.5)],
+    [
+        ("temperature", -1.0),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 2.0),
+        ("min_p", 1.5),
+        ("repeat_penalty", 0.0),
+        ("presence_penalty", float("inf")),
+        ("temperature", [1.0, -1.0]),
+        ("min_p", "0.1"),
+        ("top_p", float("nan")),
+    ],
 )
 def test_numbers_out_of_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+    with pytest.raises(ValueError, match=re.escape(f"{value}") + "$") as error:
         make_sampler(**{name: value})
+    assert f"{name} must be" in str(error.value)

@@ -93,6 +93,16 @@ class Verbs(RuleBasedStateMachine):
     def seq_cp(self, src: int, dsts: list[int], p0: int, p1: int) -> None:
         self.twin.seq_cp(self.seq(src), [*map(self.seq, dsts)], p0, p1)
 
+    @rule(
+        parents=st.lists(ids, min_size=2, max_size=2), numbers=st.lists(ids, min_size=2, max_size=2)
+    )
+    def seq_select(self, parents: list[int], numbers: list[int]) -> None:
+        pairs = {
+            self.seq(number): self.seq(parent)
+            for number, parent in zip(numbers, parents, strict=True)
+        }
+        self.twin.seq_select([*pairs.values()], [*pairs])
+
     @rule(number=ids)
     def seq_keep(self, number: int) -> None:
         self.twin.seq_keep(self.seq(number))

@@ -88,6 +88,14 @@ class CellTable(Cells, Table):
             return cells.copy(self, src, dst, p0, p1), buffers
         return copy.copy_between(self, buffers, src, dst, p0, p1)
 
+    def select(
+        self, buffers: Any, parents: jax.Array, targets: jax.Array
+    ) -> tuple["CellTable", Any]:
+        """See `cells.select` within a stream, and `copy.select_between` between streams."""
+        if self.streams == 1:
+            return cells.select(self, parents, targets), buffers
+        return copy.select_between(self, buffers, parents, targets)
+
     def keep(self, seq: jax.Array) -> "CellTable":
         """See `cells.keep`."""
         return cells.keep(self, seq)

@@ -203,6 +203,27 @@ def inherited(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -
     return jnp.where(jnp.maximum(start, 0) < mark, jnp.minimum(mark, end_of(stop)), 0)
 
 
+def select(cells: C, parents: jax.Array, targets: jax.Array) -> C:
+    """Give each target the cells of its parent in place of its own, all at once.
+
+    Args:
+      cells: the table.
+      parents: `[n]` int32, sequences, of the same stream as their targets.
+      targets: `[n]` int32, each at most once; one that is no sequence is left out.
+    """
+
+    def gain(i: jax.Array, owners: jax.Array) -> jax.Array:
+        shared = owned_by(cells, bits(cells, parents[i]))
+        return owners | (bits(cells, targets[i])[..., None] & spread(shared))
+
+    replaced = jax.lax.reduce_or(jax.vmap(partial(bits, cells))(targets), axes=(0,))  # [S, W]
+    others = cells.owners & ~replaced[..., None]
+    owners = jax.lax.fori_loop(0, targets.size, gain, others)
+    missed = cells.evicted_below[parents]
+    evicted_below = cells.evicted_below.at[targets].set(missed, mode="drop")
+    return replace(with_owners(cells, owners), evicted_below=evicted_below)
+
+
 def keep(cells: C, seq: jax.Array) -> C:
     """Empty every cell that one sequence does not own, and make it the only owner of the rest."""
     only = with_owners(cells, cells.owners & bits(cells, seq)[..., None])

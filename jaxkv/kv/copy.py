@@ -1,14 +1,14 @@
-"""Copying a sequence from its stream into those of others."""
+"""Copying sequences from their streams into those of others."""
 
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.buffers import Buffers, copy_run
+from jaxkv.kv.buffers import Buffers, copy_run, gather, scatter
 from jaxkv.kv.cells import C, inherited, known, within
 from jaxkv.kv.shift import CHUNK
-from jaxkv.places import EMPTY
+from jaxkv.places import EMPTY, nowhere
 from jaxkv.stamp import mix
 
 
@@ -64,4 +64,51 @@ def _copy_one(
         return jax.tree.map(lambda x: copy_run(x, src, dst, first, size), halves)
 
     k, v = jax.lax.fori_loop(jnp.int32(0), chunks, chunk, (buffers.k, buffers.v))
+    return cells, replace(buffers, k=k, v=v)
+
+
+def select_between(
+    cells: C, buffers: Buffers, parents: jax.Array, targets: jax.Array
+) -> tuple[C, Buffers]:
+    """Replace what each target holds by what its parent does, all at once.
+
+    A chunk of cells is read of all parents before it is written to any target, so that sequences
+    may change places.
+
+    Args:
+      cells: the table, with a stream for each sequence.
+      buffers: the buffers beside it.
+      parents: `[n]` int32, the sequences that are copied.
+      targets: `[n]` int32, each at most once; one that is no sequence is left out.
+    """
+    does = known(cells, targets)
+    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
+    source = jnp.where(does, parents, 0)
+    held = jnp.where(does[:, None] & (cells.position[source] != EMPTY), index, -1)
+    size = min(CHUNK, cells.num_cells)
+    chunks = -(-(jnp.max(held) + 1) // size)
+    overwritten = index < chunks * size
+    stamp = mix(cells.stamp[targets] + mix(cells.stamp[source] + 1))
+
+    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+        return field.at[targets].set(value, mode="drop")
+
+    def chunk(i: jax.Array, halves: tuple) -> tuple:
+        slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
+        slots = jnp.where(does[:, None] & (slots < cells.num_cells), slots, nowhere(slots))
+
+        def carried(x: jax.Array) -> jax.Array:
+            return scatter(x, targets[:, None], slots, gather(x, source[:, None], slots))
+
+        return jax.tree.map(carried, halves)
+
+    k, v = jax.lax.fori_loop(jnp.int32(0), chunks, chunk, (buffers.k, buffers.v))
+    cells = replace(
+        cells,
+        position=put(cells.position, cells.position[source]),
+        owners=put(cells.owners, cells.owners[source]),
+        shift=put(cells.shift, cells.shift[source]),
+        evicted_below=put(cells.evicted_below, cells.evicted_below[source]),
+        stamp=put(cells.stamp, jnp.where(overwritten, stamp, cells.stamp[targets])),
+    )
     return cells, replace(buffers, k=k, v=v)

@@ -2,7 +2,9 @@
 
 from jaxkv.loops import sampling
 from jaxkv.loops.forward import step_of
-from jaxkv.loops.generation import DecodeState, decode
+from jaxkv.loops.generation import decode
 from jaxkv.loops.prompts import prefill, warm_up
+from jaxkv.loops.state import DecodeState, Picked, begin, start
 
-__all__ = ["DecodeState", "decode", "prefill", "sampling", "step_of", "warm_up"]
+__all__ = ["DecodeState", "Picked", "begin", "decode", "prefill", "sampling", "start", "step_of"]
+__all__ += ["warm_up"]

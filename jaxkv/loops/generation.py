@@ -1,120 +1,94 @@
-"""Generating: one token after another for each of several sequences, in a loop on the device."""
+"""Generating: one token after another for each of several texts, in a loop on the device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.programs import copied, program_of
+from jaxkv.loops.programs import given, program_of
+from jaxkv.loops.sampling import Sampler
+from jaxkv.loops.state import DecodeState, Picked, advance, checked, ends, stops
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import flags, integers, is_concrete
-from jaxkv.planning.init import plan_step
-
-Sample = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""`(logits [T, V], sequences [T], positions [T]) -> tokens [T]`."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DecodeState:
-    """How far T sequences have come in a generation. Where they stand, the memory knows.
-
-    token: `[T]` int32, the token that was picked last and is not in the memory yet.
-    sequence: `[T]` int32, the sequence it belongs to, each at most once.
-    active: `[T]` bool, the sequences that go on.
-    full: `[]` bool, whether the loop stopped because the memory had no room for the next tokens.
-    """
-
-    token: jax.Array  # [T]
-    sequence: jax.Array  # [T]
-    active: jax.Array  # [T]
-    full: jax.Array  # []
+from jaxkv.places import count, is_concrete
+from jaxkv.planning.step import plan_next
 
 
 def decode(
     forward: Forward,
-    sample: Sample,
+    sampler: Sampler,
     weights: Any,
     memory: Memory,
     state: DecodeState,
-    stop: Any,
+    stop: Any = (),
     *,
     steps: int,
     donate: bool = False,
-) -> tuple[Any, DecodeState, jax.Array]:
-    """Generate up to `steps` tokens for each sequence, in one loop on the device.
+) -> tuple[Memory, DecodeState, Picked]:
+    """Generate up to `steps` tokens for each text, in one loop on the device.
 
-    A sequence ends with its stop token, which is not put into the memory. When there is no room for
-    the next tokens the loop ends, nothing is overwritten, and `full` says so.
+    Each text ends by itself: with its stop token, which is not put into the memory; when as many
+    tokens are picked as its limit allows; when no token is allowed; or when the memory refuses its
+    next token, which `reason` then names: nothing is overwritten, and the others go on.
 
     Args:
       forward: see `prefill`.
-      sample: `(logits, sequences, positions) -> tokens`, `positions` being where they will stand: a
-        tree that can be called, such as a `Sampler`, whose arrays may change from call to call; or
-        a function, which is kept as `forward` is.
+      sampler: what adjusts logits before a token is drawn, see `jaxkv.loops.sampling`; the same one
+        that the state was started with, though its numbers may change.
       weights: whatever the model wants.
       memory: the memory after the prompts.
-      state: how far each sequence has come.
-      stop: `[n]` int32, the tokens that end a sequence; may be empty.
-      steps: the most tokens to generate for each sequence, static.
+      state: how far each text has come; `loops.start` or `loops.begin` makes the first.
+      stop: `[n]` int32, the tokens that end a text, or `[T, n]` for each its own; -1 pads.
+      steps: the most tokens to generate for each text, static.
       donate: give up the buffers of the memory passed in, see `prefill`.
 
     Returns:
-      The memory, how far each sequence has come now, and the tokens that were picked, `[T, steps]`,
-      -1 where a sequence had ended.
+      The memory, how far each text has come now, and the tokens that were picked with the
+      logarithms of their probabilities.
 
     Raises:
-      ValueError: when the arrays of the state differ in shape, a sequence comes twice or is none of
-        the memory, as far as that is known while tracing; when `steps` is below 1; or when `sample`
-        gives something else than tokens `[T]`. It is raised before anything runs.
+      ValueError: when the arrays of the state differ in length, a sequence comes twice or is none
+        of the memory, as far as that is known while tracing; when `steps` is below 1; or when the
+        memory was donated. It is raised before anything runs.
+      TypeError: when it is given something else than a sampler or a state.
 
     Examples:
+      A model that says the next number; 3 ends a text, and sequence 1 may say no more than two:
+
       >>> def forward(weights, memory, ubatch):
       ...     x = weights[ubatch.tokens][:, :, None]
       ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
-      >>> best = lambda logits, sequences, positions: jnp.argmax(logits, axis=-1)
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> state = DecodeState(
-      ...     token=jnp.array([0, 2]),
-      ...     sequence=jnp.array([0, 1]),
-      ...     active=jnp.array([True, True]),
-      ...     full=jnp.array(False),
-      ... )
-      >>> memory, state, tokens = decode(forward, best, jnp.eye(4), memory, state, [3], steps=3)
-      >>> tokens.tolist(), state.active.tolist(), seq_pos_max(memory, [0, 1]).tolist()
-      ([[1, 2, 3], [3, -1, -1]], [False, False], [2, 0])
+      >>> sampler = loops.sampling.make_sampler()
+      >>> state = loops.start(memory, [1, 3], limit=[9, 2])
+      >>> memory, state, picked = decode(forward, sampler, jnp.eye(4), memory, state, [3], steps=3)
+      >>> picked.tokens.tolist(), state.active.tolist(), seq_pos_max(memory, [0, 1]).tolist()
+      ([[2, 3, -1], [0, 1, -1]], [False, False], [1, 1])
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
-    state, stop = _checked(memory, state), integers(stop, "stop")
-    if not is_concrete(sample, weights, memory, state, stop):
-        return _decode(forward, sample, weights, memory, state, stop, steps)
-    tree = not jax.tree_util.all_leaves([sample])
-    program = program_of(_decoding, forward, *(() if tree else (sample,)))
-    table, buffers = split(memory)
-    table, buffers, now, tokens = program(
-        sample if tree else None,
-        weights,
-        table,
-        buffers if donate else copied(buffers),
-        state,
-        stop,
-        steps=steps,
-    )
+    steps = count(steps, "steps")
+    if not isinstance(sampler, Sampler):
+        raise TypeError(
+            f"wanted a sampler, such as loops.sampling.make_sampler(), got {type(sampler)}"
+        )
+    state = checked(split(memory)[0].facts, state)
+    stop = stops(stop, state.token.shape[0])
+    if not is_concrete(sampler, weights, memory, state, stop):
+        return _decode(forward, sampler, weights, memory, state, stop, steps)
+    table, buffers = given(memory, donate)
+    loop = program_of(_decoding, forward)
+    table, buffers, now, picked = loop(sampler, weights, table, buffers, state, stop, steps=steps)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
-    return join(table, buffers), replace(now, sequence=state.sequence), tokens
+    return join(table, buffers), replace(now, sequence=state.sequence), picked
 
 
-def _decoding(forward: Callable[[], Forward], sample: Callable[[], Sample] | None = None) -> Any:
+def _decoding(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
     def loop(
-        tree: Any,
+        sampler: Sampler,
         weights: Any,
         table: Any,
         buffers: Any,
@@ -123,82 +97,52 @@ def _decoding(forward: Callable[[], Forward], sample: Callable[[], Sample] | Non
         *,
         steps: int,
     ) -> tuple:
-        pick = tree if sample is None else sample()
         memory = join(table, buffers)
-        memory, state, tokens = _decode(forward(), pick, weights, memory, state, stop, steps)
-        return *split(memory), state, tokens
+        memory, *rest = _decode(forward(), sampler, weights, memory, state, stop, steps)
+        return *split(memory), *rest
 
     return loop
 
 
-def _checked(memory: Memory, state: DecodeState) -> DecodeState:
-    """Make arrays of what a state holds, and refuse what cannot be."""
-    table, _ = split(memory)
-    state = DecodeState(
-        token=integers(state.token, "token"),
-        sequence=table.facts.sequence_ids(state.sequence),
-        active=flags(state.active, "active"),
-        full=flags(state.full, "full"),
-    )
-    shapes = [x.shape for x in (state.token, state.sequence, state.active, state.full)]
-    if len(shapes[0]) != 1 or shapes != [shapes[0]] * 3 + [()]:
-        raise ValueError(
-            f"wanted token, sequence and active of one shape [T], and full of shape [], got "
-            f"{', '.join(map(str, shapes))}"
-        )
-    if is_concrete(state.sequence):
-        ids, counts = np.unique(np.asarray(state.sequence), return_counts=True)
-        if np.any(counts > 1):
-            raise ValueError(
-                f"sequence {ids[counts > 1][0]} comes twice: a sequence goes on in one way at a "
-                f"time; fork it with seq_cp to go on in several"
-            )
-    return state
-
-
 def _decode(
     forward: Forward,
-    sample: Sample,
+    sampler: Sampler,
     weights: Any,
     memory: Memory,
     state: DecodeState,
     stop: Any,
     steps: int,
-) -> tuple[Any, DecodeState, jax.Array]:
+) -> tuple[Memory, DecodeState, Picked]:
     """Do what `decode` says, as a part of the program that is being traced."""
-    count = state.token.shape[0]
     # The first token that is picked stands one past that of the state, which is not placed yet.
-    table, _ = split(memory)
-    reached = table.inspect(jnp.ones(table.facts.sequences, bool)).last
-    first = reached[state.sequence] + 2
+    first = ends(split(memory)[0])[state.sequence] + 2
 
     def goes_on(carry: tuple) -> jax.Array:
         _, state, _, i = carry
-        return (i < steps) & jnp.any(state.active) & ~state.full
+        return (i < steps) & jnp.any(state.active)
 
     def body(carry: tuple) -> tuple:
-        memory, state, out, i = carry
-        ubatch, ok = plan_step(memory, state.token, state.sequence, state.active)
-        memory, logits = take_step(forward, weights, memory, ubatch)
-        token = sample(logits, state.sequence, first + i)
-        if token.shape != (count,) or not jnp.issubdtype(token.dtype, jnp.integer):
-            raise ValueError(
-                f"wanted tokens [T] from sample, integers of shape {(count,)}, got "
-                f"{token.dtype}{list(token.shape)}"
-            )
-        token = token.astype(jnp.int32)
-        goes = state.active & ok
-        ended = jnp.any(token[:, None] == stop[None], axis=1)
-        out = out.at[:, i].set(jnp.where(goes, token, -1))
+        memory, state, picked, i = carry
+        table, _ = split(memory)
+        plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
+        memory, logits = take_step(forward, weights, memory, plan.ubatches[0])
+        goes = state.active & plan.ok
+        state, token, logprob = advance(sampler, logits, state, stop, first + i, goes)
+        new = Picked(token, logprob)
+        picked = jax.tree.map(lambda all_, one: all_.at[:, i].set(one), picked, new)
+        # A refused step has changed nothing: the texts that it was refused for end, and the others
+        # take it again.
+        refused = state.active & ~plan.ok & ~plan.fits[state.sequence]
         state = replace(
             state,
-            token=jnp.where(goes, token, state.token),
-            active=state.active & ~(ok & ended),
-            full=~ok,
+            active=state.active & ~refused,
+            reason=jnp.where(refused, plan.reason[state.sequence], state.reason),
         )
-        return memory, state, out, i + 1
+        return memory, state, picked, i + plan.ok
 
-    out = jnp.full((count, steps), -1, jnp.int32)
-    start = memory, jax.tree.map(jnp.asarray, state), out, jnp.int32(0)
-    memory, state, out, _ = jax.lax.while_loop(goes_on, body, start)
-    return memory, state, out
+    shape = state.token.shape[0], steps
+    none = Picked(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
+    state = jax.tree.map(jnp.asarray, state)
+    begun = memory, state, none, jnp.int32(0)
+    memory, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
+    return memory, state, picked

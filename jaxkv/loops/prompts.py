@@ -12,10 +12,12 @@ import jax.numpy as jnp
 
 from jaxkv.batch import Batch, drop_unless, make_batch
 from jaxkv.loops.forward import Forward, step_of, take_step
-from jaxkv.loops.programs import copied
+from jaxkv.loops.programs import given
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import bucket, is_concrete
+from jaxkv.places import bucket, count, is_concrete
+from jaxkv.plan import Plan
 from jaxkv.planning.init import checked_size, init_batch
+from jaxkv.verbs.apply import is_current
 
 
 def prefill(
@@ -25,6 +27,7 @@ def prefill(
     batch: Batch,
     *,
     ubatch_size: int | None = None,
+    plan: Plan | None = None,
     donate: bool = False,
 ) -> tuple[Any, ...]:
     """Run a batch through a model, ubatch by ubatch.
@@ -38,6 +41,8 @@ def prefill(
       memory: a memory with room for the batch.
       batch: the tokens, `make_batch` makes it.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
+      plan: what `init_batch` has planned for this batch in this memory, where that is known
+        already; it is not planned again.
       donate: give up the buffers of the memory passed in, whose bytes the returned one then holds.
         By default they are copied once, since forks and checkpoints share them. The table stays in
         either case. Inside of `jit` nothing is copied, and what is donated is up to the caller.
@@ -53,7 +58,8 @@ def prefill(
       RefusedError: when there is no room or the batch is at fault. It is raised before anything
         runs or is copied, so the memory is still there.
       ValueError: when `forward` gives back something else than a memory that it has written and
-        logits `[O, V]`.
+        logits `[O, V]`; when the plan is stale, or comes with a `ubatch_size`; or when the memory
+        was donated.
 
     Examples:
       A model of one layer, whose tokens look at those before them:
@@ -78,15 +84,19 @@ def prefill(
 
     llama.cpp: `llama_decode`.
     """
-    plan = init_batch(memory, batch, ubatch_size=ubatch_size)
+    if plan is None:
+        plan = init_batch(memory, batch, ubatch_size=ubatch_size)
+    elif ubatch_size is not None:
+        raise ValueError("wanted a plan or a ubatch_size, got both: the plan is cut already")
     known = is_concrete(plan.ok)
     if known:
         plan.check()
     logits = []
     if known and is_concrete(weights, memory, batch):
+        if not is_current(memory, plan.ubatches[0]):
+            raise ValueError("wanted a plan of this memory as it is, got a stale one: plan again")
         step = step_of(forward)
-        table, buffers = split(memory)
-        buffers = buffers if donate else copied(buffers)
+        table, buffers = given(memory, donate)
         for ubatch in plan.ubatches:
             table, buffers, out = step(weights, table, buffers, ubatch)
             logits.append(out)
@@ -105,14 +115,15 @@ def warm_up(
     *,
     ubatch_size: int | None = None,
     sequences: Sequence[int] = (0,),
+    longest: int | None = None,
     donate: bool = False,
-) -> Any:
+) -> Memory:
     """Compile what prompts of any length need, before the first one comes.
 
     `prefill` runs one program for each size of a ubatch, and those are powers of two. Here a ubatch
     of each size is planned, sent nowhere as that of a refused plan is, and goes through the
-    program. What is left for later is small: planning prompts of several ubatches, and collecting
-    their logits.
+    program. With `longest` nothing is left for later. Other loops compile themselves when they are
+    called with a state in which no text is active.
 
     Args:
       forward: see `prefill`; the programs live as long as it does.
@@ -122,6 +133,9 @@ def warm_up(
       sequences: the sequences of a batch, by default one. Where each sequence has its own stream,
         prompts that come together are rows of one ubatch; and more than 8 have more outputs. Those
         are programs of their own, so call it for each number of prompts that you expect.
+      longest: the tokens of the longest prompt. Planning is warmed up for all lengths up to it, of
+        prompts that come alone; left out, prompts of several ubatches still compile some small
+        programs when they come.
       donate: as `prefill` will be called. Otherwise the buffers are copied for as long as this
         runs, which takes their bytes once more.
 
@@ -147,19 +161,21 @@ def warm_up(
     """
     if not sequences:
         raise ValueError("wanted at least one sequence to warm up for, got none")
-    table, buffers = split(memory)
-    most = max(checked_size(table.facts, ubatch_size) // len(sequences), 1)
-    lengths = sorted({min(bucket(count), most) for count in range(1, most + 1)})
-    plans = [
-        init_batch(
-            memory,
-            make_batch([[0] * length] * len(sequences), sequences=sequences),
-            ubatch_size=ubatch_size,
-        )
-        for length in lengths
-    ]
+    facts = split(memory)[0].facts
+    most = max(checked_size(facts, ubatch_size) // len(sequences), 1)
+    longest = most if longest is None else max(count(longest, "longest"), most)
+
+    def planned(length: int) -> Plan:
+        batch = make_batch([[0] * length] * len(sequences), sequences=sequences)
+        return init_batch(memory, batch, ubatch_size=ubatch_size)
+
+    plans = [planned(length) for length in _buckets(most)]
+    for length in _buckets(longest):
+        if length > most:  # what is left over at its end is of every size
+            for rest in _buckets(most):
+                planned(min((length - 1) // most * most + rest, longest))
     step = step_of(forward)
-    buffers = buffers if donate else copied(buffers)
+    table, buffers = given(memory, donate)
     for plan in plans:
         logits = []
         for ubatch in plan.ubatches:
@@ -167,3 +183,8 @@ def warm_up(
             logits.append(out)
         plan.collect(logits)
     return join(table, buffers) if donate else memory
+
+
+def _buckets(most: int) -> list[int]:
+    """Return the powers of two below a number, and the number."""
+    return sorted({min(bucket(length), most) for length in range(1, most + 1)})

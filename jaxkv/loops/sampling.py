@@ -1,114 +1,330 @@
-"""Picking the next token from logits, on the device."""
+"""What may come next: samplers adjust logits, and a loop draws from what they leave.
 
+A sampler is a tree of arrays, an argument of compiled programs: a new temperature is no new
+program. Its arrays are for all texts, `[]`, or one for each, `[T]`. What it remembers of the texts,
+such as the tokens that are repeated, is a state that travels in the `DecodeState`.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.loops.thresholds import best_of
+from jaxkv.places import count, is_concrete
+
+EVERY = np.iinfo(np.int32).max
+"""More tokens than any vocabulary has."""
+
+
+class Sampler:
+    """Adjusts logits; make one with `make_sampler` or `constrained`, or write a subclass.
+
+    A subclass is a registered dataclass (`jax.tree_util.register_dataclass`). It says what it does
+    in three methods, all pure: of T texts at once, and the same for each text whatever the others
+    are.
+    """
+
+    @property
+    def draws(self) -> bool:
+        """Whether a token is drawn from what is left; if not, the best one is taken."""
+        return True
+
+    def start(self, prompts: Any) -> Any:
+        """Return the state of T texts.
+
+        Args:
+          prompts: `[T, n]` int32, the ends of their prompts, as far as they are known; -1 pads, and
+            comes first.
+
+        Returns:
+          A tree of arrays `[T, ...]`; by default nothing.
+        """
+        del prompts
+        return ()
+
+    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
+        """Return what is drawn from, `[T, V]`: logits, -inf for a token that may not come.
+
+        Args:
+          logits: `[T, V]` float32.
+          state: of the texts.
+        """
+        del state
+        return logits
+
+    def follow(self, state: Any, tokens: jax.Array) -> Any:
+        """Return the state after one more token of each text, `[T]` int32."""
+        del tokens
+        return state
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sampler:
-    """Picks a token for each sequence; call it with logits. Make one with `make_sampler`.
+class Filters(Sampler):
+    """What `make_sampler` makes; a filter that is None is left out.
 
-    A tree of arrays, so that a new seed or temperature is no new program.
-
-    seed: `[]` uint32, of all draws.
-    temperature: `[]` float32, what logits are divided by.
-    top_p: `[]` float32, only the best tokens with this much probability together may be drawn.
-    min_p: `[]` float32, only tokens with this share of the best one's probability may be drawn.
-    greedy: whether the best token is always picked; static.
-    top_k: only the k best tokens may be drawn, 0 for all; static.
-    sorts: whether `top_p` leaves anything out, which takes a sort; static.
+    temperature: `[]` or `[T]` float32, what logits are divided by; 0 leaves the best token alone.
+    top_k: `[]` or `[T]` int32, only the k best tokens may be drawn; 0 for all.
+    top_p: `[]` or `[T]` float32, only the best tokens with this much probability together.
+    min_p: `[]` or `[T]` float32, only tokens with this share of the best one's probability.
+    repeat: `[]` or `[T]` float32, what logits of recent tokens are divided by, or multiplied where
+      they are negative.
+    frequency: `[]` or `[T]` float32, what is taken from the logit of a recent token each time that
+      it came.
+    presence: `[]` or `[T]` float32, what is taken from the logit of a recent token once.
+    last_n: how many tokens are recent, static.
     """
 
-    seed: jax.Array  # []
-    temperature: jax.Array  # []
-    top_p: jax.Array  # []
-    min_p: jax.Array  # []
-    greedy: bool = field(metadata={"static": True})
-    top_k: int = field(metadata={"static": True})
-    sorts: bool = field(metadata={"static": True})
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    repeat: Any
+    frequency: Any
+    presence: Any
+    last_n: int = field(metadata={"static": True})
 
-    def __call__(self, logits: jax.Array, sequences: jax.Array, positions: jax.Array) -> jax.Array:
-        """Pick tokens.
+    @property
+    def draws(self) -> bool:
+        """Whether there is a temperature."""
+        return self.temperature is not None
 
-        Args:
-          logits: `[T, V]` float32.
-          sequences: `[T]` int32, whose logits they are.
-          positions: `[T]` int32, where the tokens will stand.
+    @property
+    def _penalises(self) -> bool:
+        return any(one is not None for one in (self.repeat, self.frequency, self.presence))
 
-        Returns:
-          `[T]` int32. A draw depends on the seed, the sequence and the position, and on nothing
-          else: not on the other sequences of the batch.
-        """
-        return jax.vmap(self._pick)(logits, sequences, positions)
+    def start(self, prompts: Any) -> Any:
+        """Return the recent tokens, `[T, last_n]` int32, -1 where there were fewer."""
+        if not self._penalises:
+            return ()
+        recent = prompts[:, max(prompts.shape[1] - self.last_n, 0) :]
+        missing = self.last_n - recent.shape[1]
+        xp = np if is_concrete(recent) else jnp
+        return xp.pad(recent, [(0, 0), (missing, 0)], constant_values=-1)
 
-    def _pick(self, logits: jax.Array, sequence: jax.Array, position: jax.Array) -> jax.Array:
-        if self.greedy:
-            return jnp.argmax(logits).astype(jnp.int32)
-        ids, vocabulary = None, logits.shape[0]
-        if self.top_k and self.top_k < vocabulary:
-            logits, ids = jax.lax.top_k(logits, self.top_k)
-        elif self.sorts:
-            logits, ids = jax.lax.top_k(logits, vocabulary)
-        if self.sorts:  # a token stays if those before it have not enough together
-            share = jax.nn.softmax(logits)
-            logits = jnp.where(jnp.cumsum(share) - share < self.top_p, logits, -jnp.inf)
-        logits = jnp.where(logits >= jnp.max(logits) + jnp.log(self.min_p), logits, -jnp.inf)
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), sequence), position)
-        # Noise belongs to a token and not to its rank, so that two which change places by rounding
-        # do not change the draw.
-        noise = jax.random.gumbel(key, (vocabulary,))
-        drawn = jnp.argmax(logits / self.temperature + (noise if ids is None else noise[ids]))
-        return (drawn if ids is None else ids[drawn]).astype(jnp.int32)
+    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
+        """Take penalties off, filter, and divide by the temperature, in llama.cpp's order."""
+        if self._penalises:
+            logits = self._penalised(logits, state)
+        if not self.draws:
+            return logits
+        if self.top_k is not None:
+            wanted = jnp.where(self.top_k > 0, self.top_k, EVERY)
+            logits = _left(logits, best_of(logits, jnp.ones_like(logits, jnp.int32), wanted))
+        if self.top_p is not None:
+            wanted = jnp.where(self.top_p < 1, self.top_p, jnp.inf)
+            logits = _left(logits, best_of(logits, jax.nn.softmax(logits), wanted))
+        best = jnp.max(logits, axis=1, keepdims=True)
+        best = jnp.where(best > -jnp.inf, best, 0)  # where no token is allowed
+        if self.min_p is not None:
+            logits = _left(logits, logits >= best + _column(jnp.log(self.min_p)))
+        temperature = _column(self.temperature)
+        alone = jnp.arange(logits.shape[1])[None] == jnp.argmax(logits, axis=1, keepdims=True)
+        alone = _left(jnp.zeros_like(logits), alone & (logits > -jnp.inf))
+        cooled = (logits - best) / jnp.where(temperature > 0, temperature, 1)
+        return jnp.where(temperature > 0, cooled, alone)
+
+    def follow(self, state: Any, tokens: jax.Array) -> Any:
+        """Let the oldest of the recent tokens go."""
+        if not self._penalises:
+            return state
+        return jnp.concatenate([state[:, 1:], tokens[:, None]], axis=1)
+
+    def _penalised(self, logits: jax.Array, recent: jax.Array) -> jax.Array:
+        rows = jnp.arange(recent.shape[0])[:, None]
+        where = jnp.where(recent < 0, logits.shape[1], recent)
+        times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, mode="drop")
+        if self.repeat is not None:
+            repeat = _column(self.repeat)
+            weaker = jnp.where(logits > 0, logits / repeat, logits * repeat)
+            logits = jnp.where(times > 0, weaker, logits)
+        if self.frequency is not None:
+            logits = logits - times * _column(self.frequency)
+        if self.presence is not None:
+            logits = logits - (times > 0) * _column(self.presence)
+        return logits
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Constrained(Sampler):
+    """What `constrained` makes: a sampler that is shown only the tokens that are allowed.
+
+    sampler: of what is allowed.
+    first: the state of the rule when a text begins, a tree of arrays.
+    allowed: `(state) -> [V]` bool, static.
+    advance: `(state, token) -> state`, static.
+    """
+
+    sampler: Sampler
+    first: Any
+    allowed: Callable[[Any], jax.Array] = field(metadata={"static": True})
+    advance: Callable[[Any, jax.Array], Any] = field(metadata={"static": True})
+
+    @property
+    def draws(self) -> bool:
+        """Whether the sampler of what is allowed does."""
+        return self.sampler.draws
+
+    def start(self, prompts: Any) -> Any:
+        """Return the states of the rule, which prompts are no part of, and of the sampler."""
+        count = len(prompts)
+        first = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), self.first)
+        return first, self.sampler.start(prompts)
+
+    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
+        """Hide what is not allowed, then adjust the rest."""
+        rule, rest = state
+        allowed = jax.vmap(self.allowed)(rule)
+        if allowed.shape != logits.shape or allowed.dtype != bool:
+            raise ValueError(
+                f"wanted bool {logits.shape[1:]} from allowed, got {allowed.dtype} "
+                f"{allowed.shape[1:]}"
+            )
+        return self.sampler.adjust(_left(logits, allowed), rest)
+
+    def follow(self, state: Any, tokens: jax.Array) -> Any:
+        """Advance the rule, and the sampler."""
+        rule, rest = state
+        return jax.vmap(self.advance)(rule, tokens), self.sampler.follow(rest, tokens)
 
 
 def make_sampler(
     *,
-    seed: int = 0,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> Sampler:
-    """Make a sampler.
+    temperature: Any = 0.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    min_p: Any = 0.0,
+    repeat_penalty: Any = 1.0,
+    frequency_penalty: Any = 0.0,
+    presence_penalty: Any = 0.0,
+    last_n: int = 64,
+) -> Filters:
+    """Make a sampler of the usual filters.
 
     Args:
-      seed: of all draws.
-      temperature: what logits are divided by; 0 always picks the best token.
+      temperature: what logits are divided by; 0 always takes the best token.
       top_k: only the k best tokens may be drawn; 0 for all.
       top_p: only the best tokens may be drawn that have this much probability together.
       min_p: only tokens may be drawn that have this share of the best one's probability.
+      repeat_penalty: what logits of recent tokens are divided by, multiplied where negative.
+      frequency_penalty: what a recent token's logit loses each time that it came.
+      presence_penalty: what a recent token's logit loses for having come.
+      last_n: how many tokens of a text and its prompt are recent, static.
+
+    Each but `last_n` may be a list or an array `[T]`, a number for each text.
 
     Returns:
-      The sampler. Its filters apply in the order of the arguments, each to what the one before it
-      left, and the temperature after them, as in llama.cpp.
+      The sampler. Penalties come first, then the filters in the order of the arguments, each on
+      what the one before it left, and the temperature last, as in llama.cpp. Tokens as good as the
+      last one that is kept are kept too.
 
     Raises:
       ValueError: when a number is out of its range.
 
     Examples:
-      >>> pick = make_sampler()
-      >>> pick(jnp.array([[0.1, 0.7, 0.2]]), jnp.array([0]), jnp.array([5])).tolist()
-      [1]
+      >>> sampler = make_sampler(temperature=0.7, top_k=2)
+      >>> sampler.adjust(jnp.array([[0.0, 0.7, 1.4]]), ()).round(3).tolist()
+      [[-inf, -1.0, 0.0]]
+      >>> make_sampler(temperature=[0, 1]).adjust(jnp.zeros((2, 3)), ()).tolist()
+      [[0.0, -inf, -inf], [0.0, 0.0, 0.0]]
+
+    llama.cpp: `llama_sampler_chain_default` with the samplers of these names.
     """
     wanted = {
-        "seed": (0 <= seed < 2**32, "from 0 to 4294967295", seed),
-        "temperature": (temperature >= 0, "at least 0", temperature),
-        "top_k": (top_k >= 0, "at least 0", top_k),
-        "top_p": (0 < top_p <= 1, "above 0 and at most 1", top_p),
-        "min_p": (0 <= min_p <= 1, "from 0 to 1", min_p),
+        "temperature": (temperature, 0.0, lambda x: x >= 0, "at least 0"),
+        "top_k": (top_k, 0, lambda x: x >= 0, "at least 0"),
+        "top_p": (top_p, 1.0, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
+        "min_p": (min_p, 0.0, lambda x: (x >= 0) & (x <= 1), "from 0 to 1"),
+        "repeat_penalty": (repeat_penalty, 1.0, lambda x: x > 0, "above 0"),
+        "frequency_penalty": (frequency_penalty, 0.0, np.isfinite, "finite"),
+        "presence_penalty": (presence_penalty, 0.0, np.isfinite, "finite"),
     }
-    for name, (ok, span, got) in wanted.items():
-        if not ok:
-            raise ValueError(f"{name} must be {span}, got {got}")
-    return Sampler(
-        seed=jnp.asarray(seed, jnp.uint32),
-        temperature=jnp.asarray(temperature, jnp.float32),
-        top_p=jnp.asarray(top_p, jnp.float32),
-        min_p=jnp.asarray(min_p, jnp.float32),
-        greedy=temperature == 0,
-        top_k=top_k,
-        sorts=top_p < 1,
+    made = {}
+    for name, (value, off, right, span) in wanted.items():
+        array = np.asarray(value)
+        if array.ndim > 1 or array.dtype.kind not in "iuf" or not np.all(right(array)):
+            raise ValueError(f"{name} must be {span}, one number or one a text, got {value}")
+        if name == "top_k" and array.dtype.kind == "f":
+            raise ValueError(f"top_k must be an integer, got {value}")
+        dtype = np.int32 if name == "top_k" else np.float32
+        made[name.removesuffix("_penalty")] = None if np.all(array == off) else array.astype(dtype)
+    return Filters(**made, last_n=count(last_n, "last_n"))
+
+
+def constrained(
+    sampler: Sampler,
+    *,
+    first: Any,
+    allowed: Callable[[Any], jax.Array],
+    advance: Callable[[Any, jax.Array], Any],
+) -> Constrained:
+    """Let a sampler choose only among tokens that a rule allows, such as a grammar.
+
+    The rule is two pure functions of one text, so that the tables of a grammar library, or a call
+    of it (`jax.pure_callback`), can be plugged in. A text that is allowed no token ends.
+
+    Args:
+      sampler: of what is allowed.
+      first: the state of the rule when a text begins, a tree of arrays; prompts are no part of it.
+      allowed: `(state) -> [V]` bool, the tokens that may come next.
+      advance: `(state, token) -> state`. Pass the same functions every time: others are another
+        program.
+
+    Returns:
+      The sampler.
+
+    Examples:
+      Tokens that rise:
+
+      >>> rising = constrained(
+      ...     make_sampler(),
+      ...     first=jnp.int32(-1),
+      ...     allowed=lambda last: jnp.arange(4) > last,
+      ...     advance=lambda last, token: token,
+      ... )
+      >>> state = rising.start(np.zeros((1, 0), np.int32))
+      >>> state = rising.follow(state, jnp.array([1]))
+      >>> rising.adjust(jnp.zeros((1, 4)), state).tolist()
+      [[-inf, -inf, 0.0, 0.0]]
+    """
+    return Constrained(
+        sampler=sampler, first=jax.tree.map(jnp.asarray, first), allowed=allowed, advance=advance
     )
+
+
+def draw(sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:
+    """Draw a token of each text.
+
+    Args:
+      sampler: what adjusted the logits.
+      adjusted: `[T, V]` float32.
+      keys: `[T]`, a key of `jax.random` for each draw.
+
+    Returns:
+      `[T]` int32, -1 where no token is allowed.
+
+    >>> keys = jax.random.split(jax.random.key(0), 2)
+    >>> loops.sampling.draw(make_sampler(), jnp.array([[0.1, 0.7], [-jnp.inf] * 2]), keys).tolist()
+    [1, -1]
+    """
+    if sampler.draws:
+        # Noise belongs to a token and not to its rank, so that two which change places by rounding
+        # do not change the draw.
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, adjusted.shape[1:]))(keys)
+        adjusted = adjusted + noise
+    token = jnp.argmax(adjusted, axis=1).astype(jnp.int32)
+    return jnp.where(jnp.max(adjusted, axis=1) == -jnp.inf, -1, token)
+
+
+def _left(logits: jax.Array, stays: jax.Array) -> jax.Array:
+    return jnp.where(stays, logits, -jnp.inf)
+
+
+def _column(value: Any) -> jax.Array:
+    """Return a number for each text as a column, or the one of all."""
+    return jnp.asarray(value, jnp.float32).reshape(-1, 1)

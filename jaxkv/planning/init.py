@@ -4,12 +4,11 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
+from jaxkv.batch import Batch, drop_unless, make_batch
 from jaxkv.memory import Facts, Memory, split
-from jaxkv.places import NOWHERE, bucket, count, flags, is_concrete
+from jaxkv.places import NOWHERE, bucket, count
 from jaxkv.plan import Plan
 from jaxkv.planning.check import check
 from jaxkv.planning.layout import FEW, layout, rank
@@ -82,48 +81,6 @@ def init_batch(
     return replace(plan, ubatches=tuple(_drop_unless(plan.ok, ubatch) for ubatch in ubatches))
 
 
-def plan_step(
-    memory: Memory, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
-) -> tuple[Ubatch, jax.Array]:
-    """Plan one more token for each of several sequences: the short call for generation loops.
-
-    Args:
-      memory: any memory.
-      tokens: `[T]` int32, one for each sequence.
-      sequences: `[T]` int32, the sequences, each at most once.
-      valid: `[T]` bool, the sequences that go on; the others are padding.
-
-    Returns:
-      A ubatch whose outputs are all T tokens in this order, and `ok`, `[]` bool. When it is False
-      the ubatch changes nothing: there is no room for all of them, a sequence comes twice, keys are
-      not rotated yet, or a window has given up what a token would see. `init_batch(...).check()`
-      says which.
-
-    Raises:
-      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)
-      >>> ubatch, ok = plan_step(memory, jnp.array([7, 8]), jnp.arange(2), jnp.array([True, True]))
-      >>> ok.item(), ubatch.slots.tolist(), ubatch.outputs.tolist()
-      (True, [[0, 1]], [0, 1])
-    """
-    table, _ = split(memory)
-    facts, valid = table.facts, flags(valid, "valid")
-    _check_steps(tokens, sequences, valid, facts)
-    flat = make_batch(tokens, sequences=sequences, valid=valid, outputs=valid)
-    index = np.arange(flat.valid.shape[0], dtype=np.int32)
-    index = index[:, None] if facts.one_sequence_a_row else index[None]
-    ranks = rank(flat.sequences, flat.valid)
-    plan = plan_one(table, flat, ranks, index, outputs=index.size)
-    once = ~jnp.any(jnp.asarray(flat.valid) & (jnp.asarray(ranks[0]) > 0))
-    ubatch, ok = drop_unless(once, plan.ubatches[0]), plan.ok & once
-    if facts.one_sequence_a_row and index.size == facts.sequences:  # row r is that of sequence r
-        order = jnp.where(flat.valid, index[:, 0], NOWHERE)
-        ubatch = replace(ubatch, outputs=jnp.asarray(flat.sequences), order=order)
-    return ubatch, ok
-
-
 def init_full(
     memory: Memory, *, ubatch_size: int | None = None, outputs: int | None = None
 ) -> Plan:
@@ -175,21 +132,6 @@ def checked_size(facts: Facts, ubatch_size: int | None) -> int:
             f"ones"
         )
     return ubatch_size
-
-
-def _check_steps(tokens: jax.Array, sequences: jax.Array, valid: jax.Array, facts: Facts) -> None:
-    """Raise where `plan_step` is not given one token for each of several sequences."""
-    shapes = {np.shape(x) for x in (tokens, sequences, valid)}
-    if len(shapes) > 1 or len(next(iter(shapes))) != 1:
-        raise ValueError(
-            f"wanted tokens, sequences and valid of one shape [T], got {np.shape(tokens)}, "
-            f"{np.shape(sequences)} and {np.shape(valid)}"
-        )
-    if is_concrete(sequences, valid):
-        ids = np.asarray(sequences)[np.asarray(valid)]
-        facts.sequence_ids(ids)
-        if len(np.unique(ids)) < len(ids):
-            raise ValueError(f"wanted each sequence at most once, got {ids.tolist()}")
 
 
 _drop_unless = jax.jit(drop_unless)

@@ -38,9 +38,7 @@ def layout(
         return _layout_known(facts, batch, ubatch_size, split_by)
     if batch.valid.ndim == 2:
         index = jnp.arange(batch.valid.size, dtype=jnp.int32).reshape(batch.valid.shape)
-        # A recurrent row has its tokens first and padding after them, wherever it came.
-        first = jnp.argsort(~batch.valid, axis=1, stable=True)
-        index = jnp.take_along_axis(index, first, axis=1)
+        index = jnp.take_along_axis(index, tokens_first(batch.valid), axis=1)
         batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         return batch, [index], index.size
     count = batch.valid.shape[0]
@@ -98,6 +96,14 @@ def _pad(batch: Batch, size: int) -> Batch:
     xp = np if is_concrete(batch) else jnp
     extra = size - batch.valid.shape[0]
     return jax.tree.map(lambda x: xp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
+
+
+def tokens_first(valid: jax.Array) -> jax.Array:
+    """Return an order of each row, `[R, T]` int32, that brings padding behind the tokens.
+
+    A row of a recurrent memory needs it, wherever its padding came.
+    """
+    return jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
 
 
 def rank(sequences: Any, valid: Any) -> tuple[Any, Any]:

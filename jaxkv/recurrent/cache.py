@@ -109,6 +109,12 @@ class StateTable(States, Table):
         """See `states.copy`."""
         return states.copy(self, buffers, src, dst, p0, p1)
 
+    def select(
+        self, buffers: Any, parents: jax.Array, targets: jax.Array
+    ) -> tuple["StateTable", Any]:
+        """See `states.select`."""
+        return states.select(self, buffers, parents, targets)
+
     def keep(self, seq: jax.Array) -> "StateTable":
         """See `states.keep`."""
         return states.keep(self, seq)

@@ -237,14 +237,34 @@ def copy(
     does = known(states, src) & (some | (states.streams > 1))
     dst = jnp.atleast_1d(dst)
     dst = jnp.where(does & known(states, dst) & (dst != src), dst, states.sequences)
-    position, cell = fork.position[src], fork.cell[src]
+    dead_until = jnp.broadcast_to(jnp.where(stands, 0, cut), dst.shape)
+    return _given(fork, buffers, jnp.broadcast_to(src, dst.shape), dst, dead_until, states)
+
+
+def select(states: T, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[T, Any]:
+    """Give each target the states of its parent in place of its own, all at once.
+
+    Args:
+      states: the table.
+      buffers: for each layer, by name, `[S, N, ...]`; None will do with one stream.
+      parents: `[n]` int32, sequences.
+      targets: `[n]` int32, each at most once; one that is no sequence is left out.
+    """
+    return _given(states, buffers, parents, targets, states.dead_until[parents], states)
+
+
+def _given(
+    source: States, buffers: Any, src: jax.Array, dst: jax.Array, dead_until: jax.Array, states: T
+) -> tuple[T, Any]:
+    """Give targets, `[n]`, the pairs that sequences `src`, `[n]`, have in a table `source`."""
+    position, cell = source.position[src], source.cell[src]
     if states.streams > 1:
         states, buffers, cell = _copied(states, buffers, src, dst, cell)
     states = replace(
         states,
-        position=states.position.at[dst].set(position[None], mode="drop"),
-        cell=states.cell.at[dst].set(cell[None], mode="drop"),
-        dead_until=states.dead_until.at[dst].set(jnp.where(stands, 0, cut), mode="drop"),
+        position=states.position.at[dst].set(position, mode="drop"),
+        cell=states.cell.at[dst].set(cell, mode="drop"),
+        dead_until=states.dead_until.at[dst].set(dead_until, mode="drop"),
     )
     return states, buffers
 
@@ -252,22 +272,24 @@ def copy(
 def _copied(
     states: T, buffers: Any, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[T, Any, jax.Array]:
-    """Copy states, `[E + 1]` cells of the stream of `src`, into those of `dst`, `[n]`.
+    """Copy states, `[n, E + 1]` cells of the streams `src`, `[n]`, into those of `dst`, `[n]`.
 
-    Each sequence has its own stream here, so that pair i of a target takes cell i.
+    Each sequence has its own stream here, so that pair i of a target takes cell i. All are read
+    before one is written.
     """
     size = states.num_cells
     own = jnp.where(cell < size, jnp.arange(size, dtype=jnp.int32), size)
-    where = (dst[:, None], own[None])
-    source = states.stamp.at[src, cell].get(mode="fill", fill_value=0)
+    there, where = (src[:, None], cell), (dst[:, None], own)
+    source = states.stamp.at[there].get(mode="fill", fill_value=0)
     # A place that is written anew: stamped so that a table that knew what stood there notices.
-    stamp = mix(states.stamp.at[where].get(mode="fill", fill_value=0) + mix(source + 1)[None])
-    held = states.holds.at[:, src, cell].get(mode="fill", fill_value=0) == source[None]  # [L, E+1]
-    holds = jnp.where(held[:, None], stamp[None], 0)
+    stamp = mix(states.stamp.at[where].get(mode="fill", fill_value=0) + mix(source + 1))
+    held = (
+        states.holds.at[:, *there].get(mode="fill", fill_value=0) == source[None]
+    )  # [L, n, E + 1]
+    holds = jnp.where(held, stamp[None], 0)
 
     def carried(x: jax.Array) -> jax.Array:
-        states = x.at[src, cell].get(mode="fill", fill_value=0)
-        return x.at[where].set(jnp.broadcast_to(states, (dst.size, *states.shape)), mode="drop")
+        return x.at[where].set(x.at[there].get(mode="fill", fill_value=0), mode="drop")
 
     states = replace(
         states,

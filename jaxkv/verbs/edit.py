@@ -12,26 +12,29 @@ Whatever an edit changes in a stream makes the plans on that stream stale: plan 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import count, is_concrete
+from jaxkv.places import count, integers, is_concrete
 from jaxkv.verbs.ids import Ids, position, sequence
 
 
 def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory, jax.Array]:
-    """Forget the positions p0 to p1 - 1 of one sequence, or of all.
+    """Forget the positions p0 to p1 - 1 of one sequence, of all, or of each of several.
 
     The only verb that a kind of memory may refuse; an attention memory never does.
 
     Args:
       memory: any memory.
-      seq: `[]` int, a sequence id, or -1 for every sequence.
-      p0: `[]` int, the first position to forget; a negative one, whichever, is 0.
-      p1: `[]` int, one past the last; a negative one, whichever, is no end.
+      seq: `[]` or `[n]` int, a sequence id, or -1 for every sequence.
+      p0: `[]` or `[n]` int, the first position to forget; a negative one, whichever, is 0.
+      p1: `[]` or `[n]` int, one past the last; a negative one, whichever, is no end.
 
     Returns:
-      The next memory, and `ok`, `[]` bool: False if it was refused, and then nothing changed. A
-      cell is free as soon as its last owner has let go of it.
+      The next memory, and `ok`, bool, `[]` or `[n]`: False if it was refused, and then that cut
+      changed nothing. Several are made one after another. A cell is free as soon as its last owner
+      has let go of it.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
@@ -46,10 +49,22 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
       >>> seq_pos_min(memory, 0).item(), seq_pos_max(memory, 0).item()
       (0, 3)
 
+      A cut for each of two sequences:
+
+      >>> memory = apply(memory, init_batch(memory, make_batch([5, 6], sequences=1)))
+      >>> memory, ok = seq_rm(memory, [0, 1], [3, 1])
+      >>> seq_pos_max(memory, [0, 1]).tolist(), ok.tolist()
+      ([0, 0], [True, True])
+
     llama.cpp: `llama_memory_seq_rm`.
     """
     table, buffers = split(memory)
-    table, ok = _rm(table, sequence(table, seq, lowest=-1), position(p0, "p0"), position(p1, "p1"))
+    ids = table.facts.sequence_ids(seq, lowest=-1)
+    cuts = ids, integers(p0, "p0"), integers(p1, "p1")
+    axes = [np.shape(one) for one in cuts]
+    if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
+        raise ValueError(f"wanted seq, p0 and p1 of one shape [n], or [], got {axes}")
+    table, ok = _rm(table, *cuts)
     return join(table, buffers), ok
 
 
@@ -100,6 +115,55 @@ def seq_cp(
     if table.facts.streams == 1:
         return join(_cp(table, *ids, *bounds), buffers)
     return join(*(_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *ids, *bounds))
+
+
+def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = False) -> Memory:
+    """Let sequences go on from what others hold, all at once: the step of a beam search.
+
+    Each sequence lets go of what it held and has what its parent held before. Where sequences share
+    a stream that is one edit of the table; where each has its own, the buffers are copied.
+
+    Args:
+      memory: any memory.
+      parents: `[n]` int, what each sequence goes on from; itself too, and one for several.
+      sequences: `[n]` int, the sequences, each at most once. All others stay as they are.
+      donate: give up the buffers of the memory passed in, see `seq_cp`.
+
+    Returns:
+      The next memory.
+
+    Raises:
+      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
+
+    Examples:
+      Sequence 1 had the two best continuations; both go on, and what 0 had is free:
+
+      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4, 5]])))
+      >>> print(show(seq_select(memory, [1, 1], [0, 1])))
+      owner    . . + + + .
+      position . . 0 1 2 .
+
+      They may change places:
+
+      >>> seq_pos_max(seq_select(memory, [1, 0], [0, 1]), [0, 1]).tolist()
+      [2, 1]
+
+    llama.cpp: none; its beams were a `llama_memory_seq_cp` and a `llama_memory_seq_rm` for each.
+    """
+    table, buffers = split(memory)
+    ids = table.facts.sequence_ids(parents), table.facts.sequence_ids(sequences)
+    if np.ndim(ids[0]) != 1 or np.shape(ids[0]) != np.shape(ids[1]):
+        raise ValueError(
+            f"wanted parents and sequences of one shape [n], got {np.shape(ids[0])} and "
+            f"{np.shape(ids[1])}"
+        )
+    if is_concrete(sequences) and np.unique(ids[1]).size < np.size(ids[1]):
+        raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids[1]).tolist()}")
+    if table.facts.streams == 1:
+        return join(_select(table, *ids), buffers)
+    program = _select_buffers_donated if donate else _select_buffers
+    return join(*program(table, buffers, *ids))
 
 
 def seq_keep(memory: Memory, seq: Ids) -> Memory:
@@ -216,8 +280,11 @@ def clear(memory: Memory) -> Memory:
 
 
 @jax.jit
-def _rm(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
-    return table.remove(*args)
+def _rm(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
+    all_cuts = jnp.broadcast_arrays(*cuts)
+    if all_cuts[0].ndim == 0:
+        return table.remove(*all_cuts)
+    return jax.lax.scan(lambda table, cut: table.remove(*cut), table, all_cuts)
 
 
 @jax.jit
@@ -231,6 +298,28 @@ def _copied(table: Any, buffers: Any, *args: jax.Array) -> tuple[Any, Any]:
 
 _cp_buffers = jax.jit(_copied)
 _cp_buffers_donated = jax.jit(_copied, donate_argnames="buffers")
+
+
+def _selected(table: Any, buffers: Any, parents: jax.Array, ids: jax.Array) -> tuple[Any, Any]:
+    """Select, leaving out what changes nothing: its own parent, and what is no sequence."""
+    count = table.facts.sequences
+    known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
+    targets = jnp.where(known & (parents != ids), ids, count)
+    # Of a sequence that comes twice, which only a traced one can, the last counts.
+    turn = jnp.arange(ids.size, dtype=jnp.int32)
+    last = jnp.full(count, -1, jnp.int32).at[targets].max(turn, mode="drop")
+    counts = last.at[targets].get(mode="fill", fill_value=-1) == turn
+    targets = jnp.where(counts, targets, count)
+    return table.select(buffers, jnp.where(known, parents, 0), targets)
+
+
+@jax.jit
+def _select(table: Any, *args: jax.Array) -> Any:
+    return _selected(table, None, *args)[0]
+
+
+_select_buffers = jax.jit(_selected)
+_select_buffers_donated = jax.jit(_selected, donate_argnames="buffers")
 
 
 @jax.jit

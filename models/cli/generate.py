@@ -23,7 +23,9 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> None:
     if given and args.temperature == 0:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         note(f"note: {names} has no effect at temperature 0: give --temperature 0.8 or so")
-    sample = make_sampler(temperature=args.temperature, **SAMPLING | given)
+    options = SAMPLING | given
+    seed = options.pop("seed")
+    sampler = make_sampler(temperature=args.temperature, **options)
 
     model = load_with_progress(args.model, args.dtype)
     prompts = [encode(model, prompt, args.chat) for prompt in args.prompts]
@@ -39,7 +41,8 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> None:
             made = generate_texts(
                 model,
                 prompts,
-                sample=sample,
+                sampler=sampler,
+                seed=seed,
                 max_tokens=args.max_tokens,
                 cells=args.cells,
                 ubatch_size=args.ubatch_size,

@@ -1,0 +1,147 @@
+"""Planning the next tokens of several sequences: the short calls for loops that generate."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.batch import Ubatch, drop_unless, make_batch
+from jaxkv.memory import Facts, Memory, split
+from jaxkv.places import NOWHERE, flags, integers, is_concrete
+from jaxkv.plan import Plan, Reason
+from jaxkv.planning.layout import rank, tokens_first
+from jaxkv.planning.place import plan_one
+
+
+def plan_step(
+    memory: Memory, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
+) -> tuple[Ubatch, jax.Array]:
+    """Plan one more token for each of several sequences.
+
+    Args:
+      memory: any memory.
+      tokens: `[T]` int32, one for each sequence.
+      sequences: `[T]` int32, the sequences, each at most once.
+      valid: `[T]` bool, the sequences that go on; the others are padding.
+
+    Returns:
+      A ubatch whose outputs are all T tokens in this order, and `ok`, `[]` bool. When it is False
+      the ubatch changes nothing: there is no room for all of them, a sequence comes twice, keys are
+      not rotated yet, or a window has given up what a token would see. `init_batch(...).check()`
+      says which.
+
+    Raises:
+      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
+      TypeError: when tokens or sequences are no integers, or `valid` no bools.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)
+      >>> ubatch, ok = plan_step(memory, jnp.array([7, 8]), jnp.arange(2), jnp.array([True, True]))
+      >>> ok.item(), ubatch.slots.tolist(), ubatch.outputs.tolist()
+      (True, [[0, 1]], [0, 1])
+    """
+    shapes = [np.shape(x) for x in (tokens, sequences, valid)]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
+        raise ValueError(
+            f"wanted tokens, sequences and valid of one shape [T], got {shapes[0]}, {shapes[1]} "
+            f"and {shapes[2]}"
+        )
+    tokens, valid = integers(tokens, "tokens"), flags(valid, "valid")
+    return plan_tokens(memory, tokens[:, None], sequences, valid[:, None])
+
+
+def plan_tokens(
+    memory: Memory, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
+) -> tuple[Ubatch, jax.Array]:
+    """Plan some more tokens for each of several sequences, all of which output logits.
+
+    Args:
+      memory: any memory.
+      tokens: `[T, n]` int32, n for each sequence.
+      sequences: `[T]` int32, the sequences, each at most once.
+      valid: `[T, n]` bool, the tokens that are there; the others are padding, wherever they stand.
+
+    Returns:
+      A ubatch whose outputs are all T * n tokens in this order, so that its logits are `[T, n, V]`
+      when they are reshaped; and `ok`, `[]` bool, see `plan_step`.
+
+    Raises:
+      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
+      TypeError: when tokens or sequences are no integers, or `valid` no bools.
+
+    Examples:
+      Three tokens for sequence 1, and one for sequence 0:
+
+      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
+      >>> tokens, valid = jnp.array([[7, 8, 9], [5, 0, 0]]), jnp.array([[1, 1, 1], [1, 0, 0]])
+      >>> ubatch, ok = plan_tokens(memory, tokens, jnp.array([1, 0]), valid)
+      >>> print(show(apply(memory, ubatch)))
+      owner    1 1 1 0 . .
+      position 0 1 2 0 . .
+    """
+    table, _ = split(memory)
+    plan = plan_next(table, *checked_next(table.facts, tokens, sequences, valid))
+    return plan.ubatches[0], plan.ok
+
+
+@jax.jit
+def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
+    """Return the plan of `plan_tokens`; a sequence that comes twice is refused as DUPLICATE."""
+    facts, (count, length) = table.facts, np.shape(valid)
+    flat = make_batch(
+        tokens.reshape(-1),
+        sequences=jnp.repeat(jnp.asarray(sequences), length, total_repeat_length=count * length),
+        valid=valid.reshape(-1),
+        outputs=valid.reshape(-1),
+    )
+    index, where = _rows_of(facts, jnp.asarray(sequences), jnp.asarray(valid))
+    ranks = rank(flat.sequences, flat.valid)
+    plan = plan_one(table, flat, ranks, index, outputs=count * length)
+    goes_on = jnp.where(jnp.any(valid, axis=1), sequences, facts.sequences)
+    twice = jnp.zeros(facts.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
+    once = ~jnp.any(twice)
+    order = jnp.where(flat.valid, jnp.arange(count * length, dtype=jnp.int32), NOWHERE)
+    ubatch = replace(plan.ubatches[0], outputs=where.reshape(-1), order=order)
+    reason = jnp.where(twice, Reason.DUPLICATE, plan.reason)
+    return replace(
+        plan,
+        ubatches=(drop_unless(once, ubatch),),
+        ok=plan.ok & once,
+        reason=reason,
+        fits=reason == Reason.FITS,
+    )
+
+
+def checked_next(facts: Facts, tokens: Any, sequences: Any, valid: Any) -> tuple[Any, Any, Any]:
+    """Return what `plan_tokens` is given as int32 and bool, or raise."""
+    tokens, valid = integers(tokens, "tokens"), flags(valid, "valid")
+    shapes = [np.shape(x) for x in (tokens, sequences, valid)]
+    if len(shapes[0]) != 2 or shapes != [shapes[0], shapes[0][:1], shapes[0]]:
+        raise ValueError(
+            f"wanted tokens and valid of one shape [T, n], and sequences [T], got {shapes[0]}, "
+            f"{shapes[2]} and {shapes[1]}"
+        )
+    if is_concrete(sequences, valid):
+        ids = np.asarray(sequences)[np.any(np.asarray(valid), axis=1)]
+        facts.sequence_ids(ids)
+        if len(np.unique(ids)) < len(ids):
+            raise ValueError(f"wanted each sequence at most once, got {ids.tolist()}")
+    return tokens, integers(sequences, "sequences"), valid
+
+
+def _rows_of(facts: Facts, ids: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lay out `[T, n]` tokens: the index of the ubatch, and where each token stands in it."""
+    count, length = valid.shape
+    index = jnp.arange(count * length, dtype=jnp.int32).reshape(count, length)
+    if not facts.one_sequence_a_row:
+        return index.reshape(1, -1), index
+    row = jnp.arange(count, dtype=jnp.int32)
+    if count == facts.sequences:  # row r is that of sequence r
+        row = ids
+    if length == 1:
+        return index, row[:, None]
+    first = tokens_first(valid)
+    where = row[:, None] * length + jnp.argsort(first, axis=1).astype(jnp.int32)
+    return index[:, :1] + first, where
