@@ -62,12 +62,14 @@ class HybridTable(Table):
         """What is fixed when the memory is made."""
         parts = tuple(part.facts for part in self.parts)
         sizes = [part.ubatch_size for part in parts if part.ubatch_size is not None]
+        kept = [part.rollback for part in parts if part.rollback is not None]
         return Facts(
             kind="hybrid",
             sequences=parts[0].sequences,
             streams=parts[0].streams,
             one_sequence_a_row=any(part.one_sequence_a_row for part in parts),
             ubatch_size=min(sizes, default=None),
+            rollback=min(kept, default=None),
             details=self.layers,
             parts=parts,
         )

@@ -29,6 +29,8 @@ class Facts:
     streams: S. Sequence q lives in stream q // (Q // S).
     one_sequence_a_row: whether a row of a ubatch holds tokens of one sequence only.
     ubatch_size: the most tokens of a ubatch that the memory was sized for; None for any.
+    rollback: E, where states are kept: how many of its last tokens a sequence can take back. None
+      where it can take back any, as in attention.
     details: all else that a plan depends on.
     parts: of a hybrid memory, the facts of its parts.
     """
@@ -38,6 +40,7 @@ class Facts:
     streams: int
     one_sequence_a_row: bool
     ubatch_size: int | None
+    rollback: int | None = None
     details: tuple = ()
     parts: tuple["Facts", ...] = ()
 

@@ -57,7 +57,8 @@ class StateTable(States, Table):
             streams=self.streams,
             one_sequence_a_row=True,
             ubatch_size=None,
-            details=(self.holds.shape[0], self.earlier),
+            rollback=self.earlier,
+            details=(self.holds.shape[0],),
         )
 
     def num_layers(self, buffers: Buffers) -> int:
