@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.programs import given, program_of
 from jaxkv.loops.sampling import Sampler
-from jaxkv.loops.state import DecodeState, Picked, advance, checked, ends, stops
+from jaxkv.loops.state import DecodeState, Picked, advance, check_sampler, checked, ends, stops
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_concrete
 from jaxkv.planning.step import plan_next
@@ -70,10 +70,7 @@ def decode(
       ([[2, 3, -1], [0, 1, -1]], [False, False], [1, 1])
     """
     steps = count(steps, "steps")
-    if not isinstance(sampler, Sampler):
-        raise TypeError(
-            f"wanted a sampler, such as loops.sampling.make_sampler(), got {type(sampler)}"
-        )
+    check_sampler(sampler)
     state = checked(split(memory)[0].facts, state)
     stop = stops(stop, state.token.shape[0])
     if not is_concrete(sampler, weights, memory, state, stop):

@@ -1,6 +1,6 @@
 """How far texts have come in a generation, and how a generation begins."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ def start(
         left=left,
         reason=jnp.full(count, Reason.FITS, jnp.int32),
         key=key,
-        adjusting=(sampler or make_sampler()).start(_padded(prompts, count)),
+        adjusting=(sampler or make_sampler()).start(_of_all(prompts, count)),
     )
     state = checked(facts, state)
     return jax.tree.map(jnp.asarray, state)
@@ -205,12 +205,12 @@ def advance(
         left=left,
         reason=state.reason,
         key=state.key,
-        adjusting=jax.tree.map(partial_where(picked), followed, state.adjusting),
+        adjusting=jax.tree.map(chosen(picked), followed, state.adjusting),
     )
     return state, jnp.where(picked, token, -1), logprob_of(logits, token, picked)
 
 
-def partial_where(which: jax.Array) -> Any:
+def chosen(which: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Return a function that takes the first of two arrays `[T, ...]` for some texts, `[T]`."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -244,6 +244,14 @@ def stops(stop: Any, count: int) -> Any:
     return stop
 
 
+def check_sampler(sampler: Any) -> None:
+    """Raise a TypeError unless it is a sampler."""
+    if not isinstance(sampler, Sampler):
+        raise TypeError(
+            f"wanted a sampler, such as loops.sampling.make_sampler(), got {type(sampler)}"
+        )
+
+
 def checked(facts: Facts, state: DecodeState) -> DecodeState:
     """Make arrays of what a state holds, and refuse what cannot be."""
     if not isinstance(state, DecodeState):
@@ -271,6 +279,15 @@ def checked(facts: Facts, state: DecodeState) -> DecodeState:
                 f"time; fork it with seq_cp to go on in several"
             )
     return state
+
+
+def _of_all(prompts: Sequence[Any] | None, count: int) -> Any:
+    """Return the prompts of T texts as rows; without any, rows of nothing."""
+    if prompts is None:
+        return np.zeros((count, 0), np.int32)
+    if len(prompts) != count:
+        raise ValueError(f"wanted the prompts of {count} texts, got {len(prompts)}")
+    return padded(prompts)
 
 
 def _each(value: Any, count: int, name: str) -> Any:
@@ -304,14 +321,22 @@ def _made_keys(seed: jax.Array, ids: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), ids)
 
 
-def _padded(prompts: Sequence[Any] | None, count: int) -> np.ndarray:
-    """Return prompts as rows of one length, `[T, n]`, padded in front."""
-    if prompts is None:
-        return np.zeros((count, 0), np.int32)
-    if len(prompts) != count:
-        raise ValueError(f"wanted the prompts of {count} texts, got {len(prompts)}")
+def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
+    """Return the tokens of texts as rows of one length, `[T, n]` int32, -1 in front of them.
+
+    Args:
+      prompts: `[T, n]`, or a list of lists.
+      most: n, whatever the prompts have; by default the longest has all of its tokens.
+    """
     if getattr(prompts, "ndim", 0) == 2:
-        return integers(prompts, "prompts")
-    rows = [integers(prompt, "prompts") for prompt in prompts]
-    most = max((len(row) for row in rows), default=0)
-    return np.stack([np.pad(row, (most - len(row), 0), constant_values=-1) for row in rows])
+        rows = integers(prompts, "prompts")
+    else:
+        lists = [integers(prompt, "prompts").reshape(-1) for prompt in prompts]
+        longest = max((len(one) for one in lists), default=0)
+        lists = [np.pad(one, (longest - len(one), 0), constant_values=-1) for one in lists]
+        rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)
+    if most is None:
+        return rows
+    xp = np if is_concrete(rows) else jnp
+    rows = rows[:, max(rows.shape[1] - most, 0) :]
+    return xp.pad(rows, [(0, 0), (most - rows.shape[1], 0)], constant_values=-1)

@@ -1,0 +1,278 @@
+"""Drafts: cheap guesses at what a model will say next, for `speculate` to check several at once.
+
+A draft is a tree: what it knows of the texts, and perhaps a memory of its own. It is a value; each
+turn gives the next one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.loops.forward import Forward, take_step
+from jaxkv.loops.sampling import Sampler, draw
+from jaxkv.loops.state import DecodeState, chosen, padded
+from jaxkv.memory import Memory, split
+from jaxkv.places import count
+from jaxkv.planning.step import plan_next
+from jaxkv.verbs.edit import seq_rm
+
+
+class Guess(NamedTuple):
+    """What may come next, for T texts.
+
+    tokens: `[T, n]` int32.
+    there: `[T, n]` bool, the tokens that are guessed; where one is not, none after it is.
+    adjusted: `[T, n, V]` float32, the logits that the tokens were drawn from, as a sampler left
+      them; None where nothing was drawn and each token is all that its place offers.
+    """
+
+    tokens: jax.Array
+    there: jax.Array
+    adjusted: jax.Array | None
+
+
+class Draft(ABC):
+    """Guesses tokens; `lookup` and `draft_model` make two kinds, and subclasses are others.
+
+    tries: n, the most tokens of a guess, static.
+    """
+
+    tries: int
+
+    @property
+    @abstractmethod
+    def texts(self) -> int:
+        """T, how many texts it guesses for."""
+
+    @abstractmethod
+    def guess(
+        self, sampler: Sampler, state: DecodeState, goes: jax.Array, at: jax.Array
+    ) -> tuple[Self, Guess]:
+        """Guess what comes after the last token of each text.
+
+        Args:
+          sampler: what adjusts logits; so that a model guesses by the same rules.
+          state: how far the texts have come.
+          goes: `[T]` bool, the texts that go on.
+          at: `[T]` int32, the position of each text's last token, which is in no memory yet.
+        """
+
+    @abstractmethod
+    def follow(self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array) -> Self:
+        """Take in what came of a guess.
+
+        Args:
+          sequences: `[T]` int32.
+          at: `[T]` int32, the position of `fed[:, 0]`.
+          fed: `[T, n + 1]` int32, the last token of each text and the guess after it.
+          taken: `[T]` int32, how many of them are in the memory of the text now, 0 for a text that
+            did not go on.
+        """
+
+
+def draw_key(key: jax.Array, positions: jax.Array, use: int) -> jax.Array:
+    """Return the keys, `[T]`, of one use at a position: 0 tokens, 1 acceptance, 2 guesses.
+
+    Those of tokens are the same as in `decode`.
+    """
+    keys = jax.vmap(jax.random.fold_in)(key, positions)
+    return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lookup(Draft):
+    """What `lookup` makes.
+
+    recent: `[T, C]` int32, the last tokens of each text, as far as they are in its memory; the
+      newest last, -1 where there were fewer.
+    ngram: how many tokens must occur again, static.
+    tries: see `Draft`, static.
+    """
+
+    recent: jax.Array  # [T, C]
+    ngram: int = field(metadata={"static": True})
+    tries: int = field(metadata={"static": True})
+
+    @property
+    def texts(self) -> int:
+        """T, the rows of the texts."""
+        return self.recent.shape[0]
+
+    def guess(
+        self, sampler: Sampler, state: DecodeState, goes: jax.Array, at: jax.Array
+    ) -> tuple["Lookup", Guess]:
+        """Guess that what came after the same tokens the last time comes again."""
+        del sampler, at
+        text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
+        length, n = text.shape[1], self.ngram
+        pad = jnp.pad(text, [(0, 0), (0, self.tries)], constant_values=-1)
+        # A place where the last n tokens occur: all of them are there, and one comes after them.
+        same = [text[:, i : length - n + i] == text[:, length - n + i, None] for i in range(n)]
+        found = jnp.all(jnp.stack(same), axis=0) & (text[:, : length - n] >= 0)
+        place = jnp.max(jnp.where(found, jnp.arange(length - n, dtype=jnp.int32)[None], -1), axis=1)
+        after = jnp.maximum(place, 0)[:, None] + n + jnp.arange(self.tries)[None]
+        tokens = jnp.take_along_axis(pad, after, axis=1)
+        there = (goes & (place >= 0))[:, None] & (tokens >= 0)
+        return self, Guess(tokens, there, None)
+
+    def follow(
+        self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
+    ) -> "Lookup":
+        """Append what is in the memory now."""
+        del sequences, at
+        text = jnp.concatenate([self.recent, fed], axis=1)
+        index = jnp.arange(self.recent.shape[1])[None] + taken[:, None]
+        return replace(self, recent=jnp.take_along_axis(text, index, axis=1))
+
+
+def lookup(prompts: Sequence[Any], *, ngram: int = 2, tries: int = 3, recent: int = 512) -> Lookup:
+    """Guess by looking up where the last tokens of a text occurred before.
+
+    It costs next to nothing and helps where texts repeat themselves or their prompts: edits,
+    summaries, code. Where nothing is found, nothing is guessed, and the step is one token wide.
+
+    Args:
+      prompts: for each text, `[T, n]` or a list of lists, its tokens so far.
+      ngram: how many tokens must occur again, static.
+      tries: the most tokens of a guess, static.
+      recent: C, how many of the last tokens are looked through, static.
+
+    Returns:
+      The draft, for `speculate`.
+
+    Raises:
+      ValueError: when a number is below 1, or `recent` is no more than `ngram`.
+
+    Examples:
+      >>> draft = loops.lookup([[1, 2, 3, 4, 1]], recent=8)
+      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
+      >>> state = loops.start(memory, [2])
+      >>> _, guess = draft.guess(None, state, jnp.array([True]), jnp.array([5]))
+      >>> guess.tokens.tolist(), guess.there.tolist()
+      ([[3, 4, 1]], [[True, True, True]])
+
+    llama.cpp: `examples/lookup`.
+    """
+    ngram, tries, recent = count(ngram, "ngram"), count(tries, "tries"), count(recent, "recent")
+    if recent <= ngram:
+        raise ValueError(f"wanted recent of more than ngram = {ngram} tokens, got {recent}")
+    return Lookup(recent=jnp.asarray(padded(prompts, recent)), ngram=ngram, tries=tries)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DraftModel(Draft):
+    """What `draft_model` makes.
+
+    weights: of the model.
+    memory: its own, in which the texts have the sequences that they have in the other one.
+    behind: `[T]` int32, a token that the memory lacks still, -1 if it lacks none.
+    fine: `[T]` bool, the texts whose guesses its memory had room for so far.
+    forward: the model, static.
+    tries: see `Draft`, static.
+    """
+
+    weights: Any
+    memory: Memory
+    behind: jax.Array  # [T]
+    fine: jax.Array  # [T]
+    forward: Callable = field(metadata={"static": True})
+    tries: int = field(metadata={"static": True})
+
+    @property
+    def texts(self) -> int:
+        """T, as it was made for."""
+        return self.fine.shape[0]
+
+    def guess(
+        self, sampler: Sampler, state: DecodeState, goes: jax.Array, at: jax.Array
+    ) -> tuple["DraftModel", Guess]:
+        """Run the model, one token after another; the first step catches up with what it lacks."""
+        goes = goes & self.fine
+        tokens = jnp.stack([self.behind, state.token], axis=1)
+        valid = goes[:, None] & jnp.stack([self.behind >= 0, jnp.ones_like(goes)], axis=1)
+        carry = self.memory, state.adjusting, state.token, goes
+
+        def step(carry: tuple, tokens: jax.Array, valid: jax.Array, i: jax.Array) -> tuple:
+            memory, adjusting, _, fine = carry
+            plan = plan_next(split(memory)[0], tokens, state.sequence, valid & fine[:, None])
+            memory, logits = take_step(self.forward, self.weights, memory, plan.ubatches[0])
+            logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
+            adjusted = sampler.adjust(logits, adjusting)
+            token = draw(sampler, adjusted, draw_key(state.key, at + 1 + i, 2))
+            fine &= plan.ok & (token >= 0)
+            adjusting = jax.tree.map(chosen(fine), sampler.follow(adjusting, token), adjusting)
+            return (memory, adjusting, token, fine), (token, fine, adjusted)
+
+        carry, first = step(carry, tokens, valid, jnp.int32(0))
+
+        def again(carry: tuple, i: jax.Array) -> tuple:
+            return step(carry, carry[2][:, None], jnp.ones_like(goes)[:, None], i)
+
+        carry, rest = jax.lax.scan(again, carry, jnp.arange(1, self.tries, dtype=jnp.int32))
+        made = jax.tree.map(
+            lambda one, others: jnp.moveaxis(jnp.concatenate([one[None], others]), 0, 1),
+            first,
+            rest,
+        )
+        adjusted = made[2] if sampler.draws else None
+        after = replace(self, memory=carry[0], fine=self.fine & (carry[3] | ~goes))
+        return after, Guess(made[0], made[1], adjusted)
+
+    def follow(
+        self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
+    ) -> "DraftModel":
+        """Cut off what was not taken; what was taken as a whole lacks its last token."""
+        memory, ok = seq_rm(self.memory, sequences, at + taken)
+        behind = jnp.where(taken == fed.shape[1], fed[:, -1], -1)
+        return replace(self, memory=memory, behind=behind, fine=self.fine & ok)
+
+
+def draft_model(
+    forward: Forward, weights: Any, memory: Memory, *, texts: int = 1, tries: int = 3
+) -> DraftModel:
+    """Guess by a smaller model of the same vocabulary, which has a memory of its own.
+
+    Args:
+      forward: the model, see `prefill`; pass the same function every time.
+      weights: whatever it wants.
+      memory: its memory after the same prompts, in the same sequences. One that keeps states must
+        keep `tries` earlier ones.
+      texts: T, how many texts there are.
+      tries: the most tokens of a guess, static.
+
+    Returns:
+      The draft, for `speculate`. Where its memory has no room for all texts that go on, they go on
+      without guesses.
+
+    Raises:
+      ValueError: when a number is below 1, or the memory keeps too few states.
+
+    llama.cpp: `examples/speculative`.
+    """
+    tries, texts = count(tries, "tries"), count(texts, "texts")
+    check_rollback(memory, tries, "the draft's memory")
+    return DraftModel(
+        weights=weights,
+        memory=memory,
+        behind=jnp.full(texts, -1, jnp.int32),
+        fine=jnp.ones(texts, bool),
+        forward=forward,
+        tries=tries,
+    )
+
+
+def check_rollback(memory: Memory, wanted: int, what: str) -> None:
+    """Raise a ValueError unless so many tokens can be taken back in every part of a memory."""
+    facts = split(memory)[0].facts
+    if facts.rollback is not None and facts.rollback < wanted:
+        raise ValueError(
+            f"wanted {what} to keep {wanted} earlier states or more, to take back what was guessed "
+            f"wrong, got {facts.kind} with rollback={facts.rollback}: make it with "
+            f"rollback={wanted}"
+        )

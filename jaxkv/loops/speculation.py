@@ -1,0 +1,388 @@
+"""Speculating: several guessed tokens are checked in one step, and those that hold are kept.
+
+The texts are those of `decode`: with the best token taken they are the same, but for rounding where
+two tokens are as good; drawn, they have the same distribution. A guess is accepted by comparing two
+distributions (Leviathan, Kalman and Matias, 2023, arXiv:2211.17192).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.loops.drafts import Draft, Guess, check_rollback, draw_key
+from jaxkv.loops.forward import Forward, take_step
+from jaxkv.loops.programs import given, program_of
+from jaxkv.loops.sampling import Sampler, draw
+from jaxkv.loops.state import (
+    DecodeState,
+    check_sampler,
+    checked,
+    chosen,
+    ends,
+    logprob_of,
+    stops,
+)
+from jaxkv.memory import Memory, join, split
+from jaxkv.places import count, is_concrete
+from jaxkv.planning.step import plan_next
+from jaxkv.verbs.edit import seq_rm
+
+
+class Speculated(NamedTuple):
+    """The tokens that were picked, and how the guesses went.
+
+    tokens: `[T, n]` int32, see `Picked`.
+    logprobs: `[T, n]` float32, see `Picked`.
+    turns: `[T]` int32, the steps of the model that a text took part in.
+    tried: `[T]` int32, the tokens that were guessed.
+    accepted: `[T]` int32, those of them that held.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    turns: jax.Array
+    tried: jax.Array
+    accepted: jax.Array
+
+
+class Turn(NamedTuple):
+    """What came of one step, for T texts.
+
+    tokens: `[T, n + 1]` int32, the tokens that were picked, as far as `picked` says.
+    logprobs: `[T, n + 1]` float32.
+    picked: `[T]` int32, how many.
+    state: how far the texts have come.
+    drafting: `[T]` bool, the texts that guesses are still made for.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    picked: jax.Array
+    state: DecodeState
+    drafting: jax.Array
+
+
+class Speculation(NamedTuple):
+    """What stays the same over a whole loop; see `speculate`."""
+
+    forward: Forward
+    sampler: Sampler
+    weights: Any
+    stop: jax.Array
+
+
+def speculate(
+    forward: Forward,
+    draft: Draft,
+    sampler: Sampler,
+    weights: Any,
+    memory: Memory,
+    state: DecodeState,
+    stop: Any = (),
+    *,
+    steps: int,
+    donate: bool = False,
+) -> tuple[Memory, DecodeState, Draft, Speculated]:
+    """Generate as `decode` does, checking what a draft guesses several tokens at a time.
+
+    A text goes on alone where its guess does not find room, and a step in which nothing is guessed
+    is one token wide.
+
+    Args:
+      forward: see `prefill`.
+      draft: what guesses, of `lookup` or `draft_model`.
+      sampler: see `decode`.
+      weights: whatever the model wants.
+      memory: the memory after the prompts. One that keeps states must keep as many earlier ones as
+        the draft tries.
+      state: how far each text has come, see `decode`.
+      stop: the tokens that end a text, see `decode`.
+      steps: the most tokens to generate for each text, static.
+      donate: give up the buffers of the memory passed in, see `prefill`. Those of a draft are
+        copied once a call.
+
+    Returns:
+      The memory, how far each text has come now, the draft to go on with, and the tokens that were
+      picked. Tokens that were guessed wrong are in no memory.
+
+    Raises:
+      ValueError: as `decode` does, and when the memory keeps too few states to take back a guess.
+      TypeError: when it is given something else than a draft, a sampler or a state.
+
+    Examples:
+      A model that says 1, 2, 3, 1, 2, 3 and so on; nine tokens take three steps:
+
+      >>> def forward(weights, memory, ubatch):
+      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
+      ...     return memory, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[ubatch.outputs]
+      >>> memory = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=3)
+      >>> memory, logits = prefill(forward, jnp.eye(3), memory, make_batch([0, 1, 2, 0]))
+      >>> sampler = loops.sampling.make_sampler()
+      >>> state, _ = loops.begin(sampler, memory, logits)
+      >>> draft = loops.lookup([[0, 1, 2, 0]])
+      >>> memory, state, draft, made = loops.speculate(
+      ...     forward, draft, sampler, jnp.eye(3), memory, state, steps=9
+      ... )
+      >>> made.tokens.tolist(), made.turns.item(), made.accepted.item()
+      ([[2, 0, 1, 2, 0, 1, 2, 0, 1]], 3, 6)
+
+    llama.cpp: `examples/speculative` and `examples/lookup`.
+    """
+    steps = count(steps, "steps")
+    check_sampler(sampler)
+    if not isinstance(draft, Draft):
+        raise TypeError(f"wanted a draft, such as loops.lookup(prompts), got {type(draft)}")
+    check_rollback(memory, draft.tries, "the memory")
+    state = checked(split(memory)[0].facts, state)
+    texts = state.token.shape[0]
+    if draft.texts != texts:
+        raise ValueError(f"wanted a draft of {texts} texts, got one of {draft.texts}")
+    stop = stops(stop, texts)
+    fixed = sampler, weights, stop
+    if not is_concrete(draft, memory, state, fixed):
+        return _speculate(Speculation(forward, *fixed), draft, memory, state, steps)
+    table, buffers = given(memory, donate)
+    loop = program_of(_speculating, forward)
+    table, buffers, now, draft, made = loop(fixed, draft, table, buffers, state, steps=steps)
+    # The sequences stay those that were passed in: to look at a result is to wait for it.
+    return join(table, buffers), replace(now, sequence=state.sequence), draft, made
+
+
+def _speculating(forward: Callable[[], Forward]) -> Any:
+    @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
+    def loop(
+        fixed: tuple, draft: Draft, table: Any, buffers: Any, state: DecodeState, *, steps: int
+    ) -> tuple:
+        told = Speculation(forward(), *fixed)
+        memory, *rest = _speculate(told, draft, join(table, buffers), state, steps)
+        return *split(memory), *rest
+
+    return loop
+
+
+def _speculate(
+    told: Speculation, draft: Draft, memory: Memory, state: DecodeState, steps: int
+) -> tuple[Memory, DecodeState, Draft, Speculated]:
+    """Do what `speculate` says, as a part of the program that is being traced."""
+    texts, tries = state.token.shape[0], draft.tries
+
+    def goes_on(carry: tuple) -> jax.Array:
+        _, state, _, made, _, _ = carry
+        return jnp.any(state.active & (_made(made) < steps))
+
+    def body(carry: tuple) -> tuple:
+        memory, state, draft, made, at, drafting = carry
+        done = _made(made)
+        goes = state.active & (done < steps)
+        draft, guess = draft.guess(told.sampler, state, goes & drafting, at)
+        # One token more than is guessed may be picked.
+        room = jnp.minimum(steps - done, state.left) - 1
+        there = guess.there & (goes & drafting)[:, None]
+        there &= jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None]
+        guess = guess._replace(there=there)
+        memory, turn = _take_turn(told, guess, memory, state, goes, at, drafting)
+        fed = jnp.concatenate([state.token[:, None], guess.tokens], axis=1)
+        draft = draft.follow(state.sequence, at, fed, turn.picked)
+        tried = jnp.where(turn.picked > 0, jnp.sum(there, axis=1, dtype=jnp.int32), 0)
+        made = Speculated(
+            tokens=_appended(made.tokens, done, turn.tokens, turn.picked),
+            logprobs=_appended(made.logprobs, done, turn.logprobs, turn.picked),
+            turns=made.turns + goes,
+            tried=made.tried + tried,
+            accepted=made.accepted + jnp.maximum(turn.picked - 1, 0),
+        )
+        return memory, turn.state, draft, made, at + turn.picked, turn.drafting
+
+    none = jnp.zeros(texts, jnp.int32)
+    made = Speculated(
+        tokens=jnp.full((texts, steps), -1, jnp.int32),
+        logprobs=jnp.zeros((texts, steps), jnp.float32),
+        turns=none,
+        tried=none,
+        accepted=none,
+    )
+    state, draft = jax.tree.map(jnp.asarray, (state, draft))
+    at = ends(split(memory)[0])[state.sequence] + 1
+    begun = memory, state, draft, made, at, jnp.ones(texts, bool)
+    memory, state, draft, made, _, _ = jax.lax.while_loop(goes_on, body, begun)
+    return memory, state, draft, made
+
+
+def _made(made: Speculated) -> jax.Array:
+    """Return how many tokens of each text were picked, `[T]` int32."""
+    return jnp.sum(made.tokens >= 0, axis=1, dtype=jnp.int32)
+
+
+def _appended(rows: jax.Array, start: jax.Array, new: jax.Array, picked: jax.Array) -> jax.Array:
+    """Write the first of some numbers, `[T, n]`, behind those that each text has."""
+    turn = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    where = jnp.where(turn < picked[:, None], start[:, None] + turn, rows.shape[1])
+    return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")
+
+
+def _take_turn(
+    told: Speculation,
+    guess: Guess,
+    memory: Memory,
+    state: DecodeState,
+    goes: jax.Array,
+    at: jax.Array,
+    drafting: jax.Array,
+) -> tuple[Memory, Turn]:
+    """Take one step: as wide as the guess, or one token wide where there is none.
+
+    Each width is a loop that runs once or not at all: a branch would copy the memory.
+    """
+    texts, tries = guess.tokens.shape
+    begun = Turn(
+        tokens=jnp.zeros((texts, tries + 1), jnp.int32),
+        logprobs=jnp.zeros((texts, tries + 1), jnp.float32),
+        picked=jnp.zeros(texts, jnp.int32),
+        state=state,
+        drafting=drafting,
+    )
+    narrow = ~jnp.any(guess.there)
+
+    def step(width: int, carry: tuple) -> tuple:
+        memory, _, _ = carry
+        part = jax.tree.map(lambda x: x[:, :width], guess)
+        memory, turn = _step(told, part, memory, state, goes, at, drafting)
+        more = [(0, 0), (0, tries - width)]
+        tokens, logprobs = (jnp.pad(x, more) for x in (turn.tokens, turn.logprobs))
+        return memory, turn._replace(tokens=tokens, logprobs=logprobs), jnp.array(False)
+
+    carry = memory, begun, narrow
+    carry = jax.lax.while_loop(lambda carry: carry[2], partial(step, 0), carry)
+    carry = *carry[:2], ~narrow
+    memory, turn, _ = jax.lax.while_loop(lambda carry: carry[2], partial(step, tries), carry)
+    return memory, turn
+
+
+def _step(
+    told: Speculation,
+    guess: Guess,
+    memory: Memory,
+    state: DecodeState,
+    goes: jax.Array,
+    at: jax.Array,
+    drafting: jax.Array,
+) -> tuple[Memory, Turn]:
+    """Feed the last token of each text and a guess, and keep what holds."""
+    table, _ = split(memory)
+    fed = jnp.concatenate([state.token[:, None], guess.tokens], axis=1)
+    valid = jnp.concatenate([goes[:, None], guess.there], axis=1)
+    plan = plan_next(table, fed, state.sequence, valid)
+    memory, logits = take_step(told.forward, told.weights, memory, plan.ubatches[0])
+    logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
+
+    ok = goes & plan.ok
+    tokens, logprobs, held, adjusting = _verify(told.sampler, logits, guess, state, ok, at)
+    stopped = jnp.any(tokens[:, :, None] == told.stop[:, None], axis=2) | (tokens < 0)
+    turn = jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
+    ended = jnp.min(jnp.where(stopped & held, turn, fed.shape[1]), axis=1)
+    held &= turn <= ended[:, None]
+    picked = jnp.sum(held & (tokens >= 0), axis=1, dtype=jnp.int32)
+    last = jnp.take_along_axis(tokens, jnp.maximum(picked - 1, 0)[:, None], axis=1)[:, 0]
+    left = state.left - picked
+
+    # What was guessed wrong is taken back. A text that is allowed no token keeps the one it fed.
+    kept = jnp.maximum(picked, 1)
+    cut = jnp.where(ok, state.sequence, table.facts.sequences)
+    if fed.shape[1] > 1:
+        memory, _ = seq_rm(memory, cut, at + kept)
+    # A refused step has changed nothing. A text that it was refused for does without guesses from
+    # now on, or ends if it had none.
+    refused = goes & ~plan.ok & ~plan.fits[state.sequence]
+    guessed = jnp.any(guess.there, axis=1)
+    dead = refused & ~guessed
+    state = replace(
+        state,
+        token=jnp.where(picked > 0, last, state.token),
+        active=state.active & ~(ok & ((ended < fed.shape[1]) | (left <= 0))) & ~dead,
+        left=left,
+        reason=jnp.where(dead, plan.reason[state.sequence], state.reason),
+        adjusting=adjusting,
+    )
+    return memory, Turn(tokens, logprobs, picked, state, drafting & ~(refused & guessed))
+
+
+def _verify(
+    sampler: Sampler,
+    logits: jax.Array,
+    guess: Guess,
+    state: DecodeState,
+    ok: jax.Array,
+    at: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    """Pick a token at each place, as far as what was guessed before it holds.
+
+    Args:
+      sampler: what adjusts the logits.
+      logits: `[T, n + 1, V]` float32.
+      guess: of n tokens.
+      state: how far the texts have come.
+      ok: `[T]` bool, the texts that go on.
+      at: `[T]` int32, the position of the first token that was fed.
+
+    Returns:
+      The tokens, `[T, n + 1]` int32; the logarithms of their probability; which of them hold, bool;
+      and the state of the sampler after those.
+    """
+    places = logits.shape[1]
+    more = [(0, 0), (0, 1)]
+    there = jnp.pad(guess.there, more)
+    guesses = jnp.pad(guess.tokens, more)
+    drawn_from = guess.adjusted
+    if drawn_from is not None:
+        drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*more, (0, 0)]), 1, 0)
+
+    def place(carry: tuple, one: tuple) -> tuple:
+        holds, adjusting = carry
+        i, logits, guessed, there, drawn_from = one
+        adjusted = sampler.adjust(logits, adjusting)
+        position = at + 1 + i
+        if sampler.draws:
+            accepted, rest = _compared(
+                adjusted, guessed, drawn_from, draw_key(state.key, position, 1)
+            )
+            adjusted = jnp.where(there[:, None], rest, adjusted)
+            token = draw(sampler, adjusted, draw_key(state.key, position, 0))
+            token = jnp.where(there & accepted, guessed, token)
+        else:
+            token = draw(sampler, adjusted, state.key)
+        adjusting = jax.tree.map(chosen(holds), sampler.follow(adjusting, token), adjusting)
+        found = token, logprob_of(logits, token, holds), holds
+        return (holds & there & (token == guessed), adjusting), found
+
+    turns = jnp.arange(places, dtype=jnp.int32)
+    by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, there))
+    begun = ok, state.adjusting
+    (_, adjusting), found = jax.lax.scan(place, begun, (turns, *by_place, drawn_from))
+    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
+    return tokens, logprobs, holds, adjusting
+
+
+def _compared(
+    adjusted: jax.Array, guessed: jax.Array, drawn_from: jax.Array | None, keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return whether guesses hold, `[T]` bool, and the logits to draw from where they do not.
+
+    A guess that was drawn with probability q is accepted with min(1, p / q). What is drawn in its
+    place has the distribution max(p - q, 0), so that the token has p altogether.
+    """
+    p = jax.nn.softmax(adjusted, axis=1)
+    if drawn_from is None:
+        q = jax.nn.one_hot(guessed, p.shape[1], dtype=p.dtype)
+    else:
+        q = jax.nn.softmax(drawn_from, axis=1)
+    own = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
+    chance = jax.vmap(lambda key: jax.random.uniform(key))(keys)
+    accepted = chance * own(q)[:, 0] < own(p)[:, 0]
+    rest = jnp.maximum(p - q, 0)
+    some = jnp.any(rest > 0, axis=1, keepdims=True)  # equal but for rounding, they leave nothing
+    return accepted, jnp.where(some, jnp.log(rest), adjusted)

@@ -1,0 +1,302 @@
+"""Speculation: the texts of a plain loop, or draws of the same distribution, in fewer steps."""
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+import models
+from jaxkv import loops, make_batch
+from jaxkv.loops.sampling import constrained, make_sampler
+from tests.memories import SMALL, SPLIT, WEIGHTS, filled, think
+
+DATA = Path(__file__).parent / "data"
+FAMILIES = ("llama_tied", "gemma3", "mamba2", "granite_hybrid", "recurrent_gemma")
+QUICK = [("granite_hybrid", "another", 1)]
+EVERY = [
+    pytest.param(*way, marks=() if way in QUICK else pytest.mark.slow)
+    for way in product(FAMILIES, ("lookup", "itself", "another"), (1, 3))
+]
+BEST = make_sampler()
+PROMPTS = [[7, 3, 11, 5, 7, 3, 11, 5, 7, 3], [2, 9, 13, 2, 9, 13, 2], [4, 6, 1, 8, 4, 6]]
+
+
+@cache
+def load(name):
+    return models.load(DATA / name)
+
+
+def begun(model, prompts, sampler=BEST, *, limit=24, stop=(), **options):
+    """Prefill prompts, and pick their first tokens."""
+    count = len(prompts)
+    memory = model.make_memory(cells=160, sequences=count, rollback=4, **options)
+    memory, logits = jaxkv.prefill(model.forward, model.weights, memory, make_batch(prompts))
+    state, first = loops.begin(sampler, memory, logits, stop, limit=limit, prompts=prompts)
+    return memory, state, first
+
+
+def plainly(model, memory, state, *, stop=(), steps=24, sampler=BEST):
+    return jaxkv.decode(model.forward, sampler, model.weights, memory, state, stop, steps=steps)
+
+
+def texts(made):
+    return [row[row >= 0].tolist() for row in np.asarray(made.tokens)]
+
+
+def copying(name):
+    """Another model, nearly the same: it guesses right now and then."""
+    model = load(name)
+    noise = np.random.default_rng(0)
+    weights = jax.tree.map(
+        lambda x: x + 0.02 * noise.normal(size=x.shape).astype(x.dtype), model.weights
+    )
+    return model.forward, weights
+
+
+@pytest.mark.parametrize(("name", "kind", "streams"), EVERY)
+def test_texts_are_those_of_a_plain_loop(name, kind, streams):
+    model = load(name)
+    memory, state, _ = begun(model, PROMPTS, streams=streams)
+    after, ended, wanted = plainly(model, memory, state)
+    if kind == "lookup":
+        draft = loops.lookup(PROMPTS)
+    else:
+        forward, weights = (model.forward, model.weights) if kind == "itself" else copying(name)
+        own, _ = jaxkv.prefill(
+            forward,
+            weights,
+            model.make_memory(cells=160, sequences=3, rollback=4),
+            make_batch(PROMPTS),
+        )
+        draft = loops.draft_model(forward, weights, own, texts=3)
+    found, now, draft, made = loops.speculate(
+        model.forward, draft, BEST, model.weights, memory, state, steps=24
+    )
+    assert texts(made) == texts(wanted)
+    np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=2e-4)
+    assert now.token.tolist() == ended.token.tolist() and not now.active.any()
+    ids = [0, 1, 2]
+    assert jaxkv.seq_pos_max(found, ids).tolist() == jaxkv.seq_pos_max(after, ids).tolist()
+    assert not sum(jaxkv.check_invariants(found).values())
+    picked = made.turns + made.accepted
+    assert picked.tolist() == [len(text) for text in texts(made)]
+    if kind == "itself":
+        assert (made.accepted * 4 >= made.tried * 4 - 4).all() and (made.turns <= 7).all()
+    # The memory goes on as if nothing had been guessed.
+    step = partial(jaxkv.prefill, model.forward, model.weights, batch=make_batch([[1]] * 3))
+    np.testing.assert_allclose(step(memory=found)[1], step(memory=after)[1], atol=2e-4)
+
+
+def forward(weights, memory, ubatch):
+    del weights
+    return think(memory, ubatch)
+
+
+@pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=["pool", "streams"])
+def test_stop_tokens_limits_and_full_memories_end_texts_alike(kind):
+    """Also within a guess; at whatever number of steps a call ends."""
+    prompts = [[1, 2, 1], [3]]
+    memory = kind.make()
+    memory, logits = jaxkv.prefill(forward, None, memory, make_batch(prompts))
+    for limit in ([9, 2], [3, 9], [9, 9]):
+        state, first = loops.begin(BEST, memory, logits, limit=limit)
+        _, _, free = jaxkv.decode(forward, BEST, None, memory, state, steps=8)
+        for stop in ([], [int(free.tokens[0, 2])]):
+            plain = partial(jaxkv.decode, forward, BEST, None, stop=stop)
+            after, ended, wanted = plain(memory=memory, state=state, steps=8)
+            now, at, draft, pieces = memory, state, Told.make(free.tokens), []
+            for steps in (3, 5):
+                now, at, draft, made = loops.speculate(
+                    forward, draft, BEST, None, now, at, stop, steps=steps
+                )
+                pieces.append(made)
+            found = [sum(both, []) for both in zip(*map(texts, pieces), strict=True)]
+            assert found == texts(wanted)
+            assert at.reason.tolist() == ended.reason.tolist()
+            assert at.active.tolist() == ended.active.tolist()
+            assert at.left.tolist() == ended.left.tolist()
+            held = [jaxkv.seq_pos_max(one, [0, 1]).tolist() for one in (now, after)]
+            assert held[0] == held[1]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["tokens", "start"], meta_fields=["tries"])
+@dataclass(frozen=True)
+class Told(loops.drafts.Draft):
+    """Guesses what it was told will come, and every third token wrong."""
+
+    tokens: jax.Array
+    start: jax.Array
+    tries: int = 3
+
+    @property
+    def texts(self):
+        return len(self.start)
+
+    @classmethod
+    def make(cls, tokens):
+        wrong = jnp.where(jnp.arange(tokens.shape[1])[None] % 3 == 2, 0, tokens)
+        return cls(jnp.pad(wrong, [(0, 0), (0, 3)]), jnp.zeros(len(tokens), jnp.int32))
+
+    def guess(self, sampler, state, goes, at):
+        where = self.start[:, None] + jnp.arange(3)[None]
+        tokens = jnp.take_along_axis(self.tokens, where, axis=1)
+        there = goes[:, None] & (tokens >= 0)
+        return self, loops.drafts.Guess(tokens, jnp.cumprod(there, axis=1) > 0, None)
+
+    def follow(self, sequences, at, fed, taken):
+        return replace(self, start=self.start + taken)
+
+
+def test_samplers_with_a_memory_follow_only_what_holds():
+    """Penalties and rules see the tokens of the text, and none that was guessed wrong."""
+    prompts = [[1, 2, 1, 2], [3, 4, 3, 4]]
+    rule = constrained(
+        make_sampler(repeat_penalty=1.5, last_n=6), first=0, allowed=turns_of, advance=next_turn
+    )
+    memory, logits = jaxkv.prefill(forward, None, SMALL.make(), make_batch(prompts))
+    state, _ = loops.begin(rule, memory, logits, prompts=prompts)
+    _, ended, wanted = jaxkv.decode(forward, rule, None, memory, state, steps=2)
+    draft = loops.lookup(prompts, ngram=1)
+    _, now, _, made = loops.speculate(forward, draft, rule, None, memory, state, steps=2)
+    assert texts(made) == texts(wanted)
+    jax.tree.map(np.testing.assert_array_equal, now.adjusting, ended.adjusting)
+
+
+def turns_of(state):
+    return jnp.arange(SIZE) % 2 == state
+
+
+def next_turn(state, token):
+    return 1 - token % 2
+
+
+SIZE = WEIGHTS["embedding"].shape[0]
+
+# ---- draws
+
+
+CHANCES = np.random.default_rng(1).dirichlet(np.ones(4), size=(2, 4)).astype(np.float32)
+
+
+def by_table(weights, memory, ubatch):
+    """Says what a table says comes after a token."""
+    x = jnp.zeros((*ubatch.valid.shape, 1, 1))
+    memory, _ = jaxkv.attend(memory, 0, ubatch, x, x, x)
+    return memory, jnp.log(weights)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
+
+
+def table_memory(texts):
+    memory = jaxkv.make_kv_cache(
+        layers=1, cells=16, kv_heads=1, head_dim=1, sequences=texts, streams=texts
+    )
+    return jaxkv.prefill(by_table, CHANCES[0], memory, make_batch([[0]] * texts))[0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("kind", ["lookup", "model"])
+def test_draws_have_the_distribution_of_the_model(kind, temperature):
+    """Chi-square over all texts of three tokens; 4,096 texts, so that what is likely shows."""
+    count, rounds = 256, 16
+    sampler = make_sampler(temperature=temperature)
+    memory = table_memory(count)
+    found = np.zeros((4, 4, 4))
+    for seed in range(rounds):
+        state = loops.start(memory, [0] * count, seed=seed, limit=3)
+        if kind == "lookup":
+            draft = loops.lookup([[0, 1, 2, 0, 1, 3]] * count, ngram=1, tries=2, recent=8)
+        else:
+            draft = loops.draft_model(by_table, CHANCES[1], memory, texts=count, tries=2)
+        _, _, _, made = loops.speculate(
+            by_table, draft, sampler, CHANCES[0], memory, state, steps=3
+        )
+        np.add.at(found, tuple(np.asarray(made.tokens).T), 1)
+        assert 0 < made.accepted.sum() < made.tried.sum()
+    chances = CHANCES[0] ** (1 / temperature)
+    chances = chances / chances.sum(axis=1, keepdims=True)
+    wanted = count * rounds * chances[0][:, None, None] * chances[:, :, None] * chances[None]
+    statistic = ((found - wanted) ** 2 / wanted).sum()
+    assert statistic < 106  # the 99.95 % point of 63 degrees of freedom is 106.4
+
+
+def test_draws_without_guesses_are_those_of_a_plain_loop():
+    sampler, memory = make_sampler(temperature=1.0), table_memory(8)
+    state = loops.start(memory, [0] * 8, seed=4, limit=5)
+    _, _, wanted = jaxkv.decode(by_table, sampler, CHANCES[0], memory, state, steps=5)
+    draft = loops.lookup([[]] * 8, ngram=7, recent=8)
+    _, _, _, made = loops.speculate(by_table, draft, sampler, CHANCES[0], memory, state, steps=5)
+    assert texts(made) == texts(wanted) and not made.tried.any()
+
+
+# ---- how it may be called
+
+
+def test_it_is_a_part_of_ones_own_program():
+    memory, state = filled(4), loops.start(filled(4), [1], limit=6)
+    draft = loops.lookup([[1, 2, 1, 2]])
+    run = partial(loops.speculate, forward, steps=6)
+    wanted = run(draft, BEST, None, memory, state)[3]
+    found = jax.jit(run)(draft, BEST, None, memory, state)[3]
+    assert texts(found) == texts(wanted)
+
+
+def test_the_memory_that_is_passed_in_stays_unless_it_is_donated():
+    memory, state = jax.tree.map(jnp.copy, filled(4)), loops.start(filled(4), [1], limit=3)
+    before = jax.tree.map(np.array, memory)
+    run = partial(loops.speculate, forward, loops.lookup([[1]]), BEST, None, memory, state, steps=3)
+    run()
+    jax.tree.map(np.testing.assert_array_equal, memory, before)
+    run(donate=True)
+    with pytest.raises(ValueError, match="whose buffers were donated"):
+        run()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "granite_hybrid"])
+def test_a_memory_that_cannot_take_back_is_named(name):
+    model = load(name)
+    memory = model.make_memory(cells=16, rollback=2)
+    state = loops.start(memory, [1])
+    wanted = "to keep 3 earlier states or more, .* with rollback=2: make it with rollback=3"
+    with pytest.raises(ValueError, match=f"wanted the memory {wanted}"):
+        loops.speculate(
+            model.forward, loops.lookup([[1]]), BEST, model.weights, memory, state, steps=1
+        )
+    with pytest.raises(ValueError, match=f"wanted the draft's memory {wanted}"):
+        loops.draft_model(model.forward, model.weights, memory)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: loops.lookup([[1]], ngram=0), "wanted ngram of at least 1, got 0"),
+        (lambda: loops.lookup([[1]], tries=0), "wanted tries of at least 1, got 0"),
+        (lambda: loops.lookup([[1]], ngram=4, recent=4), "recent of more than ngram = 4 .* got 4"),
+        (lambda: loops.draft_model(forward, None, filled(2), texts=0), "texts of at least 1"),
+        (
+            lambda: loops.speculate(
+                forward, forward, BEST, None, filled(2), loops.start(filled(2), [1]), steps=1
+            ),
+            "wanted a draft, such as loops.lookup",
+        ),
+        (
+            lambda: loops.speculate(
+                forward,
+                loops.lookup([[1], [2]]),
+                BEST,
+                None,
+                filled(2),
+                loops.start(filled(2), [1]),
+                steps=1,
+            ),
+            "wanted a draft of 1 texts, got one of 2",
+        ),
+    ],
+)
+def test_mistakes_are_named(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
