@@ -38,15 +38,17 @@ PATIENCE = 5
 
 KNOWN_BY = {
     "jaxkv/window.py": "evictions window ollama stateful",
-    "jaxkv/stamp.py": "stale going_back refusals batch recurrent_going_back",
-    "jaxkv/kv/cells.py": "evictions traps isolation ollama streams window shift stale going_back "
-    "stateful refusals permutation",
-    "jaxkv/kv/reuse.py": "evictions window ollama stateful",
-    "jaxkv/kv/slots.py": "traps ollama window streams refusals going_back stale evictions stateful "
-    "recurrent_ubatches",
-    "jaxkv/recurrent/s*.py": "recurrent recurrent_going_back recurrent_ubatches stale",
-    "jaxkv/hybrid.py": "window recurrent stale refusals recurrent_ubatches stateful",
-    "jaxkv/planning/*.py": "traps refusals batch streams window recurrent_ubatches stale stateful",
+    "jaxkv/stamp.py": "arguments stale going_back refusals batch recurrent_going_back",
+    "jaxkv/kv/cells.py": "arguments invariants evictions traps isolation ollama streams window "
+    "shift stale going_back stateful refusals permutation every_argument",
+    "jaxkv/kv/reuse.py": "evictions window ollama stateful every_argument",
+    "jaxkv/kv/slots.py": "arguments traps ollama window streams refusals going_back stale "
+    "evictions stateful recurrent_ubatches every_argument",
+    "jaxkv/recurrent/s*.py": "arguments invariants recurrent recurrent_going_back "
+    "recurrent_ubatches stale every_argument",
+    "jaxkv/hybrid.py": "arguments window recurrent stale refusals recurrent_ubatches stateful",
+    "jaxkv/planning/*.py": "arguments traps refusals batch step streams window "
+    "recurrent_ubatches stale stateful every_argument",
 }
 """The core, as patterns of its files, and the tests that know each, the quickest first."""
 

@@ -7,6 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
+from jaxkv.stamp import content
 from tests.memories import SMALL, assert_identical, filled
 
 BIG = 2**31 - 1
@@ -14,12 +15,12 @@ ONE = dict(layers=1, kv_heads=1, head_dim=4)
 
 
 @pytest.mark.parametrize(
-    "wrong", [2**70, np.uint32(2**32 - 1), np.int64(2**32), jnp.uint32(2**32 - 1), 3, -2, [0, 1]]
+    "wrong", [2**70, np.uint32(2**32 - 1), np.int64(2**32), jnp.uint32(2**32 - 1), 3, -2, [[0]]]
 )
 def test_a_sequence_that_is_none_is_refused(wrong):
     memory = filled(2, 1)
     for verb in (jaxkv.seq_rm, jaxkv.seq_keep, jaxkv.can_seq_rm):
-        with pytest.raises(ValueError, match="wanted (sequence ids from|one sequence id)"):
+        with pytest.raises(ValueError, match="wanted (sequence ids from|one sequence id|seq, p0)"):
             verb(memory, wrong)
 
 
@@ -247,3 +248,44 @@ def test_what_a_loop_wants_is_named():
         jaxkv.prefill(lambda weights, *_: weights, jnp.eye(4), memory, make_batch([1]))
     with pytest.raises(ValueError, match="wanted tokens as a list or as a list of lists, got both"):
         make_batch([[1, 2], 3])
+
+
+def test_rows_of_a_ubatch_are_those_that_there_may_be():
+    """Padded to a power of two, but never past the sequences; a token each where they are many."""
+    sizes = dict(cells=8, sequences=3, streams=3, **ONE)
+    memory = jaxkv.make_kv_cache(**sizes)
+    for prompts, rows in (([[1]], 1), ([[1], [2]], 2), ([[1], [2], [3]], 3)):
+        (ubatch,) = jaxkv.init_batch(memory, make_batch(prompts)).ubatches
+        assert ubatch.tokens.shape == (rows, 1)
+    assert jaxkv.init_full(memory, ubatch_size=2).ubatches[0].tokens.shape == (3, 1)
+    assert jaxkv.init_full(memory, ubatch_size=7).ubatches[0].tokens.shape == (3, 2)
+
+
+def test_an_owner_beyond_the_first_word_is_written():
+    memory = jaxkv.make_kv_cache(cells=4, sequences=40, **ONE)
+    batch = make_batch([[1], [2, 3]], sequences=[33, 1])
+    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch).check())
+    assert jaxkv.seq_pos_max(memory, [0, 1, 32, 33]).tolist() == [-1, 1, -1, 0]
+
+
+@pytest.mark.parametrize("pair", [(), (1,), (1, (0,), 2), (1, (0,))])
+def test_what_is_no_pair_of_a_hybrid_is_named(pair):
+    with pytest.raises(TypeError, match="wanted pairs of a memory and its layers, got <class 'tup"):
+        jaxkv.make_hybrid_cache(pair)
+    part = jaxkv.make_kv_cache(cells=4, **ONE)
+    for other in ([part, (0,)], (part,), (part, (0,), 1)):
+        with pytest.raises(TypeError, match="wanted pairs of a memory and its layers"):
+            jaxkv.make_hybrid_cache(other)
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_every_bit_of_an_embedding_counts(bit):
+    """In each of its numbers, and in which of them it stands."""
+    plain = np.array([[1.5, -2.0]], np.float32)
+    seen = {int(content(None, jnp.asarray(plain))[0])}
+    for i in range(2):
+        words = plain.view(np.uint32).copy()
+        words[0, i] ^= np.uint32(1 << bit)
+        seen.add(int(content(None, jnp.asarray(words).view(jnp.float32))[0]))
+    seen.add(int(content(None, jnp.asarray(plain[:, ::-1]))[0]))
+    assert len(seen) == 4
