@@ -6,8 +6,9 @@ from typing import Literal
 
 from models.text.tokenizer import Tokenizer
 
-Finish = Literal["stop", "length", "full"]
-"""Why a text ends: a stop token came, it has all the tokens asked for, or the memory is full."""
+Finish = Literal["stop", "length", "full", "interrupted"]
+"""Why a text ends: a stop token came, it has all the tokens asked for, the memory is full, or the
+run was interrupted."""
 
 OnText = Callable[[int, str, bool], None]
 """`(which text, what is new of it, whether it ends there)`."""

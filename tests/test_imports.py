@@ -27,6 +27,7 @@ LADDERS = {
         ["checkpoints", "texts"],
         ["families"],
         ["model"],
+        ["run"],
         ["generate"],
         ["cli"],
         ["__init__", "__main__"],

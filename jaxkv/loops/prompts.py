@@ -88,13 +88,13 @@ def prefill(
         plan = init_batch(memory, batch, ubatch_size=ubatch_size)
     elif ubatch_size is not None:
         raise ValueError("wanted a plan or a ubatch_size, got both: the plan is cut already")
+    elif is_concrete(memory, plan) and not is_current(memory, plan.ubatches[0]):
+        raise ValueError("wanted a plan of this memory as it is, got a stale one: plan again")
     known = is_concrete(plan.ok)
     if known:
         plan.check()
     logits = []
     if known and is_concrete(weights, memory, batch):
-        if not is_current(memory, plan.ubatches[0]):
-            raise ValueError("wanted a plan of this memory as it is, got a stale one: plan again")
         step = step_of(forward)
         table, buffers = given(memory, donate)
         for ubatch in plan.ubatches:

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     )
     one.set_defaults(command="generate")
     add = one.add_argument
-    add("prompts", nargs="+", metavar="PROMPT", help="a text to continue")
+    add("prompts", nargs="+", metavar="PROMPT", help="a text to continue; - reads it from stdin")
     add(
         "--model",
         default="smollm2",
@@ -54,6 +54,22 @@ def parser() -> argparse.ArgumentParser:
         default=128,
         metavar="N",
         help="the most tokens to generate for each prompt (default: 128)",
+    )
+    add(
+        "--samples",
+        type=whole(1, 2**20),
+        default=1,
+        metavar="N",
+        help="how many texts to make of each prompt, with the seeds from --seed on; the prompt is "
+        "computed once (default: 1)",
+    )
+    add(
+        "--speculate",
+        action="store_const",
+        const=3,
+        default=0,
+        help="guess up to 3 tokens at a time by looking up where the last ones occurred before, "
+        "and check them in one step: faster where texts repeat themselves",
     )
     add(
         "--temperature",
@@ -122,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
         "--json",
         action="store_true",
         help="print one JSON object a line for each prompt, in the order given: prompt, "
-        'prompt_tokens, tokens, text, and finish: "stop", "length" or "full"',
+        'prompt_tokens, tokens, text, and finish: "stop", "length", "full" or "interrupted"',
     )
     return top
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
@@ -16,9 +17,14 @@ from models.generate import Generated, cells_for, generate_texts
 from models.model import Model, load
 
 
-def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> None:
-    """Run the command `generate`; at each piece of text it looks for an interrupt."""
-    check_prompts(args.prompts)
+def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
+    """Run the command `generate`; at each piece of text it looks for an interrupt.
+
+    Returns:
+      The exit code: 130 if it was interrupted, and what there was of the texts is shown.
+    """
+    written = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    check_prompts(written)
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     if given and args.temperature == 0:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -28,8 +34,10 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> None:
     sampler = make_sampler(temperature=args.temperature, **options)
 
     model = load_with_progress(args.model, args.dtype)
-    prompts = [encode(model, prompt, args.chat) for prompt in args.prompts]
-    screen = None if args.json else Screen(args.prompts, chat=args.chat)
+    prompts = [encode(model, prompt, args.chat) for prompt in written]
+    warn_of_control(model, written, args.chat)
+    shown = [prompt for prompt in written for _ in range(args.samples)]
+    screen = None if args.json else Screen(shown, chat=args.chat)
 
     def show(which: int, text: str, ended: bool) -> None:
         check_interrupt()
@@ -43,6 +51,8 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> None:
                 prompts,
                 sampler=sampler,
                 seed=seed,
+                samples=args.samples,
+                tries=args.speculate,
                 max_tokens=args.max_tokens,
                 cells=args.cells,
                 ubatch_size=args.ubatch_size,
@@ -53,8 +63,10 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> None:
         except jaxkv.RefusedError:
             raise InputError(too_long(prompts, args)) from None
     if args.json:
-        for prompt, text in zip(args.prompts, made.texts, strict=True):
+        for prompt, text in zip(shown, made.texts, strict=True):
             print(json.dumps({"prompt": prompt, **vars(text)}))
+    elif made.interrupted:
+        note("")  # the text that was being written has no end of line
     early = sum(text.finish == "full" for text in made.texts)
     if early:
         note(
@@ -62,6 +74,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> None:
             f"{plural(early, 'text')} would go on; give more --cells"
         )
     note(summary(made))
+    return 130 if made.interrupted else 0
 
 
 def check_prompts(prompts: Sequence[str]) -> None:
@@ -74,6 +87,16 @@ def check_prompts(prompts: Sequence[str]) -> None:
             prompt.encode()
         except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
             raise InputError(f"{which} is not valid UTF-8; give a text that is.") from None
+
+
+def warn_of_control(model: Model, prompts: Sequence[str], chat: bool) -> None:
+    """Say which prompts hold names of control tokens, and how those are read."""
+    how = "as a control token, as in a template" if chat else "as plain text"
+    for i, prompt in enumerate(prompts, 1):
+        names = sorted(name for name in model.tokenizer.control if name in prompt)
+        if names:
+            which = "the prompt" if len(prompts) == 1 else f"prompt {i}"
+            note(f"note: {which} holds {', '.join(names)}, which is read {how}")
 
 
 def encode(model: Model, prompt: str, chat: bool) -> list[int]:
@@ -106,7 +129,7 @@ def load_with_progress(name: str, dtype: str) -> Model:
 
 def too_long(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> str:
     """Say that the prompts do not fit, and what would help."""
-    cells = cells_for(prompts, args.max_tokens, args.streams)
+    cells = cells_for(prompts, args.max_tokens, args.streams, samples=args.samples)
     if args.streams == "split":
         problem = (
             f"the longest prompt has {max(map(len, prompts))} tokens and each stream of the cache "
@@ -123,12 +146,14 @@ def too_long(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> str:
 
 def summary(made: Generated) -> str:
     """Say in one line what a run took; compiling and loading are no part of the speeds."""
-    tokens = sum(len(text.prompt_tokens) for text in made.texts)
+    tokens = made.prompt_tokens
     parts = [f"prompt: {plural(tokens, 'token')}, {tokens / made.prompt_seconds:.1f}/s"]
     if made.decoded:
         parts.append(
             f"generation: {made.decoded} tokens, {made.decoded / made.decode_seconds:.1f}/s"
         )
+    if made.tried:
+        parts.append(f"guesses: {made.accepted} of {made.tried} held")
     parts += [
         f"cells: {made.used} of {made.cells} used",
         f"cache: {megabytes(made.nbytes)}",

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(argv)
         with noticed() as check_interrupt:
-            COMMANDS[args.command](args, check_interrupt)
+            status = COMMANDS[args.command](args, check_interrupt)
         sys.stdout.flush()
     except (InputError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -51,4 +51,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of stdout has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
+    return status
