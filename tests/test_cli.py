@@ -4,6 +4,7 @@ Most tests run the first two layers of the real model: they compile in a tenth o
 is tested here does not care whether the text makes sense.
 """
 
+import io
 import json
 import re
 import signal
@@ -350,6 +351,74 @@ def test_a_memory_larger_than_the_machine_is_refused_before_it_is_made(run):
         r"ask for fewer tokens or cells\.",
         error,
     ), error
+
+
+def test_samples_are_those_of_the_next_seeds(run):
+    """The prompt is computed once, and its samples share its cells."""
+    drawn = ("--json", "--temperature", 0.9)
+    status, out, err = run(*drawn, "--samples", 3, "--seed", 5, *PROMPTS[:2])
+    texts = objects(out)
+    assert status == 0 and [one["prompt"] for one in texts] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
+    assert len({tuple(one["tokens"]) for one in texts}) == 6
+    for i, seed in ((1, 6), (5, 7)):
+        _, alone, _ = run(*drawn, "--seed", seed, PROMPTS[i // 3])
+        assert objects(alone) == [texts[i]]
+    lengths = sum(len(texts[i]["prompt_tokens"]) for i in (0, 3))
+    assert f"cells: {lengths + 6 * 8} of 256 used" in err and f"prompt: {lengths} tokens" in err
+
+
+def test_guessing_gives_the_same_texts(run):
+    once = run("--json", "--max-tokens", 30, *PROMPTS)
+    again = run("--json", "--max-tokens", 30, "--speculate", *PROMPTS)
+    assert again[:2] == once[:2]
+    assert re.search(r"guesses: \d+ of \d+ held \|", again[2]) and "guesses" not in once[2]
+    assert again[2].endswith("compiles after warm-up: 0\n")
+
+
+def test_a_prompt_may_come_from_stdin(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(STORY))
+    piped = run("--json", "-")
+    assert piped[:2] == run("--json", STORY)[:2]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    status, out, err = run("-")
+    assert (status, out) == (2, "") and "the prompt is empty" in err
+
+
+@pytest.mark.parametrize(("chat", "how"), [((), "plain text"), (("--chat",), "a control token")])
+def test_names_of_control_tokens_are_noted(run, chat, how):
+    name = "<|im_end|>"
+    _, _, err = run(*chat, STORY, f"one {name} two")
+    assert f"note: prompt 2 holds {name}, which is read as {how}" in err
+    assert "note" not in run(*chat, STORY)[2]
+
+
+def test_an_interrupt_keeps_what_there_is_of_the_texts(texts):
+    def on_text(which, piece, ended):
+        heard.append(which)
+        if len(heard) == 4:
+            raise KeyboardInterrupt
+
+    heard = []
+    made = texts(PROMPTS[:2], max_tokens=90, on_text=on_text)
+    whole = texts(PROMPTS[:2], max_tokens=90)
+    assert made.interrupted and not whole.interrupted
+    assert [text.finish for text in made.texts] == ["interrupted"] * 2
+    for part, text in zip(made.texts, whole.texts, strict=True):
+        assert part.tokens and part.tokens == text.tokens[: len(part.tokens)]
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_a_text_is_shown_is_followed_by_the_summary():
+    command = [sys.executable, "-m", "models", "generate", "--max-tokens", "4000", STORY]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as one:
+        shown = one.stdout.read(len(STORY) + 20)
+        one.send_signal(signal.SIGINT)
+        rest, err = one.communicate(timeout=120)
+    assert one.returncode == 130 and "Traceback" not in err
+    assert shown.startswith(STORY) and len(rest) < 2000
+    assert err.splitlines()[-1].startswith("prompt: ")
 
 
 @pytest.mark.slow
