@@ -224,3 +224,30 @@ def test_a_warm_up_compiles_what_prompts_need(kind):
             batch = make_batch([[1] * 3, [2] * 3], sequences=[2, 0])
             jaxkv.prefill(think_with, None, empty, batch, ubatch_size=6)
     assert heard == []
+
+
+LONGEST = 21
+
+
+def test_nothing_compiles_after_a_warm_up_for_the_longest_prompt():
+    """Prompts of every length, cut in ubatches or not, and the loops after them."""
+    memory = WIDE.make()
+    sampler = loops.sampling.make_sampler(temperature=0.7, top_p=0.9, repeat_penalty=1.1)
+    loop = THINKER.run
+
+    def text(tokens, seed, limit):
+        after, logits = jaxkv.prefill(loop, None, memory, make_batch(tokens), ubatch_size=4)
+        options = dict(limit=limit, seed=seed, prompts=[tokens])
+        state, _ = loops.begin(sampler, after, logits, [1], **options)
+        draft = loops.lookup([tokens], recent=16)
+        jaxkv.decode(loop, sampler, None, after, state, [1], steps=4)
+        loops.speculate(loop, draft, sampler, None, after, state, [1], steps=4)
+        cut, _ = jaxkv.seq_rm(after, 0, len(tokens) // 2)
+        return cut
+
+    loops.warm_up(loop, None, memory, ubatch_size=4, longest=LONGEST)
+    text([1, 2], 0, 0)
+    with counting() as heard:
+        for length in range(1, LONGEST + 1):
+            text(list(range(length)), length, 2)
+    assert heard == []

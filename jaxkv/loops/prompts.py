@@ -171,9 +171,8 @@ def warm_up(
 
     plans = [planned(length) for length in _buckets(most)]
     for length in _buckets(longest):
-        if length > most:  # what is left over at its end is of every size
-            for rest in _buckets(most):
-                planned(min((length - 1) // most * most + rest, longest))
+        for rest in _buckets(most) if length > most else ():  # what is left over at its end
+            planned((length - rest) // most * most + rest)
     step = step_of(forward)
     table, buffers = given(memory, donate)
     for plan in plans:
