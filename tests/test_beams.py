@@ -25,8 +25,16 @@ load = cache(lambda name: models.load(DATA / name))
 
 
 def forward(weights, memory, ubatch):
-    del weights
-    return think(memory, ubatch)
+    """A tiny transformer that is unsure of itself and does not repeat itself.
+
+    weights: `[V, V]`, what is added to the logits after each token.
+    """
+    memory, logits = think(memory, ubatch)
+    token = ubatch.tokens.reshape(-1)[ubatch.outputs]
+    return memory, jnp.roll(logits, 5, axis=1) / 8 + weights[token]
+
+
+FREE = jnp.zeros((VOCABULARY, VOCABULARY))
 
 
 # ---- a search without a cache
@@ -43,8 +51,8 @@ def computed_anew(forward, weights, make):
         memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
         return plan.collect([logits])
 
-    def logits_after(texts, rows=WIDTH, most=len(PROMPT) + STEPS):
-        padded = np.zeros((rows, most), np.int32)
+    def logits_after(texts):
+        padded = np.zeros((WIDTH, len(PROMPT) + STEPS), np.int32)
         for row, text in zip(padded, texts, strict=False):
             row[: len(text)] = text
         return np.asarray(run(weights, make(), padded, len(texts[0])))[: len(texts)]
@@ -54,7 +62,7 @@ def computed_anew(forward, weights, make):
 
 @cache
 def tiny():
-    return computed_anew(forward, None, Kind("", cells=16, sequences=WIDTH, split=True).make)
+    return computed_anew(forward, FREE, Kind("", cells=16, sequences=WIDTH, split=True).make)
 
 
 def searched(logits_after, *, width=WIDTH, steps=STEPS, stop=(), penalty=1.0):
@@ -84,28 +92,196 @@ def searched(logits_after, *, width=WIDTH, steps=STEPS, stop=(), penalty=1.0):
 
 def assert_found(beams, wanted):
     """The texts and scores are those of the other search."""
-    texts = [row[:n] for row, n in zip(beams.tokens.tolist(), beams.lengths.tolist(), strict=True)]
-    assert texts == [list(text) for text, _ in wanted]
-    assert all(set(row[n:]) <= {-1} for row, n in zip(beams.tokens.tolist(), beams.lengths))
+    rows = zip(beams.tokens.tolist(), beams.lengths.tolist(), strict=True)
+    texts = [(row[:length], set(row[length:])) for row, length in rows]
+    assert [text for text, _ in texts] == [list(text) for text, _ in wanted]
+    assert all(rest <= {-1} for _, rest in texts)
     np.testing.assert_allclose(beams.scores, [score for _, score in wanted], **CLOSE)
 
 
 # ---- the same search, in a memory
 
 
-def prompted(make, forward=forward, weights=None, seq=0):
-    return jaxkv.prefill(forward, weights, make(), make_batch(PROMPT, sequences=seq))
+@cache
+def prompted(kind, seq=0):
+    return jaxkv.prefill(forward, FREE, kind.make(), make_batch(PROMPT, sequences=seq))
 
 
-search = partial(loops.beam, forward, None, width=WIDTH, steps=STEPS)
+search = partial(loops.beam, forward, FREE, width=WIDTH, steps=STEPS)
+over_memories = pytest.mark.parametrize("kind", [POOL, SPLIT], ids=lambda kind: kind.name)
+STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
+NONE = (-1, -1, -1)
 
 
-@pytest.mark.parametrize("kind", [POOL, SPLIT], ids=lambda kind: kind.name)
+@over_memories
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 3.0, -1.0])
-@pytest.mark.parametrize("stop", [(2, -1), (10, 13)])
+@pytest.mark.parametrize("stop", STOPS, ids=str)
 def test_beams_are_those_of_a_search_without_a_cache(kind, penalty, stop):
-    memory, logits = prompted(kind.make)
-    after, beams = search(memory, logits, stop=list(stop), penalty=penalty)
+    memory, logits = prompted(kind)
+    after, beams = search(memory, logits[0], stop=stop, penalty=penalty)
     assert_found(beams, searched(tiny(), stop=stop, penalty=penalty))
     assert beams.reason == jaxkv.Reason.FITS
+    assert not sum(jaxkv.check_invariants(after).values())
+
+
+@partial(jax.jit, static_argnums=0)
+def fed(forward, weights, memory, tokens, sequences):
+    ubatch, ok = jaxkv.plan_step(memory, tokens, sequences, jnp.ones(tokens.shape, bool))
+    _, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+    return logits, ok
+
+
+def assert_held(memory, beams, sequences, logits_after, forward=forward, weights=FREE):
+    """Each sequence goes on where it is said to be, as if its text had been computed anew."""
+    held, lengths = np.asarray(beams.held), np.asarray(beams.lengths)
+    assert (held < lengths).all() and (held >= 0).all()
+    ends = jaxkv.seq_pos_max(memory, sequences)
+    np.testing.assert_array_equal(ends, len(PROMPT) - 1 + held)
+    texts = np.asarray(beams.tokens)
+    found, ok = fed(forward, weights, memory, texts[np.arange(WIDTH), held], jnp.asarray(sequences))
+    wanted = [
+        logits_after([(*PROMPT, *text[: count + 1])])[0]
+        for text, count in zip(texts.tolist(), held.tolist(), strict=True)
+    ]
+    assert ok
+    np.testing.assert_allclose(found, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", [POOL, pytest.param(SPLIT, marks=pytest.mark.slow)])
+def test_a_search_touches_its_own_sequences_and_leaves_beginnings_of_the_texts_there(kind):
+    memory, logits = prompted(kind, seq=3)
+    batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])
+    memory, _ = jaxkv.prefill(forward, FREE, memory, batch)
+    after, beams = search(memory, logits, stop=STOPS[0], sequences=[3, 1, 4])
+    assert_found(beams, searched(tiny(), stop=STOPS[0]))
+    assert jaxkv.seq_pos_max(after, [0, 2]).tolist() == [1, 0]
+    ended = [set(row) & {4, 7} != set() for row in beams.tokens.tolist()]
+    assert any(ended) and not all(ended)
+    held = beams.held.tolist()
+    assert all(ended[i] or held[i] == STEPS - 1 for i in range(WIDTH)) and min(held) < STEPS - 1
+    assert_held(after, beams, [3, 1, 4], tiny())
+    if kind is POOL:
+        one, two = (jaxkv.seq_rm(each, -1)[0] for each in (memory, after))
+        assert jaxkv.used(one) == jaxkv.used(two) == 0
+
+
+def crowded(left):
+    """A memory with the prompt, and so many cells left for its continuations."""
+    memory, logits = prompted(POOL)
+    others = make_batch([1] * (POOL.cells - len(PROMPT) - left), sequences=4)
+    return jaxkv.apply(memory, jaxkv.init_batch(memory, others)), logits
+
+
+def test_a_full_memory_ends_a_search():
+    """There is room for two steps; the third token of each beam needs no cell yet."""
+    after, beams = search(*crowded(2 * WIDTH), stop=NONE)
+    assert beams.reason == jaxkv.Reason.NO_ROOM and beams.lengths.tolist() == [3, 3, 3]
+    assert_found(beams, searched(tiny(), steps=3))
+    assert not sum(jaxkv.check_invariants(after).values())
+    assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [len(PROMPT) + 1] * WIDTH
+
+
+@pytest.mark.parametrize(("penalty", "reason"), [(0.0, "FITS"), (-1.0, "FITS"), (1.0, "NO_ROOM")])
+def test_a_search_ends_once_nothing_better_can_come(penalty, reason):
+    """There is no room for a step; where length counts for nothing or against, none is wanted."""
+    after, beams = search(*crowded(0), stop=STOPS[2], penalty=penalty)
+    assert beams.reason == jaxkv.Reason[reason]
+    assert_found(beams, searched(tiny(), stop=STOPS[2], penalty=penalty, steps=1))
+    assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [len(PROMPT) - 1] * WIDTH
+
+
+def test_fewer_texts_than_beams():
+    """Only 6 and 9 may be said: 9 ends a text, or is followed by nothing."""
+    memory, logits = prompted(POOL)
+    only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
+    only[:9, [6, 9]] = 0
+    run = partial(loops.beam, forward, jnp.asarray(only), memory, logits + only[0], width=WIDTH)
+    after, beams = run(steps=STEPS, stop=(9, -1, -1), penalty=0.0)
+    assert {tuple(row) for row in beams.tokens[:, :3].tolist()} == {
+        (9, -1, -1),
+        (6, 9, -1),
+        (6, 6, 9),
+    }
+    assert not sum(jaxkv.check_invariants(after).values())
+    _, beams = run(steps=STEPS, stop=NONE)
+    assert beams.tokens.tolist() == [[6, 6, 6, 6, 6], [6, 6, 6, 6, 9], [-1] * STEPS]
+    assert beams.lengths.tolist() == [5, 5, 0] and np.isneginf(beams.scores[2])
+
+
+def test_a_model_that_goes_wrong_is_seen():
+    memory, logits = prompted(POOL)
+    broken = jnp.full_like(FREE, jnp.nan)
+    _, beams = loops.beam(forward, broken, memory, logits, width=WIDTH, steps=STEPS, stop=STOPS[0])
+    assert np.isnan(beams.scores).all()
+
+
+def test_a_search_inside_of_a_program_is_that_outside():
+    memory, logits = prompted(POOL)
+    inside = jax.jit(partial(search, stop=STOPS[0]))
+    assert_identical(inside(memory, logits), search(memory, logits, stop=STOPS[0]))
+    text = inside.lower(memory, logits).as_text()
+    assert "while" in text and "callback" not in text
+
+
+@over_memories
+def test_the_memory_that_is_passed_in_stays_unless_it_is_donated(kind):
+    memory, logits = jax.tree.map(jnp.copy, prompted(kind))
+    wanted = search(memory, logits, stop=STOPS[0])
+    assert_identical(memory, prompted(kind)[0])
+    assert_identical(search(memory, logits, stop=STOPS[0], donate=True), wanted)
+    assert all(one.is_deleted() for one in jax.tree.leaves(jaxkv.split(memory)[1]))
+    with pytest.raises(ValueError, match="whose buffers were donated"):
+        search(memory, logits, stop=STOPS[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(logits=np.zeros((2, 8), np.float32)), r"wanted logits \[V\] or \[1, V\].*\[2, 8\]"),
+        (dict(logits=np.zeros(8, np.int32)), "wanted logits of floats, got int32"),
+        (dict(width=0), "wanted width of at least 1, got 0"),
+        (dict(steps=0), "wanted steps of at least 1, got 0"),
+        (dict(width=6), "wanted sequence ids from 0 to 4, got 5"),
+        (dict(sequences=[0, 1]), r"wanted sequences \[3\], one for each beam, got \(2,\)"),
+        (dict(sequences=[0, 1, 1]), r"wanted each sequence at most once, got \[0, 1, 1\]"),
+        (dict(stop=[[1]]), r"wanted stop tokens \[n\], got the shape \(1, 1\)"),
+        (dict(stop=[0.5]), "wanted integers for stop"),
+        (dict(memory=(1, 2)), "wanted a memory, got a tuple"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(change, message):
+    memory, logits = prompted(POOL)
+    options = dict(memory=memory, logits=logits, width=3, steps=2) | change
+    with pytest.raises((TypeError, ValueError), match=message):
+        loops.beam(forward, FREE, **options)
+
+
+# ---- real models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [1, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_beams_of_a_model(name, streams):
+    """States are kept for one step back, so texts that ended may leave nothing."""
+    model = load(name)
+    make = partial(model.make_memory, cells=48, sequences=4, streams=streams)
+    fresh = partial(model.make_memory, cells=16, sequences=WIDTH, streams=WIDTH)
+    anew = computed_anew(model.forward, model.weights, fresh)
+    run = model.forward, model.weights
+    memory, logits = jaxkv.prefill(*run, make(), make_batch(PROMPT, sequences=2))
+    options = dict(width=WIDTH, steps=STEPS, sequences=[2, 0, 3])
+    after, beams = loops.beam(*run, memory, logits, **options)
+    wanted = searched(anew)
+    assert_found(beams, wanted)
+    assert_held(after, beams, [2, 0, 3], anew, *run)
+    stop = (wanted[0][0][2], wanted[1][0][3])
+    after, beams = loops.beam(*run, memory, logits, stop=stop, **options)
+    assert_found(beams, searched(anew, stop=stop))
+    held = np.asarray(beams.held)
+    ends = np.where(held < 0, -1, len(PROMPT) - 1 + held)
+    np.testing.assert_array_equal(jaxkv.seq_pos_max(after, [2, 0, 3]), ends)
+    if name == "llama_tied":
+        assert_held(after, beams, [2, 0, 3], anew, *run)
     assert not sum(jaxkv.check_invariants(after).values())
