@@ -51,7 +51,7 @@ def computed_anew(forward, weights, make):
         memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
         return plan.collect([logits])
 
-    def logits_after(texts):
+    def logits_after(texts, weights=weights):
         padded = np.zeros((WIDTH, len(PROMPT) + STEPS), np.int32)
         for row, text in zip(padded, texts, strict=False):
             row[: len(text)] = text
@@ -82,6 +82,7 @@ def searched(logits_after, *, width=WIDTH, steps=STEPS, stop=(), penalty=1.0):
             ((*text, token), score + logprobs[row, token])
             for row, (text, score) in enumerate(living)
             for token in range(logits.shape[1])
+            if logits[row, token] > -np.inf
         ]
         candidates.sort(key=lambda one: -one[1])
         ended += [one for one in candidates[:width] if one[0][-1] in stop]
@@ -191,21 +192,19 @@ def test_a_search_ends_once_nothing_better_can_come(penalty, reason):
 
 
 def test_fewer_texts_than_beams():
-    """Only 6 and 9 may be said: 9 ends a text, or is followed by nothing."""
+    """Only 6 and 9 may be said, and after 9 nothing at all."""
     memory, logits = prompted(POOL)
     only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
     only[:9, [6, 9]] = 0
-    run = partial(loops.beam, forward, jnp.asarray(only), memory, logits + only[0], width=WIDTH)
-    after, beams = run(steps=STEPS, stop=(9, -1, -1), penalty=0.0)
-    assert {tuple(row) for row in beams.tokens[:, :3].tolist()} == {
-        (9, -1, -1),
-        (6, 9, -1),
-        (6, 6, 9),
-    }
-    assert not sum(jaxkv.check_invariants(after).values())
-    _, beams = run(steps=STEPS, stop=NONE)
-    assert beams.tokens.tolist() == [[6, 6, 6, 6, 6], [6, 6, 6, 6, 9], [-1] * STEPS]
-    assert beams.lengths.tolist() == [5, 5, 0] and np.isneginf(beams.scores[2])
+    run = partial(loops.beam, forward, jnp.asarray(only), memory, logits[0] + only[0])
+    anew = partial(tiny(), weights=jnp.asarray(only))
+    for stop, found in [(NONE, 2), ((9, -1, -1), 3)]:
+        after, beams = run(width=WIDTH, steps=STEPS, stop=stop)
+        wanted = searched(anew, stop=stop)
+        none = [((), -np.inf)] * (WIDTH - found)
+        assert len(wanted) == found
+        assert_found(beams, wanted + none)
+        assert not sum(jaxkv.check_invariants(after).values())
 
 
 def test_a_model_that_goes_wrong_is_seen():

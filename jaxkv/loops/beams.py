@@ -85,10 +85,11 @@ def beam(
     - those that do end with one, and are among the W best of all candidates, are ended texts. Of
       all ended texts the W best by rank are kept, where the rank is `score / length ** penalty`.
 
-    Among equals the one of the better beam comes first, then that of the lower token. The search
-    ends after n tokens, when the memory refuses a step, or as soon as no beam can reach a higher
-    rank than W ended texts have, whatever its tokens. The beams of the last step and the ended
-    texts are ranked together, so that the result is that of a search which never ends early.
+    Among equals the one of the better beam comes first, then that of the lower token. A token whose
+    logit is -inf continues nothing. The search ends after n tokens, when the memory refuses a step,
+    or as soon as no beam can reach a higher rank than W ended texts have, whatever its tokens. The
+    beams of the last step and the ended texts are ranked together, so that the result is that of a
+    search which never ends early.
 
     Args:
       forward: see `prefill`.
@@ -269,7 +270,10 @@ def _choose(
       `[W]` int32, for each text that lives now the one that it continues; and the search.
     """
     living, width = search.living, search.living.scores.size
-    scores = living.scores[:, None] + jax.nn.log_softmax(logits.astype(jnp.float32))
+    logits = logits.astype(jnp.float32)
+    # Where no token is allowed at all the softmax is NaN, and the text goes on in no way.
+    logprobs = jnp.where(logits == -jnp.inf, -jnp.inf, jax.nn.log_softmax(logits))
+    scores = living.scores[:, None] + logprobs
     # Of one text no more than these can be wanted: W that go on, and those that end.
     size = min(width + stop.size, scores.shape[1])
     scores, token = (x.reshape(-1) for x in jax.lax.top_k(scores, size))
