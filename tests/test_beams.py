@@ -179,7 +179,8 @@ def test_a_full_memory_ends_a_search():
     assert beams.reason == jaxkv.Reason.NO_ROOM and beams.lengths.tolist() == [3, 3, 3]
     assert_found(beams, searched(tiny(), steps=3))
     assert not sum(jaxkv.check_invariants(after).values())
-    assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [len(PROMPT) + 1] * WIDTH
+    assert beams.held.tolist() == [2, 2, 2] and len({*map(tuple, beams.tokens[:, :2].tolist())}) > 1
+    assert_held(jaxkv.seq_rm(after, 4)[0], beams, [0, 1, 2], tiny())
 
 
 @pytest.mark.parametrize(("penalty", "reason"), [(0.0, "FITS"), (-1.0, "FITS"), (1.0, "NO_ROOM")])
@@ -192,8 +193,8 @@ def test_a_search_ends_once_nothing_better_can_come(penalty, reason):
 
 
 def test_fewer_texts_than_beams():
-    """Only 6 and 9 may be said, and after 9 nothing at all."""
-    memory, logits = prompted(POOL)
+    """Only 6 and 9 may be said, and after 9 nothing at all; there is room for 6 6 6 6, and a 9."""
+    memory, logits = crowded(5)
     only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
     only[:9, [6, 9]] = 0
     run = partial(loops.beam, forward, jnp.asarray(only), memory, logits[0] + only[0])
@@ -204,6 +205,9 @@ def test_fewer_texts_than_beams():
         none = [((), -np.inf)] * (WIDTH - found)
         assert len(wanted) == found
         assert_found(beams, wanted + none)
+        assert beams.reason == jaxkv.Reason.FITS
+        ends = jaxkv.seq_pos_max(after, range(WIDTH))
+        np.testing.assert_array_equal(ends, len(PROMPT) - 1 + beams.held)
         assert not sum(jaxkv.check_invariants(after).values())
 
 

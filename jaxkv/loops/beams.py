@@ -134,7 +134,8 @@ def beam(
       >>> beams.held.tolist(), seq_pos_max(memory, [0, 1]).tolist()
       ([2, 1], [2, 1])
 
-    Hugging Face: `generate(num_beams=W, length_penalty=penalty, early_stopping="never")`.
+    Hugging Face: `generate(num_beams=W, length_penalty=penalty, early_stopping="never")`, whose
+    `sequences_scores` are ranks. llama.cpp: none; it had `llama_beam_search` once.
     """
     width, steps = count(width, "width"), count(steps, "steps")
     logits, stop = _row(logits), integers(stop, "stop")
