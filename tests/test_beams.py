@@ -173,13 +173,14 @@ def crowded(left):
     return jaxkv.apply(memory, jaxkv.init_batch(memory, others)), logits
 
 
-def test_a_full_memory_ends_a_search():
-    """There is room for two steps; the third token of each beam needs no cell yet."""
-    after, beams = search(*crowded(2 * WIDTH), stop=NONE)
-    assert beams.reason == jaxkv.Reason.NO_ROOM and beams.lengths.tolist() == [3, 3, 3]
-    assert_found(beams, searched(tiny(), steps=3))
+@pytest.mark.parametrize("fed", range(STEPS - 1))
+def test_a_full_memory_ends_a_search(fed):
+    """There is room for some steps; the last token of each beam needs no cell yet."""
+    after, beams = search(*crowded(fed * WIDTH), stop=NONE)
+    assert beams.reason == jaxkv.Reason.NO_ROOM and beams.lengths.tolist() == [fed + 1] * WIDTH
+    assert_found(beams, searched(tiny(), steps=fed + 1))
     assert not sum(jaxkv.check_invariants(after).values())
-    assert beams.held.tolist() == [2, 2, 2] and len({*map(tuple, beams.tokens[:, :2].tolist())}) > 1
+    assert beams.held.tolist() == [fed] * WIDTH
     assert_held(jaxkv.seq_rm(after, 4)[0], beams, [0, 1, 2], tiny())
 
 
@@ -200,8 +201,8 @@ def test_fewer_texts_than_beams():
     run = partial(loops.beam, forward, jnp.asarray(only), memory, logits[0] + only[0])
     anew = partial(tiny(), weights=jnp.asarray(only))
     for stop, found in [(NONE, 2), ((9, -1, -1), 3)]:
-        after, beams = run(width=WIDTH, steps=STEPS, stop=stop)
-        wanted = searched(anew, stop=stop)
+        after, beams = run(width=WIDTH, steps=STEPS, stop=stop, penalty=0.0)
+        wanted = searched(anew, stop=stop, penalty=0.0)
         none = [((), -np.inf)] * (WIDTH - found)
         assert len(wanted) == found
         assert_found(beams, wanted + none)
@@ -212,10 +213,15 @@ def test_fewer_texts_than_beams():
 
 
 def test_a_model_that_goes_wrong_is_seen():
+    """After one token alone, and whatever the sign of its NaN."""
     memory, logits = prompted(POOL)
-    broken = jnp.full_like(FREE, jnp.nan)
-    _, beams = loops.beam(forward, broken, memory, logits, width=WIDTH, steps=STEPS, stop=STOPS[0])
-    assert np.isnan(beams.scores).all()
+    second = int(np.argsort(logits[0])[-2])
+    for nan in (np.nan, -np.nan):
+        broken = FREE.at[second].set(nan)
+        _, beams = loops.beam(
+            forward, broken, memory, logits, width=WIDTH, steps=STEPS, stop=STOPS[0]
+        )
+        assert np.isnan(beams.scores[0]) and beams.tokens[0, 0] == second
 
 
 def test_a_search_inside_of_a_program_is_that_outside():

@@ -272,8 +272,11 @@ def _choose(
     """
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
-    # Where no token is allowed at all the softmax is NaN, and the text goes on in no way.
-    logprobs = jnp.where(logits == -jnp.inf, -jnp.inf, jax.nn.log_softmax(logits))
+    logprobs = jax.nn.log_softmax(logits)
+    # Some processors make NaN with a sign, which is ordered last; this one comes first and is seen.
+    logprobs = jnp.where(jnp.isnan(logprobs), jnp.nan, logprobs)
+    # Where no token is allowed at all the softmax is NaN too, but the text just goes on in no way.
+    logprobs = jnp.where(logits == -jnp.inf, -jnp.inf, logprobs)
     scores = living.scores[:, None] + logprobs
     # Of one text no more than these can be wanted: W that go on, and those that end.
     size = min(width + stop.size, scores.shape[1])
