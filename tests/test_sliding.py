@@ -250,6 +250,10 @@ def test_grouping_that_cannot_be_changes_nothing():
         assert_identical(after, memory)
     prefix = jaxkv.seq_cp(filled(3, 8, kind=POOL), 1, 2, 0, 2)
     assert extend(prefix, 1, 2)[2] and not extend(prefix, 1, 0)[2]
+    short = jaxkv.seq_cp(filled(3, kind=POOL), 0, 2)
+    after, now, ok = extend(short, 0, 0)
+    assert ok and now == 0  # there is nothing to group yet, so sharing is no hindrance
+    assert_identical(after, short)
 
 
 # ---- mistakes
