@@ -1,0 +1,315 @@
+"""Beam search: the most probable texts after a prompt, looked for side by side on the device.
+
+In this file W is the width of a search, the number of its beams, and n the most tokens of a text.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.loops.forward import Forward, take_step
+from jaxkv.loops.programs import given, program_of
+from jaxkv.loops.state import ends
+from jaxkv.memory import Facts, Memory, join, split
+from jaxkv.places import count, integers, is_concrete
+from jaxkv.plan import Reason
+from jaxkv.planning.step import plan_next
+from jaxkv.verbs.edit import seq_rm, seq_select
+
+
+class Beams(NamedTuple):
+    """The W best texts that a search has found, the best one first.
+
+    tokens: `[W, n]` int32, -1 where a text has ended.
+    scores: `[W]` float32, the logarithm of the probability of each text after the prompt, which is
+      the sum over its tokens; -inf where fewer texts were found.
+    lengths: `[W]` int32, the tokens of each text, its stop token included.
+    held: `[W]` int32, how many tokens of a text its sequence holds after the prompt; -1 where the
+      sequence holds nothing, not even the prompt.
+    reason: `[]` int32, a `Reason`: why the memory refused a step, which ended the search; FITS
+      while it did not.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+    lengths: jax.Array
+    held: jax.Array
+    reason: jax.Array
+
+
+class _Texts(NamedTuple):
+    """W texts: their tokens, scores and lengths as in `Beams`."""
+
+    tokens: jax.Array  # [W, n]
+    scores: jax.Array  # [W]
+    lengths: jax.Array  # [W]
+
+
+class _Search(NamedTuple):
+    """How far a search has come.
+
+    living: the texts that go on, all of one length, in the order of their scores.
+    ended: the best of those that ended, in the order of their ranks.
+    length: `[]` int32, of a text that goes on.
+    reason: `[]` int32, see `Beams`.
+    """
+
+    living: _Texts
+    ended: _Texts
+    length: jax.Array
+    reason: jax.Array
+
+
+def beam(
+    forward: Forward,
+    weights: Any,
+    memory: Memory,
+    logits: Any,
+    *,
+    width: int,
+    steps: int,
+    stop: Any = (),
+    sequences: Any = None,
+    penalty: Any = 1.0,
+    donate: bool = False,
+) -> tuple[Memory, Beams]:
+    """Search for the W most probable texts of up to n tokens after a prompt.
+
+    A step continues each beam with each token of the vocabulary. Of these W * V candidates:
+
+    - the W best by score that do not end with a stop token are the beams of the next step;
+    - those that do end with one, and are among the W best of all candidates, are ended texts. Of
+      all ended texts the W best by rank are kept, where the rank is `score / length ** penalty`.
+
+    Among equals the one of the better beam comes first, then that of the lower token. A token whose
+    logit is -inf continues nothing. The search ends after n tokens, when the memory refuses a step,
+    or as soon as no beam can reach a higher rank than W ended texts have, whatever its tokens. The
+    beams of the last step and the ended texts are ranked together, so that the result is that of a
+    search which never ends early.
+
+    Args:
+      forward: see `prefill`.
+      weights: whatever the model wants.
+      memory: the memory after the prompt, which stands in the first of `sequences`.
+      logits: `[V]` or `[1, V]`, those of the last token of the prompt.
+      width: W, static. A step is one token for each of W sequences.
+      steps: n, the most tokens of a text, static.
+      stop: `[n]` int32, the tokens that end a text; -1 pads.
+      sequences: `[W]` int32, where the beams stand; by default 0 to W - 1. What the others but the
+        first one hold is forgotten.
+      penalty: how much length counts in a rank: 0 for not at all, more for longer texts.
+      donate: give up the buffers of the memory passed in, see `prefill`.
+
+    Returns:
+      The memory and the texts. Sequence i holds the prompt and the first tokens of the i-th text,
+      as many as `held` says: of a text that did not end all but the last one, of one that ended
+      those that it shares with a beam of the last step. To go on from a text, feed the others. A
+      state cannot go back so far where it is not kept, and then the sequence is empty.
+
+    Raises:
+      ValueError: when the logits are not those of one token; when there are not W sequences, or one
+        is known and comes twice or is none of the memory; when `width` or `steps` is below 1; or
+        when the memory was donated. It is raised before anything runs.
+
+    Examples:
+      A model that says the next number, or less likely the one after it; 3 ends a text, and length
+      does not count:
+
+      >>> def forward(weights, memory, ubatch):
+      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
+      ...     says = 2 * jnp.roll(x, 1, axis=-1) + jnp.roll(x, 2, axis=-1)
+      ...     return memory, says.reshape(-1, 4)[ubatch.outputs]
+      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> memory, logits = prefill(forward, jnp.eye(4), memory, make_batch([0]))
+      >>> memory, beams = loops.beam(
+      ...     forward, jnp.eye(4), memory, logits, width=2, steps=3, stop=[3], penalty=0.0
+      ... )
+      >>> beams.tokens.tolist(), beams.lengths.tolist()
+      ([[1, 2, 3], [1, 3, -1]], [3, 2])
+      >>> beams.held.tolist(), seq_pos_max(memory, [0, 1]).tolist()
+      ([2, 1], [2, 1])
+
+    Hugging Face: `generate(num_beams=W, length_penalty=penalty, early_stopping="never")`, whose
+    `sequences_scores` are ranks. llama.cpp: none; it had `llama_beam_search` once.
+    """
+    width, steps = count(width, "width"), count(steps, "steps")
+    logits, stop = _row(logits), integers(stop, "stop")
+    if np.ndim(stop) != 1:
+        raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(stop)}")
+    sequences = _checked(split(memory)[0].facts, sequences, width)
+    args = logits, stop, sequences, jnp.asarray(penalty, jnp.float32)
+    if not is_concrete(weights, memory, args):
+        return _search(forward, weights, memory, *args, steps=steps)
+    table, buffers = given(memory, donate)
+    search = program_of(_searching, forward)
+    table, buffers, beams = search(weights, table, buffers, *args, steps=steps)
+    return join(table, buffers), beams
+
+
+def _row(logits: Any) -> Any:
+    """Return logits as a row, `[1, V]`."""
+    shape = np.shape(logits)
+    if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)):
+        raise ValueError(f"wanted logits [V] or [1, V], those of one token, got {list(shape)}")
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"wanted logits of floats, got {logits.dtype}")
+    return logits.reshape(1, -1)
+
+
+def _checked(facts: Facts, sequences: Any, width: int) -> Any:
+    """Return the sequences of W beams, or raise."""
+    ids = np.arange(width, dtype=np.int32) if sequences is None else sequences
+    ids = facts.sequence_ids(ids)
+    if np.shape(ids) != (width,):
+        raise ValueError(f"wanted sequences [{width}], one for each beam, got {np.shape(ids)}")
+    if is_concrete(ids) and np.unique(ids).size < width:
+        raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids).tolist()}")
+    return ids
+
+
+def _searching(forward: Callable[[], Forward]) -> Any:
+    @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
+    def search(weights: Any, table: Any, buffers: Any, *args: Any, steps: int) -> tuple:
+        memory = join(table, buffers)
+        memory, beams = _search(forward(), weights, memory, *args, steps=steps)
+        return *split(memory), beams
+
+    return search
+
+
+def _search(
+    forward: Forward,
+    weights: Any,
+    memory: Memory,
+    logits: jax.Array,
+    stop: jax.Array,
+    sequences: jax.Array,
+    penalty: jax.Array,
+    *,
+    steps: int,
+) -> tuple[Memory, Beams]:
+    """Do what `beam` says, as a part of the program that is being traced."""
+    sequences = jnp.asarray(sequences)
+    begins = ends(split(memory)[0])[sequences[0]] + 1
+    rows = jnp.arange(sequences.size, dtype=jnp.int32)
+    memory = seq_select(memory, sequences[jnp.zeros_like(rows)], sequences)
+
+    def body(carry: tuple[Memory, _Search]) -> tuple[Memory, _Search]:
+        memory, search = carry
+        table, _ = split(memory)
+        token = search.living.tokens[:, search.length - 1]
+        plan = plan_next(table, token[:, None], sequences, _there(search.living)[:, None])
+        memory, logits = take_step(forward, weights, memory, plan.ubatches[0])
+        parents, chosen = _choose(search, logits, stop, penalty)
+        memory = seq_select(memory, sequences[jnp.where(plan.ok, parents, rows)], sequences)
+        refused = search._replace(reason=jnp.max(plan.reason[sequences]))
+        return memory, jax.tree.map(partial(jnp.where, plan.ok), chosen, refused)
+
+    first = _begun(rows.size, steps)
+    logits = jnp.broadcast_to(logits, (rows.size, logits.shape[1]))
+    _, search = _choose(first, logits, stop, penalty)
+    memory, search = jax.lax.while_loop(
+        lambda carry: _goes_on(carry[1], penalty), body, (memory, search)
+    )
+    found = _best(search.ended, search.living, penalty)
+    memory, held = _settled(memory, search, found, sequences, begins)
+    return memory, Beams(*found, held, search.reason)
+
+
+def _begun(width: int, steps: int) -> _Search:
+    """Return a search that has one text, of no tokens."""
+    none = _Texts(
+        tokens=jnp.full((width, steps), -1, jnp.int32),
+        scores=jnp.full(width, -jnp.inf, jnp.float32),
+        lengths=jnp.zeros(width, jnp.int32),
+    )
+    living = none._replace(scores=none.scores.at[0].set(0))
+    return _Search(living, none, jnp.int32(0), jnp.int32(Reason.FITS))
+
+
+def _there(texts: _Texts) -> jax.Array:
+    """Return which texts there are, `[W]` bool. A NaN is one, so that it is seen."""
+    return texts.scores != -jnp.inf
+
+
+def _ranks(texts: _Texts, penalty: jax.Array) -> jax.Array:
+    """Return what texts are ranked by, `[W]` float32."""
+    return texts.scores / jnp.maximum(texts.lengths, 1).astype(jnp.float32) ** penalty
+
+
+def _best(first: _Texts, second: _Texts, penalty: jax.Array) -> _Texts:
+    """Return the W best of 2 * W texts by rank; among equals the first."""
+    both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
+    _, index = jax.lax.top_k(_ranks(both, penalty), first.scores.size)
+    return jax.tree.map(lambda x: x[index], both)
+
+
+def _goes_on(search: _Search, penalty: jax.Array) -> jax.Array:
+    """Return whether a text that goes on may still be among the best; `[]` bool.
+
+    No score rises. Its rank is highest at the greatest length, or, with a penalty below 0, now.
+    """
+    living, steps = search.living, search.living.tokens.shape[1]
+    length = jnp.where(penalty >= 0, steps, search.length)
+    reach = _ranks(living._replace(lengths=jnp.full_like(living.lengths, length)), penalty)
+    beaten = reach <= jnp.min(_ranks(search.ended, penalty))
+    more = (search.length < steps) & (search.reason == Reason.FITS)
+    return more & jnp.any(_there(living) & ~beaten)
+
+
+def _choose(
+    search: _Search, logits: jax.Array, stop: jax.Array, penalty: jax.Array
+) -> tuple[jax.Array, _Search]:
+    """Continue the living texts by one token, with the logits of each, `[W, V]`.
+
+    Returns:
+      `[W]` int32, for each text that lives now the one that it continues; and the search.
+    """
+    living, width = search.living, search.living.scores.size
+    logits = logits.astype(jnp.float32)
+    logprobs = jax.nn.log_softmax(logits)
+    # Some processors make NaN with a sign, which is ordered last; this one comes first and is seen.
+    logprobs = jnp.where(jnp.isnan(logprobs), jnp.nan, logprobs)
+    # Where no token is allowed at all the softmax is NaN too, but the text just goes on in no way.
+    logprobs = jnp.where(logits == -jnp.inf, -jnp.inf, logprobs)
+    scores = living.scores[:, None] + logprobs
+    # Of one text no more than these can be wanted: W that go on, and those that end.
+    size = min(width + stop.size, scores.shape[1])
+    scores, token = (x.reshape(-1) for x in jax.lax.top_k(scores, size))
+    ended = jnp.any(token[:, None] == stop[None], axis=1)
+
+    def grown(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, _Texts]:
+        index = jax.lax.top_k(order, width)[1]
+        scores, there = scores[index], scores[index] != -jnp.inf
+        # A text that is none stays in its place, so that nothing has to be copied for it.
+        parents = jnp.where(there, index // size, jnp.arange(width)).astype(jnp.int32)
+        new = jnp.where(there, token[index], -1)
+        tokens = living.tokens[parents].at[:, search.length].set(new)
+        return parents, _Texts(tokens, scores, jnp.where(there, search.length + 1, 0))
+
+    going = jnp.where(ended, -jnp.inf, scores)
+    parents, living_now = grown(going, going)
+    _, ended_now = grown(scores, jnp.where(ended, scores, -jnp.inf))
+    best = _best(search.ended, ended_now, penalty)
+    return parents, _Search(living_now, best, search.length + 1, search.reason)
+
+
+def _settled(
+    memory: Memory, search: _Search, found: _Texts, sequences: jax.Array, begins: jax.Array
+) -> tuple[Memory, jax.Array]:
+    """Let each sequence hold as much of its text as the memory still holds; see `Beams.held`."""
+    place = jnp.arange(found.tokens.shape[1])[None]
+    fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
+    same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]
+    shared = jnp.sum(jnp.cumprod(same & fed[:, None], axis=2), axis=2, dtype=jnp.int32)
+    held = jnp.max(shared, axis=1)
+    memory = seq_select(memory, sequences[jnp.argmax(shared, axis=1)], sequences)
+    memory, cut = seq_rm(memory, sequences, begins + held)
+    none = split(memory)[0].facts.sequences
+    memory, _ = seq_rm(memory, jnp.where(cut, none, sequences))
+    return memory, jnp.where(cut, held, -1)

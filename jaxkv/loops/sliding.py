@@ -1,0 +1,178 @@
+"""Texts longer than a memory: forget a passage and close the gap, or let tokens share positions.
+
+Both move keys that stand in the memory already, and rotate them. Those of all layers but the first
+were computed when more was seen, or when it stood further away, and stay what they were.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.memory import Commitment, Facts, Memory, join, split
+from jaxkv.places import END, count, integers
+from jaxkv.verbs.apply import apply
+from jaxkv.verbs.ids import Ids, sequence
+
+
+def slide(
+    memory: Memory, seq: Ids, *, keep: Ids, drop: Ids, donate: bool = False
+) -> tuple[Memory, jax.Array]:
+    """Forget a passage of a sequence and close the gap, for a text that never ends.
+
+    The first `keep` tokens stay where they are, often a system prompt, or the few that attention
+    rests on. The next `drop` are forgotten, and all that follow move up and are rotated: the three
+    verbs `seq_rm`, `seq_add` and `init_update` in one.
+
+    Args:
+      memory: a memory without recurrent states.
+      seq: `[]` int, the sequence.
+      keep: `[]` int, the tokens at its beginning that stay.
+      drop: `[]` int, how many are forgotten after them.
+      donate: give up the buffers of the memory passed in, see `apply`. Otherwise they are copied.
+
+    Returns:
+      The memory, and `ok`, `[]` bool. When it is False nothing has changed: the sequence has fewer
+      than `keep + drop` positions, or another one shares a cell that would move.
+
+    Raises:
+      ValueError: when the memory has recurrent states, `keep` is known and below 0, `drop` is known
+        and below 1, or the sequence is known and is none of the memory.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5, 6])))
+      >>> memory, ok = loops.slide(memory, 0, keep=1, drop=3)
+      >>> print(show(memory))
+      owner    0 . . . 0 0
+      position 0 . . . 1 2
+      >>> ok.item(), init_batch(memory, make_batch([7, 8])).ok.item()
+      (True, True)
+
+    llama.cpp: the context shift of its programs, `n_keep` and `n_discard`.
+    """
+    table, buffers = split(memory)
+    _check_cells(table.facts, "a state cannot forget what it has seen")
+    bounds = integers(keep, "keep", low=0), integers(drop, "drop", low=1)
+    table, plan, ok = _slid(table, sequence(table, seq), *bounds)
+    return apply(join(table, buffers), plan, donate=donate), ok
+
+
+def extend(
+    memory: Memory, seq: Ids, done: Ids, *, group: int, width: int, donate: bool = False
+) -> tuple[Memory, jax.Array, jax.Array]:
+    """Let `group` neighbours share a position, so that a text is longer than positions reach.
+
+    Each `width` tokens come to stand on `width // group` positions, as soon as so many have come
+    that are not grouped yet, and all that follow move up. Attention between far tokens then knows
+    their distance roughly, and between near ones exactly.
+
+    Args:
+      memory: a memory without recurrent states.
+      seq: `[]` int, the sequence. Its next token still stands one past its last position.
+      done: `[]` int, the positions of tokens that are grouped already: 0 at first, and then what
+        this function returned.
+      group: how many tokens share a position.
+      width: how many tokens are grouped at once, a multiple of `group`.
+      donate: give up the buffers of the memory passed in, see `apply`. Otherwise they are copied.
+
+    Returns:
+      The memory; `done` for the next call, `[]` int32; and `ok`, `[]` bool, which is True, too,
+      where there is nothing to group yet. When it is False nothing has changed: another sequence
+      shares a cell that would move, `done` is not what was returned before or the sequence was cut
+      below it, or positions would reach 2**31 - 1 on the way.
+
+      No cell becomes free. Tokens that share a position see each other, and are cut (`seq_rm`),
+      moved and copied together; `can_seq_add` says False from then on, since it asks for one token
+      a position.
+
+    Raises:
+      ValueError: when the memory has recurrent states, `group` or `width` is below 1, `width` is no
+        multiple of `group`, or the sequence is known and is none of the memory.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5])))
+      >>> memory, done, ok = loops.extend(memory, 0, 0, group=2, width=4)
+      >>> print(show(memory))
+      owner    0 0 0 0 0 . . .
+      position 0 0 1 1 2 . . .
+      >>> done.item(), ok.item()
+      (2, True)
+
+    llama.cpp: self-extend, `--grp-attn-n` and `--grp-attn-w`.
+    """
+    table, buffers = split(memory)
+    _check_cells(table.facts, "a state does not know where the tokens that it has seen stood")
+    group, width = count(group, "group"), count(width, "width")
+    if width % group:
+        raise ValueError(f"wanted a width that is a multiple of group={group}, got {width}")
+    args = integers(done, "done"), jnp.int32(group), jnp.int32(width)
+    table, plan, now, ok = _extended(table, sequence(table, seq), *args)
+    return apply(join(table, buffers), plan, donate=donate), now, ok
+
+
+def _check_cells(facts: Facts, why: str) -> None:
+    """Raise unless a memory is made of cells alone."""
+    kinds = [part.kind for part in facts.parts or (facts,)]
+    if facts.rollback is not None:
+        what = f"one of {facts.kind}" + (f" ({', '.join(kinds)})" if facts.parts else "")
+        raise ValueError(f"wanted a memory of attention alone, got {what}: {why}")
+
+
+@jax.jit
+def _slid(
+    table: Any, seq: jax.Array, keep: jax.Array, drop: jax.Array
+) -> tuple[Any, Commitment, jax.Array]:
+    there = table.last(seq) + 1
+    ok = (keep >= 0) & (drop >= 1) & (drop <= there - keep)
+    moves = jnp.where(ok, keep + drop, 0)
+    ok &= _owns_alone(table, seq, moves)
+    cut, _ = table.remove(seq, keep, moves)
+    return *_if(ok, cut.add(seq, moves, jnp.int32(END), -drop), table), ok
+
+
+@jax.jit
+def _extended(
+    table: Any, seq: jax.Array, done: jax.Array, group: jax.Array, width: jax.Array
+) -> tuple[Any, Commitment, jax.Array, jax.Array]:
+    there = table.last(seq) + 1
+    short = jax.lax.div(width, group)
+    end = jnp.int32(END)
+
+    def one_more(carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
+        table, done, there = carry
+        # Moved to where the tokens stood at first, so that each group begins at a multiple.
+        lift = done * (group - 1)
+        first, last = done + lift, done + lift + width
+        table = table.add(seq, done, end, lift)
+        table = table.divide(seq, first, last, group)
+        return table.add(seq, last, end, short - width - lift), done + short, there + short - width
+
+    known = (done >= 0) & (done <= there) & (jax.lax.rem(done, short) == 0)
+    ok = known & (there <= jax.lax.div(end, group))
+    ok &= (there - width < done) | _owns_alone(table, seq, done)
+    more = (table, jnp.where(ok, done, there), there)
+    grouped, now, _ = jax.lax.while_loop(lambda now: now[2] - width >= now[1], one_more, more)
+    return *_if(ok, grouped, table), jnp.where(ok, now, done), ok
+
+
+def _owns_alone(table: Any, seq: jax.Array, start: jax.Array) -> jax.Array:
+    """Return whether a sequence shares none of its cells from a position on; `[]` bool.
+
+    As many come free when it lets go of them, whether the other sequences are there or not.
+    """
+
+    def freed(table: Any) -> jax.Array:
+        rest, _ = table.remove(seq, start, jnp.int32(END))
+        return table.used() - rest.used()
+
+    return freed(table) == freed(table.keep(seq))
+
+
+def _if(ok: jax.Array, new: Any, old: Any) -> tuple[Any, Commitment]:
+    """Return one of two tables, and what its keys are owed; nothing if it is the old one."""
+    table = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, old)
+    # The plan of an empty table rotates nothing, and does nothing where keys are owed something.
+    plan = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, new.clear()).update()
+    return table, plan
