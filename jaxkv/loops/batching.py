@@ -132,8 +132,8 @@ class Engine:
       >>> engine.submit(request(prompt=[1, 2, 3], limit=7))
       Traceback (most recent call last):
       ...
-      ValueError: wanted cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, which \
-this memory never has: ask for less, or make a larger one
+      ValueError: wanted cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, \
+which this memory never has: ask for less, or make a larger one
       >>> used(engine.memory).item()
       0
     """
@@ -405,7 +405,7 @@ this memory never has: ask for less, or make a larger one
         """Give texts the tokens that were picked, and end those that they end.
 
         Returns:
-          The texts that were refused a cell.
+          The texts that were refused a cell, where none has come free since.
         """
         ended, refused = [], []
         for text in texts:
@@ -421,8 +421,9 @@ this memory never has: ask for less, or make a larger one
                 refused.append(text)
             elif len(new) < allowed[row]:
                 ended.append((text, Finish.NO_TOKEN))
+        freed = {self._stream(text.sequence) for text, _ in ended}
         self._end(ended)
-        return refused
+        return [text for text in refused if self._stream(text.sequence) not in freed]
 
     def _stops(self, text: _Text) -> list[int]:
         return [*self._stop.tolist(), *np.asarray(text.request.stop).tolist()]
