@@ -60,6 +60,17 @@ def mixed(count, *, seed=0, vocabulary=VOCABULARY, most=12, sampled=True):
     return made
 
 
+@cache
+def in_one_piece(model):
+    """A prompt in a memory of one sequence: one program for all lengths."""
+
+    @jax.jit
+    def fed(weights, memory, tokens, valid):
+        return jaxkv.prefill(model, weights, memory, make_batch(tokens, valid=valid))
+
+    return fed
+
+
 def alone(request, *, model=forward, weights=None, memory=None, stop=STOP, last_n=64):
     """A text by the loops themselves, in a memory of its own: tokens, log-probabilities, reason."""
     memory = ALONE.make() if memory is None else memory
@@ -69,12 +80,14 @@ def alone(request, *, model=forward, weights=None, memory=None, stop=STOP, last_
     dtypes = {name: np.int32 if name == "top_k" else np.float32 for name in OFF}
     filters = {name: dtypes[name](number) for name, number in options.items()}
     sampler = Filters(**filters, last_n=last_n)
-    batch = make_batch(np.asarray(request.prompt), sequences=0)
-    memory, logits = jaxkv.prefill(model, weights, memory, batch, ubatch_size=16)
+    tokens, valid = np.zeros((1, 48), np.int32), np.zeros((1, 48), bool)
+    tokens[0, : len(request.prompt)], valid[0, : len(request.prompt)] = request.prompt, True
+    memory, logits, ok = in_one_piece(model)(weights, memory, tokens, valid)
+    assert ok
     recent = np.full((1, 64), -1)
     recent[0, 64 - len(request.prompt) :] = request.prompt
     options = dict(limit=request.limit, seed=[request.seed], sequences=[0], prompts=recent)
-    state, first = loops.begin(sampler, memory, logits, stop, **options)
+    state, first = loops.begin(sampler, memory, logits[:1], stop, **options)
     _, state, rest = jaxkv.decode(model, sampler, weights, memory, state, stop, steps=40)
     tokens, logprobs = (
         np.concatenate([np.asarray(a)[0], np.asarray(b)[0]])
@@ -129,7 +142,9 @@ def test_each_text_is_that_of_its_request_alone(kind):
 
 def test_texts_that_give_way_are_computed_anew(monkeypatch):
     """Without reservations more run at once, the youngest wait again, and no text is another."""
-    requests = mixed(20, seed=1, most=20)
+    hot = dict(temperature=1.5)
+    requests = [Request(prompt=[i, 3], limit=18, seed=i, sampling=hot, tag=i) for i in range(6)]
+    requests += mixed(10, seed=1)
     engine = warm(POOL, reserve=False)
     way, make_way = [], engine._make_way
     monkeypatch.setattr(engine, "_make_way", lambda *args: (way.append(1), make_way(*args)))
@@ -142,10 +157,10 @@ def test_texts_that_give_way_are_computed_anew(monkeypatch):
 
 def test_without_reservations_a_text_may_run_into_the_end_of_its_cells():
     """It has what fits: the last token of a text takes no cell."""
-    engine = warm(STREAMS, reserve=False, stop=())
+    engine = warm(STREAMS, reserve=False)
     (result,) = run(engine, [Request(prompt=[1, 2, 3], limit=99)])
     assert result.reason == Finish.FULL and len(result.tokens) == STREAMS.cells - 3 + 1
-    wanted, _, _ = alone(replace(result.request, limit=len(result.tokens)), stop=[])
+    wanted, _, _ = alone(replace(result.request, limit=len(result.tokens)))
     assert result.tokens.tolist() == wanted.tolist()
     assert_empty(engine)
 
@@ -153,7 +168,7 @@ def test_without_reservations_a_text_may_run_into_the_end_of_its_cells():
 def test_a_request_is_cancelled_wherever_it_is():
     """Waiting, in the middle of its prompt, or running; its cells are free at once."""
     engine = warm(POOL)
-    endless = [Request(prompt=[1] * 10, limit=12, tag=i) for i in range(3)]
+    endless = [Request(prompt=[1] * 6, limit=16, tag=i) for i in range(3)]
     ids = [engine.submit(request) for request in endless]
     assert engine.step() == []
     assert engine.tokens_of(ids[0]) and jaxkv.used(engine.memory) > 0  # the others have no room
@@ -211,12 +226,11 @@ def test_requests_come_while_others_run():
 
 
 def test_penalties_where_they_are_asked_for():
-    """They count the tokens of the prompt, also of one that was computed anew."""
+    """They count the tokens of the prompt."""
     options = dict(repeat_penalty=1.6, presence_penalty=0.5)
-    requests = [replace(one, sampling=one.sampling | options) for one in mixed(6, seed=3)]
-    allow = [*loops.batching.USUAL, *options]
-    results = list(
-        serve(forward, None, POOL.make(), requests, stop=STOP, chunk=8, allow=allow, last_n=4)
+    requests = [replace(one, sampling=options) for one in mixed(6, seed=3)]
+    results = serve(
+        forward, None, POOL.make(), requests, stop=STOP, chunk=8, allow=options, last_n=4
     )
     for result in results:
         tokens, _, _ = alone(requests[result.id], last_n=4)
@@ -277,6 +291,7 @@ def test_mistakes_are_named(call, message):
 # ---- what streams can hold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["sliding", "chunked", "symmetric"])
 @pytest.mark.parametrize("split", [False, True], ids=["pool", "streams"])
 def test_what_a_window_can_hold(rule, split):
