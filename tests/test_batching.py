@@ -276,7 +276,7 @@ def test_a_prompt_that_never_fits_is_refused_without_reservations_too():
     ("call", "message"),
     [
         (lambda m: engine_of(filled(2)), "an empty memory, got one with 2 cells in use"),
-        (lambda m: engine_of(m, chunk=0), "ubatch_size of at least 1, got 0"),
+        (lambda m: engine_of(m, chunk=0), "chunk of at least 1, got 0"),
         (lambda m: engine_of(m, steps=0), "steps of at least 1, got 0"),
         (lambda m: engine_of(m, allow=["heat"]), "to allow of temperature, .* got 'heat'"),
         (lambda m: engine_of(m).submit([1]), "wanted a Request, got <class 'list'>"),

@@ -78,6 +78,60 @@ class Result:
     request: Request
 
 
+@dataclass(kw_only=True, eq=False)
+class Text:
+    """A request on its way.
+
+    id: of the request; a lower one is older.
+    tokens: those that were generated.
+    logprobs: one for each of them.
+    sequence: where it stands; -1 while it waits.
+    placed: its tokens that are in the memory, as long as it does not run.
+    wanted: those that must be before it runs.
+    """
+
+    id: int
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sequence: int = -1
+    placed: int = 0
+    wanted: int = 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has a sequence, and all of its prompt is in the memory."""
+        return self.sequence >= 0 and self.placed >= self.wanted
+
+    @property
+    def left(self) -> int:
+        """How many more tokens may be generated."""
+        return self.request.limit - len(self.tokens)
+
+    @property
+    def most(self) -> int:
+        """The tokens that it puts into the memory at most: its last one never is."""
+        return len(self.request.prompt) + self.request.limit - 1
+
+    def all_tokens(self) -> np.ndarray:
+        """Return its tokens, prompt and generated, `[n]` int32."""
+        return np.append(self.request.prompt, np.asarray(self.tokens, np.int32))
+
+    def last_tokens(self, count: int) -> list[int]:
+        """Return the last tokens, at most so many."""
+        return [*self.request.prompt[-count:].tolist(), *self.tokens[-count:]][-count:]
+
+    def result(self, reason: Finish) -> Result:
+        """Return what has come of it."""
+        return Result(
+            id=self.id,
+            tokens=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            reason=reason,
+            request=self.request,
+        )
+
+
 def checked_allow(allow: Collection[str]) -> frozenset[str]:
     """Return the names of options that requests may have, or raise a ValueError."""
     unknown = sorted(set(allow) - set(OFF))
