@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=48, help="tokens of the longest prompt")
+    parser.add_argument("--prompt", type=int, default=56, help="tokens of the longest prompt")
     parser.add_argument("--limit", type=int, default=64, help="tokens of the longest text")
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--steps", type=int, default=8)
