@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +19,8 @@ from jaxkv.planning.place import plan_one
 SMALLEST = 8
 """Tokens of the shortest row that is compiled: fewer cost as much."""
 
-PASS = 12
-"""Tokens that take about as long as reading the weights once; rows are chosen by it."""
+PASS = 24
+"""Tokens that take about as long as reading the weights once; shapes are chosen by it."""
 
 
 class Shape(NamedTuple):
@@ -62,25 +62,39 @@ def shapes_of(facts: Facts, size: int) -> list[Shape]:
 
     >>> memory = make_kv_cache(layers=1, cells=9, kv_heads=1, head_dim=2, sequences=3, streams=3)
     >>> [tuple(shape) for shape in shapes_of(memory.table.facts, 32)]
-    [(1, 8), (1, 16), (1, 32), (2, 16), (3, 8)]
+    [(1, 8), (1, 16), (1, 24), (1, 32), (2, 16), (3, 8)]
     """
-    lengths = [1 << n for n in range(SMALLEST.bit_length() - 1, size.bit_length()) if 1 << n < size]
-    shapes = [Shape(1, length) for length in (*lengths, size)]
-    if not facts.one_sequence_a_row:
-        return shapes
-    rows = sorted(
-        {min(1 << n, facts.sequences) for n in range(1, facts.sequences.bit_length() + 1)}
-    )
-    fitting = [(n, [length for length in lengths if n * length <= size]) for n in rows if n > 1]
-    return shapes + [Shape(n, fit[-1]) for n, fit in fitting if fit]
+    steps = [n << i for i in range(size.bit_length()) for n in (SMALLEST, SMALLEST * 3 // 2)]
+    lengths = [*sorted(n for n in steps if n < size and n % SMALLEST == 0), size]
+    shapes = [Shape(1, length) for length in lengths]
+    if facts.one_sequence_a_row:
+        counts = {min(2 << n, facts.sequences) for n in range(facts.sequences.bit_length())}
+        for count in sorted(counts - {1}):
+            fitting = [length for length in lengths if count * length <= size]
+            shapes += [Shape(count, length) for length in fitting[-1:]]
+    return shapes
+
+
+@cache
+def _least(lengths: tuple[int, ...], count: int) -> int:
+    """Return what tokens of one prompt cost at least, in rows of these lengths, one a chunk.
+
+    >>> [_least((8, 64), n) - PASS for n in (5, 8, 9, 64)]
+    [8, 8, 40, 64]
+    """
+    whole, rest = divmod(count, lengths[-1])
+    cost = whole * (PASS + lengths[-1])
+    if not rest:
+        return cost
+    return cost + min(PASS + n + _least(lengths, max(rest - n, 0)) for n in lengths)
 
 
 def cut(facts: Facts, shapes: Sequence[Shape], parts: Sequence[Part]) -> tuple[Chunk, list[int]]:
     """Cut the next chunk off prompts, those that come first foremost.
 
     Returns:
-      The chunk, in the shape that holds most for what it costs; and how many tokens of each part
-      are in it.
+      The chunk, in the shape that costs least together with what is left then, prompt by prompt;
+      and how many tokens of each part are in it.
     """
 
     def taken(shape: Shape) -> list[int]:
@@ -89,10 +103,17 @@ def cut(facts: Facts, shapes: Sequence[Shape], parts: Sequence[Part]) -> tuple[C
         lengths = [len(part.tokens) for part in parts]
         return np.diff(np.minimum(np.cumsum(lengths), shape.tokens), prepend=0).tolist()
 
-    def worth(shape: Shape) -> float:
-        return sum(taken(shape)) / (PASS + shape.rows * shape.tokens)
+    def cost(shape: Shape) -> int:
+        rest = [len(part.tokens) for part in parts]
+        for i, n in enumerate(taken(shape)):
+            rest[i] -= n
+        if not facts.one_sequence_a_row:
+            rest = [sum(rest)]
+        here = PASS + shape.rows * shape.tokens
+        return here + sum(_least(lengths, count) for count in rest)
 
-    shape = max(shapes, key=worth)
+    lengths = tuple(shape.tokens for shape in shapes if shape.rows == 1)
+    shape = min(shapes, key=cost)
     counts = taken(shape)
     chunk = empty_chunk(shape)
     place = 0
