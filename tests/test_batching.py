@@ -352,3 +352,14 @@ def test_cells_that_must_be_neighbours():
     engine = warm(kind)
     assert_as_alone(run(engine, requests), requests)
     assert_empty(engine)
+
+
+def mute(weights, memory, ubatch):
+    memory, logits = forward(weights, memory, ubatch)
+    return memory, jnp.full_like(logits, -jnp.inf)
+
+
+@pytest.mark.slow
+def test_a_text_that_is_allowed_no_token_ends():
+    (result,) = serve(mute, None, POOL.make(), [Request(prompt=[1, 2], limit=3)], chunk=8)
+    assert result.reason == Finish.NO_TOKEN and result.tokens.size == 0
