@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
 from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join, split
@@ -120,6 +121,10 @@ class HybridTable(Table):
             together=_all([one.together for one in found]),
             left=_smallest([one.left for one in found]),
         )
+
+    def can_hold(self, lengths: np.ndarray, at_once: int) -> np.ndarray:
+        """Return which streams have the cells in every part."""
+        return np.all([part.can_hold(lengths, at_once) for part in self.parts], axis=0)
 
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[tuple, jax.Array]:
         """Return what each part chooses, and the highest `Reason` of each token."""

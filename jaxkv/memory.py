@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Self
 
 import jax
+import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.places import integers
@@ -148,6 +149,20 @@ class Table(ABC):
     @abstractmethod
     def admit(self, wanted: jax.Array) -> Room:
         """Return which sequences find room for the tokens that they bring, `[Q]` int32."""
+
+    @abstractmethod
+    def can_hold(self, lengths: np.ndarray, at_once: int) -> np.ndarray:
+        """Return which streams have cells for such texts side by side, whatever comes first.
+
+        It is asked on the host, and looks at sizes alone.
+
+        Args:
+          lengths: `[Q]` int, how many tokens each sequence will have at most.
+          at_once: the most tokens of a stream that are computed at once.
+
+        Returns:
+          `[S]` bool. Where cells must be neighbours they may have to be brought together first.
+        """
 
     @abstractmethod
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[Any, jax.Array]:

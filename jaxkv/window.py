@@ -86,6 +86,15 @@ def cells_for(window: Window, *, ubatch_size: int, rollback: int, sharing: int) 
     return (window.width + ubatch_size + rollback) * sharing
 
 
+def looks_back(window: Window) -> int:
+    """Return how many positions before its own a token sees at most.
+
+    >>> [looks_back(window) for window in (sliding(4), chunked(4), symmetric(4))]
+    [3, 3, 2]
+    """
+    return window.width // 2 if window.rule == "symmetric" else window.width - 1
+
+
 def first_seen(window: Window | None, position: jax.Array) -> jax.Array:
     """Return the lowest position that a token at a position sees; it never falls as that rises.
 
@@ -96,8 +105,7 @@ def first_seen(window: Window | None, position: jax.Array) -> jax.Array:
         return jnp.zeros_like(position)
     if window.rule == "chunked":
         return position // window.width * window.width
-    back = window.width // 2 if window.rule == "symmetric" else window.width - 1
-    return jnp.maximum(position - back, 0)
+    return jnp.maximum(position - looks_back(window), 0)
 
 
 def sees(

@@ -68,6 +68,10 @@ class CellTable(Cells, Table):
         """See `slots.admit`."""
         return slots.admit(self, wanted)
 
+    def can_hold(self, lengths: np.ndarray, at_once: int) -> np.ndarray:
+        """See `slots.can_hold`."""
+        return slots.can_hold(self, lengths, at_once)
+
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `slots.choose_slots`."""
         return slots.choose_slots(self, ubatch, ok)

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.kv.cells import WORD, C, Cells, digest, each, free, holders, home
@@ -12,6 +13,7 @@ from jaxkv.kv.reuse import evict, hidden, misses
 from jaxkv.memory import Findings, Room
 from jaxkv.places import EMPTY, END, FAR, nowhere
 from jaxkv.plan import Reason
+from jaxkv.window import looks_back
 
 BLOCK = 128
 """Cells that a CPU compares with all sequences of a word at a time: what its registers hold."""
@@ -121,6 +123,28 @@ def _smallest_first(wanted: jax.Array, room: jax.Array) -> jax.Array:
         return jnp.zeros_like(fits).at[order].set(fits) | (wanted == 0)
 
     return jax.vmap(of_stream)(wanted.reshape(room.size, -1), room).reshape(-1)
+
+
+def can_hold(cells: Cells, lengths: np.ndarray, at_once: int) -> np.ndarray:
+    """Return which streams have cells for texts of these lengths side by side; on the host.
+
+    A window takes what it needs and no more: what the next token of each text looks back at, and
+    cells for the tokens that are computed at once.
+
+    Args:
+      cells: the table, of which only the sizes are looked at.
+      lengths: `[Q]` int, the tokens of each sequence.
+      at_once: the most tokens of a stream that are computed at once.
+
+    Returns:
+      `[S]` bool.
+    """
+    lengths = np.asarray(lengths, np.int64).reshape(cells.streams, -1)
+    needed = lengths.sum(axis=1)
+    if cells.window is not None:
+        back = np.minimum(lengths, looks_back(cells.window))
+        needed = np.minimum(needed, back.sum(axis=1) + at_once)
+    return needed <= cells.num_cells
 
 
 def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:

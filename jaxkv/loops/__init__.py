@@ -1,6 +1,6 @@
 """Loops that run a model over a memory, and what picks tokens in them."""
 
-from jaxkv.loops import sampling
+from jaxkv.loops import batching, sampling
 from jaxkv.loops.beams import Beams, beam
 from jaxkv.loops.drafts import draft_model, lookup
 from jaxkv.loops.forward import step_of
@@ -11,6 +11,6 @@ from jaxkv.loops.speculation import Speculated, speculate
 from jaxkv.loops.state import DecodeState, Picked, begin, start
 
 __all__ = ["DecodeState", "Picked", "begin", "decode", "prefill", "sampling", "start"]
-__all__ += ["Beams", "beam", "extend", "slide"]
+__all__ += ["Beams", "batching", "beam", "extend", "slide"]
 __all__ += ["Speculated", "draft_model", "lookup", "speculate"]
 __all__ += ["step_of", "warm_up"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join
@@ -89,6 +90,11 @@ class StateTable(States, Table):
         """Return that there is room: a sequence lets go of as many states as it gets."""
         all_fit = wanted >= 0
         return Room(all_fit, all_fit, jnp.full_like(wanted, END))
+
+    def can_hold(self, lengths: np.ndarray, at_once: int) -> np.ndarray:
+        """Return that there is room: a state takes the same for a text of any length."""
+        del lengths, at_once
+        return np.ones(self.streams, bool)
 
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[StateSlots, jax.Array]:
         """See `slots.choose_slots`."""

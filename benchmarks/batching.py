@@ -1,0 +1,138 @@
+"""How much does an engine get out of the sequences of a memory? SmolLM2 in float32, best tokens.
+
+Run `python -m benchmarks.batching`. Requests of mixed lengths go through `loops.batching.Engine`
+with a stream for each sequence, and are compared with two sides that do the same work per token:
+
+- one by one: each request alone, in a memory of one sequence; of every fourth request, since the
+  rate does not depend on how many there are;
+- all busy: requests that all have the mean prompt and the mean limit, as many as sequences. None
+  ever waits, so this is what the sequences give at best, prompts included.
+
+All take turns in one process. What counts are the tokens that requests asked for.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import jaxkv
+import models
+from benchmarks import machine, turns
+from jaxkv import loops
+from jaxkv.loops.batching import Engine, Request
+from jaxkv.loops.sampling import make_sampler
+from models.compiling import counting
+
+
+def requests_of(count: int, *, prompt: int, limit: int, seed: int = 0) -> list[Request]:
+    """Make requests whose lengths are spread evenly up to the largest."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.permutation(np.linspace(8, prompt, count).round().astype(int))
+    limits = rng.permutation(np.linspace(8, limit, count).round().astype(int))
+    return [
+        Request(prompt=rng.integers(100, 20_000, n), limit=int(most))
+        for n, most in zip(lengths, limits, strict=True)
+    ]
+
+
+def tokens_of(requests: list[Request]) -> int:
+    return sum(request.limit for request in requests)
+
+
+def through_engine(engine: Engine, requests: list[Request]) -> float:
+    """Run requests through an engine; milliseconds a token."""
+    start = time.perf_counter()
+    for request in requests:
+        engine.submit(request)
+    got = sum(len(result.tokens) for result in engine.results())
+    assert got == tokens_of(requests)
+    return 1e3 * (time.perf_counter() - start) / got
+
+
+def together(model: models.Model, memory: Any, requests: list[Request], *, chunk: int) -> Any:
+    """Run requests of equal lengths side by side, by the loops themselves; returns the memory."""
+    run, sampler = (model.forward, model.weights), make_sampler()
+    batch = jaxkv.make_batch([request.prompt for request in requests])
+    memory, logits = jaxkv.prefill(*run, memory, batch, ubatch_size=chunk, donate=True)
+    limit = requests[0].limit
+    state, _ = loops.begin(sampler, memory, logits, limit=limit)
+    while np.asarray(state.active).any():
+        memory, state, _ = jaxkv.decode(
+            model.forward, sampler, model.weights, memory, state, steps=8, donate=True
+        )
+    return jaxkv.clear(memory)
+
+
+def side_of(
+    model: models.Model, groups: list[list[Request]], *, cells: int, chunk: int
+) -> Callable:
+    """A side that runs groups of requests one after another; milliseconds a token."""
+    rows = len(groups[0])
+    memory = model.make_memory(cells=cells, sequences=rows, streams=rows)
+
+    def side() -> float:
+        nonlocal memory
+        start = time.perf_counter()
+        for group in groups:
+            memory = together(model, memory, group, chunk=chunk)
+        return 1e3 * (time.perf_counter() - start) / sum(map(tokens_of, groups))
+
+    return side
+
+
+def main() -> None:
+    """Print the milliseconds of a useful token of each side, and the ratios."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--prompt", type=int, default=56, help="tokens of the longest prompt")
+    parser.add_argument("--limit", type=int, default=120, help="tokens of the longest text")
+    parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
+    args = parser.parse_args()
+
+    machine.main()
+    model = models.load(args.model)
+    requests = requests_of(args.requests, prompt=args.prompt, limit=args.limit)
+    cells = -(-(args.prompt + args.limit) // 64) * 64
+    memory = model.make_memory(cells=cells, sequences=args.sequences, streams=args.sequences)
+    options = {"chunk": args.chunk, "steps": args.steps, "allow": ()}
+    engine = Engine(model.forward, model.weights, memory, **options)
+    engine.warm_up()
+    with counting() as compiled:
+        through_engine(engine, requests)
+        print(f"{compiled()} programs compiled after the warm-up")
+
+    mean = {
+        "prompt": round(np.mean([len(request.prompt) for request in requests])),
+        "limit": round(np.mean([request.limit for request in requests])),
+    }
+    equal = [
+        Request(prompt=one.prompt[: mean["prompt"]], limit=mean["limit"])
+        for one in requests
+        if len(one.prompt) >= mean["prompt"]
+    ][: args.sequences]
+    sides = {
+        "batching": partial(through_engine, engine, requests),
+        "one by one": side_of(
+            model, [[one] for one in requests[::4]], cells=cells, chunk=args.chunk
+        ),
+        "all busy": side_of(model, [equal] * 2, cells=cells, chunk=args.chunk * 4),
+    }
+    print(
+        f"{len(requests)} requests, on average prompts of {mean['prompt']} tokens and texts of "
+        f"{mean['limit']}, through {args.sequences} sequences; for a token that was asked for:"
+    )
+    middle = turns.table(turns.take_turns(sides, args.rounds), own=["batching"])
+    print(f"{middle['one by one'] / middle['batching']:.2f} x the rate of one by one")
+    print(f"{middle['all busy'] / middle['batching']:.2f} of the rate of all sequences busy")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""What is asked of an engine and what comes of it; and the samplers of texts that run together."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from jaxkv.loops.sampling import Filters, make_sampler
+from jaxkv.places import END, count, integers
+
+OFF: dict[str, float] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repeat_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+"""The options of `make_sampler` that a request may have, and what each is where it does nothing."""
+
+
+class Finish(Enum):
+    """Why a text ended.
+
+    STOP: its last token is one of its stop tokens.
+    LENGTH: it has as many tokens as its limit.
+    FULL: it is alone with its cells, and they are all taken. With reservations it never comes.
+    NO_TOKEN: no token was allowed to come next.
+    CANCELLED: it was cancelled.
+    """
+
+    STOP = "stop"
+    LENGTH = "length"
+    FULL = "full"
+    NO_TOKEN = "no token"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """A prompt to be continued, and how.
+
+    prompt: `[n]` int32, its tokens, at least one.
+    limit: the most tokens to generate, at least 1.
+    stop: tokens that end the text, beside those of the engine.
+    seed: of its draws, all that they depend on beside the position.
+    sampling: options of `loops.sampling.make_sampler`, one number each; without any the best token
+      is taken.
+    tag: anything of the caller's; it comes back with the result.
+    """
+
+    prompt: Any  # [n]
+    limit: int
+    stop: Sequence[int] = ()
+    seed: int = 0
+    sampling: dict[str, Any] = field(default_factory=dict)
+    tag: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Result:
+    """What came of a request.
+
+    id: what `Engine.submit` returned for it.
+    tokens: `[n]` int32, those that were generated, a stop token among them.
+    logprobs: `[n]` float32, the logarithms of their probabilities by the model alone.
+    reason: why the text ended.
+    request: what was asked.
+    """
+
+    id: int
+    tokens: np.ndarray  # [n]
+    logprobs: np.ndarray  # [n]
+    reason: Finish
+    request: Request
+
+
+@dataclass(kw_only=True, eq=False)
+class Text:
+    """A request on its way.
+
+    id: of the request; a lower one is older.
+    tokens: those that were generated.
+    logprobs: one for each of them.
+    sequence: where it stands; -1 while it waits.
+    placed: its tokens that are in the memory, as long as it does not run.
+    wanted: those that must be before it runs.
+    """
+
+    id: int
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sequence: int = -1
+    placed: int = 0
+    wanted: int = 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has a sequence, and all of its prompt is in the memory."""
+        return self.sequence >= 0 and self.placed >= self.wanted
+
+    @property
+    def left(self) -> int:
+        """How many more tokens may be generated."""
+        return self.request.limit - len(self.tokens)
+
+    @property
+    def most(self) -> int:
+        """The tokens that it puts into the memory at most: its last one never is."""
+        return len(self.request.prompt) + self.request.limit - 1
+
+    def all_tokens(self) -> np.ndarray:
+        """Return its tokens, prompt and generated, `[n]` int32."""
+        return np.append(self.request.prompt, np.asarray(self.tokens, np.int32))
+
+    def last_tokens(self, count: int) -> list[int]:
+        """Return the last tokens, at most so many."""
+        return [*self.request.prompt[-count:].tolist(), *self.tokens[-count:]][-count:]
+
+    def result(self, reason: Finish) -> Result:
+        """Return what has come of it."""
+        return Result(
+            id=self.id,
+            tokens=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            reason=reason,
+            request=self.request,
+        )
+
+
+def checked_allow(allow: Collection[str]) -> frozenset[str]:
+    """Return the names of options that requests may have, or raise a ValueError."""
+    unknown = sorted(set(allow) - set(OFF))
+    if unknown:
+        raise ValueError(f"wanted options to allow of {', '.join(OFF)}, got {unknown[0]!r}")
+    return frozenset(allow)
+
+
+def checked_request(request: Request, *, allow: frozenset[str], most_stops: int) -> Request:
+    """Return a request with its numbers as int32, or raise and say what was wanted.
+
+    Raises:
+      TypeError: when it is no request, or tokens, the limit or the seed are no integers.
+      ValueError: when the prompt is empty, a number is out of its range, there are too many stop
+        tokens, or an option is unknown, not allowed, or not one number.
+
+    >>> checked_request(Request(prompt=[], limit=1), allow=frozenset(), most_stops=1)
+    Traceback (most recent call last):
+    ...
+    ValueError: wanted a prompt [n] of at least one token, got the shape (0,)
+    """
+    if not isinstance(request, Request):
+        raise TypeError(f"wanted a Request, got {type(request)}")
+    prompt = np.asarray(integers(request.prompt, "the tokens of a prompt", low=0))
+    if prompt.ndim != 1 or not prompt.size:
+        raise ValueError(f"wanted a prompt [n] of at least one token, got the shape {prompt.shape}")
+    stop = np.asarray(integers(request.stop, "stop", low=0))
+    if stop.ndim != 1 or stop.size > most_stops:
+        raise ValueError(
+            f"wanted at most {most_stops} stop tokens [n] of a request's own, got the shape "
+            f"{stop.shape}: make the engine with a larger most_stops="
+        )
+    for name, value in request.sampling.items():
+        if name not in allow:
+            raise ValueError(
+                f"wanted sampling options of {', '.join(sorted(allow)) or 'none'}, got {name!r}: "
+                f"make the engine with allow= of all that requests may have"
+            )
+        if np.ndim(value):
+            raise ValueError(f"wanted one number for {name}, got the shape {np.shape(value)}")
+    make_sampler(**request.sampling)
+    seed = count(request.seed, "seed", low=0)
+    if seed >= 2**32:
+        raise ValueError(f"wanted a seed from 0 to {2**32 - 1}, got {seed}")
+    limit = count(request.limit, "limit")
+    if limit > END:
+        raise ValueError(f"wanted a limit from 1 to {END}, got {limit}")
+    return replace(request, prompt=prompt, limit=limit, stop=stop, seed=seed)
+
+
+def sampler_of(
+    requests: Sequence[Request | None], *, allow: frozenset[str], last_n: int
+) -> Filters:
+    """Return the sampler of T texts, a number for each; None is a text that nothing is drawn for.
+
+    Which filters it has depends on little, so that there are few programs: none where all texts
+    take the best token, those that cost nothing where no text wants one of the others. What a
+    filter does to a text does not depend on that, since each is off where its number says so.
+
+    >>> hot, best = (Request(prompt=[1], limit=1, sampling=dict(temperature=t)) for t in (0.7, 0.0))
+    >>> sampler = sampler_of([hot, None, best], allow=frozenset(OFF), last_n=64)
+    >>> sampler.temperature.tolist(), sampler.top_k
+    ([0.699999988079071, 0.0, 0.0], None)
+    """
+    numbers = {
+        name: np.array([one.sampling.get(name, off) if one else off for one in requests])
+        for name, off in OFF.items()
+    }
+    draws = np.any(numbers["temperature"] > 0)
+    ranked = np.any((numbers["temperature"] > 0) & _ranks(numbers))
+    on = {
+        "temperature": draws,
+        "top_k": ranked,
+        "top_p": ranked,
+        "min_p": draws,
+        "repeat_penalty": True,
+        "frequency_penalty": True,
+        "presence_penalty": True,
+    }
+    fields = {
+        name.removesuffix("_penalty"): numbers[name].astype(
+            np.int32 if name == "top_k" else np.float32
+        )
+        if on[name] and name in allow
+        else None
+        for name in OFF
+    }
+    return Filters(**fields, last_n=last_n)
+
+
+def sampling_levels(allow: frozenset[str]) -> list[dict[str, Any]]:
+    """Return sampling options of requests that, one after another, take every kind of sampler."""
+    levels: list[dict[str, Any]] = [{}]
+    if "temperature" in allow:
+        levels.append({"temperature": 1.0})
+        levels += [
+            {"temperature": 1.0, name: number}
+            for name, number in (("top_k", 1), ("top_p", 0.5))
+            if name in allow
+        ][:1]
+    return levels
+
+
+def _ranks(numbers: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the texts that want a filter which ranks the whole vocabulary, `[T]` bool."""
+    return (numbers["top_k"] > 0) | (numbers["top_p"] < 1)
