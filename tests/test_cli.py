@@ -375,6 +375,46 @@ def test_guessing_gives_the_same_texts(run):
     assert again[2].endswith("compiles after warm-up: 0\n")
 
 
+def test_a_file_of_prompts_gives_each_its_text(run, tmp_path):
+    """In the order in which they end, each as it would be alone."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n\n".join(PROMPTS) + "\n")
+    status, out, err = run("--json", "--file", file, "--sequences", 2)
+    assert status == 0 and "running 3 prompts in 2 sequences" in err
+    texts = sorted(objects(out), key=lambda one: one.pop("index"))
+    assert texts == objects(run("--json", *PROMPTS)[1])
+    _, out, _ = run("--file", file)
+    assert all(f"=== {i} of 3\n{prompt}" in out for i, prompt in enumerate(PROMPTS, 1))
+
+
+def test_beams_are_at_least_as_probable_as_the_best_token_each_time(run):
+    status, out, _ = run("--json", "--beams", 3, "--max-tokens", 5, STORY)
+    ranks = [one["logprob"] for one in objects(out)]
+    assert status == 0 and len(ranks) == 3 and ranks == sorted(ranks, reverse=True)
+    assert run("--beams", 3, "--max-tokens", 5, STORY)[1] == STORY + objects(out)[0]["text"] + "\n"
+    _, alone, _ = run("--json", "--max-tokens", 5, STORY)
+    (one,) = objects(run("--json", "--beams", 1, "--max-tokens", 5, STORY)[1])
+    assert one["tokens"] == objects(alone)[0]["tokens"]
+    assert ranks[0] >= one["logprob"] - 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give a PROMPT, - to read it from stdin, or --file FILE"),
+        (("--file", "there/is/none"), "there/is/none cannot be read"),
+        (("--file", "f", STORY), "--file goes with neither PROMPT nor --beams"),
+        (("--file", "f", "--samples", 2), "--samples does not go with --file or --beams"),
+        (("--beams", 2, "--speculate", STORY), "--speculate does not go with --file or --beams"),
+        (("--beams", 2, "--temperature", 1, STORY), "leave --temperature out"),
+        (("--beams", 2, "--cells", 2, STORY), "the cache holds 2 cells; give --cells 256"),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(run, arguments, message):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "") and message in err.splitlines()[-1]
+
+
 def test_a_prompt_may_come_from_stdin(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(STORY))
     piped = run("--json", "-")

@@ -29,6 +29,7 @@ LADDERS = {
         ["model"],
         ["run"],
         ["generate"],
+        ["several"],
         ["cli"],
         ["__init__", "__main__"],
     ],

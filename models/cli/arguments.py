@@ -39,7 +39,20 @@ def parser() -> argparse.ArgumentParser:
     )
     one.set_defaults(command="generate")
     add = one.add_argument
-    add("prompts", nargs="+", metavar="PROMPT", help="a text to continue; - reads it from stdin")
+    add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; - reads it from stdin")
+    add(
+        "--file",
+        metavar="FILE",
+        help="a file of prompts, one a line: they take turns in --sequences sequences, and each "
+        "text is shown when it has ended",
+    )
+    add(
+        "--sequences",
+        type=whole(1, 2**16),
+        default=8,
+        metavar="N",
+        help="with --file: how many prompts run at once (default: 8)",
+    )
     add(
         "--model",
         default="smollm2",
@@ -62,6 +75,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="how many texts to make of each prompt, with the seeds from --seed on; the prompt is "
         "computed once (default: 1)",
+    )
+    add(
+        "--beams",
+        type=whole(1, 2**16),
+        metavar="N",
+        help="search for the most probable texts, following N side by side, instead of sampling; "
+        "the best one is shown, with --json all of them",
     )
     add(
         "--speculate",

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import jaxkv
 from jaxkv.loops.sampling import make_sampler
 from models.cli.arguments import SAMPLING, InputError
-from models.cli.screen import Screen, compiling, loading, megabytes, note, plural
+from models.cli.screen import Screen, compiling, loading, megabytes, note, plural, put
 from models.generate import Generated, cells_for, generate_texts
 from models.model import Model, load
+from models.several import search_texts, serve_texts
 
 
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     Returns:
       The exit code: 130 if it was interrupted, and what there was of the texts is shown.
     """
-    written = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    written = read_prompts(args)
     check_prompts(written)
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     if given and args.temperature == 0:
@@ -36,6 +37,10 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     model = load_with_progress(args.model, args.dtype)
     prompts = [encode(model, prompt, args.chat) for prompt in written]
     warn_of_control(model, written, args.chat)
+    if args.file:
+        return show_served(model, written, prompts, args, {**options, "seed": seed})
+    if args.beams:
+        return show_beams(model, written, prompts, args)
     shown = [prompt for prompt in written for _ in range(args.samples)]
     screen = None if args.json else Screen(shown, chat=args.chat)
 
@@ -75,6 +80,83 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
         )
     note(summary(made))
     return 130 if made.interrupted else 0
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """Return the prompts: arguments, stdin where one is a dash, or the lines of a file.
+
+    Raises:
+      InputError: when there are none, both kinds are given, or options do not go together.
+    """
+    for name in ("samples", "speculate"):
+        if (args.file or args.beams) and getattr(args, name) not in (0, 1):
+            raise InputError(f"--{name} does not go with --file or --beams.")
+    if args.file and (args.prompts or args.beams):
+        raise InputError("--file goes with neither PROMPT nor --beams.")
+    if args.beams and args.temperature:
+        raise InputError("--beams takes the most probable texts: leave --temperature out.")
+    if args.file:
+        try:
+            with open(args.file, encoding="utf-8") as lines:
+                return [line.rstrip("\n") for line in lines if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{args.file} cannot be read: {error}.") from None
+    if not args.prompts:
+        raise InputError("give a PROMPT, - to read it from stdin, or --file FILE.")
+    return [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+
+
+def show_served(
+    model: Model,
+    written: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    args: argparse.Namespace,
+    options: dict,
+) -> int:
+    """Run the prompts of a file through few sequences, and show each text when it has ended."""
+    seed = options.pop("seed")
+    sampling = {"temperature": args.temperature, **options} if args.temperature else {}
+    began, tokens = perf_counter(), 0
+    note(f"running {plural(len(prompts), 'prompt')} in {args.sequences} sequences ...")
+    given = {"sequences": args.sequences, "max_tokens": args.max_tokens, "cells": args.cells}
+    try:
+        for i, text in serve_texts(model, prompts, sampling=sampling, seed=seed, **given):
+            tokens += len(text.tokens)
+            if args.json:
+                print(json.dumps({"prompt": written[i], "index": i, **vars(text)}), flush=True)
+            else:
+                put(f"=== {i + 1} of {len(prompts)}\n{written[i]}{text.text}\n\n")
+                sys.stdout.flush()
+    except ValueError as error:
+        raise InputError(f"a prompt does not fit: {error}; give more --cells.") from None
+    took = perf_counter() - began
+    note(f"generation: {tokens} tokens in {took:.1f} s, compiling included")
+    return 0
+
+
+def show_beams(
+    model: Model,
+    written: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    args: argparse.Namespace,
+) -> int:
+    """Search for the most probable texts of each prompt, and show the best."""
+    for prompt, tokens in zip(written, prompts, strict=True):
+        note(f"searching with {plural(args.beams, 'beam')} ...")
+        given = {"max_tokens": args.max_tokens, "cells": args.cells}
+        try:
+            found = search_texts(
+                model, tokens, width=args.beams, ubatch_size=args.ubatch_size, **given
+            )
+        except jaxkv.RefusedError:
+            raise InputError(too_long([tokens], args)) from None
+        if args.json:
+            for text, rank in found:
+                print(json.dumps({"prompt": prompt, "logprob": rank, **vars(text)}))
+        else:
+            put(f"{'' if args.chat else prompt}{found[0][0].text}\n")
+        sys.stdout.flush()
+    return 0
 
 
 def check_prompts(prompts: Sequence[str]) -> None:
@@ -129,7 +211,7 @@ def load_with_progress(name: str, dtype: str) -> Model:
 
 def too_long(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> str:
     """Say that the prompts do not fit, and what would help."""
-    cells = cells_for(prompts, args.max_tokens, args.streams, samples=args.samples)
+    cells = cells_for(prompts, args.max_tokens, args.streams, samples=args.beams or args.samples)
     if args.streams == "split":
         problem = (
             f"the longest prompt has {max(map(len, prompts))} tokens and each stream of the cache "
