@@ -127,7 +127,11 @@ def run(engine, requests):
     return [found[one] for one in ids]
 
 
-@pytest.mark.parametrize("kind", [POOL, STREAMS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [POOL, pytest.param(STREAMS, marks=pytest.mark.slow)],
+    ids=lambda kind: kind.name,
+)
 def test_each_text_is_that_of_its_request_alone(kind):
     """With half the cells that all would take, and not a program after the warm-up."""
     requests = mixed(20)

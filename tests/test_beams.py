@@ -109,7 +109,9 @@ def prompted(kind, seq=0):
 
 
 search = partial(loops.beam, forward, FREE, width=WIDTH, steps=STEPS)
-over_memories = pytest.mark.parametrize("kind", [POOL, SPLIT], ids=lambda kind: kind.name)
+over_memories = pytest.mark.parametrize(
+    "kind", [POOL, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=lambda kind: kind.name
+)
 STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
 NONE = (-1, -1, -1)
 

@@ -260,7 +260,7 @@ def test_filters_without_a_temperature_are_not_passed_over_in_silence(run):
         ([""], "the prompt is empty; give it some text"),
         ([STORY, "  "], "prompt 2 of 2 is empty"),
         (["\udcff"], "the prompt is not valid UTF-8"),
-        ([], "the following arguments are required: PROMPT"),
+        ([], "give a PROMPT, - to read it from stdin, or --file FILE"),
         ([STORY, "--model", "/nowhere/model.gguf"], "No model at '/nowhere/model.gguf'"),
         (
             [STORY, "--max-tokens", "0"],
@@ -353,6 +353,7 @@ def test_a_memory_larger_than_the_machine_is_refused_before_it_is_made(run):
     ), error
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_the_next_seeds(run):
     """The prompt is computed once, and its samples share its cells."""
     drawn = ("--json", "--temperature", 0.9)
@@ -367,6 +368,7 @@ def test_samples_are_those_of_the_next_seeds(run):
     assert f"cells: {lengths + 6 * 8} of 256 used" in err and f"prompt: {lengths} tokens" in err
 
 
+@pytest.mark.slow
 def test_guessing_gives_the_same_texts(run):
     once = run("--json", "--max-tokens", 30, *PROMPTS)
     again = run("--json", "--max-tokens", 30, "--speculate", *PROMPTS)
@@ -375,6 +377,7 @@ def test_guessing_gives_the_same_texts(run):
     assert again[2].endswith("compiles after warm-up: 0\n")
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts_gives_each_its_text(run, tmp_path):
     """In the order in which they end, each as it would be alone."""
     file = tmp_path / "prompts.txt"
@@ -387,6 +390,7 @@ def test_a_file_of_prompts_gives_each_its_text(run, tmp_path):
     assert all(f"=== {i} of 3\n{prompt}" in out for i, prompt in enumerate(PROMPTS, 1))
 
 
+@pytest.mark.slow
 def test_beams_are_at_least_as_probable_as_the_best_token_each_time(run):
     status, out, _ = run("--json", "--beams", 3, "--max-tokens", 5, STORY)
     ranks = [one["logprob"] for one in objects(out)]
@@ -401,7 +405,6 @@ def test_beams_are_at_least_as_probable_as_the_best_token_each_time(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give a PROMPT, - to read it from stdin, or --file FILE"),
         (("--file", "there/is/none"), "there/is/none cannot be read"),
         (("--file", "f", STORY), "--file goes with neither PROMPT nor --beams"),
         (("--file", "f", "--samples", 2), "--samples does not go with --file or --beams"),
@@ -432,6 +435,7 @@ def test_names_of_control_tokens_are_noted(run, chat, how):
     assert "note" not in run(*chat, STORY)[2]
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_there_is_of_the_texts(texts):
     def on_text(which, piece, ended):
         heard.append(which)

@@ -127,11 +127,8 @@ def does_nothing(verb, args, count):
     return any(not (0 <= seq < count or (seq == -1 and verb == "seq_rm")) for seq in ids)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [one if one is SMALL else pytest.param(one, marks=pytest.mark.slow) for one in CELLS],
-    ids=lambda kind: kind.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CELLS, ids=lambda kind: kind.name)
 def test_verbs_of_attention(kind):
     count = kind.sequences
     for twin in lives(memories.Twin(kind), count, seed=1):
@@ -163,11 +160,8 @@ def planning():
     return jax.jit(jax.vmap(one, in_axes=(None, 0, 0, 0)))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [one if one is SMALL else pytest.param(one, marks=pytest.mark.slow) for one in CELLS],
-    ids=lambda kind: kind.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CELLS, ids=lambda kind: kind.name)
 def test_plans_of_attention(kind):
     """Few and many tokens of each sequence, the first or the second of them out of place."""
     count = kind.sequences
@@ -226,11 +220,8 @@ def of_states(tables, i):
     return rows, tables.dead_until[i].tolist(), len(where)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [one if one == {"kept": 2} else pytest.param(one, marks=pytest.mark.slow) for one in STATES],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", STATES, ids=str)
 def test_verbs_of_states(options):
     twin = histories.Twin("r", **options)
     count = twin.sequences

@@ -64,7 +64,9 @@ def extended_by_hand(memory, seq, done, group, width):
 
 
 @pytest.mark.parametrize(
-    "kind", [POOL, TWO, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=lambda kind: kind.name
+    "kind",
+    [POOL, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (TWO, SPLIT))],
+    ids=lambda kind: kind.name,
 )
 @pytest.mark.parametrize(("keep", "drop"), [(1, 3), (0, 2), (2, 5), (7, 1)])
 def test_sliding_is_the_verbs_by_hand(kind, keep, drop):
@@ -216,7 +218,9 @@ def test_grouping_is_the_verbs_by_hand(group, width):
     assert jaxkv.init_batch(again, make_batch([1], sequences=1)).ok
 
 
-@pytest.mark.parametrize("kind", [POOL, TWO], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [POOL, pytest.param(TWO, marks=pytest.mark.slow)], ids=lambda kind: kind.name
+)
 def test_grouping_while_a_text_is_made(kind):
     """Two tokens at a time; a position is what llama.cpp's would be."""
     tables = []

@@ -18,9 +18,8 @@ from tests.memories import SMALL, SPLIT, WEIGHTS, filled, think
 
 DATA = Path(__file__).parent / "data"
 FAMILIES = ("llama_tied", "gemma3", "mamba2", "granite_hybrid", "recurrent_gemma")
-QUICK = [("granite_hybrid", "another", 1)]
 EVERY = [
-    pytest.param(*way, marks=() if way in QUICK else pytest.mark.slow)
+    pytest.param(*way, marks=pytest.mark.slow)
     for way in product(FAMILIES, ("lookup", "itself", "another"), (1, 3))
 ]
 BEST = make_sampler()
@@ -98,6 +97,7 @@ def forward(weights, memory, ubatch):
     return think(memory, ubatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=["pool", "streams"])
 def test_stop_tokens_limits_and_full_memories_end_texts_alike(kind):
     """Also within a guess; at whatever number of steps a call ends."""
