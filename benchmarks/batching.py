@@ -3,8 +3,8 @@
 Run `python -m benchmarks.batching`. Requests of mixed lengths go through `loops.batching.Engine`
 with a stream for each sequence, and are compared with two sides that do the same work per token:
 
-- one by one: each request alone, in a memory of one sequence; of every fourth request, since the
-  rate does not depend on how many there are;
+- one by one: each request alone, in a memory of one sequence; of 16 requests, spread evenly, since
+  the rate does not depend on how many there are;
 - all busy: requests that all have the mean prompt and the mean limit, as many as sequences. None
   ever waits, so this is what the sequences give at best, prompts included.
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=56, help="tokens of the longest prompt")
     parser.add_argument("--limit", type=int, default=120, help="tokens of the longest text")
     parser.add_argument("--chunk", type=int, default=64)
@@ -121,7 +121,10 @@ def main() -> None:
     sides = {
         "batching": partial(through_engine, engine, requests),
         "one by one": side_of(
-            model, [[one] for one in requests[::4]], cells=cells, chunk=args.chunk
+            model,
+            [[one] for one in requests[:: max(len(requests) // 16, 1)]],
+            cells=cells,
+            chunk=args.chunk,
         ),
         "all busy": side_of(model, [equal] * 2, cells=cells, chunk=args.chunk * 4),
     }
