@@ -380,6 +380,12 @@ LOGITS = np.zeros((2, 8), np.float32)
             "wanted a sampler, such as .*make_sampler",
         ),
         (
+            lambda m: jaxkv.decode(
+                forward, make_sampler(presence_penalty=1), None, m, loops.start(m, [1]), steps=1
+            ),
+            r"with this sampler, which remembers \(\(1, 64\), .*, got .* \(\): pass sampler=",
+        ),
+        (
             lambda m: jaxkv.decode(forward, BEST, None, m, [1], steps=1),
             "wanted a state, jaxkv.loops.start makes it, got <class 'list'>",
         ),

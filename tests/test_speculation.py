@@ -236,6 +236,19 @@ def test_draws_without_guesses_are_those_of_a_plain_loop():
 # ---- how it may be called
 
 
+def test_texts_stand_in_any_sequences():
+    """Some of them, in any order; one that has ended stays as it is."""
+    memory = filled(2, 2, 2)
+    state = loops.start(memory, [1, 5, 3], [2, 0, 1], limit=[4, 0, 4])
+    wanted = jaxkv.decode(forward, BEST, None, memory, state, steps=4)
+    own = loops.draft_model(forward, None, memory, texts=3, tries=2)
+    found = loops.speculate(forward, own, BEST, None, memory, state, steps=4)
+    assert texts(found[3]) == texts(wanted[2]) and texts(found[3])[1] == []
+    assert found[3].turns.tolist()[1] == 0
+    ends = [jaxkv.seq_pos_max(one, [0, 1, 2]).tolist() for one in (found[0], wanted[0])]
+    assert ends[0] == ends[1]
+
+
 def test_it_is_a_part_of_ones_own_program():
     memory, state = filled(4), loops.start(filled(4), [1], limit=6)
     draft = loops.lookup([[1, 2, 1, 2]])

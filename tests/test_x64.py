@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import make_batch
+from jaxkv import loops, make_batch
 from jaxkv.stamp import content
 from tests.memories import HEADS, SIZE
 
@@ -114,3 +114,44 @@ def test_embeddings_of_64_bits_are_told_apart_by_all_of_them(wide):
     """1e39 and 2e39 are both infinite in 32 bits."""
     stamps = [content(None, jnp.full((1, 1, 2), x)) for x in (1e39, 2e39, 1.0, 1.0 + 1e-9)]
     assert len({int(stamp[0, 0]) for stamp in stamps}) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [1, 2])
+def test_loops_work(streams, wide):
+    """All of them, with weights of 64 bits; tokens and log-probabilities keep their dtypes."""
+    weights = jax.random.normal(jax.random.key(0), (12, 8))
+    prompts = [[1, 2, 1, 2], [3, 4, 3]]
+
+    def forward(weights, memory, ubatch):
+        x = weights[ubatch.tokens]
+        memory, out = jaxkv.attend(memory, 0, ubatch, *3 * [x[:, :, None]])
+        return memory, out.reshape(-1, 8)[ubatch.outputs] @ weights.T
+
+    memory = jaxkv.make_kv_cache(
+        layers=1, cells=40, kv_heads=1, head_dim=8, sequences=2, streams=streams
+    )
+    empty = memory
+    memory, logits = jaxkv.prefill(forward, weights, memory, make_batch(prompts))
+    sampler = loops.sampling.make_sampler(
+        temperature=[0.7, 0.0], top_p=0.9, top_k=5, repeat_penalty=1.1
+    )
+    state, _ = loops.begin(sampler, memory, logits, [0], limit=9, seed=2, prompts=prompts)
+    rest = sampler, weights, memory, state, [0]
+    _, _, picked = jaxkv.decode(forward, *rest, steps=8)
+    made = loops.speculate(forward, loops.lookup(prompts, ngram=1), *rest, steps=8)[3]
+    own = loops.draft_model(forward, weights, memory, texts=2)
+    *_, other = loops.speculate(forward, own, *rest, steps=8)
+    assert {x.dtype for x in jax.tree.leaves((picked, made, other))} == {
+        np.dtype(np.int32),
+        np.dtype(np.float32),
+    }
+    assert picked.tokens[1].tolist() == made.tokens[1].tolist() == other.tokens[1].tolist()
+    _, beams = loops.beam(forward, weights, memory, logits[0], width=2, steps=4, stop=[0])
+    assert beams.tokens.dtype == np.int32 and beams.scores.dtype == np.float32
+    _, ok = loops.slide(memory, 0, keep=1, drop=1)
+    _, _, grouped = loops.extend(memory, 0, 0, group=2, width=2)
+    assert ok and grouped
+    request = loops.batching.Request(prompt=prompts[1], limit=5)
+    (result,) = loops.batching.serve(forward, weights, empty, [request], chunk=8)
+    assert len(result.tokens) == 5

@@ -51,8 +51,9 @@ def decode(
 
     Raises:
       ValueError: when the arrays of the state differ in length, a sequence comes twice or is none
-        of the memory, as far as that is known while tracing; when `steps` is below 1; or when the
-        memory was donated. It is raised before anything runs.
+        of the memory, as far as that is known while tracing; when it was started with another kind
+        of sampler; when `steps` is below 1; or when the memory was donated. It is raised before
+        anything runs.
       TypeError: when it is given something else than a sampler or a state.
 
     Examples:
@@ -70,8 +71,8 @@ def decode(
       ([[2, 3, -1], [0, 1, -1]], [False, False], [1, 1])
     """
     steps = count(steps, "steps")
-    check_sampler(sampler)
     state = checked(split(memory)[0].facts, state)
+    check_sampler(sampler, state)
     stop = stops(stop, state.token.shape[0])
     if not is_concrete(sampler, weights, memory, state, stop):
         return _decode(forward, sampler, weights, memory, state, stop, steps)

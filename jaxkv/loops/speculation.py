@@ -134,11 +134,11 @@ def speculate(
     llama.cpp: `examples/speculative` and `examples/lookup`.
     """
     steps = count(steps, "steps")
-    check_sampler(sampler)
     if not isinstance(draft, Draft):
         raise TypeError(f"wanted a draft, such as loops.lookup(prompts), got {type(draft)}")
     check_rollback(memory, draft.tries, "the memory")
     state = checked(split(memory)[0].facts, state)
+    check_sampler(sampler, state)
     texts = state.token.shape[0]
     if draft.texts != texts:
         raise ValueError(f"wanted a draft of {texts} texts, got one of {draft.texts}")

@@ -244,11 +244,26 @@ def stops(stop: Any, count: int) -> Any:
     return stop
 
 
-def check_sampler(sampler: Any) -> None:
-    """Raise a TypeError unless it is a sampler."""
+def check_sampler(sampler: Any, state: DecodeState) -> None:
+    """Raise unless it is a sampler, and remembers what a state was started with.
+
+    Raises:
+      TypeError: when it is no sampler.
+      ValueError: when the state was started with another kind of sampler.
+    """
     if not isinstance(sampler, Sampler):
         raise TypeError(
             f"wanted a sampler, such as loops.sampling.make_sampler(), got {type(sampler)}"
+        )
+    fresh = sampler.start(np.zeros((state.token.shape[0], 0), np.int32))
+    wanted, got = (
+        jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), one)
+        for one in (fresh, state.adjusting)
+    )
+    if wanted != got:
+        raise ValueError(
+            f"wanted a state that was started with this sampler, which remembers {wanted}, got one "
+            f"that remembers {got}: pass sampler= to loops.start, or begin with loops.begin"
         )
 
 
