@@ -159,6 +159,7 @@ def test_texts_that_give_way_are_computed_anew(monkeypatch):
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_without_reservations_a_text_may_run_into_the_end_of_its_cells():
     """It has what fits: the last token of a text takes no cell."""
     engine = warm(STREAMS, reserve=False)
@@ -191,6 +192,7 @@ def test_a_request_is_cancelled_wherever_it_is():
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_cancelled_half_way():
     engine = warm(POOL)
     request = engine.submit(Request(prompt=[1] * 20, limit=2))
@@ -229,6 +231,7 @@ def test_requests_come_while_others_run():
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_penalties_where_they_are_asked_for():
     """They count the tokens of the prompt."""
     options = dict(repeat_penalty=1.6, presence_penalty=0.5)
@@ -348,6 +351,7 @@ def test_64_requests_through_8_sequences_with_half_the_cells(name, streams, rese
     assert_empty(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_cells_that_must_be_neighbours():
     """They are brought together when there is no run of them, and nobody gives way for that."""

@@ -153,6 +153,7 @@ class Told(loops.drafts.Draft):
         return replace(self, start=self.start + taken)
 
 
+@pytest.mark.slow
 def test_samplers_with_a_memory_follow_only_what_holds():
     """Penalties and rules see the tokens of the text, and none that was guessed wrong."""
     prompts = [[1, 2, 1, 2], [3, 4, 3, 4]]
@@ -198,8 +199,13 @@ def table_memory(texts):
     return jaxkv.prefill(by_table, CHANCES[0], memory, make_batch([[0]] * texts))[0]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("kind", ["lookup", "model"])
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [
+        ("model", 1.0),
+        *(pytest.param(*way, marks=pytest.mark.slow) for way in (("lookup", 1.0), ("model", 0.6))),
+    ],
+)
 def test_draws_have_the_distribution_of_the_model(kind, temperature):
     """Chi-square over all texts of three tokens; 4,096 texts, so that what is likely shows."""
     count, rounds = 256, 16
@@ -224,6 +230,7 @@ def test_draws_have_the_distribution_of_the_model(kind, temperature):
     assert statistic < 106  # the 99.95 % point of 63 degrees of freedom is 106.4
 
 
+@pytest.mark.slow
 def test_draws_without_guesses_are_those_of_a_plain_loop():
     sampler, memory = make_sampler(temperature=1.0), table_memory(8)
     state = loops.start(memory, [0] * 8, seed=4, limit=5)
@@ -249,6 +256,7 @@ def test_texts_stand_in_any_sequences():
     assert ends[0] == ends[1]
 
 
+@pytest.mark.slow
 def test_it_is_a_part_of_ones_own_program():
     memory, state = filled(4), loops.start(filled(4), [1], limit=6)
     draft = loops.lookup([[1, 2, 1, 2]])
@@ -258,6 +266,7 @@ def test_it_is_a_part_of_ones_own_program():
     assert texts(found) == texts(wanted)
 
 
+@pytest.mark.slow
 def test_the_memory_that_is_passed_in_stays_unless_it_is_donated():
     memory, state = jax.tree.map(jnp.copy, filled(4)), loops.start(filled(4), [1], limit=3)
     before = jax.tree.map(np.array, memory)
