@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.places import integers
+from jaxkv.places import integers, is_concrete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,12 @@ class Facts:
             high=self.sequences - 1,
             advice="; a memory is made for a fixed number of sequences",
         )
+
+
+def check_once(ids: Any) -> None:
+    """Raise a ValueError if a known sequence id comes twice."""
+    if is_concrete(ids) and np.unique(ids).size < np.size(ids):
+        raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids).tolist()}")
 
 
 class Findings(NamedTuple):

@@ -354,7 +354,7 @@ def test_64_requests_through_8_sequences_with_half_the_cells(name, streams, rese
 @pytest.mark.slow
 @pytest.mark.slow
 def test_cells_that_must_be_neighbours():
-    """They are brought together when there is no run of them, and nobody gives way for that."""
+    """They are brought together when there is no run of them, and no text gives way for that."""
     kind = replace(POOL, placement="contiguous")
     requests = mixed(24, seed=4)
     engine = warm(kind)

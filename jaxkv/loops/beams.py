@@ -14,7 +14,7 @@ import numpy as np
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.programs import given, program_of
 from jaxkv.loops.state import ends
-from jaxkv.memory import Facts, Memory, join, split
+from jaxkv.memory import Facts, Memory, check_once, join, split
 from jaxkv.places import count, integers, is_concrete
 from jaxkv.plan import Reason
 from jaxkv.planning.step import plan_next
@@ -167,8 +167,7 @@ def _checked(facts: Facts, sequences: Any, width: int) -> Any:
     ids = facts.sequence_ids(ids)
     if np.shape(ids) != (width,):
         raise ValueError(f"wanted sequences [{width}], one for each beam, got {np.shape(ids)}")
-    if is_concrete(ids) and np.unique(ids).size < width:
-        raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids).tolist()}")
+    check_once(ids)
     return ids
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.sampling import Sampler, draw
+from jaxkv.loops.sampling import Sampler, draw, draw_key
 from jaxkv.loops.state import DecodeState, chosen, padded
 from jaxkv.memory import Memory, split
 from jaxkv.places import count
@@ -72,15 +72,6 @@ class Draft(ABC):
           taken: `[T]` int32, how many of them are in the memory of the text now, 0 for a text that
             did not go on.
         """
-
-
-def draw_key(key: jax.Array, positions: jax.Array, use: int) -> jax.Array:
-    """Return the keys, `[T]`, of one use at a position: 0 tokens, 1 acceptance, 2 guesses.
-
-    Those of tokens are the same as in `decode`.
-    """
-    keys = jax.vmap(jax.random.fold_in)(key, positions)
-    return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
 
 
 @jax.tree_util.register_dataclass

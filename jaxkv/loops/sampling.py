@@ -101,10 +101,7 @@ class Filters(Sampler):
         """Return the recent tokens, `[T, last_n]` int32, -1 where there were fewer."""
         if not self._penalises:
             return ()
-        recent = prompts[:, max(prompts.shape[1] - self.last_n, 0) :]
-        missing = self.last_n - recent.shape[1]
-        xp = np if is_concrete(recent) else jnp
-        return xp.pad(recent, [(0, 0), (missing, 0)], constant_values=-1)
+        return newest(prompts, self.last_n)
 
     def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
         """Take penalties off, filter, and divide by the temperature, in llama.cpp's order."""
@@ -295,6 +292,23 @@ def constrained(
     return Constrained(
         sampler=sampler, first=jax.tree.map(jnp.asarray, first), allowed=allowed, advance=advance
     )
+
+
+def newest(tokens: Any, length: int) -> Any:
+    """Return the last tokens of rows, `[T, n]` to `[T, length]`; -1 in front where there are fewer.
+
+    >>> newest(np.array([[1, 2, 3]]), 2).tolist(), newest(np.array([[1]]), 2).tolist()
+    ([[2, 3]], [[-1, 1]])
+    """
+    recent = tokens[:, max(tokens.shape[1] - length, 0) :]
+    xp = np if is_concrete(recent) else jnp
+    return xp.pad(recent, [(0, 0), (length - recent.shape[1], 0)], constant_values=-1)
+
+
+def draw_key(key: jax.Array, positions: jax.Array, use: int = 0) -> jax.Array:
+    """Return the keys, `[T]`, of one use at a position: 0 tokens, 1 acceptance, 2 guesses."""
+    keys = jax.vmap(jax.random.fold_in)(key, positions)
+    return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
 
 
 def draw(sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:

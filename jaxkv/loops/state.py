@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.sampling import Sampler, draw, make_sampler
+from jaxkv.loops.sampling import Sampler, draw, draw_key, make_sampler, newest
 from jaxkv.memory import Facts, Memory, split
 from jaxkv.places import END, flags, integers, is_concrete
 from jaxkv.plan import Reason
@@ -192,8 +192,8 @@ def advance(
       The state, the tokens, `[T]` int32, and their logarithms of probability, `[T]` float32.
     """
     logits = logits.astype(jnp.float32)
-    keys = jax.vmap(jax.random.fold_in)(state.key, positions)
-    token = draw(sampler, sampler.adjust(logits, state.adjusting), keys)
+    adjusted = sampler.adjust(logits, state.adjusting)
+    token = draw(sampler, adjusted, draw_key(state.key, positions))
     picked = goes & (token >= 0)
     followed = sampler.follow(state.adjusting, token)
     left = state.left - picked
@@ -350,8 +350,4 @@ def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
         longest = max((len(one) for one in lists), default=0)
         lists = [np.pad(one, (longest - len(one), 0), constant_values=-1) for one in lists]
         rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)
-    if most is None:
-        return rows
-    xp = np if is_concrete(rows) else jnp
-    rows = rows[:, max(rows.shape[1] - most, 0) :]
-    return xp.pad(rows, [(0, 0), (most - rows.shape[1], 0)], constant_values=-1)
+    return rows if most is None else newest(rows, most)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, drop_unless, make_batch
-from jaxkv.memory import Facts, Memory, split
+from jaxkv.memory import Facts, Memory, check_once, split
 from jaxkv.places import NOWHERE, flags, integers, is_concrete
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.layout import rank, tokens_first
@@ -126,8 +126,7 @@ def checked_next(facts: Facts, tokens: Any, sequences: Any, valid: Any) -> tuple
     if is_concrete(sequences, valid):
         ids = np.asarray(sequences)[np.any(np.asarray(valid), axis=1)]
         facts.sequence_ids(ids)
-        if len(np.unique(ids)) < len(ids):
-            raise ValueError(f"wanted each sequence at most once, got {ids.tolist()}")
+        check_once(ids)
     return tokens, integers(sequences, "sequences"), valid
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.memory import Memory, join, split
+from jaxkv.memory import Memory, check_once, join, split
 from jaxkv.places import count, integers, is_concrete
 from jaxkv.verbs.ids import Ids, position, sequence
 
@@ -158,8 +158,7 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
             f"wanted parents and sequences of one shape [n], got {np.shape(ids[0])} and "
             f"{np.shape(ids[1])}"
         )
-    if is_concrete(sequences) and np.unique(ids[1]).size < np.size(ids[1]):
-        raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids[1]).tolist()}")
+    check_once(ids[1])
     if table.facts.streams == 1:
         return join(_select(table, *ids), buffers)
     program = _select_buffers_donated if donate else _select_buffers

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     prompts = [encode(model, prompt, args.chat) for prompt in written]
     warn_of_control(model, written, args.chat)
     if args.file:
-        return show_served(model, written, prompts, args, {**options, "seed": seed})
+        return show_served(model, written, prompts, args, options, seed)
     if args.beams:
         return show_beams(model, written, prompts, args)
     shown = [prompt for prompt in written for _ in range(args.samples)]
@@ -112,9 +112,9 @@ def show_served(
     prompts: Sequence[Sequence[int]],
     args: argparse.Namespace,
     options: dict,
+    seed: int,
 ) -> int:
     """Run the prompts of a file through few sequences, and show each text when it has ended."""
-    seed = options.pop("seed")
     sampling = {"temperature": args.temperature, **options} if args.temperature else {}
     began, tokens = perf_counter(), 0
     note(f"running {plural(len(prompts), 'prompt')} in {args.sequences} sequences ...")
