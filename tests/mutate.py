@@ -4,8 +4,8 @@
 
 A seeded sample of all mutants (`tests.mutants`) is run, each in a copy of the tree and never in
 place: the doctests and tests that know the file, the quickest first, until one fails. Survivors are
-printed with their diffs, and then the share that was killed with its 95 % interval. A survivor is a
-test that is missing, or it changes nothing that can be observed; the latter are listed in
+printed with their diffs, and at the end the share killed with its 95 % interval. A survivor
+is a test that is missing, or it changes nothing that can be observed; the latter are listed in
 `equivalents.toml`, each with its reason, and counted apart.
 
 mutmut and cosmic-ray were looked at. mutmut leaves decorated functions alone, which here are those
@@ -15,16 +15,17 @@ place and has one test command for all modules. Neither draws a seeded sample.
 
 import argparse
 import difflib
+import hashlib
 import importlib.util
 import os
 import queue
-import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from math import sqrt
 from pathlib import Path
@@ -74,7 +75,7 @@ def main() -> int:
         if options.only in str(path)
     }
     every = [m for file, source in sorted(sources.items()) for m in mutants_of(file, source)]
-    chosen = random.Random(options.seed).sample(every, min(options.sample, len(every)))
+    chosen = sample(every, sources, options.seed)[: options.sample]
     excused = equivalents()
     drawn = [m for m in chosen if not excuse(m, sources[m.file], excused)]
     print(f"{len(chosen)} of {len(every)} mutants, {len(chosen) - len(drawn)} known as equivalent")
@@ -89,11 +90,7 @@ def main() -> int:
             return 2
         verdicts = list(pool.map(lambda m: verdict(trees, m, sources[m.file], takes), drawn))
 
-    survivors = [m for m, how in zip(drawn, verdicts, strict=True) if not how]
-    for mutant in survivors:
-        print(f"\nsurvived: {mutant.file}:{mutant.line} {mutant.where}")
-        print(diff(mutant, sources[mutant.file]))
-    killed, all_ = len(drawn) - len(survivors), len(drawn)
+    killed, all_ = sum(map(bool, verdicts)), len(drawn)
     low, high = (100 * bound for bound in wilson(killed, all_))
     print(
         f"\nkilled {killed} of {all_}: {100 * killed / max(all_, 1):.1f} %, 95 % interval "
@@ -102,13 +99,24 @@ def main() -> int:
     return 0
 
 
+def sample(every: list[Mutant], sources: dict[str, str], seed: int) -> list[Mutant]:
+    """Draw an order of all mutants, in which an edit of the code moves only those it touches."""
+    seen: Counter[tuple[str, str, str]] = Counter()
+    order = {}
+    for mutant in every:
+        key = mutant.key(sources[mutant.file])
+        order[mutant] = hashlib.sha256(repr((seed, key, seen[key])).encode()).digest()
+        seen[key] += 1
+    return sorted(every, key=order.__getitem__)
+
+
 def verdict(trees: "Trees", mutant: Mutant, source: str, takes: dict[str, float]) -> str:
-    """How a mutant is noticed, nothing if it is not; one line about it is printed."""
+    """How a mutant is noticed, nothing if it is not; it is printed, a survivor with its diff."""
     tests = runs_of(mutant.file)
     limit = 60 + PATIENCE * sum(takes[test] for test in tests)
     how, seconds = trees.run((mutant, source), tests, limit)
-    print(f"{how or 'SURVIVED':8} {seconds:4.0f} s  {mutant.file}:{mutant.line} {mutant.where}")
-    sys.stdout.flush()
+    line = f"{how or 'SURVIVED':8} {seconds:4.0f} s  {mutant.file}:{mutant.line} {mutant.where}"
+    print(line if how else f"{line}\n{diff(mutant, source)}", flush=True)
     return how
 
 
