@@ -1,6 +1,7 @@
 """Where the states that a ubatch leaves will be kept: choose cells, then occupy them."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,7 @@ def current_rows(states: States, ubatch: Ubatch) -> jax.Array:
     return same | (ubatch.slots.cells[:, -1] >= FAR)
 
 
+@partial(jax.jit, static_argnames="layer")
 def readable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
     """Return the rows whose source can be read, those that start afresh among them; `[R]` bool.
 
@@ -113,6 +115,7 @@ def readable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
     return current_rows(states, ubatch) & (refused | (held == ubatch.slots.source_stamp))
 
 
+@partial(jax.jit, static_argnames="layer")
 def writable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
     """Return the cells that a layer may write, `[R, E + 1]` int32, nowhere for the others.
 
@@ -126,6 +129,7 @@ def writable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
     return jnp.where(writes, ubatch.slots.cells, nowhere(ubatch.slots.cells))
 
 
+@partial(jax.jit, static_argnames="layer")
 def note_written(states: T, layer: int, ubatch: Ubatch, cells: jax.Array) -> T:
     """Note that a layer holds the states of a ubatch now; `cells` are those of `writable`."""
     where = (ubatch.row_stream[:, None], cells)
