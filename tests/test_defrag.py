@@ -77,7 +77,9 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("max_moves", [None, 1, 2])
+@pytest.mark.parametrize(
+    "max_moves", [2, *(pytest.param(most, marks=pytest.mark.slow) for most in (None, 1))]
+)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_repeated_until_there_is_nothing_to_move_no_gap_is_left(name, max_moves):
     memory = holed(PATTERNS[name])

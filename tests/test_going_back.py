@@ -174,7 +174,9 @@ def test_make_room_says_whether_it_helped():
     assert plan.reason[0] == jaxkv.Reason.NO_ROOM
 
 
-@pytest.mark.parametrize("pieces", [[3], [3, 2], [16]])
+@pytest.mark.parametrize(
+    "pieces", [[3, 2], *(pytest.param(runs, marks=pytest.mark.slow) for runs in ([3], [16]))]
+)
 def test_contiguous_runs_are_neighbours(pieces):
     memory = make(placement="contiguous")
     for seq, length in enumerate(pieces):

@@ -85,6 +85,7 @@ def test_each_is_the_formula(implementation, lists):
         assert not np.asarray(got)[-1, -1].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffers", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("queries", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("implementation", HERE)

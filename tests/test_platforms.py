@@ -27,7 +27,7 @@ def step_for(platform, *, tokens=1, dtype=jnp.float32, implementation=None):
 
 
 @ELSEWHERE
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("implementation", [None, "tiles", "whole"])
 def test_what_is_tuned_for_a_processor_is_in_no_other_program(platform, dtype, implementation):
     options = {"dtype": dtype, "implementation": implementation}

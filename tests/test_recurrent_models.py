@@ -99,9 +99,8 @@ def test_prompts_together():
     check("mamba2", ubatch_size=64, together=True, kept=2, streams=4, lists=(1, 2))
 
 
-@pytest.mark.parametrize(
-    "name", ["recurrent_gemma", pytest.param("granite_hybrid_experts_rope", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recurrent_gemma", "granite_hybrid_experts_rope"])
 def test_one_prompt(name):
     check(name, ubatch_size=512, together=False, kept=3, lists=(2,))
 

@@ -83,8 +83,8 @@ def test_pending_rotation_refuses_who_would_see_it_and_nobody_else():
     "free",
     [
         [0, 1, 3, 4, 6, 7, 9, 10],  # no run of 3 at all
-        [0, 1, 2, 4, 5, 7, 8, 10],  # one
-        [0, 1, 2, 3, 4, 5, 7, 9],  # two, and then none of 2
+        pytest.param([0, 1, 2, 4, 5, 7, 8, 10], marks=pytest.mark.slow),  # one
+        pytest.param([0, 1, 2, 3, 4, 5, 7, 9], marks=pytest.mark.slow),  # two, and then none of 2
     ],
     ids=["first", "middle", "last"],
 )

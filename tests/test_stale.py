@@ -79,6 +79,7 @@ def test_two_pasts_never_give_one_right_to_write(kind):
     assert not same(written(settled, mine, layers_of(kind)), settled)
 
 
+@pytest.mark.slow
 @over_all
 def test_a_rival_that_begins_alike_writes_nothing(kind):
     """Not even the token that both begin with: the ubatch was not taken in as a whole."""

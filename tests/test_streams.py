@@ -205,6 +205,7 @@ def test_defrag_closes_the_gaps_of_each_stream():
     assert drawing(memory) == "0{0} 3{0} 4{0} | 0{1} 3{1} | "
 
 
+@pytest.mark.slow
 def test_rows_traced_in_any_order_and_with_gaps():
     """A batch in rows, planned inside of jit: rows find their streams, padding goes nowhere."""
     memory = fed(FOUR, 3, 4, 2, 5)
@@ -242,9 +243,8 @@ def test_a_row_of_several_or_several_rows_of_one_are_refused(sequences):
         jax.jit(lambda t: jaxkv.init_batch(memory, make_batch(t)).ok)(jnp.ones(2, jnp.int32))
 
 
-@pytest.mark.parametrize(
-    "active", [pytest.param([True] * 4, marks=pytest.mark.slow), [False, True, False, True]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("active", [[True] * 4, [False, True, False, True]])
 def test_generation_in_streams_is_that_in_one(active):
     """The loop's short call: rows in the order of streams, logits in the order asked for."""
     steps = []

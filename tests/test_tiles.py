@@ -59,11 +59,11 @@ BOTH = (None, "tiles")  # what jaxkv chooses, and what it then may have chosen
         {},  # a few tiles of all streams
         pytest.param({"seen": 0.9}, marks=pytest.mark.slow),  # most tiles: all at once
         {"seen": 0.0},  # nothing at all
-        {"pools": [2, 0], "seen": 0.9},  # some streams, in another order
+        pytest.param({"pools": [2, 0], "seen": 0.9}, marks=pytest.mark.slow),  # in another order
         pytest.param({"pools": [3]}, marks=pytest.mark.slow),
         pytest.param({"tokens": LARGE + 1, "seen": 0.9}, marks=pytest.mark.slow),
         {"tokens": BLOCK + 3, "streams": 2},  # two blocks, of which one is filled up
-        {"streams": 1, "cells": 30, "seen": 1.0},  # less than a tile
+        pytest.param({"streams": 1, "cells": 30, "seen": 1.0}, marks=pytest.mark.slow),  # no tile
         pytest.param({"streams": 1, "cells": TILE, "seen": 1.0}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -42,10 +42,8 @@ def dtypes(tree):
     return [leaf.dtype for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["pool", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MEMORIES if kind != "pool")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MEMORIES)
 def test_every_verb_keeps_dtypes_and_gives_what_it_gives_without(kind, wide):
     def live():
         memory = MEMORIES[kind]()
