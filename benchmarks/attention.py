@@ -1,10 +1,14 @@
-"""How near to the memory's speed is attention alone? One token of each sequence, arrays only.
+"""How near to the memory's speed is attention alone? Arrays only.
 
 Run `python -m benchmarks.attention`. Keys and values of SmolLM2's shape, 3 heads of 64 in groups of
-3, all visible, or `--shape 8b` for 8 heads of 128 in groups of 4 in bfloat16, which says something
-on a GPU. As many distinct layers follow each other as fill four times the last-level cache, so
-nothing is read from a cache. `jaxkv` is what `jaxkv.attend` runs, in several ways; the others are
+3, or `--shape 8b` for 8 heads of 128 in groups of 4 in bfloat16, which says something on a GPU. As
+many distinct layers follow each other as fill four times the last-level cache, so nothing is read
+from a cache. `jaxkv` is what `jaxkv.attend` runs, in several ways; the others are
 `jax.nn.dot_product_attention`, which takes `[B, N, K, D]`, and torch where it is installed.
+
+By default a token of each of `--batch` streams sees all cells. `--tokens` are those of a prompt in
+each stream, which see `--seen` of the cells; with `--pool` each is of another sequence, and they
+share the seen cells of their stream in runs of 64. Then jaxkv is compared with itself alone.
 """
 
 import argparse
@@ -54,16 +58,29 @@ def torch_side(q: np.ndarray, k: list[np.ndarray], v: list[np.ndarray], group: i
     return run
 
 
-def sight_of_all(batch: int, cells: int) -> Sight:
-    """A stream for each of the batch, and a token in each that sees all cells."""
-    one = jnp.zeros((batch, 1), jnp.int32)
+def sight_of(
+    batch: int, cells: int, tokens: int = 1, seen: float = 1.0, pool: bool = False
+) -> Sight:
+    """Tokens of each stream that look at the first cells of it, see the head of this file."""
+    live = round(seen * cells)
+    cell = np.arange(cells)
+    owner = cell // 64 % tokens if pool else np.zeros_like(cell)
+    at = np.full(tokens, live) if pool else live - tokens + np.arange(tokens)
+    text = np.arange(tokens) if pool else np.zeros(tokens, int)
+    words = -(-tokens // 32) if pool else 1
+    owns = (owner // 32 == np.arange(words)[:, None]) & (cell < live)
+    owners = np.where(owns, np.uint32(1) << (owner % 32).astype(np.uint32), np.uint32(0))
+
+    def for_each(x: np.ndarray, dtype: Any) -> jax.Array:
+        return jnp.broadcast_to(jnp.asarray(x, dtype), (batch, *x.shape))
+
     return Sight(
-        position=jnp.broadcast_to(jnp.arange(cells), (batch, cells)),
-        owners=jnp.ones((batch, 1, cells), jnp.uint32),
+        position=for_each(cell, jnp.int32),
+        owners=for_each(owners, jnp.uint32),
         streams=jnp.arange(batch),
-        at=one + cells - 1,
-        word=one,
-        bit=one.astype(jnp.uint32) + 1,
+        at=for_each(at, jnp.int32),
+        word=for_each(text // 32, jnp.int32),
+        bit=for_each(np.uint32(1) << (text % 32).astype(np.uint32), jnp.uint32),
         window=None,
         causal=True,
         all_streams=True,
@@ -71,24 +88,25 @@ def sight_of_all(batch: int, cells: int) -> Sight:
 
 
 def sides_of(
-    shape: tuple[int, int, int, Any], batch: int, cells: int, layers: int
+    shape: tuple[int, int, int, Any], sight: Sight, layers: int
 ) -> dict[str, Callable[[], object]]:
     """All sides that can take part here, on the same arrays, after a look that they agree."""
     heads, group, size, dtype = shape
+    (batch, tokens), cells = sight.at.shape, sight.position.shape[1]
     rng = np.random.default_rng(0)
     k, v = (
         [rng.random((batch, heads, cells, size), np.float32) for _ in range(layers)]
         for _ in range(2)
     )
-    q = rng.random((batch, 1, heads * group, size), np.float32)
-    sight = sight_of_all(batch, cells)
-    forms: dict[str, Callable] = {
-        "jaxkv": partial(attend, implementation=None),
-        "jaxkv, whole": partial(attend, implementation="whole"),
-        "jax.nn.dot_product_attention": jax.nn.dot_product_attention,
-    }
-    if jax.default_backend() == "gpu":
-        forms["jaxkv, cudnn"] = partial(attend, implementation="cudnn")
+    q = rng.random((batch, tokens, heads * group, size), np.float32)
+    gpu = jax.default_backend() == "gpu"
+    forms: dict[str, Callable] = {"jaxkv": partial(attend, implementation=None)}
+    for name in ("tiles", "whole", "xla", *["cudnn"] * gpu):
+        forms[f"jaxkv, {name}"] = partial(attend, implementation=name)
+    plain = tokens == 1 and bool((np.asarray(sight.owners) != 0).all())
+    if plain:
+        forms["jax.nn.dot_product_attention"] = jax.nn.dot_product_attention
+    if plain and gpu:
         forms["the same, cudnn"] = partial(jax.nn.dot_product_attention, implementation="cudnn")
     arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, k, v))
     turned = (arrays[0], *jax.tree.map(lambda x: x.swapaxes(1, 2) + 0, arrays[1:]))
@@ -101,7 +119,7 @@ def sides_of(
     wanted, *others = (np.asarray(side(), np.float32) for side in sides.values())
     for other in others:
         np.testing.assert_allclose(other, wanted, atol=1e-4 if dtype == jnp.float32 else 2e-2)
-    if jax.default_backend() == "cpu":
+    if plain and jax.default_backend() == "cpu":
         if find_spec("torch") is not None:
             sides["torch, scaled dot product"] = torch_side(q, k, v, group)
         else:
@@ -115,6 +133,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="smollm2")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--cells", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--tokens", type=int, default=1, help="of each stream")
+    parser.add_argument("--seen", type=float, default=1.0, help="share of the cells")
+    parser.add_argument("--pool", action="store_true", help="each token is of another sequence")
     parser.add_argument("--megabytes", type=float, default=160, help="of all layers together")
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
@@ -128,13 +149,17 @@ def main() -> None:
     for batch, cells in itertools.product(args.batch, args.cells):
         layer = 2 * batch * heads * cells * size * jnp.dtype(dtype).itemsize / 1e6
         layers = max(2, -(-int(args.megabytes) // int(layer + 1)))
-        sides = sides_of(SHAPES[args.shape], batch, cells, layers)
-        print(f"batch {batch}, {cells} cells, {layers} layers of {layer:.1f} MB; ms a layer:")
+        sight = sight_of(batch, cells, args.tokens, args.seen, args.pool)
+        sides = sides_of(SHAPES[args.shape], sight, layers)
+        print(
+            f"batch {batch} x {args.tokens}, {cells} cells, {args.seen:.0%} seen, {layers} layers "
+            f"of {layer:.1f} MB; ms a layer:"
+        )
         took = turns.take_turns(
             {n: turns.milliseconds(s, repeats=2, units=layers) for n, s in sides.items()},
             args.rounds,
         )
-        turns.table(took, own=["jaxkv"], megabytes=layer, read=read)
+        turns.table(took, own=["jaxkv"], megabytes=layer * args.seen, read=read)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,13 @@ def test_trap_67_a_copied_range_counts_by_its_end():
         assert_identical(traced(twin.memory, wrong, 0), twin.memory)
 
 
+@pytest.mark.parametrize("wrong", [0, 3, -1])
+def test_a_copy_between_streams_to_itself_or_to_none_changes_nothing(wrong):
+    """The last sequence of all is where an index that is cut down to the last would write."""
+    memory = told(kept=1, counts=(3, 2, 2), apart=True).memory
+    assert_identical(jax.jit(jaxkv.seq_cp)(memory, 0, wrong), memory)
+
+
 @pytest.mark.parametrize("kept", [0, 3])
 def test_trap_68_a_fork_that_goes_on_leaves_its_origin(kept):
     """And no cell is ever lacking, however all of them share and part again."""
