@@ -10,7 +10,8 @@ import pytest
 
 import jaxkv
 import models
-from jaxkv import make_batch
+from jaxkv import Reason, make_batch
+from jaxkv.planning.step import plan_next
 from tests.memories import SMALL, SPLIT, WINDOW, assert_identical, filled
 
 DATA = Path(__file__).parent / "data"
@@ -81,6 +82,19 @@ def test_what_is_refused_changes_nothing():
 def test_mistakes_are_named(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         jaxkv.plan_tokens(filled(2), *arguments)
+
+
+def test_a_plan_says_which_texts_fit():
+    memory = filled(SPLIT.cells, 1, kind=SPLIT)
+    ids, valid = jnp.arange(3), jnp.ones((3, 1), bool)
+    plan = plan_next(jaxkv.split(memory)[0], jnp.ones((3, 1), jnp.int32), ids, valid)
+    assert plan.reason.tolist() == [Reason.NO_ROOM, Reason.FITS, Reason.FITS]
+    assert plan.fits.tolist() == [False, True, True] and not plan.ok
+    plan = plan_next(
+        jaxkv.split(memory)[0], jnp.ones((2, 1), jnp.int32), ids[1:2].repeat(2), valid[:2]
+    )
+    assert plan.reason.tolist() == [Reason.FITS, Reason.DUPLICATE, Reason.FITS]
+    assert plan.fits.tolist() == [True, False, True] and not plan.ok
 
 
 # ---- many cuts, many parents
