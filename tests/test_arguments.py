@@ -8,7 +8,7 @@ import pytest
 import jaxkv
 from jaxkv import make_batch
 from jaxkv.stamp import content
-from tests.memories import SMALL, assert_identical, filled
+from tests.memories import SMALL, SPLIT, WINDOW, assert_identical, filled
 
 BIG = 2**31 - 1
 ONE = dict(layers=1, kv_heads=1, head_dim=4)
@@ -75,7 +75,7 @@ def test_no_position_reaches_the_end():
 
 
 def test_a_state_does_not_reach_the_end_either():
-    memory = jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)})
+    memory = jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
     memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1], positions=[BIG - 1])))
     assert not jaxkv.can_seq_add(memory, 0, 0, -1, 1)
     assert_identical(jaxkv.seq_add(memory, 0, 0, -1, 1), memory)
@@ -276,6 +276,25 @@ def test_what_is_no_pair_of_a_hybrid_is_named(pair):
     for other in ([part, (0,)], (part,), (part, (0,), 1)):
         with pytest.raises(TypeError, match="wanted pairs of a memory and its layers"):
             jaxkv.make_hybrid_cache(other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "at_once", "wanted"),
+    [
+        (SMALL, [12, 0, 0], 1, [True]),
+        (SMALL, [6, 4, 2], 4, [True]),
+        (SMALL, [6, 4, 3], 4, [False]),
+        (SPLIT, [8, 9, 0], 1, [True, False, True]),
+        (WINDOW, [99, 99, 99], 6, [True]),  # of each, the two tokens that the next one sees
+        (WINDOW, [99, 99, 99], 7, [False]),
+        (WINDOW, [99, 99, 1], 7, [True]),
+        (WINDOW, [5, 5, 2], 99, [True]),  # never more than the texts are long
+        (WINDOW, [5, 5, 3], 99, [False]),
+    ],
+)
+def test_what_a_memory_can_hold_at_most(kind, lengths, at_once, wanted):
+    table, _ = jaxkv.split(filled(kind=kind))
+    assert table.can_hold(np.array(lengths), at_once).tolist() == wanted
 
 
 @pytest.mark.parametrize("bit", range(32))
