@@ -138,6 +138,17 @@ def test_layers_of_a_hybrid_that_cannot_be_are_refused():
         jaxkv.make_hybrid_cache(part)
 
 
+def test_of_the_parts_of_a_hybrid_the_smaller_limits_hold():
+    window, states = jaxkv.window.sliding(4), {"x": ((), jnp.float32)}
+    parts = [
+        *(jaxkv.make_kv_cache(**ONE, window=window, ubatch_size=size) for size in (8, 4)),
+        *(jaxkv.make_recurrent_cache(layers=1, states=states, rollback=most) for most in (3, 5)),
+    ]
+    memory = jaxkv.make_hybrid_cache(*((part, (layer,)) for layer, part in enumerate(parts)))
+    facts = jaxkv.split(memory)[0].facts
+    assert (facts.ubatch_size, facts.rollback) == (4, 3)
+
+
 def test_sizes_may_differ_from_layer_to_layer():
     memory = jaxkv.make_kv_cache(
         layers=2, cells=4, kv_heads=(1, 2), head_dim=(4, 6), value_dim=(2, 3)
