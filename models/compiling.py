@@ -31,18 +31,22 @@ def compile_all(
 
 
 @contextmanager
-def counting() -> Iterator[Callable[[], int]]:
+def counting(*, traces: bool = False) -> Iterator[Callable[[], int]]:
     """Count the programs of this process that are compiled, or read from disk, in this context.
+
+    Args:
+      traces: count functions that are traced, too.
 
     Yields:
       A function that returns how many they are by now.
     """
+    # The first is also sent when the program comes from the cache on disk: it is a new one here.
+    counted = ("backend_compile_duration", "jaxpr_trace_duration")[: 1 + traces]
     events: list[str] = []
 
     def listen(event: str, duration: float, **tags: Any) -> None:
         del duration, tags
-        # Also sent when the program comes from the compilation cache on disk: it is a new one here.
-        if event == "/jax/core/compile/backend_compile_duration":
+        if event in [f"/jax/core/compile/{name}" for name in counted]:
             events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)

@@ -84,7 +84,7 @@ class Run:
         done = compile_all(jobs, tell)
         if self.steps:
             memory = done[-1][0]
-        # What is small is run, on logits of zeros and on a memory that holds nothing.
+        # Run the small programs once, on zero logits and an empty memory.
         blank = plan.collect([blanks[u.tokens.shape, u.outputs.shape] for u in plan.ubatches])
         memory, _, _ = self.begin(memory, blank)
         used_of(memory)

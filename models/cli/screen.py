@@ -103,7 +103,7 @@ def compiling() -> Iterator[Progress]:
 
 
 def make_bar(what: str, total: int) -> tqdm:
-    """Make a bar that is gone when it is done, and never there unless someone sees it."""
+    """Make a bar that disappears when done, shown on terminals only."""
     return tqdm(
         total=total,
         desc=what,
