@@ -6,6 +6,40 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+import jaxkv
+from jaxkv import loops
+
+
+def lower_steps(
+    forward: Callable[..., Any], weights: Any, memory: Any, plans: Sequence[jaxkv.Plan]
+) -> tuple[list[Callable[[], Any]], list[jax.Array]]:
+    """Lower the programs that prompts need, each once.
+
+    Args:
+      forward: see `models.Model`.
+      weights: of the model.
+      memory: what the plans are of.
+      plans: one for each batch of prompts.
+
+    Returns:
+      What compiles the programs, for `compile_all`; and for each plan zeros like its logits.
+    """
+    step, jobs, blanks = loops.step_of(forward), [], {}
+    for ubatch in [ubatch for plan in plans for ubatch in plan.ubatches]:
+        if _shape(ubatch) not in blanks:
+            # jit finds what is compiled here: it keeps what it lowered for equal arguments.
+            lowered = step.lower(weights, *jaxkv.split(memory), ubatch)
+            jobs.append(lowered.compile)
+            out = lowered.out_info[2]
+            blanks[_shape(ubatch)] = jnp.zeros(out.shape, out.dtype)
+    logits = [plan.collect([blanks[_shape(ubatch)] for ubatch in plan.ubatches]) for plan in plans]
+    return jobs, logits
+
+
+def _shape(ubatch: jaxkv.Ubatch) -> tuple:
+    return ubatch.tokens.shape, ubatch.outputs.shape
 
 
 def compile_all(
