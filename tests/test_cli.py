@@ -586,7 +586,7 @@ def test_an_interrupt_keeps_what_there_is_of_a_file(interrupted, texts, tmp_path
     assert ended["tokens"] == whole[0].tokens
     assert running["tokens"] == whole[1].tokens[:9] and running["text"]
     note, summary = err.splitlines()[-2:]
-    assert note == "note: interrupted when 1 of 3 prompts were done"
+    assert note == "note: interrupted with 1 of 3 prompts done"
     assert summary.startswith("prompts: 1 of 3, 13 tokens | generation: 21 tokens")
 
 
@@ -594,7 +594,7 @@ def test_an_interrupt_keeps_the_texts_that_beams_have_found(interrupted):
     status, out, err = interrupted(1, "--beams", 2, "--max-tokens", 3, STORY, FRANCE)
     assert status == 130 and out.startswith(f"=== 1 of 2\n{STORY}") and FRANCE not in out
     note, summary = err.splitlines()[-2:]
-    assert note == "note: interrupted when 1 of 2 prompts were done"
+    assert note == "note: interrupted with 1 of 2 prompts done"
     assert summary.startswith("prompts: 1 of 2, 8 tokens, ")
 
 

@@ -24,7 +24,7 @@ def note_full(texts: Sequence[Text], how: str = "") -> None:
 
 def note_interrupted(done: int, count: int) -> None:
     """Say how many prompts an interrupt left done."""
-    note(f"note: interrupted when {done} of {plural(count, 'prompt')} were done")
+    note(f"note: interrupted with {done} of {plural(count, 'prompt')} done")
 
 
 def note_summary(parts: Sequence[str], nbytes: int, compiles: int) -> None:
