@@ -6,6 +6,40 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+import jaxkv
+from jaxkv import loops
+
+
+def lower_steps(
+    forward: Callable[..., Any], weights: Any, memory: Any, plans: Sequence[jaxkv.Plan]
+) -> tuple[list[Callable[[], Any]], list[jax.Array]]:
+    """Lower the programs that prompts need, each once.
+
+    Args:
+      forward: see `models.Model`.
+      weights: of the model.
+      memory: what the plans are of.
+      plans: one for each batch of prompts.
+
+    Returns:
+      What compiles the programs, for `compile_all`; and for each plan zeros like its logits.
+    """
+    step, jobs, blanks = loops.step_of(forward), [], {}
+    for ubatch in [ubatch for plan in plans for ubatch in plan.ubatches]:
+        if _shape(ubatch) not in blanks:
+            # jit finds what is compiled here: it keeps what it lowered for equal arguments.
+            lowered = step.lower(weights, *jaxkv.split(memory), ubatch)
+            jobs.append(lowered.compile)
+            out = lowered.out_info[2]
+            blanks[_shape(ubatch)] = jnp.zeros(out.shape, out.dtype)
+    logits = [plan.collect([blanks[_shape(ubatch)] for ubatch in plan.ubatches]) for plan in plans]
+    return jobs, logits
+
+
+def _shape(ubatch: jaxkv.Ubatch) -> tuple:
+    return ubatch.tokens.shape, ubatch.outputs.shape
 
 
 def compile_all(
@@ -31,18 +65,22 @@ def compile_all(
 
 
 @contextmanager
-def counting() -> Iterator[Callable[[], int]]:
+def counting(*, traces: bool = False) -> Iterator[Callable[[], int]]:
     """Count the programs of this process that are compiled, or read from disk, in this context.
+
+    Args:
+      traces: count functions that are traced, too.
 
     Yields:
       A function that returns how many they are by now.
     """
+    # The first is also sent when the program comes from the cache on disk: it is a new one here.
+    counted = ("backend_compile_duration", "jaxpr_trace_duration")[: 1 + traces]
     events: list[str] = []
 
     def listen(event: str, duration: float, **tags: Any) -> None:
         del duration, tags
-        # Also sent when the program comes from the compilation cache on disk: it is a new one here.
-        if event == "/jax/core/compile/backend_compile_duration":
+        if event in [f"/jax/core/compile/{name}" for name in counted]:
             events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)

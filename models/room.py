@@ -1,36 +1,75 @@
-"""Whether a memory fits the device, asked before it is made."""
+"""How large a memory has to be, and whether that fits the device, asked before it is made."""
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from models.errors import ModelError
 
+Streams = Literal["unified", "split"]
+"""Whether all texts share the cells of the memory, or each has its own."""
 
-def check_room(make: Callable[[], Any], what: str) -> None:
-    """Refuse a memory that is larger than all that the device has.
+
+def cells_for(
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    streams: Streams = "unified",
+    *,
+    samples: int = 1,
+) -> int:
+    """Count the cells that prompts and their texts need, rounded up to a multiple of 256.
+
+    Where the memory is split it is the longest that counts, since every stream has as many; where
+    it is not, the samples of a prompt share its cells.
+
+    Examples:
+      >>> cells_for([[1, 2, 3], [4, 5]], 128), cells_for([[1, 2, 3], [4, 5]], 128, "split")
+      (512, 256)
+      >>> cells_for([[1] * 500], 128, samples=4)
+      1024
+    """
+    # The last token of a text is never put into the memory.
+    own = max_tokens - 1
+    if streams == "split":
+        needed = max(map(len, prompts)) + own
+    else:
+        needed = sum(len(prompt) + samples * own for prompt in prompts)
+    return -(-needed // 256) * 256
+
+
+def make_with_room(
+    make_memory: Callable[..., Any], *, cells: int, streams: int = 1, **options: Any
+) -> Any:
+    """Make an empty memory, but not one that is larger than all that the device has.
 
     One that is smaller may still not fit, beside weights and whatever else there is.
 
     Args:
-      make: makes the memory; it is traced, so nothing is allocated.
-      what: how the message names the memory.
+      make_memory: makes it of what follows, see `Model.make_memory`.
+      cells: of each stream.
+      streams: how many there are.
+      options: passed on.
 
     Raises:
-      ModelError: when it cannot fit.
+      ModelError: when it cannot fit; nothing has been allocated then.
     """
+
+    def make() -> Any:
+        return make_memory(cells=cells, streams=streams, **options)
+
     leaves = jax.tree.leaves(jax.eval_shape(make))
     wanted = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     there = min(_limits(), default=wanted)
     if wanted > there:
         raise ModelError(
-            f"{what} takes {wanted / 1e9:,.1f} GB and the device has {there / 1e9:,.1f} GB; ask "
-            "for fewer tokens or cells."
+            f"A memory of {cells * streams:,} cells takes {wanted / 1e9:,.1f} GB and the device "
+            f"has {there / 1e9:,.1f} GB; ask for fewer tokens or cells."
         )
+    return make()
 
 
 def _limits() -> Iterator[int]:

@@ -1,8 +1,8 @@
 """A run of a model over prompts: what is compiled ahead, the prompts, and the texts after them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,10 @@ import numpy as np
 
 import jaxkv
 from jaxkv import loops
-from models.compiling import compile_all
+from jaxkv.loops.sampling import Sampler, make_sampler
+from models.compiling import compile_all, lower_steps
 from models.model import Model
+from models.room import Streams
 from models.texts import Writer
 
 RECENT = 1024
@@ -19,43 +21,85 @@ RECENT = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
+class Options:
+    """How prompts are continued.
+
+    sampler: what adjusts logits before a token is drawn; by default the best one is taken.
+    seed: of the draws of the first sample of each prompt, which depend on nothing else; the next
+      samples have the next seeds.
+    samples: how many texts are made of each prompt, which is computed once.
+    tries: the most tokens that are guessed at a time, by looking up where the last ones occurred
+      before; 0 for none.
+    max_tokens: the most tokens to generate for each text.
+    cells: of the memory, of each stream where it is split; by default what the prompts and texts
+      need, see `cells_for`.
+    ubatch_size: the most tokens of a prompt that are computed at once.
+    streams: "unified", one pool of cells for all texts, or "split", a stream for each.
+    steps_per_dispatch: tokens of each text that are generated before the host looks at them.
+
+    Raises:
+      ValueError: when a number is below its least, or there are no such streams.
+    """
+
+    sampler: Sampler = field(default_factory=make_sampler)
+    seed: int = 0
+    samples: int = 1
+    tries: int = 0
+    max_tokens: int = 128
+    cells: int | None = None
+    ubatch_size: int = 512
+    streams: Streams = "unified"
+    steps_per_dispatch: int = 8
+
+    def __post_init__(self):
+        least = {"max_tokens": 1, "samples": 1, "tries": 0, "steps_per_dispatch": 1}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name} must be at least {lowest}, got {getattr(self, name)}")
+        if self.streams not in get_args(Streams):
+            raise ValueError(f'streams must be "unified" or "split", got {self.streams!r}')
+
+
+@dataclass(frozen=True)
 class Run:
-    """What stays the same while prompts are continued, as T texts: samples beside each other.
+    """Prompts that are continued, as T texts: samples beside each other.
 
     model: see `models.load`.
-    sampler: what adjusts logits.
-    seed: of the first sample of each prompt.
-    samples: texts of each prompt. Those of prompt p are sequences p * samples and on.
-    tries: the most tokens that are guessed at a time, 0 for none.
-    prompts: their tokens.
-    ubatch_size: the most tokens of prompts that are computed at once.
-    stop: `[n]` int32, the tokens that end a text.
-    max_tokens: the most tokens of a text.
-    steps: tokens of a dispatch, 0 where one token a text is all.
+    prompts: their tokens. The texts of prompt p are sequences p * samples and on.
+    options: how they are continued.
     """
 
     model: Model
-    sampler: loops.sampling.Sampler
-    seed: int
-    samples: int
-    tries: int
     prompts: Sequence[Sequence[int]]
-    ubatch_size: int
-    stop: np.ndarray
-    max_tokens: int
-    steps: int
+    options: Options
 
     @property
     def batch(self) -> jaxkv.Batch:
         """The prompts, each in the sequence of its first sample."""
-        first = np.arange(len(self.prompts)) * self.samples
+        first = np.arange(len(self.prompts)) * self.options.samples
         prompts = [np.asarray(prompt, np.int32) for prompt in self.prompts]
         return jaxkv.make_batch(prompts, sequences=first)
 
     @property
     def texts(self) -> list[Sequence[int]]:
         """The prompt of each text."""
-        return [prompt for prompt in self.prompts for _ in range(self.samples)]
+        return [prompt for prompt in self.prompts for _ in range(self.options.samples)]
+
+    @property
+    def stop(self) -> np.ndarray:
+        """The tokens that end a text, `[n]` int32."""
+        return np.asarray(sorted(self.model.stop_tokens), np.int32)
+
+    @property
+    def steps(self) -> int:
+        """The tokens of a dispatch; 0 where there is none.
+
+        The first token comes with the prompts. The rest is cut evenly: a shorter last dispatch
+        would be another program, so it runs over the end by a few tokens at most instead.
+        """
+        rest = self.options.max_tokens - 1
+        dispatches = -(-rest // self.options.steps_per_dispatch)
+        return -(-rest // dispatches) if dispatches else 0
 
     def compile(
         self, memory: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None
@@ -67,28 +111,20 @@ class Run:
           plan: of the prompts.
           tell: called with the number of programs that are compiled and of those there are.
         """
-        step, jobs, blanks = loops.step_of(self.model.forward), [], {}
-        for ubatch in plan.ubatches:
-            shape = ubatch.tokens.shape, ubatch.outputs.shape
-            if shape not in blanks:
-                # jit finds what is compiled here: it keeps what it lowered for equal arguments.
-                lowered = step.lower(self.model.weights, *jaxkv.split(memory), ubatch)
-                jobs.append(lowered.compile)
-                out = lowered.out_info[2]
-                blanks[shape] = jnp.zeros(out.shape, out.dtype)
+        model = self.model
+        jobs, (blank,) = lower_steps(model.forward, model.weights, memory, [plan])
         if self.steps:
             # A loop in which no text goes on ends before its first step.
-            options = {"limit": 0, "sampler": self.sampler, "prompts": self.texts}
+            options = {"limit": 0, "sampler": self.options.sampler, "prompts": self.texts}
             idle = loops.start(memory, np.zeros(len(self.texts), np.int32), **options)
             jobs.append(lambda: self.generate(memory, idle, self.draft()))
         done = compile_all(jobs, tell)
         if self.steps:
             memory = done[-1][0]
-        # What is small is run, on logits of zeros and on a memory that holds nothing.
-        blank = plan.collect([blanks[u.tokens.shape, u.outputs.shape] for u in plan.ubatches])
+        # Run the small programs once, on zero logits and an empty memory.
         memory, _, _ = self.begin(memory, blank)
         used_of(memory)
-        return jax.block_until_ready((memory, self.model.weights))[0]
+        return jax.block_until_ready((memory, model.weights))[0]
 
     def feed(self, memory: Any) -> tuple[Any, loops.DecodeState, np.ndarray]:
         """Put the prompts into the memory; returns it, and the first token of each text."""
@@ -97,68 +133,75 @@ class Run:
             self.model.weights,
             memory,
             self.batch,
-            ubatch_size=self.ubatch_size,
+            ubatch_size=self.options.ubatch_size,
             donate=True,
         )
         return self.begin(memory, logits)
 
     def begin(self, memory: Any, logits: jax.Array) -> tuple[Any, loops.DecodeState, np.ndarray]:
         """Fork each prompt for its samples, and pick their first tokens."""
-        if self.samples > 1:
-            for first in range(0, len(self.texts), self.samples):
-                others = np.arange(first + 1, first + self.samples)
+        samples = self.options.samples
+        if samples > 1:
+            for first in range(0, len(self.texts), samples):
+                others = np.arange(first + 1, first + samples)
                 memory = jaxkv.seq_cp(memory, first, others, donate=True)
-            logits = jnp.repeat(logits, self.samples, axis=0)
-        seeds = (self.seed + np.arange(len(self.texts)) % self.samples) % 2**32
-        options = {"limit": self.max_tokens, "seed": seeds, "prompts": self.texts}
-        state, first = loops.begin(self.sampler, memory, logits, self.stop, **options)
+            logits = jnp.repeat(logits, samples, axis=0)
+        seeds = (self.options.seed + np.arange(len(self.texts)) % samples) % 2**32
+        options = {"limit": self.options.max_tokens, "seed": seeds, "prompts": self.texts}
+        sampler, stop = self.options.sampler, self.stop
+        state, first = loops.begin(sampler, memory, logits, stop, **options)
         return memory, state, np.asarray(first.tokens)
 
     def draft(self) -> Any:
         """What guesses, None if nothing does."""
-        if not self.tries:
+        if not self.options.tries:
             return None
-        return loops.lookup(self.texts, tries=self.tries, recent=RECENT)
+        return loops.lookup(self.texts, tries=self.options.tries, recent=RECENT)
 
     def generate(self, memory: Any, state: loops.DecodeState, draft: Any) -> tuple:
         """Generate the tokens of a dispatch: the memory, the state, the draft and the tokens."""
         model, more = self.model, {"steps": self.steps, "donate": True}
+        rest = self.options.sampler, model.weights, memory, state, self.stop
         if draft is None:
-            memory, state, picked = jaxkv.decode(
-                model.forward, self.sampler, model.weights, memory, state, self.stop, **more
-            )
+            memory, state, picked = jaxkv.decode(model.forward, *rest, **more)
             return memory, state, None, picked
-        return loops.speculate(
-            model.forward, draft, self.sampler, model.weights, memory, state, self.stop, **more
-        )
+        return loops.speculate(model.forward, draft, *rest, **more)
 
     def go_on(
-        self, memory: Any, state: loops.DecodeState, writers: Sequence[Writer]
+        self, memory: Any, state: loops.DecodeState, first: np.ndarray, writers: Sequence[Writer]
     ) -> tuple[Any, "Tally"]:
         """Generate until every text has ended; an interrupt ends those that have not.
 
         Returns:
-          The memory, and what was generated.
+          The memory, and what was generated after the first tokens.
         """
         draft, tally = self.draft(), Tally()
         try:
+            write(writers, first, state)
             while any(writer.finish is None for writer in writers):
                 memory, state, draft, picked = self.generate(memory, state, draft)
-                refused = np.asarray(state.reason) != jaxkv.Reason.FITS
-                rows = np.asarray(picked.tokens)
                 if draft is not None:
                     tally.tried += int(np.asarray(picked.tried).sum())
                     tally.accepted += int(np.asarray(picked.accepted).sum())
-                for writer, row, full in zip(writers, rows, refused, strict=True):
-                    tally.decoded += writer.write(row[row >= 0])
-                    if full and writer.finish is None:
-                        writer.end("full")
+                tally.decoded += write(writers, np.asarray(picked.tokens), state)
         except KeyboardInterrupt:
             tally.interrupted = True
             for writer in writers:
                 if writer.finish is None:
                     writer.finish = "interrupted"
         return memory, tally
+
+
+def write(writers: Sequence[Writer], rows: np.ndarray, state: loops.DecodeState) -> int:
+    """Give texts their tokens, `[T, n]`, and end those that do not go on; returns how many."""
+    taken, refused = 0, np.asarray(state.reason) != jaxkv.Reason.FITS
+    for writer, row, goes_on, full in zip(
+        writers, rows, np.asarray(state.active), refused, strict=True
+    ):
+        taken += writer.write(row[row >= 0])
+        if writer.finish is None and not goes_on:
+            writer.end("full" if full else "no token")
+    return taken
 
 
 @dataclass

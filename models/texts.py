@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from models.text.tokenizer import Tokenizer
 
-Finish = Literal["stop", "length", "full", "interrupted"]
-"""Why a text ends: a stop token came, it has all the tokens asked for, the memory is full, or the
-run was interrupted."""
+Finish = Literal["stop", "length", "full", "no token", "interrupted"]
+"""Why a text ends: a stop token came, it has all the tokens asked for, the memory is full, no token
+was allowed to come next, or the run was interrupted."""
 
 OnText = Callable[[int, str, bool], None]
 """`(which text, what is new of it, whether it ends there)`."""
@@ -28,6 +28,27 @@ class Text:
     tokens: list[int]
     text: str
     finish: Finish
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        finish: Finish,
+        *,
+        tokenizer: Tokenizer,
+        stop_tokens: frozenset[int],
+    ) -> Self:
+        """Return the text of all that was generated; a stop token at its end is none of it."""
+        tokens = [int(token) for token in tokens]
+        if tokens and tokens[-1] in stop_tokens:
+            tokens, finish = tokens[:-1], "stop"
+        return cls(
+            prompt_tokens=[int(token) for token in prompt],
+            tokens=tokens,
+            text=tokenizer.decode(tokens),
+            finish=finish,
+        )
 
 
 @dataclass

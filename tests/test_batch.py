@@ -182,7 +182,7 @@ def test_outputs_come_back_in_the_order_of_the_batch(split_by):
     assert plan.collect(logits)[:, 0].tolist() == tokens[outputs].tolist()
 
 
-def test_nobody_wants_outputs():
+def test_a_batch_without_outputs():
     plan = jaxkv.init_batch(filled(4), make_batch([1, 2, 3], outputs=[False] * 3), ubatch_size=4)
     _, logits = think(filled(4), plan.ubatches[0])
     assert plan.collect([logits]).shape[0] == 0

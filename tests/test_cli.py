@@ -10,20 +10,28 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from jaxkv.loops import batching
 from jaxkv.loops.sampling import make_sampler
 from models.cli import generate as command
+from models.cli import modes
 from models.cli.interrupts import noticed
 from models.cli.main import main
 from models.cli.screen import Screen
 from models.compiling import counting
-from models.generate import cells_for, generate_texts
+from models.generate import generate_texts
+from models.room import cells_for
+from models.run import Options
+from models.serving import FINISH, Serving
+from models.texts import Finish
 from tests.golden import golden
 
 STORY = "Once upon a time there was a little"
@@ -52,12 +60,10 @@ def run(small, monkeypatch, capsys):
 def texts(small):
     """Continue prompts, 9 tokens each, with the model that `run` uses."""
 
-    def texts(prompts, *, model=small, max_tokens=9, cells=256, sampler=None, **options):
+    def texts(prompts, *, model=small, on_text=None, on_compile=None, **options):
         tokens = [small.tokenizer.prompt(prompt) for prompt in prompts]
-        sampler = sampler or make_sampler()
-        return generate_texts(
-            model, tokens, sampler=sampler, max_tokens=max_tokens, cells=cells, **options
-        )
+        options = Options(**({"max_tokens": 9, "cells": 256} | options))
+        return generate_texts(model, tokens, options, on_text=on_text, on_compile=on_compile)
 
     return texts
 
@@ -118,9 +124,9 @@ def test_prompts_together_give_what_each_gives_alone(texts, sampler):
 
 def test_nothing_compiles_after_the_warm_up_nor_for_other_prompts_of_the_same_size(texts):
     assert texts(PROMPTS).compiles == 0
-    with counting() as compiles:
+    with counting() as compiles, counting(traces=True) as heard:
         jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
-        assert compiles() > 0  # so it does count
+        assert 0 < compiles() < heard()  # so it does count
     with counting() as compiles:
         texts([*PROMPTS[1:], STORY])
         assert compiles() == 0
@@ -204,6 +210,16 @@ def test_a_single_token_needs_no_loop(texts):
     assert (len(made.texts[0].tokens), made.texts[0].finish, made.decoded) == (1, "length", 0)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_a_text_that_is_allowed_no_token_ends(texts, small, max_tokens):
+    def mute(weights, memory, ubatch):
+        memory, logits = small.forward(weights, memory, ubatch)
+        return memory, jnp.full_like(logits, -jnp.inf)
+
+    (text,) = texts([STORY], model=replace(small, forward=mute), max_tokens=max_tokens).texts
+    assert (text.tokens, text.finish) == ([], "no token")
+
+
 def test_default_cells_are_what_is_needed():
     assert cells_for([[0] * 100, [0] * 28], 65) == 256
     assert cells_for([[0] * 100, [0] * 29], 65) == 512
@@ -252,6 +268,8 @@ def test_chat_goes_through_the_template(run):
 def test_filters_without_a_temperature_are_not_passed_over_in_silence(run):
     status, _, err = run("--top-k", 5, FRANCE)
     assert status == 0 and "--top-k has no effect at temperature 0" in err
+    status, out, err = run("--samples", 2, FRANCE)
+    assert status == 0 and "the 2 samples of a prompt are equal at temperature 0" in err
 
 
 # -------------------------------------------------------------------------------------- bad input
@@ -340,7 +358,7 @@ def test_a_cache_that_the_device_cannot_hold(run, monkeypatch):
     def no_room(*args, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(command, "generate_texts", no_room)
+    monkeypatch.setattr(modes, "generate_texts", no_room)
     status, _, err = run(STORY)
     assert status == 2 and "not enough memory" in err and "--cells" in err
 
@@ -387,17 +405,31 @@ def test_a_file_of_prompts_gives_each_its_text(run, tmp_path):
     file.write_text("\n\n".join(PROMPTS) + "\n")
     status, out, err = run("--json", "--file", file, "--sequences", 2)
     assert status == 0 and "running 3 prompts in 2 sequences" in err
+    assert re.search(r"^compiled \d+ programs in [\d.]+ s$", err, re.M)
+    assert re.fullmatch(
+        r"prompts: 3 of 3, 17 tokens \| generation: 27 tokens, [\d.]+/s with the prompts \| "
+        r"cells: 512 \| cache: [\d.]+ MB \| compiles after warm-up: 0",
+        err.splitlines()[-1],
+    ), err
     texts = sorted(objects(out), key=lambda one: one.pop("index"))
     assert texts == objects(run("--json", *PROMPTS)[1])
+    status, out, err = run("--json", "--file", file, "--streams", "unified", "--ubatch-size", 6)
+    assert status == 0 and "cells: 256 |" in err
+    assert sorted(objects(out), key=lambda one: one.pop("index")) == texts
     _, out, _ = run("--file", file)
     assert all(f"=== {i} of 3\n{prompt}" in out for i, prompt in enumerate(PROMPTS, 1))
 
 
 @pytest.mark.slow
 def test_beams_are_at_least_as_probable_as_the_best_token_each_time(run):
-    status, out, _ = run("--json", "--beams", 3, "--max-tokens", 5, STORY)
+    status, out, err = run("--json", "--beams", 3, "--max-tokens", 5, STORY)
     ranks = [one["logprob"] for one in objects(out)]
     assert status == 0 and len(ranks) == 3 and ranks == sorted(ranks, reverse=True)
+    assert re.fullmatch(
+        r"prompts: 1 of 1, 8 tokens, [\d.]+/s \| generation: 5 tokens, [\d.]+/s \| "
+        r"cells: 256 \| cache: [\d.]+ MB \| compiles after warm-up: 0",
+        err.splitlines()[-1],
+    ), err
     assert run("--beams", 3, "--max-tokens", 5, STORY)[1] == STORY + objects(out)[0]["text"] + "\n"
     _, alone, _ = run("--json", "--max-tokens", 5, STORY)
     (one,) = objects(run("--json", "--beams", 1, "--max-tokens", 5, STORY)[1])
@@ -413,6 +445,9 @@ def test_beams_are_at_least_as_probable_as_the_best_token_each_time(run):
         (("--file", "f", "--samples", 2), "--samples does not go with --file or --beams"),
         (("--beams", 2, "--speculate", STORY), "--speculate does not go with --file or --beams"),
         (("--beams", 2, "--temperature", 1, STORY), "leave --temperature out"),
+        (("--beams", 2, "--streams", "split", STORY), "--streams does not go with --beams"),
+        (("--sequences", 2, STORY), "--sequences goes with --file alone"),
+        (("-", STORY, "-"), "- may stand once"),
         (("--beams", 2, "--cells", 2, STORY), "the cache holds 2 cells; give --cells 256"),
     ],
 )
@@ -421,10 +456,70 @@ def test_options_that_do_not_go_together_are_named(run, arguments, message):
     assert (status, out) == (2, "") and message in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("text", ["", "\n  \n"])
+def test_a_file_without_prompts(run, tmp_path, text):
+    file = tmp_path / "prompts.txt"
+    file.write_text(text)
+    message = f"error: {file} holds no prompts: give one a line.\n"
+    assert run("--file", file) == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    ("streams", "where"), [((), "a stream"), (("--streams", "unified"), "the cache")]
+)
+def test_a_prompt_of_a_file_that_never_fits(run, tmp_path, streams, where):
+    """It is known before anything is compiled, and nothing else is called so."""
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"One\n{STORY}\n")
+    options = "--file", file, "--max-tokens", 7, *streams
+    status, out, err = run(*options, "--cells", 8)
+    assert (status, out) == (2, "") and len(err.splitlines()) == 2
+    assert err.splitlines()[1] == (
+        f"error: prompt 2 needs 14 cells (8 of the prompt, 6 of the text) and {where} has 8; give "
+        "--cells 256."
+    )
+
+
+def test_errors_of_a_run_are_not_called_a_lack_of_cells(run, tmp_path, monkeypatch):
+    def broken(self):
+        raise ValueError("broken")
+
+    file = tmp_path / "prompts.txt"
+    file.write_text(STORY)
+    monkeypatch.setattr(Serving, "compile", broken)
+    with pytest.raises(ValueError, match="^broken$"):
+        run("--file", file)
+
+
+def test_every_end_of_an_engine_has_a_word():
+    assert set(FINISH) == set(batching.Finish) and set(FINISH.values()) == set(get_args(Finish))
+
+
+def test_a_file_takes_the_sizes_that_are_given(run, tmp_path, monkeypatch):
+    """What is not given is left to the mode."""
+    file = tmp_path / "prompts.txt"
+    file.write_text(STORY)
+    heard = []
+
+    def serving(*args, **options):
+        heard.append({**options})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(modes, "Serving", serving)
+    sizes = {"sequences": 2, "cells": 300, "ubatch_size": 16, "streams": "unified"}
+    named = [("--" + name.replace("_", "-"), value) for name, value in sizes.items()]
+    fixed = {"sampling": {}, "seed": 0, "max_tokens": 9}
+    assert run("--file", file, *(part for pair in named for part in pair))[0] == 130
+    assert run("--file", file)[0] == 130
+    assert heard == [{**fixed, **sizes}, fixed]
+
+
 def test_a_prompt_may_come_from_stdin(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(STORY))
     piped = run("--json", "-")
     assert piped[:2] == run("--json", STORY)[:2]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(STORY + "\n"))  # as echo ends it
+    assert run("--json", "-")[:2] == piped[:2]
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     status, out, err = run("-")
     assert (status, out) == (2, "") and "the prompt is empty" in err
@@ -452,6 +547,55 @@ def test_an_interrupt_keeps_what_there_is_of_the_texts(texts):
     assert [text.finish for text in made.texts] == ["interrupted"] * 2
     for part, text in zip(made.texts, whole.texts, strict=True):
         assert part.tokens and part.tokens == text.tokens[: len(part.tokens)]
+
+
+@pytest.fixture
+def interrupted(run, monkeypatch):
+    """Run the command line, with an interrupt that is noticed at the n-th look for one."""
+
+    def interrupted(at, *options):
+        looks = []
+
+        @contextmanager
+        def noticing():
+            def look():
+                looks.append(1)
+                if len(looks) == at:
+                    raise KeyboardInterrupt
+
+            yield look
+
+        monkeypatch.setattr("models.cli.main.noticed", noticing)
+        return run(*options)
+
+    return interrupted
+
+
+def test_an_interrupt_keeps_what_there_is_of_a_file(interrupted, texts, tmp_path):
+    """The text that has ended, the one that runs, and none of the one that waits."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS) + "\n")
+    options = "--json", "--file", file, "--sequences", 1, "--max-tokens", 12
+    status, out, err = interrupted(4, *options)
+    ended, running = objects(out)
+    assert status == 130 and [one["finish"] for one in (ended, running)] == [
+        "length",
+        "interrupted",
+    ]
+    whole = texts(PROMPTS[:2], max_tokens=12).texts
+    assert ended["tokens"] == whole[0].tokens
+    assert running["tokens"] == whole[1].tokens[:9] and running["text"]
+    note, summary = err.splitlines()[-2:]
+    assert note == "note: interrupted with 1 of 3 prompts done"
+    assert summary.startswith("prompts: 1 of 3, 13 tokens | generation: 21 tokens")
+
+
+def test_an_interrupt_keeps_the_texts_that_beams_have_found(interrupted):
+    status, out, err = interrupted(1, "--beams", 2, "--max-tokens", 3, STORY, FRANCE)
+    assert status == 130 and out.startswith(f"=== 1 of 2\n{STORY}") and FRANCE not in out
+    note, summary = err.splitlines()[-2:]
+    assert note == "note: interrupted with 1 of 2 prompts done"
+    assert summary.startswith("prompts: 1 of 2, 8 tokens, ")
 
 
 @pytest.mark.slow

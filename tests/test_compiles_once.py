@@ -4,10 +4,8 @@ Lengths within a bucket, how full the memory is, ids, positions and answers are 
 change from call to call without a new program. JAX itself tells what it traces and compiles.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,42 +14,10 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch
+from models.compiling import counting
 from tests.memories import SMALL, SPLIT, TWO, WIDE, assert_identical, filled, lived_in, run, think
 
 pytestmark = pytest.mark.slow
-
-_heard: list[str] | None = None
-
-
-def _listen(event: str, seconds: float, **_: Any) -> None:
-    if _heard is not None and event.rsplit("/", 1)[-1] in (
-        "jaxpr_trace_duration",
-        "backend_compile_duration",
-    ):
-        _heard.append(event)
-
-
-jax.monitoring.register_event_duration_secs_listener(_listen)
-
-
-@contextmanager
-def counting() -> Iterator[list[str]]:
-    """List what is traced and compiled in the meantime."""
-    global _heard
-    _heard = heard = []
-    try:
-        yield heard
-    finally:
-        _heard = None
-
-
-def test_the_counter_counts():
-    with counting() as heard:
-        jax.jit(lambda x: x * 3 + 1)(np.arange(5))
-    assert {event.rsplit("/", 1)[-1] for event in heard} == {
-        "jaxpr_trace_duration",
-        "backend_compile_duration",
-    }
 
 
 def numbers(kind, i):
@@ -95,20 +61,20 @@ def test_verbs(verb):
             VERBS[verb](memory, *numbers(SMALL, i))
     if verb in ("defrag", "update"):  # the first may have had nothing to do
         VERBS[verb](jaxkv.seq_rm(filled(4, 3), 0, 1, 2)[0], 1, 0, -1, -1)
-    with counting() as heard:
+    with counting(traces=True) as heard:
         for i in range(3, 12):
             VERBS[verb](memories[i % 3], *numbers(SMALL, i))
-    assert heard == []
+    assert heard() == 0
 
 
 def test_concrete_numbers_of_every_kind_share_one_program():
     """A Python int, a NumPy and a JAX integer are all one int32 to a verb."""
     memory = lived_in(WIDE)
     jaxkv.seq_rm(memory, 0, 1, 2)
-    with counting() as heard:
+    with counting(traces=True) as heard:
         for seq, p0, p1 in ((3, 0, 5), (np.int64(39), np.int32(1), -1), (np.int32(31), -1, 0)):
             jaxkv.seq_rm(memory, seq, p0, p1)
-    assert heard == []
+    assert heard() == 0
 
 
 def test_generating():
@@ -120,7 +86,7 @@ def test_generating():
     tokens, ids, valid = np.arange(3), np.arange(3), np.ones(3, bool)
     think(memory, step(memory, tokens, ids, valid)[0])
     others = [filled(4, 3), jaxkv.seq_rm(filled(4), 0, 1, 3)[0], SMALL.make(), filled(8, 4)]
-    with counting() as heard:
+    with counting(traces=True) as heard:
         for i, other in enumerate(others):
             for count in (3, 4, 1):
                 batch = make_batch(range(count), sequences=(i + count) % 3)
@@ -129,18 +95,18 @@ def test_generating():
                     plan.collect([think(other, ubatch)[1]])
             ubatch, _ = step(other, tokens + i, (ids + i) % 3, valid & (ids != i))
             think(other, ubatch)
-    assert heard == []
+    assert heard() == 0
 
 
 def test_prefill_of_more_or_fewer_ubatches():
     """From 3 to 4 ubatches of the same size nothing is new, up to the logits that come out."""
     memory = WIDE.make()
     jaxkv.prefill(think_with, None, memory, make_batch([1] * 12), ubatch_size=4)
-    with counting() as heard:
+    with counting(traces=True) as heard:
         for count in (15, 11, 16):
             batch = make_batch([1] * count, sequences=count)
             jaxkv.prefill(think_with, None, memory, batch, ubatch_size=4)
-    assert heard == []
+    assert heard() == 0
 
 
 class Thinker:
@@ -177,23 +143,23 @@ def test_a_loop_compiles_itself_once(function, donate):
 
     others = filled(2), filled(1, 1)
     chat(SMALL.make(), 0, [1, 2, 3], 0, 1)
-    with counting() as heard:
+    with counting(traces=True) as heard:
         chat(others[0], 1, [1, 2, 3, 4], 1, 2)
         chat(others[1], 2, [5, 4, 3], 2, 3)
-    assert heard == []
+    assert heard() == 0
 
 
 def test_batches_of_several_sequences_share_the_bucket():
     """Which sequences are in a batch, and how many, are values too."""
     memory = filled(4, 3)
     jaxkv.init_batch(memory, make_batch([1, 2, 3]), ubatch_size=4)
-    with counting() as heard:
+    with counting(traces=True) as heard:
         for ids in ([0, 0, 0, 1], [0, 1, 2], [2, 1, 2, 0], [1, 1, 1, 1]):
             jaxkv.init_batch(memory, make_batch([1] * len(ids), sequences=ids), ubatch_size=4)
-    assert heard == []
+    assert heard() == 0
 
 
-def test_a_warm_up_for_nobody_is_refused():
+def test_a_warm_up_for_no_sequence_is_refused():
     with pytest.raises(ValueError, match="at least one sequence"):
         loops.warm_up(think_with, None, SMALL.make(), sequences=())
 
@@ -216,14 +182,14 @@ def test_a_warm_up_compiles_what_prompts_need(kind):
         warm = loops.warm_up(think_with, None, memory, ubatch_size=6, sequences=sequences)
         assert_identical(warm, memory)
     empty = jaxkv.clear(memory)
-    with counting() as heard:
+    with counting(traces=True) as heard:
         for count in (1, 2, 3, 5, 6):
             batch = make_batch([1] * count, sequences=2)
             jaxkv.prefill(think_with, None, empty, batch, ubatch_size=6)
         if kind.split:
             batch = make_batch([[1] * 3, [2] * 3], sequences=[2, 0])
             jaxkv.prefill(think_with, None, empty, batch, ubatch_size=6)
-    assert heard == []
+    assert heard() == 0
 
 
 LONGEST = 21
@@ -247,7 +213,7 @@ def test_nothing_compiles_after_a_warm_up_for_the_longest_prompt():
 
     loops.warm_up(loop, None, memory, ubatch_size=4, longest=LONGEST)
     text([1, 2], 0, 0)
-    with counting() as heard:
+    with counting(traces=True) as heard:
         for length in range(1, LONGEST + 1):
             text(list(range(length)), length, 2)
-    assert heard == []
+    assert heard() == 0

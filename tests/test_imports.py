@@ -29,7 +29,7 @@ LADDERS = {
         ["model"],
         ["run"],
         ["generate"],
-        ["several"],
+        ["search", "serving"],
         ["cli"],
         ["__init__", "__main__"],
     ],

@@ -127,7 +127,7 @@ def test_edge_10_an_end_that_is_past_the_last_token_needs_no_rotation(rope):
         assert drawing(after) == ("0{0} 1{0} 2{0} 3{0}" if left is None else left)
 
 
-def test_edge_11_copies_onto_oneself_and_from_nobody():
+def test_edge_11_copies_onto_itself_and_from_an_empty_sequence():
     """ollama: the first erases the sequence, the second empties the destination. Copies merge here,
     so that neither changes anything, and nothing of the destination is lost."""
     memory = drawn("0{0} 1{0} 0{1}")
@@ -180,7 +180,7 @@ def test_edge_15_an_idle_sequence_gives_what_it_does_not_see():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["rr", "ar"])
-def test_edge_25_states_that_a_copy_has_replaced_come_back_to_nobody(kinds):
+def test_edge_25_states_that_a_copy_has_replaced_come_back_to_no_sequence(kinds):
     """ollama frees the target's place with its checkpoints in it, for the next one to restore."""
     twin = told(kept=3, counts=(8, 4, 0), kinds=kinds)
     assert jaxkv.can_seq_rm(twin.memory, 1, 2)

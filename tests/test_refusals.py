@@ -69,7 +69,7 @@ def test_refused_batch_changes_nothing_and_says_why(fault):
         assert {wanted, found} <= numbers, line
 
 
-def test_pending_rotation_refuses_who_would_see_it_and_nobody_else():
+def test_pending_rotation_is_refused_for_tokens_that_would_see_it_and_no_others():
     memory = jaxkv.seq_add(filled(4, 3), 0, 0, -1, 2)
     plan = jaxkv.init_batch(memory, make_batch([[1, 1], [1]]))
     assert plan.reason.tolist() == [Reason.UPDATE_PENDING, Reason.FITS, Reason.FITS]

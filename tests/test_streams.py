@@ -117,7 +117,7 @@ def test_a_copy_of_more_cells_than_a_chunk():
         np.testing.assert_array_equal(array[0, :, :519], array[1, :, :519])
 
 
-def test_a_copy_to_oneself_and_unknown_traced_ids_change_nothing():
+def test_a_copy_to_the_same_sequence_and_unknown_traced_ids_change_nothing():
     memory = fed(SPLIT, 4, 2)
     assert_identical(jaxkv.seq_cp(memory, 0, 0, 1, 2), memory)
     traced = jax.jit(jaxkv.seq_cp)

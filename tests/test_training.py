@@ -39,7 +39,7 @@ def test_gradients_reach_keys_and_values_of_an_earlier_ubatch():
 
 
 @pytest.mark.parametrize("implementation", ["whole", "tiles"])
-def test_what_nobody_sees_does_not_reach_a_gradient(implementation):
+def test_what_no_token_sees_does_not_reach_a_gradient(implementation):
     """Not even where it is no number: rows that were written, and forgotten."""
     k, v, q = (jax.random.normal(jax.random.key(i), (1, 2, 2, 4)) for i in range(3))
 

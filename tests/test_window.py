@@ -141,7 +141,7 @@ def test_trap_26_a_refused_batch_takes_nothing():
         assert_identical(think(memory, ubatch)[0], memory)
 
 
-def test_trap_27_a_shared_prefix_that_nobody_sees_is_taken_again():
+def test_trap_27_a_shared_prefix_that_no_owner_sees_is_taken_again():
     """llama.cpp never takes a cell of two owners: a long shared prefix exhausts the cache."""
     memory = drawn("0{0,1} 1{0,1} 2{0,1} 3{0,1} 4{0,1} 5{0,1}", FOUR)
     memory = jaxkv.apply(memory, plan_of(memory, 2))

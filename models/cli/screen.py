@@ -20,20 +20,12 @@ class Progress(Protocol):
 class Screen:
     """Prints several texts as they are made, one below the other.
 
-    The first text that has not ended is printed live; those below it wait for their turn. A prompt
-    that is continued stands before its text, on a terminal in fainter letters.
+    The first text that has not ended is printed live; those below it wait for their turn.
     """
 
     def __init__(self, prompts: Sequence[str], *, chat: bool):
-        faint = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        several = len(prompts) > 1
-        self.waiting = []
-        for i, prompt in enumerate(prompts, 1):
-            head = "\n" * (i > 1)
-            head += f"=== {i} of {len(prompts)}\n" * several
-            if not chat or several:
-                head += f"\x1b[2m{prompt}\x1b[22m" if faint else prompt
-            self.waiting.append(head + "\n" * (chat and several))
+        heads = [heading(prompts, i, chat=chat) for i in range(len(prompts))]
+        self.waiting = ["\n" * (i > 0) + head for i, head in enumerate(heads)]
         self.ended = [False] * len(prompts)
         self.live = 0
 
@@ -48,6 +40,20 @@ class Screen:
                 break
             self.live += 1
         sys.stdout.flush()
+
+
+def heading(prompts: Sequence[str], index: int, *, chat: bool) -> str:
+    """Return what stands before the text of a prompt, one of several or alone.
+
+    A prompt that is continued stands there too, on a terminal in fainter letters, and so does a
+    message, where there are several.
+    """
+    prompt, several = prompts[index], len(prompts) > 1
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        prompt = f"\x1b[2m{prompt}\x1b[22m"
+    if not several:
+        return "" if chat else prompt
+    return f"=== {index + 1} of {len(prompts)}\n{prompt}" + "\n" * chat
 
 
 def put(text: str) -> None:
@@ -103,7 +109,7 @@ def compiling() -> Iterator[Progress]:
 
 
 def make_bar(what: str, total: int) -> tqdm:
-    """Make a bar that is gone when it is done, and never there unless someone sees it."""
+    """Make a bar that disappears when done, shown on terminals only."""
     return tqdm(
         total=total,
         desc=what,

@@ -1,0 +1,207 @@
+"""The ways from prompts to texts: side by side, the lines of a file in turns, and beams."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import jaxkv
+from jaxkv.loops.sampling import make_sampler
+from models.cli.arguments import InputError
+from models.cli.report import note_full, note_interrupted, note_summary, print_json, rate, tokens_of
+from models.cli.screen import Screen, compiling, heading, note, plural, put
+from models.compiling import counting
+from models.generate import generate_texts
+from models.model import Model
+from models.room import cells_for
+from models.run import Options
+from models.search import Found, Search
+from models.serving import Serving, TooLongError
+from models.texts import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a mode is given; it returns the exit code.
+
+    model: with its weights.
+    written: the prompts as the user wrote them.
+    prompts: their tokens.
+    sampling: options of `make_sampler`, none where the best token is taken.
+    seed: of the draws.
+    args: all that was asked for.
+    check_interrupt: raises KeyboardInterrupt where there was one.
+    """
+
+    model: Model
+    written: list[str]
+    prompts: list[list[int]]
+    sampling: dict[str, Any]
+    seed: int
+    args: argparse.Namespace
+    check_interrupt: Callable[[], None]
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Return the arguments that the user gave; for the others the mode has defaults."""
+        values = {name: getattr(self.args, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def continue_prompts(job: Job) -> int:
+    """Continue the prompts side by side, and show texts while they grow."""
+    args = job.args
+    options = Options(
+        sampler=make_sampler(**job.sampling),
+        seed=job.seed,
+        tries=args.speculate,
+        **job.given("samples", "max_tokens", "cells", "ubatch_size", "streams"),
+    )
+    shown = [prompt for prompt in job.written for _ in range(args.samples)]
+    screen = None if args.json else Screen(shown, chat=args.chat)
+
+    def show(which: int, text: str, ended: bool) -> None:
+        job.check_interrupt()
+        if screen:
+            screen(which, text, ended)
+
+    with compiling() as progress:
+        try:
+            made = generate_texts(
+                job.model, job.prompts, options, on_text=show, on_compile=progress
+            )
+        except jaxkv.RefusedError:
+            split = options.streams == "split"
+            where = "each stream of the cache" if split else "the cache"
+            cells = cells_for(job.prompts, args.max_tokens, options.streams, samples=args.samples)
+            raise InputError(too_long(job, where, cells, alone=split)) from None
+    if args.json:
+        for prompt, text in zip(shown, made.texts, strict=True):
+            print_json(prompt, text)
+    elif made.interrupted:
+        note("")  # the text that was being written has no end of line
+    note_full(made.texts, f"{made.used} of its {made.cells} cells are used and ")
+    parts = [f"prompt: {rate(made.prompt_tokens, made.prompt_seconds)}"]
+    if made.decoded:
+        parts.append(f"generation: {rate(made.decoded, made.decode_seconds)}")
+    if made.tried:
+        parts.append(f"guesses: {made.accepted} of {made.tried} held")
+    parts.append(f"cells: {made.used} of {made.cells} used")
+    note_summary(parts, made.nbytes, made.compiles)
+    return 130 if made.interrupted else 0
+
+
+def serve_file(job: Job) -> int:
+    """Let the prompts take turns in few sequences, and show each text when it has ended."""
+    args, texts, interrupted = job.args, [], False
+    sizes = job.given("sequences", "max_tokens", "cells", "ubatch_size", "streams")
+    try:
+        serving = Serving(job.model, job.prompts, sampling=job.sampling, seed=job.seed, **sizes)
+    except TooLongError as error:
+        raise InputError(f"{error}; give --cells {error.enough}.") from None
+
+    def show(i: int, text: Text) -> None:
+        texts.append(text)
+        if args.json:
+            print_json(job.written[i], text, index=i)
+        else:
+            show_whole(job, i, text, first=len(texts) == 1)
+
+    with counting() as compiled:
+        note("compiling ...")
+        began = perf_counter()
+        serving.compile()
+        warm = compiled()
+        note(f"compiled {plural(warm, 'program')} in {perf_counter() - began:.1f} s")
+        count, sequences = len(job.prompts), plural(serving.sequences, "sequence")
+        note(f"running {plural(count, 'prompt')} in {sequences} ...")
+        began = perf_counter()
+        try:
+            for i, text in serving.texts(job.check_interrupt):
+                show(i, text)
+        except KeyboardInterrupt:
+            interrupted = True
+            for i, text in serving.rest():
+                show(i, text)
+        seconds, compiles = perf_counter() - began, compiled() - warm
+    done = sum(text.finish != "interrupted" for text in texts)
+    if interrupted:
+        note_interrupted(done, count)
+    read, made = tokens_of(texts)
+    parts = [
+        f"prompts: {done} of {count}, {plural(read, 'token')}",
+        f"generation: {rate(made, seconds)} with the prompts",
+        f"cells: {serving.cells}",
+    ]
+    note_summary(parts, serving.nbytes, compiles)
+    return 130 if interrupted else 0
+
+
+def search_beams(job: Job) -> int:
+    """Search for the most probable texts of each prompt in turn, and show the best."""
+    args, count, interrupted = job.args, len(job.prompts), False
+    sizes = job.given("max_tokens", "cells", "ubatch_size")
+    try:
+        search = Search(job.model, job.prompts, width=args.beams, **sizes)
+    except jaxkv.RefusedError:
+        needed = [cells_for([one], args.max_tokens, samples=args.beams) for one in job.prompts]
+        raise InputError(too_long(job, "the cache", max(needed), alone=True)) from None
+    found: list[Found] = []
+    with counting() as compiled:
+        with compiling() as progress:
+            search.compile(progress)
+        warm = compiled()
+        note(f"searching with {plural(args.beams, 'beam')} ...")
+        try:
+            for i, one in enumerate(search):
+                found.append(one)
+                if args.json:
+                    for text, logprob in zip(one.texts, one.logprobs, strict=True):
+                        print_json(job.written[i], text, logprob=logprob)
+                else:
+                    show_whole(job, i, one.texts[0], first=i == 0)
+                job.check_interrupt()
+        except KeyboardInterrupt:
+            interrupted = True
+            note_interrupted(len(found), count)
+        compiles = compiled() - warm
+    best = [one.texts[0] for one in found]
+    note_full(best)
+    read, made = tokens_of(best)
+    parts = [
+        f"prompts: {len(found)} of {count}, {rate(read, sum(one.prompt_seconds for one in found))}",
+        f"generation: {rate(made, sum(one.seconds for one in found))}",
+        f"cells: {search.cells}",
+    ]
+    note_summary(parts, search.nbytes, compiles)
+    return 130 if interrupted else 0
+
+
+def show_whole(job: Job, index: int, text: Text, *, first: bool) -> None:
+    """Show a text that has ended, below those that were shown before."""
+    head = heading(job.written, index, chat=job.args.chat)
+    put("\n" * (not first) + head + text.text + "\n")
+    sys.stdout.flush()
+
+
+def too_long(job: Job, where: str, enough: int, *, alone: bool) -> str:
+    """Say that prompts do not fit, and what would help.
+
+    Args:
+      job: with its prompts.
+      where: what the cells belong to.
+      enough: the cells that prompts and texts need.
+      alone: whether each prompt has the cells for itself.
+    """
+    lengths = [len(prompt) for prompt in job.prompts]
+    if len(lengths) == 1:
+        which, tokens = "the prompt has", lengths[0]
+    elif alone:
+        which, tokens = "the longest prompt has", max(lengths)
+    else:
+        which, tokens = f"the {len(lengths)} prompts have together", sum(lengths)
+    return (
+        f"{which} {tokens} tokens and {where} holds {job.args.cells} cells; give --cells {enough} "
+        "to have room for the text too, or a shorter prompt."
+    )

@@ -1,0 +1,79 @@
+"""Prompts: where they come from, what is wrong with them, and their tokens."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from models.cli.arguments import InputError
+from models.cli.screen import note
+from models.model import Model
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """Return the prompts: arguments, stdin where one is a dash, or the lines of a file.
+
+    Raises:
+      InputError: when there are none, or they cannot be read or say nothing.
+    """
+    if args.file:
+        prompts = read_file(args.file)
+    else:
+        if not args.prompts:
+            raise InputError("give a PROMPT, - to read it from stdin, or --file FILE.")
+        if args.prompts.count("-") > 1:
+            raise InputError("- may stand once: stdin is one prompt.")
+        prompts = [read_stdin() if prompt == "-" else prompt for prompt in args.prompts]
+    check_prompts(prompts)
+    return prompts
+
+
+def read_file(name: str) -> list[str]:
+    """Return the lines of a file, without those that are blank."""
+    try:
+        with open(name, encoding="utf-8") as lines:
+            prompts = [line.removesuffix("\n") for line in lines if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{name} cannot be read: {error}.") from None
+    if not prompts:
+        raise InputError(f"{name} holds no prompts: give one a line.")
+    return prompts
+
+
+def read_stdin() -> str:
+    """Return all of stdin, without the end of line that `echo` and editors put last."""
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"stdin cannot be read: {error}.") from None
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Refuse prompts that say nothing, before anything is loaded."""
+    for i, prompt in enumerate(prompts, 1):
+        which = "the prompt" if len(prompts) == 1 else f"prompt {i} of {len(prompts)}"
+        if not prompt.strip():
+            raise InputError(f"{which} is empty; give it some text.")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+            raise InputError(f"{which} is not valid UTF-8; give a text that is.") from None
+
+
+def encode(model: Model, prompt: str, chat: bool) -> list[int]:
+    """Turn what the user wrote into tokens."""
+    tokenizer = model.tokenizer
+    if chat:
+        text = tokenizer.chat([{"role": "user", "content": prompt}])
+        # The template names control tokens; the same names in a message are read as such, too.
+        return tokenizer.prompt(text, special=True)
+    return tokenizer.prompt(prompt)
+
+
+def warn_of_control(model: Model, prompts: Sequence[str], chat: bool) -> None:
+    """Say which prompts hold names of control tokens, and how those are read."""
+    how = "as a control token, as in a template" if chat else "as plain text"
+    for i, prompt in enumerate(prompts, 1):
+        names = sorted(name for name in model.tokenizer.control if name in prompt)
+        if names:
+            which = "the prompt" if len(prompts) == 1 else f"prompt {i}"
+            note(f"note: {which} holds {', '.join(names)}, which is read {how}")

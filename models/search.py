@@ -1,0 +1,124 @@
+"""The most probable texts after prompts, one prompt after another in one memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import loops
+from models.compiling import compile_all, lower_steps
+from models.model import Model
+from models.room import cells_for, make_with_room
+from models.texts import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search has found.
+
+    texts: the best one first.
+    logprobs: the log-probability of each by token.
+    prompt_seconds: until the prompt was computed.
+    seconds: of the search after it.
+    """
+
+    texts: list[Text]
+    logprobs: list[float]
+    prompt_seconds: float
+    seconds: float
+
+
+class Search:
+    """Searches for the most probable texts after each prompt (beam search).
+
+    To iterate over it is to search: it gives what is found for one prompt after another.
+
+    Args:
+      model: see `models.load`.
+      prompts: their tokens, at least one each.
+      width: how many texts are followed side by side.
+      max_tokens: the most tokens of a text.
+      cells: of the memory, by default what any of the prompts and its texts need.
+      ubatch_size: the most tokens of a prompt that are computed at once.
+
+    Raises:
+      RefusedError: when a prompt does not fit the memory.
+      ModelError: when the memory does not fit the device.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        *,
+        width: int,
+        max_tokens: int = 128,
+        cells: int | None = None,
+        ubatch_size: int = 512,
+    ):
+        self.cells = cells or max(cells_for([one], max_tokens, samples=width) for one in prompts)
+        self._model, self._prompts = model, prompts
+        self._width, self._steps, self._ubatch_size = width, max_tokens, ubatch_size
+        self._stop = np.asarray(sorted(model.stop_tokens), np.int32)
+        self._batches = [jaxkv.make_batch(np.asarray(prompt, np.int32)) for prompt in prompts]
+        self._memory = make_with_room(
+            model.make_memory, cells=self.cells, sequences=width, ubatch_size=ubatch_size
+        )
+        self._plans = [
+            jaxkv.init_batch(self._memory, batch, ubatch_size=ubatch_size).check()
+            for batch in self._batches
+        ]
+        self.nbytes = jaxkv.nbytes(self._memory)
+
+    def compile(self, tell: Callable[[int, int], None] | None = None) -> None:
+        """Compile all that the searches need.
+
+        Args:
+          tell: called with the number of programs that are compiled and of those there are.
+        """
+        model = self._model
+        jobs, blanks = lower_steps(model.forward, model.weights, self._memory, self._plans)
+        # Where no token is allowed to come next a search ends before its first step.
+        jobs.append(lambda: self._search(self._memory, jnp.full_like(blanks[0], -jnp.inf)))
+        self._memory, _ = compile_all(jobs, tell)[-1]
+        self._memory = jax.block_until_ready(jaxkv.clear(self._memory))
+
+    def __iter__(self) -> Iterator[Found]:
+        for prompt, batch in zip(self._prompts, self._batches, strict=True):
+            began = perf_counter()
+            memory, logits = jaxkv.prefill(
+                self._model.forward,
+                self._model.weights,
+                jaxkv.clear(self._memory),
+                batch,
+                ubatch_size=self._ubatch_size,
+                donate=True,
+            )
+            jax.block_until_ready(logits)
+            middle = perf_counter()
+            self._memory, beams = self._search(memory, logits)
+            beams = jax.device_get(beams)
+            took = perf_counter() - middle
+            yield self._found(prompt, beams, prompt_seconds=middle - began, seconds=took)
+
+    def _search(self, memory: Any, logits: jax.Array) -> tuple[Any, loops.Beams]:
+        model, options = self._model, {"width": self._width, "steps": self._steps}
+        return loops.beam(
+            model.forward, model.weights, memory, logits, stop=self._stop, donate=True, **options
+        )
+
+    def _found(self, prompt: Sequence[int], beams: loops.Beams, **seconds: float) -> Found:
+        model = self._model
+        finish = "length" if beams.reason == jaxkv.Reason.FITS else "full"
+        rules = {"tokenizer": model.tokenizer, "stop_tokens": model.stop_tokens}
+        there = beams.scores != -np.inf
+        return Found(
+            texts=[Text.of(prompt, row[row >= 0], finish, **rules) for row in beams.tokens[there]],
+            logprobs=(beams.scores[there] / np.maximum(beams.lengths[there], 1)).tolist(),
+            **seconds,
+        )

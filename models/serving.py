@@ -1,0 +1,134 @@
+"""Many prompts through the few sequences of an engine."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jaxkv
+from jaxkv.loops import batching
+from models.model import Model
+from models.room import Streams, cells_for, make_with_room
+from models.texts import Finish, Text
+
+FINISH: dict[batching.Finish, Finish] = {
+    batching.Finish.STOP: "stop",
+    batching.Finish.LENGTH: "length",
+    batching.Finish.FULL: "full",
+    batching.Finish.NO_TOKEN: "no token",
+    batching.Finish.CANCELLED: "interrupted",
+}
+"""Why a text ended, in the words of `Text`."""
+
+
+class TooLongError(ValueError):
+    """A prompt and its text never fit the memory.
+
+    enough: the cells, of each stream where it is split, that all prompts would do with.
+    """
+
+    def __init__(self, message: str, enough: int):
+        super().__init__(message)
+        self.enough = enough
+
+
+class Serving:
+    """Continues many prompts in few sequences, each as it would go on alone.
+
+    Args:
+      model: see `models.load`.
+      prompts: their tokens, at least one each.
+      sequences: the most that run at once.
+      sampling: options of `loops.sampling.make_sampler`, one number each.
+      seed: of the draws of each text, which do not depend on the others.
+      max_tokens: the most tokens of a text.
+      cells: of each stream, by default what any of the prompts and texts need that may run at once.
+      ubatch_size: the most tokens of prompts that are computed at once; by default 128, or a power
+        of two where the prompts that may run at once have fewer, which is less to compile.
+      streams: "split", a stream for each sequence, or "unified", one pool of cells for all.
+
+    Raises:
+      TooLongError: when a prompt and its text do not fit the memory.
+      ModelError: when the memory does not fit the device.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        *,
+        sequences: int = 8,
+        sampling: dict[str, Any] | None = None,
+        seed: int = 0,
+        max_tokens: int = 128,
+        cells: int | None = None,
+        ubatch_size: int | None = None,
+        streams: Streams = "split",
+    ):
+        self.sequences = min(sequences, len(prompts))
+        longest = sorted(prompts, key=len)[-self.sequences :]
+        enough = cells_for(longest, max_tokens, streams)
+        if ubatch_size is None:
+            tokens = sum(map(len, longest))
+            ubatch_size = min(1 << (tokens - 1).bit_length(), batching.CHUNK)
+        cells, pools = cells or enough, self.sequences if streams == "split" else 1
+        memory = make_with_room(
+            model.make_memory,
+            cells=cells,
+            sequences=self.sequences,
+            streams=pools,
+            ubatch_size=ubatch_size,
+        )
+        self.cells, self.nbytes = cells * pools, jaxkv.nbytes(memory)
+        self._rules = {"tokenizer": model.tokenizer, "stop_tokens": model.stop_tokens}
+        self._prompts, self._ended = prompts, []
+        self._engine = batching.Engine(
+            model.forward,
+            model.weights,
+            memory,
+            stop=sorted(model.stop_tokens),
+            chunk=ubatch_size,
+            allow=sampling or (),
+        )
+        fixed = {"limit": max_tokens, "seed": seed, "sampling": sampling or {}}
+        for i, prompt in enumerate(prompts, 1):
+            try:
+                self._engine.submit(batching.Request(prompt=prompt, **fixed))
+            except ValueError as error:
+                own = max_tokens - 1
+                where = "a stream" if streams == "split" else "the cache"
+                raise TooLongError(
+                    f"prompt {i} needs {len(prompt) + own} cells ({len(prompt)} of the prompt, "
+                    f"{own} of the text) and {where} has {cells}",
+                    enough,
+                ) from error
+
+    def compile(self) -> None:
+        """Compile all that the engine needs."""
+        self._engine.warm_up()
+
+    def texts(self, on_step: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Text]]:
+        """Run until all texts have ended; give each when it has, with the number of its prompt.
+
+        Args:
+          on_step: called before each step of the engine; what it raises ends the run.
+        """
+        while self._engine.busy:
+            on_step()
+            self._ended += self._engine.step()
+            yield from self._take_ended()
+
+    def rest(self) -> Iterator[tuple[int, Text]]:
+        """Give what there is of the texts that were not given yet, after an interrupt.
+
+        Nothing is computed: the memory may be that of the middle of a step.
+        """
+        yield from self._take_ended()
+        for i, prompt in enumerate(self._prompts):
+            tokens = self._engine.tokens_of(i)
+            if tokens:
+                yield i, Text.of(prompt, tokens, "interrupted", **self._rules)
+
+    def _take_ended(self) -> Iterator[tuple[int, Text]]:
+        while self._ended:
+            result = self._ended.pop(0)
+            prompt, finish = self._prompts[result.id], FINISH[result.reason]
+            yield result.id, Text.of(prompt, result.tokens, finish, **self._rules)
