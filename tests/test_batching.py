@@ -231,6 +231,17 @@ def test_requests_come_while_others_run():
     assert_empty(engine)
 
 
+def test_results_that_are_not_taken_stay_there():
+    """Three texts end in one step, and the iterator is dropped after the first."""
+    engine = warm(POOL)
+    ids = [engine.submit(Request(prompt=[1], limit=1)) for _ in range(3)]
+    taken = [next(engine.results()).id]
+    assert engine.busy and jaxkv.used(engine.memory) == 0
+    taken += [result.id for result in engine.results()]
+    assert taken == ids
+    assert_empty(engine)
+
+
 @pytest.mark.slow
 def test_penalties_where_they_are_asked_for():
     """They count the tokens of the prompt."""

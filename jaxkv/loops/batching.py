@@ -196,20 +196,17 @@ which this memory never has: ask for less, or make a larger one
         Requests may be submitted and cancelled between two results.
         """
         while self.busy:
-            yield from self.step()
+            if not self._done:
+                self._advance()
+            while self._done:
+                yield self._done.pop(0)
 
     def step(self) -> list[Result]:
         """Compute a chunk of prompts, then some tokens of each text that runs; return what ended.
 
         For servers with a loop of their own, which submit and cancel between steps.
         """
-        self._admit()
-        feeding = [text for text in self._texts if text and not text.runs]
-        if feeding:
-            self._feed(sorted(feeding, key=lambda text: text.id))
-        running = [text for text in self._texts if text and text.runs]
-        if running:
-            self._decode(running)
+        self._advance()
         done, self._done = self._done, []
         return done
 
@@ -291,6 +288,16 @@ which this memory never has: ask for less, or make a larger one
             self._texts[text.sequence], text.sequence = None, -1
 
     # ---- what is computed
+
+    def _advance(self) -> None:
+        """Compute what one step does; results are kept until they are handed out."""
+        self._admit()
+        feeding = [text for text in self._texts if text and not text.runs]
+        if feeding:
+            self._feed(sorted(feeding, key=lambda text: text.id))
+        running = [text for text in self._texts if text and text.runs]
+        if running:
+            self._decode(running)
 
     def _feed(self, texts: list[Text]) -> None:
         """Compute a chunk of the prompts of texts, and take the first token of those that end."""
