@@ -150,8 +150,8 @@ def test_texts_that_give_way_are_computed_anew(monkeypatch):
     requests = [Request(prompt=[i, 3], limit=18, seed=i, sampling=hot, tag=i) for i in range(6)]
     requests += mixed(10, seed=1)
     engine = warm(POOL, reserve=False)
-    way, make_way = [], engine._make_way
-    monkeypatch.setattr(engine, "_make_way", lambda *args: (way.append(1), make_way(*args)))
+    way, preempt = [], engine._preempt
+    monkeypatch.setattr(engine, "_preempt", lambda *args: (way.append(1), preempt(*args)))
     with counting() as compiled:
         results = run(engine, requests)
         assert compiled() == 0 and way

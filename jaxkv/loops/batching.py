@@ -4,7 +4,6 @@ The host decides and the device computes: who gets which sequence, how many cell
 has ended. Everything that is sent to the device has one of a few shapes.
 """
 
-from bisect import insort
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -12,13 +11,20 @@ import numpy as np
 
 from jaxkv.loops.forward import Forward
 from jaxkv.loops.programs import check_there
-from jaxkv.loops.requests import Finish, Request, Result, Text, checked_request
+from jaxkv.loops.requests import (
+    Finish,
+    Progress,
+    Request,
+    Result,
+    checked_limits,
+    checked_request,
+)
 from jaxkv.loops.runner import Runner
+from jaxkv.loops.scheduling import Schedule
 from jaxkv.loops.state import Picked
 from jaxkv.memory import Memory, split
 from jaxkv.places import count
 from jaxkv.plan import Reason
-from jaxkv.planning.init import checked_size
 from jaxkv.verbs.ask import used
 
 __all__ = ["Engine", "Finish", "Request", "Result", "serve"]
@@ -26,16 +32,13 @@ __all__ = ["Engine", "Finish", "Request", "Result", "serve"]
 USUAL = ("temperature", "top_k", "top_p", "min_p")
 """The options that requests may have by default: penalties cost something in every step."""
 
-CHUNK = 128
-"""The most tokens of prompts that are computed at once, where neither caller nor memory say."""
-
 
 class Engine:
     """Runs requests through the Q sequences of a memory, more of them than there are sequences.
 
     A request waits for a sequence and for cells, first come first served. Its prompt goes in by
-    chunks, between which the texts that run already go on. Each text is the one that it would be
-    alone, whatever runs beside it.
+    chunks, between which the texts that run already go on. Each text equals the one its request
+    would give alone.
 
     The engine owns the memory: its buffers are donated from step to step. It is no thread, and not
     to be called from several at once: `submit` and `cancel` between two steps.
@@ -43,7 +46,7 @@ class Engine:
     Args:
       forward: see `prefill`.
       weights: whatever the model wants.
-      memory: an empty memory; it is given up, and `engine.memory` is the one of now. With one
+      memory: an empty memory; it is given up, and `engine.memory` is the current memory. With one
         stream its cells are for all, with a stream each every sequence has its own.
       stop: `[n]` int32, the tokens that end every text.
       chunk: the most tokens of prompts that are computed at once. A running text waits for one
@@ -103,31 +106,23 @@ which this memory never has: ask for less, or make a larger one
         last_n: int = 64,
         most_stops: int = 4,
     ):
-        facts = split(memory)[0].facts
+        table, _ = split(memory)
         check_there(memory)
         if occupied := int(used(memory)):
             raise ValueError(
                 f"wanted an empty memory, got one with {occupied} cells in use: clear(memory)"
             )
-        most = checked_size(facts, None)
-        size = min(CHUNK, most) if chunk is None else checked_size(facts, count(chunk, "chunk"))
-        self._runner = Runner(
-            forward,
-            weights,
-            memory,
-            stop=stop,
-            chunk=size,
+        self._limits = checked_limits(
+            table.facts,
+            chunk=chunk,
             steps=steps,
             allow=allow,
             last_n=last_n,
             most_stops=most_stops,
         )
-        self._sharing = facts.sequences // facts.streams
-        self._at_once = max(size, self._sharing)
-        self._reserve = reserve
+        self._runner = Runner(forward, weights, memory, stop=stop, limits=self._limits)
+        self._schedule = Schedule(table, limits=self._limits, reserve=reserve)
         self._next = 0
-        self._waiting: list[Text] = []
-        self._texts: list[Text | None] = [None] * facts.sequences
         self._done: list[Result] = []
 
     @property
@@ -138,10 +133,10 @@ which this memory never has: ask for less, or make a larger one
     @property
     def busy(self) -> bool:
         """Whether a request waits or runs, or a result has not been handed out."""
-        return bool(self._waiting or self._done or any(self._texts))
+        return bool(self._done or self._schedule.all)
 
     def submit(self, request: Request) -> int:
-        """Let a request wait for its turn.
+        """Queue a request.
 
         Returns:
           Its id, counted up from 0.
@@ -152,19 +147,9 @@ which this memory never has: ask for less, or make a larger one
             limit, without them for the prompt.
           TypeError: when it is no request, or tokens, the limit or the seed are no integers.
         """
-        request = checked_request(
-            request, allow=self._runner.allow, most_stops=self._runner.most_stops
-        )
-        text = Text(id=self._next, request=request)
-        wanted = text.most if self._reserve else len(request.prompt)
-        if not self._holds({0: wanted})[0]:
-            limit = f" and a limit of {request.limit} less the last" if self._reserve else ""
-            raise ValueError(
-                f"wanted cells for {wanted} tokens, of a prompt of {len(request.prompt)}{limit}, "
-                f"which this memory never has: ask for less, or make a larger one"
-            )
+        text = Progress(id=self._next, request=checked_request(request, self._limits))
+        self._schedule.add(text)
         self._next += 1
-        self._waiting.append(text)
         return text.id
 
     def cancel(self, request_id: int) -> bool:
@@ -179,7 +164,7 @@ which this memory never has: ask for less, or make a larger one
         request_id = count(request_id, "the id of a request", low=0)
         if request_id >= self._next:
             raise ValueError(f"wanted an id that submit returned, got {request_id}")
-        for text in (*self._waiting, *filter(None, self._texts)):
+        for text in self._schedule.all:
             if text.id == request_id:
                 self._end([(text, Finish.CANCELLED)])
                 return True
@@ -187,7 +172,7 @@ which this memory never has: ask for less, or make a larger one
 
     def tokens_of(self, request_id: int) -> list[int]:
         """Return the tokens generated so far for a request that waits or runs; else none."""
-        texts = (*self._waiting, *filter(None, self._texts))
+        texts = self._schedule.all
         return [token for text in texts if text.id == request_id for token in text.tokens]
 
     def results(self) -> Iterator[Result]:
@@ -218,93 +203,20 @@ which this memory never has: ask for less, or make a larger one
         """
         self._runner.warm_up()
 
-    # ---- who runs
-
-    def _holds(self, lengths: dict[int, int]) -> np.ndarray:
-        """Return whether texts of so many tokens, by sequence, fit; by stream, `[S]` bool."""
-        tokens = np.zeros(len(self._texts), np.int64)
-        tokens[[*lengths]] = [*lengths.values()]
-        return split(self.memory)[0].can_hold(tokens, self._at_once)
-
-    def _beside(self, stream: int) -> list[Text]:
-        """Return the texts in a stream, the oldest first."""
-        first = stream * self._sharing
-        texts = self._texts[first : first + self._sharing]
-        return sorted(filter(None, texts), key=lambda text: text.id)
-
-    def _needs(self, text: Text) -> int:
-        """Return the cells that are counted for a text: all that it may take, or those of soon."""
-        if self._reserve:
-            return text.most
-        soon = len(text.request.prompt) + len(text.tokens) + self._runner.steps
-        return min(soon, text.most)
-
-    def _admit(self) -> None:
-        """Give waiting requests sequences, in their order, as long as there is room."""
-        while self._waiting:
-            text = self._waiting[0]
-            sequence = next((q for q in range(len(self._texts)) if self._has_room(q, text)), None)
-            if sequence is None:
-                return
-            self._waiting.pop(0)
-            text.sequence, text.placed = sequence, 0
-            text.wanted = len(text.request.prompt) + len(text.tokens)
-            self._texts[sequence] = text
-
-    def _has_room(self, sequence: int, text: Text) -> bool:
-        """Return whether a sequence is free, and its stream has the cells that a text needs."""
-        if self._texts[sequence]:
-            return False
-        stream = sequence // self._sharing
-        beside = self._beside(stream)
-        lengths = {one.sequence: self._needs(one) for one in beside}
-        # Alone it has what there is, which is enough for its prompt.
-        return not beside or bool(self._holds(lengths | {sequence: self._needs(text)})[stream])
-
-    def _make_way(self, refused: list[Text], reasons: np.ndarray) -> None:
-        """Let the youngest text of each stream that is full wait; end one that is alone there."""
-        if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
-            return
-        for stream in {text.sequence // self._sharing for text in refused}:
-            *others, youngest = self._beside(stream)
-            if others:
-                self._release([youngest])
-                insort(self._waiting, youngest, key=lambda text: text.id)
-            else:
-                self._end([(youngest, Finish.FULL)])
-
-    def _end(self, ended: list[tuple[Text, Finish]]) -> None:
-        """Free what texts hold, and keep their results until they are handed out."""
-        self._waiting = [text for text in self._waiting if all(text is not one for one, _ in ended)]
-        self._release([text for text, _ in ended if text.sequence >= 0])
-        self._done += [text.result(reason) for text, reason in ended]
-
-    def _release(self, texts: list[Text]) -> None:
-        """Take the sequences and the cells of texts away."""
-        if not texts:
-            return
-        self._runner.remove([text.sequence for text in texts])
-        for text in texts:
-            self._texts[text.sequence], text.sequence = None, -1
-
-    # ---- what is computed
-
     def _advance(self) -> None:
-        """Compute what one step does; results are kept until they are handed out."""
-        self._admit()
-        feeding = [text for text in self._texts if text and not text.runs]
-        if feeding:
-            self._feed(sorted(feeding, key=lambda text: text.id))
-        running = [text for text in self._texts if text and text.runs]
-        if running:
-            self._decode(running)
+        """Do what one step does; results are kept until they are handed out."""
+        self._schedule.admit()
+        if feeding := self._schedule.feeding:
+            self._run_chunk(feeding)
+        if running := self._schedule.running:
+            self._generate(running)
 
-    def _feed(self, texts: list[Text]) -> None:
+    def _run_chunk(self, texts: list[Progress]) -> None:
         """Compute a chunk of the prompts of texts, and take the first token of those that end."""
-        counts, picked, reasons = self._runner.feed(texts)
+        counts, picked, reasons = self._runner.run_chunk(texts)
         refused = [text for text in texts if reasons[text.sequence]]
         if refused:
-            self._make_way(refused, reasons)
+            self._preempt(refused, reasons)
             return
         for text, n in zip(texts, counts, strict=True):
             text.placed += n
@@ -312,29 +224,29 @@ which this memory never has: ask for less, or make a larger one
             ready = [text for text in texts if text.runs]
             self._take(ready, dict.fromkeys((text.sequence for text in ready), 1), picked, reasons)
 
-    def _decode(self, texts: list[Text]) -> None:
+    def _generate(self, texts: list[Progress]) -> None:
         """Generate some tokens of the texts that run."""
         turns = self._turns(texts)
         allowed = {text.sequence: min(text.left, turns) for text in texts}
         picked, reasons = self._runner.generate(texts, turns)
         refused = self._take(texts, allowed, picked, reasons)
         if refused:
-            self._make_way(refused, reasons)
+            self._preempt(refused, reasons)
 
-    def _turns(self, running: list[Text]) -> int:
+    def _turns(self, running: list[Progress]) -> int:
         """Return how many tokens to generate before something else is looked at.
 
         One while a prompt is on its way in, since its sequence generates nothing meanwhile; and not
         past the end of a text while requests wait for its sequence.
         """
-        if any(text and not text.runs for text in self._texts):
+        if self._schedule.feeding:
             return 1
         lefts = [text.left for text in running]
-        return min(self._runner.steps, min(lefts) if self._waiting else max(lefts))
+        return min(self._limits.steps, min(lefts) if self._schedule.any_waits else max(lefts))
 
     def _take(
-        self, texts: list[Text], allowed: dict[int, int], picked: Picked, reasons: np.ndarray
-    ) -> list[Text]:
+        self, texts: list[Progress], allowed: dict[int, int], picked: Picked, reasons: np.ndarray
+    ) -> list[Progress]:
         """Give texts the tokens that were picked, and end those that they end.
 
         Returns:
@@ -354,9 +266,30 @@ which this memory never has: ask for less, or make a larger one
                 refused.append(text)
             elif len(new) < allowed[row]:
                 ended.append((text, Finish.NO_TOKEN))
-        freed = {text.sequence // self._sharing for text, _ in ended}
+        freed = {self._schedule.stream_of(text) for text, _ in ended}
         self._end(ended)
-        return [text for text in refused if text.sequence // self._sharing not in freed]
+        return [text for text in refused if self._schedule.stream_of(text) not in freed]
+
+    def _preempt(self, refused: list[Progress], reasons: np.ndarray) -> None:
+        """Let the youngest text of each stream that is full wait; end one that is alone there."""
+        if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
+            return
+        for stream in {self._schedule.stream_of(text) for text in refused}:
+            *others, youngest = self._schedule.beside(stream)
+            if others:
+                self._runner.remove([youngest.sequence])
+                self._schedule.put_back(youngest)
+            else:
+                self._end([(youngest, Finish.FULL)])
+
+    def _end(self, ended: list[tuple[Progress, Finish]]) -> None:
+        """Free what texts hold, and keep their results until they are handed out."""
+        sequences = [text.sequence for text, _ in ended if text.sequence >= 0]
+        if sequences:
+            self._runner.remove(sequences)
+        for text, reason in ended:
+            self._schedule.take_out(text)
+            self._done.append(text.result(reason))
 
 
 def serve(
