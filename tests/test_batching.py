@@ -268,6 +268,7 @@ def test_penalties_where_they_are_asked_for():
         (dict(seed=2**32), "a seed from 0 to 4294967295, got 4294967296"),
         (dict(stop=[1] * 5), r"at most 4 stop tokens .* got the shape \(5,\).*most_stops="),
         (dict(stop=3), r"got the shape \(\)"),
+        (dict(sampling=None), "wanted sampling options by name, got None"),
         (dict(sampling=dict(heat=1.0)), "sampling options of min_p.*, got 'heat': .* allow="),
         (dict(sampling=dict(repeat_penalty=2.0)), "got 'repeat_penalty'"),
         (dict(sampling=dict(top_k=[1, 2])), r"one number for top_k, got the shape \(2,\)"),
@@ -299,6 +300,9 @@ def test_a_prompt_that_never_fits_is_refused_without_reservations_too():
         (lambda m: engine_of(m, allow=["heat"]), "to allow of temperature, .* got 'heat'"),
         (lambda m: engine_of(m).submit([1]), "wanted a Request, got <class 'list'>"),
         (lambda m: engine_of(m).cancel(0), "an id that submit returned, got 0"),
+        (lambda m: engine_of(m).tokens_of(99), "an id that submit returned, got 99"),
+        (lambda m: engine_of(m).tokens_of("0"), "an integer for the id of a request, got '0'"),
+        (lambda m: Engine(3, None, m), "wanted a function forward, see prefill, got <class 'int'>"),
     ],
 )
 def test_mistakes_are_named(call, message):

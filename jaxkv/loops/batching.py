@@ -63,6 +63,7 @@ class Engine:
     Raises:
       ValueError: when the memory is not empty or was donated, `chunk` is more than it was sized
         for, a number is below 1, or there is no such option to allow.
+      TypeError: when `forward` is no function.
 
     Examples:
       A model that says the next number; 3 ends a text:
@@ -106,6 +107,8 @@ which this memory never has: ask for less, or make a larger one
         last_n: int = 64,
         most_stops: int = 4,
     ):
+        if not callable(forward):
+            raise TypeError(f"wanted a function forward, see prefill, got {type(forward)}")
         table, _ = split(memory)
         check_there(memory)
         if occupied := int(used(memory)):
@@ -145,7 +148,8 @@ which this memory never has: ask for less, or make a larger one
           ValueError: when the prompt is empty, a number is out of its range, a sampling option is
             not allowed, or the memory would never have the cells: with reservations for prompt and
             limit, without them for the prompt.
-          TypeError: when it is no request, or tokens, the limit or the seed are no integers.
+          TypeError: when it is no request, tokens, the limit or the seed are no integers, or the
+            sampling options are no dict.
         """
         text = Progress(id=self._next, request=checked_request(request, self._limits))
         self._schedule.add(text)
@@ -160,20 +164,25 @@ which this memory never has: ask for less, or make a larger one
 
         Raises:
           ValueError: when there was no such request.
+          TypeError: when the id is no integer.
         """
-        request_id = count(request_id, "the id of a request", low=0)
-        if request_id >= self._next:
-            raise ValueError(f"wanted an id that submit returned, got {request_id}")
-        for text in self._schedule.all:
-            if text.id == request_id:
-                self._end([(text, Finish.CANCELLED)])
-                return True
-        return False
+        text = self._found(request_id)
+        if text is None:
+            return False
+        self._end([(text, Finish.CANCELLED)])
+        return True
 
     def tokens_of(self, request_id: int) -> list[int]:
-        """Return the tokens generated so far for a request that waits or runs; else none."""
-        texts = self._schedule.all
-        return [token for text in texts if text.id == request_id for token in text.tokens]
+        """Return the tokens generated so far for a request that waits or runs.
+
+        One that has ended has none here; its result has them.
+
+        Raises:
+          ValueError: when there was no such request.
+          TypeError: when the id is no integer.
+        """
+        text = self._found(request_id)
+        return [] if text is None else list(text.tokens)
 
     def results(self) -> Iterator[Result]:
         """Step until nothing is left to do, and yield results as they come.
@@ -202,6 +211,13 @@ which this memory never has: ask for less, or make a larger one
         compiled when it is needed.
         """
         self._runner.warm_up()
+
+    def _found(self, request_id: int) -> Progress | None:
+        """Return a request that waits or runs, None if it has ended."""
+        request_id = count(request_id, "the id of a request", low=0)
+        if request_id >= self._next:
+            raise ValueError(f"wanted an id that submit returned, got {request_id}")
+        return next((text for text in self._schedule.all if text.id == request_id), None)
 
     def _advance(self) -> None:
         """Do what one step does; results are kept until they are handed out."""

@@ -1,6 +1,6 @@
 """What is asked of an engine and what comes of it; and the samplers of texts that run together."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -61,7 +61,7 @@ class Request:
     limit: int
     stop: Sequence[int] = ()
     seed: int = 0
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     tag: Any = None
 
 
@@ -188,7 +188,8 @@ def checked_request(request: Request, limits: Limits) -> Request:
     """Return a request with its numbers as int32, or raise and say what was wanted.
 
     Raises:
-      TypeError: when it is no request, or tokens, the limit or the seed are no integers.
+      TypeError: when it is no request, tokens, the limit or the seed are no integers, or the
+        sampling options are no dict.
       ValueError: when the prompt is empty, a number is out of its range, there are too many stop
         tokens, or an option is unknown, not allowed, or not one number.
 
@@ -209,6 +210,8 @@ def checked_request(request: Request, limits: Limits) -> Request:
             f"wanted at most {limits.most_stops} stop tokens [n] of a request's own, got the shape "
             f"{stop.shape}: make the engine with a larger most_stops="
         )
+    if not isinstance(request.sampling, Mapping):
+        raise TypeError(f"wanted sampling options by name, got {request.sampling!r}")
     for name, value in request.sampling.items():
         if name not in limits.allow:
             raise ValueError(
