@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +241,76 @@ def test_results_that_are_not_taken_stay_there():
     taken += [result.id for result in engine.results()]
     assert taken == ids
     assert_empty(engine)
+
+
+class Broken:
+    """A model that raises: while it is traced, or when it runs."""
+
+    traced = run = False
+
+    def forward(self, weights, memory, ubatch):
+        if self.traced:
+            raise RuntimeError("traced")
+        memory, logits = forward(weights, memory, ubatch)
+        return memory, jax.pure_callback(self.look, logits, logits, vmap_method="sequential")
+
+    def look(self, logits):
+        if self.run:
+            raise KeyboardInterrupt
+        return logits
+
+
+def test_an_error_while_a_model_is_traced_changes_nothing():
+    model = Broken()
+    engine = Engine(model.forward, None, POOL.make(), stop=STOP, chunk=8, steps=4)
+    request = Request(prompt=[1, 2], limit=5)
+    engine.submit(request)
+    model.traced = True
+    with pytest.raises(RuntimeError, match="^traced"):
+        engine.step()
+    model.traced = False
+    assert_as_alone(engine.results(), [request])
+    assert_empty(engine)
+
+
+LOST = "got one that has lost it: .* Make a new engine with a new memory; results.. .* tokens_of"
+
+
+@pytest.mark.parametrize("moment", ["program", "fetched", "donated"])
+def test_an_engine_that_lost_its_memory_says_so(moment, monkeypatch):
+    """Cut short while a program runs, or while its results are fetched; or donated elsewhere."""
+    model = Broken()
+    engine = Engine(model.forward, None, POOL.make(), stop=[], chunk=8, steps=4)
+    engine.submit(Request(prompt=[1, 2], limit=1))
+    long = engine.submit(Request(prompt=[1, 2], limit=9))
+    next(engine.results())
+    tokens = engine.tokens_of(long)
+    ended = engine.submit(Request(prompt=[1], limit=9))
+    engine.cancel(ended)
+    if moment == "donated":
+        jax.tree.map(lambda leaf: leaf.delete(), jaxkv.split(engine.memory)[1])
+    else:
+        with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, ValueError)):
+            if moment == "program":
+                model.run = True
+            else:
+                patch.setattr(jax, "device_get", Broken.look.__get__(SimpleNamespace(run=True)))
+            engine.step()
+    calls = [
+        engine.step,
+        engine.warm_up,
+        lambda: engine.submit(Request(prompt=[1], limit=1)),
+        lambda: engine.cancel(long),
+        lambda: engine.memory,
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=LOST):
+            call()
+    assert engine.busy and len(tokens) == 5 and engine.tokens_of(long) == tokens
+    results = engine.results()
+    assert next(results).id == ended
+    with pytest.raises(RuntimeError, match=LOST):
+        next(results)
 
 
 @pytest.mark.slow

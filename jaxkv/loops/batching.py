@@ -5,6 +5,7 @@ has ended. Everything that is sent to the device has one of a few shapes.
 """
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,11 @@ class Engine:
 
     The engine owns the memory: its buffers are donated from step to step. It is no thread, and not
     to be called from several at once: `submit` and `cancel` between two steps.
+
+    An error of `forward` while it is traced, where nothing was computed, leaves the engine as it
+    was. An error or interrupt later takes its memory: texts and cells may not belong together any
+    more. Then whatever needs the memory raises a RuntimeError, `results` once it has handed out
+    what had ended. `tokens_of` still has the tokens of the others; they go on in a new engine.
 
     Args:
       forward: see `prefill`.
@@ -125,12 +131,14 @@ which this memory never has: ask for less, or make a larger one
         )
         self._runner = Runner(forward, weights, memory, stop=stop, limits=self._limits)
         self._schedule = Schedule(table, limits=self._limits, reserve=reserve)
+        self._cut_short = False
         self._next = 0
         self._done: list[Result] = []
 
     @property
     def memory(self) -> Memory:
         """The memory as it is now; the next step takes its buffers."""
+        self._check_memory()
         return self._runner.memory
 
     @property
@@ -151,6 +159,7 @@ which this memory never has: ask for less, or make a larger one
           TypeError: when it is no request, tokens, the limit or the seed are no integers, or the
             sampling options are no dict.
         """
+        self._check_memory()
         text = Progress(id=self._next, request=checked_request(request, self._limits))
         self._schedule.add(text)
         self._next += 1
@@ -169,7 +178,9 @@ which this memory never has: ask for less, or make a larger one
         text = self._found(request_id)
         if text is None:
             return False
-        self._end([(text, Finish.CANCELLED)])
+        self._check_memory()
+        with self._at_risk():
+            self._end([(text, Finish.CANCELLED)])
         return True
 
     def tokens_of(self, request_id: int) -> list[int]:
@@ -210,7 +221,27 @@ which this memory never has: ask for less, or make a larger one
         Only where cells must be neighbours (`placement="contiguous"`), what brings them together is
         compiled when it is needed.
         """
+        self._check_memory()
         self._runner.warm_up()
+
+    def _check_memory(self) -> None:
+        """Raise a RuntimeError if the memory is lost."""
+        if self._cut_short or not self._runner.has_memory:
+            raise RuntimeError(
+                "wanted an engine with its memory, got one that has lost it: a step was cut short "
+                "by an error or an interrupt, or engine.memory was donated. Make a new engine with "
+                "a new memory; results() still has what had ended, tokens_of the other tokens"
+            )
+
+    @contextmanager
+    def _at_risk(self) -> Iterator[None]:
+        """Note when what is computed is cut short: the memory is another, and the texts are not."""
+        before = self._runner.memory
+        try:
+            yield
+        except BaseException:
+            self._cut_short = self._runner.memory is not before
+            raise
 
     def _found(self, request_id: int) -> Progress | None:
         """Return a request that waits or runs, None if it has ended."""
@@ -221,11 +252,14 @@ which this memory never has: ask for less, or make a larger one
 
     def _advance(self) -> None:
         """Do what one step does; results are kept until they are handed out."""
+        self._check_memory()
         self._schedule.admit()
         if feeding := self._schedule.feeding:
-            self._run_chunk(feeding)
+            with self._at_risk():
+                self._run_chunk(feeding)
         if running := self._schedule.running:
-            self._generate(running)
+            with self._at_risk():
+                self._generate(running)
 
     def _run_chunk(self, texts: list[Progress]) -> None:
         """Compute a chunk of the prompts of texts, and take the first token of those that end."""

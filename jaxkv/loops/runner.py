@@ -48,6 +48,12 @@ class Runner:
         self._shapes = shapes_of(self._facts, limits.chunk)
         self._stop = np.ravel(integers(stop, "stop", low=0))
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether the buffers are there, which a program that was cut short may have taken."""
+        leaves = jax.tree.leaves(split(self.memory)[1])
+        return not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+
     def warm_up(self) -> None:
         """Run every program once, with nothing to do."""
         logits = [self._compute(empty_chunk(shape))[0] for shape in self._shapes]
