@@ -14,8 +14,8 @@ import pytest
 import jaxkv
 import models
 from jaxkv import loops, make_batch
-from jaxkv.loops.batching import Engine, Finish, Request, serve
-from jaxkv.loops.sampling import Filters
+from jaxkv.loops.batching import Engine, Finish, Request, Rule, serve
+from jaxkv.loops.sampling import Filters, constrained
 from models.compiling import counting
 from tests.memories import VOCABULARY, Kind, filled, think
 
@@ -28,6 +28,11 @@ OFF = {
     **dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0),
     **dict(repeat=1.0, frequency=0.0, presence=0.0),
 }
+RULE = Rule(  # what may come next depends on all tokens so far
+    first=0,
+    allowed=lambda state: jnp.arange(VOCABULARY) % 3 == state,
+    advance=lambda state, token: (state + token + 1) % 3,
+)
 
 
 def forward(weights, memory, ubatch):
@@ -81,6 +86,9 @@ def alone(request, *, model=forward, weights=None, memory=None, stop=STOP, last_
     dtypes = {name: np.int32 if name == "top_k" else np.float32 for name in OFF}
     filters = {name: dtypes[name](number) for name, number in options.items()}
     sampler = Filters(**filters, last_n=last_n)
+    if request.rule_state is not None:
+        rule = dict(allowed=RULE.allowed, advance=RULE.advance)
+        sampler = constrained(sampler, first=jnp.int32(request.rule_state), **rule)
     tokens, valid = np.zeros((1, 48), np.int32), np.zeros((1, 48), bool)
     tokens[0, : len(request.prompt)], valid[0, : len(request.prompt)] = request.prompt, True
     memory, logits, ok = in_one_piece(model)(weights, memory, tokens, valid)
@@ -145,19 +153,48 @@ def test_each_text_is_that_of_its_request_alone(kind):
     assert {result.reason for result in results} == {Finish.STOP, Finish.LENGTH}
 
 
-def test_texts_that_give_way_are_computed_anew(monkeypatch):
-    """Without reservations more run at once, the youngest wait again, and no text is another."""
+def test_texts_that_give_way_are_computed_anew():
+    """Without reservations the youngest wait again, and no text is another, with a rule or not.
+
+    Together the texts that have begun take more cells than there are, so some gave way.
+    """
     hot = dict(temperature=1.5)
     requests = [Request(prompt=[i, 3], limit=18, seed=i, sampling=hot, tag=i) for i in range(6)]
+    requests = [replace(one, rule_state=i) for i, one in enumerate(requests[:3])] + requests[3:]
     requests += mixed(10, seed=1)
-    engine = warm(POOL, reserve=False)
-    way, preempt = [], engine._preempt
-    monkeypatch.setattr(engine, "_preempt", lambda *args: (way.append(1), preempt(*args)))
+    requests[-3:] = [replace(one, rule_state=1) for one in requests[-3:]]
+    engine = warm(POOL, reserve=False, rule=RULE)
+    most, results = 0, []
     with counting() as compiled:
-        results = run(engine, requests)
-        assert compiled() == 0 and way
-    assert_as_alone(results, requests)
+        for request in requests:
+            engine.submit(request)
+        while engine.busy:
+            results += engine.step()
+            begun = [(one, engine.tokens_of(i)) for i, one in enumerate(requests)]
+            most = max(most, sum(len(one.prompt) + len(n) - 1 for one, n in begun if n))
+        assert compiled() == 0 and most > POOL.cells
+    assert_as_alone(sorted(results, key=lambda result: result.id), requests)
     assert_empty(engine)
+
+
+def test_a_rule_that_cannot_be_is_refused():
+    memory = POOL.make()
+    for rule, message in [
+        (3, "wanted a Rule, got <class 'int'>"),
+        (replace(RULE, allowed=None), "wanted a function allowed, got <class 'NoneType'>"),
+        (replace(RULE, allowed=lambda state: state), r"wanted \[V\] bool from allowed, got 'int32"),
+        (replace(RULE, first=()), "at least one array in first, got none"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            engine_of(memory, rule=rule)
+    request = Request(prompt=[1], limit=1, rule_state=[0, 1])
+    with pytest.raises(ValueError, match="first, 'int32.*got .*'int32"):
+        engine_of(memory, rule=RULE).submit(request)
+    with pytest.raises(ValueError, match="no rule_state without a rule: make the engine with rule"):
+        engine_of(memory).submit(request)
+    narrow = replace(RULE, allowed=lambda state: jnp.arange(4) > state)
+    with pytest.raises(ValueError, match=r"wanted bool \(16,\) from allowed, got \(4,\)"):
+        engine_of(memory, rule=narrow).warm_up()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv.loops.forward import Forward
@@ -20,15 +21,15 @@ from jaxkv.loops.requests import (
     checked_limits,
     checked_request,
 )
-from jaxkv.loops.runner import Runner
+from jaxkv.loops.rules import Rule
+from jaxkv.loops.runner import Outcome, Runner
 from jaxkv.loops.scheduling import Schedule
-from jaxkv.loops.state import Picked
 from jaxkv.memory import Memory, split
 from jaxkv.places import count
 from jaxkv.plan import Reason
 from jaxkv.verbs.ask import used
 
-__all__ = ["Engine", "Finish", "Request", "Result", "serve"]
+__all__ = ["Engine", "Finish", "Request", "Result", "Rule", "serve"]
 
 USUAL = ("temperature", "top_k", "top_p", "min_p")
 """The options that requests may have by default: penalties cost something in every step."""
@@ -65,11 +66,15 @@ class Engine:
         Penalties must be asked for.
       last_n: how many tokens penalties count.
       most_stops: the most stop tokens that a request may have of its own.
+      rule: what may come next in the texts whose requests have a `rule_state`, such as a grammar.
+        It is looked at in every step, whichever texts run, and its states go to the host and back
+        with each call: keep them small.
 
     Raises:
       ValueError: when the memory is not empty or was donated, `chunk` is more than it was sized
-        for, a number is below 1, or there is no such option to allow.
-      TypeError: when `forward` is no function.
+        for, a number is below 1, there is no such option to allow, or the rule does not give what
+        it should.
+      TypeError: when `forward` is no function, or the rule none.
 
     Examples:
       A model that says the next number; 3 ends a text:
@@ -112,6 +117,7 @@ which this memory never has: ask for less, or make a larger one
         allow: Collection[str] = USUAL,
         last_n: int = 64,
         most_stops: int = 4,
+        rule: Rule | None = None,
     ):
         if not callable(forward):
             raise TypeError(f"wanted a function forward, see prefill, got {type(forward)}")
@@ -128,6 +134,7 @@ which this memory never has: ask for less, or make a larger one
             allow=allow,
             last_n=last_n,
             most_stops=most_stops,
+            rule=rule,
         )
         self._runner = Runner(forward, weights, memory, stop=stop, limits=self._limits)
         self._schedule = Schedule(table, limits=self._limits, reserve=reserve)
@@ -154,8 +161,9 @@ which this memory never has: ask for less, or make a larger one
 
         Raises:
           ValueError: when the prompt is empty, a number is out of its range, a sampling option is
-            not allowed, or the memory would never have the cells: with reservations for prompt and
-            limit, without them for the prompt.
+            not allowed, the state of the rule is of other shapes than its first, or the memory
+            would never have the cells: with reservations for prompt and limit, without them for the
+            prompt.
           TypeError: when it is no request, tokens, the limit or the seed are no integers, or the
             sampling options are no dict.
         """
@@ -263,25 +271,24 @@ which this memory never has: ask for less, or make a larger one
 
     def _run_chunk(self, texts: list[Progress]) -> None:
         """Compute a chunk of the prompts of texts, and take the first token of those that end."""
-        counts, picked, reasons = self._runner.run_chunk(texts)
-        refused = [text for text in texts if reasons[text.sequence]]
+        counts, outcome = self._runner.run_chunk(texts)
+        refused = [text for text in texts if outcome.reasons[text.sequence]]
         if refused:
-            self._preempt(refused, reasons)
+            self._preempt(refused, outcome.reasons)
             return
         for text, n in zip(texts, counts, strict=True):
             text.placed += n
-        if picked is not None:
-            ready = [text for text in texts if text.runs]
-            self._take(ready, dict.fromkeys((text.sequence for text in ready), 1), picked, reasons)
+        ready = [text for text in texts if text.runs]
+        self._take(ready, dict.fromkeys((text.sequence for text in ready), 1), outcome)
 
     def _generate(self, texts: list[Progress]) -> None:
         """Generate some tokens of the texts that run."""
         turns = self._turns(texts)
         allowed = {text.sequence: min(text.left, turns) for text in texts}
-        picked, reasons = self._runner.generate(texts, turns)
-        refused = self._take(texts, allowed, picked, reasons)
+        outcome = self._runner.generate(texts, turns)
+        refused = self._take(texts, allowed, outcome)
         if refused:
-            self._preempt(refused, reasons)
+            self._preempt(refused, outcome.reasons)
 
     def _turns(self, running: list[Progress]) -> int:
         """Return how many tokens to generate before something else is looked at.
@@ -295,7 +302,7 @@ which this memory never has: ask for less, or make a larger one
         return min(self._limits.steps, min(lefts) if self._schedule.any_waits else max(lefts))
 
     def _take(
-        self, texts: list[Progress], allowed: dict[int, int], picked: Picked, reasons: np.ndarray
+        self, texts: list[Progress], allowed: dict[int, int], outcome: Outcome
     ) -> list[Progress]:
         """Give texts the tokens that were picked, and end those that they end.
 
@@ -304,15 +311,17 @@ which this memory never has: ask for less, or make a larger one
         """
         ended, refused = [], []
         for text in texts:
-            row = text.sequence
+            row, picked = text.sequence, outcome.picked
             new = picked.tokens[row][picked.tokens[row] >= 0].tolist()
             text.tokens += new
             text.logprobs += picked.logprobs[row][: len(new)].tolist()
+            if text.rule_state is not None:
+                text.rule_state = jax.tree.map(lambda x, row=row: x[row], outcome.rule_states)
             if new and new[-1] in self._runner.stops_of(text):
                 ended.append((text, Finish.STOP))
             elif text.left == 0:
                 ended.append((text, Finish.LENGTH))
-            elif reasons[row]:
+            elif outcome.reasons[row]:
                 refused.append(text)
             elif len(new) < allowed[row]:
                 ended.append((text, Finish.NO_TOKEN))

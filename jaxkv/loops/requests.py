@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.loops.rules import Rule, checked_rule, checked_state
 from jaxkv.loops.sampling import Filters, make_sampler
 from jaxkv.memory import Facts
 from jaxkv.places import END, count, integers
@@ -54,6 +55,8 @@ class Request:
     seed: of its draws, all that they depend on beside the position.
     sampling: options of `loops.sampling.make_sampler`, one number each; without any the best token
       is taken.
+    rule_state: what the engine's `Rule` begins with after the prompt; None for a text that the rule
+      is not for.
     tag: anything of the caller's; it comes back with the result.
     """
 
@@ -62,6 +65,7 @@ class Request:
     stop: Sequence[int] = ()
     seed: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    rule_state: Any = None
     tag: Any = None
 
 
@@ -93,6 +97,7 @@ class Progress:
     sequence: where its text stands; -1 while it waits.
     placed: the tokens that are in the memory, as long as it does not run.
     wanted: the tokens that must be in the memory before it runs.
+    rule_state: what the engine's rule has come to after these tokens; None without a rule.
     """
 
     id: int
@@ -102,6 +107,10 @@ class Progress:
     sequence: int = -1
     placed: int = 0
     wanted: int = 0
+    rule_state: Any = None
+
+    def __post_init__(self):
+        self.rule_state = self.request.rule_state
 
     @property
     def runs(self) -> bool:
@@ -146,6 +155,7 @@ class Limits:
     allow: the sampling options that requests may have.
     last_n: how many tokens penalties count.
     most_stops: the most stop tokens of a request's own.
+    rule: what some of them may say.
     """
 
     chunk: int
@@ -153,6 +163,7 @@ class Limits:
     allow: frozenset[str]
     last_n: int
     most_stops: int
+    rule: Rule | None = None
 
 
 def checked_limits(
@@ -163,13 +174,15 @@ def checked_limits(
     allow: Collection[str],
     last_n: int,
     most_stops: int,
+    rule: Rule | None,
 ) -> Limits:
     """Return the limits of an engine for a memory.
 
     Raises:
       ValueError: when `chunk` is more than the memory was sized for, a number is below 1
-        (`most_stops` below 0), or there is no such option to allow.
-      TypeError: when a number is no integer.
+        (`most_stops` below 0), there is no such option to allow, or the rule does not give what
+        it should.
+      TypeError: when a number is no integer, or the rule is none.
     """
     most = checked_size(facts, None)
     unknown = sorted(set(allow) - set(OFF))
@@ -181,6 +194,7 @@ def checked_limits(
         allow=frozenset(allow),
         last_n=count(last_n, "last_n"),
         most_stops=count(most_stops, "most_stops", low=0),
+        rule=checked_rule(rule),
     )
 
 
@@ -191,7 +205,8 @@ def checked_request(request: Request, limits: Limits) -> Request:
       TypeError: when it is no request, tokens, the limit or the seed are no integers, or the
         sampling options are no dict.
       ValueError: when the prompt is empty, a number is out of its range, there are too many stop
-        tokens, or an option is unknown, not allowed, or not one number.
+        tokens, an option is unknown, not allowed, or not one number, or the state of the rule has
+        other shapes or dtypes than its first, or there is no rule.
 
     >>> limits = Limits(chunk=8, steps=1, allow=frozenset(), last_n=1, most_stops=1)
     >>> checked_request(Request(prompt=[], limit=1), limits)
@@ -227,7 +242,8 @@ def checked_request(request: Request, limits: Limits) -> Request:
     limit = count(request.limit, "limit")
     if limit > END:
         raise ValueError(f"wanted a limit from 1 to {END}, got {limit}")
-    return replace(request, prompt=prompt, limit=limit, stop=stop, seed=seed)
+    state = checked_state(limits.rule, request.rule_state)
+    return replace(request, prompt=prompt, limit=limit, stop=stop, seed=seed, rule_state=state)
 
 
 def sampler_of(

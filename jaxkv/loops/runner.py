@@ -5,7 +5,7 @@ memory and nothing else. So no program depends on which request is in which sequ
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,13 +14,28 @@ from jaxkv.loops.chunks import Chunk, Part, chunk_program, cut, empty_chunk, sha
 from jaxkv.loops.forward import Forward
 from jaxkv.loops.generation import decode
 from jaxkv.loops.requests import Limits, Progress, Request, sampler_of, sampling_levels
+from jaxkv.loops.rules import ruled
 from jaxkv.loops.sampling import Sampler
-from jaxkv.loops.state import Picked, begin, start
+from jaxkv.loops.state import DecodeState, Picked, begin, start
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import integers
 from jaxkv.verbs.apply import apply
 from jaxkv.verbs.edit import seq_rm
 from jaxkv.verbs.tidy import defrag_plan
+
+
+class Outcome(NamedTuple):
+    """What came of a call, by sequence, on the host.
+
+    picked: `[Q, n]`, the tokens that were generated; n is 0 where none could be.
+    reasons: `[Q]` int32, a `Reason` for each sequence that was refused a cell.
+    rule_states: a tree of arrays `[Q, ...]`, what the rule has come to; nothing where there is no
+      rule or no token.
+    """
+
+    picked: Picked
+    reasons: Any  # [Q]
+    rule_states: Any
 
 
 class Runner:
@@ -65,13 +80,12 @@ class Runner:
         self.remove([])
         jax.block_until_ready(split(self.memory)[1])
 
-    def run_chunk(self, texts: Sequence[Progress]) -> tuple[list[int], Picked | None, np.ndarray]:
+    def run_chunk(self, texts: Sequence[Progress]) -> tuple[list[int], Outcome]:
         """Cut the next chunk from the prompts of texts, in their order, and compute it.
 
         Returns:
-          How many tokens of each text went in; the first tokens of the texts whose prompts end with
-          them, by sequence, `[Q, 1]`, or None if none does; and `[Q]` int32, a `Reason` for each
-          sequence that was refused, and then nothing went in.
+          How many tokens of each text went in, and the first tokens of the texts whose prompts end
+          with them. Where one was refused, nothing went in.
         """
         parts = [
             Part(text.sequence, text.all_tokens()[text.placed : text.wanted]) for text in texts
@@ -81,17 +95,15 @@ class Runner:
         ready = [
             text for text, n in zip(texts, counts, strict=True) if text.placed + n == text.wanted
         ]
-        picked = self._pick(ready, logits, turns=1) if ready else None
-        (ok, reason), picked = jax.device_get((plan, picked))
-        return counts if ok else [0] * len(counts), picked, reason
+        none = np.zeros((self._facts.sequences, 0), np.int32)
+        picked, states = (
+            self._pick(ready, logits, turns=1) if ready else (Picked._make([none] * 2), ())
+        )
+        (ok, reasons), picked, states = jax.device_get((plan, picked, states))
+        return counts if ok else [0] * len(counts), Outcome(picked, reasons, states)
 
-    def generate(self, texts: Sequence[Progress], turns: int) -> tuple[Picked, np.ndarray]:
-        """Generate at most so many tokens of texts.
-
-        Returns:
-          What was picked, by sequence, `[Q, steps]`; and `[Q]` int32, a `Reason` for each sequence
-          whose next token was refused.
-        """
+    def generate(self, texts: Sequence[Progress], turns: int) -> Outcome:
+        """Generate at most so many tokens of texts."""
         sampler, stop, options = self._options(texts, turns)
         tokens = np.zeros(self._facts.sequences, np.int32)
         for text in texts:
@@ -107,7 +119,7 @@ class Runner:
             steps=self._limits.steps,
             donate=True,
         )
-        return jax.device_get((picked, state.reason))
+        return jax.device_get(Outcome(picked, state.reason, self._rule_states(state)))
 
     def remove(self, sequences: Sequence[int]) -> None:
         """Forget all tokens of some sequences; one program, whichever they are."""
@@ -134,10 +146,15 @@ class Runner:
         self.memory = join(table, buffers)
         return logits, plan
 
-    def _pick(self, texts: Sequence[Progress], logits: jax.Array, turns: int) -> Picked:
-        """Pick the first token of texts, of logits `[Q, V]`."""
+    def _pick(self, texts: Sequence[Progress], logits: jax.Array, turns: int) -> tuple[Picked, Any]:
+        """Pick the first token of texts, of logits `[Q, V]`; and the states of the rule then."""
         sampler, stop, options = self._options(texts, turns)
-        return begin(sampler, self.memory, logits, stop, **options)[1]
+        state, picked = begin(sampler, self.memory, logits, stop, **options)
+        return picked, self._rule_states(state)
+
+    def _rule_states(self, state: DecodeState) -> Any:
+        """Return what the rule has come to, `[Q, ...]`; nothing without a rule."""
+        return state.adjusting[0] if self._limits.rule else ()
 
     def _options(
         self, texts: Sequence[Progress], turns: int
@@ -145,14 +162,17 @@ class Runner:
         """Return the sampler, the stop tokens and the other options of all sequences."""
         rows, last_n = self._facts.sequences, self._limits.last_n
         requests: list[Request | None] = [None] * rows
+        states: list[Any] = [None] * rows
         stop = np.full((rows, len(self._stop) + self._limits.most_stops), -1, np.int32)
         limit, seed = np.zeros(rows, np.int32), np.zeros(rows, np.uint32)
         recent = np.full((rows, last_n), -1, np.int32)
         for text in texts:
             row, own, last = text.sequence, self.stops_of(text), text.last_tokens(last_n)
-            requests[row] = text.request
+            requests[row], states[row] = text.request, text.rule_state
             stop[row, : len(own)] = own
             limit[row], seed[row] = min(text.left, turns), text.request.seed
             recent[row, last_n - len(last) :] = last
         sampler = sampler_of(requests, allow=self._limits.allow, last_n=last_n)
+        if self._limits.rule:
+            sampler = ruled(self._limits.rule, sampler, states)
         return sampler, stop, {"limit": limit, "seed": seed, "prompts": recent}
