@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ import pytest
 import jaxkv
 import models
 from jaxkv import loops, make_batch
-from jaxkv.loops.batching import Engine, Finish, Request, serve
-from jaxkv.loops.sampling import Filters
+from jaxkv.loops.batching import Engine, Finish, Request, Rule, serve
+from jaxkv.loops.sampling import Filters, constrained
 from models.compiling import counting
 from tests.memories import VOCABULARY, Kind, filled, think
 
@@ -27,6 +28,11 @@ OFF = {
     **dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0),
     **dict(repeat=1.0, frequency=0.0, presence=0.0),
 }
+RULE = Rule(  # what may come next depends on all tokens so far
+    first=0,
+    allowed=lambda state: jnp.arange(VOCABULARY) % 3 == state,
+    advance=lambda state, token: (state + token + 1) % 3,
+)
 
 
 def forward(weights, memory, ubatch):
@@ -80,6 +86,9 @@ def alone(request, *, model=forward, weights=None, memory=None, stop=STOP, last_
     dtypes = {name: np.int32 if name == "top_k" else np.float32 for name in OFF}
     filters = {name: dtypes[name](number) for name, number in options.items()}
     sampler = Filters(**filters, last_n=last_n)
+    if request.rule_state is not None:
+        rule = dict(allowed=RULE.allowed, advance=RULE.advance)
+        sampler = constrained(sampler, first=jnp.int32(request.rule_state), **rule)
     tokens, valid = np.zeros((1, 48), np.int32), np.zeros((1, 48), bool)
     tokens[0, : len(request.prompt)], valid[0, : len(request.prompt)] = request.prompt, True
     memory, logits, ok = in_one_piece(model)(weights, memory, tokens, valid)
@@ -144,19 +153,48 @@ def test_each_text_is_that_of_its_request_alone(kind):
     assert {result.reason for result in results} == {Finish.STOP, Finish.LENGTH}
 
 
-def test_texts_that_give_way_are_computed_anew(monkeypatch):
-    """Without reservations more run at once, the youngest wait again, and no text is another."""
+def test_texts_that_give_way_are_computed_anew():
+    """Without reservations the youngest wait again, and no text is another, with a rule or not.
+
+    Together the texts that have begun take more cells than there are, so some gave way.
+    """
     hot = dict(temperature=1.5)
     requests = [Request(prompt=[i, 3], limit=18, seed=i, sampling=hot, tag=i) for i in range(6)]
+    requests = [replace(one, rule_state=i) for i, one in enumerate(requests[:3])] + requests[3:]
     requests += mixed(10, seed=1)
-    engine = warm(POOL, reserve=False)
-    way, make_way = [], engine._make_way
-    monkeypatch.setattr(engine, "_make_way", lambda *args: (way.append(1), make_way(*args)))
+    requests[-3:] = [replace(one, rule_state=1) for one in requests[-3:]]
+    engine = warm(POOL, reserve=False, rule=RULE)
+    most, results = 0, []
     with counting() as compiled:
-        results = run(engine, requests)
-        assert compiled() == 0 and way
-    assert_as_alone(results, requests)
+        for request in requests:
+            engine.submit(request)
+        while engine.busy:
+            results += engine.step()
+            begun = [(one, engine.tokens_of(i)) for i, one in enumerate(requests)]
+            most = max(most, sum(len(one.prompt) + len(n) - 1 for one, n in begun if n))
+        assert compiled() == 0 and most > POOL.cells
+    assert_as_alone(sorted(results, key=lambda result: result.id), requests)
     assert_empty(engine)
+
+
+def test_a_rule_that_cannot_be_is_refused():
+    memory = POOL.make()
+    for rule, message in [
+        (3, "wanted a Rule, got <class 'int'>"),
+        (replace(RULE, allowed=None), "wanted a function allowed, got <class 'NoneType'>"),
+        (replace(RULE, allowed=lambda state: state), r"wanted \[V\] bool from allowed, got 'int32"),
+        (replace(RULE, first=()), "at least one array in first, got none"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            engine_of(memory, rule=rule)
+    request = Request(prompt=[1], limit=1, rule_state=[0, 1])
+    with pytest.raises(ValueError, match="first, 'int32.*got .*'int32"):
+        engine_of(memory, rule=RULE).submit(request)
+    with pytest.raises(ValueError, match="no rule_state without a rule: make the engine with rule"):
+        engine_of(memory).submit(request)
+    narrow = replace(RULE, allowed=lambda state: jnp.arange(4) > state)
+    with pytest.raises(ValueError, match=r"wanted bool \(16,\) from allowed, got \(4,\)"):
+        engine_of(memory, rule=narrow).warm_up()
 
 
 @pytest.mark.slow
@@ -204,14 +242,14 @@ def test_a_prompt_that_is_cancelled_half_way():
 
 
 def test_running_texts_go_on_beside_a_long_prompt():
-    """One token for each chunk at least."""
+    """Exactly one token for each chunk."""
     engine = warm(STREAMS)
     short = engine.submit(Request(prompt=[1], limit=11))
     engine.step()
     before = len(engine.tokens_of(short))
     engine.submit(Request(prompt=[2] * 10, limit=1))
     while len(engine.step()) == 0:
-        assert len(engine.tokens_of(short)) > before
+        assert len(engine.tokens_of(short)) == before + 1
         before = len(engine.tokens_of(short))
     list(engine.results())
     assert_empty(engine)
@@ -229,6 +267,87 @@ def test_requests_come_while_others_run():
             engine.submit(waiting.pop(0))
     assert_as_alone([results[i] for i in range(len(requests))], requests)
     assert_empty(engine)
+
+
+def test_results_that_are_not_taken_stay_there():
+    """Three texts end in one step, and the iterator is dropped after the first."""
+    engine = warm(POOL)
+    ids = [engine.submit(Request(prompt=[1], limit=1)) for _ in range(3)]
+    taken = [next(engine.results()).id]
+    assert engine.busy and jaxkv.used(engine.memory) == 0
+    taken += [result.id for result in engine.results()]
+    assert taken == ids
+    assert_empty(engine)
+
+
+class Broken:
+    """A model that raises: while it is traced, or when it runs."""
+
+    traced = run = False
+
+    def forward(self, weights, memory, ubatch):
+        if self.traced:
+            raise RuntimeError("traced")
+        memory, logits = forward(weights, memory, ubatch)
+        return memory, jax.pure_callback(self.look, logits, logits, vmap_method="sequential")
+
+    def look(self, logits):
+        if self.run:
+            raise KeyboardInterrupt
+        return logits
+
+
+def test_an_error_while_a_model_is_traced_changes_nothing():
+    model = Broken()
+    engine = Engine(model.forward, None, POOL.make(), stop=STOP, chunk=8, steps=4)
+    request = Request(prompt=[1, 2], limit=5)
+    engine.submit(request)
+    model.traced = True
+    with pytest.raises(RuntimeError, match="^traced"):
+        engine.step()
+    model.traced = False
+    assert_as_alone(engine.results(), [request])
+    assert_empty(engine)
+
+
+LOST = "got one that has lost it: .* Make a new engine with a new memory; results.. .* tokens_of"
+
+
+@pytest.mark.parametrize("moment", ["program", "fetched", "donated"])
+def test_an_engine_that_lost_its_memory_says_so(moment, monkeypatch):
+    """Cut short while a program runs, or while its results are fetched; or donated elsewhere."""
+    model = Broken()
+    engine = Engine(model.forward, None, POOL.make(), stop=[], chunk=8, steps=4)
+    engine.submit(Request(prompt=[1, 2], limit=1))
+    long = engine.submit(Request(prompt=[1, 2], limit=9))
+    next(engine.results())
+    tokens = engine.tokens_of(long)
+    ended = engine.submit(Request(prompt=[1], limit=9))
+    engine.cancel(ended)
+    if moment == "donated":
+        jax.tree.map(lambda leaf: leaf.delete(), jaxkv.split(engine.memory)[1])
+    else:
+        with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, ValueError)):
+            if moment == "program":
+                model.run = True
+            else:
+                patch.setattr(jax, "device_get", Broken.look.__get__(SimpleNamespace(run=True)))
+            engine.step()
+    calls = [
+        engine.step,
+        engine.warm_up,
+        lambda: engine.submit(Request(prompt=[1], limit=1)),
+        lambda: engine.cancel(long),
+        lambda: engine.memory,
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=LOST):
+            call()
+    assert engine.busy and len(tokens) == 5 and engine.tokens_of(long) == tokens
+    results = engine.results()
+    assert next(results).id == ended
+    with pytest.raises(RuntimeError, match=LOST):
+        next(results)
 
 
 @pytest.mark.slow
@@ -257,6 +376,7 @@ def test_penalties_where_they_are_asked_for():
         (dict(seed=2**32), "a seed from 0 to 4294967295, got 4294967296"),
         (dict(stop=[1] * 5), r"at most 4 stop tokens .* got the shape \(5,\).*most_stops="),
         (dict(stop=3), r"got the shape \(\)"),
+        (dict(sampling=None), "wanted sampling options by name, got None"),
         (dict(sampling=dict(heat=1.0)), "sampling options of min_p.*, got 'heat': .* allow="),
         (dict(sampling=dict(repeat_penalty=2.0)), "got 'repeat_penalty'"),
         (dict(sampling=dict(top_k=[1, 2])), r"one number for top_k, got the shape \(2,\)"),
@@ -288,6 +408,9 @@ def test_a_prompt_that_never_fits_is_refused_without_reservations_too():
         (lambda m: engine_of(m, allow=["heat"]), "to allow of temperature, .* got 'heat'"),
         (lambda m: engine_of(m).submit([1]), "wanted a Request, got <class 'list'>"),
         (lambda m: engine_of(m).cancel(0), "an id that submit returned, got 0"),
+        (lambda m: engine_of(m).tokens_of(99), "an id that submit returned, got 99"),
+        (lambda m: engine_of(m).tokens_of("0"), "an integer for the id of a request, got '0'"),
+        (lambda m: Engine(3, None, m), "wanted a function forward, see prefill, got <class 'int'>"),
     ],
 )
 def test_mistakes_are_named(call, message):
@@ -316,14 +439,15 @@ def test_what_a_window_can_hold(rule, split):
         placed, refused = [0, 0], False
         while placed != lengths and not refused:
             for seq in range(sequences):
-                n = min(at_once, lengths[seq] - placed[seq])
+                # The first piece is such that a later one begins at the end of a chunk.
+                n = min(at_once if placed[seq] else 1, lengths[seq] - placed[seq])
                 if n:
                     batch = make_batch([1] * n, sequences=seq)
                     plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
                     refused |= not plan.ok
                     memory = jaxkv.apply(memory, plan)
                     placed[seq] += n
-        assert refused == (cells < enough) or (rule == "chunked" and not refused)
+        assert refused == (cells < enough)
 
 
 # ---- models
@@ -352,13 +476,21 @@ def test_64_requests_through_8_sequences_with_half_the_cells(name, streams, rese
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-def test_cells_that_must_be_neighbours():
+def test_cells_that_must_be_neighbours(monkeypatch):
     """They are brought together when there is no run of them, and no text gives way for that."""
     kind = replace(POOL, placement="contiguous")
     requests = mixed(24, seed=4)
     engine = warm(kind)
+    close_gaps, put_back = engine._runner.close_gaps, engine._schedule.put_back
+    closed, gave_way = [], []
+    monkeypatch.setattr(
+        engine._runner, "close_gaps", lambda: closed.append(close_gaps()) or closed[-1]
+    )
+    monkeypatch.setattr(
+        engine._schedule, "put_back", lambda text: (gave_way.append(text.id), put_back(text))
+    )
     assert_as_alone(run(engine, requests), requests)
+    assert closed and all(closed) and not gave_way
     assert_empty(engine)
 
 

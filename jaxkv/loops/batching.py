@@ -4,46 +4,56 @@ The host decides and the device computes: who gets which sequence, how many cell
 has ended. Everything that is sent to the device has one of a few shapes.
 """
 
-from bisect import insort
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv.loops.forward import Forward
 from jaxkv.loops.programs import check_there
-from jaxkv.loops.requests import Finish, Request, Result, Text, checked_request
-from jaxkv.loops.runner import Runner
-from jaxkv.loops.state import Picked
+from jaxkv.loops.requests import (
+    Finish,
+    Progress,
+    Request,
+    Result,
+    checked_limits,
+    checked_request,
+)
+from jaxkv.loops.rules import Rule
+from jaxkv.loops.runner import Outcome, Runner
+from jaxkv.loops.scheduling import Schedule
 from jaxkv.memory import Memory, split
 from jaxkv.places import count
 from jaxkv.plan import Reason
-from jaxkv.planning.init import checked_size
 from jaxkv.verbs.ask import used
 
-__all__ = ["Engine", "Finish", "Request", "Result", "serve"]
+__all__ = ["Engine", "Finish", "Request", "Result", "Rule", "serve"]
 
 USUAL = ("temperature", "top_k", "top_p", "min_p")
 """The options that requests may have by default: penalties cost something in every step."""
-
-CHUNK = 128
-"""The most tokens of prompts that are computed at once, where neither caller nor memory say."""
 
 
 class Engine:
     """Runs requests through the Q sequences of a memory, more of them than there are sequences.
 
     A request waits for a sequence and for cells, first come first served. Its prompt goes in by
-    chunks, between which the texts that run already go on. Each text is the one that it would be
-    alone, whatever runs beside it.
+    chunks, between which the texts that run already go on. Each text equals the one its request
+    would give alone.
 
     The engine owns the memory: its buffers are donated from step to step. It is no thread, and not
     to be called from several at once: `submit` and `cancel` between two steps.
 
+    An error of `forward` while it is traced, where nothing was computed, leaves the engine as it
+    was. An error or interrupt later takes its memory: texts and cells may not belong together any
+    more. Then whatever needs the memory raises a RuntimeError, `results` once it has handed out
+    what had ended. `tokens_of` still has the tokens of the others; they go on in a new engine.
+
     Args:
       forward: see `prefill`.
       weights: whatever the model wants.
-      memory: an empty memory; it is given up, and `engine.memory` is the one of now. With one
+      memory: an empty memory; it is given up, and `engine.memory` is the current memory. With one
         stream its cells are for all, with a stream each every sequence has its own.
       stop: `[n]` int32, the tokens that end every text.
       chunk: the most tokens of prompts that are computed at once. A running text waits for one
@@ -56,10 +66,15 @@ class Engine:
         Penalties must be asked for.
       last_n: how many tokens penalties count.
       most_stops: the most stop tokens that a request may have of its own.
+      rule: what may come next in the texts whose requests have a `rule_state`, such as a grammar.
+        It is looked at in every step, whichever texts run, and its states go to the host and back
+        with each call: keep them small.
 
     Raises:
       ValueError: when the memory is not empty or was donated, `chunk` is more than it was sized
-        for, a number is below 1, or there is no such option to allow.
+        for, a number is below 1, there is no such option to allow, or the rule does not give what
+        it should.
+      TypeError: when `forward` is no function, or the rule none.
 
     Examples:
       A model that says the next number; 3 ends a text:
@@ -102,69 +117,60 @@ which this memory never has: ask for less, or make a larger one
         allow: Collection[str] = USUAL,
         last_n: int = 64,
         most_stops: int = 4,
+        rule: Rule | None = None,
     ):
-        facts = split(memory)[0].facts
+        if not callable(forward):
+            raise TypeError(f"wanted a function forward, see prefill, got {type(forward)}")
+        table, _ = split(memory)
         check_there(memory)
         if occupied := int(used(memory)):
             raise ValueError(
                 f"wanted an empty memory, got one with {occupied} cells in use: clear(memory)"
             )
-        most = checked_size(facts, None)
-        size = min(CHUNK, most) if chunk is None else checked_size(facts, count(chunk, "chunk"))
-        self._runner = Runner(
-            forward,
-            weights,
-            memory,
-            stop=stop,
-            chunk=size,
+        self._limits = checked_limits(
+            table.facts,
+            chunk=chunk,
             steps=steps,
             allow=allow,
             last_n=last_n,
             most_stops=most_stops,
+            rule=rule,
         )
-        self._sharing = facts.sequences // facts.streams
-        self._at_once = max(size, self._sharing)
-        self._reserve = reserve
+        self._runner = Runner(forward, weights, memory, stop=stop, limits=self._limits)
+        self._schedule = Schedule(table, limits=self._limits, reserve=reserve)
+        self._cut_short = False
         self._next = 0
-        self._waiting: list[Text] = []
-        self._texts: list[Text | None] = [None] * facts.sequences
         self._done: list[Result] = []
 
     @property
     def memory(self) -> Memory:
         """The memory as it is now; the next step takes its buffers."""
+        self._check_memory()
         return self._runner.memory
 
     @property
     def busy(self) -> bool:
         """Whether a request waits or runs, or a result has not been handed out."""
-        return bool(self._waiting or self._done or any(self._texts))
+        return bool(self._done or self._schedule.all)
 
     def submit(self, request: Request) -> int:
-        """Let a request wait for its turn.
+        """Queue a request.
 
         Returns:
           Its id, counted up from 0.
 
         Raises:
           ValueError: when the prompt is empty, a number is out of its range, a sampling option is
-            not allowed, or the memory would never have the cells: with reservations for prompt and
-            limit, without them for the prompt.
-          TypeError: when it is no request, or tokens, the limit or the seed are no integers.
+            not allowed, the state of the rule is of other shapes than its first, or the memory
+            would never have the cells: with reservations for prompt and limit, without them for the
+            prompt.
+          TypeError: when it is no request, tokens, the limit or the seed are no integers, or the
+            sampling options are no dict.
         """
-        request = checked_request(
-            request, allow=self._runner.allow, most_stops=self._runner.most_stops
-        )
-        text = Text(id=self._next, request=request)
-        wanted = text.most if self._reserve else len(request.prompt)
-        if not self._holds({0: wanted})[0]:
-            limit = f" and a limit of {request.limit} less the last" if self._reserve else ""
-            raise ValueError(
-                f"wanted cells for {wanted} tokens, of a prompt of {len(request.prompt)}{limit}, "
-                f"which this memory never has: ask for less, or make a larger one"
-            )
+        self._check_memory()
+        text = Progress(id=self._next, request=checked_request(request, self._limits))
+        self._schedule.add(text)
         self._next += 1
-        self._waiting.append(text)
         return text.id
 
     def cancel(self, request_id: int) -> bool:
@@ -175,20 +181,27 @@ which this memory never has: ask for less, or make a larger one
 
         Raises:
           ValueError: when there was no such request.
+          TypeError: when the id is no integer.
         """
-        request_id = count(request_id, "the id of a request", low=0)
-        if request_id >= self._next:
-            raise ValueError(f"wanted an id that submit returned, got {request_id}")
-        for text in (*self._waiting, *filter(None, self._texts)):
-            if text.id == request_id:
-                self._end([(text, Finish.CANCELLED)])
-                return True
-        return False
+        text = self._found(request_id)
+        if text is None:
+            return False
+        self._check_memory()
+        with self._at_risk():
+            self._end([(text, Finish.CANCELLED)])
+        return True
 
     def tokens_of(self, request_id: int) -> list[int]:
-        """Return the tokens generated so far for a request that waits or runs; else none."""
-        texts = (*self._waiting, *filter(None, self._texts))
-        return [token for text in texts if text.id == request_id for token in text.tokens]
+        """Return the tokens generated so far for a request that waits or runs.
+
+        One that has ended has none here; its result has them.
+
+        Raises:
+          ValueError: when there was no such request.
+          TypeError: when the id is no integer.
+        """
+        text = self._found(request_id)
+        return [] if text is None else list(text.tokens)
 
     def results(self) -> Iterator[Result]:
         """Step until nothing is left to do, and yield results as they come.
@@ -196,20 +209,17 @@ which this memory never has: ask for less, or make a larger one
         Requests may be submitted and cancelled between two results.
         """
         while self.busy:
-            yield from self.step()
+            if not self._done:
+                self._advance()
+            while self._done:
+                yield self._done.pop(0)
 
     def step(self) -> list[Result]:
         """Compute a chunk of prompts, then some tokens of each text that runs; return what ended.
 
         For servers with a loop of their own, which submit and cancel between steps.
         """
-        self._admit()
-        feeding = [text for text in self._texts if text and not text.runs]
-        if feeding:
-            self._feed(sorted(feeding, key=lambda text: text.id))
-        running = [text for text in self._texts if text and text.runs]
-        if running:
-            self._decode(running)
+        self._advance()
         done, self._done = self._done, []
         return done
 
@@ -219,115 +229,81 @@ which this memory never has: ask for less, or make a larger one
         Only where cells must be neighbours (`placement="contiguous"`), what brings them together is
         compiled when it is needed.
         """
+        self._check_memory()
         self._runner.warm_up()
 
-    # ---- who runs
+    def _check_memory(self) -> None:
+        """Raise a RuntimeError if the memory is lost."""
+        if self._cut_short or not self._runner.has_memory:
+            raise RuntimeError(
+                "wanted an engine with its memory, got one that has lost it: a step was cut short "
+                "by an error or an interrupt, or engine.memory was donated. Make a new engine with "
+                "a new memory; results() still has what had ended, tokens_of the other tokens"
+            )
 
-    def _holds(self, lengths: dict[int, int]) -> np.ndarray:
-        """Return whether texts of so many tokens, by sequence, fit; by stream, `[S]` bool."""
-        tokens = np.zeros(len(self._texts), np.int64)
-        tokens[[*lengths]] = [*lengths.values()]
-        return split(self.memory)[0].can_hold(tokens, self._at_once)
+    @contextmanager
+    def _at_risk(self) -> Iterator[None]:
+        """Note when what is computed is cut short: the memory is another, and the texts are not."""
+        before = self._runner.memory
+        try:
+            yield
+        except BaseException:
+            self._cut_short = self._runner.memory is not before
+            raise
 
-    def _beside(self, stream: int) -> list[Text]:
-        """Return the texts in a stream, the oldest first."""
-        first = stream * self._sharing
-        texts = self._texts[first : first + self._sharing]
-        return sorted(filter(None, texts), key=lambda text: text.id)
+    def _found(self, request_id: int) -> Progress | None:
+        """Return a request that waits or runs, None if it has ended."""
+        request_id = count(request_id, "the id of a request", low=0)
+        if request_id >= self._next:
+            raise ValueError(f"wanted an id that submit returned, got {request_id}")
+        return next((text for text in self._schedule.all if text.id == request_id), None)
 
-    def _needs(self, text: Text) -> int:
-        """Return the cells that are counted for a text: all that it may take, or those of soon."""
-        if self._reserve:
-            return text.most
-        soon = len(text.request.prompt) + len(text.tokens) + self._runner.steps
-        return min(soon, text.most)
+    def _advance(self) -> None:
+        """Do what one step does; results are kept until they are handed out."""
+        self._check_memory()
+        self._schedule.admit()
+        if feeding := self._schedule.feeding:
+            with self._at_risk():
+                self._run_chunk(feeding)
+        if running := self._schedule.running:
+            with self._at_risk():
+                self._generate(running)
 
-    def _admit(self) -> None:
-        """Give waiting requests sequences, in their order, as long as there is room."""
-        while self._waiting:
-            text = self._waiting[0]
-            sequence = next((q for q in range(len(self._texts)) if self._has_room(q, text)), None)
-            if sequence is None:
-                return
-            self._waiting.pop(0)
-            text.sequence, text.placed = sequence, 0
-            text.wanted = len(text.request.prompt) + len(text.tokens)
-            self._texts[sequence] = text
-
-    def _has_room(self, sequence: int, text: Text) -> bool:
-        """Return whether a sequence is free, and its stream has the cells that a text needs."""
-        if self._texts[sequence]:
-            return False
-        stream = sequence // self._sharing
-        beside = self._beside(stream)
-        lengths = {one.sequence: self._needs(one) for one in beside}
-        # Alone it has what there is, which is enough for its prompt.
-        return not beside or bool(self._holds(lengths | {sequence: self._needs(text)})[stream])
-
-    def _make_way(self, refused: list[Text], reasons: np.ndarray) -> None:
-        """Let the youngest text of each stream that is full wait; end one that is alone there."""
-        if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
-            return
-        for stream in {text.sequence // self._sharing for text in refused}:
-            *others, youngest = self._beside(stream)
-            if others:
-                self._release([youngest])
-                insort(self._waiting, youngest, key=lambda text: text.id)
-            else:
-                self._end([(youngest, Finish.FULL)])
-
-    def _end(self, ended: list[tuple[Text, Finish]]) -> None:
-        """Free what texts hold, and keep their results until they are handed out."""
-        self._waiting = [text for text in self._waiting if all(text is not one for one, _ in ended)]
-        self._release([text for text, _ in ended if text.sequence >= 0])
-        self._done += [text.result(reason) for text, reason in ended]
-
-    def _release(self, texts: list[Text]) -> None:
-        """Take the sequences and the cells of texts away."""
-        if not texts:
-            return
-        self._runner.remove([text.sequence for text in texts])
-        for text in texts:
-            self._texts[text.sequence], text.sequence = None, -1
-
-    # ---- what is computed
-
-    def _feed(self, texts: list[Text]) -> None:
+    def _run_chunk(self, texts: list[Progress]) -> None:
         """Compute a chunk of the prompts of texts, and take the first token of those that end."""
-        counts, picked, reasons = self._runner.feed(texts)
-        refused = [text for text in texts if reasons[text.sequence]]
+        counts, outcome = self._runner.run_chunk(texts)
+        refused = [text for text in texts if outcome.reasons[text.sequence]]
         if refused:
-            self._make_way(refused, reasons)
+            self._preempt(refused, outcome.reasons)
             return
         for text, n in zip(texts, counts, strict=True):
             text.placed += n
-        if picked is not None:
-            ready = [text for text in texts if text.runs]
-            self._take(ready, dict.fromkeys((text.sequence for text in ready), 1), picked, reasons)
+        ready = [text for text in texts if text.runs]
+        self._take(ready, dict.fromkeys((text.sequence for text in ready), 1), outcome)
 
-    def _decode(self, texts: list[Text]) -> None:
+    def _generate(self, texts: list[Progress]) -> None:
         """Generate some tokens of the texts that run."""
         turns = self._turns(texts)
         allowed = {text.sequence: min(text.left, turns) for text in texts}
-        picked, reasons = self._runner.generate(texts, turns)
-        refused = self._take(texts, allowed, picked, reasons)
+        outcome = self._runner.generate(texts, turns)
+        refused = self._take(texts, allowed, outcome)
         if refused:
-            self._make_way(refused, reasons)
+            self._preempt(refused, outcome.reasons)
 
-    def _turns(self, running: list[Text]) -> int:
+    def _turns(self, running: list[Progress]) -> int:
         """Return how many tokens to generate before something else is looked at.
 
         One while a prompt is on its way in, since its sequence generates nothing meanwhile; and not
         past the end of a text while requests wait for its sequence.
         """
-        if any(text and not text.runs for text in self._texts):
+        if self._schedule.feeding:
             return 1
         lefts = [text.left for text in running]
-        return min(self._runner.steps, min(lefts) if self._waiting else max(lefts))
+        return min(self._limits.steps, min(lefts) if self._schedule.any_waits else max(lefts))
 
     def _take(
-        self, texts: list[Text], allowed: dict[int, int], picked: Picked, reasons: np.ndarray
-    ) -> list[Text]:
+        self, texts: list[Progress], allowed: dict[int, int], outcome: Outcome
+    ) -> list[Progress]:
         """Give texts the tokens that were picked, and end those that they end.
 
         Returns:
@@ -335,21 +311,44 @@ which this memory never has: ask for less, or make a larger one
         """
         ended, refused = [], []
         for text in texts:
-            row = text.sequence
+            row, picked = text.sequence, outcome.picked
             new = picked.tokens[row][picked.tokens[row] >= 0].tolist()
             text.tokens += new
             text.logprobs += picked.logprobs[row][: len(new)].tolist()
+            if text.rule_state is not None:
+                text.rule_state = jax.tree.map(lambda x, row=row: x[row], outcome.rule_states)
             if new and new[-1] in self._runner.stops_of(text):
                 ended.append((text, Finish.STOP))
             elif text.left == 0:
                 ended.append((text, Finish.LENGTH))
-            elif reasons[row]:
+            elif outcome.reasons[row]:
                 refused.append(text)
             elif len(new) < allowed[row]:
                 ended.append((text, Finish.NO_TOKEN))
-        freed = {text.sequence // self._sharing for text, _ in ended}
+        freed = {self._schedule.stream_of(text) for text, _ in ended}
         self._end(ended)
-        return [text for text in refused if text.sequence // self._sharing not in freed]
+        return [text for text in refused if self._schedule.stream_of(text) not in freed]
+
+    def _preempt(self, refused: list[Progress], reasons: np.ndarray) -> None:
+        """Let the youngest text of each stream that is full wait; end one that is alone there."""
+        if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
+            return
+        for stream in {self._schedule.stream_of(text) for text in refused}:
+            *others, youngest = self._schedule.beside(stream)
+            if others:
+                self._runner.remove([youngest.sequence])
+                self._schedule.put_back(youngest)
+            else:
+                self._end([(youngest, Finish.FULL)])
+
+    def _end(self, ended: list[tuple[Progress, Finish]]) -> None:
+        """Free what texts hold, and keep their results until they are handed out."""
+        sequences = [text.sequence for text, _ in ended if text.sequence >= 0]
+        if sequences:
+            self._runner.remove(sequences)
+        for text, reason in ended:
+            self._schedule.take_out(text)
+            self._done.append(text.result(reason))
 
 
 def serve(

@@ -20,7 +20,7 @@ SMALLEST = 8
 """Tokens of the shortest row that is compiled: fewer cost as much."""
 
 PASS = 24
-"""Tokens that take about as long as reading the weights once; shapes are chosen by it."""
+"""Tokens whose computation takes about as long as one read of the weights."""
 
 
 class Shape(NamedTuple):
@@ -90,11 +90,11 @@ def _least(lengths: tuple[int, ...], count: int) -> int:
 
 
 def cut(facts: Facts, shapes: Sequence[Shape], parts: Sequence[Part]) -> tuple[Chunk, list[int]]:
-    """Cut the next chunk off prompts, those that come first foremost.
+    """Cut the next chunk from prompts, in their order.
 
     Returns:
-      The chunk, in the shape that costs least together with what is left then, prompt by prompt;
-      and how many tokens of each part are in it.
+      The chunk, in the shape with the lowest cost for itself and the rest, which is counted prompt
+      by prompt; and how many tokens of each part are in it.
     """
 
     def taken(shape: Shape) -> list[int]:
@@ -138,7 +138,7 @@ def empty_chunk(shape: Shape) -> Chunk:
     )
 
 
-def feed(forward: Forward) -> Any:
+def chunk_program(forward: Forward) -> Any:
     """Return the program that computes a chunk; it lives as long as `forward`.
 
     Returns:
@@ -147,12 +147,12 @@ def feed(forward: Forward) -> Any:
       sequence that ends in the chunk. When `ok`, `[]` bool, is False nothing was changed, and
       `reason`, `[Q]` int32, says why.
     """
-    return program_of(_feeding, forward)
+    return program_of(_chunk_program, forward)
 
 
-def _feeding(forward: Callable[[], Forward]) -> Any:
+def _chunk_program(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, donate_argnames="buffers")
-    def fed(weights: Any, table: Any, buffers: Any, chunk: Chunk) -> tuple:
+    def run(weights: Any, table: Any, buffers: Any, chunk: Chunk) -> tuple:
         count, shape = table.facts.sequences, chunk.valid.shape
         batch = make_batch(
             chunk.tokens.reshape(-1),
@@ -171,4 +171,4 @@ def _feeding(forward: Callable[[], Forward]) -> Any:
         of_each = of_each.at[whose].set(logits, mode="drop")
         return *split(memory), of_each, (plan.ok, plan.reason)
 
-    return fed
+    return run

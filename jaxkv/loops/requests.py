@@ -1,14 +1,20 @@
 """What is asked of an engine and what comes of it; and the samplers of texts that run together."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
+from jaxkv.loops.rules import Rule, checked_rule, checked_state
 from jaxkv.loops.sampling import Filters, make_sampler
+from jaxkv.memory import Facts
 from jaxkv.places import END, count, integers
+from jaxkv.planning.init import checked_size
+
+CHUNK = 128
+"""The most tokens of prompts that are computed at once, where neither caller nor memory say."""
 
 OFF: dict[str, float] = {
     "temperature": 0.0,
@@ -27,7 +33,7 @@ class Finish(Enum):
 
     STOP: its last token is one of its stop tokens.
     LENGTH: it has as many tokens as its limit.
-    FULL: it is alone with its cells, and they are all taken. With reservations it never comes.
+    FULL: no cell is left and no other text can give way. Never with reservations.
     NO_TOKEN: no token was allowed to come next.
     CANCELLED: it was cancelled.
     """
@@ -49,6 +55,8 @@ class Request:
     seed: of its draws, all that they depend on beside the position.
     sampling: options of `loops.sampling.make_sampler`, one number each; without any the best token
       is taken.
+    rule_state: what the engine's `Rule` begins with after the prompt; None for a text that the rule
+      is not for.
     tag: anything of the caller's; it comes back with the result.
     """
 
@@ -56,7 +64,8 @@ class Request:
     limit: int
     stop: Sequence[int] = ()
     seed: int = 0
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    rule_state: Any = None
     tag: Any = None
 
 
@@ -79,15 +88,16 @@ class Result:
 
 
 @dataclass(kw_only=True, eq=False)
-class Text:
-    """A request on its way.
+class Progress:
+    """A request that waits or runs.
 
     id: of the request; a lower one is older.
     tokens: those that were generated.
     logprobs: one for each of them.
-    sequence: where it stands; -1 while it waits.
-    placed: its tokens that are in the memory, as long as it does not run.
-    wanted: those that must be before it runs.
+    sequence: where its text stands; -1 while it waits.
+    placed: the tokens that are in the memory, as long as it does not run.
+    wanted: the tokens that must be in the memory before it runs.
+    rule_state: what the engine's rule has come to after these tokens; None without a rule.
     """
 
     id: int
@@ -97,6 +107,10 @@ class Text:
     sequence: int = -1
     placed: int = 0
     wanted: int = 0
+    rule_state: Any = None
+
+    def __post_init__(self):
+        self.rule_state = self.request.rule_state
 
     @property
     def runs(self) -> bool:
@@ -132,23 +146,70 @@ class Text:
         )
 
 
-def checked_allow(allow: Collection[str]) -> frozenset[str]:
-    """Return the names of options that requests may have, or raise a ValueError."""
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What requests may ask of an engine; the shapes of all that it computes depend on it.
+
+    chunk: the most tokens of prompts that are computed at once.
+    steps: the most tokens of a text that are generated at once.
+    allow: the sampling options that requests may have.
+    last_n: how many tokens penalties count.
+    most_stops: the most stop tokens of a request's own.
+    rule: what some of them may say.
+    """
+
+    chunk: int
+    steps: int
+    allow: frozenset[str]
+    last_n: int
+    most_stops: int
+    rule: Rule | None = None
+
+
+def checked_limits(
+    facts: Facts,
+    *,
+    chunk: int | None,
+    steps: int,
+    allow: Collection[str],
+    last_n: int,
+    most_stops: int,
+    rule: Rule | None,
+) -> Limits:
+    """Return the limits of an engine for a memory.
+
+    Raises:
+      ValueError: when `chunk` is more than the memory was sized for, a number is below 1
+        (`most_stops` below 0), there is no such option to allow, or the rule does not give what
+        it should.
+      TypeError: when a number is no integer, or the rule is none.
+    """
+    most = checked_size(facts, None)
     unknown = sorted(set(allow) - set(OFF))
     if unknown:
         raise ValueError(f"wanted options to allow of {', '.join(OFF)}, got {unknown[0]!r}")
-    return frozenset(allow)
+    return Limits(
+        chunk=min(CHUNK, most) if chunk is None else checked_size(facts, count(chunk, "chunk")),
+        steps=count(steps, "steps"),
+        allow=frozenset(allow),
+        last_n=count(last_n, "last_n"),
+        most_stops=count(most_stops, "most_stops", low=0),
+        rule=checked_rule(rule),
+    )
 
 
-def checked_request(request: Request, *, allow: frozenset[str], most_stops: int) -> Request:
+def checked_request(request: Request, limits: Limits) -> Request:
     """Return a request with its numbers as int32, or raise and say what was wanted.
 
     Raises:
-      TypeError: when it is no request, or tokens, the limit or the seed are no integers.
+      TypeError: when it is no request, tokens, the limit or the seed are no integers, or the
+        sampling options are no dict.
       ValueError: when the prompt is empty, a number is out of its range, there are too many stop
-        tokens, or an option is unknown, not allowed, or not one number.
+        tokens, an option is unknown, not allowed, or not one number, or the state of the rule has
+        other shapes or dtypes than its first, or there is no rule.
 
-    >>> checked_request(Request(prompt=[], limit=1), allow=frozenset(), most_stops=1)
+    >>> limits = Limits(chunk=8, steps=1, allow=frozenset(), last_n=1, most_stops=1)
+    >>> checked_request(Request(prompt=[], limit=1), limits)
     Traceback (most recent call last):
     ...
     ValueError: wanted a prompt [n] of at least one token, got the shape (0,)
@@ -159,16 +220,18 @@ def checked_request(request: Request, *, allow: frozenset[str], most_stops: int)
     if prompt.ndim != 1 or not prompt.size:
         raise ValueError(f"wanted a prompt [n] of at least one token, got the shape {prompt.shape}")
     stop = np.asarray(integers(request.stop, "stop", low=0))
-    if stop.ndim != 1 or stop.size > most_stops:
+    if stop.ndim != 1 or stop.size > limits.most_stops:
         raise ValueError(
-            f"wanted at most {most_stops} stop tokens [n] of a request's own, got the shape "
+            f"wanted at most {limits.most_stops} stop tokens [n] of a request's own, got the shape "
             f"{stop.shape}: make the engine with a larger most_stops="
         )
+    if not isinstance(request.sampling, Mapping):
+        raise TypeError(f"wanted sampling options by name, got {request.sampling!r}")
     for name, value in request.sampling.items():
-        if name not in allow:
+        if name not in limits.allow:
             raise ValueError(
-                f"wanted sampling options of {', '.join(sorted(allow)) or 'none'}, got {name!r}: "
-                f"make the engine with allow= of all that requests may have"
+                f"wanted sampling options of {', '.join(sorted(limits.allow)) or 'none'}, got "
+                f"{name!r}: make the engine with allow= of all that requests may have"
             )
         if np.ndim(value):
             raise ValueError(f"wanted one number for {name}, got the shape {np.shape(value)}")
@@ -179,7 +242,8 @@ def checked_request(request: Request, *, allow: frozenset[str], most_stops: int)
     limit = count(request.limit, "limit")
     if limit > END:
         raise ValueError(f"wanted a limit from 1 to {END}, got {limit}")
-    return replace(request, prompt=prompt, limit=limit, stop=stop, seed=seed)
+    state = checked_state(limits.rule, request.rule_state)
+    return replace(request, prompt=prompt, limit=limit, stop=stop, seed=seed, rule_state=state)
 
 
 def sampler_of(
@@ -187,9 +251,9 @@ def sampler_of(
 ) -> Filters:
     """Return the sampler of T texts, a number for each; None is a text that nothing is drawn for.
 
-    Which filters it has depends on little, so that there are few programs: none where all texts
-    take the best token, those that cost nothing where no text wants one of the others. What a
-    filter does to a text does not depend on that, since each is off where its number says so.
+    A filter is present if any text needs it, in three combinations only, so that few programs are
+    compiled. What a filter does to a text does not depend on that: it is off where its number says
+    so.
 
     >>> hot, best = (Request(prompt=[1], limit=1, sampling=dict(temperature=t)) for t in (0.7, 0.0))
     >>> sampler = sampler_of([hot, None, best], allow=frozenset(OFF), last_n=64)

@@ -1,0 +1,163 @@
+"""A rule for some of the requests of an engine, such as a grammar; see `sampling.constrained`.
+
+The state of each text is on the host, between two programs, like all that is known of texts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.loops.sampling import Sampler
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rule:
+    """What tokens may come next, for the requests of an engine that have a state of it.
+
+    first: a state of one text, a tree of arrays; those of all requests have its shapes.
+    allowed: `(state) -> [V]` bool, the tokens that may come next.
+    advance: `(state, token) -> state`. Pass the same functions every time: others are another
+      program.
+
+    Several rules are one whose state says which: `allowed=lambda state: tables[state]`, where the
+    tables of all grammars lie one behind another, and a request begins where its own does.
+    """
+
+    first: Any
+    allowed: Callable[[Any], jax.Array]
+    advance: Callable[[Any, jax.Array], Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ruled(Sampler):
+    """A sampler of T texts, of which some are shown only the tokens that a rule allows.
+
+    sampler: of what is allowed.
+    states: a tree of arrays `[T, ...]`, the states of the rule.
+    bound: `[T]` bool, the texts that the rule is for.
+    allowed: see `Rule`, static.
+    advance: see `Rule`, static.
+    """
+
+    sampler: Sampler
+    states: Any
+    bound: Any  # [T]
+    allowed: Callable[[Any], jax.Array] = field(metadata={"static": True})
+    advance: Callable[[Any, jax.Array], Any] = field(metadata={"static": True})
+
+    @property
+    def draws(self) -> bool:
+        """Whether the sampler of what is allowed does."""
+        return self.sampler.draws
+
+    def start(self, prompts: Any) -> Any:
+        """Return the states of the rule, which know their texts already, and of the sampler."""
+        return self.states, self.sampler.start(prompts)
+
+    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
+        """Hide from bound texts what is not allowed, then adjust the rest."""
+        rule, rest = state
+        allowed = jax.vmap(self.allowed)(rule)
+        if allowed.shape != logits.shape:
+            raise ValueError(
+                f"wanted bool {logits.shape[1:]} from allowed, got {allowed.shape[1:]}"
+            )
+        shown = allowed | ~self.bound[:, None]
+        return self.sampler.adjust(jnp.where(shown, logits, -jnp.inf), rest)
+
+    def follow(self, state: Any, tokens: jax.Array) -> Any:
+        """Advance the rule, and the sampler."""
+        rule, rest = state
+        return jax.vmap(self.advance)(rule, tokens), self.sampler.follow(rest, tokens)
+
+
+def checked_rule(rule: Rule | None) -> Rule | None:
+    """Return a rule with its first state as NumPy arrays.
+
+    Raises:
+      TypeError: when it is no rule, or its functions are none.
+      ValueError: when `first` has no array, `allowed` gives no `[V]` bool, or `advance` a state of
+        other shapes or dtypes.
+
+    >>> rule = Rule(
+    ...     first=0, allowed=lambda s: jnp.arange(4) > s, advance=lambda s, token: token > 0
+    ... )
+    >>> checked_rule(rule)
+    Traceback (most recent call last):
+    ...
+    ValueError: wanted the shapes and dtypes of first from advance, 'int32[]', got 'bool[]'
+    """
+    if rule is None:
+        return None
+    if not isinstance(rule, Rule):
+        raise TypeError(f"wanted a Rule, got {type(rule)}")
+    for name in ("allowed", "advance"):
+        if not callable(getattr(rule, name)):
+            raise TypeError(f"wanted a function {name}, got {type(getattr(rule, name))}")
+    first = jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), rule.first)
+    if not jax.tree.leaves(first):
+        raise ValueError("wanted at least one array in first, got none: make it a 0, say")
+    allowed = jax.eval_shape(rule.allowed, first)
+    if getattr(allowed, "ndim", None) != 1 or allowed.dtype != bool:
+        raise ValueError(f"wanted [V] bool from allowed, got {_shapes(allowed)!r}")
+    after = jax.eval_shape(rule.advance, first, np.int32(0))
+    if _shapes(after) != _shapes(first):
+        raise ValueError(
+            f"wanted the shapes and dtypes of first from advance, {_shapes(first)!r}, got "
+            f"{_shapes(after)!r}"
+        )
+    return Rule(first=first, allowed=rule.allowed, advance=rule.advance)
+
+
+def checked_state(rule: Rule | None, state: Any) -> Any:
+    """Return the state that a request begins with as NumPy arrays; None for a request without one.
+
+    Raises:
+      ValueError: when there is no rule, or the state has other shapes or dtypes than its first.
+    """
+    if state is None:
+        return None
+    if rule is None:
+        raise ValueError("wanted no rule_state without a rule: make the engine with rule=")
+    state = jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), state)
+    if _shapes(state) != _shapes(rule.first):
+        raise ValueError(
+            f"wanted a rule_state with the shapes and dtypes of the rule's first, "
+            f"{_shapes(rule.first)!r}, got {_shapes(state)!r}"
+        )
+    return state
+
+
+def ruled(rule: Rule, sampler: Sampler, states: Sequence[Any]) -> Ruled:
+    """Return the sampler of T texts with their states; None is a text that the rule is not for.
+
+    Tokens that rise, in the first of two texts:
+
+    >>> rule = Rule(
+    ...     first=-1,
+    ...     allowed=lambda last: jnp.arange(4) > last,
+    ...     advance=lambda last, token: token,
+    ... )
+    >>> sampler = ruled(checked_rule(rule), loops.sampling.make_sampler(), [np.int32(1), None])
+    >>> state = sampler.start(np.zeros((2, 0), np.int32))
+    >>> sampler.adjust(jnp.zeros((2, 4)), state).tolist()
+    [[-inf, -inf, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    """
+    filled = [rule.first if state is None else state for state in states]
+    return Ruled(
+        sampler=sampler,
+        states=jax.tree.map(lambda *leaves: np.stack(leaves), *filled),
+        bound=np.array([state is not None for state in states]),
+        allowed=rule.allowed,
+        advance=rule.advance,
+    )
+
+
+def _shapes(tree: Any) -> Any:
+    """Return a tree with the dtype and shape of each array."""
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
