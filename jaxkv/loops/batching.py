@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.loops.donation import check_there
 from jaxkv.loops.forward import Forward
-from jaxkv.loops.programs import check_there
 from jaxkv.loops.requests import Finish, Request, Result, Text, checked_request
 from jaxkv.loops.runner import Runner
 from jaxkv.loops.state import Picked

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.programs import given, program_of
+from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import ends
 from jaxkv.memory import Facts, Memory, check_once, join, split
 from jaxkv.places import count, integers, is_concrete

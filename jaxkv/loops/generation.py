@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.programs import given, program_of
+from jaxkv.loops.programs import program_of
 from jaxkv.loops.sampling import Sampler
 from jaxkv.loops.state import DecodeState, Picked, advance, check_sampler, checked, ends, stops
 from jaxkv.memory import Memory, join, split

@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv.batch import Batch, drop_unless, make_batch
+from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, step_of, take_step
-from jaxkv.loops.programs import given
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import bucket, count, is_concrete
 from jaxkv.plan import Plan

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv.loops.donation import given
 from jaxkv.loops.drafts import Draft, Guess, check_rollback
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.programs import given, program_of
+from jaxkv.loops.programs import program_of
 from jaxkv.loops.sampling import Sampler, draw, draw_key
 from jaxkv.loops.state import (
     DecodeState,
