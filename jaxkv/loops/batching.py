@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxkv.loops.donation import check_there
 from jaxkv.loops.forward import Forward
+from jaxkv.loops.picking import Picked
 from jaxkv.loops.requests import Finish, Request, Result, Text, checked_request
 from jaxkv.loops.runner import Runner
-from jaxkv.loops.state import Picked
 from jaxkv.memory import Memory, split
 from jaxkv.places import count
 from jaxkv.plan import Reason

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.sampling import Sampler, draw, draw_key
-from jaxkv.loops.state import DecodeState, chosen, padded
+from jaxkv.loops.sampling import Sampler, chosen, draw, draw_key, padded
+from jaxkv.loops.state import DecodeState
 from jaxkv.memory import Memory, split
 from jaxkv.places import count
 from jaxkv.planning.step import plan_next

@@ -13,9 +13,10 @@ import numpy as np
 from jaxkv.loops.chunks import Chunk, Part, cut, empty_chunk, feed, shapes_of
 from jaxkv.loops.forward import Forward
 from jaxkv.loops.generation import decode
+from jaxkv.loops.picking import Picked, begin
 from jaxkv.loops.requests import Request, Text, checked_allow, sampler_of, sampling_levels
 from jaxkv.loops.sampling import Sampler
-from jaxkv.loops.state import Picked, begin, start
+from jaxkv.loops.state import start
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, integers
 from jaxkv.verbs.apply import apply

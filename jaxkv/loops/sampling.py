@@ -5,7 +5,7 @@ program. Its arrays are for all texts, `[]`, or one for each, `[T]`. What it rem
 such as the tokens that are repeated, is a state that travels in the `DecodeState`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.loops.thresholds import best_of
-from jaxkv.places import count, is_concrete
+from jaxkv.places import count, integers, is_concrete
 
 EVERY = np.iinfo(np.int32).max
 """More tokens than any vocabulary has."""
@@ -303,6 +303,32 @@ def newest(tokens: Any, length: int) -> Any:
     recent = tokens[:, max(tokens.shape[1] - length, 0) :]
     xp = np if is_concrete(recent) else jnp
     return xp.pad(recent, [(0, 0), (length - recent.shape[1], 0)], constant_values=-1)
+
+
+def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
+    """Return the tokens of texts as rows of one length, `[T, n]` int32, -1 in front of them.
+
+    Args:
+      prompts: `[T, n]`, or a list of lists.
+      most: n, whatever the prompts have; by default the longest has all of its tokens.
+    """
+    if getattr(prompts, "ndim", 0) == 2:
+        rows = integers(prompts, "prompts")
+    else:
+        lists = [integers(prompt, "prompts").reshape(-1) for prompt in prompts]
+        longest = max((len(one) for one in lists), default=0)
+        lists = [np.pad(one, (longest - len(one), 0), constant_values=-1) for one in lists]
+        rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)
+    return rows if most is None else newest(rows, most)
+
+
+def chosen(which: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return a function that takes the first of two arrays `[T, ...]` for some texts, `[T]`."""
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)
+
+    return choose
 
 
 def draw_key(key: jax.Array, positions: jax.Array, use: int = 0) -> jax.Array:

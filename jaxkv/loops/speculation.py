@@ -13,20 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv.loops.acceptance import verify
 from jaxkv.loops.donation import given
 from jaxkv.loops.drafts import Draft, Guess, check_rollback
 from jaxkv.loops.forward import Forward, take_step
+from jaxkv.loops.picking import stops
 from jaxkv.loops.programs import program_of
-from jaxkv.loops.sampling import Sampler, draw, draw_key
-from jaxkv.loops.state import (
-    DecodeState,
-    check_sampler,
-    checked,
-    chosen,
-    ends,
-    logprob_of,
-    stops,
-)
+from jaxkv.loops.sampling import Sampler
+from jaxkv.loops.state import DecodeState, check_sampler, checked, ends
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_concrete
 from jaxkv.planning.step import plan_next
@@ -282,7 +276,7 @@ def _step(
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
 
     ok = goes & plan.ok
-    tokens, logprobs, held, adjusting = _verify(told.sampler, logits, guess, state, ok, at)
+    tokens, logprobs, held, adjusting = verify(told.sampler, logits, guess, state, ok, at)
     stopped = jnp.any(tokens[:, :, None] == told.stop[:, None], axis=2) | (tokens < 0)
     turn = jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
     ended = jnp.min(jnp.where(stopped & held, turn, fed.shape[1]), axis=1)
@@ -310,80 +304,3 @@ def _step(
         adjusting=adjusting,
     )
     return memory, Turn(tokens, logprobs, picked, state, drafting & ~(refused & guessed))
-
-
-def _verify(
-    sampler: Sampler,
-    logits: jax.Array,
-    guess: Guess,
-    state: DecodeState,
-    ok: jax.Array,
-    at: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    """Pick a token at each place, as far as what was guessed before it holds.
-
-    Args:
-      sampler: what adjusts the logits.
-      logits: `[T, n + 1, V]` float32.
-      guess: of n tokens.
-      state: how far the texts have come.
-      ok: `[T]` bool, the texts that go on.
-      at: `[T]` int32, the position of the first token that was fed.
-
-    Returns:
-      The tokens, `[T, n + 1]` int32; the logarithms of their probability; which of them hold, bool;
-      and the state of the sampler after those.
-    """
-    places = logits.shape[1]
-    more = [(0, 0), (0, 1)]
-    there = jnp.pad(guess.there, more)
-    guesses = jnp.pad(guess.tokens, more)
-    drawn_from = guess.adjusted
-    if drawn_from is not None:
-        drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*more, (0, 0)]), 1, 0)
-
-    def place(carry: tuple, one: tuple) -> tuple:
-        holds, adjusting = carry
-        i, logits, guessed, there, drawn_from = one
-        adjusted = sampler.adjust(logits, adjusting)
-        position = at + 1 + i
-        if sampler.draws:
-            accepted, rest = _compared(
-                adjusted, guessed, drawn_from, draw_key(state.key, position, 1)
-            )
-            adjusted = jnp.where(there[:, None], rest, adjusted)
-            token = draw(sampler, adjusted, draw_key(state.key, position, 0))
-            token = jnp.where(there & accepted, guessed, token)
-        else:
-            token = draw(sampler, adjusted, state.key)
-        adjusting = jax.tree.map(chosen(holds), sampler.follow(adjusting, token), adjusting)
-        found = token, logprob_of(logits, token, holds), holds
-        return (holds & there & (token == guessed), adjusting), found
-
-    turns = jnp.arange(places, dtype=jnp.int32)
-    by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, there))
-    begun = ok, state.adjusting
-    (_, adjusting), found = jax.lax.scan(place, begun, (turns, *by_place, drawn_from))
-    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
-    return tokens, logprobs, holds, adjusting
-
-
-def _compared(
-    adjusted: jax.Array, guessed: jax.Array, drawn_from: jax.Array | None, keys: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return whether guesses hold, `[T]` bool, and the logits to draw from where they do not.
-
-    A guess that was drawn with probability q is accepted with min(1, p / q). What is drawn in its
-    place has the distribution max(p - q, 0), so that the token has p altogether.
-    """
-    p = jax.nn.softmax(adjusted, axis=1)
-    if drawn_from is None:
-        q = jax.nn.one_hot(guessed, p.shape[1], dtype=p.dtype)
-    else:
-        q = jax.nn.softmax(drawn_from, axis=1)
-    own = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
-    chance = jax.vmap(lambda key: jax.random.uniform(key))(keys)
-    accepted = chance * own(q)[:, 0] < own(p)[:, 0]
-    rest = jnp.maximum(p - q, 0)
-    some = jnp.any(rest > 0, axis=1, keepdims=True)  # equal but for rounding, they leave nothing
-    return accepted, jnp.where(some, jnp.log(rest), adjusted)

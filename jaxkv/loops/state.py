@@ -1,14 +1,14 @@
 """How far texts have come in a generation, and how a generation begins."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.sampling import Sampler, draw, draw_key, make_sampler, newest
+from jaxkv.loops.sampling import Sampler, make_sampler, padded
 from jaxkv.memory import Facts, Memory, split
 from jaxkv.places import END, flags, integers, is_concrete
 from jaxkv.plan import Reason
@@ -38,18 +38,6 @@ class DecodeState:
     reason: jax.Array  # [T]
     key: jax.Array  # [T]
     adjusting: Any
-
-
-class Picked(NamedTuple):
-    """The tokens that were picked in n steps.
-
-    tokens: `[T, n]` int32, -1 where a text had ended.
-    logprobs: `[T, n]` float32, the logarithms of their probabilities by the model alone, before a
-      sampler adjusted anything; 0 where a text had ended, so that their sum is that of the text.
-    """
-
-    tokens: jax.Array
-    logprobs: jax.Array
 
 
 def start(
@@ -112,136 +100,9 @@ def start(
     return jax.tree.map(jnp.asarray, state)
 
 
-def begin(
-    sampler: Sampler,
-    memory: Memory,
-    logits: jax.Array,
-    stop: Any = (),
-    sequences: Any = None,
-    *,
-    limit: Any = None,
-    seed: Any = 0,
-    prompts: Sequence[Any] | None = None,
-) -> tuple[DecodeState, Picked]:
-    """Pick the first token of each text from the logits of its prompt.
-
-    Args:
-      sampler: what adjusts logits, see `jaxkv.loops.sampling`.
-      memory: the memory after the prompts.
-      logits: `[T, V]`, those of the last token of each prompt.
-      stop: the tokens that end a text, see `decode`.
-      sequences: `[T]` int32, where each text stands; by default 0, 1, 2 and so on.
-      limit: `[]` or `[T]` int32, how many tokens of each may be picked, this one included.
-      seed: see `start`.
-      prompts: see `start`.
-
-    Returns:
-      The state for `decode`, and the first tokens, `[T, 1]`.
-
-    Raises:
-      ValueError: as `start` does, or when the logits are no `[T, V]`.
-
-    Examples:
-      Two texts of one prompt, the second one a fork; 3 ends a text:
-
-      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> logits = jnp.array([[0.0, 2.0, 1.0, 1.5]])
-      >>> sampler = loops.sampling.make_sampler(temperature=1.0)
-      >>> state, first = loops.begin(sampler, memory, jnp.repeat(logits, 2, axis=0), [3], seed=5)
-      >>> first.tokens.tolist(), state.active.tolist()
-      ([[3], [0]], [False, True])
-    """
-    if np.ndim(logits) != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(
-            f"wanted logits [T, V] of floats, got {logits.dtype} {list(np.shape(logits))}"
-        )
-    none = np.zeros(logits.shape[0], np.int32)
-    options = {"limit": limit, "sampler": sampler, "seed": seed, "prompts": prompts}
-    state = start(memory, none, sequences, **options)
-    return _begin(sampler, split(memory)[0], logits, stops(stop, len(none)), state)
-
-
-@jax.jit
-def _begin(
-    sampler: Sampler, table: Any, logits: jax.Array, stop: jax.Array, state: DecodeState
-) -> tuple[DecodeState, Picked]:
-    positions = ends(table)[state.sequence] + 1
-    state, token, logprob = advance(sampler, logits, state, stop, positions, state.left > 0)
-    return state, Picked(token[:, None], logprob[:, None])
-
-
-def advance(
-    sampler: Sampler,
-    logits: jax.Array,
-    state: DecodeState,
-    stop: jax.Array,
-    positions: jax.Array,
-    goes: jax.Array,
-) -> tuple[DecodeState, jax.Array, jax.Array]:
-    """Pick one more token for the texts that go on, and end those that it ends.
-
-    Args:
-      sampler: what adjusts the logits.
-      logits: `[T, V]`.
-      state: how far the texts have come.
-      stop: `[T or 1, n]` int32, the tokens that end a text.
-      positions: `[T]` int32, where the tokens will stand.
-      goes: `[T]` bool, the texts that one is picked for; the others stay as they are.
-
-    Returns:
-      The state, the tokens, `[T]` int32, and their logarithms of probability, `[T]` float32.
-    """
-    logits = logits.astype(jnp.float32)
-    adjusted = sampler.adjust(logits, state.adjusting)
-    token = draw(sampler, adjusted, draw_key(state.key, positions))
-    picked = goes & (token >= 0)
-    followed = sampler.follow(state.adjusting, token)
-    left = state.left - picked
-    ended = jnp.any(token[:, None] == stop, axis=1) | (left <= 0) | (token < 0)
-    state = DecodeState(
-        token=jnp.where(picked, token, state.token),
-        sequence=state.sequence,
-        active=state.active & ~(goes & ended),
-        left=left,
-        reason=state.reason,
-        key=state.key,
-        adjusting=jax.tree.map(chosen(picked), followed, state.adjusting),
-    )
-    return state, jnp.where(picked, token, -1), logprob_of(logits, token, picked)
-
-
-def chosen(which: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function that takes the first of two arrays `[T, ...]` for some texts, `[T]`."""
-
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)
-
-    return choose
-
-
-def logprob_of(logits: jax.Array, tokens: jax.Array, picked: jax.Array) -> jax.Array:
-    """Return the logarithms of the probability of tokens, `[T]`; 0 for those not picked."""
-    own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
-    return jnp.where(picked, own - jax.nn.logsumexp(logits, axis=1), 0)
-
-
 def ends(table: Any) -> jax.Array:
     """Return the last position of every sequence, `[Q]` int32; -1 if it holds none."""
     return table.inspect(jnp.ones(table.facts.sequences, bool)).last
-
-
-def stops(stop: Any, count: int) -> Any:
-    """Return the tokens that end each of T texts, `[T or 1, n]` int32.
-
-    Raises:
-      ValueError: when they are neither `[n]` nor `[T, n]`.
-    """
-    stop = integers(stop, "stop")
-    if np.ndim(stop) == 1:
-        return stop[None]
-    if np.ndim(stop) != 2 or stop.shape[0] not in (1, count):
-        raise ValueError(f"wanted stop tokens [n] or [{count}, n], got {np.shape(stop)}")
-    return stop
 
 
 def check_sampler(sampler: Any, state: DecodeState) -> None:
@@ -334,20 +195,3 @@ def _made_keys(seed: jax.Array, ids: jax.Array) -> jax.Array:
     if jnp.ndim(seed):
         return jax.vmap(jax.random.key)(seed)
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), ids)
-
-
-def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
-    """Return the tokens of texts as rows of one length, `[T, n]` int32, -1 in front of them.
-
-    Args:
-      prompts: `[T, n]`, or a list of lists.
-      most: n, whatever the prompts have; by default the longest has all of its tokens.
-    """
-    if getattr(prompts, "ndim", 0) == 2:
-        rows = integers(prompts, "prompts")
-    else:
-        lists = [integers(prompt, "prompts").reshape(-1) for prompt in prompts]
-        longest = max((len(one) for one in lists), default=0)
-        lists = [np.pad(one, (longest - len(one), 0), constant_values=-1) for one in lists]
-        rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)
-    return rows if most is None else newest(rows, most)
