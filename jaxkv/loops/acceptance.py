@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jaxkv.loops.drafts import Guess
 from jaxkv.loops.picking import logprob_of
-from jaxkv.loops.sampling import Sampler, chosen, draw, draw_key
+from jaxkv.loops.rows import chosen
+from jaxkv.loops.sampling import Sampler, draw, draw_key
 from jaxkv.loops.state import DecodeState
 
 
@@ -18,7 +19,6 @@ def verify(
     guess: Guess,
     state: DecodeState,
     ok: jax.Array,
-    at: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
     """Pick a token at each place, as far as what was guessed before it holds.
 
@@ -28,7 +28,6 @@ def verify(
       guess: of n tokens.
       state: how far the texts have come.
       ok: `[T]` bool, the texts that go on.
-      at: `[T]` int32, the position of the first token that was fed.
 
     Returns:
       The tokens, `[T, n + 1]` int32; the logarithms of their probability; which of them hold, bool;
@@ -36,7 +35,7 @@ def verify(
     """
     places = logits.shape[1]
     more = [(0, 0), (0, 1)]
-    there = jnp.pad(guess.there, more)
+    valid = jnp.pad(guess.valid, more)
     guesses = jnp.pad(guess.tokens, more)
     drawn_from = guess.adjusted
     if drawn_from is not None:
@@ -44,24 +43,23 @@ def verify(
 
     def place(carry: tuple, one: tuple) -> tuple:
         holds, adjusting = carry
-        i, logits, guessed, there, drawn_from = one
+        i, logits, guessed, valid, drawn_from = one
         adjusted = sampler.adjust(logits, adjusting)
-        position = at + 1 + i
         if sampler.draws:
-            accepted, rest = _compared(
-                adjusted, guessed, drawn_from, draw_key(state.key, position, 1)
-            )
-            adjusted = jnp.where(there[:, None], rest, adjusted)
-            token = draw(sampler, adjusted, draw_key(state.key, position, 0))
-            token = jnp.where(there & accepted, guessed, token)
+            number = state.draw + i
+            keys = draw_key(state.key, number, 1)
+            accepted, rest = _compared(adjusted, guessed, drawn_from, keys)
+            adjusted = jnp.where(valid[:, None], rest, adjusted)
+            token = draw(sampler, adjusted, draw_key(state.key, number, 0))
+            token = jnp.where(valid & accepted, guessed, token)
         else:
             token = draw(sampler, adjusted, state.key)
         adjusting = jax.tree.map(chosen(holds), sampler.follow(adjusting, token), adjusting)
         found = token, logprob_of(logits, token, holds), holds
-        return (holds & there & (token == guessed), adjusting), found
+        return (holds & valid & (token == guessed), adjusting), found
 
     turns = jnp.arange(places, dtype=jnp.int32)
-    by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, there))
+    by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, valid))
     begun = ok, state.adjusting
     (_, adjusting), found = jax.lax.scan(place, begun, (turns, *by_place, drawn_from))
     tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)

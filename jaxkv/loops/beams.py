@@ -113,8 +113,9 @@ def beam(
 
     Raises:
       ValueError: when the logits are not those of one token; when there are not W sequences, or one
-        is known and comes twice or is none of the memory; when `width` or `steps` is below 1; or
-        when the memory was donated. It is raised before anything runs.
+        is known and comes twice or is none of the memory; when `width` or `steps` is below 1; when
+        the penalty is not one number; or when the memory was donated. It is raised before anything
+        runs.
 
     Examples:
       A model that says the next number, or less likely the one after it; 3 ends a text, and length
@@ -143,7 +144,10 @@ def beam(
     if np.ndim(stop) != 1:
         raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(stop)}")
     sequences = _checked(split(memory)[0].facts, sequences, width)
-    args = logits, stop, sequences, jnp.asarray(penalty, jnp.float32)
+    penalty = jnp.asarray(penalty, jnp.float32)
+    if penalty.ndim:
+        raise ValueError(f"wanted one number for penalty, got the shape {penalty.shape}")
+    args = logits, stop, sequences, penalty
     if not is_concrete(weights, memory, args):
         return _search(forward, weights, memory, *args, steps=steps)
     table, buffers = given(memory, donate)
@@ -157,6 +161,7 @@ def _row(logits: Any) -> Any:
     shape = np.shape(logits)
     if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)):
         raise ValueError(f"wanted logits [V] or [1, V], those of one token, got {list(shape)}")
+    logits = jnp.asarray(logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"wanted logits of floats, got {logits.dtype}")
     return logits.reshape(1, -1)
@@ -233,7 +238,7 @@ def _begun(width: int, steps: int) -> _Search:
 
 
 def _there(texts: _Texts) -> jax.Array:
-    """Return which texts there are, `[W]` bool. A NaN is one, so that it is seen."""
+    """Return which texts exist, `[W]` bool. A NaN score counts, so that it reaches the caller."""
     return texts.scores != -jnp.inf
 
 
@@ -275,7 +280,7 @@ def _choose(
     logprobs = jax.nn.log_softmax(logits)
     # Some processors make NaN with a sign, which is ordered last; this one comes first and is seen.
     logprobs = jnp.where(jnp.isnan(logprobs), jnp.nan, logprobs)
-    # Where no token is allowed at all the softmax is NaN too, but the text just goes on in no way.
+    # If no token is allowed, log_softmax is NaN; -inf ends the text.
     logprobs = jnp.where(logits == -jnp.inf, -jnp.inf, logprobs)
     scores = living.scores[:, None] + logprobs
     # Of one text no more than these can be wanted: W that go on, and those that end.
@@ -286,7 +291,7 @@ def _choose(
     def grown(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, _Texts]:
         index = jax.lax.top_k(order, width)[1]
         scores, there = scores[index], scores[index] != -jnp.inf
-        # A text that is none stays in its place, so that nothing has to be copied for it.
+        # An empty beam keeps its own sequence as parent, so nothing is copied.
         parents = jnp.where(there, index // size, jnp.arange(width)).astype(jnp.int32)
         new = jnp.where(there, token[index], -1)
         tokens = living.tokens[parents].at[:, search.length].set(new)
@@ -310,6 +315,5 @@ def _settled(
     held = jnp.max(shared, axis=1)
     memory = seq_select(memory, sequences[jnp.argmax(shared, axis=1)], sequences)
     memory, cut = seq_rm(memory, sequences, begins + held)
-    none = split(memory)[0].facts.sequences
-    memory, _ = seq_rm(memory, jnp.where(cut, none, sequences))
+    memory, _ = seq_rm(memory, sequences, 0, jnp.where(cut, 0, -1))  # from 0 to 0 is nothing
     return memory, jnp.where(cut, held, -1)

@@ -20,13 +20,13 @@ def given(memory: Memory, donate: bool) -> tuple[Any, Any]:
     return table, buffers if donate else copied(buffers)
 
 
-def check_there(memory: Memory) -> None:
-    """Raise a ValueError if a memory's buffers were donated."""
+def check_there(memory: Memory, what: str = "a memory") -> None:
+    """Raise a ValueError if a memory's buffers were donated; `what` is its name there."""
     first = next(iter(jax.tree.leaves(split(memory)[1])), None)
     if isinstance(first, jax.Array) and is_concrete(first) and first.is_deleted():
         raise ValueError(
-            "wanted a memory with its buffers, got one whose buffers were donated: go on with the "
-            "memory that the step or loop returned, or do not donate them"
+            f"wanted {what} with its buffers, got one whose buffers were donated: go on with the "
+            f"memory that the step or loop returned, or do not donate them"
         )
 
 

@@ -1,15 +1,17 @@
 """Picking tokens: the first of each text, and one more in a loop."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.sampling import Sampler, chosen, draw, draw_key
-from jaxkv.loops.state import DecodeState, ends, start
-from jaxkv.memory import Memory, split
+from jaxkv.loops.rows import chosen
+from jaxkv.loops.sampling import Sampler, draw, draw_key
+from jaxkv.loops.state import DecodeState, a_sampler, start
+from jaxkv.memory import Memory
 from jaxkv.places import integers
 
 
@@ -53,6 +55,7 @@ def begin(
 
     Raises:
       ValueError: as `start` does, or when the logits are no `[T, V]`.
+      TypeError: as `start` does.
 
     Examples:
       Two texts of one prompt, the second one a fork; 3 ends a text:
@@ -64,22 +67,22 @@ def begin(
       >>> first.tokens.tolist(), state.active.tolist()
       ([[3], [0]], [False, True])
     """
-    if np.ndim(logits) != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(
-            f"wanted logits [T, V] of floats, got {logits.dtype} {list(np.shape(logits))}"
-        )
+    logits = jnp.asarray(logits)
+    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"wanted logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}")
     none = np.zeros(logits.shape[0], np.int32)
-    options = {"limit": limit, "sampler": sampler, "seed": seed, "prompts": prompts}
+    options = {"limit": limit, "sampler": a_sampler(sampler), "seed": seed, "prompts": prompts}
     state = start(memory, none, sequences, **options)
-    return _begin(sampler, split(memory)[0], logits, stops(stop, len(none)), state)
+    return _begin(sampler, logits, stops(stop, len(none)), state)
 
 
 @jax.jit
 def _begin(
-    sampler: Sampler, table: Any, logits: jax.Array, stop: jax.Array, state: DecodeState
+    sampler: Sampler, logits: jax.Array, stop: jax.Array, state: DecodeState
 ) -> tuple[DecodeState, Picked]:
-    positions = ends(table)[state.sequence] + 1
-    state, token, logprob = advance(sampler, logits, state, stop, positions, state.left > 0)
+    # Where the token of a started text would stand, there stands the one that is picked here.
+    state = replace(state, draw=state.draw - 1)
+    state, token, logprob = advance(sampler, logits, state, stop, state.left > 0)
     return state, Picked(token[:, None], logprob[:, None])
 
 
@@ -88,8 +91,7 @@ def advance(
     logits: jax.Array,
     state: DecodeState,
     stop: jax.Array,
-    positions: jax.Array,
-    goes: jax.Array,
+    active: jax.Array,
 ) -> tuple[DecodeState, jax.Array, jax.Array]:
     """Pick one more token for the texts that go on, and end those that it ends.
 
@@ -98,26 +100,24 @@ def advance(
       logits: `[T, V]`.
       state: how far the texts have come.
       stop: `[T or 1, n]` int32, the tokens that end a text.
-      positions: `[T]` int32, where the tokens will stand.
-      goes: `[T]` bool, the texts that one is picked for; the others stay as they are.
+      active: `[T]` bool, the texts that one is picked for; the others stay as they are.
 
     Returns:
       The state, the tokens, `[T]` int32, and their logarithms of probability, `[T]` float32.
     """
     logits = logits.astype(jnp.float32)
     adjusted = sampler.adjust(logits, state.adjusting)
-    token = draw(sampler, adjusted, draw_key(state.key, positions))
-    picked = goes & (token >= 0)
+    token = draw(sampler, adjusted, draw_key(state.key, state.draw))
+    picked = active & (token >= 0)
     followed = sampler.follow(state.adjusting, token)
     left = state.left - picked
     ended = jnp.any(token[:, None] == stop, axis=1) | (left <= 0) | (token < 0)
-    state = DecodeState(
+    state = replace(
+        state,
         token=jnp.where(picked, token, state.token),
-        sequence=state.sequence,
-        active=state.active & ~(goes & ended),
+        active=state.active & ~(active & ended),
         left=left,
-        reason=state.reason,
-        key=state.key,
+        draw=state.draw + picked,
         adjusting=jax.tree.map(chosen(picked), followed, state.adjusting),
     )
     return state, jnp.where(picked, token, -1), logprob_of(logits, token, picked)

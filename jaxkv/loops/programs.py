@@ -34,7 +34,8 @@ def program_of(build: Callable[..., Any], *functions: Callable) -> Any:
     ]
     key = (build, *(tuple(map(id, part)) for part in parts))
     if key not in _kept:
-        # The first that dies takes the program with it: an id of a key is never that of another.
+        # The first function that dies removes the program, so an id in a key is never reused by
+        # another object.
         deaths = [_watched(one, partial(_forget, key)) for part in parts for one in part]
         _kept[key] = deaths, build(*map(_reference, functions))
     return _kept[key][1]

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.sampling import Sampler, make_sampler, padded
-from jaxkv.memory import Facts, Memory, split
+from jaxkv.loops.rows import padded
+from jaxkv.loops.sampling import Sampler, make_sampler
+from jaxkv.memory import Facts, Memory, check_once, split
 from jaxkv.places import END, flags, integers, is_concrete
 from jaxkv.plan import Reason
 
@@ -19,7 +20,7 @@ from jaxkv.plan import Reason
 class DecodeState:
     """How far T texts have come, each a sequence of a memory; `start` and `begin` make it.
 
-    Where the texts stand, the memory knows.
+    Positions are not stored here: they are those of the memory.
 
     token: `[T]` int32, the token that was picked last and is not in the memory yet.
     sequence: `[T]` int32, the sequence of each text, each at most once.
@@ -27,7 +28,9 @@ class DecodeState:
     left: `[T]` int32, how many more tokens of a text may be picked.
     reason: `[T]` int32, a `Reason`: why the memory refused a text's token, which ended it; FITS
       while it did not.
-    key: `[T]`, what a text draws with: its key of `jax.random`, of which each position has one.
+    key: `[T]`, the random key of each text; each draw folds a number of its own into it.
+    draw: `[T]` int32, the number of the next draw. It begins as the position of the token that is
+      drawn, and counts tokens from then on, so that no draw repeats where positions come again.
     adjusting: the state of the sampler.
     """
 
@@ -37,6 +40,7 @@ class DecodeState:
     left: jax.Array  # [T]
     reason: jax.Array  # [T]
     key: jax.Array  # [T]
+    draw: jax.Array  # [T]
     adjusting: Any
 
 
@@ -61,7 +65,7 @@ def start(
         taken.
       seed: `[]` or `[T]` int, of all draws. One for all is folded with the sequence, so that equal
         prompts go on differently; one for each text is all that its draws depend on, beside the
-        position.
+        position where it starts.
       prompts: `[T, n]` int32, or a list of lists: the tokens of each text so far, which the
         penalties of a sampler count. -1 pads an array, in front.
 
@@ -69,9 +73,10 @@ def start(
       The state for `decode` and the other loops.
 
     Raises:
-      ValueError: when shapes differ, a sequence is known and comes twice or is none, or there are
-        not as many prompts as texts.
-      TypeError: when tokens, sequences, limits or seeds are no integers.
+      ValueError: when shapes differ, a token or a limit is known and below 0, a sequence is known
+        and comes twice or is none, there are not as many prompts as texts, or the sampler has
+        numbers for another number of texts.
+      TypeError: when tokens, sequences, limits or seeds are no integers, or the sampler is none.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
@@ -79,24 +84,28 @@ def start(
       >>> state.sequence.tolist(), state.left.tolist()
       ([0, 1], [1, 9])
     """
-    facts = split(memory)[0].facts
-    tokens = integers(tokens, "tokens")
+    table, _ = split(memory)
+    tokens = integers(tokens, "tokens", low=0)
     if np.ndim(tokens) != 1:
         raise ValueError(f"wanted tokens [T], got the shape {np.shape(tokens)}")
     count = tokens.shape[0]
-    ids = np.arange(count, dtype=np.int32) if sequences is None else sequences
-    key = _keys(seed, facts.sequence_ids(ids), count)
+    ids = table.facts.sequence_ids(np.arange(count) if sequences is None else sequences)
+    if np.shape(ids) != (count,):
+        raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
+    sampler = make_sampler() if sampler is None else a_sampler(sampler)
     left = _each(END if limit is None else limit, count, "limit")
+    key, draw = _draws(table, _seed(seed, count), ids)
     state = DecodeState(
         token=tokens,
-        sequence=jnp.asarray(ids),
+        sequence=ids,
         active=left > 0,
         left=left,
         reason=jnp.full(count, Reason.FITS, jnp.int32),
         key=key,
-        adjusting=(sampler or make_sampler()).start(_of_all(prompts, count)),
+        draw=draw,
+        adjusting=sampler.start(_of_all(prompts, count)),
     )
-    state = checked(facts, state)
+    state = checked(table.facts, state)
     return jax.tree.map(jnp.asarray, state)
 
 
@@ -105,18 +114,24 @@ def ends(table: Any) -> jax.Array:
     return table.inspect(jnp.ones(table.facts.sequences, bool)).last
 
 
+def a_sampler(sampler: Any) -> Sampler:
+    """Return a sampler, or raise a TypeError when it is none."""
+    if not isinstance(sampler, Sampler):
+        raise TypeError(
+            f"wanted a sampler, such as loops.sampling.make_sampler(), got {type(sampler)}"
+        )
+    return sampler
+
+
 def check_sampler(sampler: Any, state: DecodeState) -> None:
     """Raise unless it is a sampler, and remembers what a state was started with.
 
     Raises:
       TypeError: when it is no sampler.
-      ValueError: when the state was started with another kind of sampler.
+      ValueError: when the state was started with another kind of sampler, or it has numbers for
+        another number of texts.
     """
-    if not isinstance(sampler, Sampler):
-        raise TypeError(
-            f"wanted a sampler, such as loops.sampling.make_sampler(), got {type(sampler)}"
-        )
-    fresh = sampler.start(np.zeros((state.token.shape[0], 0), np.int32))
+    fresh = a_sampler(sampler).start(np.zeros((state.token.shape[0], 0), np.int32))
     wanted, got = (
         jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), one)
         for one in (fresh, state.adjusting)
@@ -129,7 +144,7 @@ def check_sampler(sampler: Any, state: DecodeState) -> None:
 
 
 def checked(facts: Facts, state: DecodeState) -> DecodeState:
-    """Make arrays of what a state holds, and refuse what cannot be."""
+    """Return the state with its fields as arrays; raise if a field is invalid."""
     if not isinstance(state, DecodeState):
         raise TypeError(f"wanted a state, jaxkv.loops.start makes it, got {type(state)}")
     state = DecodeState(
@@ -139,6 +154,7 @@ def checked(facts: Facts, state: DecodeState) -> DecodeState:
         left=integers(state.left, "left"),
         reason=integers(state.reason, "reason"),
         key=state.key,
+        draw=integers(state.draw, "draw"),
         adjusting=state.adjusting,
     )
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
@@ -147,13 +163,7 @@ def checked(facts: Facts, state: DecodeState) -> DecodeState:
             f"wanted token, sequence, active and all else of a state of one length [T], got "
             f"{', '.join(map(str, shapes))}"
         )
-    if is_concrete(state.sequence):
-        ids, counts = np.unique(np.asarray(state.sequence), return_counts=True)
-        if np.any(counts > 1):
-            raise ValueError(
-                f"sequence {ids[counts > 1][0]} comes twice: a sequence goes on in one way at a "
-                f"time; fork it with seq_cp to go on in several"
-            )
+    check_once(state.sequence)
     return state
 
 
@@ -168,30 +178,33 @@ def _of_all(prompts: Sequence[Any] | None, count: int) -> Any:
 
 def _each(value: Any, count: int, name: str) -> Any:
     """Return a number for each text, from one for all or one each."""
-    value = integers(value, name)
+    value = integers(value, name, low=0)
     if np.shape(value) not in ((), (count,)):
         raise ValueError(f"wanted {name} [] or [{count}], got {np.shape(value)}")
     xp = np if is_concrete(value) else jnp
     return xp.broadcast_to(value, (count,))
 
 
-def _keys(seed: Any, ids: Any, count: int) -> jax.Array:
-    """Return the key of each text, of a seed for all or for each."""
+def _seed(seed: Any, count: int) -> Any:
+    """Return a seed for all texts or one for each, checked."""
     if np.shape(seed) not in ((), (count,)):
         raise ValueError(f"wanted a seed [] or [{count}], got {np.shape(seed)}")
-    if is_concrete(seed):
-        array = np.asarray(seed)
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"wanted integers for seed, got {array.dtype}")
-        wrong = array[(array < 0) | (array >= 2**32)]
-        if wrong.size:
-            raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {wrong[0]}")
-        seed = array.astype(np.uint32)
-    return _made_keys(seed, ids)
+    if not is_concrete(seed):
+        return seed
+    array = np.asarray(seed)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"wanted integers for seed, got {array.dtype}")
+    wrong = array[(array < 0) | (array >= 2**32)]
+    if wrong.size:
+        raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {wrong[0]}")
+    return array.astype(np.uint32)
 
 
 @jax.jit
-def _made_keys(seed: jax.Array, ids: jax.Array) -> jax.Array:
+def _draws(table: Any, seed: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the key of each text, and the position of the token that is picked next."""
     if jnp.ndim(seed):
-        return jax.vmap(jax.random.key)(seed)
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), ids)
+        keys = jax.vmap(jax.random.key)(seed)
+    else:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), ids)
+    return keys, ends(table)[ids] + 2
