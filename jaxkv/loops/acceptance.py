@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.loops.drafts import Guess
+from jaxkv.loops.drawing import Sampler, draw, draw_key
 from jaxkv.loops.picking import logprob_of
 from jaxkv.loops.rows import chosen
-from jaxkv.loops.sampling import Sampler, draw, draw_key
 from jaxkv.loops.state import DecodeState
 
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.loops.donation import check_there
+from jaxkv.loops.drawing import Sampler, draw, draw_key
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.rows import chosen, padded
-from jaxkv.loops.sampling import Sampler, draw, draw_key
 from jaxkv.loops.state import DecodeState, ends
 from jaxkv.memory import Memory, split
 from jaxkv.places import count
@@ -200,7 +200,7 @@ class DraftModel(Draft):
     ) -> tuple["DraftModel", Guess]:
         """Run the model, one token after another; the first step catches up with what it lacks.
 
-        Texts of which its memory lacks more, or holds something else, are not guessed for.
+        A text that its memory does not hold as far as the other one is not guessed for.
         """
         last = ends(split(self.memory)[0])[state.sequence]
         active = active & (last + 1 + (self.unfed >= 0) == at)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.loops.donation import given
+from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.picking import Picked, advance, stops
 from jaxkv.loops.programs import program_of
-from jaxkv.loops.sampling import Sampler
 from jaxkv.loops.state import DecodeState, check_sampler, checked
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_concrete

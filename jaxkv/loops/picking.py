@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.loops.drawing import Sampler, draw, draw_key
 from jaxkv.loops.rows import chosen
-from jaxkv.loops.sampling import Sampler, draw, draw_key
 from jaxkv.loops.state import DecodeState, a_sampler, start
 from jaxkv.memory import Memory
 from jaxkv.places import integers

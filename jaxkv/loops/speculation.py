@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jaxkv.loops.acceptance import verify
 from jaxkv.loops.donation import given
 from jaxkv.loops.drafts import Draft, Guess, check_rollback
+from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.picking import stops
 from jaxkv.loops.programs import program_of
-from jaxkv.loops.sampling import Sampler
 from jaxkv.loops.state import DecodeState, check_sampler, checked, ends
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_concrete

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.rows import padded
-from jaxkv.loops.sampling import Sampler, make_sampler
+from jaxkv.loops.sampling import make_sampler
 from jaxkv.memory import Facts, Memory, check_once, split
 from jaxkv.places import END, flags, integers, is_concrete
 from jaxkv.plan import Reason
