@@ -15,7 +15,7 @@ import jaxkv
 import models
 from jaxkv import loops, make_batch
 from jaxkv.loops.batching import Engine, Finish, Request, Rule, serve
-from jaxkv.loops.sampling import Filters, constrained
+from jaxkv.loops.sampling import OPTIONS, Filters, constrained
 from models.compiling import counting
 from tests.memories import VOCABULARY, Kind, filled, think
 
@@ -24,10 +24,6 @@ POOL = Kind("pool", cells=24, sequences=4)
 STREAMS = Kind("streams", cells=12, sequences=4, split=True)
 ALONE = Kind("alone", cells=32, sequences=1)
 STOP = [5]
-OFF = {
-    **dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0),
-    **dict(repeat=1.0, frequency=0.0, presence=0.0),
-}
 RULE = Rule(  # what may come next depends on all tokens so far
     first=0,
     allowed=lambda state: jnp.arange(VOCABULARY) % 3 == state,
@@ -82,9 +78,10 @@ def alone(request, *, model=forward, weights=None, memory=None, stop=STOP, last_
     memory = ALONE.make() if memory is None else memory
     stop = np.array([*stop, *request.stop] + [-1] * (2 - len(stop) - len(request.stop)), np.int32)
     # Filters that are there and off: one program for all requests.
-    options = OFF | {name.removesuffix("_penalty"): n for name, n in request.sampling.items()}
-    dtypes = {name: np.int32 if name == "top_k" else np.float32 for name in OFF}
-    filters = {name: dtypes[name](number) for name, number in options.items()}
+    filters = {
+        name: option.dtype(request.sampling.get(name, option.off))
+        for name, option in OPTIONS.items()
+    }
     sampler = Filters(**filters, last_n=last_n)
     if request.rule_state is not None:
         rule = dict(allowed=RULE.allowed, advance=RULE.advance)

@@ -234,6 +234,50 @@ def test_a_search_inside_of_a_program_is_that_outside():
     assert "while" in text and "callback" not in text
 
 
+def test_many_searches_at_once():
+    """Of one memory with other logits, and of several memories; outside of `jit`, too."""
+    memory, logits = prompted(POOL)
+    other = jaxkv.prefill(forward, FREE, POOL.make(), make_batch([2, 9], sequences=0))
+    runs = [(memory, logits), (memory, logits[:, ::-1]), other]
+    one = partial(search, stop=STOPS[0], steps=3)
+    wanted = [one(*each)[1] for each in runs]
+    rows = jnp.stack([row for _, row in runs])
+    found = jax.vmap(lambda row: one(memory, row)[1])(rows[:2])
+    memories = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(each for each, _ in runs))
+    together = jax.vmap(lambda memory, row: one(memory, row)[1])(memories, rows)
+    for several in (found, together):
+        for i, beams in enumerate(zip(*several, strict=True)):
+            alone = wanted[i]
+            assert beams[0].tolist() == alone.tokens.tolist()
+            np.testing.assert_allclose(beams[1], alone.scores, **CLOSE)
+            assert beams[3].tolist() == alone.held.tolist()
+
+
+def test_a_score_has_a_derivative():
+    """Forwards: a loop whose length depends on data cannot be run backwards."""
+    memory, logits = prompted(POOL)
+
+    def score(row):
+        return search(memory, row, steps=2)[1].scores[0]
+
+    value, slope = jax.jvp(score, (logits,), (jnp.eye(VOCABULARY)[:1],))
+    _, beams = search(memory, logits, steps=2)
+    wanted = (beams.tokens[0, 0] == 0) - jax.nn.softmax(logits[0])[0]
+    assert value == beams.scores[0]
+    np.testing.assert_allclose(slope, wanted, atol=1e-5)
+
+
+def test_a_search_is_a_part_of_a_scan():
+    memory, logits = prompted(POOL)
+
+    def turn(memory, _):
+        after, beams = search(memory, logits, steps=2)
+        return memory, beams.tokens
+
+    _, tokens = jax.lax.scan(turn, memory, length=2)
+    assert tokens.tolist() == [search(memory, logits, steps=2)[1].tokens.tolist()] * 2
+
+
 @over_memories
 def test_the_memory_that_is_passed_in_stays_unless_it_is_donated(kind):
     memory, logits = jax.tree.map(jnp.copy, prompted(kind))
@@ -250,6 +294,7 @@ def test_the_memory_that_is_passed_in_stays_unless_it_is_donated(kind):
     [
         (dict(logits=np.zeros((2, 8), np.float32)), r"wanted logits \[V\] or \[1, V\].*\[2, 8\]"),
         (dict(logits=np.zeros(8, np.int32)), "wanted logits of floats, got int32"),
+        (dict(penalty=[1, 2]), r"wanted one number for penalty, got the shape \(2,\)"),
         (dict(width=0), "wanted width of at least 1, got 0"),
         (dict(steps=0), "wanted steps of at least 1, got 0"),
         (dict(width=6), "wanted sequence ids from 0 to 4, got 5"),

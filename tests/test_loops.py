@@ -16,7 +16,7 @@ import models
 from jaxkv import loops, make_batch
 from jaxkv.loops import programs
 from jaxkv.loops.sampling import make_sampler
-from tests.memories import SMALL, SPLIT, assert_identical, filled, think
+from tests.memories import SMALL, SPLIT, VOCABULARY, assert_identical, filled, think
 
 DATA = Path(__file__).parent / "data"
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
@@ -221,6 +221,32 @@ def test_log_probabilities_are_those_of_the_model():
     np.testing.assert_allclose(logprobs, wanted, atol=1e-5)
 
 
+def down(state, token):
+    """A matcher that counts down, and knows no token that is none."""
+    assert 0 <= token < VOCABULARY
+    return state - np.int32(token == state - 1)
+
+
+def test_a_rule_on_the_host_goes_through_a_loop():
+    """Two texts that end at different steps; where nothing is allowed they end."""
+
+    def allowed(state):
+        mask = jax.ShapeDtypeStruct((VOCABULARY,), bool)
+        ask = partial(jax.pure_callback, lambda state: np.arange(VOCABULARY) == state - 1)
+        return ask(mask, state, vmap_method="sequential")
+
+    def advance(state, token):
+        after = jax.ShapeDtypeStruct((), jnp.int32)
+        return jax.pure_callback(down, after, state, token, vmap_method="sequential")
+
+    rule = loops.sampling.constrained(BEST, first=jnp.int32(3), allowed=allowed, advance=advance)
+    memory = filled(2, 3)
+    state = loops.start(memory, [1, 1], sampler=rule, limit=[2, 9])
+    _, state, picked = jaxkv.decode(forward, rule, None, memory, state, steps=5)
+    assert picked.tokens.tolist() == [[2, 1, -1, -1, -1], [2, 1, 0, -1, -1]]
+    assert state.adjusting[0].tolist() == [1, 0] and not state.active.any()
+
+
 def test_a_loop_asks_nothing_of_the_host():
     memory, state = filled(4), loops.start(filled(4), [1])
     run = partial(jaxkv.decode, forward, make_sampler(temperature=1.0, top_p=0.9), steps=4)
@@ -337,10 +363,11 @@ def test_many_memories_at_once():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(sequence=[1, 1]), "sequence 1 comes twice"),
+        (dict(sequence=[1, 1]), r"wanted each sequence at most once, got \[1, 1\]"),
         (dict(sequence=[0, 9]), "ids from 0 to"),
         (dict(token=[1, 2, 3]), r"of one length \[T\], got \(3,\), \(2,\)"),
         (dict(active=[True]), r"of one length \[T\], got \(2,\), \(2,\), \(1,\)"),
+        (dict(draw=np.zeros(3, int)), r"of one length \[T\], got .*\(3,\)"),
         (dict(reason=0), r"got \(2,\), \(2,\), \(2,\), \(2,\), \(\)"),
         (dict(adjusting=np.zeros((3, 2))), r"\(3, 2\)"),
     ],
@@ -363,10 +390,34 @@ LOGITS = np.zeros((2, 8), np.float32)
     [
         (lambda m: loops.start(m, 3), r"wanted tokens \[T\], got the shape \(\)"),
         (lambda m: loops.start(m, [1.5]), "wanted integers for tokens, got float64"),
-        (lambda m: loops.start(m, [1, 2], [1, 1]), "sequence 1 comes twice"),
+        (
+            lambda m: loops.start(m, [1, 2], [1, 1]),
+            r"wanted each sequence at most once, got \[1, 1\]",
+        ),
         (lambda m: loops.start(m, [1, 2], [1, 5]), "wanted sequence ids from 0 to 2, got 5"),
         (lambda m: loops.start(m, [1, 2], limit=[1]), r"wanted limit \[\] or \[2\], got \(1,\)"),
         (lambda m: loops.start(m, [1, 2], seed=[1]), r"wanted a seed \[\] or \[2\], got \(1,\)"),
+        (lambda m: loops.start(m, [-1]), "wanted tokens from 0 to .*, got -1"),
+        (lambda m: loops.start(m, [1], limit=-1), "wanted limit from 0 to .*, got -1"),
+        (lambda m: loops.start(m, [1], [0, 1]), r"wanted sequences \[1\], .* got \(2,\)"),
+        (lambda m: loops.start(m, [1], sampler=jnp.argmax), "wanted a sampler, such as"),
+        (lambda m: loops.begin(jnp.argmax, m, LOGITS), "wanted a sampler, such as"),
+        (lambda m: loops.begin(BEST, m, [[1, 2]]), r"wanted logits \[T, V\] of floats, got int"),
+        (
+            lambda m: loops.begin(make_sampler(temperature=[1, 1, 1]), m, LOGITS),
+            r"wanted temperature \[\] or \[2\], one for each text, got \(3,\)",
+        ),
+        (
+            lambda m: jaxkv.decode(
+                forward,
+                make_sampler(top_k=[1, 2, 3], temperature=1),
+                None,
+                m,
+                loops.start(m, [1]),
+                steps=1,
+            ),
+            r"wanted top_k \[\] or \[1\], one for each text, got \(3,\)",
+        ),
         (lambda m: loops.start(m, [1], seed=-1), "seed must be from 0 to 4294967295, got -1"),
         (lambda m: loops.start(m, [1], seed=0.5), "wanted integers for seed, got float64"),
         (lambda m: loops.start(m, [1], prompts=[]), "wanted the prompts of 1 texts, got 0"),
@@ -400,6 +451,27 @@ def test_mistakes_are_named(call, message):
         call(filled(2, 3))
 
 
+def test_logits_may_be_lists():
+    memory = filled(2)
+    _, first = loops.begin(BEST, memory, [[0.0, 2.0, 1.0]])
+    assert first.tokens.tolist() == [[1]]
+
+
+def test_draws_are_numbered_by_position_and_count_on():
+    """So a text is the same where it is started again."""
+    sampler = make_sampler(temperature=1.0)
+    memory = filled(3, 2)
+    state = loops.start(memory, [1, 2], seed=[7, 8], limit=[4, 1])
+    assert state.draw.tolist() == [4, 3]
+    after, state, picked = jaxkv.decode(forward, sampler, None, memory, state, steps=3)
+    assert state.draw.tolist() == [7, 4]
+    again = loops.start(after, state.token, seed=[7, 8], limit=[1, 0])
+    assert again.draw.tolist() == [7, 4]
+    _, _, rest = jaxkv.decode(forward, sampler, None, after, state, steps=1)
+    _, _, same = jaxkv.decode(forward, sampler, None, after, again, steps=1)
+    assert rest.tokens.tolist() == same.tokens.tolist() and (rest.tokens[0] >= 0).all()
+
+
 def test_a_donated_memory_is_named():
     memory = jax.tree.map(jnp.copy, filled(2))
     state = loops.start(memory, [1])
@@ -422,6 +494,13 @@ def test_a_plan_is_not_made_twice():
     assert_identical((after, logits), wanted)
     with pytest.raises(ValueError, match="got a stale one: plan again"):
         jaxkv.prefill(forward, None, after, batch, plan=plan)
+    for wrong in (make_batch([1, 2]), make_batch([[1], [2] * 5], sequences=[0, 1])):
+        with pytest.raises(ValueError, match="wanted a plan of the batch's . tokens, got one of 5"):
+            jaxkv.prefill(forward, None, memory, wrong, plan=plan)
+    with pytest.raises(TypeError, match="wanted a batch, make_batch makes it, got .*NoneType"):
+        jaxkv.prefill(forward, None, memory, None, plan=plan)
+    with pytest.raises(TypeError, match="wanted a plan, init_batch makes it, got .*str"):
+        jaxkv.prefill(forward, None, memory, batch, plan="x")
     with pytest.raises(ValueError, match="got both"):
         jaxkv.prefill(forward, None, memory, batch, plan=plan, ubatch_size=4)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxkv.loops.sampling import constrained, draw, make_sampler
-from jaxkv.loops.thresholds import best_of
+from jaxkv.loops.thresholds import keep_best
 
 LOGITS = jnp.log(jnp.array([0.4, 0.05, 0.3, 0.15, 0.1]))  # best first: 0, 2, 3, 4, 1
 
@@ -88,12 +88,12 @@ def test_each_text_may_have_its_own_numbers(options):
 def test_the_best_are_those_of_a_sort(logits, k, p):
     """Equal ones are kept together, and a share is that of all that are better or as good."""
     row = np.array(logits, np.float32)
-    kept = best_of(row[None], jnp.ones((1, 7)), jnp.array([float(k)]))[0]
+    kept = keep_best(row[None], jnp.ones((1, 7)), jnp.array([float(k)]))[0]
     worst = np.sort(row)[::-1][min(k, 7) - 1]
     np.testing.assert_array_equal(kept, row >= worst)
     if np.isfinite(row).any():
         share = np.asarray(jax.nn.softmax(row), np.float64)
-        kept = best_of(row[None], share[None].astype(np.float32), jnp.array([p]))[0]
+        kept = keep_best(row[None], share[None].astype(np.float32), jnp.array([p]))[0]
         enough = [x for x in row if share[row >= x].sum() >= p - 1e-6]
         np.testing.assert_array_equal(kept, row >= max(enough))
 
@@ -133,6 +133,36 @@ def test_a_rule_sees_each_text_alone():
     rows = jnp.broadcast_to(LOGITS, (2, 5))
     assert pick(rule, rows, keys_of(2), state).tolist() == [3, 3]  # the best odd one
     state = rule.follow(state, jnp.array([3, 2]))
+    assert pick(rule, rows, keys_of(2), state).tolist() == [0, 3]
+
+
+def strict(state, token):
+    """A matcher on the host: it raises on what is no token."""
+    assert 0 <= token < 5
+    return np.int32(1 - token % 2)
+
+
+def asked(state, token):
+    shape = jax.ShapeDtypeStruct((), jnp.int32)
+    return jax.pure_callback(strict, shape, state, token, vmap_method="sequential")
+
+
+def odd_or_even(state):
+    return np.arange(5) % 2 == state
+
+
+def masked(state):
+    shape = jax.ShapeDtypeStruct((5,), bool)
+    return jax.pure_callback(odd_or_even, shape, state, vmap_method="sequential")
+
+
+def test_a_rule_may_ask_the_host():
+    """It is never shown what is no token, and stays where none came."""
+    rule = constrained(make_sampler(), first=jnp.int32(1), allowed=masked, advance=asked)
+    state = rule.start(np.zeros((2, 0), np.int32))
+    rows = jnp.broadcast_to(LOGITS, (2, 5))
+    assert pick(rule, rows, keys_of(2), state).tolist() == [3, 3]
+    state = rule.follow(state, jnp.array([3, -1]))
     assert pick(rule, rows, keys_of(2), state).tolist() == [0, 3]
 
 
@@ -185,3 +215,34 @@ def test_numbers_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=re.escape(f"{value}") + "$") as error:
         make_sampler(**{name: value})
     assert f"{name} must be" in str(error.value)
+
+
+@pytest.mark.parametrize("make", [make_sampler, jax.jit(lambda **numbers: make_sampler(**numbers))])
+def test_numbers_for_other_texts_are_refused(make):
+    sampler = make(temperature=jnp.ones(3), top_k=2)
+    for texts in (1, 2):
+        with pytest.raises(
+            ValueError,
+            match=re.escape(f"temperature [] or [{texts}], one for each text, got (3,)") + "$",
+        ):
+            sampler.start(np.zeros((texts, 0), np.int32))
+    assert sampler.start(np.zeros((3, 0), np.int32)) == ()
+
+
+def test_a_sampler_is_made_inside_of_a_program():
+    """Numbers that are not known are there, and not checked."""
+
+    @jax.jit
+    def adjusted(temperature, k):
+        return make_sampler(temperature=temperature, top_k=k).adjust(LOGITS[None], ())
+
+    for temperature, k in ((0.5, 2), (0.0, 0)):
+        wanted = make_sampler(temperature=temperature, top_k=k or 5).adjust(LOGITS[None], ())
+        if temperature:
+            np.testing.assert_allclose(adjusted(temperature, k), wanted, rtol=1e-5)
+        else:
+            assert np.isfinite(adjusted(temperature, k)).tolist() == [[True] + [False] * 4]
+    with pytest.raises(ValueError, match="top_k must be an integer"):
+        adjusted(0.5, 2.0)
+    with pytest.raises(ValueError, match="temperature must be at least 0, one number"):
+        adjusted(jnp.ones((2, 2)), 1)

@@ -171,6 +171,40 @@ def test_an_endless_text_in_one_program_is_that_of_a_loop_in_python():
     assert_identical(wanted, by_hand)
 
 
+def flat(weights, memory, ubatch):
+    """All tokens are as good, whatever came before."""
+    memory, logits = think(memory, ubatch)
+    return memory, jnp.zeros_like(logits)
+
+
+@pytest.mark.parametrize("tidy", ["slide", "extend"])
+@pytest.mark.parametrize("drafted", [False, True], ids=["decode", "speculate"])
+def test_positions_that_come_again_do_not_repeat_draws(tidy, drafted):
+    """A text that is tidied up between its turns is that of one call in a large memory."""
+    sampler = make_sampler(temperature=1.0)
+    memory, logits = jaxkv.prefill(
+        flat, None, Kind("", cells=40, sequences=1).make(), make_batch([1, 2, 3, 4])
+    )
+    state, _ = loops.begin(sampler, memory, logits, seed=3)
+    _, _, whole = jaxkv.decode(flat, sampler, None, memory, state, steps=16)
+    draft = loops.lookup([[]], ngram=7, recent=8)  # it guesses nothing
+    pieces, done = [], jnp.int32(0)
+    for _ in range(4):
+        if drafted:
+            memory, state, draft, picked = loops.speculate(
+                flat, draft, sampler, None, memory, state, steps=4
+            )
+        else:
+            memory, state, picked = jaxkv.decode(flat, sampler, None, memory, state, steps=4)
+        pieces.append(picked.tokens)
+        if tidy == "slide":
+            memory, ok = loops.slide(memory, 0, keep=2, drop=4)
+        else:
+            memory, done, ok = loops.extend(memory, 0, done, group=2, width=4)
+        assert ok
+    assert np.concatenate(pieces, axis=1).tolist() == whole.tokens.tolist()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_tied", "gemma3"])
 @pytest.mark.parametrize("streams", [1, 2])
@@ -267,6 +301,12 @@ def states():
     return jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
 
 
+def given_up():
+    memory = jax.tree.map(jnp.copy, filled(2))
+    jaxkv.prefill(forward, None, memory, make_batch([1]), donate=True)
+    return memory
+
+
 def mixed():
     kv = jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=4, sequences=2, rope=ROPE)
     return jaxkv.make_hybrid_cache((kv, (0,)), (states(), (1,)))
@@ -290,6 +330,20 @@ def mixed():
         (lambda: loops.slide(filled(2), 0, keep=-1, drop=1), "wanted keep from 0 .*got -1"),
         (lambda: loops.slide(filled(2), 0, keep=0, drop=0), "wanted drop from 1 .*got 0"),
         (lambda: loops.slide(filled(2), 0, keep=0.5, drop=1), "wanted integers for keep"),
+        (
+            lambda: loops.slide(filled(2), 0, keep=[0, 0], drop=1),
+            r"wanted one integer for keep, got the shape \(2,\)",
+        ),
+        (
+            lambda: loops.slide(filled(2), 0, keep=0, drop=[1]),
+            r"wanted one integer for drop, got the shape \(1,\)",
+        ),
+        (
+            lambda: loops.extend(filled(2), 0, [0, 0], group=2, width=4),
+            r"wanted one integer for done, got the shape \(2,\)",
+        ),
+        (lambda: loops.slide(given_up(), 0, keep=0, drop=1), "whose buffers were donated"),
+        (lambda: loops.extend(given_up(), 0, 0, group=2, width=4), "whose buffers were donated"),
         (lambda: loops.slide(filled(2), 7, keep=0, drop=1), "sequence ids from 0 to 2, got 7"),
         (lambda: loops.slide((1, 2), 0, keep=0, drop=1), "wanted a memory, got a tuple"),
         (lambda: loops.extend(filled(2), 0, 0, group=0, width=4), "group of at least 1, got 0"),

@@ -5,10 +5,11 @@ from jaxkv.loops.beams import Beams, beam
 from jaxkv.loops.drafts import draft_model, lookup
 from jaxkv.loops.forward import step_of
 from jaxkv.loops.generation import decode
+from jaxkv.loops.picking import Picked, begin
 from jaxkv.loops.prompts import prefill, warm_up
 from jaxkv.loops.sliding import extend, slide
 from jaxkv.loops.speculation import Speculated, speculate
-from jaxkv.loops.state import DecodeState, Picked, begin, start
+from jaxkv.loops.state import DecodeState, start
 
 __all__ = ["DecodeState", "Picked", "begin", "decode", "prefill", "sampling", "start"]
 __all__ += ["Beams", "batching", "beam", "extend", "slide"]

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv.loops.donation import check_there
 from jaxkv.loops.forward import Forward
-from jaxkv.loops.programs import check_there
 from jaxkv.loops.requests import (
     Finish,
     Progress,

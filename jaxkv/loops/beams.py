@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.loops.beam_scores import Search, Texts, begun, best, choose, exist, goes_on
+from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.programs import given, program_of
+from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import ends
 from jaxkv.memory import Facts, Memory, check_once, join, split
 from jaxkv.places import count, integers, is_concrete
-from jaxkv.plan import Reason
 from jaxkv.planning.step import plan_next
 from jaxkv.verbs.edit import seq_rm, seq_select
 
@@ -38,29 +39,6 @@ class Beams(NamedTuple):
     scores: jax.Array
     lengths: jax.Array
     held: jax.Array
-    reason: jax.Array
-
-
-class _Texts(NamedTuple):
-    """W texts: their tokens, scores and lengths as in `Beams`."""
-
-    tokens: jax.Array  # [W, n]
-    scores: jax.Array  # [W]
-    lengths: jax.Array  # [W]
-
-
-class _Search(NamedTuple):
-    """How far a search has come.
-
-    living: the texts that go on, all of one length, in the order of their scores.
-    ended: the best of those that ended, in the order of their ranks.
-    length: `[]` int32, of a text that goes on.
-    reason: `[]` int32, see `Beams`.
-    """
-
-    living: _Texts
-    ended: _Texts
-    length: jax.Array
     reason: jax.Array
 
 
@@ -112,8 +90,9 @@ def beam(
 
     Raises:
       ValueError: when the logits are not those of one token; when there are not W sequences, or one
-        is known and comes twice or is none of the memory; when `width` or `steps` is below 1; or
-        when the memory was donated. It is raised before anything runs.
+        is known and comes twice or is none of the memory; when `width` or `steps` is below 1; when
+        the penalty is not one number; or when the memory was donated. It is raised before anything
+        runs.
 
     Examples:
       A model that says the next number, or less likely the one after it; 3 ends a text, and length
@@ -142,7 +121,10 @@ def beam(
     if np.ndim(stop) != 1:
         raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(stop)}")
     sequences = _checked(split(memory)[0].facts, sequences, width)
-    args = logits, stop, sequences, jnp.asarray(penalty, jnp.float32)
+    penalty = jnp.asarray(penalty, jnp.float32)
+    if penalty.ndim:
+        raise ValueError(f"wanted one number for penalty, got the shape {penalty.shape}")
+    args = logits, stop, sequences, penalty
     if not is_concrete(weights, memory, args):
         return _search(forward, weights, memory, *args, steps=steps)
     table, buffers = given(memory, donate)
@@ -156,6 +138,7 @@ def _row(logits: Any) -> Any:
     shape = np.shape(logits)
     if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)):
         raise ValueError(f"wanted logits [V] or [1, V], those of one token, got {list(shape)}")
+    logits = jnp.asarray(logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"wanted logits of floats, got {logits.dtype}")
     return logits.reshape(1, -1)
@@ -198,108 +181,30 @@ def _search(
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
     memory = seq_select(memory, sequences[jnp.zeros_like(rows)], sequences)
 
-    def body(carry: tuple[Memory, _Search]) -> tuple[Memory, _Search]:
+    def body(carry: tuple[Memory, Search]) -> tuple[Memory, Search]:
         memory, search = carry
         table, _ = split(memory)
         token = search.living.tokens[:, search.length - 1]
-        plan = plan_next(table, token[:, None], sequences, _there(search.living)[:, None])
+        plan = plan_next(table, token[:, None], sequences, exist(search.living)[:, None])
         memory, logits = take_step(forward, weights, memory, plan.ubatches[0])
-        parents, chosen = _choose(search, logits, stop, penalty)
+        parents, chosen = choose(search, logits, stop, penalty)
         memory = seq_select(memory, sequences[jnp.where(plan.ok, parents, rows)], sequences)
         refused = search._replace(reason=jnp.max(plan.reason[sequences]))
         return memory, jax.tree.map(partial(jnp.where, plan.ok), chosen, refused)
 
-    first = _begun(rows.size, steps)
+    first = begun(rows.size, steps)
     logits = jnp.broadcast_to(logits, (rows.size, logits.shape[1]))
-    _, search = _choose(first, logits, stop, penalty)
+    _, search = choose(first, logits, stop, penalty)
     memory, search = jax.lax.while_loop(
-        lambda carry: _goes_on(carry[1], penalty), body, (memory, search)
+        lambda carry: goes_on(carry[1], penalty), body, (memory, search)
     )
-    found = _best(search.ended, search.living, penalty)
+    found = best(search.ended, search.living, penalty)
     memory, held = _settled(memory, search, found, sequences, begins)
     return memory, Beams(*found, held, search.reason)
 
 
-def _begun(width: int, steps: int) -> _Search:
-    """Return a search that has one text, of no tokens."""
-    none = _Texts(
-        tokens=jnp.full((width, steps), -1, jnp.int32),
-        scores=jnp.full(width, -jnp.inf, jnp.float32),
-        lengths=jnp.zeros(width, jnp.int32),
-    )
-    living = none._replace(scores=none.scores.at[0].set(0))
-    return _Search(living, none, jnp.int32(0), jnp.int32(Reason.FITS))
-
-
-def _there(texts: _Texts) -> jax.Array:
-    """Return which texts there are, `[W]` bool. A NaN is one, so that it is seen."""
-    return texts.scores != -jnp.inf
-
-
-def _ranks(texts: _Texts, penalty: jax.Array) -> jax.Array:
-    """Return what texts are ranked by, `[W]` float32."""
-    return texts.scores / jnp.maximum(texts.lengths, 1).astype(jnp.float32) ** penalty
-
-
-def _best(first: _Texts, second: _Texts, penalty: jax.Array) -> _Texts:
-    """Return the W best of 2 * W texts by rank; among equals the first."""
-    both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
-    _, index = jax.lax.top_k(_ranks(both, penalty), first.scores.size)
-    return jax.tree.map(lambda x: x[index], both)
-
-
-def _goes_on(search: _Search, penalty: jax.Array) -> jax.Array:
-    """Return whether a text that goes on may still be among the best; `[]` bool.
-
-    No score rises. Its rank is highest at the greatest length, or, with a penalty below 0, now.
-    """
-    living, steps = search.living, search.living.tokens.shape[1]
-    length = jnp.where(penalty >= 0, steps, search.length)
-    reach = _ranks(living._replace(lengths=jnp.full_like(living.lengths, length)), penalty)
-    beaten = reach <= jnp.min(_ranks(search.ended, penalty))
-    more = (search.length < steps) & (search.reason == Reason.FITS)
-    return more & jnp.any(_there(living) & ~beaten)
-
-
-def _choose(
-    search: _Search, logits: jax.Array, stop: jax.Array, penalty: jax.Array
-) -> tuple[jax.Array, _Search]:
-    """Continue the living texts by one token, with the logits of each, `[W, V]`.
-
-    Returns:
-      `[W]` int32, for each text that lives now the one that it continues; and the search.
-    """
-    living, width = search.living, search.living.scores.size
-    logits = logits.astype(jnp.float32)
-    logprobs = jax.nn.log_softmax(logits)
-    # Some processors make NaN with a sign, which is ordered last; this one comes first and is seen.
-    logprobs = jnp.where(jnp.isnan(logprobs), jnp.nan, logprobs)
-    # Where no token is allowed at all the softmax is NaN too, but the text just goes on in no way.
-    logprobs = jnp.where(logits == -jnp.inf, -jnp.inf, logprobs)
-    scores = living.scores[:, None] + logprobs
-    # Of one text no more than these can be wanted: W that go on, and those that end.
-    size = min(width + stop.size, scores.shape[1])
-    scores, token = (x.reshape(-1) for x in jax.lax.top_k(scores, size))
-    ended = jnp.any(token[:, None] == stop[None], axis=1)
-
-    def grown(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, _Texts]:
-        index = jax.lax.top_k(order, width)[1]
-        scores, there = scores[index], scores[index] != -jnp.inf
-        # A text that is none stays in its place, so that nothing has to be copied for it.
-        parents = jnp.where(there, index // size, jnp.arange(width)).astype(jnp.int32)
-        new = jnp.where(there, token[index], -1)
-        tokens = living.tokens[parents].at[:, search.length].set(new)
-        return parents, _Texts(tokens, scores, jnp.where(there, search.length + 1, 0))
-
-    going = jnp.where(ended, -jnp.inf, scores)
-    parents, living_now = grown(going, going)
-    _, ended_now = grown(scores, jnp.where(ended, scores, -jnp.inf))
-    best = _best(search.ended, ended_now, penalty)
-    return parents, _Search(living_now, best, search.length + 1, search.reason)
-
-
 def _settled(
-    memory: Memory, search: _Search, found: _Texts, sequences: jax.Array, begins: jax.Array
+    memory: Memory, search: Search, found: Texts, sequences: jax.Array, begins: jax.Array
 ) -> tuple[Memory, jax.Array]:
     """Let each sequence hold as much of its text as the memory still holds; see `Beams.held`."""
     place = jnp.arange(found.tokens.shape[1])[None]
@@ -309,6 +214,5 @@ def _settled(
     held = jnp.max(shared, axis=1)
     memory = seq_select(memory, sequences[jnp.argmax(shared, axis=1)], sequences)
     memory, cut = seq_rm(memory, sequences, begins + held)
-    none = split(memory)[0].facts.sequences
-    memory, _ = seq_rm(memory, jnp.where(cut, none, sequences))
+    memory, _ = seq_rm(memory, sequences, 0, jnp.where(cut, 0, -1))  # from 0 to 0 is nothing
     return memory, jnp.where(cut, held, -1)

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from jaxkv.loops.donation import check_there
+from jaxkv.loops.drawing import Sampler, draw, draw_key
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.sampling import Sampler, draw, draw_key
-from jaxkv.loops.state import DecodeState, chosen, padded
+from jaxkv.loops.rows import chosen, padded
+from jaxkv.loops.state import DecodeState, ends
 from jaxkv.memory import Memory, split
 from jaxkv.places import count
 from jaxkv.planning.step import plan_next
@@ -25,13 +27,13 @@ class Guess(NamedTuple):
     """What may come next, for T texts.
 
     tokens: `[T, n]` int32.
-    there: `[T, n]` bool, the tokens that are guessed; where one is not, none after it is.
+    valid: `[T, n]` bool, the tokens that are guessed; where one is not, none after it is.
     adjusted: `[T, n, V]` float32, the logits that the tokens were drawn from, as a sampler left
       them; None where nothing was drawn and each token is all that its place offers.
     """
 
     tokens: jax.Array
-    there: jax.Array
+    valid: jax.Array
     adjusted: jax.Array | None
 
 
@@ -48,16 +50,20 @@ class Draft(ABC):
     def texts(self) -> int:
         """T, how many texts it guesses for."""
 
+    def check(self, memory: Memory) -> None:
+        """Raise a ValueError unless it can guess for texts of a memory; by default it can."""
+        del memory
+
     @abstractmethod
     def guess(
-        self, sampler: Sampler, state: DecodeState, goes: jax.Array, at: jax.Array
+        self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
     ) -> tuple[Self, Guess]:
         """Guess what comes after the last token of each text.
 
         Args:
           sampler: what adjusts logits; so that a model guesses by the same rules.
           state: how far the texts have come.
-          goes: `[T]` bool, the texts that go on.
+          active: `[T]` bool, the texts to guess for.
           at: `[T]` int32, the position of each text's last token, which is in no memory yet.
         """
 
@@ -95,7 +101,7 @@ class Lookup(Draft):
         return self.recent.shape[0]
 
     def guess(
-        self, sampler: Sampler, state: DecodeState, goes: jax.Array, at: jax.Array
+        self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
     ) -> tuple["Lookup", Guess]:
         """Guess that what came after the same tokens the last time comes again."""
         del sampler, at
@@ -108,8 +114,8 @@ class Lookup(Draft):
         place = jnp.max(jnp.where(found, jnp.arange(length - n, dtype=jnp.int32)[None], -1), axis=1)
         after = jnp.maximum(place, 0)[:, None] + n + jnp.arange(self.tries)[None]
         tokens = jnp.take_along_axis(pad, after, axis=1)
-        there = (goes & (place >= 0))[:, None] & (tokens >= 0)
-        return self, Guess(tokens, there, None)
+        valid = (active & (place >= 0))[:, None] & (tokens >= 0)
+        return self, Guess(tokens, valid, None)
 
     def follow(
         self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
@@ -144,7 +150,7 @@ def lookup(prompts: Sequence[Any], *, ngram: int = 2, tries: int = 3, recent: in
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
       >>> state = loops.start(memory, [2])
       >>> _, guess = draft.guess(None, state, jnp.array([True]), jnp.array([5]))
-      >>> guess.tokens.tolist(), guess.there.tolist()
+      >>> guess.tokens.tolist(), guess.valid.tolist()
       ([[3, 4, 1]], [[True, True, True]])
 
     llama.cpp: `examples/lookup`.
@@ -162,48 +168,61 @@ class DraftModel(Draft):
 
     weights: of the model.
     memory: its own, in which the texts have the sequences that they have in the other one.
-    behind: `[T]` int32, a token that the memory lacks still, -1 if it lacks none.
-    fine: `[T]` bool, the texts whose guesses its memory had room for so far.
+    unfed: `[T]` int32, the one token that the memory still lacks of what the other one holds, -1
+      where it lacks none, or more.
     forward: the model, static.
     tries: see `Draft`, static.
     """
 
     weights: Any
     memory: Memory
-    behind: jax.Array  # [T]
-    fine: jax.Array  # [T]
+    unfed: jax.Array  # [T]
     forward: Callable = field(metadata={"static": True})
     tries: int = field(metadata={"static": True})
 
     @property
     def texts(self) -> int:
         """T, as it was made for."""
-        return self.fine.shape[0]
+        return self.unfed.shape[0]
+
+    def check(self, memory: Memory) -> None:
+        """Raise a ValueError unless its memory is there and has the sequences of the other one."""
+        check_there(self.memory, "the draft's memory")
+        wanted, got = (split(one)[0].facts.sequences for one in (memory, self.memory))
+        if wanted != got:
+            raise ValueError(
+                f"wanted a draft whose memory has the {wanted} sequences of the model's, got one "
+                f"of {got}"
+            )
 
     def guess(
-        self, sampler: Sampler, state: DecodeState, goes: jax.Array, at: jax.Array
+        self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
     ) -> tuple["DraftModel", Guess]:
-        """Run the model, one token after another; the first step catches up with what it lacks."""
-        goes = goes & self.fine
-        tokens = jnp.stack([self.behind, state.token], axis=1)
-        valid = goes[:, None] & jnp.stack([self.behind >= 0, jnp.ones_like(goes)], axis=1)
-        carry = self.memory, state.adjusting, state.token, goes
+        """Run the model, one token after another; the first step catches up with what it lacks.
+
+        A text that its memory does not hold as far as the other one is not guessed for.
+        """
+        last = ends(split(self.memory)[0])[state.sequence]
+        active = active & (last + 1 + (self.unfed >= 0) == at)
+        tokens = jnp.stack([self.unfed, state.token], axis=1)
+        valid = active[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(active)], axis=1)
+        carry = self.memory, state.adjusting, state.token, active
 
         def step(carry: tuple, tokens: jax.Array, valid: jax.Array, i: jax.Array) -> tuple:
-            memory, adjusting, _, fine = carry
-            plan = plan_next(split(memory)[0], tokens, state.sequence, valid & fine[:, None])
+            memory, adjusting, _, going = carry
+            plan = plan_next(split(memory)[0], tokens, state.sequence, valid & going[:, None])
             memory, logits = take_step(self.forward, self.weights, memory, plan.ubatches[0])
             logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
             adjusted = sampler.adjust(logits, adjusting)
-            token = draw(sampler, adjusted, draw_key(state.key, at + 1 + i, 2))
-            fine &= plan.ok & (token >= 0)
-            adjusting = jax.tree.map(chosen(fine), sampler.follow(adjusting, token), adjusting)
-            return (memory, adjusting, token, fine), (token, fine, adjusted)
+            token = draw(sampler, adjusted, draw_key(state.key, state.draw + i, 2))
+            going &= plan.ok & (token >= 0)
+            adjusting = jax.tree.map(chosen(going), sampler.follow(adjusting, token), adjusting)
+            return (memory, adjusting, token, going), (token, going, adjusted)
 
         carry, first = step(carry, tokens, valid, jnp.int32(0))
 
         def again(carry: tuple, i: jax.Array) -> tuple:
-            return step(carry, carry[2][:, None], jnp.ones_like(goes)[:, None], i)
+            return step(carry, carry[2][:, None], jnp.ones_like(active)[:, None], i)
 
         carry, rest = jax.lax.scan(again, carry, jnp.arange(1, self.tries, dtype=jnp.int32))
         made = jax.tree.map(
@@ -212,16 +231,17 @@ class DraftModel(Draft):
             rest,
         )
         adjusted = made[2] if sampler.draws else None
-        after = replace(self, memory=carry[0], fine=self.fine & (carry[3] | ~goes))
-        return after, Guess(made[0], made[1], adjusted)
+        return replace(self, memory=carry[0]), Guess(made[0], made[1], adjusted)
 
     def follow(
         self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
     ) -> "DraftModel":
-        """Cut off what was not taken; what was taken as a whole lacks its last token."""
-        memory, ok = seq_rm(self.memory, sequences, at + taken)
-        behind = jnp.where(taken == fed.shape[1], fed[:, -1], -1)
-        return replace(self, memory=memory, behind=behind, fine=self.fine & ok)
+        """Remove rejected tokens. If all were accepted, the last one is not in its memory yet."""
+        memory, _ = seq_rm(self.memory, sequences, at + taken)
+        lacking = at + taken - 1 - ends(split(memory)[0])[sequences]
+        last = jnp.take_along_axis(fed, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
+        unfed = jnp.where(taken > 0, last, self.unfed)
+        return replace(self, memory=memory, unfed=jnp.where(lacking == 1, unfed, -1))
 
 
 def draft_model(
@@ -239,20 +259,24 @@ def draft_model(
 
     Returns:
       The draft, for `speculate`. Where its memory has no room for all texts that go on, they go on
-      without guesses.
+      without guesses, and so does a text that its memory does not hold as far as the other one;
+      what is done to one memory by hand must be done to the other.
 
     Raises:
-      ValueError: when a number is below 1, or the memory keeps too few states.
+      ValueError: when a number is below 1, the memory keeps too few states, or it was donated.
+      TypeError: when the model is no function.
 
     llama.cpp: `examples/speculative`.
     """
     tries, texts = count(tries, "tries"), count(texts, "texts")
+    if not callable(forward):
+        raise TypeError(f"wanted a function, got {type(forward)}")
     check_rollback(memory, tries, "the draft's memory")
+    check_there(memory, "the draft's memory")
     return DraftModel(
         weights=weights,
         memory=memory,
-        behind=jnp.full(texts, -1, jnp.int32),
-        fine=jnp.ones(texts, bool),
+        unfed=jnp.full(texts, -1, jnp.int32),
         forward=forward,
         tries=tries,
     )

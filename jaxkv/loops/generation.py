@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.loops.donation import given
+from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.programs import given, program_of
-from jaxkv.loops.sampling import Sampler
-from jaxkv.loops.state import DecodeState, Picked, advance, check_sampler, checked, ends, stops
+from jaxkv.loops.picking import Picked, advance, stops
+from jaxkv.loops.programs import program_of
+from jaxkv.loops.state import DecodeState, check_sampler, checked
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_concrete
 from jaxkv.planning.step import plan_next
@@ -112,8 +114,6 @@ def _decode(
     steps: int,
 ) -> tuple[Memory, DecodeState, Picked]:
     """Do what `decode` says, as a part of the program that is being traced."""
-    # The first token that is picked stands one past that of the state, which is not placed yet.
-    first = ends(split(memory)[0])[state.sequence] + 2
 
     def goes_on(carry: tuple) -> jax.Array:
         _, state, _, i = carry
@@ -124,8 +124,8 @@ def _decode(
         table, _ = split(memory)
         plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
         memory, logits = take_step(forward, weights, memory, plan.ubatches[0])
-        goes = state.active & plan.ok
-        state, token, logprob = advance(sampler, logits, state, stop, first + i, goes)
+        active = state.active & plan.ok
+        state, token, logprob = advance(sampler, logits, state, stop, active)
         new = Picked(token, logprob)
         picked = jax.tree.map(lambda all_, one: all_.at[:, i].set(one), picked, new)
         # A refused step has changed nothing: the texts that it was refused for end, and the others

@@ -6,12 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from jaxkv.memory import Memory, split
-from jaxkv.places import is_concrete
-
 _kept: dict[tuple, tuple[list[weakref.ref], Any]] = {}
 
 
@@ -40,7 +34,8 @@ def program_of(build: Callable[..., Any], *functions: Callable) -> Any:
     ]
     key = (build, *(tuple(map(id, part)) for part in parts))
     if key not in _kept:
-        # The first that dies takes the program with it: an id of a key is never that of another.
+        # The first function that dies removes the program, so an id in a key is never reused by
+        # another object.
         deaths = [_watched(one, partial(_forget, key)) for part in parts for one in part]
         _kept[key] = deaths, build(*map(_reference, functions))
     return _kept[key][1]
@@ -70,30 +65,3 @@ def _reference(function: Callable) -> Callable[[], Any]:
 
 def _forget(key: tuple, _: weakref.ref) -> None:
     _kept.pop(key, None)
-
-
-def given(memory: Memory, donate: bool) -> tuple[Any, Any]:
-    """Return a table, and buffers that a program may have: those of the memory, or copies.
-
-    Raises:
-      ValueError: when the buffers were given up before.
-    """
-    table, buffers = split(memory)
-    check_there(memory)
-    return table, buffers if donate else copied(buffers)
-
-
-def check_there(memory: Memory) -> None:
-    """Raise a ValueError if a memory's buffers were donated."""
-    first = next(iter(jax.tree.leaves(split(memory)[1])), None)
-    if isinstance(first, jax.Array) and is_concrete(first) and first.is_deleted():
-        raise ValueError(
-            "wanted a memory with its buffers, got one whose buffers were donated: go on with the "
-            "memory that the step or loop returned, or do not donate them"
-        )
-
-
-@jax.jit
-def copied(tree: Any) -> Any:
-    """Copy arrays, so that the copies may be donated."""
-    return jax.tree.map(jnp.copy, tree)

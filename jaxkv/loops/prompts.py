@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.batch import Batch, drop_unless, make_batch
+from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, step_of, take_step
-from jaxkv.loops.programs import given
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import bucket, count, is_concrete
 from jaxkv.plan import Plan
@@ -58,8 +59,9 @@ def prefill(
       RefusedError: when there is no room or the batch is at fault. It is raised before anything
         runs or is copied, so the memory is still there.
       ValueError: when `forward` gives back something else than a memory that it has written and
-        logits `[O, V]`; when the plan is stale, or comes with a `ubatch_size`; or when the memory
-        was donated.
+        logits `[O, V]`; when the plan is stale, has another number of tokens than the batch, or
+        comes with a `ubatch_size`; or when the memory was donated.
+      TypeError: when `plan` is no plan, or the batch that comes with one is no batch.
 
     Examples:
       A model of one layer, whose tokens look at those before them:
@@ -86,10 +88,8 @@ def prefill(
     """
     if plan is None:
         plan = init_batch(memory, batch, ubatch_size=ubatch_size)
-    elif ubatch_size is not None:
-        raise ValueError("wanted a plan or a ubatch_size, got both: the plan is cut already")
-    elif is_concrete(memory, plan) and not is_current(memory, plan.ubatches[0]):
-        raise ValueError("wanted a plan of this memory as it is, got a stale one: plan again")
+    else:
+        _check_planned(memory, batch, ubatch_size, plan)
     known = is_concrete(plan.ok)
     if known:
         plan.check()
@@ -108,6 +108,24 @@ def prefill(
     return memory, plan.collect(logits), *(() if known else (plan.ok,))
 
 
+def _check_planned(memory: Memory, batch: Any, ubatch_size: int | None, plan: Any) -> None:
+    """Raise unless a plan is of this memory, and of as many tokens as the batch has."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"wanted a plan, init_batch makes it, got {type(plan)}")
+    if not isinstance(batch, Batch):
+        raise TypeError(f"wanted a batch, make_batch makes it, got {type(batch)}")
+    if ubatch_size is not None:
+        raise ValueError("wanted a plan or a ubatch_size, got both: the plan is cut already")
+    if is_concrete(batch, plan) and plan.ok:
+        wanted, got = (
+            sum(int(np.sum(one.valid)) for one in several) for several in ([batch], plan.ubatches)
+        )
+        if wanted != got:
+            raise ValueError(f"wanted a plan of the batch's {wanted} tokens, got one of {got}")
+    if is_concrete(memory, plan) and not is_current(memory, plan.ubatches[0]):
+        raise ValueError("wanted a plan of this memory as it is, got a stale one: plan again")
+
+
 def warm_up(
     forward: Forward,
     weights: Any,
@@ -120,10 +138,15 @@ def warm_up(
 ) -> Memory:
     """Compile what prompts of any length need, before the first one comes.
 
+    With `longest`, nothing is compiled by a later `prefill` of one prompt of up to that length, if
+    its last token alone wants logits. Prompts that come together, and other `outputs`, still
+    compile some small programs that plan them and put logits in order; so do prompts of several
+    ubatches without `longest`. A server wants `loops.batching.Engine.warm_up`, after which nothing
+    compiles.
+
     `prefill` runs one program for each size of a ubatch, and those are powers of two. Here a ubatch
-    of each size is planned, sent nowhere as that of a refused plan is, and goes through the
-    program. With `longest` nothing is left for later. Other loops compile themselves when they are
-    called with a state in which no text is active.
+    of each size is planned with no slots, as in a refused plan, and run. Other loops compile
+    themselves when they are called with a state in which no text is active.
 
     Args:
       forward: see `prefill`; the programs live as long as it does.

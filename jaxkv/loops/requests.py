@@ -8,24 +8,13 @@ from typing import Any
 import numpy as np
 
 from jaxkv.loops.rules import Rule, checked_rule, checked_state
-from jaxkv.loops.sampling import Filters, make_sampler
+from jaxkv.loops.sampling import OPTIONS, Filters, make_sampler
 from jaxkv.memory import Facts
 from jaxkv.places import END, count, integers
 from jaxkv.planning.init import checked_size
 
 CHUNK = 128
 """The most tokens of prompts that are computed at once, where neither caller nor memory say."""
-
-OFF: dict[str, float] = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repeat_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-}
-"""The options of `make_sampler` that a request may have, and what each is where it does nothing."""
 
 
 class Finish(Enum):
@@ -185,9 +174,9 @@ def checked_limits(
       TypeError: when a number is no integer, or the rule is none.
     """
     most = checked_size(facts, None)
-    unknown = sorted(set(allow) - set(OFF))
+    unknown = sorted(set(allow) - set(OPTIONS))
     if unknown:
-        raise ValueError(f"wanted options to allow of {', '.join(OFF)}, got {unknown[0]!r}")
+        raise ValueError(f"wanted options to allow of {', '.join(OPTIONS)}, got {unknown[0]!r}")
     return Limits(
         chunk=min(CHUNK, most) if chunk is None else checked_size(facts, count(chunk, "chunk")),
         steps=count(steps, "steps"),
@@ -256,13 +245,15 @@ def sampler_of(
     so.
 
     >>> hot, best = (Request(prompt=[1], limit=1, sampling=dict(temperature=t)) for t in (0.7, 0.0))
-    >>> sampler = sampler_of([hot, None, best], allow=frozenset(OFF), last_n=64)
+    >>> sampler = sampler_of([hot, None, best], allow=frozenset(loops.sampling.OPTIONS), last_n=64)
     >>> sampler.temperature.tolist(), sampler.top_k
     ([0.699999988079071, 0.0, 0.0], None)
     """
     numbers = {
-        name: np.array([one.sampling.get(name, off) if one else off for one in requests])
-        for name, off in OFF.items()
+        name: np.array(
+            [one.sampling.get(name, option.off) if one else option.off for one in requests]
+        )
+        for name, option in OPTIONS.items()
     }
     draws = np.any(numbers["temperature"] > 0)
     ranked = np.any((numbers["temperature"] > 0) & _ranks(numbers))
@@ -276,12 +267,8 @@ def sampler_of(
         "presence_penalty": True,
     }
     fields = {
-        name.removesuffix("_penalty"): numbers[name].astype(
-            np.int32 if name == "top_k" else np.float32
-        )
-        if on[name] and name in allow
-        else None
-        for name in OFF
+        name: numbers[name].astype(option.dtype) if on[name] and name in allow else None
+        for name, option in OPTIONS.items()
     }
     return Filters(**fields, last_n=last_n)
 

@@ -13,10 +13,11 @@ import numpy as np
 from jaxkv.loops.chunks import Chunk, Part, chunk_program, cut, empty_chunk, shapes_of
 from jaxkv.loops.forward import Forward
 from jaxkv.loops.generation import decode
+from jaxkv.loops.picking import Picked, begin
 from jaxkv.loops.requests import Limits, Progress, Request, sampler_of, sampling_levels
 from jaxkv.loops.rules import ruled
 from jaxkv.loops.sampling import Sampler
-from jaxkv.loops.state import DecodeState, Picked, begin, start
+from jaxkv.loops.state import DecodeState, start
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import integers
 from jaxkv.verbs.apply import apply

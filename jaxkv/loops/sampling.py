@@ -7,59 +7,49 @@ such as the tokens that are repeated, is a state that travels in the `DecodeStat
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.thresholds import best_of
+from jaxkv.loops.drawing import Sampler, draw
+from jaxkv.loops.rows import chosen, newest
+from jaxkv.loops.thresholds import keep_best
 from jaxkv.places import count, is_concrete
+
+__all__ = ["OPTIONS", "Constrained", "Filters", "Option", "Sampler"]
+__all__ += ["constrained", "draw", "make_sampler"]
+
+
+class Option(NamedTuple):
+    """A number that `make_sampler` takes.
+
+    off: the number that does nothing.
+    dtype: of its array.
+    right: which numbers are in its range.
+    span: the range in words.
+    """
+
+    off: float
+    dtype: Any
+    right: Callable[[Any], Any]
+    span: str
+
+
+OPTIONS = {
+    "temperature": Option(0.0, np.float32, lambda x: x >= 0, "at least 0"),
+    "top_k": Option(0, np.int32, lambda x: x >= 0, "at least 0"),
+    "top_p": Option(1.0, np.float32, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
+    "min_p": Option(0.0, np.float32, lambda x: (x >= 0) & (x <= 1), "from 0 to 1"),
+    "repeat_penalty": Option(1.0, np.float32, lambda x: x > 0, "above 0"),
+    "frequency_penalty": Option(0.0, np.float32, np.isfinite, "finite"),
+    "presence_penalty": Option(0.0, np.float32, np.isfinite, "finite"),
+}
+"""All that `make_sampler` takes beside `last_n`, in the order of its arguments."""
 
 EVERY = np.iinfo(np.int32).max
 """More tokens than any vocabulary has."""
-
-
-class Sampler:
-    """Adjusts logits; make one with `make_sampler` or `constrained`, or write a subclass.
-
-    A subclass is a registered dataclass (`jax.tree_util.register_dataclass`). It says what it does
-    in three methods, all pure: of T texts at once, and the same for each text whatever the others
-    are.
-    """
-
-    @property
-    def draws(self) -> bool:
-        """Whether a token is drawn from what is left; if not, the best one is taken."""
-        return True
-
-    def start(self, prompts: Any) -> Any:
-        """Return the state of T texts.
-
-        Args:
-          prompts: `[T, n]` int32, the ends of their prompts, as far as they are known; -1 pads, and
-            comes first.
-
-        Returns:
-          A tree of arrays `[T, ...]`; by default nothing.
-        """
-        del prompts
-        return ()
-
-    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
-        """Return what is drawn from, `[T, V]`: logits, -inf for a token that may not come.
-
-        Args:
-          logits: `[T, V]` float32.
-          state: of the texts.
-        """
-        del state
-        return logits
-
-    def follow(self, state: Any, tokens: jax.Array) -> Any:
-        """Return the state after one more token of each text, `[T]` int32."""
-        del tokens
-        return state
 
 
 @jax.tree_util.register_dataclass
@@ -67,15 +57,15 @@ class Sampler:
 class Filters(Sampler):
     """What `make_sampler` makes; a filter that is None is left out.
 
-    temperature: `[]` or `[T]` float32, what logits are divided by; 0 leaves the best token alone.
+    temperature: `[]` or `[T]` float32, what logits are divided by; 0 keeps only the best token.
     top_k: `[]` or `[T]` int32, only the k best tokens may be drawn; 0 for all.
     top_p: `[]` or `[T]` float32, only the best tokens with this much probability together.
     min_p: `[]` or `[T]` float32, only tokens with this share of the best one's probability.
-    repeat: `[]` or `[T]` float32, what logits of recent tokens are divided by, or multiplied where
-      they are negative.
-    frequency: `[]` or `[T]` float32, what is taken from the logit of a recent token each time that
-      it came.
-    presence: `[]` or `[T]` float32, what is taken from the logit of a recent token once.
+    repeat_penalty: `[]` or `[T]` float32, what logits of recent tokens are divided by, or
+      multiplied where they are negative.
+    frequency_penalty: `[]` or `[T]` float32, what is taken from the logit of a recent token each
+      time that it came.
+    presence_penalty: `[]` or `[T]` float32, what is taken from the logit of a recent token once.
     last_n: how many tokens are recent, static.
     """
 
@@ -83,9 +73,9 @@ class Filters(Sampler):
     top_k: Any
     top_p: Any
     min_p: Any
-    repeat: Any
-    frequency: Any
-    presence: Any
+    repeat_penalty: Any
+    frequency_penalty: Any
+    presence_penalty: Any
     last_n: int = field(metadata={"static": True})
 
     @property
@@ -95,10 +85,21 @@ class Filters(Sampler):
 
     @property
     def _penalises(self) -> bool:
-        return any(one is not None for one in (self.repeat, self.frequency, self.presence))
+        penalties = self.repeat_penalty, self.frequency_penalty, self.presence_penalty
+        return any(one is not None for one in penalties)
 
     def start(self, prompts: Any) -> Any:
-        """Return the recent tokens, `[T, last_n]` int32, -1 where there were fewer."""
+        """Return the recent tokens, `[T, last_n]` int32, -1 where there were fewer.
+
+        Raises:
+          ValueError: when there are numbers for another number of texts.
+        """
+        for name in OPTIONS:
+            shape = np.shape(getattr(self, name))
+            if shape not in ((), (len(prompts),)):
+                raise ValueError(
+                    f"wanted {name} [] or [{len(prompts)}], one for each text, got {shape}"
+                )
         if not self._penalises:
             return ()
         return newest(prompts, self.last_n)
@@ -111,10 +112,10 @@ class Filters(Sampler):
             return logits
         if self.top_k is not None:
             wanted = jnp.where(self.top_k > 0, self.top_k, EVERY)
-            logits = _left(logits, best_of(logits, jnp.ones_like(logits, jnp.int32), wanted))
+            logits = _left(logits, keep_best(logits, jnp.ones_like(logits, jnp.int32), wanted))
         if self.top_p is not None:
             wanted = jnp.where(self.top_p < 1, self.top_p, jnp.inf)
-            logits = _left(logits, best_of(logits, jax.nn.softmax(logits), wanted))
+            logits = _left(logits, keep_best(logits, jax.nn.softmax(logits), wanted))
         best = jnp.max(logits, axis=1, keepdims=True)
         best = jnp.where(best > -jnp.inf, best, 0)  # where no token is allowed
         if self.min_p is not None:
@@ -135,14 +136,14 @@ class Filters(Sampler):
         rows = jnp.arange(recent.shape[0])[:, None]
         where = jnp.where(recent < 0, logits.shape[1], recent)
         times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, mode="drop")
-        if self.repeat is not None:
-            repeat = _column(self.repeat)
+        if self.repeat_penalty is not None:
+            repeat = _column(self.repeat_penalty)
             weaker = jnp.where(logits > 0, logits / repeat, logits * repeat)
             logits = jnp.where(times > 0, weaker, logits)
-        if self.frequency is not None:
-            logits = logits - times * _column(self.frequency)
-        if self.presence is not None:
-            logits = logits - (times > 0) * _column(self.presence)
+        if self.frequency_penalty is not None:
+            logits = logits - times * _column(self.frequency_penalty)
+        if self.presence_penalty is not None:
+            logits = logits - (times > 0) * _column(self.presence_penalty)
         return logits
 
 
@@ -185,20 +186,22 @@ class Constrained(Sampler):
         return self.sampler.adjust(_left(logits, allowed), rest)
 
     def follow(self, state: Any, tokens: jax.Array) -> Any:
-        """Advance the rule, and the sampler."""
+        """Advance the rule, and the sampler; the rule stays where there is no token."""
         rule, rest = state
-        return jax.vmap(self.advance)(rule, tokens), self.sampler.follow(rest, tokens)
+        advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
+        rule = jax.tree.map(chosen(tokens >= 0), advanced, rule)
+        return rule, self.sampler.follow(rest, tokens)
 
 
 def make_sampler(
     *,
-    temperature: Any = 0.0,
-    top_k: Any = 0,
-    top_p: Any = 1.0,
-    min_p: Any = 0.0,
-    repeat_penalty: Any = 1.0,
-    frequency_penalty: Any = 0.0,
-    presence_penalty: Any = 0.0,
+    temperature: Any = OPTIONS["temperature"].off,
+    top_k: Any = OPTIONS["top_k"].off,
+    top_p: Any = OPTIONS["top_p"].off,
+    min_p: Any = OPTIONS["min_p"].off,
+    repeat_penalty: Any = OPTIONS["repeat_penalty"].off,
+    frequency_penalty: Any = OPTIONS["frequency_penalty"].off,
+    presence_penalty: Any = OPTIONS["presence_penalty"].off,
     last_n: int = 64,
 ) -> Filters:
     """Make a sampler of the usual filters.
@@ -213,7 +216,8 @@ def make_sampler(
       presence_penalty: what a recent token's logit loses for having come.
       last_n: how many tokens of a text and its prompt are recent, static.
 
-    Each but `last_n` may be a list or an array `[T]`, a number for each text.
+    Each but `last_n` may be a list or an array `[T]`, a number for each text. What is traced is not
+    checked, and never left out.
 
     Returns:
       The sampler. Penalties come first, then the filters in the order of the arguments, each on
@@ -232,25 +236,30 @@ def make_sampler(
 
     llama.cpp: `llama_sampler_chain_default` with the samplers of these names.
     """
-    wanted = {
-        "temperature": (temperature, 0.0, lambda x: x >= 0, "at least 0"),
-        "top_k": (top_k, 0, lambda x: x >= 0, "at least 0"),
-        "top_p": (top_p, 1.0, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
-        "min_p": (min_p, 0.0, lambda x: (x >= 0) & (x <= 1), "from 0 to 1"),
-        "repeat_penalty": (repeat_penalty, 1.0, lambda x: x > 0, "above 0"),
-        "frequency_penalty": (frequency_penalty, 0.0, np.isfinite, "finite"),
-        "presence_penalty": (presence_penalty, 0.0, np.isfinite, "finite"),
+    numbers = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repeat_penalty": repeat_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
     }
-    made = {}
-    for name, (value, off, right, span) in wanted.items():
-        array = np.asarray(value)
-        if array.ndim > 1 or array.dtype.kind not in "iuf" or not np.all(right(array)):
-            raise ValueError(f"{name} must be {span}, one number or one a text, got {value}")
-        if name == "top_k" and array.dtype.kind == "f":
-            raise ValueError(f"top_k must be an integer, got {value}")
-        dtype = np.int32 if name == "top_k" else np.float32
-        made[name.removesuffix("_penalty")] = None if np.all(array == off) else array.astype(dtype)
+    made = {name: _option(name, value) for name, value in numbers.items()}
     return Filters(**made, last_n=count(last_n, "last_n"))
+
+
+def _option(name: str, value: Any) -> Any:
+    """Return the array of an option, or None where it does nothing for any text."""
+    off, dtype, right, span = OPTIONS[name]
+    known = is_concrete(value)
+    array = np.asarray(value) if known else jnp.asarray(value)
+    wrong = array.ndim > 1 or array.dtype.kind not in "iuf"
+    if wrong or (known and not np.all(right(array))):
+        raise ValueError(f"{name} must be {span}, one number or one a text, got {value}")
+    if dtype == np.int32 and array.dtype.kind == "f":
+        raise ValueError(f"{name} must be an integer, got {value}")
+    return None if known and np.all(array == off) else array.astype(dtype)
 
 
 def constrained(
@@ -264,6 +273,10 @@ def constrained(
 
     The rule is two pure functions of one text, so that the tables of a grammar library, or a call
     of it (`jax.pure_callback`), can be plugged in. A text that is allowed no token ends.
+
+    All texts are computed together, so both functions are called for those that have ended, too,
+    and `advance` with tokens that are not picked: those of guesses that do not hold, or 0 where no
+    token is allowed. What they return there is dropped, but a matcher that raises must not do so.
 
     Args:
       sampler: of what is allowed.
@@ -288,51 +301,25 @@ def constrained(
       >>> state = rising.follow(state, jnp.array([1]))
       >>> rising.adjust(jnp.zeros((1, 4)), state).tolist()
       [[-inf, -inf, 0.0, 0.0]]
+
+      The same, asked of a library on the host:
+
+      >>> def allowed(last):
+      ...     mask = jax.ShapeDtypeStruct((4,), bool)
+      ...     ask = lambda last: np.arange(4) > last
+      ...     return jax.pure_callback(ask, mask, last, vmap_method="sequential")
+      >>> asking = constrained(
+      ...     make_sampler(),
+      ...     first=jnp.int32(-1),
+      ...     allowed=allowed,
+      ...     advance=lambda last, token: token,
+      ... )
+      >>> asking.adjust(jnp.zeros((1, 4)), state).tolist()
+      [[-inf, -inf, 0.0, 0.0]]
     """
     return Constrained(
         sampler=sampler, first=jax.tree.map(jnp.asarray, first), allowed=allowed, advance=advance
     )
-
-
-def newest(tokens: Any, length: int) -> Any:
-    """Return the last tokens of rows, `[T, n]` to `[T, length]`; -1 in front where there are fewer.
-
-    >>> newest(np.array([[1, 2, 3]]), 2).tolist(), newest(np.array([[1]]), 2).tolist()
-    ([[2, 3]], [[-1, 1]])
-    """
-    recent = tokens[:, max(tokens.shape[1] - length, 0) :]
-    xp = np if is_concrete(recent) else jnp
-    return xp.pad(recent, [(0, 0), (length - recent.shape[1], 0)], constant_values=-1)
-
-
-def draw_key(key: jax.Array, positions: jax.Array, use: int = 0) -> jax.Array:
-    """Return the keys, `[T]`, of one use at a position: 0 tokens, 1 acceptance, 2 guesses."""
-    keys = jax.vmap(jax.random.fold_in)(key, positions)
-    return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
-
-
-def draw(sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draw a token of each text.
-
-    Args:
-      sampler: what adjusted the logits.
-      adjusted: `[T, V]` float32.
-      keys: `[T]`, a key of `jax.random` for each draw.
-
-    Returns:
-      `[T]` int32, -1 where no token is allowed.
-
-    >>> keys = jax.random.split(jax.random.key(0), 2)
-    >>> loops.sampling.draw(make_sampler(), jnp.array([[0.1, 0.7], [-jnp.inf] * 2]), keys).tolist()
-    [1, -1]
-    """
-    if sampler.draws:
-        # Noise belongs to a token and not to its rank, so that two which change places by rounding
-        # do not change the draw.
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, adjusted.shape[1:]))(keys)
-        adjusted = adjusted + noise
-    token = jnp.argmax(adjusted, axis=1).astype(jnp.int32)
-    return jnp.where(jnp.max(adjusted, axis=1) == -jnp.inf, -1, token)
 
 
 def _left(logits: jax.Array, stays: jax.Array) -> jax.Array:

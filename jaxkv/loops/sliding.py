@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxkv.loops.donation import check_there
 from jaxkv.memory import Commitment, Facts, Memory, join, split
 from jaxkv.places import END, count, integers
 from jaxkv.verbs.apply import apply
@@ -37,7 +39,8 @@ def slide(
 
     Raises:
       ValueError: when the memory has recurrent states, `keep` is known and below 0, `drop` is known
-        and below 1, or the sequence is known and is none of the memory.
+        and below 1, one of them is several numbers, the sequence is known and is none of the
+        memory, or the memory was donated.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
@@ -53,7 +56,8 @@ def slide(
     """
     table, buffers = split(memory)
     _check_cells(table.facts, "a state cannot forget what it has seen")
-    bounds = integers(keep, "keep", low=0), integers(drop, "drop", low=1)
+    check_there(memory)
+    bounds = _one(keep, "keep", low=0), _one(drop, "drop", low=1)
     table, plan, ok = _slid(table, sequence(table, seq), *bounds)
     return apply(join(table, buffers), plan, donate=donate), ok
 
@@ -63,8 +67,8 @@ def extend(
 ) -> tuple[Memory, jax.Array, jax.Array]:
     """Let `group` neighbours share a position, so that a text is longer than positions reach.
 
-    Each `width` tokens come to stand on `width // group` positions, as soon as so many have come
-    that are not grouped yet, and all that follow move up. Attention between far tokens then knows
+    Every `width` ungrouped tokens are moved onto `width // group` positions; the tokens after them
+    move up. Attention between far tokens then knows
     their distance roughly, and between near ones exactly.
 
     Args:
@@ -88,7 +92,8 @@ def extend(
 
     Raises:
       ValueError: when the memory has recurrent states, `group` or `width` is below 1, `width` is no
-        multiple of `group`, or the sequence is known and is none of the memory.
+        multiple of `group`, `done` is several numbers, the sequence is known and is none of the
+        memory, or the memory was donated.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, rope=make_rope(2))
@@ -107,9 +112,17 @@ def extend(
     group, width = count(group, "group"), count(width, "width")
     if width % group:
         raise ValueError(f"wanted a width that is a multiple of group={group}, got {width}")
-    args = integers(done, "done"), jnp.int32(group), jnp.int32(width)
+    check_there(memory)
+    args = _one(done, "done"), jnp.int32(group), jnp.int32(width)
     table, plan, now, ok = _extended(table, sequence(table, seq), *args)
     return apply(join(table, buffers), plan, donate=donate), now, ok
+
+
+def _one(value: Any, name: str, low: int = -END) -> Any:
+    """Return a number of tokens as `[]` int32, checked."""
+    if np.ndim(value):
+        raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(value)}")
+    return integers(value, name, low=low)
 
 
 def _check_cells(facts: Facts, why: str) -> None:
@@ -142,7 +155,8 @@ def _extended(
 
     def one_more(carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
         table, done, there = carry
-        # Moved to where the tokens stood at first, so that each group begins at a multiple.
+        # Moved back to their original positions first, so that groups start at multiples of
+        # `group`.
         lift = done * (group - 1)
         first, last = done + lift, done + lift + width
         table = table.add(seq, done, end, lift)
@@ -160,7 +174,8 @@ def _extended(
 def _owns_alone(table: Any, seq: jax.Array, start: jax.Array) -> jax.Array:
     """Return whether a sequence shares none of its cells from a position on; `[]` bool.
 
-    As many come free when it lets go of them, whether the other sequences are there or not.
+    Compares the cells freed by removing the range with those freed when no other sequence exists:
+    they differ if a cell is shared.
     """
 
     def freed(table: Any) -> jax.Array:
@@ -173,6 +188,7 @@ def _owns_alone(table: Any, seq: jax.Array, start: jax.Array) -> jax.Array:
 def _if(ok: jax.Array, new: Any, old: Any) -> tuple[Any, Commitment]:
     """Return one of two tables, and what its keys are owed; nothing if it is the old one."""
     table = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, old)
-    # The plan of an empty table rotates nothing, and does nothing where keys are owed something.
+    # Refused: plan the update of an empty table, so that keys already owed a rotation stay as they
+    # are.
     plan = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, new.clear()).update()
     return table, plan

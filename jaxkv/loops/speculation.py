@@ -13,19 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv.loops.acceptance import verify
+from jaxkv.loops.donation import given
 from jaxkv.loops.drafts import Draft, Guess, check_rollback
+from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.programs import given, program_of
-from jaxkv.loops.sampling import Sampler, draw, draw_key
-from jaxkv.loops.state import (
-    DecodeState,
-    check_sampler,
-    checked,
-    chosen,
-    ends,
-    logprob_of,
-    stops,
-)
+from jaxkv.loops.picking import stops
+from jaxkv.loops.programs import program_of
+from jaxkv.loops.state import DecodeState, check_sampler, checked, ends
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_concrete
 from jaxkv.planning.step import plan_next
@@ -39,7 +34,7 @@ class Speculated(NamedTuple):
     logprobs: `[T, n]` float32, see `Picked`.
     turns: `[T]` int32, the steps of the model that a text took part in.
     tried: `[T]` int32, the tokens that were guessed.
-    accepted: `[T]` int32, those of them that held.
+    accepted: `[T]` int32, those of them that held, one that ended the text included.
     """
 
     tokens: jax.Array
@@ -49,12 +44,41 @@ class Speculated(NamedTuple):
     accepted: jax.Array
 
 
-class Turn(NamedTuple):
+class _Setup(NamedTuple):
+    """What stays the same over a whole loop; see `speculate`."""
+
+    forward: Forward
+    sampler: Sampler
+    weights: Any
+    stop: jax.Array
+
+
+class _Progress(NamedTuple):
+    """How far a loop has come.
+
+    memory: of the model.
+    state: how far the texts have come.
+    draft: what guesses.
+    made: what was picked.
+    at: `[T]` int32, the position of each text's last token, which is in no memory yet.
+    drafting: `[T]` bool, the texts that guesses are still made for.
+    """
+
+    memory: Memory
+    state: DecodeState
+    draft: Draft
+    made: Speculated
+    at: jax.Array
+    drafting: jax.Array
+
+
+class _Turn(NamedTuple):
     """What came of one step, for T texts.
 
     tokens: `[T, n + 1]` int32, the tokens that were picked, as far as `picked` says.
     logprobs: `[T, n + 1]` float32.
     picked: `[T]` int32, how many.
+    accepted: `[T]` int32, how many of them had been guessed.
     state: how far the texts have come.
     drafting: `[T]` bool, the texts that guesses are still made for.
     """
@@ -62,17 +86,9 @@ class Turn(NamedTuple):
     tokens: jax.Array
     logprobs: jax.Array
     picked: jax.Array
+    accepted: jax.Array
     state: DecodeState
     drafting: jax.Array
-
-
-class Speculation(NamedTuple):
-    """What stays the same over a whole loop; see `speculate`."""
-
-    forward: Forward
-    sampler: Sampler
-    weights: Any
-    stop: jax.Array
 
 
 def speculate(
@@ -110,7 +126,8 @@ def speculate(
       picked. Tokens that were guessed wrong are in no memory.
 
     Raises:
-      ValueError: as `decode` does, and when the memory keeps too few states to take back a guess.
+      ValueError: as `decode` does; when the memory keeps too few states to take back a guess; or
+        when the memory of a draft was donated, or has another number of sequences.
       TypeError: when it is given something else than a draft, a sampler or a state.
 
     Examples:
@@ -142,10 +159,11 @@ def speculate(
     texts = state.token.shape[0]
     if draft.texts != texts:
         raise ValueError(f"wanted a draft of {texts} texts, got one of {draft.texts}")
+    draft.check(memory)
     stop = stops(stop, texts)
     fixed = sampler, weights, stop
     if not is_concrete(draft, memory, state, fixed):
-        return _speculate(Speculation(forward, *fixed), draft, memory, state, steps)
+        return _speculate(_Setup(forward, *fixed), draft, memory, state, steps)
     table, buffers = given(memory, donate)
     loop = program_of(_speculating, forward)
     table, buffers, now, draft, made = loop(fixed, draft, table, buffers, state, steps=steps)
@@ -158,45 +176,49 @@ def _speculating(forward: Callable[[], Forward]) -> Any:
     def loop(
         fixed: tuple, draft: Draft, table: Any, buffers: Any, state: DecodeState, *, steps: int
     ) -> tuple:
-        told = Speculation(forward(), *fixed)
-        memory, *rest = _speculate(told, draft, join(table, buffers), state, steps)
+        setup = _Setup(forward(), *fixed)
+        memory, *rest = _speculate(setup, draft, join(table, buffers), state, steps)
         return *split(memory), *rest
 
     return loop
 
 
 def _speculate(
-    told: Speculation, draft: Draft, memory: Memory, state: DecodeState, steps: int
+    setup: _Setup, draft: Draft, memory: Memory, state: DecodeState, steps: int
 ) -> tuple[Memory, DecodeState, Draft, Speculated]:
     """Do what `speculate` says, as a part of the program that is being traced."""
     texts, tries = state.token.shape[0], draft.tries
 
-    def goes_on(carry: tuple) -> jax.Array:
-        _, state, _, made, _, _ = carry
-        return jnp.any(state.active & (_made(made) < steps))
+    def goes_on(now: _Progress) -> jax.Array:
+        return jnp.any(now.state.active & (_made(now.made) < steps))
 
-    def body(carry: tuple) -> tuple:
-        memory, state, draft, made, at, drafting = carry
-        done = _made(made)
-        goes = state.active & (done < steps)
-        draft, guess = draft.guess(told.sampler, state, goes & drafting, at)
+    def body(now: _Progress) -> _Progress:
+        made, done = now.made, _made(now.made)
+        active = now.state.active & (done < steps)
+        wanted = active & now.drafting
+        draft, guess = now.draft.guess(setup.sampler, now.state, wanted, now.at)
         # One token more than is guessed may be picked.
-        room = jnp.minimum(steps - done, state.left) - 1
-        there = guess.there & (goes & drafting)[:, None]
-        there &= jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None]
-        guess = guess._replace(there=there)
-        memory, turn = _take_turn(told, guess, memory, state, goes, at, drafting)
-        fed = jnp.concatenate([state.token[:, None], guess.tokens], axis=1)
-        draft = draft.follow(state.sequence, at, fed, turn.picked)
-        tried = jnp.where(turn.picked > 0, jnp.sum(there, axis=1, dtype=jnp.int32), 0)
-        made = Speculated(
-            tokens=_appended(made.tokens, done, turn.tokens, turn.picked),
-            logprobs=_appended(made.logprobs, done, turn.logprobs, turn.picked),
-            turns=made.turns + goes,
-            tried=made.tried + tried,
-            accepted=made.accepted + jnp.maximum(turn.picked - 1, 0),
+        room = jnp.minimum(steps - done, now.state.left) - 1
+        valid = guess.valid & wanted[:, None]
+        valid &= jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None]
+        guess = guess._replace(valid=valid)
+        memory, turn = _take_turn(setup, guess, active, now)
+        fed = jnp.concatenate([now.state.token[:, None], guess.tokens], axis=1)
+        tried = jnp.where(turn.picked > 0, jnp.sum(valid, axis=1, dtype=jnp.int32), 0)
+        return _Progress(
+            memory=memory,
+            state=turn.state,
+            draft=draft.follow(now.state.sequence, now.at, fed, turn.picked),
+            made=Speculated(
+                tokens=_appended(made.tokens, done, turn.tokens, turn.picked),
+                logprobs=_appended(made.logprobs, done, turn.logprobs, turn.picked),
+                turns=made.turns + active,
+                tried=made.tried + tried,
+                accepted=made.accepted + turn.accepted,
+            ),
+            at=now.at + turn.picked,
+            drafting=turn.drafting,
         )
-        return memory, turn.state, draft, made, at + turn.picked, turn.drafting
 
     none = jnp.zeros(texts, jnp.int32)
     made = Speculated(
@@ -208,9 +230,9 @@ def _speculate(
     )
     state, draft = jax.tree.map(jnp.asarray, (state, draft))
     at = ends(split(memory)[0])[state.sequence] + 1
-    begun = memory, state, draft, made, at, jnp.ones(texts, bool)
-    memory, state, draft, made, _, _ = jax.lax.while_loop(goes_on, body, begun)
-    return memory, state, draft, made
+    begun = _Progress(memory, state, draft, made, at, jnp.ones(texts, bool))
+    now = jax.lax.while_loop(goes_on, body, begun)
+    return now.memory, now.state, now.draft, now.made
 
 
 def _made(made: Speculated) -> jax.Array:
@@ -226,79 +248,66 @@ def _appended(rows: jax.Array, start: jax.Array, new: jax.Array, picked: jax.Arr
 
 
 def _take_turn(
-    told: Speculation,
-    guess: Guess,
-    memory: Memory,
-    state: DecodeState,
-    goes: jax.Array,
-    at: jax.Array,
-    drafting: jax.Array,
-) -> tuple[Memory, Turn]:
-    """Take one step: as wide as the guess, or one token wide where there is none.
+    setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
+) -> tuple[Memory, _Turn]:
+    """Take one step for the active texts: as wide as the guess, or one token wide if there is none.
 
     Each width is a loop that runs once or not at all: a branch would copy the memory.
     """
     texts, tries = guess.tokens.shape
-    begun = Turn(
+    begun = _Turn(
         tokens=jnp.zeros((texts, tries + 1), jnp.int32),
         logprobs=jnp.zeros((texts, tries + 1), jnp.float32),
         picked=jnp.zeros(texts, jnp.int32),
-        state=state,
-        drafting=drafting,
+        accepted=jnp.zeros(texts, jnp.int32),
+        state=now.state,
+        drafting=now.drafting,
     )
-    narrow = ~jnp.any(guess.there)
+    narrow = ~jnp.any(guess.valid)
 
     def step(width: int, carry: tuple) -> tuple:
-        memory, _, _ = carry
         part = jax.tree.map(lambda x: x[:, :width], guess)
-        memory, turn = _step(told, part, memory, state, goes, at, drafting)
+        memory, turn = _step(setup, part, active, now._replace(memory=carry[0]))
         more = [(0, 0), (0, tries - width)]
         tokens, logprobs = (jnp.pad(x, more) for x in (turn.tokens, turn.logprobs))
         return memory, turn._replace(tokens=tokens, logprobs=logprobs), jnp.array(False)
 
-    carry = memory, begun, narrow
+    carry = now.memory, begun, narrow
     carry = jax.lax.while_loop(lambda carry: carry[2], partial(step, 0), carry)
     carry = *carry[:2], ~narrow
     memory, turn, _ = jax.lax.while_loop(lambda carry: carry[2], partial(step, tries), carry)
     return memory, turn
 
 
-def _step(
-    told: Speculation,
-    guess: Guess,
-    memory: Memory,
-    state: DecodeState,
-    goes: jax.Array,
-    at: jax.Array,
-    drafting: jax.Array,
-) -> tuple[Memory, Turn]:
-    """Feed the last token of each text and a guess, and keep what holds."""
-    table, _ = split(memory)
+def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tuple[Memory, _Turn]:
+    """Feed the last token of each active text and a guess, and keep what holds."""
+    table, state = split(now.memory)[0], now.state
     fed = jnp.concatenate([state.token[:, None], guess.tokens], axis=1)
-    valid = jnp.concatenate([goes[:, None], guess.there], axis=1)
+    valid = jnp.concatenate([active[:, None], guess.valid], axis=1)
     plan = plan_next(table, fed, state.sequence, valid)
-    memory, logits = take_step(told.forward, told.weights, memory, plan.ubatches[0])
+    memory, logits = take_step(setup.forward, setup.weights, now.memory, plan.ubatches[0])
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
 
-    ok = goes & plan.ok
-    tokens, logprobs, held, adjusting = _verify(told.sampler, logits, guess, state, ok, at)
-    stopped = jnp.any(tokens[:, :, None] == told.stop[:, None], axis=2) | (tokens < 0)
+    ok = active & plan.ok
+    tokens, logprobs, held, adjusting = verify(setup.sampler, logits, guess, state, ok)
+    stopped = jnp.any(tokens[:, :, None] == setup.stop[:, None], axis=2) | (tokens < 0)
     turn = jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
     ended = jnp.min(jnp.where(stopped & held, turn, fed.shape[1]), axis=1)
     held &= turn <= ended[:, None]
     picked = jnp.sum(held & (tokens >= 0), axis=1, dtype=jnp.int32)
+    as_guessed = held[:, :-1] & guess.valid & (tokens[:, :-1] == guess.tokens)
     last = jnp.take_along_axis(tokens, jnp.maximum(picked - 1, 0)[:, None], axis=1)[:, 0]
     left = state.left - picked
 
-    # What was guessed wrong is taken back. A text that is allowed no token keeps the one it fed.
-    kept = jnp.maximum(picked, 1)
-    cut = jnp.where(ok, state.sequence, table.facts.sequences)
+    # Rejected guesses are removed. A text with no allowed token keeps the token it fed.
     if fed.shape[1] > 1:
-        memory, _ = seq_rm(memory, cut, at + kept)
+        kept = now.at + jnp.maximum(picked, 1)
+        cut = jnp.where(ok, kept, 0), jnp.where(ok, -1, 0)  # from 0 to 0 is nothing
+        memory, _ = seq_rm(memory, state.sequence, *cut)
     # A refused step has changed nothing. A text that it was refused for does without guesses from
     # now on, or ends if it had none.
-    refused = goes & ~plan.ok & ~plan.fits[state.sequence]
-    guessed = jnp.any(guess.there, axis=1)
+    refused = active & ~plan.ok & ~plan.fits[state.sequence]
+    guessed = jnp.any(guess.valid, axis=1)
     dead = refused & ~guessed
     state = replace(
         state,
@@ -306,83 +315,14 @@ def _step(
         active=state.active & ~(ok & ((ended < fed.shape[1]) | (left <= 0))) & ~dead,
         left=left,
         reason=jnp.where(dead, plan.reason[state.sequence], state.reason),
+        draw=state.draw + picked,
         adjusting=adjusting,
     )
-    return memory, Turn(tokens, logprobs, picked, state, drafting & ~(refused & guessed))
-
-
-def _verify(
-    sampler: Sampler,
-    logits: jax.Array,
-    guess: Guess,
-    state: DecodeState,
-    ok: jax.Array,
-    at: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    """Pick a token at each place, as far as what was guessed before it holds.
-
-    Args:
-      sampler: what adjusts the logits.
-      logits: `[T, n + 1, V]` float32.
-      guess: of n tokens.
-      state: how far the texts have come.
-      ok: `[T]` bool, the texts that go on.
-      at: `[T]` int32, the position of the first token that was fed.
-
-    Returns:
-      The tokens, `[T, n + 1]` int32; the logarithms of their probability; which of them hold, bool;
-      and the state of the sampler after those.
-    """
-    places = logits.shape[1]
-    more = [(0, 0), (0, 1)]
-    there = jnp.pad(guess.there, more)
-    guesses = jnp.pad(guess.tokens, more)
-    drawn_from = guess.adjusted
-    if drawn_from is not None:
-        drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*more, (0, 0)]), 1, 0)
-
-    def place(carry: tuple, one: tuple) -> tuple:
-        holds, adjusting = carry
-        i, logits, guessed, there, drawn_from = one
-        adjusted = sampler.adjust(logits, adjusting)
-        position = at + 1 + i
-        if sampler.draws:
-            accepted, rest = _compared(
-                adjusted, guessed, drawn_from, draw_key(state.key, position, 1)
-            )
-            adjusted = jnp.where(there[:, None], rest, adjusted)
-            token = draw(sampler, adjusted, draw_key(state.key, position, 0))
-            token = jnp.where(there & accepted, guessed, token)
-        else:
-            token = draw(sampler, adjusted, state.key)
-        adjusting = jax.tree.map(chosen(holds), sampler.follow(adjusting, token), adjusting)
-        found = token, logprob_of(logits, token, holds), holds
-        return (holds & there & (token == guessed), adjusting), found
-
-    turns = jnp.arange(places, dtype=jnp.int32)
-    by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, there))
-    begun = ok, state.adjusting
-    (_, adjusting), found = jax.lax.scan(place, begun, (turns, *by_place, drawn_from))
-    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
-    return tokens, logprobs, holds, adjusting
-
-
-def _compared(
-    adjusted: jax.Array, guessed: jax.Array, drawn_from: jax.Array | None, keys: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return whether guesses hold, `[T]` bool, and the logits to draw from where they do not.
-
-    A guess that was drawn with probability q is accepted with min(1, p / q). What is drawn in its
-    place has the distribution max(p - q, 0), so that the token has p altogether.
-    """
-    p = jax.nn.softmax(adjusted, axis=1)
-    if drawn_from is None:
-        q = jax.nn.one_hot(guessed, p.shape[1], dtype=p.dtype)
-    else:
-        q = jax.nn.softmax(drawn_from, axis=1)
-    own = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
-    chance = jax.vmap(lambda key: jax.random.uniform(key))(keys)
-    accepted = chance * own(q)[:, 0] < own(p)[:, 0]
-    rest = jnp.maximum(p - q, 0)
-    some = jnp.any(rest > 0, axis=1, keepdims=True)  # equal but for rounding, they leave nothing
-    return accepted, jnp.where(some, jnp.log(rest), adjusted)
+    return memory, _Turn(
+        tokens=tokens,
+        logprobs=logprobs,
+        picked=picked,
+        accepted=jnp.sum(as_guessed, axis=1, dtype=jnp.int32),
+        state=state,
+        drafting=now.drafting & ~(refused & guessed),
+    )

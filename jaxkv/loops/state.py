@@ -1,15 +1,17 @@
 """How far texts have come in a generation, and how a generation begins."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.sampling import Sampler, draw, draw_key, make_sampler, newest
-from jaxkv.memory import Facts, Memory, split
+from jaxkv.loops.drawing import Sampler
+from jaxkv.loops.rows import padded
+from jaxkv.loops.sampling import make_sampler
+from jaxkv.memory import Facts, Memory, check_once, split
 from jaxkv.places import END, flags, integers, is_concrete
 from jaxkv.plan import Reason
 
@@ -19,7 +21,7 @@ from jaxkv.plan import Reason
 class DecodeState:
     """How far T texts have come, each a sequence of a memory; `start` and `begin` make it.
 
-    Where the texts stand, the memory knows.
+    Positions are not stored here: they are those of the memory.
 
     token: `[T]` int32, the token that was picked last and is not in the memory yet.
     sequence: `[T]` int32, the sequence of each text, each at most once.
@@ -27,7 +29,9 @@ class DecodeState:
     left: `[T]` int32, how many more tokens of a text may be picked.
     reason: `[T]` int32, a `Reason`: why the memory refused a text's token, which ended it; FITS
       while it did not.
-    key: `[T]`, what a text draws with: its key of `jax.random`, of which each position has one.
+    key: `[T]`, the random key of each text; each draw folds a number of its own into it.
+    draw: `[T]` int32, the number of the next draw. It begins as the position of the token that is
+      drawn, and counts tokens from then on, so that no draw repeats where positions come again.
     adjusting: the state of the sampler.
     """
 
@@ -37,19 +41,8 @@ class DecodeState:
     left: jax.Array  # [T]
     reason: jax.Array  # [T]
     key: jax.Array  # [T]
+    draw: jax.Array  # [T]
     adjusting: Any
-
-
-class Picked(NamedTuple):
-    """The tokens that were picked in n steps.
-
-    tokens: `[T, n]` int32, -1 where a text had ended.
-    logprobs: `[T, n]` float32, the logarithms of their probabilities by the model alone, before a
-      sampler adjusted anything; 0 where a text had ended, so that their sum is that of the text.
-    """
-
-    tokens: jax.Array
-    logprobs: jax.Array
 
 
 def start(
@@ -73,7 +66,7 @@ def start(
         taken.
       seed: `[]` or `[T]` int, of all draws. One for all is folded with the sequence, so that equal
         prompts go on differently; one for each text is all that its draws depend on, beside the
-        position.
+        position where it starts.
       prompts: `[T, n]` int32, or a list of lists: the tokens of each text so far, which the
         penalties of a sampler count. -1 pads an array, in front.
 
@@ -81,9 +74,10 @@ def start(
       The state for `decode` and the other loops.
 
     Raises:
-      ValueError: when shapes differ, a sequence is known and comes twice or is none, or there are
-        not as many prompts as texts.
-      TypeError: when tokens, sequences, limits or seeds are no integers.
+      ValueError: when shapes differ, a token or a limit is known and below 0, a sequence is known
+        and comes twice or is none, there are not as many prompts as texts, or the sampler has
+        numbers for another number of texts.
+      TypeError: when tokens, sequences, limits or seeds are no integers, or the sampler is none.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
@@ -91,138 +85,29 @@ def start(
       >>> state.sequence.tolist(), state.left.tolist()
       ([0, 1], [1, 9])
     """
-    facts = split(memory)[0].facts
-    tokens = integers(tokens, "tokens")
+    table, _ = split(memory)
+    tokens = integers(tokens, "tokens", low=0)
     if np.ndim(tokens) != 1:
         raise ValueError(f"wanted tokens [T], got the shape {np.shape(tokens)}")
     count = tokens.shape[0]
-    ids = np.arange(count, dtype=np.int32) if sequences is None else sequences
-    key = _keys(seed, facts.sequence_ids(ids), count)
+    ids = table.facts.sequence_ids(np.arange(count) if sequences is None else sequences)
+    if np.shape(ids) != (count,):
+        raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
+    sampler = make_sampler() if sampler is None else a_sampler(sampler)
     left = _each(END if limit is None else limit, count, "limit")
+    key, draw = _draws(table, _seed(seed, count), ids)
     state = DecodeState(
         token=tokens,
-        sequence=jnp.asarray(ids),
+        sequence=ids,
         active=left > 0,
         left=left,
         reason=jnp.full(count, Reason.FITS, jnp.int32),
         key=key,
-        adjusting=(sampler or make_sampler()).start(_of_all(prompts, count)),
+        draw=draw,
+        adjusting=sampler.start(_of_all(prompts, count)),
     )
-    state = checked(facts, state)
+    state = checked(table.facts, state)
     return jax.tree.map(jnp.asarray, state)
-
-
-def begin(
-    sampler: Sampler,
-    memory: Memory,
-    logits: jax.Array,
-    stop: Any = (),
-    sequences: Any = None,
-    *,
-    limit: Any = None,
-    seed: Any = 0,
-    prompts: Sequence[Any] | None = None,
-) -> tuple[DecodeState, Picked]:
-    """Pick the first token of each text from the logits of its prompt.
-
-    Args:
-      sampler: what adjusts logits, see `jaxkv.loops.sampling`.
-      memory: the memory after the prompts.
-      logits: `[T, V]`, those of the last token of each prompt.
-      stop: the tokens that end a text, see `decode`.
-      sequences: `[T]` int32, where each text stands; by default 0, 1, 2 and so on.
-      limit: `[]` or `[T]` int32, how many tokens of each may be picked, this one included.
-      seed: see `start`.
-      prompts: see `start`.
-
-    Returns:
-      The state for `decode`, and the first tokens, `[T, 1]`.
-
-    Raises:
-      ValueError: as `start` does, or when the logits are no `[T, V]`.
-
-    Examples:
-      Two texts of one prompt, the second one a fork; 3 ends a text:
-
-      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> logits = jnp.array([[0.0, 2.0, 1.0, 1.5]])
-      >>> sampler = loops.sampling.make_sampler(temperature=1.0)
-      >>> state, first = loops.begin(sampler, memory, jnp.repeat(logits, 2, axis=0), [3], seed=5)
-      >>> first.tokens.tolist(), state.active.tolist()
-      ([[3], [0]], [False, True])
-    """
-    if np.ndim(logits) != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(
-            f"wanted logits [T, V] of floats, got {logits.dtype} {list(np.shape(logits))}"
-        )
-    none = np.zeros(logits.shape[0], np.int32)
-    options = {"limit": limit, "sampler": sampler, "seed": seed, "prompts": prompts}
-    state = start(memory, none, sequences, **options)
-    return _begin(sampler, split(memory)[0], logits, stops(stop, len(none)), state)
-
-
-@jax.jit
-def _begin(
-    sampler: Sampler, table: Any, logits: jax.Array, stop: jax.Array, state: DecodeState
-) -> tuple[DecodeState, Picked]:
-    positions = ends(table)[state.sequence] + 1
-    state, token, logprob = advance(sampler, logits, state, stop, positions, state.left > 0)
-    return state, Picked(token[:, None], logprob[:, None])
-
-
-def advance(
-    sampler: Sampler,
-    logits: jax.Array,
-    state: DecodeState,
-    stop: jax.Array,
-    positions: jax.Array,
-    goes: jax.Array,
-) -> tuple[DecodeState, jax.Array, jax.Array]:
-    """Pick one more token for the texts that go on, and end those that it ends.
-
-    Args:
-      sampler: what adjusts the logits.
-      logits: `[T, V]`.
-      state: how far the texts have come.
-      stop: `[T or 1, n]` int32, the tokens that end a text.
-      positions: `[T]` int32, where the tokens will stand.
-      goes: `[T]` bool, the texts that one is picked for; the others stay as they are.
-
-    Returns:
-      The state, the tokens, `[T]` int32, and their logarithms of probability, `[T]` float32.
-    """
-    logits = logits.astype(jnp.float32)
-    adjusted = sampler.adjust(logits, state.adjusting)
-    token = draw(sampler, adjusted, draw_key(state.key, positions))
-    picked = goes & (token >= 0)
-    followed = sampler.follow(state.adjusting, token)
-    left = state.left - picked
-    ended = jnp.any(token[:, None] == stop, axis=1) | (left <= 0) | (token < 0)
-    state = DecodeState(
-        token=jnp.where(picked, token, state.token),
-        sequence=state.sequence,
-        active=state.active & ~(goes & ended),
-        left=left,
-        reason=state.reason,
-        key=state.key,
-        adjusting=jax.tree.map(chosen(picked), followed, state.adjusting),
-    )
-    return state, jnp.where(picked, token, -1), logprob_of(logits, token, picked)
-
-
-def chosen(which: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function that takes the first of two arrays `[T, ...]` for some texts, `[T]`."""
-
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)
-
-    return choose
-
-
-def logprob_of(logits: jax.Array, tokens: jax.Array, picked: jax.Array) -> jax.Array:
-    """Return the logarithms of the probability of tokens, `[T]`; 0 for those not picked."""
-    own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
-    return jnp.where(picked, own - jax.nn.logsumexp(logits, axis=1), 0)
 
 
 def ends(table: Any) -> jax.Array:
@@ -230,18 +115,13 @@ def ends(table: Any) -> jax.Array:
     return table.inspect(jnp.ones(table.facts.sequences, bool)).last
 
 
-def stops(stop: Any, count: int) -> Any:
-    """Return the tokens that end each of T texts, `[T or 1, n]` int32.
-
-    Raises:
-      ValueError: when they are neither `[n]` nor `[T, n]`.
-    """
-    stop = integers(stop, "stop")
-    if np.ndim(stop) == 1:
-        return stop[None]
-    if np.ndim(stop) != 2 or stop.shape[0] not in (1, count):
-        raise ValueError(f"wanted stop tokens [n] or [{count}, n], got {np.shape(stop)}")
-    return stop
+def a_sampler(sampler: Any) -> Sampler:
+    """Return a sampler, or raise a TypeError when it is none."""
+    if not isinstance(sampler, Sampler):
+        raise TypeError(
+            f"wanted a sampler, such as loops.sampling.make_sampler(), got {type(sampler)}"
+        )
+    return sampler
 
 
 def check_sampler(sampler: Any, state: DecodeState) -> None:
@@ -249,13 +129,10 @@ def check_sampler(sampler: Any, state: DecodeState) -> None:
 
     Raises:
       TypeError: when it is no sampler.
-      ValueError: when the state was started with another kind of sampler.
+      ValueError: when the state was started with another kind of sampler, or it has numbers for
+        another number of texts.
     """
-    if not isinstance(sampler, Sampler):
-        raise TypeError(
-            f"wanted a sampler, such as loops.sampling.make_sampler(), got {type(sampler)}"
-        )
-    fresh = sampler.start(np.zeros((state.token.shape[0], 0), np.int32))
+    fresh = a_sampler(sampler).start(np.zeros((state.token.shape[0], 0), np.int32))
     wanted, got = (
         jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), one)
         for one in (fresh, state.adjusting)
@@ -268,7 +145,7 @@ def check_sampler(sampler: Any, state: DecodeState) -> None:
 
 
 def checked(facts: Facts, state: DecodeState) -> DecodeState:
-    """Make arrays of what a state holds, and refuse what cannot be."""
+    """Return the state with its fields as arrays; raise if a field is invalid."""
     if not isinstance(state, DecodeState):
         raise TypeError(f"wanted a state, jaxkv.loops.start makes it, got {type(state)}")
     state = DecodeState(
@@ -278,6 +155,7 @@ def checked(facts: Facts, state: DecodeState) -> DecodeState:
         left=integers(state.left, "left"),
         reason=integers(state.reason, "reason"),
         key=state.key,
+        draw=integers(state.draw, "draw"),
         adjusting=state.adjusting,
     )
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
@@ -286,13 +164,7 @@ def checked(facts: Facts, state: DecodeState) -> DecodeState:
             f"wanted token, sequence, active and all else of a state of one length [T], got "
             f"{', '.join(map(str, shapes))}"
         )
-    if is_concrete(state.sequence):
-        ids, counts = np.unique(np.asarray(state.sequence), return_counts=True)
-        if np.any(counts > 1):
-            raise ValueError(
-                f"sequence {ids[counts > 1][0]} comes twice: a sequence goes on in one way at a "
-                f"time; fork it with seq_cp to go on in several"
-            )
+    check_once(state.sequence)
     return state
 
 
@@ -307,47 +179,33 @@ def _of_all(prompts: Sequence[Any] | None, count: int) -> Any:
 
 def _each(value: Any, count: int, name: str) -> Any:
     """Return a number for each text, from one for all or one each."""
-    value = integers(value, name)
+    value = integers(value, name, low=0)
     if np.shape(value) not in ((), (count,)):
         raise ValueError(f"wanted {name} [] or [{count}], got {np.shape(value)}")
     xp = np if is_concrete(value) else jnp
     return xp.broadcast_to(value, (count,))
 
 
-def _keys(seed: Any, ids: Any, count: int) -> jax.Array:
-    """Return the key of each text, of a seed for all or for each."""
+def _seed(seed: Any, count: int) -> Any:
+    """Return a seed for all texts or one for each, checked."""
     if np.shape(seed) not in ((), (count,)):
         raise ValueError(f"wanted a seed [] or [{count}], got {np.shape(seed)}")
-    if is_concrete(seed):
-        array = np.asarray(seed)
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"wanted integers for seed, got {array.dtype}")
-        wrong = array[(array < 0) | (array >= 2**32)]
-        if wrong.size:
-            raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {wrong[0]}")
-        seed = array.astype(np.uint32)
-    return _made_keys(seed, ids)
+    if not is_concrete(seed):
+        return seed
+    array = np.asarray(seed)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"wanted integers for seed, got {array.dtype}")
+    wrong = array[(array < 0) | (array >= 2**32)]
+    if wrong.size:
+        raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {wrong[0]}")
+    return array.astype(np.uint32)
 
 
 @jax.jit
-def _made_keys(seed: jax.Array, ids: jax.Array) -> jax.Array:
+def _draws(table: Any, seed: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the key of each text, and the position of the token that is picked next."""
     if jnp.ndim(seed):
-        return jax.vmap(jax.random.key)(seed)
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), ids)
-
-
-def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
-    """Return the tokens of texts as rows of one length, `[T, n]` int32, -1 in front of them.
-
-    Args:
-      prompts: `[T, n]`, or a list of lists.
-      most: n, whatever the prompts have; by default the longest has all of its tokens.
-    """
-    if getattr(prompts, "ndim", 0) == 2:
-        rows = integers(prompts, "prompts")
+        keys = jax.vmap(jax.random.key)(seed)
     else:
-        lists = [integers(prompt, "prompts").reshape(-1) for prompt in prompts]
-        longest = max((len(one) for one in lists), default=0)
-        lists = [np.pad(one, (longest - len(one), 0), constant_values=-1) for one in lists]
-        rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)
-    return rows if most is None else newest(rows, most)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), ids)
+    return keys, ends(table)[ids] + 2

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 
-def best_of(logits: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+def keep_best(logits: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
     """Return which logits are among the best that weigh enough together.
 
     Args:
@@ -20,7 +20,7 @@ def best_of(logits: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Arr
       `[T, V]` bool. Equal logits are kept together.
 
     >>> logits = jnp.array([[0.5, -1.0, 2.0, 0.5]])
-    >>> best_of(logits, jnp.ones((1, 4)), jnp.array([2.0])).tolist()
+    >>> keep_best(logits, jnp.ones((1, 4)), jnp.array([2.0])).tolist()
     [[True, False, True, True]]
     """
     rank = _rising(logits)

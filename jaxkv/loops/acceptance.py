@@ -1,0 +1,87 @@
+"""Which guesses hold, and what is picked where they do not: of logits alone, without a memory."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.loops.drafts import Guess
+from jaxkv.loops.drawing import Sampler, draw, draw_key
+from jaxkv.loops.picking import logprob_of
+from jaxkv.loops.rows import chosen
+from jaxkv.loops.state import DecodeState
+
+
+def verify(
+    sampler: Sampler,
+    logits: jax.Array,
+    guess: Guess,
+    state: DecodeState,
+    ok: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    """Pick a token at each place, as far as what was guessed before it holds.
+
+    Args:
+      sampler: what adjusts the logits.
+      logits: `[T, n + 1, V]` float32.
+      guess: of n tokens.
+      state: how far the texts have come.
+      ok: `[T]` bool, the texts that go on.
+
+    Returns:
+      The tokens, `[T, n + 1]` int32; the logarithms of their probability; which of them hold, bool;
+      and the state of the sampler after those.
+    """
+    places = logits.shape[1]
+    more = [(0, 0), (0, 1)]
+    valid = jnp.pad(guess.valid, more)
+    guesses = jnp.pad(guess.tokens, more)
+    drawn_from = guess.adjusted
+    if drawn_from is not None:
+        drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*more, (0, 0)]), 1, 0)
+
+    def place(carry: tuple, one: tuple) -> tuple:
+        holds, adjusting = carry
+        i, logits, guessed, valid, drawn_from = one
+        adjusted = sampler.adjust(logits, adjusting)
+        if sampler.draws:
+            number = state.draw + i
+            keys = draw_key(state.key, number, 1)
+            accepted, rest = _compared(adjusted, guessed, drawn_from, keys)
+            adjusted = jnp.where(valid[:, None], rest, adjusted)
+            token = draw(sampler, adjusted, draw_key(state.key, number, 0))
+            token = jnp.where(valid & accepted, guessed, token)
+        else:
+            token = draw(sampler, adjusted, state.key)
+        adjusting = jax.tree.map(chosen(holds), sampler.follow(adjusting, token), adjusting)
+        found = token, logprob_of(logits, token, holds), holds
+        return (holds & valid & (token == guessed), adjusting), found
+
+    turns = jnp.arange(places, dtype=jnp.int32)
+    by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, valid))
+    begun = ok, state.adjusting
+    (_, adjusting), found = jax.lax.scan(place, begun, (turns, *by_place, drawn_from))
+    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
+    return tokens, logprobs, holds, adjusting
+
+
+def _compared(
+    adjusted: jax.Array, guessed: jax.Array, drawn_from: jax.Array | None, keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return whether guesses hold, `[T]` bool, and the logits to draw from where they do not.
+
+    A guess that was drawn with probability q is accepted with min(1, p / q). What is drawn in its
+    place has the distribution max(p - q, 0), so that the token has p altogether.
+    """
+    p = jax.nn.softmax(adjusted, axis=1)
+    if drawn_from is None:
+        q = jax.nn.one_hot(guessed, p.shape[1], dtype=p.dtype)
+    else:
+        q = jax.nn.softmax(drawn_from, axis=1)
+    own = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
+    chance = jax.vmap(lambda key: jax.random.uniform(key))(keys)
+    accepted = chance * own(q)[:, 0] < own(p)[:, 0]
+    rest = jnp.maximum(p - q, 0)
+    some = jnp.any(rest > 0, axis=1, keepdims=True)  # equal but for rounding, they leave nothing
+    return accepted, jnp.where(some, jnp.log(rest), adjusted)

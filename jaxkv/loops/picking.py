@@ -1,0 +1,143 @@
+"""Picking tokens: the first of each text, and one more in a loop."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.loops.drawing import Sampler, draw, draw_key
+from jaxkv.loops.rows import chosen
+from jaxkv.loops.state import DecodeState, a_sampler, start
+from jaxkv.memory import Memory
+from jaxkv.places import integers
+
+
+class Picked(NamedTuple):
+    """The tokens that were picked in n steps.
+
+    tokens: `[T, n]` int32, -1 where a text had ended.
+    logprobs: `[T, n]` float32, the logarithms of their probabilities by the model alone, before a
+      sampler adjusted anything; 0 where a text had ended, so that their sum is that of the text.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+
+
+def begin(
+    sampler: Sampler,
+    memory: Memory,
+    logits: jax.Array,
+    stop: Any = (),
+    sequences: Any = None,
+    *,
+    limit: Any = None,
+    seed: Any = 0,
+    prompts: Sequence[Any] | None = None,
+) -> tuple[DecodeState, Picked]:
+    """Pick the first token of each text from the logits of its prompt.
+
+    Args:
+      sampler: what adjusts logits, see `jaxkv.loops.sampling`.
+      memory: the memory after the prompts.
+      logits: `[T, V]`, those of the last token of each prompt.
+      stop: the tokens that end a text, see `decode`.
+      sequences: `[T]` int32, where each text stands; by default 0, 1, 2 and so on.
+      limit: `[]` or `[T]` int32, how many tokens of each may be picked, this one included.
+      seed: see `start`.
+      prompts: see `start`.
+
+    Returns:
+      The state for `decode`, and the first tokens, `[T, 1]`.
+
+    Raises:
+      ValueError: as `start` does, or when the logits are no `[T, V]`.
+      TypeError: as `start` does.
+
+    Examples:
+      Two texts of one prompt, the second one a fork; 3 ends a text:
+
+      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> logits = jnp.array([[0.0, 2.0, 1.0, 1.5]])
+      >>> sampler = loops.sampling.make_sampler(temperature=1.0)
+      >>> state, first = loops.begin(sampler, memory, jnp.repeat(logits, 2, axis=0), [3], seed=5)
+      >>> first.tokens.tolist(), state.active.tolist()
+      ([[3], [0]], [False, True])
+    """
+    logits = jnp.asarray(logits)
+    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"wanted logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}")
+    none = np.zeros(logits.shape[0], np.int32)
+    options = {"limit": limit, "sampler": a_sampler(sampler), "seed": seed, "prompts": prompts}
+    state = start(memory, none, sequences, **options)
+    return _begin(sampler, logits, stops(stop, len(none)), state)
+
+
+@jax.jit
+def _begin(
+    sampler: Sampler, logits: jax.Array, stop: jax.Array, state: DecodeState
+) -> tuple[DecodeState, Picked]:
+    # Where the token of a started text would stand, there stands the one that is picked here.
+    state = replace(state, draw=state.draw - 1)
+    state, token, logprob = advance(sampler, logits, state, stop, state.left > 0)
+    return state, Picked(token[:, None], logprob[:, None])
+
+
+def advance(
+    sampler: Sampler,
+    logits: jax.Array,
+    state: DecodeState,
+    stop: jax.Array,
+    active: jax.Array,
+) -> tuple[DecodeState, jax.Array, jax.Array]:
+    """Pick one more token for the texts that go on, and end those that it ends.
+
+    Args:
+      sampler: what adjusts the logits.
+      logits: `[T, V]`.
+      state: how far the texts have come.
+      stop: `[T or 1, n]` int32, the tokens that end a text.
+      active: `[T]` bool, the texts that one is picked for; the others stay as they are.
+
+    Returns:
+      The state, the tokens, `[T]` int32, and their logarithms of probability, `[T]` float32.
+    """
+    logits = logits.astype(jnp.float32)
+    adjusted = sampler.adjust(logits, state.adjusting)
+    token = draw(sampler, adjusted, draw_key(state.key, state.draw))
+    picked = active & (token >= 0)
+    followed = sampler.follow(state.adjusting, token)
+    left = state.left - picked
+    ended = jnp.any(token[:, None] == stop, axis=1) | (left <= 0) | (token < 0)
+    state = replace(
+        state,
+        token=jnp.where(picked, token, state.token),
+        active=state.active & ~(active & ended),
+        left=left,
+        draw=state.draw + picked,
+        adjusting=jax.tree.map(chosen(picked), followed, state.adjusting),
+    )
+    return state, jnp.where(picked, token, -1), logprob_of(logits, token, picked)
+
+
+def logprob_of(logits: jax.Array, tokens: jax.Array, picked: jax.Array) -> jax.Array:
+    """Return the logarithms of the probability of tokens, `[T]`; 0 for those not picked."""
+    own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(picked, own - jax.nn.logsumexp(logits, axis=1), 0)
+
+
+def stops(stop: Any, count: int) -> Any:
+    """Return the tokens that end each of T texts, `[T or 1, n]` int32.
+
+    Raises:
+      ValueError: when they are neither `[n]` nor `[T, n]`.
+    """
+    stop = integers(stop, "stop")
+    if np.ndim(stop) == 1:
+        return stop[None]
+    if np.ndim(stop) != 2 or stop.shape[0] not in (1, count):
+        raise ValueError(f"wanted stop tokens [n] or [{count}, n], got {np.shape(stop)}")
+    return stop

@@ -1,0 +1,47 @@
+"""Rows of several texts: tokens at their ends, and a choice for each text."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.places import integers, is_concrete
+
+
+def newest(tokens: Any, length: int) -> Any:
+    """Return the last tokens of rows, `[T, n]` to `[T, length]`; -1 in front where there are fewer.
+
+    >>> newest(np.array([[1, 2, 3]]), 2).tolist(), newest(np.array([[1]]), 2).tolist()
+    ([[2, 3]], [[-1, 1]])
+    """
+    recent = tokens[:, max(tokens.shape[1] - length, 0) :]
+    xp = np if is_concrete(recent) else jnp
+    return xp.pad(recent, [(0, 0), (length - recent.shape[1], 0)], constant_values=-1)
+
+
+def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
+    """Return the tokens of texts as rows of one length, `[T, n]` int32, -1 in front of them.
+
+    Args:
+      prompts: `[T, n]`, or a list of lists.
+      most: n; by default the length of the longest prompt.
+    """
+    if getattr(prompts, "ndim", 0) == 2:
+        rows = integers(prompts, "prompts")
+    else:
+        lists = [integers(prompt, "prompts").reshape(-1) for prompt in prompts]
+        longest = max((len(one) for one in lists), default=0)
+        lists = [np.pad(one, (longest - len(one), 0), constant_values=-1) for one in lists]
+        rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)
+    return rows if most is None else newest(rows, most)
+
+
+def chosen(which: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return a function that takes the first of two arrays `[T, ...]` for some texts, `[T]`."""
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)
+
+    return choose
