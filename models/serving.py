@@ -9,6 +9,9 @@ from models.model import Model
 from models.room import Streams, cells_for, make_with_room
 from models.texts import Finish, Text
 
+CHUNK = 128
+"""The most tokens of prompts that are computed at once, where the caller does not say."""
+
 FINISH: dict[batching.Finish, Finish] = {
     batching.Finish.STOP: "stop",
     batching.Finish.LENGTH: "length",
@@ -68,7 +71,7 @@ class Serving:
         enough = cells_for(longest, max_tokens, streams)
         if ubatch_size is None:
             tokens = sum(map(len, longest))
-            ubatch_size = min(1 << (tokens - 1).bit_length(), batching.CHUNK)
+            ubatch_size = min(1 << (tokens - 1).bit_length(), CHUNK)
         cells, pools = cells or enough, self.sequences if streams == "split" else 1
         memory = make_with_room(
             model.make_memory,
