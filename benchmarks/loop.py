@@ -17,10 +17,7 @@ from benchmarks import machine, turns
 from jaxkv import loops
 
 
-def pick(logits: jax.Array, sequences: jax.Array, positions: jax.Array) -> jax.Array:
-    """Choose the likeliest token."""
-    del sequences, positions
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+BEST = loops.sampling.make_sampler()
 
 
 class Side:
@@ -54,25 +51,19 @@ class Side:
         """`steps` tokens a dispatch."""
 
         def run() -> np.ndarray:
-            state = loops.DecodeState(
-                token=self.first,
-                sequence=jnp.arange(self.batch),
-                active=jnp.ones(self.batch, bool),
-                full=jnp.array(False),
-            )
             memory, chosen = jaxkv.join(self.table, self.buffers), []
+            state = loops.start(memory, self.first)
             for _ in range(self.tokens // steps):
-                memory, state, tokens = jaxkv.decode(
+                memory, state, picked = jaxkv.decode(
                     self.model.forward,
-                    pick,
+                    BEST,
                     self.model.weights,
                     memory,
                     state,
-                    [],
                     steps=steps,
                     donate=True,
                 )
-                chosen.append(np.asarray(tokens))
+                chosen.append(np.asarray(picked.tokens))
             self.buffers = jaxkv.split(memory)[1]
             return np.concatenate(chosen, 1)
 

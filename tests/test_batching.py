@@ -360,6 +360,21 @@ def test_penalties_where_they_are_asked_for():
         assert result.tokens.tolist() == tokens.tolist()
 
 
+def test_options_are_those_of_when_a_request_came():
+    """The caller may go on with its dict, and its arrays."""
+    engine = Engine(forward, None, POOL.make(), chunk=8)
+    options, prompt = {}, np.array([1, 2, 3])
+    for temperature in (0.0, 3.0):
+        options["temperature"] = temperature
+        engine.submit(Request(prompt=prompt, limit=6, seed=5, sampling=options))
+    options["temperature"], prompt[:] = -1.0, 0
+    made = sorted(engine.results(), key=lambda result: result.id)
+    for result, temperature in zip(made, (0.0, 3.0), strict=True):
+        assert result.request.sampling == {"temperature": temperature}
+        one = Request(prompt=[1, 2, 3], limit=6, seed=5, sampling={"temperature": temperature})
+        np.testing.assert_array_equal(result.tokens, alone(one, stop=())[0])
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -371,8 +386,8 @@ def test_penalties_where_they_are_asked_for():
         (dict(limit=1.5), "an integer for limit, got 1.5"),
         (dict(seed=-1), "seed of at least 0, got -1"),
         (dict(seed=2**32), "a seed from 0 to 4294967295, got 4294967296"),
-        (dict(stop=[1] * 5), r"at most 4 stop tokens .* got the shape \(5,\).*most_stops="),
-        (dict(stop=3), r"got the shape \(\)"),
+        (dict(stop=[1] * 5), r"at most 4 stop tokens .* got 5: .*most_stops="),
+        (dict(stop=3), r"wanted a list of stop tokens \[n\], got 3"),
         (dict(sampling=None), "wanted sampling options by name, got None"),
         (dict(sampling=dict(heat=1.0)), "sampling options of min_p.*, got 'heat': .* allow="),
         (dict(sampling=dict(repeat_penalty=2.0)), "got 'repeat_penalty'"),

@@ -195,6 +195,22 @@ def test_a_search_ends_once_nothing_better_can_come(penalty, reason):
     assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [len(PROMPT) - 1] * WIDTH
 
 
+def test_what_a_window_let_go_of_is_not_held():
+    """An ended text is cut back to what it shares with the last step; its window went further."""
+    kind = Kind("window", cells=4, sequences=2, split=True, windows=(jaxkv.window.sliding(3),))
+    gone = 0
+    for stop in range(VOCABULARY):
+        memory, logits = prompted(kind)
+        after, beams = search(memory, logits, width=2, steps=7, stop=[stop], penalty=0.0)
+        for seq, held in enumerate(beams.held.tolist()):
+            last = jaxkv.seq_pos_max(after, seq).item()
+            assert last == (len(PROMPT) + held - 1 if held >= 0 else -1)
+            assert held < 0 or jaxkv.can_resume(after, seq, last + 1)
+            gone += held < 0
+        assert jaxkv.init_batch(after, make_batch([[1], [1]])).ok  # both go on, or begin anew
+    assert gone
+
+
 def test_fewer_texts_than_beams():
     """Only 6 and 9 may be said, and after 9 nothing at all; there is room for 6 6 6 6, and a 9."""
     memory, logits = crowded(5)
@@ -294,10 +310,11 @@ def test_the_memory_that_is_passed_in_stays_unless_it_is_donated(kind):
     [
         (dict(logits=np.zeros((2, 8), np.float32)), r"wanted logits \[V\] or \[1, V\].*\[2, 8\]"),
         (dict(logits=np.zeros(8, np.int32)), "wanted logits of floats, got int32"),
-        (dict(penalty=[1, 2]), r"wanted one number for penalty, got the shape \(2,\)"),
+        (dict(penalty=[1, 2]), r"wanted one finite number for penalty, got \[1, 2\]"),
+        (dict(penalty=np.nan), "wanted one finite number for penalty, got nan"),
         (dict(width=0), "wanted width of at least 1, got 0"),
         (dict(steps=0), "wanted steps of at least 1, got 0"),
-        (dict(width=6), "wanted sequence ids from 0 to 4, got 5"),
+        (dict(width=6), "wanted a width of at most 5, a sequence for each beam, got 6"),
         (dict(sequences=[0, 1]), r"wanted sequences \[3\], one for each beam, got \(2,\)"),
         (dict(sequences=[0, 1, 1]), r"wanted each sequence at most once, got \[0, 1, 1\]"),
         (dict(stop=[[1]]), r"wanted stop tokens \[n\], got the shape \(1, 1\)"),

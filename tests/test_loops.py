@@ -143,12 +143,51 @@ class Counting(loops.sampling.Sampler):
         return state + 1
 
 
+def test_the_token_that_a_text_starts_with_counts():
+    """So that `begin` and `start` go on alike, whoever picked the first token."""
+    memory = filled(2, 1)
+    rising = dict(allowed=lambda n: jnp.arange(VOCABULARY) > n, advance=lambda n, token: token)
+    for sampler in (
+        loops.sampling.constrained(BEST, first=-1, **rising),
+        loops.sampling.make_sampler(presence_penalty=9.0, frequency_penalty=2.0),
+    ):
+        memory, logits = jaxkv.prefill(forward, None, filled(2, 1), make_batch([[3], [4]]))
+        state, first = loops.begin(sampler, memory, logits, prompts=[[3], [4]])
+        again = loops.start(memory, first.tokens[:, 0], sampler=sampler, prompts=[[3], [4]])
+        wanted, got = (
+            jaxkv.decode(forward, sampler, None, memory, one, steps=5)[2].tokens
+            for one in (state, again)
+        )
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_text_begins_where_its_prompt_is():
+    """An empty prompt has no logits, and those of the next one are not its own."""
+    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=3)
+    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([[], [1, 2]])))
+    logits = jnp.zeros((1, VOCABULARY))
+    with pytest.raises(ValueError, match="nothing in sequence 0: pass sequences="):
+        loops.begin(BEST, memory, logits)
+    state, _ = loops.begin(BEST, memory, logits, sequences=[1])
+    assert state.active.all()
+    state, _ = loops.begin(BEST, memory, jnp.zeros((2, 5)), sequences=[0, 1], limit=[0, 1])
+    assert not state.active.any()  # nothing is asked of the empty one
+    with pytest.raises(ValueError, match=r"at most 3 texts, .* got 8 rows: .* logits\[:T\]"):
+        loops.begin(BEST, memory, jnp.zeros((8, 5)))
+
+
+def test_stop_tokens_may_be_a_set():
+    memory = filled(1)
+    state, first = loops.begin(BEST, memory, jnp.eye(5)[3:4], stop=frozenset([2, 3]))
+    assert first.tokens.tolist() == [[3]] and not state.active.any()
+
+
 def test_each_text_ends_by_itself():
     """By its limit, by its own stop token, or not at all."""
     memory = filled(1, 1, 1)
     state = loops.start(memory, [9, 8, 7], [2, 0, 1], limit=[2, 9, 9], sampler=Counting())
-    stop = [[-1, -1], [3, 1], [-1, 3]]
-    for wanted in ([[0], [0], [0]], [[1, -1, -1], [1, -1, -1], [1, 2, 3]], [[-1]] * 3):
+    stop = [[-1, -1], [4, 2], [-1, 4]]
+    for wanted in ([[1], [1], [1]], [[2, -1, -1], [2, -1, -1], [2, 3, 4]], [[-1]] * 3):
         memory, state, picked = jaxkv.decode(
             forward, Counting(), None, memory, state, stop, steps=len(wanted[0])
         )

@@ -179,8 +179,14 @@ def test_where_nothing_is_allowed_nothing_is_drawn():
 
 
 def test_a_rule_of_another_shape_is_named():
-    rule = constrained(make_sampler(), first=1, allowed=lambda s: jnp.ones(3), advance=other)
-    with pytest.raises(ValueError, match=r"wanted bool \(5,\) from allowed, got float32 \(3,\)"):
+    with pytest.raises(ValueError, match=r"wanted \[V\] bool from allowed, got 'float32\[3\]'"):
+        constrained(make_sampler(), first=1, allowed=lambda s: jnp.ones(3), advance=other)
+    with pytest.raises(ValueError, match=r"of first from advance, 'int32\[\]', got 'bool\[\]'"):
+        constrained(make_sampler(), first=1, allowed=parity, advance=lambda s, token: token > 0)
+    with pytest.raises(ValueError, match="at least one array in first"):
+        constrained(make_sampler(), first=(), allowed=parity, advance=other)
+    rule = constrained(make_sampler(), first=1, allowed=lambda s: s == jnp.arange(3), advance=other)
+    with pytest.raises(ValueError, match=r"wanted bool \(5,\) from allowed, got \(3,\)"):
         rule.adjust(LOGITS[None], rule.start(np.zeros((1, 0), np.int32)))
 
 
@@ -200,14 +206,16 @@ def test_a_new_number_is_no_new_program():
     ("name", "value"),
     [
         ("temperature", -1.0),
-        ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 2.0),
         ("min_p", 1.5),
         ("repeat_penalty", 0.0),
         ("presence_penalty", float("inf")),
+        ("temperature", float("inf")),
+        ("frequency_penalty", 1e39),  # more than float32 holds
+        ("repeat_penalty", 1e39),
+        ("top_p", 1e-46),  # less than float32 holds
         ("temperature", [1.0, -1.0]),
-        ("min_p", "0.1"),
         ("top_p", float("nan")),
     ],
 )
@@ -215,6 +223,36 @@ def test_numbers_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=re.escape(f"{value}") + "$") as error:
         make_sampler(**{name: value})
     assert f"{name} must be" in str(error.value)
+
+
+def test_what_is_no_number_of_its_kind_is_refused():
+    with pytest.raises(ValueError, match="wanted top_k from 0 to 2147483647, got 4294967297"):
+        make_sampler(top_k=2**32 + 1)
+    with pytest.raises(ValueError, match="wanted top_k from 0 to 2147483647, got -1"):
+        make_sampler(top_k=-1)
+    with pytest.raises(TypeError, match="wanted integers for top_k, got float64"):
+        make_sampler(top_k=1.5)
+    with pytest.raises(TypeError, match="wanted numbers for min_p, got '0.1'"):
+        make_sampler(min_p="0.1")
+    assert make_sampler(temperature=jnp.bfloat16(0.5)).temperature == 0.5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1e38])
+def test_what_is_hidden_stays_hidden_at_any_temperature(temperature):
+    sampler = make_sampler(temperature=temperature, top_k=2)
+    left = jax.jit(lambda sampler: sampler.adjust(LOGITS[None], ()))(sampler)
+    wanted = make_sampler(temperature=1.0, top_k=2).adjust(LOGITS[None], ())
+    np.testing.assert_array_equal(left == -jnp.inf, wanted == -jnp.inf)
+    assert not np.isnan(left).any()
+
+
+@pytest.mark.parametrize("odd", [jnp.inf, jnp.nan])
+def test_a_filter_that_is_off_leaves_a_text_alone_whatever_its_logits(odd):
+    """So a text is what it is alone, beside texts with other filters, and what is odd is seen."""
+    logits = jnp.array([[0.0, odd, 2.0, 3.0, 1.0]] * 2)
+    both = make_sampler(temperature=[0, 1], top_k=[0, 2], top_p=[1, 0.9], min_p=[0, 0.1])
+    token = draw(both, both.adjust(logits, ()), keys_of(2))
+    assert token[0] == draw(make_sampler(), logits[:1], keys_of(1))[0] == 1
 
 
 @pytest.mark.parametrize("make", [make_sampler, jax.jit(lambda **numbers: make_sampler(**numbers))])
@@ -242,7 +280,7 @@ def test_a_sampler_is_made_inside_of_a_program():
             np.testing.assert_allclose(adjusted(temperature, k), wanted, rtol=1e-5)
         else:
             assert np.isfinite(adjusted(temperature, k)).tolist() == [[True] + [False] * 4]
-    with pytest.raises(ValueError, match="top_k must be an integer"):
+    with pytest.raises(TypeError, match="wanted integers for top_k, got float32"):
         adjusted(0.5, 2.0)
-    with pytest.raises(ValueError, match="temperature must be at least 0, one number"):
+    with pytest.raises(ValueError, match="temperature must be at least 0 and finite, one number"):
         adjusted(jnp.ones((2, 2)), 1)

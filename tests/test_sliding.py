@@ -110,6 +110,17 @@ def test_what_another_sequence_shares_is_not_moved():
         assert drawing(other[0]) == drawing(other[1])
 
 
+def test_what_a_window_let_go_of_is_not_seen_again():
+    kind = Kind("window", cells=8, sequences=2, split=True, windows=(jaxkv.window.sliding(5),))
+    memory = filled(16, kind=kind)
+    for keep, drop, wanted in ((2, 12, False), (0, 16, True), (2, 4, True)):
+        after, ok = loops.slide(memory, 0, keep=keep, drop=drop)
+        assert ok.item() is wanted
+        if not ok:
+            assert_identical(after, memory)
+        assert jaxkv.init_batch(after, make_batch([1])).ok
+
+
 def test_traced_numbers_that_cannot_be_change_nothing():
     slide = jax.jit(lambda memory, *args: loops.slide(memory, args[0], keep=args[1], drop=args[2]))
     memory = filled(3, 8, kind=POOL)

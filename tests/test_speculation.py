@@ -397,6 +397,7 @@ def speculated(draft):
     ("call", "message"),
     [
         (lambda: loops.lookup([[1]], ngram=0), "wanted ngram of at least 1, got 0"),
+        (lambda: loops.lookup([5, 9]), r"wanted a list of tokens for each text, got \[5, 9\]"),
         (lambda: loops.lookup([[1]], tries=0), "wanted tries of at least 1, got 0"),
         (lambda: loops.lookup([[1]], ngram=4, recent=4), "recent of more than ngram = 4 .* got 4"),
         (lambda: loops.draft_model(forward, None, filled(2), texts=0), "texts of at least 1"),

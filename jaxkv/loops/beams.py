@@ -15,6 +15,7 @@ from jaxkv.loops.beam_scores import Search, Texts, begun, best, choose, exist, g
 from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.programs import program_of
+from jaxkv.loops.rows import listed
 from jaxkv.loops.state import ends
 from jaxkv.memory import Facts, Memory, check_once, join, split
 from jaxkv.places import count, integers, is_concrete
@@ -86,7 +87,8 @@ def beam(
       The memory and the texts. Sequence i holds the prompt and the first tokens of the i-th text,
       as many as `held` says: of a text that did not end all but the last one, of one that ended
       those that it shares with a beam of the last step. To go on from a text, feed the others. A
-      state cannot go back so far where it is not kept, and then the sequence is empty.
+      state cannot go back so far where it is not kept, nor a window where it let go of what is seen
+      there, and then the sequence is empty.
 
     Raises:
       ValueError: when the logits are not those of one token; when there are not W sequences, or one
@@ -117,13 +119,13 @@ def beam(
     `sequences_scores` are ranks. llama.cpp: none; it had `llama_beam_search` once.
     """
     width, steps = count(width, "width"), count(steps, "steps")
-    logits, stop = _row(logits), integers(stop, "stop")
+    logits, stop = _row(logits), integers(listed(stop), "stop")
     if np.ndim(stop) != 1:
         raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(stop)}")
     sequences = _checked(split(memory)[0].facts, sequences, width)
+    if np.ndim(penalty) or (is_concrete(penalty) and not np.isfinite(penalty)):
+        raise ValueError(f"wanted one finite number for penalty, got {penalty}")
     penalty = jnp.asarray(penalty, jnp.float32)
-    if penalty.ndim:
-        raise ValueError(f"wanted one number for penalty, got the shape {penalty.shape}")
     args = logits, stop, sequences, penalty
     if not is_concrete(weights, memory, args):
         return _search(forward, weights, memory, *args, steps=steps)
@@ -146,6 +148,10 @@ def _row(logits: Any) -> Any:
 
 def _checked(facts: Facts, sequences: Any, width: int) -> Any:
     """Return the sequences of W beams, or raise."""
+    if width > facts.sequences:
+        raise ValueError(
+            f"wanted a width of at most {facts.sequences}, a sequence for each beam, got {width}"
+        )
     ids = np.arange(width, dtype=np.int32) if sequences is None else sequences
     ids = facts.sequence_ids(ids)
     if np.shape(ids) != (width,):
@@ -214,5 +220,8 @@ def _settled(
     held = jnp.max(shared, axis=1)
     memory = seq_select(memory, sequences[jnp.argmax(shared, axis=1)], sequences)
     memory, cut = seq_rm(memory, sequences, begins + held)
+    # A state that is not kept is not cut back to; a window may have let go of what is seen there.
+    table, _ = split(memory)
+    cut &= jax.vmap(table.can_resume)(sequences, begins + held)
     memory, _ = seq_rm(memory, sequences, 0, jnp.where(cut, 0, -1))  # from 0 to 0 is nothing
     return memory, jnp.where(cut, held, -1)

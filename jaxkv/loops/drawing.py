@@ -51,6 +51,15 @@ class Sampler:
         return state
 
 
+def a_sampler(sampler: Any) -> Sampler:
+    """Return a sampler, or raise a TypeError when it is none."""
+    if not isinstance(sampler, Sampler):
+        raise TypeError(
+            f"wanted a sampler, such as loops.sampling.make_sampler(), got {type(sampler)}"
+        )
+    return sampler
+
+
 def draw_key(key: jax.Array, numbers: jax.Array, use: int = 0) -> jax.Array:
     """Return the keys, `[T]`, of draws by their numbers: of tokens 0, acceptance 1, guesses 2."""
     keys = jax.vmap(jax.random.fold_in)(key, numbers)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.drawing import Sampler, draw, draw_key
-from jaxkv.loops.rows import chosen
-from jaxkv.loops.state import DecodeState, a_sampler, start
-from jaxkv.memory import Memory
-from jaxkv.places import integers
+from jaxkv.loops.drawing import Sampler, a_sampler, draw, draw_key
+from jaxkv.loops.rows import chosen, listed
+from jaxkv.loops.state import DecodeState, ends, resume
+from jaxkv.memory import Memory, split
+from jaxkv.places import integers, is_concrete
 
 
 class Picked(NamedTuple):
@@ -54,26 +54,52 @@ def begin(
       The state for `decode`, and the first tokens, `[T, 1]`.
 
     Raises:
-      ValueError: as `start` does, or when the logits are no `[T, V]`.
+      ValueError: as `start` does; when the logits are no `[T, V]`, or of more texts than there are
+        sequences, as those of a traced `prefill` are, whose first rows alone count; or when a known
+        memory holds nothing in the sequence of a text.
       TypeError: as `start` does.
 
     Examples:
-      Two texts of one prompt, the second one a fork; 3 ends a text:
+      Two texts of one prompt, the second one a fork; 2 ends a text:
 
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> memory = seq_cp(apply(memory, init_batch(memory, make_batch([1]))), 0, 1)
       >>> logits = jnp.array([[0.0, 2.0, 1.0, 1.5]])
       >>> sampler = loops.sampling.make_sampler(temperature=1.0)
-      >>> state, first = loops.begin(sampler, memory, jnp.repeat(logits, 2, axis=0), [3], seed=5)
+      >>> state, first = loops.begin(sampler, memory, jnp.repeat(logits, 2, axis=0), [2], seed=5)
       >>> first.tokens.tolist(), state.active.tolist()
-      ([[3], [0]], [False, True])
+      ([[2], [1]], [False, True])
     """
     logits = jnp.asarray(logits)
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"wanted logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}")
+    most = split(memory)[0].facts.sequences
+    if logits.shape[0] > most:
+        raise ValueError(
+            f"wanted logits of at most {most} texts, a sequence each, got {logits.shape[0]} rows: "
+            f"prefill pads them inside of jit, so pass logits[:T]"
+        )
     none = np.zeros(logits.shape[0], np.int32)
     options = {"limit": limit, "sampler": a_sampler(sampler), "seed": seed, "prompts": prompts}
-    state = start(memory, none, sequences, **options)
+    state = resume(memory, none, sequences, **options)
+    _check_begun(memory, state)
     return _begin(sampler, logits, stops(stop, len(none)), state)
+
+
+def _check_begun(memory: Memory, state: DecodeState) -> None:
+    """Raise if a text that goes on has a sequence without a prompt, where that is known."""
+    table, _ = split(memory)
+    if not is_concrete(table, state):
+        return
+    empty = np.asarray(state.active & (_ends(table)[state.sequence] < 0))
+    if empty.any():
+        raise ValueError(
+            f"wanted the prompt of each text in its sequence, got nothing in sequence "
+            f"{np.asarray(state.sequence)[empty][0]}: pass sequences=, where the texts stand"
+        )
+
+
+_ends = jax.jit(ends)
 
 
 @jax.jit
@@ -130,12 +156,12 @@ def logprob_of(logits: jax.Array, tokens: jax.Array, picked: jax.Array) -> jax.A
 
 
 def stops(stop: Any, count: int) -> Any:
-    """Return the tokens that end each of T texts, `[T or 1, n]` int32.
+    """Return the tokens that end each of T texts, `[T or 1, n]` int32; a set will do.
 
     Raises:
       ValueError: when they are neither `[n]` nor `[T, n]`.
     """
-    stop = integers(stop, "stop")
+    stop = integers(listed(stop), "stop")
     if np.ndim(stop) == 1:
         return stop[None]
     if np.ndim(stop) != 2 or stop.shape[0] not in (1, count):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.loops.rows import listed
 from jaxkv.loops.rules import Rule, checked_rule, checked_state
 from jaxkv.loops.sampling import OPTIONS, Filters, make_sampler
 from jaxkv.memory import Facts
@@ -174,6 +175,8 @@ def checked_limits(
       TypeError: when a number is no integer, or the rule is none.
     """
     most = checked_size(facts, None)
+    if isinstance(allow, str):
+        raise TypeError(f"wanted a list of options to allow, got {allow!r}")
     unknown = sorted(set(allow) - set(OPTIONS))
     if unknown:
         raise ValueError(f"wanted options to allow of {', '.join(OPTIONS)}, got {unknown[0]!r}")
@@ -183,7 +186,7 @@ def checked_limits(
         allow=frozenset(allow),
         last_n=count(last_n, "last_n"),
         most_stops=count(most_stops, "most_stops", low=0),
-        rule=checked_rule(rule),
+        rule=None if rule is None else checked_rule(rule),
     )
 
 
@@ -208,11 +211,13 @@ def checked_request(request: Request, limits: Limits) -> Request:
     prompt = np.asarray(integers(request.prompt, "the tokens of a prompt", low=0))
     if prompt.ndim != 1 or not prompt.size:
         raise ValueError(f"wanted a prompt [n] of at least one token, got the shape {prompt.shape}")
-    stop = np.asarray(integers(request.stop, "stop", low=0))
-    if stop.ndim != 1 or stop.size > limits.most_stops:
+    stop = np.asarray(integers(listed(request.stop), "stop", low=0))
+    if stop.ndim != 1:
+        raise ValueError(f"wanted a list of stop tokens [n], got {request.stop!r}")
+    if stop.size > limits.most_stops:
         raise ValueError(
-            f"wanted at most {limits.most_stops} stop tokens [n] of a request's own, got the shape "
-            f"{stop.shape}: make the engine with a larger most_stops="
+            f"wanted at most {limits.most_stops} stop tokens of a request's own, got {stop.size}: "
+            f"make the engine with a larger most_stops="
         )
     if not isinstance(request.sampling, Mapping):
         raise TypeError(f"wanted sampling options by name, got {request.sampling!r}")
@@ -224,7 +229,8 @@ def checked_request(request: Request, limits: Limits) -> Request:
             )
         if np.ndim(value):
             raise ValueError(f"wanted one number for {name}, got the shape {np.shape(value)}")
-    make_sampler(**request.sampling)
+    sampling = dict(request.sampling)
+    make_sampler(**sampling)
     seed = count(request.seed, "seed", low=0)
     if seed >= 2**32:
         raise ValueError(f"wanted a seed from 0 to {2**32 - 1}, got {seed}")
@@ -232,7 +238,15 @@ def checked_request(request: Request, limits: Limits) -> Request:
     if limit > END:
         raise ValueError(f"wanted a limit from 1 to {END}, got {limit}")
     state = checked_state(limits.rule, request.rule_state)
-    return replace(request, prompt=prompt, limit=limit, stop=stop, seed=seed, rule_state=state)
+    return replace(
+        request,
+        prompt=prompt,
+        limit=limit,
+        stop=stop,
+        seed=seed,
+        sampling=sampling,
+        rule_state=state,
+    )
 
 
 def sampler_of(

@@ -31,11 +31,18 @@ def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
     if getattr(prompts, "ndim", 0) == 2:
         rows = integers(prompts, "prompts")
     else:
-        lists = [integers(prompt, "prompts").reshape(-1) for prompt in prompts]
+        lists = [integers(prompt, "prompts") for prompt in prompts]
+        if any(one.ndim != 1 for one in lists):
+            raise ValueError(f"wanted a list of tokens for each text, got {prompts}")
         longest = max((len(one) for one in lists), default=0)
         lists = [np.pad(one, (longest - len(one), 0), constant_values=-1) for one in lists]
         rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)
     return rows if most is None else newest(rows, most)
+
+
+def listed(stop: Any) -> Any:
+    """Return stop tokens that were passed as a set as a list, others as they are."""
+    return sorted(stop) if isinstance(stop, (set, frozenset)) else stop
 
 
 def chosen(which: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -1,7 +1,4 @@
-"""A rule for some of the requests of an engine, such as a grammar; see `sampling.constrained`.
-
-The state of each text is on the host, between two programs, like all that is known of texts.
-"""
+"""Rules that say which tokens may come next, such as a grammar: for all texts, or for some."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.sampling import Sampler
+from jaxkv.loops.drawing import Sampler, a_sampler
+from jaxkv.loops.rows import chosen
+from jaxkv.places import is_concrete
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,19 +33,20 @@ class Rule:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ruled(Sampler):
-    """A sampler of T texts, of which some are shown only the tokens that a rule allows.
+class Constrained(Sampler):
+    """A sampler that is shown only the tokens that a rule allows; `constrained` makes one.
 
     sampler: of what is allowed.
-    states: a tree of arrays `[T, ...]`, the states of the rule.
-    bound: `[T]` bool, the texts that the rule is for.
+    first: a tree of arrays, the state of the rule when a text begins; or, where `bound` is given,
+      `[T, ...]`, the states of T texts, whose tokens so far they know.
+    bound: `[T]` bool, the texts that the rule is for; None for all.
     allowed: see `Rule`, static.
     advance: see `Rule`, static.
     """
 
     sampler: Sampler
-    states: Any
-    bound: Any  # [T]
+    first: Any
+    bound: Any
     allowed: Callable[[Any], jax.Array] = field(metadata={"static": True})
     advance: Callable[[Any, jax.Array], Any] = field(metadata={"static": True})
 
@@ -56,27 +56,104 @@ class Ruled(Sampler):
         return self.sampler.draws
 
     def start(self, prompts: Any) -> Any:
-        """Return the states of the rule, which know their texts already, and of the sampler."""
-        return self.states, self.sampler.start(prompts)
+        """Return the states of the rule, which prompts are no part of, and of the sampler."""
+        if self.bound is not None:
+            return self.first, self.sampler.start(prompts)
+        count = len(prompts)
+        first = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), self.first)
+        return first, self.sampler.start(prompts)
 
     def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
-        """Hide from bound texts what is not allowed, then adjust the rest."""
+        """Hide what is not allowed, then adjust the rest."""
         rule, rest = state
         allowed = jax.vmap(self.allowed)(rule)
         if allowed.shape != logits.shape:
             raise ValueError(
                 f"wanted bool {logits.shape[1:]} from allowed, got {allowed.shape[1:]}"
             )
-        shown = allowed | ~self.bound[:, None]
-        return self.sampler.adjust(jnp.where(shown, logits, -jnp.inf), rest)
+        if self.bound is not None:
+            allowed |= ~self.bound[:, None]
+        return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
     def follow(self, state: Any, tokens: jax.Array) -> Any:
-        """Advance the rule, and the sampler."""
+        """Advance the rule, and the sampler; the rule stays where there is no token."""
         rule, rest = state
-        return jax.vmap(self.advance)(rule, tokens), self.sampler.follow(rest, tokens)
+        advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
+        rule = jax.tree.map(chosen(tokens >= 0), advanced, rule)
+        return rule, self.sampler.follow(rest, tokens)
 
 
-def checked_rule(rule: Rule | None) -> Rule | None:
+def constrained(
+    sampler: Sampler,
+    *,
+    first: Any,
+    allowed: Callable[[Any], jax.Array],
+    advance: Callable[[Any, jax.Array], Any],
+) -> Constrained:
+    """Let a sampler choose only among tokens that a rule allows, such as a grammar.
+
+    The rule is two pure functions of one text, so that the tables of a grammar library, or a call
+    of it (`jax.pure_callback`), can be plugged in. A text that is allowed no token ends.
+
+    All texts are computed together, so both functions are called for those that have ended, too,
+    and `advance` with tokens that are not picked: those of guesses that do not hold, or 0 where no
+    token is allowed. What they return there is dropped, but a matcher that raises must not do so.
+
+    Args:
+      sampler: of what is allowed.
+      first: the state of the rule when a text begins, a tree of arrays; prompts are no part of it.
+      allowed: `(state) -> [V]` bool, the tokens that may come next.
+      advance: `(state, token) -> state`. Pass the same functions every time: others are another
+        program.
+
+    Returns:
+      The sampler.
+
+    Raises:
+      TypeError: when it is no sampler, or `allowed` or `advance` are no functions.
+      ValueError: when `first` has no array, `allowed` gives no `[V]` bool, or `advance` a state of
+        other shapes or dtypes.
+
+    Examples:
+      Tokens that rise:
+
+      >>> rising = loops.sampling.constrained(
+      ...     loops.sampling.make_sampler(),
+      ...     first=jnp.int32(-1),
+      ...     allowed=lambda last: jnp.arange(4) > last,
+      ...     advance=lambda last, token: token,
+      ... )
+      >>> state = rising.start(np.zeros((1, 0), np.int32))
+      >>> state = rising.follow(state, jnp.array([1]))
+      >>> rising.adjust(jnp.zeros((1, 4)), state).tolist()
+      [[-inf, -inf, 0.0, 0.0]]
+
+      The same, asked of a library on the host:
+
+      >>> def allowed(last):
+      ...     mask = jax.ShapeDtypeStruct((4,), bool)
+      ...     ask = lambda last: np.arange(4) > last
+      ...     return jax.pure_callback(ask, mask, last, vmap_method="sequential")
+      >>> asking = loops.sampling.constrained(
+      ...     loops.sampling.make_sampler(),
+      ...     first=jnp.int32(-1),
+      ...     allowed=allowed,
+      ...     advance=lambda last, token: token,
+      ... )
+      >>> asking.adjust(jnp.zeros((1, 4)), state).tolist()
+      [[-inf, -inf, 0.0, 0.0]]
+    """
+    rule = checked_rule(Rule(first=first, allowed=allowed, advance=advance))
+    return Constrained(
+        sampler=a_sampler(sampler),
+        first=rule.first,
+        bound=None,
+        allowed=rule.allowed,
+        advance=rule.advance,
+    )
+
+
+def checked_rule(rule: Rule) -> Rule:
     """Return a rule with its first state as NumPy arrays.
 
     Raises:
@@ -92,14 +169,12 @@ def checked_rule(rule: Rule | None) -> Rule | None:
     ...
     ValueError: wanted the shapes and dtypes of first from advance, 'int32[]', got 'bool[]'
     """
-    if rule is None:
-        return None
     if not isinstance(rule, Rule):
         raise TypeError(f"wanted a Rule, got {type(rule)}")
     for name in ("allowed", "advance"):
         if not callable(getattr(rule, name)):
             raise TypeError(f"wanted a function {name}, got {type(getattr(rule, name))}")
-    first = jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), rule.first)
+    first = jax.tree.map(_array, rule.first)
     if not jax.tree.leaves(first):
         raise ValueError("wanted at least one array in first, got none: make it a 0, say")
     allowed = jax.eval_shape(rule.allowed, first)
@@ -124,7 +199,7 @@ def checked_state(rule: Rule | None, state: Any) -> Any:
         return None
     if rule is None:
         raise ValueError("wanted no rule_state without a rule: make the engine with rule=")
-    state = jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), state)
+    state = jax.tree.map(_array, state)
     if _shapes(state) != _shapes(rule.first):
         raise ValueError(
             f"wanted a rule_state with the shapes and dtypes of the rule's first, "
@@ -133,7 +208,7 @@ def checked_state(rule: Rule | None, state: Any) -> Any:
     return state
 
 
-def ruled(rule: Rule, sampler: Sampler, states: Sequence[Any]) -> Ruled:
+def ruled(rule: Rule, sampler: Sampler, states: Sequence[Any]) -> Constrained:
     """Return the sampler of T texts with their states; None is a text that the rule is not for.
 
     Tokens that rise, in the first of two texts:
@@ -149,13 +224,18 @@ def ruled(rule: Rule, sampler: Sampler, states: Sequence[Any]) -> Ruled:
     [[-inf, -inf, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
     """
     filled = [rule.first if state is None else state for state in states]
-    return Ruled(
+    return Constrained(
         sampler=sampler,
-        states=jax.tree.map(lambda *leaves: np.stack(leaves), *filled),
+        first=jax.tree.map(lambda *leaves: np.stack(leaves), *filled),
         bound=np.array([state is not None for state in states]),
         allowed=rule.allowed,
         advance=rule.advance,
     )
+
+
+def _array(x: Any) -> Any:
+    """Return an array of JAX's dtypes, a NumPy one where it is known."""
+    return np.asarray(jnp.asarray(x)) if is_concrete(x) else jnp.asarray(x)
 
 
 def _shapes(tree: Any) -> Any:

@@ -15,9 +15,10 @@ from jaxkv.loops.forward import Forward
 from jaxkv.loops.generation import decode
 from jaxkv.loops.picking import Picked, begin
 from jaxkv.loops.requests import Limits, Progress, Request, sampler_of, sampling_levels
+from jaxkv.loops.rows import listed
 from jaxkv.loops.rules import ruled
 from jaxkv.loops.sampling import Sampler
-from jaxkv.loops.state import DecodeState, start
+from jaxkv.loops.state import DecodeState, resume
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import integers
 from jaxkv.verbs.apply import apply
@@ -62,7 +63,7 @@ class Runner:
         self._forward, self._weights, self.memory = forward, weights, memory
         self._facts, self._limits = split(memory)[0].facts, limits
         self._shapes = shapes_of(self._facts, limits.chunk)
-        self._stop = np.ravel(integers(stop, "stop", low=0))
+        self._stop = np.ravel(integers(listed(stop), "stop", low=0))
 
     @property
     def has_memory(self) -> bool:
@@ -109,7 +110,7 @@ class Runner:
         tokens = np.zeros(self._facts.sequences, np.int32)
         for text in texts:
             tokens[text.sequence] = text.tokens[-1]
-        state = start(self.memory, tokens, sampler=sampler, **options)
+        state = resume(self.memory, tokens, None, sampler=sampler, **options)
         self.memory, state, picked = decode(
             self._forward,
             sampler,

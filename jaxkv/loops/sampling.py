@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.loops.drawing import Sampler, draw
-from jaxkv.loops.rows import chosen, newest
+from jaxkv.loops.rows import newest
+from jaxkv.loops.rules import Constrained, constrained
 from jaxkv.loops.thresholds import keep_best
-from jaxkv.places import count, is_concrete
+from jaxkv.places import count, integers, is_concrete
 
 __all__ = ["OPTIONS", "Constrained", "Filters", "Option", "Sampler"]
 __all__ += ["constrained", "draw", "make_sampler"]
@@ -27,7 +28,7 @@ class Option(NamedTuple):
 
     off: the number that does nothing.
     dtype: of its array.
-    right: which numbers are in its range.
+    right: which numbers, finite in that dtype, are in its range.
     span: the range in words.
     """
 
@@ -38,13 +39,13 @@ class Option(NamedTuple):
 
 
 OPTIONS = {
-    "temperature": Option(0.0, np.float32, lambda x: x >= 0, "at least 0"),
+    "temperature": Option(0.0, np.float32, lambda x: x >= 0, "at least 0 and finite"),
     "top_k": Option(0, np.int32, lambda x: x >= 0, "at least 0"),
     "top_p": Option(1.0, np.float32, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
     "min_p": Option(0.0, np.float32, lambda x: (x >= 0) & (x <= 1), "from 0 to 1"),
-    "repeat_penalty": Option(1.0, np.float32, lambda x: x > 0, "above 0"),
-    "frequency_penalty": Option(0.0, np.float32, np.isfinite, "finite"),
-    "presence_penalty": Option(0.0, np.float32, np.isfinite, "finite"),
+    "repeat_penalty": Option(1.0, np.float32, lambda x: x > 0, "above 0 and finite"),
+    "frequency_penalty": Option(0.0, np.float32, lambda x: x == x, "finite"),
+    "presence_penalty": Option(0.0, np.float32, lambda x: x == x, "finite"),
 }
 """All that `make_sampler` takes beside `last_n`, in the order of its arguments."""
 
@@ -110,20 +111,26 @@ class Filters(Sampler):
             logits = self._penalised(logits, state)
         if not self.draws:
             return logits
+        # A filter leaves the texts alone whose number turns it off, whatever their logits are.
         if self.top_k is not None:
             wanted = jnp.where(self.top_k > 0, self.top_k, EVERY)
-            logits = _left(logits, keep_best(logits, jnp.ones_like(logits, jnp.int32), wanted))
+            kept = keep_best(logits, jnp.ones_like(logits, jnp.int32), wanted)
+            logits = _left(logits, kept | _column(self.top_k == 0))
         if self.top_p is not None:
             wanted = jnp.where(self.top_p < 1, self.top_p, jnp.inf)
-            logits = _left(logits, keep_best(logits, jax.nn.softmax(logits), wanted))
+            kept = keep_best(logits, jax.nn.softmax(logits), wanted)
+            logits = _left(logits, kept | _column(self.top_p == 1))
         best = jnp.max(logits, axis=1, keepdims=True)
-        best = jnp.where(best > -jnp.inf, best, 0)  # where no token is allowed
+        best = jnp.where(best == -jnp.inf, 0, best)  # where no token is allowed
         if self.min_p is not None:
-            logits = _left(logits, logits >= best + _column(jnp.log(self.min_p)))
+            kept = logits >= best + _column(jnp.log(self.min_p))
+            logits = _left(logits, kept | _column(self.min_p == 0))
         temperature = _column(self.temperature)
         alone = jnp.arange(logits.shape[1])[None] == jnp.argmax(logits, axis=1, keepdims=True)
-        alone = _left(jnp.zeros_like(logits), alone & (logits > -jnp.inf))
+        alone = _left(jnp.zeros_like(logits), alone & (logits != -jnp.inf))
         cooled = (logits - best) / jnp.where(temperature > 0, temperature, 1)
+        # What was hidden stays so: divided by a number that is very large it would be NaN.
+        cooled = _left(cooled, logits != -jnp.inf)
         return jnp.where(temperature > 0, cooled, alone)
 
     def follow(self, state: Any, tokens: jax.Array) -> Any:
@@ -145,52 +152,6 @@ class Filters(Sampler):
         if self.presence_penalty is not None:
             logits = logits - (times > 0) * _column(self.presence_penalty)
         return logits
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Constrained(Sampler):
-    """What `constrained` makes: a sampler that is shown only the tokens that are allowed.
-
-    sampler: of what is allowed.
-    first: the state of the rule when a text begins, a tree of arrays.
-    allowed: `(state) -> [V]` bool, static.
-    advance: `(state, token) -> state`, static.
-    """
-
-    sampler: Sampler
-    first: Any
-    allowed: Callable[[Any], jax.Array] = field(metadata={"static": True})
-    advance: Callable[[Any, jax.Array], Any] = field(metadata={"static": True})
-
-    @property
-    def draws(self) -> bool:
-        """Whether the sampler of what is allowed does."""
-        return self.sampler.draws
-
-    def start(self, prompts: Any) -> Any:
-        """Return the states of the rule, which prompts are no part of, and of the sampler."""
-        count = len(prompts)
-        first = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), self.first)
-        return first, self.sampler.start(prompts)
-
-    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
-        """Hide what is not allowed, then adjust the rest."""
-        rule, rest = state
-        allowed = jax.vmap(self.allowed)(rule)
-        if allowed.shape != logits.shape or allowed.dtype != bool:
-            raise ValueError(
-                f"wanted bool {logits.shape[1:]} from allowed, got {allowed.dtype} "
-                f"{allowed.shape[1:]}"
-            )
-        return self.sampler.adjust(_left(logits, allowed), rest)
-
-    def follow(self, state: Any, tokens: jax.Array) -> Any:
-        """Advance the rule, and the sampler; the rule stays where there is no token."""
-        rule, rest = state
-        advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
-        rule = jax.tree.map(chosen(tokens >= 0), advanced, rule)
-        return rule, self.sampler.follow(rest, tokens)
 
 
 def make_sampler(
@@ -225,7 +186,8 @@ def make_sampler(
       last one that is kept are kept too.
 
     Raises:
-      ValueError: when a number is out of its range.
+      ValueError: when a number is out of its range, as float32 or int32.
+      TypeError: when it is none.
 
     Examples:
       >>> sampler = make_sampler(temperature=0.7, top_k=2)
@@ -252,74 +214,18 @@ def make_sampler(
 def _option(name: str, value: Any) -> Any:
     """Return the array of an option, or None where it does nothing for any text."""
     off, dtype, right, span = OPTIONS[name]
-    known = is_concrete(value)
-    array = np.asarray(value) if known else jnp.asarray(value)
-    wrong = array.ndim > 1 or array.dtype.kind not in "iuf"
-    if wrong or (known and not np.all(right(array))):
+    if dtype == np.int32:
+        array = integers(value, name, low=0)
+    else:
+        array = np.asarray(value) if is_concrete(value) else jnp.asarray(value)
+        if not (jnp.issubdtype(array.dtype, jnp.number) and jnp.isrealobj(array)):
+            raise TypeError(f"wanted numbers for {name}, got {value!r}")
+        with np.errstate(over="ignore"):
+            array = array.astype(dtype)
+    known = is_concrete(array)
+    if array.ndim > 1 or (known and not np.all(right(array) & np.isfinite(array))):
         raise ValueError(f"{name} must be {span}, one number or one a text, got {value}")
-    if dtype == np.int32 and array.dtype.kind == "f":
-        raise ValueError(f"{name} must be an integer, got {value}")
-    return None if known and np.all(array == off) else array.astype(dtype)
-
-
-def constrained(
-    sampler: Sampler,
-    *,
-    first: Any,
-    allowed: Callable[[Any], jax.Array],
-    advance: Callable[[Any, jax.Array], Any],
-) -> Constrained:
-    """Let a sampler choose only among tokens that a rule allows, such as a grammar.
-
-    The rule is two pure functions of one text, so that the tables of a grammar library, or a call
-    of it (`jax.pure_callback`), can be plugged in. A text that is allowed no token ends.
-
-    All texts are computed together, so both functions are called for those that have ended, too,
-    and `advance` with tokens that are not picked: those of guesses that do not hold, or 0 where no
-    token is allowed. What they return there is dropped, but a matcher that raises must not do so.
-
-    Args:
-      sampler: of what is allowed.
-      first: the state of the rule when a text begins, a tree of arrays; prompts are no part of it.
-      allowed: `(state) -> [V]` bool, the tokens that may come next.
-      advance: `(state, token) -> state`. Pass the same functions every time: others are another
-        program.
-
-    Returns:
-      The sampler.
-
-    Examples:
-      Tokens that rise:
-
-      >>> rising = constrained(
-      ...     make_sampler(),
-      ...     first=jnp.int32(-1),
-      ...     allowed=lambda last: jnp.arange(4) > last,
-      ...     advance=lambda last, token: token,
-      ... )
-      >>> state = rising.start(np.zeros((1, 0), np.int32))
-      >>> state = rising.follow(state, jnp.array([1]))
-      >>> rising.adjust(jnp.zeros((1, 4)), state).tolist()
-      [[-inf, -inf, 0.0, 0.0]]
-
-      The same, asked of a library on the host:
-
-      >>> def allowed(last):
-      ...     mask = jax.ShapeDtypeStruct((4,), bool)
-      ...     ask = lambda last: np.arange(4) > last
-      ...     return jax.pure_callback(ask, mask, last, vmap_method="sequential")
-      >>> asking = constrained(
-      ...     make_sampler(),
-      ...     first=jnp.int32(-1),
-      ...     allowed=allowed,
-      ...     advance=lambda last, token: token,
-      ... )
-      >>> asking.adjust(jnp.zeros((1, 4)), state).tolist()
-      [[-inf, -inf, 0.0, 0.0]]
-    """
-    return Constrained(
-        sampler=sampler, first=jax.tree.map(jnp.asarray, first), allowed=allowed, advance=advance
-    )
+    return None if known and np.all(array == off) else array
 
 
 def _left(logits: jax.Array, stays: jax.Array) -> jax.Array:
@@ -328,4 +234,4 @@ def _left(logits: jax.Array, stays: jax.Array) -> jax.Array:
 
 def _column(value: Any) -> jax.Array:
     """Return a number for each text as a column, or the one of all."""
-    return jnp.asarray(value, jnp.float32).reshape(-1, 1)
+    return jnp.asarray(value).reshape(-1, 1)

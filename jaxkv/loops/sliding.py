@@ -35,7 +35,8 @@ def slide(
 
     Returns:
       The memory, and `ok`, `[]` bool. When it is False nothing has changed: the sequence has fewer
-      than `keep + drop` positions, or another one shares a cell that would move.
+      than `keep + drop` positions, another one shares a cell that would move, or a window that has
+      let go of the first tokens would see them again.
 
     Raises:
       ValueError: when the memory has recurrent states, `keep` is known and below 0, `drop` is known
@@ -142,7 +143,10 @@ def _slid(
     moves = jnp.where(ok, keep + drop, 0)
     ok &= _owns_alone(table, seq, moves)
     cut, _ = table.remove(seq, keep, moves)
-    return *_if(ok, cut.add(seq, moves, jnp.int32(END), -drop), table), ok
+    closed = cut.add(seq, moves, jnp.int32(END), -drop)
+    # A window that let go of the first tokens would see them again.
+    ok &= closed.can_resume(seq, there - drop)
+    return *_if(ok, closed, table), ok
 
 
 @jax.jit

@@ -1,14 +1,14 @@
 """How far texts have come in a generation, and how a generation begins."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.drawing import Sampler
+from jaxkv.loops.drawing import Sampler, a_sampler
 from jaxkv.loops.rows import padded
 from jaxkv.loops.sampling import make_sampler
 from jaxkv.memory import Facts, Memory, check_once, split
@@ -67,7 +67,7 @@ def start(
       seed: `[]` or `[T]` int, of all draws. One for all is folded with the sequence, so that equal
         prompts go on differently; one for each text is all that its draws depend on, beside the
         position where it starts.
-      prompts: `[T, n]` int32, or a list of lists: the tokens of each text so far, which the
+      prompts: `[T, n]` int32, or a list of lists: the tokens of each text before these, which the
         penalties of a sampler count. -1 pads an array, in front.
 
     Returns:
@@ -85,6 +85,24 @@ def start(
       >>> state.sequence.tolist(), state.left.tolist()
       ([0, 1], [1, 9])
     """
+    sampler = make_sampler() if sampler is None else a_sampler(sampler)
+    state = resume(
+        memory, tokens, sequences, limit=limit, sampler=sampler, seed=seed, prompts=prompts
+    )
+    return replace(state, adjusting=sampler.follow(state.adjusting, state.token))
+
+
+def resume(
+    memory: Memory,
+    tokens: Any,
+    sequences: Any,
+    *,
+    limit: Any,
+    sampler: Sampler,
+    seed: Any,
+    prompts: Sequence[Any] | None,
+) -> DecodeState:
+    """Return the state of texts whose tokens a sampler knows already; see `start`."""
     table, _ = split(memory)
     tokens = integers(tokens, "tokens", low=0)
     if np.ndim(tokens) != 1:
@@ -93,7 +111,6 @@ def start(
     ids = table.facts.sequence_ids(np.arange(count) if sequences is None else sequences)
     if np.shape(ids) != (count,):
         raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
-    sampler = make_sampler() if sampler is None else a_sampler(sampler)
     left = _each(END if limit is None else limit, count, "limit")
     key, draw = _draws(table, _seed(seed, count), ids)
     state = DecodeState(
@@ -113,15 +130,6 @@ def start(
 def ends(table: Any) -> jax.Array:
     """Return the last position of every sequence, `[Q]` int32; -1 if it holds none."""
     return table.inspect(jnp.ones(table.facts.sequences, bool)).last
-
-
-def a_sampler(sampler: Any) -> Sampler:
-    """Return a sampler, or raise a TypeError when it is none."""
-    if not isinstance(sampler, Sampler):
-        raise TypeError(
-            f"wanted a sampler, such as loops.sampling.make_sampler(), got {type(sampler)}"
-        )
-    return sampler
 
 
 def check_sampler(sampler: Any, state: DecodeState) -> None:
