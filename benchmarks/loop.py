@@ -7,7 +7,6 @@ plans, applies, runs and picks, each in its own call, and looks at the token eve
 import argparse
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,7 +14,6 @@ import jaxkv
 import models
 from benchmarks import machine, turns
 from jaxkv import loops
-
 
 BEST = loops.sampling.make_sampler()
 
