@@ -22,9 +22,12 @@ def printed(code, names):
     return out.getvalue()
 
 
-def test_readme_prints_what_it_shows():
+@pytest.mark.parametrize(
+    "name", ["README.md", pytest.param("docs/loops.md", marks=pytest.mark.slow)]
+)
+def test_documents_print_what_they_show(name):
     names, shown = {}, 0
-    for mark, code, text in blocks("README.md"):
+    for mark, code, text in blocks(name):
         if mark in ("skip", "weights"):
             continue
         out = printed(code, names)

@@ -85,8 +85,8 @@ def beam(
 
     Returns:
       The memory and the texts. Sequence i holds the prompt and the first tokens of the i-th text,
-      as many as `held` says: of a text that did not end all but the last one, of one that ended
-      those that it shares with a beam of the last step. To go on from a text, feed the others. A
+      as many as `held` says: all but the last one of a text that did not end, and of one that ended
+      what it shares with a beam of the last step. To go on from a text, feed its other tokens. A
       state cannot go back so far where it is not kept, nor a window where it let go of what is seen
       there, and then the sequence is empty.
 

@@ -181,9 +181,9 @@ def make_sampler(
     checked, and never left out.
 
     Returns:
-      The sampler. Penalties come first, then the filters in the order of the arguments, each on
-      what the one before it left, and the temperature last, as in llama.cpp. Tokens as good as the
-      last one that is kept are kept too.
+      The sampler. Penalties come first; then top-k, top-p and min-p, each on what the one before it
+      left; and the temperature last, as in llama.cpp. Tokens as good as the last one that is kept
+      are kept too.
 
     Raises:
       ValueError: when a number is out of its range, as float32 or int32.

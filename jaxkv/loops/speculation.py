@@ -32,7 +32,8 @@ class Speculated(NamedTuple):
 
     tokens: `[T, n]` int32, see `Picked`.
     logprobs: `[T, n]` float32, see `Picked`.
-    turns: `[T]` int32, the steps of the model that a text took part in.
+    turns: `[T]` int32, the steps of the model that a text took part in, one that the memory refused
+      among them.
     tried: `[T]` int32, the tokens that were guessed.
     accepted: `[T]` int32, those of them that held, one that ended the text included.
     """
