@@ -122,7 +122,7 @@ class Run:
         if self.steps:
             memory = done[-1][0]
         # Run the small programs once, on zero logits and an empty memory.
-        memory, _, _ = self.begin(memory, blank)
+        memory, _, _ = self.begin(memory, blank, limit=0)
         used_of(memory)
         return jax.block_until_ready((memory, model.weights))[0]
 
@@ -136,9 +136,11 @@ class Run:
             ubatch_size=self.options.ubatch_size,
             donate=True,
         )
-        return self.begin(memory, logits)
+        return self.begin(memory, logits, limit=self.options.max_tokens)
 
-    def begin(self, memory: Any, logits: jax.Array) -> tuple[Any, loops.DecodeState, np.ndarray]:
+    def begin(
+        self, memory: Any, logits: jax.Array, *, limit: int
+    ) -> tuple[Any, loops.DecodeState, np.ndarray]:
         """Fork each prompt for its samples, and pick their first tokens."""
         samples = self.options.samples
         if samples > 1:
@@ -147,7 +149,7 @@ class Run:
                 memory = jaxkv.seq_cp(memory, first, others, donate=True)
             logits = jnp.repeat(logits, samples, axis=0)
         seeds = (self.options.seed + np.arange(len(self.texts)) % samples) % 2**32
-        options = {"limit": self.options.max_tokens, "seed": seeds, "prompts": self.texts}
+        options = {"limit": limit, "seed": seeds, "prompts": self.texts}
         sampler, stop = self.options.sampler, self.stop
         state, first = loops.begin(sampler, memory, logits, stop, **options)
         return memory, state, np.asarray(first.tokens)

@@ -150,6 +150,7 @@ def test_each_text_is_that_of_its_request_alone(kind):
     assert {result.reason for result in results} == {Finish.STOP, Finish.LENGTH}
 
 
+@pytest.mark.slow
 def test_texts_that_give_way_are_computed_anew():
     """Without reservations the youngest wait again, and no text is another, with a rule or not.
 
@@ -174,6 +175,7 @@ def test_texts_that_give_way_are_computed_anew():
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_a_rule_that_cannot_be_is_refused():
     memory = POOL.make()
     for rule, message in [
@@ -238,6 +240,7 @@ def test_a_prompt_that_is_cancelled_half_way():
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_running_texts_go_on_beside_a_long_prompt():
     """Exactly one token for each chunk."""
     engine = warm(STREAMS)

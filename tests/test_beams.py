@@ -195,6 +195,7 @@ def test_a_search_ends_once_nothing_better_can_come(penalty, reason):
     assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [len(PROMPT) - 1] * WIDTH
 
 
+@pytest.mark.slow
 def test_what_a_window_let_go_of_is_not_held():
     """An ended text is cut back to what it shares with the last step; its window went further."""
     kind = Kind("window", cells=4, sequences=2, split=True, windows=(jaxkv.window.sliding(3),))
@@ -242,6 +243,7 @@ def test_a_model_that_goes_wrong_is_seen():
         assert np.isnan(beams.scores[0]) and beams.tokens[0, 0] == second
 
 
+@pytest.mark.slow
 def test_a_search_inside_of_a_program_is_that_outside():
     memory, logits = prompted(POOL)
     inside = jax.jit(partial(search, stop=STOPS[0]))
@@ -250,6 +252,7 @@ def test_a_search_inside_of_a_program_is_that_outside():
     assert "while" in text and "callback" not in text
 
 
+@pytest.mark.slow
 def test_many_searches_at_once():
     """Of one memory with other logits, and of several memories; outside of `jit`, too."""
     memory, logits = prompted(POOL)
@@ -269,6 +272,7 @@ def test_many_searches_at_once():
             assert beams[3].tolist() == alone.held.tolist()
 
 
+@pytest.mark.slow
 def test_a_score_has_a_derivative():
     """Forwards: a loop whose length depends on data cannot be run backwards."""
     memory, logits = prompted(POOL)
@@ -283,6 +287,7 @@ def test_a_score_has_a_derivative():
     np.testing.assert_allclose(slope, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_search_is_a_part_of_a_scan():
     memory, logits = prompted(POOL)
 

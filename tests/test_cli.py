@@ -525,6 +525,7 @@ def test_a_prompt_may_come_from_stdin(run, monkeypatch):
     assert (status, out) == (2, "") and "the prompt is empty" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chat", "how"), [((), "plain text"), (("--chat",), "a control token")])
 def test_names_of_control_tokens_are_noted(run, chat, how):
     name = "<|im_end|>"
@@ -590,6 +591,7 @@ def test_an_interrupt_keeps_what_there_is_of_a_file(interrupted, texts, tmp_path
     assert summary.startswith("prompts: 1 of 3, 13 tokens | generation: 21 tokens")
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_the_texts_that_beams_have_found(interrupted):
     status, out, err = interrupted(1, "--beams", 2, "--max-tokens", 3, STORY, FRANCE)
     assert status == 130 and out.startswith(f"=== 1 of 2\n{STORY}") and FRANCE not in out

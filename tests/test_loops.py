@@ -79,6 +79,7 @@ def kinds_of(model):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIRST)
 def test_a_prompt_in_parts_gives_the_logits_of_the_whole(name):
     model = load(name)
@@ -143,6 +144,7 @@ class Counting(loops.sampling.Sampler):
         return state + 1
 
 
+@pytest.mark.slow
 def test_the_token_that_a_text_starts_with_counts():
     """So that `begin` and `start` go on alike, whoever picked the first token."""
     memory = filled(2, 1)
@@ -197,6 +199,7 @@ def test_each_text_ends_by_itself():
     assert state.left.tolist() == [0, 7, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=["pool", "streams"])
 def test_a_text_without_room_ends_alone(kind):
     """The others go on, each as it would alone; where there is one pool, the first ones do."""
@@ -241,6 +244,7 @@ def test_traced_sequences_that_cannot_be_end():
         assert_identical(memory, filled(2, 3))
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_model():
     """Whatever a sampler makes of the logits; and a loop in pieces is one in one piece."""
     sampler = make_sampler(temperature=3.0, top_k=5, repeat_penalty=1.3, last_n=4)

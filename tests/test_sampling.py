@@ -64,6 +64,7 @@ def test_filters_leave_exactly(options, allowed):
     assert set(np.flatnonzero(draws(**options))) == allowed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"top_k": [1, 3, 0]}, {"top_p": [0.35, 0.86, 1.0]}], ids=str)
 def test_each_text_may_have_its_own_numbers(options):
     (name, values), rows = *options.items(), np.broadcast_to(LOGITS, (3, 5))
@@ -76,6 +77,7 @@ def test_each_text_may_have_its_own_numbers(options):
     assert pick(mixed, rows, keys_of(3)).tolist()[::2] == [0, 0]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(
     logits=st.lists(

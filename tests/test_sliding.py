@@ -81,6 +81,7 @@ def test_sliding_is_the_verbs_by_hand(kind, keep, drop):
     assert jaxkv.init_batch(after, make_batch([1], sequences=1)).ok
 
 
+@pytest.mark.slow
 def test_keys_stand_where_they_would_have_been_written():
     """Those of the first layer, which nothing but token and position make."""
     after, ok = loops.slide(filled(10, kind=POOL), 0, keep=2, drop=5)
@@ -155,6 +156,7 @@ def generated(forward, weights, memory, logits, *, turns, steps, tidy):
     return memory, np.concatenate(texts, axis=1)[0], used
 
 
+@pytest.mark.slow
 def test_an_endless_text_in_one_program_is_that_of_a_loop_in_python():
     kind = Kind("endless", cells=12, sequences=1)
     memory, logits = jaxkv.prefill(forward, None, kind.make(), make_batch([1, 2, 3, 4]))
@@ -188,8 +190,10 @@ def flat(weights, memory, ubatch):
     return memory, jnp.zeros_like(logits)
 
 
-@pytest.mark.parametrize("tidy", ["slide", "extend"])
-@pytest.mark.parametrize("drafted", [False, True], ids=["decode", "speculate"])
+@pytest.mark.parametrize("tidy", ["slide", pytest.param("extend", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "drafted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["decode", "speculate"]
+)
 def test_positions_that_come_again_do_not_repeat_draws(tidy, drafted):
     """A text that is tidied up between its turns is that of one call in a large memory."""
     sampler = make_sampler(temperature=1.0)

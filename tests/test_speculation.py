@@ -213,6 +213,7 @@ def table_memory(texts):
     return jaxkv.prefill(by_table, CHANCES[0], memory, make_batch([[0]] * texts))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "temperature"),
     [
@@ -257,6 +258,7 @@ def test_draws_without_guesses_are_those_of_a_plain_loop():
 # ---- what is counted, and what a draft holds
 
 
+@pytest.mark.slow
 def test_a_guess_that_ends_a_text_is_accepted():
     """Of one step that feeds three right guesses, the second a stop token."""
     memory = filled(3)
@@ -272,6 +274,7 @@ def test_a_guess_that_ends_a_text_is_accepted():
     assert run([], steps=4)[3].accepted.tolist() == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [(), (1,), (2, 4)], ids=["empty", "short", "in another sequence"])
 def test_a_draft_that_holds_another_text_guesses_nothing(held):
     """The texts are the same, each token a step of its own."""
@@ -292,6 +295,7 @@ def half_right(weights, memory, ubatch):
     return memory, jnp.where(sequences[:, None] == 0, logits, -logits)
 
 
+@pytest.mark.slow
 def test_a_draft_goes_on_where_a_text_pauses():
     """A text that has its steps earlier than another one waits for it, and loses no token."""
     memory = filled(2, 3, kind=Kind("roomy", cells=48, sequences=2))
@@ -314,6 +318,7 @@ def test_a_draft_goes_on_where_a_text_pauses():
 # ---- how it may be called
 
 
+@pytest.mark.slow
 def test_texts_stand_in_any_sequences():
     """Some of them, in any order; one that has ended stays as it is."""
     memory = filled(2, 2, 2)
@@ -337,6 +342,7 @@ def test_it_is_a_part_of_ones_own_program():
     assert texts(found) == texts(wanted)
 
 
+@pytest.mark.slow
 def test_it_is_a_part_of_a_scan():
     memory, state = filled(4), loops.start(filled(4), [1])
     draft = loops.lookup([[1, 2, 1, 2]])

@@ -37,6 +37,7 @@ def feeding(name):
     return feed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("name", FIRST)
 def test_tokens_together_give_the_logits_of_one_after_another(name, streams):
@@ -100,7 +101,11 @@ def test_a_plan_says_which_texts_fit():
 # ---- many cuts, many parents
 
 
-@pytest.mark.parametrize("kind", [SMALL, SPLIT, WINDOW], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [SMALL, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (SPLIT, WINDOW))],
+    ids=lambda kind: kind.name,
+)
 def test_many_cuts_are_one_after_another(kind):
     memory = filled(3, 2, 4, kind=kind)
     cuts = [(1, 1, -1), (2, -1, 2), (2, 3, -1)]
@@ -115,6 +120,7 @@ def test_many_cuts_are_one_after_another(kind):
     assert jaxkv.seq_pos_max(found, [0, 1, 2]).tolist() == [0, 0, 0] and ok.shape == (3,)
 
 
+@pytest.mark.slow
 def test_of_many_cuts_some_are_refused():
     memory = load("mamba2").make_memory(sequences=3, rollback=1)
     model = load("mamba2")
