@@ -15,7 +15,18 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from models.compiling import counting
-from tests.memories import SMALL, SPLIT, TWO, WIDE, assert_identical, filled, lived_in, run, think
+from tests.memories import (
+    SMALL,
+    SPLIT,
+    TWO,
+    VOCABULARY,
+    WIDE,
+    assert_identical,
+    filled,
+    lived_in,
+    run,
+    think,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -216,4 +227,23 @@ def test_nothing_compiles_after_a_warm_up_for_the_longest_prompt():
     with counting(traces=True) as heard:
         for length in range(1, LONGEST + 1):
             text(list(range(length)), length, 2)
+    assert heard() == 0
+
+
+@pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=lambda kind: kind.name)
+def test_other_searches_and_slides_compile_nothing(kind):
+    """Other prompts, fills, sequences, penalties and numbers of tokens are values."""
+    memories = [filled(*counts, kind=kind) for counts in ((4, 1), (3, 2), (5, 2), (2, 2))]
+
+    def all_of_it(memory, sequences, penalty, keep):
+        logits = jnp.arange(VOCABULARY)[None] * jnp.float32(penalty)
+        options = dict(width=2, steps=3, stop=[1], sequences=sequences, penalty=penalty)
+        loops.beam(think_with, None, memory, logits, **options)
+        loops.slide(memory, sequences[0], keep=keep, drop=1)
+        loops.extend(memory, sequences[0], 0, group=2, width=2)
+
+    all_of_it(memories[0], [0, 2], 0.5, 0)
+    with counting(traces=True) as heard:
+        for memory, sequences in zip(memories[1:], ([1, 0], [0, 1], [0, 2]), strict=True):
+            all_of_it(memory, sequences, 0.1 * sequences[1], 1)
     assert heard() == 0
