@@ -130,6 +130,19 @@ def test_going_back_twice_needs_the_counts_of_now():
     assert not ok
 
 
+def test_what_was_written_between_is_known_after_going_back_too():
+    """A cell that the first table gave up on the way is free in it, and was written all the same."""
+    memory, _ = run(make(), jaxkv.make_batch([1, 2, 3]))
+    full, _ = jaxkv.split(memory)
+    memory, _ = jaxkv.seq_rm(memory, 0, 2)
+    cut, _ = jaxkv.split(memory)
+    now, _ = run(memory, jaxkv.make_batch([7]))  # in the cell of the 3
+    back, ok = jaxkv.go_back(cut, now)
+    assert ok
+    _, ok = jaxkv.go_back(full, back)
+    assert not ok
+
+
 def test_a_plan_is_refused_where_the_order_of_things_changed():
     memory, _ = run(make(), jaxkv.make_batch([3, 1, 4]))
     plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3, 4, 5, 6, 7]), ubatch_size=4)
