@@ -115,6 +115,16 @@ def test_taking_a_cell_that_was_moved_back_gives_nothing_back(kind):
     assert resumable(memory) == [*before, 4]
 
 
+def test_what_is_hidden_is_counted_from_what_was_taken():
+    """Where all that is left was moved before it, the next token comes after what was taken."""
+    memory = jaxkv.seq_add(evicted(count=12), 0, 8, -1, -8)
+    memory, _ = jaxkv.seq_rm(memory, 0, 6)
+    assert drawing(memory) == ". . 0{0}-8 1{0}-8 2{0}-8 3{0}-8"
+    # From position 6 a token would see 3 and on, so that three cells are free beside the empty two.
+    fits = [jaxkv.init_batch(memory, make_batch([1] * n, sequences=1)).ok for n in (5, 6)]
+    assert fits == [True, False]
+
+
 @pytest.mark.slow
 def test_trap_72_an_abort_leaves_what_its_first_ubatch_has_overwritten():
     """llama.cpp has lost it. Here the memory before is a value and still has it; and with the old
