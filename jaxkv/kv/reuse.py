@@ -42,9 +42,9 @@ def hidden(cells: Cells) -> jax.Array:
 def evict(cells: C, taken: jax.Array) -> C:
     """Take hidden cells from their owners, `[S, N]` bool, and what lies before them too.
 
-    What an owner keeps is dense from then on, and `evicted_below` says where it begins.
+    What an owner keeps is dense from then on, and `evicted_below` says where it begins. Free cells
+    may be among those taken: they have no position and no owner.
     """
-    taken &= ~free(cells)
     if cells.sharing == 1:
         end = jnp.max(jnp.where(taken, cells.position, EMPTY), axis=1)
         cells = replace(cells, evicted_below=jnp.maximum(cells.evicted_below, end + 1))
