@@ -7,6 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
+from jaxkv.kv import slots
 from jaxkv.stamp import content
 from tests.memories import SMALL, SPLIT, WINDOW, assert_identical, filled
 
@@ -306,6 +307,15 @@ def test_what_is_no_pair_of_a_hybrid_is_named(pair):
 def test_what_a_memory_can_hold_at_most(kind, lengths, at_once, wanted):
     table, _ = jaxkv.split(filled(kind=kind))
     assert table.can_hold(np.array(lengths), at_once).tolist() == wanted
+
+
+@pytest.mark.parametrize("size", [1, 5, 12, 99])
+def test_last_positions_are_looked_for_block_by_block(size, monkeypatch):
+    """The last block may overlap the one before."""
+    monkeypatch.setattr(slots, "BLOCK", size)
+    memory, _ = jaxkv.seq_rm(filled(7, 3, 1), 0, 5)  # positions 0 to 4, in the first cells
+    table, _ = jaxkv.split(memory)
+    assert table.inspect(jnp.ones(3, bool)).last.tolist() == [4, 2, 0]
 
 
 @pytest.mark.parametrize("bit", range(32))

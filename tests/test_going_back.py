@@ -131,7 +131,7 @@ def test_going_back_twice_needs_the_counts_of_now():
 
 
 def test_what_was_written_between_is_known_after_going_back_too():
-    """A cell that the first table gave up on the way is free in it, and was written all the same."""
+    """A cell that was given up on the way is free in the table between, and was written since."""
     memory, _ = run(make(), jaxkv.make_batch([1, 2, 3]))
     full, _ = jaxkv.split(memory)
     memory, _ = jaxkv.seq_rm(memory, 0, 2)
