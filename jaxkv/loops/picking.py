@@ -83,7 +83,7 @@ def begin(
     options = {"limit": limit, "sampler": a_sampler(sampler), "seed": seed, "prompts": prompts}
     state = resume(memory, none, sequences, **options)
     _check_begun(memory, state)
-    return _begin(sampler, logits, stops(stop, len(none)), state)
+    return pick_first(sampler, logits, stops(stop, len(none)), state)
 
 
 def _check_begun(memory: Memory, state: DecodeState) -> None:
@@ -103,9 +103,10 @@ _ends = jax.jit(ends)
 
 
 @jax.jit
-def _begin(
+def pick_first(
     sampler: Sampler, logits: jax.Array, stop: jax.Array, state: DecodeState
 ) -> tuple[DecodeState, Picked]:
+    """Pick the first token of each text of a state that has none yet; see `begin`."""
     # Where the token of a started text would stand, there stands the one that is picked here.
     state = replace(state, draw=state.draw - 1)
     state, token, logprob = advance(sampler, logits, state, stop, state.left > 0)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxkv.loops.chunks import Chunk, Part, chunk_program, cut, empty_chunk, shapes_of
 from jaxkv.loops.forward import Forward
 from jaxkv.loops.generation import decode
-from jaxkv.loops.picking import Picked, begin
+from jaxkv.loops.picking import Picked, pick_first
 from jaxkv.loops.requests import Limits, Progress, Request, sampler_of, sampling_levels
 from jaxkv.loops.rows import listed
 from jaxkv.loops.rules import ruled
@@ -151,7 +151,10 @@ class Runner:
     def _pick(self, texts: Sequence[Progress], logits: jax.Array, turns: int) -> tuple[Picked, Any]:
         """Pick the first token of texts, of logits `[Q, V]`; and the states of the rule then."""
         sampler, stop, options = self._options(texts, turns)
-        state, picked = begin(sampler, self.memory, logits, stop, **options)
+        # Where a chunk was refused the prompt is not there, and what is picked is dropped.
+        none = np.zeros(self._facts.sequences, np.int32)
+        state = resume(self.memory, none, None, sampler=sampler, **options)
+        state, picked = pick_first(sampler, logits, stop, state)
         return picked, self._rule_states(state)
 
     def _rule_states(self, state: DecodeState) -> Any:
