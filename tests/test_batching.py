@@ -469,11 +469,8 @@ def test_what_a_window_can_hold(rule, split):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("streams", "reserve"),
-    [(1, True), (8, True), (1, False)],
-    ids=["pool", "streams", "pool, giving way"],
-)
+@pytest.mark.parametrize("reserve", [True, False], ids=["reserved", "eager"])
+@pytest.mark.parametrize("streams", [1, 8])
 @pytest.mark.parametrize(
     "name", ["llama_tied", "mistral_window", "gemma3", "mamba2", "granite_hybrid"]
 )
