@@ -146,7 +146,7 @@ class Counting(loops.sampling.Sampler):
 
 @pytest.mark.slow
 def test_the_token_that_a_text_starts_with_counts():
-    """So that `begin` and `start` go on alike, whoever picked the first token."""
+    """So that `begin` and `start` go on alike."""
     memory = filled(2, 1)
     rising = dict(allowed=lambda n: jnp.arange(VOCABULARY) > n, advance=lambda n, token: token)
     for sampler in (
