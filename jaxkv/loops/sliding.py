@@ -69,8 +69,8 @@ def extend(
     """Let `group` neighbours share a position, so that a text is longer than positions reach.
 
     Every `width` ungrouped tokens are moved onto `width // group` positions; the tokens after them
-    move up. Attention between far tokens then knows
-    their distance roughly, and between near ones exactly.
+    move up. Attention between far tokens then knows their distance roughly, and between near ones
+    exactly.
 
     Args:
       memory: a memory without recurrent states.
