@@ -309,6 +309,7 @@ def test_what_a_memory_can_hold_at_most(kind, lengths, at_once, wanted):
     assert table.can_hold(np.array(lengths), at_once).tolist() == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 5, 12, 99])
 def test_last_positions_are_looked_for_block_by_block(size, monkeypatch):
     """The last block may overlap the one before."""

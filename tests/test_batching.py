@@ -133,11 +133,8 @@ def run(engine, requests):
     return [found[one] for one in ids]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [POOL, pytest.param(STREAMS, marks=pytest.mark.slow)],
-    ids=lambda kind: kind.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [POOL, STREAMS], ids=lambda kind: kind.name)
 def test_each_text_is_that_of_its_request_alone(kind):
     """With half the cells that all would take, and not a program after the warm-up."""
     requests = mixed(20)
@@ -207,6 +204,7 @@ def test_without_reservations_a_text_may_run_into_the_end_of_its_cells():
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_a_request_is_cancelled_wherever_it_is():
     """Waiting, in the middle of its prompt, or running; its cells are free at once."""
     engine = warm(POOL)
@@ -297,6 +295,7 @@ class Broken:
         return logits
 
 
+@pytest.mark.slow
 def test_an_error_while_a_model_is_traced_changes_nothing():
     model = Broken()
     engine = Engine(model.forward, None, POOL.make(), stop=STOP, chunk=8, steps=4)
@@ -313,7 +312,10 @@ def test_an_error_while_a_model_is_traced_changes_nothing():
 LOST = "got one that has lost it: .* Make a new engine with a new memory; results.. .* tokens_of"
 
 
-@pytest.mark.parametrize("moment", ["program", "fetched", "donated"])
+@pytest.mark.parametrize(
+    "moment",
+    ["program", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fetched", "donated"))],
+)
 def test_an_engine_that_lost_its_memory_says_so(moment, monkeypatch):
     """Cut short while a program runs, or while its results are fetched; or donated elsewhere."""
     model = Broken()
@@ -407,6 +409,7 @@ def test_a_request_that_cannot_be_is_refused(request_, message):
     assert not engine.busy
 
 
+@pytest.mark.slow
 def test_a_prompt_that_never_fits_is_refused_without_reservations_too():
     engine = warm(STREAMS, reserve=False)
     with pytest.raises(ValueError, match="cells for 13 tokens, of a prompt of 13, which"):

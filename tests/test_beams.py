@@ -116,6 +116,7 @@ STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
 NONE = (-1, -1, -1)
 
 
+@pytest.mark.slow
 @over_memories
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 3.0, -1.0])
 @pytest.mark.parametrize("stop", STOPS, ids=str)
@@ -150,6 +151,7 @@ def assert_held(memory, beams, sequences, logits_after, forward=forward, weights
     np.testing.assert_allclose(found, wanted, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [POOL, pytest.param(SPLIT, marks=pytest.mark.slow)])
 def test_a_search_touches_its_own_sequences_and_leaves_beginnings_of_the_texts_there(kind):
     memory, logits = prompted(kind, seq=3)

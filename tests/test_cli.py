@@ -100,6 +100,7 @@ def test_the_module_runs_as_a_program_on_real_weights(smollm2):
     ), numbers
 
 
+@pytest.mark.slow
 def test_json_is_one_object_for_each_prompt_in_order(run):
     status, out, err = run("--json", *PROMPTS)
     assert status == 0
@@ -122,6 +123,7 @@ def test_prompts_together_give_what_each_gives_alone(texts, sampler):
         assert texts([prompt], sampler=sampler, seed=4).texts == [text]
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_the_warm_up_nor_for_other_prompts_of_the_same_size(texts):
     assert texts(PROMPTS).compiles == 0
     with counting() as compiles, counting(traces=True) as heard:
@@ -265,6 +267,7 @@ def test_chat_goes_through_the_template(run):
     assert FRANCE not in run("--chat", FRANCE)[1]
 
 
+@pytest.mark.slow
 def test_filters_without_a_temperature_are_not_passed_over_in_silence(run):
     status, _, err = run("--top-k", 5, FRANCE)
     assert status == 0 and "--top-k has no effect at temperature 0" in err
@@ -572,6 +575,7 @@ def interrupted(run, monkeypatch):
     return interrupted
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_there_is_of_a_file(interrupted, texts, tmp_path):
     """The text that has ended, the one that runs, and none of the one that waits."""
     file = tmp_path / "prompts.txt"

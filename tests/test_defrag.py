@@ -77,6 +77,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "max_moves", [2, *(pytest.param(most, marks=pytest.mark.slow) for most in (None, 1))]
 )

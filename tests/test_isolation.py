@@ -95,6 +95,7 @@ def test_others_keep_what_they_do_not_share(verb):
             assert belongings(after, s)[0].tolist() == expected
 
 
+@pytest.mark.slow
 def test_seq_keep_and_clear_keep_no_secrets():
     """The documented exceptions: they empty all other sequences, everywhere."""
     memory = lived_in(WIDE)

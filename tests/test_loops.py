@@ -184,6 +184,7 @@ def test_stop_tokens_may_be_a_set():
     assert first.tokens.tolist() == [[3]] and not state.active.any()
 
 
+@pytest.mark.slow
 def test_each_text_ends_by_itself():
     """By its limit, by its own stop token, or not at all."""
     memory = filled(1, 1, 1)
@@ -300,6 +301,7 @@ def test_a_loop_asks_nothing_of_the_host():
 # ---- what is taken and what is left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(SMALL, id="pool"), pytest.param(SPLIT, id="streams", marks=pytest.mark.slow)],
@@ -353,6 +355,7 @@ def test_a_prompt_inside_of_a_program_says_whether_it_was_taken():
         assert ok == (count == 3)
 
 
+@pytest.mark.slow
 def test_a_whole_loop_inside_of_a_program_is_that_outside():
     def whole(memory, tokens):
         memory, logits, *ok = jaxkv.prefill(forward, None, memory, make_batch(tokens))
@@ -500,6 +503,7 @@ def test_logits_may_be_lists():
     assert first.tokens.tolist() == [[1]]
 
 
+@pytest.mark.slow
 def test_draws_are_numbered_by_position_and_count_on():
     """So a text is the same where it is started again."""
     sampler = make_sampler(temperature=1.0)
@@ -528,6 +532,7 @@ def test_a_donated_memory_is_named():
             again()
 
 
+@pytest.mark.slow
 def test_a_plan_is_not_made_twice():
     """What admission has planned is carried out; a stale plan is not."""
     memory, batch = filled(2), make_batch([1, 2, 3, 4, 5], sequences=1)

@@ -99,6 +99,7 @@ def test_a_copy_between_streams_to_itself_or_to_none_changes_nothing(wrong):
     assert_identical(jax.jit(jaxkv.seq_cp)(memory, 0, wrong), memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 3])
 def test_trap_68_a_fork_that_goes_on_leaves_its_origin(kept):
     """And no cell is ever lacking, however all of them share and part again."""
@@ -244,6 +245,7 @@ def test_a_batch_that_attention_refuses_changes_neither(kind):
     assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [8, 4, 1]
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_recurrent_part_refuses_changes_neither():
     twin = told(kept=0, counts=(6, 0, 0), kinds="ar")
     twin.both("seq_cp", 0, [1], 0, 3)  # attention has three tokens, the recurrence no state

@@ -132,6 +132,7 @@ def test_can_resume_where_a_state_stands_before():
         assert jaxkv.can_resume(twin.memory, 1, pos).item() == (pos >= 0)
 
 
+@pytest.mark.slow
 def test_a_sequence_may_begin_anywhere():
     memory = run(make(kept=1), make_batch([1, 2, 3], positions=[100, 101, 102]))
     assert positions_of(memory) == [101, 102]

@@ -79,12 +79,13 @@ def test_pending_rotation_is_refused_for_tokens_that_would_see_it_and_no_others(
     assert jaxkv.init_batch(memory, make_batch([1], sequences=1)).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "free",
     [
         [0, 1, 3, 4, 6, 7, 9, 10],  # no run of 3 at all
-        pytest.param([0, 1, 2, 4, 5, 7, 8, 10], marks=pytest.mark.slow),  # one
-        pytest.param([0, 1, 2, 3, 4, 5, 7, 9], marks=pytest.mark.slow),  # two, and then none of 2
+        [0, 1, 2, 4, 5, 7, 8, 10],  # one
+        [0, 1, 2, 3, 4, 5, 7, 9],  # two, and then none of 2
     ],
     ids=["first", "middle", "last"],
 )

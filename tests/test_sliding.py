@@ -190,10 +190,9 @@ def flat(weights, memory, ubatch):
     return memory, jnp.zeros_like(logits)
 
 
-@pytest.mark.parametrize("tidy", ["slide", pytest.param("extend", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "drafted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["decode", "speculate"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("tidy", ["slide", "extend"])
+@pytest.mark.parametrize("drafted", [False, True], ids=["decode", "speculate"])
 def test_positions_that_come_again_do_not_repeat_draws(tidy, drafted):
     """A text that is tidied up between its turns is that of one call in a large memory."""
     sampler = make_sampler(temperature=1.0)
@@ -267,9 +266,8 @@ def test_grouping_is_the_verbs_by_hand(group, width):
     assert jaxkv.init_batch(again, make_batch([1], sequences=1)).ok
 
 
-@pytest.mark.parametrize(
-    "kind", [POOL, pytest.param(TWO, marks=pytest.mark.slow)], ids=lambda kind: kind.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [POOL, TWO], ids=lambda kind: kind.name)
 def test_grouping_while_a_text_is_made(kind):
     """Two tokens at a time; a position is what llama.cpp's would be."""
     tables = []

@@ -92,6 +92,7 @@ def test_texts_are_those_of_a_plain_loop(name, kind, streams):
     np.testing.assert_allclose(step(memory=found)[1], step(memory=after)[1], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_texts_of_a_model_in_a_pool_are_those_of_a_plain_loop():
     """The fast part's case of the test above."""
     model = load("llama_tied")

@@ -85,6 +85,7 @@ def test_mistakes_are_named(arguments, message):
         jaxkv.plan_tokens(filled(2), *arguments)
 
 
+@pytest.mark.slow
 def test_a_plan_says_which_texts_fit():
     memory = filled(SPLIT.cells, 1, kind=SPLIT)
     ids, valid = jnp.arange(3), jnp.ones((3, 1), bool)
