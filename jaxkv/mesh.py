@@ -1,0 +1,170 @@
+"""Memories on a mesh: which axis splits what, and what a device does with its share.
+
+The mesh is the one at hand, `jax.set_mesh`. A memory without rules knows nothing of this.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+Axis = str | tuple[str, ...] | None
+"""An axis of a mesh, several that act as one, or none."""
+
+_NAMES = {
+    "streams": "streams",
+    "kv_heads": "kv_heads",
+    "cells": "cells",
+    # Those of MaxText's logical axes.
+    "cache_batch": "streams",
+    "cache_heads": "kv_heads",
+    "cache_sequence": "cells",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Which axis of a mesh splits what of a memory. Hashable, and known while tracing.
+
+    An axis that a mesh does not have splits nothing, and neither does one that would split a single
+    stream, head or cell.
+
+    streams: splits the streams of tables and buffers.
+    kv_heads: splits the heads of keys and values, and the weights of a model.
+    cells: splits the cells of each stream, whose table stays whole.
+    """
+
+    streams: Axis = "data"
+    kv_heads: Axis = "tensor"
+    cells: Axis = None
+
+    @classmethod
+    def of(cls, rules: Sequence[tuple[str, Axis]]) -> "Rules":
+        """Take what is about memories from a list of logical axes, as MaxText and Flax have them.
+
+        Args:
+          rules: pairs of a logical axis and that of the mesh, of which the first one for a name
+            counts. Names are those of the fields, or cache_batch, cache_heads and cache_sequence;
+            all others are about something else.
+
+        Raises:
+          ValueError: when none of the pairs is about a memory.
+
+        >>> Rules.of(
+        ...     [("activation_batch", "fsdp"), ("cache_batch", "data"), ("kv_heads", "tensor")]
+        ... )
+        Rules(streams='data', kv_heads='tensor', cells=None)
+        """
+        found: dict[str, Axis] = {}
+        for name, axis in rules:
+            if name in _NAMES:
+                found.setdefault(_NAMES[name], tuple(axis) if isinstance(axis, list) else axis)
+        if not found:
+            raise ValueError(
+                f"wanted a rule for one of {', '.join(_NAMES)}, got {[name for name, _ in rules]}"
+            )
+        return cls(**{one.name: found.get(one.name) for one in fields(cls)})
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Return the axes of a mesh that a field names, as a tuple."""
+        axis = getattr(self, name)
+        return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+    def split(self, mesh: Any, **sizes: int) -> dict[str, tuple[str, ...]]:
+        """Return the axes of a mesh that split each of some sizes, none for a size of 1.
+
+        Args:
+          mesh: a mesh, or its abstract one.
+          sizes: by the name of a field, how many there are.
+
+        Raises:
+          ValueError: when a size is no multiple of the devices that it is split over.
+
+        >>> mesh = jax.make_mesh((4,), ("tensor",))
+        >>> Rules().split(mesh, streams=2, kv_heads=8)
+        {'streams': (), 'kv_heads': ('tensor',)}
+        >>> Rules().split(mesh, kv_heads=6)
+        Traceback (most recent call last):
+        ...
+        ValueError: wanted a number of kv_heads that 4 devices divide (tensor), got 6
+        """
+        found = {}
+        for name, size in sizes.items():
+            axes = tuple(axis for axis in self.axes(name) if mesh.shape.get(axis, 1) > 1)
+            devices = prod(mesh.shape[axis] for axis in axes)
+            if size > 1 and size % devices:
+                raise ValueError(
+                    f"wanted a number of {name} that {devices} devices divide "
+                    f"({', '.join(axes)}), got {size}"
+                )
+            found[name] = axes if size > 1 else ()
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """How the mesh at hand splits an array or a table: the axes that split each of its dimensions.
+
+    A device's share of what no axis splits is the whole.
+    """
+
+    streams: tuple[str, ...] = ()
+    kv_heads: tuple[str, ...] = ()
+    cells: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is split."""
+        return not (self.streams or self.kv_heads or self.cells)
+
+    def run(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Make of a function of shares one of whole arrays; itself where nothing is split."""
+        return local if self.is_whole else _over_devices(local, in_specs, out_specs)
+
+
+WHOLE = Shares()
+"""Nothing is split."""
+
+
+def shares(rules: Rules | None, **sizes: int) -> Shares:
+    """Return how the mesh at hand splits what has these sizes.
+
+    Raises:
+      ValueError: when a memory has rules and there is no mesh, or a size cannot be split.
+    """
+    if rules is None:
+        return WHOLE
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"wanted a mesh for a memory with {rules}, got none: call it inside of "
+            f"`with jax.set_mesh(mesh):`"
+        )
+    if AxisType.Manual in mesh.axis_types:  # a caller's own shard_map: its shares are the whole
+        return WHOLE
+    return Shares(**rules.split(mesh, **sizes))
+
+
+def first_of(axes: tuple[str, ...], size: int) -> Any:
+    """Return the number of the first of `size` things in a device's share."""
+    return jax.lax.axis_index(axes) * size if axes else 0
+
+
+def _over_devices(local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+    def run(*args: Any) -> Any:
+        if explicit:  # where shardings are types, arguments must come as they are declared
+            args = jax.tree.map(
+                lambda spec, arg: jax.tree.map(lambda x: jax.sharding.reshard(x, spec), arg),
+                in_specs,
+                args,
+                is_leaf=lambda x: isinstance(x, P),
+            )
+        return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+
+    return run
