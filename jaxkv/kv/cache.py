@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, get_args
 
 import jax
@@ -11,13 +10,10 @@ import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots
-from jaxkv.kv.buffers import Buffers, with_layer, write
+from jaxkv.kv.attend import attend
+from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells, Placement, empty_fields
-from jaxkv.kv.mask import sight_of
 from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join
-from jaxkv.ops.attention import api as attention
-from jaxkv.ops.attention.api import Implementation
-from jaxkv.ops.attention.softmax import Options
 from jaxkv.places import count
 from jaxkv.rope import Rope
 from jaxkv.window import Window, cells_for
@@ -150,7 +146,7 @@ class CellTable(Cells, Table):
     def attend(
         self, buffers: Buffers, layer: int, ubatch: Ubatch, *args: Any, **options: Any
     ) -> Any:
-        """See `attend`."""
+        """See `attend.attend`."""
         return attend(self, buffers, layer, ubatch, *args, **options)
 
 
@@ -280,66 +276,3 @@ def _per_layer(value: int | Sequence[int], layers: int, name: str) -> tuple[int,
     if len(sizes) != layers:
         raise ValueError(f"wanted {name} for all layers or {layers}, one each, got {len(sizes)}")
     return tuple(count(size, name) for size in sizes)
-
-
-def attend(
-    table: CellTable,
-    buffers: Buffers,
-    layer: int,
-    ubatch: Ubatch,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    causal: bool = True,
-    implementation: Implementation | None = None,
-) -> tuple[Buffers, jax.Array]:
-    """Write the keys and values of a ubatch and attend, see `jaxkv.attend`.
-
-    Tokens of a stale ubatch are written nowhere and get NaN.
-    """
-    if not 0 <= layer < len(buffers.k):
-        raise ValueError(f"wanted a layer from 0 to {len(buffers.k) - 1}, got {layer}")
-    for name, new in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(new, jax.Array | np.ndarray):
-            raise TypeError(f"wanted an array for {name}, got {type(new)}")
-    for name, new, old in (("k", k, buffers.k[layer]), ("v", v, buffers.v[layer])):
-        wanted = (*ubatch.valid.shape, old.shape[1], old.shape[3])
-        if new.shape != wanted:
-            raise ValueError(f"wanted {name} [R, T, K, D] of {wanted}, got {new.shape}")
-    rows, tokens, heads, size = k.shape
-    if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (rows, tokens, size) or q.shape[2] % heads:
-        raise ValueError(
-            f"wanted q [R, T, H, D] of {(rows, tokens, 'H', size)}, H a multiple of {heads}, got "
-            f"{q.shape}"
-        )
-    options = Options(scale=scale, softcap=softcap, sinks=sinks)
-    arrays = buffers.k[layer], buffers.v[layer], q, k, v
-    keys, values, out = _in_layer(table, ubatch, *arrays, options, causal, implementation)
-    return with_layer(buffers, layer, keys, values), out
-
-
-@partial(jax.jit, static_argnames=("causal", "implementation"))
-def _in_layer(
-    table: CellTable,
-    ubatch: Ubatch,
-    keys: jax.Array,
-    values: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    options: Options,
-    causal: bool,
-    implementation: Implementation | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Write into the buffers of a layer and attend: traced and lowered once for all layers."""
-    where, current = slots.committed_slots(table, ubatch)
-    keys, values = write(keys, values, ubatch.row_stream, where, k, v)
-    sight = sight_of(table, ubatch, causal=causal)
-    lists = q.reshape(*sight.at.shape, *q.shape[2:])
-    out = attention.attend(lists, keys, values, sight, options, implementation)
-    out = out.reshape(*q.shape[:3], -1)
-    return keys, values, jnp.where(current[:, None, None, None], out, jnp.nan)
