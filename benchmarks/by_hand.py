@@ -89,4 +89,5 @@ def step_ubatch(tokens: jax.Array, position: jax.Array) -> jaxkv.Ubatch:
         before=None,
         after=None,
         facts=None,
+        in_order=True,
     )

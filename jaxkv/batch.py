@@ -1,13 +1,14 @@
 """Tokens that arrive together, and the parts of them that are computed at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxkv.places import END, FAR, flags, integers, is_concrete, nowhere
 
@@ -70,6 +71,7 @@ class Ubatch:
       for a hybrid memory. Where a stream of the ubatch has another one, the ubatch is stale.
     after: `[S]` uint32, the digest of each stream once the ubatch is applied.
     facts: of the memory that it was planned for, static.
+    in_order: whether row r is that of sequence r, and R is Q, static. Shapes alone cannot tell.
     """
 
     tokens: jax.Array | None  # [R, T]
@@ -86,6 +88,7 @@ class Ubatch:
     before: Any  # [S]
     after: Any  # [S]
     facts: Any = field(metadata={"static": True})
+    in_order: bool = field(metadata={"static": True})
 
 
 def make_batch(
@@ -198,6 +201,37 @@ def placed_rows(ubatch: Ubatch) -> jax.Array:
         if slots.dtype == jnp.int32
     ]
     return reduce(jnp.logical_or, answers)
+
+
+def own_rows(ubatch: Ubatch, first: jax.Array | int, count: int) -> Ubatch:
+    """Return a ubatch as a device sees it that holds `count` streams from `first` on.
+
+    Streams are counted from there, and rows of others are padding.
+    """
+    stream = ubatch.row_stream - first
+    mine = (stream >= 0) & (stream < count)
+    return replace(
+        ubatch,
+        row_stream=jnp.where(mine, stream, 0),
+        valid=ubatch.valid & mine[:, None],
+        slots=jax.tree.map(
+            lambda x: (
+                jnp.where(mine.reshape(-1, *[1] * (x.ndim - 1)), x, nowhere(x))
+                if x.dtype == jnp.int32
+                else x
+            ),
+            ubatch.slots,
+        ),
+    )
+
+
+def specs_of(ubatch: Ubatch, rows: tuple[str, ...], streams: tuple[str, ...]) -> Any:
+    """Return how axes of a mesh split a ubatch: its rows, and the digests of its streams."""
+    whole = {name: P() for name in ("outputs", "order")}
+    digests = {name: P(streams) for name in ("before", "after")}
+    names = [one.name for one in fields(ubatch) if not one.metadata.get("static")]
+    split = {name: None if getattr(ubatch, name) is None else P(rows) for name in names}
+    return replace(ubatch, **split | whole | digests)
 
 
 def part_of(ubatch: Ubatch, part: int) -> Ubatch:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
 from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join, split
+from jaxkv.mesh import Rules
 from jaxkv.places import count
 
 __all__ = ["make_hybrid_cache", "parts_of"]
@@ -74,6 +75,20 @@ class HybridTable(Table):
             details=self.layers,
             parts=parts,
         )
+
+    @property
+    def rules(self) -> Rules | None:
+        """Those of the parts, which have the same."""
+        return self.parts[0].rules
+
+    def with_rules(self, rules: Rules | None) -> "HybridTable":
+        """Return the table with other rules in each part."""
+        return replace(self, parts=tuple(part.with_rules(rules) for part in self.parts))
+
+    def specs(self, buffers: tuple, mesh: Any) -> tuple[Any, tuple]:
+        """Return those of each part."""
+        pairs = zip(self.parts, buffers, strict=True)
+        return self.with_parts([part.specs(own, mesh) for part, own in pairs])
 
     def num_layers(self, buffers: tuple) -> int:
         """Return one more than the highest layer that a part serves."""

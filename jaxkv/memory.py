@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxkv.batch import Ubatch
+from jaxkv.mesh import Rules
 from jaxkv.places import integers, is_concrete
 
 
@@ -127,6 +128,17 @@ class Table(ABC):
     @abstractmethod
     def facts(self) -> Facts:
         """What is fixed when the memory is made."""
+
+    rules: Rules | None
+    """Which axes of a mesh split the memory; None where it is on one device."""
+
+    @abstractmethod
+    def with_rules(self, rules: Rules | None) -> Self:
+        """Return the table with other rules."""
+
+    @abstractmethod
+    def specs(self, buffers: Any, mesh: Any) -> tuple[Any, Any]:
+        """Return which axes of a mesh split the table, and the buffers: `PartitionSpec`s."""
 
     @abstractmethod
     def num_layers(self, buffers: Any) -> int:

@@ -16,7 +16,7 @@ LADDERS = {
         ["plan"],
         ["memory"],
         ["planning", "kv", "recurrent", "hybrid"],
-        ["verbs", "draw"],
+        ["verbs", "draw", "sharding"],
         ["loops"],
         ["__init__"],
     ],

@@ -5,15 +5,17 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch
+from jaxkv.batch import Ubatch, own_rows, specs_of
 from jaxkv.kv import slots
-from jaxkv.kv.buffers import Buffers, with_layer, write
+from jaxkv.kv.buffers import Buffers, own_cells, with_layer, write
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import sight_of
+from jaxkv.mesh import first_of, shares
 from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
-from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.softmax import Options, joined_over
 
 
 def attend(
@@ -69,11 +71,58 @@ def _in_layer(
     causal: bool,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Write into the buffers of a layer and attend: traced and lowered once for all layers."""
-    where, current = slots.committed_slots(table, ubatch)
-    keys, values = write(keys, values, ubatch.row_stream, where, k, v)
-    sight = sight_of(table, ubatch, causal=causal)
-    lists = q.reshape(*sight.at.shape, *q.shape[2:])
-    out = attention.attend(lists, keys, values, sight, options, implementation)
-    out = out.reshape(*q.shape[:3], -1)
-    return keys, values, jnp.where(current[:, None, None, None], out, jnp.nan)
+    """Write into the buffers of a layer and attend: traced and lowered once for all layers.
+
+    On a mesh each device writes what falls into its share, and weighs the cells that it holds. Rows
+    in the order of sequences lie where their streams do; other rows are looked at by all devices.
+    What was weighed of the same rows is joined by one small message.
+    """
+    heads = keys.shape[1]
+    split = shares(table.rules, streams=table.streams, kv_heads=heads, cells=table.num_cells)
+    # Queries of a single key head may be split all the same: each device has that head.
+    groups = shares(table.rules, kv_heads=q.shape[2]).kv_heads if heads == 1 else split.kv_heads
+    rows, apart = (split.streams, ()) if ubatch.in_order else ((), split.streams)
+    if split.cells and implementation in ("xla", "cudnn"):
+        raise ValueError(
+            f"{implementation!r} does not join what devices weigh of cells that are split: leave "
+            f"the implementation to jaxkv"
+        )
+
+    def of_share(
+        table: Cells,
+        ubatch: Ubatch,
+        keys: jax.Array,
+        values: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        options: Options,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        if split.streams:
+            ubatch = own_rows(ubatch, first_of(split.streams, table.streams), table.streams)
+        where, current = slots.committed_slots(table, ubatch)
+        sight = sight_of(table, ubatch, causal=causal)
+        if split.cells:
+            first = first_of(split.cells, keys.shape[2])
+            where = own_cells(where, first, keys.shape[2])
+            sight = sight.of_cells(first, keys.shape[2])
+        keys, values = write(keys, values, ubatch.row_stream, where, k, v)
+        lists = q.reshape(*sight.at.shape, *q.shape[2:])
+        sums = attention.weigh(lists, keys, values, sight, options, implementation)
+        sums = joined_over(sums, (*split.cells, *apart))
+        out = attention.finished(sums, lists, options).reshape(*q.shape[:3], -1)
+        if apart:
+            current = jax.lax.pmin(current.astype(jnp.int32), apart) == 1
+        return keys, values, jnp.where(current[:, None, None, None], out, jnp.nan)
+
+    of_buffers = P(split.streams, split.kv_heads, split.cells)
+    of_new = P(rows, None, split.kv_heads)
+    in_specs = (
+        P(split.streams),
+        specs_of(ubatch, rows, split.streams),
+        *(of_buffers, of_buffers, P(rows, None, groups), of_new, of_new),
+        P(groups),
+    )
+    out_specs = of_buffers, of_buffers, P(rows, None, groups)
+    run = split.run(of_share, in_specs, out_specs)
+    return run(table, ubatch, keys, values, q, k, v, options)

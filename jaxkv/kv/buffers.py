@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.places import END
+from jaxkv.places import END, nowhere
 from jaxkv.rope import Rope
 
 
@@ -67,6 +67,12 @@ def write(
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     streams = streams[:, None]
     return scatter(keys, streams, slots, k), scatter(values, streams, slots, v)
+
+
+def own_cells(slots: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    """Return slots within `count` cells from `first` on, counted from there; nowhere for others."""
+    mine = (slots >= first) & (slots < first + count)
+    return jnp.where(mine, slots - first, nowhere(slots))
 
 
 def gather(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:

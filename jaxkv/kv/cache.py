@@ -1,12 +1,13 @@
 """Attention memory, assembled: the table that verbs know, and how a memory is made."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots
@@ -14,6 +15,7 @@ from jaxkv.kv.attend import attend
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells, Placement, empty_fields
 from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join
+from jaxkv.mesh import Rules
 from jaxkv.places import count
 from jaxkv.rope import Rope
 from jaxkv.window import Window, cells_for
@@ -35,6 +37,21 @@ class CellTable(Cells, Table):
             ubatch_size=self.ubatch_size,
             details=(self.num_cells, self.window, self.placement),
         )
+
+    def with_rules(self, rules: Rules | None) -> "CellTable":
+        """Return the table with other rules."""
+        return replace(self, rules=rules)
+
+    def specs(self, buffers: Buffers, mesh: Any) -> tuple[Any, Buffers]:
+        """Return that streams are split, and of the buffers heads and cells too."""
+        rules = self.rules or Rules()
+
+        def of_layer(x: Any) -> P:
+            sizes = dict(zip(("streams", "kv_heads", "cells"), x.shape, strict=False))
+            return P(*rules.split(mesh, **sizes).values())
+
+        streams = P(rules.split(mesh, streams=self.streams)["streams"])
+        return jax.tree.map(lambda _: streams, self), jax.tree.map(of_layer, buffers)
 
     def num_layers(self, buffers: Buffers) -> int:
         """Return L."""

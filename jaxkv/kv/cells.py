@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxkv.mesh import Rules
 from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.stamp import chained, mix
 from jaxkv.window import Window
@@ -47,6 +48,7 @@ class Cells:
     placement: which cells a ubatch may get, static.
     window: how far back tokens look, static; a cell that no next token sees may be taken.
     ubatch_size: the most tokens of a ubatch that N was chosen for, static; None for any.
+    rules: which axes of a mesh split the memory, static; None where it is on one device.
     """
 
     position: jax.Array  # [S, N]
@@ -57,6 +59,7 @@ class Cells:
     placement: Placement = field(metadata={"static": True})
     window: Window | None = field(metadata={"static": True})
     ubatch_size: int | None = field(metadata={"static": True})
+    rules: Rules | None = field(default=None, metadata={"static": True})
 
     @property
     def streams(self) -> int:
@@ -272,8 +275,8 @@ def digest(cells: Cells) -> jax.Array:
     words = [cells.owners[:, word] for word in range(cells.owners.shape[1])]
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
     cell = chained(index, cells.position, cells.shift, cells.stamp, *words)
-    sequence = chained(jnp.arange(cells.sequences), cells.evicted_below)
-    sequence = sequence.reshape(cells.streams, cells.sharing)
+    marks = cells.evicted_below.reshape(cells.streams, cells.sharing)
+    sequence = chained(jnp.broadcast_to(jnp.arange(cells.sharing), marks.shape), marks)
     return jnp.sum(cell, axis=1, dtype=jnp.uint32) ^ jnp.sum(sequence, axis=1, dtype=jnp.uint32)
 
 

@@ -39,7 +39,7 @@ def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
         bit=bit,
         window=cells.window,
         causal=causal,
-        all_streams=streams.size == cells.streams,
+        all_streams=ubatch.in_order or cells.streams == 1,
     )
 
 

@@ -22,10 +22,12 @@ BLOCK = 128
 def pools(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Return the stream of each list of tokens that is looked up together; `[P]` int32.
 
-    With one stream all rows are one list, and P is 1; else each row is a list. Where all streams
-    take part, row r is that of stream r.
+    Where rows are in the order of sequences, and where there is one stream, the rows of a stream
+    are one list, and P is S; else each row is a list.
     """
-    return ubatch.row_stream if cells.streams > 1 else jnp.zeros(1, jnp.int32)
+    if ubatch.in_order or cells.streams == 1:
+        return jnp.arange(cells.streams, dtype=jnp.int32)
+    return ubatch.row_stream
 
 
 def inspect(cells: Cells, present: jax.Array) -> Findings:

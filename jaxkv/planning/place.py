@@ -90,9 +90,10 @@ def _row_sequence(part: Batch) -> jax.Array:
 def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch:
     """Lay the tokens of one ubatch out in rows, `[R, T]`; it has no slots yet."""
     facts, part = table.facts, in_rows(batch, index)
+    in_order = facts.one_sequence_a_row and index.shape[0] == facts.sequences
     if not facts.one_sequence_a_row:
         row = jnp.zeros(index.shape[0], jnp.int32)
-    elif index.shape[0] == facts.sequences:
+    elif in_order:
         row = jnp.arange(facts.sequences, dtype=jnp.int32)
     else:
         row = jnp.maximum(_row_sequence(part), 0)
@@ -120,6 +121,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch
         before=before,
         after=before,
         facts=facts,
+        in_order=in_order,
     )
 
 

@@ -6,15 +6,17 @@ to, exactly to the token, and refuses where it has none.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
 from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join
+from jaxkv.mesh import Rules
 from jaxkv.places import END, count
 from jaxkv.recurrent import slots, states
 from jaxkv.recurrent.slots import StateSlots
@@ -61,6 +63,17 @@ class StateTable(States, Table):
             rollback=self.earlier,
             details=(self.holds.shape[0],),
         )
+
+    def with_rules(self, rules: Rules | None) -> "StateTable":
+        """Return the table with other rules."""
+        return replace(self, rules=rules)
+
+    def specs(self, buffers: Buffers, mesh: Any) -> tuple[Any, Any]:
+        """Return that streams are split."""
+        rules = self.rules or Rules()
+        streams = rules.split(mesh, streams=self.streams)["streams"]
+        table = replace(jax.tree.map(lambda _: P(streams), self), holds=P(None, streams))
+        return table, jax.tree.map(lambda _: P(streams), buffers)
 
     def num_layers(self, buffers: Buffers) -> int:
         """Return L."""

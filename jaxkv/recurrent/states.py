@@ -10,7 +10,7 @@ no end, and a stop of 0 an empty range. Ids are `[]` int32; one that is no seque
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.memory import Findings
+from jaxkv.mesh import Rules
 from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.stamp import chained, mix
 
@@ -42,6 +43,7 @@ class States:
       `jaxkv.stamp`.
     holds: `[L, S, N]` uint32, the stamp of the state that a layer's buffers really hold. The table
       takes a state in before it is computed, and each layer writes it once.
+    rules: which axes of a mesh split the memory, static; None where it is on one device.
     """
 
     position: jax.Array  # [Q, E + 1]
@@ -49,6 +51,7 @@ class States:
     dead_until: jax.Array  # [Q]
     stamp: jax.Array  # [S, N]
     holds: jax.Array  # [L, S, N]
+    rules: Rules | None = field(default=None, metadata={"static": True})
 
     @property
     def sequences(self) -> int:
@@ -141,10 +144,11 @@ def digest(states: States) -> jax.Array:
     cells, free ones too, so that the same tokens told anew are stamped anew. What the layers have
     written does not count.
     """
-    index = jnp.arange(states.cell.size, dtype=jnp.int32).reshape(states.cell.shape)
+    _, own = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sharing)
+    pairs = states.earlier + 1
+    index = own[:, None] * pairs + jnp.arange(pairs, dtype=jnp.int32)[None]
     pair = chained(index, states.position, states.cell)
-    sequence = chained(jnp.arange(states.sequences, dtype=jnp.int32), states.dead_until)
-    total = jnp.sum(pair, axis=1, dtype=jnp.uint32) + mix(sequence)
+    total = jnp.sum(pair, axis=1, dtype=jnp.uint32) + mix(chained(own, states.dead_until))
     cell = jnp.broadcast_to(jnp.arange(states.num_cells, dtype=jnp.int32), states.stamp.shape)
     stamp = jnp.sum(chained(cell, states.stamp), axis=1, dtype=jnp.uint32)
     return jnp.sum(total.reshape(states.streams, -1), axis=1, dtype=jnp.uint32) ^ mix(stamp)

@@ -106,12 +106,28 @@ def attend(
       ValueError: when there is no such implementation, or it cannot do what is asked for.
       RuntimeError: by JAX, when cuDNN is wanted where there is none.
     """
+    return finished(weigh(q, k, v, sight, options, implementation), q, options)
+
+
+def weigh(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sight: Sight,
+    options: Options,
+    implementation: Implementation | None,
+) -> Sums:
+    """Do the part of `attend` that reads keys and values; its softmax is still open."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"wanted an implementation of {get_args(Implementation)}, got {implementation!r}"
         )
     check(q, k, v, options)
-    sums = IMPLEMENTATIONS[implementation](q, k, v, sight, options)
+    return IMPLEMENTATIONS[implementation](q, k, v, sight, options)
+
+
+def finished(sums: Sums, q: jax.Array, options: Options) -> jax.Array:
+    """Close the softmax over all cells: `[P, T, H, Dv]` in the dtype of `q`."""
     return unpacked(closed(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 
@@ -163,8 +179,7 @@ def attention(
     wanted = (*q.shape[:2], k.shape[2])
     if k.shape[0] != q.shape[0] or mask.shape != wanted:
         raise ValueError(f"wanted a mask {wanted}, and k for as many rows, got {mask.shape}")
-    sums = _by_mask(q, k, v, mask, options)
-    return unpacked(closed(with_sinks(sums, sinks)), q.shape[1]).astype(q.dtype)
+    return finished(_by_mask(q, k, v, mask, options), q, options)
 
 
 def check(q: jax.Array, k: jax.Array, v: jax.Array, options: Options) -> None:

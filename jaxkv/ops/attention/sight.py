@@ -1,6 +1,6 @@
 """What decides which cells each token sees; implementations that want a mask make it of this."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,14 @@ class Sight:
     window: Window | None = field(metadata={"static": True})
     causal: bool = field(metadata={"static": True})
     all_streams: bool = field(metadata={"static": True})
+
+    def of_cells(self, first: jax.Array, count: int) -> "Sight":
+        """Return what decides about `count` cells from `first` on."""
+
+        def cut(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, first, count, axis=-1)
+
+        return replace(self, position=cut(self.position), owners=cut(self.owners))
 
     def of_lists(self, x: jax.Array) -> jax.Array:
         """Return the part of each list's stream, `[P, ...]`, of an array `[S, ...]`."""

@@ -96,6 +96,18 @@ def joined(a: Sums, b: Sums) -> Sums:
     return a.plus(highest, b.total * down, b.out * down[..., None])
 
 
+def joined_over(sums: Sums, axes: tuple[str, ...]) -> Sums:
+    """Return the softmax over the cells of all devices along axes of a mesh: one small message."""
+    if not axes:
+        return sums
+    mine = [sums.highest[..., None], sums.total[..., None], sums.out]
+    parts = jax.lax.all_gather(jnp.concatenate(mine, axis=-1), axes)  # [n, P, K, X, Dv + 2]
+    highest = jax.lax.stop_gradient(jnp.max(parts[..., 0], axis=0))
+    down = jnp.exp(parts[..., 0] - highest)
+    out = jnp.sum(parts[..., 2:] * down[..., None], axis=0)
+    return Sums(highest, jnp.sum(parts[..., 1] * down, axis=0), out)
+
+
 def with_sinks(sums: Sums, sinks: jax.Array | None) -> Sums:
     """Add the sinks `[H]`, if there are any, to the sums over all cells."""
     if sinks is None:
