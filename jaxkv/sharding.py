@@ -37,8 +37,8 @@ def shardings(memory: Memory, mesh: Mesh, rules: Rules) -> Memory:
       ...     layers=1, cells=8, kv_heads=2, head_dim=4, sequences=4, streams=4
       ... )
       >>> where = sharding.shardings(jax.eval_shape(make), mesh, sharding.Rules())
-      >>> where.buffers.k[0].spec, where.table.position.spec
-      (PartitionSpec('data', 'tensor', None), PartitionSpec('data',))
+      >>> [*where.buffers.k[0].spec], [*where.table.position.spec]
+      (['data', 'tensor', None], ['data'])
     """
     table, buffers = split(memory)
     specs = table.with_rules(rules).specs(buffers, mesh)
