@@ -54,10 +54,12 @@ class HybridTable(Table):
     parts: the tables.
     layers: for each part the layers of the model that it serves, in its own order, static. A layer
       that uses several memories, such as attention beside a recurrence, is listed in each.
+    rules: which axes of a mesh split the memory, those of all parts, static.
     """
 
     parts: tuple[Any, ...]
     layers: Layers = field(metadata={"static": True})
+    rules: Rules | None = field(default=None, metadata={"static": True})
 
     @property
     def facts(self) -> Facts:
@@ -76,14 +78,10 @@ class HybridTable(Table):
             parts=parts,
         )
 
-    @property
-    def rules(self) -> Rules | None:
-        """Those of the parts, which have the same."""
-        return self.parts[0].rules
-
     def with_rules(self, rules: Rules | None) -> "HybridTable":
-        """Return the table with other rules in each part."""
-        return replace(self, parts=tuple(part.with_rules(rules) for part in self.parts))
+        """Return the table with other rules, in each part too."""
+        parts = tuple(part.with_rules(rules) for part in self.parts)
+        return replace(self, parts=parts, rules=rules)
 
     def specs(self, buffers: tuple, mesh: Any) -> tuple[Any, tuple]:
         """Return those of each part."""

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -117,13 +118,9 @@ class Shares:
     cells: tuple[str, ...] = ()
 
     @property
-    def is_whole(self) -> bool:
-        """Whether nothing is split."""
-        return not (self.streams or self.kv_heads or self.cells)
-
-    def run(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Make of a function of shares one of whole arrays; itself where nothing is split."""
-        return local if self.is_whole else _over_devices(local, in_specs, out_specs)
+    def spec(self) -> P:
+        """Of an array `[S, K, N, ...]`."""
+        return P(self.streams, self.kv_heads, self.cells)
 
 
 WHOLE = Shares()
@@ -136,17 +133,37 @@ def shares(rules: Rules | None, **sizes: int) -> Shares:
     Raises:
       ValueError: when a memory has rules and there is no mesh, or a size cannot be split.
     """
-    if rules is None:
-        return WHOLE
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        raise ValueError(
-            f"wanted a mesh for a memory with {rules}, got none: call it inside of "
-            f"`with jax.set_mesh(mesh):`"
-        )
-    if AxisType.Manual in mesh.axis_types:  # a caller's own shard_map: its shares are the whole
-        return WHOLE
-    return Shares(**rules.split(mesh, **sizes))
+    mesh = _mesh(rules)
+    return WHOLE if rules is None or mesh is None else Shares(**rules.split(mesh, **sizes))
+
+
+def on_shares(
+    rules: Rules | None, of_share: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Make a function of whole arrays of one of a device's shares; itself where there is no mesh.
+
+    Args:
+      rules: of the memory.
+      of_share: the function. What it needs from other devices it says itself.
+      in_specs: how its arguments are split, a tree of `PartitionSpec`, or the beginning of one.
+      out_specs: how what it returns is.
+    """
+    mesh = _mesh(rules)
+    if mesh is None:
+        return of_share
+    run = jax.shard_map(of_share, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    if AxisType.Explicit not in mesh.axis_types:
+        return run
+
+    def declared(*args: Any) -> Any:
+        """Where shardings are types, arguments must come as they are declared."""
+
+        def one(spec: P, arg: Any) -> Any:
+            return jax.tree.map(lambda x: jax.sharding.reshard(x, spec), arg)
+
+        return run(*jax.tree.map(one, in_specs, args, is_leaf=lambda x: isinstance(x, P)))
+
+    return declared
 
 
 def first_of(axes: tuple[str, ...], size: int) -> Any:
@@ -154,17 +171,30 @@ def first_of(axes: tuple[str, ...], size: int) -> Any:
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
-def _over_devices(local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+def from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return on all devices along some axes what one of them has, where the others have zeros.
 
-    def run(*args: Any) -> Any:
-        if explicit:  # where shardings are types, arguments must come as they are declared
-            args = jax.tree.map(
-                lambda spec, arg: jax.tree.map(lambda x: jax.sharding.reshard(x, spec), arg),
-                in_specs,
-                args,
-                is_leaf=lambda x: isinstance(x, P),
-            )
-        return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+    Bits are added and not numbers, since -0.0 and 0.0 is 0.0.
+    """
+    if not axes:
+        return x
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return jax.lax.bitcast_convert_type(jax.lax.psum(bits, axes), x.dtype)
 
-    return run
+
+def _mesh(rules: Rules | None) -> Any:
+    """Return the mesh at hand, if it is one that splits a memory with these rules.
+
+    Raises:
+      ValueError: when a memory has rules and there is no mesh.
+    """
+    if rules is None:
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"wanted a mesh for a memory with {rules}, got none: call it inside of "
+            f"`with jax.set_mesh(mesh):`"
+        )
+    # Inside of a caller's own shard_map the memory is a share already.
+    return None if AxisType.Manual in mesh.axis_types else mesh

@@ -12,7 +12,7 @@ from jaxkv.kv import slots
 from jaxkv.kv.buffers import Buffers, own_cells, with_layer, write
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import sight_of
-from jaxkv.mesh import first_of, shares
+from jaxkv.mesh import first_of, on_shares, shares
 from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.softmax import Options, joined_over
@@ -115,14 +115,13 @@ def _in_layer(
             current = jax.lax.pmin(current.astype(jnp.int32), apart) == 1
         return keys, values, jnp.where(current[:, None, None, None], out, jnp.nan)
 
-    of_buffers = P(split.streams, split.kv_heads, split.cells)
     of_new = P(rows, None, split.kv_heads)
     in_specs = (
         P(split.streams),
         specs_of(ubatch, rows, split.streams),
-        *(of_buffers, of_buffers, P(rows, None, groups), of_new, of_new),
+        *(split.spec, split.spec, P(rows, None, groups), of_new, of_new),
         P(groups),
     )
-    out_specs = of_buffers, of_buffers, P(rows, None, groups)
-    run = split.run(of_share, in_specs, out_specs)
+    out_specs = split.spec, split.spec, P(rows, None, groups)
+    run = on_shares(table.rules, of_share, in_specs, out_specs)
     return run(table, ubatch, keys, values, q, k, v, options)

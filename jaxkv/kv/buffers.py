@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
+from jaxkv.mesh import Rules, Shares, shares
 from jaxkv.places import END, nowhere
 from jaxkv.rope import Rope
 
@@ -25,6 +26,12 @@ class Buffers:
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
     ropes: tuple[Rope | None, ...] = field(metadata={"static": True})
+
+
+def shares_of(rules: Rules | None, arrays: tuple[jax.Array, ...]) -> tuple[Shares, ...]:
+    """Return how the mesh at hand splits the keys or values of each layer, `[S, K, N, D]`."""
+    names = ("streams", "kv_heads", "cells")
+    return tuple(shares(rules, **dict(zip(names, x.shape, strict=False))) for x in arrays)
 
 
 def with_layer(buffers: Buffers, layer: int, k: jax.Array, v: jax.Array) -> Buffers:

@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from jaxkv.kv.buffers import Buffers, gather, scatter
+from jaxkv.kv.buffers import Buffers, gather, own_cells, scatter, shares_of
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
 from jaxkv.memory import Commitment, Facts
+from jaxkv.mesh import first_of, from_owner, on_shares
 from jaxkv.places import EMPTY
 from jaxkv.stamp import mix
 
@@ -96,64 +99,93 @@ def move_cells(cells: C, buffers: Buffers, plan: Defrag) -> tuple[C, Buffers]:
 
     Nothing happens unless every source holds a token and every destination none, as planned.
     """
-    streams, size = cells.position.shape
-    ends = jnp.cumsum(plan.length, axis=1)  # [S, M]
-    total = ends[:, -1]
-
-    def moves(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """List CHUNK sources and destinations of each stream from the i-th on, `[S, CHUNK]`."""
-        turn = i * CHUNK + jnp.arange(CHUNK)
-
-        def of_stream(plan: Defrag, ends: jax.Array) -> tuple[jax.Array, jax.Array]:
-            run = jnp.searchsorted(ends, turn, side="right")
-            inside = turn - (ends - plan.length).at[run].get(mode="fill", fill_value=0)
-            there = turn < ends[-1]
-            past = size + jnp.arange(CHUNK)  # each to a place of its own
-            source = plan.source.at[run].get(mode="fill", fill_value=0) + inside
-            destination = plan.destination.at[run].get(mode="fill", fill_value=0) + inside
-            return jnp.where(there, source, past), jnp.where(there, destination, past)
-
-        return jax.vmap(of_stream)(plan, ends)
-
-    chunks = -(-jnp.max(total) // CHUNK)
-    stream = jnp.arange(streams)[:, None]
+    size = cells.num_cells
+    chunks = -(-jnp.sum(plan.length, axis=1) // CHUNK)  # [S]
 
     def as_planned(i: jax.Array, current: jax.Array) -> jax.Array:
-        source, destination = moves(i)
-        empty = free(cells)
-        holds = ~empty.at[stream, source].get(mode="fill", fill_value=False)
-        room = empty.at[stream, destination].get(mode="fill", fill_value=True)
-        return current & jnp.all(holds) & jnp.all(room)
+        source, destination = _moves(plan, size, i)
+        holds = ~_taken(free(cells), source, False)
+        return current & jnp.all(holds) & jnp.all(_taken(free(cells), destination, True))
 
-    current = jax.lax.fori_loop(0, chunks, as_planned, jnp.array(True))
+    current = jax.lax.fori_loop(0, jnp.max(chunks), as_planned, jnp.array(True))
+    chunks = jnp.where(current, chunks, 0)
 
-    def move(i: jax.Array, carry: tuple[C, Buffers]) -> tuple[C, Buffers]:
-        cells, buffers = carry
-        source, destination = moves(i)
+    def move(i: jax.Array, cells: C) -> C:
+        source, destination = _moves(plan, size, i)
 
-        def carried(field: jax.Array, vacated: int) -> jax.Array:
-            value = field.at[stream, source].get(mode="fill", fill_value=0)
-            field = field.at[stream, source].set(vacated, mode="drop", unique_indices=True)
-            return field.at[stream, destination].set(value, mode="drop", unique_indices=True)
+        def moved(field: jax.Array, vacated: int) -> jax.Array:
+            value = _taken(field, source, 0)
+            return _put(_put(field, source, vacated), destination, value)
 
-        owners = [carried(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
+        owners = [moved(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
         # The same keys in another place: stamped anew, for a table that knew what stood there.
-        stamp = cells.stamp.at[stream, source].get(mode="fill", fill_value=0)
-        stamp = cells.stamp.at[stream, destination].set(
-            mix(stamp + 1), mode="drop", unique_indices=True
-        )
-        cells = replace(
+        stamp = mix(_taken(cells.stamp, source, 0) + 1)
+        return replace(
             cells,
-            position=carried(cells.position, EMPTY),
+            position=moved(cells.position, EMPTY),
             owners=jnp.stack(owners, axis=1),
-            shift=carried(cells.shift, 0),
-            stamp=stamp,
+            shift=moved(cells.shift, 0),
+            stamp=_put(cells.stamp, destination, stamp),
         )
-        # Layer after layer, keys and values are gathered before they are scattered.
-        k, v = jax.tree.map(
-            lambda x: scatter(x, stream, destination, gather(x, stream, source)),
-            (buffers.k, buffers.v),
-        )
-        return cells, replace(buffers, k=k, v=v)
 
-    return jax.lax.fori_loop(0, jnp.where(current, chunks, 0), move, (cells, buffers))
+    split = [shares_of(cells.rules, arrays) for arrays in (buffers.k, buffers.v)]
+    specs = tuple(tuple(one.spec for one in layers) for layers in split)
+    streams = P(split[0][0].streams)
+    run = on_shares(
+        cells.rules, partial(_move, size, split[0][0].cells), (streams, streams, specs), specs
+    )
+    k, v = run(plan, chunks, (buffers.k, buffers.v))
+    cells = jax.lax.fori_loop(0, jnp.max(chunks), move, cells)
+    return cells, replace(buffers, k=k, v=v)
+
+
+def _move(
+    size: int, axes: tuple[str, ...], plan: Defrag, chunks: jax.Array, arrays: tuple
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Move keys and values `[S, K, N, D]`: all are gathered before they are scattered.
+
+    Of N cells, `size`, that are split over axes of a mesh, a chunk is sent to all that hold some.
+    """
+    stream = jnp.arange(len(chunks))[:, None]
+
+    def move(i: jax.Array, arrays: tuple) -> tuple:
+        source, destination = _moves(plan, size, i)
+
+        def carried(x: jax.Array) -> jax.Array:
+            count = x.shape[2]
+            first = first_of(axes, count)
+            ends = (own_cells(where, first, count) for where in (source, destination))
+            here, there = ends if axes else (source, destination)
+            return scatter(x, stream, there, from_owner(gather(x, stream, here), axes))
+
+        return jax.tree.map(carried, arrays)
+
+    return jax.lax.fori_loop(0, jnp.max(chunks), move, arrays)
+
+
+def _moves(plan: Defrag, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """List CHUNK sources and destinations of each stream from the i-th chunk on, `[S, CHUNK]`."""
+    turn = i * CHUNK + jnp.arange(CHUNK)
+
+    def of_stream(plan: Defrag) -> tuple[jax.Array, jax.Array]:
+        ends = jnp.cumsum(plan.length)
+        run = jnp.searchsorted(ends, turn, side="right")
+        inside = turn - (ends - plan.length).at[run].get(mode="fill", fill_value=0)
+        there = turn < ends[-1]
+        past = size + jnp.arange(CHUNK)  # each to a place of its own
+        source = plan.source.at[run].get(mode="fill", fill_value=0) + inside
+        destination = plan.destination.at[run].get(mode="fill", fill_value=0) + inside
+        return jnp.where(there, source, past), jnp.where(there, destination, past)
+
+    return jax.vmap(of_stream)(plan)
+
+
+def _taken(field: jax.Array, cell: jax.Array, beyond: int) -> jax.Array:
+    """Return a field `[S, N]` at cells of each stream, `[S, n]`; `beyond` past the last one."""
+    return jax.vmap(lambda one, at: one.at[at].get(mode="fill", fill_value=beyond))(field, cell)
+
+
+def _put(field: jax.Array, cell: jax.Array, value: Any) -> jax.Array:
+    """Write a field `[S, N]` at cells of each stream, `[S, n]`."""
+    put = jax.vmap(lambda one, at, new: one.at[at].set(new, mode="drop", unique_indices=True))
+    return put(field, cell, jnp.broadcast_to(jnp.asarray(value, field.dtype), cell.shape))

@@ -9,11 +9,13 @@ Ranges and ids are read as in `jaxkv.kv.cells`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from jaxkv.kv.buffers import Buffers, gather, scatter
+from jaxkv.kv.buffers import Buffers, gather, scatter, shares_of
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -27,8 +29,9 @@ from jaxkv.kv.cells import (
     within,
 )
 from jaxkv.memory import Commitment, Facts
+from jaxkv.mesh import first_of, on_shares
 from jaxkv.places import EMPTY, END, divided, end_of
-from jaxkv.rope import rotate
+from jaxkv.rope import Rope, rotate
 
 CHUNK = 256
 """Cells whose keys and values are held at a time while many are rotated or moved."""
@@ -165,29 +168,53 @@ def rotate_pending(cells: C, buffers: Buffers, update: Update) -> tuple[C, Buffe
     """
     current = jnp.all(update.shift == cells.shift)
     owed = (cells.shift != 0) & current
-    streams, size = owed.shape
-    count = jnp.cumsum(owed.reshape(-1), dtype=jnp.int32)  # up to and with each cell
-
-    def chunk(i: jax.Array, keys: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        turn = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
-        cell = jnp.searchsorted(count, turn).astype(jnp.int32)
-        stream, slot = divided(cell, size)
-        by = cells.shift.reshape(-1).at[cell].get(mode="fill", fill_value=0)
-        # A cell that only fills the chunk up goes past the end, each to a place of its own.
-        slot = jnp.where(cell < owed.size, slot, size + jnp.arange(CHUNK))
-        turned = []
-        for k, rope in zip(keys, buffers.ropes, strict=True):
-            if rope is not None:
-                key = gather(k, stream, slot)  # [CHUNK, K, D]
-                key = rotate(key, by, replace(rope, attention_factor=1.0))
-                k = scatter(k, stream, slot, key)
-            turned.append(k)
-        return tuple(turned)
-
-    keys = jax.lax.fori_loop(jnp.int32(0), -(-count[-1] // CHUNK), chunk, buffers.k)
+    split = shares_of(cells.rules, buffers.k)
+    specs = tuple(one.spec for one in split)
+    run = on_shares(
+        cells.rules,
+        partial(_rotate, buffers.ropes, split[0].cells),
+        (P(split[0].streams), specs),
+        specs,
+    )
+    keys = run(jnp.where(owed, cells.shift, 0), buffers.k)
     cells = replace(
         cells,
         shift=jnp.where(owed, 0, cells.shift),
         stamp=restamped(cells, owed),
     )
     return cells, replace(buffers, k=keys)
+
+
+def _rotate(
+    ropes: tuple[Rope | None, ...],
+    axes: tuple[str, ...],
+    by: jax.Array,
+    keys: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    """Turn the keys of cells by so many positions, `[S, N]`, where that is not 0.
+
+    Cells may be split over axes of a mesh: each device turns its own.
+    """
+    size = keys[0].shape[2]
+    if axes:
+        by = jax.lax.dynamic_slice_in_dim(by, first_of(axes, size), size, axis=1)
+    by = by.reshape(-1)
+    count = jnp.cumsum(by != 0, dtype=jnp.int32)  # up to and with each cell
+
+    def chunk(i: jax.Array, keys: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        turn = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
+        cell = jnp.searchsorted(count, turn).astype(jnp.int32)
+        stream, slot = divided(cell, size)
+        turns = by.at[cell].get(mode="fill", fill_value=0)
+        # A cell that only fills the chunk up goes past the end, each to a place of its own.
+        slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
+        turned = []
+        for k, rope in zip(keys, ropes, strict=True):
+            if rope is not None:
+                key = gather(k, stream, slot)  # [CHUNK, K, D]
+                key = rotate(key, turns, replace(rope, attention_factor=1.0))
+                k = scatter(k, stream, slot, key)
+            turned.append(k)
+        return tuple(turned)
+
+    return jax.lax.fori_loop(jnp.int32(0), -(-count[-1] // CHUNK), chunk, keys)
