@@ -1,7 +1,4 @@
-"""Memories over many devices: where each part lies, and what that costs.
-
-A mesh is the one at hand, `jax.set_mesh(mesh)`. All else is as on one device: verbs, plans, loops.
-"""
+"""Where each array of a memory lies on a mesh, and memories made there."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.memory import Memory, join, split
 from jaxkv.mesh import Rules
-
-__all__ = ["Rules", "allocate", "shapes", "shardings"]
 
 
 def shardings(memory: Memory, mesh: Mesh, rules: Rules) -> Memory:

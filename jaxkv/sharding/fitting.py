@@ -1,0 +1,70 @@
+"""A mesh that fits the heads of a memory, made of one with more devices than there are heads."""
+
+from math import gcd, prod
+from typing import Literal, get_args
+
+from jax.sharding import Mesh
+
+from jaxkv.memory import Memory
+from jaxkv.mesh import Rules
+from jaxkv.sharding.layouts import keys_of
+
+Surplus = Literal["cells", "replicate", "refuse"]
+"""What devices do that are more than there are heads: hold cells, hold copies, or be refused."""
+
+
+def fitted(
+    memory: Memory, mesh: Mesh, rules: Rules, *, surplus: Surplus = "cells"
+) -> tuple[Mesh, Rules]:
+    """Return a mesh and rules that fit the heads of a memory, where an axis has too many devices.
+
+    Args:
+      memory: any memory, or its shapes.
+      mesh: the mesh.
+      rules: which of its axes split what; heads are split by one axis.
+      surplus: what becomes of devices that are more than there are heads: "cells", they hold cells
+        of the same heads; "replicate", they hold copies; or "refuse".
+
+    Returns:
+      The mesh with that axis cut in two, of which the second is named "cells" or "copies", and the
+      rules for it. Both unchanged where the heads can be split already.
+
+    Raises:
+      ValueError: when nothing fits and `surplus` is "refuse", or there is no such `surplus`.
+
+    Examples:
+      Two heads on four devices:
+
+      >>> mesh = jax.make_mesh((4,), ("tensor",))
+      >>> make = lambda: make_kv_cache(layers=1, cells=64, kv_heads=2, head_dim=4)
+      >>> mesh, rules = sharding.fitted(jax.eval_shape(make), mesh, sharding.Rules())
+      >>> dict(mesh.shape), rules.cells
+      ({'tensor': 2, 'cells': 2}, 'cells')
+    """
+    if surplus not in get_args(Surplus):
+        raise ValueError(f"wanted a surplus of {get_args(Surplus)}, got {surplus!r}")
+    axes = [axis for axis in rules.axes("kv_heads") if mesh.shape.get(axis, 1) > 1]
+    heads = {x.shape[1] for x in keys_of(memory)} - {1}
+    devices = prod(mesh.shape[axis] for axis in axes)
+    fit = gcd(devices, *heads)
+    if not heads or fit == devices:
+        return mesh, rules
+    if surplus == "refuse" or len(axes) > 1:
+        raise ValueError(
+            f"wanted numbers of kv_heads that {devices} devices divide ({', '.join(axes)}), got "
+            f"{sorted(heads)}: take an axis of {fit}, or surplus='cells'"
+        )
+    name = {"cells": "cells", "replicate": "copies"}[surplus]
+    if name in mesh.axis_names:
+        raise ValueError(f"wanted no axis named {name!r} yet, got a mesh of {dict(mesh.shape)}")
+    place = mesh.axis_names.index(axes[0])
+    shape, names, types = [*mesh.devices.shape], [*mesh.axis_names], [*mesh.axis_types]
+    shape[place : place + 1] = fit, devices // fit
+    names.insert(place + 1, name)
+    types.insert(place + 1, types[place])
+    finer = Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=tuple(types))
+    if surplus == "replicate":
+        return finer, rules
+    cells = (*rules.axes("cells"), name)
+    cells = cells[0] if len(cells) == 1 else cells
+    return finer, Rules(streams=rules.streams, kv_heads=rules.kv_heads, cells=cells)

@@ -1,0 +1,145 @@
+"""What a memory costs on each device of a mesh, told before anything is there."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxkv.hybrid import parts_of
+from jaxkv.kv.buffers import Buffers
+from jaxkv.memory import Memory, split
+from jaxkv.mesh import Rules
+from jaxkv.sharding.places import shardings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a memory costs on each device of a mesh.
+
+    devices: how many there are.
+    table: bytes of the table on a device.
+    buffers: bytes of keys, values and states on a device.
+    weights: bytes of a model's weights on a device; 0 if none were given.
+    sent: bytes that attention brings to a device in a step of one token for each sequence.
+    whole: for each axis that splits nothing of a part of the memory, why.
+    """
+
+    devices: int
+    table: int
+    buffers: int
+    weights: int
+    sent: int
+    whole: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        """All bytes on a device."""
+        return self.table + self.buffers + self.weights
+
+    def check(self, room: int) -> "Layout":
+        """Raise a ValueError if it takes more than `room` bytes on a device; else return it."""
+        if self.total > room:
+            raise ValueError(
+                f"wanted at most {room:,} bytes on each of {self.devices} devices, got "
+                f"{self.total:,}:\n{self}"
+            )
+        return self
+
+    def __str__(self) -> str:
+        rows = [
+            ("table", self.table),
+            ("buffers", self.buffers),
+            ("weights", self.weights),
+            ("in all", self.total),
+            ("sent in a step", self.sent),
+        ]
+        lines = [f"{name:<16}{number:>20,} bytes" for name, number in rows]
+        return "\n".join([f"on each of {self.devices} devices", *lines, *self.whole])
+
+
+def layout(
+    memory: Memory, mesh: Mesh, rules: Rules, *, heads: int | None = None, weights: Any = None
+) -> Layout:
+    """Return what a memory costs on each device, before anything is there.
+
+    Args:
+      memory: any memory, or its shapes.
+      mesh: the mesh.
+      rules: which of its axes split what.
+      heads: H, the query heads, on which it depends what is sent; by default as many as keys have.
+      weights: the weights of a model, or their shapes, with the shardings they will have. Those
+        without one are counted whole.
+
+    Raises:
+      ValueError: see `shardings`.
+
+    Examples:
+      >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+      >>> make = lambda: make_kv_cache(
+      ...     layers=2, cells=1024, kv_heads=4, head_dim=64, sequences=8, streams=8
+      ... )
+      >>> print(sharding.layout(jax.eval_shape(make), mesh, sharding.Rules()))
+      on each of 4 devices
+      table                         65,552 bytes
+      buffers                    8,388,608 bytes
+      weights                            0 bytes
+      in all                     8,454,160 bytes
+      sent in a step                     0 bytes
+    """
+    halves = zip(split(memory), split(shardings(memory, mesh, rules)), strict=True)
+    table, buffers = (
+        sum(map(_share, jax.tree.leaves(half), jax.tree.leaves(where))) for half, where in halves
+    )
+    parts = parts_of(memory)
+    return Layout(
+        devices=mesh.size,
+        table=table,
+        buffers=buffers,
+        weights=sum(_share(x, getattr(x, "sharding", None)) for x in jax.tree.leaves(weights)),
+        sent=sum(_sent(part, mesh, rules, heads) for part in parts),
+        whole=tuple(dict.fromkeys(line for part in parts for line in _whole(part, mesh, rules))),
+    )
+
+
+def keys_of(memory: Memory) -> list[Any]:
+    """Return the keys of all layers that attend, `[S, K, N, D]`."""
+    return [
+        x for part in parts_of(memory) if isinstance(part.buffers, Buffers) for x in part.buffers.k
+    ]
+
+
+def _share(x: Any, where: Any) -> int:
+    """Return the bytes of an array that lie on each device."""
+    shape = x.shape if where is None else where.shard_shape(x.shape)
+    return prod(shape) * np.dtype(x.dtype).itemsize
+
+
+def _sent(part: Memory, mesh: Mesh, rules: Rules, heads: int | None) -> int:
+    """Return what attention brings to a device: the open softmax of all that hold the cells."""
+    bytes_sent = 0
+    if not isinstance(part.buffers, Buffers):
+        return 0
+    for k, v in zip(part.buffers.k, part.buffers.v, strict=True):
+        streams, groups, cells = k.shape[:3]
+        split = rules.split(mesh, streams=streams, kv_heads=groups, cells=cells)
+        shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
+        if shards["cells"] > 1:
+            rows = part.table.facts.sequences // shards["streams"]
+            sums = rows * (heads or groups) // shards["kv_heads"] * (v.shape[3] + 2)
+            bytes_sent += shards["cells"] * sums * 4
+    return bytes_sent
+
+
+def _whole(part: Memory, mesh: Mesh, rules: Rules) -> list[str]:
+    """Say what no axis splits though the rules name one."""
+    facts = part.table.facts
+    single = {"streams": facts.streams == 1}
+    single["kv_heads"] = any(k.shape[1] == 1 for k in keys_of(part))
+    return [
+        f"{', '.join(axes)} splits no {name}: there is one"
+        for name, one in single.items()
+        if one and (axes := [axis for axis in rules.axes(name) if mesh.shape.get(axis, 1) > 1])
+    ]
