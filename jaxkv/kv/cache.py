@@ -10,11 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.kv import cells, copy, defrag, reuse, shift, slots
+from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
 from jaxkv.kv.buffers import Buffers, with_layer, write
 from jaxkv.kv.cells import Cells, Placement, empty_fields
 from jaxkv.kv.mask import sight_of
-from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join
+from jaxkv.memory import (
+    Commitment,
+    Facts,
+    Findings,
+    Memory,
+    Need,
+    Room,
+    Table,
+    checked_streams,
+    join,
+    no_need,
+)
 from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.softmax import Options
@@ -87,18 +98,34 @@ class CellTable(Cells, Table):
     def copy(
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple["CellTable", Any]:
-        """See `cells.copy` within a stream, and `copy.copy_between` between streams."""
-        if self.streams == 1:
+        """See `cells.copy` within a stream; between streams `copy`, and in groups `transfer`."""
+        if self.streams == 1 or buffers is None:
             return cells.copy(self, src, dst, p0, p1), buffers
-        return copy.copy_between(self, buffers, src, dst, p0, p1)
+        if self.sharing == 1:
+            return copy.copy_between(self, buffers, src, dst, p0, p1)
+        return transfer.carry_out(self, buffers, transfer.to_copy(self, src, dst, p0, p1))
+
+    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
+        """Return nothing, but in groups what `transfer.to_copy` finds."""
+        if not self.facts.in_groups:
+            return no_need(self.streams)
+        return transfer.to_copy(self, src, dst, p0, p1).need
 
     def select(
         self, buffers: Any, parents: jax.Array, targets: jax.Array
     ) -> tuple["CellTable", Any]:
-        """See `cells.select` within a stream, and `copy.select_between` between streams."""
-        if self.streams == 1:
+        """See `cells.select` within a stream; between streams `copy`, and in groups `transfer`."""
+        if self.streams == 1 or buffers is None:
             return cells.select(self, parents, targets), buffers
-        return copy.select_between(self, buffers, parents, targets)
+        if self.sharing == 1:
+            return copy.select_between(self, buffers, parents, targets)
+        return transfer.carry_out(self, buffers, transfer.to_select(self, parents, targets))
+
+    def need_to_select(self, parents: jax.Array, targets: jax.Array) -> Need:
+        """Return nothing, but in groups what `transfer.to_select` finds."""
+        if not self.facts.in_groups:
+            return no_need(self.streams)
+        return transfer.to_select(self, parents, targets).need
 
     def keep(self, seq: jax.Array) -> "CellTable":
         """See `cells.keep`."""
@@ -219,8 +246,7 @@ def make_kv_cache(
     llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream and `n_swa` for the window.
     """
     layers, sequences = count(layers, "layers"), count(sequences, "sequences")
-    if streams not in (1, sequences):
-        raise ValueError(f"wanted streams of 1 or {sequences}, one a sequence, got {streams}")
+    streams = checked_streams(streams, sequences)
     if placement not in get_args(Placement):
         raise ValueError(f"wanted a placement of {get_args(Placement)}, got {placement!r}")
     signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be

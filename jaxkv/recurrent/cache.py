@@ -14,7 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join
+from jaxkv.memory import (
+    Commitment,
+    Facts,
+    Findings,
+    Memory,
+    Need,
+    Room,
+    Table,
+    checked_streams,
+    join,
+    no_need,
+)
 from jaxkv.places import END, count
 from jaxkv.recurrent import slots, states
 from jaxkv.recurrent.slots import StateSlots
@@ -116,11 +127,21 @@ class StateTable(States, Table):
         """See `states.copy`."""
         return states.copy(self, buffers, src, dst, p0, p1)
 
+    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
+        """Return nothing: targets let go of as many states as they get."""
+        del src, dst, p0, p1
+        return no_need(self.streams)
+
     def select(
         self, buffers: Any, parents: jax.Array, targets: jax.Array
     ) -> tuple["StateTable", Any]:
         """See `states.select`."""
         return states.select(self, buffers, parents, targets)
+
+    def need_to_select(self, parents: jax.Array, targets: jax.Array) -> Need:
+        """Return nothing: targets let go of as many states as they get."""
+        del parents, targets
+        return no_need(self.streams)
 
     def keep(self, seq: jax.Array) -> "StateTable":
         """See `states.keep`."""
@@ -329,8 +350,7 @@ def make_recurrent_cache(
     """
     layers, sequences = count(layers, "layers"), count(sequences, "sequences")
     rollback = count(rollback, "rollback", low=0)
-    if streams not in (1, sequences):
-        raise ValueError(f"wanted streams of 1 or {sequences}, one a sequence, got {streams}")
+    streams = checked_streams(streams, sequences)
     if not isinstance(states, Mapping):
         raise TypeError(f"wanted states as a mapping of names to (shape, dtype), got {states!r}")
     if not states:
