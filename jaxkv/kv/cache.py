@@ -207,9 +207,11 @@ def make_kv_cache(
       head_dim: D, the numbers of a key, of all layers or one for each.
       value_dim: Dv, the numbers of a value, likewise; by default D.
       sequences: Q, the sequences that may be told apart.
-      streams: S, 1 or Q: whether all sequences share one pool of cells, or each has its own. A pool
-        gives room to any sequence and forks without a copy; with its own stream, a sequence costs
-        what it holds itself, however long its neighbours are.
+      streams: S, a divisor of Q: how many pools of cells there are. Sequence q lives in stream
+        q // (Q // S). A pool gives room to any of its sequences and forks without a copy; with its
+        own stream, S = Q, a sequence costs what it holds itself, however long its neighbours are.
+        Between 1 and Q, as for a pool on each of several devices, a copy from one stream to another
+        may find no room, see `seq_cp`.
       window: how far back tokens look, see `jaxkv.window`. None for everything.
       ubatch_size: the most tokens that will be computed at once, by default 512; larger plans are
         refused. Only where `cells` is left out.
@@ -226,7 +228,7 @@ def make_kv_cache(
 
     Raises:
       TypeError: when a count is no integer.
-      ValueError: when a count is below 1, `streams` is neither 1 nor Q, `cells` is missing or given
+      ValueError: when a count is below 1, `streams` does not divide Q, `cells` is missing or given
         together with what it is counted from, there is no such placement, the dtype is not a
         floating one, or sizes and ropes do not fit the layers.
 
@@ -242,6 +244,16 @@ def make_kv_cache(
       ... )
       >>> memory.buffers.k[0].shape
       (2, 3, 672, 64)
+
+      Two pools for four sequences, of which 0 and 1 share the first:
+
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=4, streams=2)
+      >>> batch = make_batch([[1], [2], [3]], sequences=[3, 1, 0])
+      >>> print(show(apply(memory, init_batch(memory, batch))))
+      owner    0 1 . .
+      position 0 0 . .
+      owner    3 . . .
+      position 0 . . .
 
     llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream and `n_swa` for the window.
     """

@@ -263,7 +263,8 @@ def make_recurrent_cache(
 
     It has cells for E + 1 states of each sequence, so there is always room. Sequences of one stream
     share cells after `seq_cp`, and what is shared is never written over: only a sequence's own
-    states make place for its next ones. Between streams, `seq_cp` copies states.
+    states make place for its next ones. Between streams, `seq_cp` copies states, once for all
+    targets of a stream.
 
     What its verbs say, where it differs from an attention memory:
 
@@ -290,14 +291,14 @@ def make_recurrent_cache(
       sequences: Q, the sequences that may be told apart.
       rollback: E, how many tokens can be taken back: the states that are kept before the current
         one.
-      streams: 1 or Q, as in `make_kv_cache`, and the same where both are parts of one memory: with
-        1, `seq_add` moves a state for every sequence that shares it, and with Q for one alone.
+      streams: S, a divisor of Q as in `make_kv_cache`, and the same where both are parts of one
+        memory: `seq_add` moves a state for every sequence of the stream that shares it.
 
     Returns:
       The memory, with N = Q / S * (E + 1) cells in each of S streams.
 
     Raises:
-      ValueError: when a count is too small, `streams` is neither 1 nor Q, or there are no states.
+      ValueError: when a count is too small, `streams` does not divide Q, or there are no states.
 
     Examples:
       A state of two numbers that forgets half of what it had with each token:
@@ -345,6 +346,15 @@ def make_recurrent_cache(
       >>> memory = donating(checkpoint, plan.ubatches[0])
       >>> checkpoint.buffers[0]["x"].is_deleted()
       True
+
+      Two streams for four sequences: 1 shares the state of 0, and 2 and 3 share a copy of it:
+
+      >>> memory = make_recurrent_cache(
+      ...     layers=1, states={"x": ((2,), jnp.float32)}, sequences=4, streams=2
+      ... )
+      >>> memory = apply(memory, init_batch(memory, make_batch([8])))
+      >>> used(seq_cp(memory, 0, [1, 2, 3])).item()
+      2
 
     llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `rollback`.
     """
