@@ -72,11 +72,10 @@ def test_a_run_is_one_for_all_rows_of_a_stream():
     assert drawing(jaxkv.apply(memory, plan)) == wanted
 
 
-@pytest.mark.parametrize("kind", [EIGHT, POOL], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("ids", [[4, 5, 0, 7], [1, 0], [3], [7, 6, 5, 4, 3, 2, 1, 0], [2, 0, 1]])
-def test_any_sequences_in_any_order_answer_as_each_alone(kind, ids):
+def test_any_sequences_in_any_order_answer_as_each_alone(ids):
     """Four rows of a memory of four streams are not its four streams."""
-    memory = fed(kind, {0: 3, 1: 2, 4: 1, 5: 2})
+    memory = fed(EIGHT, {0: 3, 1: 2, 4: 1, 5: 2})
     tokens = [[seq + 1] for seq in ids]
     plan = jaxkv.init_batch(memory, make_batch(tokens, sequences=ids))
     assert len(plan.ubatches) == 1
@@ -318,7 +317,7 @@ def forward(weights, memory, ubatch):
     return think(memory, ubatch)
 
 
-@pytest.mark.parametrize("count", [8, 4])
+@pytest.mark.parametrize("count", [8, pytest.param(4, marks=pytest.mark.slow)])
 def test_generation_in_groups_is_that_in_one_pool(count):
     texts = []
     for kind in (EIGHT, POOL):
@@ -339,14 +338,14 @@ def test_a_prompt_that_fills_a_stream_gives_way_to_no_other():
     ]
     options = dict(chunk=8, steps=3, reserve=False)
     found = []
-    for kind in (EIGHT, POOL, GROUPS):
+    for kind in (EIGHT, POOL):
         engine = loops.batching.Engine(forward, None, kind.make(), **options)
         for request in requests:
             engine.submit(request)
         results = sorted(engine.results(), key=lambda result: result.id)
         found.append([result.tokens.tolist() for result in results])
         assert jaxkv.used(engine.memory) == 0
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_beams_lie_in_one_stream():
