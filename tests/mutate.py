@@ -48,6 +48,7 @@ KNOWN_BY = {
     "jaxkv/kv/transfer.py": "groups stateful every_argument",
     "jaxkv/recurrent/s*.py": "arguments groups invariants recurrent recurrent_going_back "
     "recurrent_ubatches stale every_argument",
+    "jaxkv/recurrent/copy.py": "groups recurrent recurrent_going_back stale every_argument",
     "jaxkv/hybrid.py": "arguments window recurrent stale refusals recurrent_ubatches stateful",
     "jaxkv/planning/*.py": "arguments traps refusals batch step streams window "
     "recurrent_ubatches stale stateful every_argument",

@@ -120,7 +120,8 @@ def admit(cells: Cells, wanted: jax.Array) -> Room:
     room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None:
         all_fit = wanted >= 0
-        return Room(all_fit, all_fit, jnp.repeat(room, cells.sharing))
+        room = jnp.broadcast_to(room[:, None], (cells.streams, cells.sharing))
+        return Room(all_fit, all_fit, room.reshape(-1))
     fits = _smallest_first(wanted, room)
     taken = jnp.where(fits, wanted, 0).reshape(cells.streams, -1)
     left = jnp.repeat(room - jnp.sum(taken, axis=1, dtype=jnp.int32), cells.sharing)
@@ -226,19 +227,17 @@ def in_turn(
 
     Returns:
       `[T]` int32, the cell of each token, past the last cell if it gets none; and `[]` bool,
-      whether there are as many cells, if not neighbours.
+      whether cells that must be neighbours are enough, if not neighbours.
     """
     count = jnp.cumsum(open_cells, dtype=jnp.int32)  # up to and with each cell
     if cells.placement == "contiguous":
-        slots = _run(count, total) + turn - 1
-    elif cells.window is None:
-        slots = jnp.searchsorted(count, turn).astype(jnp.int32)
-    else:
-        # An empty cell has the lowest position of all.
-        order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
-        order = jnp.append(order, jnp.int32(cells.num_cells))
-        slots = order[jnp.where(turn <= count[-1], turn - 1, cells.num_cells)]
-    return slots, total <= count[-1]
+        return _run(count, total) + turn - 1, total <= count[-1]
+    if cells.window is None:
+        return jnp.searchsorted(count, turn).astype(jnp.int32), jnp.array(False)
+    # An empty cell has the lowest position of all.
+    order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
+    order = jnp.append(order, jnp.int32(cells.num_cells))
+    return order[jnp.where(turn <= count[-1], turn - 1, cells.num_cells)], jnp.array(False)
 
 
 def _run(counts: jax.Array, length: jax.Array) -> jax.Array:

@@ -94,7 +94,7 @@ def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buf
     ok = transfer.need.ok
     streams, size = slots.shape
     stream = jnp.arange(streams, dtype=jnp.int32)[:, None]
-    gets = jnp.arange(size)[None] < wanted[:, None]
+    gets = ok & (jnp.arange(size)[None] < wanted[:, None])
     slots = jnp.where(gets, slots, nowhere(slots))
     if cells.window is not None:
         left = evict(left, jnp.zeros(slots.shape, bool).at[stream, slots].set(True, mode="drop"))

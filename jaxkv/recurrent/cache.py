@@ -27,7 +27,7 @@ from jaxkv.memory import (
     no_need,
 )
 from jaxkv.places import END, count
-from jaxkv.recurrent import slots, states
+from jaxkv.recurrent import copy, slots, states
 from jaxkv.recurrent.slots import StateSlots
 from jaxkv.recurrent.states import States, empty_fields
 
@@ -124,8 +124,8 @@ class StateTable(States, Table):
     def copy(
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple["StateTable", Any]:
-        """See `states.copy`."""
-        return states.copy(self, buffers, src, dst, p0, p1)
+        """See `copy.copy`."""
+        return copy.copy(self, buffers, src, dst, p0, p1)
 
     def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
         """Return nothing: targets let go of as many states as they get."""
@@ -135,8 +135,8 @@ class StateTable(States, Table):
     def select(
         self, buffers: Any, parents: jax.Array, targets: jax.Array
     ) -> tuple["StateTable", Any]:
-        """See `states.select`."""
-        return states.select(self, buffers, parents, targets)
+        """See `copy.select`."""
+        return copy.select(self, buffers, parents, targets)
 
     def need_to_select(self, parents: jax.Array, targets: jax.Array) -> Need:
         """Return nothing: targets let go of as many states as they get."""
