@@ -97,7 +97,7 @@ def seq_cp(
       The next memory. Doing it twice is doing it once.
 
     Raises:
-      NoRoomError: a ValueError, when a stream lacks the cells for a copy, if all is known.
+      NoRoomError: a ValueError, when a stream lacks the cells for a copy, outside of `jit`.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=3, kv_heads=1, head_dim=2)
@@ -152,9 +152,10 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
     """Let sequences go on from what others hold, all at once: the step of a beam search.
 
     Each sequence lets go of what it held and has what its parent held before. Within a stream that
-    is one edit of the table; what comes from another stream is copied, as in `seq_cp`, where cells
-    may be lacking too (`can_seq_select`). Cells that are copied are not free before that is done,
-    so sequences of two streams change places only where there is room for both beside them.
+    is one edit of the table; what comes from another stream is copied, as in `seq_cp`. Where
+    sequences share several streams, cells may be lacking for that (`can_seq_select`): those that
+    are copied come free only afterwards, so that sequences of two streams change places where both
+    copies find room beside them.
 
     Args:
       memory: any memory.
