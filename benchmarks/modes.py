@@ -1,4 +1,4 @@
-"""One pool for all sequences, or a stream for each? What neighbours, a large pool and windows cost.
+"""One pool for all sequences, some, or one for each? What neighbours, pools and windows cost.
 
 Run `python -m benchmarks.modes`: whole decode steps of SmolLM2 in float32, one token of each
 sequence that takes part; and of Gemma 3, where its weights are installed, with cells for its
@@ -29,14 +29,10 @@ class Case:
         model: models.Model,
         lengths: Sequence[int],
         active: Sequence[int],
-        *,
-        split: bool,
         **options: Any,
     ):
-        count = len(lengths)
         self.model, self.active = model, jnp.asarray(active, jnp.int32)
-        streams = count if split else 1
-        memory = model.make_memory(sequences=count, streams=streams, **options)
+        memory = model.make_memory(sequences=len(lengths), **options)
         # The table is all that counts for time: the buffers stay zeros.
         for seq, length in enumerate(lengths):
             if not length:
@@ -73,7 +69,7 @@ def windowed(positions: int) -> dict[str, Case]:
     except models.ModelError as error:
         print(error)
         return {}
-    case = partial(Case, model, [positions - 32], [0], split=False, cells=positions)
+    case = partial(Case, model, [positions - 32], [0], cells=positions)
     return {
         "Gemma 3, cells for its windows": case(full_windows=False),
         "Gemma 3, cells for all": case(full_windows=True),
@@ -90,21 +86,24 @@ def main() -> None:
     args = parser.parse_args()
     machine.main()
     model, n = models.load(), args.positions
-    full, cells = [n - 32] * 8, n
+    full = [n - 32] * 8
     idle = [64] + [n - 32] * 7
-    case = partial(Case, model)
+
+    def case(lengths: Sequence[int], active: Sequence[int], streams: int, of: int = 8) -> Case:
+        """Deal the same cells out among streams, n for each of so many sequences."""
+        return Case(model, lengths, active, streams=streams, cells=of * n // streams)
+
     cases = {
-        "8 busy, unified": case(full, range(8), split=False, cells=8 * cells),
-        "8 busy, split": case(full, range(8), split=True, cells=cells),
-        "streams 0 1 2 of 8": case(full, [0, 1, 2], split=True, cells=cells),
-        "streams 0 2 5 of 8": case(full, [0, 2, 5], split=True, cells=cells),
-        "3 streams, no others": case(full[:3], range(3), split=True, cells=cells),
-        "1 short, alone, split": case(idle[:1] + [0] * 7, [0], split=True, cells=cells),
-        "1 short, 7 idle, split": case(idle, [0], split=True, cells=cells),
-        "1 short, alone, unified": case(idle[:1] + [0] * 7, [0], split=False, cells=8 * cells),
-        "1 short, 7 idle, unified": case(idle, [0], split=False, cells=8 * cells),
-        "1 alone, pool x 1": case(full[:1], [0], split=False, cells=cells),
-        "1 alone, pool x 16": case(full[:1], [0], split=False, cells=16 * cells),
+        **{f"8 busy, streams {s}": case(full, range(8), s) for s in (1, 2, 4, 8)},
+        **{f"sequences 0 1 2 of 8, streams {s}": case(full, [0, 1, 2], s) for s in (1, 2, 4, 8)},
+        "sequences 0 2 5 of 8, streams 8": case(full, [0, 2, 5], 8),
+        "3 streams, no others": case(full[:3], range(3), 3, of=3),
+        "1 short, alone, streams 8": case(idle[:1] + [0] * 7, [0], 8),
+        "1 short, 7 idle, streams 8": case(idle, [0], 8),
+        "1 short, alone, streams 1": case(idle[:1] + [0] * 7, [0], 1),
+        "1 short, 7 idle, streams 1": case(idle, [0], 1),
+        "1 alone, pool x 1": case(full[:1], [0], 1, of=1),
+        "1 alone, pool x 16": case(full[:1], [0], 1, of=16),
         **windowed(args.windowed),
     }
     print(f"SmolLM2-135M float32, {n - 32} positions of {n} cells a sequence; milliseconds a step:")
@@ -114,11 +113,15 @@ def main() -> None:
     )
     middle = turns.table(took)
     for one, other in [
-        ("8 busy, split", "8 busy, unified"),
-        ("streams 0 2 5 of 8", "streams 0 1 2 of 8"),
-        ("streams 0 2 5 of 8", "3 streams, no others"),
-        ("1 short, 7 idle, split", "1 short, alone, split"),
-        ("1 short, 7 idle, unified", "1 short, alone, unified"),
+        *((f"8 busy, streams {s}", "8 busy, streams 1") for s in (2, 4, 8)),
+        *(
+            (f"sequences 0 1 2 of 8, streams {s}", "sequences 0 1 2 of 8, streams 1")
+            for s in (2, 4, 8)
+        ),
+        ("sequences 0 2 5 of 8, streams 8", "sequences 0 1 2 of 8, streams 8"),
+        ("sequences 0 2 5 of 8, streams 8", "3 streams, no others"),
+        ("1 short, 7 idle, streams 8", "1 short, alone, streams 8"),
+        ("1 short, 7 idle, streams 1", "1 short, alone, streams 1"),
         ("1 alone, pool x 16", "1 alone, pool x 1"),
         ("Gemma 3, cells for all", "Gemma 3, cells for its windows"),
     ]:

@@ -27,7 +27,7 @@ from jaxkv.kv.cache import make_kv_cache
 from jaxkv.loops.generation import decode
 from jaxkv.loops.prompts import prefill
 from jaxkv.memory import Memory, join, split
-from jaxkv.plan import Plan, Reason, RefusedError
+from jaxkv.plan import NoRoomError, Plan, Reason, RefusedError
 from jaxkv.planning.init import init_batch, init_full
 from jaxkv.planning.step import plan_step, plan_tokens
 from jaxkv.recurrent.cache import make_recurrent_cache
@@ -37,7 +37,9 @@ from jaxkv.verbs.apply import apply, is_current
 from jaxkv.verbs.ask import (
     can_resume,
     can_seq_add,
+    can_seq_cp,
     can_seq_rm,
+    can_seq_select,
     check_invariants,
     nbytes,
     seq_pos_max,
@@ -58,10 +60,11 @@ __all__ += ["plan_tokens"]
 # Carrying plans out.
 __all__ += ["apply", "defrag_plan", "go_back", "init_update", "make_room"]
 # Edits of sequences.
-__all__ += ["clear", "seq_add", "seq_cp", "seq_div", "seq_keep", "seq_rm"]
+__all__ += ["NoRoomError", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep", "seq_rm"]
 __all__ += ["seq_select"]
 # Questions.
-__all__ += ["can_resume", "can_seq_add", "can_seq_rm", "check_invariants", "nbytes"]
+__all__ += ["can_resume", "can_seq_add", "can_seq_cp", "can_seq_rm", "can_seq_select"]
+__all__ += ["check_invariants", "nbytes"]
 __all__ += ["seq_pos_max", "seq_pos_min", "show", "used"]
 # The side of the model.
 __all__ += ["attend", "make_rope", "read_states", "rollback_of", "rotate", "steps_to_keep"]

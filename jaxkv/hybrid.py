@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join, split
+from jaxkv.memory import Commitment, Facts, Findings, Memory, Need, Room, Table, join, split
 from jaxkv.mesh import Rules
 from jaxkv.places import count
 
@@ -162,20 +162,33 @@ class HybridTable(Table):
     def copy(
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple["HybridTable", Any]:
-        """Copy in each part; with one stream there are no buffers to copy."""
+        """Copy in all parts, or none; within a stream there are no buffers to copy."""
         own = (None,) * len(self.parts) if buffers is None else buffers
+        if buffers is not None:
+            dst = jnp.where(self.need_to_copy(src, dst, p0, p1).ok, dst, self.facts.sequences)
         pairs = zip(self.parts, own, strict=True)
         table, copied = self.with_parts([part.copy(one, src, dst, p0, p1) for part, one in pairs])
         return table, None if buffers is None else copied
 
+    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
+        """Return what the part wants that lacks most."""
+        return _greatest([part.need_to_copy(src, dst, p0, p1) for part in self.parts])
+
     def select(
         self, buffers: Any, parents: jax.Array, targets: jax.Array
     ) -> tuple["HybridTable", Any]:
-        """Select in each part; with one stream there are no buffers to copy."""
+        """Select in all parts, or none; within a stream there are no buffers to copy."""
         own = (None,) * len(self.parts) if buffers is None else buffers
+        if buffers is not None:
+            ok = self.need_to_select(parents, targets).ok
+            targets = jnp.where(ok, targets, self.facts.sequences)
         pairs = zip(self.parts, own, strict=True)
         table, copied = self.with_parts([part.select(one, parents, targets) for part, one in pairs])
         return table, None if buffers is None else copied
+
+    def need_to_select(self, parents: jax.Array, targets: jax.Array) -> Need:
+        """Return what the part wants that lacks most."""
+        return _greatest([part.need_to_select(parents, targets) for part in self.parts])
 
     def keep(self, seq: jax.Array) -> "HybridTable":
         """Keep one sequence in each part."""
@@ -343,6 +356,16 @@ def parts_of(memory: Memory) -> tuple[Memory, ...]:
 
 def _put(parts: tuple, i: int, part: Any) -> tuple:
     return (*parts[:i], part, *parts[i + 1 :])
+
+
+def _greatest(needs: list[Need]) -> Need:
+    """Return for each stream the need of the part that lacks most."""
+
+    def greater(one: Need, other: Need) -> Need:
+        more = one.wanted - one.found >= other.wanted - other.found
+        return jax.tree.map(lambda x, y: jnp.where(more, x, y), one, other)
+
+    return reduce(greater, needs)
 
 
 def _all(answers: list[jax.Array]) -> jax.Array:

@@ -15,11 +15,12 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.mesh import Rules
-from jaxkv.places import integers, is_concrete
+from jaxkv.places import count, integers, is_concrete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,14 @@ class Facts:
     details: tuple = ()
     parts: tuple["Facts", ...] = ()
 
+    @property
+    def in_groups(self) -> bool:
+        """Whether there are several streams and several sequences in each: 1 < S < Q.
+
+        There alone a copy between streams needs cells that may be lacking.
+        """
+        return 1 < self.streams < self.sequences
+
     def sequence_ids(self, value: Any, *, lowest: int = 0) -> Any:
         """Return sequence ids that a caller passed as int32, checked before they are cast.
 
@@ -66,6 +75,24 @@ def check_once(ids: Any) -> None:
     """Raise a ValueError if a known sequence id comes twice."""
     if is_concrete(ids) and np.unique(ids).size < np.size(ids):
         raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids).tolist()}")
+
+
+def checked_streams(streams: Any, sequences: int) -> int:
+    """Return the number of streams that a caller wants for Q sequences.
+
+    >>> checked_streams(4, 6)
+    Traceback (most recent call last):
+    ...
+    ValueError: wanted streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4
+    """
+    streams = count(streams, "streams")
+    if sequences % streams:
+        divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+        raise ValueError(
+            f"wanted streams that deal out {sequences} sequences evenly, one of {divisors}, got "
+            f"{streams}"
+        )
+    return streams
 
 
 class Findings(NamedTuple):
@@ -93,6 +120,27 @@ class Room(NamedTuple):
     fits: jax.Array
     together: jax.Array
     left: jax.Array
+
+
+class Need(NamedTuple):
+    """What copies between streams take.
+
+    wanted: `[S]` int32, the cells that they want of each stream.
+    found: `[S]` int32, those that there are for them.
+    """
+
+    wanted: jax.Array
+    found: jax.Array
+
+    @property
+    def ok(self) -> jax.Array:
+        """Whether no stream lacks cells; `[]` bool."""
+        return jnp.all(self.wanted <= self.found)
+
+
+def no_need(streams: int) -> Need:
+    """Return that copies take no cells that could be lacking, in any of S streams."""
+    return Need(jnp.zeros(streams, jnp.int32), jnp.zeros(streams, jnp.int32))
 
 
 class Commitment(ABC):
@@ -198,14 +246,26 @@ class Table(ABC):
     def copy(
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple[Self, Any]:
-        """Do what `seq_cp` says. With one stream no buffer is touched, and they may be None."""
+        """Do what `seq_cp` says; nothing where `need_to_copy` is not ok.
+
+        Within a stream no buffer is touched, and they may be None where that is known.
+        """
+
+    @abstractmethod
+    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
+        """Return the cells that `copy` would take of the streams of its targets."""
 
     @abstractmethod
     def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
-        """Do what `seq_select` says; both are `[n]`, and a target of Q is left out.
+        """Do what `seq_select` says; nothing where `need_to_select` is not ok.
 
-        With one stream no buffer is touched, and they may be None.
+        Both are `[n]`, and a target of Q is left out. Within a stream no buffer is touched, and
+        they may be None where that is known.
         """
+
+    @abstractmethod
+    def need_to_select(self, parents: jax.Array, targets: jax.Array) -> Need:
+        """Return the cells that `select` would take of the streams of its targets."""
 
     @abstractmethod
     def keep(self, seq: jax.Array) -> Self:

@@ -76,6 +76,10 @@ class RefusedError(RuntimeError):
     """A plan that was refused was asked to be carried out; the message says what to do."""
 
 
+class NoRoomError(RefusedError, ValueError):
+    """A copy between streams found too few cells, and nothing was changed."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:

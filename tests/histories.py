@@ -5,7 +5,7 @@ what a state must be, bit for bit.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -180,9 +180,9 @@ class Kept:
 class Histories:
     """What `sequences` sequences remember, the newest `kept` + 1 states of each."""
 
-    def __init__(self, sequences: int, kept: int, *, apart: bool = False) -> None:
+    def __init__(self, sequences: int, kept: int, *, streams: int = 1) -> None:
         self.size = kept + 1
-        self.apart = apart
+        self.sharing = sequences // streams
         self.states: dict[int, list[Kept]] = {seq: [] for seq in range(sequences)}
         self.lost = dict.fromkeys(self.states, 0)
 
@@ -240,28 +240,45 @@ class Histories:
         return True
 
     def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> None:
-        """Share the states of a sequence as it was at the end of a range."""
+        """Share the states of a sequence as it was at the end of a range.
+
+        Targets in another stream get copies, which those of one stream share.
+        """
+        copies = self._copies()
         there = [p for p in range(self.reached(src) + 1) if p0 <= p and (p1 < 0 or p < p1)]
         for dst in dsts:
-            if dst == src or not (there or self.apart):
+            same_stream = dst // self.sharing == src // self.sharing
+            if dst == src or (same_stream and not there):
                 continue
             self.states[dst], self.lost[dst] = [], 0
             if not there:
                 continue
             if any(state.position == there[-1] for state in self.states[src]):
                 shared = [s for s in self.states[src] if s.position <= there[-1]]
-                self.states[dst] = copy.deepcopy(shared) if self.apart else shared
+                self.states[dst] = shared if same_stream else copies(dst, src, shared)
             else:
                 self.lost[dst] = there[-1] + 1
 
     def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
         """Let sequences have the states of others, each those of its parent."""
-        states, lost = dict(self.states), dict(self.lost)
+        states, lost, copies = dict(self.states), dict(self.lost), self._copies()
         for parent, seq in zip(parents, seqs, strict=True):
             if parent != seq:
                 given = states[parent]
-                self.states[seq] = copy.deepcopy(given) if self.apart else list(given)
+                if parent // self.sharing != seq // self.sharing:
+                    given = copies(seq, parent, given)
+                self.states[seq] = list(given)
                 self.lost[seq] = lost[parent]
+
+    def _copies(self) -> Callable[[int, int, list[Kept]], list[Kept]]:
+        """Make what copies states: once for all of a stream that get those of one sequence."""
+        made: dict[tuple[int, int], list[Kept]] = {}
+
+        def copied(seq: int, parent: int, states: list[Kept]) -> list[Kept]:
+            key = seq // self.sharing, parent
+            return list(made.setdefault(key, copy.deepcopy(states)))
+
+        return copied
 
     def seq_keep(self, seq: int) -> None:
         """Forget all others."""
@@ -341,16 +358,15 @@ class Twin:
         *,
         sequences: int = 3,
         kept: int = 1,
-        apart: bool = False,
+        streams: int = 1,
         window: jaxkv.window.Window | None = None,
         cells: int = 16,
     ) -> None:
         self.kinds, self.sequences, self.kept = kinds, sequences, kept
-        streams = sequences if apart else 1
         self.recurrent = tuple(i for i, kind in enumerate(kinds) if kind in "rb")
         self.attending = tuple(i for i, kind in enumerate(kinds) if kind in "ab")
         self.memory = make(kept, sequences, len(self.recurrent), streams)
-        self.histories = Histories(sequences, kept, apart=apart)
+        self.histories = Histories(sequences, kept, streams=streams)
         self.oracle = None
         if self.attending:
             attention = jaxkv.make_kv_cache(
@@ -366,7 +382,7 @@ class Twin:
                 (attention, self.attending), (self.memory, self.recurrent)
             )
             form = window and (window.rule, window.width)
-            self.oracle = Oracle(cells, sequences, split=apart, window=form)
+            self.oracle = Oracle(cells, sequences, streams=streams, window=form)
         self.tokens = 0
 
     def fork(self) -> tuple:
@@ -488,6 +504,18 @@ class Twin:
         elif self.oracle:
             self.oracle.seq_rm(seq, p0, p1)
         return could
+
+    def copied(self, verb: str, *args: Any) -> None:
+        """Share or copy on all sides; where attention has no cells for it, on none."""
+        before, can = self.memory, getattr(jaxkv, f"can_{verb}")(self.memory, *args).item()
+        assert can == (not self.oracle or getattr(self.oracle, f"can_{verb}")(*args))
+        if can:
+            self.both(verb, *args)
+            return
+        with pytest.raises(ValueError, match="for a copy from another one"):
+            getattr(jaxkv, verb)(before, *args)
+        self.memory = jax.jit(getattr(jaxkv, verb))(before, *args)
+        assert_identical(self.memory, before)
 
     def both(self, verb: str, *args: Any) -> None:
         """Do what a verb that is never refused says, on all sides."""

@@ -41,7 +41,7 @@ class Kind:
     cells: int
     sequences: int
     placement: Placement = "scattered"
-    split: bool = False
+    streams: int = 1
     windows: tuple[jaxkv.window.Window | None, ...] = (None,)
 
     @property
@@ -59,7 +59,7 @@ class Kind:
                 kv_heads=HEADS,
                 head_dim=SIZE,
                 sequences=self.sequences,
-                streams=self.sequences if self.split else 1,
+                streams=self.streams,
                 window=window,
                 rope=rope,
                 placement=self.placement,
@@ -77,7 +77,7 @@ class Kind:
                 self.cells,
                 self.sequences,
                 contiguous=self.placement == "contiguous",
-                split=self.split,
+                streams=self.streams,
                 window=window and (window.rule, window.width),
             )
             for window in self.windows
@@ -87,21 +87,33 @@ class Kind:
 SMALL = Kind("small", cells=12, sequences=3)
 RUNS = Kind("contiguous", cells=12, sequences=3, placement="contiguous")
 WIDE = Kind("two-owner-words", cells=40, sequences=40)
-SPLIT = Kind("split", cells=8, sequences=3, split=True)
+SPLIT = Kind("split", cells=8, sequences=3, streams=3)
 WINDOW = Kind("window", cells=12, sequences=3, windows=(jaxkv.window.sliding(3),))
-CHUNKS = Kind("chunks", cells=10, sequences=3, split=True, windows=(jaxkv.window.chunked(4),))
+CHUNKS = Kind("chunks", cells=10, sequences=3, streams=3, windows=(jaxkv.window.chunked(4),))
 TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, jaxkv.window.sliding(4)))
 TWO_SPLIT = Kind(
     "full-and-window-split",
     cells=10,
     sequences=3,
-    split=True,
+    streams=3,
     placement="contiguous",
     windows=(None, jaxkv.window.symmetric(5)),
 )
+GROUPS = Kind("groups", cells=10, sequences=4, streams=2)
+GROUPS_WINDOW = Kind(
+    "groups-window", cells=9, sequences=4, streams=2, windows=(jaxkv.window.sliding(3),)
+)
+GROUPS_RUNS = Kind(
+    "groups-contiguous-full-and-window",
+    cells=12,
+    sequences=8,
+    streams=4,
+    placement="contiguous",
+    windows=(None, jaxkv.window.chunked(4)),
+)
 RUNS_WIDE = Kind("contiguous-two-owner-words", cells=40, sequences=40, placement="contiguous")
 KINDS = [SMALL, RUNS, WIDE]
-ALL_KINDS = [*KINDS, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT]
+ALL_KINDS = [*KINDS, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS, GROUPS_WINDOW, GROUPS_RUNS]
 
 WIDTH = 8
 """Tokens of a row where all sequences are told something at once."""
@@ -237,8 +249,8 @@ def drawn(cells: str, kind: Kind = SMALL) -> Any:
                 number, seqs, moved = re.fullmatch(r"(\d+)\{([\d,]+)\}([+-]\d+)?", cell).groups()
                 position[stream, index], shift[stream, index] = int(number), int(moved or 0)
                 for seq in map(int, seqs.split(",")):
-                    assert not kind.split or seq == stream
-                    bit = 0 if kind.split else seq
+                    home, bit = divmod(seq, kind.sequences // kind.streams)
+                    assert home == stream
                     owners[stream, bit // 32, index] |= np.uint32(1 << bit % 32)
     fields = {"position": position, "owners": owners, "shift": shift}
     return jaxkv.join(replace(table, **jax.tree.map(jnp.asarray, fields)), rows)
@@ -274,7 +286,7 @@ def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
     position, owners, shift = map(np.asarray, (table.position, table.owners, table.shift))
     read = {}
     for stream, index in np.ndindex(*position.shape):
-        first = stream if table.streams > 1 else 0
+        first = stream * table.sharing
         mine = {
             first + s
             for s in range(32 * owners.shape[1])
@@ -485,16 +497,28 @@ class Twin:
             oracle.seq_rm(seq, p0, p1)
 
     def seq_cp(self, src: int, dsts: Sequence[int], p0: int = -1, p1: int = -1) -> None:
-        """Share a range on both sides."""
-        self.memory = jaxkv.seq_cp(self.memory, src, [*dsts], p0, p1)
-        for oracle in self.oracles:
-            oracle.seq_cp(src, dsts, p0, p1)
+        """Share a range on both sides, or on neither."""
+        self._copied("seq_cp", src, [*dsts], p0, p1)
 
     def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
-        """Let sequences have what others hold on both sides."""
-        self.memory = jaxkv.seq_select(self.memory, parents, seqs)
-        for oracle in self.oracles:
-            oracle.seq_select(parents, seqs)
+        """Let sequences have what others hold on both sides, or on neither."""
+        self._copied("seq_select", parents, seqs)
+
+    def _copied(self, verb: str, *args: Any) -> None:
+        """Do it on both sides; where an oracle has no cells for it, on neither."""
+        before, can = self.memory, getattr(jaxkv, f"can_{verb}")(self.memory, *args)
+        assert can.item() == all(
+            getattr(oracle, f"can_{verb}")(*args) for oracle in self.oracles
+        ), jaxkv.show(before)
+        if can:
+            self.memory = getattr(jaxkv, verb)(before, *args)
+            for oracle in self.oracles:
+                assert getattr(oracle, verb)(*args)
+            return
+        with pytest.raises(ValueError, match="for a copy from another one"):
+            getattr(jaxkv, verb)(before, *args)
+        self.memory = jax.jit(getattr(jaxkv, verb))(before, *args)
+        assert_identical(self.memory, before)
 
     def seq_keep(self, seq: int) -> None:
         """Keep one sequence on both sides."""

@@ -42,11 +42,13 @@ KNOWN_BY = {
     "jaxkv/stamp.py": "arguments stale going_back refusals batch recurrent_going_back",
     "jaxkv/kv/cells.py": "arguments invariants evictions traps isolation ollama streams window "
     "shift stale going_back stateful refusals permutation every_argument",
-    "jaxkv/kv/reuse.py": "evictions window ollama stateful every_argument",
-    "jaxkv/kv/slots.py": "arguments traps ollama window streams refusals going_back stale "
+    "jaxkv/kv/reuse.py": "evictions window ollama groups stateful every_argument",
+    "jaxkv/kv/slots.py": "arguments traps ollama window streams groups refusals going_back stale "
     "evictions stateful recurrent_ubatches every_argument",
-    "jaxkv/recurrent/s*.py": "arguments invariants recurrent recurrent_going_back "
+    "jaxkv/kv/transfer.py": "groups stateful every_argument",
+    "jaxkv/recurrent/s*.py": "arguments groups invariants recurrent recurrent_going_back "
     "recurrent_ubatches stale every_argument",
+    "jaxkv/recurrent/copy.py": "groups recurrent recurrent_going_back stale every_argument",
     "jaxkv/hybrid.py": "arguments window recurrent stale refusals recurrent_ubatches stateful",
     "jaxkv/planning/*.py": "arguments traps refusals batch step streams window "
     "recurrent_ubatches stale stateful every_argument",

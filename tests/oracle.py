@@ -81,7 +81,7 @@ class Move(NamedTuple):
 
 
 class Oracle:
-    """Streams of `size` cells: one that sequences 0 to `sequences` - 1 share, or one for each.
+    """`streams` streams of `size` cells, among which sequences are dealt out in equal runs.
 
     cells: the cells in use; one without an entry is free.
     rows: what the buffers hold for a cell, whether it is in use still or not.
@@ -95,13 +95,13 @@ class Oracle:
         sequences: int,
         *,
         contiguous: bool = False,
-        split: bool = False,
+        streams: int = 1,
         window: tuple[str, int] | None = None,
     ) -> None:
         self.size = size
         self.sequences = sequences
         self.contiguous = contiguous
-        self.split = split
+        self.streams = streams
         self.window = window
         self.cells: dict[Place, Cell] = {}
         self.rows: dict[Place, Row] = {}
@@ -116,7 +116,7 @@ class Oracle:
 
     def stream(self, seq: int) -> int:
         """The stream of a sequence."""
-        return seq if self.split else 0
+        return seq // (self.sequences // self.streams)
 
     def holds(self, seq: int) -> dict[Place, Cell]:
         """List the cells of a sequence."""
@@ -189,23 +189,89 @@ class Oracle:
             while self.lost[one] and _in_range(self.lost[one] - 1, p0, p1):
                 self.lost[one] -= 1
 
-    def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> None:
+    def can_seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> bool:
+        """Whether there are cells for all copies: tried, and thrown away."""
+        return self.fork().seq_cp(src, dsts, p0, p1)
+
+    def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> bool:
         """Let others own the cells of a sequence in a range, and keep what they have.
 
-        Where each has a stream of its own they get copies instead, and nothing else.
+        In other streams they get copies instead, and nothing else. False, and all as it was, where
+        there are no cells for these.
         """
+        before = self.fork()
         lost = max((p + 1 for p in range(self.lost[src]) if _in_range(p, p0, p1)), default=0)
+        apart = []
         for dst in dsts:
             if dst == src:
                 continue
-            if self.split:
+            if self.streams == self.sequences:
                 self._copy_stream(src, dst, p0, p1)
                 self.lost[dst] = lost
+                continue
+            if self.stream(dst) != self.stream(src):
+                apart.append((src, dst))
                 continue
             for cell in self.holds(src).values():
                 if _in_range(cell.position, p0, p1):
                     cell.owners.add(dst)
             self.lost[dst] = max(self.lost[dst], lost)
+        return self._copy_apart(before, apart, p0, p1)
+
+    def _copy_apart(self, before: "Oracle", pairs: list[tuple[int, int]], p0: int, p1: int) -> bool:
+        """Let sequences have copies of what others held, in place of their own, or undo all.
+
+        A stream gets what each parent held once, for all that want it. Cells that are copied are
+        not taken, though they may have come free.
+        """
+        for _, seq in pairs:
+            self.seq_rm(seq)
+        copied = {
+            parent: [
+                place
+                for place, cell in sorted(before.holds(parent).items())
+                if _in_range(cell.position, p0, p1)
+            ]
+            for parent, _ in pairs
+        }
+        sources = [place for places in copied.values() for place in places]
+        heirs: dict[tuple[int, int], set[int]] = {}
+        for parent, seq in pairs:
+            heirs.setdefault((self.stream(seq), parent), set()).add(seq)
+        arrivals = []
+        for stream in {self.stream(seq) for _, seq in pairs}:
+            wanted = [
+                (source, owners)
+                for (where, parent), owners in heirs.items()
+                if where == stream
+                for source in copied[parent]
+            ]
+            usable = [index for index in self.usable(stream) if (stream, index) not in sources]
+            found = self._find(usable, len(wanted))
+            if found is None:
+                self.cells, self.lost = before.cells, before.lost
+                return False
+            arrivals += [((stream, index), *one) for index, one in zip(found, wanted, strict=True)]
+        for place, _, _ in arrivals:
+            if place in self.cells:
+                self._evict(place)
+        for place, source, owners in arrivals:
+            cell = before.cells[source]
+            self.cells[place] = Cell(cell.position, set(owners), cell.shift)
+            if source in before.rows:
+                self.rows[place] = before.rows[source]
+            self.written[place] += 1
+        for parent, seq in pairs:
+            marks = [p + 1 for p in range(before.lost[parent]) if _in_range(p, p0, p1)]
+            self.lost[seq] = max(marks, default=0)
+        return True
+
+    def _find(self, usable: list[int], count: int) -> list[int] | None:
+        """So many of the usable cells of a stream, neighbours if they must be; None if too few."""
+        if not self.contiguous:
+            return usable[:count] if count <= len(usable) else None
+        runs = [range(i, i + count) for i in range(self.size - count + 1)]
+        return next((list(run) for run in runs if set(run) <= set(usable)), None)
 
     def _copy_stream(self, src: int, dst: int, p0: int, p1: int) -> None:
         """Replace a stream by a range of another. Rows are copied as they lie, dead ones too."""
@@ -225,23 +291,36 @@ class Oracle:
         for index, cell in shared.items():
             self.cells[dst, index] = Cell(cell.position, {dst}, cell.shift)
 
-    def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
-        """Let sequences have what others held, each its parent, in place of their own."""
+    def can_seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> bool:
+        """Whether there are cells for all copies: tried, and thrown away."""
+        return self.fork().seq_select(parents, seqs)
+
+    def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> bool:
+        """Let sequences have what others held, each its parent, in place of their own.
+
+        False, and all as it was, where there are no cells for copies between streams.
+        """
         pairs = [(parent, seq) for parent, seq in zip(parents, seqs, strict=True) if parent != seq]
         before = self.fork()
+        if self.streams == self.sequences:
+            for parent, seq in pairs:
+                self.lost[seq] = before.lost[parent]
+            self._select_streams(before, pairs)
+            return True
+        apart = [(p, seq) for p, seq in pairs if self.stream(p) != self.stream(seq)]
         for parent, seq in pairs:
+            if (parent, seq) in apart:
+                continue
             self.lost[seq] = before.lost[parent]
-            if not self.split:
-                for place, cell in before.cells.items():
-                    if place in self.cells:
-                        self.cells[place].owners.discard(seq)
-                    if parent in cell.owners:
-                        again = Cell(cell.position, set(), cell.shift)
-                        self.cells.setdefault(place, again).owners.add(seq)
+            for place, cell in before.cells.items():
+                if place in self.cells:
+                    self.cells[place].owners.discard(seq)
+                if parent in cell.owners:
+                    again = Cell(cell.position, set(), cell.shift)
+                    self.cells.setdefault(place, again).owners.add(seq)
         for place in [place for place, cell in self.cells.items() if not cell.owners]:
             del self.cells[place]
-        if self.split:
-            self._select_streams(before, pairs)
+        return self._copy_apart(before, apart, 0, -1)
 
     def _select_streams(self, before: "Oracle", pairs: list[tuple[int, int]]) -> None:
         """Replace streams by others, rows as they lie, if one of those holds anything."""
@@ -360,12 +439,11 @@ class Oracle:
         for seq in sorted(asks, key=lambda seq: (asks[seq], seq)):
             if self.window is not None:  # only the ubatches themselves can tell
                 continue
-            if self.split:
-                if asks[seq] > room[seq]:
-                    too_big.append(seq)
-            # Behind one that did not fit no other can, since none is smaller.
-            elif asks[seq] <= room[0] and not too_big:
-                room = {seq_: left - asks[seq] for seq_, left in room.items()}
+            beside = [one for one in room if self.stream(one) == self.stream(seq)]
+            # Behind one that did not fit no other of its stream can, since none is smaller.
+            if asks[seq] <= room[seq] and not set(beside) & set(too_big):
+                for one in beside:
+                    room[one] -= asks[seq]
             else:
                 too_big.append(seq)
         faults |= {seq: Fault("NO_ROOM", asks[seq], room[seq]) for seq in too_big}
@@ -407,8 +485,8 @@ class Oracle:
         return apart
 
     def _cut(self, batch: list[Token], ubatch_size: int) -> list[list[Token]]:
-        """Cut a batch in its order; with a stream each, in equal parts of the sequences."""
-        if not self.split:
+        """Cut a batch in its order; with several streams, in equal parts of the sequences."""
+        if self.streams == 1:
             return [batch[i : i + ubatch_size] for i in range(0, len(batch), ubatch_size)]
         left: dict[int, list[Token]] = {}
         for token in batch:
@@ -427,20 +505,20 @@ class Oracle:
 
     def _slots(self, tokens: list[Token]) -> tuple[list[Place], list[tuple[Token, str]]]:
         """The cell of each token; and those that find none, with the reason."""
-        slots, unplaced = [], []
-        streams = {self.stream(token.sequence): 0 for token in tokens}
-        for stream in streams:
+        slots, unplaced = {}, []
+        for stream in {self.stream(token.sequence) for token in tokens}:
             mine = [token for token in tokens if self.stream(token.sequence) == stream]
+            if self.streams > 1:  # row by row
+                mine.sort(key=lambda token: token.sequence)
             usable = self.usable(stream)
             if self.contiguous:
-                runs = [range(i, i + len(mine)) for i in range(self.size - len(mine) + 1)]
-                found = next((list(run) for run in runs if set(run) <= set(usable)), [])
+                found = self._find(usable, len(mine)) or []
                 reason = "FRAGMENTED" if len(usable) >= len(mine) else "NO_ROOM"
             else:
                 found, reason = usable[: len(mine)], "NO_ROOM"
-            slots += [(stream, index) for index in found]
+            slots |= {token: (stream, i) for token, i in zip(mine, found, strict=False)}
             unplaced += [(token, reason) for token in mine[len(found) :]]
-        return slots, unplaced
+        return [slots[token] for token in tokens if token in slots], unplaced
 
     def fits(self, part: Part) -> bool:
         """Whether the streams of a part are still as they were when it was planned."""

@@ -108,7 +108,7 @@ def test_what_a_dead_sequence_held_does_not_reach_the_end_either():
         ({"ubatch_size": 8}, "pass cells alone, or leave it out"),
         ({"rollback": 8}, "pass cells alone, or leave it out"),
         ({"kv_heads": (1, 2, 3)}, "wanted kv_heads for all layers or 2, one each, got 3"),
-        ({"streams": 2}, "wanted streams of 1 or 3"),
+        ({"streams": 2}, "wanted streams that deal out 3 sequences evenly"),
     ],
 )
 def test_a_memory_that_cannot_be_is_refused(wrong, message):

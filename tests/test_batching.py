@@ -21,7 +21,7 @@ from tests.memories import VOCABULARY, Kind, filled, think
 
 DATA = Path(__file__).parent / "data"
 POOL = Kind("pool", cells=24, sequences=4)
-STREAMS = Kind("streams", cells=12, sequences=4, split=True)
+STREAMS = Kind("streams", cells=12, sequences=4, streams=4)
 ALONE = Kind("alone", cells=32, sequences=1)
 STOP = [5]
 RULE = Rule(  # what may come next depends on all tokens so far
@@ -447,13 +447,14 @@ def test_what_a_window_can_hold(rule, split):
     window = jaxkv.window.Window(6, rule)
     back = 3 if rule == "symmetric" else 5
     sequences, at_once = 2, 4
+    streams = sequences if split else 1
     enough = at_once + back * (1 if split else sequences)
     lengths = [20, 17]
     for cells in (enough, enough - 1):
-        kind = Kind("", cells=cells, sequences=sequences, split=split, windows=(window,))
+        kind = Kind("", cells=cells, sequences=sequences, streams=streams, windows=(window,))
         memory = kind.make()
         holds = jaxkv.split(memory)[0].can_hold(np.array(lengths), at_once)
-        assert holds.tolist() == [cells == enough] * (sequences if split else 1)
+        assert holds.tolist() == [cells == enough] * streams
         placed, refused = [0, 0], False
         while placed != lengths and not refused:
             for seq in range(sequences):

@@ -17,7 +17,7 @@ DATA = Path(__file__).parent / "data"
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
 CLOSE = dict(rtol=0, atol=2e-4)
 POOL = Kind("pool", cells=30, sequences=5)
-SPLIT = Kind("split", cells=16, sequences=5, split=True)
+SPLIT = Kind("split", cells=16, sequences=5, streams=5)
 PROMPT = (7, 3, 11, 5)
 WIDTH, STEPS = 3, 5
 
@@ -62,7 +62,7 @@ def computed_anew(forward, weights, make):
 
 @cache
 def tiny():
-    return computed_anew(forward, FREE, Kind("", cells=16, sequences=WIDTH, split=True).make)
+    return computed_anew(forward, FREE, Kind("", cells=16, sequences=WIDTH, streams=WIDTH).make)
 
 
 def searched(logits_after, *, width=WIDTH, steps=STEPS, stop=(), penalty=1.0):
@@ -200,7 +200,7 @@ def test_a_search_ends_once_nothing_better_can_come(penalty, reason):
 @pytest.mark.slow
 def test_what_a_window_let_go_of_is_not_held():
     """An ended text is cut back to what it shares with the last step; its window went further."""
-    kind = Kind("window", cells=4, sequences=2, split=True, windows=(jaxkv.window.sliding(3),))
+    kind = Kind("window", cells=4, sequences=2, streams=2, windows=(jaxkv.window.sliding(3),))
     gone = 0
     for stop in range(VOCABULARY):
         memory, logits = prompted(kind)

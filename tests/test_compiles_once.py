@@ -188,7 +188,7 @@ def test_a_warm_up_for_more_sequences_than_a_ubatch_has_tokens(donate):
 def test_a_warm_up_compiles_what_prompts_need(kind):
     """Also in a memory that is nearly full; not a bit of it changes."""
     memory = lived_in(kind)
-    groups = [(0,), (0, 1)] if kind.split else [(0,)]
+    groups = [(0,), (0, 1)] if kind.streams > 1 else [(0,)]
     for sequences in groups:
         warm = loops.warm_up(think_with, None, memory, ubatch_size=6, sequences=sequences)
         assert_identical(warm, memory)
@@ -197,7 +197,7 @@ def test_a_warm_up_compiles_what_prompts_need(kind):
         for count in (1, 2, 3, 5, 6):
             batch = make_batch([1] * count, sequences=2)
             jaxkv.prefill(think_with, None, empty, batch, ubatch_size=6)
-        if kind.split:
+        if kind.streams > 1:
             batch = make_batch([[1] * 3, [2] * 3], sequences=[2, 0])
             jaxkv.prefill(think_with, None, empty, batch, ubatch_size=6)
     assert heard() == 0

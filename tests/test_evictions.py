@@ -11,7 +11,7 @@ from jaxkv import Reason, make_batch
 from tests.memories import Kind, assert_identical, drawing, run, think
 
 FOUR = Kind("four", cells=6, sequences=3, windows=(jaxkv.window.sliding(4),))
-ONE = Kind("one-each", cells=4, sequences=2, split=True, windows=(jaxkv.window.sliding(1),))
+ONE = Kind("one-each", cells=4, sequences=2, streams=2, windows=(jaxkv.window.sliding(1),))
 ONE_OF_POOL = Kind("pool", cells=4, sequences=2, windows=(jaxkv.window.sliding(1),))
 
 

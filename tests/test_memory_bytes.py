@@ -148,10 +148,19 @@ def test_a_verb_copies_no_layer(name, dtype):
     check(jax.jit(VERBS[name], donate_argnums=0).lower(memory).compile(), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_copy_between_streams_copies_no_layer(dtype):
-    memory = memory_shapes(dtype, cells=CELLS // SEQUENCES, streams=SEQUENCES)
-    compiled = jax.jit(VERBS["seq_cp"], donate_argnums=0).lower(memory).compile()
+COPIES = {
+    "seq_cp": lambda m: jaxkv.seq_cp(m, 0, [1, SEQUENCES - 1]),
+    "seq_select": lambda m: jaxkv.seq_select(m, [SEQUENCES - 1, 0], [0, SEQUENCES - 1]),
+}
+
+
+@pytest.mark.parametrize("streams", [SEQUENCES, 2])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*(("seq_cp", dtype) for dtype in DTYPES), ("seq_select", jnp.float32)]
+)
+def test_a_copy_between_streams_copies_no_layer(name, dtype, streams):
+    memory = memory_shapes(dtype, cells=CELLS // streams, streams=streams)
+    compiled = jax.jit(COPIES[name], donate_argnums=0).lower(memory).compile()
     check(compiled, dtype=dtype)
 
 

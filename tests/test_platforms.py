@@ -53,6 +53,6 @@ def test_elsewhere_last_positions_are_looked_for_in_one_pass(platform):
 
     traced = jax.jit(plan).trace(jax.eval_shape(make))
     cpu, other = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", platform))
-    a_block, all_cells = "tensor<128x32xi32>", "tensor<8192x32xi32>"
+    a_block, all_cells = "tensor<1x128x32xi32>", "tensor<1x8192x32xi32>"
     assert a_block in cpu and all_cells not in cpu
     assert a_block not in other and all_cells in other

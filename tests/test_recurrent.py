@@ -95,7 +95,7 @@ def test_trap_67_a_copied_range_counts_by_its_end():
 @pytest.mark.parametrize("wrong", [0, 3, -1])
 def test_a_copy_between_streams_to_itself_or_to_none_changes_nothing(wrong):
     """The last sequence of all is where an index that is cut down to the last would write."""
-    memory = told(kept=1, counts=(3, 2, 2), apart=True).memory
+    memory = told(kept=1, counts=(3, 2, 2), streams=3).memory
     assert_identical(jax.jit(jaxkv.seq_cp)(memory, 0, wrong), memory)
 
 
@@ -183,12 +183,12 @@ def test_a_current_state_that_is_forgotten_with_none_before_it_is_lost():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_shared_state_moves_as_cells_of_attention_do(apart):
-    twin = told(kept=1, counts=(5, 0), apart=apart, kinds="ar")
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_shared_state_moves_as_cells_of_attention_do(streams):
+    twin = told(kept=1, counts=(5, 0), streams=streams, kinds="ar")
     twin.both("seq_cp", 0, [1])
     twin.both("seq_add", 0, 0, -1, 3)
-    assert jaxkv.seq_pos_max(twin.memory, [0, 1]).tolist() == [7, 4 if apart else 7]
+    assert jaxkv.seq_pos_max(twin.memory, [0, 1]).tolist() == [7, 7 if streams == 1 else 4]
     twin.update()
     twin.compare()
     for seq in (0, 1):
@@ -321,7 +321,7 @@ def test_wrong_arguments():
         ({"sequences": 0}, "sequences of at least 1, got 0"),
         ({"rollback": -1}, "rollback of at least 0, got -1"),
         ({"states": {}}, "at least one state"),
-        ({"sequences": 3, "streams": 2}, "streams of 1 or 3, one a sequence, got 2"),
+        ({"sequences": 3, "streams": 2}, r"deal out 3 sequences evenly, one of \[1, 3\], got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             jaxkv.make_recurrent_cache(**{**good, **wrong})

@@ -23,9 +23,19 @@ edges = st.integers(-2, 12)
 ids = st.integers(0, 10**6)
 ALL = {
     "recurrent": {"kinds": "rr", "kept": 3},
-    "recurrent of streams": {"kinds": "rr", "kept": 1, "apart": True},
+    "recurrent of streams": {"kinds": "rr", "kept": 1, "streams": 3},
     "hybrid with a window": {"kinds": "ra", "kept": 1, "window": jaxkv.window.sliding(4)},
-    "hybrid of streams": {"kinds": "br", "kept": 1, "apart": True, "cells": 9},
+    "hybrid of streams": {"kinds": "br", "kept": 1, "streams": 3, "cells": 9},
+    "recurrent in groups": {"kinds": "r", "kept": 2, "sequences": 4, "streams": 2},
+    "hybrid in groups": {"kinds": "ar", "kept": 1, "sequences": 4, "streams": 2, "cells": 12},
+    "hybrid in groups with a window": {
+        "kinds": "ra",
+        "kept": 1,
+        "sequences": 4,
+        "streams": 2,
+        "cells": 14,
+        "window": jaxkv.window.sliding(4),
+    },
     "both in a layer": {"kinds": "ba", "kept": 1},
     "the current state alone": {"kinds": "ar", "kept": 0},
 }
@@ -41,20 +51,25 @@ class Verbs(RuleBasedStateMachine):
         self.past = self.twin.fork()
         self.late = None
 
-    @rule(counts=st.lists(st.sampled_from([0, 0, 1, 1, 2, 5]), min_size=3, max_size=3))
+    def seq(self, number: int) -> int:
+        return number % self.twin.sequences
+
+    @rule(counts=st.lists(st.sampled_from([0, 0, 1, 1, 2, 5]), min_size=4, max_size=4))
     def decode(self, counts: list[int]) -> None:
         """Several sequences at once, each in its row."""
+        counts = counts[: self.twin.sequences]
         if any(counts):
             self.twin.decode([seq for seq, count in enumerate(counts) for _ in range(count)])
 
     @rule(number=ids)
     def decode_in_parts(self, number: int) -> None:
-        self.twin.decode([number % 3] * 7, in_parts=True)
+        self.twin.decode([self.seq(number)] * 7, in_parts=True)
 
     @rule(number=ids, in_parts=st.booleans())
     def plan(self, number: int, in_parts: bool) -> None:
         """Plan, and leave it for later."""
-        sequences = [number % 3] * 7 if in_parts else [number % 3, (number + 1) % 3]
+        one, other = self.seq(number), self.seq(number + 1)
+        sequences = [one] * 7 if in_parts else [one, other]
         self.late = self.twin.plan(sequences, in_parts=in_parts)
 
     @precondition(lambda self: self.late is not None)
@@ -69,39 +84,40 @@ class Verbs(RuleBasedStateMachine):
     @rule(number=ids, back=st.integers(0, 5))
     def cut(self, number: int, back: int) -> None:
         """Take back the last few tokens."""
-        seq = number % 3
+        seq = self.seq(number)
         self.twin.seq_rm(seq, max(self.twin.histories.reached(seq) + 1 - back, 0))
 
     @rule(number=ids, p0=edges, p1=edges)
     def seq_rm(self, number: int, p0: int, p1: int) -> None:
-        self.twin.seq_rm(number % 4 - 1, p0, p1)
+        self.twin.seq_rm(number % (self.twin.sequences + 1) - 1, p0, p1)
 
     @rule(src=ids, dsts=st.lists(ids, min_size=2, max_size=2), p0=edges, p1=edges)
     def seq_cp(self, src: int, dsts: list[int], p0: int, p1: int) -> None:
-        self.twin.both("seq_cp", src % 3, [dst % 3 for dst in dsts], p0, p1)
+        self.twin.copied("seq_cp", self.seq(src), [*map(self.seq, dsts)], p0, p1)
 
     @rule(src=ids, dst=ids)
     def fork(self, src: int, dst: int) -> None:
         """What callers do with `seq_cp`: a whole sequence, onto one that is forgotten first."""
-        if src % 3 != dst % 3:
-            self.twin.seq_rm(dst % 3)
-            self.twin.both("seq_cp", src % 3, [dst % 3])
+        if self.seq(src) != self.seq(dst):
+            self.twin.seq_rm(self.seq(dst))
+            self.twin.copied("seq_cp", self.seq(src), [self.seq(dst)])
 
     @rule(parents=st.lists(ids, min_size=2, max_size=2), swap=st.booleans())
     def seq_select(self, parents: list[int], swap: bool) -> None:
-        self.twin.both("seq_select", [parent % 3 for parent in parents], [2 * swap, 1])
+        last = self.twin.sequences - 1
+        self.twin.copied("seq_select", [*map(self.seq, parents)], [last * swap, 1])
 
     @rule(number=ids)
     def seq_keep(self, number: int) -> None:
-        self.twin.both("seq_keep", number % 3)
+        self.twin.both("seq_keep", self.seq(number))
 
     @rule(number=ids, p0=edges, p1=edges, delta=st.integers(-5, 5))
     def seq_add(self, number: int, p0: int, p1: int, delta: int) -> None:
-        self.twin.both("seq_add", number % 3, p0, p1, delta)
+        self.twin.both("seq_add", self.seq(number), p0, p1, delta)
 
     @rule(number=ids, p0=edges, p1=edges, divisor=st.integers(1, 3))
     def seq_div(self, number: int, p0: int, p1: int, divisor: int) -> None:
-        self.twin.both("seq_div", number % 3, p0, p1, divisor)
+        self.twin.both("seq_div", self.seq(number), p0, p1, divisor)
 
     @rule()
     def update(self) -> None:
@@ -129,7 +145,7 @@ class Verbs(RuleBasedStateMachine):
         self.twin.compare()
 
 
-@pytest.mark.parametrize("name", ["recurrent", "hybrid with a window"])
+@pytest.mark.parametrize("name", ["hybrid in groups", "hybrid with a window"])
 def test_verbs(name):
     """The fast part: few runs, the same every time."""
     run_state_machine_as_test(

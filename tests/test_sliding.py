@@ -112,7 +112,7 @@ def test_what_another_sequence_shares_is_not_moved():
 
 
 def test_what_a_window_let_go_of_is_not_seen_again():
-    kind = Kind("window", cells=8, sequences=2, split=True, windows=(jaxkv.window.sliding(5),))
+    kind = Kind("window", cells=8, sequences=2, streams=2, windows=(jaxkv.window.sliding(5),))
     memory = filled(16, kind=kind)
     for keep, drop, wanted in ((2, 12, False), (0, 16, True), (2, 4, True)):
         after, ok = loops.slide(memory, 0, keep=keep, drop=drop)

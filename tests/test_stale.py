@@ -20,7 +20,7 @@ MEMORIES = {
     "recurrent": {"kinds": "rr"},
     "hybrid": {"kinds": "ar"},
     "hybrid with a window": {"kinds": "ra", "window": jaxkv.window.sliding(8)},
-    "hybrid of streams": {"kinds": "ar", "apart": True},
+    "hybrid of streams": {"kinds": "ar", "streams": 3},
 }
 """Options of `make_kv_cache`, or of `Twin` where there are states."""
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.memories import ALL_KINDS, SMALL, TWO_SPLIT, Kind, Twin
+from tests.memories import ALL_KINDS, GROUPS_WINDOW, SMALL, TWO_SPLIT, Kind, Twin
 
 edges = st.integers(-2, 14)
 ids = st.integers(0, 10**6)
@@ -146,11 +146,11 @@ class Verbs(RuleBasedStateMachine):
         self.twin.compare()
 
 
-@pytest.mark.parametrize("kind", [SMALL, TWO_SPLIT], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [SMALL, TWO_SPLIT, GROUPS_WINDOW], ids=lambda kind: kind.name)
 def test_verbs(kind):
     """The fast part: few runs, the same every time, in few shapes, each of which is compiled."""
     run_state_machine_as_test(
-        lambda: Verbs(kind, counts=(3, 7), moves=(2, 2), in_rows=kind.split),
+        lambda: Verbs(kind, counts=(3, 7), moves=(2, 2), in_rows=kind.streams > 1),
         settings=settings(max_examples=5, stateful_step_count=20),
     )
 

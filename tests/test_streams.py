@@ -21,7 +21,7 @@ from tests.memories import (
 )
 
 UNIFIED = Kind("unified", cells=32, sequences=4)
-FOUR = Kind("four", cells=12, sequences=4, split=True)
+FOUR = Kind("four", cells=12, sequences=4, streams=4)
 
 
 def prompts(*lengths, seed=0):
@@ -107,7 +107,7 @@ def test_a_copy_goes_on_as_its_source_would():
 
 
 def test_a_copy_of_more_cells_than_a_chunk():
-    kind = Kind("long", cells=600, sequences=2, split=True)
+    kind = Kind("long", cells=600, sequences=2, streams=2)
     memory = drawn(" ".join(f"{i}{{0}}" for i in range(520)), kind)
     table, rows = jaxkv.split(memory)
     noise = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape), rows)
@@ -267,9 +267,10 @@ def test_a_subset_of_streams_in_the_loop():
     assert jaxkv.seq_pos_max(memory, [0, 1, 2, 3]).tolist() == [2, 4, 1, 5]
 
 
-def test_number_of_streams_is_one_or_all():
-    with pytest.raises(ValueError, match="streams of 1 or 4, one a sequence, got 2"):
-        jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=4, streams=2)
+@pytest.mark.parametrize("streams", [0, 3, 8])
+def test_the_number_of_streams_divides_that_of_sequences(streams):
+    with pytest.raises(ValueError, match="wanted streams .*got"):
+        jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=4, streams=streams)
 
 
 def test_the_worst_case_is_a_row_for_each_stream():

@@ -10,11 +10,22 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.kv import cells, copy, defrag, reuse, shift, slots
+from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
 from jaxkv.kv.attend import attend
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells, Placement, empty_fields
-from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join
+from jaxkv.memory import (
+    Commitment,
+    Facts,
+    Findings,
+    Memory,
+    Need,
+    Room,
+    Table,
+    checked_streams,
+    join,
+    no_need,
+)
 from jaxkv.mesh import Rules
 from jaxkv.places import count
 from jaxkv.rope import Rope
@@ -100,18 +111,34 @@ class CellTable(Cells, Table):
     def copy(
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple["CellTable", Any]:
-        """See `cells.copy` within a stream, and `copy.copy_between` between streams."""
-        if self.streams == 1:
+        """See `cells.copy` within a stream; between streams `copy`, and in groups `transfer`."""
+        if self.streams == 1 or buffers is None:
             return cells.copy(self, src, dst, p0, p1), buffers
-        return copy.copy_between(self, buffers, src, dst, p0, p1)
+        if self.sharing == 1:
+            return copy.copy_between(self, buffers, src, dst, p0, p1)
+        return transfer.carry_out(self, buffers, transfer.to_copy(self, src, dst, p0, p1))
+
+    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
+        """Return nothing, but in groups what `transfer.to_copy` finds."""
+        if not self.facts.in_groups:
+            return no_need(self.streams)
+        return transfer.to_copy(self, src, dst, p0, p1).need
 
     def select(
         self, buffers: Any, parents: jax.Array, targets: jax.Array
     ) -> tuple["CellTable", Any]:
-        """See `cells.select` within a stream, and `copy.select_between` between streams."""
-        if self.streams == 1:
+        """See `cells.select` within a stream; between streams `copy`, and in groups `transfer`."""
+        if self.streams == 1 or buffers is None:
             return cells.select(self, parents, targets), buffers
-        return copy.select_between(self, buffers, parents, targets)
+        if self.sharing == 1:
+            return copy.select_between(self, buffers, parents, targets)
+        return transfer.carry_out(self, buffers, transfer.to_select(self, parents, targets))
+
+    def need_to_select(self, parents: jax.Array, targets: jax.Array) -> Need:
+        """Return nothing, but in groups what `transfer.to_select` finds."""
+        if not self.facts.in_groups:
+            return no_need(self.streams)
+        return transfer.to_select(self, parents, targets).need
 
     def keep(self, seq: jax.Array) -> "CellTable":
         """See `cells.keep`."""
@@ -193,9 +220,11 @@ def make_kv_cache(
       head_dim: D, the numbers of a key, of all layers or one for each.
       value_dim: Dv, the numbers of a value, likewise; by default D.
       sequences: Q, the sequences that may be told apart.
-      streams: S, 1 or Q: whether all sequences share one pool of cells, or each has its own. A pool
-        gives room to any sequence and forks without a copy; with its own stream, a sequence costs
-        what it holds itself, however long its neighbours are.
+      streams: S, a divisor of Q: how many pools of cells there are. Sequence q lives in stream
+        q // (Q // S). A pool gives room to any of its sequences and forks without a copy; with its
+        own stream, S = Q, a sequence costs what it holds itself, however long its neighbours are.
+        Between 1 and Q, as for a pool on each of several devices, a copy from one stream to another
+        may find no room, see `seq_cp`.
       window: how far back tokens look, see `jaxkv.window`. None for everything.
       ubatch_size: the most tokens that will be computed at once, by default 512; larger plans are
         refused. Only where `cells` is left out.
@@ -212,7 +241,7 @@ def make_kv_cache(
 
     Raises:
       TypeError: when a count is no integer.
-      ValueError: when a count is below 1, `streams` is neither 1 nor Q, `cells` is missing or given
+      ValueError: when a count is below 1, `streams` does not divide Q, `cells` is missing or given
         together with what it is counted from, there is no such placement, the dtype is not a
         floating one, or sizes and ropes do not fit the layers.
 
@@ -229,11 +258,20 @@ def make_kv_cache(
       >>> memory.buffers.k[0].shape
       (2, 3, 672, 64)
 
+      Two pools for four sequences, of which 0 and 1 share the first:
+
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=4, streams=2)
+      >>> batch = make_batch([[1], [2], [3]], sequences=[3, 1, 0])
+      >>> print(show(apply(memory, init_batch(memory, batch))))
+      owner    0 1 . .
+      position 0 0 . .
+      owner    3 . . .
+      position 0 . . .
+
     llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream and `n_swa` for the window.
     """
     layers, sequences = count(layers, "layers"), count(sequences, "sequences")
-    if streams not in (1, sequences):
-        raise ValueError(f"wanted streams of 1 or {sequences}, one a sequence, got {streams}")
+    streams = checked_streams(streams, sequences)
     if placement not in get_args(Placement):
         raise ValueError(f"wanted a placement of {get_args(Placement)}, got {placement!r}")
     signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be

@@ -17,8 +17,9 @@ def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
     own ubatch because they already stand in the table. With a window, a token sees what lies inside
     of it; see `jaxkv.window` for the rules.
 
-    All rows of one stream are one list of tokens, so that its keys are read once for all of them. A
-    token without a slot (padding, a refused plan) sees nothing.
+    Rows of one stream are one list of tokens where shapes tell it (see `slots.pools`), so that its
+    keys are read once for all of them. A token without a slot (padding, a refused plan) sees
+    nothing.
 
     Args:
       cells: the table, with the ubatch applied.
@@ -26,7 +27,7 @@ def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
       causal: False lets them see what comes after them too.
     """
     _, word, bit = home(cells, ubatch.sequences)
-    streams = pools(cells, ubatch)
+    streams, all_streams = pools(cells, ubatch)
     looks = ubatch.valid & (ubatch.slots < FAR)
     bit = jnp.where(looks, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
@@ -39,7 +40,7 @@ def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
         bit=bit,
         window=cells.window,
         causal=causal,
-        all_streams=ubatch.in_order or cells.streams == 1,
+        all_streams=all_streams,
     )
 
 

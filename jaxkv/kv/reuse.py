@@ -6,19 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.kv.cells import (
+    WORD,
     C,
     Cells,
-    bits,
     each,
     free,
-    held,
     holders,
     known,
     last,
     spread,
     with_owners,
 )
-from jaxkv.places import EMPTY
+from jaxkv.places import EMPTY, divided
 from jaxkv.window import first_seen
 
 
@@ -30,13 +29,15 @@ def hidden(cells: Cells) -> jax.Array:
         end = jnp.maximum(jnp.max(cells.position, axis=1), cells.evicted_below - 1)
         return ~free(cells) & (cells.position < first_seen(cells.window, end + 1)[:, None])
 
-    def look(seq: jax.Array, seen: jax.Array) -> jax.Array:
-        mine = held(cells, seq)
-        end = jnp.maximum(jnp.max(mine), cells.evicted_below[seq] - 1)
-        return seen | ((mine != EMPTY) & (mine >= first_seen(cells.window, end + 1)))
+    marks = cells.evicted_below.reshape(cells.streams, -1)
 
-    unseen = jnp.zeros((cells.num_cells,), bool)
-    return ~free(cells) & ~each(holders(cells, ~free(cells)), look, unseen)[None]
+    def look(local: jax.Array, seen: jax.Array) -> jax.Array:
+        mine, _ = _held_side_by_side(cells, local)
+        end = jnp.maximum(jnp.max(mine, axis=1), marks[:, local] - 1)
+        return seen | ((mine != EMPTY) & (mine >= first_seen(cells.window, end + 1)[:, None]))
+
+    unseen = jnp.zeros(cells.position.shape, bool)
+    return ~free(cells) & ~each(_locals(cells, ~free(cells)), look, unseen)
 
 
 def evict(cells: C, taken: jax.Array) -> C:
@@ -51,16 +52,40 @@ def evict(cells: C, taken: jax.Array) -> C:
         gone = (cells.position < cells.evicted_below[:, None]) & (end > EMPTY)[:, None]
         return with_owners(cells, jnp.where(gone[:, None], 0, cells.owners))
 
-    def let_go(seq: jax.Array, cells: C) -> C:
-        mine = held(cells, seq)
-        end = jnp.max(jnp.where(taken[0], mine, EMPTY)) + 1
-        end = jnp.maximum(cells.evicted_below[seq], end)
-        gone = (mine != EMPTY) & (mine < end)
-        owners = cells.owners & ~(bits(cells, seq)[..., None] & spread(gone[None]))
-        return replace(cells, owners=owners, evicted_below=cells.evicted_below.at[seq].set(end))
+    def let_go(local: jax.Array, cells: C) -> C:
+        mine, words = _held_side_by_side(cells, local)
+        marks = cells.evicted_below.reshape(cells.streams, -1)
+        lost = jnp.max(jnp.where(taken, mine, EMPTY), axis=1)
+        end = jnp.maximum(marks[:, local], lost + 1)
+        # In another stream that sequence may lose nothing now.
+        gone = (mine != EMPTY) & (mine < end[:, None]) & (lost > EMPTY)[:, None]
+        owners = cells.owners & ~(words[None, :, None] & spread(gone))
+        marks = marks.at[:, local].set(end).reshape(-1)
+        return replace(cells, owners=owners, evicted_below=marks)
 
-    cells = each(holders(cells, taken), let_go, cells)
+    cells = each(_locals(cells, taken), let_go, cells)
     return with_owners(cells, cells.owners)
+
+
+def _locals(cells: Cells, where: jax.Array) -> jax.Array:
+    """Return which sequences of their streams own one of some cells, `[S, N]`, in any; `[Q / S]`.
+
+    The first ones of all streams are looked at together, then the second ones, and so on.
+    """
+    return jnp.any(holders(cells, where).reshape(cells.streams, -1), axis=0)
+
+
+def _held_side_by_side(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the positions that the same sequence of each stream holds, by its number there.
+
+    Returns:
+      `[S, N]` int32, EMPTY where it does not own the cell; and its bit, in `[W]` uint32.
+    """
+    word, bit = divided(local, WORD)
+    own = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
+    bit = jnp.uint32(1) << bit.astype(jnp.uint32)
+    words = jnp.where(jnp.arange(cells.owners.shape[1]) == word, bit, 0)
+    return jnp.where(own & bit != 0, cells.position, EMPTY), words
 
 
 def can_resume(cells: Cells, seq: jax.Array, pos: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,27 @@ BLOCK = 128
 """Cells that a CPU compares with all sequences of a word at a time: what its registers hold."""
 
 
-def pools(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return the stream of each list of tokens that is looked up together; `[P]` int32.
+class Pools(NamedTuple):
+    """Which rows of a ubatch are one list of tokens, that reads its stream once for all of them.
 
-    Where rows are in the order of sequences, and where there is one stream, the rows of a stream
-    are one list, and P is S; else each row is a list.
+    streams: `[P]` int32, the stream of each list.
+    all_streams: whether list p holds all that the ubatch has for stream p, and P is S.
     """
-    if ubatch.in_order or cells.streams == 1:
-        return jnp.arange(cells.streams, dtype=jnp.int32)
-    return ubatch.row_stream
+
+    streams: jax.Array
+    all_streams: bool
+
+
+def pools(cells: Cells, ubatch: Ubatch) -> Pools:
+    """Return the lists that the rows of a ubatch make.
+
+    With one stream all rows are one list. Where each sequence has its row, row r is that of
+    sequence r, so those of a stream lie together and are a list. Else each row is one: shapes do
+    not tell which of them share a stream.
+    """
+    if cells.streams == 1 or ubatch.in_order:
+        return Pools(jnp.arange(cells.streams, dtype=jnp.int32), all_streams=True)
+    return Pools(ubatch.row_stream, all_streams=False)
 
 
 def inspect(cells: Cells, present: jax.Array) -> Findings:
@@ -45,42 +58,44 @@ def inspect(cells: Cells, present: jax.Array) -> Findings:
 
 
 def _highest(cells: Cells, present: jax.Array) -> jax.Array:
-    """Return the last position of the sequences of one shared stream; `[Q]` int32.
+    """Return the last position of sequences that share streams; `[Q]` int32.
 
     The sequences of a word lie side by side, so that all are compared with a cell at once: a pass
     for each word with a sequence that was asked for, instead of one for each sequence.
     """
-    words = cells.owners.shape[1]
-    asked = jnp.pad(present, (0, words * WORD - present.size)).reshape(words, WORD)
-    asked = jnp.any(asked, axis=1)
+    streams, words, _ = cells.owners.shape
+    asked = present.reshape(streams, -1)
+    asked = jnp.pad(asked, [(0, 0), (0, words * WORD - cells.sharing)])
+    asked = jnp.any(asked.reshape(streams, words, WORD), axis=(0, 2))
     # Elsewhere than on a processor turns of a loop cost more than they save.
     found = jax.lax.platform_dependent(
-        cells.owners[0],
-        cells.position[0],
+        cells.owners,
+        cells.position,
         asked,
         cpu=partial(_highest_by, min(BLOCK, cells.num_cells)),
         default=partial(_highest_by, cells.num_cells),
     )
-    return found.reshape(-1)[: present.size]
+    return found.reshape(streams, -1)[:, : cells.sharing].reshape(-1)
 
 
 def _highest_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Array) -> jax.Array:
-    """Do it for some words, `[W]` bool, `size` cells at a time; `[W, WORD]` int32."""
-    words, cells = owners.shape
+    """Do it for some words, `[W]` bool, `size` cells at a time; `[S, W, WORD]` int32."""
+    streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
     def look(word: jax.Array, found: jax.Array) -> jax.Array:
         def block(i: jax.Array, highest: jax.Array) -> jax.Array:
             start = jnp.minimum(i * size, cells - size)  # the last may overlap the one before
-            here = jax.lax.dynamic_slice(owners, (word, start), (1, size))[0]
-            at = jax.lax.dynamic_slice_in_dim(position, start, size)
-            owned = (here[:, None] >> bit[None]) & 1 == 1  # [size, WORD]
-            return jnp.maximum(highest, jnp.max(jnp.where(owned, at[:, None], EMPTY), axis=0))
+            here = jax.lax.dynamic_slice(owners, (0, word, start), (streams, 1, size))[:, 0]
+            at = jax.lax.dynamic_slice_in_dim(position, start, size, axis=1)
+            owned = (here[..., None] >> bit[None, None]) & 1 == 1  # [S, size, WORD]
+            return jnp.maximum(highest, jnp.max(jnp.where(owned, at[..., None], EMPTY), axis=1))
 
         turns = jnp.int32(-(-cells // size))
-        return found.at[word].set(jax.lax.fori_loop(jnp.int32(0), turns, block, found[word]))
+        highest = jax.lax.fori_loop(jnp.int32(0), turns, block, found[:, word])
+        return found.at[:, word].set(highest)
 
-    return each(asked, look, jnp.full((words, WORD), EMPTY, jnp.int32))
+    return each(asked, look, jnp.full((streams, words, WORD), EMPTY, jnp.int32))
 
 
 def usable(cells: Cells) -> jax.Array:
@@ -104,16 +119,22 @@ def admit(cells: Cells, wanted: jax.Array) -> Room:
     room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None:
         all_fit = wanted >= 0
-        return Room(all_fit, all_fit, jnp.broadcast_to(room, wanted.shape))
+        room = jnp.broadcast_to(room[:, None], (cells.streams, cells.sharing))
+        return Room(all_fit, all_fit, room.reshape(-1))
     fits = _smallest_first(wanted, room)
     taken = jnp.where(fits, wanted, 0).reshape(cells.streams, -1)
     left = jnp.repeat(room - jnp.sum(taken, axis=1, dtype=jnp.int32), cells.sharing)
     if cells.placement == "scattered":
         return Room(fits, fits, left)
-    here = jnp.broadcast_to(1 + jnp.arange(cells.num_cells, dtype=jnp.int32), open_cells.shape)
+    return Room(fits, _smallest_first(wanted, longest_run(open_cells)), left)
+
+
+def longest_run(open_cells: jax.Array) -> jax.Array:
+    """Return how many neighbours there are at most among cells, `[S, N]` bool; `[S]` int32."""
+    here = 1 + jnp.arange(open_cells.shape[1], dtype=jnp.int32)
+    here = jnp.broadcast_to(here, open_cells.shape)
     closed = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # the last one up to each cell
-    run = jnp.max(here - closed, axis=1)
-    return Room(fits, _smallest_first(wanted, run), left)
+    return jnp.max(here - closed, axis=1)
 
 
 def _smallest_first(wanted: jax.Array, room: jax.Array) -> jax.Array:
@@ -153,7 +174,8 @@ def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array
     """Choose a cell for every valid token; change nothing.
 
     Empty cells come first, the lowest of them, and then hidden ones, the lowest positions first.
-    Where cells must be neighbours, the first run of empty and hidden ones is taken.
+    Where cells must be neighbours, the first run of empty and hidden ones is taken. All tokens of a
+    stream are served together, those of the first of its sequences first.
 
     Args:
       cells: the table, whose `placement` says whether the cells must be neighbours.
@@ -168,28 +190,53 @@ def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array
     llama.cpp: `llama_kv_cache::find_slot`.
     """
     open_cells = usable(cells)
-
-    def choose(stream: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-        turn = jnp.cumsum(valid, dtype=jnp.int32)
-        mine = open_cells[stream]
-        count = jnp.cumsum(mine, dtype=jnp.int32)  # up to and with each cell
-        if cells.placement == "contiguous":
-            return _run(count, turn[-1]) + turn - 1, turn[-1] <= count[-1]
-        if cells.window is None:
-            return jnp.searchsorted(count, turn), jnp.array(False)
-        # An empty cell has the lowest position of all.
-        order = jnp.argsort(jnp.where(mine, cells.position[stream], END), stable=True)
-        order = jnp.append(order, cells.num_cells)
-        return order[jnp.where(turn <= count[-1], turn - 1, cells.num_cells)], jnp.array(False)
-
-    streams = pools(cells, ubatch)
-    slots, apart = jax.vmap(choose)(streams, ubatch.valid.reshape(streams.size, -1))
-    slots = slots.reshape(ubatch.valid.shape).astype(jnp.int32)
+    streams, all_streams = pools(cells, ubatch)
+    valid = ubatch.valid.reshape(streams.size, -1)
+    turn = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
+    total = turn[:, -1]
+    if not all_streams and cells.sharing > 1:
+        beside = streams[:, None] == streams[None]
+        ahead = beside & (ubatch.row_sequence[:, None] > ubatch.row_sequence[None])
+        turn += jnp.sum(jnp.where(ahead, total[None], 0), axis=1, dtype=jnp.int32)[:, None]
+        total = jnp.sum(jnp.where(beside, total[None], 0), axis=1, dtype=jnp.int32)
+    slots, apart = jax.vmap(
+        lambda stream, turn, total: in_turn(
+            cells, open_cells[stream], cells.position[stream], turn, total
+        )
+    )(streams, turn, total)
+    slots = slots.reshape(ubatch.valid.shape)
     apart = jnp.broadcast_to(apart[:, None], (apart.size, ubatch.valid.size // apart.size))
     fault = jnp.where(apart.reshape(slots.shape), Reason.FRAGMENTED, Reason.NO_ROOM)
     unplaced = ubatch.valid & (slots >= cells.num_cells)
     placed = ok & ~jnp.any(unplaced) & ubatch.valid
     return jnp.where(placed, slots, nowhere(slots)), jnp.where(unplaced, fault, Reason.FITS)
+
+
+def in_turn(
+    cells: Cells, open_cells: jax.Array, position: jax.Array, turn: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Choose cells of a stream for tokens that come in turn.
+
+    Args:
+      cells: the table, of which only the placement and the window are looked at.
+      open_cells: `[N]` bool, the cells that may be taken.
+      position: `[N]` int32, the positions in them.
+      turn: `[T]` int32, the turn of each token, from 1 on.
+      total: `[]` int32, how many tokens there are.
+
+    Returns:
+      `[T]` int32, the cell of each token, past the last cell if it gets none; and `[]` bool,
+      whether cells that must be neighbours are enough, if not neighbours.
+    """
+    count = jnp.cumsum(open_cells, dtype=jnp.int32)  # up to and with each cell
+    if cells.placement == "contiguous":
+        return _run(count, total) + turn - 1, total <= count[-1]
+    if cells.window is None:
+        return jnp.searchsorted(count, turn).astype(jnp.int32), jnp.array(False)
+    # An empty cell has the lowest position of all.
+    order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
+    order = jnp.append(order, jnp.int32(cells.num_cells))
+    return order[jnp.where(turn <= count[-1], turn - 1, cells.num_cells)], jnp.array(False)
 
 
 def _run(counts: jax.Array, length: jax.Array) -> jax.Array:

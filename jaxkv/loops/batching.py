@@ -53,8 +53,8 @@ class Engine:
     Args:
       forward: see `prefill`.
       weights: whatever the model wants.
-      memory: an empty memory; it is given up, and `engine.memory` is the current memory. With one
-        stream its cells are for all, with a stream each every sequence has its own.
+      memory: an empty memory; it is given up, and `engine.memory` is the current memory. The cells
+        of a stream are for all of its sequences.
       stop: `[n]` int32, the tokens that end every text.
       chunk: the most tokens of prompts that are computed at once. A running text waits for one
         chunk between two tokens at most.

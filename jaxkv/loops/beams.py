@@ -21,6 +21,7 @@ from jaxkv.memory import Facts, Memory, check_once, join, split
 from jaxkv.places import count, integers, is_concrete
 from jaxkv.planning.step import plan_next
 from jaxkv.verbs.edit import seq_rm, seq_select
+from jaxkv.verbs.room import within_streams
 
 
 class Beams(NamedTuple):
@@ -79,7 +80,7 @@ def beam(
       steps: n, the most tokens of a text, static.
       stop: `[n]` int32, the tokens that end a text; -1 pads.
       sequences: `[W]` int32, where the beams stand; by default 0 to W - 1. What the others but the
-        first one hold is forgotten.
+        first one hold is forgotten. Where sequences share several streams, all are of one stream.
       penalty: how much length counts in a rank: 0 for not at all, more for longer texts.
       donate: give up the buffers of the memory passed in, see `prefill`.
 
@@ -92,9 +93,9 @@ def beam(
 
     Raises:
       ValueError: when the logits are not those of one token; when there are not W sequences, or one
-        is known and comes twice or is none of the memory; when `width` or `steps` is below 1; when
-        the penalty is not one number; or when the memory was donated. It is raised before anything
-        runs.
+        is known and comes twice or is none of the memory; when they are not known to be of one
+        stream though sequences share several; when `width` or `steps` is below 1; when the penalty
+        is not one number; or when the memory was donated. It is raised before anything runs.
 
     Examples:
       A model that says the next number, or less likely the one after it; 3 ends a text, and length
@@ -157,6 +158,12 @@ def _checked(facts: Facts, sequences: Any, width: int) -> Any:
     if np.shape(ids) != (width,):
         raise ValueError(f"wanted sequences [{width}], one for each beam, got {np.shape(ids)}")
     check_once(ids)
+    if facts.in_groups and not within_streams(facts, ids[:1], ids):
+        got = np.asarray(ids).tolist() if is_concrete(ids) else "traced ones"
+        raise ValueError(
+            f"wanted sequences of one stream of {facts.sequences // facts.streams} for the beams, "
+            f"since another may lack the cells for a copy, got {got}: pass sequences="
+        )
     return ids
 
 

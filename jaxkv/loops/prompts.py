@@ -153,8 +153,8 @@ def warm_up(
       weights: whatever the model wants.
       memory: the memory that will be used, or one like it.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
-      sequences: the sequences of a batch, by default one. Where each sequence has its own stream,
-        prompts that come together are rows of one ubatch; and more than 8 have more outputs. Those
+      sequences: the sequences of a batch, by default one. Where there are several streams, prompts
+        that come together are rows of one ubatch; and more than 8 have more outputs. Those
         are programs of their own, so call it for each number of prompts that you expect.
       longest: the tokens of the longest prompt. Planning is warmed up for all lengths up to it, of
         prompts that come alone; left out, prompts of several ubatches still compile some small

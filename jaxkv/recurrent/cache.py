@@ -15,10 +15,21 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.memory import Commitment, Facts, Findings, Memory, Room, Table, join
+from jaxkv.memory import (
+    Commitment,
+    Facts,
+    Findings,
+    Memory,
+    Need,
+    Room,
+    Table,
+    checked_streams,
+    join,
+    no_need,
+)
 from jaxkv.mesh import Rules
 from jaxkv.places import END, count
-from jaxkv.recurrent import slots, states
+from jaxkv.recurrent import copy, slots, states
 from jaxkv.recurrent.slots import StateSlots
 from jaxkv.recurrent.states import States, empty_fields
 
@@ -126,14 +137,24 @@ class StateTable(States, Table):
     def copy(
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple["StateTable", Any]:
-        """See `states.copy`."""
-        return states.copy(self, buffers, src, dst, p0, p1)
+        """See `copy.copy`."""
+        return copy.copy(self, buffers, src, dst, p0, p1)
+
+    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
+        """Return nothing: targets let go of as many states as they get."""
+        del src, dst, p0, p1
+        return no_need(self.streams)
 
     def select(
         self, buffers: Any, parents: jax.Array, targets: jax.Array
     ) -> tuple["StateTable", Any]:
-        """See `states.select`."""
-        return states.select(self, buffers, parents, targets)
+        """See `copy.select`."""
+        return copy.select(self, buffers, parents, targets)
+
+    def need_to_select(self, parents: jax.Array, targets: jax.Array) -> Need:
+        """Return nothing: targets let go of as many states as they get."""
+        del parents, targets
+        return no_need(self.streams)
 
     def keep(self, seq: jax.Array) -> "StateTable":
         """See `states.keep`."""
@@ -255,7 +276,8 @@ def make_recurrent_cache(
 
     It has cells for E + 1 states of each sequence, so there is always room. Sequences of one stream
     share cells after `seq_cp`, and what is shared is never written over: only a sequence's own
-    states make place for its next ones. Between streams, `seq_cp` copies states.
+    states make place for its next ones. Between streams, `seq_cp` copies states, once for all
+    targets of a stream.
 
     What its verbs say, where it differs from an attention memory:
 
@@ -282,14 +304,14 @@ def make_recurrent_cache(
       sequences: Q, the sequences that may be told apart.
       rollback: E, how many tokens can be taken back: the states that are kept before the current
         one.
-      streams: 1 or Q, as in `make_kv_cache`, and the same where both are parts of one memory: with
-        1, `seq_add` moves a state for every sequence that shares it, and with Q for one alone.
+      streams: S, a divisor of Q as in `make_kv_cache`, and the same where both are parts of one
+        memory: `seq_add` moves a state for every sequence of the stream that shares it.
 
     Returns:
       The memory, with N = Q / S * (E + 1) cells in each of S streams.
 
     Raises:
-      ValueError: when a count is too small, `streams` is neither 1 nor Q, or there are no states.
+      ValueError: when a count is too small, `streams` does not divide Q, or there are no states.
 
     Examples:
       A state of two numbers that forgets half of what it had with each token:
@@ -338,12 +360,20 @@ def make_recurrent_cache(
       >>> checkpoint.buffers[0]["x"].is_deleted()
       True
 
+      Two streams for four sequences: 1 shares the state of 0, and 2 and 3 share a copy of it:
+
+      >>> memory = make_recurrent_cache(
+      ...     layers=1, states={"x": ((2,), jnp.float32)}, sequences=4, streams=2
+      ... )
+      >>> memory = apply(memory, init_batch(memory, make_batch([8])))
+      >>> used(seq_cp(memory, 0, [1, 2, 3])).item()
+      2
+
     llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `rollback`.
     """
     layers, sequences = count(layers, "layers"), count(sequences, "sequences")
     rollback = count(rollback, "rollback", low=0)
-    if streams not in (1, sequences):
-        raise ValueError(f"wanted streams of 1 or {sequences}, one a sequence, got {streams}")
+    streams = checked_streams(streams, sequences)
     if not isinstance(states, Mapping):
         raise TypeError(f"wanted states as a mapping of names to (shape, dtype), got {states!r}")
     if not states:

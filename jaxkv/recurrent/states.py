@@ -12,7 +12,7 @@ no end, and a stop of 0 an empty range. Ids are `[]` int32; one that is no seque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +108,11 @@ def streams_of(states: States) -> jax.Array:
     """Return the stream of each sequence; `[Q, 1]` int32, to go with `cell`."""
     stream, _ = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sharing)
     return stream[:, None]
+
+
+def stream_of(states: States, seq: jax.Array) -> jax.Array:
+    """Return the stream of a sequence, in the shape of `seq`; some other where it is none."""
+    return divided(seq, states.sharing)[0]
 
 
 def known(states: States, seq: jax.Array) -> jax.Array:
@@ -210,97 +215,6 @@ def _cut(
     stands = jnp.any(states.position == start - 1, axis=1)
     stays = ~cut[:, None] | (states.position < start)
     return stays, whole, jnp.all(~cut | whole | stands)
-
-
-def copy(
-    states: T, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-) -> tuple[T, Any]:
-    """Give sequences the states of another, as it was at the end of a range.
-
-    Sequences of one stream share cells from then on, and no buffer is touched. In a stream of its
-    own, a target gets copies. What comes before the range is in the states already, so where it
-    begins does not matter. Where no state stands at its end, the targets are dead: they are refused
-    until they have been forgotten. What a target held before is replaced, but if the range holds
-    nothing of the source it stays, as it does in an attention memory; unless sequences have
-    positions of their own.
-
-    Args:
-      states: the table.
-      buffers: for each layer, by name, `[S, N, ...]`; None will do with one stream.
-      src: `[]` int32, the sequence that is copied.
-      dst: `[]` or `[n]` int32, the targets; `src` itself stays as it is.
-      start: first position of the range.
-      stop: one past the last.
-    """
-    start, stop = jnp.maximum(start, 0), end_of(stop)
-    end = jnp.maximum(states.position[src, -1], states.dead_until[src] - 1)
-    some = (start <= end) & (start < stop)
-    cut = jnp.where(some, jnp.minimum(stop, end + 1), 0)  # one past the last that is copied
-    stands = jnp.any(states.position[src] == cut - 1) & some
-    fork = with_pairs(states, (states.position < cut) & stands)
-    does = known(states, src) & (some | (states.streams > 1))
-    dst = jnp.atleast_1d(dst)
-    dst = jnp.where(does & known(states, dst) & (dst != src), dst, states.sequences)
-    dead_until = jnp.broadcast_to(jnp.where(stands, 0, cut), dst.shape)
-    return _given(fork, buffers, jnp.broadcast_to(src, dst.shape), dst, dead_until, states)
-
-
-def select(states: T, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[T, Any]:
-    """Give each target the states of its parent in place of its own, all at once.
-
-    Args:
-      states: the table.
-      buffers: for each layer, by name, `[S, N, ...]`; None will do with one stream.
-      parents: `[n]` int32, sequences.
-      targets: `[n]` int32, each at most once; one that is no sequence is left out.
-    """
-    return _given(states, buffers, parents, targets, states.dead_until[parents], states)
-
-
-def _given(
-    source: States, buffers: Any, src: jax.Array, dst: jax.Array, dead_until: jax.Array, states: T
-) -> tuple[T, Any]:
-    """Give targets, `[n]`, the pairs that sequences `src`, `[n]`, have in a table `source`."""
-    position, cell = source.position[src], source.cell[src]
-    if states.streams > 1:
-        states, buffers, cell = _copied(states, buffers, src, dst, cell)
-    states = replace(
-        states,
-        position=states.position.at[dst].set(position, mode="drop"),
-        cell=states.cell.at[dst].set(cell, mode="drop"),
-        dead_until=states.dead_until.at[dst].set(dead_until, mode="drop"),
-    )
-    return states, buffers
-
-
-def _copied(
-    states: T, buffers: Any, src: jax.Array, dst: jax.Array, cell: jax.Array
-) -> tuple[T, Any, jax.Array]:
-    """Copy states, `[n, E + 1]` cells of the streams `src`, `[n]`, into those of `dst`, `[n]`.
-
-    Each sequence has its own stream here, so that pair i of a target takes cell i. All are read
-    before one is written.
-    """
-    size = states.num_cells
-    own = jnp.where(cell < size, jnp.arange(size, dtype=jnp.int32), size)
-    there, where = (src[:, None], cell), (dst[:, None], own)
-    source = states.stamp.at[there].get(mode="fill", fill_value=0)
-    # A place that is written anew: stamped so that a table that knew what stood there notices.
-    stamp = mix(states.stamp.at[where].get(mode="fill", fill_value=0) + mix(source + 1))
-    held = (
-        states.holds.at[:, *there].get(mode="fill", fill_value=0) == source[None]
-    )  # [L, n, E + 1]
-    holds = jnp.where(held, stamp[None], 0)
-
-    def carried(x: jax.Array) -> jax.Array:
-        return x.at[where].set(x.at[there].get(mode="fill", fill_value=0), mode="drop")
-
-    states = replace(
-        states,
-        stamp=states.stamp.at[where].set(stamp, mode="drop"),
-        holds=states.holds.at[:, *where].set(holds, mode="drop"),
-    )
-    return states, jax.tree.map(carried, buffers), own
 
 
 def keep(states: T, seq: jax.Array) -> T:

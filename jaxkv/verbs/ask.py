@@ -14,7 +14,8 @@ from jaxkv.memory import (
     Memory,
     split,
 )
-from jaxkv.verbs.ids import Ids, position, sequence
+from jaxkv.verbs.ids import Ids, pairs, position, sequence
+from jaxkv.verbs.room import need_to_copy, need_to_select
 
 
 def seq_pos_min(memory: Memory, seq: Ids) -> jax.Array:
@@ -135,6 +136,55 @@ def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.A
     table, _ = split(memory)
     bounds = position(p0, "p0"), position(p1, "p1")
     return _can_add(table, sequence(table, seq), *bounds, position(delta, "delta"))
+
+
+def can_seq_cp(memory: Memory, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1) -> jax.Array:
+    """Return whether `seq_cp` would find the cells that it needs, without doing it; `[]` bool.
+
+    They can be lacking only where it copies between streams that several sequences share.
+
+    Args:
+      memory: any memory.
+      src: `[]` int, the sequence to share.
+      dst: `[]` or `[n]` int, the sequences that would have its cells too.
+      p0: `[]` int, the first position to share.
+      p1: `[]` int, one past the last.
+
+    Raises:
+      ValueError: when an id is known and is none of the memory.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=3, sequences=4, streams=2, kv_heads=1, head_dim=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
+      >>> [can_seq_cp(memory, 0, dst).item() for dst in (1, 2, 3)]  # 2 lets go of what it holds
+      [True, True, False]
+    """
+    table, _ = split(memory)
+    ids = sequence(table, src), table.facts.sequence_ids(dst)
+    return need_to_copy(table, *ids, position(p0, "p0"), position(p1, "p1")).ok
+
+
+def can_seq_select(memory: Memory, parents: Ids, sequences: Ids) -> jax.Array:
+    """Return whether `seq_select` would find the cells that it needs; `[]` bool, see `can_seq_cp`.
+
+    Args:
+      memory: any memory.
+      parents: `[n]` int, what each sequence would go on from.
+      sequences: `[n]` int, the sequences, each at most once.
+
+    Raises:
+      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
+
+    Examples:
+      Sequences 0 and 2 would change places, each in a stream that has one cell left:
+
+      >>> memory = make_kv_cache(layers=1, cells=3, sequences=4, streams=2, kv_heads=1, head_dim=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
+      >>> can_seq_select(memory, [2, 0], [0, 2]).item()
+      False
+    """
+    table, _ = split(memory)
+    return need_to_select(table, *pairs(table, parents, sequences)).ok
 
 
 def can_resume(memory: Memory, seq: Ids, pos: Ids) -> jax.Array:

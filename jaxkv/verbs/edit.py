@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.memory import Memory, check_once, join, split
+from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, integers, is_concrete
-from jaxkv.verbs.ids import Ids, position, sequence
+from jaxkv.verbs.ids import Ids, pairs, position, sequence
+from jaxkv.verbs.room import changes_of, check_room, need_to_copy, need_to_select, within_streams
 
 
 def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory, jax.Array]:
@@ -73,10 +74,15 @@ def seq_cp(
 ) -> Memory:
     """Let one or more sequences have what another holds: fork a conversation.
 
-    Where sequences share a stream they share its cells: nothing is copied. Keys and values that
-    `dst` held stay beside them, so remove first what would stand at the same positions (`seq_rm`);
-    a state takes the place of the one that `dst` had. Where each has its own stream the buffers are
-    copied, and `dst` then holds these alone.
+    Sequences of one stream share its cells: nothing is copied. Keys and values that `dst` held stay
+    beside them, so remove first what would stand at the same positions (`seq_rm`); a state takes
+    the place of the one that `dst` had. In another stream the buffers are copied, and `dst` then
+    holds these alone; several of that stream share one copy.
+
+    With a stream for each sequence a token keeps its cell, and there is always room. Where
+    sequences share several streams, a copy takes cells of the stream that it goes to as a batch
+    does. Where they are lacking in any stream, nothing changes at all: outside of `jit` that
+    raises, inside `can_seq_cp` tells beforehand.
 
     Args:
       memory: any memory.
@@ -89,6 +95,9 @@ def seq_cp(
 
     Returns:
       The next memory. Doing it twice is doing it once.
+
+    Raises:
+      NoRoomError: a ValueError, when a stream lacks the cells for a copy, outside of `jit`.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=3, kv_heads=1, head_dim=2)
@@ -107,21 +116,46 @@ def seq_cp(
       owner    . 1 1 .
       position . 1 2 .
 
+      With two streams for four sequences, 0 and 1 share one, and 2 and 3 the other:
+
+      >>> memory = make_kv_cache(layers=1, cells=3, sequences=4, streams=2, kv_heads=1, head_dim=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
+      >>> print(show(seq_cp(memory, 0, [1, 2, 3], 1)))
+      owner    0 + .
+      position 0 1 .
+      owner    + . .
+      position 1 . .
+
+      Sequence 2 let go of what it held. Beside it there is no room for two more:
+
+      >>> seq_cp(memory, 0, 3)
+      Traceback (most recent call last):
+      ...
+      jaxkv.plan.NoRoomError: wanted 2 cells of stream 1 for a copy from another one, got 1, and \
+nothing was changed: remove a sequence there (seq_rm), copy to one of the same stream, which takes \
+none, or where cells must be neighbours close the gaps (defrag_plan)
+
     llama.cpp: `llama_memory_seq_cp`.
     """
     table, buffers = split(memory)
-    ids = sequence(table, src), table.facts.sequence_ids(dst)
-    bounds = position(p0, "p0"), position(p1, "p1")
-    if table.facts.streams == 1:
-        return join(_cp(table, *ids, *bounds), buffers)
-    return join(*(_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *ids, *bounds))
+    facts = table.facts
+    ids = sequence(table, src), facts.sequence_ids(dst)
+    args = *ids, position(p0, "p0"), position(p1, "p1")
+    if within_streams(facts, *ids):
+        return join(_cp(table, *args), buffers)
+    if facts.in_groups and is_concrete(table, args):
+        check_room(need_to_copy(table, *args))
+    return join(*(_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *args))
 
 
 def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = False) -> Memory:
     """Let sequences go on from what others hold, all at once: the step of a beam search.
 
-    Each sequence lets go of what it held and has what its parent held before. Where sequences share
-    a stream that is one edit of the table; where each has its own, the buffers are copied.
+    Each sequence lets go of what it held and has what its parent held before. Within a stream that
+    is one edit of the table; what comes from another stream is copied, as in `seq_cp`. Where
+    sequences share several streams, cells may be lacking for that (`can_seq_select`): those that
+    are copied come free only afterwards, so that sequences of two streams change places where both
+    copies find room beside them.
 
     Args:
       memory: any memory.
@@ -134,6 +168,7 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
 
     Raises:
       ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
+      NoRoomError: see `seq_cp`.
 
     Examples:
       Sequence 1 had the two best continuations; both go on, and what 0 had is free:
@@ -152,15 +187,11 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
     llama.cpp: none; its beams were a `llama_memory_seq_cp` and a `llama_memory_seq_rm` for each.
     """
     table, buffers = split(memory)
-    ids = table.facts.sequence_ids(parents), table.facts.sequence_ids(sequences)
-    if np.ndim(ids[0]) != 1 or np.shape(ids[0]) != np.shape(ids[1]):
-        raise ValueError(
-            f"wanted parents and sequences of one shape [n], got {np.shape(ids[0])} and "
-            f"{np.shape(ids[1])}"
-        )
-    check_once(ids[1])
-    if table.facts.streams == 1:
+    ids = pairs(table, parents, sequences)
+    if within_streams(table.facts, *ids):
         return join(_select(table, *ids), buffers)
+    if table.facts.in_groups and is_concrete(table, ids):
+        check_room(need_to_select(table, *ids))
     program = _select_buffers_donated if donate else _select_buffers
     return join(*program(table, buffers, *ids))
 
@@ -300,16 +331,7 @@ _cp_buffers_donated = jax.jit(_copied, donate_argnames="buffers")
 
 
 def _selected(table: Any, buffers: Any, parents: jax.Array, ids: jax.Array) -> tuple[Any, Any]:
-    """Select, leaving out what changes nothing: its own parent, and what is no sequence."""
-    count = table.facts.sequences
-    known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
-    targets = jnp.where(known & (parents != ids), ids, count)
-    # Of a sequence that comes twice, which only a traced one can, the last counts.
-    turn = jnp.arange(ids.size, dtype=jnp.int32)
-    last = jnp.full(count, -1, jnp.int32).at[targets].max(turn, mode="drop")
-    counts = last.at[targets].get(mode="fill", fill_value=-1) == turn
-    targets = jnp.where(counts, targets, count)
-    return table.select(buffers, jnp.where(known, parents, 0), targets)
+    return table.select(buffers, *changes_of(table.facts, parents, ids))
 
 
 @jax.jit

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv.memory import check_once
 from jaxkv.places import integers
 
 Ids = jax.typing.ArrayLike
@@ -29,3 +30,19 @@ def sequence(table: Any, value: Ids, *, lowest: int = 0) -> Any:
     if np.ndim(checked):
         raise ValueError(f"wanted one sequence id, got the shape {np.shape(checked)}")
     return checked
+
+
+def pairs(table: Any, parents: Ids, sequences: Ids) -> tuple[Any, Any]:
+    """Return parents and the sequences that go on from them as `[n]` int32.
+
+    Raises:
+      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
+    """
+    ids = table.facts.sequence_ids(parents), table.facts.sequence_ids(sequences)
+    if np.ndim(ids[0]) != 1 or np.shape(ids[0]) != np.shape(ids[1]):
+        raise ValueError(
+            f"wanted parents and sequences of one shape [n], got {np.shape(ids[0])} and "
+            f"{np.shape(ids[1])}"
+        )
+    check_once(ids[1])
+    return ids

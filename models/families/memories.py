@@ -70,7 +70,8 @@ def make_memory(
         see the whole text. May be left out where there is no such layer: a window and a state take
         the same room for a text of any length.
       sequences: Q, the sequences that may be told apart.
-      streams: S, 1 or `sequences` to give each sequence cells of its own.
+      streams: S, the pools of cells that sequences are dealt out among: 1 for all of them together,
+        `sequences` to give each sequence cells of its own, or another divisor of that.
       ubatch_size: the most tokens that are computed at once; the cache of a window is made for it.
       rollback: the tokens of a sequence that can be taken back after a window has moved past them,
         or in a recurrent layer. None is 32 for windows and 0 for recurrent layers, which keep a

@@ -1,0 +1,210 @@
+"""Copying between streams that several sequences share: cells are chosen there, then filled.
+
+A copy takes cells as a ubatch does, of those that are left once the targets have let go of what
+they held. Cells that are copied are never taken, though nobody may own them afterwards: so they can
+be read and written a few at a time, also where sequences change places.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Generic, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.kv.buffers import Buffers, gather, scatter
+from jaxkv.kv.cells import (
+    C,
+    Cells,
+    bits,
+    each,
+    held,
+    home,
+    inherited,
+    known,
+    owned_by,
+    select,
+    with_owners,
+    within,
+)
+from jaxkv.kv.cells import copy as share
+from jaxkv.kv.reuse import evict
+from jaxkv.kv.shift import CHUNK
+from jaxkv.kv.slots import in_turn, longest_run, usable
+from jaxkv.memory import Need
+from jaxkv.places import divided, end_of, nowhere
+from jaxkv.stamp import mix
+
+
+class Transfer(NamedTuple, Generic[C]):
+    """What sequences get, in their own stream and from others.
+
+    Each stream gets the first `wanted` of N cells in turn.
+
+    left: the table once the targets own what they share, and have let go of all else.
+    origin: `[S, N]` int32, the cell that is copied, numbered through all streams.
+    owners: `[S, W, N]` uint32, who will own the copy.
+    slots: `[S, N]` int32, the cell that it goes to.
+    need: how many cells are wanted of each stream, and how many there are.
+    """
+
+    left: C
+    origin: jax.Array  # [S, N]
+    owners: jax.Array  # [S, W, N]
+    slots: jax.Array  # [S, N]
+    need: Need
+
+
+def to_copy(
+    cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+) -> Transfer[C]:
+    """Plan what `seq_cp` says: share within a stream, and replace what is held in others.
+
+    Args:
+      cells: the table.
+      src: `[]` int32, the sequence that is copied.
+      dst: `[]` or `[n]` int32, the targets; `src` itself stays as it is.
+      start: first position of the range.
+      stop: one past the last.
+    """
+    dst = jnp.atleast_1d(dst)
+    parents = jnp.broadcast_to(src, dst.shape)
+    apart = _apart(cells, parents, dst)
+    left = share(cells, src, jnp.where(apart, cells.sequences, dst), start, stop)
+    return _transfer(cells, left, parents, dst, apart, start, stop)
+
+
+def to_select(cells: C, parents: jax.Array, targets: jax.Array) -> Transfer[C]:
+    """Plan what `seq_select` says.
+
+    Args:
+      cells: the table.
+      parents: `[n]` int32, sequences.
+      targets: `[n]` int32, each at most once; one that is no sequence is left out.
+    """
+    apart = _apart(cells, parents, targets)
+    left = select(cells, parents, jnp.where(apart, cells.sequences, targets))
+    everything = jnp.int32(0), jnp.int32(-1)
+    return _transfer(cells, left, parents, targets, apart, *everything)
+
+
+def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buffers]:
+    """Do what was planned, in the table and the buffers; nothing where cells are lacking."""
+    left, origin, _, slots, (wanted, _) = transfer
+    ok = transfer.need.ok
+    streams, size = slots.shape
+    stream = jnp.arange(streams, dtype=jnp.int32)[:, None]
+    gets = ok & (jnp.arange(size)[None] < wanted[:, None])
+    slots = jnp.where(gets, slots, nowhere(slots))
+    if cells.window is not None:
+        left = evict(left, jnp.zeros(slots.shape, bool).at[stream, slots].set(True, mode="drop"))
+
+    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+        return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
+
+    def of_origin(field: jax.Array) -> jax.Array:
+        return field.reshape(-1)[origin]
+
+    # Other bytes in the same place: stamped anew, for a table that knew what stood there.
+    there = cells.stamp.at[stream, slots].get(mode="fill", fill_value=0)
+    owners = [
+        put(left.owners[:, w], transfer.owners[:, w]) for w in range(transfer.owners.shape[1])
+    ]
+    filled = replace(
+        left,
+        position=put(left.position, of_origin(cells.position)),
+        owners=jnp.stack(owners, axis=1),
+        shift=put(left.shift, of_origin(cells.shift)),
+        stamp=put(cells.stamp, mix(there + mix(of_origin(cells.stamp) + 1))),
+    )
+    filled = jax.tree.map(lambda new, old: jnp.where(ok, new, old), filled, cells)
+
+    ends = jnp.cumsum(wanted)
+    total = jnp.where(ok, ends[-1], 0)
+
+    def chunk(i: jax.Array, halves: tuple) -> tuple:
+        number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
+        stream = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
+        stream = jnp.minimum(stream, streams - 1)
+        turn = number - (ends - wanted)[stream]
+        slot = jnp.where(number < total, slots[stream, turn], nowhere(number))
+        source = divided(origin[stream, turn], size)
+        return jax.tree.map(lambda x: scatter(x, stream, slot, gather(x, *source)), halves)
+
+    halves = buffers.k, buffers.v
+    k, v = jax.lax.fori_loop(jnp.int32(0), -(-total // CHUNK), chunk, halves)
+    return filled, replace(buffers, k=k, v=v)
+
+
+def _apart(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return which of the targets lie in other streams than their parents; `[n]` bool."""
+    (theirs, *_), (own, *_) = home(cells, parents), home(cells, targets)
+    return known(cells, parents) & known(cells, targets) & (theirs != own)
+
+
+def _transfer(
+    cells: C,
+    left: C,
+    parents: jax.Array,
+    targets: jax.Array,
+    apart: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+) -> Transfer[C]:
+    """Plan copies of a range of parents, `[n]`, for those targets, `[n]`, that lie apart, `[n]`.
+
+    `left` is the table after all that happens within streams.
+    """
+
+    def all_of(ids: jax.Array) -> jax.Array:
+        ids = jnp.where(apart, ids, cells.sequences)
+        return jax.lax.reduce_or(jax.vmap(partial(bits, cells))(ids), axes=(0,))  # [S, W]
+
+    marks = jax.vmap(lambda seq: inherited(cells, seq, start, stop))(parents)
+    left = replace(
+        with_owners(left, left.owners & ~all_of(targets)[..., None]),
+        evicted_below=left.evicted_below.at[jnp.where(apart, targets, cells.sequences)].set(
+            marks, mode="drop"
+        ),
+    )
+    copied = owned_by(cells, all_of(parents)) & within(cells, start, stop)
+    open_cells = usable(left) & ~copied
+
+    (own, word, bit), (theirs, *_) = home(cells, targets), home(cells, parents)
+    here = jnp.arange(cells.owners.shape[1])[None] == word[:, None]
+    words = jnp.where(here, jnp.uint32(1) << bit[:, None], 0)  # [n, W]
+    # Targets of one stream with one parent share a copy: the first of them gets it for all.
+    like = apart[:, None] & apart[None] & (own[:, None] == own[None])
+    like &= parents[:, None] == parents[None]
+    first = apart & (jnp.argmax(like, axis=1) == jnp.arange(targets.size))
+    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
+
+    def add(i: jax.Array, queues: tuple) -> tuple:
+        """Let the cells of a parent follow those that its target's stream gets already."""
+        origin, owners, wanted = queues
+        mine, stream = held(cells, parents[i]), own[i]
+        mine = (mine >= jnp.maximum(start, 0)) & (mine < end_of(stop))
+        count = jnp.cumsum(mine, dtype=jnp.int32)
+        turn = index - wanted[stream]
+        cell = jnp.searchsorted(count, turn + 1).astype(jnp.int32)
+        these = (turn >= 0) & (turn < count[-1])
+        whose = jax.lax.reduce_or(jnp.where(like[i][:, None], words, 0), axes=(0,))
+        origin = origin.at[stream].set(
+            jnp.where(these, theirs[i] * cells.num_cells + cell, origin[stream])
+        )
+        owners = owners.at[stream].set(jnp.where(these[None], whose[:, None], owners[stream]))
+        return origin, owners, wanted.at[stream].add(count[-1])
+
+    nothing = (
+        jnp.zeros_like(cells.position),
+        jnp.zeros_like(cells.owners),
+        jnp.zeros(cells.streams, jnp.int32),
+    )
+    origin, owners, wanted = each(first, add, nothing)
+    slots, _ = jax.vmap(
+        lambda open_cells, position, total: in_turn(cells, open_cells, position, index + 1, total)
+    )(open_cells, left.position, wanted)
+    found = jnp.sum(open_cells, axis=1, dtype=jnp.int32)
+    if cells.placement == "contiguous":
+        found = longest_run(open_cells)
+    return Transfer(left, origin, owners, slots, Need(wanted, found))

@@ -1,0 +1,135 @@
+"""Giving sequences the states of others: shared within a stream, copied between streams."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.places import end_of
+from jaxkv.recurrent.states import States, T, known, occupied, stream_of, with_pairs
+from jaxkv.stamp import mix
+
+
+def copy(
+    states: T, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+) -> tuple[T, Any]:
+    """Give sequences the states of another, as it was at the end of a range.
+
+    Sequences of one stream share cells from then on, and no buffer is touched. In another stream,
+    targets get copies. What comes before the range is in the states already, so where it begins
+    does not matter. Where no state stands at its end, the targets are dead: they are refused until
+    they have been forgotten. What a target held before is replaced, but if the range holds nothing
+    of the source it stays, as it does in an attention memory; unless it lies in another stream.
+
+    Args:
+      states: the table.
+      buffers: for each layer, by name, `[S, N, ...]`; None will do within a stream.
+      src: `[]` int32, the sequence that is copied.
+      dst: `[]` or `[n]` int32, the targets; `src` itself stays as it is.
+      start: first position of the range.
+      stop: one past the last.
+    """
+    start, stop = jnp.maximum(start, 0), end_of(stop)
+    end = jnp.maximum(states.position[src, -1], states.dead_until[src] - 1)
+    some = (start <= end) & (start < stop)
+    cut = jnp.where(some, jnp.minimum(stop, end + 1), 0)  # one past the last that is copied
+    stands = jnp.any(states.position[src] == cut - 1) & some
+    fork = with_pairs(states, (states.position < cut) & stands)
+    dst = jnp.atleast_1d(dst)
+    does = known(states, src) & (some | (stream_of(states, dst) != stream_of(states, src)))
+    dst = jnp.where(does & known(states, dst) & (dst != src), dst, states.sequences)
+    dead_until = jnp.broadcast_to(jnp.where(stands, 0, cut), dst.shape)
+    return _given(fork, buffers, jnp.broadcast_to(src, dst.shape), dst, dead_until, states)
+
+
+def select(states: T, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[T, Any]:
+    """Give each target the states of its parent in place of its own, all at once.
+
+    Args:
+      states: the table.
+      buffers: for each layer, by name, `[S, N, ...]`; None will do within a stream.
+      parents: `[n]` int32, sequences.
+      targets: `[n]` int32, each at most once; one that is no sequence is left out.
+    """
+    return _given(states, buffers, parents, targets, states.dead_until[parents], states)
+
+
+def _given(
+    source: States, buffers: Any, src: jax.Array, dst: jax.Array, dead_until: jax.Array, states: T
+) -> tuple[T, Any]:
+    """Give targets, `[n]`, the pairs that sequences `src`, `[n]`, have in a table `source`."""
+    position, cell = source.position[src], source.cell[src]
+    if states.streams > 1 and buffers is not None:
+        states, buffers, cell = _copied(states, buffers, src, dst, cell)
+    states = replace(
+        states,
+        position=states.position.at[dst].set(position, mode="drop"),
+        cell=states.cell.at[dst].set(cell, mode="drop"),
+        dead_until=states.dead_until.at[dst].set(dead_until, mode="drop"),
+    )
+    return states, buffers
+
+
+def _copied(
+    states: T, buffers: Any, src: jax.Array, dst: jax.Array, cell: jax.Array
+) -> tuple[T, Any, jax.Array]:
+    """Copy the states of sequences, `[n]` with `[n, E + 1]` cells, where targets lie apart.
+
+    All are read before one is written.
+
+    Returns:
+      The table with the stamps, the buffers, and the cells of each target, `[n, E + 1]`.
+    """
+    own, copies = _dealt(states, src, dst, cell)
+    there = (stream_of(states, src)[:, None], cell)
+    where = (stream_of(states, dst)[:, None], jnp.where(copies, own, states.num_cells))
+    source = states.stamp.at[there].get(mode="fill", fill_value=0)
+    # A place that is written anew: stamped so that a table that knew what stood there notices.
+    stamp = mix(states.stamp.at[where].get(mode="fill", fill_value=0) + mix(source + 1))
+    held = (
+        states.holds.at[:, *there].get(mode="fill", fill_value=0) == source[None]
+    )  # [L, n, E + 1]
+    holds = jnp.where(held, stamp[None], 0)
+
+    def carried(x: jax.Array) -> jax.Array:
+        return x.at[where].set(x.at[there].get(mode="fill", fill_value=0), mode="drop")
+
+    states = replace(
+        states,
+        stamp=states.stamp.at[where].set(stamp, mode="drop"),
+        holds=states.holds.at[:, *where].set(holds, mode="drop"),
+    )
+    return states, jax.tree.map(carried, buffers), own
+
+
+def _dealt(
+    states: States, src: jax.Array, dst: jax.Array, cell: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the cells that targets will have, `[n, E + 1]`; and which of them are copies.
+
+    Within a stream a target has those of its source. In another one it takes cells that are free
+    once all targets have let go of theirs: there are always enough, since each takes E + 1 at most.
+    Targets of one stream that get the same share the copy, which is the first one's, as they do in
+    an attention memory.
+    """
+    size = states.num_cells
+    if states.sharing == 1:  # a target lets go of all cells of its stream
+        own = jnp.where(cell < size, jnp.arange(size, dtype=jnp.int32), size)
+        return own, cell < size
+    stream, turn = stream_of(states, dst), jnp.arange(src.size, dtype=jnp.int32)
+    apart = known(states, dst) & (stream_of(states, src) != stream)
+    beside = stream[:, None] == stream[None]
+    like = beside & apart[:, None] & apart[None] & (src[:, None] == src[None])
+    first = jnp.argmax(like, axis=1)
+    copies = (apart & (first == turn))[:, None] & (cell < size)
+    kept = states.cell.at[dst].set(jnp.where(apart[:, None], size, cell), mode="drop")
+    # The free cells of each stream come first, and each copy takes the next ones.
+    order = jnp.argsort(occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
+    ahead = beside & (turn[:, None] > turn[None])
+    count = jnp.sum(copies, axis=1, dtype=jnp.int32)
+    before = jnp.sum(jnp.where(ahead, count[None], 0), axis=1, dtype=jnp.int32)
+    place = before[:, None] + jnp.cumsum(copies, axis=1, dtype=jnp.int32) - 1
+    taken = order.at[stream[:, None], place].get(mode="fill", fill_value=size)
+    taken = jnp.where(copies, taken, size)
+    return jnp.where(apart[:, None], taken[first], cell), copies
