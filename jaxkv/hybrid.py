@@ -83,9 +83,9 @@ class HybridTable(Table):
         parts = tuple(part.with_rules(rules) for part in self.parts)
         return replace(self, parts=parts, rules=rules)
 
-    def specs(self, buffers: tuple, mesh: Any) -> tuple[Any, tuple]:
+    def specs(self, buffers: tuple | None, mesh: Any) -> tuple[Any, tuple]:
         """Return those of each part."""
-        pairs = zip(self.parts, buffers, strict=True)
+        pairs = zip(self.parts, buffers or (None,) * len(self.parts), strict=True)
         return self.with_parts([part.specs(own, mesh) for part, own in pairs])
 
     def num_layers(self, buffers: tuple) -> int:

@@ -186,7 +186,10 @@ class Table(ABC):
 
     @abstractmethod
     def specs(self, buffers: Any, mesh: Any) -> tuple[Any, Any]:
-        """Return which axes of a mesh split the table, and the buffers: `PartitionSpec`s."""
+        """Return which axes of a mesh split the table, and the buffers: `PartitionSpec`s.
+
+        Buffers may be None.
+        """
 
     @abstractmethod
     def num_layers(self, buffers: Any) -> int:

@@ -133,7 +133,7 @@ def shares(rules: Rules | None, **sizes: int) -> Shares:
     Raises:
       ValueError: when a memory has rules and there is no mesh, or a size cannot be split.
     """
-    mesh = _mesh(rules)
+    mesh = _wanted(rules)
     return WHOLE if rules is None or mesh is None else Shares(**rules.split(mesh, **sizes))
 
 
@@ -148,7 +148,7 @@ def on_shares(
       in_specs: how its arguments are split, a tree of `PartitionSpec`, or the beginning of one.
       out_specs: how what it returns is.
     """
-    mesh = _mesh(rules)
+    mesh = _wanted(rules)
     if mesh is None:
         return of_share
     run = jax.shard_map(of_share, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -182,19 +182,22 @@ def from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.bitcast_convert_type(jax.lax.psum(bits, axes), x.dtype)
 
 
-def _mesh(rules: Rules | None) -> Any:
-    """Return the mesh at hand, if it is one that splits a memory with these rules.
+def at_hand(rules: Rules | None) -> Any:
+    """Return the mesh at hand, if there is one that a memory with these rules is split by."""
+    mesh = jax.sharding.get_abstract_mesh()
+    # Inside of a caller's own shard_map the memory is a share already.
+    return None if rules is None or mesh.empty or AxisType.Manual in mesh.axis_types else mesh
+
+
+def _wanted(rules: Rules | None) -> Any:
+    """Return the mesh at hand.
 
     Raises:
-      ValueError: when a memory has rules and there is no mesh.
+      ValueError: when a memory has rules and there is none.
     """
-    if rules is None:
-        return None
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if rules is not None and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
             f"wanted a mesh for a memory with {rules}, got none: call it inside of "
             f"`with jax.set_mesh(mesh):`"
         )
-    # Inside of a caller's own shard_map the memory is a share already.
-    return None if AxisType.Manual in mesh.axis_types else mesh
+    return at_hand(rules)

@@ -15,6 +15,7 @@ LADDERS = {
         ["batch"],
         ["plan"],
         ["memory"],
+        ["tables"],
         ["planning", "kv", "recurrent", "hybrid"],
         ["verbs", "draw", "sharding"],
         ["loops"],

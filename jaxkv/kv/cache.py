@@ -53,7 +53,7 @@ class CellTable(Cells, Table):
         """Return the table with other rules."""
         return replace(self, rules=rules)
 
-    def specs(self, buffers: Buffers, mesh: Any) -> tuple[Any, Buffers]:
+    def specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Buffers | None]:
         """Return that streams are split, and of the buffers heads and cells too."""
         rules = self.rules or Rules()
 

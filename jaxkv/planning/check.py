@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxkv.batch import Batch
 from jaxkv.places import END
 from jaxkv.plan import Reason
+from jaxkv.tables import program
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +38,7 @@ class Draft:
     ok: jax.Array
 
 
-@jax.jit
+@program
 def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft:
     """Look for everything that can be wrong before cells are chosen.
 

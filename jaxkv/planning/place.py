@@ -1,7 +1,7 @@
 """Choosing a cell for every token of a ubatch, and the verdict on a whole batch."""
 
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import jax
@@ -14,9 +14,10 @@ from jaxkv.plan import Plan, Reason
 from jaxkv.planning.check import Draft, check
 from jaxkv.planning.layout import in_rows
 from jaxkv.stamp import content, mix, stamps
+from jaxkv.tables import program
 
 
-@partial(jax.jit, static_argnames="outputs")
+@program(static_argnames="outputs")
 def plan_one(table: Any, batch: Batch, ranks: tuple, index: jax.Array, *, outputs: int) -> Plan:
     """Plan a batch that is one ubatch."""
     draft, ubatch = place(check(table, batch, ranks), index, outputs=outputs)
@@ -24,7 +25,7 @@ def plan_one(table: Any, batch: Batch, ranks: tuple, index: jax.Array, *, output
     return replace(plan, ubatches=(drop_unless(plan.ok, ubatch),))
 
 
-@partial(jax.jit, static_argnames="outputs")
+@program(static_argnames="outputs")
 def place(draft: Draft, index: jax.Array, *, outputs: int) -> tuple[Draft, Ubatch]:
     """Choose cells for one ubatch, `[R, T]`, and let it into the table of the draft."""
     table, batch = draft.table, draft.batch
@@ -39,7 +40,7 @@ def place(draft: Draft, index: jax.Array, *, outputs: int) -> tuple[Draft, Ubatc
     return replace(draft, table=table, late=late), replace(ubatch, after=table.digest())
 
 
-@jax.jit
+@program
 def verdict(draft: Draft) -> Plan:
     """Return what came of a draft; the ubatches are put in by the caller."""
     late = draft.late != Reason.FITS

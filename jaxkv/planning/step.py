@@ -13,6 +13,7 @@ from jaxkv.places import NOWHERE, flags, integers, is_concrete
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.layout import rank, tokens_first
 from jaxkv.planning.place import plan_one
+from jaxkv.tables import program
 
 
 def plan_step(
@@ -86,7 +87,7 @@ def plan_tokens(
     return plan.ubatches[0], plan.ok
 
 
-@jax.jit
+@program
 def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
     """Return the plan of `plan_tokens`; a sequence that comes twice is refused as DUPLICATE."""
     facts, (count, length) = table.facts, np.shape(valid)

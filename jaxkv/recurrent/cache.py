@@ -79,7 +79,7 @@ class StateTable(States, Table):
         """Return the table with other rules."""
         return replace(self, rules=rules)
 
-    def specs(self, buffers: Buffers, mesh: Any) -> tuple[Any, Any]:
+    def specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Any]:
         """Return that streams are split."""
         rules = self.rules or Rules()
         streams = rules.split(mesh, streams=self.streams)["streams"]

@@ -10,6 +10,7 @@ from jaxkv.batch import Ubatch, drop_unless, placed_rows
 from jaxkv.memory import Commitment, Memory, check_facts, check_made_for, join, split
 from jaxkv.places import is_concrete
 from jaxkv.plan import Plan
+from jaxkv.tables import program
 
 
 def apply(memory: Memory, plan: Ubatch | Plan | Commitment, *, donate: bool = False) -> Memory:
@@ -57,7 +58,7 @@ def apply(memory: Memory, plan: Ubatch | Plan | Commitment, *, donate: bool = Fa
     check_facts(plan.facts, table.facts, "a plan that was made")
     if is_concrete(plan, table) and plan.is_empty:
         return memory
-    return join(*(_commit_donated if donate else _commit)(plan, table, buffers))
+    return (_commit_donated if donate else _commit)(plan, table, buffers)
 
 
 def is_current(memory: Memory, ubatch: Ubatch) -> jax.Array:
@@ -80,7 +81,7 @@ def is_current(memory: Memory, ubatch: Ubatch) -> jax.Array:
     return _is_current(table, ubatch)
 
 
-@jax.jit
+@program
 def _is_current(table: Any, ubatch: Ubatch) -> jax.Array:
     """Return whether the digests of the streams it has tokens in are those of its plan."""
     placed = placed_rows(ubatch)
@@ -89,14 +90,14 @@ def _is_current(table: Any, ubatch: Ubatch) -> jax.Array:
     return jnp.any(placed) & jnp.all(current | ~placed)
 
 
-@jax.jit
+@program
 def _occupy(table: Any, ubatch: Ubatch) -> Any:
     return table.occupy(drop_unless(_is_current(table, ubatch), ubatch))
 
 
-def _committed(part: Commitment, table: Any, buffers: Any) -> tuple[Any, Any]:
-    return part.commit(table, buffers)
+def _committed(part: Commitment, table: Any, buffers: Any) -> Memory:
+    return join(*part.commit(table, buffers))
 
 
-_commit = jax.jit(_committed)
-_commit_donated = jax.jit(_committed, donate_argnames="buffers")
+_commit = program(_committed)
+_commit_donated = program(_committed, donate_argnames="buffers")

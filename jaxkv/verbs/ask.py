@@ -14,6 +14,7 @@ from jaxkv.memory import (
     Memory,
     split,
 )
+from jaxkv.tables import program
 from jaxkv.verbs.ids import Ids, pairs, position, sequence
 from jaxkv.verbs.room import need_to_copy, need_to_select
 
@@ -239,36 +240,36 @@ def check_invariants(memory: Memory) -> dict[str, jax.Array]:
     return _faults(table)
 
 
-@jax.jit
+@program
 def _first(table: Any, seq: jax.Array) -> jax.Array:
     return jax.lax.map(table.first, jnp.ravel(seq)).reshape(seq.shape)
 
 
-@jax.jit
+@program
 def _last(table: Any, seq: jax.Array) -> jax.Array:
     return jax.lax.map(table.last, jnp.ravel(seq)).reshape(seq.shape)
 
 
-@jax.jit
+@program
 def _used(table: Any) -> jax.Array:
     return table.used()
 
 
-@jax.jit
+@program
 def _can_rm(table: Any, *args: jax.Array) -> jax.Array:
     return table.remove(*args)[1]
 
 
-@jax.jit
+@program
 def _can_add(table: Any, *args: jax.Array) -> jax.Array:
     return table.can_add(*args)
 
 
-@jax.jit
+@program
 def _can_resume(table: Any, seq: jax.Array, pos: jax.Array) -> jax.Array:
     return table.can_resume(seq, pos)
 
 
-@jax.jit
+@program
 def _faults(table: Any) -> dict[str, jax.Array]:
     return table.faults()

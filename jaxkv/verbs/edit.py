@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, integers, is_concrete
+from jaxkv.tables import program
 from jaxkv.verbs.ids import Ids, pairs, position, sequence
 from jaxkv.verbs.room import changes_of, check_room, need_to_copy, need_to_select, within_streams
 
@@ -145,7 +146,7 @@ none, or where cells must be neighbours close the gaps (defrag_plan)
         return join(_cp(table, *args), buffers)
     if facts.in_groups and is_concrete(table, args):
         check_room(need_to_copy(table, *args))
-    return join(*(_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *args))
+    return (_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *args)
 
 
 def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = False) -> Memory:
@@ -192,8 +193,8 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
         return join(_select(table, *ids), buffers)
     if table.facts.in_groups and is_concrete(table, ids):
         check_room(need_to_select(table, *ids))
-    program = _select_buffers_donated if donate else _select_buffers
-    return join(*program(table, buffers, *ids))
+    selected = _select_buffers_donated if donate else _select_buffers
+    return selected(table, buffers, *ids)
 
 
 def seq_keep(memory: Memory, seq: Ids) -> Memory:
@@ -309,7 +310,7 @@ def clear(memory: Memory) -> Memory:
     return join(_clear(table), buffers)
 
 
-@jax.jit
+@program
 def _rm(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
     all_cuts = jnp.broadcast_arrays(*cuts)
     if all_cuts[0].ndim == 0:
@@ -317,47 +318,47 @@ def _rm(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
     return jax.lax.scan(lambda table, cut: table.remove(*cut), table, all_cuts)
 
 
-@jax.jit
+@program
 def _cp(table: Any, *args: jax.Array) -> Any:
     return table.copy(None, *args)[0]
 
 
-def _copied(table: Any, buffers: Any, *args: jax.Array) -> tuple[Any, Any]:
-    return table.copy(buffers, *args)
+def _copied(table: Any, buffers: Any, *args: jax.Array) -> Memory:
+    return join(*table.copy(buffers, *args))
 
 
-_cp_buffers = jax.jit(_copied)
-_cp_buffers_donated = jax.jit(_copied, donate_argnames="buffers")
+_cp_buffers = program(_copied)
+_cp_buffers_donated = program(_copied, donate_argnames="buffers")
 
 
-def _selected(table: Any, buffers: Any, parents: jax.Array, ids: jax.Array) -> tuple[Any, Any]:
-    return table.select(buffers, *changes_of(table.facts, parents, ids))
+@program
+def _select(table: Any, parents: jax.Array, ids: jax.Array) -> Any:
+    return table.select(None, *changes_of(table.facts, parents, ids))[0]
 
 
-@jax.jit
-def _select(table: Any, *args: jax.Array) -> Any:
-    return _selected(table, None, *args)[0]
+def _selected(table: Any, buffers: Any, parents: jax.Array, ids: jax.Array) -> Memory:
+    return join(*table.select(buffers, *changes_of(table.facts, parents, ids)))
 
 
-_select_buffers = jax.jit(_selected)
-_select_buffers_donated = jax.jit(_selected, donate_argnames="buffers")
+_select_buffers = program(_selected)
+_select_buffers_donated = program(_selected, donate_argnames="buffers")
 
 
-@jax.jit
+@program
 def _keep(table: Any, seq: jax.Array) -> Any:
     return table.keep(seq)
 
 
-@jax.jit
+@program
 def _add(table: Any, *args: jax.Array) -> Any:
     return table.add(*args)
 
 
-@jax.jit
+@program
 def _div(table: Any, *args: jax.Array) -> Any:
     return table.divide(*args)
 
 
-@jax.jit
+@program
 def _clear(table: Any) -> Any:
     return table.clear()

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.memory import Memory, Table, check_facts, join, split
+from jaxkv.tables import program
 
 
 def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
@@ -52,7 +53,7 @@ def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
     return join(then, buffers), ok
 
 
-@jax.jit
+@program
 def _go_back(now: Any, then: Any) -> tuple[Any, jax.Array]:
     back, ok = now.go_back(then)
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, now), ok

@@ -9,6 +9,7 @@ import numpy as np
 from jaxkv.memory import Facts, Need
 from jaxkv.places import is_concrete
 from jaxkv.plan import NoRoomError
+from jaxkv.tables import program
 
 
 def within_streams(facts: Facts, ids: Any, others: Any) -> bool:
@@ -21,13 +22,13 @@ def within_streams(facts: Facts, ids: Any, others: Any) -> bool:
     )
 
 
-@jax.jit
+@program
 def need_to_copy(table: Any, *args: jax.Array) -> Need:
     """Return the cells that `seq_cp` takes of other streams."""
     return table.need_to_copy(*args)
 
 
-@jax.jit
+@program
 def need_to_select(table: Any, parents: jax.Array, ids: jax.Array) -> Need:
     """Return the cells that `seq_select` takes of other streams."""
     return table.need_to_select(*changes_of(table.facts, parents, ids))

@@ -1,15 +1,13 @@
 """Tidying up: rotations that keys are owed, gaps between cells, and room for a batch."""
 
-from functools import partial
 from typing import Any
-
-import jax
 
 from jaxkv.batch import Batch
 from jaxkv.memory import Commitment, Memory, split
 from jaxkv.places import count
 from jaxkv.plan import Plan
 from jaxkv.planning.init import init_batch
+from jaxkv.tables import program
 from jaxkv.verbs.apply import apply
 
 
@@ -105,11 +103,11 @@ def make_room(
     return memory, plan, bool(plan.ok and not before.ok)
 
 
-@jax.jit
+@program
 def _update(table: Any) -> Commitment:
     return table.update()
 
 
-@partial(jax.jit, static_argnames="max_moves")
+@program(static_argnames="max_moves")
 def _defrag(table: Any, *, max_moves: int | None) -> Commitment:
     return table.defrag(max_moves)

@@ -1,0 +1,72 @@
+"""Programs over tables: compiled, and on a mesh laid out as memories are."""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxkv.batch import Ubatch, specs_of
+from jaxkv.memory import Commitment, Memory, Table, join
+from jaxkv.mesh import Rules, at_hand
+
+
+def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Compile a function of tables, as `jax.jit` does with the same options.
+
+    On a mesh, what it returns is pinned: tables to the devices of their streams, rows of a ubatch
+    beside them, and all else whole on each device, so that every process can read it. Unpinned, a
+    compiler may split the table of a loop in ways of its own.
+    """
+    if fun is None:
+        return partial(program, **options)
+
+    @partial(jax.jit, **options)
+    @wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        rules = next((x.rules for x in _nodes((args, kwargs)) if isinstance(x, Table)), None)
+        mesh = at_hand(rules)
+        if rules is None or mesh is None:
+            return fun(*args, **kwargs)
+        if AxisType.Explicit not in mesh.axis_types:
+            out = fun(*args, **kwargs)
+            return jax.lax.with_sharding_constraint(out, _specs(out, rules, mesh))
+        # Where shardings are types, each operation would have to say where its outcome lies.
+        out = jax.eval_shape(partial(fun, **kwargs), *jax.tree.map(_anywhere, args))
+        automatic = jax.sharding.auto_axes(fun, out_sharding=_specs(out, rules, mesh))
+        return automatic(*args, **kwargs)
+
+    return run
+
+
+def _specs(out: Any, rules: Rules, mesh: Any) -> Any:
+    """Return how axes of a mesh split what a program returns."""
+
+    def of(x: Any) -> Any:
+        match x:
+            case Memory():
+                return join(*x.table.specs(x.buffers, mesh))
+            case Table():
+                return x.specs(None, mesh)[0]
+            case Ubatch():
+                streams = rules.split(mesh, streams=x.facts.streams)["streams"]
+                return specs_of(x, streams if x.in_order else (), streams)
+            case Commitment():
+                return P(rules.split(mesh, streams=x.facts.streams)["streams"])
+        return P()
+
+    return jax.tree.map(of, out, is_leaf=_is_node)
+
+
+def _nodes(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=_is_node)
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, Memory | Table | Ubatch | Commitment)
+
+
+def _anywhere(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x))
