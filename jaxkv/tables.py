@@ -34,7 +34,9 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
             out = fun(*args, **kwargs)
             return jax.lax.with_sharding_constraint(out, _specs(out, rules, mesh))
         # Where shardings are types, each operation would have to say where its outcome lies.
-        out = jax.eval_shape(partial(fun, **kwargs), *jax.tree.map(_anywhere, args))
+        types = (AxisType.Auto,) * len(mesh.axis_names)
+        with jax.sharding.use_abstract_mesh(mesh.update(axis_types=types)):
+            out = jax.eval_shape(partial(fun, **kwargs), *jax.tree.map(_anywhere, args))
         automatic = jax.sharding.auto_axes(fun, out_sharding=_specs(out, rules, mesh))
         return automatic(*args, **kwargs)
 

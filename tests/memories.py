@@ -558,8 +558,8 @@ class Twin:
             for stream in range(one.count.shape[0]):
                 moves = oracle.moves(stream)[:max_moves]
                 columns = (one.source, one.destination, one.length)
-                arrays = np.stack([column[stream] for column in columns], axis=1)
-                assert [*map(tuple, arrays[: one.count[stream]].tolist())] == moves
+                arrays = np.stack([np.asarray(column)[stream] for column in columns], axis=1)
+                assert [*map(tuple, arrays[: np.asarray(one.count)[stream]].tolist())] == moves
                 oracle.defrag(moves, stream)
         self.memory = jaxkv.apply(self.memory, plan)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.mesh import Rules, Shares, shares
+from jaxkv.mesh import Rules, Shares, first_of, from_owner, shares
 from jaxkv.places import END, nowhere
 from jaxkv.rope import Rope
 
@@ -74,6 +74,40 @@ def write(
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     streams = streams[:, None]
     return scatter(keys, streams, slots, k), scatter(values, streams, slots, v)
+
+
+def bring(split: Shares, array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
+    """Read the keys or values of cells whichever device holds them; see `gather`.
+
+    Args:
+      split: how the mesh at hand splits the array.
+      array: a device's share of keys or values.
+      streams: int32, the stream of each cell, of all that there are.
+      slots: int32, the cells likewise.
+    """
+    here = gather(array, *_own(split, array, streams, slots))
+    return from_owner(here, (*split.streams, *split.cells))
+
+
+def put(
+    split: Shares, array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array
+) -> jax.Array:
+    """Write the keys or values of cells that a device holds; see `scatter` and `bring`."""
+    return scatter(array, *_own(split, array, streams, slots), new)
+
+
+def _own(
+    split: Shares, array: jax.Array, streams: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return streams and slots as a device counts its own; nowhere for those of others."""
+    if split.streams:
+        streams = streams - first_of(split.streams, array.shape[0])
+        mine = (streams >= 0) & (streams < array.shape[0])
+        streams = jnp.where(mine, streams, 0)
+        slots = jnp.where(jnp.broadcast_to(mine, slots.shape), slots, nowhere(slots))
+    if split.cells:
+        slots = own_cells(slots, first_of(split.cells, array.shape[2]), array.shape[2])
+    return streams, slots
 
 
 def own_cells(slots: jax.Array, first: jax.Array, count: int) -> jax.Array:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.kv.buffers import Buffers, gather, own_cells, scatter, shares_of
+from jaxkv.kv.buffers import Buffers, bring, put, shares_of
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
 from jaxkv.memory import Commitment, Facts
-from jaxkv.mesh import first_of, from_owner, on_shares
+from jaxkv.mesh import Shares, on_shares
 from jaxkv.places import EMPTY
 from jaxkv.stamp import mix
 
@@ -132,7 +132,10 @@ def move_cells(cells: C, buffers: Buffers, plan: Defrag) -> tuple[C, Buffers]:
     specs = tuple(tuple(one.spec for one in layers) for layers in split)
     streams = P(split[0][0].streams)
     run = on_shares(
-        cells.rules, partial(_move, size, split[0][0].cells), (streams, streams, specs), specs
+        cells.rules,
+        partial(_move, size, Shares(cells=split[0][0].cells)),
+        (streams, streams, specs),
+        specs,
     )
     k, v = run(plan, chunks, (buffers.k, buffers.v))
     cells = jax.lax.fori_loop(0, jnp.max(chunks), move, cells)
@@ -140,11 +143,11 @@ def move_cells(cells: C, buffers: Buffers, plan: Defrag) -> tuple[C, Buffers]:
 
 
 def _move(
-    size: int, axes: tuple[str, ...], plan: Defrag, chunks: jax.Array, arrays: tuple
+    size: int, by_cells: Shares, plan: Defrag, chunks: jax.Array, arrays: tuple
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Move keys and values `[S, K, N, D]`: all are gathered before they are scattered.
 
-    Of N cells, `size`, that are split over axes of a mesh, a chunk is sent to all that hold some.
+    Of N cells, `size`, that are split, a chunk is sent to all devices that hold some.
     """
     stream = jnp.arange(len(chunks))[:, None]
 
@@ -152,11 +155,7 @@ def _move(
         source, destination = _moves(plan, size, i)
 
         def carried(x: jax.Array) -> jax.Array:
-            count = x.shape[2]
-            first = first_of(axes, count)
-            ends = (own_cells(where, first, count) for where in (source, destination))
-            here, there = ends if axes else (source, destination)
-            return scatter(x, stream, there, from_owner(gather(x, stream, here), axes))
+            return put(by_cells, x, stream, destination, bring(by_cells, x, stream, source))
 
         return jax.tree.map(carried, arrays)
 

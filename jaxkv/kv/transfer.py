@@ -11,8 +11,9 @@ from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from jaxkv.kv.buffers import Buffers, gather, scatter
+from jaxkv.kv.buffers import Buffers, bring, put, shares_of
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -32,6 +33,7 @@ from jaxkv.kv.reuse import evict
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import in_turn, longest_run, usable
 from jaxkv.memory import Need
+from jaxkv.mesh import Shares, first_of, from_owner, on_shares
 from jaxkv.places import divided, end_of, nowhere
 from jaxkv.stamp import mix
 
@@ -99,7 +101,7 @@ def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buf
     if cells.window is not None:
         left = evict(left, jnp.zeros(slots.shape, bool).at[stream, slots].set(True, mode="drop"))
 
-    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+    def taken(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
 
     def of_origin(field: jax.Array) -> jax.Array:
@@ -108,32 +110,59 @@ def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buf
     # Other bytes in the same place: stamped anew, for a table that knew what stood there.
     there = cells.stamp.at[stream, slots].get(mode="fill", fill_value=0)
     owners = [
-        put(left.owners[:, w], transfer.owners[:, w]) for w in range(transfer.owners.shape[1])
+        taken(left.owners[:, w], transfer.owners[:, w]) for w in range(transfer.owners.shape[1])
     ]
     filled = replace(
         left,
-        position=put(left.position, of_origin(cells.position)),
+        position=taken(left.position, of_origin(cells.position)),
         owners=jnp.stack(owners, axis=1),
-        shift=put(left.shift, of_origin(cells.shift)),
-        stamp=put(cells.stamp, mix(there + mix(of_origin(cells.stamp) + 1))),
+        shift=taken(left.shift, of_origin(cells.shift)),
+        stamp=taken(cells.stamp, mix(there + mix(of_origin(cells.stamp) + 1))),
     )
     filled = jax.tree.map(lambda new, old: jnp.where(ok, new, old), filled, cells)
 
-    ends = jnp.cumsum(wanted)
-    total = jnp.where(ok, ends[-1], 0)
+    arrays = buffers.k, buffers.v
+    split = tuple(shares_of(cells.rules, array) for array in arrays)
+    specs = tuple(tuple(one.spec for one in layers) for layers in split)
+    streams = P(split[0][0].streams)
+    run = on_shares(cells.rules, partial(_fill, split), (P(), streams, streams, specs), specs)
+    k, v = run(jnp.where(ok, wanted, 0), origin, slots, arrays)
+    return filled, replace(buffers, k=k, v=v)
 
-    def chunk(i: jax.Array, halves: tuple) -> tuple:
+
+def _fill(
+    split: tuple[tuple[Shares, ...], ...],
+    wanted: jax.Array,
+    origin: jax.Array,
+    slots: jax.Array,
+    arrays: tuple,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Copy keys and values, the first `wanted` of each stream, `[S]`, a chunk at a time.
+
+    Which cells those are is known where the streams are that get them, and sent along.
+    """
+    ends = jnp.cumsum(wanted)
+    by_streams, size = split[0][0].streams, slots.shape[1]
+
+    def told(where: jax.Array, stream: jax.Array, turn: jax.Array) -> jax.Array:
+        stream = stream - first_of(by_streams, where.shape[0])
+        mine = (stream >= 0) & (stream < where.shape[0])
+        return from_owner(jnp.where(mine, where[jnp.where(mine, stream, 0), turn], 0), by_streams)
+
+    def chunk(i: jax.Array, arrays: tuple) -> tuple:
         number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         stream = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
-        stream = jnp.minimum(stream, streams - 1)
+        stream = jnp.minimum(stream, wanted.size - 1)
         turn = number - (ends - wanted)[stream]
-        slot = jnp.where(number < total, slots[stream, turn], nowhere(number))
-        source = divided(origin[stream, turn], size)
-        return jax.tree.map(lambda x: scatter(x, stream, slot, gather(x, *source)), halves)
+        slot = jnp.where(number < ends[-1], told(slots, stream, turn), nowhere(number))
+        source = divided(told(origin, stream, turn), size)
 
-    halves = buffers.k, buffers.v
-    k, v = jax.lax.fori_loop(jnp.int32(0), -(-total // CHUNK), chunk, halves)
-    return filled, replace(buffers, k=k, v=v)
+        def copied(x: jax.Array, how: Shares) -> jax.Array:
+            return put(how, x, stream, slot, bring(how, x, *source))
+
+        return jax.tree.map(copied, arrays, split)
+
+    return jax.lax.fori_loop(jnp.int32(0), -(-ends[-1] // CHUNK), chunk, arrays)
 
 
 def _apart(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
