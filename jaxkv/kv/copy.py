@@ -1,4 +1,4 @@
-"""Copying sequences from their streams into those of others."""
+"""Copying sequences from their streams into those of others, where each has a stream of its own."""
 
 from dataclasses import replace
 
