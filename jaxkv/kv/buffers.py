@@ -1,11 +1,15 @@
 """The keys and values that lie beside a table of cells: all the bytes of an attention memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from jaxkv.mesh import Rules, Shares, first_of, from_owner, shares
+from jaxkv.mesh import Rules, Shares, first_of, from_owner, on_shares, shares
 from jaxkv.places import END, nowhere
 from jaxkv.rope import Rope
 
@@ -28,10 +32,44 @@ class Buffers:
     ropes: tuple[Rope | None, ...] = field(metadata={"static": True})
 
 
-def shares_of(rules: Rules | None, arrays: tuple[jax.Array, ...]) -> tuple[Shares, ...]:
-    """Return how the mesh at hand splits the keys or values of each layer, `[S, K, N, D]`."""
+Halves = tuple[tuple[Shares, ...], tuple[Shares, ...]]
+"""How the mesh at hand splits the keys and the values of each layer."""
+
+
+def halves_of(rules: Rules | None, buffers: Buffers) -> Halves:
+    """Return how the mesh at hand splits the keys and the values of each layer."""
     names = ("streams", "kv_heads", "cells")
-    return tuple(shares(rules, **dict(zip(names, x.shape, strict=False))) for x in arrays)
+
+    def of(arrays: tuple[jax.Array, ...]) -> tuple[Shares, ...]:
+        return tuple(shares(rules, **dict(zip(names, x.shape, strict=False))) for x in arrays)
+
+    return of(buffers.k), of(buffers.v)
+
+
+def on_halves(
+    rules: Rules | None,
+    buffers: Buffers,
+    change: Callable[..., Any],
+    *args: Any,
+    by_stream: int = 0,
+) -> Buffers:
+    """Change keys and values, each device those of its share.
+
+    Args:
+      rules: of the memory.
+      buffers: the keys and values of all layers.
+      change: is given how they are split, the arguments, and the keys and values `(k, v)` of a
+        share; returns the next ones.
+      args: what it needs to know, whole on each device.
+      by_stream: how many of the arguments, the first ones, are `[S, ...]` and split likewise.
+    """
+    split = halves_of(rules, buffers)
+    specs = tuple(tuple(one.spec for one in layers) for layers in split)
+    streams = (P(split[0][0].streams),) * by_stream
+    in_specs = (*streams, *(P(),) * (len(args) - by_stream), specs)
+    run = on_shares(rules, partial(change, split), in_specs, specs)
+    k, v = run(*args, (buffers.k, buffers.v))
+    return replace(buffers, k=k, v=v)
 
 
 def with_layer(buffers: Buffers, layer: int, k: jax.Array, v: jax.Array) -> Buffers:
@@ -164,11 +202,31 @@ def scatter(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Arr
 
 
 def copy_run(
-    array: jax.Array, src: jax.Array, dst: jax.Array, first: jax.Array, size: int
+    split: Shares, array: jax.Array, src: jax.Array, dst: jax.Array, first: jax.Array, size: int
 ) -> jax.Array:
-    """Copy `size` neighbouring cells of a stream to the same cells of another."""
+    """Copy `size` neighbouring cells of a stream to the same cells of another.
+
+    Args:
+      split: how the mesh at hand splits the array.
+      array: a device's share of keys or values.
+      src: `[]` int32, the stream that is read, of all that there are.
+      dst: `[]` int32, the stream that is written.
+      first: `[]` int32, the first of the cells, in each share likewise.
+      size: how many cells.
+    """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
-    run = jax.lax.dynamic_slice(array, (src, zero, first, zero), shape)
+
+    def run_of(stream: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(array, (stream, zero, first, zero), shape)
+
+    if split.streams:
+        begin, count = first_of(split.streams, array.shape[0]), array.shape[0]
+        here, there = (((x >= begin) & (x < begin + count), x - begin) for x in (src, dst))
+        run = jnp.where(here[0], run_of(jnp.clip(here[1], 0, count - 1)), 0)
+        run, dst = from_owner(run, split.streams), jnp.clip(there[1], 0, count - 1)
+        run = jnp.where(there[0], run, run_of(dst))  # other devices keep what they have
+    else:
+        run = run_of(src)
 
     def by_choice(array: jax.Array, run: jax.Array, dst: jax.Array, first: jax.Array) -> jax.Array:
         return _by_choice(array, dst, first + jnp.arange(size), run[0].swapaxes(0, 1))

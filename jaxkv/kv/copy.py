@@ -1,14 +1,19 @@
-"""Copying sequences from their streams into those of others, where each has a stream of its own."""
+"""Copying between streams that hold one sequence each: a token keeps its cell, so there is room.
+
+Where sequences share several streams a copy has to look for cells, see `jaxkv.kv.transfer`.
+"""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.buffers import Buffers, copy_run, gather, scatter
-from jaxkv.kv.cells import C, inherited, known, within
+from jaxkv.kv.buffers import Buffers, Halves, bring, copy_run, on_halves, put
+from jaxkv.kv.cells import C, Cells, inherited, known, within
 from jaxkv.kv.shift import CHUNK
-from jaxkv.places import EMPTY, nowhere
+from jaxkv.mesh import Shares, first_of, parts, shares
+from jaxkv.places import EMPTY, divided, nowhere
 from jaxkv.stamp import mix
 
 
@@ -28,43 +33,60 @@ def copy_between(
       start: first position of the range.
       stop: one past the last.
     """
-
-    def into(i: jax.Array, carry: tuple[C, Buffers]) -> tuple[C, Buffers]:
-        return _copy_one(*carry, src, targets[i], start, stop)
-
     targets = jnp.atleast_1d(dst)
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, (cells, buffers))
+
+    def into(i: jax.Array, carry: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
+        cells, end = _copied(carry[0], src, targets[i], start, stop)
+        return cells, carry[1].at[i].set(end)
+
+    begin = cells, jnp.zeros(targets.size, jnp.int32)
+    copied, ends = jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, begin)
+    return copied, on_halves(cells.rules, buffers, _copy_runs, src, targets, ends)
 
 
-def _copy_one(
-    cells: C, buffers: Buffers, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-) -> tuple[C, Buffers]:
+def _copied(
+    cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+) -> tuple[C, jax.Array]:
+    """Copy in the table; return one past the last cell to be copied in the buffers, `[]` int32."""
     does = known(cells, src) & known(cells, dst) & (src != dst)
     shared = within(cells, start, stop)[src]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
-    size = min(CHUNK, cells.num_cells)
-    chunks = jnp.where(does, -(-(jnp.max(jnp.where(shared, index, -1)) + 1) // size), 0)
+    end = jnp.where(does, jnp.max(jnp.where(shared, index, -1)) + 1, 0)
 
-    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+    def row(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
 
-    overwritten = index < chunks * size
     stamp = mix(cells.stamp[dst] + mix(cells.stamp[src] + 1))
-    cells = replace(
+    copied = replace(
         cells,
-        position=put(cells.position, jnp.where(shared, cells.position[src], EMPTY)),
-        owners=put(cells.owners, jnp.where(shared[None], cells.owners[src], 0)),
-        shift=put(cells.shift, jnp.where(shared, cells.shift[src], 0)),
-        evicted_below=put(cells.evicted_below, inherited(cells, src, start, stop)),
-        stamp=put(cells.stamp, jnp.where(overwritten, stamp, cells.stamp[dst])),
+        position=row(cells.position, jnp.where(shared, cells.position[src], EMPTY)),
+        owners=row(cells.owners, jnp.where(shared[None], cells.owners[src], 0)),
+        shift=row(cells.shift, jnp.where(shared, cells.shift[src], 0)),
+        evicted_below=row(cells.evicted_below, inherited(cells, src, start, stop)),
+        stamp=row(cells.stamp, jnp.where(_overwritten(cells, end), stamp, cells.stamp[dst])),
     )
+    return copied, end
 
-    def chunk(i: jax.Array, halves: tuple) -> tuple:
-        first = jnp.minimum(i * size, cells.num_cells - size)  # the last may overlap the one before
-        return jax.tree.map(lambda x: copy_run(x, src, dst, first, size), halves)
 
-    k, v = jax.lax.fori_loop(jnp.int32(0), chunks, chunk, (buffers.k, buffers.v))
-    return cells, replace(buffers, k=k, v=v)
+def _copy_runs(
+    split: Halves, src: jax.Array, targets: jax.Array, ends: jax.Array, arrays: Any
+) -> Any:
+    """Copy the cells of a stream before `ends`, `[n]`, to those of the targets, `[n]`."""
+    share, size, _ = _in_chunks(split, arrays, ends)
+
+    def target(i: jax.Array, arrays: Any) -> Any:
+        def chunk(j: jax.Array, arrays: Any) -> Any:
+            first = jnp.minimum(j * size, share - size)  # the last may overlap the one before
+
+            def copied(x: jax.Array, how: Shares) -> jax.Array:
+                return copy_run(how, x, src, targets[i], first, size)
+
+            return jax.tree.map(copied, arrays, split)
+
+        _, _, chunks = _in_chunks(split, arrays, ends[i])
+        return jax.lax.fori_loop(jnp.int32(0), chunks, chunk, arrays)
+
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), target, arrays)
 
 
 def select_between(
@@ -82,33 +104,62 @@ def select_between(
       targets: `[n]` int32, each at most once; one that is no sequence is left out.
     """
     does = known(cells, targets)
-    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
+    targets = jnp.where(does, targets, cells.streams)
     source = jnp.where(does, parents, 0)
+    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     held = jnp.where(does[:, None] & (cells.position[source] != EMPTY), index, -1)
-    size = min(CHUNK, cells.num_cells)
-    chunks = -(-(jnp.max(held) + 1) // size)
-    overwritten = index < chunks * size
+    end = jnp.max(held) + 1
     stamp = mix(cells.stamp[targets] + mix(cells.stamp[source] + 1))
 
-    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+    def rows(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[targets].set(value, mode="drop")
 
-    def chunk(i: jax.Array, halves: tuple) -> tuple:
-        slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
-        slots = jnp.where(does[:, None] & (slots < cells.num_cells), slots, nowhere(slots))
-
-        def carried(x: jax.Array) -> jax.Array:
-            return scatter(x, targets[:, None], slots, gather(x, source[:, None], slots))
-
-        return jax.tree.map(carried, halves)
-
-    k, v = jax.lax.fori_loop(jnp.int32(0), chunks, chunk, (buffers.k, buffers.v))
-    cells = replace(
+    selected = replace(
         cells,
-        position=put(cells.position, cells.position[source]),
-        owners=put(cells.owners, cells.owners[source]),
-        shift=put(cells.shift, cells.shift[source]),
-        evicted_below=put(cells.evicted_below, cells.evicted_below[source]),
-        stamp=put(cells.stamp, jnp.where(overwritten, stamp, cells.stamp[targets])),
+        position=rows(cells.position, cells.position[source]),
+        owners=rows(cells.owners, cells.owners[source]),
+        shift=rows(cells.shift, cells.shift[source]),
+        evicted_below=rows(cells.evicted_below, cells.evicted_below[source]),
+        stamp=rows(cells.stamp, jnp.where(_overwritten(cells, end), stamp, cells.stamp[targets])),
     )
-    return cells, replace(buffers, k=k, v=v)
+    return selected, on_halves(cells.rules, buffers, _select_cells, source, targets, does, end)
+
+
+def _select_cells(
+    split: Halves,
+    source: jax.Array,
+    targets: jax.Array,
+    does: jax.Array,
+    end: jax.Array,
+    arrays: Any,
+) -> Any:
+    """Copy the cells of streams, `[n]`, before `end` to those of the targets, `[n]`, if it does."""
+    share, size, chunks = _in_chunks(split, arrays, end)
+
+    def chunk(i: jax.Array, arrays: Any) -> Any:
+        slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
+        slots = jnp.where(does[:, None] & (slots < share), slots, nowhere(slots))
+
+        def copied(x: jax.Array, how: Shares) -> jax.Array:
+            how = replace(how, cells=())  # a token keeps its cell: each share is copied by itself
+            return put(how, x, targets[:, None], slots, bring(how, x, source[:, None], slots))
+
+        return jax.tree.map(copied, arrays, split)
+
+    return jax.lax.fori_loop(jnp.int32(0), chunks, chunk, arrays)
+
+
+def _in_chunks(split: Halves, arrays: Any, end: jax.Array) -> tuple[int, int, jax.Array]:
+    """Return the cells of a share, those of a chunk, and the chunks with cells before `end`."""
+    share = arrays[0][0].shape[2]
+    size = min(CHUNK, share)
+    mine = jnp.clip(end - first_of(split[0][0].cells, share), 0, share)
+    return share, size, -(-mine // size)
+
+
+def _overwritten(cells: Cells, end: jax.Array) -> jax.Array:
+    """Return which cells are written when those before `end` are copied, `[N]` bool: by chunks."""
+    share = cells.num_cells // parts(shares(cells.rules, cells=cells.num_cells).cells)
+    size = min(CHUNK, share)
+    shard, cell = divided(jnp.arange(cells.num_cells, dtype=jnp.int32), share)
+    return cell < -(-jnp.clip(end - shard * share, 0, share) // size) * size

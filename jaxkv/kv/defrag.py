@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from jaxkv.kv.buffers import Buffers, bring, put, shares_of
+from jaxkv.kv.buffers import Buffers, Halves, bring, on_halves, put
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
 from jaxkv.memory import Commitment, Facts
-from jaxkv.mesh import Shares, on_shares
+from jaxkv.mesh import Shares
 from jaxkv.places import EMPTY
 from jaxkv.stamp import mix
 
@@ -128,36 +127,26 @@ def move_cells(cells: C, buffers: Buffers, plan: Defrag) -> tuple[C, Buffers]:
             stamp=_put(cells.stamp, destination, stamp),
         )
 
-    split = [shares_of(cells.rules, arrays) for arrays in (buffers.k, buffers.v)]
-    specs = tuple(tuple(one.spec for one in layers) for layers in split)
-    streams = P(split[0][0].streams)
-    run = on_shares(
-        cells.rules,
-        partial(_move, size, Shares(cells=split[0][0].cells)),
-        (streams, streams, specs),
-        specs,
-    )
-    k, v = run(plan, chunks, (buffers.k, buffers.v))
+    buffers = on_halves(cells.rules, buffers, partial(_move, size), plan, chunks, by_stream=2)
     cells = jax.lax.fori_loop(0, jnp.max(chunks), move, cells)
-    return cells, replace(buffers, k=k, v=v)
+    return cells, buffers
 
 
-def _move(
-    size: int, by_cells: Shares, plan: Defrag, chunks: jax.Array, arrays: tuple
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+def _move(size: int, split: Halves, plan: Defrag, chunks: jax.Array, arrays: Any) -> Any:
     """Move keys and values `[S, K, N, D]`: all are gathered before they are scattered.
 
     Of N cells, `size`, that are split, a chunk is sent to all devices that hold some.
     """
     stream = jnp.arange(len(chunks))[:, None]
 
-    def move(i: jax.Array, arrays: tuple) -> tuple:
+    def move(i: jax.Array, arrays: Any) -> Any:
         source, destination = _moves(plan, size, i)
 
-        def carried(x: jax.Array) -> jax.Array:
-            return put(by_cells, x, stream, destination, bring(by_cells, x, stream, source))
+        def carried(x: jax.Array, how: Shares) -> jax.Array:
+            how = replace(how, streams=())  # each device moves within its own streams
+            return put(how, x, stream, destination, bring(how, x, stream, source))
 
-        return jax.tree.map(carried, arrays)
+        return jax.tree.map(carried, arrays, split)
 
     return jax.lax.fori_loop(0, jnp.max(chunks), move, arrays)
 

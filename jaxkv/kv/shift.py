@@ -10,12 +10,12 @@ Ranges and ids are read as in `jaxkv.kv.cells`.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from jaxkv.kv.buffers import Buffers, gather, scatter, shares_of
+from jaxkv.kv.buffers import Buffers, Halves, gather, on_halves, scatter
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -29,7 +29,7 @@ from jaxkv.kv.cells import (
     within,
 )
 from jaxkv.memory import Commitment, Facts
-from jaxkv.mesh import first_of, on_shares
+from jaxkv.mesh import first_of
 from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.rope import Rope, rotate
 
@@ -168,36 +168,23 @@ def rotate_pending(cells: C, buffers: Buffers, update: Update) -> tuple[C, Buffe
     """
     current = jnp.all(update.shift == cells.shift)
     owed = (cells.shift != 0) & current
-    split = shares_of(cells.rules, buffers.k)
-    specs = tuple(one.spec for one in split)
-    run = on_shares(
-        cells.rules,
-        partial(_rotate, buffers.ropes, split[0].cells),
-        (P(split[0].streams), specs),
-        specs,
-    )
-    keys = run(jnp.where(owed, cells.shift, 0), buffers.k)
+    by = jnp.where(owed, cells.shift, 0)
+    buffers = on_halves(cells.rules, buffers, partial(_rotate, buffers.ropes), by, by_stream=1)
     cells = replace(
         cells,
         shift=jnp.where(owed, 0, cells.shift),
         stamp=restamped(cells, owed),
     )
-    return cells, replace(buffers, k=keys)
+    return cells, buffers
 
 
-def _rotate(
-    ropes: tuple[Rope | None, ...],
-    axes: tuple[str, ...],
-    by: jax.Array,
-    keys: tuple[jax.Array, ...],
-) -> tuple[jax.Array, ...]:
-    """Turn the keys of cells by so many positions, `[S, N]`, where that is not 0.
-
-    Cells may be split over axes of a mesh: each device turns its own.
-    """
+def _rotate(ropes: tuple[Rope | None, ...], split: Halves, by: jax.Array, arrays: Any) -> Any:
+    """Turn the keys of cells by so many positions, `[S, N]`, where that is not 0."""
+    keys, values = arrays
     size = keys[0].shape[2]
-    if axes:
-        by = jax.lax.dynamic_slice_in_dim(by, first_of(axes, size), size, axis=1)
+    if split[0][0].cells:  # a device turns those that it holds
+        first = first_of(split[0][0].cells, size)
+        by = jax.lax.dynamic_slice_in_dim(by, first, size, axis=1)
     by = by.reshape(-1)
     count = jnp.cumsum(by != 0, dtype=jnp.int32)  # up to and with each cell
 
@@ -217,4 +204,4 @@ def _rotate(
             turned.append(k)
         return tuple(turned)
 
-    return jax.lax.fori_loop(jnp.int32(0), -(-count[-1] // CHUNK), chunk, keys)
+    return jax.lax.fori_loop(jnp.int32(0), -(-count[-1] // CHUNK), chunk, keys), values

@@ -7,13 +7,12 @@ be read and written a few at a time, also where sequences change places.
 
 from dataclasses import replace
 from functools import partial
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from jaxkv.kv.buffers import Buffers, bring, put, shares_of
+from jaxkv.kv.buffers import Buffers, Halves, bring, on_halves, put
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -33,7 +32,7 @@ from jaxkv.kv.reuse import evict
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import in_turn, longest_run, usable
 from jaxkv.memory import Need
-from jaxkv.mesh import Shares, first_of, from_owner, on_shares
+from jaxkv.mesh import Shares, first_of, from_owner
 from jaxkv.places import divided, end_of, nowhere
 from jaxkv.stamp import mix
 
@@ -121,22 +120,13 @@ def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buf
     )
     filled = jax.tree.map(lambda new, old: jnp.where(ok, new, old), filled, cells)
 
-    arrays = buffers.k, buffers.v
-    split = tuple(shares_of(cells.rules, array) for array in arrays)
-    specs = tuple(tuple(one.spec for one in layers) for layers in split)
-    streams = P(split[0][0].streams)
-    run = on_shares(cells.rules, partial(_fill, split), (P(), streams, streams, specs), specs)
-    k, v = run(jnp.where(ok, wanted, 0), origin, slots, arrays)
-    return filled, replace(buffers, k=k, v=v)
+    args = origin, slots, jnp.where(ok, wanted, 0)
+    return filled, on_halves(cells.rules, buffers, _fill, *args, by_stream=2)
 
 
 def _fill(
-    split: tuple[tuple[Shares, ...], ...],
-    wanted: jax.Array,
-    origin: jax.Array,
-    slots: jax.Array,
-    arrays: tuple,
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    split: Halves, origin: jax.Array, slots: jax.Array, wanted: jax.Array, arrays: Any
+) -> Any:
     """Copy keys and values, the first `wanted` of each stream, `[S]`, a chunk at a time.
 
     Which cells those are is known where the streams are that get them, and sent along.
@@ -149,7 +139,7 @@ def _fill(
         mine = (stream >= 0) & (stream < where.shape[0])
         return from_owner(jnp.where(mine, where[jnp.where(mine, stream, 0), turn], 0), by_streams)
 
-    def chunk(i: jax.Array, arrays: tuple) -> tuple:
+    def chunk(i: jax.Array, arrays: Any) -> Any:
         number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         stream = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
         stream = jnp.minimum(stream, wanted.size - 1)
