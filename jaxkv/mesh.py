@@ -183,6 +183,10 @@ def from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """
     if not axes:
         return x
+    if x.dtype == bool:
+        return jax.lax.psum(x.astype(jnp.int32), axes) > 0
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jax.lax.complex(from_owner(x.real, axes), from_owner(x.imag, axes))
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return jax.lax.bitcast_convert_type(jax.lax.psum(bits, axes), x.dtype)
 

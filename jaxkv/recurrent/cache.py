@@ -30,11 +30,9 @@ from jaxkv.memory import (
 from jaxkv.mesh import Rules
 from jaxkv.places import END, count
 from jaxkv.recurrent import copy, slots, states
+from jaxkv.recurrent.buffers import Buffers, read, write
 from jaxkv.recurrent.slots import StateSlots
 from jaxkv.recurrent.states import States, empty_fields
-
-Buffers = tuple[dict[str, jax.Array], ...]
-"""For each layer, by name, the states of all cells, `[S, N, ...]`."""
 
 
 @jax.tree_util.register_dataclass
@@ -207,16 +205,7 @@ class StateTable(States, Table):
     def read_states(self, buffers: Buffers, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
         """See `jaxkv.read_states`."""
         self._check_layer(layer)
-        readable = slots.readable(self, layer, ubatch)
-        where = (ubatch.row_stream, ubatch.slots.source)
-
-        def read(array: jax.Array) -> jax.Array:
-            # Filling selects: a cell that holds NaN leaves no trace in a state that begins at zero.
-            state = array.at[where].get(mode="fill", fill_value=0)
-            usable = readable.reshape(-1, *[1] * (state.ndim - 1))
-            return jnp.where(usable, state, _unreadable(array.dtype))
-
-        return jax.tree.map(read, buffers[layer])
+        return read(self, layer, ubatch, buffers[layer])
 
     def write_states(
         self, buffers: Buffers, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
@@ -228,23 +217,19 @@ class StateTable(States, Table):
             raise TypeError(f"wanted states by name, a dict of {sorted(old)}, got {type(states)}")
         if set(states) != set(old):
             raise ValueError(f"wanted the states {sorted(old)}, got {sorted(states)}")
-        cells = slots.writable(self, layer, ubatch)
-        new = {}
+        rows, new = len(ubatch.row_stream), {}
         for name, array in old.items():
-            state, wanted = states[name], (*cells.shape, *array.shape[2:])
-            if self.earlier == 0 and state.shape == (wanted[0], *wanted[2:]):
+            state, wanted = states[name], (rows, self.earlier + 1, *array.shape[2:])
+            if self.earlier == 0 and state.shape == (rows, *wanted[2:]):
                 state = state[:, None]
             if state.shape != wanted:
                 raise ValueError(
                     f"wanted {name} [R, E + 1, ...] of {wanted}, got {state.shape}: give the "
                     f"states after as many tokens as steps_to_keep(ubatch, {self.earlier + 1}) says"
                 )
-            where = (ubatch.row_stream[:, None], cells)
-            new[name] = array.at[where].set(
-                state.astype(array.dtype), mode="drop", unique_indices=True
-            )
-        buffers = (*buffers[:layer], new, *buffers[layer + 1 :])
-        return slots.note_written(self, layer, ubatch, cells), buffers
+            new[name] = state
+        table, new = write(self, layer, ubatch, new, old)
+        return table, (*buffers[:layer], new, *buffers[layer + 1 :])
 
     def rollback(self, layer: int) -> int:
         """Return E, the same for every layer."""
@@ -255,13 +240,6 @@ class StateTable(States, Table):
         layers = self.holds.shape[0]
         if not 0 <= layer < layers:
             raise ValueError(f"wanted a layer from 0 to {layers - 1}, got {layer}")
-
-
-def _unreadable(dtype: Any) -> Any:
-    """Return what stands for a state that must not be used: NaN, or the lowest integer."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.nan
-    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False
 
 
 def make_recurrent_cache(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.places import end_of
+from jaxkv.recurrent.buffers import copy_cells
 from jaxkv.recurrent.states import States, T, known, occupied, stream_of, with_pairs
 from jaxkv.stamp import mix
 
@@ -92,15 +93,12 @@ def _copied(
     )  # [L, n, E + 1]
     holds = jnp.where(held, stamp[None], 0)
 
-    def carried(x: jax.Array) -> jax.Array:
-        return x.at[where].set(x.at[there].get(mode="fill", fill_value=0), mode="drop")
-
     states = replace(
         states,
         stamp=states.stamp.at[where].set(stamp, mode="drop"),
         holds=states.holds.at[:, *where].set(holds, mode="drop"),
     )
-    return states, jax.tree.map(carried, buffers), own
+    return states, copy_cells(states, buffers, there, where), own
 
 
 def _dealt(

@@ -1,0 +1,115 @@
+"""The states that lie beside a table: reading, writing and copying those of a device's share.
+
+On a mesh streams are split, and what a state is made of is not. Rows in the order of sequences lie
+where their streams do; a state for another row is sent to all devices by the one that holds it.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxkv.batch import Ubatch, own_rows, specs_of
+from jaxkv.mesh import at_hand, first_of, from_owner, on_shares, shares
+from jaxkv.recurrent import slots
+from jaxkv.recurrent.states import T
+
+Buffers = tuple[dict[str, jax.Array], ...]
+"""For each layer, by name, the states of all cells, `[S, N, ...]`."""
+
+Cell = tuple[jax.Array, jax.Array]
+"""Cells by stream and number, both int32 in shapes that broadcast."""
+
+
+@partial(jax.jit, static_argnames="layer")
+def read(table: Any, layer: int, ubatch: Ubatch, arrays: dict[str, jax.Array]) -> Any:
+    """Return the states of a layer that the rows of a ubatch go on from; by name, `[R, ...]`."""
+    streams, rows, specs = _laid_out(table, ubatch)
+
+    def of_share(table: Any, ubatch: Ubatch, arrays: Any) -> Any:
+        ubatch = _own_rows(table, ubatch, streams)
+        readable = slots.readable(table, layer, ubatch)
+        where = (ubatch.row_stream, ubatch.slots.source)
+
+        def one(array: jax.Array) -> jax.Array:
+            # Filling selects: a cell that holds NaN leaves no trace in a state that begins at zero.
+            state = array.at[where].get(mode="fill", fill_value=0)
+            usable = readable.reshape(-1, *[1] * (state.ndim - 1))
+            state = jnp.where(usable, state, _unreadable(array.dtype))
+            return state if rows == streams else from_owner(state, streams)
+
+        return jax.tree.map(one, arrays)
+
+    return on_shares(table.rules, of_share, (*specs, P(streams)), P(rows))(table, ubatch, arrays)
+
+
+@partial(jax.jit, static_argnames="layer")
+def write(
+    table: T, layer: int, ubatch: Ubatch, states: dict[str, jax.Array], arrays: Any
+) -> tuple[T, dict[str, jax.Array]]:
+    """Write the states that the rows of a ubatch leave in a layer, by name, `[R, E + 1, ...]`.
+
+    Returns:
+      The table, which knows that the layer holds them, and the states of the layer.
+    """
+    streams, rows, specs = _laid_out(table, ubatch)
+
+    def of_share(table: T, ubatch: Ubatch, states: Any, arrays: Any) -> Any:
+        ubatch = _own_rows(table, ubatch, streams)
+        cells = slots.writable(table, layer, ubatch)
+        where = (ubatch.row_stream[:, None], cells)
+
+        def one(array: jax.Array, state: jax.Array) -> jax.Array:
+            new = state.astype(array.dtype)
+            return array.at[where].set(new, mode="drop", unique_indices=True)
+
+        return slots.note_written(table, layer, ubatch, cells), jax.tree.map(one, arrays, states)
+
+    in_specs, out_specs = (*specs, P(rows), P(streams)), (specs[0], P(streams))
+    return on_shares(table.rules, of_share, in_specs, out_specs)(table, ubatch, states, arrays)
+
+
+def _laid_out(table: Any, ubatch: Ubatch) -> tuple[tuple[str, ...], tuple[str, ...], Any]:
+    """Return the axes that split the streams, those that split the rows, and specs of the two."""
+    streams = shares(table.rules, streams=table.streams).streams
+    rows, mesh = streams if ubatch.in_order else (), at_hand(table.rules)
+    of_table = P() if mesh is None else table.specs(None, mesh)[0]
+    return streams, rows, (of_table, specs_of(ubatch, rows, streams))
+
+
+def _own_rows(table: Any, ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
+    """Return a ubatch as the device sees it that has this share of the table."""
+    if not streams:
+        return ubatch
+    return own_rows(ubatch, first_of(streams, table.streams), table.streams)
+
+
+def copy_cells(table: Any, buffers: Buffers, source: Cell, target: Cell) -> Buffers:
+    """Copy states between cells of all streams; all are read before one is written."""
+    streams = shares(table.rules, streams=table.streams).streams
+
+    def of_share(source: Cell, target: Cell, buffers: Buffers) -> Buffers:
+        def own(cell: Cell, count: int) -> Cell:
+            if not streams:
+                return cell
+            stream = cell[0] - first_of(streams, count)
+            mine = (stream >= 0) & (stream < count)
+            return jnp.where(mine, stream, 0), jnp.where(mine, cell[1], table.num_cells)
+
+        def copied(x: jax.Array) -> jax.Array:
+            state = x.at[own(source, len(x))].get(mode="fill", fill_value=0)
+            return x.at[own(target, len(x))].set(from_owner(state, streams), mode="drop")
+
+        return jax.tree.map(copied, buffers)
+
+    run = on_shares(table.rules, of_share, (P(), P(), P(streams)), P(streams))
+    return run(source, target, buffers)
+
+
+def _unreadable(dtype: Any) -> Any:
+    """Return what stands for a state that must not be used: NaN, or the lowest integer."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.nan
+    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False
