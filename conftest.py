@@ -1,4 +1,4 @@
-"""How every test and doctest runs: on four virtual CPU devices, strictly, compiling once.
+"""How every test and doctest runs: on eight virtual CPU devices, strictly, compiling once.
 
 These are environment variables and not `jax.config` calls so that they stand before anything
 imports jax, and so that a test's subprocesses run in the same way. It lies beside `jaxkv/` and not
@@ -31,7 +31,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 
 for _name, _value in {
     "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": "4",
+    "JAX_NUM_CPU_DEVICES": "8",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     "JAX_NUMPY_RANK_PROMOTION": "raise",
     "XLA_FLAGS": " ".join(_QUICKLY),

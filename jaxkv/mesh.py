@@ -35,7 +35,8 @@ class Rules:
     stream, head or cell.
 
     streams: splits the streams of tables and buffers.
-    kv_heads: splits the heads of keys and values, and the weights of a model.
+    kv_heads: splits the heads of keys and values, the first dimension of states where it divides
+      that, and the weights of a model.
     cells: splits the cells of each stream, whose table stays whole.
     """
 
@@ -95,7 +96,7 @@ class Rules:
         """
         found = {}
         for name, size in sizes.items():
-            axes = tuple(axis for axis in self.axes(name) if mesh.shape.get(axis, 1) > 1)
+            axes = self.present(mesh, name)
             devices = prod(mesh.shape[axis] for axis in axes)
             if size > 1 and size % devices:
                 raise ValueError(
@@ -104,6 +105,10 @@ class Rules:
                 )
             found[name] = axes if size > 1 else ()
         return found
+
+    def present(self, mesh: Any, name: str) -> tuple[str, ...]:
+        """Return the axes of a mesh with several devices that a field names."""
+        return tuple(axis for axis in self.axes(name) if mesh.shape.get(axis, 1) > 1)
 
 
 @dataclass(frozen=True, kw_only=True)

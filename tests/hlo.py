@@ -47,3 +47,19 @@ def _in_place_computations(text):
         if name and re.search(r"ROOT .*(scatter|dynamic-update-slice)", block):
             names.add(name[1])
     return names
+
+
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\("
+)
+
+
+def collectives(compiled):
+    """List what a program sends between devices: pairs of the operation and the bytes it gives."""
+    found = []
+    for result, operation, starts in _COLLECTIVE.findall(compiled.as_text()):
+        arrays = _ARRAY.findall(result)
+        # One that only starts gives its operands, too.
+        arrays = arrays[len(arrays) // 2 :] if starts and len(arrays) > 1 else arrays
+        found.append((operation, sum(map(_bytes, arrays))))
+    return found

@@ -1,10 +1,12 @@
 """The states that lie beside a table: reading, writing and copying those of a device's share.
 
-On a mesh streams are split, and what a state is made of is not. Rows in the order of sequences lie
-where their streams do; a state for another row is sent to all devices by the one that holds it.
+On a mesh streams are split, and states by their first dimension, such as heads or channels, where
+the devices for heads divide it. Rows in the order of sequences lie where their streams do; a state
+for another row is sent by the device that holds it to those of all streams.
 """
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, specs_of
-from jaxkv.mesh import at_hand, first_of, from_owner, on_shares, shares
+from jaxkv.mesh import Rules, at_hand, first_of, from_owner, on_shares, shares
 from jaxkv.recurrent import slots
 from jaxkv.recurrent.states import T
 
@@ -42,7 +44,9 @@ def read(table: Any, layer: int, ubatch: Ubatch, arrays: dict[str, jax.Array]) -
 
         return jax.tree.map(one, arrays)
 
-    return on_shares(table.rules, of_share, (*specs, P(streams)), P(rows))(table, ubatch, arrays)
+    held = jax.tree.map(lambda x: P(streams, *within(table.rules, x, 1)), arrays)
+    given = jax.tree.map(lambda x: P(rows, *within(table.rules, x, 0)), arrays)
+    return on_shares(table.rules, of_share, (*specs, held), given)(table, ubatch, arrays)
 
 
 @partial(jax.jit, static_argnames="layer")
@@ -67,8 +71,10 @@ def write(
 
         return slots.note_written(table, layer, ubatch, cells), jax.tree.map(one, arrays, states)
 
-    in_specs, out_specs = (*specs, P(rows), P(streams)), (specs[0], P(streams))
-    return on_shares(table.rules, of_share, in_specs, out_specs)(table, ubatch, states, arrays)
+    held = jax.tree.map(lambda x: P(streams, *within(table.rules, x, 1)), arrays)
+    given = jax.tree.map(lambda x: P(rows, *within(table.rules, x, 1)), arrays)
+    run = on_shares(table.rules, of_share, (*specs, given, held), (specs[0], held))
+    return run(table, ubatch, states, arrays)
 
 
 def _laid_out(table: Any, ubatch: Ubatch) -> tuple[tuple[str, ...], tuple[str, ...], Any]:
@@ -104,8 +110,23 @@ def copy_cells(table: Any, buffers: Buffers, source: Cell, target: Cell) -> Buff
 
         return jax.tree.map(copied, buffers)
 
-    run = on_shares(table.rules, of_share, (P(), P(), P(streams)), P(streams))
+    held = jax.tree.map(lambda x: P(streams, *within(table.rules, x, 1)), buffers)
+    run = on_shares(table.rules, of_share, (P(), P(), held), held)
     return run(source, target, buffers)
+
+
+def within(rules: Rules | None, array: jax.Array, place: int, mesh: Any = None) -> tuple:
+    """Return what is split behind the streams of states `[S, N, X, ...]`, by axes of a mesh.
+
+    The axes for heads split X, all of them or none, and it stands `place` dimensions further on.
+    The mesh is the one at hand unless another one is given.
+    """
+    mesh = at_hand(rules) if mesh is None else mesh
+    if rules is None or mesh is None or array.ndim < 3:
+        return ()
+    axes = rules.present(mesh, "kv_heads")
+    divides = array.shape[2] % prod(mesh.shape[axis] for axis in axes) == 0
+    return (*[None] * place, axes) if axes and divides else ()
 
 
 def _unreadable(dtype: Any) -> Any:

@@ -30,7 +30,7 @@ from jaxkv.memory import (
 from jaxkv.mesh import Rules
 from jaxkv.places import END, count
 from jaxkv.recurrent import copy, slots, states
-from jaxkv.recurrent.buffers import Buffers, read, write
+from jaxkv.recurrent.buffers import Buffers, read, within, write
 from jaxkv.recurrent.slots import StateSlots
 from jaxkv.recurrent.states import States, empty_fields
 
@@ -78,11 +78,12 @@ class StateTable(States, Table):
         return replace(self, rules=rules)
 
     def specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Any]:
-        """Return that streams are split."""
+        """Return that streams are split, and states by what they are made of."""
         rules = self.rules or Rules()
         streams = rules.split(mesh, streams=self.streams)["streams"]
         table = replace(jax.tree.map(lambda _: P(streams), self), holds=P(None, streams))
-        return table, jax.tree.map(lambda _: P(streams), buffers)
+        held = jax.tree.map(lambda x: P(streams, *within(rules, x, 1, mesh)), buffers)
+        return table, held
 
     def num_layers(self, buffers: Buffers) -> int:
         """Return L."""

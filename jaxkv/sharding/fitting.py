@@ -43,13 +43,13 @@ def fitted(
     """
     if surplus not in get_args(Surplus):
         raise ValueError(f"wanted a surplus of {get_args(Surplus)}, got {surplus!r}")
-    axes = [axis for axis in rules.axes("kv_heads") if mesh.shape.get(axis, 1) > 1]
+    axes = rules.present(mesh, "kv_heads")
     heads = {x.shape[1] for x in keys_of(memory)} - {1}
     devices = prod(mesh.shape[axis] for axis in axes)
     fit = gcd(devices, *heads)
     if not heads or fit == devices:
         return mesh, rules
-    if surplus == "refuse" or len(axes) > 1:
+    if surplus == "refuse" or len(axes) != 1:
         raise ValueError(
             f"wanted numbers of kv_heads that {devices} devices divide ({', '.join(axes)}), got "
             f"{sorted(heads)}: take an axis of {fit}, or surplus='cells'"

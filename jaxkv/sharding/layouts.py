@@ -141,5 +141,5 @@ def _whole(part: Memory, mesh: Mesh, rules: Rules) -> list[str]:
     return [
         f"{', '.join(axes)} splits no {name}: there is one"
         for name, one in single.items()
-        if one and (axes := [axis for axis in rules.axes(name) if mesh.shape.get(axis, 1) > 1])
+        if one and (axes := rules.present(mesh, name))
     ]

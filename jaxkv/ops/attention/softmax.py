@@ -102,10 +102,10 @@ def joined_over(sums: Sums, axes: tuple[str, ...]) -> Sums:
         return sums
     mine = [sums.highest[..., None], sums.total[..., None], sums.out]
     parts = jax.lax.all_gather(jnp.concatenate(mine, axis=-1), axes)  # [n, P, K, X, Dv + 2]
-    highest = jax.lax.stop_gradient(jnp.max(parts[..., 0], axis=0))
+    highest = jax.lax.stop_gradient(jnp.max(parts[..., 0], axis=0, keepdims=True))
     down = jnp.exp(parts[..., 0] - highest)
     out = jnp.sum(parts[..., 2:] * down[..., None], axis=0)
-    return Sums(highest, jnp.sum(parts[..., 1] * down, axis=0), out)
+    return Sums(highest[0], jnp.sum(parts[..., 1] * down, axis=0), out)
 
 
 def with_sinks(sums: Sums, sinks: jax.Array | None) -> Sums:
