@@ -171,11 +171,6 @@ def on_shares(
     return declared
 
 
-def parts(axes: tuple[str, ...]) -> int:
-    """Return into how many shares some axes of the mesh at hand split a dimension."""
-    return prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
-
-
 def first_of(axes: tuple[str, ...], size: int) -> Any:
     """Return the number of the first of `size` things in a device's share."""
     return jax.lax.axis_index(axes) * size if axes else 0

@@ -202,7 +202,13 @@ def scatter(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Arr
 
 
 def copy_run(
-    split: Shares, array: jax.Array, src: jax.Array, dst: jax.Array, first: jax.Array, size: int
+    split: Shares,
+    array: jax.Array,
+    src: jax.Array,
+    dst: jax.Array,
+    first: jax.Array,
+    size: int,
+    end: jax.Array,
 ) -> jax.Array:
     """Copy `size` neighbouring cells of a stream to the same cells of another.
 
@@ -213,6 +219,8 @@ def copy_run(
       dst: `[]` int32, the stream that is written.
       first: `[]` int32, the first of the cells, in each share likewise.
       size: how many cells.
+      end: `[]` int32, the cell of a share to stop before; it can be within the run only where
+        cells are split.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 
@@ -227,6 +235,9 @@ def copy_run(
         run = jnp.where(there[0], run, run_of(dst))  # other devices keep what they have
     else:
         run = run_of(src)
+    if split.cells:
+        mine = (first + jnp.arange(size) < end)[None, None, :, None]
+        run = jnp.where(mine, run, run_of(dst))
 
     def by_choice(array: jax.Array, run: jax.Array, dst: jax.Array, first: jax.Array) -> jax.Array:
         return _by_choice(array, dst, first + jnp.arange(size), run[0].swapaxes(0, 1))

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxkv.kv.buffers import Buffers, Halves, bring, copy_run, on_halves, put
 from jaxkv.kv.cells import C, Cells, inherited, known, within
 from jaxkv.kv.shift import CHUNK
-from jaxkv.mesh import Shares, first_of, parts, shares
-from jaxkv.places import EMPTY, divided, nowhere
+from jaxkv.mesh import Shares, first_of
+from jaxkv.places import EMPTY, nowhere
 from jaxkv.stamp import mix
 
 
@@ -36,22 +36,23 @@ def copy_between(
     targets = jnp.atleast_1d(dst)
 
     def into(i: jax.Array, carry: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
-        cells, end = _copied(carry[0], src, targets[i], start, stop)
-        return cells, carry[1].at[i].set(end)
+        cells, count = _copied(carry[0], src, targets[i], start, stop)
+        return cells, carry[1].at[i].set(count)
 
     begin = cells, jnp.zeros(targets.size, jnp.int32)
-    copied, ends = jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, begin)
-    return copied, on_halves(cells.rules, buffers, _copy_runs, src, targets, ends)
+    copied, counts = jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, begin)
+    return copied, on_halves(cells.rules, buffers, _copy_runs, src, targets, counts)
 
 
 def _copied(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Copy in the table; return one past the last cell to be copied in the buffers, `[]` int32."""
+    """Copy in the table; return how many cells are copied in the buffers, `[]` int32."""
     does = known(cells, src) & known(cells, dst) & (src != dst)
     shared = within(cells, start, stop)[src]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     end = jnp.where(does, jnp.max(jnp.where(shared, index, -1)) + 1, 0)
+    count = _in_chunks(cells, end)
 
     def row(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
@@ -63,28 +64,28 @@ def _copied(
         owners=row(cells.owners, jnp.where(shared[None], cells.owners[src], 0)),
         shift=row(cells.shift, jnp.where(shared, cells.shift[src], 0)),
         evicted_below=row(cells.evicted_below, inherited(cells, src, start, stop)),
-        stamp=row(cells.stamp, jnp.where(_overwritten(cells, end), stamp, cells.stamp[dst])),
+        stamp=row(cells.stamp, jnp.where(index < count, stamp, cells.stamp[dst])),
     )
-    return copied, end
+    return copied, count
 
 
 def _copy_runs(
-    split: Halves, src: jax.Array, targets: jax.Array, ends: jax.Array, arrays: Any
+    split: Halves, src: jax.Array, targets: jax.Array, counts: jax.Array, arrays: Any
 ) -> Any:
-    """Copy the cells of a stream before `ends`, `[n]`, to those of the targets, `[n]`."""
-    share, size, _ = _in_chunks(split, arrays, ends)
+    """Copy the first `counts` cells, `[n]`, of a stream to those of the targets, `[n]`."""
 
     def target(i: jax.Array, arrays: Any) -> Any:
+        share, size, count = _of_share(split, arrays, counts[i])
+
         def chunk(j: jax.Array, arrays: Any) -> Any:
             first = jnp.minimum(j * size, share - size)  # the last may overlap the one before
 
             def copied(x: jax.Array, how: Shares) -> jax.Array:
-                return copy_run(how, x, src, targets[i], first, size)
+                return copy_run(how, x, src, targets[i], first, size, count)
 
             return jax.tree.map(copied, arrays, split)
 
-        _, _, chunks = _in_chunks(split, arrays, ends[i])
-        return jax.lax.fori_loop(jnp.int32(0), chunks, chunk, arrays)
+        return jax.lax.fori_loop(jnp.int32(0), -(-count // size), chunk, arrays)
 
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), target, arrays)
 
@@ -108,7 +109,7 @@ def select_between(
     source = jnp.where(does, parents, 0)
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     held = jnp.where(does[:, None] & (cells.position[source] != EMPTY), index, -1)
-    end = jnp.max(held) + 1
+    count = _in_chunks(cells, jnp.max(held) + 1)
     stamp = mix(cells.stamp[targets] + mix(cells.stamp[source] + 1))
 
     def rows(field: jax.Array, value: jax.Array) -> jax.Array:
@@ -120,9 +121,9 @@ def select_between(
         owners=rows(cells.owners, cells.owners[source]),
         shift=rows(cells.shift, cells.shift[source]),
         evicted_below=rows(cells.evicted_below, cells.evicted_below[source]),
-        stamp=rows(cells.stamp, jnp.where(_overwritten(cells, end), stamp, cells.stamp[targets])),
+        stamp=rows(cells.stamp, jnp.where(index < count, stamp, cells.stamp[targets])),
     )
-    return selected, on_halves(cells.rules, buffers, _select_cells, source, targets, does, end)
+    return selected, on_halves(cells.rules, buffers, _select_cells, source, targets, does, count)
 
 
 def _select_cells(
@@ -130,15 +131,15 @@ def _select_cells(
     source: jax.Array,
     targets: jax.Array,
     does: jax.Array,
-    end: jax.Array,
+    count: jax.Array,
     arrays: Any,
 ) -> Any:
-    """Copy the cells of streams, `[n]`, before `end` to those of the targets, `[n]`, if it does."""
-    share, size, chunks = _in_chunks(split, arrays, end)
+    """Copy the first `count` cells of streams, `[n]`, to those of targets, `[n]`, where it does."""
+    _, size, count = _of_share(split, arrays, count)
 
     def chunk(i: jax.Array, arrays: Any) -> Any:
         slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
-        slots = jnp.where(does[:, None] & (slots < share), slots, nowhere(slots))
+        slots = jnp.where(does[:, None] & (slots < count), slots, nowhere(slots))
 
         def copied(x: jax.Array, how: Shares) -> jax.Array:
             how = replace(how, cells=())  # a token keeps its cell: each share is copied by itself
@@ -146,20 +147,17 @@ def _select_cells(
 
         return jax.tree.map(copied, arrays, split)
 
-    return jax.lax.fori_loop(jnp.int32(0), chunks, chunk, arrays)
+    return jax.lax.fori_loop(jnp.int32(0), -(-count // size), chunk, arrays)
 
 
-def _in_chunks(split: Halves, arrays: Any, end: jax.Array) -> tuple[int, int, jax.Array]:
-    """Return the cells of a share, those of a chunk, and the chunks with cells before `end`."""
+def _in_chunks(cells: Cells, count: jax.Array) -> jax.Array:
+    """Return how many cells are copied where `count` have to be: whole chunks, to the last cell."""
+    size = min(CHUNK, cells.num_cells)
+    return jnp.minimum(-(-count // size) * size, cells.num_cells)
+
+
+def _of_share(split: Halves, arrays: Any, count: jax.Array) -> tuple[int, int, jax.Array]:
+    """Return the cells of a device's share, those of a chunk, and how many of the first are its."""
     share = arrays[0][0].shape[2]
-    size = min(CHUNK, share)
-    mine = jnp.clip(end - first_of(split[0][0].cells, share), 0, share)
-    return share, size, -(-mine // size)
-
-
-def _overwritten(cells: Cells, end: jax.Array) -> jax.Array:
-    """Return which cells are written when those before `end` are copied, `[N]` bool: by chunks."""
-    share = cells.num_cells // parts(shares(cells.rules, cells=cells.num_cells).cells)
-    size = min(CHUNK, share)
-    shard, cell = divided(jnp.arange(cells.num_cells, dtype=jnp.int32), share)
-    return cell < -(-jnp.clip(end - shard * share, 0, share) // size) * size
+    first = first_of(split[0][0].cells, share)
+    return share, min(CHUNK, share), jnp.clip(count - first, 0, share)
