@@ -56,8 +56,14 @@ def compile_all(
     """
     tell = tell or (lambda done, total: None)
     tell(0, len(jobs))
+    mesh = jax.sharding.get_mesh()  # each thread has its own, at first none
+
+    def run(job: Callable[[], Any]) -> Any:
+        with jax.set_mesh(mesh):
+            return job()
+
     with ThreadPoolExecutor(max_workers=4) as pool:
-        futures = [pool.submit(job) for job in jobs]
+        futures = [pool.submit(run, job) for job in jobs]
         for done, future in enumerate(as_completed(futures), 1):
             future.result()
             tell(done, len(jobs))

@@ -98,7 +98,7 @@ class Model:
             splits_of(self.family, self.config),
         )
         found, _ = jax.tree_util.tree_flatten_with_path(why)
-        return {_name(path): reason for path, reason in found if reason}
+        return {name_of(path): reason for path, reason in found if reason}
 
 
 def load(
@@ -202,7 +202,8 @@ def _abstract(family: ModuleType, config: Any, dtype: Any) -> tuple[nnx.GraphDef
     return nnx.split(nnx.eval_shape(lambda: family.MODULE(config, dtype=dtype, rngs=nnx.Rngs(0))))
 
 
-def _name(path: Any) -> str:
+def name_of(path: Any) -> str:
+    """Write where a weight is in the tree."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
@@ -222,7 +223,7 @@ def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
     def check(path: Any, wanted: jax.ShapeDtypeStruct, source: Tensor) -> None:
         if source.shape != wanted.shape:
             raise ModelError(
-                f"{checkpoint.source} has {source.shape} for {_name(path)} where its config says "
+                f"{checkpoint.source} has {source.shape} for {name_of(path)} where its config says "
                 f"{wanted.shape}; is the config that of another model?"
             )
 
@@ -240,7 +241,7 @@ def _read(
         values = source.read()
         if not jnp.issubdtype(values.dtype, jnp.floating):
             raise ModelError(
-                f"{checkpoint.source} has {values.dtype} for {_name(path)} where floating-point "
+                f"{checkpoint.source} has {values.dtype} for {name_of(path)} where floating-point "
                 "numbers are wanted; give the model's unpacked weights or a .gguf file."
             )
         done += 1
