@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv.mesh import Rules
@@ -88,6 +89,14 @@ class Model:
         if self.mesh is None:
             return make()
         return allocate(make, self.mesh, self.rules, splits_of_states(layers))
+
+    @property
+    def logits_sharding(self) -> NamedSharding | None:
+        """How logits, `[O, V]`, lie on the mesh: split as the head is; None without a mesh."""
+        if self.mesh is None:
+            return None
+        head = self.weights["vocabulary"]["head"].sharding.spec
+        return NamedSharding(self.mesh, P(None, *head[:1]))
 
     def whole_weights(self) -> dict[str, str]:
         """Return the names of the weights that each device of the mesh has whole, and why."""
