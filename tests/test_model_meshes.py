@@ -158,7 +158,7 @@ def test_the_command_line_on_a_mesh(capsys):
 
 
 def step_on(mesh, **sizes):
-    """A decode step of two sequences and two layers, compiled."""
+    """A decode step of two layers of the Llama family."""
     config = llama.Config(
         width=64,
         hidden=128,
@@ -179,7 +179,11 @@ def step_on(mesh, **sizes):
     make = partial(
         make_memory, llama.layers_of(config, jnp.float32), cells=64, sequences=2, streams=2
     )
-    memory = allocate(make, mesh, rules, {})
+    return compiled_step(forward, weights, allocate(make, mesh, rules, {}), mesh)
+
+
+def compiled_step(forward, weights, memory, mesh):
+    """A decode step of two sequences."""
 
     def step(weights, memory, tokens):
         ubatch, _ = jaxkv.plan_step(memory, tokens, jnp.arange(2), jnp.ones(2, bool))
@@ -204,3 +208,17 @@ def test_key_value_heads_that_do_not_divide_are_whole_and_send_nothing():
     """What is left are the sums of the feed-forward parts and of the embedding."""
     compiled = step_on(make_mesh({"tensor": 4}), heads=4, kv_heads=1)
     assert Counter(name for name, _ in collectives(compiled)) == {"all-reduce": 2 + 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_of_no_family_sends_more_than_sums(name):
+    """One for each part of a layer that is split, and that of the embedding."""
+    mesh = make_mesh({"tensor": 2})
+    model = models.load(DATA / name, mesh=mesh)
+    memory = model.make_memory(cells=64, sequences=2, streams=2, ubatch_size=8)
+    compiled = compiled_step(model.forward, model.weights, memory, mesh)
+    counts = Counter(name for name, _ in collectives(compiled))
+    assert set(counts) == {"all-reduce"}
+    layers = len(model.family.layers_of(model.config, model.dtype))
+    assert counts["all-reduce"] <= 2 * layers + 1

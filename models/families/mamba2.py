@@ -6,6 +6,7 @@ whose they are or what is kept of them. The two recurrences are in `jaxkv.ops.sc
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.families.layers import Linear, RMSNorm, Vocabulary
 from models.families.memories import Recurs
 from models.families.sources import Sources
-from models.meshes import WHOLE, Split
+from models.meshes import Split
 
 ARCHITECTURES = ("mamba2",)
 
@@ -58,13 +59,17 @@ class Sizes:
 
     @property
     def shared(self) -> int:
-        """Numbers of a token that heads share: `b` and `c` of all groups."""
+        """Numbers of a token that heads share: of each group `b` and `c`."""
         return 2 * self.groups * self.state
 
-    def split(self, *, axis: int) -> Split:
-        """How what belongs to heads is split: heads of one group stay together."""
+    def by_group(self, axis: int) -> Split:
+        """How what heads share is split on a mesh."""
+        return Split(axis=axis, parts=self.groups, of="groups of heads")
+
+    def by_head(self, axis: int) -> Split:
+        """How what belongs to heads is split: where there are groups, with what they share."""
         if self.groups > 1:
-            return Split(axis=axis, parts=self.groups, of="groups of heads")
+            return self.by_group(axis)
         return Split(axis=axis, parts=self.heads, of="heads of a mixer")
 
 
@@ -103,7 +108,7 @@ class Filter(nnx.Module):
         rngs: nnx.Rngs,
         *,
         bias: bool,
-        split: Split = WHOLE,
+        split: Split,
     ):
         values = jax.random.normal(rngs.params(), (kernel, channels), dtype) * kernel**-0.5
         self.weight = nnx.Param(values, split=split)
@@ -126,24 +131,26 @@ class Mixer(nnx.Module):
     def __init__(self, sizes: Sizes, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.sizes = sizes
         self.layer = layer
-        split = c.split(axis=1)
-        # The gate and what the heads take in are one product, by far the larger one; what all
-        # heads share, `b` and `c`, and their steps are the other.
-        self.input = Linear(c.width, (2, c.inner), dtype, rngs, bias=c.bias, split=split)
-        self.shared = Linear(c.width, c.shared + c.heads, dtype, rngs, bias=c.bias)
-        self.conv = Filter(c.kernel, c.inner, dtype, rngs, bias=c.conv_bias, split=split)
-        self.shared_conv = Filter(c.kernel, c.shared, dtype, rngs, bias=c.conv_bias)
+        # The gate and what heads take in are one product, by far the largest. What the heads of a
+        # group share, `b` and `c`, is another, and steps are a third, so that a mesh cuts none.
+        project = partial(Linear, c.width, dtype=dtype, rngs=rngs, bias=c.bias)
+        self.input = project((2, c.inner), split=c.by_head(1))
+        self.shared = project((c.groups, 2 * c.state), split=c.by_group(0))
+        self.steps = project(c.heads, split=c.by_head(0))
+        convolve = partial(Filter, c.kernel, dtype=dtype, rngs=rngs, bias=c.conv_bias)
+        self.conv = convolve(c.inner, split=c.by_head(1))
+        self.shared_conv = convolve(c.shared, split=c.by_group(1))
         # What decides how fast states decay is exact, whatever the dtype of the rest.
         self.step_bias = nnx.Param(jnp.zeros(c.heads, jnp.float32))
         self.rate_log = nnx.Param(jnp.log(jnp.arange(1.0, c.heads + 1)))
         self.skip = nnx.Param(jnp.ones(c.heads, jnp.float32))
         self.norm = RMSNorm(c.inner, c.eps, dtype, groups=c.groups)
-        self.output = Linear(c.inner, c.width, dtype, rngs, bias=c.bias, split=split)
+        self.output = Linear(c.inner, c.width, dtype, rngs, bias=c.bias, split=c.by_head(1))
 
     def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
         c = self.sizes
-        shared, steps = jnp.split(self.shared(x), [c.shared], axis=-1)
+        steps, shared = self.steps(x), self.shared(x).reshape(*x.shape[:2], -1)
         gate, x = jnp.unstack(self.input(x), axis=-2)
         steps = jax.nn.softplus(steps.astype(jnp.float32) + self.step_bias[...].reshape(1, 1, -1))
         # Padding adds nothing and takes no time, so it leaves the state as it is.
@@ -155,9 +162,8 @@ class Mixer(nnx.Module):
         counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, self.layer) + 1)
         x, tails = self.conv(x, states["conv"], counts)
         shared, shared_tails = self.shared_conv(shared, states["shared_conv"], counts)
-        into, out_of = jnp.split(shared, 2, axis=-1)
+        into, out_of = jnp.split(shared.reshape(*x.shape[:2], c.groups, -1), 2, axis=-1)
         x = x.reshape(*x.shape[:2], c.heads, c.head_dim)
-        into, out_of = (y.reshape(*y.shape[:2], c.groups, c.state) for y in (into, out_of))
         rate = -jnp.exp(self.rate_log[...])
         y, ends = scans.scan_ssd(x, steps, rate, into, out_of, states["ssm"], counts)
         after = {"conv": tails, "shared_conv": shared_tails, "ssm": ends}
@@ -236,17 +242,25 @@ def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
     def projection(turn: Callable[[np.ndarray], np.ndarray]) -> dict:
         return source.linear(f"{name}.in_proj", bias=sizes.bias, turn=turn)
 
-    def filter_of(channels: slice) -> dict:
-        tree = {"weight": source.tensor(f"{name}.conv1d.weight", turn=lambda x: x[channels, 0].T)}
+    def by_group(x: np.ndarray) -> np.ndarray:
+        # From `b` of all groups and then `c` of all to both of a group, one after another.
+        return x.reshape(2, sizes.groups, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    def filter_of(channels: Callable[[np.ndarray], np.ndarray]) -> dict:
+        weight, bias = f"{name}.conv1d.weight", f"{name}.conv1d.bias"
+        tree = {"weight": source.tensor(weight, turn=lambda x: channels(x)[:, 0].T)}
         if sizes.conv_bias:
-            tree["bias"] = source.tensor(f"{name}.conv1d.bias", turn=lambda x: x[None, channels])
+            tree["bias"] = source.tensor(bias, turn=lambda x: channels(x)[None])
         return tree
 
     return {
         "input": projection(lambda x: x[: 2 * inner].reshape(2, -1, *x.shape[1:])),
-        "shared": projection(lambda x: x[2 * inner :]),
-        "conv": filter_of(slice(inner)),
-        "shared_conv": filter_of(slice(inner, None)),
+        "shared": projection(
+            lambda x: by_group(x[2 * inner : -sizes.heads]).reshape(sizes.groups, -1, *x.shape[1:])
+        ),
+        "steps": projection(lambda x: x[-sizes.heads :]),
+        "conv": filter_of(lambda x: x[:inner]),
+        "shared_conv": filter_of(lambda x: by_group(x[inner:])),
         "step_bias": source.tensor(f"{name}.dt_bias"),
         "rate_log": source.tensor(f"{name}.A_log"),
         "skip": source.tensor(f"{name}.D"),
@@ -263,7 +277,11 @@ def recurs(sizes: Sizes, dtype: Any) -> Recurs:
             "shared_conv": jax.ShapeDtypeStruct((sizes.kernel - 1, sizes.shared), dtype),
             "ssm": jax.ShapeDtypeStruct((sizes.heads, sizes.head_dim, sizes.state), jnp.float32),
         },
-        splits={"conv": sizes.split(axis=1), "ssm": sizes.split(axis=0)},
+        splits={
+            "conv": sizes.by_head(1),
+            "shared_conv": sizes.by_group(1),
+            "ssm": sizes.by_head(0),
+        },
     )
 
 
