@@ -267,6 +267,6 @@ def _placed(values: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.asarray(values, wanted.dtype)
 
     def share(index: tuple[slice, ...]) -> np.ndarray:
-        return values[index].astype(wanted.dtype)
+        return np.asarray(values[index], wanted.dtype)
 
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, share)
