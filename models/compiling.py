@@ -13,27 +13,26 @@ from jaxkv import loops
 
 
 def lower_steps(
-    forward: Callable[..., Any], weights: Any, memory: Any, plans: Sequence[jaxkv.Plan]
+    model: Any, memory: Any, plans: Sequence[jaxkv.Plan]
 ) -> tuple[list[Callable[[], Any]], list[jax.Array]]:
     """Lower the programs that prompts need, each once.
 
     Args:
-      forward: see `models.Model`.
-      weights: of the model.
+      model: see `models.Model`.
       memory: what the plans are of.
       plans: one for each batch of prompts.
 
     Returns:
       What compiles the programs, for `compile_all`; and for each plan zeros like its logits.
     """
-    step, jobs, blanks = loops.step_of(forward), [], {}
+    step, jobs, blanks = loops.step_of(model.forward), [], {}
     for ubatch in [ubatch for plan in plans for ubatch in plan.ubatches]:
         if _shape(ubatch) not in blanks:
             # jit finds what is compiled here: it keeps what it lowered for equal arguments.
-            lowered = step.lower(weights, *jaxkv.split(memory), ubatch)
+            lowered = step.lower(model.weights, *jaxkv.split(memory), ubatch)
             jobs.append(lowered.compile)
             out = lowered.out_info[2]
-            blanks[_shape(ubatch)] = jnp.zeros(out.shape, out.dtype)
+            blanks[_shape(ubatch)] = jnp.zeros(out.shape, out.dtype, device=model.logits_sharding)
     logits = [plan.collect([blanks[_shape(ubatch)] for ubatch in plan.ubatches]) for plan in plans]
     return jobs, logits
 
@@ -56,8 +55,14 @@ def compile_all(
     """
     tell = tell or (lambda done, total: None)
     tell(0, len(jobs))
+    mesh = jax.sharding.get_mesh()  # each thread has its own, at first none
+
+    def run(job: Callable[[], Any]) -> Any:
+        with jax.set_mesh(mesh):
+            return job()
+
     with ThreadPoolExecutor(max_workers=4) as pool:
-        futures = [pool.submit(job) for job in jobs]
+        futures = [pool.submit(run, job) for job in jobs]
         for done, future in enumerate(as_completed(futures), 1):
             future.result()
             tell(done, len(jobs))

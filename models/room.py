@@ -73,11 +73,11 @@ def make_with_room(
 
 
 def _limits() -> Iterator[int]:
-    """The bytes of the default device, and of a processor's memory whatever else limits them."""
+    """The bytes of the devices, and of a processor's memory whatever else limits them."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
-        yield stats["bytes_limit"]
+        yield stats["bytes_limit"] * max(jax.sharding.get_mesh().size, 1)
     if device.platform != "cpu":
         return
     with contextlib.suppress(ValueError, OSError):

@@ -112,7 +112,7 @@ class Run:
           tell: called with the number of programs that are compiled and of those there are.
         """
         model = self.model
-        jobs, (blank,) = lower_steps(model.forward, model.weights, memory, [plan])
+        jobs, (blank,) = lower_steps(model, memory, [plan])
         if self.steps:
             # A loop in which no text goes on ends before its first step.
             options = {"limit": 0, "sampler": self.options.sampler, "prompts": self.texts}

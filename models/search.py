@@ -82,7 +82,7 @@ class Search:
           tell: called with the number of programs that are compiled and of those there are.
         """
         model = self._model
-        jobs, blanks = lower_steps(model.forward, model.weights, self._memory, self._plans)
+        jobs, blanks = lower_steps(model, self._memory, self._plans)
         # Where no token is allowed to come next a search ends before its first step.
         jobs.append(lambda: self._search(self._memory, jnp.full_like(blanks[0], -jnp.inf)))
         self._memory, _ = compile_all(jobs, tell)[-1]

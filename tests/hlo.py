@@ -7,6 +7,14 @@ import re
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8}
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "reduce-scatter",
+)
 # What moves or rewrites whole arrays. A fusion counts unless it writes into its operand.
 _MOVES = ("copy", "transpose", "select", "convert", "fusion", "concatenate", "gather", "broadcast")
 
@@ -31,6 +39,18 @@ def large_moves(compiled, at_least):
         if match[2] == "fusion" and called and called[1] in in_place:
             continue
         found.append(line.strip()[:160])
+    return found
+
+
+def collectives(compiled):
+    """List what a program sends between devices, as pairs: the instruction, and what it is for."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        match = _INSTRUCTION.match(line)
+        name = match and match[2].removesuffix("-start")
+        if name in _COLLECTIVES:
+            purpose = re.search(r'op_name="([^"]*)"', line)
+            found.append((name, purpose[1] if purpose else ""))
     return found
 
 

@@ -23,7 +23,8 @@ LADDERS = {
     ],
     "models": [
         ["errors"],
-        ["kinds", "json_file", "compiling", "room"],
+        ["kinds", "json_file", "compiling", "room", "meshes"],
+        ["allocate"],
         ["text"],
         ["checkpoints", "texts"],
         ["families"],

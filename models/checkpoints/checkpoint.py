@@ -39,6 +39,14 @@ class Tensor:
         stand_in = np.broadcast_to(np.float32(0), self.shape)  # one number, whatever the shape
         return Tensor(shape=turn(stand_in).shape, read=lambda: turn(self.read()))
 
+    def cut(self, parts: int) -> "Tensor":
+        """Returns the tensor with its first dimension as two, the first of them `parts`.
+
+        Raises:
+            ValueError: when so many parts are not equally long.
+        """
+        return self.turned(lambda x: x.reshape(parts, -1, *x.shape[1:]))
+
 
 def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
     """Returns tensors put side by side along a dimension.

@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add_texts(one.add_argument)
     add_sampling(one.add_argument)
     add_memory(one.add_argument)
+    add_devices(one.add_argument)
     return top
 
 
@@ -184,6 +185,18 @@ def add_memory(add: Callable[..., Any]) -> None:
     )
 
 
+def add_devices(add: Callable[..., Any]) -> None:
+    """Add where the model and the memory are."""
+    add(
+        "--mesh",
+        type=mesh_sizes,
+        metavar="NAME=N,...",
+        help="run on several devices, as data=2,tensor=2 does on four: tensor splits weights and "
+        "key/value heads, data the streams of --streams split, and axes of other names nothing. A "
+        "processor has one device, or as many as JAX_NUM_CPU_DEVICES says (default: one device)",
+    )
+
+
 def check_together(args: argparse.Namespace) -> None:
     """Refuse options that do not go together.
 
@@ -214,6 +227,20 @@ def whole(lowest: int, highest: int) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
 
     return read
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Read the axes of a mesh, as in data=2,tensor=2."""
+    sizes: dict[str, int] = {}
+    for axis in text.split(","):
+        name, _, size = axis.partition("=")
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in sizes:
+            raise argparse.ArgumentTypeError(
+                f"wanted names with a size of at least 1, each once, such as data=2,tensor=2, got "
+                f"{text!r}"
+            )
+        sizes[name] = int(size)
+    return sizes
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:

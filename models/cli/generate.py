@@ -2,17 +2,21 @@
 
 import argparse
 from collections.abc import Callable
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 import jaxkv
 from models.cli.arguments import SAMPLING, InputError, check_together
 from models.cli.modes import Job, continue_prompts, search_beams, serve_file
 from models.cli.prompts import encode, read_prompts, warn_of_control
+from models.cli.report import note_shares
 from models.cli.screen import loading, megabytes, note
+from models.meshes import make_mesh
 from models.model import Model, load
 
 
@@ -25,19 +29,21 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     check_together(args)
     written = read_prompts(args)
     sampling, seed = read_sampling(args)
-    model = load_with_progress(args.model, args.dtype)
-    job = Job(
-        model=model,
-        written=written,
-        prompts=[encode(model, prompt, args.chat) for prompt in written],
-        sampling=sampling,
-        seed=seed,
-        args=args,
-        check_interrupt=check_interrupt,
-    )
-    warn_of_control(model, written, args.chat)
-    mode = serve_file if args.file else search_beams if args.beams else continue_prompts
-    return mode(job)
+    mesh = make_mesh(args.mesh) if args.mesh else None
+    with jax.set_mesh(mesh) if mesh else nullcontext():
+        model = load_with_progress(args.model, args.dtype, mesh)
+        job = Job(
+            model=model,
+            written=written,
+            prompts=[encode(model, prompt, args.chat) for prompt in written],
+            sampling=sampling,
+            seed=seed,
+            args=args,
+            check_interrupt=check_interrupt,
+        )
+        warn_of_control(model, written, args.chat)
+        mode = serve_file if args.file else search_beams if args.beams else continue_prompts
+        return mode(job)
 
 
 def read_sampling(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -57,12 +63,12 @@ def read_sampling(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     return {}, seed
 
 
-def load_with_progress(name: str, dtype: str) -> Model:
+def load_with_progress(name: str, dtype: str, mesh: Mesh | None) -> Model:
     """Load a model; a bar shows it on a terminal, a line elsewhere."""
     began = perf_counter()
     try:
         with loading() as progress:
-            model = load(name, dtype=jnp.dtype(dtype), progress=progress)
+            model = load(name, dtype=jnp.dtype(dtype), mesh=mesh, progress=progress)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror or error}.") from error
     jax.block_until_ready(model.weights)
@@ -72,4 +78,6 @@ def load_with_progress(name: str, dtype: str) -> Model:
         f"loaded {name} ({kind}, {megabytes(jaxkv.nbytes(model.weights))}) "
         f"in {perf_counter() - began:.1f} s"
     )
+    if mesh is not None:
+        note_shares(model)
     return model

@@ -1,10 +1,15 @@
 """What is said of texts when they are there: objects, notes and the summary."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from models.cli.screen import megabytes, note, plural
+from models.model import Model, name_of
 from models.texts import Text
 
 
@@ -31,6 +36,20 @@ def note_summary(parts: Sequence[str], nbytes: int, compiles: int) -> None:
     """Say in one line what a run took; compiling and loading are no part of its speeds."""
     ends = f"cache: {megabytes(nbytes)}", f"compiles after warm-up: {compiles}"
     note(" | ".join((*parts, *ends)))
+
+
+def note_shares(model: Model) -> None:
+    """Say how many bytes of weights a device of the mesh has, and which of them all have, why."""
+    share, whole = 0, Counter[str]()
+    why = model.whole_weights()
+    for path, array in jax.tree_util.tree_leaves_with_path(model.weights):
+        size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        share += size
+        if reason := why.get(name_of(path)):
+            whole[reason] += size
+    axes = ",".join(f"{name}={size}" for name, size in model.mesh.shape.items())
+    parts = [f"{megabytes(size)} on all ({reason})" for reason, size in whole.most_common()]
+    note(" | ".join((f"mesh {axes}: {megabytes(share)} of weights on each device", *parts)))
 
 
 def tokens_of(texts: Sequence[Text]) -> tuple[int, int]:

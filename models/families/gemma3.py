@@ -148,7 +148,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     source = Sources(checkpoint)
 
     def block(layer: str) -> dict:
-        attention = source.attention(f"{layer}.self_attn", bias=False)
+        attention = source.attention(f"{layer}.self_attn", kv_heads=config.kv_heads, bias=False)
         for name in ("q_norm", "k_norm"):
             attention[name] = source.norm(f"{layer}.self_attn.{name}")
         return {

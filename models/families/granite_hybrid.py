@@ -6,6 +6,7 @@ positional encoding: their recurrent layers tell the order of tokens.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from models.families.linear import linear, matrix
 from models.families.memories import Attends, Layer
 from models.families.ropes import rope_of
 from models.families.sources import Sources
+from models.meshes import Split
 
 ARCHITECTURES = ("granitemoehybrid",)
 
@@ -80,9 +82,14 @@ class Experts(nnx.Module):
     def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.config = c
-        self.router = matrix(rngs, c.experts, c.width, dtype)
-        self.gate_up = _experts(rngs, c.experts, c.width, 2 * c.expert_hidden, dtype)
-        self.down = _experts(rngs, c.experts, c.expert_hidden, c.width, dtype)
+        self.router = matrix(rngs, (c.experts, c.width), dtype)
+        inside = partial(Split, parts=c.expert_hidden, of="numbers inside an expert")
+        up = partial(_experts, rngs, (c.experts, c.width, c.expert_hidden), dtype)
+        # Two products, since `ragged_dot` takes one matrix for each expert, which a mesh could not
+        # split without cutting through gates and what goes up.
+        self.gate, self.up = up(split=inside(axis=2)), up(split=inside(axis=2))
+        shape = (c.experts, c.expert_hidden, c.width)
+        self.down = _experts(rngs, shape, dtype, split=inside(axis=1))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Send each token of `x`, `[R, T, width]`, to the experts with its largest logits."""
@@ -93,8 +100,9 @@ class Experts(nnx.Module):
         )
         share = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
         if chosen.size <= c.experts:  # few tokens: reading the chosen weights alone is less work
-            gate_up = jnp.einsum("nd,nkdh->nkh", tokens, self.gate_up[...][chosen])
-            gate, up = jnp.split(gate_up, 2, axis=-1)
+            gate, up = (
+                jnp.einsum("nd,nkdh->nkh", tokens, one[...][chosen]) for one in (self.gate, self.up)
+            )
             out = jnp.einsum(
                 "nkh,nkhd,nk->nd", jax.nn.silu(gate) * up, self.down[...][chosen], share
             )
@@ -102,8 +110,8 @@ class Experts(nnx.Module):
         # Many: each expert has one product with all of its tokens, which lie side by side.
         order = jnp.argsort(chosen.reshape(-1))
         sizes = jnp.bincount(chosen.reshape(-1), length=c.experts)
-        gate_up = jax.lax.ragged_dot(tokens[order // c.chosen], self.gate_up[...], sizes)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
+        sent = tokens[order // c.chosen]
+        gate, up = (jax.lax.ragged_dot(sent, one[...], sizes) for one in (self.gate, self.up))
         out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...], sizes)
         out = out * share.reshape(-1)[order][:, None]
         return jnp.zeros_like(tokens).at[order // c.chosen].add(out).reshape(x.shape)
@@ -211,13 +219,20 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     source = Sources(checkpoint)
 
     def experts(name: str) -> dict:
-        def turn(x: np.ndarray) -> np.ndarray:
+        def gate(x: np.ndarray) -> np.ndarray:
+            return x[:, : x.shape[1] // 2].swapaxes(1, 2)
+
+        def up(x: np.ndarray) -> np.ndarray:
+            return x[:, x.shape[1] // 2 :].swapaxes(1, 2)
+
+        def down(x: np.ndarray) -> np.ndarray:
             return x.swapaxes(1, 2)
 
         return {
             "router": source.tensor(f"{name}.router.layer.weight"),
-            "gate_up": source.tensor(f"{name}.input_linear.weight", turn=turn),
-            "down": source.tensor(f"{name}.output_linear.weight", turn=turn),
+            "gate": source.tensor(f"{name}.input_linear.weight", turn=gate),
+            "up": source.tensor(f"{name}.input_linear.weight", turn=up),
+            "down": source.tensor(f"{name}.output_linear.weight", turn=down),
         }
 
     def block(i: int) -> dict:
@@ -226,12 +241,14 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "mix_norm": source.norm(f"{layer}.input_layernorm"),
             "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
             "feed": {
-                "gate_up": source.linear(f"{layer}.shared_mlp.input_linear"),
+                "gate_up": source.linear(f"{layer}.shared_mlp.input_linear", parts=2),
                 "down": source.linear(f"{layer}.shared_mlp.output_linear"),
             },
         }
         if config.attends[i]:
-            tree["mixer"] = source.attention(f"{layer}.self_attn", bias=bias, output_bias=bias)
+            tree["mixer"] = source.attention(
+                f"{layer}.self_attn", kv_heads=config.kv_heads, bias=bias, output_bias=bias
+            )
         else:
             tree["mixer"] = mamba2.mixer_weights_of(source, config.mixer, f"{layer}.mamba")
         if config.experts:
@@ -252,10 +269,12 @@ def layers_of(config: Config, dtype: Any) -> list[Layer]:
     return [attends if one else mixes for one in config.attends]
 
 
-def _experts(rngs: nnx.Rngs, experts: int, rows: int, columns: int, dtype: jnp.dtype) -> nnx.Param:
-    # From `rows` numbers to `columns`, as `ragged_dot` wants them.
-    shape = (experts, rows, columns)
-    return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * rows**-0.5)
+def _experts(
+    rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, *, split: Split
+) -> nnx.Param:
+    # `[experts, rows, columns]`: from rows to columns, as `ragged_dot` wants them.
+    values = jax.random.normal(rngs.params(), shape, dtype) * shape[1] ** -0.5
+    return nnx.Param(values, split=split)
 
 
 MODULE = GraniteHybrid

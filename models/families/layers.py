@@ -4,6 +4,7 @@ What is the same in every family is here; how a family puts it together is in it
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -14,6 +15,7 @@ import jaxkv
 from jaxkv import Ubatch
 from jaxkv.rope import Rope
 from models.families.linear import linear, matrix
+from models.meshes import WHOLE, Split
 
 
 class RMSNorm(nnx.Module):
@@ -41,20 +43,38 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A product with a matrix, and a bias if there is one."""
+    """A product with a matrix, and a bias if there is one.
+
+    inputs: numbers that it takes.
+    outputs: numbers that it makes, in one dimension or several.
+    bias: whether there is one.
+    split: how the matrix, `[outputs, inputs]`, is split on a mesh; the bias goes with its outputs.
+    """
 
     def __init__(
-        self, inputs: int, outputs: int, dtype: jnp.dtype, rngs: nnx.Rngs, *, bias: bool = False
+        self,
+        inputs: int,
+        outputs: int | tuple[int, ...],
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool = False,
+        split: Split = WHOLE,
     ):
-        self.weight = matrix(rngs, outputs, inputs, dtype)
+        shape = outputs if isinstance(outputs, tuple) else (outputs,)
+        self.weight = matrix(rngs, (*shape, inputs), dtype, split=split)
         self.biased = bias
         if bias:
-            self.bias = nnx.Param(jnp.zeros(outputs, dtype))
+            own = split if split.axis < len(shape) else WHOLE
+            self.bias = nnx.Param(jnp.zeros(shape, dtype), split=own)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map the last dimension, from `inputs` numbers to `outputs`."""
         y = linear(x, self.weight[...])
-        return y + self.bias[...].reshape((1,) * (x.ndim - 1) + (-1,)) if self.biased else y
+        if not self.biased:
+            return y
+        bias = self.bias[...]
+        return y + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
 class Vocabulary(nnx.Module):
@@ -62,9 +82,11 @@ class Vocabulary(nnx.Module):
 
     def __init__(self, size: int, width: int, dtype: jnp.dtype, rngs: nnx.Rngs, *, tied: bool):
         self.tied = tied
-        self.head = matrix(rngs, size, width, dtype)
+        make = partial(matrix, rngs, (size, width), dtype)
+        split = Split(axis=0, parts=size, of="tokens of the vocabulary")
+        self.head = make(split=split)
         if not tied:
-            self.embedding = matrix(rngs, size, width, dtype)
+            self.embedding = make(split=split)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Turn tokens, `[R, T]`, into what stands for them, `[R, T, width]`."""
@@ -95,6 +117,11 @@ class Heads(Protocol):
 class Attention(nnx.Module):
     """Attention over the memory, between its two projections.
 
+    Their weights lie by key/value head, so that a device of a mesh can have some of these and send
+    nothing but its share of the sum: `qkv` is `[K, (G + 2) * D, width]`, for each key/value head
+    the G = H / K query heads that look at it, its key and its value, and `output`
+    `[width, H * D]` with the query heads in the same order.
+
     config: the sizes.
     layer: the number that the memory knows this layer by.
     rope: how queries and keys turn with position, None where they do not.
@@ -123,9 +150,14 @@ class Attention(nnx.Module):
         self.layer, self.rope, self.scale, self.softcap = layer, rope, scale, softcap
         # Queries, keys and values are one product: with few tokens the time goes into reading
         # weights, and fewer, larger products read them faster.
-        size = (c.heads + 2 * c.kv_heads) * c.head_dim
-        self.qkv = Linear(c.width, size, dtype, rngs, bias=bias)
-        self.output = Linear(c.heads * c.head_dim, c.width, dtype, rngs, bias=output_bias)
+        size = (c.heads // c.kv_heads + 2) * c.head_dim
+        by_head = partial(Split, parts=c.kv_heads, of="key/value heads")
+        self.qkv = Linear(
+            c.width, (c.kv_heads, size), dtype, rngs, bias=bias, split=by_head(axis=0)
+        )
+        self.output = Linear(
+            c.heads * c.head_dim, c.width, dtype, rngs, bias=output_bias, split=by_head(axis=1)
+        )
         self.norms = norm is not None
         if norm is not None:
             self.q_norm, self.k_norm = norm(), norm()
@@ -133,28 +165,32 @@ class Attention(nnx.Module):
     def __call__(self, memory: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
         c = self.config
-        qkv = self.qkv(x).reshape(*x.shape[:2], c.heads + 2 * c.kv_heads, c.head_dim)
-        qk, v = jnp.split(qkv, [c.heads + c.kv_heads], axis=2)
+        group, token = c.heads // c.kv_heads, x.shape[:2]
+        qkv = self.qkv(x).reshape(*token, c.kv_heads, group + 2, c.head_dim)
+        qk, v = jnp.split(qkv, [group + 1], axis=3)
         if self.norms:
-            q, k = jnp.split(qk, [c.heads], axis=2)
-            qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=2)
-        q, k = jnp.split(jaxkv.rotate(qk, ubatch.positions, self.rope), [c.heads], axis=2)
+            q, k = jnp.split(qk, [group], axis=3)
+            qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=3)
+        turned = jaxkv.rotate(
+            qk.reshape(*token, -1, c.head_dim), ubatch.positions, self.rope
+        ).reshape(qk.shape)
+        q, k = jnp.split(turned, [group], axis=3)
         memory, out = jaxkv.attend(
             memory,
             self.layer,
             ubatch,
-            q,
-            k,
-            v,
+            *(one.reshape(*token, -1, c.head_dim) for one in (q, k, v)),
             scale=self.scale,
             softcap=self.softcap,
             implementation=c.implementation,
         )
-        return memory, self.output(out.reshape(*x.shape[:2], -1))
+        return memory, self.output(out.reshape(*token, -1))
 
 
 class GatedFeed(nnx.Module):
     """A feed-forward part: what goes up is multiplied by a gate, and goes down again.
+
+    The gate and what goes up are one product, `[2, hidden, width]`.
 
     width: numbers of a token between the layers.
     hidden: numbers of a token inside.
@@ -173,12 +209,13 @@ class GatedFeed(nnx.Module):
         bias: bool = False,
     ):
         self.activation = activation
-        self.gate_up = Linear(width, 2 * hidden, dtype, rngs, bias=bias)
-        self.down = Linear(hidden, width, dtype, rngs, bias=bias)
+        inside = partial(Split, axis=1, parts=hidden, of="numbers inside")
+        self.gate_up = Linear(width, (2, hidden), dtype, rngs, bias=bias, split=inside())
+        self.down = Linear(hidden, width, dtype, rngs, bias=bias, split=inside())
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `x`, `[R, T, width]`, token by token."""
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        gate, up = jnp.unstack(self.gate_up(x), axis=-2)
         return self.down(self.activation(gate) * up)
 
 

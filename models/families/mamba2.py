@@ -4,11 +4,14 @@ A layer asks the memory for the states before a ubatch, hands back those after i
 whose they are or what is kept of them. The two recurrences are in `jaxkv.ops.scans`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jaxkv
@@ -17,6 +20,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.families.layers import Linear, RMSNorm, Vocabulary
 from models.families.memories import Recurs
 from models.families.sources import Sources
+from models.meshes import Split
 
 ARCHITECTURES = ("mamba2",)
 
@@ -54,9 +58,19 @@ class Sizes:
         return self.heads * self.head_dim
 
     @property
-    def channels(self) -> int:
-        """Numbers that are convolved: what all heads, `b` and `c` take in."""
-        return self.inner + 2 * self.groups * self.state
+    def shared(self) -> int:
+        """Numbers of a token that heads share: of each group `b` and `c`."""
+        return 2 * self.groups * self.state
+
+    def by_group(self, axis: int) -> Split:
+        """How what heads share is split on a mesh."""
+        return Split(axis=axis, parts=self.groups, of="groups of heads")
+
+    def by_head(self, axis: int) -> Split:
+        """How what belongs to heads is split: where there are groups, with what they share."""
+        if self.groups > 1:
+            return self.by_group(axis)
+        return Split(axis=axis, parts=self.heads, of="heads of a mixer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,47 +91,83 @@ class Config:
     tied: bool = True
 
 
+class Filter(nnx.Module):
+    """A short convolution of each channel over time, and the activation after it.
+
+    kernel: tokens that it sees.
+    channels: how many there are.
+    bias: whether there is one.
+    split: how the weights, `[kernel, channels]`, are split on a mesh.
+    """
+
+    def __init__(
+        self,
+        kernel: int,
+        channels: int,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool,
+        split: Split,
+    ):
+        values = jax.random.normal(rngs.params(), (kernel, channels), dtype) * kernel**-0.5
+        self.weight = nnx.Param(values, split=split)
+        self.biased = bias
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((1, channels), dtype), split=split)
+
+    def __call__(
+        self, x: jax.Array, tail: jax.Array, counts: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Convolve `x`, `[R, T, channels]`, after its tail, see `scans.convolve`."""
+        bias = self.bias[0] if self.biased else None
+        x, tails = scans.convolve(x, tail, self.weight[...], bias, counts)
+        return jax.nn.silu(x), tails
+
+
 class Mixer(nnx.Module):
     """What attention is elsewhere: a short convolution, then a state that decays as tokens say."""
 
     def __init__(self, sizes: Sizes, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.sizes = sizes
         self.layer = layer
-        self.input = Linear(c.width, c.inner + c.channels + c.heads, dtype, rngs, bias=c.bias)
-        self.conv = nnx.Param(
-            jax.random.normal(rngs.params(), (c.kernel, c.channels), dtype) * c.kernel**-0.5
-        )
+        # The gate and what heads take in are one product, by far the largest. What the heads of a
+        # group share, `b` and `c`, is another, and steps are a third, so that a mesh cuts none.
+        project = partial(Linear, c.width, dtype=dtype, rngs=rngs, bias=c.bias)
+        self.input = project((2, c.inner), split=c.by_head(1))
+        self.shared = project((c.groups, 2 * c.state), split=c.by_group(0))
+        self.steps = project(c.heads, split=c.by_head(0))
+        convolve = partial(Filter, c.kernel, dtype=dtype, rngs=rngs, bias=c.conv_bias)
+        self.conv = convolve(c.inner, split=c.by_head(1))
+        self.shared_conv = convolve(c.shared, split=c.by_group(1))
         # What decides how fast states decay is exact, whatever the dtype of the rest.
         self.step_bias = nnx.Param(jnp.zeros(c.heads, jnp.float32))
         self.rate_log = nnx.Param(jnp.log(jnp.arange(1.0, c.heads + 1)))
         self.skip = nnx.Param(jnp.ones(c.heads, jnp.float32))
         self.norm = RMSNorm(c.inner, c.eps, dtype, groups=c.groups)
-        self.output = Linear(c.inner, c.width, dtype, rngs, bias=c.bias)
-        if c.conv_bias:
-            self.conv_bias = nnx.Param(jnp.zeros(c.channels, dtype))
+        self.output = Linear(c.inner, c.width, dtype, rngs, bias=c.bias, split=c.by_head(1))
 
     def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
         c = self.sizes
-        gate, x, steps = jnp.split(self.input(x), [c.inner, c.inner + c.channels], axis=-1)
+        steps, shared = self.steps(x), self.shared(x).reshape(*x.shape[:2], -1)
+        gate, x = jnp.unstack(self.input(x), axis=-2)
         steps = jax.nn.softplus(steps.astype(jnp.float32) + self.step_bias[...].reshape(1, 1, -1))
         # Padding adds nothing and takes no time, so it leaves the state as it is.
         valid = ubatch.valid[..., None]
-        x = jnp.where(valid, x, 0)
+        x, shared = jnp.where(valid, x, 0), jnp.where(valid, shared, 0)
         steps = jnp.where(valid, jnp.clip(steps, *c.limits), 0)
 
         states = jaxkv.read_states(memory, self.layer, ubatch)
         counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, self.layer) + 1)
-        bias = self.conv_bias[...] if c.conv_bias else None
-        x, tails = scans.convolve(x, states["conv"], self.conv[...], bias, counts)
-        x, into, out_of = jnp.split(
-            jax.nn.silu(x), [c.inner, c.inner + c.groups * c.state], axis=-1
-        )
+        x, tails = self.conv(x, states["conv"], counts)
+        shared, shared_tails = self.shared_conv(shared, states["shared_conv"], counts)
+        into, out_of = jnp.split(shared.reshape(*x.shape[:2], c.groups, -1), 2, axis=-1)
         x = x.reshape(*x.shape[:2], c.heads, c.head_dim)
-        into, out_of = (y.reshape(*y.shape[:2], c.groups, c.state) for y in (into, out_of))
         rate = -jnp.exp(self.rate_log[...])
         y, ends = scans.scan_ssd(x, steps, rate, into, out_of, states["ssm"], counts)
-        memory = jaxkv.write_states(memory, self.layer, ubatch, {"conv": tails, "ssm": ends})
+        after = {"conv": tails, "shared_conv": shared_tails, "ssm": ends}
+        memory = jaxkv.write_states(memory, self.layer, ubatch, after)
 
         y = (y + self.skip[...].reshape(1, 1, -1, 1) * x).reshape(*x.shape[:2], -1)
         return memory, self.output(self.norm(y * jax.nn.silu(gate.astype(jnp.float32))))
@@ -187,27 +237,51 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
     """Returns where the weights of a `Mixer` come from."""
-    tree = {
-        "input": source.linear(f"{name}.in_proj", bias=sizes.bias),
-        "conv": source.tensor(f"{name}.conv1d.weight", turn=lambda x: x[:, 0].T),
+    inner = sizes.inner
+
+    def projection(turn: Callable[[np.ndarray], np.ndarray]) -> dict:
+        return source.linear(f"{name}.in_proj", bias=sizes.bias, turn=turn)
+
+    def by_group(x: np.ndarray) -> np.ndarray:
+        # From `b` of all groups and then `c` of all to both of a group, one after another.
+        return x.reshape(2, sizes.groups, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    def filter_of(channels: Callable[[np.ndarray], np.ndarray]) -> dict:
+        weight, bias = f"{name}.conv1d.weight", f"{name}.conv1d.bias"
+        tree = {"weight": source.tensor(weight, turn=lambda x: channels(x)[:, 0].T)}
+        if sizes.conv_bias:
+            tree["bias"] = source.tensor(bias, turn=lambda x: channels(x)[None])
+        return tree
+
+    return {
+        "input": projection(lambda x: x[: 2 * inner].reshape(2, -1, *x.shape[1:])),
+        "shared": projection(
+            lambda x: by_group(x[2 * inner : -sizes.heads]).reshape(sizes.groups, -1, *x.shape[1:])
+        ),
+        "steps": projection(lambda x: x[-sizes.heads :]),
+        "conv": filter_of(lambda x: x[:inner]),
+        "shared_conv": filter_of(lambda x: by_group(x[inner:])),
         "step_bias": source.tensor(f"{name}.dt_bias"),
         "rate_log": source.tensor(f"{name}.A_log"),
         "skip": source.tensor(f"{name}.D"),
         "norm": source.norm(f"{name}.norm"),
         "output": source.linear(f"{name}.out_proj", bias=sizes.bias),
     }
-    if sizes.conv_bias:
-        tree["conv_bias"] = source.tensor(f"{name}.conv1d.bias")
-    return tree
 
 
 def recurs(sizes: Sizes, dtype: Any) -> Recurs:
     """Returns what a mixer keeps of a sequence: the end of its inputs, and its sums in float32."""
     return Recurs(
         states={
-            "conv": jax.ShapeDtypeStruct((sizes.kernel - 1, sizes.channels), dtype),
+            "conv": jax.ShapeDtypeStruct((sizes.kernel - 1, sizes.inner), dtype),
+            "shared_conv": jax.ShapeDtypeStruct((sizes.kernel - 1, sizes.shared), dtype),
             "ssm": jax.ShapeDtypeStruct((sizes.heads, sizes.head_dim, sizes.state), jnp.float32),
-        }
+        },
+        splits={
+            "conv": sizes.by_head(1),
+            "shared_conv": sizes.by_group(1),
+            "ssm": sizes.by_head(0),
+        },
     )
 
 

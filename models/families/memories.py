@@ -11,6 +11,7 @@ import jaxkv
 from jaxkv.rope import Rope
 from jaxkv.window import Window, cells_for
 from models.checkpoints.checkpoint import Checkpoint
+from models.meshes import Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,11 @@ class Recurs:
     """What a recurrent layer keeps.
 
     states: by name, the shape and dtype of one sequence's state.
+    splits: by name, how those are split on a mesh that are.
     """
 
     states: Mapping[str, jax.ShapeDtypeStruct]
+    splits: Mapping[str, Split]
 
 
 Layer = Attends | Recurs
@@ -48,6 +51,15 @@ def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
     slides = [kind == "sliding_attention" for kind in c["layer_types"]]
     window = jaxkv.window.sliding(c["sliding_window"]) if any(slides) else None
     return tuple(window if one else None for one in slides)
+
+
+def splits_of_states(layers: Sequence[Layer]) -> dict[str, Split]:
+    """Returns how the states of recurrent layers are split on a mesh, by name."""
+    found = {}
+    for layer in layers:
+        if isinstance(layer, Recurs):
+            found |= layer.splits
+    return found
 
 
 def make_memory(

@@ -19,6 +19,7 @@ from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabu
 from models.families.memories import Attends, Layer, Recurs
 from models.families.ropes import rope_of
 from models.families.sources import Sources
+from models.meshes import Split
 
 ARCHITECTURES = ("recurrent_gemma",)
 
@@ -63,31 +64,39 @@ class Config:
     implementation: jaxkv.ops.attention.Implementation | None = None
 
 
+def split_of(config: Config, *, axis: int) -> Split:
+    """Returns how what belongs to the numbers of a state is split: by the parts of the gates."""
+    return Split(axis=axis, parts=config.heads, of="parts of a recurrent layer")
+
+
 class Recurrence(nnx.Module):
     """A short convolution, then a state that each token lets decay and adds to (an RG-LRU)."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.config = config
         self.layer = layer
-        part = c.inner // c.heads
-        self.input = Linear(c.width, 2 * c.inner, dtype, rngs, bias=True)
+        part, first, second = c.inner // c.heads, split_of(c, axis=0), split_of(c, axis=1)
+        # The gate and what is convolved are one product.
+        self.input = Linear(c.width, (2, c.inner), dtype, rngs, bias=True, split=second)
         self.conv = nnx.Param(
-            jax.random.normal(rngs.params(), (c.kernel, c.inner), dtype) * c.kernel**-0.5
+            jax.random.normal(rngs.params(), (c.kernel, c.inner), dtype) * c.kernel**-0.5,
+            split=second,
         )
-        self.conv_bias = nnx.Param(jnp.zeros(c.inner, dtype))
+        self.conv_bias = nnx.Param(jnp.zeros(c.inner, dtype), split=first)
         # The input's gate and the decay's: `[H, inner / H]` to twice as many, part by part.
         self.gates = nnx.Param(
-            jax.random.normal(rngs.params(), (c.heads, part, 2 * part), dtype) * part**-0.5
+            jax.random.normal(rngs.params(), (c.heads, part, 2 * part), dtype) * part**-0.5,
+            split=first,
         )
-        self.gates_bias = nnx.Param(jnp.zeros((c.heads, 2 * part), dtype))
+        self.gates_bias = nnx.Param(jnp.zeros((c.heads, 2 * part), dtype), split=first)
         # What decides how fast states decay is exact, whatever the dtype of the rest.
-        self.rate = nnx.Param(jnp.zeros(c.inner, jnp.float32))
-        self.output = Linear(c.inner, c.width, dtype, rngs, bias=True)
+        self.rate = nnx.Param(jnp.zeros(c.inner, jnp.float32), split=first)
+        self.output = Linear(c.inner, c.width, dtype, rngs, bias=True, split=second)
 
     def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
         c = self.config
-        gate, x = jnp.split(self.input(x), 2, axis=-1)
+        gate, x = jnp.unstack(self.input(x), axis=-2)
         valid = ubatch.valid[..., None]
         x = jnp.where(valid, x, 0)
 
@@ -185,7 +194,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     def recurrence(name: str) -> dict:
         gates = [f"{name}.rg_lru.input_gate", f"{name}.rg_lru.recurrent_gate"]
         return {
-            "input": source.linear(f"{name}.linear_y", f"{name}.linear_x", bias=True),
+            "input": source.linear(f"{name}.linear_y", f"{name}.linear_x", bias=True, parts=1),
             "conv": source.tensor(f"{name}.conv_1d.weight", turn=lambda x: x[:, 0].T),
             "conv_bias": source.tensor(f"{name}.conv_1d.bias"),
             "gates": source.tensor(*(f"{gate}_weight" for gate in gates), axis=2),
@@ -200,7 +209,9 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         return {
             "mix_norm": source.norm(f"{layer}.temporal_pre_norm"),
             "mixer": (
-                source.attention(mixer, bias=config.bias, output_bias=True)
+                source.attention(
+                    mixer, kv_heads=config.kv_heads, bias=config.bias, output_bias=True
+                )
                 if config.attends[i]
                 else recurrence(mixer)
             ),
@@ -227,7 +238,8 @@ def layers_of(config: Config, dtype: Any) -> list[Layer]:
         states={
             "conv": jax.ShapeDtypeStruct((config.kernel - 1, config.inner), dtype),
             "lru": jax.ShapeDtypeStruct((config.inner,), jnp.float32),
-        }
+        },
+        splits={"conv": split_of(config, axis=1), "lru": split_of(config, axis=0)},
     )
     return [attends if one else recurs for one in config.attends]
 

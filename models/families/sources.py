@@ -6,6 +6,7 @@ takes little more memory than the weights do.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -22,17 +23,21 @@ class Sources:
     def tensor(
         self,
         *names: str,
+        parts: int | None = None,
         axis: int = 0,
         turn: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> Tensor:
         """Returns tensors side by side along `axis`, then moved about by `turn`.
+
+        With `parts`, each has its first dimension cut into as many before, so that they lie side by
+        side part by part.
 
         Raises:
           ModelError: when one is not there, or has a shape that does not go with the others.
         """
         tensors = [self.checkpoint.unread(name) for name in names]
         try:
-            joined = join(tensors, axis)
+            joined = join([tensor.cut(parts) for tensor in tensors] if parts else tensors, axis)
             return joined if turn is None else joined.turned(turn)
         except (LookupError, ValueError) as error:
             shapes = ", ".join(str(tensor.shape) for tensor in tensors)
@@ -45,24 +50,39 @@ class Sources:
         """Returns the weight of an `RMSNorm`."""
         return {"weight": self.tensor(f"{name}.weight")}
 
-    def linear(self, *names: str, bias: bool = False) -> dict[str, Tensor]:
-        """Returns the weights of a `Linear` that does what several matrices do."""
-        tree = {"weight": self.tensor(*(f"{name}.weight" for name in names))}
+    def linear(
+        self,
+        *names: str,
+        bias: bool = False,
+        **arranged: Any,
+    ) -> dict[str, Tensor]:
+        """Returns the weights of a `Linear` that does what several matrices do.
+
+        Args:
+          names: the matrices, `[outputs, inputs]`.
+          bias: whether they have biases.
+          arranged: how they and their biases lie, see `tensor`.
+        """
+        tree = {"weight": self.tensor(*(f"{name}.weight" for name in names), **arranged)}
         if bias:
-            tree["bias"] = self.tensor(*(f"{name}.bias" for name in names))
+            tree["bias"] = self.tensor(*(f"{name}.bias" for name in names), **arranged)
         return tree
 
-    def attention(self, name: str, *, bias: bool, output_bias: bool = False) -> dict[str, dict]:
+    def attention(
+        self, name: str, *, kv_heads: int, bias: bool, output_bias: bool = False
+    ) -> dict[str, dict]:
         """Returns the weights of an `Attention`, as most families name them."""
+        names = (f"{name}.{one}_proj" for one in "qkv")
         return {
-            "qkv": self.linear(*(f"{name}.{one}_proj" for one in "qkv"), bias=bias),
+            "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1),
             "output": self.linear(f"{name}.o_proj", bias=output_bias),
         }
 
     def gated_feed(self, name: str, *, bias: bool = False) -> dict[str, dict]:
         """Returns the weights of a `GatedFeed`, as most families name them."""
+        names = f"{name}.gate_proj", f"{name}.up_proj"
         return {
-            "gate_up": self.linear(f"{name}.gate_proj", f"{name}.up_proj", bias=bias),
+            "gate_up": self.linear(*names, bias=bias, parts=1),
             "down": self.linear(f"{name}.down_proj", bias=bias),
         }
 
