@@ -32,11 +32,12 @@ class Rules:
     """Which axis of a mesh splits what of a memory. Hashable, and known while tracing.
 
     An axis that a mesh does not have splits nothing, and neither does one that would split a single
-    stream, head or cell.
+    stream, head or cell. Heads that the devices do not divide are whole on each of them: how many
+    there are is the model's choice, see `jaxkv.sharding.fitted` and `layout`.
 
     streams: splits the streams of tables and buffers.
-    kv_heads: splits the heads of keys and values, the first dimension of states where it divides
-      that, and the weights of a model.
+    kv_heads: splits the heads of keys and values, what states are made of (`splits` of
+      `make_recurrent_cache`), and the weights of a model.
     cells: splits the cells of each stream, whose table stays whole.
     """
 
@@ -84,26 +85,26 @@ class Rules:
           sizes: by the name of a field, how many there are.
 
         Raises:
-          ValueError: when a size is no multiple of the devices that it is split over.
+          ValueError: when streams or cells are no multiple of the devices that they are split over.
 
         >>> mesh = jax.make_mesh((4,), ("tensor",))
-        >>> Rules().split(mesh, streams=2, kv_heads=8)
-        {'streams': (), 'kv_heads': ('tensor',)}
-        >>> Rules().split(mesh, kv_heads=6)
+        >>> Rules().split(mesh, streams=2, kv_heads=8), Rules().split(mesh, kv_heads=6)
+        ({'streams': (), 'kv_heads': ('tensor',)}, {'kv_heads': ()})
+        >>> Rules(cells="tensor").split(mesh, cells=70)
         Traceback (most recent call last):
         ...
-        ValueError: wanted a number of kv_heads that 4 devices divide (tensor), got 6
+        ValueError: wanted a number of cells that 4 devices divide (tensor), got 70: take 72
         """
         found = {}
         for name, size in sizes.items():
             axes = self.present(mesh, name)
             devices = prod(mesh.shape[axis] for axis in axes)
-            if size > 1 and size % devices:
+            if size > 1 and size % devices and name != "kv_heads":
                 raise ValueError(
                     f"wanted a number of {name} that {devices} devices divide "
-                    f"({', '.join(axes)}), got {size}"
+                    f"({', '.join(axes)}), got {size}: take {-(-size // devices) * devices}"
                 )
-            found[name] = axes if size > 1 else ()
+            found[name] = axes if size > 1 and size % devices == 0 else ()
         return found
 
     def present(self, mesh: Any, name: str) -> tuple[str, ...]:

@@ -80,5 +80,5 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
 
 def _axes(mesh: Mesh, rules: Rules) -> tuple[tuple[str, ...], int]:
     """Return the axes that split weights, and how many devices these are."""
-    axes = tuple(axis for axis in rules.axes("kv_heads") if mesh.shape.get(axis, 1) > 1)
+    axes = rules.present(mesh, "kv_heads")
     return axes, prod(mesh.shape[axis] for axis in axes)

@@ -16,12 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv.mesh import Rules
-from models.allocate import allocate
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.families import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
-from models.families.memories import make_memory, splits_of_states
+from models.families.memories import make_memory
 from models.meshes import WHOLE
 from models.text.tokenizer import Tokenizer
 
@@ -88,7 +87,7 @@ class Model:
         make = partial(make_memory, layers, cells=cells, dtype=dtype, **options)
         if self.mesh is None:
             return make()
-        return allocate(make, self.mesh, self.rules, splits_of_states(layers))
+        return jaxkv.sharding.allocate(make, self.mesh, self.rules)
 
     @property
     def logits_sharding(self) -> NamedSharding | None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import NamedTuple
 
 # `%name = f32[2,3]{1,0} copy(` or, with several results, `%name = (f32[2]{0}, s32[]) fusion(`.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(")
@@ -42,15 +43,26 @@ def large_moves(compiled, at_least):
     return found
 
 
+class Sent(NamedTuple):
+    """What a program sends between devices: the instruction, the bytes it gives, and what for."""
+
+    name: str
+    bytes: int
+    purpose: str
+
+
 def collectives(compiled):
-    """List what a program sends between devices, as pairs: the instruction, and what it is for."""
+    """List what a program sends between devices."""
     found = []
     for line in compiled.as_text().splitlines():
         match = _INSTRUCTION.match(line)
         name = match and match[2].removesuffix("-start")
         if name in _COLLECTIVES:
+            arrays = _ARRAY.findall(match[1])
+            if match[2] != name and len(arrays) > 1:  # one that only starts gives operands, too
+                arrays = arrays[len(arrays) // 2 :]
             purpose = re.search(r'op_name="([^"]*)"', line)
-            found.append((name, purpose[1] if purpose else ""))
+            found.append(Sent(name, sum(map(_bytes, arrays)), purpose[1] if purpose else ""))
     return found
 
 
@@ -67,19 +79,3 @@ def _in_place_computations(text):
         if name and re.search(r"ROOT .*(scatter|dynamic-update-slice)", block):
             names.add(name[1])
     return names
-
-
-_COLLECTIVE = re.compile(
-    r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\("
-)
-
-
-def collectives(compiled):
-    """List what a program sends between devices: pairs of the operation and the bytes it gives."""
-    found = []
-    for result, operation, starts in _COLLECTIVE.findall(compiled.as_text()):
-        arrays = _ARRAY.findall(result)
-        # One that only starts gives its operands, too.
-        arrays = arrays[len(arrays) // 2 :] if starts and len(arrays) > 1 else arrays
-        found.append((operation, sum(map(_bytes, arrays))))
-    return found

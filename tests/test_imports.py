@@ -24,7 +24,6 @@ LADDERS = {
     "models": [
         ["errors"],
         ["kinds", "json_file", "compiling", "room", "meshes"],
-        ["allocate"],
         ["text"],
         ["checkpoints", "texts"],
         ["families"],

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 import models
 from jaxkv.mesh import Rules
-from models.allocate import allocate
 from models.cli.arguments import InputError, parser
 from models.cli.main import main
 from models.families import llama
@@ -179,7 +178,7 @@ def step_on(mesh, **sizes):
     make = partial(
         make_memory, llama.layers_of(config, jnp.float32), cells=64, sequences=2, streams=2
     )
-    return compiled_step(forward, weights, allocate(make, mesh, rules, {}), mesh)
+    return compiled_step(forward, weights, jaxkv.sharding.allocate(make, mesh, rules), mesh)
 
 
 def compiled_step(forward, weights, memory, mesh):
@@ -200,14 +199,14 @@ def test_a_step_sums_twice_a_layer_and_moves_no_weight():
         make_mesh({"tensor": 4}), heads=8, kv_heads=4, bias=True, norms=True, tied=False
     )
     sent = collectives(compiled)
-    assert Counter(name for name, _ in sent) == {"all-reduce": 2 * 2 + 1}
-    assert sum("linear" in purpose for _, purpose in sent) == 2 * 2
+    assert Counter(one.name for one in sent) == {"all-reduce": 2 * 2 + 1}
+    assert sum("linear" in one.purpose for one in sent) == 2 * 2
 
 
 def test_key_value_heads_that_do_not_divide_are_whole_and_send_nothing():
     """What is left are the sums of the feed-forward parts and of the embedding."""
     compiled = step_on(make_mesh({"tensor": 4}), heads=4, kv_heads=1)
-    assert Counter(name for name, _ in collectives(compiled)) == {"all-reduce": 2 + 1}
+    assert Counter(one.name for one in collectives(compiled)) == {"all-reduce": 2 + 1}
 
 
 @pytest.mark.slow
@@ -218,7 +217,7 @@ def test_a_step_of_no_family_sends_more_than_sums(name):
     model = models.load(DATA / name, mesh=mesh)
     memory = model.make_memory(cells=64, sequences=2, streams=2, ubatch_size=8)
     compiled = compiled_step(model.forward, model.weights, memory, mesh)
-    counts = Counter(name for name, _ in collectives(compiled))
+    counts = Counter(one.name for one in collectives(compiled))
     assert set(counts) == {"all-reduce"}
     layers = len(model.family.layers_of(model.config, model.dtype))
     assert counts["all-reduce"] <= 2 * layers + 1

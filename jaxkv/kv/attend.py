@@ -77,10 +77,8 @@ def _in_layer(
     in the order of sequences lie where their streams do; other rows are looked at by all devices.
     What was weighed of the same rows is joined by one small message.
     """
-    heads = keys.shape[1]
-    split = shares(table.rules, streams=table.streams, kv_heads=heads, cells=table.num_cells)
-    # Queries of a single key head may be split all the same: each device has that head.
-    groups = shares(table.rules, kv_heads=q.shape[2]).kv_heads if heads == 1 else split.kv_heads
+    sizes = {"streams": table.streams, "kv_heads": keys.shape[1], "cells": table.num_cells}
+    split = shares(table.rules, **sizes)
     rows, apart = (split.streams, ()) if ubatch.in_order else ((), split.streams)
     if split.cells and implementation in ("xla", "cudnn"):
         raise ValueError(
@@ -119,9 +117,9 @@ def _in_layer(
     in_specs = (
         P(split.streams),
         specs_of(ubatch, rows, split.streams),
-        *(split.spec, split.spec, P(rows, None, groups), of_new, of_new),
-        P(groups),
+        *(split.spec, split.spec, of_new, of_new, of_new),
+        P(split.kv_heads),
     )
-    out_specs = split.spec, split.spec, P(rows, None, groups)
+    out_specs = split.spec, split.spec, of_new
     run = on_shares(table.rules, of_share, in_specs, out_specs)
     return run(table, ubatch, keys, values, q, k, v, options)

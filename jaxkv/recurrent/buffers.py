@@ -1,12 +1,11 @@
 """The states that lie beside a table: reading, writing and copying those of a device's share.
 
-On a mesh streams are split, and states by their first dimension, such as heads or channels, where
-the devices for heads divide it. Rows in the order of sequences lie where their streams do; a state
-for another row is sent by the device that holds it to those of all streams.
+On a mesh streams are split, and states along the dimension that was said, such as heads, where the
+devices for heads divide its parts. Rows in the order of sequences lie where their streams do; a
+state for another row is sent by the device that holds it to those of all streams.
 """
 
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
@@ -14,9 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, specs_of
-from jaxkv.mesh import Rules, at_hand, first_of, from_owner, on_shares, shares
+from jaxkv.mesh import at_hand, first_of, from_owner, on_shares, shares
 from jaxkv.recurrent import slots
-from jaxkv.recurrent.states import T
+from jaxkv.recurrent.states import States, T
 
 Buffers = tuple[dict[str, jax.Array], ...]
 """For each layer, by name, the states of all cells, `[S, N, ...]`."""
@@ -44,8 +43,8 @@ def read(table: Any, layer: int, ubatch: Ubatch, arrays: dict[str, jax.Array]) -
 
         return jax.tree.map(one, arrays)
 
-    held = jax.tree.map(lambda x: P(streams, *within(table.rules, x, 1)), arrays)
-    given = jax.tree.map(lambda x: P(rows, *within(table.rules, x, 0)), arrays)
+    held = {name: P(streams, None, *within(table, name)) for name in arrays}
+    given = {name: P(rows, *within(table, name)) for name in arrays}
     return on_shares(table.rules, of_share, (*specs, held), given)(table, ubatch, arrays)
 
 
@@ -71,8 +70,8 @@ def write(
 
         return slots.note_written(table, layer, ubatch, cells), jax.tree.map(one, arrays, states)
 
-    held = jax.tree.map(lambda x: P(streams, *within(table.rules, x, 1)), arrays)
-    given = jax.tree.map(lambda x: P(rows, *within(table.rules, x, 1)), arrays)
+    held = {name: P(streams, None, *within(table, name)) for name in arrays}
+    given = {name: P(rows, None, *within(table, name)) for name in arrays}
     run = on_shares(table.rules, of_share, (*specs, given, held), (specs[0], held))
     return run(table, ubatch, states, arrays)
 
@@ -110,23 +109,24 @@ def copy_cells(table: Any, buffers: Buffers, source: Cell, target: Cell) -> Buff
 
         return jax.tree.map(copied, buffers)
 
-    held = jax.tree.map(lambda x: P(streams, *within(table.rules, x, 1)), buffers)
+    held = tuple({name: P(streams, None, *within(table, name)) for name in x} for x in buffers)
     run = on_shares(table.rules, of_share, (P(), P(), held), held)
     return run(source, target, buffers)
 
 
-def within(rules: Rules | None, array: jax.Array, place: int, mesh: Any = None) -> tuple:
-    """Return what is split behind the streams of states `[S, N, X, ...]`, by axes of a mesh.
+def within(table: States, name: str, mesh: Any = None) -> tuple:
+    """Return which axes of a mesh split each dimension of a state, up to the one that is split.
 
-    The axes for heads split X, all of them or none, and it stands `place` dimensions further on.
     The mesh is the one at hand unless another one is given.
     """
-    mesh = at_hand(rules) if mesh is None else mesh
-    if rules is None or mesh is None or array.ndim < 3:
+    mesh = at_hand(table.rules) if mesh is None else mesh
+    if table.rules is None or mesh is None:
         return ()
-    axes = rules.present(mesh, "kv_heads")
-    divides = array.shape[2] % prod(mesh.shape[axis] for axis in axes) == 0
-    return (*[None] * place, axes) if axes and divides else ()
+    for one, dimension, parts in table.splits:
+        if one == name:
+            axes = table.rules.split(mesh, kv_heads=parts)["kv_heads"]
+            return (*[None] * dimension, axes) if axes else ()
+    return ()
 
 
 def _unreadable(dtype: Any) -> Any:

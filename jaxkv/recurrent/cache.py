@@ -79,11 +79,14 @@ class StateTable(States, Table):
 
     def specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Any]:
         """Return that streams are split, and states by what they are made of."""
-        rules = self.rules or Rules()
-        streams = rules.split(mesh, streams=self.streams)["streams"]
+        streams = (self.rules or Rules()).split(mesh, streams=self.streams)["streams"]
         table = replace(jax.tree.map(lambda _: P(streams), self), holds=P(None, streams))
-        held = jax.tree.map(lambda x: P(streams, *within(rules, x, 1, mesh)), buffers)
-        return table, held
+        if buffers is None:
+            return table, None
+        return table, tuple(
+            {name: P(streams, None, *within(self, name, mesh)) for name in layer}
+            for layer in buffers
+        )
 
     def num_layers(self, buffers: Buffers) -> int:
         """Return L."""
@@ -250,6 +253,7 @@ def make_recurrent_cache(
     sequences: int = 1,
     rollback: int = 0,
     streams: int = 1,
+    splits: Mapping[str, tuple[int, int]] | None = None,
 ) -> Memory:
     """Make an empty recurrent memory.
 
@@ -285,12 +289,15 @@ def make_recurrent_cache(
         one.
       streams: S, a divisor of Q as in `make_kv_cache`, and the same where both are parts of one
         memory: `seq_add` moves a state for every sequence of the stream that shares it.
+      splits: by name, the dimension of a state that a mesh may split, and the parts that it has,
+        such as (0, heads). Others are whole on each device of a stream, see `jaxkv.sharding`.
 
     Returns:
       The memory, with N = Q / S * (E + 1) cells in each of S streams.
 
     Raises:
-      ValueError: when a count is too small, `streams` does not divide Q, or there are no states.
+      ValueError: when a count is too small, `streams` does not divide Q, there are no states, or a
+        split is of none of them or does not divide it.
 
     Examples:
       A state of two numbers that forgets half of what it had with each token:
@@ -358,8 +365,8 @@ def make_recurrent_cache(
     if not states:
         raise ValueError("a recurrent memory needs at least one state")
     fields = empty_fields(layers=layers, sequences=sequences, streams=streams, rollback=rollback)
-    table = StateTable(**fields)
     shapes = {name: _shape(name, state) for name, state in states.items()}
+    table = StateTable(**fields, splits=_splits(shapes, splits or {}))
 
     def layer() -> dict[str, jax.Array]:
         return {
@@ -368,6 +375,21 @@ def make_recurrent_cache(
         }
 
     return join(table, tuple(layer() for _ in range(layers)))
+
+
+def _splits(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], splits: Mapping[str, tuple[int, int]]
+) -> tuple[tuple[str, int, int], ...]:
+    """Return the splits of states by name, dimension and parts, checked."""
+    for name, (dimension, parts) in splits.items():
+        sizes = shapes[name].shape if name in shapes else ()
+        if not 0 <= dimension < len(sizes) or sizes[dimension] % count(parts, "parts"):
+            raise ValueError(
+                f"wanted for a split a dimension of a state and parts that divide it, of "
+                f"{ {one: shape.shape for one, shape in shapes.items()} }, got {name!r}: "
+                f"{(dimension, parts)}"
+            )
+    return tuple((name, *splits[name]) for name in sorted(splits))
 
 
 def _shape(name: str, state: Any) -> jax.ShapeDtypeStruct:

@@ -44,6 +44,7 @@ class States:
     holds: `[L, S, N]` uint32, the stamp of the state that a layer's buffers really hold. The table
       takes a state in before it is computed, and each layer writes it once.
     rules: which axes of a mesh split the memory, static; None where it is on one device.
+    splits: for states that a mesh may split the name, the dimension and its parts, static.
     """
 
     position: jax.Array  # [Q, E + 1]
@@ -52,6 +53,7 @@ class States:
     stamp: jax.Array  # [S, N]
     holds: jax.Array  # [L, S, N]
     rules: Rules | None = field(default=None, metadata={"static": True})
+    splits: tuple[tuple[str, int, int], ...] = field(default=(), metadata={"static": True})
 
     @property
     def sequences(self) -> int:

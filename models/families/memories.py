@@ -53,15 +53,6 @@ def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
     return tuple(window if one else None for one in slides)
 
 
-def splits_of_states(layers: Sequence[Layer]) -> dict[str, Split]:
-    """Returns how the states of recurrent layers are split on a mesh, by name."""
-    found = {}
-    for layer in layers:
-        if isinstance(layer, Recurs):
-            found |= layer.splits
-    return found
-
-
 def make_memory(
     layers: Sequence[Layer],
     *,
@@ -116,6 +107,7 @@ def make_memory(
             part = jaxkv.make_recurrent_cache(
                 layers=len(members),
                 states=kind.states,
+                splits={name: (one.axis, one.parts) for name, one in kind.splits.items()},
                 sequences=sequences,
                 rollback=rollback or 0,
                 streams=streams,
