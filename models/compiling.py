@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -58,7 +58,8 @@ def compile_all(
     mesh = jax.sharding.get_mesh()  # each thread has its own, at first none
 
     def run(job: Callable[[], Any]) -> Any:
-        with jax.set_mesh(mesh):
+        # To programs that are traced, an empty mesh is another one than none.
+        with nullcontext() if mesh.empty else jax.set_mesh(mesh):
             return job()
 
     with ThreadPoolExecutor(max_workers=4) as pool:
