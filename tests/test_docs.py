@@ -23,7 +23,11 @@ def printed(code, names):
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", pytest.param("docs/loops.md", marks=pytest.mark.slow)]
+    "name",
+    [
+        "README.md",
+        *(pytest.param(f"docs/{name}.md", marks=pytest.mark.slow) for name in ("loops", "pods")),
+    ],
 )
 def test_documents_print_what_they_show(name):
     names, shown = {}, 0

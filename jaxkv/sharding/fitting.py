@@ -3,7 +3,7 @@
 from math import gcd, prod
 from typing import Literal, get_args
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv.memory import Memory
 from jaxkv.mesh import Rules
@@ -14,13 +14,13 @@ Surplus = Literal["cells", "replicate", "refuse"]
 
 
 def fitted(
-    memory: Memory, mesh: Mesh, rules: Rules, *, surplus: Surplus = "cells"
-) -> tuple[Mesh, Rules]:
+    memory: Memory, mesh: Mesh | AbstractMesh, rules: Rules, *, surplus: Surplus = "cells"
+) -> tuple[Mesh | AbstractMesh, Rules]:
     """Return a mesh and rules that fit the heads of a memory, where an axis has too many devices.
 
     Args:
       memory: any memory, or its shapes.
-      mesh: the mesh.
+      mesh: the mesh, or an abstract one of devices that are not at hand.
       rules: which of its axes split what; heads are split by one axis.
       surplus: what becomes of devices that are more than there are heads: "cells", they hold cells
         of the same heads; "replicate", they hold copies; or "refuse".
@@ -58,11 +58,14 @@ def fitted(
     if name in mesh.axis_names:
         raise ValueError(f"wanted no axis named {name!r} yet, got a mesh of {dict(mesh.shape)}")
     place = mesh.axis_names.index(axes[0])
-    shape, names, types = [*mesh.devices.shape], [*mesh.axis_names], [*mesh.axis_types]
+    shape, names, types = [*mesh.shape.values()], [*mesh.axis_names], [*mesh.axis_types]
     shape[place : place + 1] = fit, devices // fit
     names.insert(place + 1, name)
     types.insert(place + 1, types[place])
-    finer = Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=tuple(types))
+    if isinstance(mesh, Mesh):
+        finer = Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=tuple(types))
+    else:
+        finer = AbstractMesh(tuple(shape), tuple(names), axis_types=tuple(types))
     if surplus == "replicate":
         return finer, rules
     cells = (*rules.axes("cells"), name)

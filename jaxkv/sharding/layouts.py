@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv.hybrid import parts_of
 from jaxkv.kv.buffers import Buffers
@@ -61,13 +61,18 @@ class Layout:
 
 
 def layout(
-    memory: Memory, mesh: Mesh, rules: Rules, *, heads: int | None = None, weights: Any = None
+    memory: Memory,
+    mesh: Mesh | AbstractMesh,
+    rules: Rules,
+    *,
+    heads: int | None = None,
+    weights: Any = None,
 ) -> Layout:
     """Return what a memory costs on each device, before anything is there.
 
     Args:
       memory: any memory, or its shapes.
-      mesh: the mesh.
+      mesh: the mesh, or an abstract one of devices that are not at hand.
       rules: which of its axes split what.
       heads: H, the query heads, on which it depends what is sent; by default as many as keys have.
       weights: the weights of a model, or their shapes, with the shardings they will have. Those
@@ -117,7 +122,7 @@ def _share(x: Any, where: Any) -> int:
     return prod(shape) * np.dtype(x.dtype).itemsize
 
 
-def _sent(part: Memory, mesh: Mesh, rules: Rules, heads: int | None) -> int:
+def _sent(part: Memory, mesh: Any, rules: Rules, heads: int | None) -> int:
     """Return what attention brings to a device: the open softmax of all that hold the cells."""
     bytes_sent = 0
     if not isinstance(part.buffers, Buffers):
@@ -133,13 +138,12 @@ def _sent(part: Memory, mesh: Mesh, rules: Rules, heads: int | None) -> int:
     return bytes_sent
 
 
-def _whole(part: Memory, mesh: Mesh, rules: Rules) -> list[str]:
+def _whole(part: Memory, mesh: Any, rules: Rules) -> list[str]:
     """Say what no axis splits though the rules name one."""
-    facts = part.table.facts
-    single = {"streams": facts.streams == 1}
-    single["kv_heads"] = any(k.shape[1] == 1 for k in keys_of(part))
+    counts = [("streams", part.table.facts.streams)]
+    counts += [("kv_heads", k.shape[1]) for k in keys_of(part)]
     return [
-        f"{', '.join(axes)} splits no {name}: there is one"
-        for name, one in single.items()
-        if one and (axes := rules.present(mesh, name))
+        f"{', '.join(rules.present(mesh, name))} splits no {name}: there are {count}"
+        for name, count in counts
+        if rules.present(mesh, name) and not rules.split(mesh, **{name: count})[name]
     ]

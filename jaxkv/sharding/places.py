@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.memory import Memory, join, split
 from jaxkv.mesh import Rules
 
 
-def shardings(memory: Memory, mesh: Mesh, rules: Rules) -> Memory:
+def shardings(memory: Memory, mesh: Mesh | AbstractMesh, rules: Rules) -> Memory:
     """Return where each array of a memory lies on a mesh.
 
     Args:
@@ -40,7 +40,7 @@ def shardings(memory: Memory, mesh: Mesh, rules: Rules) -> Memory:
     return join(*jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec))
 
 
-def shapes(make: Callable[[], Memory], mesh: Mesh, rules: Rules) -> Memory:
+def shapes(make: Callable[[], Memory], mesh: Mesh | AbstractMesh, rules: Rules) -> Memory:
     """Return the shapes of a memory on a mesh, each with its sharding; nothing is allocated.
 
     They are what `init_full` plans for, what a step is lowered and compiled for, and the target
