@@ -2,8 +2,11 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -13,7 +16,8 @@ import jaxkv
 from jaxkv import sharding
 from jaxkv.sharding import Rules
 from tests import memories, test_recurrent_verbs, test_stateful
-from tests.memories import Kind
+from tests.hlo import collectives, temporary_bytes
+from tests.memories import Kind, assert_identical
 
 RULES = Rules(cells="cells")
 over_modes = pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -134,3 +138,120 @@ def test_verbs_of_states_on_a_mesh(name):
             lambda: StateVerbs(options),
             settings=settings(max_examples=20, stateful_step_count=30, derandomize=True),
         )
+
+
+# ------------------------------------------------------------------------- modes, by one device
+
+SIZES = {"layers": 2, "cells": 16, "kv_heads": 2, "head_dim": 4, "rope": jaxkv.make_rope(4)}
+
+
+@jax.jit
+def weigh(memory, ubatch, q, k):
+    memory = jaxkv.apply(memory, ubatch)
+    outs = []
+    for layer in range(2):
+        memory, out = jaxkv.attend(memory, layer, ubatch, q, k, k * (layer + 2))
+        outs.append(out)
+    return memory, jnp.stack(outs)
+
+
+def edited(memory):
+    """Prompts, verbs of every kind, and a step of all sequences; all that was seen on the way."""
+    rng, seen = np.random.default_rng(0), []
+
+    def compute(memory, ubatch):
+        shape = (*ubatch.valid.shape, 4, 4)
+        q = np.asarray(rng.normal(size=shape), np.float32)
+        memory, out = weigh(memory, ubatch, q, q[:, :, ::2])
+        seen.append(out)
+        return memory
+
+    prompts = jaxkv.make_batch([[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]])
+    for ubatch in jaxkv.init_batch(memory, prompts, ubatch_size=8).check().ubatches:
+        memory = compute(memory, ubatch)
+    past, _ = jaxkv.split(memory)
+    later, _ = jaxkv.seq_rm(memory, 1)
+    memory, ok = jaxkv.go_back(past, later)
+    assert ok
+    memory = jaxkv.seq_cp(jaxkv.seq_cp(memory, 0, 1, 0, 2), 2, 0)
+    memory, _ = jaxkv.seq_rm(memory, [0, 2], [1, 0], [2, 1])
+    memory = jaxkv.seq_add(memory, 0, 2, -1, -1)
+    memory = jaxkv.apply(memory, jaxkv.init_update(memory))
+    memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
+    memory = jaxkv.seq_select(memory, [3, 2], [2, 3])
+    ubatch, ok = jaxkv.plan_step(memory, jnp.arange(4), jnp.array([3, 1, 0, 2]), jnp.ones(4, bool))
+    assert ok
+    return compute(memory, ubatch), seen
+
+
+@over_modes
+@pytest.mark.parametrize(
+    ("streams", "axes"),
+    [
+        (2, {"data": 2, "tensor": 2, "cells": 2}),
+        pytest.param(4, {"data": 4, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(1, {"cells": 4, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_axes_may_be_automatic_or_explicit(mode, streams, axes):
+    plain = jaxkv.make_kv_cache(sequences=4, streams=streams, **SIZES)
+    wanted, outs = edited(plain)
+    with jax.set_mesh(mesh_of(mode, **axes)):
+        memory = placed(plain)
+        got, theirs = edited(memory)
+        assert got.buffers.k[0].sharding.is_equivalent_to(memory.buffers.k[0].sharding, 4)
+    for one, other in zip(outs, theirs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert_identical(jaxkv.split(got)[0].with_rules(None), wanted.table)
+    for one, other in zip(*map(jax.tree.leaves, (got.buffers, wanted.buffers)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_a_memory_with_rules_asks_for_its_mesh():
+    mesh = mesh_of(tensor=2)
+    memory = sharding.allocate(partial(jaxkv.make_kv_cache, **SIZES), mesh, RULES)
+    ubatch, _ = jaxkv.plan_step(memory, jnp.array([1]), jnp.array([0]), jnp.array([True]))
+    q = jnp.ones((1, 1, 2, 4))
+    with pytest.raises(ValueError, match=r"wanted a mesh .* got none: .*jax.set_mesh"):
+        jaxkv.attend(memory, 0, ubatch, q, q, q)
+
+
+def test_cells_that_do_not_divide_are_refused_with_a_number_that_does():
+    make = partial(jaxkv.make_kv_cache, **{**SIZES, "cells": 18})
+    with pytest.raises(ValueError, match="cells that 4 devices divide .* got 18: take 20"):
+        sharding.allocate(make, mesh_of(cells=4), RULES)
+
+
+def test_heads_that_do_not_divide_are_whole_and_fitted_finds_room_for_the_rest():
+    make = partial(jaxkv.make_kv_cache, **{**SIZES, "kv_heads": 6})
+    mesh = mesh_of(tensor=4)
+    layout = sharding.layout(jax.eval_shape(make), mesh, RULES)
+    assert "tensor splits no kv_heads: there are 6" in str(layout)
+    assert layout.buffers == jaxkv.nbytes(jax.eval_shape(make).buffers)
+    finer, rules = sharding.fitted(jax.eval_shape(make), mesh, RULES)
+    assert dict(finer.shape) == {"tensor": 2, "cells": 2} and rules.cells == "cells"
+    assert sharding.layout(jax.eval_shape(make), finer, rules).buffers == layout.buffers // 4
+    with pytest.raises(ValueError, match="surplus='cells'"):
+        sharding.fitted(jax.eval_shape(make), mesh, RULES, surplus="refuse")
+
+
+@pytest.mark.parametrize(
+    ("streams", "axes"),
+    [(8, {"data": 4}), (1, {"cells": 4}), (4, {"data": 2, "tensor": 2, "cells": 2})],
+)
+def test_attention_sends_what_the_layout_says(streams, axes):
+    sizes = {**SIZES, "layers": 1, "cells": 64, "sequences": 8, "streams": streams}
+    make = partial(jaxkv.make_kv_cache, **sizes)
+    mesh = mesh_of(**axes)
+    with jax.set_mesh(mesh):
+        memory = sharding.shapes(make, mesh, RULES)
+        plan = jaxkv.init_full(memory, ubatch_size=8)
+        q = jax.ShapeDtypeStruct((*plan.ubatches[0].valid.shape, 4, 4), jnp.float32)
+        k = jax.ShapeDtypeStruct((*q.shape[:2], 2, 4), jnp.float32)
+        attend = jax.jit(lambda *args: jaxkv.attend(args[0], 0, *args[1:]), donate_argnums=0)
+        compiled = attend.lower(memory, plan.ubatches[0], q, k, k).compile()
+    told = sharding.layout(memory, mesh, RULES, heads=4)
+    gathers = [one.bytes for one in collectives(compiled) if one.name == "all-gather"]
+    assert sum(size for size in gathers if size > 64) == told.sent
+    assert compiled.memory_analysis().alias_size_in_bytes >= told.buffers
+    assert temporary_bytes(compiled) < 4 * 2**20

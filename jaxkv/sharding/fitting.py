@@ -68,6 +68,6 @@ def fitted(
         finer = AbstractMesh(tuple(shape), tuple(names), axis_types=tuple(types))
     if surplus == "replicate":
         return finer, rules
-    cells = (*rules.axes("cells"), name)
+    cells = tuple(dict.fromkeys((*rules.axes("cells"), name)))
     cells = cells[0] if len(cells) == 1 else cells
     return finer, Rules(streams=rules.streams, kv_heads=rules.kv_heads, cells=cells)
