@@ -199,11 +199,10 @@ def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array
         ahead = beside & (ubatch.row_sequence[:, None] > ubatch.row_sequence[None])
         turn += jnp.sum(jnp.where(ahead, total[None], 0), axis=1, dtype=jnp.int32)[:, None]
         total = jnp.sum(jnp.where(beside, total[None], 0), axis=1, dtype=jnp.int32)
-    slots, apart = jax.vmap(
-        lambda stream, turn, total: in_turn(
-            cells, open_cells[stream], cells.position[stream], turn, total
-        )
-    )(streams, turn, total)
+    of_lists = open_cells, cells.position
+    if not all_streams:
+        of_lists = jax.tree.map(lambda x: x[streams], of_lists)
+    slots, apart = jax.vmap(partial(in_turn, cells))(*of_lists, turn, total)
     slots = slots.reshape(ubatch.valid.shape)
     apart = jnp.broadcast_to(apart[:, None], (apart.size, ubatch.valid.size // apart.size))
     fault = jnp.where(apart.reshape(slots.shape), Reason.FRAGMENTED, Reason.NO_ROOM)
