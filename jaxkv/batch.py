@@ -225,6 +225,19 @@ def own_rows(ubatch: Ubatch, first: jax.Array | int, count: int) -> Ubatch:
     )
 
 
+def by_row(x: jax.Array, row_stream: jax.Array, in_order: bool) -> jax.Array:
+    """Return what there is of each stream, `[S, ...]`, for the rows of a ubatch, `[R, ...]`.
+
+    Of rows in the order of sequences it is known which are those of a stream, so that on a mesh
+    each device has what its rows ask for.
+    """
+    if not in_order:
+        return x[row_stream]
+    rows, streams = row_stream.shape[0], x.shape[0]
+    x = jnp.broadcast_to(x[:, None], (streams, rows // streams, *x.shape[1:]))
+    return x.reshape(rows, *x.shape[2:])
+
+
 def specs_of(ubatch: Ubatch, rows: tuple[str, ...], streams: tuple[str, ...]) -> Any:
     """Return how axes of a mesh split a ubatch: its rows, and the digests of its streams."""
     whole = {name: P() for name in ("outputs", "order")}

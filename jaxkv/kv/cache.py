@@ -13,6 +13,7 @@ from jaxkv.batch import Ubatch
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
 from jaxkv.kv.attend import attend
 from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.by_stream import on_streams, told
 from jaxkv.kv.cells import Cells, Placement, empty_fields
 from jaxkv.memory import (
     Commitment,
@@ -70,7 +71,7 @@ class CellTable(Cells, Table):
 
     def digest(self) -> jax.Array:
         """See `cells.digest`."""
-        return cells.digest(self)
+        return on_streams(self, cells.digest)
 
     def first(self, seq: jax.Array) -> jax.Array:
         """See `cells.first`."""
@@ -86,11 +87,11 @@ class CellTable(Cells, Table):
 
     def inspect(self, present: jax.Array) -> Findings:
         """See `slots.inspect`."""
-        return slots.inspect(self, present)
+        return told(self, slots.inspect, present)
 
     def admit(self, wanted: jax.Array) -> Room:
         """See `slots.admit`."""
-        return slots.admit(self, wanted)
+        return told(self, slots.admit, wanted)
 
     def can_hold(self, lengths: np.ndarray, at_once: int) -> np.ndarray:
         """See `slots.can_hold`."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxkv.kv.buffers import Buffers, Halves, bring, copy_run, on_halves, put
 from jaxkv.kv.cells import C, Cells, inherited, known, within
 from jaxkv.kv.shift import CHUNK
-from jaxkv.mesh import Shares, first_of
+from jaxkv.mesh import Shares, first_of, from_owner, on_shares, shares
 from jaxkv.places import EMPTY, nowhere
 from jaxkv.stamp import mix
 
@@ -49,22 +50,62 @@ def _copied(
 ) -> tuple[C, jax.Array]:
     """Copy in the table; return how many cells are copied in the buffers, `[]` int32."""
     does = known(cells, src) & known(cells, dst) & (src != dst)
-    shared = within(cells, start, stop)[src]  # [N]
+    axes = shares(cells.rules, streams=cells.streams).streams
+
+    def of_share(
+        cells: C,
+        does: jax.Array,
+        src: jax.Array,
+        dst: jax.Array,
+        start: jax.Array,
+        stop: jax.Array,
+    ) -> tuple[C, jax.Array]:
+        source, first = _stream(cells, src, axes), first_of(axes, cells.streams)
+        return _replaced(cells, source, does, dst - first, start, stop)
+
+    run = on_shares(cells.rules, of_share, (P(axes), *(P(),) * 5), (P(axes), P()))
+    return run(cells, does, src, dst, start, stop)
+
+
+def _stream(cells: C, stream: jax.Array, axes: tuple[str, ...]) -> C:
+    """Return the table of one stream, whichever device along some axes holds it."""
+    local = stream - first_of(axes, cells.streams)
+    mine = (local >= 0) & (local < cells.streams)
+
+    def row(field: jax.Array) -> jax.Array:
+        here = jax.lax.dynamic_index_in_dim(field, jnp.where(mine, local, 0))
+        return from_owner(jnp.where(mine, here, 0), axes) if axes else here
+
+    return jax.tree.map(row, cells)
+
+
+def _replaced(
+    cells: C,
+    source: C,
+    does: jax.Array,
+    dst: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+) -> tuple[C, jax.Array]:
+    """Put a range of a stream in the place of another, if that is among `cells`."""
+    shared = within(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     end = jnp.where(does, jnp.max(jnp.where(shared, index, -1)) + 1, 0)
     count = _in_chunks(cells, end)
+    does = does & (dst >= 0) & (dst < cells.streams)
+    old = cells.stamp[jnp.where(does, dst, 0)]
 
     def row(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
 
-    stamp = mix(cells.stamp[dst] + mix(cells.stamp[src] + 1))
+    stamp = mix(old + mix(source.stamp[0] + 1))
     copied = replace(
         cells,
-        position=row(cells.position, jnp.where(shared, cells.position[src], EMPTY)),
-        owners=row(cells.owners, jnp.where(shared[None], cells.owners[src], 0)),
-        shift=row(cells.shift, jnp.where(shared, cells.shift[src], 0)),
-        evicted_below=row(cells.evicted_below, inherited(cells, src, start, stop)),
-        stamp=row(cells.stamp, jnp.where(index < count, stamp, cells.stamp[dst])),
+        position=row(cells.position, jnp.where(shared, source.position[0], EMPTY)),
+        owners=row(cells.owners, jnp.where(shared[None], source.owners[0], 0)),
+        shift=row(cells.shift, jnp.where(shared, source.shift[0], 0)),
+        evicted_below=row(cells.evicted_below, inherited(source, jnp.int32(0), start, stop)),
+        stamp=row(cells.stamp, jnp.where(index < count, stamp, old)),
     )
     return copied, count
 

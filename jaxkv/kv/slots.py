@@ -7,8 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
+from jaxkv.kv.by_stream import gathered, on_rows
 from jaxkv.kv.cells import WORD, C, Cells, digest, each, free, holders, home
 from jaxkv.kv.reuse import evict, hidden, misses
 from jaxkv.memory import Findings, Room
@@ -189,6 +191,22 @@ def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """
+    slots, apart = on_rows(cells, ubatch, _search, lambda _: P())
+    fault = jnp.where(apart, Reason.FRAGMENTED, Reason.NO_ROOM)
+    unplaced = ubatch.valid & (slots >= cells.num_cells)
+    placed = ok & ~jnp.any(unplaced) & ubatch.valid
+    return jnp.where(placed, slots, nowhere(slots)), jnp.where(unplaced, fault, Reason.FITS)
+
+
+def _search(
+    cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], apart: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Look for cells among some streams, see `by_stream.on_rows`, and tell all devices.
+
+    Returns:
+      `[R, T]` int32, the cell of each token, past the last cell if it gets none; and `[R, T]` bool,
+      whether there is room for it, but no run.
+    """
     open_cells = usable(cells)
     streams, all_streams = pools(cells, ubatch)
     valid = ubatch.valid.reshape(streams.size, -1)
@@ -199,17 +217,19 @@ def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array
         ahead = beside & (ubatch.row_sequence[:, None] > ubatch.row_sequence[None])
         turn += jnp.sum(jnp.where(ahead, total[None], 0), axis=1, dtype=jnp.int32)[:, None]
         total = jnp.sum(jnp.where(beside, total[None], 0), axis=1, dtype=jnp.int32)
-    slots, apart = jax.vmap(
-        lambda stream, turn, total: in_turn(
-            cells, open_cells[stream], cells.position[stream], turn, total
-        )
-    )(streams, turn, total)
+    position = cells.position
+    if not all_streams:
+        open_cells, position = open_cells[streams], position[streams]
+    slots, split = jax.vmap(partial(in_turn, cells))(open_cells, position, turn, total)
     slots = slots.reshape(ubatch.valid.shape)
-    apart = jnp.broadcast_to(apart[:, None], (apart.size, ubatch.valid.size // apart.size))
-    fault = jnp.where(apart.reshape(slots.shape), Reason.FRAGMENTED, Reason.NO_ROOM)
-    unplaced = ubatch.valid & (slots >= cells.num_cells)
-    placed = ok & ~jnp.any(unplaced) & ubatch.valid
-    return jnp.where(placed, slots, nowhere(slots)), jnp.where(unplaced, fault, Reason.FITS)
+    split = jnp.broadcast_to(split[:, None], (split.size, slots.size // split.size))
+    split = split.reshape(slots.shape)
+    if apart:  # the device that holds its stream speaks for a token
+        slots = jnp.where(ubatch.valid, slots, nowhere(slots))
+        split = ubatch.valid & split
+        slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), apart)
+        split = whole == 0
+    return gathered((slots, split), rows)
 
 
 def in_turn(
@@ -257,6 +277,11 @@ def occupy(cells: C, ubatch: Ubatch) -> C:
 
     llama.cpp: `llama_kv_cache::apply_ubatch`.
     """
+    return on_rows(cells, ubatch, lambda cells, ubatch, *_: _take(cells, ubatch), P)
+
+
+def _take(cells: C, ubatch: Ubatch) -> C:
+    """Mark the slots in some streams, see `by_stream.on_rows`."""
     where = (ubatch.row_stream[:, None], ubatch.slots)
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)

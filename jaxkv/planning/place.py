@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Batch, Ubatch, drop_unless
+from jaxkv.batch import Batch, Ubatch, by_row, drop_unless
 from jaxkv.memory import Facts
 from jaxkv.places import NOWHERE, divided
 from jaxkv.plan import Plan, Reason
@@ -114,7 +114,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch
             part.positions,
             part.sequences,
             part.valid,
-            _context(before, stream),
+            _context(before, stream, in_order),
         ),
         valid=part.valid,
         outputs=pick,
@@ -126,9 +126,10 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch
     )
 
 
-def _context(digests: Any, stream: jax.Array) -> jax.Array:
+def _context(digests: Any, stream: jax.Array, in_order: bool) -> jax.Array:
     """Return one number of what each row goes on from, over all parts; `[R]` uint32."""
-    return reduce(jnp.add, [mix(digest[stream]) for digest in jax.tree.leaves(digests)])
+    leaves = jax.tree.leaves(digests)
+    return reduce(jnp.add, [by_row(mix(digest), stream, in_order) for digest in leaves])
 
 
 def _outputs(part: Batch, index: jax.Array, outputs: int) -> tuple[jax.Array, jax.Array]:

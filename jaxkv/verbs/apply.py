@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Ubatch, drop_unless, placed_rows
+from jaxkv.batch import Ubatch, by_row, drop_unless, placed_rows
 from jaxkv.memory import Commitment, Memory, check_facts, check_made_for, join, split
 from jaxkv.places import is_concrete
 from jaxkv.plan import Plan
@@ -86,8 +86,12 @@ def _is_current(table: Any, ubatch: Ubatch) -> jax.Array:
     """Return whether the digests of the streams it has tokens in are those of its plan."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(lambda now, then: now == then, table.digest(), ubatch.before)
-    current = reduce(jnp.logical_and, [one[ubatch.row_stream] for one in jax.tree.leaves(same)])
-    return jnp.any(placed) & jnp.all(current | ~placed)
+    current = reduce(
+        jnp.logical_and,
+        [by_row(one, ubatch.row_stream, ubatch.in_order) for one in jax.tree.leaves(same)],
+    )
+    # One question to all rows, where two would be two messages on a mesh: 1 is current, 2 is stale.
+    return jnp.max(jnp.where(placed, jnp.where(current, 1, 2), 0)) == 1
 
 
 @program

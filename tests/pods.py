@@ -1,0 +1,130 @@
+"""Steps of a plain model with two layers on meshes, as shapes: what a compiler is asked about."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from jaxkv import sharding
+
+LAYERS = 2
+RULES = sharding.Rules(cells="cells")
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A memory on a mesh, and a model with no feed-forward whose weights are split by key head.
+
+    axes: of the mesh, with their sizes.
+    sequences, streams, cells, window: of the memory.
+    kv_heads, group, head_dim, width, vocabulary, dtype: of the model.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    sequences: int = 8
+    streams: int = 1
+    cells: int = 8192
+    window: int | None = None
+    kv_heads: int = 8
+    group: int = 2
+    head_dim: int = 32
+    width: int = 64
+    vocabulary: int = 32
+    dtype: str = "float32"
+
+    @property
+    def devices(self):
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def heads(self):
+        return self.kv_heads * self.group
+
+    def mesh(self, devices):
+        types = (jax.sharding.AxisType.Auto,) * len(self.axes)
+        sizes, names = [size for _, size in self.axes], tuple(name for name, _ in self.axes)
+        return jax.sharding.Mesh(devices[: self.devices].reshape(sizes), names, axis_types=types)
+
+    def make(self):
+        window = None if self.window is None else jaxkv.window.sliding(self.window)
+        return jaxkv.make_kv_cache(
+            layers=LAYERS,
+            cells=self.cells,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            sequences=self.sequences,
+            streams=self.streams,
+            window=window,
+            dtype=self.dtype,
+            rope=jaxkv.make_rope(self.head_dim),
+        )
+
+    def memory(self):
+        """The shapes of the memory, on the mesh at hand."""
+        return sharding.shapes(self.make, jax.sharding.get_mesh(), RULES)
+
+    def layout(self):
+        """What the memory costs on the mesh at hand."""
+        mesh = jax.sharding.get_mesh()
+        return sharding.layout(jax.eval_shape(self.make), mesh, RULES, heads=self.heads)
+
+    def weights(self):
+        heads, group, size, width = self.kv_heads, self.group, self.head_dim, self.width
+        tensor = "tensor" if "tensor" in dict(self.axes) else None
+        layer = {
+            "qkv": shape((heads, (group + 2) * size, width), self.dtype, tensor),
+            "out": shape((heads, group * size, width), self.dtype, tensor),
+        }
+        return {"embed": shape((self.vocabulary, width), self.dtype), "layers": [layer] * LAYERS}
+
+    def next_tokens(self, count=None):
+        """The shapes of a token for each sequence, or for some, and whether it goes on."""
+        count = self.sequences if count is None else count
+        return shape((count,), "int32"), shape((count,), "bool")
+
+    def ubatch(self, tokens):
+        """The shapes of a ubatch as a plan lays it out."""
+        mesh, streams = jax.sharding.get_mesh(), ()
+        (ubatch,) = jaxkv.init_full(self.memory(), ubatch_size=tokens).ubatches
+        streams = RULES.split(mesh, streams=self.streams)["streams"]
+        specs = jaxkv.batch.specs_of(ubatch, streams if ubatch.in_order else (), streams)
+        return jax.tree.map(lambda x, spec: shape(x.shape, x.dtype, *spec), ubatch, specs)
+
+    def new(self, ubatch):
+        """The shapes of what a layer attends with, queries, keys and values."""
+        names = dict(self.axes)
+        rows = "data" if ubatch.in_order and self.streams > 1 and "data" in names else None
+        tensor = "tensor" if "tensor" in names else None
+
+        def of(heads):
+            new = (*ubatch.valid.shape, heads, self.head_dim)
+            return shape(new, self.dtype, rows, None, tensor)
+
+        return of(self.heads), of(self.kv_heads), of(self.kv_heads)
+
+    def forward(self, weights, memory, ubatch):
+        x = weights["embed"][ubatch.tokens]
+        for layer, w in enumerate(weights["layers"]):
+            y = jnp.einsum("rtw,knw->rtkn", x, w["qkv"])
+            y = y.reshape(*y.shape[:3], self.group + 2, self.head_dim)
+            q, k, v = y[..., : self.group, :], y[..., -2, :], y[..., -1, :]
+            q = q.reshape(*q.shape[:2], self.heads, self.head_dim)
+            memory, out = jaxkv.attend(memory, layer, ubatch, q, k, v)
+            out = out.reshape(*out.shape[:2], self.kv_heads, -1)
+            x = x + jnp.einsum("rtkn,knw->rtw", out, w["out"])
+        return memory, x.reshape(-1, self.width)[ubatch.outputs] @ weights["embed"].T
+
+    def step(self, weights, memory, tokens, valid):
+        """Plan a token for each sequence, apply, and run the model."""
+        ubatch, ok = jaxkv.plan_step(memory, tokens, jnp.arange(len(tokens)), valid)
+        memory = jaxkv.apply(memory, ubatch)
+        return *self.forward(weights, memory, ubatch), ok
+
+
+def shape(sizes, dtype, *spec):
+    where = NamedSharding(jax.sharding.get_mesh(), P(*spec))
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)

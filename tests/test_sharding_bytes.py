@@ -1,0 +1,151 @@
+"""What a compiler makes of memories on meshes: what is sent, what is held, what is copied.
+
+Compiled only, of shapes: nothing is allocated.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.kv.shift import CHUNK
+from tests import hlo
+from tests.pods import LAYERS, Pod
+
+PODS = {
+    "data": Pod((("data", 8),), streams=8),
+    "groups": Pod((("data", 4),), streams=4),
+    "tensor": Pod((("tensor", 4),)),
+    "data x tensor": Pod((("data", 2), ("tensor", 4)), streams=8),
+    "cells": Pod((("cells", 4),)),
+    "all": Pod((("data", 2), ("tensor", 2), ("cells", 2)), streams=8),
+}
+OF_STREAMS = ["data", "groups", "data x tensor", "all"]
+FAST = ["all"]
+MESSAGES = 9
+"""The most small messages of a step: what a plan asks and tells, and the rows of the logits."""
+
+
+def few_fast(names):
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+over_pods = pytest.mark.parametrize("name", few_fast(PODS))
+over_streams = pytest.mark.parametrize("name", few_fast(OF_STREAMS))
+
+
+def on_mesh(pod):
+    return jax.set_mesh(pod.mesh(np.array(jax.devices())))
+
+
+def compiled(fun, *args):
+    return jax.jit(fun, donate_argnums=0).lower(*args).compile()
+
+
+def without(found, expected):
+    """The messages beside those that are expected, each as often as it is."""
+    found = list(found)
+    for one in expected:
+        found.remove(one)
+    return found
+
+
+def joins(pod):
+    """What attention sends in a step of one token for each sequence."""
+    sent = pod.layout().sent
+    return [("all-gather", sent // LAYERS)] * LAYERS if sent else []
+
+
+def step(pod, count=None):
+    def run(memory, weights, tokens, valid):
+        return pod.step(weights, memory, tokens, valid)
+
+    return compiled(run, pod.memory(), pod.weights(), *pod.next_tokens(count))
+
+
+@over_pods
+@pytest.mark.parametrize("window", [None, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_step_sends_no_keys_and_nothing_of_the_tables_size(name, window):
+    pod = replace(PODS[name], window=window)
+    with on_mesh(pod):
+        program, layout = step(pod), pod.layout()
+        others = without(hlo.collectives(program), joins(pod))
+    assert program.memory_analysis().alias_size_in_bytes == layout.table + layout.buffers
+    keys = layout.buffers // LAYERS // 2
+    assert max((size for _, size in others), default=0) < min(keys // 100, pod.cells)
+    projections = LAYERS if "tensor" in dict(pod.axes) else 0
+    planned = MESSAGES if pod.streams > 1 else 0
+    assert len(others) <= planned + projections, others
+
+
+@over_streams
+def test_a_step_of_some_sequences_sends_nothing_of_the_tables_size(name):
+    """Its rows are not in order, so that all devices look at them."""
+    pod = PODS[name]
+    with on_mesh(pod):
+        found = hlo.collectives(step(pod, count=3))
+    # Devices that hold other streams or cells join what they weighed.
+    names = dict(pod.axes)
+    shards = names.get("data", 1) * names.get("cells", 1)
+    sums = 3 * pod.heads // names.get("tensor", 1) * (pod.head_dim + 2) * 4
+    others = without(found, [("all-gather", shards * sums)] * LAYERS)
+    assert max(size for _, size in others) < pod.cells
+
+
+@over_pods
+@pytest.mark.parametrize("tokens", [1, pytest.param(16, marks=pytest.mark.slow)])
+def test_attention_sends_what_the_layout_says(name, tokens):
+    """To the byte; of several tokens for each sequence as many times more."""
+    pod = PODS[name]
+    with on_mesh(pod):
+        ubatch = pod.ubatch(tokens * pod.sequences)
+        program = compiled(attend_with(), pod.memory(), ubatch, *pod.new(ubatch))
+        sent = pod.layout().sent // LAYERS
+    assert hlo.collectives(program) == ([("all-gather", tokens * sent)] if sent else [])
+
+
+def attend_with():
+    return lambda memory, ubatch, q, k, v: jaxkv.attend(memory, 0, ubatch, q, k, v)
+
+
+MOVES = {
+    "update": lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
+    "defrag": lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
+}
+
+
+@over_streams
+@pytest.mark.parametrize("move", MOVES)
+def test_moving_keys_sends_scalars(name, move):
+    pod = PODS[name]
+    if move == "defrag" and "cells" in dict(pod.axes):
+        pytest.skip("cells that move from device to device are sent, see the next test")
+    with on_mesh(pod):
+        program, layout = compiled(MOVES[move], pod.memory()), pod.layout()
+    assert max((size for _, size in hlo.collectives(program)), default=0) <= 4 * pod.streams
+    assert program.memory_analysis().alias_size_in_bytes == layout.table + layout.buffers
+
+
+@pytest.mark.parametrize("name", few_fast(["data", "data x tensor", "all"]))
+def test_a_copy_between_streams_sends_chunks(name):
+    pod = PODS[name]
+    with on_mesh(pod):
+        program = compiled(lambda m: jaxkv.seq_cp(m, 0, pod.sequences - 1), pod.memory())
+        names = dict(pod.axes)
+    heads = pod.kv_heads // names.get("tensor", 1)
+    chunk = CHUNK * heads * pod.head_dim * 4
+    found = [size for _, size in hlo.collectives(program)]
+    row = 16 * pod.cells + 4  # of a table of 32 sequences at most, with what a window took
+    assert sum(found) == 2 * LAYERS * chunk + row
+
+
+def test_collectives_are_found():
+    """So that the tests above can fail: attention left to the compiler gathers keys."""
+    pod = PODS["data"]
+    with on_mesh(pod):
+        keys = pod.memory().buffers.k[0]
+        program = compiled(lambda k, i: k[i], keys, jax.ShapeDtypeStruct((), jnp.int32))
+    assert max(size for _, size in hlo.collectives(program)) >= pod.cells * pod.head_dim * 4
