@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxkv.batch import Batch, drop_unless, make_batch
+from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
 from jaxkv.memory import Facts, Memory, split
 from jaxkv.places import NOWHERE, bucket, count
 from jaxkv.plan import Plan
@@ -14,6 +15,7 @@ from jaxkv.planning.check import check
 from jaxkv.planning.layout import FEW, layout, rank
 from jaxkv.planning.place import place, plan_one, verdict
 from jaxkv.planning.splits import SplitBy
+from jaxkv.tables import program
 
 UBATCH_SIZE = 512
 """Tokens that are computed at once where neither the caller nor the memory says otherwise."""
@@ -78,7 +80,7 @@ def init_batch(
         draft, ubatch = place(draft, part, outputs=outputs)
         ubatches.append(ubatch)
     plan = verdict(draft)
-    return replace(plan, ubatches=tuple(_drop_unless(plan.ok, ubatch) for ubatch in ubatches))
+    return replace(plan, ubatches=tuple(_drop_unless(table, plan.ok, one) for one in ubatches))
 
 
 def init_full(
@@ -134,4 +136,8 @@ def checked_size(facts: Facts, ubatch_size: int | None) -> int:
     return ubatch_size
 
 
-_drop_unless = jax.jit(drop_unless)
+@program
+def _drop_unless(table: Any, ok: jax.Array, ubatch: Ubatch) -> Ubatch:
+    """Do what `drop_unless` says, on the mesh of a table."""
+    del table
+    return drop_unless(ok, ubatch)
