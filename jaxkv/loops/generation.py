@@ -15,7 +15,7 @@ from jaxkv.loops.picking import Picked, advance, stops
 from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import DecodeState, check_sampler, checked
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import count, is_concrete
+from jaxkv.places import count, is_traced
 from jaxkv.planning.step import plan_next
 
 
@@ -76,7 +76,7 @@ def decode(
     state = checked(split(memory)[0].facts, state)
     check_sampler(sampler, state)
     stop = stops(stop, state.token.shape[0])
-    if not is_concrete(sampler, weights, memory, state, stop):
+    if is_traced(sampler, weights, memory, state, stop):
         return _decode(forward, sampler, weights, memory, state, stop, steps)
     table, buffers = given(memory, donate)
     loop = program_of(_decoding, forward)

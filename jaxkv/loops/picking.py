@@ -12,7 +12,7 @@ from jaxkv.loops.drawing import Sampler, a_sampler, draw, draw_key
 from jaxkv.loops.rows import chosen, listed
 from jaxkv.loops.state import DecodeState, ends, resume
 from jaxkv.memory import Memory, split
-from jaxkv.places import integers, is_concrete
+from jaxkv.places import integers, is_traced
 
 
 class Picked(NamedTuple):
@@ -89,7 +89,7 @@ def begin(
 def _check_begun(memory: Memory, state: DecodeState) -> None:
     """Raise if a text that goes on has a sequence without a prompt, where that is known."""
     table, _ = split(memory)
-    if not is_concrete(table, state):
+    if is_traced(table, state):
         return
     empty = np.asarray(state.active & (_ends(table)[state.sequence] < 0))
     if empty.any():

@@ -22,7 +22,7 @@ from jaxkv.loops.picking import stops
 from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import DecodeState, check_sampler, checked, ends
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import count, is_concrete
+from jaxkv.places import count, is_traced
 from jaxkv.planning.step import plan_next
 from jaxkv.verbs.edit import seq_rm
 
@@ -163,7 +163,7 @@ def speculate(
     draft.check(memory)
     stop = stops(stop, texts)
     fixed = sampler, weights, stop
-    if not is_concrete(draft, memory, state, fixed):
+    if is_traced(draft, memory, state, fixed):
         return _speculate(_Setup(forward, *fixed), draft, memory, state, steps)
     table, buffers = given(memory, donate)
     loop = program_of(_speculating, forward)
