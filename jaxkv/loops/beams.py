@@ -20,6 +20,7 @@ from jaxkv.loops.state import ends
 from jaxkv.memory import Facts, Memory, check_once, join, split
 from jaxkv.places import count, integers, is_concrete, is_traced
 from jaxkv.planning.step import plan_next
+from jaxkv.tables import whole
 from jaxkv.verbs.edit import seq_rm, seq_select
 from jaxkv.verbs.room import within_streams
 
@@ -213,7 +214,7 @@ def _search(
     )
     found = best(search.ended, search.living, penalty)
     memory, held = _settled(memory, search, found, sequences, begins)
-    return memory, Beams(*found, held, search.reason)
+    return memory, whole(split(memory)[0], Beams(*found, held, search.reason))
 
 
 def _settled(

@@ -17,6 +17,7 @@ from jaxkv.loops.state import DecodeState, check_sampler, checked
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_traced
 from jaxkv.planning.step import plan_next
+from jaxkv.tables import whole
 
 
 def decode(
@@ -143,4 +144,4 @@ def _decode(
     state = jax.tree.map(jnp.asarray, state)
     begun = memory, state, none, jnp.int32(0)
     memory, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
-    return memory, state, picked
+    return memory, *whole(split(memory)[0], (state, picked))

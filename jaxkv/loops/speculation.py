@@ -24,6 +24,7 @@ from jaxkv.loops.state import DecodeState, check_sampler, checked, ends
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_traced
 from jaxkv.planning.step import plan_next
+from jaxkv.tables import whole
 from jaxkv.verbs.edit import seq_rm
 
 
@@ -233,7 +234,8 @@ def _speculate(
     at = ends(split(memory)[0])[state.sequence] + 1
     begun = _Progress(memory, state, draft, made, at, jnp.ones(texts, bool))
     now = jax.lax.while_loop(goes_on, body, begun)
-    return now.memory, now.state, now.draft, now.made
+    state, made = whole(split(now.memory)[0], (now.state, now.made))
+    return now.memory, state, now.draft, made
 
 
 def _made(made: Speculated) -> jax.Array:
