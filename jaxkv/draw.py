@@ -7,7 +7,7 @@ import numpy as np
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.cells import WORD, Cells
 from jaxkv.memory import Memory, split
-from jaxkv.places import EMPTY
+from jaxkv.places import EMPTY, fetched
 from jaxkv.recurrent.states import States
 
 __all__ = ["show"]
@@ -17,7 +17,7 @@ def show(memory: Memory) -> str:
     """Draw the table of a cache: a column a cell, its owner above its position.
 
     Args:
-      memory: any memory.
+      memory: any memory. Of one that is split over processes each must call this.
 
     Returns:
       Two lines for each stream. `.` is an empty cell, a number the only owner, `+` several owners.
@@ -45,7 +45,7 @@ def show(memory: Memory) -> str:
     llama.cpp: the debug drawing of `find_slot`.
     """
     table, _ = split(memory)
-    return _drawn(table)
+    return _drawn(fetched(table))
 
 
 def _drawn(table: Any) -> str:
@@ -59,7 +59,7 @@ def _drawn(table: Any) -> str:
 
 
 def _drawn_states(table: States) -> str:
-    position, dead = np.asarray(table.position), np.asarray(table.dead_until)
+    position, dead = table.position, table.dead_until
     marks = np.where(position == EMPTY, ".", position.astype(str))
     ids = [f"sequence {seq}" for seq in range(table.sequences)]
     width = [max(map(len, column)) for column in marks.T]
@@ -73,7 +73,7 @@ def _drawn_states(table: States) -> str:
 def _drawn_cells(table: Cells) -> str:
     drawn = []
     for stream, (position, owners, shift) in enumerate(
-        zip(*map(np.asarray, (table.position, table.owners, table.shift)), strict=True)
+        zip(table.position, table.owners, table.shift, strict=True)
     ):
         bits = (owners[:, None] >> np.arange(WORD, dtype=np.uint32)[:, None]) & 1  # [W, 32, N]
         bits = bits.reshape(-1, table.num_cells)

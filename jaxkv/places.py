@@ -7,6 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 EMPTY = -1
 """Position of a cell that holds no token, and of a sequence that holds none."""
@@ -47,9 +48,29 @@ def divided(numbers: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     return jax.lax.div(numbers, by), jax.lax.rem(numbers, by)
 
 
+def is_traced(*trees: Any) -> bool:
+    """Return whether some values are inside of a transformation, where nothing can be raised."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
+
+
 def is_concrete(*trees: Any) -> bool:
-    """Return whether values can be looked at, which those inside a transformation cannot."""
-    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
+    """Return whether this process can look at values.
+
+    It cannot at those inside of a transformation, nor at arrays that are split over processes.
+    """
+    return all(map(_is_known, jax.tree.leaves(trees)))
+
+
+def fetched(tree: Any) -> Any:
+    """Return arrays as NumPy ones. Every process must call it: split ones are gathered."""
+    known = jax.tree.map(lambda x: x if _is_known(x) else process_allgather(x, tiled=True), tree)
+    return jax.device_get(known)
+
+
+def _is_known(x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
 def bucket(count: int) -> int:

@@ -43,6 +43,19 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     return run
 
 
+def whole(table: Table, answers: Any) -> Any:
+    """Return answers whole on each device of a table's mesh, so that every process can read them.
+
+    For programs that do not pin what they return: a compiler may split it in ways of its own.
+    """
+    mesh = at_hand(table.rules)
+    if mesh is None:
+        return answers
+    explicit = AxisType.Explicit in mesh.axis_types
+    pin = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+    return jax.tree.map(lambda x: pin(x, P()), answers)
+
+
 def _specs(out: Any, rules: Rules, mesh: Any) -> Any:
     """Return how axes of a mesh split what a program returns."""
 

@@ -210,7 +210,9 @@ def test_axes_may_be_automatic_or_explicit(mode, streams, axes):
 def test_a_memory_with_rules_asks_for_its_mesh():
     mesh = mesh_of(tensor=2)
     memory = sharding.allocate(partial(jaxkv.make_kv_cache, **SIZES), mesh, RULES)
-    ubatch, _ = jaxkv.plan_step(memory, jnp.array([1]), jnp.array([0]), jnp.array([True]))
+    step = jnp.array([1]), jnp.array([0]), jnp.array([True])
+    with jax.set_mesh(mesh):
+        ubatch, _ = jaxkv.plan_step(memory, *step)
     q = jnp.ones((1, 1, 2, 4))
     with pytest.raises(ValueError, match=r"wanted a mesh .* got none: .*jax.set_mesh"):
         jaxkv.attend(memory, 0, ubatch, q, q, q)

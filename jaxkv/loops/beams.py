@@ -18,8 +18,9 @@ from jaxkv.loops.programs import program_of
 from jaxkv.loops.rows import listed
 from jaxkv.loops.state import ends
 from jaxkv.memory import Facts, Memory, check_once, join, split
-from jaxkv.places import count, integers, is_concrete
+from jaxkv.places import count, integers, is_concrete, is_traced
 from jaxkv.planning.step import plan_next
+from jaxkv.tables import whole
 from jaxkv.verbs.edit import seq_rm, seq_select
 from jaxkv.verbs.room import within_streams
 
@@ -128,7 +129,7 @@ def beam(
         raise ValueError(f"wanted one finite number for penalty, got {penalty}")
     penalty = jnp.asarray(penalty, jnp.float32)
     args = logits, stop, sequences, penalty
-    if not is_concrete(weights, memory, args):
+    if is_traced(weights, memory, args):
         return _search(forward, weights, memory, *args, steps=steps)
     table, buffers = given(memory, donate)
     search = program_of(_searching, forward)
@@ -213,7 +214,7 @@ def _search(
     )
     found = best(search.ended, search.living, penalty)
     memory, held = _settled(memory, search, found, sequences, begins)
-    return memory, Beams(*found, held, search.reason)
+    return memory, whole(split(memory)[0], Beams(*found, held, search.reason))
 
 
 def _settled(

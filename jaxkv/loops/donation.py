@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.memory import Memory, split
-from jaxkv.places import is_concrete
+from jaxkv.places import is_traced
 
 
 def given(memory: Memory, donate: bool) -> tuple[Any, Any]:
@@ -23,7 +23,7 @@ def given(memory: Memory, donate: bool) -> tuple[Any, Any]:
 def check_there(memory: Memory, what: str = "a memory") -> None:
     """Raise a ValueError if a memory's buffers were donated; `what` is its name there."""
     first = next(iter(jax.tree.leaves(split(memory)[1])), None)
-    if isinstance(first, jax.Array) and is_concrete(first) and first.is_deleted():
+    if isinstance(first, jax.Array) and not is_traced(first) and first.is_deleted():
         raise ValueError(
             f"wanted {what} with its buffers, got one whose buffers were donated: go on with the "
             f"memory that the step or loop returned, or do not donate them"

@@ -15,8 +15,9 @@ from jaxkv.loops.picking import Picked, advance, stops
 from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import DecodeState, check_sampler, checked
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import count, is_concrete
+from jaxkv.places import count, is_traced
 from jaxkv.planning.step import plan_next
+from jaxkv.tables import whole
 
 
 def decode(
@@ -76,7 +77,7 @@ def decode(
     state = checked(split(memory)[0].facts, state)
     check_sampler(sampler, state)
     stop = stops(stop, state.token.shape[0])
-    if not is_concrete(sampler, weights, memory, state, stop):
+    if is_traced(sampler, weights, memory, state, stop):
         return _decode(forward, sampler, weights, memory, state, stop, steps)
     table, buffers = given(memory, donate)
     loop = program_of(_decoding, forward)
@@ -143,4 +144,4 @@ def _decode(
     state = jax.tree.map(jnp.asarray, state)
     begun = memory, state, none, jnp.int32(0)
     memory, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
-    return memory, state, picked
+    return memory, *whole(split(memory)[0], (state, picked))

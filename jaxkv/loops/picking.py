@@ -12,7 +12,8 @@ from jaxkv.loops.drawing import Sampler, a_sampler, draw, draw_key
 from jaxkv.loops.rows import chosen, listed
 from jaxkv.loops.state import DecodeState, ends, resume
 from jaxkv.memory import Memory, split
-from jaxkv.places import integers, is_concrete
+from jaxkv.places import integers, is_traced
+from jaxkv.tables import program
 
 
 class Picked(NamedTuple):
@@ -83,13 +84,13 @@ def begin(
     options = {"limit": limit, "sampler": a_sampler(sampler), "seed": seed, "prompts": prompts}
     state = resume(memory, none, sequences, **options)
     _check_begun(memory, state)
-    return pick_first(sampler, logits, stops(stop, len(none)), state)
+    return pick_first(split(memory)[0], sampler, logits, stops(stop, len(none)), state)
 
 
 def _check_begun(memory: Memory, state: DecodeState) -> None:
     """Raise if a text that goes on has a sequence without a prompt, where that is known."""
     table, _ = split(memory)
-    if not is_concrete(table, state):
+    if is_traced(table, state):
         return
     empty = np.asarray(state.active & (_ends(table)[state.sequence] < 0))
     if empty.any():
@@ -99,14 +100,15 @@ def _check_begun(memory: Memory, state: DecodeState) -> None:
         )
 
 
-_ends = jax.jit(ends)
+_ends = program(ends)
 
 
-@jax.jit
+@program
 def pick_first(
-    sampler: Sampler, logits: jax.Array, stop: jax.Array, state: DecodeState
+    table: Any, sampler: Sampler, logits: jax.Array, stop: jax.Array, state: DecodeState
 ) -> tuple[DecodeState, Picked]:
     """Pick the first token of each text of a state that has none yet; see `begin`."""
+    del table  # by which the mesh is known
     # Where the token of a started text would stand, there stands the one that is picked here.
     state = replace(state, draw=state.draw - 1)
     state, token, logprob = advance(sampler, logits, state, stop, state.left > 0)

@@ -15,7 +15,7 @@ from jaxkv.batch import Batch, drop_unless, make_batch
 from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, step_of, take_step
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import bucket, count, is_concrete
+from jaxkv.places import bucket, count, is_concrete, is_traced
 from jaxkv.plan import Plan
 from jaxkv.planning.init import checked_size, init_batch
 from jaxkv.verbs.apply import is_current
@@ -94,7 +94,7 @@ def prefill(
     if known:
         plan.check()
     logits = []
-    if known and is_concrete(weights, memory, batch):
+    if known and not is_traced(weights, memory, batch):
         step = step_of(forward)
         table, buffers = given(memory, donate)
         for ubatch in plan.ubatches:
@@ -122,7 +122,7 @@ def _check_planned(memory: Memory, batch: Any, ubatch_size: int | None, plan: An
         )
         if wanted != got:
             raise ValueError(f"wanted a plan of the batch's {wanted} tokens, got one of {got}")
-    if is_concrete(memory, plan) and not is_current(memory, plan.ubatches[0]):
+    if not is_traced(memory, plan) and not is_current(memory, plan.ubatches[0]):
         raise ValueError("wanted a plan of this memory as it is, got a stale one: plan again")
 
 

@@ -154,7 +154,7 @@ class Runner:
         # Where a chunk was refused the prompt is not there, and what is picked is dropped.
         none = np.zeros(self._facts.sequences, np.int32)
         state = resume(self.memory, none, None, sampler=sampler, **options)
-        state, picked = pick_first(sampler, logits, stop, state)
+        state, picked = pick_first(split(self.memory)[0], sampler, logits, stop, state)
         return picked, self._rule_states(state)
 
     def _rule_states(self, state: DecodeState) -> Any:

@@ -22,8 +22,9 @@ from jaxkv.loops.picking import stops
 from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import DecodeState, check_sampler, checked, ends
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import count, is_concrete
+from jaxkv.places import count, is_traced
 from jaxkv.planning.step import plan_next
+from jaxkv.tables import whole
 from jaxkv.verbs.edit import seq_rm
 
 
@@ -163,7 +164,7 @@ def speculate(
     draft.check(memory)
     stop = stops(stop, texts)
     fixed = sampler, weights, stop
-    if not is_concrete(draft, memory, state, fixed):
+    if is_traced(draft, memory, state, fixed):
         return _speculate(_Setup(forward, *fixed), draft, memory, state, steps)
     table, buffers = given(memory, donate)
     loop = program_of(_speculating, forward)
@@ -233,7 +234,8 @@ def _speculate(
     at = ends(split(memory)[0])[state.sequence] + 1
     begun = _Progress(memory, state, draft, made, at, jnp.ones(texts, bool))
     now = jax.lax.while_loop(goes_on, body, begun)
-    return now.memory, now.state, now.draft, now.made
+    state, made = whole(split(now.memory)[0], (now.state, now.made))
+    return now.memory, state, now.draft, made
 
 
 def _made(made: Speculated) -> jax.Array:

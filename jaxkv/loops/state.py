@@ -14,6 +14,7 @@ from jaxkv.loops.sampling import make_sampler
 from jaxkv.memory import Facts, Memory, check_once, split
 from jaxkv.places import END, flags, integers, is_concrete
 from jaxkv.plan import Reason
+from jaxkv.tables import program
 
 
 @jax.tree_util.register_dataclass
@@ -209,7 +210,7 @@ def _seed(seed: Any, count: int) -> Any:
     return array.astype(np.uint32)
 
 
-@jax.jit
+@program
 def _draws(table: Any, seed: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the key of each text, and the position of the token that is picked next."""
     if jnp.ndim(seed):

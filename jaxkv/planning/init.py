@@ -80,9 +80,7 @@ def init_batch(
         draft, ubatch = place(draft, part, outputs=outputs)
         ubatches.append(ubatch)
     plan = verdict(draft)
-    return replace(
-        plan, ubatches=tuple(_drop_unless(table, plan.ok, ubatch) for ubatch in ubatches)
-    )
+    return replace(plan, ubatches=tuple(_drop_unless(table, plan.ok, one) for one in ubatches))
 
 
 def init_full(
@@ -140,6 +138,6 @@ def checked_size(facts: Facts, ubatch_size: int | None) -> int:
 
 @program
 def _drop_unless(table: Any, ok: jax.Array, ubatch: Ubatch) -> Ubatch:
-    """Do so beside the table, which says where the rows of a ubatch lie."""
+    """Do what `drop_unless` says, on the mesh of a table."""
     del table
     return drop_unless(ok, ubatch)

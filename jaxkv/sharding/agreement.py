@@ -1,6 +1,8 @@
-"""Whether all processes hold the same table."""
+"""Whether all processes hold the same table, and were given the same batch."""
 
 from math import prod
+from typing import Any
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +12,30 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.memory import Memory, Table, split
+from jaxkv.places import is_concrete
 
 
-def agree(memory: Memory) -> None:
-    """Raise unless all devices and processes hold the same table.
+def agree(memory: Memory, batch: Any = None) -> None:
+    """Raise unless all devices and processes hold the same table, and were given the same batch.
 
     What JAX calls replicated is never compared: processes that were given different batches plan
     and compute on, each by its own. Every process must call this.
 
+    Args:
+      memory: any memory. Where each stream lies on devices of one process alone there is nothing
+        to compare, and the batch tells.
+      batch: what every process was given, such as a batch.
+
     Raises:
-      RuntimeError: when devices differ; it names their processes.
+      RuntimeError: when devices or processes differ; it names the processes.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
       >>> sizes = dict(layers=1, cells=8, kv_heads=2, head_dim=4, sequences=2, streams=2)
       >>> sharding.agree(sharding.allocate(lambda: make_kv_cache(**sizes), mesh))
     """
+    given = np.ravel(multihost_utils.process_allgather(np.uint32(_checksum(batch))))
+    _check("batch in all processes", given, np.arange(jax.process_count()))
     table, buffers = split(memory)
     mesh = getattr(jax.tree.leaves(table)[0].sharding, "mesh", None)
     if table.rules is None or mesh is None:
@@ -38,15 +48,29 @@ def agree(memory: Memory) -> None:
     # The devices of a row hold the same streams.
     axes = table.rules.split(mesh, streams=table.facts.streams)["streams"]
     numbers = _by_streams(np.asarray(found).reshape(mesh.devices.shape), mesh, axes)
-    devices = _by_streams(mesh.devices, mesh, axes)
-    for mine, holders in zip(numbers, devices, strict=True):
-        wrong = sorted({device.process_index for device in holders[mine != mine[0]]})
-        if wrong:
-            raise RuntimeError(
-                f"wanted one table on all devices, got another one in processes {wrong} than in "
-                f"process {holders[0].process_index}: give every process the same batches, see "
-                f"jax.experimental.multihost_utils.broadcast_one_to_all"
-            )
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    for row in zip(numbers, _by_streams(processes, mesh, axes), strict=True):
+        _check("table on all devices", *row)
+
+
+def _check(what: str, numbers: np.ndarray, processes: np.ndarray) -> None:
+    """Raise unless all numbers are one; each is of one of the processes."""
+    if wrong := np.unique(processes[numbers != numbers[0]]).tolist():
+        raise RuntimeError(
+            f"wanted one {what}, got another one in processes {wrong} than in process "
+            f"{processes[0]}: give every process the same batches, see jaxkv.sharding.broadcast"
+        )
+
+
+def _checksum(batch: Any) -> int:
+    """Return a number of the arrays that this process can look at."""
+    number = 0
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if is_concrete(leaf):
+            array = np.asarray(leaf)
+            name = f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}"
+            number = crc32(array.tobytes(), crc32(name.encode(), number))
+    return number
 
 
 def _digest(table: Table) -> jax.Array:

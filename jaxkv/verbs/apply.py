@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, by_row, drop_unless, placed_rows
 from jaxkv.memory import Commitment, Memory, check_facts, check_made_for, join, split
-from jaxkv.places import is_concrete
+from jaxkv.places import is_traced
 from jaxkv.plan import Plan
 from jaxkv.tables import program
 
@@ -56,7 +56,7 @@ def apply(memory: Memory, plan: Ubatch | Plan | Commitment, *, donate: bool = Fa
     if not isinstance(plan, Commitment):
         raise TypeError(f"wanted a ubatch or a plan, got {type(plan)}")
     check_facts(plan.facts, table.facts, "a plan that was made")
-    if is_concrete(plan, table) and plan.is_empty:
+    if not is_traced(plan, table) and plan.is_empty:
         return memory
     return (_commit_donated if donate else _commit)(plan, table, buffers)
 

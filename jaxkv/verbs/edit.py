@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import count, integers, is_concrete
+from jaxkv.places import count, integers, is_concrete, is_traced
 from jaxkv.tables import program
 from jaxkv.verbs.ids import Ids, pairs, position, sequence
 from jaxkv.verbs.room import changes_of, check_room, need_to_copy, need_to_select, within_streams
@@ -144,7 +144,7 @@ none, or where cells must be neighbours close the gaps (defrag_plan)
     args = *ids, position(p0, "p0"), position(p1, "p1")
     if within_streams(facts, *ids):
         return join(_cp(table, *args), buffers)
-    if facts.in_groups and is_concrete(table, args):
+    if facts.in_groups and not is_traced(table, args):
         check_room(need_to_copy(table, *args))
     return (_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *args)
 
@@ -191,7 +191,7 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
     ids = pairs(table, parents, sequences)
     if within_streams(table.facts, *ids):
         return join(_select(table, *ids), buffers)
-    if table.facts.in_groups and is_concrete(table, ids):
+    if table.facts.in_groups and not is_traced(table, ids):
         check_room(need_to_select(table, *ids))
     selected = _select_buffers_donated if donate else _select_buffers
     return selected(table, buffers, *ids)
