@@ -16,7 +16,6 @@ import jaxkv
 from jaxkv import sharding
 from jaxkv.sharding import Rules
 from tests import memories, test_recurrent_verbs, test_stateful
-from tests.hlo import collectives, temporary_bytes
 from tests.memories import Kind, assert_identical
 
 RULES = Rules(cells="cells")
@@ -235,25 +234,3 @@ def test_heads_that_do_not_divide_are_whole_and_fitted_finds_room_for_the_rest()
     assert sharding.layout(jax.eval_shape(make), finer, rules).buffers == layout.buffers // 4
     with pytest.raises(ValueError, match="surplus='cells'"):
         sharding.fitted(jax.eval_shape(make), mesh, RULES, surplus="refuse")
-
-
-@pytest.mark.parametrize(
-    ("streams", "axes"),
-    [(8, {"data": 4}), (1, {"cells": 4}), (4, {"data": 2, "tensor": 2, "cells": 2})],
-)
-def test_attention_sends_what_the_layout_says(streams, axes):
-    sizes = {**SIZES, "layers": 1, "cells": 64, "sequences": 8, "streams": streams}
-    make = partial(jaxkv.make_kv_cache, **sizes)
-    mesh = mesh_of(**axes)
-    with jax.set_mesh(mesh):
-        memory = sharding.shapes(make, mesh, RULES)
-        plan = jaxkv.init_full(memory, ubatch_size=8)
-        q = jax.ShapeDtypeStruct((*plan.ubatches[0].valid.shape, 4, 4), jnp.float32)
-        k = jax.ShapeDtypeStruct((*q.shape[:2], 2, 4), jnp.float32)
-        attend = jax.jit(lambda *args: jaxkv.attend(args[0], 0, *args[1:]), donate_argnums=0)
-        compiled = attend.lower(memory, plan.ubatches[0], q, k, k).compile()
-    told = sharding.layout(memory, mesh, RULES, heads=4)
-    gathers = [one.bytes for one in collectives(compiled) if one.name == "all-gather"]
-    assert sum(size for size in gathers if size > 64) == told.sent
-    assert compiled.memory_analysis().alias_size_in_bytes >= told.buffers
-    assert temporary_bytes(compiled) < 4 * 2**20

@@ -59,6 +59,11 @@ def joins(pod):
     return [("all-gather", sent // LAYERS)] * LAYERS if sent else []
 
 
+def sent_by(program):
+    """Pairs of what a program sends: the instruction and the bytes it gives."""
+    return [(one.name, one.bytes) for one in hlo.collectives(program)]
+
+
 def step(pod, count=None):
     def run(memory, weights, tokens, valid):
         return pod.step(weights, memory, tokens, valid)
@@ -72,7 +77,7 @@ def test_a_step_sends_no_keys_and_nothing_of_the_tables_size(name, window):
     pod = replace(PODS[name], window=window)
     with on_mesh(pod):
         program, layout = step(pod), pod.layout()
-        others = without(hlo.collectives(program), joins(pod))
+        others = without(sent_by(program), joins(pod))
     assert program.memory_analysis().alias_size_in_bytes == layout.table + layout.buffers
     keys = layout.buffers // LAYERS // 2
     assert max((size for _, size in others), default=0) < min(keys // 100, pod.cells)
@@ -86,7 +91,7 @@ def test_a_step_of_some_sequences_sends_nothing_of_the_tables_size(name):
     """Its rows are not in order, so that all devices look at them."""
     pod = PODS[name]
     with on_mesh(pod):
-        found = hlo.collectives(step(pod, count=3))
+        found = sent_by(step(pod, count=3))
     # Devices that hold other streams or cells join what they weighed.
     names = dict(pod.axes)
     shards = names.get("data", 1) * names.get("cells", 1)
@@ -104,7 +109,7 @@ def test_attention_sends_what_the_layout_says(name, tokens):
         ubatch = pod.ubatch(tokens * pod.sequences)
         program = compiled(attend_with(), pod.memory(), ubatch, *pod.new(ubatch))
         sent = pod.layout().sent // LAYERS
-    assert hlo.collectives(program) == ([("all-gather", tokens * sent)] if sent else [])
+    assert sent_by(program) == ([("all-gather", tokens * sent)] if sent else [])
 
 
 def attend_with():
@@ -125,7 +130,7 @@ def test_moving_keys_sends_scalars(name, move):
         pytest.skip("cells that move from device to device are sent, see the next test")
     with on_mesh(pod):
         program, layout = compiled(MOVES[move], pod.memory()), pod.layout()
-    assert max((size for _, size in hlo.collectives(program)), default=0) <= 4 * pod.streams
+    assert max((size for _, size in sent_by(program)), default=0) <= 4 * pod.streams
     assert program.memory_analysis().alias_size_in_bytes == layout.table + layout.buffers
 
 
@@ -137,7 +142,7 @@ def test_a_copy_between_streams_sends_chunks(name):
         names = dict(pod.axes)
     heads = pod.kv_heads // names.get("tensor", 1)
     chunk = CHUNK * heads * pod.head_dim * 4
-    found = [size for _, size in hlo.collectives(program)]
+    found = [size for _, size in sent_by(program)]
     row = 16 * pod.cells + 4  # of a table of 32 sequences at most, with what a window took
     assert sum(found) == 2 * LAYERS * chunk + row
 
@@ -148,4 +153,4 @@ def test_collectives_are_found():
     with on_mesh(pod):
         keys = pod.memory().buffers.k[0]
         program = compiled(lambda k, i: k[i], keys, jax.ShapeDtypeStruct((), jnp.int32))
-    assert max(size for _, size in hlo.collectives(program)) >= pod.cells * pod.head_dim * 4
+    assert max(size for _, size in sent_by(program)) >= pod.cells * pod.head_dim * 4
