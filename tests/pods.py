@@ -88,7 +88,7 @@ class Pod:
 
     def ubatch(self, tokens):
         """The shapes of a ubatch as a plan lays it out."""
-        mesh, streams = jax.sharding.get_mesh(), ()
+        mesh = jax.sharding.get_mesh()
         (ubatch,) = jaxkv.init_full(self.memory(), ubatch_size=tokens).ubatches
         streams = RULES.split(mesh, streams=self.streams)["streams"]
         specs = jaxkv.batch.specs_of(ubatch, streams if ubatch.in_order else (), streams)
@@ -128,3 +128,18 @@ class Pod:
 def shape(sizes, dtype, *spec):
     where = NamedSharding(jax.sharding.get_mesh(), P(*spec))
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
+
+
+_SIZES = {"group": 4, "head_dim": 128, "width": 4096, "vocabulary": 256, "dtype": "bfloat16"}
+
+# By the name of a topology and the axes on it: layers like those of a model of 8B, for TPUs.
+OF_8B = {
+    "v5e:4x4 data=2 tensor=8": Pod(
+        (("data", 2), ("tensor", 8)), sequences=16, streams=16, **_SIZES
+    ),
+    "v5e:4x4 data=16": Pod((("data", 16),), sequences=16, streams=16, **_SIZES),
+    "v5e:4x4 tensor=8 cells=2": Pod((("tensor", 8), ("cells", 2)), sequences=16, **_SIZES),
+    "v5e:16x16 data=32 tensor=8": Pod(
+        (("data", 32), ("tensor", 8)), sequences=32, streams=32, **_SIZES
+    ),
+}

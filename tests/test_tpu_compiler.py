@@ -1,0 +1,86 @@
+"""What the compiler for TPUs makes of a step on a pod: real shapes, and no TPU.
+
+Skipped where the wheel `libtpu` is not installed. Its programs are those that run on a TPU, so that
+what is sent, held and donated is known; how long they take is not.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.pods import LAYERS, OF_8B
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="the wheel libtpu is not installed: pip install libtpu==0.0.42 fits jax 0.10.2",
+    ),
+]
+
+ROOT = pathlib.Path(__file__).parent.parent
+MB = 1_000_000
+MESSAGES = 9  # as in tests/test_sharding_bytes.py
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """What the compiler says, by layout; it is asked once, in a process of its own."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.tpu_steps"],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line for line in lines}
+
+
+over_layouts = pytest.mark.parametrize("name", OF_8B)
+
+
+@over_layouts
+def test_a_step_sends_what_its_layout_says(steps, name):
+    """An all-reduce a layer, of the output projection; a join a layer of cells; else scalars.
+
+    The rows of the logits are the last and largest of those. A model with a feed-forward has
+    another all-reduce a layer.
+    """
+    step, pod = steps[name], OF_8B[name]
+    axes = dict(pod.axes)
+    print(name, step)
+    sent = [tuple(one) for one in step["collectives"]]
+    assert not [one for one in sent if one[0] == "collective-permute"]
+    layer = []
+    if "tensor" in axes:
+        rows = pod.sequences // axes.get("data", 1)
+        layer.append(("all-reduce", rows * pod.width * 2))
+    if "cells" in axes:
+        layer.append(("all-gather", step["sent"] // LAYERS))
+    last = [("all-reduce", pod.sequences * pod.width * 2)] if pod.streams > 1 else []
+    for one in [*layer * LAYERS, *last]:
+        sent.remove(one)
+    assert len(sent) + len(last) <= (MESSAGES if pod.streams > 1 else 0)
+    assert max((size for _, size in sent), default=0) <= 3 * pod.sequences * 4
+
+
+@over_layouts
+def test_a_step_writes_into_its_memory_and_holds_little(steps, name):
+    step = steps[name]
+    assert step["share"] <= step["aliased"] <= 1.01 * step["share"]  # it pads small arrays
+    assert step["temporaries"] < 4 * MB
+
+
+@over_layouts
+def test_the_forms_for_a_tpu_are_lowered(steps, name):
+    """Not those for a processor, though one is all that there is here."""
+    assert steps[name]["barriers"] == 0
