@@ -28,7 +28,7 @@ def compiled(name, pod):
     memory = program.memory_analysis()
     return {
         "name": name,
-        "collectives": hlo.collectives(program),
+        "collectives": [(one.name, one.bytes) for one in hlo.collectives(program)],
         "temporaries": memory.temp_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
         "share": layout.table + layout.buffers,
