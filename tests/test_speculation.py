@@ -20,10 +20,12 @@ DATA = Path(__file__).parent / "data"
 FAMILIES = ("llama_tied", "gemma3", "mamba2", "granite_hybrid", "recurrent_gemma")
 EVERY = [
     pytest.param(*way, marks=pytest.mark.slow)
-    for way in product(FAMILIES, ("lookup", "itself", "another"), (1, 3))
+    for way in product(FAMILIES, ("lookup", "itself", "another"), ("pool", "split"))
 ]
 BEST = make_sampler()
 PROMPTS = [[7, 3, 11, 5, 7, 3, 11, 5, 7, 3], [2, 9, 13, 2, 9, 13, 2], [4, 6, 1, 8, 4, 6]]
+DRAWN = np.random.default_rng(5)
+TWENTY = [*PROMPTS, *(DRAWN.integers(1, 14, DRAWN.integers(2, 10)).tolist() for _ in range(17))]
 
 
 @cache
@@ -31,10 +33,10 @@ def load(name):
     return models.load(DATA / name)
 
 
-def begun(model, prompts, sampler=BEST, *, limit=24, stop=(), **options):
+def begun(model, prompts, sampler=BEST, *, limit=24, stop=(), cells=160, **options):
     """Prefill prompts, and pick their first tokens."""
     count = len(prompts)
-    memory = model.make_memory(cells=160, sequences=count, rollback=4, **options)
+    memory = model.make_memory(cells=cells, sequences=count, rollback=4, **options)
     memory, logits = jaxkv.prefill(model.forward, model.weights, memory, make_batch(prompts))
     state, first = loops.begin(sampler, memory, logits, stop, limit=limit, prompts=prompts)
     return memory, state, first
@@ -58,29 +60,30 @@ def copying(name):
     return model.forward, weights
 
 
-@pytest.mark.parametrize(("name", "kind", "streams"), EVERY)
-def test_texts_are_those_of_a_plain_loop(name, kind, streams):
-    model = load(name)
-    memory, state, _ = begun(model, PROMPTS, streams=streams)
+@pytest.mark.parametrize(("name", "kind", "pools"), EVERY)
+def test_twenty_texts_are_those_of_a_plain_loop(name, kind, pools):
+    model, count = load(name), len(TWENTY)
+    cells, streams = (40 * count, 1) if pools == "pool" else (40, count)
+    memory, state, _ = begun(model, TWENTY, streams=streams, cells=cells)
     after, ended, wanted = plainly(model, memory, state)
     if kind == "lookup":
-        draft = loops.lookup(PROMPTS)
+        draft = loops.lookup(TWENTY)
     else:
         forward, weights = (model.forward, model.weights) if kind == "itself" else copying(name)
         own, _ = jaxkv.prefill(
             forward,
             weights,
-            model.make_memory(cells=160, sequences=3, rollback=4),
-            make_batch(PROMPTS),
+            model.make_memory(cells=40 * count, sequences=count, rollback=4),
+            make_batch(TWENTY),
         )
-        draft = loops.draft_model(forward, weights, own, texts=3)
+        draft = loops.draft_model(forward, weights, own, texts=count)
     found, now, draft, made = loops.speculate(
         model.forward, draft, BEST, model.weights, memory, state, steps=24
     )
     assert texts(made) == texts(wanted)
     np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=2e-4)
     assert now.token.tolist() == ended.token.tolist() and not now.active.any()
-    ids = [0, 1, 2]
+    ids = [*range(count)]
     assert jaxkv.seq_pos_max(found, ids).tolist() == jaxkv.seq_pos_max(after, ids).tolist()
     assert not sum(jaxkv.check_invariants(found).values())
     picked = made.turns + made.accepted  # no text ends with a guess: none has a stop token
@@ -88,7 +91,7 @@ def test_texts_are_those_of_a_plain_loop(name, kind, streams):
     if kind == "itself":
         assert (made.accepted >= made.tried - 1).all() and (made.turns <= 7).all()
     # The memory goes on as if nothing had been guessed.
-    step = partial(jaxkv.prefill, model.forward, model.weights, batch=make_batch([[1]] * 3))
+    step = partial(jaxkv.prefill, model.forward, model.weights, batch=make_batch([[1]] * count))
     np.testing.assert_allclose(step(memory=found)[1], step(memory=after)[1], atol=2e-4)
 
 
