@@ -346,10 +346,13 @@ def requests() -> None:
     ]
 
     def served(memory: Any, weights: Any, requests: list[Request]) -> dict:
-        engine = Engine(Model("aa").forward, weights, memory, stop=[3], chunk=8)
+        model = Model("aa")
+        memory = loops.warm_up(model.forward, weights, memory, ubatch_size=4)
+        engine = Engine(model.forward, weights, memory, stop=[3], chunk=8)
+        engine.warm_up()
         for request in requests:
             engine.submit(request)
-        results = {result.tag: result for result in engine.results()}
+        results = {result.request.tag: result for result in engine.results()}
         assert not jaxkv.used(engine.memory)
         return {tag: (one.tokens, one.logprobs, one.reason) for tag, one in results.items()}
 
