@@ -116,8 +116,9 @@ def make(kinds: str, *, cells: int, sequences: int, streams: int, window: Any = 
 class Story:
     """A memory that is led through every verb; what came of each step is noted by its name."""
 
-    def __init__(self, kinds: str, memory: Any, weights: Any, watch: Any) -> None:
-        self.model, self.memory, self.weights = Model(kinds), memory, weights
+    def __init__(self, sizes: dict, memory: Any, weights: Any, watch: Any) -> None:
+        self.model, self.memory, self.weights = Model(sizes["kinds"]), memory, weights
+        self.cells = sizes["cells"]
         self.forward = self.model.forward
         self.facts = jaxkv.split(memory)[0].facts
         self.watch = watch
@@ -202,18 +203,30 @@ class Story:
         self.ask("after keep")
         self.do("clear", jaxkv.clear)
         self.watch("anew", self.memory, self.tell([1, 2, 3], sequences=[0]))
+        for seq in (0, last):
+            self.do(f"fill {seq}", self.filled, seq)
+        self.do("cp to little room", jaxkv.seq_cp, 0, last - 1)
 
     def refuse(self) -> None:
         """Plans that are refused say why, in every process alike."""
-        for tokens in ([[0] * 200], [[0] * 200, [1]]):
-            batch = make_batch(tokens, positions=np.arange(sum(map(len, tokens))) + 50)
+        last = self.facts.sequences - 1
+        for name, batch in {
+            "a gap": make_batch([0, 1], positions=[50, 51]),
+            "no room": make_batch([[0] * 70, [1]], sequences=[0, last]),
+            "an update": make_batch([1], sequences=last),
+        }.items():
             plan = jaxkv.init_batch(self.memory, batch, ubatch_size=4)
             try:
-                plan.check()
+                said = plan.check() and "not refused"
             except jaxkv.RefusedError as error:
-                self.watch("refused", self.memory, (str(error), plan.fits, plan.reason))
-            else:
-                raise AssertionError("wanted a refused plan")
+                said = str(error)
+            assert "NOT_NEXT" in said or name != "a gap", said
+            self.watch(f"refused for {name}", self.memory, (said, plan.fits, plan.reason))
+
+    def filled(self, memory: Any, seq: int) -> Any:
+        """More than half of a stream."""
+        batch = make_batch([1] * max(self.cells * 5 // 8, 2), sequences=seq)
+        return jaxkv.prefill(self.forward, self.weights, memory, batch, ubatch_size=4)
 
     def room(self, memory: Any) -> tuple:
         memory, plan, helped = jaxkv.make_room(memory, make_batch([1, 2]))
@@ -301,7 +314,7 @@ def verbs(name: str) -> None:
     sizes, axes = CASES[name]
     weights, memory = random_weights(), make(**sizes)
     noted = []
-    Story(sizes["kinds"], memory, weights, lambda *step: noted.append(step)).run()
+    Story(sizes, memory, weights, lambda *step: noted.append(step)).run()
     wanted = iter(noted)
 
     def watch(step: str, memory: Any, answers: Any) -> None:
@@ -311,7 +324,7 @@ def verbs(name: str) -> None:
         same(jax.device_get(answers), answers_alone, f"{name}: {step}, answers")
 
     with jax.set_mesh(mesh_of(**axes)):
-        Story(sizes["kinds"], placed(memory), replicated(weights), watch).run()
+        Story(sizes, placed(memory), replicated(weights), watch).run()
         assert next(wanted, None) is None
 
 
@@ -333,10 +346,13 @@ def requests() -> None:
     ]
 
     def served(memory: Any, weights: Any, requests: list[Request]) -> dict:
-        engine = Engine(Model("aa").forward, weights, memory, stop=[3], chunk=8)
+        model = Model("aa")
+        memory = loops.warm_up(model.forward, weights, memory, ubatch_size=4)
+        engine = Engine(model.forward, weights, memory, stop=[3], chunk=8)
+        engine.warm_up()
         for request in requests:
             engine.submit(request)
-        results = {result.tag: result for result in engine.results()}
+        results = {result.request.tag: result for result in engine.results()}
         assert not jaxkv.used(engine.memory)
         return {tag: (one.tokens, one.logprobs, one.reason) for tag, one in results.items()}
 
