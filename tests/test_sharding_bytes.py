@@ -116,6 +116,32 @@ def attend_with():
     return lambda memory, ubatch, q, k, v: jaxkv.attend(memory, 0, ubatch, q, k, v)
 
 
+def held(pod, tokens):
+    """The temporaries of attention on a device, and its share of the layer's keys and values."""
+    with on_mesh(pod):
+        ubatch = pod.ubatch(tokens)
+        program = compiled(attend_with(), pod.memory(), ubatch, *pod.new(ubatch))
+        return hlo.temporary_bytes(program), pod.layout().buffers // LAYERS
+
+
+@over_pods
+def test_attention_over_few_cells_holds_little(name):
+    temporaries, _ = held(PODS[name], PODS[name].sequences)
+    assert temporaries <= 4_000_000
+
+
+@over_pods
+@pytest.mark.parametrize(
+    ("cells", "tokens"), [(131_072, 8), pytest.param(1 << 20, 64, marks=pytest.mark.slow)]
+)
+def test_attention_over_many_cells_holds_two_hundredths(name, cells, tokens):
+    pod = replace(PODS[name], cells=cells, head_dim=128)
+    temporaries, share = held(pod, tokens)
+    # A processor is faster with the logits of few tokens of a list, here two, at once.
+    few = name == "groups" and tokens == 8
+    assert temporaries <= share * (0.04 if few else 0.02)
+
+
 MOVES = {
     "update": lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
     "defrag": lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),

@@ -33,17 +33,22 @@ options: scale and softcap. Sinks come afterwards, when all cells have been weig
 It returns a softmax that is still open, so that it can be joined with that over other cells.
 """
 
+HELD = 1 << 28
+"""Bytes of the logits of all cells up to which they are held at once: 256 MB."""
+
 
 def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
     """Choose by shapes, for a GPU or a TPU.
 
     The turns of a loop whose length depends on the data wait for the host or for each other, and
     that takes longer than reading what no token sees; unless the logits of all cells would be more
-    than what is read, as those of a prompt are.
+    than what is read, as those of a prompt are, or more than there may be room for. A compiler
+    holds them where a list has several tokens.
     """
     logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes a cell
     read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-    way = xla.whole if logits <= read else xla_tiles.by_tiles
+    held = q.shape[0] * logits * k.shape[2] if q.shape[1] > 1 else 0
+    way = xla.whole if logits <= read and held <= HELD else xla_tiles.by_tiles
     return way(q, k, v, sight, options)
 
 

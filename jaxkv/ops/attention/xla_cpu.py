@@ -27,6 +27,12 @@ SMALL = 4
 LARGE = 16
 """Tokens from which on tiles are always read one by one: the logits of all cells would be large."""
 
+SEVERAL = 8
+"""Tokens from which on it is the same where the logits are more bytes than stay in a cache."""
+
+LOGITS = 1 << 23
+"""As many bytes as that: 8 MB."""
+
 THIN = 32
 """The most queries of a key head for which all cores read keys and values, see `_scores`."""
 
@@ -39,7 +45,7 @@ PART = 64
 
 def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
     """Read tiles where few of them are seen, or tokens are many, and else all cells at once."""
-    if not sight.all_streams or q.shape[1] > LARGE or _is_narrow(k):
+    if not sight.all_streams or _are_large(q, k) or _is_narrow(k):
         return tiles(q, k, v, sight, options)
     live, mask = live_of(sight), mask_of(sight)
     if live.tiles.size <= SMALL:
@@ -97,6 +103,13 @@ def _logits(q: jax.Array, k: jax.Array, mask: jax.Array, options: Options) -> ja
     mask = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
     logits = options.capped(_scores(q, k)).reshape(*k.shape[:3], -1, tokens, k.shape[3])
     return masked(logits, mask)
+
+
+def _are_large(q: jax.Array, k: jax.Array) -> bool:
+    """Return whether the logits of all cells would take more time than turns of a loop."""
+    lists, tokens, heads, _ = q.shape
+    logits = lists * tokens * heads * k.shape[2] * sums_dtype(q).itemsize
+    return tokens > LARGE or (tokens >= SEVERAL and logits > LOGITS)
 
 
 def _is_narrow(k: jax.Array) -> bool:
