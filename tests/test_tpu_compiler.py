@@ -81,6 +81,14 @@ def test_a_step_writes_into_its_memory_and_holds_little(steps, name):
 
 
 @over_layouts
+@pytest.mark.parametrize("ubatch", ["decode", "prompt"])
+def test_attention_over_many_cells_holds_two_hundredths(steps, name, ubatch):
+    """A token for each sequence over 131,072 cells, and 64 tokens over a million."""
+    temporaries, share = steps[name][ubatch]
+    assert temporaries <= share * 0.02
+
+
+@over_layouts
 def test_the_forms_for_a_tpu_are_lowered(steps, name):
     """Not those for a processor, though one is all that there is here."""
     assert steps[name]["barriers"] == 0

@@ -6,6 +6,7 @@ wanted, only the wheel.
 
 import json
 import os
+from dataclasses import replace
 
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")
 
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+import jaxkv
 from tests import hlo
 from tests.pods import LAYERS, OF_8B
 
@@ -39,6 +41,23 @@ def compiled(name, pod):
     }
 
 
+def attending(name, pod, tokens):
+    """What attention holds on a device, and its share of the layer's keys and values."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=name.split()[0])
+    with jax.set_mesh(pod.mesh(np.array(topology.devices))):
+        ubatch = pod.ubatch(tokens)
+        attend = jax.jit(
+            lambda memory, ubatch, q, k, v: jaxkv.attend(memory, 0, ubatch, q, k, v),
+            donate_argnums=0,
+        )
+        traced = attend.trace(pod.memory(), ubatch, *pod.new(ubatch))
+        program = traced.lower(lowering_platforms=("tpu",)).compile()
+        return [hlo.temporary_bytes(program), pod.layout().buffers // LAYERS]
+
+
 if __name__ == "__main__":
     for name, pod in OF_8B.items():
-        print(json.dumps(compiled(name, pod)), flush=True)
+        found = compiled(name, pod)
+        found["decode"] = attending(name, replace(pod, cells=131_072), pod.sequences)
+        found["prompt"] = attending(name, replace(pod, cells=1 << 20), 64)
+        print(json.dumps(found), flush=True)
