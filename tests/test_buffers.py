@@ -1,5 +1,7 @@
 """Keys and values as they are stored: always finite, and moved bit for bit."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv.kv.buffers import copy_run, gather, scatter
+from jaxkv.mesh import WHOLE
 
 S, K, N, D = 3, 2, 40, 4
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn]
@@ -55,7 +58,9 @@ def test_a_single_row_of_a_single_head_is_written():
 @over_dtypes
 def test_a_run_of_cells_is_copied_to_another_stream(dtype):
     array = numbers((S, K, N, D), dtype)
-    got = jax.jit(copy_run, static_argnums=4)(array, *map(jnp.int32, (2, 0, 7)), 9)
+    run = partial(copy_run, WHOLE, size=9)
+    src, dst, first, end = map(jnp.int32, (2, 0, 7, 16))
+    got = jax.jit(run)(array, src, dst, first, end=end)
     assert_bits(got, array.at[0, :, 7:16].set(array[2, :, 7:16]))
 
 

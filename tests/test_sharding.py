@@ -183,13 +183,14 @@ def edited(memory):
     return compute(memory, ubatch), seen
 
 
+@pytest.mark.slow
 @over_modes
 @pytest.mark.parametrize(
     ("streams", "axes"),
     [
         (2, {"data": 2, "tensor": 2, "cells": 2}),
-        pytest.param(4, {"data": 4, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(1, {"cells": 4, "tensor": 2}, marks=pytest.mark.slow),
+        (4, {"data": 4, "tensor": 2}),
+        (1, {"cells": 4, "tensor": 2}),
     ],
 )
 def test_axes_may_be_automatic_or_explicit(mode, streams, axes):
