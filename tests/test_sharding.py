@@ -101,7 +101,7 @@ def test_verbs_on_a_mesh():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_verbs_at_length_on_a_mesh(kind):
-    run_verbs(kind, 60)
+    run_verbs(kind, 15)
 
 
 class StateVerbs(test_recurrent_verbs.Verbs):
@@ -135,7 +135,7 @@ def test_verbs_of_states_on_a_mesh(name):
     with jax.set_mesh(mesh_of(**axes)):
         run_state_machine_as_test(
             lambda: StateVerbs(options),
-            settings=settings(max_examples=20, stateful_step_count=30, derandomize=True),
+            settings=settings(max_examples=6, stateful_step_count=30, derandomize=True),
         )
 
 
