@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 ENDED = 60
 """Seconds in which the others end after one was killed: heartbeats, and what JAX does then."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
 def free_port():
