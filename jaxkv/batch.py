@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxkv.mesh import own
 from jaxkv.places import END, FAR, flags, integers, is_concrete, nowhere
 
 
@@ -203,16 +204,17 @@ def placed_rows(ubatch: Ubatch) -> jax.Array:
     return reduce(jnp.logical_or, answers)
 
 
-def own_rows(ubatch: Ubatch, first: jax.Array | int, count: int) -> Ubatch:
-    """Return a ubatch as a device sees it that holds `count` streams from `first` on.
+def own_rows(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
+    """Return a ubatch as a device sees it that holds `count` of the streams that axes split.
 
-    Streams are counted from there, and rows of others are padding.
+    Streams are counted from its first one on, and rows of others are padding.
     """
-    stream = ubatch.row_stream - first
-    mine = (stream >= 0) & (stream < count)
+    if not axes:
+        return ubatch
+    stream, mine = own(ubatch.row_stream, axes, count)
     return replace(
         ubatch,
-        row_stream=jnp.where(mine, stream, 0),
+        row_stream=stream,
         valid=ubatch.valid & mine[:, None],
         slots=jax.tree.map(
             lambda x: (
@@ -238,8 +240,14 @@ def by_row(x: jax.Array, row_stream: jax.Array, in_order: bool) -> jax.Array:
     return x.reshape(rows, *x.shape[2:])
 
 
-def specs_of(ubatch: Ubatch, rows: tuple[str, ...], streams: tuple[str, ...]) -> Any:
-    """Return how axes of a mesh split a ubatch: its rows, and the digests of its streams."""
+def rows_of(ubatch: Ubatch, streams: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes that split the rows of a ubatch: those of streams, if it is in order."""
+    return streams if ubatch.in_order else ()
+
+
+def specs_of(ubatch: Ubatch, streams: tuple[str, ...]) -> Any:
+    """Return how axes that split streams split a ubatch: its rows, and the digests of streams."""
+    rows = rows_of(ubatch, streams)
     whole = {name: P() for name in ("outputs", "order")}
     digests = {name: P(streams) for name in ("before", "after")}
     names = [one.name for one in fields(ubatch) if not one.metadata.get("static")]

@@ -177,6 +177,28 @@ def first_of(axes: tuple[str, ...], size: int) -> Any:
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
+def own(index: jax.Array, axes: tuple[str, ...], count: int) -> tuple[jax.Array, Any]:
+    """Return numbers as a device counts that holds `count` of what axes split; and which are its.
+
+    Those of other devices become 0. Where nothing is split all are its own, as they are.
+    """
+    if not axes:
+        return index, True
+    local = index - first_of(axes, count)
+    mine = (local >= 0) & (local < count)
+    return jnp.where(mine, local, 0), mine
+
+
+def looked_up(x: jax.Array, axes: tuple[str, ...], index: jax.Array, *rest: Any) -> jax.Array:
+    """Return `x[index, *rest]` of an array whose first dimension axes split, on all devices."""
+    local, mine = own(index, axes, x.shape[0])
+    found = x[(local, *rest)]
+    if not axes:
+        return found
+    mine = mine.reshape(mine.shape + (1,) * (found.ndim - mine.ndim))
+    return from_owner(jnp.where(mine, found, jnp.zeros_like(found)), axes)
+
+
 def from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return on all devices along some axes what one of them has, where the others have zeros.
 

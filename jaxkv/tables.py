@@ -67,7 +67,7 @@ def _specs(out: Any, rules: Rules, mesh: Any) -> Any:
                 return x.specs(None, mesh)[0]
             case Ubatch():
                 streams = rules.split(mesh, streams=x.facts.streams)["streams"]
-                return specs_of(x, streams if x.in_order else (), streams)
+                return specs_of(x, streams)
             case Commitment():
                 return P(rules.split(mesh, streams=x.facts.streams)["streams"])
         return P()

@@ -91,7 +91,7 @@ class Pod:
         mesh = jax.sharding.get_mesh()
         (ubatch,) = jaxkv.init_full(self.memory(), ubatch_size=tokens).ubatches
         streams = RULES.split(mesh, streams=self.streams)["streams"]
-        specs = jaxkv.batch.specs_of(ubatch, streams if ubatch.in_order else (), streams)
+        specs = jaxkv.batch.specs_of(ubatch, streams)
         return jax.tree.map(lambda x, spec: shape(x.shape, x.dtype, *spec), ubatch, specs)
 
     def new(self, ubatch):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, own_rows, specs_of
+from jaxkv.batch import Ubatch, own_rows, rows_of, specs_of
 from jaxkv.kv import slots
-from jaxkv.kv.buffers import Buffers, own_cells, with_layer, write
+from jaxkv.kv.buffers import Buffers, own_cells, sizes_of, with_layer, write
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import sight_of
 from jaxkv.mesh import first_of, on_shares, shares
@@ -54,7 +54,7 @@ def attend(
         )
     options = Options(scale=scale, softcap=softcap, sinks=sinks)
     arrays = buffers.k[layer], buffers.v[layer], q, k, v
-    keys, values, out = _in_layer(table, ubatch, *arrays, options, causal, implementation)
+    keys, values, out = _in_layer(table, ubatch, arrays, options, causal, implementation)
     return with_layer(buffers, layer, keys, values), out
 
 
@@ -62,24 +62,22 @@ def attend(
 def _in_layer(
     table: Cells,
     ubatch: Ubatch,
-    keys: jax.Array,
-    values: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    arrays: tuple[jax.Array, ...],
     options: Options,
     causal: bool,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Write into the buffers of a layer and attend: traced and lowered once for all layers.
 
+    The arrays are its keys and values, and the queries, keys and values of the tokens.
+
     On a mesh each device writes what falls into its share, and weighs the cells that it holds. Rows
     in the order of sequences lie where their streams do; other rows are looked at by all devices.
     What was weighed of the same rows is joined by one small message.
     """
-    sizes = {"streams": table.streams, "kv_heads": keys.shape[1], "cells": table.num_cells}
-    split = shares(table.rules, **sizes)
-    rows, apart = (split.streams, ()) if ubatch.in_order else ((), split.streams)
+    split = shares(table.rules, **sizes_of(arrays[0]))
+    rows = rows_of(ubatch, split.streams)
+    apart = () if rows else split.streams
     if split.cells and implementation in ("xla", "cudnn"):
         raise ValueError(
             f"{implementation!r} does not join what devices weigh of cells that are split: leave "
@@ -87,17 +85,10 @@ def _in_layer(
         )
 
     def of_share(
-        table: Cells,
-        ubatch: Ubatch,
-        keys: jax.Array,
-        values: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        options: Options,
+        table: Cells, ubatch: Ubatch, arrays: tuple[jax.Array, ...], options: Options
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        if split.streams:
-            ubatch = own_rows(ubatch, first_of(split.streams, table.streams), table.streams)
+        keys, values, q, k, v = arrays
+        ubatch = own_rows(ubatch, split.streams, table.streams)
         where, current = slots.committed_slots(table, ubatch)
         sight = sight_of(table, ubatch, causal=causal)
         if split.cells:
@@ -116,10 +107,10 @@ def _in_layer(
     of_new = P(rows, None, split.kv_heads)
     in_specs = (
         P(split.streams),
-        specs_of(ubatch, rows, split.streams),
-        *(split.spec, split.spec, of_new, of_new, of_new),
+        specs_of(ubatch, split.streams),
+        (split.spec, split.spec, of_new, of_new, of_new),
         P(split.kv_heads),
     )
     out_specs = split.spec, split.spec, of_new
     run = on_shares(table.rules, of_share, in_specs, out_specs)
-    return run(table, ubatch, keys, values, q, k, v, options)
+    return run(table, ubatch, arrays, options)

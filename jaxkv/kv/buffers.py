@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.mesh import Rules, Shares, first_of, from_owner, on_shares, shares
+from jaxkv.mesh import Rules, Shares, first_of, from_owner, on_shares, own, shares
 from jaxkv.places import END, nowhere
 from jaxkv.rope import Rope
 
@@ -36,12 +36,16 @@ Halves = tuple[tuple[Shares, ...], tuple[Shares, ...]]
 """How the mesh at hand splits the keys and the values of each layer."""
 
 
+def sizes_of(array: Any) -> dict[str, int]:
+    """Return what of keys or values `[S, K, N, ...]` a mesh may split, by the names of rules."""
+    return dict(zip(("streams", "kv_heads", "cells"), array.shape, strict=False))
+
+
 def halves_of(rules: Rules | None, buffers: Buffers) -> Halves:
     """Return how the mesh at hand splits the keys and the values of each layer."""
-    names = ("streams", "kv_heads", "cells")
 
     def of(arrays: tuple[jax.Array, ...]) -> tuple[Shares, ...]:
-        return tuple(shares(rules, **dict(zip(names, x.shape, strict=False))) for x in arrays)
+        return tuple(shares(rules, **sizes_of(x)) for x in arrays)
 
     return of(buffers.k), of(buffers.v)
 
@@ -139,9 +143,7 @@ def _own(
 ) -> tuple[jax.Array, jax.Array]:
     """Return streams and slots as a device counts its own; nowhere for those of others."""
     if split.streams:
-        streams = streams - first_of(split.streams, array.shape[0])
-        mine = (streams >= 0) & (streams < array.shape[0])
-        streams = jnp.where(mine, streams, 0)
+        streams, mine = own(streams, split.streams, array.shape[0])
         slots = jnp.where(jnp.broadcast_to(mine, slots.shape), slots, nowhere(slots))
     if split.cells:
         slots = own_cells(slots, first_of(split.cells, array.shape[2]), array.shape[2])
@@ -228,11 +230,10 @@ def copy_run(
         return jax.lax.dynamic_slice(array, (stream, zero, first, zero), shape)
 
     if split.streams:
-        begin, count = first_of(split.streams, array.shape[0]), array.shape[0]
-        here, there = (((x >= begin) & (x < begin + count), x - begin) for x in (src, dst))
-        run = jnp.where(here[0], run_of(jnp.clip(here[1], 0, count - 1)), 0)
-        run, dst = from_owner(run, split.streams), jnp.clip(there[1], 0, count - 1)
-        run = jnp.where(there[0], run, run_of(dst))  # other devices keep what they have
+        src, here = own(src, split.streams, array.shape[0])
+        dst, there = own(dst, split.streams, array.shape[0])
+        run = from_owner(jnp.where(here, run_of(src), 0), split.streams)
+        run = jnp.where(there, run, run_of(dst))  # other devices keep what they have
     else:
         run = run_of(src)
     if split.cells:

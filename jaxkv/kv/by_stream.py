@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, own_rows, specs_of
+from jaxkv.batch import Ubatch, own_rows, rows_of, specs_of
 from jaxkv.kv.cells import Cells
-from jaxkv.mesh import first_of, on_shares, shares
+from jaxkv.mesh import on_shares, shares
 
 T = TypeVar("T")
 
@@ -63,14 +63,13 @@ def on_rows(
       out_specs: how what it returns is split, made of the axes of the streams.
     """
     axes = shares(cells.rules, streams=cells.streams).streams
-    rows, apart = (axes, ()) if ubatch.in_order else ((), axes)
+    rows = rows_of(ubatch, axes)
+    apart = () if rows else axes
 
     def of_share(cells: Cells, ubatch: Ubatch) -> Any:
-        if axes:
-            ubatch = own_rows(ubatch, first_of(axes, cells.streams), cells.streams)
-        return work(cells, ubatch, rows, apart)
+        return work(cells, own_rows(ubatch, axes, cells.streams), rows, apart)
 
-    run = on_shares(cells.rules, of_share, (P(axes), specs_of(ubatch, rows, axes)), out_specs(axes))
+    run = on_shares(cells.rules, of_share, (P(axes), specs_of(ubatch, axes)), out_specs(axes))
     return run(cells, ubatch)
 
 

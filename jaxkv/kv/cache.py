@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.batch import Ubatch
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
 from jaxkv.kv.attend import attend
-from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.by_stream import on_streams, told
 from jaxkv.kv.cells import Cells, Placement, empty_fields
 from jaxkv.memory import (
@@ -27,7 +27,7 @@ from jaxkv.memory import (
     join,
     no_need,
 )
-from jaxkv.mesh import Rules
+from jaxkv.mesh import Rules, Shares
 from jaxkv.places import count
 from jaxkv.rope import Rope
 from jaxkv.window import Window, cells_for
@@ -59,8 +59,7 @@ class CellTable(Cells, Table):
         rules = self.rules or Rules()
 
         def of_layer(x: Any) -> P:
-            sizes = dict(zip(("streams", "kv_heads", "cells"), x.shape, strict=False))
-            return P(*rules.split(mesh, **sizes).values())
+            return Shares(**rules.split(mesh, **sizes_of(x))).spec
 
         streams = P(rules.split(mesh, streams=self.streams)["streams"])
         return jax.tree.map(lambda _: streams, self), jax.tree.map(of_layer, buffers)

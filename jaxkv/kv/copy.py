@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.kv.buffers import Buffers, Halves, bring, copy_run, on_halves, put
 from jaxkv.kv.cells import C, Cells, inherited, known, within
 from jaxkv.kv.shift import CHUNK
-from jaxkv.mesh import Shares, first_of, from_owner, on_shares, shares
+from jaxkv.mesh import Shares, first_of, looked_up, on_shares, shares
 from jaxkv.places import EMPTY, nowhere
 from jaxkv.stamp import mix
 
@@ -53,30 +53,13 @@ def _copied(
     axes = shares(cells.rules, streams=cells.streams).streams
 
     def of_share(
-        cells: C,
-        does: jax.Array,
-        src: jax.Array,
-        dst: jax.Array,
-        start: jax.Array,
-        stop: jax.Array,
+        cells: C, does: jax.Array, src: jax.Array, dst: jax.Array, *bounds: jax.Array
     ) -> tuple[C, jax.Array]:
-        source, first = _stream(cells, src, axes), first_of(axes, cells.streams)
-        return _replaced(cells, source, does, dst - first, start, stop)
+        source = jax.tree.map(lambda field: looked_up(field, axes, src)[None], cells)
+        return _replaced(cells, source, does, dst - first_of(axes, cells.streams), *bounds)
 
     run = on_shares(cells.rules, of_share, (P(axes), *(P(),) * 5), (P(axes), P()))
     return run(cells, does, src, dst, start, stop)
-
-
-def _stream(cells: C, stream: jax.Array, axes: tuple[str, ...]) -> C:
-    """Return the table of one stream, whichever device along some axes holds it."""
-    local = stream - first_of(axes, cells.streams)
-    mine = (local >= 0) & (local < cells.streams)
-
-    def row(field: jax.Array) -> jax.Array:
-        here = jax.lax.dynamic_index_in_dim(field, jnp.where(mine, local, 0))
-        return from_owner(jnp.where(mine, here, 0), axes) if axes else here
-
-    return jax.tree.map(row, cells)
 
 
 def _replaced(

@@ -1,8 +1,8 @@
 """Copying between streams that several sequences share: cells are chosen there, then filled.
 
 A copy takes cells as a ubatch does, of those that are left once the targets have let go of what
-they held. Cells that are copied are never taken, though nobody may own them afterwards: so they can
-be read and written a few at a time, also where sequences change places.
+they held. Cells that are copied are never taken, also where they have no owner afterwards: so they
+can be read and written a few at a time, and sequences may change places.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ from jaxkv.kv.reuse import evict
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import in_turn, longest_run, usable
 from jaxkv.memory import Need
-from jaxkv.mesh import Shares, first_of, from_owner
+from jaxkv.mesh import Shares, looked_up
 from jaxkv.places import divided, end_of, nowhere
 from jaxkv.stamp import mix
 
@@ -134,18 +134,15 @@ def _fill(
     ends = jnp.cumsum(wanted)
     by_streams, size = split[0][0].streams, slots.shape[1]
 
-    def told(where: jax.Array, stream: jax.Array, turn: jax.Array) -> jax.Array:
-        stream = stream - first_of(by_streams, where.shape[0])
-        mine = (stream >= 0) & (stream < where.shape[0])
-        return from_owner(jnp.where(mine, where[jnp.where(mine, stream, 0), turn], 0), by_streams)
-
     def chunk(i: jax.Array, arrays: Any) -> Any:
         number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         stream = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
         stream = jnp.minimum(stream, wanted.size - 1)
         turn = number - (ends - wanted)[stream]
-        slot = jnp.where(number < ends[-1], told(slots, stream, turn), nowhere(number))
-        source = divided(told(origin, stream, turn), size)
+        slot = jnp.where(
+            number < ends[-1], looked_up(slots, by_streams, stream, turn), nowhere(number)
+        )
+        source = divided(looked_up(origin, by_streams, stream, turn), size)
 
         def copied(x: jax.Array, how: Shares) -> jax.Array:
             return put(how, x, stream, slot, bring(how, x, *source))

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, own_rows, specs_of
-from jaxkv.mesh import at_hand, first_of, from_owner, on_shares, shares
+from jaxkv.batch import Ubatch, own_rows, rows_of, specs_of
+from jaxkv.mesh import at_hand, from_owner, on_shares, own, shares
 from jaxkv.recurrent import slots
 from jaxkv.recurrent.states import States, T
 
@@ -30,7 +30,7 @@ def read(table: Any, layer: int, ubatch: Ubatch, arrays: dict[str, jax.Array]) -
     streams, rows, specs = _laid_out(table, ubatch)
 
     def of_share(table: Any, ubatch: Ubatch, arrays: Any) -> Any:
-        ubatch = _own_rows(table, ubatch, streams)
+        ubatch = own_rows(ubatch, streams, table.streams)
         readable = slots.readable(table, layer, ubatch)
         where = (ubatch.row_stream, ubatch.slots.source)
 
@@ -60,7 +60,7 @@ def write(
     streams, rows, specs = _laid_out(table, ubatch)
 
     def of_share(table: T, ubatch: Ubatch, states: Any, arrays: Any) -> Any:
-        ubatch = _own_rows(table, ubatch, streams)
+        ubatch = own_rows(ubatch, streams, table.streams)
         cells = slots.writable(table, layer, ubatch)
         where = (ubatch.row_stream[:, None], cells)
 
@@ -79,16 +79,9 @@ def write(
 def _laid_out(table: Any, ubatch: Ubatch) -> tuple[tuple[str, ...], tuple[str, ...], Any]:
     """Return the axes that split the streams, those that split the rows, and specs of the two."""
     streams = shares(table.rules, streams=table.streams).streams
-    rows, mesh = streams if ubatch.in_order else (), at_hand(table.rules)
+    mesh = at_hand(table.rules)
     of_table = P() if mesh is None else table.specs(None, mesh)[0]
-    return streams, rows, (of_table, specs_of(ubatch, rows, streams))
-
-
-def _own_rows(table: Any, ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
-    """Return a ubatch as the device sees it that has this share of the table."""
-    if not streams:
-        return ubatch
-    return own_rows(ubatch, first_of(streams, table.streams), table.streams)
+    return streams, rows_of(ubatch, streams), (of_table, specs_of(ubatch, streams))
 
 
 def copy_cells(table: Any, buffers: Buffers, source: Cell, target: Cell) -> Buffers:
@@ -96,16 +89,13 @@ def copy_cells(table: Any, buffers: Buffers, source: Cell, target: Cell) -> Buff
     streams = shares(table.rules, streams=table.streams).streams
 
     def of_share(source: Cell, target: Cell, buffers: Buffers) -> Buffers:
-        def own(cell: Cell, count: int) -> Cell:
-            if not streams:
-                return cell
-            stream = cell[0] - first_of(streams, count)
-            mine = (stream >= 0) & (stream < count)
-            return jnp.where(mine, stream, 0), jnp.where(mine, cell[1], table.num_cells)
+        def here(cell: Cell, count: int) -> Cell:
+            stream, mine = own(cell[0], streams, count)
+            return stream, jnp.where(mine, cell[1], table.num_cells)
 
         def copied(x: jax.Array) -> jax.Array:
-            state = x.at[own(source, len(x))].get(mode="fill", fill_value=0)
-            return x.at[own(target, len(x))].set(from_owner(state, streams), mode="drop")
+            state = x.at[here(source, len(x))].get(mode="fill", fill_value=0)
+            return x.at[here(target, len(x))].set(from_owner(state, streams), mode="drop")
 
         return jax.tree.map(copied, buffers)
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv.hybrid import parts_of
-from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.memory import Memory, split
 from jaxkv.mesh import Rules
 from jaxkv.sharding.places import shardings
@@ -124,16 +124,15 @@ def _share(x: Any, where: Any) -> int:
 
 def _sent(part: Memory, mesh: Any, rules: Rules, heads: int | None) -> int:
     """Return what attention brings to a device: the open softmax of all that hold the cells."""
-    bytes_sent = 0
     if not isinstance(part.buffers, Buffers):
         return 0
+    bytes_sent = 0
     for k, v in zip(part.buffers.k, part.buffers.v, strict=True):
-        streams, groups, cells = k.shape[:3]
-        split = rules.split(mesh, streams=streams, kv_heads=groups, cells=cells)
+        split = rules.split(mesh, **sizes_of(k))
         shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
         if shards["cells"] > 1:
             rows = part.table.facts.sequences // shards["streams"]
-            sums = rows * (heads or groups) // shards["kv_heads"] * (v.shape[3] + 2)
+            sums = rows * (heads or k.shape[1]) // shards["kv_heads"] * (v.shape[3] + 2)
             bytes_sent += shards["cells"] * sums * 4
     return bytes_sent
 
