@@ -27,16 +27,14 @@ class Split:
 
     def over(self, mesh: Mesh, rules: Rules) -> NamedSharding:
         """Return where the parts are on a mesh: over the axes that split key/value heads."""
-        axes, devices = _axes(mesh, rules)
-        if devices == 1 or self.parts % devices:
-            return NamedSharding(mesh, P())
-        return NamedSharding(mesh, P(*[None] * self.axis, axes))
+        axes = rules.split(mesh, kv_heads=self.parts)["kv_heads"]
+        return NamedSharding(mesh, P(*[None] * self.axis, axes) if axes else P())
 
     def why_whole(self, mesh: Mesh, rules: Rules) -> str | None:
         """Return why each device has the whole weight, None where it has not."""
         if not self.over(mesh, rules).is_fully_replicated:
             return None
-        _, devices = _axes(mesh, rules)
+        devices = prod(mesh.shape[axis] for axis in rules.present(mesh, "kv_heads"))
         if devices == 1:
             return "no axis of the mesh splits weights"
         if self == WHOLE:
@@ -76,9 +74,3 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
         axis_types=(AxisType.Auto,) * len(sizes),
         devices=there[:wanted],
     )
-
-
-def _axes(mesh: Mesh, rules: Rules) -> tuple[tuple[str, ...], int]:
-    """Return the axes that split weights, and how many devices these are."""
-    axes = rules.present(mesh, "kv_heads")
-    return axes, prod(mesh.shape[axis] for axis in axes)

@@ -267,7 +267,7 @@ def test_sequences_of_two_streams_change_places(traced):
     memory = fed(GROUPS, {0: 3, 1: 1, 2: 2})
     select = jax.jit(jaxkv.seq_select) if traced else jaxkv.seq_select
     swapped = select(memory, [2, 0, 0], [0, 2, 1])
-    # What is copied is not taken, though nobody has it any more.
+    # What is copied is not taken, though it has no owner any more.
     assert drawing(swapped) == "0{1} 1{1} 2{1} 0{0} 1{0} | . . 0{2} 1{2} 2{2}"
     for array, old in zip(swapped.buffers.k, memory.buffers.k, strict=True):
         np.testing.assert_array_equal(array[0, :, 3:5], old[1, :, :2])
