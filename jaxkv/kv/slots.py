@@ -88,7 +88,8 @@ def _highest_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Ar
     def look(word: jax.Array, found: jax.Array) -> jax.Array:
         def block(i: jax.Array, highest: jax.Array) -> jax.Array:
             start = jnp.minimum(i * size, cells - size)  # the last may overlap the one before
-            here = jax.lax.dynamic_slice(owners, (0, word, start), (streams, 1, size))[:, 0]
+            corner = jnp.int32(0), word, start  # all of one type, also with x64
+            here = jax.lax.dynamic_slice(owners, corner, (streams, 1, size))[:, 0]
             at = jax.lax.dynamic_slice_in_dim(position, start, size, axis=1)
             owned = (here[..., None] >> bit[None, None]) & 1 == 1  # [S, size, WORD]
             return jnp.maximum(highest, jnp.max(jnp.where(owned, at[..., None], EMPTY), axis=1))
