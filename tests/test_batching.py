@@ -253,6 +253,7 @@ def test_running_texts_go_on_beside_a_long_prompt():
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_requests_come_while_others_run():
     engine = engine_of(POOL.make(), stop=STOP, chunk=8, steps=4)
     requests = mixed(8, seed=2)
@@ -312,6 +313,7 @@ def test_an_error_while_a_model_is_traced_changes_nothing():
 LOST = "got one that has lost it: .* Make a new engine with a new memory; results.. .* tokens_of"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     ["program", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fetched", "donated"))],
@@ -365,6 +367,7 @@ def test_penalties_where_they_are_asked_for():
         assert result.tokens.tolist() == tokens.tolist()
 
 
+@pytest.mark.slow
 def test_options_are_those_of_when_a_request_came():
     """The caller may go on with its dict, and its arrays."""
     engine = Engine(forward, None, POOL.make(), chunk=8)

@@ -177,6 +177,7 @@ def crowded(left):
     return jaxkv.apply(memory, jaxkv.init_batch(memory, others)), logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fed", range(STEPS - 1))
 def test_a_full_memory_ends_a_search(fed):
     """There is room for some steps; the last token of each beam needs no cell yet."""

@@ -155,6 +155,7 @@ def test_drawn_texts_depend_on_the_seed(run):
     assert drawn(1) == first != drawn(2)
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_its_text_alone_and_is_not_printed(texts, small):
     plain = texts(PROMPTS).texts
     stop = next(t for t in plain[0].tokens[2:] if t not in plain[0].tokens[:2])
@@ -260,6 +261,7 @@ def test_the_first_text_is_live_and_the_others_wait(capsys):
     assert seen == ["=== 1 of 2\nA", " a", "", "a\n\n=== 2 of 2\nB bb\n"]
 
 
+@pytest.mark.slow
 def test_chat_goes_through_the_template(run):
     (fields,) = objects(run("--json", "--chat", FRANCE)[1])
     assert fields["prompt"] == FRANCE

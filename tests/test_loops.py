@@ -91,14 +91,11 @@ def test_a_prompt_in_parts_gives_the_logits_of_the_whole(name):
     assert jaxkv.seq_pos_max(memory, 0) == -1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param(
-            name,
-            kind,
-            marks=() if name == "llama_tied" else pytest.mark.slow,
-        )
+        (name, kind)
         for name in MODELS
         for kind in ("compiled", "method", "applies by itself", "partial", "lambda")
     ],
@@ -304,7 +301,7 @@ def test_a_loop_asks_nothing_of_the_host():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(SMALL, id="pool"), pytest.param(SPLIT, id="streams", marks=pytest.mark.slow)],
+    [pytest.param(SMALL, id="pool"), pytest.param(SPLIT, id="streams")],
 )
 def test_the_memory_that_is_passed_in_stays_unless_it_is_donated(kind):
     def run(memory, donate):

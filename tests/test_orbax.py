@@ -27,12 +27,8 @@ def hybrid():
     return jaxkv.make_hybrid_cache((attention(), (0, 2)), (recurrent(), (1, 3)))
 
 
-slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "make", [attention, *(pytest.param(one, marks=slow) for one in (recurrent, hybrid))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [attention, recurrent, hybrid])
 def test_saved_on_one_mesh_and_restored_on_another(make, tmp_path):
     rng = np.random.default_rng(0)
     table, buffers = jaxkv.split(make())

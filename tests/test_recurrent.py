@@ -29,6 +29,7 @@ from tests.memories import assert_identical
 # ------------------------------------------------------------------------------- traps, one by one
 
 
+@pytest.mark.slow
 def test_trap_60_a_cut_is_granted_where_a_state_stands():
     twin = told(kept=0)  # T = 9
     assert not twin.seq_rm(0, 5)
@@ -137,6 +138,7 @@ def test_trap_69_who_takes_no_part_is_left_alone(kept):
 # -------------------------------------------------------------------------------- moving positions
 
 
+@pytest.mark.slow
 def test_moving_takes_kept_states_along():
     twin = told(kept=3, counts=(8,))
     twin.both("seq_add", 0, 3, -1, -2)
@@ -209,6 +211,7 @@ def test_dividing_drops_what_cannot_be_returned_to(divisor, left):
 # ------------------------------------------------------------------------- hybrids, all or nothing
 
 
+@pytest.mark.slow
 @over_kinds
 def test_a_cut_that_one_part_refuses_changes_neither(kind):
     twin = told(kept=1, counts=(6, 3, 2), **KINDS[kind])

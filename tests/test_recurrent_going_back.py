@@ -70,6 +70,7 @@ def test_trap_65_the_whole_last_batch_can_be_taken_back():
     twin.compare()
 
 
+@pytest.mark.slow
 def test_trap_86_a_hybrid_begins_where_it_can_be_cut_back_to():
     for kept, first in ((0, 9), (1, 8)):
         twin = told(kept=kept, counts=(10,), kinds="ar")
@@ -144,6 +145,7 @@ def test_a_sequence_may_begin_anywhere():
 # ------------------------------------------------------------------------------------ steps undone
 
 
+@pytest.mark.slow
 @over_kinds
 @pytest.mark.parametrize("stop_before", [1, 2])
 def test_trap_71_and_72_an_abort_leaves_the_state_before_the_batch(kind, stop_before):
@@ -171,6 +173,7 @@ def step(table, rows, ubatch, kinds):
     return jaxkv.split(memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["recurrent", "attention"])
 def test_trap_71_with_donated_rows_what_is_shared_survives(kind):
     """States that a second sequence holds are never written over, so going back is granted."""

@@ -257,7 +257,8 @@ def test_gradients_flow_through_states():
 LARGE = {"x": ((64, 1024), jnp.float32)}  # 256 KB a state
 
 
-@pytest.mark.parametrize("kept", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [0, 3])
 def test_a_donated_step_copies_no_layer(kept):
     """It holds the states of its rows, and never those of all cells."""
     make_large = partial(
@@ -303,7 +304,8 @@ def summed(memory, *tokens, weight):
     return memory, logits.item()
 
 
-@pytest.mark.parametrize("streams", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("forget", ["seq_rm", "clear", "go_back"])
 def test_the_same_tokens_told_anew_are_computed_anew(forget, streams):
     """States of an earlier run are not those of this one, though all tokens are."""

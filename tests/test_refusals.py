@@ -103,6 +103,7 @@ def test_missing_run_refuses_the_batch_whichever_ubatch_lacks_it(free):
     assert_identical(think(memory, plan.ubatches[0])[0], memory)
 
 
+@pytest.mark.slow
 def test_of_what_finds_cells_only_what_finds_a_run_fits():
     """Five cells are free, three of them neighbours; sequence 1 wants four, and 2 as many."""
     memory = filled(12, kind=RUNS)

@@ -42,9 +42,8 @@ def loss(arrays, memory, ubatch):
     return jnp.sum(jnp.where(ubatch.valid[..., None, None], jnp.sin(q), 0.0))
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS if x != "all"), "all"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_derivatives_of_a_prompt_are_those_of_one_device(name):
     axes, streams = LAYOUTS[name]
     memory, ubatch, arrays = prompt(streams)

@@ -63,11 +63,8 @@ def extended_by_hand(memory, seq, done, group, width):
 # ---- sliding
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [POOL, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (TWO, SPLIT))],
-    ids=lambda kind: kind.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [POOL, TWO, SPLIT], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(("keep", "drop"), [(1, 3), (0, 2), (2, 5), (7, 1)])
 def test_sliding_is_the_verbs_by_hand(kind, keep, drop):
     """The last one leaves nothing to move."""
@@ -111,6 +108,7 @@ def test_what_another_sequence_shares_is_not_moved():
         assert drawing(other[0]) == drawing(other[1])
 
 
+@pytest.mark.slow
 def test_what_a_window_let_go_of_is_not_seen_again():
     kind = Kind("window", cells=8, sequences=2, streams=2, windows=(jaxkv.window.sliding(5),))
     memory = filled(16, kind=kind)

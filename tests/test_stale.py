@@ -62,12 +62,7 @@ over_all = pytest.mark.parametrize(
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind
-        if kind in ("pool", "recurrent", "hybrid with a window")
-        else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in MEMORIES
-    ],
+    [pytest.param(kind, marks=() if kind == "pool" else pytest.mark.slow) for kind in MEMORIES],
 )
 def test_two_pasts_never_give_one_right_to_write(kind):
     """Same positions, same cells, same token: another text before it makes it another's."""
@@ -90,6 +85,7 @@ def test_a_rival_that_begins_alike_writes_nothing(kind):
     assert_identical(written(settled, rival, layers_of(kind)), settled)
 
 
+@pytest.mark.slow
 @over_all
 def test_what_followed_another_past_is_another_s(kind):
     """Same cells, positions and tokens, and the past is gone by now; yet the numbers differ."""

@@ -153,6 +153,7 @@ def test_parents_that_cannot_be_are_refused(arguments, message):
         jaxkv.seq_select(filled(2), *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=lambda kind: kind.name)
 def test_traced_parents_that_are_none_change_nothing(kind):
     memory = filled(3, 2, 4, kind=kind)

@@ -10,6 +10,7 @@ import pytest
 import jaxkv
 
 
+@pytest.mark.slow
 def test_gradients_reach_keys_and_values_of_an_earlier_ubatch():
     """Through writes and attention, equal to differentiating plain attention over all rows."""
     k, v, q = (jax.random.normal(jax.random.key(i), (1, 6, 2, 4)) for i in range(3))
