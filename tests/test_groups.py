@@ -26,6 +26,8 @@ from tests.memories import (
     think,
 )
 
+pytestmark = pytest.mark.slow  # the fast part draws such a memory in test_stateful.py
+
 POOL = Kind("pool", cells=40, sequences=8)
 EIGHT = Kind("eight", cells=16, sequences=8, streams=4)
 RUNS = Kind("runs", cells=8, sequences=4, streams=2, placement="contiguous")
@@ -72,7 +74,6 @@ def test_a_run_is_one_for_all_rows_of_a_stream():
     assert drawing(jaxkv.apply(memory, plan)) == wanted
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ids", [[4, 5, 0, 7], [1, 0], [3], [7, 6, 5, 4, 3, 2, 1, 0], [2, 0, 1]])
 def test_any_sequences_in_any_order_answer_as_each_alone(ids):
     """Four rows of a memory of four streams are not its four streams."""
@@ -96,7 +97,6 @@ def test_a_stream_is_read_once_where_all_sequences_have_rows():
     assert sight.streams.tolist() == [0, 0]
 
 
-@pytest.mark.slow
 def test_a_full_stream_refuses_its_own_sequences_alone():
     memory = fed(GROUPS, {0: 6, 2: 1})
     plan = jaxkv.init_batch(memory, make_batch([[1] * 3, [2] * 2, [3] * 9], sequences=[0, 1, 2]))
@@ -114,7 +114,6 @@ def test_an_edit_makes_plans_on_its_own_stream_stale():
     assert [jaxkv.is_current(edited, ubatch).item() for ubatch in ubatches] == [False, True]
 
 
-@pytest.mark.slow
 def test_two_words_of_owners():
     kind = Kind("wide", cells=12, sequences=80, streams=2, windows=(jaxkv.window.sliding(2),))
     memory = fed(kind, {0: 3, 39: 3, 40: 2, 79: 4})
@@ -184,7 +183,6 @@ def test_a_copy_without_room_changes_nothing_in_any_stream():
     assert "wanted 6 cells of stream 1 for a copy from another one, got 5" in message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 0])
 def test_a_hybrid_copies_in_all_parts_or_in_none(room):
     """The part with a window has cells to take, the other one has not."""
@@ -202,7 +200,6 @@ def test_a_hybrid_copies_in_all_parts_or_in_none(room):
         assert drawing(part) == "0{0,1} 1{0,1} 2{0,1} | 0{2} 1{2} 2{2} 0{3} 1{3} 2{3}"
 
 
-@pytest.mark.slow
 def test_a_copy_takes_hidden_cells_and_their_owners_let_go():
     memory = fed(NEAR, {0: 3, 2: 5})
     assert drawing(memory) == "0{0} 1{0} 2{0} | 0{2} 1{2} 2{2} 3{2} 4{2}"
@@ -222,7 +219,6 @@ def test_a_mark_of_what_was_lost_is_copied():
     assert marks > 0 and copied.table.evicted_below.tolist() == [marks, 0, marks, marks]
 
 
-@pytest.mark.slow
 def test_where_cells_must_be_neighbours_a_copy_is_one_run():
     memory = drawn("0{0} . 1{0} 2{0} . . . . | . 0{2} . . 1{2} . . 2{2}", RUNS)
     copied = jaxkv.seq_cp(memory, 0, 3, 1)
@@ -235,7 +231,6 @@ def test_where_cells_must_be_neighbours_a_copy_is_one_run():
     assert drawing(copied).split(" | ")[1] == "1{2} 0{2} 2{2} 0{3} 2{3} 1{3}"
 
 
-@pytest.mark.slow
 def test_a_copy_of_more_cells_than_a_chunk_to_several_streams():
     kind = Kind("long", cells=600, sequences=6, streams=3)
     memory = drawn(" ".join(f"{i}{{0}}" for i in range(520)), kind)
@@ -281,7 +276,6 @@ def test_sequences_of_two_streams_change_places(traced):
         np.testing.assert_array_equal(array[1, :, 2:5], old[0, :, :3])
 
 
-@pytest.mark.slow
 def test_sequences_of_full_streams_do_not_change_places():
     memory = fed(Kind("five", cells=5, sequences=4, streams=2), {0: 3, 2: 3})
     message = refused("seq_select", memory, [2, 0], [0, 2])
@@ -289,7 +283,6 @@ def test_sequences_of_full_streams_do_not_change_places():
     assert jaxkv.can_seq_select(memory, [1, 0], [0, 1])
 
 
-@pytest.mark.slow
 def test_states_of_full_streams_change_places():
     twin = histories.told(kept=1, counts=(4, 4, 4, 4), sequences=4, streams=2)
     for parents, ids in (([2, 0], [0, 2]), ([3, 2, 1, 0], [0, 1, 2, 3]), ([2, 2, 2], [0, 1, 3])):
@@ -308,7 +301,6 @@ def test_states_are_copied_once_for_a_stream():
     assert jaxkv.seq_pos_max(twin.memory, [0, 1, 2, 3]).tolist() == [2, 2, 7, 7]
 
 
-@pytest.mark.slow
 def test_parts_with_states_and_with_cells_end_alike_after_a_copy():
     twin = histories.told(kept=1, counts=(3, 0, 2), kinds="ar", sequences=4, streams=2)
     twin.copied("seq_cp", 0, [3, 2])
@@ -327,7 +319,6 @@ def forward(weights, memory, ubatch):
     return think(memory, ubatch)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 4])
 def test_generation_in_groups_is_that_in_one_pool(count):
     texts = []
@@ -341,7 +332,6 @@ def test_generation_in_groups_is_that_in_one_pool(count):
     np.testing.assert_array_equal(*texts)
 
 
-@pytest.mark.slow
 def test_a_prompt_that_fills_a_stream_gives_way_to_no_other():
     """Requests through groups are the texts that they are alone, also where cells run out."""
     requests = [
@@ -360,7 +350,6 @@ def test_a_prompt_that_fills_a_stream_gives_way_to_no_other():
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
 def test_beams_lie_in_one_stream():
     memory, logits = jaxkv.prefill(forward, None, GROUPS.make(), make_batch([1, 2, 3], sequences=2))
     beam = partial(loops.beam, forward, None, memory, logits, width=2, steps=3)

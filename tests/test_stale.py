@@ -54,9 +54,10 @@ def written(memory, ubatch, kinds):
     return compute(memory, ubatch, kinds)[0]
 
 
+FAST = "pool", "hybrid with a window"
 over_all = pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.slow if kind == "hybrid" else ()) for kind in MEMORIES],
+    [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in MEMORIES],
 )
 
 
