@@ -79,7 +79,7 @@ def test_verbs_and_loops_in_two_processes(name):
     check(name, 2)
 
 
-@pytest.mark.parametrize("name", ["data", "tensor", "cells", "hybrid"])
+@pytest.mark.parametrize("name", ["data", "cells"])
 def test_verbs_and_loops_in_four_processes(name):
     check(name, 4)
 
