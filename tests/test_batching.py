@@ -476,10 +476,17 @@ def test_what_a_window_can_hold(rule, split):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reserve", [True, False], ids=["reserved", "eager"])
 @pytest.mark.parametrize("streams", [1, 8])
 @pytest.mark.parametrize(
-    "name", ["llama_tied", "mistral_window", "gemma3", "mamba2", "granite_hybrid"]
+    ("name", "reserve"),
+    [
+        ("llama_tied", True),
+        ("llama_tied", False),
+        ("mistral_window", True),
+        ("gemma3", True),
+        ("mamba2", True),
+        ("granite_hybrid", False),
+    ],
 )
 def test_64_requests_through_8_sequences_with_half_the_cells(name, streams, reserve):
     model = models.load(DATA / name)

@@ -112,7 +112,6 @@ WAYS = [  # ubatch_size, together, kept, streams
     (64, True, 2, 4),
     (512, False, 2, 4),
     (5, True, 0, 1),
-    (5, False, 0, 1),
 ]
 
 

@@ -101,7 +101,7 @@ def test_verbs_on_a_mesh():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_verbs_at_length_on_a_mesh(kind):
-    run_verbs(kind, 15)
+    run_verbs(kind, 10)
 
 
 class StateVerbs(test_recurrent_verbs.Verbs):

@@ -162,5 +162,5 @@ def test_verbs_at_length(kind):
     """The slow part: thousands of runs over all memories, in ubatches of 4."""
     run_state_machine_as_test(
         lambda: Verbs(kind),
-        settings=settings(max_examples=250, stateful_step_count=20, derandomize=True),
+        settings=settings(max_examples=100, stateful_step_count=20, derandomize=True),
     )
