@@ -40,10 +40,12 @@ class Split:
         if not self.over(mesh, rules).is_fully_replicated:
             return None
         devices = _devices(mesh, self._ways(mesh, rules)[0])
-        if devices == 1:
+        if devices == 1 and not rules.present(mesh, "cells"):
             return "no axis of the mesh splits weights"
         if self == WHOLE:
             return self.of
+        if devices == 1:
+            return f"no axis of the mesh splits {self.of}"
         return f"{self.parts} {self.of}, which {devices} devices do not divide"
 
     def _ways(self, mesh: Mesh | AbstractMesh, rules: Rules) -> list[tuple[str, ...]]:

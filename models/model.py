@@ -87,9 +87,7 @@ class Model:
             return make()
         return jaxkv.sharding.allocate(make, self.mesh, self.rules)
 
-    def memory_shapes(
-        self, *, cells: int | None = None, dtype: Any = None, **options: Any
-    ) -> Any:
+    def memory_shapes(self, *, cells: int | None = None, dtype: Any = None, **options: Any) -> Any:
         """Return the shapes of what `make_memory` makes; on a mesh each has its sharding."""
         make = self._maker(cells, dtype, options)
         if self.mesh is None:

@@ -19,7 +19,7 @@ from models.cli.arguments import InputError, parser
 from models.cli.main import main
 from models.families import llama
 from models.families.memories import make_memory
-from models.meshes import RULES, Split, make_mesh
+from models.meshes import RULES, WHOLE, Split, make_mesh
 from models.model import functional, splits_of
 from tests.hlo import collectives
 
@@ -139,17 +139,20 @@ def test_a_mesh_gives_what_one_device_gives(name, sizes):
 
 
 @pytest.mark.slow
-def test_the_command_line_on_a_mesh(capsys):
+@pytest.mark.parametrize(
+    ("axes", "size"), [("tensor=3", "179.4 MB"), ("tensor=1,cells=2", "322.2 MB")]
+)
+def test_the_command_line_on_a_mesh(axes, size, capsys):
     """Key/value heads of SmolLM2 are three; nothing is compiled after the warm-up."""
     command = ["generate", "--json", "--max-tokens", "10", "The capital of France is", "One, two,"]
     assert main(command) == 0
     wanted = capsys.readouterr().out
-    assert main([*command, "--mesh", "tensor=3"]) == 0
+    assert main([*command, "--mesh", axes]) == 0
     out, err = capsys.readouterr()
     assert [json.loads(line)["tokens"] for line in out.splitlines()] == [
         json.loads(line)["tokens"] for line in wanted.splitlines()
     ]
-    assert "mesh tensor=3: 179.4 MB of weights on each device" in err
+    assert f"mesh {axes}: {size} of weights on each device" in err
     assert "compiles after warm-up: 0" in err
 
 
@@ -273,6 +276,10 @@ def test_devices_that_split_cells_split_what_belongs_to_no_head():
     three = split(parts=3, with_cells=True)
     assert three.over(mesh, RULES).is_fully_replicated
     assert three.why_whole(mesh, RULES) == "3 things, which 8 devices do not divide"
+    mesh = jax.sharding.AbstractMesh((4,), ("cells",))
+    assert head.why_whole(mesh, RULES) == "no axis of the mesh splits things"
+    assert WHOLE.why_whole(mesh, RULES) == "every device needs all of it"
+    assert inside.why_whole(mesh, RULES) is None
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ _PREFIXES = (
 def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
     """Opens a folder; the tensors stay in their files until they are asked for.
 
-    Without `weights` it is a checkpoint without tensors, of which `config.json` is all that is read.
+    Without `weights` there are no tensors in it, and `config.json` is all that is read.
     """
     top = read_json(folder / "config.json")
     if not top:
