@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -257,6 +257,7 @@ def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, A
     return forward, nnx.to_pure_dict(state)
 
 
+@lru_cache(maxsize=4)
 def splits_of(family: ModuleType, config: Any) -> Any:
     """Returns how each weight may be split, in a tree like that of the weights."""
     _, state = _abstract(family, config, jnp.float32)

@@ -59,7 +59,11 @@ def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_sampling(one.add_argument)
     add_memory(one.add_argument)
     add_dtype(one.add_argument)
-    add_devices(one.add_argument, "run on several devices, as data=2,tensor=2 does on four")
+    add_devices(
+        one.add_argument,
+        "run on several devices, as data=2,tensor=2 does on four",
+        "A processor has one device, or as many as JAX_NUM_CPU_DEVICES says (default: one device)",
+    )
 
 
 def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -76,7 +80,11 @@ def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_model(one.add_argument)
     add_plan_memory(one.add_argument)
     add_dtype(one.add_argument)
-    add_devices(one.add_argument, "the devices, as data=32,tensor=8 stands for 256")
+    add_devices(
+        one.add_argument,
+        "the devices, as data=32,tensor=8 stands for 256",
+        "They need not be there (default: one device)",
+    )
 
 
 def add_prompts(add: Callable[..., Any]) -> None:
@@ -268,15 +276,14 @@ def add_dtype(add: Callable[..., Any]) -> None:
     )
 
 
-def add_devices(add: Callable[..., Any], what: str) -> None:
-    """Add where the model and the memory are, after what the devices are for."""
+def add_devices(add: Callable[..., Any], what: str, there: str) -> None:
+    """Add where the model and the memory are, between what devices do and which there are."""
     add(
         "--mesh",
         type=mesh_sizes,
         metavar="NAME=N,...",
         help=f"{what}: tensor splits weights and key/value heads, data streams, and cells the "
-        "cells of each stream, and feed-forward parts. A processor has one device, or as many as "
-        "JAX_NUM_CPU_DEVICES says (default: one device)",
+        f"cells of each stream, and feed-forward parts. {there}",
     )
 
 
