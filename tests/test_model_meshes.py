@@ -229,7 +229,13 @@ def test_a_step_of_no_family_sends_more_than_sums(name):
 # ------------------------------------------------------------------------- models without weights
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("qwen2", "gemma3") else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
 def test_a_config_alone_tells_the_shapes_of_weights_and_memory(name, tmp_path):
     (tmp_path / "config.json").write_text((DATA / name / "config.json").read_text())
     sizes = dict(cells=64, sequences=2, streams=2, ubatch_size=8)
