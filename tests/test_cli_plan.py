@@ -156,12 +156,19 @@ def test_no_weight_is_read(plan, tmp_path):
         vocab_size=128256,
         tie_word_embeddings=False,
     )
-    mesh = ["--mesh", "data=8,tensor=8,cells=4", "--dtype", "bfloat16", "--cells", 4096]
+    mesh = ["--mesh", "data=4,tensor=8,cells=4", "--dtype", "bfloat16", "--cells", 4096]
     status, out, _ = plan(*mesh, "--json", model=folder)
     told = json.loads(out)
-    assert (status, told["layout"]["devices"]) == (0, 256)
-    layer = 8192 * (8192 * 2 + 8 * 128 * 2 + 28672 * 3 + 2)
-    assert told["weights"] == 2 * layer + 2 * 128256 * 8192 + 8192
+    assert (status, told["layout"]["devices"]) == (0, 128)
+    attention, norms = 2 * 8192 * (8192 * 2 + 8 * 128 * 2), 5 * 8192
+    inside = 2 * 8192 * 28672 * 3 + 2 * 128256 * 8192
+    assert told["weights"] == attention + inside + norms
+    assert told["layout"]["weights"] == 2 * (attention // 8 + inside // 32 + norms)
+    assert told["splits"] == {
+        "data": ["4 streams"],
+        "tensor": ["8 kv_heads", "weights"],
+        "cells": ["4,096 cells", "weights"],
+    }
     assert told["parts"][0]["each"] == 2 * 2 * 8 * 128 * 2
 
 
