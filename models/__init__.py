@@ -4,7 +4,7 @@
 """
 
 from models.errors import ModelError
-from models.model import Model, load
+from models.model import Model, load, load_shapes, on_mesh
 from models.text.tokenizer import Tokenizer
 
-__all__ = ["Model", "ModelError", "Tokenizer", "load"]
+__all__ = ["Model", "ModelError", "Tokenizer", "load", "load_shapes", "on_mesh"]

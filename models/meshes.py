@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.mesh import Rules
@@ -19,31 +19,51 @@ class Split:
     axis: the dimension.
     parts: how many there are; devices that do not divide them each have the whole weight.
     of: what the parts are, in the plural.
+    with_cells: whether the devices that split cells split these parts too. Not if they belong to
+      heads: devices with cells of the same heads all need them whole.
     """
 
     axis: int
     parts: int
     of: str
+    with_cells: bool = False
 
-    def over(self, mesh: Mesh, rules: Rules) -> NamedSharding:
-        """Return where the parts are on a mesh: over the axes that split key/value heads."""
-        axes = rules.split(mesh, kv_heads=self.parts)["kv_heads"]
-        return NamedSharding(mesh, P(*[None] * self.axis, axes) if axes else P())
+    def over(self, mesh: Mesh | AbstractMesh, rules: Rules) -> NamedSharding:
+        """Return where the parts are on a mesh: over the most devices that divide them."""
+        for axes in self._ways(mesh, rules):
+            if axes and self.parts > 1 and self.parts % _devices(mesh, axes) == 0:
+                return NamedSharding(mesh, P(*[None] * self.axis, axes))
+        return NamedSharding(mesh, P())
 
-    def why_whole(self, mesh: Mesh, rules: Rules) -> str | None:
+    def why_whole(self, mesh: Mesh | AbstractMesh, rules: Rules) -> str | None:
         """Return why each device has the whole weight, None where it has not."""
         if not self.over(mesh, rules).is_fully_replicated:
             return None
-        devices = prod(mesh.shape[axis] for axis in rules.present(mesh, "kv_heads"))
-        if devices == 1:
+        devices = _devices(mesh, self._ways(mesh, rules)[0])
+        if devices == 1 and not rules.present(mesh, "cells"):
             return "no axis of the mesh splits weights"
         if self == WHOLE:
             return self.of
+        if devices == 1:
+            return f"no axis of the mesh splits {self.of}"
         return f"{self.parts} {self.of}, which {devices} devices do not divide"
+
+    def _ways(self, mesh: Mesh | AbstractMesh, rules: Rules) -> list[tuple[str, ...]]:
+        """The axes that may split the parts: those of heads, and with those of cells if wanted."""
+        heads = rules.present(mesh, "kv_heads")
+        both = tuple(dict.fromkeys((*heads, *rules.present(mesh, "cells"))))
+        return [both, heads] if self.with_cells else [heads]
+
+
+def _devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
+    return prod(mesh.shape[axis] for axis in axes)
 
 
 WHOLE = Split(axis=0, parts=1, of="every device needs all of it")
 """Every device has the whole weight."""
+
+RULES = Rules(cells="cells")
+"""What the axes of a mesh of the command line split: data streams, tensor heads, cells cells."""
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:

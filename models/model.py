@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
@@ -37,7 +37,7 @@ class Model:
     """A model with its weights.
 
     config: sizes and switches, see the family's `Config`.
-    weights: one plain tree of arrays. Pass it to `forward`, which keeps none.
+    weights: one plain tree of arrays, or of their shapes. Pass it to `forward`, which keeps none.
     forward: `(weights, memory, ubatch) -> memory, logits`, for a ubatch that has been applied. Not
       compiled: the loops of `jaxkv.loops` compile it, and so does your own.
     checkpoint: where it all came from.
@@ -53,7 +53,7 @@ class Model:
     checkpoint: Checkpoint
     family: ModuleType
     dtype: Any
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     rules: Rules = Rules()
 
     def __repr__(self) -> str:
@@ -82,12 +82,24 @@ class Model:
           options: `sequences`, `streams`, `rollback` and more in
             `models.families.memories.make_memory`; `placement` and more in `jaxkv.make_kv_cache`.
         """
-        dtype = dtype or self.dtype
-        layers = self.family.layers_of(self.config, dtype)
-        make = partial(make_memory, layers, cells=cells, dtype=dtype, **options)
+        make = self._maker(cells, dtype, options)
         if self.mesh is None:
             return make()
         return jaxkv.sharding.allocate(make, self.mesh, self.rules)
+
+    def memory_shapes(self, *, cells: int | None = None, dtype: Any = None, **options: Any) -> Any:
+        """Return the shapes of what `make_memory` makes; on a mesh each has its sharding."""
+        make = self._maker(cells, dtype, options)
+        if self.mesh is None:
+            return jax.eval_shape(make)
+        return jaxkv.sharding.shapes(make, self.mesh, self.rules)
+
+    def _maker(
+        self, cells: int | None, dtype: Any, options: dict[str, Any]
+    ) -> Callable[[], jaxkv.Memory]:
+        dtype = dtype or self.dtype
+        layers = self.family.layers_of(self.config, dtype)
+        return partial(make_memory, layers, cells=cells, dtype=dtype, **options)
 
     @property
     def logits_sharding(self) -> NamedSharding | None:
@@ -145,12 +157,7 @@ def load(
       >>> memory, logits = jaxkv.prefill(*run, memory, batch)  # doctest: +SKIP
     """
     checkpoint = open_checkpoint(name_or_path)
-    family = FAMILIES.get(checkpoint.architecture)
-    if family is None:
-        raise ModelError(
-            f"{checkpoint.source} is a {checkpoint.architecture!r} model; known are "
-            f"{', '.join(sorted(FAMILIES))}."
-        )
+    family = _family_of(checkpoint)
     config = family.config_of(checkpoint)
     if implementation is not None:
         if not hasattr(config, "implementation"):
@@ -164,11 +171,7 @@ def load(
     forward, shapes = functional(family, config, dtype)
     _check_shapes(checkpoint, shapes, sources)
     if mesh is not None:
-        shapes = jax.tree.map(
-            lambda shape, split: shape.update(sharding=split.over(mesh, rules)),
-            shapes,
-            splits_of(family, config),
-        )
+        shapes = _split(shapes, splits_of(family, config), mesh, rules)
     return Model(
         config=config,
         weights=_read(checkpoint, shapes, sources, progress),
@@ -178,6 +181,66 @@ def load(
         dtype=dtype,
         mesh=mesh,
         rules=rules,
+    )
+
+
+def load_shapes(
+    name_or_path: str | os.PathLike | None = None, *, dtype: Any = jnp.float32
+) -> Model:
+    """Load a model without its weights: what it takes, and what its programs are, can be asked.
+
+    Of a folder or a hub id `config.json` is all that is read, or downloaded.
+
+    Args:
+      name_or_path: as for `load`.
+      dtype: that the weights would have.
+
+    Returns:
+      A model in which a `jax.ShapeDtypeStruct` stands for each weight. `on_mesh` places it on a
+      mesh, also on an abstract one; `memory_shapes` takes the place of `make_memory`.
+
+    Raises:
+      ModelError: as for `load`. That the files hold such weights is not checked.
+
+    Examples:
+      >>> model = load_shapes()  # doctest: +SKIP
+      >>> mesh = jax.sharding.AbstractMesh((3,), ("tensor",))  # doctest: +SKIP
+      >>> model = on_mesh(model, mesh, jaxkv.sharding.Rules())  # doctest: +SKIP
+      >>> memory = model.memory_shapes(cells=512)  # doctest: +SKIP
+    """
+    checkpoint = open_checkpoint(name_or_path, weights=False)
+    family = _family_of(checkpoint)
+    config = family.config_of(checkpoint)
+    forward, shapes = functional(family, config, dtype)
+    return Model(
+        config=config,
+        weights=shapes,
+        forward=forward,
+        checkpoint=checkpoint,
+        family=family,
+        dtype=dtype,
+    )
+
+
+def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: Rules) -> Model:
+    """Return a model of `load_shapes` on a mesh: its weights are shapes with their shardings."""
+    weights = _split(model.weights, splits_of(model.family, model.config), mesh, rules)
+    return replace(model, weights=weights, mesh=mesh, rules=rules)
+
+
+def _family_of(checkpoint: Checkpoint) -> ModuleType:
+    family = FAMILIES.get(checkpoint.architecture)
+    if family is None:
+        raise ModelError(
+            f"{checkpoint.source} is a {checkpoint.architecture!r} model; known are "
+            f"{', '.join(sorted(FAMILIES))}."
+        )
+    return family
+
+
+def _split(shapes: Any, splits: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:
+    return jax.tree.map(
+        lambda shape, split: shape.update(sharding=split.over(mesh, rules)), shapes, splits
     )
 
 
@@ -194,6 +257,7 @@ def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, A
     return forward, nnx.to_pure_dict(state)
 
 
+@lru_cache(maxsize=4)
 def splits_of(family: ModuleType, config: Any) -> Any:
     """Returns how each weight may be split, in a tree like that of the weights."""
     _, state = _abstract(family, config, jnp.float32)

@@ -28,7 +28,7 @@ LADDERS = {
         ["checkpoints", "texts"],
         ["families"],
         ["model"],
-        ["run"],
+        ["run", "costs"],
         ["generate"],
         ["search", "serving"],
         ["cli"],

@@ -19,7 +19,7 @@ from models.cli.arguments import InputError, parser
 from models.cli.main import main
 from models.families import llama
 from models.families.memories import make_memory
-from models.meshes import Split, make_mesh
+from models.meshes import RULES, WHOLE, Split, make_mesh
 from models.model import functional, splits_of
 from tests.hlo import collectives
 
@@ -139,17 +139,20 @@ def test_a_mesh_gives_what_one_device_gives(name, sizes):
 
 
 @pytest.mark.slow
-def test_the_command_line_on_a_mesh(capsys):
+@pytest.mark.parametrize(
+    ("axes", "size"), [("tensor=3", "179.4 MB"), ("tensor=1,cells=2", "322.2 MB")]
+)
+def test_the_command_line_on_a_mesh(axes, size, capsys):
     """Key/value heads of SmolLM2 are three; nothing is compiled after the warm-up."""
     command = ["generate", "--json", "--max-tokens", "10", "The capital of France is", "One, two,"]
     assert main(command) == 0
     wanted = capsys.readouterr().out
-    assert main([*command, "--mesh", "tensor=3"]) == 0
+    assert main([*command, "--mesh", axes]) == 0
     out, err = capsys.readouterr()
     assert [json.loads(line)["tokens"] for line in out.splitlines()] == [
         json.loads(line)["tokens"] for line in wanted.splitlines()
     ]
-    assert "mesh tensor=3: 179.4 MB of weights on each device" in err
+    assert f"mesh {axes}: {size} of weights on each device" in err
     assert "compiles after warm-up: 0" in err
 
 
@@ -221,3 +224,79 @@ def test_a_step_of_no_family_sends_more_than_sums(name):
     assert set(counts) == {"all-reduce"}
     layers = len(model.family.layers_of(model.config, model.dtype))
     assert counts["all-reduce"] <= 2 * layers + 1
+
+
+# ------------------------------------------------------------------------- models without weights
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("qwen2", "gemma3") else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
+def test_a_config_alone_tells_the_shapes_of_weights_and_memory(name, tmp_path):
+    (tmp_path / "config.json").write_text((DATA / name / "config.json").read_text())
+    sizes = dict(cells=64, sequences=2, streams=2, ubatch_size=8)
+    mesh = make_mesh(MESHES["data-tensor"])
+    model = models.load(DATA / name, dtype=jnp.bfloat16, mesh=mesh)
+    shapes = models.on_mesh(models.load_shapes(tmp_path, dtype=jnp.bfloat16), mesh, Rules())
+    assert_same_places(shapes.weights, model.weights)
+    assert_same_places(shapes.memory_shapes(**sizes), model.make_memory(**sizes))
+    assert shapes.whole_weights() == model.whole_weights()
+
+
+def assert_same_places(shapes, arrays):
+    assert jax.tree.structure(shapes) == jax.tree.structure(arrays)
+    for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(arrays), strict=True):
+        assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
+        assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "without vocab_size"),
+        ({"vocab_size": 40, "model_type": "bert"}, "is a 'bert' model; known are gemma3_text"),
+    ],
+)
+def test_a_config_alone_may_tell_too_little(config, message, tmp_path):
+    known = json.loads((DATA / "llama_tied" / "config.json").read_text())
+    del known["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(known | config))
+    with pytest.raises(models.ModelError, match=message):
+        models.load_shapes(tmp_path)
+
+
+# ------------------------------------------------------------------------ weights with split cells
+
+
+def test_devices_that_split_cells_split_what_belongs_to_no_head():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("tensor", "cells"))
+    split = partial(Split, axis=0, of="things")
+    inside, head = split(parts=24, with_cells=True), split(parts=24)
+    assert inside.over(mesh, RULES).spec == P(("tensor", "cells"))
+    assert inside.over(mesh, Rules()).spec == head.over(mesh, RULES).spec == P(("tensor",))
+    assert split(parts=6, with_cells=True).over(mesh, RULES).spec == P(("tensor",))
+    three = split(parts=3, with_cells=True)
+    assert three.over(mesh, RULES).is_fully_replicated
+    assert three.why_whole(mesh, RULES) == "3 things, which 8 devices do not divide"
+    mesh = jax.sharding.AbstractMesh((4,), ("cells",))
+    assert head.why_whole(mesh, RULES) == "no axis of the mesh splits things"
+    assert WHOLE.why_whole(mesh, RULES) == "every device needs all of it"
+    assert inside.why_whole(mesh, RULES) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama_tied", "granite_hybrid_experts"])
+def test_a_mesh_that_splits_cells_gives_what_one_device_gives(name):
+    logits, tokens = one_device(name)
+    mesh = make_mesh({"tensor": 2, "cells": 2})
+    model = models.load(DATA / name, mesh=mesh, rules=RULES)
+    down = model.weights["blocks"][0]["feed"]["down"]["weight"]
+    assert down.addressable_shards[0].data.size * 4 == down.size
+    with jax.set_mesh(mesh):
+        got, picked = run(model)
+    np.testing.assert_allclose(got, logits, atol=1e-4)
+    np.testing.assert_array_equal(picked, tokens)

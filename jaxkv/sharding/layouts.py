@@ -57,7 +57,8 @@ class Layout:
             ("sent in a step", self.sent),
         ]
         lines = [f"{name:<16}{number:>20,} bytes" for name, number in rows]
-        return "\n".join([f"on each of {self.devices} devices", *lines, *self.whole])
+        head = "on the device" if self.devices == 1 else f"on each of {self.devices} devices"
+        return "\n".join([head, *lines, *self.whole])
 
 
 def layout(

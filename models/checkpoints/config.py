@@ -40,6 +40,9 @@ _FAMILY = {
     },
     "recurrent_gemma": {"partial_rotary_factor": 0.5},
 }
+# What the class of a family means when tie_word_embeddings is left out, and there are no tensors.
+_TIED = {"gemma3_text", "recurrent_gemma"}
+_VOCABULARY = {"gemma3_text": 262208}
 _ANY = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}
 _ATTENDS = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _NEEDED = (*_ATTENDS, "intermediate_size")
@@ -131,6 +134,31 @@ def complete(
     out.setdefault("attention_bias", "model.layers.0.self_attn.q_proj.bias" in shapes)
     _check_agreement(out, source)
     return out
+
+
+def implied(config: Mapping[str, Any], source: str) -> dict[str, tuple[int, ...]]:
+    """The tensors that tell `complete` what a config leaves out, as the config itself implies them.
+
+    For a model of which nothing else is there. What is silent means what it does in the family's
+    class in `transformers`.
+
+    Raises:
+        ModelError: when the config does not tell the vocabulary.
+    """
+    family = config["model_type"]
+    size = config.get("vocab_size") or _VOCABULARY.get(family)
+    if not size:
+        raise ModelError(
+            f"{source} has a config.json without vocab_size, and no weights were asked for that "
+            "would tell it; add it."
+        )
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (size,)}
+    tied = config.get("tie_word_embeddings")
+    if not (family in _TIED if tied is None else tied):
+        shapes["lm_head.weight"] = (size,)
+    if family == "qwen2":
+        shapes["model.layers.0.self_attn.q_proj.bias"] = ()
+    return shapes
 
 
 def _lift_rope(config: dict[str, Any], source: str) -> None:

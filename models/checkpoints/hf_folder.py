@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from models.checkpoints.checkpoint import Checkpoint, Tensor
-from models.checkpoints.config import complete
+from models.checkpoints.config import complete, implied
 from models.errors import ModelError, brief
 from models.json_file import read_json
 from models.kinds import TOKEN, check, either, refusal, several
@@ -20,8 +20,11 @@ _PREFIXES = (
 )
 
 
-def open_folder(folder: Path) -> Checkpoint:
-    """Opens a folder; the tensors stay in their files until they are asked for."""
+def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
+    """Opens a folder; the tensors stay in their files until they are asked for.
+
+    Without `weights` there are no tensors in it, and `config.json` is all that is read.
+    """
     top = read_json(folder / "config.json")
     if not top:
         raise ModelError(
@@ -42,8 +45,11 @@ def open_folder(folder: Path) -> Checkpoint:
             f"{folder} holds weights that are packed for another program (quantization_config in "
             "its config.json); give the model's unpacked folder or a .gguf file."
         )
-    tensors = _tensors(folder)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    tensors = _tensors(folder) if weights else {}
+    if weights:
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    else:
+        shapes = implied(config, str(folder))
     generation = read_json(folder / "generation_config.json")
     ends = _end_tokens(folder, generation, top, config)
 

@@ -10,7 +10,9 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.errors import ModelError, brief
 
 
-def open_checkpoint(name_or_path: str | os.PathLike | None = None) -> Checkpoint:
+def open_checkpoint(
+    name_or_path: str | os.PathLike | None = None, *, weights: bool = True
+) -> Checkpoint:
     """Opens a model by name or path; the weights stay in their files until they are asked for.
 
     Args:
@@ -20,29 +22,31 @@ def open_checkpoint(name_or_path: str | os.PathLike | None = None) -> Checkpoint
             a path to a `.gguf` file;
             a folder with `config.json` and `*.safetensors` files;
             a hub id "org/name", downloaded (or found in its cache) by `huggingface_hub`.
+        weights: whether they will be asked for. If not, `config.json` is all that a folder needs,
+            and all that is downloaded.
 
     Raises:
         ModelError: the model is not there, or is of a kind that cannot be read.
     """
-    path = _locate("smollm2" if name_or_path is None else os.fspath(name_or_path))
+    path = _locate("smollm2" if name_or_path is None else os.fspath(name_or_path), weights)
     # Each kind of file needs libraries of its own, so only the reader in use is imported.
     if path.is_dir():
         from models.checkpoints.hf_folder import open_folder
 
-        return open_folder(path)
+        return open_folder(path, weights=weights)
     from models.checkpoints.gguf.file import open_gguf
 
     return open_gguf(path)
 
 
-def _locate(name: str) -> Path:
+def _locate(name: str, weights: bool) -> Path:
     path = Path(name).expanduser()
     if name in _WHEELS:
         return _WHEELS[name]()
     if path.exists():
         return path
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix != ".gguf":
-        return _download(name)
+        return _download(name, weights)
     raise ModelError(
         f"No model at {name!r}: give a .gguf file, a folder with config.json, a hub id like "
         f"org/name, or one of the words {', '.join(_WHEELS)}."
@@ -78,7 +82,7 @@ def _gemma3() -> Path:
 _WHEELS = {"smollm2": _smollm2, "gemma3": _gemma3}
 
 
-def _download(name: str) -> Path:
+def _download(name: str, weights: bool) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
@@ -86,7 +90,7 @@ def _download(name: str) -> Path:
             f"There is no folder {name!r}, and to look for it on the hub the package "
             "huggingface_hub is needed; get it with: pip install huggingface_hub"
         ) from None
-    wanted = ["*.json", "*.jinja", "*.safetensors"]
+    wanted = ["*.json", "*.jinja", "*.safetensors"] if weights else ["config.json"]
     unwanted = ["*/*", "consolidated*"]  # the same weights once more, in other forms
     try:
         return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))

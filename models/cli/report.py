@@ -2,14 +2,14 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from models.cli.screen import megabytes, note, plural
-from models.model import Model, name_of
+from models.costs import whole_bytes
+from models.model import Model
 from models.texts import Text
 
 
@@ -40,15 +40,12 @@ def note_summary(parts: Sequence[str], nbytes: int, compiles: int) -> None:
 
 def note_shares(model: Model) -> None:
     """Say how many bytes of weights a device of the mesh has, and which of them all have, why."""
-    share, whole = 0, Counter[str]()
-    why = model.whole_weights()
-    for path, array in jax.tree_util.tree_leaves_with_path(model.weights):
-        size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-        share += size
-        if reason := why.get(name_of(path)):
-            whole[reason] += size
+    share = sum(
+        math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for array in jax.tree.leaves(model.weights)
+    )
     axes = ",".join(f"{name}={size}" for name, size in model.mesh.shape.items())
-    parts = [f"{megabytes(size)} on all ({reason})" for reason, size in whole.most_common()]
+    parts = [f"{megabytes(size)} on all ({reason})" for reason, size in whole_bytes(model).items()]
     note(" | ".join((f"mesh {axes}: {megabytes(share)} of weights on each device", *parts)))
 
 

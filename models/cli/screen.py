@@ -121,7 +121,19 @@ def make_bar(what: str, total: int) -> tqdm:
 
 def plural(count: int, noun: str) -> str:
     """Write how many there are of something."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def in_units(count: int) -> str:
+    """Write a number of bytes of any size for people, in units of 1,000.
+
+    >>> in_units(512), in_units(16_000_000_000), in_units(17_640_734_720)
+    ('512 bytes', '16 GB', '17.6 GB')
+    """
+    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f}".removesuffix(".0") + f" {unit}"
+    return plural(count, "byte")
 
 
 def megabytes(count: int) -> str:

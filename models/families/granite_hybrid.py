@@ -83,7 +83,9 @@ class Experts(nnx.Module):
         c = config
         self.config = c
         self.router = matrix(rngs, (c.experts, c.width), dtype)
-        inside = partial(Split, parts=c.expert_hidden, of="numbers inside an expert")
+        inside = partial(
+            Split, parts=c.expert_hidden, of="numbers inside an expert", with_cells=True
+        )
         up = partial(_experts, rngs, (c.experts, c.width, c.expert_hidden), dtype)
         # Two products, since `ragged_dot` takes one matrix for each expert, which a mesh could not
         # split without cutting through gates and what goes up.

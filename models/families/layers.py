@@ -83,7 +83,7 @@ class Vocabulary(nnx.Module):
     def __init__(self, size: int, width: int, dtype: jnp.dtype, rngs: nnx.Rngs, *, tied: bool):
         self.tied = tied
         make = partial(matrix, rngs, (size, width), dtype)
-        split = Split(axis=0, parts=size, of="tokens of the vocabulary")
+        split = Split(axis=0, parts=size, of="tokens of the vocabulary", with_cells=True)
         self.head = make(split=split)
         if not tied:
             self.embedding = make(split=split)
@@ -209,7 +209,7 @@ class GatedFeed(nnx.Module):
         bias: bool = False,
     ):
         self.activation = activation
-        inside = partial(Split, axis=1, parts=hidden, of="numbers inside")
+        inside = partial(Split, axis=1, parts=hidden, of="numbers inside", with_cells=True)
         self.gate_up = Linear(width, (2, hidden), dtype, rngs, bias=bias, split=inside())
         self.down = Linear(hidden, width, dtype, rngs, bias=bias, split=inside())
 

@@ -119,7 +119,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
         windows=windows_of(checkpoint),
         tied=c["tie_word_embeddings"],
         bias=c["attention_bias"],
-        norms="model.layers.0.self_attn.q_norm.weight" in checkpoint.tensors,
+        norms=checkpoint.architecture == "qwen3",
     )
 
 

@@ -1,0 +1,101 @@
+"""The command `plan`: what a model takes on each device of a mesh, and what fits there."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from models.cli.arguments import InputError
+from models.cli.plan_report import Answer, show, too_large
+from models.costs import Costs, abstract_mesh, costs_of, most_sequences, proposed
+from models.families.memories import Attends
+from models.meshes import RULES
+from models.model import Model, load_shapes, on_mesh
+
+
+def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
+    """Run the command `plan`.
+
+    Raises:
+      InputError: when a mesh cannot split the sizes, or a device takes more than `--room`; then the
+        answer has been shown all the same.
+    """
+    model = load_shapes(args.model, dtype=jnp.dtype(args.dtype))
+    model = on_mesh(model, abstract_mesh(args.mesh or {"data": 1}), RULES)
+    sizes = read_sizes(args, model)
+    costs = answered(costs_of, model, **sizes)
+    check_interrupt()
+    finer, advice = advise(model, costs, sizes)
+    length = args.length or length_of(sizes)
+    answer = Answer(
+        model=model,
+        costs=costs,
+        fitted=finer,
+        advice=advice,
+        room=args.room,
+        length=length,
+        most=args.room and count_sequences(model, sizes, room=args.room, length=length),
+    )
+    show(args, answer)
+    if args.room and costs.layout.total > args.room:
+        raise InputError(too_large(answer))
+    return 0
+
+
+def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
+    """Return the sizes of the memory that was asked for."""
+    streams = args.streams or (args.mesh or {}).get("data", 1)
+    sequences = args.sequences or streams
+    if sequences % streams:
+        enough = -(-sequences // streams) * streams
+        raise InputError(
+            f"{sequences} sequences cannot be dealt out evenly among {streams} streams; give "
+            f"--sequences {enough}, or other --streams."
+        )
+    cells = args.cells
+    if cells is None and grows(model):
+        longest = model.checkpoint.config.get("max_position_embeddings")
+        if longest is None:
+            raise InputError("the model does not say how long its texts may be; give --cells.")
+        cells = longest * (sequences // streams)
+    sizes = {"sequences": sequences, "streams": streams, "ubatch_size": args.ubatch_size}
+    return {"cells": cells, **sizes}
+
+
+def length_of(sizes: dict[str, Any]) -> int | None:
+    """Return the cells of a stream for each of its sequences; None where nothing grows."""
+    if sizes["cells"] is None:
+        return None
+    return max(sizes["cells"] * sizes["streams"] // sizes["sequences"], 1)
+
+
+def grows(model: Model) -> bool:
+    """Return whether a text takes more room the longer it is: whether a layer sees all of it."""
+    layers = model.family.layers_of(model.config, model.dtype)
+    return any(isinstance(layer, Attends) and layer.window is None for layer in layers)
+
+
+def answered(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
+    """Return what a function answers; sizes that a mesh cannot split are the user's to change."""
+    try:
+        return ask(*args, **sizes)
+    except ValueError as error:
+        raise InputError(f"{error}.") from None
+
+
+def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | None, str]:
+    """Return what a mesh costs that fits the heads, where they are whole; or why there is none."""
+    if not any("kv_heads" in line for line in costs.layout.whole):
+        return None, ""
+    try:
+        finer = proposed(model, **sizes)
+    except ValueError as error:
+        return None, f"no mesh fits the heads: {error}"
+    return finer, "" if finer else "an axis named cells splits the cells of a head that is alone"
+
+
+def count_sequences(model: Model, sizes: dict[str, Any], *, room: int, length: int | None) -> int:
+    """Return how many sequences fit into the room of each device."""
+    same = {name: sizes[name] for name in ("streams", "ubatch_size")}
+    return answered(most_sequences, model, room=room, length=length, **same)

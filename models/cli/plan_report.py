@@ -1,0 +1,155 @@
+"""What the command `plan` shows: a page, an object for programs, and what to change."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from models.cli.screen import in_units, plural, put
+from models.costs import Costs
+from models.model import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was found.
+
+    model: on the mesh that was asked for, with shapes for weights.
+    costs: there.
+    fitted: those on a mesh that fits the heads; None where it fits them, or none does.
+    advice: what to do in place of that, if anything.
+    room: bytes of each device, None if they were not told.
+    length: tokens of each sequence that is to fit; None where nothing grows with the text.
+    most: how many such sequences fit, None without a room.
+    """
+
+    model: Model
+    costs: Costs
+    fitted: Costs | None
+    advice: str
+    room: int | None
+    length: int | None
+    most: int | None
+
+
+def show(args: argparse.Namespace, answer: Answer) -> None:
+    """Write an answer to stdout."""
+    if args.json:
+        put(json.dumps(as_object(args, answer)) + "\n")
+        return
+    sections = [heading(args, answer), [str(answer.costs.layout)], list(parts(answer.costs))]
+    if args.mesh:
+        sections += [list(splits(answer.costs)), list(whole(answer.costs))]
+    sections += [list(advice(answer)), list(fitting(answer))]
+    put("\n\n".join("\n".join(lines) for lines in sections if lines) + "\n")
+
+
+def heading(args: argparse.Namespace, answer: Answer) -> list[str]:
+    """Say what the model and the memory are."""
+    memory = answer.costs.memory
+    cells = "" if memory["cells"] is None else f" of {plural(memory['cells'], 'cell')}"
+    streams = plural(memory["streams"], "stream") + cells
+    name, count = answer.model.checkpoint.architecture, weights_in(answer.model) / 1e6
+    return [
+        f"{name}, {count:,.1f}M weights in {args.dtype}",
+        f"{plural(memory['sequences'], 'sequence')} in {streams}",
+    ]
+
+
+def parts(costs: Costs) -> Iterator[str]:
+    """Say what the memory of layers of each kind takes."""
+    yield f"{'memory of':<20}{'layers':>6}{'bytes':>25}{'bytes on a device':>21}"
+    for part in costs.parts:
+        each = f"{part.each:,} a {part.unit}"
+        yield f"{part.kind:<20}{part.layers:>6}{each:>25}{part.on_device:>21,}"
+
+
+def splits(costs: Costs) -> Iterator[str]:
+    """Say what each axis of the mesh splits."""
+    yield "what the mesh splits"
+    for axis, names in costs.splits.items():
+        yield f"{f'{axis}={costs.mesh[axis]}':<16}{', '.join(names) or 'nothing'}"
+
+
+def whole(costs: Costs) -> Iterator[str]:
+    """Say which weights each device has whole, and why."""
+    yield "weights that are whole on each device"
+    for reason, size in costs.whole.items():
+        yield f"{size:>16,} bytes: {reason}"
+
+
+def advice(answer: Answer) -> Iterator[str]:
+    """Say what to do about heads that the devices do not divide."""
+    if answer.fitted is not None:
+        layout = answer.fitted.layout
+        yield f"the heads fit with --mesh {axes_of(answer.fitted)}, on each device:"
+        yield (
+            f"weights {in_units(layout.weights)}, buffers {in_units(layout.buffers)}, in all "
+            f"{in_units(layout.total)}, sent in a step {in_units(layout.sent)}"
+        )
+    elif answer.advice:
+        yield answer.advice
+
+
+def fitting(answer: Answer) -> Iterator[str]:
+    """Say how many sequences fit."""
+    if answer.most is not None:
+        yield f"into {in_units(answer.room)} on each device fit {sequences(answer)}"
+
+
+def sequences(answer: Answer) -> str:
+    """Write how many sequences fit, and how long each is."""
+    length = "" if answer.length is None else f" of {plural(answer.length, 'token')}"
+    return plural(answer.most, "sequence") + length
+
+
+def too_large(answer: Answer) -> str:
+    """Say by how much it is too large, and what to change."""
+    layout, room = answer.costs.layout, answer.room
+    head = f"{in_units(layout.total)} on each device are more than --room {in_units(room)}; "
+    if answer.fitted is not None and answer.fitted.layout.total <= room:
+        return f"{head}give --mesh {axes_of(answer.fitted)}."
+    more = "or more devices to tensor or cells"
+    if layout.weights > room:
+        return f"{head}the weights alone are: give more devices to tensor or cells."
+    if not answer.most:
+        return f"{head}give fewer --cells, {more}."
+    if answer.length is None:
+        return f"{head}give --sequences {answer.most}, {more}."
+    cells = answer.most // answer.costs.memory["streams"] * answer.length
+    return f"{head}give --sequences {answer.most} --cells {cells}, {more}."
+
+
+def as_object(args: argparse.Namespace, answer: Answer) -> dict[str, Any]:
+    """Return an answer as an object for JSON."""
+    return {
+        "model": args.model,
+        "architecture": answer.model.checkpoint.architecture,
+        "weights": weights_in(answer.model),
+        "dtype": args.dtype,
+        **costs_object(answer.costs),
+        "fitted": answer.fitted and costs_object(answer.fitted),
+        "advice": answer.advice,
+        "fits": answer.room
+        and {"room": answer.room, "length": answer.length, "sequences": answer.most},
+    }
+
+
+def costs_object(costs: Costs) -> dict[str, Any]:
+    """Return costs as an object for JSON, and all bytes of a device."""
+    found = asdict(costs)
+    found["layout"]["total"] = costs.layout.total
+    return found
+
+
+def weights_in(model: Model) -> int:
+    """Count the numbers in the weights."""
+    return sum(array.size for array in jax.tree.leaves(model.weights))
+
+
+def axes_of(costs: Costs) -> str:
+    """Write a mesh as `--mesh` reads it."""
+    return ",".join(f"{name}={size}" for name, size in costs.mesh.items())

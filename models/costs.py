@@ -1,0 +1,190 @@
+"""What weights and memory of a model take on each device of a mesh, before they are there."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax.sharding import AbstractMesh
+
+import jaxkv
+from jaxkv.hybrid import parts_of
+from jaxkv.sharding import Layout, fitted, layout
+from models.model import Model, name_of, on_mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The memory of all layers of one kind.
+
+    kind: which layers.
+    layers: how many.
+    each: bytes of one unit in all of these layers, on all devices together.
+    unit: what grows: a token that is kept, or a sequence, which a state is for.
+    on_device: bytes of the buffers on each device.
+    """
+
+    kind: str
+    layers: int
+    each: int
+    unit: Literal["token", "sequence"]
+    on_device: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a model takes on each device of a mesh.
+
+    mesh: by the name of an axis, how many devices it has.
+    memory: sequences, streams and cells of a stream that it is for; no cells where none grow.
+    layout: the bytes.
+    parts: of the memory, one for the layers of each kind.
+    splits: by the name of an axis, what it splits.
+    whole: by the reason, bytes of the weights that every device has whole.
+    """
+
+    mesh: Mapping[str, int]
+    memory: Mapping[str, int | None]
+    layout: Layout
+    parts: tuple[Part, ...]
+    splits: Mapping[str, tuple[str, ...]]
+    whole: Mapping[str, int]
+
+
+def costs_of(model: Model, **sizes: Any) -> Costs:
+    """Return what a model takes on its mesh.
+
+    Args:
+      model: see `models.load_shapes` and `models.on_mesh`.
+      sizes: of the memory, see `models.families.memories.make_memory`.
+
+    Raises:
+      ValueError: when a mesh cannot split the sizes, or they do not go together.
+    """
+    memory = model.memory_shapes(**sizes)
+    return Costs(
+        mesh=dict(model.mesh.shape),
+        memory={name: sizes.get(name) for name in ("sequences", "streams", "cells")},
+        layout=_layout(model, memory),
+        parts=tuple(_part(part, model) for part in parts_of(memory)),
+        splits=_splits(model, memory),
+        whole=whole_bytes(model),
+    )
+
+
+def proposed(model: Model, **sizes: Any) -> Costs | None:
+    """Return what a model takes on the mesh that `jaxkv.sharding.fitted` makes of its own.
+
+    Returns:
+      None where that is the same mesh: the devices divide the heads, or there is one head alone.
+
+    Raises:
+      ValueError: when nothing fits, or the mesh that does cannot split the sizes.
+    """
+    memory = model.memory_shapes(**sizes)
+    mesh, rules = fitted(memory, model.mesh, model.rules)
+    return None if mesh is model.mesh else costs_of(on_mesh(model, mesh, rules), **sizes)
+
+
+def most_sequences(
+    model: Model, *, room: int, length: int | None, streams: int, **sizes: Any
+) -> int:
+    """Return how many sequences of a length fit beside the weights; 0 where none does.
+
+    Args:
+      model: on a mesh.
+      room: bytes on each device.
+      length: tokens of each sequence; None where nothing grows with the text.
+      streams: pools of cells, each for as many sequences as the others.
+      sizes: of the memory, apart from `sequences` and `cells`.
+    """
+    cells = math.prod(model.mesh.shape[axis] for axis in model.rules.present(model.mesh, "cells"))
+
+    def fits(each: int) -> bool:
+        if each * (length or 1) > LIMIT:
+            return False
+        whole = None if length is None else -(-each * length // cells) * cells
+        shapes = model.memory_shapes(
+            sequences=each * streams, streams=streams, cells=whole, **sizes
+        )
+        return _layout(model, shapes).total <= room
+
+    most, above = 0, 1
+    while fits(above):
+        most, above = above, 2 * above
+    while above - most > 1:
+        middle = (most + above) // 2
+        if fits(middle):
+            most = middle
+        else:
+            above = middle
+    return most * streams
+
+
+LIMIT = 2**30
+"""Cells of a stream, at most."""
+
+
+def whole_bytes(model: Model) -> dict[str, int]:
+    """Return the bytes of the weights that each device of a mesh has whole, by the reason."""
+    bytes_of, why = Counter[str](), model.whole_weights()
+    for path, array in jax.tree_util.tree_leaves_with_path(model.weights):
+        if reason := why.get(name_of(path)):
+            bytes_of[reason] += array.size * array.dtype.itemsize
+    return dict(bytes_of.most_common())
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """Make a mesh of devices that are not at hand."""
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def _splits(model: Model, memory: jaxkv.Memory) -> dict[str, tuple[str, ...]]:
+    """Say what each axis of a mesh splits of a memory and of weights, as their shardings are."""
+    found: dict[str, dict[str, None]] = {axis: {} for axis in model.mesh.shape}
+
+    def note(array: Any, *names: str) -> None:
+        spec = array.sharding.spec
+        for axes, name in zip(spec, [*names[: len(spec)], *names[-1:] * len(spec)], strict=False):
+            for axis in (axes,) if isinstance(axes, str) else axes or ():
+                found[axis][name] = None
+
+    for part in parts_of(memory):
+        table, buffers = jaxkv.split(part)
+        for array in jax.tree.leaves(buffers):
+            if table.facts.kind == "recurrent":
+                note(array, f"{array.shape[0]:,} streams", "states")
+            else:
+                streams, heads, cells, _ = array.shape
+                note(array, f"{streams:,} streams", f"{heads:,} kv_heads", f"{cells:,} cells")
+    for array in jax.tree.leaves(model.weights):
+        note(array, "weights")
+    return {axis: tuple(names) for axis, names in found.items()}
+
+
+def _layout(model: Model, memory: Any) -> Layout:
+    heads = getattr(model.config, "heads", None)
+    return layout(memory, model.mesh, model.rules, heads=heads, weights=model.weights)
+
+
+def _kind(window: jaxkv.window.Window | None, recurs: bool) -> str:
+    if recurs:
+        return "recurrent states"
+    return f"window of {window.width:,}" if window else "full attention"
+
+
+def _part(part: jaxkv.Memory, model: Model) -> Part:
+    table, buffers = jaxkv.split(part)
+    facts, own = table.facts, jaxkv.nbytes(buffers)
+    recurs = facts.kind == "recurrent"
+    window = None if recurs else table.window
+    units = facts.sequences if recurs else facts.streams * table.num_cells
+    return Part(
+        kind=_kind(window, recurs),
+        layers=table.num_layers(buffers),
+        each=own // units,
+        unit="sequence" if recurs else "token",
+        on_device=layout(part, model.mesh, model.rules).buffers,
+    )
