@@ -106,6 +106,7 @@ def values_of(memory: Memory) -> Any:
 
 def view_of(table: Any) -> CellView:
     """Return what stands in the cells of a table whose arrays are NumPy ones."""
+    arrays: dict[str, Any]
     match table:
         case Cells():
             arrays = {"position": table.position, "words": table.owners, "shift": table.shift}

@@ -31,11 +31,16 @@ class Run:
     mixed: bool
 
 
+def single(view: CellView, stream: int) -> list[Run]:
+    """Return each cell of a stream as a run of its own."""
+    return [_run(view, stream, i, i + 1, mixed=False) for i in range(view.position.shape[1])]
+
+
 def folded(view: CellView, stream: int, fits: Callable[[list[Run]], bool]) -> list[Run]:
     """Return the cells of a stream in few enough runs.
 
-    Neighbours that go on from each other are one run. Where these are still too many, the short
-    ones are put together, the shortest first, so that the long ones stay to be seen.
+    Neighbours that go on from each other are one run. Where these are still too many, neighbouring
+    short ones are put together, so that the long ones stay to be seen.
 
     Args:
       view: what stands in the cells.
@@ -43,17 +48,21 @@ def folded(view: CellView, stream: int, fits: Callable[[list[Run]], bool]) -> li
       fits: whether runs are few enough; one alone is taken as it is.
     """
     bounds = _bounds(view, stream)
-    pure = set(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
-    shortest = 1
-    while True:
-        pairs = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-        runs = [_run(view, stream, *pair, mixed=pair not in pure) for pair in pairs]
-        if len(runs) == 1 or fits(runs):
-            return runs
-        shortest *= 2
-        sizes = np.diff(bounds)
-        between_short = (sizes[:-1] < shortest) & (sizes[1:] < shortest)
-        bounds = np.concatenate([bounds[:1], bounds[1:-1][~between_short], bounds[-1:]])
+    sizes = np.diff(bounds)
+    runs: list[Run] = []
+    for longest in [0, *np.unique(sizes)]:  # of those that are put together
+        short = sizes <= longest
+        begins = np.concatenate([[True], ~(short[:-1] & short[1:])])
+        starts = np.flatnonzero(begins)
+        several = np.diff(np.append(starts, sizes.size)) > 1
+        edges = np.append(bounds[:-1][begins], bounds[-1])
+        runs = [
+            _run(view, stream, int(start), int(stop), mixed=bool(mixed))
+            for start, stop, mixed in zip(edges[:-1], edges[1:], several, strict=True)
+        ]
+        if fits(runs):
+            break
+    return runs
 
 
 def _bounds(view: CellView, stream: int) -> np.ndarray:
