@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, specs_of
+from jaxkv.donation import names_donated
 from jaxkv.memory import Commitment, Memory, Table, join
 from jaxkv.mesh import Rules, at_hand
 
@@ -19,6 +20,9 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     On a mesh, what it returns is pinned: tables to the devices of their streams, rows of a ubatch
     beside them, and all else whole on each device, so that every process can read it. Unpinned, a
     compiler may split the table of a loop in ways of its own.
+
+    Raises:
+      ValueError: when an argument was donated before.
     """
     if fun is None:
         return partial(program, **options)
@@ -40,7 +44,7 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
         automatic = jax.sharding.auto_axes(fun, out_sharding=_specs(out, rules, mesh))
         return automatic(*args, **kwargs)
 
-    return run
+    return names_donated(run)
 
 
 def whole(table: Table, answers: Any) -> Any:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 LADDERS = {
     # Each rung may import from itself and from those below it, which stand before it.
     "jaxkv": [
-        ["places", "stamp", "rope", "window", "mesh"],
+        ["places", "donation", "stamp", "rope", "window", "mesh"],
         ["ops"],
         ["batch"],
         ["plan"],

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.loops.donation import check_there
+from jaxkv.donation import check_there
 from jaxkv.loops.forward import Forward
 from jaxkv.loops.requests import (
     Finish,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jaxkv.loops.donation import check_there
+from jaxkv.donation import check_there
 from jaxkv.loops.drawing import Sampler, draw, draw_key
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.rows import chosen, padded
@@ -187,7 +187,7 @@ class DraftModel(Draft):
 
     def check(self, memory: Memory) -> None:
         """Raise a ValueError unless its memory is there and has the sequences of the other one."""
-        check_there(self.memory, "the draft's memory")
+        check_there(self.memory, what="the draft's memory")
         wanted, got = (split(one)[0].facts.sequences for one in (memory, self.memory))
         if wanted != got:
             raise ValueError(
@@ -272,7 +272,7 @@ def draft_model(
     if not callable(forward):
         raise TypeError(f"wanted a function, got {type(forward)}")
     check_rollback(memory, tries, "the draft's memory")
-    check_there(memory, "the draft's memory")
+    check_there(memory, what="the draft's memory")
     return DraftModel(
         weights=weights,
         memory=memory,

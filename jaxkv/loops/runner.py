@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxkv.donation import is_donated
 from jaxkv.loops.chunks import Chunk, Part, chunk_program, cut, empty_chunk, shapes_of
 from jaxkv.loops.forward import Forward
 from jaxkv.loops.generation import decode
@@ -68,8 +69,7 @@ class Runner:
     @property
     def has_memory(self) -> bool:
         """Whether the buffers are there, which a program that was cut short may have taken."""
-        leaves = jax.tree.leaves(split(self.memory)[1])
-        return not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+        return not is_donated(split(self.memory)[1])
 
     def warm_up(self) -> None:
         """Run every program once, with nothing to do."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.donation import check_there
+from jaxkv.donation import check_there
 from jaxkv.memory import Commitment, Facts, Memory, join, split
 from jaxkv.places import END, count, integers
 from jaxkv.verbs.apply import apply

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.draw.lines import fields_line
 from jaxkv.loops.drawing import Sampler, a_sampler
 from jaxkv.loops.rows import padded
 from jaxkv.loops.sampling import make_sampler
@@ -44,6 +45,9 @@ class DecodeState:
     key: jax.Array  # [T]
     draw: jax.Array  # [T]
     adjusting: Any
+
+    def __repr__(self) -> str:
+        return fields_line(self)
 
 
 def start(

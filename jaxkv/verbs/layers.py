@@ -8,10 +8,12 @@ from typing import Any
 import jax
 
 from jaxkv.batch import Ubatch
+from jaxkv.donation import names_donated
 from jaxkv.memory import Memory, check_made_for, join, split
 from jaxkv.ops.attention.api import Implementation
 
 
+@names_donated
 def attend(
     memory: Memory,
     layer: int,
@@ -55,7 +57,7 @@ def attend(
 
     Raises:
       ValueError: when shapes do not fit the memory, the layer is none of it, the ubatch was planned
-        for a memory of other facts, or the implementation cannot do it.
+        for a memory of other facts, the buffers were donated, or the implementation cannot do it.
       TypeError: when a plan is passed and no ubatch, a list and no array, or the layer is no
         integer that is known while tracing.
 
@@ -82,6 +84,7 @@ def attend(
     return replace(memory, buffers=buffers), out
 
 
+@names_donated
 def read_states(memory: Memory, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
     """Read the states that the rows of a ubatch go on from.
 
@@ -112,6 +115,7 @@ def read_states(memory: Memory, layer: int, ubatch: Ubatch) -> dict[str, jax.Arr
     return table.read_states(buffers, _known(layer), ubatch)
 
 
+@names_donated
 def write_states(
     memory: Memory, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
 ) -> Memory:

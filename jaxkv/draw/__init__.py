@@ -1,0 +1,51 @@
+"""Memories to look at: as text, as a line, as a table in a notebook, and as plots.
+
+`show` draws with characters. `cells_of` returns what stands in the cells as NumPy arrays. `plot`
+draws with matplotlib. The line that is the `repr` of a memory, a plan or a batch, and the table
+that a notebook displays for a memory, are attached to their classes here.
+
+Examples:
+  >>> memory = make_kv_cache(layers=2, cells=8, kv_heads=1, head_dim=4, sequences=3)
+  >>> memory
+  Memory(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 652 bytes: 0 used)
+  >>> plan = init_batch(memory, make_batch([[1, 2, 3], [4] * 9]))
+  >>> plan
+  Plan(refused: sequence 1 NO_ROOM)
+  >>> jax.eval_shape(lambda: memory)
+  Memory(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 652 bytes: shapes
+  alone)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxkv.batch import Batch, Ubatch
+from jaxkv.draw import plot
+from jaxkv.draw.html import html_of
+from jaxkv.draw.lines import fields_line, memory_line, plan_line, ubatch_line
+from jaxkv.draw.look import CellView, cells_of
+from jaxkv.draw.text import show
+from jaxkv.hybrid import HybridCommitment, HybridTable
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cache import CellTable
+from jaxkv.kv.defrag import Defrag
+from jaxkv.kv.shift import Update
+from jaxkv.memory import Memory
+from jaxkv.plan import Plan
+from jaxkv.recurrent.cache import NoOp, StateTable
+from jaxkv.recurrent.slots import StateSlots
+
+__all__ = ["CellView", "cells_of", "plot", "show"]
+
+
+def _attach(line: Callable[[Any], str], *kinds: Any) -> None:
+    for kind in kinds:
+        kind.__repr__ = line
+
+
+_attach(memory_line, Memory)
+_attach(plan_line, Plan)
+_attach(ubatch_line, Ubatch)
+_attach(fields_line, Batch, Buffers, CellTable, Defrag, HybridCommitment, HybridTable, NoOp)
+_attach(fields_line, StateSlots, StateTable, Update)
+Memory._repr_html_ = html_of  # type: ignore[attr-defined]  # the name that notebooks look for

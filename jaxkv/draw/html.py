@@ -1,0 +1,114 @@
+"""A memory as a table in plain HTML, for notebooks: no script, and no style but its own."""
+
+from html import escape
+
+from jaxkv.draw.colours import colour_of, text_on
+from jaxkv.draw.lines import memory_line
+from jaxkv.draw.look import cells_of
+from jaxkv.draw.runs import Run, folded, single
+from jaxkv.draw.text import owners_of, positions_of, span
+from jaxkv.hybrid import HybridTable, parts_of
+from jaxkv.memory import Memory
+from jaxkv.places import is_concrete
+
+CELLS = 32
+"""Cells of a stream that are drawn one by one; of more, neighbours that go on from each other."""
+
+STREAMS = 16
+"""Streams that are drawn."""
+
+_BOX = (
+    "display:inline-block;box-sizing:border-box;min-width:2.2em;padding:1px 4px;margin:1px;"
+    "border:1px solid {border};border-radius:3px;text-align:center;vertical-align:top;"
+    "background:{background};color:{text}"
+)
+_SMALL = "font-size:75%;opacity:.75"
+
+
+def html_of(memory: Memory) -> str:
+    """Return a table of the cells: the colour of the owner, the owner, and the position below it.
+
+    A cell that several sequences share has a bar of their colours. Text and borders that are on no
+    colour of ours take that of the page, so that dark pages are read too. A memory whose values are
+    not known is its line alone.
+    """
+    line = f'<div style="margin:4px 0"><code>{escape(memory_line(memory))}</code></div>'
+    try:
+        drawn = _parts(memory)
+    except (TypeError, ValueError):  # it is traced, donated, or made of shapes: the line says so
+        drawn = ""
+    return line + drawn
+
+
+def _parts(memory: Memory) -> str:
+    if not is_concrete(memory.table):
+        return ""
+    parts = parts_of(memory)
+    if len(parts) == 1:
+        return _cells(memory)
+    assert isinstance(memory.table, HybridTable)
+    names = [", ".join(map(str, layers)) for layers in memory.table.layers]
+    return "".join(
+        f'<div style="{_SMALL};margin-top:6px">part {i}, layers {name}</div>{_cells(part)}'
+        for i, (part, name) in enumerate(zip(parts, names, strict=True))
+    )
+
+
+def _cells(memory: Memory) -> str:
+    view = cells_of(memory)
+    streams, cells = view.position.shape
+    rows = []
+    for stream in range(min(streams, STREAMS)):
+        if cells <= CELLS:
+            runs = single(view, stream)
+        else:
+            runs = folded(view, stream, lambda runs: len(runs) <= CELLS)
+        name = f'<span style="{_SMALL};margin-right:4px">stream {stream}</span>'
+        rows.append(f"<div>{name * (streams > 1)}{''.join(map(_box, runs))}</div>")
+    if streams > STREAMS:
+        rows.append(f'<div style="{_SMALL}">and {streams - STREAMS} more streams</div>')
+    return f'<div style="line-height:1.25;font-size:90%">{"".join(rows)}</div>'
+
+
+def _box(run: Run) -> str:
+    """Return a run of cells as a box: the owner, the positions, and what is owed below."""
+    empty = run.positions is None
+    fill = "transparent" if empty or run.mixed else colour_of(run.owners[0])
+    text = "inherit" if fill == "transparent" else text_on(fill)
+    style = _BOX.format(
+        border="rgba(128,128,128,.5)" if empty or not run.mixed else "currentColor",
+        background=fill,
+        text=text,
+    )
+    few = run.shared and len(run.owners) <= 3
+    owners = ",".join(map(str, run.owners)) if few else owners_of(run)
+    lines = [owners, positions_of(run)]
+    if empty:
+        lines = ["·", "" if run.stop - run.start == 1 else f"{run.stop - run.start:,} free"]
+    if run.owed != (0, 0):
+        lines.append(f"owed {span(*run.owed)}")
+    small = "".join(f'<div style="font-size:80%">{line or "&nbsp;"}</div>' for line in lines[1:])
+    return f'<div title="{_hint(run)}" style="{style}"><b>{lines[0]}</b>{small}{_bar(run)}</div>'
+
+
+def _bar(run: Run) -> str:
+    """Return the colours of several owners side by side; nothing for one alone."""
+    if len(run.owners) < 2:
+        return ""
+    parts = "".join(
+        f'<span style="flex:1;background:{colour_of(seq)}"></span>' for seq in run.owners[:8]
+    )
+    edge = "border:1px solid #ffffff;border-radius:2px;overflow:hidden"
+    return f'<div style="display:flex;height:7px;min-width:1.4em;{edge}">{parts}</div>'
+
+
+def _hint(run: Run) -> str:
+    """Return what is shown where the mouse rests."""
+    cells = (
+        f"cell {run.start}" if run.stop - run.start == 1 else f"cells {run.start} to {run.stop - 1}"
+    )
+    if run.positions is None:
+        return f"{cells}: empty"
+    owners = ", ".join(map(str, run.owners[:16])) + ", …" * (len(run.owners) > 16)
+    several = "s" * (len(run.owners) > 1)
+    return f"{cells}: sequence{several} {owners}, position {span(*run.positions)}"

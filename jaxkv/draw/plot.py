@@ -1,0 +1,328 @@
+"""Pictures of memories by matplotlib, which the extra `plot` installs.
+
+Each function draws on `ax`, matplotlib's `Axes`, or on new ones if it is None, and returns them:
+titles, sizes and files are set on what comes back. Colours are those of sequences, seven of them
+that colour-blind readers tell apart; then they come again.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.batch import Ubatch, part_of
+from jaxkv.draw.colours import PALETTE, colour_of, text_on
+from jaxkv.draw.lines import human
+from jaxkv.draw.look import CellView, cells_of, view_of
+from jaxkv.hybrid import HybridTable, parts_of
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cells import Cells
+from jaxkv.kv.mask import visible
+from jaxkv.memory import Memory, check_made_for, split
+from jaxkv.places import EMPTY, fetched
+from jaxkv.verbs.apply import is_current
+from jaxkv.verbs.ask import nbytes as nbytes_of
+
+__all__ = ["cells", "nbytes", "occupancy", "sight"]
+
+TEXTS = 160
+"""The most cells of a picture that have their position written in them,"""
+
+ACROSS = 24
+"""and the most of a line."""
+
+GREY = "#dddddd"
+FREE = "#ffffff"
+LINE = "#999999"
+
+
+def cells(memory: Memory, ax: Any = None) -> Any:
+    """Draw which sequence owns which cell.
+
+    A memory of one stream is a grid, the first cell at the top left, line after line. Of several
+    streams each is a line. Where there is room, positions are written into the cells. A cell that
+    several sequences share has the colour of the lowest one, and is hatched.
+
+    Args:
+      memory: one of cells or of states; of a hybrid one each part, `hybrid.parts_of`.
+      ax: where to draw.
+
+    Raises:
+      ImportError: when matplotlib is missing.
+      TypeError, ValueError: see `jaxkv.draw.cells_of`.
+    """
+    view = cells_of(memory)
+    ax = _axes(ax)
+    streams, count = view.position.shape
+    across = (
+        count if streams > 1 else min(count, max(16, 1 << int((2 * count) ** 0.5).bit_length() - 1))
+    )
+    position, owner, shared = (
+        _lines(x, across, fill)
+        for x, fill in ((view.position, -2), (view.owner, -2), (view.owners > 1, False))
+    )
+    sequences = np.unique(owner[owner >= 0]).tolist()
+    ax.imshow(_colours(owner), aspect="equal" if streams == 1 else "auto", interpolation="none")
+    if view.position.size <= TEXTS and across <= ACROSS:
+        _separate(ax, owner.shape)
+        for (row, column), at in np.ndenumerate(position):
+            if at >= 0:
+                colour = text_on(colour_of(int(owner[row, column])))
+                box = {"facecolor": colour_of(int(owner[row, column])), "pad": 1, "lw": 0}
+                ax.text(
+                    column, row, at, ha="center", va="center", color=colour, fontsize=8, bbox=box
+                )
+    _hatch(ax, shared)
+    labels = [(colour_of(seq), f"sequence {seq}") for seq in sequences[: len(PALETTE)]]
+    if len(sequences) > len(PALETTE):
+        labels = [(colour, f"sequence {i}, {i + 7}, …") for i, colour in enumerate(PALETTE)]
+    if shared.any():
+        labels.append(("shared", "shared"))
+    if (owner == -1).any():
+        labels.append((FREE, "empty"))
+    _legend(ax, labels)
+    ax.set_xlabel("cell" if len(owner) == streams else f"cell, {across} a line")
+    if streams > 1:
+        ax.set_ylabel("stream")
+        ax.set_yticks(_ticks(streams))
+    else:
+        ax.set_ylabel("from cell")
+        ax.set_yticks(_ticks(len(owner)), [str(row * across) for row in _ticks(len(owner))])
+    return ax
+
+
+def occupancy(steps: Sequence[Memory | int], *, cells: int | None = None, ax: Any = None) -> Any:
+    """Draw how many cells were used, step after step.
+
+    Args:
+      steps: memories, whose cells are coloured by the lowest of their owners; or counts, as
+        `jaxkv.used` returns them, which cost less to keep than memories.
+      cells: how many there are, drawn as a line; by default those of the memories. Of a hybrid
+        memory the cells of all parts are added up.
+      ax: where to draw.
+
+    Raises:
+      ImportError: when matplotlib is missing.
+      ValueError: when there are no steps, or a memory was donated.
+    """
+    if len(steps) == 0:
+        raise ValueError("wanted memories or counts, one for each step, got none")
+    ax = _axes(ax)
+    at = np.arange(len(steps) + 1)  # each step is as wide as one, so a single one is seen too
+    memories = [one for one in steps if isinstance(one, Memory)]
+    if memories:
+        views = [[cells_of(part) for part in parts_of(one)] for one in memories]
+        cells = sum(view.position.size for view in views[0]) if cells is None else cells
+        used = {
+            seq: [sum(int((view.owner == seq).sum()) for view in one) for one in views]
+            for seq in range(views[0][0].sequences)
+        }
+        used = {seq: counts for seq, counts in used.items() if any(counts)}
+        if used:
+            colours = [colour_of(seq) for seq in used]
+            heights = [[*counts, counts[-1]] for counts in used.values()]
+            ax.stackplot(at, *heights, colors=colours, step="post")
+        _legend(ax, [(colour_of(seq), f"sequence {seq}") for seq in list(used)[: len(PALETTE)]])
+    else:
+        counts = np.asarray(fetched([*steps, steps[-1]]))
+        ax.fill_between(at, counts, color=PALETTE[1], step="post")
+    if cells is not None:
+        ax.axhline(cells, color=LINE, linestyle="--", linewidth=1)
+        where = {"xy": (at[-1], cells), "xytext": (0, -3), "textcoords": "offset points"}
+        ax.annotate(f"{cells:,} cells", **where, ha="right", va="top")
+    ax.set_ylim(bottom=0, top=None if cells is None else cells * 1.05)
+    ax.set_xlim(0, len(steps))
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.set_xlabel("step")
+    ax.set_ylabel("cells in use")
+    return ax
+
+
+def sight(
+    memory: Memory,
+    ubatch: Ubatch,
+    *,
+    part: int = 0,
+    causal: bool = True,
+    by_position: bool = False,
+    ax: Any = None,
+) -> Any:
+    """Draw which cells each token of a ubatch sees: the mask of attention.
+
+    A line for each token, padding left out, and a column for each cell of its stream. What it sees
+    has the colour of its sequence; what is there and not seen is grey.
+
+    Args:
+      memory: a memory that the ubatch has been applied to.
+      ubatch: the tokens that look.
+      part: of a hybrid memory, the part whose cells are looked at.
+      causal: False lets tokens see what comes after them too.
+      by_position: draw a column for each position in place of each cell, the tokens of other
+        sequences left out.
+      ax: where to draw.
+
+    Raises:
+      ImportError: when matplotlib is missing.
+      TypeError: when the memory, or that part, has no attention.
+      ValueError: when the ubatch was made for another memory, or was not applied yet.
+    """
+    table, _ = split(memory)
+    check_made_for(table, ubatch)
+    if is_current(memory, ubatch):
+        raise ValueError("wanted a memory that the ubatch was applied to: apply(memory, ubatch)")
+    if isinstance(table, HybridTable):
+        table, ubatch = table.parts[part], part_of(ubatch, part)
+    if not isinstance(table, Cells):
+        raise TypeError("states see all that came before: wanted a memory, or a part, of attention")
+    view = view_of(fetched(table))
+    seen, valid, stream, sequence, at = fetched(
+        (
+            jax.jit(visible, static_argnames="causal")(table, ubatch, causal=causal),
+            ubatch.valid,
+            np.broadcast_to(np.asarray(ubatch.row_stream)[:, None], ubatch.valid.shape),
+            ubatch.sequences,
+            ubatch.positions,
+        )
+    )
+    seen, stream, sequence, at = (np.asarray(x)[valid] for x in (seen, stream, sequence, at))
+    marks = np.where(seen, sequence[:, None], np.where(view.position[stream] == EMPTY, -1, -3))
+    if by_position:
+        marks = _by_position(view, seen, stream, sequence)
+    ax = _axes(ax)
+    ax.imshow(_colours(marks), aspect="auto", interpolation="none")
+    if marks.size <= 40 * 64:
+        _separate(ax, marks.shape)
+    ticks = _ticks(len(marks))
+    ax.set_yticks(ticks, [f"{sequence[i]} : {at[i]}" for i in ticks])
+    ax.set_ylabel("token, sequence : position")
+    ax.set_xlabel("position" if by_position else "cell of its stream")
+    sequences = np.unique(sequence).tolist()[: len(PALETTE)]
+    labels = [(colour_of(seq), f"seen by sequence {seq}") for seq in sequences]
+    _legend(ax, [*labels, (GREY, "not seen"), (FREE, "not held" if by_position else "empty")])
+    return ax
+
+
+def nbytes(memory: Memory, ax: Any = None) -> Any:
+    """Draw how many bytes a memory takes, by what they are: table, keys, values or states.
+
+    Args:
+      memory: any memory, or the shapes of one (`jax.eval_shape`).
+      ax: where to draw.
+
+    Raises:
+      ImportError: when matplotlib is missing.
+    """
+    ax = _axes(ax)
+    parts = parts_of(memory)
+    kinds: dict[str, int] = {}
+    for i, part in enumerate(parts):
+        table, buffers = split(part)
+        prefix = f"part {i}: " if len(parts) > 1 else ""
+        kinds[f"{prefix}table"] = nbytes_of(table)
+        if isinstance(buffers, Buffers):
+            kinds[f"{prefix}keys"] = nbytes_of(buffers.k)
+            kinds[f"{prefix}values"] = nbytes_of(buffers.v)
+            continue
+        for name in sorted({name for layer in buffers for name in layer}):
+            kinds[f"{prefix}states {name}"] = nbytes_of([one[name] for one in buffers])
+    bars = ax.barh(list(kinds), list(kinds.values()), color=PALETTE[4])
+    ax.bar_label(bars, [human(n) for n in kinds.values()], padding=3)
+    ax.invert_yaxis()
+    ax.margins(x=0.2)
+    ax.set_xticks([])
+    ax.spines[["top", "right", "bottom"]].set_visible(False)
+    return ax
+
+
+def _axes(ax: Any) -> Any:
+    if ax is not None:
+        return ax
+    return _matplotlib("pyplot").subplots(layout="constrained")[1]
+
+
+def _matplotlib(module: str) -> Any:
+    """Return a module of matplotlib, imported where it is used: jaxkv itself does without."""
+    try:
+        return importlib.import_module(f"matplotlib.{module}")
+    except ImportError as error:
+        raise ImportError(
+            "plots are drawn by matplotlib, which is not installed: pip install 'jaxkv[plot]'"
+        ) from error
+
+
+def _lines(x: np.ndarray, across: int, fill: Any) -> np.ndarray:
+    """Cut lines of cells to `across` each; `fill` stands past the last cell."""
+    if len(x) > 1:
+        return x
+    missing = -x.size % across
+    return np.pad(x[0], (0, missing), constant_values=fill).reshape(-1, across)
+
+
+def _colours(marks: np.ndarray) -> np.ndarray:
+    """Return RGB of sequences; -1 is empty, -2 past the last cell and -3 there but not seen."""
+    to_rgb = _matplotlib("colors").to_rgb
+    table = np.array([to_rgb(one) for one in (*PALETTE, GREY, FREE, FREE)])
+    return table[np.where(marks < 0, marks, marks % len(PALETTE))]
+
+
+def _by_position(
+    view: CellView, seen: np.ndarray, stream: np.ndarray, sequence: np.ndarray
+) -> np.ndarray:
+    """Return marks of the positions that the sequence of each token holds, from 0 to the last."""
+    width = int(view.position.max()) + 1
+    marks = np.full((len(seen), width), -1)
+    for i, seq in enumerate(sequence):
+        held = view.held(int(seq))
+        there = held != EMPTY
+        marks[i, held[there]] = np.where(seen[i, there], seq, -3)
+    return marks
+
+
+def _separate(ax: Any, shape: tuple[int, ...]) -> None:
+    """Draw thin lines between the cells of an image."""
+    ax.set_xticks(np.arange(-0.5, shape[1]), minor=True)
+    ax.set_yticks(np.arange(-0.5, shape[0]), minor=True)
+    ax.grid(which="minor", color=LINE, linewidth=0.4)
+    ax.tick_params(which="minor", length=0)
+
+
+def _hatch(ax: Any, where: np.ndarray) -> None:
+    """Hatch cells of an image, neighbours of a line in one piece."""
+    rectangle = _matplotlib("patches").Rectangle
+    for row, line in enumerate(where):
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], line, [False]])))
+        for start, stop in edges.reshape(-1, 2):
+            corner = (start - 0.5, row - 0.5)
+            ax.add_patch(
+                rectangle(corner, stop - start, 1, fill=False, hatch="////", lw=0, alpha=0.6)
+            )
+
+
+def _legend(ax: Any, labels: list[tuple[str, str]]) -> None:
+    """Say above the picture which colour is what."""
+    patch = _matplotlib("patches").Patch
+    handles = [
+        patch(facecolor=FREE, edgecolor="black", hatch="////", label=name)
+        if colour == "shared"
+        else patch(facecolor=colour, edgecolor=LINE, label=name)
+        for colour, name in labels
+    ]
+    if handles:
+        ax.legend(
+            handles=handles,
+            loc="lower left",
+            bbox_to_anchor=(0, 1.02),
+            borderaxespad=0,
+            ncols=4,
+            frameon=False,
+            fontsize=8,
+            handlelength=1.2,
+        )
+
+
+def _ticks(count: int) -> list[int]:
+    """Return which of so many lines are labelled: all, or about eight."""
+    step = 1 if count <= 12 else -(-count // 8)
+    return list(range(0, count, step))

