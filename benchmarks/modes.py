@@ -89,9 +89,13 @@ def main() -> None:
     full = [n - 32] * 8
     idle = [64] + [n - 32] * 7
 
-    def case(lengths: Sequence[int], active: Sequence[int], streams: int, of: int = 8) -> Case:
+    def case(
+        lengths: Sequence[int], active: Sequence[int], streams: int, of: int = 8, **options: Any
+    ) -> Case:
         """Deal the same cells out among streams, n for each of so many sequences."""
-        return Case(model, lengths, active, streams=streams, cells=of * n // streams)
+        return Case(model, lengths, active, streams=streams, cells=of * n // streams, **options)
+
+    striped = partial(case, full[:1], [0], 1, placement="striped", shards=4)
 
     cases = {
         **{f"8 busy, streams {s}": case(full, range(8), s) for s in (1, 2, 4, 8)},
@@ -104,6 +108,8 @@ def main() -> None:
         "1 short, 7 idle, streams 1": case(idle, [0], 1),
         "1 alone, pool x 1": case(full[:1], [0], 1, of=1),
         "1 alone, pool x 16": case(full[:1], [0], 1, of=16),
+        "1 alone, pool x 1, striped": striped(of=1),
+        "1 alone, pool x 16, striped": striped(of=16),
         **windowed(args.windowed),
     }
     print(f"SmolLM2-135M float32, {n - 32} positions of {n} cells a sequence; milliseconds a step:")
@@ -123,6 +129,8 @@ def main() -> None:
         ("1 short, 7 idle, streams 8", "1 short, alone, streams 8"),
         ("1 short, 7 idle, streams 1", "1 short, alone, streams 1"),
         ("1 alone, pool x 16", "1 alone, pool x 1"),
+        ("1 alone, pool x 1, striped", "1 alone, pool x 1"),
+        ("1 alone, pool x 16, striped", "1 alone, pool x 16"),
         ("Gemma 3, cells for all", "Gemma 3, cells for its windows"),
     ]:
         if one in middle:

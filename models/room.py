@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 
+import jaxkv
 from models.errors import ModelError
 
 Streams = Literal["unified", "split"]
@@ -46,7 +47,8 @@ def make_with_room(
 ) -> Any:
     """Make an empty memory, but not one that is larger than all that the device has.
 
-    One that is smaller may still not fit, beside weights and whatever else there is.
+    One that is smaller may still not fit, beside weights and whatever else there is. On a mesh it
+    is all devices together that count, and what each of them has whole counts for each.
 
     Args:
       make_memory: makes it of what follows, see `Model.make_memory`.
@@ -61,23 +63,27 @@ def make_with_room(
     def make() -> Any:
         return make_memory(cells=cells, streams=streams, **options)
 
-    leaves = jax.tree.leaves(jax.eval_shape(make))
-    wanted = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    there = min(_limits(), default=wanted)
+    mesh, memory = jax.sharding.get_mesh(), jax.eval_shape(make)
+    rules, devices, wanted = memory.table.rules, 1, jaxkv.nbytes(memory)
+    if rules is not None and not mesh.empty:
+        devices = mesh.size
+        wanted = devices * jaxkv.sharding.layout(memory, mesh, rules).total
+    there = min(_limits(devices), default=wanted)
     if wanted > there:
+        has = "the device has" if devices == 1 else f"the {devices} devices have"
         raise ModelError(
-            f"A memory of {cells * streams:,} cells takes {wanted / 1e9:,.1f} GB and the device "
-            f"has {there / 1e9:,.1f} GB; ask for fewer tokens or cells."
+            f"A memory of {cells * streams:,} cells takes {wanted / 1e9:,.1f} GB and {has} "
+            f"{there / 1e9:,.1f} GB; ask for fewer tokens or cells."
         )
     return make()
 
 
-def _limits() -> Iterator[int]:
-    """The bytes of the devices, and of a processor's memory whatever else limits them."""
+def _limits(devices: int) -> Iterator[int]:
+    """The bytes of so many devices, and of a processor's memory whatever else limits them."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
-        yield stats["bytes_limit"] * max(jax.sharding.get_mesh().size, 1)
+        yield stats["bytes_limit"] * devices
     if device.platform != "cpu":
         return
     with contextlib.suppress(ValueError, OSError):

@@ -41,6 +41,7 @@ class Kind:
     cells: int
     sequences: int
     placement: Placement = "scattered"
+    shards: int | None = None
     streams: int = 1
     windows: tuple[jaxkv.window.Window | None, ...] = (None,)
 
@@ -63,6 +64,7 @@ class Kind:
                 window=window,
                 rope=rope,
                 placement=self.placement,
+                shards=self.shards,
             )
             for window, layers in zip(self.windows, self.layers, strict=True)
         ]
@@ -77,6 +79,7 @@ class Kind:
                 self.cells,
                 self.sequences,
                 contiguous=self.placement == "contiguous",
+                shards=self.shards or 1,
                 streams=self.streams,
                 window=window and (window.rule, window.width),
             )
@@ -111,9 +114,29 @@ GROUPS_RUNS = Kind(
     placement="contiguous",
     windows=(None, jaxkv.window.chunked(4)),
 )
+STRIPES = Kind("striped", cells=16, sequences=3, placement="striped", shards=2)
+STRIPES_SPLIT = Kind(
+    "striped-split-full-and-window",
+    cells=12,
+    sequences=3,
+    streams=3,
+    placement="striped",
+    shards=3,
+    windows=(None, jaxkv.window.sliding(4)),
+)
+GROUPS_STRIPES = Kind(
+    "groups-striped-window",
+    cells=9,
+    sequences=4,
+    streams=2,
+    placement="striped",
+    shards=3,
+    windows=(jaxkv.window.sliding(3),),
+)
 RUNS_WIDE = Kind("contiguous-two-owner-words", cells=40, sequences=40, placement="contiguous")
-KINDS = [SMALL, RUNS, WIDE]
+KINDS = [SMALL, RUNS, WIDE, STRIPES]
 ALL_KINDS = [*KINDS, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS, GROUPS_WINDOW, GROUPS_RUNS]
+ALL_KINDS += [STRIPES_SPLIT, GROUPS_STRIPES]
 
 WIDTH = 8
 """Tokens of a row where all sequences are told something at once."""

@@ -45,6 +45,7 @@ KNOWN_BY = {
     "jaxkv/kv/reuse.py": "evictions window ollama groups stateful every_argument",
     "jaxkv/kv/slots.py": "arguments traps ollama window streams groups refusals going_back stale "
     "evictions stateful recurrent_ubatches every_argument",
+    "jaxkv/kv/stripes.py": "striped stateful every_argument",
     "jaxkv/kv/transfer.py": "groups stateful every_argument",
     "jaxkv/recurrent/s*.py": "arguments groups invariants recurrent recurrent_going_back "
     "recurrent_ubatches stale every_argument",

@@ -83,6 +83,7 @@ class Move(NamedTuple):
 class Oracle:
     """`streams` streams of `size` cells, among which sequences are dealt out in equal runs.
 
+    order: the cells in the order in which they are taken.
     cells: the cells in use; one without an entry is free.
     rows: what the buffers hold for a cell, whether it is in use still or not.
     written: how often that was written, rotated or replaced.
@@ -95,12 +96,14 @@ class Oracle:
         sequences: int,
         *,
         contiguous: bool = False,
+        shards: int = 1,
         streams: int = 1,
         window: tuple[str, int] | None = None,
     ) -> None:
         self.size = size
         self.sequences = sequences
         self.contiguous = contiguous
+        self.order = _in_turn(size, shards)
         self.streams = streams
         self.window = window
         self.cells: dict[Place, Cell] = {}
@@ -139,8 +142,8 @@ class Oracle:
         return len(self.cells)
 
     def free(self, stream: int) -> list[int]:
-        """The cells of a stream that are free, the lowest first."""
-        return [index for index in range(self.size) if (stream, index) not in self.cells]
+        """The cells of a stream that are free, in the order in which they are taken."""
+        return [index for index in self.order if (stream, index) not in self.cells]
 
     def window_begins(self, position: int) -> int:
         """The lowest position that a token at a position may see."""
@@ -164,8 +167,8 @@ class Oracle:
         for (where, index), cell in self.cells.items():
             nexts = [self.window_begins(self.reached(seq) + 1) for seq in cell.owners]
             if where == stream and all(cell.position < low for low in nexts):
-                unseen.append((cell.position, index))
-        return [index for _, index in sorted(unseen)]
+                unseen.append((cell.position, self.order.index(index), index))
+        return [index for *_, index in sorted(unseen)]
 
     def usable(self, stream: int) -> list[int]:
         """The cells that may be taken, in the order in which they are."""
@@ -368,11 +371,11 @@ class Oracle:
         return len(owed)
 
     def moves(self, stream: int = 0) -> list[Move]:
-        """Plan to close all gaps with what lies behind them, in order; highest runs go first."""
+        """Plan to close all gaps with what lies behind them, in order; the last runs go first."""
         free = self.free(stream)
         used = self.size - len(free)
-        sources = [index for index in range(used, self.size) if index not in free]
-        gaps = [index for index in free if index < used]
+        sources = [index for index in self.order[used:] if index not in free]
+        gaps = [index for index in self.order[:used] if index in free]
         runs: list[Move] = []
         for source, gap in zip(sources, gaps, strict=True):
             if runs and (source, gap) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
@@ -598,6 +601,21 @@ class Oracle:
             elif self.lost[seq] > self.window_begins(self.reached(seq) + 1):
                 faults[seq] = Fault("LOST", 0, self.reached(seq) + 1)
         return faults
+
+
+def _in_turn(size: int, shards: int) -> list[int]:
+    """Deal cells: so many of the first share, so many of the next one, and round again."""
+    share = size // shards
+    stripe = next(
+        n for n in (64, 32, 16, 8, 4, 2, 1) if share % n == 0 and (4 * n <= share or n == 1)
+    )
+    shares = [[*range(i * share, (i + 1) * share)] for i in range(shards)]
+    order = []
+    while any(shares):
+        for cells in shares:
+            order += cells[:stripe]
+            del cells[:stripe]
+    return order
 
 
 def _in_range(position: int, p0: int, p1: int) -> bool:

@@ -99,6 +99,10 @@ def test_what_a_dead_sequence_held_does_not_reach_the_end_either():
     ("wrong", "message"),
     [
         ({"placement": "contigous"}, "wanted a placement of .*'contiguous'.*, got 'contigous'"),
+        ({"placement": "striped"}, "wanted shards for striped cells, got none: pass shards="),
+        ({"placement": "striped", "shards": 0}, "wanted shards of at least 1, got 0"),
+        ({"placement": "striped", "shards": 3}, "cells that 3 shards divide, got 8: take 9"),
+        ({"shards": 1}, "shards only with placement='striped', got 1 and 'scattered'"),
         ({"dtype": jnp.int8}, "wanted a floating dtype .*, got int8"),
         (
             {"dtype": jnp.float8_e8m0fnu},

@@ -16,7 +16,16 @@ import pytest
 
 import jaxkv
 from tests import histories, memories
-from tests.memories import GROUPS, GROUPS_WINDOW, RUNS, SMALL, WINDOW, Kind, plan_rows
+from tests.memories import (
+    GROUPS,
+    GROUPS_STRIPES,
+    GROUPS_WINDOW,
+    RUNS,
+    SMALL,
+    WINDOW,
+    Kind,
+    plan_rows,
+)
 from tests.oracle import Fault, Oracle, Token
 
 RANGES = [*product(range(-1, 6), range(-1, 7))]
@@ -24,7 +33,7 @@ TWO_SPLIT = Kind("two-streams", cells=6, sequences=2, streams=2)
 WINDOW_SPLIT = Kind(
     "window-split", cells=7, sequences=2, streams=2, windows=(jaxkv.window.chunked(3),)
 )
-CELLS = [SMALL, RUNS, TWO_SPLIT, WINDOW, WINDOW_SPLIT, GROUPS, GROUPS_WINDOW]
+CELLS = [SMALL, RUNS, TWO_SPLIT, WINDOW, WINDOW_SPLIT, GROUPS, GROUPS_WINDOW, GROUPS_STRIPES]
 STATES = [
     {"kept": 0},
     {"kept": 2},

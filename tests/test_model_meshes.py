@@ -18,9 +18,10 @@ from jaxkv.mesh import Rules
 from models.cli.arguments import InputError, parser
 from models.cli.main import main
 from models.families import llama
-from models.families.memories import make_memory
+from models.families.memories import Attends, make_memory
 from models.meshes import RULES, WHOLE, Split, make_mesh
 from models.model import functional, splits_of
+from models.room import make_with_room
 from tests.hlo import collectives
 
 DATA = Path(__file__).parent / "data"
@@ -55,6 +56,22 @@ def test_sizes_of_a_mesh_are_read():
 def test_other_texts_are_no_mesh(text):
     with pytest.raises(InputError, match="such as data=2,tensor=2"):
         parser().parse_args(["generate", "hello", "--mesh", text])
+
+
+@pytest.mark.parametrize(("kv_heads", "times"), [(4, 1), (3, 2)])
+def test_what_each_device_has_whole_counts_for_each_of_them(kv_heads, times):
+    """Three heads are whole on both devices; tables are too."""
+    cells, mesh = 10**12, make_mesh({"tensor": 2})
+
+    def allocated(**options):
+        layer = Attends(kv_heads=kv_heads, head_dim=8, rope=None)
+        return jaxkv.sharding.allocate(partial(make_memory, [layer], **options), mesh)
+
+    buffers, table = 2 * 4 * 8 * kv_heads * cells, 16 * cells
+    wanted = f"{(times * buffers + 2 * table) / 1e9:,.1f}"
+    with jax.set_mesh(mesh), pytest.raises(models.ModelError) as error:
+        make_with_room(allocated, cells=cells)
+    assert f"takes {wanted} GB and the 2 devices have" in str(error.value)
 
 
 def test_a_split_that_devices_do_not_divide_is_none():

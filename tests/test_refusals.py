@@ -192,6 +192,8 @@ def test_plans_and_tables_of_another_memory_are_refused_by_name():
         jaxkv.make_kv_cache(cells=12, streams=3, **sizes),
         jaxkv.make_kv_cache(cells=12, window=jaxkv.window.sliding(3), **sizes),
         jaxkv.make_kv_cache(cells=12, placement="contiguous", **sizes),
+        jaxkv.make_kv_cache(cells=12, placement="striped", shards=2, **sizes),
+        jaxkv.make_kv_cache(cells=12, placement="striped", shards=3, **sizes),
         jaxkv.make_recurrent_cache(**recurrent),
         jaxkv.make_recurrent_cache(rollback=1, **recurrent),
         jaxkv.make_hybrid_cache((memory, (0, 1))),

@@ -52,8 +52,16 @@ near = jaxkv.window.sliding(3)
 KINDS = [
     OnMesh("data", cells=8, sequences=4, streams=4, axes=(("data", 4),)),
     OnMesh("tensor", cells=12, sequences=3, axes=(("tensor", 2),)),
-    OnMesh("cells", cells=12, sequences=3, axes=(("cells", 4),)),
-    OnMesh("all", cells=8, sequences=4, streams=4, axes=(("data", 2), ("tensor", 2), ("cells", 2))),
+    OnMesh("cells", cells=12, sequences=3, placement="striped", shards=4, axes=(("cells", 4),)),
+    OnMesh(
+        "all",
+        cells=8,
+        sequences=4,
+        streams=4,
+        placement="striped",
+        shards=2,
+        axes=(("data", 2), ("tensor", 2), ("cells", 2)),
+    ),
     OnMesh("window", cells=12, sequences=3, windows=(near,), axes=(("tensor", 2), ("cells", 2))),
     OnMesh(
         "full-and-window",
@@ -73,10 +81,12 @@ KINDS = [
         axes=(("data", 2), ("cells", 2)),
     ),
     OnMesh(
-        "groups-window",
-        cells=10,
+        "groups-striped-window",
+        cells=16,
         sequences=8,
         streams=4,
+        placement="striped",
+        shards=2,
         windows=(near,),
         axes=(("data", 2), ("cells", 2)),
     ),

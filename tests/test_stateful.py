@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.memories import ALL_KINDS, GROUPS_WINDOW, SMALL, Kind, Twin
+from tests.memories import ALL_KINDS, GROUPS_STRIPES, SMALL, Kind, Twin
 
 edges = st.integers(-2, 14)
 ids = st.integers(0, 10**6)
@@ -146,7 +146,7 @@ class Verbs(RuleBasedStateMachine):
         self.twin.compare()
 
 
-@pytest.mark.parametrize("kind", [SMALL, GROUPS_WINDOW], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [SMALL, GROUPS_STRIPES], ids=lambda kind: kind.name)
 def test_verbs(kind):
     """The fast part: few runs, the same every time, in few shapes, each of which is compiled."""
     run_state_machine_as_test(

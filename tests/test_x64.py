@@ -8,7 +8,8 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.stamp import content
-from tests.memories import HEADS, SIZE
+from tests.memories import HEADS, SIZE, assert_identical
+from tests.test_sharding import edited, mesh_of, placed
 
 SIZES = {"kv_heads": HEADS, "head_dim": SIZE, "sequences": 3}
 STATES = {"x": ((2,), jnp.float32), "n": ((), jnp.int32)}
@@ -16,6 +17,9 @@ MEMORIES = {
     "pool": lambda: jaxkv.make_kv_cache(layers=1, cells=12, rope=jaxkv.make_rope(4), **SIZES),
     "split": lambda: jaxkv.make_kv_cache(layers=1, cells=12, streams=3, **SIZES),
     "contiguous": lambda: jaxkv.make_kv_cache(layers=1, cells=12, placement="contiguous", **SIZES),
+    "striped": lambda: jaxkv.make_kv_cache(
+        layers=1, cells=12, placement="striped", shards=2, **SIZES
+    ),
     "window": lambda: jaxkv.make_kv_cache(
         layers=1, cells=12, window=jaxkv.window.sliding(3), **SIZES
     ),
@@ -153,3 +157,32 @@ def test_loops_work(streams, wide):
     request = loops.batching.Request(prompt=prompts[1], limit=5)
     (result,) = loops.batching.serve(forward, weights, empty, [request], chunk=8)
     assert len(result.tokens) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_mesh_gives_what_one_device_gives(streams, wide):
+    """Verbs that move and copy buffers, defrags and a step, with keys of 64 bits."""
+    plain = jaxkv.make_kv_cache(
+        layers=2,
+        cells=16,
+        kv_heads=2,
+        head_dim=4,
+        sequences=4,
+        streams=streams,
+        rope=jaxkv.make_rope(4),
+        dtype=jnp.float64,
+        placement="striped",
+        shards=2,
+    )
+    wanted, outs = edited(plain)
+    with jax.set_mesh(mesh_of(data=2, tensor=2, cells=2)):
+        memory = placed(plain)
+        given = dtypes(memory)
+        got, theirs = edited(memory)
+    assert dtypes(got) == given
+    assert_identical(got.table.with_rules(None), wanted.table)
+    for one, other in zip(outs, theirs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    for one, other in zip(*map(jax.tree.leaves, (got.buffers, wanted.buffers)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)

@@ -18,13 +18,13 @@ from jaxkv.mesh import on_shares, shares
 T = TypeVar("T")
 
 
-def on_streams(cells: Cells, work: Callable[..., Any], *args: jax.Array) -> Any:
+def on_streams(cells: Cells, work: Callable[..., Any], *args: Any) -> Any:
     """Do work on each stream by itself.
 
     Args:
       cells: the table.
       work: is given the streams of a device, and what the arguments have for these.
-      args: `[S, ...]` or `[Q, ...]`.
+      args: `[S, ...]` or `[Q, ...]`, or trees of such arrays.
 
     Returns:
       What comes of it, `[S, ...]` or `[Q, ...]`, where the streams are.

@@ -47,7 +47,7 @@ class CellTable(Cells, Table):
             streams=self.streams,
             one_sequence_a_row=self.streams > 1,
             ubatch_size=self.ubatch_size,
-            details=(self.num_cells, self.window, self.placement),
+            details=(self.num_cells, self.window, self.placement, self.shards),
         )
 
     def with_rules(self, rules: Rules | None) -> "CellTable":
@@ -209,6 +209,7 @@ def make_kv_cache(
     dtype: jax.typing.DTypeLike = jnp.float32,
     rope: Rope | tuple[Rope | None, ...] | None = None,
     placement: Placement = "scattered",
+    shards: int | None = None,
 ) -> Memory:
     """Make an empty attention memory.
 
@@ -233,8 +234,13 @@ def make_kv_cache(
       dtype: of keys and values, a floating one.
       rope: how keys were rotated when they come in, for all layers or one for each; None where
         keys carry no position.
-      placement: which cells a ubatch may get: "scattered", any that are empty; or "contiguous", one
-        run of neighbours, which is refused when there is room but no run (see `make_room`).
+      placement: which cells a ubatch may get: "scattered", any, the lowest first; "contiguous", one
+        run of neighbours, which is refused when there is room but no run (see `make_room`); or
+        "striped", any, in turn of `shards`, so that on a mesh that splits cells all devices hold
+        as much of a text, and not the first one all of it.
+      shards: how many runs of equal length the cells are, N a multiple of it: as many as devices
+        split them. Only with "striped". It orders cells and nothing else, so the memory works on
+        any mesh, or none.
 
     Returns:
       The memory, all cells empty.
@@ -242,8 +248,9 @@ def make_kv_cache(
     Raises:
       TypeError: when a count is no integer.
       ValueError: when a count is below 1, `streams` does not divide Q, `cells` is missing or given
-        together with what it is counted from, there is no such placement, the dtype is not a
-        floating one, or sizes and ropes do not fit the layers.
+        together with what it is counted from, there is no such placement, `shards` is missing,
+        given with another one, or does not divide N, the dtype is not a floating one, or sizes
+        and ropes do not fit the layers.
 
     Examples:
       >>> memory = make_kv_cache(layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8)
@@ -268,12 +275,20 @@ def make_kv_cache(
       owner    3 . . .
       position 0 . . .
 
+      Two shards of four cells, as for two devices: both hold as much of a text.
+
+      >>> memory = make_kv_cache(
+      ...     layers=1, cells=8, kv_heads=1, head_dim=2, placement="striped", shards=2
+      ... )
+      >>> print(show(apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5, 6])))))
+      owner    0 0 0 . 0 0 0 .
+      position 0 2 4 . 1 3 5 .
+
     llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream and `n_swa` for the window.
     """
     layers, sequences = count(layers, "layers"), count(sequences, "sequences")
     streams = checked_streams(streams, sequences)
-    if placement not in get_args(Placement):
-        raise ValueError(f"wanted a placement of {get_args(Placement)}, got {placement!r}")
+    shards = _checked_shards(placement, shards)
     signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be
     if not jnp.issubdtype(dtype, jnp.floating) or not np.array_equal(
         signs.astype(jnp.dtype(dtype)).astype(float), signs, equal_nan=True
@@ -291,6 +306,7 @@ def make_kv_cache(
         rollback = count(32 if rollback is None else rollback, "rollback", low=0)
         sharing = sequences // streams
         cells = cells_for(window, ubatch_size=ubatch_size, rollback=rollback, sharing=sharing)
+        cells = -(-cells // shards) * shards
     elif ubatch_size is not None or rollback is not None:
         raise ValueError(
             "cells are counted from ubatch_size and rollback, or given: pass cells alone, or leave "
@@ -310,9 +326,15 @@ def make_kv_cache(
         if one is not None and 2 * len(one.frequencies) > size:
             raise ValueError(f"a rope of {len(one.frequencies)} pairs does not fit keys of {size}")
     cells = count(cells, "cells")
+    if cells % shards:
+        raise ValueError(
+            f"wanted a number of cells that {shards} shards divide, got {cells}: take "
+            f"{-(-cells // shards) * shards}"
+        )
     table = CellTable(
         **empty_fields(cells=cells, sequences=sequences, streams=streams),
         placement=placement,
+        shards=shards,
         window=window,
         ubatch_size=ubatch_size,
     )
@@ -323,6 +345,25 @@ def make_kv_cache(
         ropes=ropes,
     )
     return join(table, buffers)
+
+
+def _checked_shards(placement: Placement, shards: int | None) -> int:
+    """Return among how many shards a placement deals cells, 1 for those that do not."""
+    if placement not in get_args(Placement):
+        raise ValueError(f"wanted a placement of {get_args(Placement)}, got {placement!r}")
+    if placement == "striped":
+        if shards is None:
+            raise ValueError(
+                "wanted shards for striped cells, got none: pass shards=, the devices that will "
+                "split the cells"
+            )
+        return count(shards, "shards")
+    if shards is not None:
+        raise ValueError(
+            f"wanted shards only with placement='striped', got {shards} and {placement!r}: leave "
+            f"shards out, or take that placement"
+        )
+    return 1
 
 
 def _per_layer(value: int | Sequence[int], layers: int, name: str) -> tuple[int, ...]:

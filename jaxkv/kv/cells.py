@@ -27,8 +27,8 @@ C = TypeVar("C", bound="Cells")
 WORD = 32
 """Sequences whose ownership is packed into one word."""
 
-Placement = Literal["scattered", "contiguous"]
-"""Which cells a ubatch may get: any that are empty, or one run of neighbours only."""
+Placement = Literal["scattered", "contiguous", "striped"]
+"""Which cells a ubatch may get: any, by their numbers; one run of neighbours; any, in stripes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +46,7 @@ class Cells:
     stamp: `[S, N]` uint32, a number for what the buffers hold for the cell, see `jaxkv.stamp`. It
       tells whether that is still what an earlier table knew.
     placement: which cells a ubatch may get, static.
+    shards: among how many runs of equal length cells are dealt, static; 1 unless they are striped.
     window: how far back tokens look, static; a cell that no next token sees may be taken.
     ubatch_size: the most tokens of a ubatch that N was chosen for, static; None for any.
     rules: which axes of a mesh split the memory, static; None where it is on one device.
@@ -57,6 +58,7 @@ class Cells:
     evicted_below: jax.Array  # [Q]
     stamp: jax.Array  # [S, N]
     placement: Placement = field(metadata={"static": True})
+    shards: int = field(metadata={"static": True})
     window: Window | None = field(metadata={"static": True})
     ubatch_size: int | None = field(metadata={"static": True})
     rules: Rules | None = field(default=None, metadata={"static": True})

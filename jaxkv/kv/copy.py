@@ -4,6 +4,7 @@ Where sequences share several streams a copy has to look for cells, see `jaxkv.k
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.kv.buffers import Buffers, Halves, bring, copy_run, on_halves, put
 from jaxkv.kv.cells import C, Cells, inherited, known, within
 from jaxkv.kv.shift import CHUNK
-from jaxkv.mesh import Shares, first_of, looked_up, on_shares, shares
+from jaxkv.mesh import Shares, first_of, looked_up, on_shares, own, shares
 from jaxkv.places import EMPTY, nowhere
 from jaxkv.stamp import mix
 
@@ -131,23 +132,33 @@ def select_between(
     does = known(cells, targets)
     targets = jnp.where(does, targets, cells.streams)
     source = jnp.where(does, parents, 0)
-    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
-    held = jnp.where(does[:, None] & (cells.position[source] != EMPTY), index, -1)
-    count = _in_chunks(cells, jnp.max(held) + 1)
-    stamp = mix(cells.stamp[targets] + mix(cells.stamp[source] + 1))
-
-    def rows(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[targets].set(value, mode="drop")
-
-    selected = replace(
-        cells,
-        position=rows(cells.position, cells.position[source]),
-        owners=rows(cells.owners, cells.owners[source]),
-        shift=rows(cells.shift, cells.shift[source]),
-        evicted_below=rows(cells.evicted_below, cells.evicted_below[source]),
-        stamp=rows(cells.stamp, jnp.where(index < count, stamp, cells.stamp[targets])),
-    )
+    axes = shares(cells.rules, streams=cells.streams).streams
+    run = on_shares(cells.rules, partial(_selected, axes), (P(axes), P(), P(), P()), (P(axes), P()))
+    selected, count = run(cells, source, targets, does)
     return selected, on_halves(cells.rules, buffers, _select_cells, source, targets, does, count)
+
+
+def _selected(
+    axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, does: jax.Array
+) -> tuple[C, jax.Array]:
+    """Put streams, `[n]`, in the place of targets, if these are among `cells`, where it does.
+
+    What a stream holds is told to all devices: a line of the table.
+    """
+    lines = jax.tree.map(lambda field: looked_up(field, axes, source), cells)
+    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
+    held = jnp.where(does[:, None] & (lines.position != EMPTY), index, -1)
+    count = _in_chunks(cells, jnp.max(held) + 1)
+    local, mine = own(targets, axes, cells.streams)
+    local = jnp.where(does & mine, local, cells.streams)
+    old = cells.stamp.at[local].get(mode="fill", fill_value=0)
+    stamp = jnp.where(index < count, mix(old + mix(lines.stamp + 1)), old)
+    lines = replace(lines, stamp=stamp)
+
+    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+        return field.at[local].set(value, mode="drop")
+
+    return jax.tree.map(put, cells, lines), count
 
 
 def _select_cells(

@@ -1,4 +1,4 @@
-"""Closing the gaps between used cells, so that the used ones come first."""
+"""Closing the gaps between used cells, so that those are used that are taken first."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxkv.kv.buffers import Buffers, Halves, bring, on_halves, put
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
+from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.memory import Commitment, Facts
 from jaxkv.mesh import Shares
 from jaxkv.places import EMPTY
@@ -23,7 +24,7 @@ class Defrag(Commitment):
 
     With M = N // 2, the most runs that there can be. Only the first `count` of a stream are moves.
 
-    source: `[S, M]` int32, the first cell of a run, the highest runs first.
+    source: `[S, M]` int32, the first cell of a run, those that would be taken last first.
     destination: `[S, M]` int32, where that cell goes; the rest of the run follows.
     length: `[S, M]` int32, the cells of the run; 0 beyond the last move.
     count: `[S]` int32, how many moves there are.
@@ -50,9 +51,10 @@ def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
     """Plan the moves that close the gaps, or the first `max_moves` of each stream.
 
     The cells that lie beyond the number of used ones go into the gaps before it, in their order, so
-    every cell moves at most once and no destination is the source of another.
+    every cell moves at most once and no destination is the source of another. "Beyond" and "before"
+    are those of the order in which cells are taken, see `stripes`.
     """
-    plan = jax.vmap(partial(_close, facts))(~free(cells))
+    plan = jax.vmap(partial(_close, facts, cells.shards))(~free(cells))
     if max_moves is None:
         return plan
     count = jnp.minimum(plan.count, max_moves)
@@ -60,16 +62,20 @@ def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
     return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
 
 
-def _close(facts: Facts, taken: jax.Array) -> Defrag:
+def _close(facts: Facts, shards: int, taken: jax.Array) -> Defrag:
     """Plan one stream, whose used cells are `taken`, `[N]` bool."""
     size = taken.shape[0]
     most = max(size // 2, 1)
-    cell = jnp.arange(size)
+    rank, taken = jnp.arange(size), dealt(taken, shards)
     used = jnp.sum(taken)
-    source = jnp.nonzero(taken & (cell >= used), size=most, fill_value=size)[0]
-    gap = jnp.nonzero(~taken & (cell < used), size=most, fill_value=size)[0]
+
+    def cells_of(which: jax.Array) -> jax.Array:
+        ranks = jnp.nonzero(which, size=most, fill_value=size)[0].astype(jnp.int32)
+        return cell_of(ranks, size, shards)
+
+    source, gap = cells_of(taken & (rank >= used)), cells_of(~taken & (rank < used))
     pair = jnp.arange(most)
-    pairs = jnp.sum(~taken & (cell < used))
+    pairs = jnp.sum(~taken & (rank < used))
     # A run goes on where both its source and its destination do.
     goes_on = (jnp.diff(source, prepend=-1) == 1) & (jnp.diff(gap, prepend=-1) == 1) & (pair > 0)
     starts = (pair < pairs) & ~goes_on
@@ -77,12 +83,12 @@ def _close(facts: Facts, taken: jax.Array) -> Defrag:
     start = jnp.nonzero(starts, size=most, fill_value=most)[0]
     end = jnp.minimum(jnp.append(start[1:], most), pairs)
     length = jnp.where(pair < runs, end - start, 0)
-    # From the end: the highest cells move first, so that even a part of the moves shrinks it.
+    # From the end: what is taken last moves first, so that even a part of the moves shrinks it.
     order = jnp.where(pair < runs, runs - 1 - pair, pair)
     start, length = start[order], length[order]
 
     def at(cells: jax.Array) -> jax.Array:
-        return cells.at[start].get(mode="fill", fill_value=size).astype(jnp.int32)
+        return cells.at[start].get(mode="fill", fill_value=size)
 
     return Defrag(
         source=at(source),

@@ -13,6 +13,7 @@ from jaxkv.batch import Ubatch
 from jaxkv.kv.by_stream import gathered, on_rows
 from jaxkv.kv.cells import WORD, C, Cells, digest, each, free, holders, home
 from jaxkv.kv.reuse import evict, hidden, misses
+from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.memory import Findings, Room
 from jaxkv.places import EMPTY, END, FAR, nowhere
 from jaxkv.plan import Reason
@@ -127,9 +128,9 @@ def admit(cells: Cells, wanted: jax.Array) -> Room:
     fits = _smallest_first(wanted, room)
     taken = jnp.where(fits, wanted, 0).reshape(cells.streams, -1)
     left = jnp.repeat(room - jnp.sum(taken, axis=1, dtype=jnp.int32), cells.sharing)
-    if cells.placement == "scattered":
-        return Room(fits, fits, left)
-    return Room(fits, _smallest_first(wanted, longest_run(open_cells)), left)
+    if cells.placement == "contiguous":
+        return Room(fits, _smallest_first(wanted, longest_run(open_cells)), left)
+    return Room(fits, fits, left)
 
 
 def longest_run(open_cells: jax.Array) -> jax.Array:
@@ -176,12 +177,13 @@ def can_hold(cells: Cells, lengths: np.ndarray, at_once: int) -> np.ndarray:
 def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Choose a cell for every valid token; change nothing.
 
-    Empty cells come first, the lowest of them, and then hidden ones, the lowest positions first.
-    Where cells must be neighbours, the first run of empty and hidden ones is taken. All tokens of a
-    stream are served together, those of the first of its sequences first.
+    Empty cells come first, the lowest of them, or in stripes the next in turn; and then hidden
+    ones, the lowest positions first. Where cells must be neighbours, the first run of empty and
+    hidden ones is taken. All tokens of a stream are served together, those of the first of its
+    sequences first.
 
     Args:
-      cells: the table, whose `placement` says whether the cells must be neighbours.
+      cells: the table, whose `placement` and `shards` say which cells are taken.
       ubatch: the tokens that want a cell; its `slots` are not looked at.
       ok: `[]` bool, False if the plan is refused, and then no token gets one.
 
@@ -239,7 +241,7 @@ def in_turn(
     """Choose cells of a stream for tokens that come in turn.
 
     Args:
-      cells: the table, of which only the placement and the window are looked at.
+      cells: the table, of which only the placement, the shards and the window are looked at.
       open_cells: `[N]` bool, the cells that may be taken.
       position: `[N]` int32, the positions in them.
       turn: `[T]` int32, the turn of each token, from 1 on.
@@ -249,15 +251,18 @@ def in_turn(
       `[T]` int32, the cell of each token, past the last cell if it gets none; and `[]` bool,
       whether cells that must be neighbours are enough, if not neighbours.
     """
+    size, shards = cells.num_cells, cells.shards
+    open_cells, position = dealt(open_cells, shards), dealt(position, shards)
     count = jnp.cumsum(open_cells, dtype=jnp.int32)  # up to and with each cell
     if cells.placement == "contiguous":
         return _run(count, total) + turn - 1, total <= count[-1]
     if cells.window is None:
-        return jnp.searchsorted(count, turn).astype(jnp.int32), jnp.array(False)
+        rank = jnp.searchsorted(count, turn).astype(jnp.int32)
+        return cell_of(rank, size, shards), jnp.array(False)
     # An empty cell has the lowest position of all.
     order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
-    order = jnp.append(order, jnp.int32(cells.num_cells))
-    return order[jnp.where(turn <= count[-1], turn - 1, cells.num_cells)], jnp.array(False)
+    order = cell_of(jnp.append(order, jnp.int32(size)), size, shards)
+    return order[jnp.where(turn <= count[-1], turn - 1, size)], jnp.array(False)
 
 
 def _run(counts: jax.Array, length: jax.Array) -> jax.Array:

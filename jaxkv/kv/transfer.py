@@ -11,14 +11,16 @@ from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxkv.kv.buffers import Buffers, Halves, bring, on_halves, put
+from jaxkv.kv.by_stream import on_streams
 from jaxkv.kv.cells import (
     C,
     Cells,
     bits,
+    clear,
     each,
-    held,
     home,
     inherited,
     known,
@@ -32,7 +34,7 @@ from jaxkv.kv.reuse import evict
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import in_turn, longest_run, usable
 from jaxkv.memory import Need
-from jaxkv.mesh import Shares, looked_up
+from jaxkv.mesh import Shares, looked_up, on_shares, own, shares
 from jaxkv.places import divided, end_of, nowhere
 from jaxkv.stamp import mix
 
@@ -43,15 +45,16 @@ class Transfer(NamedTuple, Generic[C]):
     Each stream gets the first `wanted` of N cells in turn.
 
     left: the table once the targets own what they share, and have let go of all else.
+    arriving: a table of copies, in turn: positions, shifts and stamps as they were, and the owners
+      that they will have.
     origin: `[S, N]` int32, the cell that is copied, numbered through all streams.
-    owners: `[S, W, N]` uint32, who will own the copy.
     slots: `[S, N]` int32, the cell that it goes to.
     need: how many cells are wanted of each stream, and how many there are.
     """
 
     left: C
+    arriving: C
     origin: jax.Array  # [S, N]
-    owners: jax.Array  # [S, W, N]
     slots: jax.Array  # [S, N]
     need: Need
 
@@ -91,37 +94,35 @@ def to_select(cells: C, parents: jax.Array, targets: jax.Array) -> Transfer[C]:
 
 def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buffers]:
     """Do what was planned, in the table and the buffers; nothing where cells are lacking."""
-    left, origin, _, slots, (wanted, _) = transfer
-    ok = transfer.need.ok
-    streams, size = slots.shape
-    stream = jnp.arange(streams, dtype=jnp.int32)[:, None]
-    gets = ok & (jnp.arange(size)[None] < wanted[:, None])
+    left, arriving, origin, slots, need = transfer
+    gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.wanted[:, None])
     slots = jnp.where(gets, slots, nowhere(slots))
+    filled = on_streams(cells, _arrive, left, arriving, slots)
+    filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
+    args = origin, slots, jnp.where(need.ok, need.wanted, 0)
+    return filled, on_halves(cells.rules, buffers, _fill, *args, by_stream=2)
+
+
+def _arrive(cells: C, left: C, arriving: C, slots: jax.Array) -> C:
+    """Put copies into their slots, `[S, N]`; those past the last cell are none."""
+    stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
     if cells.window is not None:
         left = evict(left, jnp.zeros(slots.shape, bool).at[stream, slots].set(True, mode="drop"))
 
     def taken(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
 
-    def of_origin(field: jax.Array) -> jax.Array:
-        return field.reshape(-1)[origin]
-
     # Other bytes in the same place: stamped anew, for a table that knew what stood there.
     there = cells.stamp.at[stream, slots].get(mode="fill", fill_value=0)
-    owners = [
-        taken(left.owners[:, w], transfer.owners[:, w]) for w in range(transfer.owners.shape[1])
-    ]
-    filled = replace(
+    words = range(left.owners.shape[1])
+    owners = [taken(left.owners[:, w], arriving.owners[:, w]) for w in words]
+    return replace(
         left,
-        position=taken(left.position, of_origin(cells.position)),
+        position=taken(left.position, arriving.position),
         owners=jnp.stack(owners, axis=1),
-        shift=taken(left.shift, of_origin(cells.shift)),
-        stamp=taken(cells.stamp, mix(there + mix(of_origin(cells.stamp) + 1))),
+        shift=taken(left.shift, arriving.shift),
+        stamp=taken(cells.stamp, mix(there + mix(arriving.stamp + 1))),
     )
-    filled = jax.tree.map(lambda new, old: jnp.where(ok, new, old), filled, cells)
-
-    args = origin, slots, jnp.where(ok, wanted, 0)
-    return filled, on_halves(cells.rules, buffers, _fill, *args, by_stream=2)
 
 
 def _fill(
@@ -154,8 +155,8 @@ def _fill(
 
 def _apart(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
     """Return which of the targets lie in other streams than their parents; `[n]` bool."""
-    (theirs, *_), (own, *_) = home(cells, parents), home(cells, targets)
-    return known(cells, parents) & known(cells, targets) & (theirs != own)
+    (theirs, *_), (ours, *_) = home(cells, parents), home(cells, targets)
+    return known(cells, parents) & known(cells, targets) & (theirs != ours)
 
 
 def _transfer(
@@ -184,43 +185,91 @@ def _transfer(
         ),
     )
     copied = owned_by(cells, all_of(parents)) & within(cells, start, stop)
-    open_cells = usable(left) & ~copied
-
-    (own, word, bit), (theirs, *_) = home(cells, targets), home(cells, parents)
-    here = jnp.arange(cells.owners.shape[1])[None] == word[:, None]
-    words = jnp.where(here, jnp.uint32(1) << bit[:, None], 0)  # [n, W]
     # Targets of one stream with one parent share a copy: the first of them gets it for all.
-    like = apart[:, None] & apart[None] & (own[:, None] == own[None])
+    home_of, *_ = home(cells, targets)
+    like = apart[:, None] & apart[None] & (home_of[:, None] == home_of[None])
     like &= parents[:, None] == parents[None]
-    first = apart & (jnp.argmax(like, axis=1) == jnp.arange(targets.size))
+    axes = shares(cells.rules, streams=cells.streams).streams
+    run = on_shares(
+        cells.rules,
+        partial(_queue, axes),
+        (*(P(axes),) * 3, *(P(),) * 5),
+        P(axes),
+    )
+    arriving, origin, slots, *need = run(
+        cells, left, usable(left) & ~copied, parents, targets, like, start, stop
+    )
+    return Transfer(left, arriving, origin, slots, Need(*need))
+
+
+def _queue(
+    axes: tuple[str, ...],
+    cells: C,
+    left: C,
+    open_cells: jax.Array,
+    parents: jax.Array,
+    targets: jax.Array,
+    like: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+) -> tuple[C, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Line up copies for some streams, and choose cells for them.
+
+    What a parent holds is known where its stream is, and told to all devices: a line of the table.
+
+    Args:
+      axes: those that split the streams.
+      cells: the table as it was.
+      left: the table that the copies go to.
+      open_cells: `[S, N]` bool, the cells that they may take.
+      parents: `[n]` int32, the sequences that are copied.
+      targets: `[n]` int32.
+      like: `[n, n]` bool, which of the targets share a copy.
+      start: first position of the range that is copied.
+      stop: one past the last.
+
+    Returns:
+      `arriving`, `origin` and `slots` of a `Transfer`, and both fields of its `need`.
+    """
+    (streams, words, bits_of), (theirs, word, bit) = home(cells, targets), home(cells, parents)
+    here = jnp.arange(cells.owners.shape[1])[None] == words[:, None]
+    owner = jnp.where(here, jnp.uint32(1) << bits_of[:, None], 0)  # [n, W]
+    first = jnp.any(like, axis=1) & (jnp.argmax(like, axis=1) == jnp.arange(targets.size))
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
 
-    def add(i: jax.Array, queues: tuple) -> tuple:
+    def add(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
         """Let the cells of a parent follow those that its target's stream gets already."""
-        origin, owners, wanted = queues
-        mine, stream = held(cells, parents[i]), own[i]
-        mine = (mine >= jnp.maximum(start, 0)) & (mine < end_of(stop))
+        arriving, origin, wanted = queue
+        line = [cells.position, cells.owners, cells.shift, cells.stamp]
+        position, owners, shift, stamp = (looked_up(field, axes, theirs[i]) for field in line)
+        mine = (owners[word[i]] >> bit[i]) & 1 == 1
+        mine &= (position >= jnp.maximum(start, 0)) & (position < end_of(stop))
         count = jnp.cumsum(mine, dtype=jnp.int32)
+        stream, is_own = own(streams[i], axes, cells.streams)
         turn = index - wanted[stream]
+        these = is_own & (turn >= 0) & (turn < count[-1])
         cell = jnp.searchsorted(count, turn + 1).astype(jnp.int32)
-        these = (turn >= 0) & (turn < count[-1])
-        whose = jax.lax.reduce_or(jnp.where(like[i][:, None], words, 0), axes=(0,))
-        origin = origin.at[stream].set(
-            jnp.where(these, theirs[i] * cells.num_cells + cell, origin[stream])
-        )
-        owners = owners.at[stream].set(jnp.where(these[None], whose[:, None], owners[stream]))
-        return origin, owners, wanted.at[stream].add(count[-1])
+        whose = jax.lax.reduce_or(jnp.where(like[i][:, None], owner, 0), axes=(0,))
 
-    nothing = (
-        jnp.zeros_like(cells.position),
-        jnp.zeros_like(cells.owners),
-        jnp.zeros(cells.streams, jnp.int32),
-    )
-    origin, owners, wanted = each(first, add, nothing)
+        def put(field: jax.Array, value: jax.Array) -> jax.Array:
+            return field.at[stream].set(jnp.where(these, value, field[stream]))
+
+        arriving = replace(
+            arriving,
+            position=put(arriving.position, position[cell]),
+            owners=put(arriving.owners, whose[:, None]),
+            shift=put(arriving.shift, shift[cell]),
+            stamp=put(arriving.stamp, stamp[cell]),
+        )
+        origin = put(origin, theirs[i] * cells.num_cells + cell)
+        return arriving, origin, wanted.at[stream].add(jnp.where(is_own, count[-1], 0))
+
+    none = jnp.zeros_like(cells.position), jnp.zeros(cells.streams, jnp.int32)
+    arriving, origin, wanted = each(first, add, (clear(left), *none))
     slots, _ = jax.vmap(
         lambda open_cells, position, total: in_turn(cells, open_cells, position, index + 1, total)
     )(open_cells, left.position, wanted)
     found = jnp.sum(open_cells, axis=1, dtype=jnp.int32)
     if cells.placement == "contiguous":
         found = longest_run(open_cells)
-    return Transfer(left, origin, owners, slots, Need(wanted, found))
+    return arriving, origin, slots, wanted, found

@@ -23,7 +23,8 @@ def fitted(
       mesh: the mesh, or an abstract one of devices that are not at hand.
       rules: which of its axes split what; heads are split by one axis.
       surplus: what becomes of devices that are more than there are heads: "cells", they hold cells
-        of the same heads; "replicate", they hold copies; or "refuse".
+        of the same heads, alike if the memory is striped with as many `shards` as there are devices
+        then, see `make_kv_cache`; "replicate", they hold copies; or "refuse".
 
     Returns:
       The mesh with that axis cut in two, of which the second is named "cells" or "copies", and the

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv.hybrid import parts_of
 from jaxkv.kv.buffers import Buffers, sizes_of
+from jaxkv.kv.cells import Cells
 from jaxkv.memory import Memory, split
 from jaxkv.mesh import Rules
 from jaxkv.sharding.places import shardings
@@ -25,6 +26,7 @@ class Layout:
     weights: bytes of a model's weights on a device; 0 if none were given.
     sent: bytes that attention brings to a device in a step of one token for each sequence.
     whole: for each axis that splits nothing of a part of the memory, why.
+    uneven: for each part whose short texts lie on some of the devices that split cells, what to do.
     """
 
     devices: int
@@ -33,6 +35,7 @@ class Layout:
     weights: int
     sent: int
     whole: tuple[str, ...]
+    uneven: tuple[str, ...]
 
     @property
     def total(self) -> int:
@@ -58,7 +61,7 @@ class Layout:
         ]
         lines = [f"{name:<16}{number:>20,} bytes" for name, number in rows]
         head = "on the device" if self.devices == 1 else f"on each of {self.devices} devices"
-        return "\n".join([head, *lines, *self.whole])
+        return "\n".join([head, *lines, *self.whole, *self.uneven])
 
 
 def layout(
@@ -94,6 +97,13 @@ def layout(
       weights                            0 bytes
       in all                     8,454,160 bytes
       sent in a step                     0 bytes
+
+      Where cells are split, it tells whether all devices hold as much of a short text:
+
+      >>> make = lambda: make_kv_cache(layers=2, cells=1024, kv_heads=1, head_dim=64)
+      >>> rules = sharding.Rules(cells=("data", "tensor"))
+      >>> print(*sharding.layout(jax.eval_shape(make), mesh, rules).uneven)
+      data, tensor splits scattered cells unevenly: take placement='striped', shards=4
     """
     halves = zip(split(memory), split(shardings(memory, mesh, rules)), strict=True)
     table, buffers = (
@@ -107,6 +117,7 @@ def layout(
         weights=sum(_share(x, getattr(x, "sharding", None)) for x in jax.tree.leaves(weights)),
         sent=sum(_sent(part, mesh, rules, heads) for part in parts),
         whole=tuple(dict.fromkeys(line for part in parts for line in _whole(part, mesh, rules))),
+        uneven=tuple(dict.fromkeys(line for part in parts for line in _uneven(part, mesh, rules))),
     )
 
 
@@ -146,4 +157,17 @@ def _whole(part: Memory, mesh: Any, rules: Rules) -> list[str]:
         f"{', '.join(rules.present(mesh, name))} splits no {name}: there are {count}"
         for name, count in counts
         if rules.present(mesh, name) and not rules.split(mesh, **{name: count})[name]
+    ]
+
+
+def _uneven(part: Memory, mesh: Any, rules: Rules) -> list[str]:
+    """Say what to do where a short text lies on some of the devices that split cells alone."""
+    axes = rules.present(mesh, "cells")
+    devices = prod(mesh.shape[axis] for axis in axes)
+    if not isinstance(part.table, Cells) or part.table.shards % devices == 0:
+        return []
+    placement, shards = part.table.placement, part.table.shards
+    cells = f"cells in {shards} shards" if placement == "striped" else f"{placement} cells"
+    return [
+        f"{', '.join(axes)} splits {cells} unevenly: take placement='striped', shards={devices}"
     ]
