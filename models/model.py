@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.families import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
-from models.families.memories import make_memory
+from models.families.memories import Attends, make_memory
 from models.meshes import WHOLE
 from models.text.tokenizer import Tokenizer
 
@@ -81,6 +82,7 @@ class Model:
           dtype: of what is stored, by default that of the weights.
           options: `sequences`, `streams`, `rollback` and more in
             `models.families.memories.make_memory`; `placement` and more in `jaxkv.make_kv_cache`.
+            On a mesh that splits cells they are striped, unless you choose another placement.
         """
         make = self._maker(cells, dtype, options)
         if self.mesh is None:
@@ -99,6 +101,10 @@ class Model:
     ) -> Callable[[], jaxkv.Memory]:
         dtype = dtype or self.dtype
         layers = self.family.layers_of(self.config, dtype)
+        if self.mesh is not None and "placement" not in options:
+            shards = prod(self.mesh.shape[axis] for axis in self.rules.present(self.mesh, "cells"))
+            if shards > 1 and any(isinstance(layer, Attends) for layer in layers):
+                options = {"placement": "striped", "shards": shards, **options}
         return partial(make_memory, layers, cells=cells, dtype=dtype, **options)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 
 import jaxkv
-from models.errors import ModelError
+from models.errors import ModelError, brief
 
 Streams = Literal["unified", "split"]
 """Whether all texts share the cells of the memory, or each has its own."""
@@ -57,13 +57,18 @@ def make_with_room(
       options: passed on.
 
     Raises:
-      ModelError: when it cannot fit; nothing has been allocated then.
+      ModelError: when it cannot fit, or its sizes do not fit each other or the mesh; nothing has
+        been allocated then.
     """
 
     def make() -> Any:
         return make_memory(cells=cells, streams=streams, **options)
 
-    mesh, memory = jax.sharding.get_mesh(), jax.eval_shape(make)
+    try:
+        memory = jax.eval_shape(make)
+    except ValueError as error:
+        raise ModelError(f"No such memory can be made: {brief(error)}.") from error
+    mesh = jax.sharding.get_mesh()
     rules, devices, wanted = memory.table.rules, 1, jaxkv.nbytes(memory)
     if rules is not None and not mesh.empty:
         devices = mesh.size

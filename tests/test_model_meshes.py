@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 import models
+from jaxkv.hybrid import parts_of
+from jaxkv.kv.cells import Cells
 from jaxkv.mesh import Rules
 from models.cli.arguments import InputError, parser
 from models.cli.main import main
@@ -72,6 +74,16 @@ def test_what_each_device_has_whole_counts_for_each_of_them(kv_heads, times):
     with jax.set_mesh(mesh), pytest.raises(models.ModelError) as error:
         make_with_room(allocated, cells=cells)
     assert f"takes {wanted} GB and the 2 devices have" in str(error.value)
+
+
+def test_sizes_that_do_not_fit_the_mesh_are_a_sentence():
+    def allocated(**options):
+        layer = Attends(kv_heads=1, head_dim=8, rope=None)
+        make = partial(make_memory, [layer], sequences=3, **options)
+        return jaxkv.sharding.allocate(make, make_mesh({"data": 2}))
+
+    with pytest.raises(models.ModelError, match="streams that 2 devices divide.*got 3: take 4"):
+        make_with_room(allocated, cells=16, streams=3)
 
 
 def test_a_split_that_devices_do_not_divide_is_none():
@@ -313,6 +325,9 @@ def test_a_mesh_that_splits_cells_gives_what_one_device_gives(name):
     model = models.load(DATA / name, mesh=mesh, rules=RULES)
     down = model.weights["blocks"][0]["feed"]["down"]["weight"]
     assert down.addressable_shards[0].data.size * 4 == down.size
+    tables = [part.table for part in parts_of(model.memory_shapes(cells=64))]
+    dealt = [(table.placement, table.shards) for table in tables if isinstance(table, Cells)]
+    assert dealt == [("striped", 2)]
     with jax.set_mesh(mesh):
         got, picked = run(model)
     np.testing.assert_allclose(got, logits, atol=1e-4)
