@@ -22,12 +22,16 @@ def printed(code, names):
     return out.getvalue()
 
 
+# design.md shows fragments of programs.
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    if path.name != "design.md" and "```python" in path.read_text()
+]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "README.md",
-        *(pytest.param(f"docs/{name}.md", marks=pytest.mark.slow) for name in ("loops", "pods")),
-    ],
+    "name", ["README.md", *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES)]
 )
 def test_documents_print_what_they_show(name):
     names, shown = {}, 0
@@ -38,7 +42,7 @@ def test_documents_print_what_they_show(name):
         if text is not None:
             assert out == text
             shown += 1
-    assert shown >= 2
+    assert shown
 
 
 def test_readme_runs_real_weights(smollm2, monkeypatch):
