@@ -10,10 +10,10 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 
 project = "jaxkv"
-author = "the authors of jaxkv"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_codeautolink"]
 html_theme = "furo"
 html_title = "jaxkv"
+html_show_copyright = False
 exclude_patterns = ["conf.py"]
 
 myst_heading_anchors = 3

@@ -4,6 +4,9 @@ A verb *works* on a memory where what it does is seen in the table, the table ha
 text goes on. Else it is refused, by a name. Anything between the two is a mistake, and raises.
 """
 
+if __name__ == "__main__":  # compiled as in the tests, which must be said before jax comes in
+    import conftest  # noqa: F401
+
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
