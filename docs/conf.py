@@ -1,0 +1,65 @@
+"""How the site is made: python -m sphinx -W --keep-going -b html docs OUT."""
+
+import collections
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+project = "jaxkv"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_codeautolink"]
+html_theme = "furo"
+html_title = "jaxkv"
+html_show_copyright = False
+exclude_patterns = ["conf.py"]
+
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # notebooks are stored with their outputs; a test runs the pages' blocks
+codeautolink_concat_default = True  # the blocks of a page are one program
+
+# Sources must stand under docs/, so notebooks are copied there, where git ignores them.
+shutil.rmtree(ROOT / "docs" / "notebooks", ignore_errors=True)
+for notebook in ROOT.glob("notebooks/*.ipynb"):
+    (ROOT / "docs" / "notebooks").mkdir(exist_ok=True)
+    shutil.copy(notebook, ROOT / "docs" / "notebooks")
+
+# `name` in a docstring is a link where it is one of the documented names, and code elsewhere.
+default_role = "py:obj"
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:obj", ".*"),
+    ("py:.*", r"(jax|np|numpy|collections|typing)\..*"),
+    # Types that stand in signatures and are not public.
+    ("py:class", r"jaxkv\.(memory\.Commitment|loops\.drafts\.\w+|sharding\.broadcasting\.T)"),
+]
+napoleon_attr_annotations = False  # docstrings say shapes and dtypes, which say more
+napoleon_custom_sections = ["Returns"]  # napoleon would read what stands before a colon as a type
+
+
+def name_fields(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Give the fields of a struct, `name: meaning` a line, the heading that napoleon wants."""
+    if dataclasses.is_dataclass(obj):
+        names = [field.name for field in dataclasses.fields(obj)]
+    else:
+        names = getattr(obj, "_fields", ())  # a NamedTuple
+    if not names:
+        return
+    fields = "|".join(names)
+    marks = [i for i, line in enumerate(lines) if re.match(rf"(?:{fields}): ", line)]
+    if marks:
+        end = next((i for i in range(marks[0], len(lines)) if not lines[i]), len(lines))
+        lines[marks[0] : end] = ["Attributes:", *("  " + line for line in lines[marks[0] : end])]
+
+
+def is_field(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out what a NamedTuple says of its fields, since `name_fields` has said it."""
+    return True if isinstance(obj, collections._tuplegetter) else None
+
+
+def setup(app: Any) -> None:
+    """Let `name_fields` read each docstring before napoleon, whose priority is 500."""
+    app.connect("autodoc-process-docstring", name_fields, priority=400)
+    app.connect("autodoc-skip-member", is_field)

@@ -1,0 +1,335 @@
+"""What works on which kind of memory, found by trying: `python -m tests.support` writes the page.
+
+A verb *works* on a memory where what it does is seen in the table, the table has no fault, and the
+text goes on. Else it is refused, by a name. Anything between the two is a mistake, and raises.
+"""
+
+if __name__ == "__main__":  # compiled as in the tests, which must be said before jax comes in
+    import conftest  # noqa: F401
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import loops
+from tests import histories
+from tests.memories import GROUPS, HEADS, ROPE, SIZE, SMALL, SPLIT, VOCABULARY, WINDOW
+
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "support.md"
+TOKENS = 12
+"""Tokens of the text that each verb is tried on: more than a window's memory has cells for."""
+
+SAID = (np.arange(4) + TOKENS + 1) % VOCABULARY
+"""What the model says after it."""
+
+YES, NONE = "yes", "-"
+
+
+# ------------------------------------------------------------------------------------- the kinds
+
+
+def columns() -> dict[str, tuple[Callable[[], Any], str]]:
+    """List each kind: its name, what makes one, and what its layers are for `histories.compute`."""
+    kinds = {
+        "one pool": replace(SMALL, cells=32),
+        "a stream each": replace(SPLIT, cells=16),
+        "groups": replace(GROUPS, cells=32),
+        "window": replace(WINDOW, cells=7),
+    }
+    made = {name: (kind.make, "aa") for name, kind in kinds.items()}
+    made["states"] = histories.make, "rr"
+    made["states, rollback 3"] = lambda: histories.make(kept=3), "rr"
+    made["attention and states"] = hybrid, "ar"
+    return made
+
+
+def hybrid() -> Any:
+    """Make a memory with a layer of attention and one of states that keeps three."""
+    attention = jaxkv.make_kv_cache(
+        layers=1, cells=32, kv_heads=HEADS, head_dim=SIZE, sequences=3, rope=ROPE
+    )
+    states = jaxkv.make_recurrent_cache(layers=1, states=histories.STATES, sequences=3, rollback=3)
+    return jaxkv.make_hybrid_cache((attention, (0,)), (states, (1,)))
+
+
+@cache
+def model(layers: str) -> Callable[..., Any]:
+    """Make a model that writes every layer and says the number after that of the token."""
+
+    def forward(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+        memory, _ = histories.compute(memory, ubatch, layers)
+        said = (ubatch.tokens.reshape(-1)[ubatch.outputs] + 1) % VOCABULARY
+        return memory, jax.nn.one_hot(said, VOCABULARY)
+
+    return forward
+
+
+# -------------------------------------------------------------------------------------- the verbs
+
+
+class Refused(Exception):
+    """A verb was refused; the message is the name of the refusal."""
+
+
+class Trial:
+    """A memory of one kind with a text of `TOKENS` tokens in sequence 0."""
+
+    def __init__(self, make: Callable[[], Any], layers: str) -> None:
+        self.empty, self.forward = make(), model(layers)
+        self.memory, self.logits = self.told(self.empty, range(1, TOKENS + 1))
+
+    def told(self, memory: Any, tokens: Any, seq: int = 0) -> tuple[Any, jax.Array]:
+        """Tell a sequence some tokens, or be refused by the reason of the plan."""
+        batch = jaxkv.make_batch(list(tokens), sequences=seq)
+        plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
+        if not plan.ok:
+            raise Refused(jaxkv.Reason(int(plan.reason[seq])).name)
+        return jaxkv.prefill(self.forward, None, memory, batch, plan=plan)
+
+    def goes_on(self, memory: Any, last: int, seq: int = 0) -> str:
+        """Return that it works where a sequence ends at a position, and takes one more token."""
+        assert jaxkv.seq_pos_max(memory, seq).item() == last
+        assert not any(map(int, jaxkv.check_invariants(memory).values()))
+        after, _ = self.told(memory, [7], seq)
+        assert jaxkv.seq_pos_max(after, seq).item() == last + 1
+        return YES
+
+    def granted(self, memory: Any, ok: Any, last: int) -> str:
+        """Return that it works, or that the verb said no and changed nothing."""
+        if ok:
+            return self.goes_on(memory, last)
+        assert self.goes_on(memory, TOKENS - 1) == YES
+        raise Refused("ok is False")
+
+    def other(self, same_stream: bool) -> int | None:
+        """Find another sequence, of the same stream or of another one."""
+        facts = jaxkv.split(self.memory)[0].facts
+        sharing = facts.sequences // facts.streams
+        return next(
+            (q for q in range(1, facts.sequences) if (q // sharing == 0) == same_stream), None
+        )
+
+
+def prompt(trial: Trial) -> str:
+    return trial.goes_on(trial.memory, TOKENS - 1)
+
+
+def whole(trial: Trial) -> str:
+    return trial.granted(*jaxkv.seq_rm(trial.memory, 0), -1)
+
+
+def end(trial: Trial, count: int = 2) -> str:
+    left = TOKENS - count
+    return trial.granted(*jaxkv.seq_rm(trial.memory, 0, left), left - 1)
+
+
+def half(trial: Trial) -> str:
+    return end(trial, TOKENS // 2)
+
+
+def middle(trial: Trial) -> str:
+    memory, ok = jaxkv.seq_rm(trial.memory, 0, TOKENS - 4, TOKENS - 3)
+    if ok and jaxkv.used(memory) == jaxkv.used(trial.memory):
+        assert jaxkv.seq_pos_max(memory, 0) == TOKENS - 1
+        raise Refused("kept")
+    return trial.granted(memory, ok, TOKENS - 1)
+
+
+def fork(trial: Trial, same_stream: bool = True) -> str:
+    dst = trial.other(same_stream)
+    if dst is None:
+        return NONE
+    memory = jaxkv.seq_cp(trial.memory, 0, dst)
+    shared = jaxkv.used(memory) == jaxkv.used(trial.memory)
+    assert shared == same_stream
+    return trial.goes_on(memory, TOKENS - 1, dst)
+
+
+def copy(trial: Trial) -> str:
+    return fork(trial, same_stream=False)
+
+
+def part_of_it(trial: Trial) -> str:
+    dst = trial.other(True) or trial.other(False)
+    memory = jaxkv.seq_cp(trial.memory, 0, dst, 0, TOKENS - 2)
+    trial.told(memory, [7], dst)
+    return trial.goes_on(memory, TOKENS - 3, dst)
+
+
+def select(trial: Trial) -> str:
+    dst = trial.other(True) or trial.other(False)
+    memory, _ = trial.told(trial.memory, [9], dst)
+    memory = jaxkv.seq_select(memory, [dst, 0], [0, dst])
+    assert jaxkv.seq_pos_max(memory, dst) == TOKENS - 1
+    return trial.goes_on(memory, 0)
+
+
+def keep(trial: Trial) -> str:
+    dst = trial.other(True) or trial.other(False)
+    memory, _ = trial.told(trial.memory, [9], dst)
+    memory = jaxkv.seq_keep(memory, 0)
+    assert jaxkv.seq_pos_max(memory, dst) == -1
+    return trial.goes_on(memory, TOKENS - 1)
+
+
+def move(trial: Trial) -> str:
+    memory = jaxkv.seq_add(trial.memory, 0, 0, -1, 5)
+    return trial.goes_on(jaxkv.apply(memory, jaxkv.init_update(memory)), TOKENS + 4)
+
+
+def divide(trial: Trial) -> str:
+    memory = jaxkv.seq_div(trial.memory, 0, 0, -1, 2)
+    return trial.goes_on(jaxkv.apply(memory, jaxkv.init_update(memory)), (TOKENS - 1) // 2)
+
+
+def defrag(trial: Trial) -> str:
+    memory, _ = trial.told(trial.memory, [9], 1)
+    memory, ok = jaxkv.seq_rm(memory, 0)
+    assert ok
+    memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
+    assert jaxkv.defrag_plan(memory).pending == 0
+    return trial.goes_on(memory, 0, 1)
+
+
+def checkpoint(trial: Trial) -> str:
+    trial.told(trial.memory, [8, 9])
+    return trial.goes_on(trial.memory, TOKENS - 1)
+
+
+def back(trial: Trial) -> str:
+    table, _ = jaxkv.split(trial.memory)
+    later, _ = trial.told(trial.memory, [8])
+    memory, ok = jaxkv.go_back(table, later)
+    if not ok:
+        raise Refused("ok is False")
+    return trial.goes_on(memory, TOKENS - 1)
+
+
+def traced(trial: Trial) -> str:
+    @jax.jit
+    def program(memory: Any) -> Any:
+        args = jnp.array([7]), jnp.arange(1), jnp.ones(1, bool)
+        ubatch, ok = jaxkv.plan_step(memory, *args)
+        memory, _ = trial.forward(None, jaxkv.apply(memory, ubatch), ubatch)
+        return memory, ok
+
+    memory, ok = program(trial.memory)
+    return trial.goes_on(memory, TOKENS) if ok else NONE
+
+
+def mapped(trial: Trial) -> str:
+    two = jax.tree.map(lambda x: jnp.stack([x, x]), trial.memory)
+    cut, ok = jax.vmap(lambda memory: jaxkv.seq_rm(memory, 0))(two)
+    assert ok.all()
+    return trial.goes_on(jax.tree.map(lambda x: x[1], cut), -1)
+
+
+def begun(trial: Trial, **options: Any) -> tuple[Any, Any]:
+    sampler = loops.sampling.make_sampler()
+    return sampler, loops.begin(sampler, trial.memory, trial.logits, **options)[0]
+
+
+def generate(trial: Trial) -> str:
+    sampler, state = begun(trial)
+    memory, state, picked = jaxkv.decode(trial.forward, sampler, None, trial.memory, state, steps=3)
+    assert (picked.tokens[0] == SAID[1:4]).all()
+    return trial.goes_on(memory, TOKENS + 2)
+
+
+def guess(trial: Trial) -> str:
+    sampler, state = begun(trial)
+    draft = loops.lookup([range(1, TOKENS + 1)], tries=2)
+    memory, _, _, made = loops.speculate(
+        trial.forward, draft, sampler, None, trial.memory, state, steps=3
+    )
+    assert (made.tokens[0] == SAID[1:4]).all()
+    return trial.goes_on(memory, TOKENS + 2)
+
+
+def search(trial: Trial) -> str:
+    memory, beams = loops.beam(trial.forward, None, trial.memory, trial.logits, width=2, steps=2)
+    assert (beams.tokens[0] == SAID[:2]).all()
+    assert not any(map(int, jaxkv.check_invariants(memory).values()))
+    return YES
+
+
+def slide(trial: Trial) -> str:
+    return trial.granted(*loops.slide(trial.memory, 0, keep=1, drop=2), TOKENS - 3)
+
+
+def extend(trial: Trial) -> str:
+    memory, _, ok = loops.extend(trial.memory, 0, 0, group=2, width=4)
+    return trial.granted(memory, ok, TOKENS // 2 - 1)
+
+
+def requests(trial: Trial) -> str:
+    ask = [loops.batching.Request(prompt=[1, 2, 3], limit=2)] * 4
+    results = loops.batching.serve(trial.forward, None, trial.empty, ask, chunk=4, steps=2)
+    assert [result.tokens.tolist() for result in results] == [[4, 5]] * 4
+    return YES
+
+
+ROWS: dict[str, Callable[[Trial], str]] = {
+    "a prompt, and a token more": prompt,
+    "`plan_step` inside of `jit`": traced,
+    "a verb under `vmap`": mapped,
+    "`seq_rm` of a sequence": whole,
+    "`seq_rm` of the last 2 tokens": end,
+    "`seq_rm` of the last 6": half,
+    "`seq_rm` in its middle": middle,
+    "`seq_cp` within a stream": fork,
+    "`seq_cp` to another stream": copy,
+    "`seq_cp` of a part": part_of_it,
+    "`seq_select`": select,
+    "`seq_keep`": keep,
+    "`seq_add`, `init_update`": move,
+    "`seq_div`, `init_update`": divide,
+    "`defrag_plan`": defrag,
+    "a memory kept as a checkpoint": checkpoint,
+    "`go_back`": back,
+    "`decode`": generate,
+    "`loops.speculate`": guess,
+    "`loops.beam`": search,
+    "`loops.slide`": slide,
+    "`loops.extend`": extend,
+    "`loops.batching`": requests,
+}
+
+
+def tried(verb: Callable[[Trial], str], trial: Trial) -> str:
+    """Try a verb: that it works, that there is nothing to try, or the name of the refusal."""
+    try:
+        return verb(trial)
+    except Refused as refusal:
+        return str(refusal)
+    except (ValueError, jaxkv.RefusedError) as error:
+        return type(error).__name__
+
+
+def matrix() -> str:
+    """Try every verb on every kind and draw the table in Markdown."""
+    trials = {name: Trial(*column) for name, column in columns().items()}
+    lines = ["| | " + " | ".join(trials) + " |", "|---" * (len(trials) + 1) + "|"]
+    for name, verb in ROWS.items():
+        answers = [tried(verb, trial) for trial in trials.values()]
+        lines.append(f"| {name} | " + " | ".join(answers) + " |")
+    return "\n".join(lines)
+
+
+def parted(page: str) -> tuple[str, str, str]:
+    """Cut a page at the marks around its table."""
+    head, rest = page.split("<!-- begin -->\n")
+    table, tail = rest.split("\n<!-- end -->")
+    return head + "<!-- begin -->\n", table, "\n<!-- end -->" + tail
+
+
+if __name__ == "__main__":
+    head, _, tail = parted(PAGE.read_text())
+    PAGE.write_text(head + matrix() + tail)
