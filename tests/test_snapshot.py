@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 import jaxkv
 from jaxkv import snapshot
 from jaxkv.kv.cells import Cells
+from jaxkv.recurrent.states import occupied
 from tests import histories, memories
 from tests.memories import (
     CHUNKS,
@@ -91,7 +92,7 @@ def unstamped(memory):
         if isinstance(table, Cells):
             fields.append(replace(table, stamp=0 * table.stamp))
         else:
-            held = (table.holds == table.stamp) & jaxkv.recurrent.states.occupied(table, table.cell)
+            held = (table.holds == table.stamp[None]) & occupied(table, table.cell)[None]
             fields.append(replace(table, stamp=0 * table.stamp, holds=held))
     return fields
 
@@ -343,6 +344,7 @@ def lives(memory, ops):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", [FULL, WINDOWS, BOTH], ids=["full", "window", "hybrid"])
+@settings(max_examples=40)
 @given(data=st.data())
 def test_it_goes_on_in_any_other_layout(kinds, data):
     source, target = (data.draw(st.sampled_from(kinds)) for _ in range(2))
@@ -379,6 +381,7 @@ def test_it_goes_on_in_any_other_layout(kinds, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [FULL[1], WINDOWS[0], BOTH[2]], ids=lambda kind: kind.name)
+@settings(max_examples=40)
 @given(before=st.lists(OPS, max_size=8), after=st.lists(OPS, max_size=6))
 def test_saved_and_loaded_in_the_middle_of_a_life(kind, before, after):
     memory = lives(kind.make(), before)
@@ -391,6 +394,7 @@ def test_saved_and_loaded_in_the_middle_of_a_life(kind, before, after):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 9), streams=st.sampled_from([1, 2, 4]), kept=st.integers(0, 3))
 def test_states_go_on_in_any_other_layout(name, seed, streams, kept):
     options = STATES[name]

@@ -66,12 +66,13 @@ class CellPart(Part):
     @staticmethod
     def features(table: Any, buffers: Any) -> dict[str, Any]:
         """Return layers, sizes of heads, dtypes, window and ropes."""
+        dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v)]
         return {
             "layers": len(buffers.k),
             "kv_heads": [k.shape[1] for k in buffers.k],
             "head_dim": [k.shape[3] for k in buffers.k],
             "value_dim": [v.shape[3] for v in buffers.v],
-            "dtype": [x.dtype.name for x in (*buffers.k, *buffers.v)],
+            "dtype": dtypes[0] if len(set(dtypes)) == 1 else dtypes,
             "window": table.window,
             **{f"rope of layer {i}": rope for i, rope in enumerate(buffers.ropes)},
         }

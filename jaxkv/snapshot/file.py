@@ -10,6 +10,7 @@ will hold once. It reads array by array.
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -53,6 +54,13 @@ class File:
           ValueError: when it is not what was written.
         """
         stored, (dtype, shape) = self._read(name), self.arrays[name]
+        plain = dtype.name in _PLAIN
+        form = (dtype, shape) if plain else (np.uint8, (math.prod(shape) * dtype.itemsize,))
+        if (stored.dtype, stored.shape) != form:
+            raise ValueError(
+                f"wanted {name} of {dtype} {shape}, got it stored as {stored.dtype} "
+                f"{stored.shape}: the snapshot is damaged"
+            )
         wanted, found = self.description["arrays"][name]["sha256"], _sha256(stored)
         if found != wanted:
             raise ValueError(
