@@ -174,6 +174,24 @@ def test_a_state_that_was_never_written_is_not_there_after_loading():
     assert np.isnan(states["trace"]).all()
 
 
+def test_what_a_table_notes_is_saved():
+    """Rotations that are owed, what windows took, states that are gone, or never written."""
+    memory = drawn("5{0}+2 . 3{1}-1", WINDOW)
+    table, buffers = jaxkv.split(memory)
+    memory = jaxkv.join(replace(table, evicted_below=jnp.array([4, 3, 9])), buffers)
+    data = snapshot.to_bytes(memory, sequences=[2, 0])
+    assert snapshot.inspect(data).arrays["buffers.k.0"][1][0] == 1
+    loaded = snapshot.load_into(data, WINDOW.make())
+    assert drawing(loaded) == "5{0}+2" and loaded.table.evicted_below.tolist() == [4, 0, 9]
+
+    memory = jaxkv.make_recurrent_cache(layers=2, states=histories.STATES, sequences=2)
+    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([1])))
+    table = replace(memory.table, dead_until=jnp.array([0, 7]))
+    loaded = snapshot.load(snapshot.to_bytes(jaxkv.join(table, memory.buffers))).table
+    assert loaded.dead_until.tolist() == [0, 7] and loaded.cell.tolist() == table.cell.tolist()
+    assert not (loaded.holds == loaded.stamp[None])[:, 0, 0].any()
+
+
 @pytest.mark.slow
 def test_what_is_owed_is_saved_with_the_keys_that_owe_it():
     """llama.cpp saves new positions and keys that were not rotated."""
@@ -344,7 +362,7 @@ def lives(memory, ops):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", [FULL, WINDOWS, BOTH], ids=["full", "window", "hybrid"])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_it_goes_on_in_any_other_layout(kinds, data):
     source, target = (data.draw(st.sampled_from(kinds)) for _ in range(2))
@@ -394,8 +412,8 @@ def test_saved_and_loaded_in_the_middle_of_a_life(kind, before, after):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
-@settings(max_examples=40)
-@given(seed=st.integers(0, 9), streams=st.sampled_from([1, 2, 4]), kept=st.integers(0, 3))
+@settings(max_examples=12)
+@given(seed=st.integers(0, 2), streams=st.sampled_from([1, 4]), kept=st.sampled_from([0, 2]))
 def test_states_go_on_in_any_other_layout(name, seed, streams, kept):
     options = STATES[name]
     memory, kinds = told(name, seed), options["kinds"]
@@ -412,6 +430,8 @@ def test_states_go_on_in_any_other_layout(name, seed, streams, kept):
         try:
             there = tell(memory, kinds, old, 3)
         except jaxkv.RefusedError as error:
+            if "NO_ROOM" in str(error):  # that is a matter of sizes, and the other has more
+                continue
             with pytest.raises(jaxkv.RefusedError, match=re.escape(str(error)[:20])):
                 tell(loaded, kinds, new, 3)
             continue
