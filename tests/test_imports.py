@@ -18,6 +18,7 @@ LADDERS = {
         ["tables"],
         ["planning", "kv", "recurrent", "hybrid"],
         ["verbs", "draw", "sharding"],
+        ["snapshot"],
         ["loops"],
         ["__init__"],
     ],

@@ -1,0 +1,15 @@
+"""Snapshots: a memory, or some of its sequences, in one file or in bytes, and back.
+
+What is written are live cells alone: those that a saved sequence owns, with their keys, values or
+states, their positions and the rotations that they are owed. A file describes itself, so `load`
+needs nothing else; `load_into` gives sequences of a memory what was saved, into whatever cells that
+memory has. A file that is damaged, or does not fit, raises and changes nothing.
+
+It needs the package safetensors: `pip install "jaxkv[snapshot]"`. A memory that is split over a
+mesh is saved by Orbax instead, see docs/snapshots.md.
+"""
+
+from jaxkv.snapshot.loading import Info, inspect, load, load_into
+from jaxkv.snapshot.saving import save, to_bytes
+
+__all__ = ["Info", "inspect", "load", "load_into", "save", "to_bytes"]

@@ -1,0 +1,229 @@
+"""Snapshots of attention memories: their live cells, taken out, and put into cells of another.
+
+n is the live cells of a snapshot, in the order of their streams and numbers. A cell that sequences
+share is there once, and goes into each stream that one of them goes to.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.kv.buffers import Buffers, gather, scatter
+from jaxkv.kv.cache import CellTable
+from jaxkv.kv.cells import WORD, bits, empty_fields, with_owners
+from jaxkv.kv.reuse import evict
+from jaxkv.kv.slots import in_turn, longest_run, usable
+from jaxkv.places import EMPTY, fetched, nowhere
+from jaxkv.plan import NoRoomError
+from jaxkv.snapshot.chunks import put_in, taken_out
+from jaxkv.snapshot.parts import Entries, Moves, Part, Placed, Reader, decoded, encoded, statics
+from jaxkv.stamp import chained, mix
+
+CHUNK = 256
+"""Cells that are read or written at a time."""
+
+
+class CellPart(Part):
+    """An attention memory, of whose table a snapshot holds what follows.
+
+    position, shift, stream, cell: `[n]` int32, as they were.
+    owners: `[n, W]` uint32, the saved sequences that own the cell, a bit each as in its stream.
+    evicted_below: `[q]` int32, of each of q saved sequences.
+    """
+
+    @staticmethod
+    def describe(table: Any, buffers: Any) -> dict[str, Any]:
+        """Return sizes, static fields and ropes."""
+        return {
+            "kind": "attention",
+            "cells": table.num_cells,
+            "sequences": table.sequences,
+            "streams": table.streams,
+            "static": statics(table),
+            "ropes": encoded(buffers.ropes),
+        }
+
+    @staticmethod
+    def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
+        """Make an empty one, with keys and values as large as those that are saved."""
+        ropes = decoded(description["ropes"])
+        sizes = {name: description[name] for name in ("cells", "sequences", "streams")}
+        static = {name: decoded(value) for name, value in description["static"].items()}
+        table = CellTable(**empty_fields(**sizes), **static)
+
+        def empty(name: str) -> jax.Array:
+            dtype, (_, heads, size) = entries[name]
+            return jnp.zeros((table.streams, heads, table.num_cells, size), dtype)
+
+        k, v = (tuple(empty(f"{half}.{i}") for i in range(len(ropes))) for half in "kv")
+        return table, Buffers(k=k, v=v, ropes=ropes)
+
+    @staticmethod
+    def features(table: Any, buffers: Any) -> dict[str, Any]:
+        """Return layers, sizes of heads, dtypes, window and ropes."""
+        dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v)]
+        return {
+            "layers": len(buffers.k),
+            "kv_heads": [k.shape[1] for k in buffers.k],
+            "head_dim": [k.shape[3] for k in buffers.k],
+            "value_dim": [v.shape[3] for v in buffers.v],
+            "dtype": dtypes[0] if len(set(dtypes)) == 1 else dtypes,
+            "window": table.window,
+            **{f"rope of layer {i}": rope for i, rope in enumerate(buffers.ropes)},
+        }
+
+    @staticmethod
+    def take(table: Any, buffers: Any, sequences: list[int]) -> tuple[dict[str, np.ndarray], Any]:
+        """Take out all cells that one of the sequences owns."""
+        host = fetched(table)
+        asked = np.zeros(host.owners.shape[:2], np.uint32)
+        for seq in sequences:
+            stream, word, bit = _home(host, seq)
+            asked[stream, word] |= np.uint32(1 << bit)
+        owners = host.owners & asked[..., None]
+        stream, cell = (x.astype(np.int32) for x in np.nonzero(owners.any(axis=1)))
+        found = {
+            "position": host.position[stream, cell],
+            "shift": host.shift[stream, cell],
+            "stream": stream,
+            "cell": cell,
+            "owners": owners[stream, :, cell],
+            "evicted_below": host.evicted_below[np.array(sequences, int)],
+        }
+        take = partial(taken_out, streams=stream, cells=cell, read=gather, size=CHUNK)
+        return found, jax.tree.map(take, buffers)
+
+    @staticmethod
+    def place(table: Any, saved: Any, read: Reader, moves: Moves, seed: int, anew: bool) -> Placed:
+        """Put live cells where a ubatch would go, or where they were."""
+        wanted, origin, owners = _dealt(table, saved, read("stream"), read("owners"), moves)
+        marks = np.full(table.sequences, EMPTY, np.int32)
+        marks[moves.new] = read("evicted_below")[moves.turn]
+        left, open_cells, room = _let_go(table, marks)
+        for one in np.flatnonzero(wanted > np.asarray(room)):
+            raise NoRoomError(
+                f"wanted {wanted[one]} cells of stream {one} for a snapshot, got {room[one]}, and "
+                f"nothing was changed: remove a sequence there (seq_rm), close the gaps where "
+                f"cells must be neighbours (defrag_plan), or make a memory with more cells"
+            )
+        turn = np.arange(table.num_cells)[None] < wanted[:, None]
+
+        def of_origin(name: str) -> np.ndarray:
+            return np.append(read(name), np.int32(0))[origin]
+
+        slots = _choose(left, open_cells, wanted) if anew else jnp.asarray(of_origin("cell"))
+        slots = np.where(turn, slots, np.asarray(nowhere(slots)))
+        fields = of_origin("position"), of_origin("shift"), owners
+        table = _fill(left, slots, *fields, origin, np.uint32(seed))
+        streams = np.broadcast_to(np.arange(table.streams, dtype=np.int32)[:, None], turn.shape)
+        return Placed(table=table, streams=streams[turn], cells=slots[turn], origin=origin[turn])
+
+    @staticmethod
+    def write(array: jax.Array, placed: Placed, new: np.ndarray) -> jax.Array:
+        """Write the keys or values of a layer."""
+        where = placed.streams, placed.cells
+        return put_in(array, *where, new, placed.origin, write=scatter, size=CHUNK)
+
+
+def _home(table: Any, seq: int) -> tuple[int, int, int]:
+    """Return the stream, the word and the bit of a sequence, as `cells.home` does."""
+    stream, local = divmod(seq, table.sharing)
+    return stream, *divmod(local, WORD)
+
+
+def _dealt(
+    table: Any, saved: Any, stream: np.ndarray, owners: np.ndarray, moves: Moves
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what each stream gets, in its turn.
+
+    Returns:
+      `[S]` int32, how many cells; and for the first so many of each stream `[S, N]` int32, the cell
+      of the snapshot, n beyond them, and `[S, W, N]` uint32, who owns it. Where more are wanted
+      than a stream has, these are left out.
+    """
+    begins = np.searchsorted(stream, np.arange(saved.streams + 1))
+    found: dict[tuple[int, int], np.ndarray] = {}
+    streams, words, size = table.owners.shape
+    for old, new in zip(moves.old, moves.new, strict=True):
+        (source, word, bit), (target, own, own_bit) = _home(saved, old), _home(table, new)
+        here = slice(begins[source], begins[source + 1])
+        mine = owners[here, word] >> np.uint32(bit) & np.uint32(1)
+        theirs = found.setdefault((target, source), np.zeros((len(mine), words), np.uint32))
+        theirs[:, own] |= mine << np.uint32(own_bit)
+
+    wanted = np.zeros(streams, np.int32)
+    origin = np.full((streams, size), len(stream), np.int32)
+    owner = np.zeros((streams, words, size), np.uint32)
+    for (target, source), theirs in sorted(found.items()):
+        used = np.flatnonzero(theirs.any(axis=1))
+        first, last = wanted[target], wanted[target] + len(used)
+        wanted[target] = last
+        if last <= size:
+            origin[target, first:last] = begins[source] + used
+            owner[target, :, first:last] = theirs[used].T
+    return wanted, origin, owner
+
+
+@jax.jit
+def _let_go(table: Any, marks: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    """Let sequences go that have a mark, `[Q]`, the eviction mark that they begin with, not -1.
+
+    Returns:
+      The table, its cells that may be taken, `[S, N]` bool, and how many a snapshot finds, `[S]`.
+    """
+    goes = marks != EMPTY
+    ids = jnp.where(goes, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)
+    gone = jax.lax.reduce_or(jax.vmap(partial(bits, table))(ids), axes=(0,))
+    left = with_owners(table, table.owners & ~gone[..., None])
+    left = replace(left, evicted_below=jnp.where(goes, marks, left.evicted_below))
+    open_cells = usable(left)
+    if table.placement == "contiguous":
+        return left, open_cells, longest_run(open_cells)
+    return left, open_cells, jnp.sum(open_cells, axis=1, dtype=jnp.int32)
+
+
+@jax.jit
+def _choose(left: Any, open_cells: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Return the cells of each stream in their turn, as a ubatch is given them; `[S, N]` int32."""
+    turn = 1 + jnp.arange(left.num_cells, dtype=jnp.int32)
+
+    def of_stream(open_cells: jax.Array, position: jax.Array, total: jax.Array) -> jax.Array:
+        return in_turn(left, open_cells, position, turn, total)[0]
+
+    return jax.vmap(of_stream)(open_cells, left.position, wanted)
+
+
+@jax.jit
+def _fill(
+    left: Any,
+    slots: jax.Array,
+    position: jax.Array,
+    shift: jax.Array,
+    owners: jax.Array,
+    origin: jax.Array,
+    seed: jax.Array,
+) -> Any:
+    """Take cells in, `[S, N]` each; stamped so that a table that knew what stood there notices."""
+    stream = jnp.arange(left.streams, dtype=jnp.int32)[:, None]
+    if left.window is not None:
+        nothing = jnp.zeros(left.position.shape, bool)
+        left = evict(left, nothing.at[stream, slots].set(True, mode="drop"))
+
+    def taken(field: jax.Array, value: jax.Array) -> jax.Array:
+        return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
+
+    there = left.stamp.at[stream, slots].get(mode="fill", fill_value=0)
+    new = chained(jnp.broadcast_to(seed, origin.shape), origin)
+    words = [taken(left.owners[:, w], owners[:, w]) for w in range(owners.shape[1])]
+    return replace(
+        left,
+        position=taken(left.position, position),
+        owners=jnp.stack(words, axis=1),
+        shift=taken(left.shift, shift),
+        stamp=taken(left.stamp, mix(there + mix(new + 1))),
+    )

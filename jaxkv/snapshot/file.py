@@ -1,0 +1,226 @@
+"""The file of a snapshot: a safetensors file whose metadata describes it, with checksums.
+
+The metadata are text: the format and its version, a description in JSON, and a checksum of both.
+The description lists all arrays with their dtype, shape and checksum, so that nothing in a file is
+believed unchecked. Dtypes that NumPy does not have itself, such as bfloat16, are stored as bytes.
+
+The package safetensors writes a file from arrays that are all there, so saving holds what the file
+will hold once. It reads array by array.
+"""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+FORMAT = "jaxkv.snapshot"
+VERSION = 1
+
+Source = str | os.PathLike | bytes
+"""Where a snapshot is: the path of a file, or bytes."""
+
+_PLAIN = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+_PLAIN |= {"float16", "float32", "float64", "complex64"}
+"""Dtypes that safetensors and NumPy both have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """A snapshot that is open, its description checked, its arrays not read yet.
+
+    description: what was saved, as `written` was given it.
+    arrays: by name, the dtype and shape of each array.
+    seed: a number of all that is in the file.
+    """
+
+    description: dict[str, Any]
+    arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]
+    seed: int
+    _read: Callable[[str], np.ndarray]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Read an array.
+
+        Raises:
+          ValueError: when it is not what was written.
+        """
+        stored, (dtype, shape) = self._read(name), self.arrays[name]
+        plain = dtype.name in _PLAIN
+        form = (dtype, shape) if plain else (np.uint8, (math.prod(shape) * dtype.itemsize,))
+        if (stored.dtype, stored.shape) != form:
+            raise ValueError(
+                f"wanted {name} of {dtype} {shape}, got it stored as {stored.dtype} "
+                f"{stored.shape}: the snapshot is damaged"
+            )
+        wanted, found = self.description["arrays"][name]["sha256"], _sha256(stored)
+        if found != wanted:
+            raise ValueError(
+                f"wanted {name} with the checksum {wanted[:12]}, got {found[:12]}: the snapshot is "
+                f"damaged"
+            )
+        return _bytes_of(stored).view(dtype).reshape(shape)
+
+    def check(self) -> None:
+        """Read all arrays, one after another.
+
+        Raises:
+          ValueError: when one of them is not what was written.
+        """
+        for name in self.arrays:
+            self[name]
+
+
+def write(path: str | os.PathLike, description: Mapping[str, Any], arrays: Any) -> None:
+    """Write a snapshot: beside the path, and renamed once it is whole.
+
+    Args:
+      path: of the file, which is replaced if it is there.
+      description: what JSON holds; "arrays" is added to it.
+      arrays: by name, NumPy arrays.
+    """
+    module, path = _safetensors(), Path(path)
+    stored, metadata = _packed(description, arrays)
+    handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    try:
+        module.numpy.save_file(stored, beside, metadata)
+        _settle(beside)
+        os.replace(beside, path)
+    finally:
+        Path(beside).unlink(missing_ok=True)
+
+
+def written(description: Mapping[str, Any], arrays: Any) -> bytes:
+    """Return the bytes of a file; see `write`."""
+    return _safetensors().numpy.save(*_packed(description, arrays))
+
+
+@contextmanager
+def opened(source: Source) -> Iterator[File]:
+    """Open a snapshot.
+
+    Raises:
+      FileNotFoundError: when there is no such file.
+      ValueError: when it is none, of another version, or damaged. No array is read for that.
+    """
+    module = _safetensors()
+    if isinstance(source, bytes | bytearray | memoryview):
+        data = bytes(source)
+        with _refusing(module):
+            arrays = module.numpy.load(data)
+        end = 8 + int.from_bytes(data[:8], "little")
+        yield _described(json.loads(data[8:end]).get("__metadata__"), arrays, arrays.__getitem__)
+        return
+    path = Path(source)
+    if path.stat().st_size == 0:
+        raise ValueError(f"wanted a snapshot, got the empty file {path}")
+    with _refusing(module):
+        reader = module.safe_open(path, framework="np")
+    with reader as file:
+        yield _described(file.metadata(), file.keys(), file.get_tensor)
+
+
+def _packed(
+    description: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return arrays as they are stored, and the metadata."""
+    stored = {name: _stored(array) for name, array in arrays.items()}
+    entries = {
+        name: {
+            "dtype": array.dtype.name,
+            "shape": list(array.shape),
+            "sha256": _sha256(stored[name]),
+        }
+        for name, array in arrays.items()
+    }
+    text = json.dumps({**description, "arrays": entries}, allow_nan=False)
+    metadata = {"format": FORMAT, "version": str(VERSION), "description": text}
+    return stored, {**metadata, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _stored(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array) if array.dtype.name in _PLAIN else _bytes_of(array)
+
+
+def _described(metadata: Any, names: Any, read: Callable[[str], np.ndarray]) -> File:
+    """Check metadata, and make a file of what they describe."""
+    metadata = metadata or {}
+    if metadata.get("format") != FORMAT:
+        raise ValueError(
+            f"wanted a snapshot, with the format {FORMAT} in its metadata, got "
+            f"{metadata.get('format')}: it was written by something else than jaxkv.snapshot"
+        )
+    if metadata.get("version") != str(VERSION):
+        raise ValueError(
+            f"wanted a snapshot of version {VERSION}, got version {metadata.get('version')}: "
+            f"read it with the jaxkv that wrote it"
+        )
+    text = metadata.get("description", "")
+    wanted, found = metadata.get("sha256", ""), hashlib.sha256(text.encode()).hexdigest()
+    if wanted != found:
+        raise ValueError(
+            f"wanted a description with the checksum {wanted[:12]}, got {found[:12]}: the snapshot "
+            f"is damaged"
+        )
+    description = json.loads(text)
+    entries = description["arrays"]
+    if set(names) != set(entries):
+        odd = sorted(set(names) ^ set(entries))
+        raise ValueError(
+            f"wanted the arrays that are described, got others, {odd[:4]}: the snapshot is damaged"
+        )
+    arrays = {
+        name: (jnp.dtype(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()
+    }
+    return File(description=description, arrays=arrays, seed=int(found[:8], 16), _read=read)
+
+
+def _sha256(array: np.ndarray) -> str:
+    """Return the checksum of the bytes of an array."""
+    return hashlib.sha256(_bytes_of(array).data).hexdigest()
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _settle(path: str) -> None:
+    """Give a file the rights of any new one, and wait until it is on the disk."""
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(path, 0o666 & ~mask)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _refusing(module: Any) -> Iterator[None]:
+    """Raise a ValueError where safetensors cannot read something."""
+    try:
+        yield
+    except module.SafetensorError as error:
+        raise ValueError(
+            f"wanted a snapshot, got what cannot be read as safetensors ({error}): it is damaged, "
+            f"cut short, or something else"
+        ) from None
+
+
+def _safetensors() -> Any:
+    """Import the package, which jaxkv needs for nothing else."""
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError:
+        raise ImportError(
+            'wanted the package safetensors for a snapshot, got none: pip install "jaxkv[snapshot]"'
+        ) from None
+    return safetensors

@@ -1,0 +1,247 @@
+"""Loading a snapshot: a memory of its own, or sequences of one that is there."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.memory import Memory, check_once, split
+from jaxkv.snapshot.file import VERSION, File, Source, opened
+from jaxkv.snapshot.parts import Moves
+from jaxkv.snapshot.whole import (
+    assembled,
+    check_fits,
+    check_saveable,
+    make,
+    names,
+    parts,
+    shapes,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """What a snapshot says of itself.
+
+    version: of the format.
+    sequences: those that were saved, by the ids that they had.
+    tokens: by sequence, the tokens that were saved with it.
+    model: what the model was called; None if that was not said.
+    memory: what `load` makes, as shapes: `nbytes` tells how large it is, and its `table.facts` how
+      it was made.
+    arrays: by name, the dtype and shape of each array of the file.
+    """
+
+    version: int
+    sequences: tuple[int, ...]
+    tokens: dict[int, list[int]]
+    model: Any
+    memory: Memory
+    arrays: dict[str, tuple[str, tuple[int, ...]]]
+
+
+def inspect(source: Source) -> Info:
+    """Return what a snapshot says of itself, without reading what it holds.
+
+    Args:
+      source: the path of a file, or bytes.
+
+    Raises:
+      FileNotFoundError: when there is no such file.
+      ValueError: when it is no snapshot, of another version, cut short, or its description is
+        damaged. Damage elsewhere shows when it is loaded.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2, 3], [4, 5]])))
+      >>> info = snapshot.inspect(snapshot.to_bytes(memory, tokens={1: [4, 5]}))
+      >>> info.sequences, info.tokens, info.arrays["buffers.k.0"]
+      ((0, 1), {1: [4, 5]}, ('float32', (5, 1, 2)))
+      >>> info.memory.table.facts.kind, nbytes(info.memory) == nbytes(memory)
+      ('attention', True)
+    """
+    with opened(source) as file:
+        said = file.description
+        pairs = zip(said["sequences"], said["tokens"], strict=True)
+        return Info(
+            version=VERSION,
+            sequences=tuple(said["sequences"]),
+            tokens={seq: tokens for seq, tokens in pairs if tokens is not None},
+            model=said["model"],
+            memory=shapes(file),
+            arrays={name: (dtype.name, shape) for name, (dtype, shape) in file.arrays.items()},
+        )
+
+
+def load(source: Source, *, model: Any = None) -> Memory:
+    """Make the memory that was saved: as large, each token in the cell that it had.
+
+    It goes on as the memory that was saved, bit for bit. Its stamps are new, so plans that were
+    made for that one are stale. Sequences that were not saved are empty.
+
+    Args:
+      source: the path of a file, or bytes.
+      model: what the model is called. If the snapshot says so too, it must be the same.
+
+    Raises:
+      FileNotFoundError: when there is no such file.
+      ValueError: when it is no snapshot, of another version, damaged, or of another model.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
+      >>> memory, _ = seq_rm(memory, 0, 1, 2)
+      >>> data = snapshot.to_bytes(memory, model={"name": "tiny", "layers": 1})
+      >>> print(show(snapshot.load(data)))
+      owner    0 . 0 .
+      position 0 . 2 .
+
+      >>> snapshot.load(data[:-1])  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ...
+      ValueError: wanted a snapshot, got what cannot be read as safetensors (...): it is damaged, \
+cut short, or something else
+
+    llama.cpp: `llama_state_load_file`, `llama_state_set_data`.
+    """
+    with opened(source) as file:
+        saved = _checked(file, model)
+        file.check()
+        ids = file.description["sequences"]
+        moves = Moves([*range(len(ids))], ids, ids)
+        return _restored(file, saved, make(file), moves, anew=False)
+
+
+def load_into(
+    source: Source,
+    memory: Memory,
+    *,
+    sequences: Sequence[int] | Mapping[int, int] | None = None,
+    model: Any = None,
+    donate: bool = False,
+) -> Memory:
+    """Give sequences of a memory what was saved, in place of what they hold.
+
+    The memory may have other sizes, streams and placement than the one that was saved; it chooses
+    cells as for a batch. A saved sequence that holds nothing leaves its target empty, and sequences
+    that shared cells share them again where they meet in a stream. Of states the newest are taken
+    where it keeps fewer. The other sequences stay as they are; what is hidden by a window may be
+    taken, as ever.
+
+    Args:
+      source: the path of a file, or bytes.
+      memory: any memory on one device, of the same layers, heads, dtypes, states, ropes and
+        windows.
+      sequences: where the saved sequences go, in their order; or by saved sequence, which leaves
+        the others out. By default where they were.
+      model: what the model is called. If the snapshot says so too, it must be the same.
+      donate: give up the buffers of the memory passed in. Otherwise they are copied, since that
+        stays as it is.
+
+    Returns:
+      The next memory. All plans of the streams that were changed are stale.
+
+    Raises:
+      FileNotFoundError: when there is no such file.
+      NoRoomError: a ValueError, when a stream lacks the cells, or where they must be neighbours a
+        run of them.
+      ValueError: when it is no snapshot, of another version, damaged, of another model, or of a
+        memory that does not fit; or an id is none, or comes twice. Nothing is changed by it.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2])))
+      >>> data = snapshot.to_bytes(memory)
+      >>> other = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
+      >>> other = apply(other, init_batch(other, make_batch([[3], [4, 5]])))
+      >>> print(show(snapshot.load_into(data, other, sequences=[2])))
+      owner    0 1 1 2 2
+      position 0 0 1 0 1
+
+      Sequence 0 lets go of what it holds, and there is room for the two cells:
+
+      >>> print(show(snapshot.load_into(data, other, sequences=[0])))
+      owner    0 1 1 0 .
+      position 0 0 1 1 .
+
+      >>> narrow = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=1)
+      >>> snapshot.load_into(data, narrow)
+      Traceback (most recent call last):
+      ...
+      ValueError: wanted a snapshot of a memory with the head_dim of this one, [1], got one with \
+[2]; nothing was changed
+
+    llama.cpp: `llama_state_seq_load_file`, `llama_state_seq_set_data`.
+    """
+    check_saveable(memory)
+    with opened(source) as file:
+        saved = _checked(file, model)
+        check_fits(saved, memory)
+        moves = _moves(file.description["sequences"], memory, sequences)
+        file.check()
+        return _restored(file, saved, memory, moves, anew=True, donate=donate)
+
+
+def _checked(file: File, model: Any) -> Memory:
+    """Return the shapes of what was saved, if the model is not known to be another one."""
+    known = file.description["model"]
+    if model is not None and known is not None and json.loads(json.dumps(model)) != known:
+        raise ValueError(
+            f"wanted a snapshot of the model {model!r}, got one of {known!r}: what is held was "
+            f"computed by another model; compute it again"
+        )
+    return shapes(file)
+
+
+def _moves(
+    saved: list[int], memory: Memory, sequences: Sequence[int] | Mapping[int, int] | None
+) -> Moves:
+    """Return which saved sequences go where."""
+    goes = {seq: seq for seq in saved}
+    if isinstance(sequences, Mapping):
+        if not set(sequences) <= set(saved):
+            raise ValueError(f"wanted some of the saved sequences {saved}, got {sorted(sequences)}")
+        goes = dict(sequences)
+    elif sequences is not None:
+        if len(sequences) != len(saved):
+            raise ValueError(
+                f"wanted a target for each of the saved sequences {saved}, got {[*sequences]}: "
+                f"pass as many, or a mapping of those that are wanted"
+            )
+        goes = dict(zip(saved, sequences, strict=True))
+    new = split(memory)[0].facts.sequence_ids([*goes.values()])
+    check_once(new)
+    return Moves([saved.index(seq) for seq in goes], [*goes], np.asarray(new).tolist())
+
+
+def _restored(
+    file: File, saved: Memory, memory: Memory, moves: Moves, *, anew: bool, donate: bool = True
+) -> Memory:
+    """Return a memory that has taken in what was saved."""
+    pairs = [*zip(parts(memory), parts(saved), strict=True)]
+    places = [
+        own.part.place(
+            own.memory.table,
+            other.memory.table,
+            lambda name, own=own: file[own.table + name],
+            moves,
+            file.seed,
+            anew,
+        )
+        for own, other in pairs
+    ]
+    found = []
+    for (own, _), placed in zip(pairs, places, strict=True):
+
+        def filled(array: Any, name: str, own: Any = own, placed: Any = placed) -> jax.Array:
+            array = array if donate else jnp.copy(array)
+            return own.part.write(array, placed, file[name])
+
+        buffers = own.memory.buffers
+        buffers = jax.tree.map(filled, buffers, names(buffers, own.buffers))
+        found.append((placed.table, buffers))
+    return assembled(memory, found)

@@ -1,0 +1,133 @@
+"""What a snapshot knows of a kind of memory: `Part`, and what has been found for it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv.rope import Rope
+from jaxkv.window import Window
+
+Entries = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+"""By name, the dtype and the shape of what a snapshot holds for the buffers of a part."""
+
+Reader = Callable[[str], np.ndarray]
+"""Reads an array of a part by its name."""
+
+_VALUES = {"Window": Window, "Rope": Rope}
+"""Values among static fields, by the name that they have in a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Where what is saved goes.
+
+    table: the table that has taken it in.
+    streams: `[m]` int32, the stream of each cell that is written.
+    cells: `[m]` int32, the cell.
+    origin: `[m]` int, what is written there, as numbered in the snapshot.
+    """
+
+    table: Any
+    streams: np.ndarray
+    cells: np.ndarray
+    origin: np.ndarray
+
+
+class Moves(NamedTuple):
+    """Which saved sequences go where; three lists of one length.
+
+    turn: the place of each one among those that were saved.
+    old: its number when it was saved.
+    new: its number from now on, each at most once.
+    """
+
+    turn: list[int]
+    old: list[int]
+    new: list[int]
+
+
+class Part(ABC):
+    """A kind of memory that is no hybrid one, and how it is saved and restored."""
+
+    @staticmethod
+    @abstractmethod
+    def describe(table: Any, buffers: Any) -> dict[str, Any]:
+        """Return what is fixed when such a memory is made, as JSON holds it."""
+
+    @staticmethod
+    @abstractmethod
+    def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
+        """Return the table and the buffers of an empty memory."""
+
+    @staticmethod
+    @abstractmethod
+    def features(table: Any, buffers: Any) -> dict[str, Any]:
+        """Return by name what must be the same in a memory for a snapshot to fit."""
+
+    @staticmethod
+    @abstractmethod
+    def take(table: Any, buffers: Any, sequences: list[int]) -> tuple[dict[str, np.ndarray], Any]:
+        """Return what the table holds for sequences, by name; and a tree of what buffers hold."""
+
+    @staticmethod
+    @abstractmethod
+    def place(table: Any, saved: Any, read: Reader, moves: Moves, seed: int, anew: bool) -> Placed:
+        """Let sequences of a table go, and give them what was saved.
+
+        Args:
+          table: the table.
+          saved: the table that was saved, its shapes alone.
+          read: reads what was saved of it.
+          moves: which sequences.
+          seed: a number of the file, for stamps.
+          anew: whether cells are chosen; else they are those that were saved.
+
+        Raises:
+          NoRoomError: when cells are lacking.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def write(array: jax.Array, placed: Placed, new: np.ndarray) -> jax.Array:
+        """Write what was saved of an array of the buffers, which is donated."""
+
+
+def statics(table: Any) -> dict[str, Any]:
+    """Return the static fields of a table as JSON holds them, without the rules of a mesh."""
+    return {
+        one.name: encoded(getattr(table, one.name))
+        for one in fields(table)
+        if one.metadata.get("static") and one.name != "rules"
+    }
+
+
+def encoded(value: Any) -> Any:
+    """Return a static value as JSON holds it.
+
+    >>> encoded((None, Window(4, "sliding")))
+    [None, {'Window': {'width': 4, 'rule': 'sliding'}}]
+    """
+    if isinstance(value, tuple):
+        return [encoded(one) for one in value]
+    name = type(value).__name__
+    if name in _VALUES:
+        return {name: {one.name: encoded(getattr(value, one.name)) for one in fields(value)}}
+    return value
+
+
+def decoded(value: Any) -> Any:
+    """Return the static value that JSON holds, which `encoded` made of it.
+
+    >>> decoded([None, {"Window": {"width": 4, "rule": "sliding"}}])
+    (None, Window(width=4, rule='sliding'))
+    """
+    if isinstance(value, list):
+        return tuple(decoded(one) for one in value)
+    if isinstance(value, dict):
+        ((name, found),) = value.items()
+        return _VALUES[name](**{key: decoded(one) for key, one in found.items()})
+    return value

@@ -1,0 +1,120 @@
+"""Saving a memory: what its sequences own, into a file or bytes."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.memory import Memory, check_once, split
+from jaxkv.places import integers
+from jaxkv.snapshot import file
+from jaxkv.snapshot.whole import check_saveable, describe, names, parts
+
+
+def save(
+    path: str | os.PathLike,
+    memory: Memory,
+    *,
+    sequences: Sequence[int] | None = None,
+    tokens: Mapping[int, Sequence[int]] | None = None,
+    model: Any = None,
+) -> None:
+    """Write a memory, or some of its sequences, into a file.
+
+    The file holds live cells alone, and is there whole or not at all: it is written beside the path
+    and renamed. Rotations that are owed, kept states and what windows took are in it; which cells
+    were empty, and the stamps, are not.
+
+    Args:
+      path: of the file, which is replaced if it is there.
+      memory: any memory on one device.
+      sequences: the sequences to save, each once; by default all, empty ones too.
+      tokens: by sequence, the tokens that it was told, for those that go on from the file: the
+        memory itself does not know them. `inspect` returns them.
+      model: what names the model that computed all this, anything that JSON holds. `load` and
+        `load_into` compare it with theirs.
+
+    Raises:
+      ImportError: when the package safetensors is missing.
+      TypeError: when `model` is nothing that JSON holds, or ids or tokens are no integers.
+      ValueError: when the memory is traced or split over a mesh, an id is none of it or comes
+        twice, or tokens are of a sequence that is not saved.
+
+    Examples:
+      >>> import tempfile
+      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
+      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2, 3], [4, 5]])))
+      >>> path = tempfile.mkdtemp() + "/chat.safetensors"
+      >>> snapshot.save(path, memory, sequences=[1], tokens={1: [4, 5]}, model="tiny")
+      >>> print(show(snapshot.load(path)))
+      owner    . . . 1 1 .
+      position . . . 0 1 .
+
+    llama.cpp: `llama_state_save_file`, `llama_state_seq_save_file`.
+    """
+    file.write(path, *_content(memory, sequences, tokens, model))
+
+
+def to_bytes(
+    memory: Memory,
+    *,
+    sequences: Sequence[int] | None = None,
+    tokens: Mapping[int, Sequence[int]] | None = None,
+    model: Any = None,
+) -> bytes:
+    """Return the bytes of the file that `save` writes, for the same arguments.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=600, kv_heads=1, head_dim=2)
+      >>> data = snapshot.to_bytes(apply(memory, init_batch(memory, make_batch([1, 2]))))
+      >>> used(snapshot.load(data)).item(), len(data) < nbytes(memory)
+      (2, True)
+
+    llama.cpp: `llama_state_get_data`, `llama_state_seq_get_data`.
+    """
+    return file.written(*_content(memory, sequences, tokens, model))
+
+
+def _content(
+    memory: Memory,
+    sequences: Sequence[int] | None,
+    tokens: Mapping[int, Sequence[int]] | None,
+    model: Any,
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the description and the arrays of a snapshot."""
+    check_saveable(memory)
+    facts = split(memory)[0].facts
+    ids = np.arange(facts.sequences) if sequences is None else facts.sequence_ids(sequences)
+    check_once(ids)
+    saved = np.atleast_1d(ids).tolist()
+    known = {
+        int(facts.sequence_ids(seq)): np.asarray(integers(text, "tokens")).tolist()
+        for seq, text in (tokens or {}).items()
+    }
+    if not set(known) <= set(saved):
+        raise ValueError(
+            f"wanted tokens of the saved sequences {saved}, got some of "
+            f"{sorted(set(known) - set(saved))}"
+        )
+    try:
+        model = json.loads(json.dumps(model, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"wanted a model's name that JSON holds, got {model!r} ({error})") from None
+
+    arrays: dict[str, np.ndarray] = {}
+    for part, own, table, buffers in parts(memory):
+        found, held = part.take(*split(own), saved)
+        arrays.update({table + name: array for name, array in found.items()})
+        arrays.update(
+            zip(jax.tree.leaves(names(held, buffers)), jax.tree.leaves(held), strict=True)
+        )
+    description = {
+        "memory": describe(memory),
+        "sequences": saved,
+        "tokens": [known.get(seq) for seq in saved],
+        "model": model,
+    }
+    return description, arrays

@@ -1,0 +1,150 @@
+"""Snapshots of recurrent memories: the states that are kept, taken out, and put into cells.
+
+n is the states of a snapshot; sequences that share one have it there once, and again in each stream
+that one of them goes to. A memory that keeps fewer states gets the newest ones.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.places import EMPTY, fetched
+from jaxkv.recurrent.cache import StateTable
+from jaxkv.recurrent.states import empty_fields
+from jaxkv.snapshot.chunks import put_in, taken_out
+from jaxkv.snapshot.parts import Entries, Moves, Part, Placed, Reader, decoded, statics
+from jaxkv.stamp import chained, mix
+
+CHUNK = 8
+"""States that are read or written at a time."""
+
+
+class StatePart(Part):
+    """A recurrent memory, of whose table a snapshot holds what follows.
+
+    position: `[q, E + 1]` int32, of each of q saved sequences; EMPTY (-1) if there is no state.
+    state: `[q, E + 1]` int32, which of the n states stands there; n if there is none.
+    dead_until: `[q]` int32, as it was.
+    stream, cell: `[n]` int32, where the states were.
+    written: `[L, n]` bool, whether each layer had written the state.
+    """
+
+    @staticmethod
+    def describe(table: Any, buffers: Any) -> dict[str, Any]:
+        """Return sizes and static fields."""
+        return {
+            "kind": "recurrent",
+            "layers": len(buffers),
+            "sequences": table.sequences,
+            "streams": table.streams,
+            "rollback": table.earlier,
+            "static": statics(table),
+        }
+
+    @staticmethod
+    def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
+        """Make an empty one, with states as large as those that are saved."""
+        sizes = {one: description[one] for one in ("layers", "sequences", "streams", "rollback")}
+        static = {name: decoded(value) for name, value in description["static"].items()}
+        table = StateTable(**empty_fields(**sizes), **static)
+        layers: tuple[dict[str, jax.Array], ...] = tuple({} for _ in range(sizes["layers"]))
+        for name, (dtype, (_, *shape)) in entries.items():
+            layer, _, state = name.partition(".")
+            layers[int(layer)][state] = jnp.zeros((*table.stamp.shape, *shape), dtype)
+        return table, layers
+
+    @staticmethod
+    def features(table: Any, buffers: Any) -> dict[str, Any]:
+        """Return layers, and shapes and dtypes of states."""
+        return {
+            "layers": len(buffers),
+            "states": [
+                {name: (x.shape[2:], x.dtype.name) for name, x in sorted(layer.items())}
+                for layer in buffers
+            ],
+        }
+
+    @staticmethod
+    def take(table: Any, buffers: Any, sequences: list[int]) -> tuple[dict[str, np.ndarray], Any]:
+        """Take out all states that one of the sequences keeps."""
+        host = fetched(table)
+        ids, size = np.array(sequences, int), host.num_cells
+        place = ids[:, None] // host.sharing * size + host.cell[ids]
+        kept = host.cell[ids] < size
+        places = np.unique(place[kept])
+        state = np.where(kept, np.searchsorted(places, place), len(places))
+        stream, cell = (x.astype(np.int32) for x in np.divmod(places, size))
+        found = {
+            "position": host.position[ids],
+            "state": state.astype(np.int32),
+            "dead_until": host.dead_until[ids],
+            "stream": stream,
+            "cell": cell,
+            "written": (host.holds == host.stamp[None])[:, stream, cell],
+        }
+        take = partial(taken_out, streams=stream, cells=cell, read=_read, size=CHUNK)
+        return found, jax.tree.map(take, buffers)
+
+    @staticmethod
+    def place(table: Any, saved: Any, read: Reader, moves: Moves, seed: int, anew: bool) -> Placed:
+        """Put states into cells that are free, or where they were; there are always enough."""
+        host = jax.tree.map(np.array, fetched(table))
+        position, state = _newest(table.earlier + 1, read("position"), read("state"), moves.turn)
+        new, kept = np.array(moves.new, int), position != EMPTY
+        host.position[new], host.cell[new] = position, host.num_cells
+        host.dead_until[new] = read("dead_until")[moves.turn]
+
+        stream = np.broadcast_to((new // host.sharing)[:, None], state.shape)[kept]
+        # A state goes once into each stream, where sequences share it.
+        target, index = np.unique(np.stack([stream, state[kept]]), axis=1, return_inverse=True)
+        streams, origin = target.astype(np.int32)
+        cells = _lowest_free(host, streams) if anew else read("cell")[origin]
+        where = np.full(state.shape, host.num_cells, np.int32)
+        where[kept] = cells[index.reshape(-1)]
+        host.cell[new] = where
+
+        there = jnp.asarray(host.stamp[streams, cells])
+        mark = chained(jnp.full(origin.shape, seed, jnp.uint32), jnp.asarray(origin))
+        stamp = np.asarray(mix(there + mix(mark + 1)))
+        host.stamp[streams, cells] = stamp
+        host.holds[:, streams, cells] = np.where(read("written")[:, origin], stamp, 0)
+        table = jax.tree.map(jnp.asarray, host)
+        return Placed(table=table, streams=streams, cells=cells, origin=origin)
+
+    @staticmethod
+    def write(array: jax.Array, placed: Placed, new: np.ndarray) -> jax.Array:
+        """Write the states of a layer by one name."""
+        where = placed.streams, placed.cells
+        return put_in(array, *where, new, placed.origin, write=_write, size=CHUNK)
+
+
+def _newest(
+    pairs: int, position: np.ndarray, state: np.ndarray, turns: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what some saved sequences keep, the newest last; both `[m, pairs]` int32."""
+    lacking = [(0, 0), (max(pairs - position.shape[1], 0), 0)]
+    position = np.pad(position[turns, -pairs:], lacking, constant_values=EMPTY)
+    return position, np.pad(state[turns, -pairs:], lacking)
+
+
+def _lowest_free(host: Any, streams: np.ndarray) -> np.ndarray:
+    """Return a free cell for each of some streams, `[n]` in order, the lowest ones; int32."""
+    cells = np.zeros(len(streams), np.int32)
+    for stream in np.unique(streams):
+        taken = host.cell[stream * host.sharing : (stream + 1) * host.sharing]
+        open_cells = np.setdiff1d(np.arange(host.num_cells), taken)
+        mine = streams == stream
+        cells[mine] = open_cells[: mine.sum()]
+    return cells
+
+
+def _read(array: jax.Array, streams: jax.Array, cells: jax.Array) -> jax.Array:
+    return array.at[streams, cells].get(mode="fill", fill_value=0)
+
+
+def _write(array: jax.Array, streams: jax.Array, cells: jax.Array, new: jax.Array) -> jax.Array:
+    return array.at[streams, cells].set(new, mode="drop", unique_indices=True)

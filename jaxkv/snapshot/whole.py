@@ -1,0 +1,152 @@
+"""Memories of any kind as the parts that a snapshot knows, and the names of what it holds.
+
+Names are the paths of a memory's tree: `table.position`, `buffers.k.0`; in a hybrid memory
+`table.parts.0.position`, `buffers.0.k.1`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxkv.hybrid import HybridTable, parts_of
+from jaxkv.memory import Memory, join, split
+from jaxkv.places import is_concrete
+from jaxkv.snapshot.cells import CellPart
+from jaxkv.snapshot.file import File
+from jaxkv.snapshot.parts import Part, decoded, encoded
+from jaxkv.snapshot.states import StatePart
+
+KINDS: dict[str, type[Part]] = {"attention": CellPart, "recurrent": StatePart}
+"""By the kind that facts name."""
+
+
+class Named(NamedTuple):
+    """A part of a memory, and where it stands in a snapshot.
+
+    part: how its kind is saved.
+    memory: the part as a memory of its own.
+    table: what the names of its table begin with.
+    buffers: what those of its buffers begin with.
+    """
+
+    part: type[Part]
+    memory: Memory
+    table: str
+    buffers: str
+
+
+def parts(memory: Memory) -> list[Named]:
+    """Return the parts of a memory, which is its only one if it is no hybrid."""
+    if not isinstance(memory.table, HybridTable):
+        return [Named(KINDS[memory.table.facts.kind], memory, "table.", "buffers.")]
+    return [
+        Named(KINDS[one.table.facts.kind], one, f"table.parts.{i}.", f"buffers.{i}.")
+        for i, one in enumerate(parts_of(memory))
+    ]
+
+
+def describe(memory: Memory) -> dict[str, Any]:
+    """Return what is fixed when a memory is made, as JSON holds it."""
+    found = [one.part.describe(*split(one.memory)) for one in parts(memory)]
+    if not isinstance(memory.table, HybridTable):
+        return found[0]
+    return {"kind": "hybrid", "layers": encoded(memory.table.layers), "parts": found}
+
+
+def make(file: File) -> Memory:
+    """Make the memory that a snapshot describes, empty."""
+    description = file.description["memory"]
+    if description["kind"] != "hybrid":
+        return join(*_made(file, description, "buffers."))
+    pairs = [_made(file, one, f"buffers.{i}.") for i, one in enumerate(description["parts"])]
+    tables, buffers = zip(*pairs, strict=True)
+    return join(HybridTable(parts=tables, layers=decoded(description["layers"])), buffers)
+
+
+def shapes(file: File) -> Memory:
+    """Return the memory that a snapshot describes, of shapes alone.
+
+    Raises:
+      ValueError: when no memory is like that.
+    """
+    try:
+        return jax.eval_shape(partial(make, file))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"wanted a snapshot that describes a memory, got one that does not "
+            f"({type(error).__name__}: {error}): it was not written by jaxkv.snapshot"
+        ) from None
+
+
+def assembled(memory: Memory, pairs: list[tuple[Any, Any]]) -> Memory:
+    """Return a memory with other tables and buffers in its parts."""
+    if not isinstance(memory.table, HybridTable):
+        return join(*pairs[0])
+    tables, buffers = zip(*pairs, strict=True)
+    return join(replace(memory.table, parts=tables), buffers)
+
+
+def names(buffers: Any, prefix: str) -> Any:
+    """Return the name of each array of a part's buffers, as a tree of the same form."""
+
+    def of(path: Any, _: Any) -> str:
+        return prefix + jax.tree_util.keystr(path, simple=True, separator=".")
+
+    return jax.tree_util.tree_map_with_path(of, buffers)
+
+
+def check_saveable(memory: Memory) -> None:
+    """Raise unless a memory is on one device, its values known.
+
+    Raises:
+      TypeError: when it is no memory.
+      ValueError: when it is traced, or split over a mesh.
+    """
+    table, _ = split(memory)
+    if table.rules is not None or not is_concrete(memory):
+        found = f"one with {table.rules}" if table.rules else "one that is traced or split"
+        raise ValueError(
+            f"wanted a memory on one device, outside of jit, got {found}: one on a mesh is saved "
+            f"and restored by Orbax, see docs/snapshots.md"
+        )
+
+
+def check_fits(saved: Memory, memory: Memory) -> None:
+    """Raise a ValueError, by name, unless what was saved of one memory fits into another."""
+    mine, theirs = parts(memory), parts(saved)
+    kinds = [[one.memory.table.facts.kind for one in found] for found in (mine, theirs)]
+    _same("kind", memory.table.facts.kind, saved.table.facts.kind)
+    _same("kinds of parts", *kinds)
+    if isinstance(memory.table, HybridTable):
+        _same("layers of parts", memory.table.layers, saved.table.layers)
+    for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        where = f" in part {i}" if len(mine) > 1 else ""
+        wanted = one.part.features(*split(one.memory))
+        found = one.part.features(*split(other.memory))
+        for name in wanted:
+            _same(name + where, wanted[name], found.get(name))
+
+
+def _same(name: str, wanted: Any, found: Any) -> None:
+    if wanted != found:
+        raise ValueError(
+            f"wanted a snapshot of a memory with the {name} of this one, {_short(wanted)}, got one "
+            f"with {_short(found)}; nothing was changed"
+        )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 200 else f"{text[:120]} ... {text[-60:]}"
+
+
+def _made(file: File, description: Mapping[str, Any], prefix: str) -> tuple[Any, Any]:
+    entries = {
+        name.removeprefix(prefix): entry
+        for name, entry in file.arrays.items()
+        if name.startswith(prefix)
+    }
+    return KINDS[description["kind"]].make(description, entries)
