@@ -120,7 +120,7 @@ print(jaxkv.show(memory))
 
 word = jaxkv.make_batch(model.tokenizer.encode(" It"), sequences=2)
 plan = jaxkv.init_batch(memory, word)
-print("ok:", plan.ok, "because", plan.explain() if hasattr(plan, "explain") else plan.reason)
+print("ok:", plan.ok, "reason:", jaxkv.Reason(int(plan.reason[2])).name)
 
 # %%
 memory = jaxkv.apply(memory, jaxkv.init_update(memory))

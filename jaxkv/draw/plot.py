@@ -301,7 +301,7 @@ def _hatch(ax: Any, where: np.ndarray) -> None:
 
 
 def _legend(ax: Any, labels: list[tuple[str, str]]) -> None:
-    """Say above the picture which colour is what."""
+    """Say beside the picture, where no title is, which colour is what."""
     patch = _matplotlib("patches").Patch
     handles = [
         patch(facecolor=FREE, edgecolor="black", hatch="////", label=name)
@@ -312,10 +312,9 @@ def _legend(ax: Any, labels: list[tuple[str, str]]) -> None:
     if handles:
         ax.legend(
             handles=handles,
-            loc="lower left",
-            bbox_to_anchor=(0, 1.02),
+            loc="upper left",
+            bbox_to_anchor=(1.01, 1),
             borderaxespad=0,
-            ncols=4,
             frameon=False,
             fontsize=8,
             handlelength=1.2,
