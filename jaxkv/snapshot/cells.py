@@ -21,7 +21,16 @@ from jaxkv.kv.slots import in_turn, longest_run, usable
 from jaxkv.places import EMPTY, fetched, nowhere
 from jaxkv.plan import NoRoomError
 from jaxkv.snapshot.chunks import put_in, taken_out
-from jaxkv.snapshot.parts import Entries, Moves, Part, Placed, Reader, decoded, encoded, statics
+from jaxkv.snapshot.parts import (
+    Entries,
+    Moves,
+    Part,
+    Placed,
+    Reader,
+    decoded,
+    encoded,
+    static_fields,
+)
 from jaxkv.stamp import chained, mix
 
 CHUNK = 256
@@ -44,7 +53,7 @@ class CellPart(Part):
             "cells": table.num_cells,
             "sequences": table.sequences,
             "streams": table.streams,
-            "static": statics(table),
+            "static": static_fields(table),
             "ropes": encoded(buffers.ropes),
         }
 

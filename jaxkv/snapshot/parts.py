@@ -96,7 +96,7 @@ class Part(ABC):
         """Write what was saved of an array of the buffers, which is donated."""
 
 
-def statics(table: Any) -> dict[str, Any]:
+def static_fields(table: Any) -> dict[str, Any]:
     """Return the static fields of a table as JSON holds them, without the rules of a mesh."""
     return {
         one.name: encoded(getattr(table, one.name))

@@ -16,7 +16,7 @@ from jaxkv.places import EMPTY, fetched
 from jaxkv.recurrent.cache import StateTable
 from jaxkv.recurrent.states import empty_fields
 from jaxkv.snapshot.chunks import put_in, taken_out
-from jaxkv.snapshot.parts import Entries, Moves, Part, Placed, Reader, decoded, statics
+from jaxkv.snapshot.parts import Entries, Moves, Part, Placed, Reader, decoded, static_fields
 from jaxkv.stamp import chained, mix
 
 CHUNK = 8
@@ -42,7 +42,7 @@ class StatePart(Part):
             "sequences": table.sequences,
             "streams": table.streams,
             "rollback": table.earlier,
-            "static": statics(table),
+            "static": static_fields(table),
         }
 
     @staticmethod
