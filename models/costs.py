@@ -100,12 +100,11 @@ def most_sequences(
       streams: pools of cells, each for as many sequences as the others.
       sizes: of the memory, apart from `sequences` and `cells`.
     """
-    cells = math.prod(model.mesh.shape[axis] for axis in model.rules.present(model.mesh, "cells"))
 
     def fits(each: int) -> bool:
         if each * (length or 1) > LIMIT:
             return False
-        whole = None if length is None else -(-each * length // cells) * cells
+        whole = None if length is None else whole_cells(model, each * length)
         shapes = model.memory_shapes(
             sequences=each * streams, streams=streams, cells=whole, **sizes
         )
@@ -121,6 +120,13 @@ def most_sequences(
         else:
             above = middle
     return most * streams
+
+
+def whole_cells(model: Model, tokens: int) -> int:
+    """Return the cells of a stream that holds so many tokens: devices that split them divide it."""
+    axes = model.rules.present(model.mesh, "cells")
+    devices = math.prod(model.mesh.shape[axis] for axis in axes)
+    return -(-tokens // devices) * devices
 
 
 LIMIT = 2**30

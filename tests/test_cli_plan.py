@@ -183,6 +183,11 @@ def test_too_little_room_is_said_after_the_page(plan):
     assert plan(*smaller)[0] == 0
     more = ["--sequences", int(found[1]) + 1, "--cells", int(found[2]) + 1000]
     assert plan(*more, "--room", "700kB")[0] == 2
+    uneven = ["--mesh", "cells=3", "--room", "410kB"]  # what is said has to be split by three
+    status, _, err = plan(*uneven, "--sequences", 60, "--cells", 6000)
+    found = re.search(r"give --sequences (\d+) --cells (\d+), or", err)
+    assert status == 2 and int(found[2]) - 3 < int(found[1]) * 100 <= int(found[2])
+    assert plan(*uneven, "--sequences", found[1], "--cells", found[2])[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -199,7 +204,7 @@ def test_too_little_room_is_said_after_the_page(plan):
         ),
         (
             ["--mesh", "cells=3", "--cells", 100],
-            "cells that 3 devices divide .cells., got 100: take",
+            "cells that 3 shards divide, got 100: take 102",
         ),
         (["--sequences", 6, "--streams", 4], "6 sequences cannot be .* give --sequences 8"),
         (["--cells", 0], "--cells: wanted a whole number from 1"),

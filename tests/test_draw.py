@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -14,6 +15,7 @@ from jaxkv import draw, make_batch
 from jaxkv.draw import plot
 from jaxkv.draw.colours import PALETTE
 from jaxkv.draw.html import html_of
+from jaxkv.draw.runs import folded
 from jaxkv.kv.mask import visible
 
 STATES = {"x": ((3,), jnp.float32)}
@@ -171,7 +173,8 @@ def test_a_table_of_html_has_text_and_no_script(make):
     assert html.count("<div") == html.count("</div>") and "<script" not in html
     texts = re.sub(r"<[^>]*>", " ", html.split("</code>")[1]).split()
     assert {"0", "1"} <= set(texts)
-    lost = [html_of(donated(make())), html_of(jax.eval_shape(make))]
+    lost = [html_of(donated(make())), html_of(jax.eval_shape(make)), html_of(batched(make()))]
+    lost += [html_of(jax.tree.map(lambda x, leaf=leaf: leaf, make())) for leaf in (None, np.True_)]
     assert all(one.count("<div") == 1 for one in lost)
 
 
@@ -180,6 +183,23 @@ def test_a_long_table_of_html_is_folded():
     assert html.count("title=") <= 32 and "cells 291 to 299: empty" in html
     many = jaxkv.make_kv_cache(layers=1, cells=2, kv_heads=1, head_dim=2, sequences=40, streams=40)
     assert "and 24 more streams" in html_of(many)
+
+
+@over_all
+def test_a_batch_of_memories_is_no_memory_to_look_at(make):
+    for look in (draw.show, draw.cells_of):
+        if make is not hybrid or look is draw.show:
+            with pytest.raises(ValueError, match="got a batch of them: look at each"):
+                look(batched(make()))
+
+
+def test_a_table_without_neighbours_is_folded_as_fast():
+    """In 100,000 cells of which no two go on from each other, not every way of folding is built."""
+    memory = jaxkv.make_kv_cache(layers=1, cells=100_000, kv_heads=1, head_dim=1)
+    view = replace(draw.cells_of(memory), position=np.arange(100_000, 0, -1, dtype=np.int32)[None])
+    asked = []
+    folded(view, 0, 50, lambda runs: asked.append(len(runs)) or True)
+    assert asked == [1]
 
 
 # ------------------------------------------------------------------------------------------ plots
@@ -212,7 +232,8 @@ def test_a_plot_of_cells_has_the_colours_of_owners(agg):
     drawn = sequences_in(image.get_array()).ravel()[:24]
     np.testing.assert_array_equal(drawn, np.where(wanted < 0, -1, wanted % 7))
     assert [text.get_text() for text in ax.texts][:8] == list("01234567")
-    assert [patch.get_width() for patch in ax.patches] == [5]  # the cells that 0 and 2 share
+    (hatched,) = ax.collections  # the cells that 0 and 2 share
+    assert [path.get_extents().bounds for path in hatched.get_paths()] == [(-0.5, -0.5, 5, 1)]
     _, given = agg.subplots()
     assert plot.cells(streams(), given) is given
     assert given.images[0].get_array().shape == (2, 8, 3)
@@ -229,6 +250,9 @@ def test_a_plot_of_sight_is_the_mask(agg):
     assert (at[0] >= 0).tolist() == [True] * 6 + [False] * (at.shape[1] - 6)
     with pytest.raises(ValueError, match="that the ubatch was applied to"):
         plot.sight(pool(), jaxkv.init_batch(pool(), make_batch([1])).ubatches[0])
+    stale = jaxkv.init_batch(pool(), make_batch([1])).ubatches[0]
+    with pytest.raises(ValueError, match="that the ubatch was applied to"):
+        plot.sight(jaxkv.seq_rm(pool(), 0, 7)[0], stale)
     with pytest.raises(TypeError, match="of attention"):
         plot.sight(*put(states(), [[1]], [0]))
 

@@ -194,6 +194,17 @@ def edited(memory):
 
 
 @pytest.mark.slow
+def test_a_device_with_one_stream_chooses_the_cells_of_any_other():
+    """Sequences of a stream come first by their number, in whatever order their rows are."""
+    memory = jaxkv.make_kv_cache(sequences=4, streams=2, **SIZES)
+    batch = jaxkv.make_batch([[1], [2]], sequences=[3, 2])
+    (wanted,) = jaxkv.init_batch(memory, batch).ubatches
+    assert wanted.slots.tolist() == [[1], [0]]
+    with jax.set_mesh(mesh_of(data=2)):
+        assert_identical(jaxkv.init_batch(placed(memory), batch).ubatches[0], wanted)
+
+
+@pytest.mark.slow
 @over_modes
 @pytest.mark.parametrize(
     ("streams", "axes"),

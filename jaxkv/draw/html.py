@@ -30,12 +30,12 @@ def html_of(memory: Memory) -> str:
 
     A cell that several sequences share has a bar of their colours. Text and borders that are on no
     colour of ours take that of the page, so that dark pages are read too. A memory whose values are
-    not known is its line alone.
+    not known, or that is none any more (a pytree is made of anything), is its line alone.
     """
     line = f'<div style="margin:4px 0"><code>{escape(memory_line(memory))}</code></div>'
     try:
         drawn = _parts(memory)
-    except (TypeError, ValueError):  # it is traced, donated, or made of shapes: the line says so
+    except Exception:  # traced, donated, a batch of memories, not even arrays: the line says so
         drawn = ""
     return line + drawn
 
@@ -62,7 +62,7 @@ def _cells(memory: Memory) -> str:
         if cells <= CELLS:
             runs = single(view, stream)
         else:
-            runs = folded(view, stream, lambda runs: len(runs) <= CELLS)
+            runs = folded(view, stream, CELLS)
         name = f'<span style="{_SMALL};margin-right:4px">stream {stream}</span>'
         rows.append(f"<div>{name * (streams > 1)}{''.join(map(_box, runs))}</div>")
     if streams > STREAMS:

@@ -76,7 +76,7 @@ def cells_of(memory: Memory) -> CellView:
 
     Raises:
       TypeError: when it is hybrid, or has no values: inside a transformation, or shapes alone.
-      ValueError: when it was donated.
+      ValueError: when it was donated, or is a batch of memories, as `vmap` makes them.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
@@ -101,6 +101,12 @@ def values_of(memory: Memory) -> Any:
     if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(table)):
         raise TypeError("wanted a memory with values, got the shapes of one: make it first")
     check_there(table)
+    parts = table.parts if isinstance(table, HybridTable) else (table,)
+    if any(isinstance(part, Cells | States) and part.stamp.ndim != 2 for part in parts):
+        raise ValueError(
+            "wanted one memory, got a batch of them: look at each, such as "
+            "jax.tree.map(lambda x: x[0], memory)"
+        )
     return fetched(table)
 
 

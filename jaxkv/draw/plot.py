@@ -22,7 +22,6 @@ from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import visible
 from jaxkv.memory import Memory, check_made_for, split
 from jaxkv.places import EMPTY, fetched
-from jaxkv.verbs.apply import is_current
 from jaxkv.verbs.ask import nbytes as nbytes_of
 
 __all__ = ["cells", "nbytes", "occupancy", "sight"]
@@ -166,27 +165,26 @@ def sight(
     Raises:
       ImportError: when matplotlib is missing.
       TypeError: when the memory, or that part, has no attention.
-      ValueError: when the ubatch was made for another memory, or was not applied yet.
+      ValueError: when the ubatch was made for another memory, or its cells hold something else:
+        it was not applied yet, or they were moved or taken since.
     """
     table, _ = split(memory)
     check_made_for(table, ubatch)
-    if is_current(memory, ubatch):
-        raise ValueError("wanted a memory that the ubatch was applied to: apply(memory, ubatch)")
     if isinstance(table, HybridTable):
         table, ubatch = table.parts[part], part_of(ubatch, part)
     if not isinstance(table, Cells):
         raise TypeError("states see all that came before: wanted a memory, or a part, of attention")
-    view = view_of(fetched(table))
-    seen, valid, stream, sequence, at = fetched(
-        (
-            jax.jit(visible, static_argnames="causal")(table, ubatch, causal=causal),
-            ubatch.valid,
-            np.broadcast_to(np.asarray(ubatch.row_stream)[:, None], ubatch.valid.shape),
-            ubatch.sequences,
-            ubatch.positions,
-        )
-    )
-    seen, stream, sequence, at = (np.asarray(x)[valid] for x in (seen, stream, sequence, at))
+    seen = jax.jit(visible, static_argnames="causal")(table, ubatch, causal=causal)
+    table, ubatch, seen = fetched((table, ubatch, seen))
+    valid = ubatch.valid
+    stream = np.broadcast_to(ubatch.row_stream[:, None], valid.shape)
+    placed = ubatch.slots < table.num_cells  # none is of a refused plan
+    stamps = table.stamp[stream[placed], ubatch.slots[placed]]
+    if not np.array_equal(stamps, ubatch.stamps[placed]):
+        raise ValueError("wanted a memory that the ubatch was applied to: apply(memory, ubatch)")
+    view = view_of(table)
+    tokens = seen, stream, ubatch.sequences, ubatch.positions
+    seen, stream, sequence, at = (x[valid] for x in tokens)
     marks = np.where(seen, sequence[:, None], np.where(view.position[stream] == EMPTY, -1, -3))
     if by_position:
         marks = _by_position(view, seen, stream, sequence)
@@ -290,14 +288,14 @@ def _separate(ax: Any, shape: tuple[int, ...]) -> None:
 
 def _hatch(ax: Any, where: np.ndarray) -> None:
     """Hatch cells of an image, neighbours of a line in one piece."""
-    rectangle = _matplotlib("patches").Rectangle
-    for row, line in enumerate(where):
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], line, [False]])))
-        for start, stop in edges.reshape(-1, 2):
-            corner = (start - 0.5, row - 0.5)
-            ax.add_patch(
-                rectangle(corner, stop - start, 1, fill=False, hatch="////", lw=0, alpha=0.6)
-            )
+    rows, columns = np.nonzero(np.diff(np.pad(where, ((0, 0), (1, 1))), axis=1))
+    left, right, top = columns[::2] - 0.5, columns[1::2] - 0.5, rows[::2] - 0.5
+    x, y = [left, right, right, left], [top, top, top + 1, top + 1]
+    pieces = np.stack([np.stack(x, axis=1), np.stack(y, axis=1)], axis=2)  # [n, 4, 2]
+    # One artist for all: a long table has thousands.
+    polygons = _matplotlib("collections").PolyCollection
+    hatched = polygons(pieces, facecolor="none", edgecolor="black", hatch="////", lw=0, alpha=0.6)
+    ax.add_collection(hatched, autolim=False)
 
 
 def _legend(ax: Any, labels: list[tuple[str, str]]) -> None:

@@ -36,7 +36,9 @@ def single(view: CellView, stream: int) -> list[Run]:
     return [_run(view, stream, i, i + 1, mixed=False) for i in range(view.position.shape[1])]
 
 
-def folded(view: CellView, stream: int, fits: Callable[[list[Run]], bool]) -> list[Run]:
+def folded(
+    view: CellView, stream: int, most: int, fits: Callable[[list[Run]], bool] = bool
+) -> list[Run]:
     """Return the cells of a stream in few enough runs.
 
     Neighbours that go on from each other are one run. Where these are still too many, neighbouring
@@ -45,7 +47,8 @@ def folded(view: CellView, stream: int, fits: Callable[[list[Run]], bool]) -> li
     Args:
       view: what stands in the cells.
       stream: which stream.
-      fits: whether runs are few enough; one alone is taken as it is.
+      most: how many runs there may be; more are not even looked at.
+      fits: whether so many are few enough; one alone is taken as it is.
     """
     bounds = _bounds(view, stream)
     sizes = np.diff(bounds)
@@ -53,6 +56,8 @@ def folded(view: CellView, stream: int, fits: Callable[[list[Run]], bool]) -> li
     for longest in [0, *np.unique(sizes)]:  # of those that are put together
         short = sizes <= longest
         begins = np.concatenate([[True], ~(short[:-1] & short[1:])])
+        if begins.sum() > max(most, 1):
+            continue
         starts = np.flatnonzero(begins)
         several = np.diff(np.append(starts, sizes.size)) > 1
         edges = np.append(bounds[:-1][begins], bounds[-1])

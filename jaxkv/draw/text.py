@@ -31,7 +31,7 @@ def show(memory: Memory, *, width: int | None = 100) -> str:
 
     Raises:
       TypeError: when its values are not known: inside a transformation, or shapes alone.
-      ValueError: when it was donated.
+      ValueError: when it was donated, or is a batch of memories, as `vmap` makes them.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=12)
@@ -106,7 +106,9 @@ def _folded(view: CellView, stream: int, width: int | None) -> list[str]:
             columns["owed"] = ["." if run.positions is None else span(*run.owed) for run in runs]
         return _table(columns)
 
-    return lines(folded(view, stream, lambda runs: _fit([lines(runs)], width)))
+    # A column takes two characters at least.
+    most = view.position.shape[1] if width is None else width // 2
+    return lines(folded(view, stream, most, lambda runs: _fit([lines(runs)], width)))
 
 
 def span(first: int, last: int) -> str:

@@ -211,7 +211,9 @@ def _search(
       whether there is room for it, but no run.
     """
     open_cells = usable(cells)
-    streams, all_streams = pools(cells, ubatch)
+    # A device's only stream is a list to attention, but its rows come in any order.
+    all_streams = ubatch.in_order or ubatch.facts.streams == 1
+    streams = jnp.arange(cells.streams, dtype=jnp.int32) if all_streams else ubatch.row_stream
     valid = ubatch.valid.reshape(streams.size, -1)
     turn = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
     total = turn[:, -1]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from models.cli.screen import in_units, plural, put
-from models.costs import Costs
+from models.costs import Costs, whole_cells
 from models.model import Model
 
 
@@ -119,7 +119,8 @@ def too_large(answer: Answer) -> str:
         return f"{head}give fewer --cells, {more}."
     if answer.length is None:
         return f"{head}give --sequences {answer.most}, {more}."
-    cells = answer.most // answer.costs.memory["streams"] * answer.length
+    tokens = answer.most // answer.costs.memory["streams"] * answer.length
+    cells = whole_cells(answer.model, tokens)
     return f"{head}give --sequences {answer.most} --cells {cells}, {more}."
 
 
