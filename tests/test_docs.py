@@ -26,7 +26,10 @@ def printed(code, names):
     "name",
     [
         "README.md",
-        *(pytest.param(f"docs/{name}.md", marks=pytest.mark.slow) for name in ("loops", "pods")),
+        *(
+            pytest.param(f"docs/{name}.md", marks=pytest.mark.slow)
+            for name in ("loops", "pods", "kernels")
+        ),
     ],
 )
 def test_documents_print_what_they_show(name):

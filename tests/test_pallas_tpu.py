@@ -141,7 +141,7 @@ def test_any_table_and_window(window, causal, seed, holes, forks, last, dtype):
 
 
 @slow
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(data=st.data())
 def test_tables_that_verbs_made(data):
     """Forks, cuts, shifts and windows of a memory, and a step of all sequences on top."""
@@ -165,14 +165,14 @@ def test_tables_that_verbs_made(data):
     for _ in range(data.draw(st.integers(0, 6))):
         verb = data.draw(st.sampled_from(["cut", "fork", "shift"]))
         seq, first = int(rng.integers(3)), int(rng.integers(1, 60))
-        if verb == "cut" and jaxkv.can_seq_rm(memory, seq, first, first + 9):
-            memory = jaxkv.seq_rm(memory, seq, first, first + 9)
+        if verb == "cut":
+            memory, _ = jaxkv.seq_rm(memory, seq, first, first + 9)
         elif verb == "fork" and streams == 1:
-            memory = jaxkv.seq_rm(memory, seq, 0, None)
+            memory, _ = jaxkv.seq_rm(memory, seq)
             memory = jaxkv.seq_cp(memory, (seq + 1) % 3, seq)
-        elif verb == "shift" and jaxkv.can_seq_add(memory, seq):
-            memory = jaxkv.seq_add(memory, seq, 0, None, 5)
-            memory = jaxkv.update(memory)
+        elif verb == "shift" and jaxkv.can_seq_add(memory, seq, 0, 1000, 5):
+            memory = jaxkv.seq_add(memory, seq, 0, 1000, 5)
+            memory = jaxkv.apply(memory, jaxkv.init_update(memory))
     batch = jaxkv.make_batch([[1]] * 3, sequences=[0, 1, 2])
     got, wanted = (step(memory, batch, way)[1] for way in ("pallas", "whole"))
     np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6)
@@ -180,7 +180,7 @@ def test_tables_that_verbs_made(data):
 
 @slow
 def test_a_hidden_nan_is_harmless_in_every_tile_and_a_seen_one_shows():
-    seen = sight(3, tokens=2, holes=0.7)
+    seen = sight(3, tokens=2, holes=0.2)
     q, k, v = arrays(3, seen)
     mask = np.asarray(mask_of(seen))
     hidden = ~mask.any(1)

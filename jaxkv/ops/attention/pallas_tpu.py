@@ -150,7 +150,7 @@ def weigh(
         sight.position[:, None],
         owners,
         rows,
-        *(x.swapaxes(2, 3) if _in_lanes(x) else x for x in (k, v)),
+        *(_where_they_lie(x, interpret) for x in (k, v)),
     )
     sums = Sums(highest[..., 0], total[..., 0], out)
     return of_lists(sums, live, *sight.at.shape)  # blocks without a pair have any numbers
@@ -258,6 +258,15 @@ def _most(queries: int) -> int:
 def _in_lanes(x: jax.Array) -> bool:
     """Return whether the compiler lays out buffers `[S, K, N, D]` with cells in the lanes."""
     return x.shape[3] % LANES != 0
+
+
+def _where_they_lie(x: jax.Array, interpret: bool) -> jax.Array:
+    """Return buffers as the kernel reads them, in the large memory.
+
+    The compiler would else copy small ones to the fast memory before it writes and reads them.
+    """
+    x = x.swapaxes(2, 3) if _in_lanes(x) else x
+    return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
 def _heads_at_once(q: jax.Array, k: jax.Array, v: jax.Array) -> int:
