@@ -76,8 +76,9 @@ def a_layer(implementation, shapes):
     lists, tokens = sight.at.shape
     tiles = math.ceil(k.shape[2] / TILE)
     parts = (1, 0.25)
-    if implementation == "whole":
-        return [outside for _ in parts]
+    if implementation == "whole":  # small buffers are fetched before, which has no estimate
+        read = 2 * k.size * k.dtype.itemsize / BYTES
+        return [max(outside, read) for _ in parts]
     if implementation == "tiles":
         return [outside + inside * lists * math.ceil(part * tiles) for part in parts]
     block = min(tokens, pallas_tpu.QUERIES // QUERIES)

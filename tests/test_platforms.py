@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv
+from tests.pods import Pod
 
 ELSEWHERE = pytest.mark.parametrize("platform", ["tpu", "cuda"])
 
@@ -65,3 +67,11 @@ def test_elsewhere_last_positions_are_looked_for_in_one_pass(platform):
     a_block, all_cells = "tensor<1x128x32xi32>", "tensor<1x8192x32xi32>"
     assert a_block in cpu and all_cells not in cpu
     assert a_block not in other and all_cells in other
+
+
+@pytest.mark.slow
+def test_on_a_mesh_each_share_runs_the_kernel():
+    pod = Pod((("data", 2), ("tensor", 2), ("cells", 2)), streams=8, cells=1024)
+    with jax.set_mesh(pod.mesh(np.array(jax.devices()))):
+        traced = jax.jit(pod.step).trace(pod.weights(), pod.memory(), *pod.next_tokens())
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

@@ -47,10 +47,14 @@ PAIRS = 1 << 17
 
 
 def can_weigh(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> bool:
-    """Return whether the kernel takes these dtypes, and as many cells and tokens."""
+    """Return whether the kernel takes these dtypes, as many cells and tokens, and this mesh.
+
+    A compiler cannot split a kernel among devices: on a mesh it runs on shares alone.
+    """
+    split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     tokens, queries = sight.at.shape[1], q.shape[2] // k.shape[1]
     pairs = sight.at.shape[0] * -(-tokens // _most(queries)) * -(-k.shape[2] // TILE)
-    return all(x.dtype in DTYPES for x in (q, k, v)) and pairs <= PAIRS
+    return all(x.dtype in DTYPES for x in (q, k, v)) and pairs <= PAIRS and not split
 
 
 def weigh(
@@ -73,14 +77,15 @@ def weigh(
       interpret: run the kernel step by step as plain JAX, on any platform. It is slow.
 
     Raises:
-      ValueError: for other dtypes than float32 and bfloat16, or more cells and tokens than a list
-        of pairs can name.
+      ValueError: for other dtypes than float32 and bfloat16, more cells and tokens than a list of
+        pairs can name, or on a mesh, for arrays that are no shares.
     """
     if not can_weigh(q, k, v, sight):
         raise ValueError(
-            f"'pallas' wants queries, keys and values of float32 or bfloat16 and at most {PAIRS} "
-            f"pairs of a block of tokens and a tile, got {q.dtype} {q.shape}, {k.dtype} {k.shape} "
-            f"and {v.dtype} {v.shape}: leave the implementation to jaxkv"
+            f"'pallas' wants queries, keys and values of float32 or bfloat16, at most {PAIRS} "
+            f"pairs of a block of tokens and a tile, and on a mesh a memory with rules, got "
+            f"{q.dtype} {q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}: leave the "
+            f"implementation to jaxkv"
         )
     groups, cells = k.shape[1:3]
     queries = q.shape[2] // groups
