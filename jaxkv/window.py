@@ -108,6 +108,23 @@ def first_seen(window: Window | None, position: jax.Array) -> jax.Array:
     return jnp.maximum(position - looks_back(window), 0)
 
 
+def last_seen(window: Window | None, position: jax.Array, *, causal: bool = True) -> jax.Array:
+    """Return the highest position that a token at a position sees, if there is a token.
+
+    >>> [last_seen(symmetric(4), jnp.int32(6), causal=causal).item() for causal in (True, False)]
+    [6, 8]
+    >>> last_seen(sliding(4), jnp.int32(6), causal=False).item()
+    2147483647
+    """
+    if causal:
+        return position
+    highest = jnp.iinfo(position.dtype).max
+    if window is not None and window.rule == "symmetric":
+        ahead = window.width // 2
+        return jnp.minimum(position, highest - ahead) + ahead  # the sum could be too large
+    return jnp.full_like(position, highest)
+
+
 def sees(
     window: Window | None, query: jax.Array, key: jax.Array, *, causal: bool = True
 ) -> jax.Array:
@@ -121,9 +138,5 @@ def sees(
 
     llama.cpp: `llama_hparams::is_masked_swa`.
     """
-    seen = key >= first_seen(window, query)
-    if causal:
-        return seen & (key <= query)
-    if window is not None and window.rule == "symmetric":
-        return seen & (key - window.width // 2 <= query)  # the sum could be too large
-    return seen
+    first, last = first_seen(window, query), last_seen(window, query, causal=causal)
+    return (key >= first) & (key <= last)

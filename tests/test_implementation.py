@@ -17,7 +17,7 @@ from tests.sights import sight_of_mask
 
 DATA = Path(__file__).parent / "data"
 Q, H, K, D = 3, 4, 2, 8
-OURS = [None, "tiles", "whole"]
+OURS = [None, "tiles", "whole", "pallas"]  # the last one is interpreted here
 HERE = [*OURS, "xla"]  # those that run without a GPU
 
 
@@ -46,7 +46,7 @@ def attended(implementation, streams, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [1, Q])
-@pytest.mark.parametrize("implementation", ["tiles", "whole", "xla"])
+@pytest.mark.parametrize("implementation", ["tiles", "whole", "pallas", "xla"])
 def test_they_agree(implementation, streams):
     np.testing.assert_allclose(
         attended(implementation, streams), attended(None, streams), atol=2e-6
@@ -92,6 +92,10 @@ def test_each_is_the_formula(implementation, lists):
 def test_queries_may_be_of_another_dtype_than_the_buffers(implementation, queries, buffers):
     q, k, v, sight = arrays(dtype=buffers)
     q = q.astype(queries)
+    if implementation == "pallas" and buffers == jnp.float16:
+        with pytest.raises(ValueError, match="'pallas' wants .*float32 or bfloat16.*got .*float16"):
+            attend(q, k, v, sight, Options(), implementation)
+        return
     got = attend(q, k, v, sight, Options(), implementation)
     assert got.dtype == queries
     wanted = of_the_formula(q, k, v, sight, Options())

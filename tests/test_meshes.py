@@ -69,6 +69,14 @@ def step(implementation):
     return jax.jit(run)
 
 
+@pytest.mark.slow
+@over_modes
+def test_the_kernel_is_refused_where_the_compiler_would_have_to_split_it(mode):
+    mesh, sharded = placed(mode, *arguments(Q))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="'pallas' wants .*with rules"):
+        step("pallas").lower(*sharded)
+
+
 @over_modes
 @pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.slow), Q])
 @pytest.mark.parametrize(

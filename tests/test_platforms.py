@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv
+from tests.pods import Pod
 
 ELSEWHERE = pytest.mark.parametrize("platform", ["tpu", "cuda"])
 
@@ -36,11 +38,20 @@ def test_what_is_tuned_for_a_processor_is_in_no_other_program(platform, dtype, i
         assert "optimization_barrier" not in step_for(platform, tokens=tokens, **options)
 
 
-@ELSEWHERE
-def test_elsewhere_a_token_reads_all_cells_at_once_and_a_prompt_reads_tiles(platform):
-    assert "stablehlo.while" not in step_for(platform)
-    assert "stablehlo.while" in step_for(platform, tokens=128)
+def test_on_a_gpu_a_token_reads_all_cells_at_once_and_a_prompt_reads_tiles():
+    assert "stablehlo.while" not in step_for("cuda")
+    assert "stablehlo.while" in step_for("cuda", tokens=128)
     assert "stablehlo.while" in step_for("cpu")
+
+
+@pytest.mark.parametrize("tokens", [1, pytest.param(128, marks=pytest.mark.slow)])
+def test_on_a_tpu_both_run_the_kernel_and_nowhere_else_does(tokens):
+    assert "tpu_custom_call" in step_for("tpu", tokens=tokens)
+    for implementation in (None, "pallas"):
+        text = step_for("cuda", tokens=tokens, implementation=implementation)
+        assert "custom_call" not in text
+    half = step_for("tpu", tokens=tokens, dtype=jnp.float16)
+    assert "tpu_custom_call" not in half
 
 
 @ELSEWHERE
@@ -56,3 +67,11 @@ def test_elsewhere_last_positions_are_looked_for_in_one_pass(platform):
     a_block, all_cells = "tensor<1x128x32xi32>", "tensor<1x8192x32xi32>"
     assert a_block in cpu and all_cells not in cpu
     assert a_block not in other and all_cells in other
+
+
+@pytest.mark.slow
+def test_on_a_mesh_each_share_runs_the_kernel():
+    pod = Pod((("data", 2), ("tensor", 2), ("cells", 2)), streams=8, cells=1024)
+    with jax.set_mesh(pod.mesh(np.array(jax.devices()))):
+        traced = jax.jit(pod.step).trace(pod.weights(), pod.memory(), *pod.next_tokens())
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxkv.ops.attention.api import attend
+from jaxkv.ops.attention.live import BLOCK, TILE
 from jaxkv.ops.attention.reference import reference
 from jaxkv.ops.attention.sight import mask_of
 from jaxkv.ops.attention.softmax import Options
 from jaxkv.ops.attention.xla_cpu import FEW, LARGE, SMALL
-from jaxkv.ops.attention.xla_tiles import BLOCK, TILE
 from tests import hlo
 from tests.sights import sight_of_mask
 

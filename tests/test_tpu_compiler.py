@@ -29,11 +29,10 @@ MB = 1_000_000
 MESSAGES = 9  # as in tests/test_sharding_bytes.py
 
 
-@pytest.fixture(scope="module")
-def steps():
-    """What the compiler says, by layout; it is asked once, in a process of its own."""
+def asked(module):
+    """What the compiler says, by name; it is asked once, in a process of its own."""
     found = subprocess.run(
-        [sys.executable, "-m", "tests.tpu_steps"],
+        [sys.executable, "-m", module],
         cwd=ROOT,
         env={**os.environ, "XLA_FLAGS": ""},
         capture_output=True,
@@ -43,6 +42,16 @@ def steps():
     assert found.returncode == 0, found.stderr[-2000:]
     lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
     return {line["name"]: line for line in lines}
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return asked("tests.tpu_steps")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return asked("tests.tpu_kernel")
 
 
 over_layouts = pytest.mark.parametrize("name", OF_8B)
@@ -92,3 +101,37 @@ def test_attention_over_many_cells_holds_two_hundredths(steps, name, ubatch):
 def test_the_forms_for_a_tpu_are_lowered(steps, name):
     """Not those for a processor, though one is all that there is here."""
     assert steps[name]["barriers"] == 0
+
+
+@over_layouts
+def test_each_layer_on_a_mesh_runs_the_kernel(steps, name):
+    assert steps[name]["kernels"] == LAYERS
+
+
+CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
+over_chips = pytest.mark.parametrize("chip", CHIPS)
+over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+@over_chips
+@over_dtypes
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+def test_the_kernel_is_accepted_and_keys_and_values_are_read_where_they_lie(
+    kernels, chip, dtype, size
+):
+    """Nothing else than the kernel takes them, whatever heads are laid out like."""
+    found = kernels[f"{chip} {dtype} {size}"]
+    assert found["kernels"] == LAYERS and not found["works"]
+    assert found["temporaries"] < 0.2 * found["keys"]
+
+
+@over_chips
+@over_dtypes
+def test_a_step_does_nothing_with_keys_and_values_but_write_and_run_the_kernel(
+    kernels, chip, dtype
+):
+    """It holds less than a hundredth of 32 layers."""
+    found = kernels[f"{chip} {dtype} step"]
+    assert found["kernels"] == LAYERS
+    assert set(found["works"]) <= {"while", "dynamic-update-slice", "scatter"}  # the write
+    assert found["temporaries"] < 0.01 * 32 * found["layer"]

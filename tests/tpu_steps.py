@@ -36,6 +36,7 @@ def compiled(name, pod):
         "share": layout.table + layout.buffers,
         "keys": layout.buffers // LAYERS // 2,
         "sent": layout.sent,
+        "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
         # The forms for processors alone have barriers; elsewhere there are none.
         "barriers": lowered.as_text().count("optimization_barrier"),
     }

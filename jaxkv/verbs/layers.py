@@ -43,8 +43,8 @@ def attend(
       sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
       causal: False lets tokens see those that come after them; of windows only a symmetric one
         limits that.
-      implementation: how attention is computed, "tiles", "whole", "xla" or "cudnn", see
-        `jaxkv.ops.attention.api`; None leaves it to jaxkv.
+      implementation: how attention is computed, "tiles", "whole", "pallas", "xla" or "cudnn",
+        see `jaxkv.ops.attention.api`; None leaves it to jaxkv.
 
     Returns:
       The memory with the keys and values written, and `[R, T, H, Dv]`, in the dtype of `q`. A token

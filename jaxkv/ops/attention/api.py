@@ -7,16 +7,18 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention import jax_nn, xla, xla_cpu, xla_tiles
+from jaxkv.ops.attention import jax_nn, pallas_tpu, xla, xla_cpu, xla_tiles
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import Options, Sums, closed, unpacked, with_sinks
 from jaxkv.ops.attention.transforms import derived_by, folded
 
-Implementation = Literal["tiles", "whole", "xla", "cudnn"]
+Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 """The ways there are.
 
 tiles: what is seen alone is read, see `jaxkv.ops.attention.xla_tiles`.
 whole: all cells in one product, where a loop costs more than reading.
+pallas: a kernel for TPUs that reads what is seen, once for all queries of a stream, see
+  `jaxkv.ops.attention.pallas_tpu`; elsewhere it is interpreted, which is for tests, and slow.
 xla: `jax.nn.dot_product_attention`.
 cudnn: the same with the kernel of NVIDIA's library, for float16 and bfloat16.
 """
@@ -38,7 +40,7 @@ HELD = 1 << 28
 
 
 def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Choose by shapes, for a GPU or a TPU.
+    """Choose by shapes, where there is no kernel.
 
     The turns of a loop whose length depends on the data wait for the host or for each other, and
     that takes longer than reading what no token sees; unless the logits of all cells would be more
@@ -52,29 +54,36 @@ def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Option
     return way(q, k, v, sight, options)
 
 
-def by_platform(cpu: Callable[..., Sums], default: Callable[..., Sums]) -> Callable[..., Sums]:
-    """Make one implementation of two: the platform that a program is lowered for picks."""
+def best_for_tpu(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+    """Run the kernel where it takes the arrays: no shape was found for which another is better."""
+    way = pallas_tpu.weigh if pallas_tpu.can_weigh(q, k, v, sight) else best
+    return way(q, k, v, sight, options)
+
+
+def by_platform(**ways: Callable[..., Sums]) -> Callable[..., Sums]:
+    """Make one implementation of several: the platform that a program is lowered for picks."""
 
     def weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, options: Options) -> Sums:
-        ways = {"cpu": partial(cpu, options=options), "default": partial(default, options=options)}
-        return jax.lax.platform_dependent(q, k, v, seen, **ways)
+        with_options = {name: partial(way, options=options) for name, way in ways.items()}
+        return jax.lax.platform_dependent(q, k, v, seen, **with_options)
 
     return weigh
 
 
-def ours(cpu: Way, default: Way) -> Way:
-    """Make an implementation of jaxkv's own."""
+def ours(**ways: Way) -> Way:
+    """Make an implementation of jaxkv's own, of one for each platform."""
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
         return xla.cleaned(q, sight.of_lists(k), sight.of_lists(v), mask_of(sight), options)
 
-    return derived_by(plain, folded(by_platform(cpu, default)))
+    return derived_by(plain, folded(by_platform(**ways)))
 
 
 IMPLEMENTATIONS: dict[Implementation | None, Way] = {
-    None: ours(xla_cpu.best, best),
-    "tiles": ours(xla_cpu.tiles, xla_tiles.by_tiles),
-    "whole": ours(xla_cpu.whole, xla.whole),
+    None: ours(cpu=xla_cpu.best, tpu=best_for_tpu, default=best),
+    "tiles": ours(cpu=xla_cpu.tiles, default=xla_tiles.by_tiles),
+    "whole": ours(cpu=xla_cpu.whole, default=xla.whole),
+    "pallas": ours(tpu=pallas_tpu.weigh, default=partial(pallas_tpu.weigh, interpret=True)),
     "xla": jax_nn.xla,
     "cudnn": jax_nn.cudnn,
 }
@@ -136,7 +145,7 @@ def finished(sums: Sums, q: jax.Array, options: Options) -> jax.Array:
     return unpacked(closed(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 
-_by_mask = derived_by(xla.cleaned, by_platform(xla_cpu.by_mask, xla.by_mask))
+_by_mask = derived_by(xla.cleaned, by_platform(cpu=xla_cpu.by_mask, default=xla.by_mask))
 
 
 @partial(jax.jit, static_argnames=("scale", "softcap"))

@@ -69,14 +69,15 @@ def masked(logits: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def seen_alone(sums: Sums, sees: jax.Array) -> Sums:
-    """Set the sums of a token to zero that sees nothing; `sees` is `[P, T]` bool.
+    """Set the sums of a token that sees nothing to those over no cells; `sees` is `[P, T]` bool.
 
-    It has sums all the same, of hidden cells, whose logits are then the highest. What is seen in a
-    later tile, or by another shard, has so much higher ones that nothing is left of them.
+    It may have sums all the same, of hidden cells, whose logits are then the highest. What is seen
+    in a later tile, or by another shard, has so much higher ones that nothing is left of them. A
+    kernel that never came to the token has left any numbers there.
     """
     sees = jnp.tile(sees, sums.total.shape[2] // sees.shape[1])[:, None]
     return Sums(
-        sums.highest,
+        jnp.where(sees, sums.highest, LOWEST),
         jnp.where(sees, sums.total, 0.0),
         jnp.where(sees[..., None], sums.out, 0.0),
     )

@@ -7,6 +7,7 @@ barriers and no such cuts in a program for another platform.
 import jax
 import jax.numpy as jnp
 
+from jaxkv.ops.attention.live import live_of
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import (
     Options,
@@ -16,7 +17,7 @@ from jaxkv.ops.attention.softmax import (
     seen_alone,
     sums_dtype,
 )
-from jaxkv.ops.attention.xla_tiles import in_blocks, live_of, one_by_one
+from jaxkv.ops.attention.xla_tiles import block_by_block, one_by_one
 
 FEW = 0.4
 """The share of tiles that are seen, below which reading them one by one is faster."""
@@ -62,7 +63,7 @@ def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Option
 
 def tiles(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
-    return in_blocks(q, k, v, sight, options, added, pinned=_is_narrow(k))
+    return block_by_block(q, k, v, sight, options, added, pinned=_is_narrow(k))
 
 
 def whole(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:

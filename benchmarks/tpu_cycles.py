@@ -1,0 +1,110 @@
+"""What the compiler for TPUs expects a layer's attention to cost: cycles, without a TPU.
+
+`pip install libtpu==0.0.42` fits jax 0.10.2. Instructions of XLA have an estimate in the compiled
+program; a kernel has none, but its schedule is dumped: a bundle of instructions is a cycle, and a
+turn takes as long as its bundles or as fetching its tiles, whichever is longer. So these are
+bounds from below of what each form takes, and no times.
+"""
+
+import argparse
+import math
+import os
+import re
+import tempfile
+from pathlib import Path
+
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    TPU_SKIP_MDS_QUERY="1",
+    LIBTPU_INIT_ARGS=f"--xla_jf_dump_llo_text=true --xla_jf_dump_to={tempfile.mkdtemp()}",
+)
+
+import jax
+
+from jaxkv.ops.attention import pallas_tpu
+from jaxkv.ops.attention.live import TILE
+from tests.tpu_kernel import GROUPS, QUERIES, attention_shapes, compiled, layers_of_attention
+
+DUMP = Path(os.environ["LIBTPU_INIT_ARGS"].split("=")[-1])
+"""Where the compiler writes its schedules."""
+
+BYTES = 819e9 / 940e6
+"""Bytes that a v5e reads in a cycle: 819 GB/s, as its data sheet has it, at 940 MHz."""
+
+CASES = {
+    "1 text": {},
+    "8 forks of a prompt": {"tokens": 8},
+    "32 forks of a prompt": {"tokens": 32},
+    "8 streams": {"streams": 8},
+    "1 text, 512 cells": {"cells": 512},
+    "8 streams, 512 cells": {"streams": 8, "cells": 512},
+    "a prompt of 256": {"tokens": 256},
+}
+
+
+def bundles():
+    """Bundles of the kernel that was compiled last, its beginning and end included."""
+    found = {}
+    for path in sorted(DUMP.glob("*jaxkv_attention*schedule-analysis_final_bundles.txt")):
+        found = re.search(r"total scheduled bundles:\s+(\d+)", path.read_text())
+    for path in DUMP.iterdir():
+        path.unlink()
+    return int(found[1]) if found else 0
+
+
+def estimates(program):
+    """Cycles of the instructions outside of loops, and of the turns of loops."""
+    outside = inside = 0
+    entry = False
+    for line in program.as_text().splitlines():
+        if line and not line.startswith(" "):
+            entry = line.startswith("ENTRY")
+        for cycles in re.findall(r'estimated_cycles":"(\d+)"', line):
+            outside, inside = outside + int(cycles) * entry, inside + int(cycles) * (not entry)
+    return outside, inside
+
+
+def a_layer(implementation, shapes):
+    """Cycles of a layer: of a program of two less one of one, for all cells and for a quarter."""
+    q, k, v, sight = shapes
+    one, two = (
+        compiled(layers_of_attention(implementation), q, [(k, v)] * layers, sight)
+        for layers in (1, 2)
+    )
+    (outside, inside), (twice, loops) = estimates(one), estimates(two)
+    outside, inside = twice - outside, loops - inside
+    lists, tokens = sight.at.shape
+    tiles = math.ceil(k.shape[2] / TILE)
+    parts = (1, 0.25)
+    if implementation == "whole":  # small buffers are fetched before, which has no estimate
+        read = 2 * k.size * k.dtype.itemsize / BYTES
+        return [max(outside, read) for _ in parts]
+    if implementation == "tiles":
+        return [outside + inside * lists * math.ceil(part * tiles) for part in parts]
+    block = min(tokens, pallas_tpu.QUERIES // QUERIES)
+    rows = jax.ShapeDtypeStruct((lists, GROUPS, block * QUERIES, q.shape[3]), q.dtype)
+    heads = pallas_tpu._heads_at_once(rows, k, v)
+    fetch = 2 * heads * min(TILE, k.shape[2]) * k.shape[3] * k.dtype.itemsize / BYTES
+    turn = max(bundles(), fetch) * GROUPS // heads * lists * math.ceil(tokens / block)
+    return [outside + round(turn) * math.ceil(part * tiles) for part in parts]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chip", default="v5e:2x2")
+    parser.add_argument("--size", type=int, default=128, help="numbers of a head")
+    arguments = parser.parse_args()
+    print("thousands of cycles of a layer, 8 heads in groups of 4, 8,192 cells, bfloat16")
+    print(f"{'':24} {'all cells seen':>26} {'a quarter':>26}")
+    print(f"{'':24}" + f" {'pallas':>8} {'whole':>8} {'tiles':>8}" * 2)
+    for name, case in CASES.items():
+        shapes = attention_shapes(
+            arguments.chip, arguments.size, "bfloat16", **{"tokens": 1, **case}
+        )
+        found = [a_layer(way, shapes) for way in ("pallas", "whole", "tiles")]
+        cells = [f"{way[part] / 1000:8.1f}" for part in (0, 1) for way in found]
+        print(f"{name:24} {' '.join(cells)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The tiles of cells in which anything is seen: what a loop over tiles, or a kernel, goes over.
+
+A pool may be large and mostly empty, full of others' tokens, or one of many streams of which few
+take part. So its cells are looked at in tiles, and tokens in blocks; the list of those pairs with
+anything to see is an array, and nothing is compiled anew when it changes.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.ops.attention.sight import Sight, mask_of
+from jaxkv.ops.attention.softmax import Sums, seen_alone
+
+TILE = 512
+"""Cells of a tile: large enough that a product with them outweighs a turn of the loop."""
+
+BLOCK = 256
+"""Tokens that read a tile together: of a long prompt, most see but the tiles before their own."""
+
+MASK = 1 << 22
+"""Pairs of a token and a cell up to which what is seen is held for all layers: 4 MB."""
+
+
+class Live(NamedTuple):
+    """What the loop goes over, for P lists of tokens in b equal blocks of t.
+
+    mask: `[P * b, t, N]` bool, what each token sees; where that is large, the sight of the blocks,
+      of which each tile makes its part.
+    sees: `[P * b, t]` bool, whether a token sees anything.
+    streams: `[P * b]` int32, the stream of each block.
+    tiles: `[M]` int32, numbered through block after block, those in which anything is seen first.
+    turns: `[]` int32, how many of those there are.
+    """
+
+    mask: jax.Array | Sight
+    sees: jax.Array
+    streams: jax.Array
+    tiles: jax.Array
+    turns: jax.Array
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a block, t."""
+        return (self.mask.at if isinstance(self.mask, Sight) else self.mask).shape[1]
+
+    def seen(self, block: jax.Array, first: jax.Array, size: int) -> jax.Array:
+        """Return what a block sees of `size` cells from `first` on; `[1, t, size]` bool."""
+        zero = jnp.zeros_like(first)
+        if not isinstance(self.mask, Sight):
+            return slice_of(self.mask, (block, zero, first), (1, self.tokens, size))
+        sight, stream = self.mask, item(self.streams, block)
+        words = sight.owners.shape[1]
+        at, word, bit = (
+            slice_of(x, (block, zero), (1, self.tokens)) for x in (sight.at, sight.word, sight.bit)
+        )
+        part = replace(
+            sight,
+            position=slice_of(sight.position, (stream, first), (1, size)),
+            owners=slice_of(sight.owners, (stream, zero, first), (1, words, size)),
+            at=at,
+            word=word,
+            bit=bit,
+            all_streams=True,
+        )
+        return mask_of(part)
+
+
+@partial(jax.jit, static_argnames="most")
+def live_of(sight: Sight, most: int = BLOCK) -> Live:
+    """List the tiles that are seen, by blocks of `most` tokens or less.
+
+    Like `mask_of`, the compiler does this once for all layers.
+    """
+    lists, tokens = sight.at.shape
+    cells = sight.position.shape[1]
+    blocks, size = -(-tokens // most), min(TILE, cells)
+    tiles = -(-cells // size)
+    if lists * tokens * cells > MASK:
+        mask, seen, sees = _sight_in_blocks(sight, blocks)
+    else:
+        mask = in_blocks(mask_of(sight), blocks)
+        seen, sees = jnp.any(mask, axis=1), jnp.any(mask, axis=2)
+    seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)])
+    seen = jnp.any(seen.reshape(-1, size), axis=1)
+    live = jnp.argsort(~seen, stable=True).astype(jnp.int32)  # those that are seen come first
+    streams = jnp.repeat(sight.streams, blocks, total_repeat_length=lists * blocks)
+    return Live(mask, sees, streams, live, jnp.sum(seen, dtype=jnp.int32))
+
+
+def _sight_in_blocks(sight: Sight, blocks: int) -> tuple[Sight, jax.Array, jax.Array]:
+    """Return the sight of blocks of tokens, which cells each sees, and which tokens see any.
+
+    `[P * b, N]` and `[P * b, t]` bool, found token by token.
+    """
+    streams = jnp.repeat(sight.streams, blocks, total_repeat_length=sight.streams.size * blocks)
+    at, word, bit = (in_blocks(x, blocks) for x in (sight.at, sight.word, sight.bit))
+    sight = replace(
+        sight,
+        streams=streams,
+        at=at,
+        word=word,
+        bit=bit,
+        all_streams=sight.all_streams and blocks == 1,
+    )
+
+    def of_token(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def one(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)
+
+        alone = replace(sight, at=one(at), word=one(word), bit=one(bit))
+        mask, (seen, sees) = mask_of(alone)[:, 0], found
+        any_of_it = jnp.any(mask, axis=1, keepdims=True)
+        return seen | mask, jax.lax.dynamic_update_slice_in_dim(sees, any_of_it, i, axis=1)
+
+    none = jnp.zeros((at.shape[0], sight.position.shape[1]), bool), jnp.zeros(at.shape, bool)
+    return sight, *jax.lax.fori_loop(jnp.int32(0), jnp.int32(at.shape[1]), of_token, none)
+
+
+# No index is negative, and each that may be is three instructions more in every layer.
+slice_of = partial(jax.lax.dynamic_slice, allow_negative_indices=False)
+
+
+def item(x: jax.Array, i: jax.Array) -> jax.Array:
+    """Return `x[i]`, for an index that is not negative."""
+    return slice_of(x, (i,), (1,))[0]
+
+
+def in_blocks(x: jax.Array, blocks: int) -> jax.Array:
+    """Cut lists of tokens into equal blocks; `[P, T, ...]` to `[P * blocks, t, ...]`.
+
+    The last one is filled up with zeros: tokens that see nothing.
+    """
+    if blocks == 1:
+        return x
+    size = -(-x.shape[1] // blocks)
+    x = jnp.pad(x, [(0, 0), (0, blocks * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(-1, size, *x.shape[2:])
+
+
+def of_lists(sums: Sums, live: Live, lists: int, tokens: int) -> Sums:
+    """Return the sums of P lists of T tokens from those of their blocks."""
+    sums = jax.tree.map(lambda x: _of_lists(x, lists, tokens, live.tokens), sums)
+    return seen_alone(sums, live.sees.reshape(lists, -1)[:, :tokens])
+
+
+def _of_lists(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:
+    """Undo `in_blocks` for packed sums; `[P * b, K, G * t, ...]` to `[P, K, G * T, ...]`."""
+    if x.shape[0] == lists:
+        return x
+    groups, rest = x.shape[1], x.shape[3:]
+    x = jnp.moveaxis(x.reshape(lists, -1, groups, x.shape[2] // size, size, *rest), 1, 3)
+    x = x.reshape(*x.shape[:3], -1, *rest)[:, :, :, :tokens]  # [P, K, G, T, ...]
+    return x.reshape(lists, groups, -1, *rest)

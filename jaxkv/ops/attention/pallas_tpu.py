@@ -1,0 +1,287 @@
+"""Live tiles of cells, each read once for all queries that look at it: a kernel for TPUs.
+
+The kernel goes over a list of pairs, a block of tokens and a tile in which it sees anything, see
+`jaxkv.ops.attention.live`. While a pair is computed, keys and values of the next one are fetched
+where they lie, several heads at once; nothing else of the buffers is read. Which cells a token sees
+is found in the kernel: a rule of windows is the first and the last position that it sees.
+
+Buffers are not moved either. The compiler for TPUs lays an array out in rows of 128 lanes. Where
+heads fill such rows, a cell is a row; smaller heads are laid out with neighbouring cells in the
+lanes, so that nothing is padded, and the kernel reads tiles of them as they lie.
+
+Letters beside those of the package: P lists of tokens in b blocks of t tokens each, X = G * t
+queries that share a key, C cells of a tile.
+
+A bias would be added where logits are capped; buffers of 8 bits would be decoded where a tile is
+converted, their scales fetched as positions are.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxkv.ops.attention.live import TILE, in_blocks, live_of, of_lists
+from jaxkv.ops.attention.sight import Sight
+from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, masked, packed, sums_dtype
+from jaxkv.window import first_seen, last_seen
+
+DTYPES = (jnp.float32, jnp.bfloat16)
+"""What a TPU computes with."""
+
+QUERIES = 128
+"""Queries that share a key and are computed together: so many rows a matrix unit takes at once."""
+
+LANES = 128
+"""Numbers of a row of an array in a TPU."""
+
+VMEM = 6 << 20
+"""Bytes of tiles and logits that are held at once; a kernel may have 16 MB, all told."""
+
+PAIRS = 1 << 17
+"""The most pairs of a block and a tile: their list lies in the scalar memory, of 1 MB."""
+
+
+def can_weigh(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> bool:
+    """Return whether the kernel takes these dtypes, as many cells and tokens, and this mesh.
+
+    A compiler cannot split a kernel among devices: on a mesh it runs on shares alone.
+    """
+    split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
+    tokens, queries = sight.at.shape[1], q.shape[2] // k.shape[1]
+    pairs = sight.at.shape[0] * -(-tokens // _most(queries)) * -(-k.shape[2] // TILE)
+    return all(x.dtype in DTYPES for x in (q, k, v)) and pairs <= PAIRS and not split
+
+
+def weigh(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sight: Sight,
+    options: Options,
+    *,
+    interpret: bool = False,
+) -> Sums:
+    """Weigh the cells of live tiles, see `jaxkv.ops.attention.api`.
+
+    Args:
+      q: `[P, T, H, D]`, queries.
+      k: `[S, K, N, D]`, keys.
+      v: `[S, K, N, Dv]`, values.
+      sight: what decides which cells each token sees.
+      options: scale and softcap.
+      interpret: run the kernel step by step as plain JAX, on any platform. It is slow.
+
+    Raises:
+      ValueError: for other dtypes than float32 and bfloat16, more cells and tokens than a list of
+        pairs can name, or on a mesh, for arrays that are no shares.
+    """
+    if not can_weigh(q, k, v, sight):
+        raise ValueError(
+            f"'pallas' wants queries, keys and values of float32 or bfloat16, at most {PAIRS} "
+            f"pairs of a block of tokens and a tile, and on a mesh a memory with rules, got "
+            f"{q.dtype} {q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}: leave the "
+            f"implementation to jaxkv"
+        )
+    groups, cells = k.shape[1:3]
+    queries = q.shape[2] // groups
+    live = live_of(sight, _most(queries))
+    blocks = live.streams.size // sight.streams.size
+    size = min(TILE, cells)
+    tiles = -(-cells // size)
+    rows = packed(options.scaled(in_blocks(q, blocks)), groups)
+    heads = _heads_at_once(rows, k, v)
+    owners = jax.lax.bitcast_convert_type(sight.owners, jnp.int32)
+
+    def at(where: Callable[..., tuple]) -> Callable[..., tuple]:
+        """Say where the part of an array lies that a turn of the grid is given."""
+
+        def of_turn(h: Any, i: Any, pairs: Any, streams: Any) -> tuple:
+            block, tile = _pair(pairs[i], tiles)
+            return where(h, block, streams[block], tile)
+
+        return of_turn
+
+    def of_block(numbers: int) -> pl.BlockSpec:
+        shape = (1, heads, rows.shape[2], numbers)
+        return pl.BlockSpec(shape, at(lambda h, block, stream, tile: (block, h, 0, 0)))
+
+    def of_table(words: int) -> pl.BlockSpec:
+        shape = (1, words, size)
+        return pl.BlockSpec(shape, at(lambda h, block, stream, tile: (stream, 0, tile)))
+
+    def of_buffers(x: jax.Array) -> pl.BlockSpec:
+        if _in_lanes(x):
+            shape = (1, heads, x.shape[3], size)
+            return pl.BlockSpec(shape, at(lambda h, block, stream, tile: (stream, h, 0, tile)))
+        shape = (1, heads, size, x.shape[3])
+        return pl.BlockSpec(shape, at(lambda h, block, stream, tile: (stream, h, tile, 0)))
+
+    of_looks = at(lambda h, block, stream, tile: (block, 0, 0))
+    numbers = (1, 1, v.shape[3])  # the highest logit, the sum of exponentials, weighted values
+    highest, total, out = pl.pallas_call(
+        partial(
+            _kernel,
+            options=options,
+            cells=cells,
+            tiles=tiles,
+            in_lanes=(_in_lanes(k), _in_lanes(v)),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(groups // heads, live.turns),
+            in_specs=[
+                pl.BlockSpec((1, rows.shape[2], 4), of_looks),
+                of_table(1),
+                of_table(owners.shape[1]),
+                of_block(q.shape[3]),
+                of_buffers(k),
+                of_buffers(v),
+            ],
+            out_specs=[of_block(n) for n in numbers],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((*rows.shape[:3], n), sums_dtype(q)) for n in numbers],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="jaxkv_attention",
+    )(
+        live.tiles,
+        live.streams,
+        _looks(sight, blocks, queries),
+        sight.position[:, None],
+        owners,
+        rows,
+        *(_where_they_lie(x, interpret) for x in (k, v)),
+    )
+    sums = Sums(highest[..., 0], total[..., 0], out)
+    return of_lists(sums, live, *sight.at.shape)  # blocks without a pair have any numbers
+
+
+def _kernel(
+    pairs: Any,
+    streams: Any,
+    looks: Any,
+    position: Any,
+    owners: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    highest: Any,
+    total: Any,
+    out: Any,
+    *,
+    options: Options,
+    cells: int,
+    tiles: int,
+    in_lanes: tuple[bool, bool],
+) -> None:
+    """Add a tile to the sums of a block of tokens, which stay at hand as long as it is the block's.
+
+    Args:
+      pairs: `[M]` int32, numbers of pairs of a block and a tile, block after block.
+      streams: `[P * b]` int32, which say what is fetched and are not looked at here.
+      looks: `[1, X, 4]` int32, of `_looks`.
+      position: `[1, 1, C]` int32, of the cells of the tile.
+      owners: `[1, W, C]` int32, of the cells of the tile.
+      q: `[1, h, X, D]`, queries of some heads.
+      k: `[1, h, C, D]`, keys, or `[1, h, D, C]` where cells lie in the lanes.
+      v: `[1, h, C, Dv]`, values, or `[1, h, Dv, C]`.
+      highest: `[1, h, X, 1]`, see `Sums`.
+      total: `[1, h, X, 1]`, see `Sums`.
+      out: `[1, h, X, Dv]`, see `Sums`.
+      options: of which the softcap is looked at.
+      cells: N.
+      tiles: of a stream.
+      in_lanes: whether cells of keys, and of values, lie in the lanes.
+    """
+    i = pl.program_id(1)
+    block, tile = _pair(pairs[i], tiles)
+
+    @pl.when((i == 0) | (block != _pair(pairs[jnp.maximum(i - 1, 0)], tiles)[0]))
+    def _() -> None:
+        highest[...] = jnp.full_like(highest, LOWEST)
+        total[...] = jnp.zeros_like(total)
+        out[...] = jnp.zeros_like(out)
+
+    first, last, word, bit = (looks[0, :, j : j + 1] for j in range(4))  # [X, 1]
+    owner = owners[0, :1]
+    for w in range(1, owners.shape[1]):
+        owner = jnp.where(word == w, owners[0, w : w + 1], owner)
+    seen = (owner & bit != 0) & (position[0] >= first) & (position[0] <= last)  # [X, C]
+    values, axis = v[0], 2 if in_lanes[1] else 1
+    size = position.shape[2]
+    if cells % size:  # what lies past the last cell is anything, also a value that is a NaN
+        count = cells - tile * size
+        seen &= jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < count
+        there = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis) < count
+        values = jnp.where(there, values, jnp.zeros_like(values))
+
+    dtype = jnp.promote_types(q.dtype, k.dtype)
+    over = ((2,), (1 if in_lanes[0] else 2,)), ((0,), (0,))
+    logits = _product(q[0].astype(dtype), k[0].astype(dtype), over, out.dtype)  # [h, X, C]
+    logits = masked(options.capped(logits), seen[None])
+    top = jnp.maximum(highest[0], jnp.max(logits, axis=2, keepdims=True))
+    down, weights = jnp.exp(highest[0] - top), jnp.exp(logits - top)
+    highest[0] = top
+    total[0] = total[0] * down + jnp.sum(weights, axis=2, keepdims=True)
+    over = ((2,), (axis,)), ((0,), (0,))
+    out[0] = out[0] * down + _product(weights.astype(v.dtype), values, over, out.dtype)
+
+
+def _product(a: jax.Array, b: jax.Array, over: Any, dtype: Any) -> jax.Array:
+    return jax.lax.dot_general(a, b, over, preferred_element_type=dtype)
+
+
+def _pair(number: Any, tiles: int) -> tuple[Any, Any]:
+    """Return the block of tokens and the tile that a number stands for."""
+    return jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
+
+
+def _looks(sight: Sight, blocks: int, queries: int) -> jax.Array:
+    """Return what decides what queries see, `[P * b, X, 4]` int32.
+
+    The first and the last position, the word of the owner, and its bit.
+    """
+    looks = (
+        first_seen(sight.window, sight.at),
+        last_seen(sight.window, sight.at, causal=sight.causal),
+        sight.word,
+        jax.lax.bitcast_convert_type(sight.bit, jnp.int32),
+    )
+    return jnp.tile(in_blocks(jnp.stack(looks, axis=-1), blocks), (1, queries, 1))
+
+
+def _most(queries: int) -> int:
+    """Return how many tokens a block has at most, where each has some queries of a key."""
+    return max(1, QUERIES // queries)
+
+
+def _in_lanes(x: jax.Array) -> bool:
+    """Return whether the compiler lays out buffers `[S, K, N, D]` with cells in the lanes."""
+    return x.shape[3] % LANES != 0
+
+
+def _where_they_lie(x: jax.Array, interpret: bool) -> jax.Array:
+    """Return buffers as the kernel reads them, in the large memory.
+
+    The compiler would else copy small ones to the fast memory before it writes and reads them.
+    """
+    x = x.swapaxes(2, 3) if _in_lanes(x) else x
+    return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
+def _heads_at_once(q: jax.Array, k: jax.Array, v: jax.Array) -> int:
+    """Return how many heads a turn takes: a divisor of K, for queries `[P * b, K, X, D]`.
+
+    Many fetch much at once and find only once what is seen. Two tiles are held of each, one of
+    which is being fetched, and some arrays of the logits' size.
+    """
+    size = min(TILE, k.shape[2])
+    tiles = 2 * size * (k.shape[3] * k.dtype.itemsize + v.shape[3] * v.dtype.itemsize)
+    logits = 4 * size * q.shape[2] * sums_dtype(q).itemsize
+    most = max(1, VMEM // (tiles + logits))
+    return max(h for h in range(1, min(most, k.shape[1]) + 1) if k.shape[1] % h == 0)
