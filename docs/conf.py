@@ -31,9 +31,12 @@ default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
-    ("py:.*", r"(jax|np|numpy|collections|typing)\..*"),
+    ("py:.*", r"(jax|np|numpy|collections|os|typing)\..*"),
     # Types that stand in signatures and are not public.
-    ("py:class", r"jaxkv\.(memory\.Commitment|loops\.drafts\.\w+|sharding\.broadcasting\.T)"),
+    (
+        "py:class",
+        r"jaxkv\.(memory\.(?:Commitment|Facts)|loops\.drafts\.\w+|sharding\.broadcasting\.T)",
+    ),
 ]
 napoleon_attr_annotations = False  # docstrings say shapes and dtypes, which say more
 napoleon_custom_sections = ["Returns"]  # napoleon would read what stands before a colon as a type

@@ -15,11 +15,11 @@ Letters, in every shape of this library:
   W  words of 32 owners                          P  lists of tokens that share a stream
   E  earlier states that are kept                n  any number, d that of an embedding
 
-Public is what stands here and in the modules `draw`, `hybrid`, `loops`, `ops`, `rope`, `sharding`,
-`snapshot` and `window`; all else may move.
+Public is what stands here and in the modules `draw`, `hybrid`, `loops`, `ops`, `prefix`, `rope`,
+`sharding`, `snapshot` and `window`; all else may move.
 """
 
-from jaxkv import draw, hybrid, loops, ops, rope, sharding, snapshot, window
+from jaxkv import draw, hybrid, loops, ops, prefix, rope, sharding, snapshot, window
 from jaxkv.batch import Batch, Ubatch, make_batch
 from jaxkv.draw import show
 from jaxkv.hybrid import make_hybrid_cache
@@ -72,4 +72,4 @@ __all__ += ["write_states"]
 # Loops.
 __all__ += ["decode", "prefill"]
 # Modules.
-__all__ += ["draw", "hybrid", "loops", "ops", "rope", "sharding", "snapshot", "window"]
+__all__ += ["draw", "hybrid", "loops", "ops", "prefix", "rope", "sharding", "snapshot", "window"]

@@ -18,7 +18,7 @@ LADDERS = {
         ["tables"],
         ["planning", "kv", "recurrent", "hybrid"],
         ["verbs", "draw", "sharding"],
-        ["snapshot"],
+        ["snapshot", "prefix"],
         ["loops"],
         ["__init__"],
     ],

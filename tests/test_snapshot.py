@@ -323,6 +323,7 @@ def test_states_of_any_dtype_and_name():
 
 FULL = [replace(SMALL, cells=40, sequences=4, streams=s, name=f"{s} streams") for s in (1, 2, 4)]
 FULL += [replace(FULL[1], placement="contiguous", name="neighbours")]
+FULL += [replace(FULL[1], placement="striped", shards=4, name="striped")]
 WINDOWS = [replace(one, windows=(jaxkv.window.sliding(3),)) for one in FULL]
 BOTH = [replace(one, windows=(None, jaxkv.window.chunked(4))) for one in FULL]
 ids = st.integers(0, 3)
