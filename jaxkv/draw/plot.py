@@ -114,11 +114,8 @@ def occupancy(steps: Sequence[Memory | int], *, cells: int | None = None, ax: An
     if memories:
         views = [[cells_of(part) for part in parts_of(one)] for one in memories]
         cells = sum(view.position.size for view in views[0]) if cells is None else cells
-        used = {
-            seq: [sum(int((view.owner == seq).sum()) for view in one) for one in views]
-            for seq in range(views[0][0].sequences)
-        }
-        used = {seq: counts for seq, counts in used.items() if any(counts)}
+        counts = np.stack([np.sum([_owned(view) for view in one], axis=0) for one in views], axis=1)
+        used = {seq: row.tolist() for seq, row in enumerate(counts) if row.any()}
         if used:
             colours = [colour_of(seq) for seq in used]
             heights = [[*counts, counts[-1]] for counts in used.values()]
@@ -184,7 +181,7 @@ def sight(
         raise ValueError("wanted a memory that the ubatch was applied to: apply(memory, ubatch)")
     view = view_of(table)
     tokens = seen, stream, ubatch.sequences, ubatch.positions
-    seen, stream, sequence, at = (x[valid] for x in tokens)
+    seen, stream, sequence, at = (np.asarray(x)[valid] for x in tokens)
     marks = np.where(seen, sequence[:, None], np.where(view.position[stream] == EMPTY, -1, -3))
     if by_position:
         marks = _by_position(view, seen, stream, sequence)
@@ -232,6 +229,12 @@ def nbytes(memory: Memory, ax: Any = None) -> Any:
     ax.set_xticks([])
     ax.spines[["top", "right", "bottom"]].set_visible(False)
     return ax
+
+
+def _owned(view: CellView) -> np.ndarray:
+    """Return of how many cells each sequence is the lowest owner, `[Q]` int."""
+    owner = view.owner
+    return np.bincount(owner[owner >= 0], minlength=view.sequences)
 
 
 def _axes(ax: Any) -> Any:
