@@ -93,11 +93,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chip", default="v5e:2x2")
     parser.add_argument("--size", type=int, default=128, help="numbers of a head")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     arguments = parser.parse_args()
     print("thousands of cycles of a layer, 8 heads in groups of 4, 8,192 cells, bfloat16")
     print(f"{'':24} {'all cells seen':>26} {'a quarter':>26}")
     print(f"{'':24}" + f" {'pallas':>8} {'whole':>8} {'tiles':>8}" * 2)
-    for name, case in CASES.items():
+    for name, case in ((name, CASES[name]) for name in arguments.cases):
         shapes = attention_shapes(
             arguments.chip, arguments.size, "bfloat16", **{"tokens": 1, **case}
         )

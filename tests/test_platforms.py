@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.ops.attention.api import attend
+from jaxkv.ops.attention.softmax import Options
 from tests.pods import Pod
+from tests.sights import sight_of_mask
 
 ELSEWHERE = pytest.mark.parametrize("platform", ["tpu", "cuda"])
 
@@ -71,7 +74,16 @@ def test_elsewhere_last_positions_are_looked_for_in_one_pass(platform):
 
 @pytest.mark.slow
 def test_on_a_mesh_each_share_runs_the_kernel():
-    pod = Pod((("data", 2), ("tensor", 2), ("cells", 2)), streams=8, cells=1024)
+    pod = Pod((("data", 2), ("tensor", 2), ("cells", 2)), streams=8, cells=2048)
     with jax.set_mesh(pod.mesh(np.array(jax.devices()))):
         traced = jax.jit(pod.step).trace(pod.weights(), pod.memory(), *pod.next_tokens())
         assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.slow
+def test_small_streams_of_a_token_each_are_read_at_once_on_a_tpu():
+    for cells, kernel in ((512, False), (1024, True)):
+        sight = sight_of_mask(np.zeros((4, 1, cells), bool), range(4), 4)
+        q, k = jnp.zeros((4, 1, 2, 8)), jnp.zeros((4, 2, cells, 8))
+        lowered = attend.trace(q, k, k, sight, Options()).lower(lowering_platforms=("tpu",))
+        assert ("tpu_custom_call" in lowered.as_text()) == kernel

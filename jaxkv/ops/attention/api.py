@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention import jax_nn, pallas_tpu, xla, xla_cpu, xla_tiles
+from jaxkv.ops.attention.live import TILE
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import Options, Sums, closed, unpacked, with_sinks
 from jaxkv.ops.attention.transforms import derived_by, folded
@@ -55,8 +56,14 @@ def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Option
 
 
 def best_for_tpu(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Run the kernel where it takes the arrays: no shape was found for which another is better."""
-    way = pallas_tpu.weigh if pallas_tpu.can_weigh(q, k, v, sight) else best
+    """Run the kernel where it takes the arrays, see `docs/kernels.md` for what that is based on.
+
+    Streams of one tile each, with a token each, are the exception: there is nothing to skip and
+    nothing to share, and one product for all streams is less than a turn for each.
+    """
+    lists, tokens = sight.at.shape
+    small = lists > 1 and tokens == 1 and k.shape[2] <= TILE
+    way = best if small or not pallas_tpu.can_weigh(q, k, v, sight) else pallas_tpu.weigh
     return way(q, k, v, sight, options)
 
 
