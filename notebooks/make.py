@@ -28,7 +28,12 @@ def executed(source: Path) -> nbformat.NotebookNode:
     notebook = jupytext.read(source, fmt="py:percent")
     folder = {"metadata": {"path": str(HERE.parent)}}  # where `models` is found
     NotebookClient(
-        notebook, timeout=SECONDS, kernel_name="python3", resources=folder, record_timing=False
+        notebook,
+        timeout=SECONDS,
+        kernel_name="python3",
+        resources=folder,
+        record_timing=False,
+        coalesce_streams=True,  # what is printed arrives in pieces, cut where time has it
     ).execute()
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
