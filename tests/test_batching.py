@@ -476,16 +476,17 @@ def test_what_a_window_can_hold(rule, split):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [1, 8])
 @pytest.mark.parametrize(
-    ("name", "reserve"),
+    ("name", "streams", "reserve"),
     [
-        ("llama_tied", True),
-        ("llama_tied", False),
-        ("mistral_window", True),
-        ("gemma3", True),
-        ("mamba2", True),
-        ("granite_hybrid", False),
+        ("llama_tied", 1, True),
+        ("llama_tied", 8, False),
+        ("mistral_window", 8, True),
+        ("gemma3", 1, True),
+        ("mamba2", 1, True),
+        ("mamba2", 8, True),
+        ("granite_hybrid", 1, False),
+        ("granite_hybrid", 8, True),
     ],
 )
 def test_64_requests_through_8_sequences_with_half_the_cells(name, streams, reserve):
