@@ -363,7 +363,7 @@ def lives(memory, ops):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", [FULL, WINDOWS, BOTH], ids=["full", "window", "hybrid"])
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_it_goes_on_in_any_other_layout(kinds, data):
     source, target = (data.draw(st.sampled_from(kinds)) for _ in range(2))
@@ -400,7 +400,7 @@ def test_it_goes_on_in_any_other_layout(kinds, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [FULL[1], WINDOWS[0], BOTH[2]], ids=lambda kind: kind.name)
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(before=st.lists(OPS, max_size=8), after=st.lists(OPS, max_size=6))
 def test_saved_and_loaded_in_the_middle_of_a_life(kind, before, after):
     memory = lives(kind.make(), before)
@@ -413,7 +413,7 @@ def test_saved_and_loaded_in_the_middle_of_a_life(kind, before, after):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2), streams=st.sampled_from([1, 4]), kept=st.sampled_from([0, 2]))
 def test_states_go_on_in_any_other_layout(name, seed, streams, kept):
     options = STATES[name]
