@@ -20,8 +20,8 @@ tokenizer = model.tokenizer
 # %% [markdown]
 # ## Requests
 #
-# Eight prompts, each with a limit and a seed of its own, from which its tokens are drawn. They share
-# four sequences of one pool of 96 cells: a cell for each token.
+# Eight prompts, each with a limit and a seed of its own, from which its tokens are drawn. They
+# share four sequences of one pool of 96 cells: a cell for each token.
 
 # %%
 ASKED = [
