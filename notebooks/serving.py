@@ -20,8 +20,8 @@ tokenizer = model.tokenizer
 # %% [markdown]
 # ## Requests
 #
-# Eight prompts, each with a limit of its own. Two are drawn, with seeds; of the others the best
-# token is taken. They share four sequences of one pool of 96 cells: a cell for each token.
+# Eight prompts, each with a limit and a seed of its own, from which its tokens are drawn. They
+# share four sequences of one pool of 96 cells: a cell for each token.
 
 # %%
 ASKED = [
@@ -34,12 +34,15 @@ ASKED = [
     ("To make tea, first boil the water. Then", 24),
     ("The sun rises in the east and", 8),
 ]
-DRAWN = {3: {"temperature": 0.8, "top_k": 40}, 5: {"temperature": 0.8, "top_k": 40}}
 SEQUENCES, CELLS = 4, 96
 
 requests = [
     batching.Request(
-        prompt=tokenizer.prompt(prompt), limit=limit, seed=i, sampling=DRAWN.get(i, {}), tag=prompt
+        prompt=tokenizer.prompt(prompt),
+        limit=limit,
+        seed=i,
+        sampling={"temperature": 0.5},
+        tag=prompt,
     )
     for i, (prompt, limit) in enumerate(ASKED)
 ]

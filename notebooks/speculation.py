@@ -56,23 +56,6 @@ for row in plain.tokens:
 #
 # `lookup` knows the tokens of a text and nothing else. It guesses that what came after the last two
 # tokens the last time comes after them again.
-
-# %%
-lookup = loops.lookup(prompts, ngram=2, tries=3)
-_, _, _, made = loops.speculate(
-    model.forward, lookup, best, model.weights, memory, state, steps=STEPS
-)
-assert np.array_equal(made.tokens, plain.tokens)
-for name, turns, tried, accepted in zip(
-    ("rules", "story"), made.turns, made.tried, made.accepted, strict=True
-):
-    print(f"{name}: {STEPS} tokens in {turns} steps, {accepted} of {tried} guessed tokens held")
-
-# %% [markdown]
-# The texts are the same, token by token. The rules gain most. The story gains little, and loses
-# next to nothing: a step in which nothing is guessed is one token wide.
-#
-# ## Step by step
 #
 # To see what was accepted where, here is a draft of our own. A draft has two methods: `guess`, and
 # `follow`, which is told what came of the guess. This one asks another draft and takes notes. It
@@ -118,15 +101,26 @@ def noted(draft):
 
 
 def speculate(draft):
-    """Generate from where the prompts end, and return the notes and what was made."""
-    _, _, notes, made = loops.speculate(
+    """Generate from where the prompts end; the memory, the notes, and what was made."""
+    memory_after, _, notes, made = loops.speculate(
         model.forward, noted(draft), best, model.weights, memory, state, steps=STEPS
     )
     assert np.array_equal(made.tokens, plain.tokens)
-    return notes, made
+    return memory_after, notes, made
 
+
+memory_after, notes, by_lookup = speculate(loops.lookup(prompts, ngram=2, tries=3))
+for name, turns, tried, accepted in zip(
+    ("rules", "story"), by_lookup.turns, by_lookup.tried, by_lookup.accepted, strict=True
+):
+    print(f"{name}: {STEPS} tokens in {turns} steps, {accepted} of {tried} guessed tokens held")
 
 # %% [markdown]
+# The texts are the same, token by token. The rules gain most. The story gains little, and loses
+# next to nothing: a step in which nothing is guessed is one token wide.
+#
+# ## Step by step
+#
 # Each box is a step of the model. What the draft had guessed is blue; the token at the end of each
 # box, in white, is the model's own. A number below says how many guessed tokens were thrown away.
 
@@ -166,17 +160,15 @@ def draw(ax, text, notes, made):
     ax.axis("off")
 
 
-def picture(draft, title):
-    notes, made = speculate(draft)
+def picture(notes, made, title):
     fig, axes = plt.subplots(2, 1, figsize=(8.4, 3.6), layout="constrained")
     fig.suptitle(title, fontsize=10)
     for text, ax in enumerate(axes):
         draw(ax, text, notes, made)
         ax.set_title(f"{STEPS} tokens in {made.turns[text]} steps", fontsize=9, loc="left")
-    return made
 
 
-by_lookup = picture(lookup, "guessed by looking up")
+picture(notes, by_lookup, "guessed by looking up")
 
 # %% [markdown]
 # In the rules most steps make four tokens. In the story two tokens seldom come again, and what came
@@ -195,9 +187,9 @@ rough = jax.tree.map(
 )
 own = model.make_memory(cells=256, sequences=2)
 own, _ = jaxkv.prefill(model.forward, rough, own, jaxkv.make_batch(prompts))
-by_model = picture(
-    loops.draft_model(model.forward, rough, own, texts=2, tries=3), "guessed by a rounded model"
-)
+draft = loops.draft_model(model.forward, rough, own, texts=2, tries=3)
+_, notes, by_model = speculate(draft)
+picture(notes, by_model, "guessed by a rounded model")
 
 # %% [markdown]
 # Now the story gains as much. Where a guess does not hold, the two models disagree about the best
@@ -228,11 +220,8 @@ assert (steps[1:] <= STEPS).all()
 # then has the prompt and the tokens that were fed, as without guesses.
 
 # %%
-after, _, _, _ = loops.speculate(
-    model.forward, lookup, best, model.weights, memory, state, steps=STEPS
-)
 for text, prompt in enumerate(prompts):
-    last = int(jaxkv.seq_pos_max(after, text))
+    last = int(jaxkv.seq_pos_max(memory_after, text))
     print(f"text {text}: a prompt of {len(prompt)} tokens and {STEPS} more, last position {last}")
     assert last == len(prompt) + STEPS - 1
 
