@@ -97,8 +97,7 @@ class Rules:
         """
         found = {}
         for name, size in sizes.items():
-            axes = self.present(mesh, name)
-            devices = prod(mesh.shape[axis] for axis in axes)
+            axes, devices = self.present(mesh, name), self.devices(mesh, name)
             if size > 1 and size % devices and name != "kv_heads":
                 raise ValueError(
                     f"wanted a number of {name} that {devices} devices divide "
@@ -110,6 +109,10 @@ class Rules:
     def present(self, mesh: Any, name: str) -> tuple[str, ...]:
         """Return the axes of a mesh with several devices that a field names."""
         return tuple(axis for axis in self.axes(name) if mesh.shape.get(axis, 1) > 1)
+
+    def devices(self, mesh: Any, name: str) -> int:
+        """Return over how many devices a mesh splits what a field names, 1 if it does not."""
+        return prod(mesh.shape[axis] for axis in self.present(mesh, name))
 
 
 @dataclass(frozen=True, kw_only=True)

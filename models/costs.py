@@ -1,6 +1,5 @@
 """What weights and memory of a model take on each device of a mesh, before they are there."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -124,8 +123,7 @@ def most_sequences(
 
 def whole_cells(model: Model, tokens: int) -> int:
     """Return the cells of a stream that holds so many tokens: devices that split them divide it."""
-    axes = model.rules.present(model.mesh, "cells")
-    devices = math.prod(model.mesh.shape[axis] for axis in axes)
+    devices = model.rules.devices(model.mesh, "cells")
     return -(-tokens // devices) * devices
 
 

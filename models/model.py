@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -102,7 +101,7 @@ class Model:
         dtype = dtype or self.dtype
         layers = self.family.layers_of(self.config, dtype)
         if self.mesh is not None and "placement" not in options:
-            shards = prod(self.mesh.shape[axis] for axis in self.rules.present(self.mesh, "cells"))
+            shards = self.rules.devices(self.mesh, "cells")
             if shards > 1 and any(isinstance(layer, Attends) for layer in layers):
                 options = {"placement": "striped", "shards": shards, **options}
         return partial(make_memory, layers, cells=cells, dtype=dtype, **options)

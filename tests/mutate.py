@@ -47,6 +47,7 @@ KNOWN_BY = {
     "evictions stateful recurrent_ubatches every_argument",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
     "jaxkv/kv/transfer.py": "groups stateful every_argument",
+    "jaxkv/kv/arrivals.py": "groups stateful every_argument",
     "jaxkv/recurrent/s*.py": "arguments groups invariants recurrent recurrent_going_back "
     "recurrent_ubatches stale every_argument",
     "jaxkv/recurrent/copy.py": "groups recurrent recurrent_going_back stale every_argument",

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxkv.kv.arrivals import choose, room, settle
 from jaxkv.kv.buffers import Buffers, Halves, bring, on_halves, put
 from jaxkv.kv.by_stream import on_streams
 from jaxkv.kv.cells import (
@@ -30,13 +31,11 @@ from jaxkv.kv.cells import (
     within,
 )
 from jaxkv.kv.cells import copy as share
-from jaxkv.kv.reuse import evict
 from jaxkv.kv.shift import CHUNK
-from jaxkv.kv.slots import in_turn, longest_run, usable
+from jaxkv.kv.slots import usable
 from jaxkv.memory import Need
 from jaxkv.mesh import Shares, looked_up, on_shares, own, shares
 from jaxkv.places import divided, end_of, nowhere
-from jaxkv.stamp import mix
 
 
 class Transfer(NamedTuple, Generic[C]):
@@ -97,32 +96,10 @@ def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buf
     left, arriving, origin, slots, need = transfer
     gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.wanted[:, None])
     slots = jnp.where(gets, slots, nowhere(slots))
-    filled = on_streams(cells, _arrive, left, arriving, slots)
+    filled = on_streams(left, settle, slots, arriving)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
     args = origin, slots, jnp.where(need.ok, need.wanted, 0)
     return filled, on_halves(cells.rules, buffers, _fill, *args, by_stream=2)
-
-
-def _arrive(cells: C, left: C, arriving: C, slots: jax.Array) -> C:
-    """Put copies into their slots, `[S, N]`; those past the last cell are none."""
-    stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
-    if cells.window is not None:
-        left = evict(left, jnp.zeros(slots.shape, bool).at[stream, slots].set(True, mode="drop"))
-
-    def taken(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
-
-    # Other bytes in the same place: stamped anew, for a table that knew what stood there.
-    there = cells.stamp.at[stream, slots].get(mode="fill", fill_value=0)
-    words = range(left.owners.shape[1])
-    owners = [taken(left.owners[:, w], arriving.owners[:, w]) for w in words]
-    return replace(
-        left,
-        position=taken(left.position, arriving.position),
-        owners=jnp.stack(owners, axis=1),
-        shift=taken(left.shift, arriving.shift),
-        stamp=taken(cells.stamp, mix(there + mix(arriving.stamp + 1))),
-    )
 
 
 def _fill(
@@ -266,10 +243,4 @@ def _queue(
 
     none = jnp.zeros_like(cells.position), jnp.zeros(cells.streams, jnp.int32)
     arriving, origin, wanted = each(first, add, (clear(left), *none))
-    slots, _ = jax.vmap(
-        lambda open_cells, position, total: in_turn(cells, open_cells, position, index + 1, total)
-    )(open_cells, left.position, wanted)
-    found = jnp.sum(open_cells, axis=1, dtype=jnp.int32)
-    if cells.placement == "contiguous":
-        found = longest_run(open_cells)
-    return arriving, origin, slots, wanted, found
+    return arriving, origin, choose(left, open_cells, wanted), wanted, room(left, open_cells)

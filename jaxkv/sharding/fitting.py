@@ -1,6 +1,6 @@
 """A mesh that fits the heads of a memory, made of one with more devices than there are heads."""
 
-from math import gcd, prod
+from math import gcd
 from typing import Literal, get_args
 
 from jax.sharding import AbstractMesh, Mesh
@@ -46,7 +46,7 @@ def fitted(
         raise ValueError(f"wanted a surplus of {get_args(Surplus)}, got {surplus!r}")
     axes = rules.present(mesh, "kv_heads")
     heads = {x.shape[1] for x in keys_of(memory)} - {1}
-    devices = prod(mesh.shape[axis] for axis in axes)
+    devices = rules.devices(mesh, "kv_heads")
     fit = gcd(devices, *heads)
     if not heads or fit == devices:
         return mesh, rules

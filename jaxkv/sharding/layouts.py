@@ -162,8 +162,7 @@ def _whole(part: Memory, mesh: Any, rules: Rules) -> list[str]:
 
 def _uneven(part: Memory, mesh: Any, rules: Rules) -> list[str]:
     """Say what to do where a short text lies on some of the devices that split cells alone."""
-    axes = rules.present(mesh, "cells")
-    devices = prod(mesh.shape[axis] for axis in axes)
+    axes, devices = rules.present(mesh, "cells"), rules.devices(mesh, "cells")
     if not isinstance(part.table, Cells) or part.table.shards % devices == 0:
         return []
     placement, shards = part.table.placement, part.table.shards

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.kv.arrivals import choose, room, settle
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cache import CellTable
 from jaxkv.kv.cells import WORD, bits, empty_fields, with_owners
-from jaxkv.kv.reuse import evict
-from jaxkv.kv.slots import in_turn, longest_run, usable
+from jaxkv.kv.slots import usable
 from jaxkv.places import EMPTY, fetched, nowhere
 from jaxkv.plan import NoRoomError
 from jaxkv.snapshot.chunks import put_in, taken_out
@@ -31,7 +31,7 @@ from jaxkv.snapshot.parts import (
     encoded,
     static_fields,
 )
-from jaxkv.stamp import chained, mix
+from jaxkv.stamp import chained
 
 CHUNK = 256
 """Cells that are read or written at a time."""
@@ -113,10 +113,10 @@ class CellPart(Part):
         wanted, origin, owners = _dealt(table, saved, read("stream"), read("owners"), moves)
         marks = np.full(table.sequences, EMPTY, np.int32)
         marks[moves.new] = read("evicted_below")[moves.turn]
-        left, open_cells, room = _let_go(table, marks)
-        for one in np.flatnonzero(wanted > np.asarray(room)):
+        left, open_cells, found = _let_go(table, marks)
+        for one in np.flatnonzero(wanted > np.asarray(found)):
             raise NoRoomError(
-                f"wanted {wanted[one]} cells of stream {one} for a snapshot, got {room[one]}, and "
+                f"wanted {wanted[one]} cells of stream {one} for a snapshot, got {found[one]}, and "
                 f"nothing was changed: remove a sequence there (seq_rm), close the gaps where "
                 f"cells must be neighbours (defrag_plan), or make a memory with more cells"
             )
@@ -191,20 +191,10 @@ def _let_go(table: Any, marks: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
     left = with_owners(table, table.owners & ~gone[..., None])
     left = replace(left, evicted_below=jnp.where(goes, marks, left.evicted_below))
     open_cells = usable(left)
-    if table.placement == "contiguous":
-        return left, open_cells, longest_run(open_cells)
-    return left, open_cells, jnp.sum(open_cells, axis=1, dtype=jnp.int32)
+    return left, open_cells, room(left, open_cells)
 
 
-@jax.jit
-def _choose(left: Any, open_cells: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Return the cells of each stream in their turn, as a ubatch is given them; `[S, N]` int32."""
-    turn = 1 + jnp.arange(left.num_cells, dtype=jnp.int32)
-
-    def of_stream(open_cells: jax.Array, position: jax.Array, total: jax.Array) -> jax.Array:
-        return in_turn(left, open_cells, position, turn, total)[0]
-
-    return jax.vmap(of_stream)(open_cells, left.position, wanted)
+_choose = jax.jit(choose)
 
 
 @jax.jit
@@ -217,22 +207,7 @@ def _fill(
     origin: jax.Array,
     seed: jax.Array,
 ) -> Any:
-    """Take cells in, `[S, N]` each; stamped so that a table that knew what stood there notices."""
-    stream = jnp.arange(left.streams, dtype=jnp.int32)[:, None]
-    if left.window is not None:
-        nothing = jnp.zeros(left.position.shape, bool)
-        left = evict(left, nothing.at[stream, slots].set(True, mode="drop"))
-
-    def taken(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
-
-    there = left.stamp.at[stream, slots].get(mode="fill", fill_value=0)
-    new = chained(jnp.broadcast_to(seed, origin.shape), origin)
-    words = [taken(left.owners[:, w], owners[:, w]) for w in range(owners.shape[1])]
-    return replace(
-        left,
-        position=taken(left.position, position),
-        owners=jnp.stack(words, axis=1),
-        shift=taken(left.shift, shift),
-        stamp=taken(left.stamp, mix(there + mix(new + 1))),
-    )
+    """Take cells in, `[S, N]` each, with a stamp for each cell of the file."""
+    stamp = chained(jnp.broadcast_to(seed, origin.shape), origin)
+    arriving = replace(left, position=position, owners=owners, shift=shift, stamp=stamp)
+    return settle(left, slots, arriving)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from models.cli.screen import in_units, plural, put
+from models.cli.screen import axes_of, in_units, plural, put
 from models.costs import Costs, whole_cells
 from models.model import Model
 
@@ -85,7 +85,7 @@ def advice(answer: Answer) -> Iterator[str]:
     """Say what to do about heads that the devices do not divide."""
     if answer.fitted is not None:
         layout = answer.fitted.layout
-        yield f"the heads fit with --mesh {axes_of(answer.fitted)}, on each device:"
+        yield f"the heads fit with --mesh {axes_of(answer.fitted.mesh)}, on each device:"
         yield (
             f"weights {in_units(layout.weights)}, buffers {in_units(layout.buffers)}, in all "
             f"{in_units(layout.total)}, sent in a step {in_units(layout.sent)}"
@@ -111,7 +111,7 @@ def too_large(answer: Answer) -> str:
     layout, room = answer.costs.layout, answer.room
     head = f"{in_units(layout.total)} on each device are more than --room {in_units(room)}; "
     if answer.fitted is not None and answer.fitted.layout.total <= room:
-        return f"{head}give --mesh {axes_of(answer.fitted)}."
+        return f"{head}give --mesh {axes_of(answer.fitted.mesh)}."
     more = "or more devices to tensor or cells"
     if layout.weights > room:
         return f"{head}the weights alone are: give more devices to tensor or cells."
@@ -149,8 +149,3 @@ def costs_object(costs: Costs) -> dict[str, Any]:
 def weights_in(model: Model) -> int:
     """Count the numbers in the weights."""
     return sum(array.size for array in jax.tree.leaves(model.weights))
-
-
-def axes_of(costs: Costs) -> str:
-    """Write a mesh as `--mesh` reads it."""
-    return ",".join(f"{name}={size}" for name, size in costs.mesh.items())

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from models.cli.screen import megabytes, note, plural
+from models.cli.screen import axes_of, megabytes, note, plural
 from models.costs import whole_bytes
 from models.model import Model
 from models.texts import Text
@@ -44,9 +44,15 @@ def note_shares(model: Model) -> None:
         math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for array in jax.tree.leaves(model.weights)
     )
-    axes = ",".join(f"{name}={size}" for name, size in model.mesh.shape.items())
     parts = [f"{megabytes(size)} on all ({reason})" for reason, size in whole_bytes(model).items()]
-    note(" | ".join((f"mesh {axes}: {megabytes(share)} of weights on each device", *parts)))
+    note(
+        " | ".join(
+            (
+                f"mesh {axes_of(model.mesh.shape)}: {megabytes(share)} of weights on each device",
+                *parts,
+            )
+        )
+    )
 
 
 def tokens_of(texts: Sequence[Text]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Protocol
 
@@ -134,6 +134,11 @@ def in_units(count: int) -> str:
         if count >= 10**power:
             return f"{count / 10**power:.1f}".removesuffix(".0") + f" {unit}"
     return plural(count, "byte")
+
+
+def axes_of(mesh: Mapping[str, int]) -> str:
+    """Write the sizes of a mesh as `--mesh` reads them."""
+    return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def megabytes(count: int) -> str:
