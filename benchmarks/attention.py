@@ -1,10 +1,11 @@
 """How near to the memory's speed is attention alone? Arrays only.
 
 Run `python -m benchmarks.attention`. Keys and values of SmolLM2's shape, 3 heads of 64 in groups of
-3, or `--shape 8b` for 8 heads of 128 in groups of 4 in bfloat16, which says something on a GPU. As
-many distinct layers follow each other as fill four times the last-level cache, so nothing is read
-from a cache. `jaxkv` is what `jaxkv.attend` runs, in several ways; the others are
-`jax.nn.dot_product_attention`, which takes `[B, N, K, D]`, and torch where it is installed.
+3, or `--shape 8b` for 8 heads of 128 in groups of 4 in bfloat16, which says something on a GPU,
+where jaxkv runs its kernel. As many distinct layers follow each other as fill four times the
+last-level cache, so nothing is read from a cache. `jaxkv` is what `jaxkv.attend` runs, in several
+ways; the others are `jax.nn.dot_product_attention`, which takes `[B, N, K, D]`, and torch where it
+is installed.
 
 By default a token of each of `--batch` streams sees all cells. `--tokens` are those of a prompt in
 each stream, which see `--seen` of the cells; with `--pool` each is of another sequence, and they
@@ -88,7 +89,7 @@ def sight_of(
 
 
 def sides_of(
-    shape: tuple[int, int, int, Any], sight: Sight, layers: int
+    shape: tuple[int, int, int, Any], sight: Sight, layers: int, names: list[str] | None
 ) -> dict[str, Callable[[], object]]:
     """All sides that can take part here, on the same arrays, after a look that they agree."""
     heads, group, size, dtype = shape
@@ -108,6 +109,8 @@ def sides_of(
         forms["jax.nn.dot_product_attention"] = jax.nn.dot_product_attention
     if plain and gpu:
         forms["the same, cudnn"] = partial(jax.nn.dot_product_attention, implementation="cudnn")
+    if names is not None:
+        forms = {name: form for name, form in forms.items() if name in names}
     arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, k, v))
     turned = (arrays[0], *jax.tree.map(lambda x: x.swapaxes(1, 2) + 0, arrays[1:]))
     # The sight is no constant: the compiler would leave out what a cache has to do.
@@ -136,6 +139,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1, help="of each stream")
     parser.add_argument("--seen", type=float, default=1.0, help="share of the cells")
     parser.add_argument("--pool", action="store_true", help="each token is of another sequence")
+    parser.add_argument("--sides", nargs="*", help="those to compare, all by default")
     parser.add_argument("--megabytes", type=float, default=160, help="of all layers together")
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
@@ -150,7 +154,7 @@ def main() -> None:
         layer = 2 * batch * heads * cells * size * jnp.dtype(dtype).itemsize / 1e6
         layers = max(2, -(-int(args.megabytes) // int(layer + 1)))
         sight = sight_of(batch, cells, args.tokens, args.seen, args.pool)
-        sides = sides_of(SHAPES[args.shape], sight, layers)
+        sides = sides_of(SHAPES[args.shape], sight, layers, args.sides)
         print(
             f"batch {batch} x {args.tokens}, {cells} cells, {args.seen:.0%} seen, {layers} layers "
             f"of {layer:.1f} MB; ms a layer:"

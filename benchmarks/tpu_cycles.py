@@ -23,7 +23,8 @@ import jax
 
 from jaxkv.ops.attention import pallas_tpu
 from jaxkv.ops.attention.live import TILE
-from tests.tpu_kernel import GROUPS, QUERIES, attention_shapes, compiled, layers_of_attention
+from tests.kernels import GROUPS, QUERIES, attention_shapes, compiled, layers_of_attention
+from tests.tpu_kernel import on
 
 DUMP = Path(os.environ["LIBTPU_INIT_ARGS"].split("=")[-1])
 """Where the compiler writes its schedules."""
@@ -68,7 +69,7 @@ def a_layer(implementation, shapes):
     """Cycles of a layer: of a program of two less one of one, for all cells and for a quarter."""
     q, k, v, sight = shapes
     one, two = (
-        compiled(layers_of_attention(implementation), q, [(k, v)] * layers, sight)
+        compiled("tpu", layers_of_attention(implementation), q, [(k, v)] * layers, sight)
         for layers in (1, 2)
     )
     (outside, inside), (twice, loops) = estimates(one), estimates(two)
@@ -100,7 +101,7 @@ def main():
     print(f"{'':24}" + f" {'pallas':>8} {'whole':>8} {'tiles':>8}" * 2)
     for name, case in ((name, CASES[name]) for name in arguments.cases):
         shapes = attention_shapes(
-            arguments.chip, arguments.size, "bfloat16", **{"tokens": 1, **case}
+            on(arguments.chip), arguments.size, "bfloat16", **{"tokens": 1, **case}
         )
         found = [a_layer(way, shapes) for way in ("pallas", "whole", "tiles")]
         cells = [f"{way[part] / 1000:8.1f}" for part in (0, 1) for way in found]

@@ -26,7 +26,7 @@ from jaxkv.hybrid import make_hybrid_cache
 from jaxkv.kv.cache import make_kv_cache
 from jaxkv.loops.generation import decode
 from jaxkv.loops.prompts import prefill
-from jaxkv.memory import Memory, join, split
+from jaxkv.memory import Memory, View, join, split
 from jaxkv.plan import NoRoomError, Plan, Reason, RefusedError
 from jaxkv.planning.init import init_batch, init_full
 from jaxkv.planning.step import plan_step, plan_tokens
@@ -48,7 +48,7 @@ from jaxkv.verbs.ask import (
 )
 from jaxkv.verbs.edit import clear, seq_add, seq_cp, seq_div, seq_keep, seq_rm, seq_select
 from jaxkv.verbs.go_back import go_back
-from jaxkv.verbs.layers import attend, read_states, rollback_of, write_states
+from jaxkv.verbs.layers import attend, read_states, rollback_of, view, write, write_states
 from jaxkv.verbs.tidy import defrag_plan, init_update, make_room
 
 # Memories: making them, taking them apart.
@@ -68,7 +68,7 @@ __all__ += ["check_invariants", "nbytes"]
 __all__ += ["seq_pos_max", "seq_pos_min", "show", "used"]
 # The side of the model.
 __all__ += ["attend", "make_rope", "read_states", "rollback_of", "rotate", "steps_to_keep"]
-__all__ += ["write_states"]
+__all__ += ["View", "view", "write", "write_states"]
 # Loops.
 __all__ += ["decode", "prefill"]
 # Modules.

@@ -113,8 +113,8 @@ def make_batch(
       valid: `[B]` bool; a token that is not valid is padding and goes nowhere.
 
     Raises:
-      ValueError: when neither or both of tokens and embeddings are given, shapes differ, or an
-        integer does not fit int32.
+      ValueError: when neither or both of tokens and embeddings are given, shapes differ, one of
+        several lists is empty, a token on the host is negative, or an integer does not fit int32.
       TypeError: when tokens, sequences or positions are no integers, or outputs or valid no bools.
 
     Examples:
@@ -140,6 +140,11 @@ def make_batch(
         if ids.shape != (len(tokens),):
             raise ValueError(
                 f"sequences must have one id for each of {len(tokens)} lists, got {ids.tolist()}"
+            )
+        if empty := [int(one) for one, row in zip(ids, tokens, strict=True) if not len(row)]:
+            raise ValueError(
+                f"wanted a token at least in each list, got none for sequences {empty}: leave "
+                f"those lists out, and give sequences= for the others"
             )
         sequences = np.repeat(ids, [len(row) for row in tokens])
         tokens = np.concatenate([integers(row, "tokens") for row in tokens])
@@ -173,6 +178,11 @@ def make_batch(
             raise ValueError(
                 f"{name} must have one entry a token: wanted {shape}, got {value.shape}"
             )
+    valid = fields["valid"]
+    # Tokens on a device are not looked at: that would wait for them.
+    on_host = isinstance(tokens, np.ndarray) and isinstance(valid, np.ndarray)
+    if on_host and np.any(np.asarray(valid) & (np.asarray(tokens) < 0)):
+        raise ValueError("wanted tokens of at least 0, got a negative one that is valid")
     return Batch(tokens=tokens, embeddings=embeddings, **fields)
 
 

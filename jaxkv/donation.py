@@ -38,7 +38,7 @@ def names_donated(fun: Callable[A, T]) -> Callable[A, T]:
     def called(*args: A.args, **kwargs: A.kwargs) -> T:
         try:
             return fun(*args, **kwargs)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # of a program that runs at once it is a ValueError
             check_there([x for x in (*args, *kwargs.values()) if not isinstance(x, jax.Array)])
             raise
 

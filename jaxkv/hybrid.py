@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.memory import Commitment, Facts, Findings, Memory, Need, Room, Table, join, split
+from jaxkv.memory import Commitment, Facts, Findings, Memory, Need, Room, Table, View, join, split
 from jaxkv.mesh import Rules
 from jaxkv.places import count
 
@@ -135,9 +135,14 @@ class HybridTable(Table):
             left=_smallest([one.left for one in found]),
         )
 
-    def can_hold(self, lengths: np.ndarray, at_once: int) -> np.ndarray:
+    def spared(self) -> tuple:
+        """Return what is spared in each part."""
+        return tuple(part.spared() for part in self.parts)
+
+    def can_hold(self, lengths: np.ndarray, at_once: int, spared: tuple) -> np.ndarray:
         """Return which streams have the cells in every part."""
-        return np.all([part.can_hold(lengths, at_once) for part in self.parts], axis=0)
+        parts = zip(self.parts, spared, strict=True)
+        return np.all([part.can_hold(lengths, at_once, own) for part, own in parts], axis=0)
 
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[tuple, jax.Array]:
         """Return what each part chooses, and the highest `Reason` of each token."""
@@ -251,6 +256,17 @@ class HybridTable(Table):
         i, inner = self._part_serving("attend", layer)
         own, out = self.parts[i].attend(buffers[i], inner, part_of(ubatch, i), *args, **options)
         return _put(buffers, i, own), out
+
+    def write(self, buffers: tuple, layer: int, ubatch: Ubatch, *new: jax.Array) -> tuple:
+        """Write into the part that serves the layer."""
+        i, inner = self._part_serving("attend", layer)
+        own = self.parts[i].write(buffers[i], inner, part_of(ubatch, i), *new)
+        return _put(buffers, i, own)
+
+    def view(self, buffers: tuple, layer: int, ubatch: Ubatch, causal: bool) -> View:
+        """Look at the part that serves the layer."""
+        i, inner = self._part_serving("attend", layer)
+        return self.parts[i].view(buffers[i], inner, part_of(ubatch, i), causal)
 
     def read_states(self, buffers: tuple, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
         """Read from the part that serves the layer."""

@@ -143,6 +143,23 @@ def no_need(streams: int) -> Need:
     return Need(jnp.zeros(streams, jnp.int32), jnp.zeros(streams, jnp.int32))
 
 
+class View(NamedTuple):
+    """What P lists of T tokens see of a layer. It unpacks into k, v, mask and positions.
+
+    Rows of one stream are one list, in their order; with a stream for each sequence, a row is one.
+
+    k: `[P, K, N, D]`, the keys in the cells of each list's stream.
+    v: `[P, K, N, Dv]`, the values likewise.
+    mask: `[P, T, N]` bool, which cells each token sees.
+    positions: `[P, N]` int32, the position of each cell; -1 where it is empty.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    mask: jax.Array
+    positions: jax.Array
+
+
 class Commitment(ABC):
     """The plan of an update or a defrag: what will be done to a table and its buffers.
 
@@ -220,7 +237,14 @@ class Table(ABC):
         """Return which sequences find room for the tokens that they bring, `[Q]` int32."""
 
     @abstractmethod
-    def can_hold(self, lengths: np.ndarray, at_once: int) -> np.ndarray:
+    def spared(self) -> Any:
+        """Return how many cells sharing spares in each stream, `[S]` int32; a tuple in a hybrid.
+
+        A cell of n sequences spares n - 1.
+        """
+
+    @abstractmethod
+    def can_hold(self, lengths: np.ndarray, at_once: int, spared: Any) -> np.ndarray:
         """Return which streams have cells for such texts side by side, whatever comes first.
 
         It is asked on the host, and looks at sizes alone.
@@ -228,6 +252,7 @@ class Table(ABC):
         Args:
           lengths: `[Q]` int, how many tokens each sequence will have at most.
           at_once: the most tokens of a stream that are computed at once.
+          spared: what `spared` returned of the texts as they are, on the host.
 
         Returns:
           `[S]` bool. Where cells must be neighbours they may have to be brought together first.
@@ -321,6 +346,16 @@ class Table(ABC):
     def attend(self, buffers: Any, layer: int, ubatch: Ubatch, *args: Any, **options: Any) -> Any:
         """Do what `attend` says; return the buffers, and the output."""
         del buffers, layer, ubatch, args, options
+        raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
+
+    def write(self, buffers: Any, layer: int, ubatch: Ubatch, *new: jax.Array) -> Any:
+        """Do what `write` says; return the buffers."""
+        del buffers, layer, ubatch, new
+        raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
+
+    def view(self, buffers: Any, layer: int, ubatch: Ubatch, causal: bool) -> View:
+        """Return what `view` says."""
+        del buffers, layer, ubatch, causal
         raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
 
     def read_states(self, buffers: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:

@@ -99,9 +99,11 @@ class Rules:
         for name, size in sizes.items():
             axes, devices = self.present(mesh, name), self.devices(mesh, name)
             if size > 1 and size % devices and name != "kv_heads":
+                most = -(-size // devices) * devices
+                more = ", and a multiple of it for sequences" if name == "streams" else ""
                 raise ValueError(
                     f"wanted a number of {name} that {devices} devices divide "
-                    f"({', '.join(axes)}), got {size}: take {-(-size // devices) * devices}"
+                    f"({', '.join(axes)}), got {size}: take {most}{more}"
                 )
             found[name] = axes if size > 1 and size % devices == 0 else ()
         return found
@@ -149,7 +151,9 @@ def shares(rules: Rules | None, **sizes: int) -> Shares:
 def on_shares(
     rules: Rules | None, of_share: Callable[..., Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Make a function of whole arrays of one of a device's shares; itself where there is no mesh.
+    """Make a function of whole arrays out of one that works on a device's share.
+
+    Without a mesh it is that one itself.
 
     Args:
       rules: of the memory.
@@ -181,9 +185,10 @@ def first_of(axes: tuple[str, ...], size: int) -> Any:
 
 
 def own(index: jax.Array, axes: tuple[str, ...], count: int) -> tuple[jax.Array, Any]:
-    """Return numbers as a device counts that holds `count` of what axes split; and which are its.
+    """Return numbers as they are counted on a device, and which of them it holds.
 
-    Those of other devices become 0. Where nothing is split all are its own, as they are.
+    It holds `count` of what axes split. Numbers of other devices become 0. Where nothing is split
+    all are its own, as they are.
     """
     if not axes:
         return index, True

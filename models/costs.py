@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 
 import jaxkv
 from jaxkv.hybrid import parts_of
+from jaxkv.places import FAR
 from jaxkv.sharding import Layout, fitted, layout
 from models.model import Model, name_of, on_mesh
 
@@ -22,6 +23,8 @@ class Part:
     layers: how many.
     each: bytes of one unit in all of these layers, on all devices together.
     unit: what grows: a token that is kept, or a sequence, which a state is for.
+    kept: the tokens of each sequence that there are cells for, where a window lets go of others;
+      None where all tokens are kept, or none are.
     on_device: bytes of the buffers on each device.
     """
 
@@ -29,6 +32,7 @@ class Part:
     layers: int
     each: int
     unit: Literal["token", "sequence"]
+    kept: int | None
     on_device: int
 
 
@@ -50,6 +54,18 @@ class Costs:
     parts: tuple[Part, ...]
     splits: Mapping[str, tuple[str, ...]]
     whole: Mapping[str, int]
+
+    def a_sequence(self, length: int | None) -> int:
+        """Return the bytes of buffers that one sequence takes, on all devices together.
+
+        Args:
+          length: its tokens; None where nothing grows with the text.
+        """
+        found = 0
+        for part in self.parts:
+            tokens = length if part.kept is None else min(length or part.kept, part.kept)
+            found += part.each * (1 if part.unit == "sequence" else tokens or 0)
+        return found
 
 
 def costs_of(model: Model, **sizes: Any) -> Costs:
@@ -101,9 +117,9 @@ def most_sequences(
     """
 
     def fits(each: int) -> bool:
-        if each * (length or 1) > LIMIT:
-            return False
         whole = None if length is None else whole_cells(model, each * length)
+        if max(each, whole or 0) >= FAR:  # no memory has so many cells in a stream
+            return False
         shapes = model.memory_shapes(
             sequences=each * streams, streams=streams, cells=whole, **sizes
         )
@@ -127,10 +143,6 @@ def whole_cells(model: Model, tokens: int) -> int:
     return -(-tokens // devices) * devices
 
 
-LIMIT = 2**30
-"""Cells of a stream, at most."""
-
-
 def whole_bytes(model: Model) -> dict[str, int]:
     """Return the bytes of the weights that each device of a mesh has whole, by the reason."""
     bytes_of, why = Counter[str](), model.whole_weights()
@@ -138,6 +150,14 @@ def whole_bytes(model: Model) -> dict[str, int]:
         if reason := why.get(name_of(path)):
             bytes_of[reason] += array.size * array.dtype.itemsize
     return dict(bytes_of.most_common())
+
+
+def kind_of(part: jaxkv.Memory) -> str:
+    """Name the layers that a part of a memory is for."""
+    if part.table.facts.kind == "recurrent":
+        return "recurrent states"
+    window = part.table.window
+    return f"window of {window.width:,}" if window else "full attention"
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
@@ -173,22 +193,16 @@ def _layout(model: Model, memory: Any) -> Layout:
     return layout(memory, model.mesh, model.rules, heads=heads, weights=model.weights)
 
 
-def _kind(window: jaxkv.window.Window | None, recurs: bool) -> str:
-    if recurs:
-        return "recurrent states"
-    return f"window of {window.width:,}" if window else "full attention"
-
-
 def _part(part: jaxkv.Memory, model: Model) -> Part:
     table, buffers = jaxkv.split(part)
     facts, own = table.facts, jaxkv.nbytes(buffers)
     recurs = facts.kind == "recurrent"
-    window = None if recurs else table.window
     units = facts.sequences if recurs else facts.streams * table.num_cells
     return Part(
-        kind=_kind(window, recurs),
+        kind=kind_of(part),
         layers=table.num_layers(buffers),
         each=own // units,
         unit="sequence" if recurs else "token",
+        kept=None if recurs or table.window is None else units // facts.sequences,
         on_device=layout(part, model.mesh, model.rules).buffers,
     )

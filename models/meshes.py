@@ -1,5 +1,6 @@
 """Weights on a mesh: how each is split, said where it is made, and what that is on the devices."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -18,7 +19,7 @@ class Split:
 
     axis: the dimension.
     parts: how many there are; devices that do not divide them each have the whole weight.
-    of: what the parts are, in the plural.
+    of: what the parts are, in the plural, whose noun is the first word that ends in s.
     with_cells: whether the devices that split cells split these parts too. Not if they belong to
       heads: devices with cells of the same heads all need them whole.
     """
@@ -29,7 +30,11 @@ class Split:
     with_cells: bool = False
 
     def over(self, mesh: Mesh | AbstractMesh, rules: Rules) -> NamedSharding:
-        """Return where the parts are on a mesh: over the most devices that divide them."""
+        """Return where the parts are on a mesh.
+
+        They are split by all axes that may split them, or by those of heads alone; whole if the
+        devices of neither divide them.
+        """
         for axes in self._ways(mesh, rules):
             if axes and self.parts > 1 and self.parts % _devices(mesh, axes) == 0:
                 return NamedSharding(mesh, P(*[None] * self.axis, axes))
@@ -46,7 +51,8 @@ class Split:
             return self.of
         if devices == 1:
             return f"no axis of the mesh splits {self.of}"
-        return f"{self.parts} {self.of}, which {devices} devices do not divide"
+        of = re.sub(r"s\b", "", self.of, count=1) if self.parts == 1 else self.of
+        return f"{self.parts} {of}, which {devices} devices do not divide"
 
     def _ways(self, mesh: Mesh | AbstractMesh, rules: Rules) -> list[tuple[str, ...]]:
         """The axes that may split the parts: those of heads, and with those of cells if wanted."""
@@ -63,7 +69,7 @@ WHOLE = Split(axis=0, parts=1, of="every device needs all of it")
 """Every device has the whole weight."""
 
 RULES = Rules(cells="cells")
-"""What the axes of a mesh of the command line split: data streams, tensor heads, cells cells."""
+"""What each axis of a mesh of the command line splits: `data` streams, `tensor` heads."""
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:

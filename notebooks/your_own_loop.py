@@ -303,7 +303,8 @@ except ValueError as error:
 # %% [markdown]
 # To keep a memory as a checkpoint, donate from the second step on, or donate a copy of it,
 # `jax.tree.map(jnp.copy, memory)`. The loops of jaxkv make that copy unless they are told
-# `donate=True`.
+# `donate=True`. Here the table is given up too; to be able to `go_back`, donate the buffers alone
+# (`jaxkv.split` and `join`).
 
 # %% [markdown]
 # ## Mistake 4: a ring that wraps

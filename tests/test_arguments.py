@@ -113,6 +113,8 @@ def test_what_a_dead_sequence_held_does_not_reach_the_end_either():
         ({"rollback": 8}, "pass cells alone, or leave it out"),
         ({"kv_heads": (1, 2, 3)}, "wanted kv_heads for all layers or 2, one each, got 3"),
         ({"streams": 2}, "wanted streams that deal out 3 sequences evenly"),
+        ({"cells": 2**30}, "wanted fewer than 1073741824 cells a stream, got 1073741824: take"),
+        ({"cells": None, "window": jaxkv.window.sliding(2**30)}, "wanted fewer than 1073741824"),
     ],
 )
 def test_a_memory_that_cannot_be_is_refused(wrong, message):
@@ -266,6 +268,7 @@ def test_what_a_loop_wants_is_named():
         make_batch([[1, 2], 3])
 
 
+@pytest.mark.slow
 def test_rows_of_a_ubatch_are_those_that_there_may_be():
     """Padded to a power of two, but never past the sequences; a token each where they are many."""
     sizes = dict(cells=8, sequences=3, streams=3, **ONE)
@@ -310,7 +313,7 @@ def test_what_is_no_pair_of_a_hybrid_is_named(pair):
 )
 def test_what_a_memory_can_hold_at_most(kind, lengths, at_once, wanted):
     table, _ = jaxkv.split(filled(kind=kind))
-    assert table.can_hold(np.array(lengths), at_once).tolist() == wanted
+    assert table.can_hold(np.array(lengths), at_once, table.spared()).tolist() == wanted
 
 
 @pytest.mark.slow

@@ -21,11 +21,23 @@ SPLITS = [simple_split, equal_split, sequence_split]
 
 
 def test_lists_of_lists_are_sequences():
-    batch = make_batch([[1, 2], [], [3]])
+    batch = make_batch([[1, 2], [3]])
     assert batch.tokens.tolist() == [1, 2, 3]
-    assert batch.sequences.tolist() == [0, 0, 2]
+    assert batch.sequences.tolist() == [0, 0, 1]
     batch = make_batch([[1, 2], [3]], sequences=[7, 4])
     assert batch.sequences.tolist() == [7, 7, 4]
+
+
+def test_a_list_without_tokens_is_refused():
+    """Its sequence would have no logits, and rows of logits would be taken for those of others."""
+    with pytest.raises(ValueError, match=r"got none for sequences \[4\]: leave those lists out"):
+        make_batch([[1, 2], []], sequences=[7, 4])
+
+
+def test_negative_tokens_are_padding_or_a_mistake():
+    with pytest.raises(ValueError, match="wanted tokens of at least 0, got a negative one"):
+        make_batch([1, -1])
+    assert make_batch([1, -1], valid=[True, False]).tokens.tolist() == [1, -1]
 
 
 def test_one_id_is_for_all():
@@ -40,6 +52,7 @@ def test_host_stays_host_and_device_device():
     assert isinstance(batch.sequences, jax.Array)
 
 
+@pytest.mark.slow
 def test_embeddings_in_place_of_tokens():
     batch = make_batch(embeddings=np.ones((3, 8), np.float32))
     assert batch.tokens is None
@@ -85,6 +98,7 @@ def test_only_drops_tokens_and_keeps_shapes(traced):
     assert rest.tokens.shape == (5,)
 
 
+@pytest.mark.slow
 def test_what_fits_goes_in_and_the_rest_later():
     memory = filled(7)
     batch = make_batch([[1, 2, 3], [4, 5, 6, 7]], sequences=[1, 2])

@@ -268,6 +268,7 @@ def test_requests_come_while_others_run():
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_results_that_are_not_taken_stay_there():
     """Three texts end in one step, and the iterator is dropped after the first."""
     engine = warm(POOL)
@@ -406,7 +407,7 @@ def test_options_are_those_of_when_a_request_came():
     ids=str,
 )
 def test_a_request_that_cannot_be_is_refused(request_, message):
-    engine = warm(POOL)
+    engine = engine_of(POOL.make(), stop=STOP, chunk=8)
     with pytest.raises((TypeError, ValueError), match=message):
         engine.submit(Request(**(dict(prompt=[1], limit=1) | request_)))
     assert not engine.busy
@@ -456,7 +457,7 @@ def test_what_a_window_can_hold(rule, split):
     for cells in (enough, enough - 1):
         kind = Kind("", cells=cells, sequences=sequences, streams=streams, windows=(window,))
         memory = kind.make()
-        holds = jaxkv.split(memory)[0].can_hold(np.array(lengths), at_once)
+        holds = jaxkv.split(memory)[0].can_hold(np.array(lengths), at_once, np.zeros(streams))
         assert holds.tolist() == [cells == enough] * streams
         placed, refused = [0, 0], False
         while placed != lengths and not refused:

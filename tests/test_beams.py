@@ -14,7 +14,8 @@ from jaxkv import loops, make_batch
 from tests.memories import VOCABULARY, Kind, assert_identical, think
 
 DATA = Path(__file__).parent / "data"
-MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
+MODELS = [("llama_tied", 1), ("llama_tied", 4), ("mamba2", 4), ("granite_hybrid", 1)]
+MODELS += [("recurrent_gemma", 4)]
 CLOSE = dict(rtol=0, atol=2e-4)
 POOL = Kind("pool", cells=30, sequences=5)
 SPLIT = Kind("split", cells=16, sequences=5, streams=5)
@@ -189,6 +190,7 @@ def test_a_full_memory_ends_a_search(fed):
     assert_held(jaxkv.seq_rm(after, 4)[0], beams, [0, 1, 2], tiny())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("penalty", "reason"), [(0.0, "FITS"), (-1.0, "FITS"), (1.0, "NO_ROOM")])
 def test_a_search_ends_once_nothing_better_can_come(penalty, reason):
     """There is no room for a step; where length counts for nothing or against, none is wanted."""
@@ -215,6 +217,7 @@ def test_what_a_window_let_go_of_is_not_held():
     assert gone
 
 
+@pytest.mark.slow
 def test_fewer_texts_than_beams():
     """Only 6 and 9 may be said, and after 9 nothing at all; there is room for 6 6 6 6, and a 9."""
     memory, logits = crowded(5)
@@ -234,6 +237,7 @@ def test_fewer_texts_than_beams():
         assert not sum(jaxkv.check_invariants(after).values())
 
 
+@pytest.mark.slow
 def test_a_model_that_goes_wrong_is_seen():
     """After one token alone, and whatever the sign of its NaN."""
     memory, logits = prompted(POOL)
@@ -342,8 +346,7 @@ def test_mistakes_are_named(change, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [1, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "streams"), MODELS)
 def test_beams_of_a_model(name, streams):
     """States are kept for one step back, so texts that ended may leave nothing."""
     model = load(name)

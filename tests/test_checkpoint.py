@@ -127,6 +127,7 @@ def test_language_part_of_a_larger_model(tmp_path):
     assert full == [5]
 
 
+@pytest.mark.slow
 def test_what_was_read_is_not_kept(tmp_path):
     tensors = tiny_tensors()
     held = [

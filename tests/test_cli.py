@@ -208,11 +208,13 @@ def test_a_stream_that_is_full_ends_its_text_alone(texts):
         assert text.finish == ("full" if room < len(full.tokens) else "length")
 
 
+@pytest.mark.slow
 def test_a_single_token_needs_no_loop(texts):
     made = texts([STORY], max_tokens=1)
     assert (len(made.texts[0].tokens), made.texts[0].finish, made.decoded) == (1, "length", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [1, 9])
 def test_a_text_that_is_allowed_no_token_ends(texts, small, max_tokens):
     def mute(weights, memory, ubatch):
@@ -238,6 +240,7 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_compiled(texts):
 # --------------------------------------------------------------------------------- how it is shown
 
 
+@pytest.mark.slow
 def test_one_prompt_stands_before_its_text(run, texts):
     status, out, _ = run(STORY)
     assert (status, out) == (0, f"{STORY}{texts([STORY]).texts[0].text}\n")
@@ -317,6 +320,7 @@ def test_what_the_user_can_put_right_is_a_sentence(run, options, message):
     assert re.search(message, err), err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [

@@ -11,8 +11,8 @@ import pytest
 
 import jaxkv
 import models
-from models.cli.arguments import bytes_of
 from models.cli.main import main
+from models.cli.numbers import bytes_of
 from models.costs import abstract_mesh, costs_of, most_sequences
 from models.meshes import RULES, make_mesh
 from models.model import load_shapes, on_mesh
@@ -89,6 +89,7 @@ def test_the_page_fits_a_terminal(plan):
         r"on each of 8 devices",
         r"data=2 +2 streams",
         r"the heads fit with --mesh data=2,tensor=2,cells=2, on each device:",
+        r"a sequence of \d+ tokens takes [\d.]+ kB, on all devices together",
         r"into 16 GB on each device fit [\d,]+ sequences of \d+ tokens",
     ):
         assert re.search(f"^{line}$", out, re.M), (line, out)
@@ -97,7 +98,7 @@ def test_the_page_fits_a_terminal(plan):
 def test_the_mesh_that_is_proposed_is_one_that_can_be_asked_for(plan):
     status, out, _ = plan("--mesh", "tensor=8", "--json")
     told = json.loads(out)
-    assert (status, told["layout"]["whole"]) == (0, ["tensor splits no kv_heads: there are 2"])
+    assert (status, told["layout"]["whole"]) == (0, ["kv_heads (2) are not split by tensor"])
     axes = ",".join(f"{name}={size}" for name, size in told["fitted"]["mesh"].items())
     assert axes == "tensor=2,cells=4"
     again = json.loads(plan("--mesh", axes, "--json")[1])
@@ -129,6 +130,33 @@ def test_one_sequence_more_would_not_fit(name):
     assert most_sequences(model, room=room, **same) == 12
     assert most_sequences(model, room=room - 1, **same) == 10
     assert most_sequences(model, room=takes(2) - 1, **same) == 0
+
+
+def test_no_more_sequences_than_a_stream_has_cells_for():
+    model = load_shapes(DATA / "llama_tied", dtype=jnp.bfloat16)
+    model = on_mesh(model, abstract_mesh({"tensor": 1}), RULES)
+    assert most_sequences(model, room=2**60, length=2**29, streams=1) == 1
+    assert most_sequences(model, room=2**60, length=2**30, streams=1) == 0
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma3", "granite_hybrid", "recurrent_gemma"])
+def test_a_sequence_takes_what_a_memory_for_it_alone_would(plan, name):
+    """Of a window it is as many tokens as there are cells for, of states one."""
+    status, out, _ = plan("--cells", 600, "--sequences", 1, "--json", model=DATA / name)
+    told = json.loads(out)
+    shapes = load_shapes(DATA / name).memory_shapes(cells=600)
+    assert (status, told["sequence"]["bytes"]) == (0, jaxkv.nbytes(jaxkv.split(shapes)[1]))
+
+
+def test_without_a_room_it_is_that_of_this_machine(plan, monkeypatch):
+    """It is told, and refuses nothing: the plan may be for another machine."""
+    monkeypatch.setattr("models.cli.plan.limits", lambda devices: iter([10**9, 300_000]))
+    status, out, _ = plan("--cells", 100)
+    assert status == 0 and "into 300 kB, which this device has, fit " in out
+    status, out, err = plan("--cells", 10**6)
+    assert (status, err) == (0, "") and "fit 0 sequences of 1,000,000 tokens" in out
+    assert json.loads(plan("--json")[1])["fits"]["here"]
+    assert json.loads(plan("--mesh", "data=2", "--json")[1])["fits"] is None
 
 
 def test_a_room_has_units():
@@ -236,4 +264,4 @@ def test_one_head_and_heads_that_have_no_mesh_left(plan):
     _, out, _ = plan("--mesh", "tensor=2", model=DATA / "recurrent_gemma")
     assert "an axis named cells splits the cells of a head that is alone" in out
     status, out, _ = plan("--mesh", "tensor=4,cells=2")
-    assert status == 0 and "no mesh fits the heads: wanted no axis named 'cells' yet" in out
+    assert status == 0 and "take tensor=2 and cells=4" in out

@@ -97,6 +97,7 @@ def test_repeated_until_there_is_nothing_to_move_no_gap_is_left(name, max_moves)
     assert jaxkv.apply(memory, plan) is memory  # nothing to do costs nothing
 
 
+@pytest.mark.slow
 def test_runs_are_merged_and_come_from_the_end():
     memory = holed({0, 3, 4, 5, 10, 11, 12})
     plan = jaxkv.defrag_plan(memory)
@@ -115,6 +116,7 @@ def test_more_cells_than_a_chunk_move():
     assert compact(memory) and content(memory) == before
 
 
+@pytest.mark.slow
 def test_a_plan_whose_cells_have_changed_changes_nothing():
     memory = holed({0, 5, 15})
     plan = jaxkv.defrag_plan(memory)
@@ -126,6 +128,7 @@ def test_a_plan_whose_cells_have_changed_changes_nothing():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_pending_shifts_move_with_their_cells():
     memory = holed({0, 5})
     memory = jaxkv.seq_add(memory, 0, 5, -1, 2)

@@ -90,6 +90,7 @@ def test_folded_lines_fit_and_name_every_cell(width):
     assert "~4" in lines[1] and len(jaxkv.show(interleaved(), width=None)) > 600
 
 
+@pytest.mark.slow
 def test_what_fits_is_drawn_cell_by_cell_and_runs_are_what_they_say():
     memory = pool()
     assert jaxkv.show(memory, width=None) == jaxkv.show(memory, width=100)
@@ -100,6 +101,24 @@ def test_what_fits_is_drawn_cell_by_cell_and_runs_are_what_they_say():
     ]
     assert "owed" in jaxkv.show(jaxkv.seq_add(memory, 1, 4, -1, 3), width=50)
     assert jaxkv.show(states(), width=14).splitlines()[0] == "sequence 0 0-2"
+
+
+def test_what_is_dead_fits_its_lines():
+    memory = states()
+    dead = replace(
+        memory.table,
+        position=memory.table.position.at[1].set(-1),
+        cell=memory.table.cell.at[1].set(memory.table.num_cells),
+        dead_until=memory.table.dead_until.at[1].set(27),
+    )
+    memory = jaxkv.join(dead, memory.buffers)
+    whole = jaxkv.show(memory).splitlines()
+    assert whole[1] == "sequence 1 . . . ., dead until 27"
+    assert jaxkv.show(memory, width=33).splitlines() == whole
+    for width, second in ((32, ["., dead until 27"]), (16, [".", "dead until 27"])):
+        lines = jaxkv.show(memory, width=width).splitlines()
+        assert lines[1:-1] == [f"sequence 1 {second[0]}", *second[1:]]
+        assert max(map(len, lines)) <= width
 
 
 @pytest.mark.parametrize("make", [pool, streams, states], ids=lambda make: make.__name__)
@@ -118,6 +137,7 @@ def test_cells_of_says_what_the_verbs_say(make):
     np.testing.assert_array_equal(view.owner, np.where(view.owners > 0, first, -1))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_looked_at_is_named():
     with pytest.raises(TypeError, match="got a hybrid one: look at each of"):
         draw.cells_of(hybrid())
@@ -189,7 +209,7 @@ def test_a_long_table_of_html_is_folded():
 def test_a_batch_of_memories_is_no_memory_to_look_at(make):
     for look in (draw.show, draw.cells_of):
         if make is not hybrid or look is draw.show:
-            with pytest.raises(ValueError, match="got a batch of them: look at each"):
+            with pytest.raises(ValueError, match="got a batch of them: take each"):
                 look(batched(make()))
 
 
@@ -239,6 +259,7 @@ def test_a_plot_of_cells_has_the_colours_of_owners(agg):
     assert given.images[0].get_array().shape == (2, 8, 3)
 
 
+@pytest.mark.slow
 def test_a_plot_of_sight_is_the_mask(agg):
     memory, ubatch = put(pool(), [[1, 2], [3]], [2, 1])
     ax = plot.sight(memory, ubatch)
@@ -268,11 +289,28 @@ def test_plots_of_occupancy_and_bytes_add_up(agg):
     assert sum(bar.get_width() for bar in bars) == jaxkv.nbytes(hybrid())
     with pytest.raises(ValueError, match="got none"):
         plot.occupancy([])
+    for steps in ([before, 3], [jaxkv.used(before), before]):
+        with pytest.raises(ValueError, match="got both: pass jaxkv.used of each"):
+            plot.occupancy(steps)
+
+
+def test_every_sequence_that_is_drawn_is_in_the_legend(agg):
+    def names(ax):
+        return [text.get_text() for text in ax.get_legend().get_texts()]
+
+    memory = jaxkv.make_kv_cache(layers=1, cells=16, kv_heads=1, head_dim=2, sequences=16)
+    memory, ubatch = put(memory, [[1]] * 9, [*range(8), 14])
+    wanted = ["0, 7, …", *"123456"]
+    assert names(plot.cells(memory))[:-1] == [f"sequence {one}" for one in wanted]
+    assert names(plot.occupancy([memory])) == [f"sequence {one}" for one in wanted]
+    seen = names(plot.sight(memory, ubatch))
+    assert seen[:-2] == [f"seen by sequence {one}" for one in wanted]
+    assert plot._labels([1, 8]) == [(PALETTE[1], "sequence 1, 8")]
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxkv\[plot\]'"):
+    with pytest.raises(ImportError, match="not installed: pip install matplotlib"):
         plot.nbytes(pool())
 
 

@@ -98,6 +98,7 @@ def test_a_copy_has_lost_what_its_range_has_lost(p0, p1, wanted):
     assert plan.reason[1] == (Reason.FITS if wanted else Reason.LOST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(ONE_OF_POOL, id="pool"), pytest.param(ONE, id="one", marks=pytest.mark.slow)],

@@ -68,6 +68,7 @@ def test_an_abort_between_ubatches_leaves_no_trace(stop_before):
     np.testing.assert_array_equal(memory.table.position, want.table.position)
 
 
+@pytest.mark.slow
 def test_edits_of_the_table_are_undone():
     memory, _ = run(make(), jaxkv.make_batch([[3, 1, 4], [1, 5]]))
     table, _ = jaxkv.split(memory)
@@ -187,6 +188,7 @@ def test_make_room_says_whether_it_helped():
     assert plan.reason[0] == jaxkv.Reason.NO_ROOM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pieces", [[3, 2], *(pytest.param(runs, marks=pytest.mark.slow) for runs in ([3], [16]))]
 )

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv
 from tests.histories import told
-from tests.memories import SMALL, filled
+from tests.memories import GROUPS, SMALL, WIDE, WINDOW, drawn, filled
 
 
 def counted(memory):
@@ -44,6 +45,7 @@ def test_what_is_wrong_with_cells_is_named(field, where, value, wrong):
     assert found == {wrong: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
@@ -79,3 +81,20 @@ def test_a_state_shared_at_two_positions_is_named():
 def test_nothing_is_wrong_with_an_empty_table():
     assert counted(SMALL.make()) == {}
     assert jnp.array(0) == sum(jaxkv.check_invariants(told(0, [0]).memory).values())
+
+
+def test_sharing_spares_a_cell_for_each_owner_but_one():
+    """By stream, and in words beside the first; an engine promises cells by it."""
+    table = drawn("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", GROUPS).table
+    assert table.spared().tolist() == [1, 2]
+    assert drawn("0{0,1,39} 1{0,39}", WIDE).table.spared().tolist() == [3]
+    # 8 tokens and 3, of which 2 are shared; a window looks back at 2 of each, beside 4 at once.
+    lengths, spared = np.array([8, 3, 0]), np.array([2])
+    for kind, cells, fits in (
+        (SMALL, 9, True),
+        (SMALL, 8, False),
+        (WINDOW, 8, True),
+        (WINDOW, 7, False),
+    ):
+        small = replace(kind, cells=cells).make().table
+        assert small.can_hold(lengths, 4, spared) == fits

@@ -160,10 +160,11 @@ def test_the_token_that_a_text_starts_with_counts():
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.slow
 def test_a_text_begins_where_its_prompt_is():
     """An empty prompt has no logits, and those of the next one are not its own."""
     memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=3)
-    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([[], [1, 2]])))
+    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([[1, 2]], sequences=[1])))
     logits = jnp.zeros((1, VOCABULARY))
     with pytest.raises(ValueError, match="nothing in sequence 0: pass sequences="):
         loops.begin(BEST, memory, logits)
@@ -218,6 +219,7 @@ def test_a_text_without_room_ends_alone(kind):
         np.testing.assert_allclose(text.logprobs[0], picked.logprobs[seq], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_refused_text_is_told_why():
     memory = jaxkv.seq_add(filled(3, 3), 1, 0, -1, 2)
     state = loops.start(memory, [1, 2], limit=2)
@@ -227,6 +229,7 @@ def test_a_refused_text_is_told_why():
     assert jaxkv.seq_pos_max(memory, 1) == 4 and state.token[1] == 2
 
 
+@pytest.mark.slow
 def test_traced_sequences_that_cannot_be_end():
     """Outside of `jit` they raise."""
 
@@ -268,6 +271,7 @@ def down(state, token):
     return state - np.int32(token == state - 1)
 
 
+@pytest.mark.slow
 def test_a_rule_on_the_host_goes_through_a_loop():
     """Two texts that end at different steps; where nothing is allowed they end."""
 
@@ -494,6 +498,7 @@ def test_mistakes_are_named(call, message):
         call(filled(2, 3))
 
 
+@pytest.mark.slow
 def test_logits_may_be_lists():
     memory = filled(2)
     _, first = loops.begin(BEST, memory, [[0.0, 2.0, 1.0]])

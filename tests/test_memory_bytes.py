@@ -101,6 +101,7 @@ def test_a_single_row_copies_no_layer():
     assert hlo.large_moves(compiled, cells * heads * SIZE * 4 // 2) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_planned_step_in_a_loop_copies_no_layer(tokens):
     def loop(memory):
@@ -154,6 +155,7 @@ COPIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [SEQUENCES, 2])
 @pytest.mark.parametrize(
     ("name", "dtype"), [*(("seq_cp", dtype) for dtype in DTYPES), ("seq_select", jnp.float32)]

@@ -14,15 +14,15 @@ from tests.sights import sight_of_mask
 ELSEWHERE = pytest.mark.parametrize("platform", ["tpu", "cuda"])
 
 
-def step_for(platform, *, tokens=1, dtype=jnp.float32, implementation=None):
+def step_for(platform, *, tokens=1, size=64, dtype=jnp.float32, implementation=None):
     """Writing and attending in a layer, as text."""
 
     def make():
-        return jaxkv.make_kv_cache(layers=1, cells=8192, kv_heads=2, head_dim=64, dtype=dtype)
+        return jaxkv.make_kv_cache(layers=1, cells=8192, kv_heads=2, head_dim=size, dtype=dtype)
 
     memory = jax.eval_shape(make)
     (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
-    q, k = (jax.ShapeDtypeStruct((1, tokens, heads, 64), dtype) for heads in (4, 2))
+    q, k = (jax.ShapeDtypeStruct((1, tokens, heads, size), dtype) for heads in (4, 2))
 
     def step(memory, ubatch, q, k):
         return jaxkv.attend(memory, 0, ubatch, q, k, k, implementation=implementation)
@@ -50,11 +50,30 @@ def test_on_a_gpu_a_token_reads_all_cells_at_once_and_a_prompt_reads_tiles():
 @pytest.mark.parametrize("tokens", [1, pytest.param(128, marks=pytest.mark.slow)])
 def test_on_a_tpu_both_run_the_kernel_and_nowhere_else_does(tokens):
     assert "tpu_custom_call" in step_for("tpu", tokens=tokens)
-    for implementation in (None, "pallas"):
-        text = step_for("cuda", tokens=tokens, implementation=implementation)
-        assert "custom_call" not in text
+    assert "tpu_custom_call" not in step_for("cuda", tokens=tokens)
     half = step_for("tpu", tokens=tokens, dtype=jnp.float16)
     assert "tpu_custom_call" not in half
+
+
+def named(kind):
+    """Say which GPU programs are made for."""
+    device = jax.sharding.AbstractDevice(kind, 132, "gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+# Said by jax from 0.11 on, about what the kernel is written with.
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the GPU that is there is known")
+def test_on_a_gpu_that_is_known_both_run_the_kernel():
+    assert "xla.gpu.triton" not in step_for("cuda")
+    with named("NVIDIA A100-SXM4-80GB"):
+        assert "xla.gpu.triton" not in step_for("cuda")
+    with named("NVIDIA H100 80GB HBM3"):
+        for tokens in (1, 128):
+            assert "xla.gpu.triton" in step_for("cuda", tokens=tokens)
+        assert "xla.gpu.triton" in step_for("cuda", implementation="pallas")
+        assert "xla.gpu.triton" not in step_for("cuda", dtype=jnp.float16)
+        assert "xla.gpu.triton" not in step_for("cuda", size=512, implementation="pallas")
 
 
 @ELSEWHERE

@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given, settings
 
 import jaxkv
-from jaxkv import prefix
+from jaxkv import loops, prefix
 from jaxkv.prefix import Miss
+from jaxkv.prefix.matching import agreement
+from models.compiling import counting
 from tests import histories, memories
 from tests.histories import bytes_of, states_of
 from tests.memories import GROUPS, RUNS, SMALL, STRIPES, Kind, assert_identical, drawing
@@ -206,6 +208,7 @@ def test_the_end_of_a_text_that_parts_is_not_reused():
     assert jaxkv.seq_pos_max(server.memory, [0, 3]).tolist() == [1, 3]
 
 
+@pytest.mark.slow
 def test_what_a_window_has_taken_cannot_be_gone_on_from():
     kind = Kind("", cells=10, sequences=2, windows=(jaxkv.window.sliding(3),))
     server = serving(kind.make(), [1], range(8))
@@ -227,6 +230,7 @@ def test_no_state_stands_there():
     assert found == (7, Miss.NONE)
 
 
+@pytest.mark.slow
 def test_a_hybrid_goes_on_where_all_of_its_parts_can():
     server = serving(hybrid(), [1, 2], range(8))
     assert server.ask([*range(6), 50]) == (0, Miss.NO_STATE)
@@ -341,6 +345,34 @@ def test_a_copy_may_have_the_buffers():
     assert buffers.k[0].is_deleted()
 
 
+# --------------------------------------------------------------------------------------- compiling
+
+
+def forward(weights, memory, ubatch):
+    del weights
+    return memories.think(memory, ubatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [SMALL, STREAMS, GROUPS], ids=lambda kind: kind.name)
+def test_nothing_compiles_after_a_warm_up(kind):
+    """In a loop of one's own; the second text is longer than any before, and copied twice."""
+    memory = kind.make()
+    holder, seq = kind.sequences - 1, 0
+    store = prefix.make_store(memory, holders=[holder])
+    memory = loops.warm_up(forward, None, memory, ubatch_size=4, longest=9)
+    memory = prefix.warm_up(memory, store)
+    with counting() as compiled:
+        for text in ([1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [5]):
+            memory, store, found = prefix.reuse(memory, store, text, seq)
+            batch = jaxkv.make_batch(text[found.length :], sequences=seq)
+            memory, _ = jaxkv.prefill(forward, None, memory, batch, ubatch_size=4)
+            memory, store, _ = prefix.remember(memory, store, text, seq)
+        memory, store = prefix.evict(memory, store, cells=0)
+        assert compiled() == 0
+    assert jaxkv.used(memory) == 1
+
+
 # ------------------------------------------------------------------------------------------- values
 
 
@@ -382,46 +414,6 @@ def test_what_is_wrong_is_said():
             call()
 
 
-# ------------------------------------------------------------------- how ollama's server chooses
-
-
-def test_ollama_the_longest_common_prefix_is_taken():
-    server = serving(POOL.make(), [1, 2, 3], [1, 5], [1, 2, 3], [1, 2])
-    assert server.texts == [[1, 5], [1, 2, 3]]
-    assert server.ask([1, 2, 3, 4]) == (3, Miss.NONE)
-
-
-def test_ollama_a_text_that_is_a_part_of_a_prompt_is_forked_and_not_cut():
-    """There a free slot with [1, 2] is forked for [1] where another slot is free."""
-    server = serving(POOL.make(), [3], [1, 2])
-    assert server.ask([1, 9]) == (1, Miss.NONE)
-    assert server.ask([1, 2, 9]) == (2, Miss.NONE)
-
-
-def test_ollama_a_prompt_that_is_all_there_computes_its_last_token():
-    server = serving(POOL.make(), [3], [1, 2, 3])
-    assert server.ask([1, 2, 3]) == (2, Miss.NONE)
-    assert server.computed == 1
-
-
-def test_edge_21_what_a_running_sequence_shares_moves_only_without_the_store():
-    """There the shift of a fork fails and all of it is computed again."""
-    server = serving(POOL.make(), [3], [1, 2, 3, 4])
-    server.ask([1, 2, 3, 4, 5])
-    assert not jaxkv.can_seq_add(server.memory, 0, 2, -1, -1)
-    server.memory, server.store = prefix.evict(server.memory, server.store, cells=0)
-    memory, _ = jaxkv.seq_rm(server.memory, 0, 1, 2)
-    assert jaxkv.can_seq_add(memory, 0, 2, -1, -1)
-
-
-@pytest.mark.slow
-def test_edge_25_a_state_of_another_text_never_comes_back():
-    """There checkpoints of a slot outlive its text."""
-    server = serving(states(rollback=2), [3], [1, 2, 3], [4, 5, 6, 7])
-    assert server.texts == [[4, 5, 6, 7]]
-    assert server.ask([1, 2, 9]) == (0, Miss.EVICTED)
-
-
 # ------------------------------------------------------------------------------------------ random
 
 
@@ -444,7 +436,7 @@ def test_whatever_comes_a_prompt_is_what_it_would_be_alone(kind, data):
         text = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))
         seq = data.draw(st.sampled_from([0, 64]))
         longest = max(
-            (prefix._common(np.array(one), np.array(text[:-1])) for one in server.texts), default=0
+            (agreement(np.array(one), np.array(text[:-1])) for one in server.texts), default=0
         )
         found = server.ask(text, seq)
         assert found.length <= longest

@@ -74,14 +74,11 @@ def check(scenario, count):
         assert f"process {number}: {scenario} is as wanted" in text, "\n".join(texts)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_verbs_and_loops_in_two_processes(name):
-    check(name, 2)
-
-
-@pytest.mark.parametrize("name", ["data", "cells"])
-def test_verbs_and_loops_in_four_processes(name):
-    check(name, 4)
+@pytest.mark.parametrize(
+    ("name", "count"), [(name, 4 if name in ("data", "cells") else 2) for name in CASES]
+)
+def test_verbs_and_loops(name, count):
+    check(name, count)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def test_trap_60_a_cut_is_granted_where_a_state_stands():
     twin.compare()
 
 
+@pytest.mark.slow
 def test_trap_61_removing_everything_is_clearing():
     twin = told(kept=1, counts=(4, 3))
     cleared = jaxkv.clear(twin.memory)
@@ -57,6 +58,7 @@ def test_trap_61_removing_everything_is_clearing():
     twin.compare()
 
 
+@pytest.mark.slow
 def test_trap_66_cutting_one_of_two_that_share_leaves_the_other():
     twin = told(kept=1, counts=(6, 0))
     twin.both("seq_cp", 0, [1])
@@ -93,6 +95,7 @@ def test_trap_67_a_copied_range_counts_by_its_end():
         assert_identical(traced(twin.memory, wrong, 0), twin.memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [0, 3, -1])
 def test_a_copy_between_streams_to_itself_or_to_none_changes_nothing(wrong):
     """The last sequence of all is where an index that is cut down to the last would write."""
@@ -120,6 +123,7 @@ def test_trap_68_a_fork_that_goes_on_leaves_its_origin(kept):
     assert jaxkv.used(twin.memory) == 3 * (kept + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 1])
 def test_trap_69_who_takes_no_part_is_left_alone(kept):
     twin = told(kept=kept, counts=(3, 4, 2))
@@ -149,6 +153,7 @@ def test_moving_takes_kept_states_along():
     twin.compare()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "p0, p1, delta, left",
     [
@@ -260,6 +265,7 @@ def test_a_batch_that_the_recurrent_part_refuses_changes_neither():
     twin.compare()
 
 
+@pytest.mark.slow
 def test_parts_that_end_apart_are_refused_and_never_half_applied():
     """Attention forgot a middle that the state has seen; cut back, the two end apart."""
     twin = told(kept=1, counts=(10,), kinds="ar")

@@ -224,6 +224,7 @@ def consume(memory, ubatch, kinds="rr"):
     return walk(memory, ubatch, kinds)[0]
 
 
+@pytest.mark.slow
 @over_kinds
 def test_a_kept_memory_goes_on_as_if_there_had_been_nothing_between(kind):
     kinds = KINDS[kind]["kinds"]

@@ -54,6 +54,7 @@ def test_a_ubatch_twice_or_late_or_rivalled_writes_nothing(kept, count):
     unchanged_by(forked, ubatch)
 
 
+@pytest.mark.slow
 def test_ubatches_out_of_order_change_nothing():
     memory = tell(make(1), [1])
     first, second = jaxkv.init_batch(memory, make_batch([2] * 8), ubatch_size=4).ubatches
@@ -72,6 +73,7 @@ def test_what_was_never_applied_reads_zeros_and_is_written_nowhere():
     assert not jnp.any(jaxkv.read_states(memory, 0, ubatch)["hash"])
 
 
+@pytest.mark.slow
 def test_two_rows_of_one_sequence_are_refused():
     """In a memory of one sequence, where rows name no stream."""
     memory = make(1, sequences=1)
@@ -219,6 +221,7 @@ def test_a_step_in_scan_and_vmap_is_a_step():
         assert_identical(jax.tree.map(lambda x, i=i: x[i], together), expected)
 
 
+@pytest.mark.slow
 def test_lengths_share_programs():
     """Lengths of one bucket, ids and fills are values: nothing is compiled for them."""
 

@@ -181,6 +181,7 @@ def test_ubatch_of_another_table():
     unchanged_by(filled(12), ubatch)
 
 
+@pytest.mark.slow
 def test_plans_and_tables_of_another_memory_are_refused_by_name():
     """Other sizes, streams, windows, placements and kinds: each raises, and nothing is changed."""
     sizes = {"layers": 2, "kv_heads": 2, "head_dim": 4, "sequences": 3}
@@ -351,6 +352,7 @@ def test_whatever_is_accepted_can_be_forgotten():
             assert jaxkv.used(memory).item() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SMALL, RUNS], ids=lambda kind: kind.name)
 def test_a_rival_for_the_same_places_writes_no_row(kind):
     """Two plans of one table choose the same cells; whichever comes second must not be heard."""

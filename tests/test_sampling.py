@@ -248,6 +248,7 @@ def test_what_is_hidden_stays_hidden_at_any_temperature(temperature):
     assert not np.isnan(left).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [jnp.inf, jnp.nan])
 def test_a_filter_that_is_off_leaves_a_text_alone_whatever_its_logits(odd):
     """So a text is what it is alone, beside texts with other filters, and what is odd is seen."""

@@ -249,7 +249,7 @@ def test_heads_that_do_not_divide_are_whole_and_fitted_finds_room_for_the_rest()
     make = partial(jaxkv.make_kv_cache, **{**SIZES, "kv_heads": 6})
     mesh = mesh_of(tensor=4)
     layout = sharding.layout(jax.eval_shape(make), mesh, RULES)
-    assert "tensor splits no kv_heads: there are 6" in str(layout)
+    assert "kv_heads (6) are not split by tensor" in str(layout)
     assert layout.buffers == jaxkv.nbytes(jax.eval_shape(make).buffers)
     finer, rules = sharding.fitted(jax.eval_shape(make), mesh, RULES)
     assert dict(finer.shape) == {"tensor": 2, "cells": 2} and rules.cells == "cells"

@@ -86,6 +86,7 @@ def test_a_step_sends_no_keys_and_nothing_of_the_tables_size(name, window):
     assert len(others) <= planned + projections, others
 
 
+@pytest.mark.slow
 @over_streams
 def test_a_step_of_some_sequences_sends_nothing_of_the_tables_size(name):
     """Its rows are not in order, so that all devices look at them."""
@@ -148,6 +149,7 @@ MOVES = {
 }
 
 
+@pytest.mark.slow
 @over_streams
 @pytest.mark.parametrize("move", MOVES)
 def test_moving_keys_sends_scalars(name, move):

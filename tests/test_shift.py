@@ -87,6 +87,7 @@ def test_an_update_equals_rotating_from_scratch(name, verb):
     assert not memory.table.shift.any()
 
 
+@pytest.mark.slow
 def test_only_rows_that_moved_are_touched():
     memory, _ = filled(PLAIN)
     after = updated(jaxkv.seq_add(memory, 0, 4, -1, 3))

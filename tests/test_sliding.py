@@ -88,6 +88,7 @@ def test_keys_stand_where_they_would_have_been_written():
     np.testing.assert_allclose(moved[:, :, [0, 1, 7, 8, 9]], wanted[:, :, :5], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keep", "drop"), [(1, 8), (8, 1), (0, 9), (0, 2**31 - 1)])
 def test_a_short_sequence_is_left_alone(keep, drop):
     """Keys that were moved before stay unrotated, too."""
@@ -250,6 +251,7 @@ def test_a_model_goes_on_without_end(name, streams):
 # ---- grouping
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "width"), [(2, 4), (4, 4), (3, 6), (1, 2)])
 def test_grouping_is_the_verbs_by_hand(group, width):
     memory = filled(3, 16, kind=POOL)

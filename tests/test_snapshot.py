@@ -174,6 +174,7 @@ def test_a_state_that_was_never_written_is_not_there_after_loading():
     assert np.isnan(states["trace"]).all()
 
 
+@pytest.mark.slow
 def test_what_a_table_notes_is_saved():
     """Rotations that are owed, what windows took, states that are gone, or never written."""
     memory = drawn("5{0}+2 . 3{1}-1", WINDOW)
@@ -321,9 +322,12 @@ def test_states_of_any_dtype_and_name():
 # --------------------------------------------------------------------------------- other layouts
 
 
-FULL = [replace(SMALL, cells=40, sequences=4, streams=s, name=f"{s} streams") for s in (1, 2, 4)]
-FULL += [replace(FULL[1], placement="contiguous", name="neighbours")]
-FULL += [replace(FULL[1], placement="striped", shards=4, name="striped")]
+ONE = replace(SMALL, cells=40, sequences=4)
+FULL = [
+    replace(ONE, name="one stream"),
+    replace(ONE, streams=2, placement="striped", shards=4, name="striped"),
+    replace(ONE, streams=4, placement="contiguous", name="neighbours"),
+]
 WINDOWS = [replace(one, windows=(jaxkv.window.sliding(3),)) for one in FULL]
 BOTH = [replace(one, windows=(None, jaxkv.window.chunked(4))) for one in FULL]
 ids = st.integers(0, 3)

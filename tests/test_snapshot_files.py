@@ -4,11 +4,13 @@ A file is changed at random, always in the same way for the same seed. All must 
 checksum covers is the whole file.
 """
 
+import hashlib
 import json
 import os
 import random
 import sys
 import tracemalloc
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -188,8 +190,17 @@ def test_models_are_compared_where_both_are_known():
     for load in (snapshot.load, lambda *args, **names: snapshot.load_into(*args, memory, **names)):
         with pytest.raises(ValueError, match="wanted a snapshot of the model 'b', got one of"):
             load(data, model="b")
-    with pytest.raises(TypeError, match="that JSON holds"):
-        snapshot.to_bytes(memory, model=object())
+    for named in (partial(snapshot.to_bytes, memory), partial(snapshot.load, data)):
+        with pytest.raises(TypeError, match="wanted model that JSON holds"):
+            named(model=object())
+
+
+def test_notes_come_back_as_json_has_them():
+    memory = make()
+    for notes in (None, {"names": ["a", "b"], "n": {"1": 2.5}}, "text"):
+        assert snapshot.inspect(snapshot.to_bytes(memory, notes=notes)).notes == notes
+    with pytest.raises(TypeError, match="wanted notes that JSON holds"):
+        snapshot.to_bytes(memory, notes={1, 2})
 
 
 @pytest.mark.parametrize(
@@ -211,6 +222,8 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         {"sequences": [2]},
         {"sequences": [0, 0]},
         {"sequences": [0], "tokens": {1: []}},
+        {"tokens": {0: 5}},
+        {"tokens": {0: [[1, 2]]}},
     ):
         with pytest.raises(ValueError, match="wanted"):
             snapshot.save(tmp_path / "file", make(), **options)
@@ -222,6 +235,61 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Orbax"):
         snapshot.to_bytes(jaxkv.join(table.with_rules(jaxkv.sharding.Rules()), buffers))
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("make", [make, recurrent, hybrid], ids=["cells", "states", "hybrid"])
+def test_what_is_no_memory_with_values_is_refused_by_name(make):
+    def gone(memory, donated):
+        table, buffers = jaxkv.split(jax.tree.map(jnp.copy, memory))
+        for leaf in jax.tree.leaves(buffers if donated == "buffers" else table):
+            leaf.delete()
+        return jaxkv.join(table, buffers)
+
+    memory = make()
+    data = snapshot.to_bytes(memory)
+    for use in (snapshot.to_bytes, partial(snapshot.load_into, data)):
+        with pytest.raises(ValueError, match="wanted one memory, got a batch of them: take each"):
+            use(jax.tree.map(lambda x: jnp.stack([x, x]), memory))
+        for donated in ("table", "buffers"):
+            with pytest.raises(ValueError, match="got one whose buffers were donated: go on with"):
+                use(gone(memory, donated))
+        with pytest.raises(TypeError, match="wanted a memory with values, got the shapes of one"):
+            use(jax.eval_shape(lambda: memory))
+
+
+def test_one_sequence_may_be_a_number(saved):
+    memory, _ = saved
+    data = snapshot.to_bytes(memory, sequences=1)
+    loaded = snapshot.load_into(data, memory, sequences=0)
+    assert_identical(loaded, snapshot.load_into(data, memory, sequences=[0]))
+    assert jaxkv.seq_pos_max(loaded, 0).item() == 19
+    with pytest.raises(ValueError, match=r"each of the saved sequences \[0, 1\], got \[1\]"):
+        snapshot.load_into(snapshot.to_bytes(make()), make(), sequences=1)
+
+
+def test_a_file_from_before_there_were_notes_is_read():
+    def without(known):
+        said = json.loads(known["description"])
+        del said["notes"]
+        known["description"] = json.dumps(said)
+        known["sha256"] = hashlib.sha256(known["description"].encode()).hexdigest()
+
+    data = described(snapshot.to_bytes(make(), model="old"), without)
+    assert snapshot.inspect(data).notes is None and snapshot.inspect(data).model == "old"
+    snapshot.load(data)
+
+
+@pytest.mark.parametrize("wide", [make, recurrent], ids=["cells", "states"])
+def test_64_bits_are_not_halved(wide):
+    options = {"dtype": "float64"} if wide is make else {"states": {"x": ((2,), "int64")}}
+    name = "buffers.k.0 of float64" if wide is make else "buffers.0.x of int64"
+    with jax.enable_x64(True):
+        memory = wide(**options)
+        data = snapshot.to_bytes(memory)
+        assert_identical(snapshot.load(data), memory)
+    for use in (snapshot.load, partial(snapshot.load_into, memory=wide()), snapshot.inspect):
+        with pytest.raises(ValueError, match=f"wanted {name} as saved, got a JAX without 64 bits"):
+            use(data)
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
@@ -237,7 +305,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)  # how Python notes what is not there
-    with pytest.raises(ImportError, match=r'pip install "jaxkv\[snapshot\]"'):
+    with pytest.raises(ImportError, match="got none: pip install safetensors"):
         snapshot.to_bytes(make())
 
 

@@ -61,6 +61,7 @@ over_all = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=() if kind == "pool" else pytest.mark.slow) for kind in MEMORIES],
@@ -102,6 +103,7 @@ def test_what_followed_another_past_is_another_s(kind):
     assert_identical(back, other)
 
 
+@pytest.mark.slow
 @over_all
 def test_what_was_computed_beside_others_is_another_s(kind):
     """The token before may have looked at them, as attention that is not causal does."""
@@ -201,7 +203,12 @@ NOTHING = {
 """Edits that change nothing where there are states alone, or in another stream only."""
 
 CASES = [
-    pytest.param(kind, edit, id=f"{kind}-{edit.__name__}")
+    pytest.param(
+        kind,
+        edit,
+        id=f"{kind}-{edit.__name__}",
+        marks=() if kind in ("pool", "hybrid with a window") else pytest.mark.slow,
+    )
     for kind in MEMORIES
     for edit in EDITS
     if edit not in NOTHING.get(kind, ())

@@ -60,6 +60,7 @@ def test_tokens_together_give_the_logits_of_one_after_another(name, streams):
         assert ends(memory).tolist() == ends(alone).tolist() == [1, 2, -1]
 
 
+@pytest.mark.slow
 def test_what_is_refused_changes_nothing():
     memory = filled(2, 9)
     for count, ids in ((2, [0, 1]), (1, [1, 1])):
@@ -164,6 +165,7 @@ def test_traced_parents_that_are_none_change_nothing(kind):
     assert jaxkv.seq_pos_max(last, 1) == 3
 
 
+@pytest.mark.slow
 def test_a_donated_selection_is_in_place():
     memory = jax.tree.map(jnp.copy, filled(3, 2, 4, kind=SPLIT))
     wanted = jaxkv.seq_select(memory, [1, 0], [0, 1])

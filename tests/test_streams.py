@@ -163,6 +163,7 @@ def test_trap_38_outputs_of_all_tokens_come_in_the_order_of_the_batch():
     np.testing.assert_allclose(run(FOUR.make(), batch)[1], run(UNIFIED.make(), batch)[1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_trap_88_streams_that_take_no_part_are_untouched():
     memory = fed(FOUR, 3, 4, 2, 5)
     after, _ = run(memory, make_batch([[1]], sequences=[2]))
@@ -259,6 +260,7 @@ def test_generation_in_streams_is_that_in_one(active):
     assert steps[0][1] == steps[1][1]
 
 
+@pytest.mark.slow
 def test_a_subset_of_streams_in_the_loop():
     memory = fed(FOUR, 3, 4, 2, 5)
     ubatch, ok = jaxkv.plan_step(memory, jnp.array([4, 5]), jnp.array([3, 1]), jnp.ones(2, bool))

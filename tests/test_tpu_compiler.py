@@ -5,14 +5,10 @@ what is sent, held and donated is known; how long they take is not.
 """
 
 import importlib.util
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from tests.compilers import asked
 from tests.pods import LAYERS, OF_8B
 
 pytestmark = [
@@ -24,24 +20,8 @@ pytestmark = [
     ),
 ]
 
-ROOT = pathlib.Path(__file__).parent.parent
 MB = 1_000_000
 MESSAGES = 9  # as in tests/test_sharding_bytes.py
-
-
-def asked(module):
-    """What the compiler says, by name; it is asked once, in a process of its own."""
-    found = subprocess.run(
-        [sys.executable, "-m", module],
-        cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert found.returncode == 0, found.stderr[-2000:]
-    lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
-    return {line["name"]: line for line in lines}
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ def test_gradients_reach_keys_and_values_of_an_earlier_ubatch():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["whole", "tiles"])
 def test_what_no_token_sees_does_not_reach_a_gradient(implementation):
     """Not even where it is no number: rows that were written, and forgotten."""

@@ -131,6 +131,7 @@ def test_trap_25_contiguous_takes_a_run_and_leaves_no_hole():
     assert memory.table.evicted_below.tolist() == [3]
 
 
+@pytest.mark.slow
 def test_trap_26_a_refused_batch_takes_nothing():
     """llama.cpp: the ubatches that did fit have thrown out what they would have replaced."""
     memory = drawn("2{0} 0{0} 1{0} 3{0} 4{0} 5{0}", FOUR)

@@ -5,30 +5,18 @@ Run in a process of its own, as `tests/tpu_steps.py`: `python -m tests.tpu_kerne
 
 import json
 import os
-import re
 
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxkv
-from jaxkv.ops.attention.api import attend
-from jaxkv.ops.attention.sight import Sight
-from jaxkv.ops.attention.softmax import Options
-from tests import hlo
+from tests.kernels import DTYPES, SIZES, of_a_step, of_attention
 
 CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
-SIZES = (64, 80, 96, 128, 256)
-DTYPES = ("float32", "bfloat16")
-LAYERS, CELLS, GROUPS, QUERIES, FORKS = 2, 8192, 8, 4, 32
-
-# Instructions that name an array and move nothing.
-_NO_WORK = ("parameter", "tuple", "get-tuple-element", "bitcast")
 
 
 def on(chip):
@@ -38,102 +26,11 @@ def on(chip):
     return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
 
-def compiled(function, *shapes, donate=()):
-    traced = jax.jit(function, donate_argnums=donate).trace(*shapes)
-    return traced.lower(lowering_platforms=("tpu",)).compile()
-
-
-def attention_shapes(chip, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
-    """The shapes of queries, keys, values, and a sight of two words of owners and a window."""
-    of = on(chip)
-    sight = Sight(
-        position=of((streams, cells), jnp.int32),
-        owners=of((streams, 2, cells), jnp.uint32),
-        streams=of((streams,), jnp.int32),
-        at=of((streams, tokens), jnp.int32),
-        word=of((streams, tokens), jnp.int32),
-        bit=of((streams, tokens), jnp.uint32),
-        window=jaxkv.window.chunked(4096),
-        causal=True,
-        all_streams=True,
-    )
-    buffers = of((streams, GROUPS, cells, size), dtype)
-    return of((streams, tokens, GROUPS * QUERIES, size), dtype), buffers, buffers, sight
-
-
-def layers_of_attention(implementation=None, **options):
-    """Attention of some layers that share a sight, each with keys and values of its own."""
-
-    def run(q, buffers, sight):
-        for k, v in buffers:
-            q = attend(q, k, v, sight, Options(**options), implementation)
-        return q
-
-    return run
-
-
-def works_on(program, size, cells=CELLS):
-    """Name the instructions that give keys or values of a layer: what copies or writes them."""
-    whole = re.compile(rf"\[\d+,{GROUPS},(?:{cells},{size}|{size},{cells})\]")
-    found = []
-    for line in program.as_text().splitlines():
-        match = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(", line)
-        if match and whole.search(match[1]) and match[2] not in _NO_WORK:
-            found.append(match[2])
-    return found
-
-
-def of_attention(chip, size, dtype):
-    """A token of each of 32 forks, which share all that they read."""
-    q, k, v, sight = attention_shapes(chip, size, dtype)
-    program = compiled(layers_of_attention(softcap=30.0), q, [(k, v)] * LAYERS, sight)
-    return {
-        "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
-        "works": works_on(program, size),
-        "temporaries": hlo.temporary_bytes(program),
-        "keys": k.size * k.dtype.itemsize,
-    }
-
-
-def of_a_step(chip, dtype, sequences=FORKS):
-    """Plan, apply, write and attend, a token for each sequence of one stream."""
-    of, size = on(chip), 128
-
-    def make():
-        return jaxkv.make_kv_cache(
-            layers=LAYERS,
-            cells=CELLS,
-            kv_heads=GROUPS,
-            head_dim=size,
-            sequences=sequences,
-            dtype=dtype,
-        )
-
-    def step(memory, tokens, q, k, v):
-        valid = jnp.ones(sequences, bool)
-        ubatch, ok = jaxkv.plan_step(memory, tokens, jnp.arange(sequences), valid)
-        memory = jaxkv.apply(memory, ubatch)
-        for layer in range(LAYERS):
-            memory, q = jaxkv.attend(memory, layer, ubatch, q, k, v)
-        return memory, q, ok
-
-    memory = jax.tree.map(lambda x: of(x.shape, x.dtype), jax.eval_shape(make))
-    new = [of((1, sequences, heads, size), dtype) for heads in (GROUPS * QUERIES, GROUPS, GROUPS)]
-    program = compiled(step, memory, of((sequences,), jnp.int32), *new, donate=0)
-    layer = sum(x.size * x.dtype.itemsize for x in (memory.buffers.k[0], memory.buffers.v[0]))
-    return {
-        "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
-        "works": works_on(program, size),
-        "temporaries": hlo.temporary_bytes(program),
-        "layer": layer,
-    }
-
-
 if __name__ == "__main__":
     for chip in CHIPS:
         for dtype in DTYPES:
             for size in SIZES:
-                found = of_attention(chip, size, dtype)
+                found = of_attention("tpu", on(chip), size, dtype)
                 print(json.dumps({"name": f"{chip} {dtype} {size}", **found}), flush=True)
-            found = of_a_step(chip, dtype)
+            found = of_a_step("tpu", on(chip), dtype)
             print(json.dumps({"name": f"{chip} {dtype} step", **found}), flush=True)

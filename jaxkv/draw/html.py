@@ -4,10 +4,9 @@ from html import escape
 
 from jaxkv.draw.colours import colour_of, text_on
 from jaxkv.draw.lines import memory_line
-from jaxkv.draw.look import cells_of
-from jaxkv.draw.runs import Run, folded, single
-from jaxkv.draw.text import owners_of, positions_of, span
-from jaxkv.hybrid import HybridTable, parts_of
+from jaxkv.draw.look import cells_of, part_names
+from jaxkv.draw.runs import Run, folded, owners_of, positions_of, single, span
+from jaxkv.hybrid import parts_of
 from jaxkv.memory import Memory
 from jaxkv.places import is_concrete
 
@@ -43,14 +42,12 @@ def html_of(memory: Memory) -> str:
 def _parts(memory: Memory) -> str:
     if not is_concrete(memory.table):
         return ""
-    parts = parts_of(memory)
-    if len(parts) == 1:
+    names = part_names(memory.table)
+    if not names:
         return _cells(memory)
-    assert isinstance(memory.table, HybridTable)
-    names = [", ".join(map(str, layers)) for layers in memory.table.layers]
     return "".join(
-        f'<div style="{_SMALL};margin-top:6px">part {i}, layers {name}</div>{_cells(part)}'
-        for i, (part, name) in enumerate(zip(parts, names, strict=True))
+        f'<div style="{_SMALL};margin-top:6px">{name}</div>{_cells(part)}'
+        for part, name in zip(parts_of(memory), names, strict=True)
     )
 
 

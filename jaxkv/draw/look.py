@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxkv.donation import check_there
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.cells import WORD, Cells
 from jaxkv.memory import Memory, split
 from jaxkv.places import EMPTY, fetched, is_traced
 from jaxkv.recurrent.states import States
+from jaxkv.verbs.known import check_known
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,16 +97,17 @@ def values_of(memory: Memory) -> Any:
             "wanted a memory whose values are known, got a traced one: draw it outside of jit, or "
             "by jax.debug.callback"
         )
-    if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(table)):
-        raise TypeError("wanted a memory with values, got the shapes of one: make it first")
-    check_there(table)
-    parts = table.parts if isinstance(table, HybridTable) else (table,)
-    if any(isinstance(part, Cells | States) and part.stamp.ndim != 2 for part in parts):
-        raise ValueError(
-            "wanted one memory, got a batch of them: look at each, such as "
-            "jax.tree.map(lambda x: x[0], memory)"
-        )
+    check_known(table)
     return fetched(table)
+
+
+def part_names(table: Any) -> list[str]:
+    """Return what the parts of a hybrid table are called; of any other none."""
+    if not isinstance(table, HybridTable):
+        return []
+    return [
+        f"part {i}, layers {', '.join(map(str, layers))}" for i, layers in enumerate(table.layers)
+    ]
 
 
 def view_of(table: Any) -> CellView:

@@ -1,4 +1,4 @@
-"""Pictures of memories by matplotlib, which the extra `plot` installs.
+"""Pictures of memories by matplotlib: `pip install matplotlib`.
 
 Each function draws on `ax`, matplotlib's `Axes`, or on new ones if it is None, and returns them:
 titles, sizes and files are set on what comes back. Colours are those of sequences, seven of them
@@ -6,7 +6,7 @@ that colour-blind readers tell apart; then they come again.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -74,9 +74,7 @@ def cells(memory: Memory, ax: Any = None) -> Any:
                     column, row, at, ha="center", va="center", color=colour, fontsize=8, bbox=box
                 )
     _hatch(ax, shared)
-    labels = [(colour_of(seq), f"sequence {seq}") for seq in sequences[: len(PALETTE)]]
-    if len(sequences) > len(PALETTE):
-        labels = [(colour, f"sequence {i}, {i + 7}, …") for i, colour in enumerate(PALETTE)]
+    labels = _labels(sequences)
     if shared.any():
         labels.append(("shared", "shared"))
     if (owner == -1).any():
@@ -92,7 +90,9 @@ def cells(memory: Memory, ax: Any = None) -> Any:
     return ax
 
 
-def occupancy(steps: Sequence[Memory | int], *, cells: int | None = None, ax: Any = None) -> Any:
+def occupancy(
+    steps: Sequence[Memory] | Sequence[int], *, cells: int | None = None, ax: Any = None
+) -> Any:
     """Draw how many cells were used, step after step.
 
     Args:
@@ -104,13 +104,15 @@ def occupancy(steps: Sequence[Memory | int], *, cells: int | None = None, ax: An
 
     Raises:
       ImportError: when matplotlib is missing.
-      ValueError: when there are no steps, or a memory was donated.
+      ValueError: when there are no steps, memories and counts among them, or a memory was donated.
     """
     if len(steps) == 0:
         raise ValueError("wanted memories or counts, one for each step, got none")
+    memories = [one for one in steps if isinstance(one, Memory)]
+    if memories and len(memories) < len(steps):
+        raise ValueError("wanted memories or counts, got both: pass jaxkv.used of each")
     ax = _axes(ax)
     at = np.arange(len(steps) + 1)  # each step is as wide as one, so a single one is seen too
-    memories = [one for one in steps if isinstance(one, Memory)]
     if memories:
         views = [[cells_of(part) for part in parts_of(one)] for one in memories]
         cells = sum(view.position.size for view in views[0]) if cells is None else cells
@@ -120,7 +122,7 @@ def occupancy(steps: Sequence[Memory | int], *, cells: int | None = None, ax: An
             colours = [colour_of(seq) for seq in used]
             heights = [[*counts, counts[-1]] for counts in used.values()]
             ax.stackplot(at, *heights, colors=colours, step="post")
-        _legend(ax, [(colour_of(seq), f"sequence {seq}") for seq in list(used)[: len(PALETTE)]])
+        _legend(ax, _labels(used))
     else:
         counts = np.asarray(fetched([*steps, steps[-1]]))
         ax.fill_between(at, counts, color=PALETTE[1], step="post")
@@ -193,8 +195,7 @@ def sight(
     ax.set_yticks(ticks, [f"{sequence[i]} : {at[i]}" for i in ticks])
     ax.set_ylabel("token, sequence : position")
     ax.set_xlabel("position" if by_position else "cell of its stream")
-    sequences = np.unique(sequence).tolist()[: len(PALETTE)]
-    labels = [(colour_of(seq), f"seen by sequence {seq}") for seq in sequences]
+    labels = _labels(np.unique(sequence).tolist(), "seen by sequence")
     _legend(ax, [*labels, (GREY, "not seen"), (FREE, "not held" if by_position else "empty")])
     return ax
 
@@ -249,7 +250,7 @@ def _matplotlib(module: str) -> Any:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
         raise ImportError(
-            "plots are drawn by matplotlib, which is not installed: pip install 'jaxkv[plot]'"
+            "plots are drawn by matplotlib, which is not installed: pip install matplotlib"
         ) from error
 
 
@@ -299,6 +300,17 @@ def _hatch(ax: Any, where: np.ndarray) -> None:
     polygons = _matplotlib("collections").PolyCollection
     hatched = polygons(pieces, facecolor="none", edgecolor="black", hatch="////", lw=0, alpha=0.6)
     ax.add_collection(hatched, autolim=False)
+
+
+def _labels(sequences: Iterable[int], name: str = "sequence") -> list[tuple[str, str]]:
+    """Return each colour that stands for sequences, in rising order, with two of them by number."""
+    found: dict[str, list[int]] = {}
+    for seq in sequences:
+        found.setdefault(colour_of(seq), []).append(seq)
+    return [
+        (colour, f"{name} {', '.join(map(str, some[:2]))}" + ", …" * (len(some) > 2))
+        for colour, some in found.items()
+    ]
 
 
 def _legend(ax: Any, labels: list[tuple[str, str]]) -> None:

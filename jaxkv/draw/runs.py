@@ -1,4 +1,4 @@
-"""Neighbouring cells that are drawn as one, so that a long table becomes a short line."""
+"""Neighbouring cells that are drawn as one, so a long table is a short line; and words for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,6 +68,27 @@ def folded(
         if fits(runs):
             break
     return runs
+
+
+def span(first: int, last: int) -> str:
+    """Return a range of numbers as text, both ends included."""
+    return str(first) if first == last else f"{first}..{last}" if first < 0 else f"{first}-{last}"
+
+
+def owners_of(run: Run) -> str:
+    """Return who owns the cells of a run: `.` for none, `+` for several that share each."""
+    if run.shared:
+        return "+"
+    few = len(run.owners) <= 3
+    names = ",".join(map(str, run.owners)) if few else f"{len(run.owners)} sequences"
+    return ("~" if run.mixed else "") + names or "."
+
+
+def positions_of(run: Run) -> str:
+    """Return the positions in the cells of a run; `.` where they are empty."""
+    if run.positions is None:
+        return "."
+    return ("~" if run.mixed else "") + span(*run.positions)
 
 
 def _bounds(view: CellView, stream: int) -> np.ndarray:

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.draw.look import CellView, values_of, view_of
-from jaxkv.draw.runs import Run, folded
+from jaxkv.draw.look import CellView, part_names, values_of, view_of
+from jaxkv.draw.runs import Run, folded, owners_of, positions_of, span
 from jaxkv.hybrid import HybridTable
 from jaxkv.memory import Memory
 from jaxkv.places import EMPTY
@@ -26,8 +26,9 @@ def show(memory: Memory, *, width: int | None = 100) -> str:
       A third line, `owed`, appears when keys wait for a rotation. Where even the runs of neighbours
       are too many, short ones are put together: `~` and all their owners, and `~` and the lowest
       and the highest position. For a recurrent memory a line for each sequence, with the positions
-      of the states that are kept, the current one last. For a hybrid one its parts, one after
-      another.
+      of the states that are kept, the current one last; `dead until N`, on a line of its own where
+      it does not fit, if none is left of a sequence that has tokens before position N, which must
+      be forgotten (`seq_rm`) and computed again. For a hybrid one its parts, one after another.
 
     Raises:
       TypeError: when its values are not known: inside a transformation, or shapes alone.
@@ -64,10 +65,9 @@ def show(memory: Memory, *, width: int | None = 100) -> str:
 
 def _drawn(table: Any, width: int | None) -> str:
     if isinstance(table, HybridTable):
-        names = [", ".join(map(str, layers)) for layers in table.layers]
         return "\n".join(
-            f"part {i}, layers {name}\n{_drawn(part, width)}"
-            for i, (part, name) in enumerate(zip(table.parts, names, strict=True))
+            f"{name}\n{_drawn(part, width)}"
+            for part, name in zip(table.parts, part_names(table), strict=True)
         )
     if isinstance(table, States):
         return "\n".join(_lines_of_states(table, width))
@@ -111,27 +111,6 @@ def _folded(view: CellView, stream: int, width: int | None) -> list[str]:
     return lines(folded(view, stream, most, lambda runs: _fit([lines(runs)], width)))
 
 
-def span(first: int, last: int) -> str:
-    """Return a range of numbers as text, both ends included."""
-    return str(first) if first == last else f"{first}..{last}" if first < 0 else f"{first}-{last}"
-
-
-def owners_of(run: Run) -> str:
-    """Return who owns the cells of a run: `.` for none, `+` for several that share each."""
-    if run.shared:
-        return "+"
-    few = len(run.owners) <= 3
-    names = ",".join(map(str, run.owners)) if few else f"{len(run.owners)} sequences"
-    return ("~" if run.mixed else "") + names or "."
-
-
-def positions_of(run: Run) -> str:
-    """Return the positions in the cells of a run; `.` where they are empty."""
-    if run.positions is None:
-        return "."
-    return ("~" if run.mixed else "") + span(*run.positions)
-
-
 def _table(columns: dict[str, list[str]]) -> list[str]:
     """Return a line for each name, its entries below each other."""
     width = [max(map(len, column)) for column in zip(*columns.values(), strict=True)]
@@ -144,12 +123,21 @@ def _lines_of_states(table: States, width: int | None) -> list[str]:
     ids = [f"sequence {seq}" for seq in range(table.sequences)]
     widths = [max(map(len, column)) for column in marks.T]
     rows = [" ".join(map(str.rjust, row, widths)) for row in marks]
-    if not _fit([[f"{ids[-1]} {row}" for row in rows]], width):
+    names = [name.ljust(len(ids[-1])) for name in ids]
+    ends = [f"dead until {until}" if until else "" for until in dead]
+
+    def lines(rows: list[str]) -> list[list[str]]:
+        found = zip(names, rows, ends, strict=True)
+        return [[f"{name} {row}" + f", {end}" * bool(end)] for name, row, end in found]
+
+    found = lines(rows)
+    if not _fit(found, width):
         rows = [_runs_of_states(row[row != EMPTY]) for row in position]
-    return [
-        f"{name.ljust(len(ids[-1]))} {row}" + (f", dead until {until}" if until else "")
-        for name, row, until in zip(ids, rows, dead, strict=True)
-    ]
+        found = [
+            [f"{name} {row}", end] if end and not _fit([line], width) else line
+            for line, name, row, end in zip(lines(rows), names, rows, ends, strict=True)
+        ]
+    return [line for one in found for line in one]
 
 
 def _runs_of_states(positions: np.ndarray) -> str:

@@ -1,6 +1,7 @@
-"""What a layer asks of an attention memory: write its keys and values, and attend."""
+"""What a layer asks of an attention memory: write its keys and values, look at them, attend."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,18 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, rows_of, specs_of
 from jaxkv.kv import slots
-from jaxkv.kv.buffers import Buffers, own_cells, sizes_of, with_layer, write
+from jaxkv.kv.buffers import Buffers, own_cells, sizes_of, store, with_layer
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import sight_of
-from jaxkv.mesh import first_of, on_shares, shares
+from jaxkv.memory import View
+from jaxkv.mesh import Shares, first_of, from_owner, looked_up, on_shares, shares
 from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
+from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import Options, joined_over
+
+Held = tuple[jax.Array, jax.Array]
+"""The keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
 
 
 def attend(
@@ -24,8 +30,8 @@ def attend(
     layer: int,
     ubatch: Ubatch,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -33,49 +39,152 @@ def attend(
     causal: bool = True,
     implementation: Implementation | None = None,
 ) -> tuple[Buffers, jax.Array]:
-    """Write the keys and values of a ubatch and attend, see `jaxkv.attend`.
+    """Write the keys and values of a ubatch, if it brings any, and attend; see `jaxkv.attend`.
 
     Tokens of a stale ubatch are written nowhere and get NaN.
     """
-    if not 0 <= layer < len(buffers.k):
-        raise ValueError(f"wanted a layer from 0 to {len(buffers.k) - 1}, got {layer}")
-    for name, new in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(new, jax.Array | np.ndarray):
-            raise TypeError(f"wanted an array for {name}, got {type(new)}")
-    for name, new, old in (("k", k, buffers.k[layer]), ("v", v, buffers.v[layer])):
-        wanted = (*ubatch.valid.shape, old.shape[1], old.shape[3])
-        if new.shape != wanted:
-            raise ValueError(f"wanted {name} [R, T, K, D] of {wanted}, got {new.shape}")
-    rows, tokens, heads, size = k.shape
-    if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (rows, tokens, size) or q.shape[2] % heads:
+    if (k is None) != (v is None):
+        alone = "keys" if v is None else "values"
+        raise TypeError(f"wanted keys and values, or none of them to look alone, got {alone} alone")
+    held = _layer_of(buffers, layer)
+    new = () if k is None and v is None else _checked(ubatch, held, k, v)
+    _check_array("q", q)
+    heads, size = held[0].shape[1], held[0].shape[3]
+    if (
+        q.ndim != 4
+        or (*q.shape[:2], q.shape[3]) != (*ubatch.valid.shape, size)
+        or q.shape[2] % heads
+        or not q.shape[2]
+    ):
         raise ValueError(
-            f"wanted q [R, T, H, D] of {(rows, tokens, 'H', size)}, H a multiple of {heads}, got "
-            f"{q.shape}"
+            f"wanted q [R, T, H, D] of {(*ubatch.valid.shape, 'H', size)}, H a multiple of "
+            f"{heads}, got {q.shape}"
         )
     options = Options(scale=scale, softcap=softcap, sinks=sinks)
-    arrays = buffers.k[layer], buffers.v[layer], q, k, v
-    keys, values, out = _in_layer(table, ubatch, arrays, options, causal, implementation)
-    return with_layer(buffers, layer, keys, values), out
+    written, out = _attended(table, ubatch, held, new, q, options, causal, implementation)
+    return with_layer(buffers, layer, *written) if new else buffers, out
+
+
+def write(
+    table: Cells, buffers: Buffers, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array
+) -> Buffers:
+    """Write the keys and values of a ubatch, see `jaxkv.write`."""
+    held = _layer_of(buffers, layer)
+    return with_layer(buffers, layer, *_written(table, ubatch, held, _checked(ubatch, held, k, v)))
+
+
+def view(table: Cells, buffers: Buffers, layer: int, ubatch: Ubatch, causal: bool) -> View:
+    """Return what the tokens of a ubatch see, see `jaxkv.view`."""
+    return _viewed(table, ubatch, _layer_of(buffers, layer), causal)
+
+
+def _layer_of(buffers: Buffers, layer: int) -> Held:
+    """Return the keys and values of a layer."""
+    if not 0 <= layer < len(buffers.k):
+        raise ValueError(f"wanted a layer from 0 to {len(buffers.k) - 1}, got {layer}")
+    return buffers.k[layer], buffers.v[layer]
+
+
+def _check_array(name: str, x: Any) -> None:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"wanted an array for {name}, got {type(x)}")
+
+
+def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the keys and values of a ubatch, `[R, T, K, D]` and `[R, T, K, Dv]`."""
+    for name, size, new, old in zip("kv", ("D", "Dv"), (k, v), held, strict=True):
+        _check_array(name, new)
+        wanted = (*ubatch.valid.shape, old.shape[1], old.shape[3])
+        if new.shape != wanted:
+            raise ValueError(f"wanted {name} [R, T, K, {size}] of {wanted}, got {new.shape}")
+    return k, v
+
+
+def _put(
+    split: Shares, held: Held, ubatch: Ubatch, where: jax.Array, new: tuple[jax.Array, ...]
+) -> Held:
+    """Write into a device's share what falls into it of some keys and values, if there are any."""
+    if not new:
+        return held
+    if split.cells:
+        first = first_of(split.cells, held[0].shape[2])
+        where = own_cells(where, first, held[0].shape[2])
+    return store(*held, ubatch.row_stream, where, *new)
+
+
+def _sight_in_share(split: Shares, table: Cells, ubatch: Ubatch, held: Held, causal: bool) -> Sight:
+    """Return what decides which of the cells in a device's share the tokens of a ubatch see."""
+    sight, count = sight_of(table, ubatch, causal=causal), held[0].shape[2]
+    return sight.of_cells(first_of(split.cells, count), count) if split.cells else sight
+
+
+def _on_all(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return which flags are True on all devices along some axes."""
+    return jax.lax.pmin(flags.astype(jnp.int32), axes) == 1 if axes else flags
+
+
+@jax.jit
+def _written(table: Cells, ubatch: Ubatch, held: Held, new: tuple[jax.Array, ...]) -> Held:
+    """Write into a layer: on a mesh each device what falls into its share."""
+    split = shares(table.rules, **sizes_of(held[0]))
+
+    def of_share(table: Cells, ubatch: Ubatch, held: Held, new: tuple[jax.Array, ...]) -> Held:
+        ubatch = own_rows(ubatch, split.streams, table.streams)
+        where, _ = slots.committed_slots(table, ubatch)
+        return _put(split, held, ubatch, where, new)
+
+    of_new = P(rows_of(ubatch, split.streams), None, split.kv_heads)
+    in_specs = (P(split.streams), specs_of(ubatch, split.streams), split.spec, of_new)
+    return on_shares(table.rules, of_share, in_specs, split.spec)(table, ubatch, held, new)
+
+
+@partial(jax.jit, static_argnames="causal")
+def _viewed(table: Cells, ubatch: Ubatch, held: Held, causal: bool) -> View:
+    """Return the keys and values of each list's stream; all NaN, and seen, if it was edited."""
+    split = shares(table.rules, **sizes_of(held[0]))
+    rows = rows_of(ubatch, split.streams)
+    apart = () if rows else split.streams
+
+    def of_share(table: Cells, ubatch: Ubatch, held: Held) -> tuple[jax.Array, ...]:
+        mine = own_rows(ubatch, split.streams, table.streams)
+        sight = _sight_in_share(split, table, mine, held, causal)
+        _, current = slots.committed_slots(table, mine)
+        mask, lists = mask_of(sight), sight.of_lists
+        if apart:  # each row is a list, and all devices have all of them
+            mask = from_owner(mask.reshape(*ubatch.valid.shape, -1), apart)
+            lists = partial(looked_up, axes=apart, index=ubatch.row_stream)
+        current = _on_all(current, apart).reshape(mask.shape[0], -1)
+        current = jnp.all(current, axis=1)[:, None, None]
+        keys, values, positions = map(lists, (*held, sight.position))
+        keys = jnp.where(current[..., None], keys, jnp.nan)
+        return keys, values, mask | ~current, positions
+
+    of_heads = P(rows, split.kv_heads, split.cells)
+    out_specs = of_heads, of_heads, P(rows, None, split.cells), P(rows, split.cells)
+    in_specs = P(split.streams), specs_of(ubatch, split.streams), split.spec
+    return View(*on_shares(table.rules, of_share, in_specs, out_specs)(table, ubatch, held))
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation"))
-def _in_layer(
+def _attended(
     table: Cells,
     ubatch: Ubatch,
-    arrays: tuple[jax.Array, ...],
+    held: Held,
+    new: tuple[jax.Array, ...],
+    q: jax.Array,
     options: Options,
     causal: bool,
     implementation: Implementation | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Write into the buffers of a layer and attend: traced and lowered once for all layers.
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Write into a layer, if there is anything new, and attend; return what was written, and that.
 
-    The arrays are its keys and values, and the queries, keys and values of the tokens.
+    It is traced and lowered once for all layers.
 
     On a mesh each device writes what falls into its share, and weighs the cells that it holds. Rows
     in the order of sequences lie where their streams do; other rows are looked at by all devices.
     What was weighed of the same rows is joined by one small message.
     """
-    split = shares(table.rules, **sizes_of(arrays[0]))
+    split = shares(table.rules, **sizes_of(held[0]))
     rows = rows_of(ubatch, split.streams)
     apart = () if rows else split.streams
     if split.cells and implementation in ("xla", "cudnn"):
@@ -85,32 +194,33 @@ def _in_layer(
         )
 
     def of_share(
-        table: Cells, ubatch: Ubatch, arrays: tuple[jax.Array, ...], options: Options
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        keys, values, q, k, v = arrays
+        table: Cells,
+        ubatch: Ubatch,
+        held: Held,
+        new: tuple[jax.Array, ...],
+        q: jax.Array,
+        options: Options,
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
         where, current = slots.committed_slots(table, ubatch)
-        sight = sight_of(table, ubatch, causal=causal)
-        if split.cells:
-            first = first_of(split.cells, keys.shape[2])
-            where = own_cells(where, first, keys.shape[2])
-            sight = sight.of_cells(first, keys.shape[2])
-        keys, values = write(keys, values, ubatch.row_stream, where, k, v)
+        sight = _sight_in_share(split, table, ubatch, held, causal)
+        held = _put(split, held, ubatch, where, new)
         lists = q.reshape(*sight.at.shape, *q.shape[2:])
-        sums = attention.weigh(lists, keys, values, sight, options, implementation)
+        sums = attention.weigh(lists, *held, sight, options, implementation)
         sums = joined_over(sums, (*split.cells, *apart))
         out = attention.finished(sums, lists, options).reshape(*q.shape[:3], -1)
-        if apart:
-            current = jax.lax.pmin(current.astype(jnp.int32), apart) == 1
-        return keys, values, jnp.where(current[:, None, None, None], out, jnp.nan)
+        current = _on_all(current, apart)
+        out = jnp.where(current[:, None, None, None], out, jnp.nan)
+        return (held if new else ()), out
 
     of_new = P(rows, None, split.kv_heads)
     in_specs = (
         P(split.streams),
         specs_of(ubatch, split.streams),
-        (split.spec, split.spec, of_new, of_new, of_new),
+        split.spec,
+        of_new,
+        of_new,
         P(split.kv_heads),
     )
-    out_specs = split.spec, split.spec, of_new
-    run = on_shares(table.rules, of_share, in_specs, out_specs)
-    return run(table, ubatch, arrays, options)
+    run = on_shares(table.rules, of_share, in_specs, (split.spec, of_new))
+    return run(table, ubatch, held, new, q, options)

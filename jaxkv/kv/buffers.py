@@ -85,7 +85,7 @@ def with_layer(buffers: Buffers, layer: int, k: jax.Array, v: jax.Array) -> Buff
     return replace(buffers, k=put(buffers.k, k), v=put(buffers.v, v))
 
 
-def write(
+def store(
     keys: jax.Array,
     values: jax.Array,
     streams: jax.Array,

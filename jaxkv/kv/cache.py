@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
-from jaxkv.kv.attend import attend
+from jaxkv.kv.attend import attend, view, write
 from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.by_stream import on_streams, told
 from jaxkv.kv.cells import Cells, Placement, empty_fields
@@ -23,12 +23,13 @@ from jaxkv.memory import (
     Need,
     Room,
     Table,
+    View,
     checked_streams,
     join,
     no_need,
 )
 from jaxkv.mesh import Rules, Shares
-from jaxkv.places import count
+from jaxkv.places import FAR, count
 from jaxkv.rope import Rope
 from jaxkv.window import Window, cells_for
 
@@ -92,9 +93,13 @@ class CellTable(Cells, Table):
         """See `slots.admit`."""
         return told(self, slots.admit, wanted)
 
-    def can_hold(self, lengths: np.ndarray, at_once: int) -> np.ndarray:
+    def spared(self) -> jax.Array:
+        """See `cells.spared`."""
+        return cells.spared(self)
+
+    def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
         """See `slots.can_hold`."""
-        return slots.can_hold(self, lengths, at_once)
+        return slots.can_hold(self, lengths, at_once, spared)
 
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `slots.choose_slots`."""
@@ -193,6 +198,14 @@ class CellTable(Cells, Table):
         """See `attend.attend`."""
         return attend(self, buffers, layer, ubatch, *args, **options)
 
+    def write(self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array) -> Buffers:
+        """See `attend.write`."""
+        return write(self, buffers, layer, ubatch, *new)
+
+    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, causal: bool) -> View:
+        """See `attend.view`."""
+        return view(self, buffers, layer, ubatch, causal)
+
 
 def make_kv_cache(
     *,
@@ -247,10 +260,10 @@ def make_kv_cache(
 
     Raises:
       TypeError: when a count is no integer.
-      ValueError: when a count is below 1, `streams` does not divide Q, `cells` is missing or given
-        together with what it is counted from, there is no such placement, `shards` is missing,
-        given with another one, or does not divide N, the dtype is not a floating one, or sizes
-        and ropes do not fit the layers.
+      ValueError: when a count is below 1, N is 2**30 or more, `streams` does not divide Q, `cells`
+        is missing or given together with what it is counted from, there is no such placement,
+        `shards` is missing, given with another one, or does not divide N, the dtype is not a
+        floating one, or sizes and ropes do not fit the layers.
 
     Examples:
       >>> memory = make_kv_cache(layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8)
@@ -326,6 +339,10 @@ def make_kv_cache(
         if one is not None and 2 * len(one.frequencies) > size:
             raise ValueError(f"a rope of {len(one.frequencies)} pairs does not fit keys of {size}")
     cells = count(cells, "cells")
+    if cells >= FAR:
+        raise ValueError(
+            f"wanted fewer than {FAR} cells a stream, got {cells}: take fewer, or more streams"
+        )
     if cells % shards:
         raise ValueError(
             f"wanted a number of cells that {shards} shards divide, got {cells}: take "

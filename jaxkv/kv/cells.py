@@ -154,6 +154,12 @@ def used(cells: Cells) -> jax.Array:
     return jnp.sum(~free(cells), dtype=jnp.int32)
 
 
+def spared(cells: Cells) -> jax.Array:
+    """Return how many cells sharing spares in each stream, n - 1 for one of n owners; `[S]`."""
+    owned = jnp.sum(jax.lax.population_count(cells.owners), axis=(1, 2), dtype=jnp.int32)
+    return owned - jnp.sum(~free(cells), axis=1, dtype=jnp.int32)
+
+
 def remove(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array) -> C:
     """Take one sequence (every sequence if `seq` is -1) off its cells in a range of positions.
 

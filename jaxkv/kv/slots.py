@@ -152,22 +152,23 @@ def _smallest_first(wanted: jax.Array, room: jax.Array) -> jax.Array:
     return jax.vmap(of_stream)(wanted.reshape(room.size, -1), room).reshape(-1)
 
 
-def can_hold(cells: Cells, lengths: np.ndarray, at_once: int) -> np.ndarray:
+def can_hold(cells: Cells, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
     """Return which streams have cells for texts of these lengths side by side; on the host.
 
-    A window takes what it needs and no more: what the next token of each text looks back at, and
-    cells for the tokens that are computed at once.
+    What they share already counts once. A window takes what it needs and no more: what the next
+    token of each text looks back at, and cells for the tokens that are computed at once.
 
     Args:
       cells: the table, of which only the sizes are looked at.
       lengths: `[Q]` int, the tokens of each sequence.
       at_once: the most tokens of a stream that are computed at once.
+      spared: `[S]` int, the cells that sharing spares by now.
 
     Returns:
       `[S]` bool.
     """
     lengths = np.asarray(lengths, np.int64).reshape(cells.streams, -1)
-    needed = lengths.sum(axis=1)
+    needed = lengths.sum(axis=1) - spared
     if cells.window is not None:
         back = np.minimum(lengths, looks_back(cells.window))
         needed = np.minimum(needed, back.sum(axis=1) + at_once)

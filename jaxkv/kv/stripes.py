@@ -2,7 +2,8 @@
 
 On a mesh that splits cells, each device holds a share of neighbours. Taken by their numbers, those
 of a short text would lie on the first device alone. In stripes, shares are taken from in turn, a
-few neighbours at a time. The cell that is taken first has rank 0.
+few neighbours at a time: at most 64, and a power of two that divides the share. The cell that is
+taken first has rank 0.
 """
 
 from math import gcd
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jaxkv.places import divided
 
 STRIPE = 64
-"""Neighbouring cells that are taken before those of the next share."""
+"""The most neighbouring cells that are taken before those of the next share."""
 
 
 def dealt(x: jax.Array, shards: int) -> jax.Array:

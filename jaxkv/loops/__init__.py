@@ -2,7 +2,7 @@
 
 from jaxkv.loops import batching, sampling
 from jaxkv.loops.beams import Beams, beam
-from jaxkv.loops.drafts import draft_model, lookup
+from jaxkv.loops.drafts import Draft, Guess, draft_model, lookup
 from jaxkv.loops.forward import step_of
 from jaxkv.loops.generation import decode
 from jaxkv.loops.picking import Picked, begin
@@ -13,5 +13,5 @@ from jaxkv.loops.state import DecodeState, start
 
 __all__ = ["DecodeState", "Picked", "begin", "decode", "prefill", "sampling", "start"]
 __all__ += ["Beams", "batching", "beam", "extend", "slide"]
-__all__ += ["Speculated", "draft_model", "lookup", "speculate"]
+__all__ += ["Draft", "Guess", "Speculated", "draft_model", "lookup", "speculate"]
 __all__ += ["step_of", "warm_up"]

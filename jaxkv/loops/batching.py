@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxkv.donation import check_there
 from jaxkv.loops.forward import Forward
+from jaxkv.loops.prefixes import Prefixes
 from jaxkv.loops.requests import (
     Finish,
     Progress,
@@ -27,7 +28,7 @@ from jaxkv.loops.scheduling import Schedule
 from jaxkv.memory import Memory, split
 from jaxkv.places import count
 from jaxkv.plan import Reason
-from jaxkv.verbs.ask import used
+from jaxkv.prefix import Store
 
 __all__ = ["Engine", "Finish", "Request", "Result", "Rule", "serve"]
 
@@ -54,7 +55,7 @@ class Engine:
       forward: see `prefill`.
       weights: whatever the model wants.
       memory: an empty memory; it is given up, and `engine.memory` is the current memory. The cells
-        of a stream are for all of its sequences.
+        of a stream are for all of its sequences. It may hold what the store holds.
       stop: `[n]` int32, the tokens that end every text.
       chunk: the most tokens of prompts that are computed at once. A running text waits for one
         chunk between two tokens at most.
@@ -69,12 +70,16 @@ class Engine:
       rule: what may come next in the texts whose requests have a `rule_state`, such as a grammar.
         It is looked at in every step, whichever texts run, and its states go to the host and back
         with each call: keep them small.
+      store: what `prefix.make_store` made for this memory; from then on `engine.store`. A prompt
+        that begins with a text in it computes only the rest. Each text is remembered when it ends,
+        and where prompts part that begin alike; a prompt waits for one that is on its way in and
+        has more of it. Its texts give way, the least recently used first, before a request waits.
 
     Raises:
       ValueError: when the memory is not empty or was donated, `chunk` is more than it was sized
-        for, a number is below 1, there is no such option to allow, or the rule does not give what
-        it should.
-      TypeError: when `forward` is no function, or the rule none.
+        for, a number is below 1, there is no such option to allow, the rule does not give what
+        it should, or the store was made for another memory or leaves no sequence.
+      TypeError: when `forward` is no function, the rule none, or the store none.
 
     Examples:
       A model that says the next number; 3 ends a text:
@@ -102,6 +107,16 @@ class Engine:
 which this memory never has: ask for less, or make a larger one
       >>> used(engine.memory).item()
       0
+
+      With a store a prompt is computed once, but for its last token, which gives the logits:
+
+      >>> store = prefix.make_store(memory := engine.memory, holders=[1])
+      >>> engine = loops.batching.Engine(forward, jnp.eye(4), memory, store=store, chunk=8)
+      >>> for _ in range(2):
+      ...     _ = engine.submit(request(prompt=[0, 1, 2], limit=2))
+      ...     print(next(engine.results()).found)
+      Found(length=0, miss=<Miss.UNKNOWN: 1>)
+      Found(length=2, miss=<Miss.NONE: 0>)
     """
 
     def __init__(
@@ -118,15 +133,12 @@ which this memory never has: ask for less, or make a larger one
         last_n: int = 64,
         most_stops: int = 4,
         rule: Rule | None = None,
+        store: Store | None = None,
     ):
         if not callable(forward):
             raise TypeError(f"wanted a function forward, see prefill, got {type(forward)}")
         table, _ = split(memory)
         check_there(memory)
-        if occupied := int(used(memory)):
-            raise ValueError(
-                f"wanted an empty memory, got one with {occupied} cells in use: clear(memory)"
-            )
         self._limits = checked_limits(
             table.facts,
             chunk=chunk,
@@ -137,7 +149,10 @@ which this memory never has: ask for less, or make a larger one
             rule=rule,
         )
         self._runner = Runner(forward, weights, memory, stop=stop, limits=self._limits)
-        self._schedule = Schedule(table, limits=self._limits, reserve=reserve)
+        self._prefixes = Prefixes(self._runner, store)
+        self._schedule = Schedule(
+            table, limits=self._limits, reserve=reserve, prefixes=self._prefixes
+        )
         self._cut_short = False
         self._next = 0
         self._done: list[Result] = []
@@ -147,6 +162,11 @@ which this memory never has: ask for less, or make a larger one
         """The memory as it is now; the next step takes its buffers."""
         self._check_memory()
         return self._runner.memory
+
+    @property
+    def store(self) -> Store | None:
+        """The store as it is now, beside `engine.memory`; None without one."""
+        return self._prefixes.store
 
     @property
     def busy(self) -> bool:
@@ -231,6 +251,7 @@ which this memory never has: ask for less, or make a larger one
         """
         self._check_memory()
         self._runner.warm_up()
+        self._prefixes.warm_up()
 
     def _check_memory(self) -> None:
         """Raise a RuntimeError if the memory is lost."""
@@ -261,7 +282,8 @@ which this memory never has: ask for less, or make a larger one
     def _advance(self) -> None:
         """Do what one step does; results are kept until they are handed out."""
         self._check_memory()
-        self._schedule.admit()
+        with self._at_risk():
+            self._schedule.admit()
         if feeding := self._schedule.feeding:
             with self._at_risk():
                 self._run_chunk(feeding)
@@ -278,6 +300,8 @@ which this memory never has: ask for less, or make a larger one
             return
         for text, n in zip(texts, counts, strict=True):
             text.placed += n
+            if text.placed in text.cuts:
+                self._prefixes.remember(text, text.placed)
         ready = [text for text in texts if text.runs]
         self._take(ready, dict.fromkeys((text.sequence for text in ready), 1), outcome)
 
@@ -335,6 +359,8 @@ which this memory never has: ask for less, or make a larger one
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:
             *others, youngest = self._schedule.beside(stream)
+            if self._prefixes.let_go(stream):
+                continue
             if others:
                 self._runner.remove([youngest.sequence])
                 self._schedule.put_back(youngest)
@@ -343,9 +369,11 @@ which this memory never has: ask for less, or make a larger one
 
     def _end(self, ended: list[tuple[Progress, Finish]]) -> None:
         """Free what texts hold, and keep their results until they are handed out."""
-        sequences = [text.sequence for text, _ in ended if text.sequence >= 0]
-        if sequences:
-            self._runner.remove(sequences)
+        placed = [text for text, _ in ended if text.sequence >= 0]
+        for text in placed:
+            self._prefixes.leave(text)
+        if placed:
+            self._runner.remove([text.sequence for text in placed])
         for text, reason in ended:
             self._schedule.take_out(text)
             self._done.append(text.result(reason))

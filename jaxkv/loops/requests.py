@@ -13,9 +13,13 @@ from jaxkv.loops.sampling import OPTIONS, Filters, make_sampler
 from jaxkv.memory import Facts
 from jaxkv.places import END, count, integers
 from jaxkv.planning.init import checked_size
+from jaxkv.prefix.store import Found, Miss, Text
 
 CHUNK = 128
 """The most tokens of prompts that are computed at once, where neither caller nor memory say."""
+
+NOTHING = Found(0, Miss.UNKNOWN)
+"""What there is of a prompt where nothing is held."""
 
 
 class Finish(Enum):
@@ -67,6 +71,8 @@ class Result:
     tokens: `[n]` int32, those that were generated, a stop token among them.
     logprobs: `[n]` float32, the logarithms of their probabilities by the model alone.
     reason: why the text ended.
+    found: how much of the prompt there was in the engine's store, and need not be computed, with
+      the reason why it is no more. Of a text that gave way, what there was before its first token.
     request: what was asked.
     """
 
@@ -74,6 +80,7 @@ class Result:
     tokens: np.ndarray  # [n]
     logprobs: np.ndarray  # [n]
     reason: Finish
+    found: Found
     request: Request
 
 
@@ -87,6 +94,9 @@ class Progress:
     sequence: where its text stands; -1 while it waits.
     placed: the tokens that are in the memory, as long as it does not run.
     wanted: the tokens that must be in the memory before it runs.
+    cuts: how many of its tokens others begin with, so that it will be remembered there.
+    found: what there was of it in the store before its first token.
+    source: the text there that it went on from; None for none.
     rule_state: what the engine's rule has come to after these tokens; None without a rule.
     """
 
@@ -97,6 +107,9 @@ class Progress:
     sequence: int = -1
     placed: int = 0
     wanted: int = 0
+    cuts: set[int] = field(default_factory=set)
+    found: Found = NOTHING
+    source: Text | None = None
     rule_state: Any = None
 
     def __post_init__(self):
@@ -108,6 +121,19 @@ class Progress:
         return self.sequence >= 0 and self.placed >= self.wanted
 
     @property
+    def goal(self) -> int:
+        """The tokens that are in the memory before anything else is done with it."""
+        return min([cut for cut in self.cuts if cut > self.placed] + [self.wanted])
+
+    @property
+    def held(self) -> int:
+        """The tokens that are in the memory: the last of a text that runs never is."""
+        held = self.placed
+        if self.runs:
+            held = max(held, len(self.request.prompt) + len(self.tokens) - 1)
+        return held
+
+    @property
     def left(self) -> int:
         """How many more tokens may be generated."""
         return self.request.limit - len(self.tokens)
@@ -116,6 +142,13 @@ class Progress:
     def most(self) -> int:
         """The tokens that it puts into the memory at most: its last one never is."""
         return len(self.request.prompt) + self.request.limit - 1
+
+    def begin(self, source: Text | None, found: Found) -> None:
+        """Go on from so much of it, of a text in the store."""
+        self.source, self.placed = source, found.length
+        self.wanted = len(self.request.prompt) + len(self.tokens)
+        if not self.tokens:
+            self.found = found
 
     def all_tokens(self) -> np.ndarray:
         """Return its tokens, prompt and generated, `[n]` int32."""
@@ -132,6 +165,7 @@ class Progress:
             tokens=np.asarray(self.tokens, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
             reason=reason,
+            found=self.found,
             request=self.request,
         )
 

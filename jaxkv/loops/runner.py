@@ -89,9 +89,7 @@ class Runner:
           How many tokens of each text went in, and the first tokens of the texts whose prompts end
           with them. Where one was refused, nothing went in.
         """
-        parts = [
-            Part(text.sequence, text.all_tokens()[text.placed : text.wanted]) for text in texts
-        ]
+        parts = [Part(text.sequence, text.all_tokens()[text.placed : text.goal]) for text in texts]
         chunk, counts = cut(self._facts, self._shapes, parts)
         logits, plan = self._compute(chunk)
         ready = [

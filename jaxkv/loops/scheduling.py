@@ -1,27 +1,32 @@
 """Scheduling, on the host: which request has which sequence, which wait, and which gives way."""
 
 from bisect import insort
+from typing import Any
 
 import numpy as np
 
+from jaxkv.loops.prefixes import Match, Prefixes
 from jaxkv.loops.requests import Limits, Progress
 from jaxkv.memory import Table
 
 
 class Schedule:
-    """Gives the Q sequences of a memory to requests, first come first served.
+    """Gives the sequences of a memory to requests, first come first served.
 
     Args:
       table: the table of the memory, of which only sizes are looked at.
       limits: of the engine.
       reserve: whether the cells of a request's prompt and limit are promised to it.
+      prefixes: what is kept in the other sequences, and gives way to requests.
     """
 
-    def __init__(self, table: Table, *, limits: Limits, reserve: bool):
+    def __init__(self, table: Table, *, limits: Limits, reserve: bool, prefixes: Prefixes):
         self._table, self._steps, self.reserves = table, limits.steps, reserve
+        self._prefixes = prefixes
         self._sharing = table.facts.sequences // table.facts.streams
         self._at_once = max(limits.chunk, self._sharing)
         self._waiting: list[Progress] = []
+        self._stuck: Progress | None = None  # there was no room for it, and none has come free
         self._placed: list[Progress | None] = [None] * table.facts.sequences
 
     @property
@@ -61,7 +66,7 @@ class Schedule:
         """
         request = text.request
         wanted = text.most if self.reserves else len(request.prompt)
-        if not self._holds({0: wanted})[0]:
+        if not self._holds({0: wanted}, self._prefixes.nothing)[0]:
             limit = f" and a limit of {request.limit} less the last" if self.reserves else ""
             raise ValueError(
                 f"wanted cells for {wanted} tokens, of a prompt of {len(request.prompt)}{limit}, "
@@ -71,18 +76,24 @@ class Schedule:
 
     def admit(self) -> None:
         """Give waiting requests sequences, in their order, as long as there is room."""
-        while self._waiting:
-            text = self._waiting[0]
-            sequence = next((q for q in range(len(self._placed)) if self._has_room(q, text)), None)
-            if sequence is None:
+        for stream in range(self._table.facts.streams):  # those that run come before what is kept
+            while not self._has_room(stream) and self._prefixes.let_go(stream):
+                pass
+        while self._waiting and self._waiting[0] is not self._stuck:
+            text, free = self._waiting[0], self._free()
+            if not free:
+                return
+            match = self._prefixes.match(text, [*filter(None, self._placed)], free[0])
+            if match is None:  # it waits for another
+                return
+            if not self._place(text, free, match):
+                self._stuck = text
                 return
             self._waiting.pop(0)
-            text.sequence, text.placed = sequence, 0
-            text.wanted = len(text.request.prompt) + len(text.tokens)
-            self._placed[sequence] = text
 
     def take_out(self, text: Progress) -> None:
         """Forget a request, wherever it is."""
+        self._stuck = None
         if text.sequence >= 0:
             self._placed[text.sequence], text.sequence = None, -1
         else:
@@ -93,15 +104,46 @@ class Schedule:
         self.take_out(text)
         insort(self._waiting, text, key=lambda text: text.id)
 
-    def _has_room(self, sequence: int, text: Progress) -> bool:
-        """Return whether a sequence is free, and its stream has the cells that a text needs."""
-        if self._placed[sequence]:
-            return False
-        stream = sequence // self._sharing
+    def _free(self) -> list[int]:
+        """Return a sequence of each stream that has one for a request."""
+        free = [q for q, text in enumerate(self._placed) if not text]
+        free = [q for q in free if q not in self._prefixes.holders]
+        return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
+
+    def _place(self, text: Progress, free: list[int], match: Match) -> bool:
+        """Give a text one of some sequences, if there is room beside what runs.
+
+        What is kept gives way only if there is no stream with room as it is. The stream of what the
+        text begins with comes first, since a fork there takes no cells.
+        """
+        free = sorted(free, key=lambda sequence: not self._prefixes.is_near(match, sequence))
+        return any(
+            self._takes(text, sequence, match, gives_way)
+            for gives_way in (False, True)
+            for sequence in free
+        )
+
+    def _takes(self, text: Progress, sequence: int, match: Match, gives_way: bool) -> bool:
+        """Give a text a sequence if there is room in its stream; else nothing is changed."""
+        then, near = self._prefixes.now, self._prefixes.is_near(match, sequence)
+        self._placed[sequence], text.sequence = text, sequence
+        found = self._prefixes.fork(match, sequence) if near else match.found
+        while not self._has_room(self.stream_of(text)):
+            if not (gives_way and self._prefixes.let_go(self.stream_of(text))):
+                self._prefixes.go_back(then)
+                self._placed[sequence], text.sequence = None, -1
+                return False
+        text.begin(match.source, found if near else self._prefixes.fork(match, sequence))
+        return True
+
+    def _has_room(self, stream: int) -> bool:
+        """Return whether what is in a stream has the cells that it needs."""
         beside = self.beside(stream)
+        kept = self._prefixes.lengths(stream)
+        if not kept and len(beside) < 2:
+            return True  # alone it has what there is, which is enough for its prompt
         lengths = {one.sequence: self._needs(one) for one in beside}
-        # Alone it has what there is, which is enough for its prompt.
-        return not beside or bool(self._holds(lengths | {sequence: self._needs(text)})[stream])
+        return bool(self._holds(lengths | kept, self._prefixes.spared())[stream])
 
     def _needs(self, text: Progress) -> int:
         """Return the cells that are counted for a text: all that it may take, or those of soon."""
@@ -110,11 +152,11 @@ class Schedule:
         soon = len(text.request.prompt) + len(text.tokens) + self._steps
         return min(soon, text.most)
 
-    def _holds(self, lengths: dict[int, int]) -> np.ndarray:
+    def _holds(self, lengths: dict[int, int], spared: Any) -> np.ndarray:
         """Return whether texts of so many tokens, by sequence, fit; by stream, `[S]` bool."""
         tokens = np.zeros(len(self._placed), np.int64)
         tokens[[*lengths]] = [*lengths.values()]
-        return self._table.can_hold(tokens, self._at_once)
+        return self._table.can_hold(tokens, self._at_once, spared)
 
 
 def _by_age(texts: list[Progress]) -> list[Progress]:

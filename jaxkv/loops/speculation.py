@@ -112,7 +112,7 @@ def speculate(
 
     Args:
       forward: see `prefill`.
-      draft: what guesses, of `lookup` or `draft_model`.
+      draft: what guesses, of `lookup`, `draft_model` or a `Draft` of your own.
       sampler: see `decode`.
       weights: whatever the model wants.
       memory: the memory after the prompts. One that keeps states must keep as many earlier ones as

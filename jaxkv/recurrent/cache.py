@@ -117,9 +117,13 @@ class StateTable(States, Table):
         all_fit = wanted >= 0
         return Room(all_fit, all_fit, jnp.full_like(wanted, END))
 
-    def can_hold(self, lengths: np.ndarray, at_once: int) -> np.ndarray:
+    def spared(self) -> jax.Array:
+        """Return nothing: each sequence has cells for its states, shared or not."""
+        return jnp.zeros(self.streams, jnp.int32)
+
+    def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
         """Return that there is room: a state takes the same for a text of any length."""
-        del lengths, at_once
+        del lengths, at_once, spared
         return np.ones(self.streams, bool)
 
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[StateSlots, jax.Array]:

@@ -16,7 +16,7 @@ from jaxkv.places import is_concrete
 
 
 def agree(memory: Memory, batch: Any = None) -> None:
-    """Raise unless all devices and processes hold the same table, and were given the same batch.
+    """Raise unless devices agree on the table of their streams, and all processes on the batch.
 
     What JAX calls replicated is never compared: processes that were given different batches plan
     and compute on, each by its own. Every process must call this.
@@ -24,10 +24,12 @@ def agree(memory: Memory, batch: Any = None) -> None:
     Args:
       memory: any memory. Where each stream lies on devices of one process alone there is nothing
         to compare, and the batch tells.
-      batch: what every process was given, such as a batch.
+      batch: what every process was given, such as a batch: a tree of arrays and numbers. Arrays
+        that are split over processes are left out.
 
     Raises:
       RuntimeError: when devices or processes differ; it names the processes.
+      TypeError: when something else than arrays and numbers is to be compared.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
@@ -45,12 +47,12 @@ def agree(memory: Memory, batch: Any = None) -> None:
         _digest, mesh=mesh, in_specs=(specs,), out_specs=P(mesh.axis_names), check_vma=False
     )
     found = multihost_utils.process_allgather(jax.jit(run)(table), tiled=True)
-    # The devices of a row hold the same streams.
+    # The devices of a group hold the same streams.
     axes = table.rules.split(mesh, streams=table.facts.streams)["streams"]
     numbers = _by_streams(np.asarray(found).reshape(mesh.devices.shape), mesh, axes)
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    for row in zip(numbers, _by_streams(processes, mesh, axes), strict=True):
-        _check("table on all devices", *row)
+    for group in zip(numbers, _by_streams(processes, mesh, axes), strict=True):
+        _check("table on all devices", *group)
 
 
 def _check(what: str, numbers: np.ndarray, processes: np.ndarray) -> None:
@@ -64,10 +66,15 @@ def _check(what: str, numbers: np.ndarray, processes: np.ndarray) -> None:
 
 def _checksum(batch: Any) -> int:
     """Return a number of the arrays that this process can look at."""
-    number = 0
+    number = crc32(str(jax.tree.structure(batch)).encode())
     for path, leaf in jax.tree.leaves_with_path(batch):
         if is_concrete(leaf):
             array = np.asarray(leaf)
+            if array.dtype == object:
+                raise TypeError(
+                    f"wanted arrays and numbers to compare, got {type(leaf)}: give agree the "
+                    f"batch that was made of it"
+                )
             name = f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}"
             number = crc32(array.tobytes(), crc32(name.encode(), number))
     return number
@@ -80,7 +87,7 @@ def _digest(table: Table) -> jax.Array:
 
 
 def _by_streams(x: np.ndarray, mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """Lay out what each device has, in rows of those that share their streams."""
+    """Lay out what each device has, in groups of those that share their streams."""
     places = [mesh.axis_names.index(axis) for axis in axes]
     rows = prod(x.shape[place] for place in places)
     return np.moveaxis(x, places, range(len(places))).reshape(rows, -1)

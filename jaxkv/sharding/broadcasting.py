@@ -35,7 +35,7 @@ def broadcast(value: T) -> T:
       Requests that arrive at process 0, in a server of several:
 
       >>> def step(engine, arrived):
-      ...     for request in sharding.broadcast(arrived if jax.process_index() == 0 else None):
+      ...     for request in sharding.broadcast(arrived):
       ...         engine.submit(request)
       ...     return engine.step()
     """

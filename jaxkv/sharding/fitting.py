@@ -23,15 +23,18 @@ def fitted(
       mesh: the mesh, or an abstract one of devices that are not at hand.
       rules: which of its axes split what; heads are split by one axis.
       surplus: what becomes of devices that are more than there are heads: "cells", they hold cells
-        of the same heads, alike if the memory is striped with as many `shards` as there are devices
-        then, see `make_kv_cache`; "replicate", they hold copies; or "refuse".
+        of the same heads, so the memory must have a number of cells that they divide, and be
+        striped with as many `shards` if all are to hold as much, see `make_kv_cache`; "replicate",
+        they hold copies; or "refuse".
 
     Returns:
       The mesh with that axis cut in two, of which the second is named "cells" or "copies", and the
-      rules for it. Both unchanged where the heads can be split already.
+      rules for it. Both unchanged where the devices divide the heads, and where no layer has more
+      than one head, whose cells an axis of their own may split. States are not looked at.
 
     Raises:
-      ValueError: when nothing fits and `surplus` is "refuse", or there is no such `surplus`.
+      ValueError: when the heads do not fit and `surplus` is "refuse", several axes split them, or
+        the mesh has an axis of the new one's name; or when there is no such `surplus`.
 
     Examples:
       Two heads on four devices:
@@ -50,14 +53,19 @@ def fitted(
     fit = gcd(devices, *heads)
     if not heads or fit == devices:
         return mesh, rules
-    if surplus == "refuse" or len(axes) != 1:
+    if surplus == "refuse":
         raise ValueError(
             f"wanted numbers of kv_heads that {devices} devices divide ({', '.join(axes)}), got "
             f"{sorted(heads)}: take an axis of {fit}, or surplus='cells'"
         )
+    if len(axes) != 1:
+        raise ValueError(f"wanted one axis for kv_heads, got {', '.join(axes)}: make them one")
     name = {"cells": "cells", "replicate": "copies"}[surplus]
     if name in mesh.axis_names:
-        raise ValueError(f"wanted no axis named {name!r} yet, got a mesh of {dict(mesh.shape)}")
+        raise ValueError(
+            f"wanted no axis named {name!r} yet, got a mesh of {dict(mesh.shape)}: take "
+            f"{axes[0]}={fit} and {name}={mesh.shape[name] * devices // fit}"
+        )
     place = mesh.axis_names.index(axes[0])
     shape, names, types = [*mesh.shape.values()], [*mesh.axis_names], [*mesh.axis_types]
     shape[place : place + 1] = fit, devices // fit

@@ -13,6 +13,7 @@ from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.cells import Cells
 from jaxkv.memory import Memory, split
 from jaxkv.mesh import Rules
+from jaxkv.places import count
 from jaxkv.sharding.places import shardings
 
 
@@ -25,8 +26,10 @@ class Layout:
     buffers: bytes of keys, values and states on a device.
     weights: bytes of a model's weights on a device; 0 if none were given.
     sent: bytes that attention brings to a device in a step of one token for each sequence.
-    whole: for each axis that splits nothing of a part of the memory, why.
-    uneven: for each part whose short texts lie on some of the devices that split cells, what to do.
+    whole: streams and heads that no axis splits though the rules name one. States are not looked
+      at.
+    uneven: for each part that keeps a short text on a few of the devices that split its cells, how
+      to spread it.
     """
 
     devices: int
@@ -47,7 +50,7 @@ class Layout:
         if self.total > room:
             raise ValueError(
                 f"wanted at most {room:,} bytes on each of {self.devices} devices, got "
-                f"{self.total:,}:\n{self}"
+                f"{self.total:,}: take more devices, fewer cells, or another split\n{self}"
             )
         return self
 
@@ -78,12 +81,13 @@ def layout(
       memory: any memory, or its shapes.
       mesh: the mesh, or an abstract one of devices that are not at hand.
       rules: which of its axes split what.
-      heads: H, the query heads, on which it depends what is sent; by default as many as keys have.
+      heads: H, the query heads, on which it depends what is sent; by default as many as keys have,
+        and a multiple of them.
       weights: the weights of a model, or their shapes, with the shardings they will have. Those
         without one are counted whole.
 
     Raises:
-      ValueError: see `shardings`.
+      ValueError: see `shardings`; or when `heads` is no multiple of the heads of keys.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
@@ -103,8 +107,11 @@ def layout(
       >>> make = lambda: make_kv_cache(layers=2, cells=1024, kv_heads=1, head_dim=64)
       >>> rules = sharding.Rules(cells=("data", "tensor"))
       >>> print(*sharding.layout(jax.eval_shape(make), mesh, rules).uneven)
-      data, tensor splits scattered cells unevenly: take placement='striped', shards=4
+      scattered cells are split unevenly by data, tensor: take placement='striped', shards=4
     """
+    of_keys = {k.shape[1] for k in keys_of(memory)}
+    if heads is not None and any(count(heads, "heads") % one for one in of_keys):
+        raise ValueError(f"wanted heads a multiple of kv_heads {sorted(of_keys)}, got {heads}")
     halves = zip(split(memory), split(shardings(memory, mesh, rules)), strict=True)
     table, buffers = (
         sum(map(_share, jax.tree.leaves(half), jax.tree.leaves(where))) for half, where in halves
@@ -151,12 +158,12 @@ def _sent(part: Memory, mesh: Any, rules: Rules, heads: int | None) -> int:
 
 def _whole(part: Memory, mesh: Any, rules: Rules) -> list[str]:
     """Say what no axis splits though the rules name one."""
-    counts = [("streams", part.table.facts.streams)]
-    counts += [("kv_heads", k.shape[1]) for k in keys_of(part)]
+    sizes = [("streams", part.table.facts.streams)]
+    sizes += [("kv_heads", k.shape[1]) for k in keys_of(part)]
     return [
-        f"{', '.join(rules.present(mesh, name))} splits no {name}: there are {count}"
-        for name, count in counts
-        if rules.present(mesh, name) and not rules.split(mesh, **{name: count})[name]
+        f"{name} ({size}) are not split by {', '.join(rules.present(mesh, name))}"
+        for name, size in sizes
+        if rules.present(mesh, name) and not rules.split(mesh, **{name: size})[name]
     ]
 
 
@@ -168,5 +175,6 @@ def _uneven(part: Memory, mesh: Any, rules: Rules) -> list[str]:
     placement, shards = part.table.placement, part.table.shards
     cells = f"cells in {shards} shards" if placement == "striped" else f"{placement} cells"
     return [
-        f"{', '.join(axes)} splits {cells} unevenly: take placement='striped', shards={devices}"
+        f"{cells} are split unevenly by {', '.join(axes)}: take placement='striped', "
+        f"shards={devices}"
     ]

@@ -23,8 +23,8 @@ def shardings(memory: Memory, mesh: Mesh | AbstractMesh, rules: Rules) -> Memory
       A tree like the memory with a `NamedSharding` for each array; its tables know the rules.
 
     Raises:
-      ValueError: when streams, heads or cells are more than one, and no multiple of the devices
-        that they are split over.
+      ValueError: when streams or cells are more than one, and no multiple of the devices that they
+        are split over. Heads that the devices do not divide are whole on each.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
@@ -62,7 +62,7 @@ def shapes(make: Callable[[], Memory], mesh: Mesh | AbstractMesh, rules: Rules) 
 
 
 def allocate(make: Callable[[], Memory], mesh: Mesh, rules: Rules | None = None) -> Memory:
-    """Make a memory on a mesh, each device its own share: nothing is ever whole on one of them.
+    """Make a memory on a mesh, each device its own share: no array is first made whole somewhere.
 
     Args:
       make: makes the memory, such as `lambda: make_kv_cache(...)`.
@@ -70,7 +70,8 @@ def allocate(make: Callable[[], Memory], mesh: Mesh, rules: Rules | None = None)
       rules: which of its axes split what, by default `Rules()`.
 
     Returns:
-      The memory. What reads or writes its buffers wants the mesh at hand, `jax.set_mesh(mesh)`.
+      The memory. Planning a batch, and all that reads or writes its buffers, wants the mesh at
+      hand, `jax.set_mesh(mesh)`; edits and questions do not.
 
     Raises:
       ValueError: see `shardings`.

@@ -5,7 +5,7 @@ states, their positions and the rotations that they are owed. A file describes i
 needs nothing else; `load_into` gives sequences of a memory what was saved, into whatever cells that
 memory has. A file that is damaged, or does not fit, raises and changes nothing.
 
-It needs the package safetensors: `pip install "jaxkv[snapshot]"`. A memory that is split over a
+It needs the package safetensors: `pip install safetensors`. A memory that is split over a
 mesh is saved by Orbax instead, see docs/snapshots.md.
 """
 

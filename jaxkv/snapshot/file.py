@@ -99,6 +99,21 @@ def write(path: str | os.PathLike, description: Mapping[str, Any], arrays: Any) 
         Path(beside).unlink(missing_ok=True)
 
 
+def as_json(value: Any, name: str) -> Any:
+    """Return a value as JSON gives it back.
+
+    >>> as_json(("a", 1), "model")
+    ['a', 1]
+
+    Raises:
+      TypeError: when it is nothing that JSON holds; `name` is what the message calls it.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"wanted {name} that JSON holds, got {value!r} ({error})") from None
+
+
 def written(description: Mapping[str, Any], arrays: Any) -> bytes:
     """Return the bytes of a file; see `write`."""
     return _safetensors().numpy.save(*_packed(description, arrays))
@@ -221,6 +236,6 @@ def _safetensors() -> Any:
         import safetensors.numpy
     except ImportError:
         raise ImportError(
-            'wanted the package safetensors for a snapshot, got none: pip install "jaxkv[snapshot]"'
+            "wanted the package safetensors for a snapshot, got none: pip install safetensors"
         ) from None
     return safetensors

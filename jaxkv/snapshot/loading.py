@@ -1,6 +1,5 @@
 """Loading a snapshot: a memory of its own, or sequences of one that is there."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.memory import Memory, check_once, split
-from jaxkv.snapshot.file import VERSION, File, Source, opened
+from jaxkv.snapshot.file import VERSION, File, Source, as_json, opened
 from jaxkv.snapshot.parts import Moves
 from jaxkv.snapshot.whole import (
     assembled,
@@ -31,6 +30,7 @@ class Info:
     sequences: those that were saved, by the ids that they had.
     tokens: by sequence, the tokens that were saved with it.
     model: what the model was called; None if that was not said.
+    notes: what else was saved with it; None if nothing was.
     memory: what `load` makes, as shapes: `nbytes` tells how large it is, and its `table.facts` how
       it was made.
     arrays: by name, the dtype and shape of each array of the file.
@@ -40,6 +40,7 @@ class Info:
     sequences: tuple[int, ...]
     tokens: dict[int, list[int]]
     model: Any
+    notes: Any
     memory: Memory
     arrays: dict[str, tuple[str, tuple[int, ...]]]
 
@@ -53,14 +54,16 @@ def inspect(source: Source) -> Info:
     Raises:
       FileNotFoundError: when there is no such file.
       ValueError: when it is no snapshot, of another version, cut short, or its description is
-        damaged. Damage elsewhere shows when it is loaded.
+        damaged; or it holds 64-bit numbers that this JAX does not have. Damage elsewhere shows when
+        it is loaded.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2, 3], [4, 5]])))
-      >>> info = snapshot.inspect(snapshot.to_bytes(memory, tokens={1: [4, 5]}))
-      >>> info.sequences, info.tokens, info.arrays["buffers.k.0"]
-      ((0, 1), {1: [4, 5]}, ('float32', (5, 1, 2)))
+      >>> data = snapshot.to_bytes(memory, tokens={1: [4, 5]}, notes={"names": ["a", "b"]})
+      >>> info = snapshot.inspect(data)
+      >>> info.sequences, info.tokens, info.notes, info.arrays["buffers.k.0"]
+      ((0, 1), {1: [4, 5]}, {'names': ['a', 'b']}, ('float32', (5, 1, 2)))
       >>> info.memory.table.facts.kind, nbytes(info.memory) == nbytes(memory)
       ('attention', True)
     """
@@ -72,6 +75,7 @@ def inspect(source: Source) -> Info:
             sequences=tuple(said["sequences"]),
             tokens={seq: tokens for seq, tokens in pairs if tokens is not None},
             model=said["model"],
+            notes=said.get("notes"),  # files of this version from before there were notes lack them
             memory=shapes(file),
             arrays={name: (dtype.name, shape) for name, (dtype, shape) in file.arrays.items()},
         )
@@ -89,7 +93,9 @@ def load(source: Source, *, model: Any = None) -> Memory:
 
     Raises:
       FileNotFoundError: when there is no such file.
-      ValueError: when it is no snapshot, of another version, damaged, or of another model.
+      TypeError: when `model` is nothing that JSON holds.
+      ValueError: when it is no snapshot, of another version, damaged, of another model, or of
+        64-bit numbers that this JAX does not have.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
@@ -120,7 +126,7 @@ def load_into(
     source: Source,
     memory: Memory,
     *,
-    sequences: Sequence[int] | Mapping[int, int] | None = None,
+    sequences: int | Sequence[int] | Mapping[int, int] | None = None,
     model: Any = None,
     donate: bool = False,
 ) -> Memory:
@@ -136,8 +142,8 @@ def load_into(
       source: the path of a file, or bytes.
       memory: any memory on one device, of the same layers, heads, dtypes, states, ropes and
         windows.
-      sequences: where the saved sequences go, in their order; or by saved sequence, which leaves
-        the others out. By default where they were.
+      sequences: where the saved sequences go, one or several in their order; or by saved sequence,
+        which leaves the others out. By default where they were.
       model: what the model is called. If the snapshot says so too, it must be the same.
       donate: give up the buffers of the memory passed in. Otherwise they are copied, since that
         stays as it is.
@@ -149,8 +155,11 @@ def load_into(
       FileNotFoundError: when there is no such file.
       NoRoomError: a ValueError, when a stream lacks the cells, or where they must be neighbours a
         run of them.
-      ValueError: when it is no snapshot, of another version, damaged, of another model, or of a
-        memory that does not fit; or an id is none, or comes twice. Nothing is changed by it.
+      TypeError: when `model` is nothing that JSON holds, or the memory is shapes alone.
+      ValueError: when it is no snapshot, of another version, damaged, of another model, of a memory
+        that does not fit, or of 64-bit numbers that this JAX does not have; when the memory is
+        traced, split over a mesh, donated or a batch of memories; or an id is none, or comes twice.
+        Nothing is changed by it.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
@@ -189,7 +198,7 @@ def load_into(
 def _checked(file: File, model: Any) -> Memory:
     """Return the shapes of what was saved, if the model is not known to be another one."""
     known = file.description["model"]
-    if model is not None and known is not None and json.loads(json.dumps(model)) != known:
+    if model is not None and known is not None and as_json(model, "model") != known:
         raise ValueError(
             f"wanted a snapshot of the model {model!r}, got one of {known!r}: what is held was "
             f"computed by another model; compute it again"
@@ -198,22 +207,23 @@ def _checked(file: File, model: Any) -> Memory:
 
 
 def _moves(
-    saved: list[int], memory: Memory, sequences: Sequence[int] | Mapping[int, int] | None
+    saved: list[int], memory: Memory, sequences: int | Sequence[int] | Mapping[int, int] | None
 ) -> Moves:
     """Return which saved sequences go where."""
-    goes = {seq: seq for seq in saved}
+    facts, goes = split(memory)[0].facts, {seq: seq for seq in saved}
     if isinstance(sequences, Mapping):
         if not set(sequences) <= set(saved):
             raise ValueError(f"wanted some of the saved sequences {saved}, got {sorted(sequences)}")
         goes = dict(sequences)
     elif sequences is not None:
-        if len(sequences) != len(saved):
+        targets = np.atleast_1d(facts.sequence_ids(sequences)).tolist()
+        if len(targets) != len(saved):
             raise ValueError(
-                f"wanted a target for each of the saved sequences {saved}, got {[*sequences]}: "
+                f"wanted a target for each of the saved sequences {saved}, got {targets}: "
                 f"pass as many, or a mapping of those that are wanted"
             )
-        goes = dict(zip(saved, sequences, strict=True))
-    new = split(memory)[0].facts.sequence_ids([*goes.values()])
+        goes = dict(zip(saved, targets, strict=True))
+    new = facts.sequence_ids([*goes.values()])
     check_once(new)
     return Moves([saved.index(seq) for seq in goes], [*goes], np.asarray(new).tolist())
 

@@ -1,6 +1,5 @@
 """Saving a memory: what its sequences own, into a file or bytes."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,9 +17,10 @@ def save(
     path: str | os.PathLike,
     memory: Memory,
     *,
-    sequences: Sequence[int] | None = None,
+    sequences: int | Sequence[int] | None = None,
     tokens: Mapping[int, Sequence[int]] | None = None,
     model: Any = None,
+    notes: Any = None,
 ) -> None:
     """Write a memory, or some of its sequences, into a file.
 
@@ -31,17 +31,19 @@ def save(
     Args:
       path: of the file, which is replaced if it is there.
       memory: any memory on one device.
-      sequences: the sequences to save, each once; by default all, empty ones too.
+      sequences: the sequence to save, or several, each once; by default all, empty ones too.
       tokens: by sequence, the tokens that it was told, for those that go on from the file: the
         memory itself does not know them. `inspect` returns them.
       model: what names the model that computed all this, anything that JSON holds. `load` and
         `load_into` compare it with theirs.
+      notes: what else goes along, anything that JSON holds. `inspect` returns it.
 
     Raises:
       ImportError: when the package safetensors is missing.
-      TypeError: when `model` is nothing that JSON holds, or ids or tokens are no integers.
-      ValueError: when the memory is traced or split over a mesh, an id is none of it or comes
-        twice, or tokens are of a sequence that is not saved.
+      TypeError: when `model` or `notes` is nothing that JSON holds, ids or tokens are no integers,
+        or the memory is shapes alone.
+      ValueError: when the memory is traced, split over a mesh, donated or a batch of memories, an
+        id is none of it or comes twice, or tokens are no list or of a sequence that is not saved.
 
     Examples:
       >>> import tempfile
@@ -55,15 +57,16 @@ def save(
 
     llama.cpp: `llama_state_save_file`, `llama_state_seq_save_file`.
     """
-    file.write(path, *_content(memory, sequences, tokens, model))
+    file.write(path, *_content(memory, sequences, tokens, model, notes))
 
 
 def to_bytes(
     memory: Memory,
     *,
-    sequences: Sequence[int] | None = None,
+    sequences: int | Sequence[int] | None = None,
     tokens: Mapping[int, Sequence[int]] | None = None,
     model: Any = None,
+    notes: Any = None,
 ) -> bytes:
     """Return the bytes of the file that `save` writes, for the same arguments.
 
@@ -75,14 +78,15 @@ def to_bytes(
 
     llama.cpp: `llama_state_get_data`, `llama_state_seq_get_data`.
     """
-    return file.written(*_content(memory, sequences, tokens, model))
+    return file.written(*_content(memory, sequences, tokens, model, notes))
 
 
 def _content(
     memory: Memory,
-    sequences: Sequence[int] | None,
+    sequences: int | Sequence[int] | None,
     tokens: Mapping[int, Sequence[int]] | None,
     model: Any,
+    notes: Any,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the description and the arrays of a snapshot."""
     check_saveable(memory)
@@ -91,18 +95,14 @@ def _content(
     check_once(ids)
     saved = np.atleast_1d(ids).tolist()
     known = {
-        int(facts.sequence_ids(seq)): np.asarray(integers(text, "tokens")).tolist()
-        for seq, text in (tokens or {}).items()
+        int(facts.sequence_ids(seq)): _listed(text, seq) for seq, text in (tokens or {}).items()
     }
     if not set(known) <= set(saved):
         raise ValueError(
             f"wanted tokens of the saved sequences {saved}, got some of "
             f"{sorted(set(known) - set(saved))}"
         )
-    try:
-        model = json.loads(json.dumps(model, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"wanted a model's name that JSON holds, got {model!r} ({error})") from None
+    said = {"model": file.as_json(model, "model"), "notes": file.as_json(notes, "notes")}
 
     arrays: dict[str, np.ndarray] = {}
     for part, own, table, buffers in parts(memory):
@@ -115,6 +115,16 @@ def _content(
         "memory": describe(memory),
         "sequences": saved,
         "tokens": [known.get(seq) for seq in saved],
-        "model": model,
+        **said,
     }
     return description, arrays
+
+
+def _listed(text: Any, seq: int) -> list[int]:
+    """Return the tokens of a sequence as a list."""
+    found = np.asarray(integers(text, "tokens"))
+    if found.ndim != 1:
+        raise ValueError(
+            f"wanted [n] tokens of sequence {seq}, got {list(found.shape)}: pass a list of integers"
+        )
+    return found.tolist()

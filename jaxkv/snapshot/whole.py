@@ -18,6 +18,7 @@ from jaxkv.snapshot.cells import CellPart
 from jaxkv.snapshot.file import File
 from jaxkv.snapshot.parts import Part, decoded, encoded
 from jaxkv.snapshot.states import StatePart
+from jaxkv.verbs.known import check_known
 
 KINDS: dict[str, type[Part]] = {"attention": CellPart, "recurrent": StatePart}
 """By the kind that facts name."""
@@ -70,8 +71,9 @@ def shapes(file: File) -> Memory:
     """Return the memory that a snapshot describes, of shapes alone.
 
     Raises:
-      ValueError: when no memory is like that.
+      ValueError: when no memory is like that, or JAX would make its arrays of other dtypes.
     """
+    check_dtypes(file)
     try:
         return jax.eval_shape(partial(make, file))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -98,20 +100,34 @@ def names(buffers: Any, prefix: str) -> Any:
     return jax.tree_util.tree_map_with_path(of, buffers)
 
 
+def check_dtypes(file: File) -> None:
+    """Raise a ValueError unless JAX makes arrays of the dtypes of a file as they are.
+
+    Without 64 bits it makes those of half the size, and says so nowhere.
+    """
+    for name, (dtype, _) in file.arrays.items():
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(
+                f"wanted {name} of {dtype} as saved, got a JAX without 64 bits: set "
+                f'jax_enable_x64, as by jax.config.update("jax_enable_x64", True)'
+            )
+
+
 def check_saveable(memory: Memory) -> None:
-    """Raise unless a memory is on one device, its values known.
+    """Raise unless this is one memory, on one device, its values known.
 
     Raises:
-      TypeError: when it is no memory.
-      ValueError: when it is traced, or split over a mesh.
+      TypeError: when it is no memory, or shapes alone.
+      ValueError: when it is traced, split over a mesh, donated, or a batch of memories.
     """
-    table, _ = split(memory)
+    table, buffers = split(memory)
     if table.rules is not None or not is_concrete(memory):
         found = f"one with {table.rules}" if table.rules else "one that is traced or split"
         raise ValueError(
             f"wanted a memory on one device, outside of jit, got {found}: one on a mesh is saved "
             f"and restored by Orbax, see docs/snapshots.md"
         )
+    check_known(table, buffers)
 
 
 def check_fits(saved: Memory, memory: Memory) -> None:

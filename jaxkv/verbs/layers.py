@@ -9,7 +9,7 @@ import jax
 
 from jaxkv.batch import Ubatch
 from jaxkv.donation import names_donated
-from jaxkv.memory import Memory, check_made_for, join, split
+from jaxkv.memory import Memory, View, check_made_for, join, split
 from jaxkv.ops.attention.api import Implementation
 
 
@@ -19,8 +19,8 @@ def attend(
     layer: int,
     ubatch: Ubatch,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None = None,
+    v: jax.Array | None = None,
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -36,7 +36,8 @@ def attend(
       ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
         nowhere.
       q: `[R, T, H, D]`, queries, rotated by the layer's rope.
-      k: `[R, T, K, D]`, keys, rotated by the layer's rope.
+      k: `[R, T, K, D]`, keys, rotated by the layer's rope. Without keys and values the tokens look
+        at what the layer holds and nothing is written, as for layers that share those of another.
       v: `[R, T, K, Dv]`, values.
       scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
       softcap: what those products stay below: c * tanh(x / c) (Gemma 2).
@@ -73,6 +74,11 @@ def attend(
       >>> attend(memory, 0, ubatch, q, q, v)[1][0, :, 0, 0]
       Array([nan, nan], dtype=float32)
 
+      Another layer of the model looks at the same keys and values, with queries of its own:
+
+      >>> attend(after, 0, ubatch, q + 1)[1][0, :, 0, 0]
+      Array([2., 3.], dtype=float32)
+
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`.
     """
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "causal": causal}
@@ -82,6 +88,89 @@ def attend(
         buffers, _known(layer), ubatch, q, k, v, implementation=implementation, **options
     )
     return replace(memory, buffers=buffers), out
+
+
+@names_donated
+def write(memory: Memory, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array) -> Memory:
+    """Write the keys and values of a ubatch into a layer, and attend to nothing.
+
+    With `view` and attention of one's own it does what `attend` does.
+
+    Args:
+      memory: a memory that the ubatch has been applied to.
+      layer: 0 to L - 1, static.
+      ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
+        nowhere, and nothing of a stale ubatch is.
+      k: `[R, T, K, D]`, keys, rotated by the layer's rope.
+      v: `[R, T, K, Dv]`, values.
+
+    Returns:
+      The memory with the keys and values written. Of a head whose key or value is not finite in the
+      buffers' dtype, the value is stored as zero and the key as NaN.
+
+    Raises:
+      ValueError: as `attend` does.
+      TypeError: as `attend` does.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
+      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> k, v = jnp.ones((1, 2, 1, 1)), jnp.array([2.0, jnp.inf]).reshape(1, 2, 1, 1)
+      >>> memory = write(apply(memory, ubatch), 0, ubatch, k, v)
+      >>> memory.buffers.k[0][0, 0, :, 0], memory.buffers.v[0][0, 0, :, 0]
+      (Array([ 1., nan,  0.,  0.], dtype=float32), Array([2., 0., 0., 0.], dtype=float32))
+
+    llama.cpp: `cpy_k` and `cpy_v`.
+    """
+    table, buffers = split(memory)
+    check_made_for(table, ubatch)
+    return replace(memory, buffers=table.write(buffers, _known(layer), ubatch, k, v))
+
+
+@names_donated
+def view(memory: Memory, layer: int, ubatch: Ubatch, *, causal: bool = True) -> View:
+    """Return what the tokens of a ubatch see of a layer, for attention of one's own.
+
+    Keys and values are those of whole streams, as they lie in the buffers, so that holes, forks and
+    windows are the mask's business. Tokens come as P lists of T: rows of one stream are one list.
+    Queries and positions of the ubatch are brought into lists by `x.reshape(*mask.shape[:2], ...)`.
+
+    Args:
+      memory: a memory that the ubatch has been applied to, and whose layer has been written.
+      layer: 0 to L - 1, static.
+      ubatch: the tokens that look.
+      causal: False lets tokens see those that come after them.
+
+    Returns:
+      `(k, v, mask, positions)`: `[P, K, N, D]`, `[P, K, N, Dv]`, `[P, T, N]` bool and `[P, N]`
+      int32, the position of each cell, -1 of an empty one. Values are finite. A key that no token
+      sees may be anything, NaN too: hide it by a choice (`jnp.where`) and not by a product or a
+      sum; and where derivatives are wanted, put zeros in its place before the product. A token
+      that was not finite has a NaN key. Padding and a refused plan see nothing; tokens of a stale
+      ubatch see all cells, and NaN in each.
+
+    Raises:
+      ValueError: as `attend` does.
+      TypeError: as `attend` does.
+
+    Examples:
+      Two sequences of one pool are one list. What `attend` does is `ops.attention.attention` of it:
+
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1, sequences=2)
+      >>> (ubatch,) = init_batch(memory, make_batch([[1, 2], [3, 4]])).ubatches
+      >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
+      >>> memory, out = attend(apply(memory, ubatch), 0, ubatch, x, x, x)
+      >>> k, v, mask, positions = view(memory, 0, ubatch)
+      >>> positions, mask.astype(int)[0].tolist()
+      (Array([[0, 1, 0, 1]], dtype=int32), [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]])
+      >>> bool(jnp.allclose(ops.attention.attention(x, k, v, mask), out))
+      True
+
+    llama.cpp: `get_k`, `get_v` and `build_attn_inp_kq_mask`.
+    """
+    table, buffers = split(memory)
+    check_made_for(table, ubatch)
+    return table.view(buffers, _known(layer), ubatch, causal)
 
 
 @names_donated

@@ -1,21 +1,25 @@
 """The arguments of the command line, and what is said of wrong ones."""
 
 import argparse
-import contextlib
 import math
-import re
 from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
-from models.meshes import RULES
+from models.chat.speaker import OnFull
+from models.cli.numbers import bytes_of, mesh_sizes, number, whole
 from models.room import Streams
 
 SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}
 """What holds when a temperature is given and nothing else; the filters are llama.cpp's."""
 
 
-AXES = tuple(axis for field in ("streams", "kv_heads", "cells") for axis in RULES.axes(field))
-"""The names of axes that split something."""
+COMPILING = (
+    "Compiling takes longer than most texts do: with JAX_COMPILATION_CACHE_DIR set to a folder, "
+    "the next run reads its programs from there."
+)
+"""What the commands that compile say at the end of their help."""
+
+OBJECT = "print one JSON object instead of a text"
 
 
 class InputError(Exception):
@@ -38,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     add_generate(commands.add_parser)
+    add_chat(commands.add_parser)
     add_plan(commands.add_parser)
+    add_inspect(commands.add_parser)
     return top
 
 
@@ -49,8 +55,7 @@ def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         help="continue texts, or answer messages",
         description="Continue one or more prompts, side by side in one memory. Texts go to stdout, "
         "progress and numbers to stderr.",
-        epilog="Compiling takes longer than most texts do: with JAX_COMPILATION_CACHE_DIR set to a "
-        "folder, the next run reads its programs from there.",
+        epilog=COMPILING,
     )
     one.set_defaults(command="generate")
     add_prompts(one.add_argument)
@@ -66,14 +71,44 @@ def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     )
 
 
+def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command that talks."""
+    one = add_command(
+        "chat",
+        help="talk with a model: fork, undo, save and load conversations",
+        description="Talk with a model in a terminal, or by a pipe whose lines are messages. Each "
+        "token of a conversation is computed once. /help lists the commands: /undo, /retry, /fork, "
+        "/switch, /drop, /slide, /show, /stats, /save and /load.",
+        epilog=COMPILING,
+    )
+    one.set_defaults(command="chat")
+    add_model(one.add_argument)
+    add_conversations(one.add_argument)
+    add_sampling(one.add_argument, temperature=0.8)
+    add_dtype(one.add_argument)
+
+
+def add_inspect(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command that tells what a file holds."""
+    one = add_command(
+        "inspect",
+        help="tell what a snapshot or a checkpoint holds",
+        description="Tell what is in a file: a snapshot of a memory, such as a saved chat, a GGUF "
+        "file, or a Hugging Face folder. Keys, values and weights are not read.",
+    )
+    one.set_defaults(command="inspect")
+    one.add_argument("file", metavar="FILE", help="a snapshot, a .gguf file, or a folder")
+    one.add_argument("--json", action="store_true", help=OBJECT)
+
+
 def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command that tells what a model takes."""
     one = add_command(
         "plan",
         help="tell what weights and a memory take on each device",
-        description="Tell what the weights and the memory of a model take on each device of a "
-        "mesh. No weight is read and no device is needed; of a Hugging Face folder or a hub id, "
-        "config.json is enough.",
+        description="Tell what the weights and the memory of a model take on each device, and how "
+        "many sequences fit. No weight is read and no device is needed; of a Hugging Face folder "
+        "or a hub id, config.json is enough.",
         epilog="It ends with 2 if --room is too little.",
     )
     one.set_defaults(command="plan")
@@ -151,15 +186,56 @@ def add_texts(add: Callable[..., Any]) -> None:
     )
 
 
-def add_sampling(add: Callable[..., Any]) -> None:
-    """Add how tokens are drawn."""
+def add_conversations(add: Callable[..., Any]) -> None:
+    """Add what the conversations of a chat are like."""
+    add("--system", metavar="TEXT", help="instructions that a conversation begins with")
+    add("--load", metavar="FILE", help="go on with what /save wrote")
+    add(
+        "--max-tokens",
+        type=whole(1, 2**30),
+        default=512,
+        metavar="N",
+        help="the most tokens of an answer (default: 512)",
+    )
+    add(
+        "--cells",
+        type=whole(1, 2**30),
+        metavar="N",
+        help="tokens that the memory holds, of all conversations together; forks share theirs "
+        "(default: 4096, or the longest text of the model)",
+    )
+    add(
+        "--conversations",
+        type=whole(1, 2**10),
+        default=4,
+        metavar="N",
+        help="the most conversations, forks included (default: 4)",
+    )
+    add(
+        "--on-full",
+        choices=get_args(OnFull),
+        default="stop",
+        help="where the memory is full: end the answer and say so, or forget the oldest turns and "
+        "go on (default: stop)",
+    )
+    add(
+        "--ubatch-size",
+        type=whole(1, 2**20),
+        default=128,
+        metavar="N",
+        help="the most tokens of a message that are computed at once (default: 128)",
+    )
+
+
+def add_sampling(add: Callable[..., Any], *, temperature: float = 0.0) -> None:
+    """Add how tokens are drawn, and the temperature where none is given."""
     add(
         "--temperature",
         type=number(0, math.inf),
-        default=0.0,
+        default=temperature,
         metavar="X",
         help="0 takes the likeliest token each time, so that the text is always the same; "
-        "at 0.8 or so it varies with the seed (default: 0)",
+        f"at 0.8 or so it varies with the seed (default: {temperature:g})",
     )
     with_temperature = "with a temperature above 0: "
     add(
@@ -254,16 +330,17 @@ def add_plan_memory(add: Callable[..., Any]) -> None:
         "--room",
         type=bytes_of,
         metavar="BYTES",
-        help="of a device, such as 16GB or 80GiB: tells how many sequences fit",
+        help="of a device, such as 16GB or 80GiB: tells how many sequences fit (default: without "
+        "--mesh, what this machine's device has)",
     )
     add(
         "--length",
         type=whole(1, 2**30),
         metavar="N",
-        help="with --room: tokens of each of the sequences that are to fit (default: the cells of "
+        help="tokens of each of the sequences that are to fit (default: the cells of "
         "a stream for each of its sequences)",
     )
-    add("--json", action="store_true", help="print one JSON object instead of a text")
+    add("--json", action="store_true", help=OBJECT)
 
 
 def add_dtype(add: Callable[..., Any]) -> None:
@@ -304,65 +381,3 @@ def check_together(args: argparse.Namespace) -> None:
         raise InputError("--streams does not go with --beams: they share the cells of the prompt.")
     if args.beams and args.temperature:
         raise InputError("--beams takes the most probable texts: leave --temperature out.")
-
-
-def whole(lowest: int, highest: int) -> Callable[[str], int]:
-    """Returns what reads whole numbers in a range."""
-
-    def read(text: str) -> int:
-        with contextlib.suppress(ValueError):
-            if lowest <= int(text) <= highest:
-                return int(text)
-        wanted = f"a whole number from {lowest} to {highest}"
-        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
-
-    return read
-
-
-def mesh_sizes(text: str) -> dict[str, int]:
-    """Read the axes of a mesh, as in data=2,tensor=2; `models.meshes.RULES` has their names."""
-    sizes: dict[str, int] = {}
-    for axis in text.split(","):
-        name, _, size = axis.partition("=")
-        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in sizes:
-            raise argparse.ArgumentTypeError(
-                f"wanted names with a size of at least 1, each once, such as data=2,tensor=2, got "
-                f"{text!r}"
-            )
-        sizes[name] = int(size)
-    if not sizes.keys() <= set(AXES):
-        wanted = f"axes named {', '.join(AXES)}"
-        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
-    return sizes
-
-
-def bytes_of(text: str) -> int:
-    """Read a number of bytes, with a unit of 1,000 or of 1,024.
-
-    >>> bytes_of("16GB"), bytes_of("1.5 KiB"), bytes_of("7")
-    (16000000000, 1536, 7)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b?)", text, re.IGNORECASE)
-    if found is not None:
-        amount, letter, binary = found.groups()
-        power = "kmgt".index(letter.lower()) + 1 if letter else 0
-        if count := int(float(amount) * (1024 if binary else 1000) ** power):
-            return count
-    wanted = "a number of bytes, such as 16GB or 80GiB"
-    raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
-
-
-def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
-    """Returns what reads finite numbers in a range, which `lowest` is no part of if `above`."""
-    wanted = f"above {lowest}" if above else f"of at least {lowest}"
-    if highest < math.inf:
-        wanted += f" and at most {highest}"
-
-    def read(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            got = float(text)
-            if lowest <= got <= highest and math.isfinite(got) and not (above and got == lowest):
-                return got
-        raise argparse.ArgumentTypeError(f"wanted a number {wanted}, got {text!r}")
-
-    return read

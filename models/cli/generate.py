@@ -4,18 +4,18 @@ import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
 from time import perf_counter
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import jaxkv
-from models.cli.arguments import SAMPLING, InputError, check_together
+from models.cli.arguments import InputError, check_together
 from models.cli.modes import Job, continue_prompts, search_beams, serve_file
 from models.cli.prompts import encode, read_prompts, warn_of_control
 from models.cli.report import note_shares
-from models.cli.screen import loading, megabytes, note
+from models.cli.sampling import WARMER, read_sampling
+from models.cli.screen import megabytes, note, progress
 from models.meshes import RULES, make_mesh
 from models.model import Model, load
 
@@ -28,7 +28,9 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     """
     check_together(args)
     written = read_prompts(args)
-    sampling, seed = read_sampling(args)
+    sampling, seed = read_sampling(args, beams=bool(args.beams))
+    if args.samples > 1 and not sampling:
+        note(f"note: the {args.samples} samples of a prompt are equal at temperature 0: {WARMER}")
     mesh = make_mesh(args.mesh) if args.mesh else None
     with jax.set_mesh(mesh) if mesh else nullcontext():
         model = load_with_progress(args.model, args.dtype, mesh)
@@ -46,35 +48,17 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
         return mode(job)
 
 
-def read_sampling(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Return the options of a sampler, none where the best token is taken, and the seed."""
-    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    options = SAMPLING | given
-    seed = options.pop("seed")
-    if args.temperature:
-        return {"temperature": args.temperature, **options}, seed
-    advice = "give --temperature 0.8 or so"
-    if given:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        where = "with --beams" if args.beams else f"at temperature 0: {advice}"
-        note(f"note: {names} has no effect {where}")
-    if args.samples > 1:
-        note(f"note: the {args.samples} samples of a prompt are equal at temperature 0: {advice}")
-    return {}, seed
-
-
 def load_with_progress(name: str, dtype: str, mesh: Mesh | None) -> Model:
     """Load a model; a bar shows it on a terminal, a line elsewhere."""
     began = perf_counter()
     try:
-        with loading() as progress:
-            options = {"mesh": mesh, "rules": RULES, "progress": progress}
+        with progress("loading") as tell:
+            options = {"mesh": mesh, "rules": RULES, "progress": tell}
             model = load(name, dtype=jnp.dtype(dtype), **options)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror or error}.") from error
     jax.block_until_ready(model.weights)
-    size = sum(leaf.size for leaf in jax.tree.leaves(model.weights)) / 1e6
-    kind = f"{model.checkpoint.architecture}, {size:.1f}M weights in {dtype}"
+    kind = f"{model.checkpoint.architecture}, {model.size / 1e6:.1f}M weights in {dtype}"
     note(
         f"loaded {name} ({kind}, {megabytes(jaxkv.nbytes(model.weights))}) "
         f"in {perf_counter() - began:.1f} s"

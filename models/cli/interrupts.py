@@ -41,3 +41,25 @@ def noticed() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGINT, before)
         sys.unraisablehook = hook
+
+
+@contextmanager
+def held_back() -> Iterator[Callable[[], bool]]:
+    """Note an interrupt and raise nothing; gives a function that tells whether there was one.
+
+    For work that must end between two of its steps, such as one that has donated a memory.
+    """
+    came = False
+
+    def note(signum: int, frame: Any) -> None:
+        nonlocal came
+        came = True
+
+    if threading.current_thread() is not threading.main_thread():  # signals come to that one alone
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)

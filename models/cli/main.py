@@ -1,8 +1,8 @@
-"""The command line: `python -m models generate "prompt" ["prompt 2" ...]`, and `plan`.
+"""The command line: `python -m models generate "prompt" ...`, and `chat`, `plan`, `inspect`.
 
-Texts, plans, or the objects of `--json`, go to stdout and all else to stderr, so that stdout can be
-piped. It ends with 0 when there is a text, or a plan that fits; with 2 when it was asked for
-something it cannot do; and with 130 when it was interrupted.
+Texts, answers, plans, or the objects of `--json`, go to stdout and all else to stderr, so that
+stdout can be piped. It ends with 0 when there is a text, or a plan that fits; with 2 when it was
+asked for something it cannot do; and with 130 when it was interrupted.
 """
 
 import os
@@ -11,12 +11,19 @@ from collections.abc import Sequence
 
 import jax
 
-from models.cli import generate, plan
+from models.chat.conversation import ChatError
+from models.cli import chat, generate, inspect, plan
 from models.cli.arguments import InputError, parser
 from models.cli.interrupts import noticed
+from models.cli.screen import note
 from models.errors import ModelError
 
-COMMANDS = {"generate": generate.run, "plan": plan.run}
+COMMANDS = {
+    "generate": generate.run,
+    "chat": chat.run,
+    "plan": plan.run,
+    "inspect": inspect.run,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with noticed() as check_interrupt:
             status = COMMANDS[args.command](args, check_interrupt)
         sys.stdout.flush()
-    except (InputError, ModelError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (InputError, ModelError, ChatError) as error:
+        note(f"error: {error}")
         return 2
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):

@@ -12,6 +12,7 @@ from models.costs import Costs, abstract_mesh, costs_of, most_sequences, propose
 from models.families.memories import Attends
 from models.meshes import RULES
 from models.model import Model, load_shapes, on_mesh
+from models.room import limits
 
 
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
@@ -28,14 +29,18 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     check_interrupt()
     finer, advice = advise(model, costs, sizes)
     length = args.length or length_of(sizes)
+    room = args.room
+    if room is None and args.mesh is None:
+        room = min(limits(1), default=None)
     answer = Answer(
         model=model,
         costs=costs,
         fitted=finer,
         advice=advice,
-        room=args.room,
+        room=room,
+        here=args.room is None,
         length=length,
-        most=args.room and count_sequences(model, sizes, room=args.room, length=length),
+        most=room and count_sequences(model, sizes, room=room, length=length),
     )
     show(args, answer)
     if args.room and costs.layout.total > args.room:

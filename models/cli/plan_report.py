@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import jax
-
 from models.cli.screen import axes_of, in_units, plural, put
 from models.costs import Costs, whole_cells
 from models.model import Model
@@ -21,7 +19,8 @@ class Answer:
     costs: there.
     fitted: those on a mesh that fits the heads; None where it fits them, or none does.
     advice: what to do in place of that, if anything.
-    room: bytes of each device, None if they were not told.
+    room: bytes of each device, None if they are not known.
+    here: whether they are those of this machine's device, since none were told.
     length: tokens of each sequence that is to fit; None where nothing grows with the text.
     most: how many such sequences fit, None without a room.
     """
@@ -31,6 +30,7 @@ class Answer:
     fitted: Costs | None
     advice: str
     room: int | None
+    here: bool
     length: int | None
     most: int | None
 
@@ -52,7 +52,7 @@ def heading(args: argparse.Namespace, answer: Answer) -> list[str]:
     memory = answer.costs.memory
     cells = "" if memory["cells"] is None else f" of {plural(memory['cells'], 'cell')}"
     streams = plural(memory["streams"], "stream") + cells
-    name, count = answer.model.checkpoint.architecture, weights_in(answer.model) / 1e6
+    name, count = answer.model.checkpoint.architecture, answer.model.size / 1e6
     return [
         f"{name}, {count:,.1f}M weights in {args.dtype}",
         f"{plural(memory['sequences'], 'sequence')} in {streams}",
@@ -63,7 +63,7 @@ def parts(costs: Costs) -> Iterator[str]:
     """Say what the memory of layers of each kind takes."""
     yield f"{'memory of':<20}{'layers':>6}{'bytes':>25}{'bytes on a device':>21}"
     for part in costs.parts:
-        each = f"{part.each:,} a {part.unit}"
+        each = f"{part.each:,} a {part.unit}" + ("" if part.kept is None else f" of {part.kept:,}")
         yield f"{part.kind:<20}{part.layers:>6}{each:>25}{part.on_device:>21,}"
 
 
@@ -95,15 +95,23 @@ def advice(answer: Answer) -> Iterator[str]:
 
 
 def fitting(answer: Answer) -> Iterator[str]:
-    """Say how many sequences fit."""
+    """Say what a sequence takes, and how many fit."""
+    each, length = answer.costs.a_sequence(answer.length), of_length(answer)
+    together = ", on all devices together" if answer.costs.layout.devices > 1 else ""
+    yield f"a sequence{length} takes {in_units(each)}{together}"
     if answer.most is not None:
-        yield f"into {in_units(answer.room)} on each device fit {sequences(answer)}"
+        where = ", which this device has," if answer.here else " on each device"
+        yield f"into {in_units(answer.room)}{where} fit {sequences(answer)}"
 
 
 def sequences(answer: Answer) -> str:
     """Write how many sequences fit, and how long each is."""
-    length = "" if answer.length is None else f" of {plural(answer.length, 'token')}"
-    return plural(answer.most, "sequence") + length
+    return plural(answer.most, "sequence") + of_length(answer)
+
+
+def of_length(answer: Answer) -> str:
+    """Write how long each sequence is, where that counts."""
+    return "" if answer.length is None else f" of {plural(answer.length, 'token')}"
 
 
 def too_large(answer: Answer) -> str:
@@ -129,13 +137,19 @@ def as_object(args: argparse.Namespace, answer: Answer) -> dict[str, Any]:
     return {
         "model": args.model,
         "architecture": answer.model.checkpoint.architecture,
-        "weights": weights_in(answer.model),
+        "weights": answer.model.size,
         "dtype": args.dtype,
         **costs_object(answer.costs),
         "fitted": answer.fitted and costs_object(answer.fitted),
         "advice": answer.advice,
+        "sequence": {"length": answer.length, "bytes": answer.costs.a_sequence(answer.length)},
         "fits": answer.room
-        and {"room": answer.room, "length": answer.length, "sequences": answer.most},
+        and {
+            "room": answer.room,
+            "here": answer.here,
+            "length": answer.length,
+            "sequences": answer.most,
+        },
     }
 
 
@@ -144,8 +158,3 @@ def costs_object(costs: Costs) -> dict[str, Any]:
     found = asdict(costs)
     found["layout"]["total"] = costs.layout.total
     return found
-
-
-def weights_in(model: Model) -> int:
-    """Count the numbers in the weights."""
-    return sum(array.size for array in jax.tree.leaves(model.weights))

@@ -56,30 +56,49 @@ def heading(prompts: Sequence[str], index: int, *, chat: bool) -> str:
     return f"=== {index + 1} of {len(prompts)}\n{prompt}" + "\n" * chat
 
 
-def put(text: str) -> None:
+def put(text: str, *, flush: bool = False) -> None:
     """Write to stdout; characters that it cannot show become question marks."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    if flush:
+        sys.stdout.flush()
+
+
+def plain(text: str) -> str:
+    r"""Leave out what moves the cursor of a terminal: a model can say anything.
+
+    >>> plain("a\tb\n\x1b[2J\x9b1m")
+    'a\tb\n[2J1m'
+    """
+    return "".join(c for c in text if c in "\n\t" or not (c < " " or "\x7f" <= c < "\xa0"))
+
+
+def brief(text: str) -> str:
+    """Write the beginning of a message, on one line."""
+    line = plain(" ".join(text.split()))
+    return line if len(line) <= 60 else line[:57] + "..."
 
 
 def note(line: str) -> None:
-    """Write a line to stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """Write a line to stderr; names and messages in it move no cursor."""
+    print(plain(line), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def loading() -> Iterator[Progress]:
-    """Show how much is loaded: a bar, where there is a terminal."""
+def progress(what: str) -> Iterator[Progress]:
+    """Show how much of something is done: a bar, where there is a terminal."""
     bar = None
 
-    def progress(done: int, total: int) -> None:
+    def tell(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:  # not before: a model that is not there should give one line and no bar
-            bar = make_bar("loading", total)
+            bar = make_bar(what, total)
         bar.update(done - bar.n)
+        if done == total:
+            bar.close()
 
     try:
-        yield progress
+        yield tell
     finally:
         if bar is not None:
             bar.close()

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention import jax_nn, pallas_tpu, xla, xla_cpu, xla_tiles
+from jaxkv.ops.attention import jax_nn, pallas_gpu, pallas_tpu, xla, xla_cpu, xla_tiles
 from jaxkv.ops.attention.live import TILE
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import Options, Sums, closed, unpacked, with_sinks
@@ -18,8 +18,9 @@ Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 
 tiles: what is seen alone is read, see `jaxkv.ops.attention.xla_tiles`.
 whole: all cells in one product, where a loop costs more than reading.
-pallas: a kernel for TPUs that reads what is seen, once for all queries of a stream, see
-  `jaxkv.ops.attention.pallas_tpu`; elsewhere it is interpreted, which is for tests, and slow.
+pallas: a kernel that reads what is seen, once for all queries of a stream: on TPUs that of
+  `jaxkv.ops.attention.pallas_tpu`, on NVIDIA's GPUs that of `jaxkv.ops.attention.pallas_gpu`.
+  Elsewhere the former is interpreted, which is for tests, and slow.
 xla: `jax.nn.dot_product_attention`.
 cudnn: the same with the kernel of NVIDIA's library, for float16 and bfloat16.
 """
@@ -67,6 +68,23 @@ def best_for_tpu(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options
     return way(q, k, v, sight, options)
 
 
+def kernel_for_cuda(
+    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options
+) -> Sums:
+    """Run the kernel where it takes the arrays.
+
+    It is asked on other platforms too, which do not run what it says; so it refuses nothing.
+    """
+    way = pallas_gpu.weigh if pallas_gpu.can_weigh(q, k, v) else best
+    return way(q, k, v, sight, options)
+
+
+def best_for_cuda(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+    """Run the kernel where the GPU is known to be good for it."""
+    way = kernel_for_cuda if pallas_gpu.is_fast() else best
+    return way(q, k, v, sight, options)
+
+
 def by_platform(**ways: Callable[..., Sums]) -> Callable[..., Sums]:
     """Make one implementation of several: the platform that a program is lowered for picks."""
 
@@ -87,10 +105,14 @@ def ours(**ways: Way) -> Way:
 
 
 IMPLEMENTATIONS: dict[Implementation | None, Way] = {
-    None: ours(cpu=xla_cpu.best, tpu=best_for_tpu, default=best),
+    None: ours(cpu=xla_cpu.best, tpu=best_for_tpu, cuda=best_for_cuda, default=best),
     "tiles": ours(cpu=xla_cpu.tiles, default=xla_tiles.by_tiles),
     "whole": ours(cpu=xla_cpu.whole, default=xla.whole),
-    "pallas": ours(tpu=pallas_tpu.weigh, default=partial(pallas_tpu.weigh, interpret=True)),
+    "pallas": ours(
+        tpu=pallas_tpu.weigh,
+        cuda=kernel_for_cuda,
+        default=partial(pallas_tpu.weigh, interpret=True),
+    ),
     "xla": jax_nn.xla,
     "cudnn": jax_nn.cudnn,
 }

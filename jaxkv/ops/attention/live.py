@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.sight import Sight, mask_of
+from jaxkv.ops.attention.sight import Sight, looks_of, mask_of
 from jaxkv.ops.attention.softmax import Sums, seen_alone
 
 TILE = 512
@@ -33,14 +33,20 @@ class Live(NamedTuple):
     sees: `[P * b, t]` bool, whether a token sees anything.
     streams: `[P * b]` int32, the stream of each block.
     tiles: `[M]` int32, numbered through block after block, those in which anything is seen first.
-    turns: `[]` int32, how many of those there are.
+    starts: `[P * b + 1]` int32, where in that list those of each block start, and at last how many
+      there are.
     """
 
     mask: jax.Array | Sight
     sees: jax.Array
     streams: jax.Array
     tiles: jax.Array
-    turns: jax.Array
+    starts: jax.Array
+
+    @property
+    def turns(self) -> jax.Array:
+        """How many tiles are seen, of all blocks together."""
+        return self.starts[-1]
 
     @property
     def tokens(self) -> int:
@@ -69,15 +75,15 @@ class Live(NamedTuple):
         return mask_of(part)
 
 
-@partial(jax.jit, static_argnames="most")
-def live_of(sight: Sight, most: int = BLOCK) -> Live:
-    """List the tiles that are seen, by blocks of `most` tokens or less.
+@partial(jax.jit, static_argnames=("most", "size"))
+def live_of(sight: Sight, most: int = BLOCK, size: int = TILE) -> Live:
+    """List the tiles of `size` cells that are seen, by blocks of `most` tokens or less.
 
     Like `mask_of`, the compiler does this once for all layers.
     """
     lists, tokens = sight.at.shape
     cells = sight.position.shape[1]
-    blocks, size = -(-tokens // most), min(TILE, cells)
+    blocks, size = -(-tokens // most), min(size, cells)
     tiles = -(-cells // size)
     if lists * tokens * cells > MASK:
         mask, seen, sees = _sight_in_blocks(sight, blocks)
@@ -85,10 +91,11 @@ def live_of(sight: Sight, most: int = BLOCK) -> Live:
         mask = in_blocks(mask_of(sight), blocks)
         seen, sees = jnp.any(mask, axis=1), jnp.any(mask, axis=2)
     seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)])
-    seen = jnp.any(seen.reshape(-1, size), axis=1)
-    live = jnp.argsort(~seen, stable=True).astype(jnp.int32)  # those that are seen come first
+    seen = jnp.any(seen.reshape(-1, tiles, size), axis=2)
+    live = jnp.argsort(~seen.reshape(-1), stable=True).astype(jnp.int32)  # the seen ones come first
     streams = jnp.repeat(sight.streams, blocks, total_repeat_length=lists * blocks)
-    return Live(mask, sees, streams, live, jnp.sum(seen, dtype=jnp.int32))
+    ends = jnp.cumsum(jnp.sum(seen, axis=1, dtype=jnp.int32))
+    return Live(mask, sees, streams, live, jnp.pad(ends, (1, 0)))
 
 
 def _sight_in_blocks(sight: Sight, blocks: int) -> tuple[Sight, jax.Array, jax.Array]:
@@ -118,6 +125,15 @@ def _sight_in_blocks(sight: Sight, blocks: int) -> tuple[Sight, jax.Array, jax.A
 
     none = jnp.zeros((at.shape[0], sight.position.shape[1]), bool), jnp.zeros(at.shape, bool)
     return sight, *jax.lax.fori_loop(jnp.int32(0), jnp.int32(at.shape[1]), of_token, none)
+
+
+def looks_in_blocks(sight: Sight, blocks: int, queries: int) -> jax.Array:
+    """Return what decides what the queries of blocks see, `[P * b, X, 4]` int32, see `Looks`.
+
+    Each token has some queries of a key.
+    """
+    looks = jnp.stack(looks_of(sight), axis=-1)
+    return jnp.tile(in_blocks(looks, blocks), (1, queries, 1))
 
 
 # No index is negative, and each that may be is three instructions more in every layer.

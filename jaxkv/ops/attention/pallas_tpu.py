@@ -25,10 +25,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxkv.ops.attention.live import TILE, in_blocks, live_of, of_lists
-from jaxkv.ops.attention.sight import Sight
+from jaxkv.ops.attention.live import TILE, in_blocks, live_of, looks_in_blocks, of_lists
+from jaxkv.ops.attention.sight import Looks, Sight
 from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, masked, packed, sums_dtype
-from jaxkv.window import first_seen, last_seen
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """What a TPU computes with."""
@@ -151,7 +150,7 @@ def weigh(
     )(
         live.tiles,
         live.streams,
-        _looks(sight, blocks, queries),
+        looks_in_blocks(sight, blocks, queries),
         sight.position[:, None],
         owners,
         rows,
@@ -184,7 +183,7 @@ def _kernel(
     Args:
       pairs: `[M]` int32, numbers of pairs of a block and a tile, block after block.
       streams: `[P * b]` int32, which say what is fetched and are not looked at here.
-      looks: `[1, X, 4]` int32, of `_looks`.
+      looks: `[1, X, 4]` int32, see `Looks`.
       position: `[1, 1, C]` int32, of the cells of the tile.
       owners: `[1, W, C]` int32, of the cells of the tile.
       q: `[1, h, X, D]`, queries of some heads.
@@ -207,11 +206,9 @@ def _kernel(
         total[...] = jnp.zeros_like(total)
         out[...] = jnp.zeros_like(out)
 
-    first, last, word, bit = (looks[0, :, j : j + 1] for j in range(4))  # [X, 1]
-    owner = owners[0, :1]
-    for w in range(1, owners.shape[1]):
-        owner = jnp.where(word == w, owners[0, w : w + 1], owner)
-    seen = (owner & bit != 0) & (position[0] >= first) & (position[0] <= last)  # [X, C]
+    look = Looks(*(looks[0, :, j : j + 1] for j in range(4)))  # [X, 1]
+    words = [owners[0, w : w + 1] for w in range(owners.shape[1])]
+    seen = look.sees(position[0], words)  # [X, C]
     values, axis = v[0], 2 if in_lanes[1] else 1
     size = position.shape[2]
     if cells % size:  # what lies past the last cell is anything, also a value that is a NaN
@@ -239,20 +236,6 @@ def _product(a: jax.Array, b: jax.Array, over: Any, dtype: Any) -> jax.Array:
 def _pair(number: Any, tiles: int) -> tuple[Any, Any]:
     """Return the block of tokens and the tile that a number stands for."""
     return jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
-
-
-def _looks(sight: Sight, blocks: int, queries: int) -> jax.Array:
-    """Return what decides what queries see, `[P * b, X, 4]` int32.
-
-    The first and the last position, the word of the owner, and its bit.
-    """
-    looks = (
-        first_seen(sight.window, sight.at),
-        last_seen(sight.window, sight.at, causal=sight.causal),
-        sight.word,
-        jax.lax.bitcast_convert_type(sight.bit, jnp.int32),
-    )
-    return jnp.tile(in_blocks(jnp.stack(looks, axis=-1), blocks), (1, queries, 1))
 
 
 def _most(queries: int) -> int:

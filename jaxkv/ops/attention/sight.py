@@ -1,11 +1,13 @@
 """What decides which cells each token sees; implementations that want a mask make it of this."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.window import Window, sees
+from jaxkv.window import Window, first_seen, last_seen, sees
 
 
 @jax.tree_util.register_dataclass
@@ -65,3 +67,37 @@ def mask_of(sight: Sight) -> jax.Array:
     owned = owner & sight.bit[..., None] != 0
     position = sight.of_lists(sight.position)[:, None]
     return owned & sees(sight.window, sight.at[..., None], position, causal=sight.causal)
+
+
+class Looks(NamedTuple):
+    """What decides which cells a query sees, in the numbers that a kernel compares; all int32.
+
+    A rule of windows is the first and the last position that is seen.
+
+    first: the first position that it sees.
+    last: the last one.
+    word: the word of its owner.
+    bit: the bit of that word; 0 for padding.
+    """
+
+    first: jax.Array
+    last: jax.Array
+    word: jax.Array
+    bit: jax.Array
+
+    def sees(self, position: jax.Array, owners: Sequence[jax.Array]) -> jax.Array:
+        """Return which cells are seen, of their positions and words of owners; shapes broadcast."""
+        owner = owners[0]
+        for w, others in enumerate(owners[1:], 1):
+            owner = jnp.where(self.word == w, others, owner)
+        return (owner & self.bit != 0) & (position >= self.first) & (position <= self.last)
+
+
+def looks_of(sight: Sight) -> Looks:
+    """Return how each token looks, `[P, T]`."""
+    return Looks(
+        first_seen(sight.window, sight.at),
+        last_seen(sight.window, sight.at, causal=sight.causal),
+        sight.word,
+        jax.lax.bitcast_convert_type(sight.bit, jnp.int32),
+    )

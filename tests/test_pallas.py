@@ -1,9 +1,11 @@
-"""The kernel for TPUs, interpreted: the numbers of the formula, and what of the buffers it reads.
+"""The kernels for TPUs and GPUs: the numbers of the formula, and what of the buffers they read.
 
-What the compiler for TPUs makes of it is in `tests/test_tpu_compiler.py`.
+They are interpreted; on a GPU the one for GPUs runs. What the compilers make of them is in
+`tests/test_tpu_compiler.py` and `tests/test_gpu_compiler.py`.
 """
 
 import math
+from functools import partial
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.attention import api, pallas_tpu, softmax
+from jaxkv.kv.mask import sight_of
+from jaxkv.ops.attention import api, pallas_gpu, pallas_tpu, softmax
 from jaxkv.ops.attention.live import TILE, live_of
 from jaxkv.ops.attention.reference import reference
 from jaxkv.ops.attention.sight import Sight, mask_of
@@ -21,8 +24,24 @@ from jaxkv.ops.attention.softmax import Options
 from jaxkv.window import chunked, sliding, symmetric
 
 slow = pytest.mark.slow
+# Said by jax from 0.11 on, about what the kernel for GPUs is written with.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
 S, W, N = 3, 2, 2 * TILE + 40
 COARSE = {jnp.float32: 2e-6, jnp.bfloat16: 1e-2}
+WEIGH = {
+    "tpu": partial(pallas_tpu.weigh, interpret=True),
+    "gpu": api.by_platform(
+        cuda=pallas_gpu.weigh, default=partial(pallas_gpu.weigh, interpret=True)
+    ),
+}
+both_kernels = pytest.mark.parametrize("kernel", WEIGH)
+
+
+@partial(jax.jit, static_argnames="kernel")
+def attended(kernel, q, k, v, sight, options):
+    return api.finished(WEIGH[kernel](q, k, v, sight, options), q, options)
 
 
 def table(seed, *, cells=N, streams=S, holes=0.5, forks=4, last=900):
@@ -75,11 +94,12 @@ def arrays(seed, sight, *, groups=2, queries=3, size=8, value_dim=8, dtype=jnp.f
 
 @jax.jit
 def formula(q, k, v, sight, options):
-    return reference(q, k[sight.streams], v[sight.streams], mask_of(sight), options)
+    with jax.default_matmul_precision("highest"):
+        return reference(q, k[sight.streams], v[sight.streams], mask_of(sight), options)
 
 
-def compare(q, k, v, sight, options):
-    got = api.attend(q, k, v, sight, options, "pallas")
+def compare(kernel, q, k, v, sight, options):
+    got = attended(kernel, q, k, v, sight, options)
     wanted = formula(q, k, v, sight, options)
     coarse = COARSE[q.dtype.type]
     np.testing.assert_allclose(np.asarray(got, np.float32), wanted, rtol=coarse, atol=coarse)
@@ -100,25 +120,29 @@ BOTH = Options(scale=0.3, softcap=2.0, sinks=jnp.linspace(-1.0, 1.0, 6))
                 {"cells": 30, "streams": 1},  # less than a tile
                 {"cells": TILE, "holes": 0.0},
                 {"holes": 1.0},  # nothing at all
-                {"tokens": 2 * pallas_tpu.QUERIES // 3 + 5, "streams": 1},  # three blocks
+                {"tokens": 2 * pallas_tpu.QUERIES // 3 + 5, "streams": 1},  # several blocks
             )
         ),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("options", [Options(), pytest.param(BOTH, marks=slow)], ids=["", "both"])
-def test_numbers_are_those_of_the_formula(case, options):
+@both_kernels
+def test_numbers_are_those_of_the_formula(kernel, case, options):
     seen = sight(0, **case)
-    compare(*arrays(0, seen), seen, options)
+    compare(kernel, *arrays(0, seen), seen, options)
 
 
 @slow
 @pytest.mark.parametrize("dtype", COARSE)
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
-def test_head_sizes_and_sizes_of_values(size, dtype):
+@both_kernels
+def test_head_sizes_and_sizes_of_values(kernel, size, dtype):
     seen = sight(1, streams=1, cells=TILE + 8)
     for value_dim in (size, 128):
-        compare(*arrays(1, seen, size=size, value_dim=value_dim, dtype=dtype), seen, Options())
+        compare(
+            kernel, *arrays(1, seen, size=size, value_dim=value_dim, dtype=dtype), seen, Options()
+        )
 
 
 WINDOWS = [None, sliding(90), chunked(128), symmetric(64)]
@@ -127,6 +151,7 @@ WINDOWS = [None, sliding(90), chunked(128), symmetric(64)]
 @slow
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
+@both_kernels
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(
     seed=st.integers(0, 1 << 30),
@@ -135,15 +160,16 @@ WINDOWS = [None, sliding(90), chunked(128), symmetric(64)]
     last=st.sampled_from([3, 900, (1 << 31) - 1]),
     dtype=st.sampled_from(list(COARSE)),
 )
-def test_any_table_and_window(window, causal, seed, holes, forks, last, dtype):
+def test_any_table_and_window(kernel, window, causal, seed, holes, forks, last, dtype):
     seen = sight(seed, window=window, causal=causal, holes=holes, forks=forks, last=last)
-    compare(*arrays(seed, seen, dtype=dtype), seen, BOTH)
+    compare(kernel, *arrays(seed, seen, dtype=dtype), seen, BOTH)
 
 
 @slow
+@both_kernels
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(data=st.data())
-def test_tables_that_verbs_made(data):
+def test_tables_that_verbs_made(kernel, data):
     """Forks, cuts, shifts and windows of a memory, and a step of all sequences on top."""
     streams = data.draw(st.sampled_from([1, 3]))
     memory = jaxkv.make_kv_cache(
@@ -152,16 +178,16 @@ def test_tables_that_verbs_made(data):
     )  # fmt: skip
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
 
-    def step(memory, batch, implementation):
+    def step(memory, batch):
         (ubatch,) = jaxkv.init_batch(memory, batch, ubatch_size=128).check().ubatches
         new = np.random.default_rng(1).normal(size=(*ubatch.valid.shape, 4, 4))
         q, k = (jnp.asarray(new[:, :, :n], jnp.float32) for n in (2, 1))
         memory = jaxkv.apply(memory, ubatch)
-        return jaxkv.attend(memory, 0, ubatch, q, k, k, implementation=implementation)
+        return *jaxkv.attend(memory, 0, ubatch, q, k, k), ubatch, q
 
     for seq in range(3):
         batch = jaxkv.make_batch([1] * 64, sequences=seq)
-        memory, _ = step(memory, batch, None)
+        memory, *_ = step(memory, batch)
     for _ in range(data.draw(st.integers(0, 6))):
         verb = data.draw(st.sampled_from(["cut", "fork", "shift"]))
         seq, first = int(rng.integers(3)), int(rng.integers(1, 60))
@@ -174,41 +200,65 @@ def test_tables_that_verbs_made(data):
             memory = jaxkv.seq_add(memory, seq, 0, 1000, 5)
             memory = jaxkv.apply(memory, jaxkv.init_update(memory))
     batch = jaxkv.make_batch([[1]] * 3, sequences=[0, 1, 2])
-    got, wanted = (step(memory, batch, way)[1] for way in ("pallas", "whole"))
-    np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6)
+    memory, wanted, ubatch, q = step(memory, batch)
+    (k,), (v,) = memory.buffers.k, memory.buffers.v
+    seen = sight_of(memory.table, ubatch, causal=True)
+    got = attended(kernel, q.reshape(*seen.at.shape, *q.shape[2:]), k, v, seen, Options())
+    np.testing.assert_allclose(got.reshape(wanted.shape), wanted, rtol=2e-6, atol=2e-6)
 
 
 @slow
-def test_a_hidden_nan_is_harmless_in_every_tile_and_a_seen_one_shows():
+@both_kernels
+def test_a_hidden_nan_is_harmless_in_every_tile_and_a_seen_one_shows(kernel):
     seen = sight(3, tokens=2, holes=0.2)
     q, k, v = arrays(3, seen)
     mask = np.asarray(mask_of(seen))
     hidden = ~mask.any(1)
     dirty = jnp.where(hidden[:, None, :, None], jnp.nan, k)
-    clean = api.attend(q, k, v, seen, Options(), "pallas")
-    np.testing.assert_array_equal(api.attend(q, dirty, v, seen, Options(), "pallas"), clean)
+    clean = attended(kernel, q, k, v, seen, Options())
+    np.testing.assert_array_equal(attended(kernel, q, dirty, v, seen, Options()), clean)
     for tile in range(3):
         shown = np.flatnonzero(mask[0, 0, tile * TILE : (tile + 1) * TILE]) + tile * TILE
         broken = k.at[0, 1, shown[0]].set(jnp.nan)
-        got = np.asarray(api.attend(q, broken, v, seen, Options(), "pallas"))
+        got = np.asarray(attended(kernel, q, broken, v, seen, Options()))
         sees = mask[:, :, shown[0]] & (np.arange(S) == 0)[:, None]
         np.testing.assert_array_equal(np.isnan(got[:, :, 3:]).all((2, 3)), sees)
         np.testing.assert_array_equal(got[~sees], np.asarray(clean)[~sees])
 
 
 @slow
-def test_open_sums_over_parts_of_the_cells_join():
+@both_kernels
+def test_open_sums_over_parts_of_the_cells_join(kernel):
     seen = sight(4)
     q, k, v = arrays(4, seen)
 
     def weigh(first, count):
         part = seen.of_cells(jnp.int32(first), count)
         cut = slice(first, first + count)
-        return pallas_tpu.weigh(q, k[:, :, cut], v[:, :, cut], part, Options(), interpret=True)
+        return WEIGH[kernel](q, k[:, :, cut], v[:, :, cut], part, Options())
 
     sums = softmax.joined(weigh(0, TILE + 100), weigh(TILE + 100, N - TILE - 100))
     got = api.finished(sums, q, Options())
     np.testing.assert_allclose(got, formula(q, k, v, seen, Options()), atol=2e-6)
+
+
+@slow
+@both_kernels
+def test_dead_tiles_are_not_read(kernel):
+    """A value that is a NaN shows wherever it is multiplied, also by the zero of a hidden cell."""
+    seen = sight(5, holes=0.9)
+    q, k, v = arrays(5, seen)
+    size = TILE if kernel == "tpu" else pallas_gpu.cut_of(q, k, v).cells
+    tiles = np.asarray(live_of(seen, 8, size).tiles)[int(live_of(seen, 8, size).turns) :]
+    dead = np.zeros((S, -(-N // size)), bool)
+    dead.reshape(-1)[tiles] = True
+    assert dead.any() and not dead.all()
+    where = jnp.asarray(np.repeat(dead, size, axis=1)[:, None, :N, None])
+    clean = attended(kernel, q, k, v, seen, Options())
+    nan = attended(
+        kernel, q, jnp.where(where, jnp.nan, k), jnp.where(where, jnp.nan, v), seen, Options()
+    )
+    np.testing.assert_array_equal(nan, clean)
 
 
 def fetched(q, k, v, sight):
@@ -238,6 +288,18 @@ def fetched(q, k, v, sight):
 @slow
 @pytest.mark.parametrize("forks", [1, 32])
 def test_live_tiles_are_fetched_once_for_all_forks(forks):
+    seen = of_forks(forks)
+    q, k, v = arrays(0, seen, groups=8, queries=4, size=128, value_dim=128, dtype=jnp.bfloat16)
+    live, tile = 3, 8 * TILE * 128 * 2
+    assert fetched(q, k, v, seen) == live * 2 * tile
+    # The kernel for GPUs has smaller tiles, and blocks of 64 queries.
+    cut = pallas_gpu.cut_of(q, k, v)
+    blocks = -(-4 * forks // cut.queries)
+    turns = live_of(seen, cut.queries // 4, cut.cells).turns
+    assert turns == blocks * (-(-700 // cut.cells) + 1)
+
+
+def of_forks(forks):
     """A prompt of 700 tokens in a pool of 8 tiles, its forks with a token each in the last one."""
     cells, length = 8 * TILE, 700
     position, owners = np.zeros((1, cells), np.int32), np.zeros((1, 1, cells), np.uint32)
@@ -247,7 +309,7 @@ def test_live_tiles_are_fetched_once_for_all_forks(forks):
     position[0, last : last + forks] = length
     owners[0, 0, last : last + forks] = 1 << np.arange(forks)
     tokens = np.arange(forks)[None]
-    seen = Sight(
+    return Sight(
         position=jnp.asarray(position),
         owners=jnp.asarray(owners),
         streams=jnp.zeros(1, jnp.int32),
@@ -258,6 +320,3 @@ def test_live_tiles_are_fetched_once_for_all_forks(forks):
         causal=True,
         all_streams=True,
     )
-    q, k, v = arrays(0, seen, groups=8, queries=4, size=128, value_dim=128, dtype=jnp.bfloat16)
-    live, tile = 3, 8 * TILE * 128 * 2
-    assert fetched(q, k, v, seen) == live * 2 * tile

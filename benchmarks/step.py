@@ -1,0 +1,129 @@
+"""How fast is a whole decode step of a model with 8 billion weights? Random ones, in bfloat16.
+
+Run `python -m benchmarks.step` on a GPU. `--layers` of 32 are there, of the shape of Llama 3.1 8B,
+without embedding and head: a plan, `apply`, and in each layer norms, products, a write and
+attention. The memory is filled to all but a few cells, a stream for each sequence, or with `--pool`
+one for all. Sides differ by `implementation=` alone; `weights` is the same step without a memory.
+"""
+
+import argparse
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv
+from benchmarks import machine, turns
+
+WIDTH, HIDDEN, HEADS, GROUP, SIZE = 4096, 14336, 8, 4, 128
+
+
+def weights_of(layers: int) -> list[dict[str, jax.Array]]:
+    """Random weights, of which no two layers share any."""
+    shapes = {
+        "qkv": (HEADS * (GROUP + 2) * SIZE, WIDTH),
+        "out": (WIDTH, HEADS * GROUP * SIZE),
+        "up": (2 * HIDDEN, WIDTH),
+        "down": (WIDTH, HIDDEN),
+    }
+    draw = jax.jit(
+        lambda key, shape: 0.02 * jax.random.normal(key, shape, "bfloat16"), static_argnums=1
+    )
+    keys = jax.random.split(jax.random.key(0), (layers, len(shapes)))
+    return [
+        {name: draw(key, shape) for key, (name, shape) in zip(row, shapes.items(), strict=True)}
+        for row in keys
+    ]
+
+
+def norm(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))).astype("bfloat16")
+
+
+def forward(weights: list, memory: Any, ubatch: Any, x: jax.Array, attend: Any) -> tuple:
+    """Run the layers on `[R, T, WIDTH]`."""
+    for layer, w in enumerate(weights):
+        y = norm(x) @ w["qkv"].T
+        y = y.reshape(*y.shape[:2], HEADS, GROUP + 2, SIZE)
+        q = y[..., :GROUP, :].reshape(*y.shape[:2], HEADS * GROUP, SIZE)
+        memory, out = attend(memory, layer, ubatch, q, y[..., GROUP, :], y[..., GROUP + 1, :])
+        x = x + out.reshape(*x.shape[:2], -1) @ w["out"].T
+        gate, up = jnp.split(norm(x) @ w["up"].T, 2, axis=-1)
+        x = x + (jax.nn.silu(gate) * up) @ w["down"].T
+    return memory, x
+
+
+def side(weights: list, batch: int, cells: int, pool: bool, implementation: str | None) -> Any:
+    """A step that is repeated: the table stays as it is, so that each is the first one."""
+    layers, everyone = len(weights), jnp.arange(batch, dtype=jnp.int32)
+    memory = jaxkv.make_kv_cache(
+        layers=layers, cells=cells * batch if pool else cells, kv_heads=HEADS, head_dim=SIZE,
+        sequences=batch, streams=1 if pool else batch, dtype="bfloat16",
+    )  # fmt: skip
+    for seq in range(batch):
+        prompt = jaxkv.make_batch([1] * (cells - 32), sequences=seq)
+        for ubatch in jaxkv.init_batch(memory, prompt, ubatch_size=cells).check().ubatches:
+            memory = jaxkv.apply(memory, ubatch)  # the buffers hold zeros: a time is asked for
+    table, buffers = jaxkv.split(memory)
+    attend = partial(jaxkv.attend, implementation=implementation)
+
+    @partial(jax.jit, donate_argnames="buffers")
+    def step(weights: list, table: Any, buffers: Any, token: jax.Array) -> tuple:
+        memory = jaxkv.join(table, buffers)
+        ubatch, _ = jaxkv.plan_step(memory, token, everyone, jnp.ones(batch, bool))
+        x = jnp.ones((*ubatch.valid.shape, WIDTH), "bfloat16")
+        memory, x = forward(weights, jaxkv.apply(memory, ubatch), ubatch, x, attend)
+        return jaxkv.split(memory)[1], x
+
+    def again() -> jax.Array:
+        nonlocal buffers
+        buffers, x = step(weights, table, buffers, jnp.ones(batch, jnp.int32))
+        return x
+
+    return again
+
+
+def without_memory(weights: list, batch: int) -> Any:
+    def attend(memory: Any, layer: int, ubatch: Any, q: jax.Array, k: Any, v: Any) -> tuple:
+        return memory, q
+
+    x = jnp.ones((1, batch, WIDTH), "bfloat16")
+    step = jax.jit(lambda weights, x: forward(weights, None, None, x, attend)[1])
+    return partial(step, weights, x)
+
+
+def main() -> None:
+    """Print the milliseconds of a step of each side."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--cells", type=int, default=8192, help="for each sequence")
+    parser.add_argument("--pool", action="store_true")
+    parser.add_argument("--sides", nargs="*", default=["None", "whole"])
+    parser.add_argument("--rounds", type=int, default=6)
+    args = parser.parse_args()
+    print(f"device     {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    read = machine.device_copy(gigabytes=4.0)
+    print(f"bandwidth  {read:.0f} GB/s copied by the device, read and written")
+    weights = weights_of(args.layers)
+    for batch in args.batch:
+        sides = {
+            name: side(weights, batch, args.cells, args.pool, None if name == "None" else name)
+            for name in args.sides
+        }
+        sides["weights"] = without_memory(weights, batch)
+        held = sum(x.nbytes for x in jax.tree.leaves(weights)) / 1e6
+        cached = 2 * 2 * args.layers * batch * args.cells * HEADS * SIZE / 1e6
+        print(
+            f"batch {batch}, {held:.0f} MB of weights, {cached:.0f} MB of keys and values; a step:"
+        )
+        took = turns.take_turns(
+            {n: turns.milliseconds(s, repeats=10) for n, s in sides.items()}, args.rounds
+        )
+        turns.table(took, own=["None"], megabytes=held + cached, read=read)
+
+
+if __name__ == "__main__":
+    main()

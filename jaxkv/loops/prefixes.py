@@ -1,0 +1,169 @@
+"""What an engine keeps for prompts that begin alike: a store, beside the memory of its runner."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv.loops.chunks import PASS
+from jaxkv.loops.requests import NOTHING, Progress
+from jaxkv.loops.runner import Runner
+from jaxkv.memory import split
+from jaxkv.prefix.keeping import fork, held, let_go, remember, warm_up
+from jaxkv.prefix.matching import agreement, longest
+from jaxkv.prefix.store import Found, Store, Text, touched
+from jaxkv.tables import program
+from jaxkv.verbs.ask import used
+
+
+class Match(NamedTuple):
+    """What a text can go on from.
+
+    source: what is held of it; None if nothing is.
+    found: how far.
+    """
+
+    source: Text | None
+    found: Found
+
+
+class Prefixes:
+    """Forks prompts out of a store, and remembers in it what others may begin with.
+
+    All is decided by tokens and by what the table says; a text that is let go of is computed anew.
+
+    Args:
+      runner: its memory goes with the store.
+      store: None where nothing is kept, and then nothing here does anything.
+
+    Raises:
+      ValueError: when the store was made for another memory, leaves no sequence to requests, or the
+        memory holds something that is not the store's.
+      TypeError: when it is no store.
+    """
+
+    def __init__(self, runner: Runner, store: Store | None):
+        self._runner, self.store = runner, store
+        table, _ = split(runner.memory)
+        kept = 0 if store is None else held(runner.memory, store)
+        if occupied := int(used(runner.memory)) - kept:
+            raise ValueError(
+                f"wanted an empty memory, got one with {occupied} cells in use: clear(memory)"
+            )
+        if store and len(store.holders) == table.facts.sequences:
+            raise ValueError(
+                f"wanted a store that leaves sequences to requests, got one with all "
+                f"{table.facts.sequences} as holders: pass fewer, or make a memory with more"
+            )
+        shapes = jax.eval_shape(table.spared)
+        self.nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        self._sharing = table.facts.sequences // table.facts.streams
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The sequences that no request gets."""
+        return self.store.holders if self.store else ()
+
+    def lengths(self, stream: int) -> dict[int, int]:
+        """Return the tokens that each holder of a stream holds."""
+        return {text.holder: text.tokens.size for text in self._texts_in(stream)}
+
+    @property
+    def now(self) -> tuple[Any, Store | None]:
+        """The memory and the store, to come back to while no buffer was copied or written."""
+        return self._runner.memory, self.store
+
+    def go_back(self, then: tuple[Any, Store | None]) -> None:
+        """Take what `now` was back."""
+        self._runner.memory, self.store = then
+
+    def spared(self) -> Any:
+        """Return what `Table.spared` says, on the host; nothing without a store."""
+        if self.store is None:
+            return self.nothing
+        return jax.device_get(_spared(split(self._runner.memory)[0]))
+
+    def warm_up(self) -> None:
+        """Compile all that the rest needs."""
+        if self.store:
+            self.spared()
+            self._runner.memory = warm_up(self._runner.memory, self.store, donate=True)
+
+    def match(self, text: Progress, others: Sequence[Progress], sequence: int) -> Match | None:
+        """Return what a text can go on from; None if it had better wait, for there is more soon.
+
+        What others have of it already is remembered. And where a text parts from one that is known
+        but cannot go on there, it will be remembered itself, so that the next one can.
+
+        Args:
+          text: the first that waits.
+          others: those with sequences.
+          sequence: one that it may get.
+        """
+        if self.store is None:
+            return Match(None, NOTHING)
+        tokens = text.all_tokens()
+        match = Match(*longest(*self._pair(), tokens, sequence))
+        shared = [(agreement(one.all_tokens(), tokens[:-1]), one.held, one) for one in others]
+        most, _, other = max(shared, key=lambda one: one[:2], default=(0, 0, text))
+        if most - match.found.length > PASS:
+            if not other.runs and other.placed < most:
+                other.cuts.add(most)
+                return None
+            self.remember(other, min(most, other.held))
+            match = Match(*longest(*self._pair(), tokens, sequence))
+        known = [agreement(one.tokens, tokens[:-1]) for one in self._texts]
+        furthest = max([most, *known])
+        text.cuts = {furthest} if furthest - match.found.length > PASS else set()
+        return match
+
+    def is_near(self, match: Match, sequence: int) -> bool:
+        """Return whether it stands in the stream of a sequence, so that a fork is no copy."""
+        source = match.source
+        return source is not None and source.holder // self._sharing == sequence // self._sharing
+
+    def fork(self, match: Match, sequence: int) -> Found:
+        """Let a sequence have what was found; return how far, which is 0 if a copy has no room."""
+        if match.source is None:
+            return match.found
+        self._runner.memory, self.store, found = fork(*self._pair(), *match, sequence, donate=True)
+        return found
+
+    def remember(self, text: Progress, length: int) -> None:
+        """Keep the first tokens of a text, if there are any and they can be gone on with."""
+        if self.store is None or not length:
+            return
+        tokens = text.all_tokens()[:length]
+        self._runner.memory, self.store, _ = remember(
+            *self._pair(), tokens, text.sequence, donate=True
+        )
+
+    def leave(self, text: Progress) -> None:
+        """Keep a text that ends; what it began with was in use until now, and is not what goes."""
+        if self.store and text.source:
+            self.store = touched(self.store, text.source)
+        self.remember(text, text.held)
+
+    def let_go(self, stream: int) -> bool:
+        """Let go of the least recently used text of a stream; return whether there was one."""
+        texts = self._texts_in(stream)
+        if texts:
+            self._runner.memory, self.store = let_go(*self._pair(), texts[0])
+        return bool(texts)
+
+    @property
+    def _texts(self) -> tuple[Text, ...]:
+        return self.store.texts if self.store else ()
+
+    def _texts_in(self, stream: int) -> list[Text]:
+        return [text for text in self._texts if text.holder // self._sharing == stream]
+
+    def _pair(self) -> tuple[Any, Store]:
+        assert self.store is not None
+        return self._runner.memory, self.store
+
+
+@program
+def _spared(table: Any) -> Any:
+    return table.spared()

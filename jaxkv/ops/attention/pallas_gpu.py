@@ -1,0 +1,366 @@
+"""Live tiles of cells, each read once for all queries that look at it: a kernel for NVIDIA's GPUs.
+
+A block of tokens has a list of the tiles in which it sees anything, see `jaxkv.ops.attention.live`.
+The list is dealt to several programs, so that one text keeps all multiprocessors busy. Each goes
+over its tiles with a softmax of its own, and a second kernel joins these (flash-decoding). Which
+cells a token sees is found in the kernel: a rule of windows is the first and the last position that
+it sees.
+
+A block has no more queries than a program has registers for; the blocks of a list run side by side,
+so that a tile which one has read lies in the cache for the others.
+
+Buffers are read where they lie. The compiler takes powers of two alone, so inside of the kernel
+queries, and numbers of keys and values, are filled up to one by masks, which read nothing.
+
+Letters beside those of the package: P lists of tokens in b blocks of t tokens each, X = G * t
+queries that share a key, C cells of a tile, M tiles of all blocks, J programs that share a block.
+
+A bias would be added where logits are capped; buffers of 8 bits would be decoded where a tile is
+multiplied, their scales fetched as positions are.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from jaxkv.ops.attention.live import in_blocks, live_of, looks_in_blocks, of_lists
+from jaxkv.ops.attention.sight import Looks, Sight
+from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, packed
+
+DTYPES = (jnp.float32, jnp.bfloat16)
+"""What the kernel computes with."""
+
+LARGEST = 256
+"""Numbers of the largest head, of keys and of values: their tiles must fit a multiprocessor."""
+
+PROGRAMS = 264
+"""How many run at once on an H100: two on each multiprocessor. Elsewhere they fill it less well."""
+
+HOPPER = ("H100", "H20", "H800")
+"""In the names of GPUs that hold as much as an H100, H200 and GH200 among them.
+
+On others the kernel may be refused by the compiler: older and smaller ones hold fewer tiles.
+"""
+
+
+class Cut(NamedTuple):
+    """How the work is cut into programs, all static.
+
+    queries: so many that share a key are computed together, with those that fill it up.
+    cells: of a tile, C.
+    programs: that share the tiles of a block of tokens, J.
+    warps: of a program.
+    stages: tiles that are being fetched or computed at once.
+    """
+
+    queries: int
+    cells: int
+    programs: int
+    warps: int
+    stages: int
+
+
+def cut_of(q: jax.Array, k: jax.Array, v: jax.Array) -> Cut:
+    """Choose by shapes: what was fastest on an H100 of what its compiler takes without spilling."""
+    lists, tokens, heads, _ = q.shape
+    group = heads // k.shape[1]
+    exact, large = _is_exact(q, k, v), max(k.shape[3], v.shape[3]) > 128
+    if tokens * group <= 16:
+        queries, warps, stages = 16, (8 if exact and large else 4), (2 if exact and large else 4)
+    elif not exact:
+        queries = min(_power(tokens * group), 64)
+        warps, stages = (8, 2) if large and queries == 64 else (4, 3)
+    elif not large:
+        queries, warps, stages = 128, 8, 2
+    else:
+        queries, warps, stages = 16, 8, 2
+    blocks = lists * -(-tokens // (queries // group))
+    cells = 32 if exact else 64
+    tiles = -(-k.shape[2] // cells)
+    programs = min(max(1, PROGRAMS // (blocks * k.shape[1])), tiles)
+    return Cut(queries, cells, programs, warps, stages)
+
+
+def _is_exact(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+    """Return whether products are those of float32, which take registers for three."""
+    return jnp.float32 in (q.dtype, k.dtype, v.dtype)
+
+
+def can_weigh(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+    """Return whether the kernel takes these dtypes and heads, on this mesh.
+
+    A compiler cannot split a kernel among devices: on a mesh it runs on shares alone.
+    """
+    split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
+    size = max(k.shape[3], v.shape[3])
+    most = 64 if not _is_exact(q, k, v) else 128 if size <= 128 else 16
+    fits = size <= LARGEST and q.shape[2] // k.shape[1] <= most
+    return all(x.dtype in DTYPES for x in (q, k, v)) and fits and not split
+
+
+def is_fast() -> bool:
+    """Return whether programs are made for a GPU that is known to be good for the kernel.
+
+    It is named (`jax.sharding.AbstractDevice`), or one of this machine.
+    """
+    named = jax.sharding.get_abstract_mesh().abstract_device
+    try:
+        devices = jax.local_devices(backend="cuda") if named is None else [named]
+    except RuntimeError:  # there is none
+        return False
+    return all(any(name in device.device_kind for name in HOPPER) for device in devices)
+
+
+def weigh(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sight: Sight,
+    options: Options,
+    *,
+    cut: Cut | None = None,
+    interpret: bool = False,
+) -> Sums:
+    """Weigh the cells of live tiles, see `jaxkv.ops.attention.api`.
+
+    Args:
+      q: `[P, T, H, D]`, queries.
+      k: `[S, K, N, D]`, keys.
+      v: `[S, K, N, Dv]`, values.
+      sight: what decides which cells each token sees.
+      options: scale and softcap.
+      cut: how the work is cut; None for what `cut_of` says.
+      interpret: run the kernels step by step as plain JAX, on any platform. It is slow.
+
+    Raises:
+      ValueError: for other dtypes than float32 and bfloat16, heads that are too large, or on a
+        mesh, for arrays that are no shares.
+    """
+    if not can_weigh(q, k, v):
+        raise ValueError(
+            f"'pallas' wants queries, keys and values of float32 or bfloat16, heads of at most "
+            f"{LARGEST} in small groups, and on a mesh a memory with rules, got {q.dtype} "
+            f"{q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}: leave the implementation to "
+            f"jaxkv"
+        )
+    cut = cut_of(q, k, v) if cut is None else cut
+    groups, cells = k.shape[1:3]
+    queries = q.shape[2] // groups
+    live = live_of(sight, cut.queries // queries, cut.cells)
+    blocks = live.streams.size // sight.streams.size
+    rows = packed(options.scaled(in_blocks(q, blocks)), groups)
+    arrays = (
+        live.tiles,
+        live.starts,
+        live.streams,
+        looks_in_blocks(sight, blocks, queries),
+        sight.position,
+        jax.lax.bitcast_convert_type(sight.owners, jnp.int32),
+        rows,
+        k,
+        v,
+    )
+    parts = _call(
+        "jaxkv_attention",
+        partial(
+            _kernel,
+            options=options,
+            cut=cut,
+            tiles=-(-cells // cut.cells),
+            interpret=interpret,
+        ),
+        grid=(rows.shape[0], cut.programs, groups),
+        inputs=arrays,
+        outputs=_sums(cut.programs, *rows.shape[:3], v.shape[3]),
+        interpret=interpret,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+    )
+    if cut.programs == 1:
+        sums = [x[0] for x in parts]
+    else:
+        sums = _call(
+            "jaxkv_join",
+            _join,
+            grid=rows.shape[:3],
+            inputs=parts,
+            outputs=_sums(*rows.shape[:3], v.shape[3]),
+            interpret=interpret,
+        )
+    return of_lists(Sums(*sums), live, *sight.at.shape)  # blocks without a tile have any numbers
+
+
+def _sums(*shape: int) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes of open sums; `[..., X]` twice and `[..., X, Dv]`, see `Sums`."""
+    return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape[:-1], shape[:-1], shape)]
+
+
+def _call(
+    name: str,
+    kernel: Callable[..., None],
+    *,
+    grid: tuple[int, ...],
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    interpret: bool,
+    **options: int,
+) -> list[jax.Array]:
+    """Run a kernel whose programs are given all arrays."""
+
+    def whole(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
+
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[whole(x) for x in inputs],
+        out_specs=[whole(x) for x in outputs],
+        out_shape=outputs,
+        compiler_params=triton.CompilerParams(**options),
+        interpret=interpret,
+        name=name,
+    )(*inputs)
+
+
+def _kernel(
+    tiles_of: Any,
+    starts: Any,
+    streams: Any,
+    looks: Any,
+    position: Any,
+    owners: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    highest: Any,
+    total: Any,
+    out: Any,
+    *,
+    options: Options,
+    cut: Cut,
+    tiles: int,
+    interpret: bool,
+) -> None:
+    """Weigh a program's share of the tiles of a block of tokens, for one head of keys.
+
+    Args:
+      tiles_of: `[M]` int32, of `Live`.
+      starts: `[P * b + 1]` int32, of `Live`.
+      streams: `[P * b]` int32, of `Live`.
+      looks: `[P * b, X, 4]` int32, see `Looks`.
+      position: `[S, N]` int32, of cells.
+      owners: `[S, W, N]` int32, of cells.
+      q: `[P * b, K, X, D]`, queries.
+      k: `[S, K, N, D]`, keys.
+      v: `[S, K, N, Dv]`, values.
+      highest: `[J, P * b, K, X]`, see `Sums`.
+      total: `[J, P * b, K, X]`, see `Sums`.
+      out: `[J, P * b, K, X, Dv]`, see `Sums`.
+      options: of which the softcap is looked at.
+      cut: how the work is cut.
+      tiles: of a stream.
+      interpret: whether products are those of plain JAX.
+    """
+    block, part, head = (pl.program_id(i) for i in range(3))
+    cells, stream = k.shape[2], streams[block]
+    row, in_row = _filled(q.shape[2], cut.queries)
+    key, in_key = _filled(k.shape[3])
+    value, in_value = _filled(v.shape[3])
+    rows = _load(q, block, head, row[:, None], key[None], inside=in_row[:, None] & in_key[None])
+    look = Looks(*(_load(looks, block, row, j, inside=in_row)[:, None] for j in range(4)))
+    dtype = jnp.promote_types(q.dtype, k.dtype)
+    rows = rows.astype(dtype)
+    product = partial(_product, interpret=interpret)
+
+    def turn(i: jax.Array, carry: tuple) -> tuple:
+        highest, total, out = carry
+        cell = jax.lax.rem(tiles_of[i], tiles) * cut.cells + jnp.arange(cut.cells, dtype=jnp.int32)
+        there = cell < cells if cells % cut.cells else None
+        keys = _load(
+            k, stream, head, cell[:, None], key[None], inside=_places(there, in_key, k.shape[3])
+        )
+        values = _load(
+            v, stream, head, cell[:, None], value[None], inside=_places(there, in_value, v.shape[3])
+        )
+        at = _load(position, stream, cell, inside=there)
+        words = [_load(owners, stream, w, cell, inside=there) for w in range(owners.shape[1])]
+        seen = look.sees(at[None], [word[None] for word in words])
+        seen = seen if there is None else seen & there[None]
+        logits = product(rows, keys.astype(dtype), 1)
+        logits = options.capped(logits)
+        # The compiler's maximum forgets a NaN, which must be seen; a comparison does not.
+        logits = jnp.where(seen, jnp.where(logits < LOWEST / 2, LOWEST / 2, logits), LOWEST)
+        top = jnp.maximum(highest, jnp.max(logits, axis=1))
+        down, weights = jnp.exp(highest - top), jnp.exp(logits - top[:, None])
+        more = product(weights.astype(v.dtype), values, 0)
+        return top, total * down + jnp.sum(weights, axis=1), out * down[:, None] + more
+
+    first, count = starts[block], starts[block + 1] - starts[block]
+    begin, end = (first + jax.lax.div(count * n, cut.programs) for n in (part, part + 1))
+    zero = jnp.zeros(row.shape, jnp.float32)
+    nothing = zero + LOWEST, zero, jnp.zeros((row.size, value.size), jnp.float32)
+    sums = jax.lax.fori_loop(begin, end, turn, nothing)
+    where = part, block, head
+    triton.store(highest.at[*where, row], sums[0], mask=in_row)
+    triton.store(total.at[*where, row], sums[1], mask=in_row)
+    both = in_row[:, None] & in_value[None]
+    triton.store(out.at[*where, row[:, None], value[None]], sums[2], mask=both)
+
+
+def _join(highest_of: Any, total_of: Any, out_of: Any, highest: Any, total: Any, out: Any) -> None:
+    """Join what programs weighed for a query: `[J, ...]` of each to `[...]`."""
+    where = tuple(pl.program_id(i) for i in range(3))
+    part, there = _filled(out_of.shape[0])
+    value, in_value = _filled(out_of.shape[4])
+    tops = _load(highest_of, part, *where, inside=there, other=LOWEST)
+    totals = _load(total_of, part, *where, inside=there)
+    both = there[:, None] & in_value[None]
+    outs = _load(out_of, part[:, None], *where, value[None], inside=both)
+    top = jnp.max(tops)
+    down = jnp.exp(tops - top)
+    highest[where] = top
+    total[where] = jnp.sum(totals * down)
+    triton.store(out.at[*where, value], jnp.sum(outs * down[:, None], axis=0), mask=in_value)
+
+
+def _power(count: int) -> int:
+    """Return the next power of two: 16 or more, the least that a matrix unit takes."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
+def _filled(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """Return numbers from 0 up to a power of two, and which of them there are."""
+    numbers = jnp.arange(_power(count) if size is None else size, dtype=jnp.int32)
+    return numbers, numbers < count
+
+
+def _load(ref: Any, *where: Any, inside: Any, other: float = 0) -> jax.Array:
+    """Read places of an array, and others where they are not inside; None if all are."""
+    return triton.load(ref.at[where], mask=inside, other=None if inside is None else other)
+
+
+def _places(there: jax.Array | None, inside: jax.Array, count: int) -> jax.Array | None:
+    """Return which places of a tile of keys or values there are; None if all are."""
+    if there is None and inside.size == count:
+        return None
+    every = jnp.ones((1, 1), bool) if there is None else there[:, None]
+    return every & inside[None]
+
+
+def _product(a: jax.Array, b: jax.Array, over: int, *, interpret: bool) -> jax.Array:
+    """Multiply `[X, n]` by the dimension `over` of a tile, in float32.
+
+    Three products of 19 bits on the matrix units are as exact as one of float32, see
+    `docs/kernels.md`; left to itself the compiler would do one.
+    """
+    exact = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    exact = jax.lax.Precision.HIGHEST if interpret or a.dtype != jnp.float32 else exact
+    dimensions = ((1,), (over,)), ((), ())
+    return jax.lax.dot_general(
+        a, b, dimensions, precision=exact, preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,263 @@
+"""Forks out of what is held and into it, and what gives way for them."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxkv.memory import Memory
+from jaxkv.places import count
+from jaxkv.prefix.matching import agreement, longest, resumable
+from jaxkv.prefix.store import (
+    Found,
+    Miss,
+    Store,
+    Text,
+    beside,
+    check_made_for,
+    checked,
+    touched,
+    with_text,
+    without,
+)
+from jaxkv.verbs.ask import can_seq_cp, seq_pos_max, used
+from jaxkv.verbs.edit import seq_cp, seq_keep, seq_rm
+
+
+def reuse(
+    memory: Memory, store: Store, tokens: Any, seq: Any, *, donate: bool = False
+) -> tuple[Memory, Store, Found]:
+    """Let a sequence hold what a prompt begins with, as far as it was computed before.
+
+    The sequence holds the first `length` tokens of the prompt then, whatever it held before: go on
+    with `tokens[length:]`. That is at least one token, since logits are no part of a memory. Of the
+    texts that are held the one with the most to reuse is forked, in the same stream if it has as
+    much, and becomes the most recently used. How far it can be reused is what `can_resume` says: a
+    window may have lost cells, and a recurrent memory goes on only where it keeps a state.
+
+    Args:
+      memory: the memory of the store.
+      store: the store.
+      tokens: `[n]` int, the whole prompt.
+      seq: `[]` int, the sequence, which is no holder.
+      donate: give up the buffers of the memory passed in where they must be copied, see `seq_cp`.
+
+    Returns:
+      The next memory, the next store, and how much there was, with the reason why it is no more.
+
+    Raises:
+      ValueError: when the memory is traced, or of other sizes than the store was made for, the
+        sequence is none of it or a holder, or there is no token.
+      TypeError: when tokens are no integers.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=64, sequences=3, kv_heads=1, head_dim=2)
+      >>> store = prefix.make_store(memory, holders=[2])
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
+      >>> memory, store, _ = prefix.remember(memory, store, [1, 2, 3], 0)
+      >>> memory, store, found = prefix.reuse(memory, store, [1, 2, 9], 1)
+      >>> found.length, found.miss.name, seq_pos_max(memory, 1).item(), used(memory).item()
+      (2, 'NONE', 1, 3)
+
+      The last token is always computed, and nothing may be known of the first:
+
+      >>> prefix.reuse(memory, store, [1, 2, 3], 1)[2]
+      Found(length=2, miss=<Miss.NONE: 0>)
+      >>> prefix.reuse(memory, store, [2, 3], 1)[2]
+      Found(length=0, miss=<Miss.UNKNOWN: 1>)
+
+    llama.cpp: the common prefix of a slot in its server, `cache_prompt`.
+    """
+    tokens, seq = checked(memory, store, tokens, seq)
+    source, found = longest(memory, store, tokens, seq)
+    return fork(memory, store, source, found, seq, donate=donate)
+
+
+def fork(
+    memory: Memory, store: Store, source: Text | None, found: Found, seq: int, *, donate: bool
+) -> tuple[Memory, Store, Found]:
+    """Let a sequence hold what `longest` has found, in place of what it held."""
+    memory, _ = seq_rm(memory, seq)
+    if source is None:
+        return memory, store, found
+    if not can_seq_cp(memory, source.holder, seq, 0, found.length):
+        return memory, store, Found(0, Miss.NO_ROOM)
+    memory = seq_cp(memory, source.holder, seq, 0, found.length, donate=donate)
+    return memory, touched(store, source), found
+
+
+def remember(
+    memory: Memory, store: Store, tokens: Any, seq: Any, *, donate: bool = False
+) -> tuple[Memory, Store, Miss]:
+    """Keep the first tokens of a sequence, which goes on as it is or may be removed.
+
+    Remember a text where others will go on from it: at its end, or at the end of what many prompts
+    begin with. A window keeps what is seen from there, and a recurrent memory the states that stand
+    there. A text that is held already is not held again, and one that the new text continues gives
+    way to it, unless it can be gone on with where the new one cannot. If no holder is empty, or
+    the store holds more than its `cells`, the least recently used texts are let go of. Holders of
+    the sequence's own stream are taken, or where it has none, any.
+
+    Args:
+      memory: the memory of the store.
+      store: the store.
+      tokens: `[n]` int, what the sequence holds from position 0 on, or the beginning of it.
+      seq: `[]` int, the sequence, which is no holder.
+      donate: give up the buffers of the memory passed in where they must be copied, see `seq_cp`.
+
+    Returns:
+      The next memory, the next store, and NONE; or the reason why neither has changed.
+
+    Raises:
+      ValueError: when the sequence does not reach as far as the tokens, and as in `reuse`.
+      TypeError: when tokens are no integers.
+
+    Examples:
+      A window of two positions, and few cells: the first tokens are gone.
+
+      >>> memory = make_kv_cache(
+      ...     layers=1, cells=5, sequences=2, kv_heads=1, head_dim=2, window=window.sliding(2)
+      ... )
+      >>> store = prefix.make_store(memory, holders=[1])
+      >>> for tokens in [[1, 2, 3, 4], [5, 6, 7]]:
+      ...     memory = apply(memory, init_batch(memory, make_batch(tokens)))
+      >>> memory, store, miss = prefix.remember(memory, store, [1, 2], 0)
+      >>> miss.name
+      'LOST'
+      >>> memory, store, miss = prefix.remember(memory, store, [1, 2, 3, 4, 5, 6, 7], 0)
+      >>> miss.name, prefix.held(memory, store)
+      ('NONE', 5)
+    """
+    tokens, seq = checked(memory, store, tokens, seq)
+    if (end := int(seq_pos_max(memory, seq)) + 1) < tokens.size:
+        raise ValueError(
+            f"wanted a sequence that holds these {tokens.size} tokens, got sequence {seq}, which "
+            f"goes on at {end}: compute them first"
+        )
+    mine, whole = resumable(memory, seq, tokens.size)
+    if whole is not Miss.NONE:
+        return memory, store, whole
+    text = Text(holder=seq, tokens=tokens)
+    own, others = beside(store, seq), store
+    for other in [one for one in store.texts if one.holder in own]:
+        common = agreement(text.tokens, other.tokens)
+        if common < min(tokens.size, other.tokens.size):
+            continue
+        theirs, _ = resumable(memory, other.holder, other.tokens.size)
+        both = slice(0, common + 1)
+        if common == tokens.size and np.all(theirs[both] | ~mine[both]):
+            return memory, touched(store, other), Miss.NONE
+        if common == other.tokens.size and np.all(mine[both] | ~theirs[both]):
+            others, own = without(store, other), (other.holder,)
+            break
+    return _kept(memory, others, text, own, donate) or (memory, store, Miss.NO_ROOM)
+
+
+def evict(memory: Memory, store: Store, *, cells: int) -> tuple[Memory, Store]:
+    """Let go of the least recently used texts until the store holds few enough cells.
+
+    Cells that a sequence beside the store shares stay in use for that one.
+
+    Args:
+      memory: the memory of the store.
+      store: the store.
+      cells: the most cells that it may hold afterwards; 0 for none.
+
+    Raises:
+      ValueError: when cells are below 0, and as in `reuse`.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=64, sequences=2, kv_heads=1, head_dim=2)
+      >>> store = prefix.make_store(memory, holders=[1])
+      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
+      >>> memory, store, _ = prefix.remember(memory, store, [1, 2, 3], 0)
+      >>> memory, store = prefix.evict(memory, store, cells=0)
+      >>> prefix.held(memory, store), prefix.reuse(memory, store, [1, 2, 3], 0)[2].miss.name
+      (0, 'EVICTED')
+    """
+    most = count(cells, "cells", low=0)
+    check_made_for(memory, store)
+    while store.texts and held(memory, store) > most:
+        memory, store = let_go(memory, store, store.texts[0])
+    return memory, store
+
+
+def held(memory: Memory, store: Store) -> int:
+    """Return how many cells the store holds, those that its texts share counted once.
+
+    They are counted as `used` counts, over all parts of a hybrid memory. Cells that a sequence
+    beside the store shares are among them.
+
+    Raises:
+      ValueError: when the memory is traced, or of other sizes than the store was made for.
+    """
+    check_made_for(memory, store)
+    others = np.setdiff1d(np.arange(store.facts.sequences), store.holders)
+    only, _ = seq_rm(memory, others)
+    return int(used(only))
+
+
+def warm_up(memory: Memory, store: Store, *, donate: bool = False) -> Memory:
+    """Compile what `reuse`, `remember` and `evict` need, before the first prompt comes.
+
+    Nothing is compiled by them afterwards, whatever the length of a text. Call it while a sequence
+    of each stream that is no holder is empty: where texts go to another stream, one that holds
+    nothing is copied to it.
+
+    Args:
+      memory: the memory of the store.
+      store: the store.
+      donate: as `reuse` and `remember` will be called; then the memory passed in is given up.
+
+    Returns:
+      The memory, which holds what it held.
+
+    Raises:
+      ValueError: as in `reuse`.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=64, sequences=3, kv_heads=1, head_dim=2)
+      >>> store = prefix.make_store(memory, holders=[2])
+      >>> used(prefix.warm_up(memory, store)).item()
+      0
+    """
+    held(memory, store)
+    facts, holder = store.facts, store.holders[0]
+    others = [seq for seq in range(facts.sequences) if seq not in store.holders]
+    resumable(memory, holder, 0)
+    seq_rm(seq_keep(memory, holder), holder, 0)
+    empty = [seq for seq in others if int(seq_pos_max(memory, seq)) < 0]
+    sharing = facts.sequences // facts.streams
+    for seq in {one // sharing == holder // sharing: one for one in empty}.values():
+        can_seq_cp(memory, holder, seq, 0, 0)
+        memory = seq_cp(memory, holder, seq, 0, 0, donate=donate)
+    return memory
+
+
+def _kept(
+    memory: Memory, store: Store, text: Text, own: tuple[int, ...], donate: bool
+) -> tuple[Memory, Store, Miss] | None:
+    """Fork a text of a sequence into one of some holders; None if there is no room for it."""
+    size = text.tokens.size
+    alone, _ = seq_rm(seq_keep(memory, text.holder), text.holder, size)
+    if int(used(alone)) > store.cells:
+        return None
+    taken = {one.holder: one for one in store.texts}
+    free = [holder for holder in own if holder not in taken]
+    holder = free[0] if free else next(one.holder for one in store.texts if one.holder in own)
+    if not free:
+        memory, store = let_go(memory, store, taken[holder])
+    memory, _ = seq_rm(memory, holder)
+    if not can_seq_cp(memory, text.holder, holder, 0, size):
+        return None
+    memory = seq_cp(memory, text.holder, holder, 0, size, donate=donate)
+    return *evict(
+        memory, with_text(store, replace(text, holder=holder)), cells=store.cells
+    ), Miss.NONE
+
+
+def let_go(memory: Memory, store: Store, text: Text) -> tuple[Memory, Store]:
+    """Free the holder of a text, and note that it was there."""
+    memory, _ = seq_rm(memory, text.holder)
+    evicted = (*store.evicted, text.tokens)[-len(store.holders) :]
+    return memory, replace(without(store, text), evicted=evicted)

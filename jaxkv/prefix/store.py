@@ -1,0 +1,175 @@
+"""Which texts are held, and by which sequences: a value of the host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv.memory import Facts, Memory, check_once, split
+from jaxkv.places import END, count, integers, is_concrete
+from jaxkv.verbs.ask import seq_pos_max
+from jaxkv.verbs.ids import sequence
+
+
+class Miss(IntEnum):
+    """Why a text was not reused as far as it could be, or not remembered.
+
+    NONE: it was, as far as it agrees with one that is held.
+    UNKNOWN: no text that is held begins with its first token.
+    EVICTED: one that agrees with it further was held, and was let go of for others.
+    LOST: a window has taken cells that its next token would see, or they were removed.
+    NO_STATE: a recurrent memory keeps no state that stands there.
+    NO_ROOM: it takes more cells than the store may hold, or more than a copy finds in its stream.
+    """
+
+    NONE = 0
+    UNKNOWN = 1
+    EVICTED = 2
+    LOST = 3
+    NO_STATE = 4
+    NO_ROOM = 5
+
+
+class Found(NamedTuple):
+    """What there was of a prompt.
+
+    length: how many of its first tokens the sequence holds now; compute those after them.
+    miss: why it is no more.
+    """
+
+    length: int
+    miss: Miss
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Text:
+    """A text that is held.
+
+    holder: the sequence that holds it.
+    tokens: `[n]` int32, from position 0 on.
+    """
+
+    holder: int
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Store:
+    """Which texts the holders of a memory hold. Each has one, or is empty.
+
+    holders: the sequences of the memory that belong to the store.
+    cells: the most cells that they may hold, those that they share counted once.
+    texts: what they hold, the least recently used first.
+    evicted: the tokens of texts that were let go of, the latest last; as many as there are holders.
+    facts: of the memory.
+    """
+
+    holders: tuple[int, ...]
+    cells: int
+    facts: Facts = field(repr=False)
+    texts: tuple[Text, ...] = ()
+    evicted: tuple[np.ndarray, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return one line: how many texts there are, and their tokens."""
+        tokens = sum(text.tokens.size for text in self.texts)
+        limit = f", at most {self.cells} cells" if self.cells < END else ""
+        return (
+            f"Store({len(self.texts)} texts of {tokens} tokens, {len(self.holders)} holders{limit})"
+        )
+
+
+def make_store(memory: Memory, *, holders: Sequence[int], cells: int | None = None) -> Store:
+    """Make a store without a text.
+
+    Args:
+      memory: any memory; what comes later has its sizes.
+      holders: `[n]` int, the sequences that belong to the store from now on. They hold nothing.
+        Where sequences share several streams, give it some of each: a fork within a stream copies
+        nothing.
+      cells: the most cells that all of them may hold together, those that they share counted once;
+        by default no limit but those of the memory, and `evict` makes room.
+
+    Raises:
+      ValueError: when there is no holder, one is no sequence of the memory, comes twice or holds
+        tokens, cells are below 1, or the memory is traced.
+      TypeError: when ids or cells are no integers.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=64, sequences=4, kv_heads=1, head_dim=2)
+      >>> prefix.make_store(memory, holders=[2, 3], cells=32)
+      Store(0 texts of 0 tokens, 2 holders, at most 32 cells)
+    """
+    facts = _facts(memory)
+    ids = np.atleast_1d(facts.sequence_ids(holders))
+    check_once(ids)
+    if ids.ndim > 1 or not ids.size:
+        raise ValueError(f"wanted holders, one sequence or more, got {holders}")
+    full = ids[np.asarray(seq_pos_max(memory, ids)) >= 0]
+    if full.size:
+        raise ValueError(
+            f"wanted holders that hold nothing, got {full.tolist()} with tokens: remove them "
+            f"(seq_rm), or pass others"
+        )
+    most = END if cells is None else count(cells, "cells")
+    return Store(holders=tuple(ids.tolist()), cells=most, facts=facts)
+
+
+def with_text(store: Store, text: Text) -> Store:
+    """Return a store with one more text, the most recently used."""
+    return replace(store, texts=(*store.texts, text))
+
+
+def touched(store: Store, text: Text) -> Store:
+    """Return a store whose most recently used text is one of its own; any other changes nothing."""
+    there = any(one is text for one in store.texts)
+    return with_text(without(store, text), text) if there else store
+
+
+def without(store: Store, text: Text) -> Store:
+    """Return a store without a text."""
+    return replace(store, texts=tuple(one for one in store.texts if one is not text))
+
+
+def beside(store: Store, seq: int) -> tuple[int, ...]:
+    """Return the holders in the stream of a sequence; all of them if it has none."""
+    sharing = store.facts.sequences // store.facts.streams
+    near = tuple(one for one in store.holders if one // sharing == seq // sharing)
+    return near or store.holders
+
+
+def checked(memory: Memory, store: Store, tokens: Any, seq: Any) -> tuple[np.ndarray, int]:
+    """Return tokens as `[n]` int32, and a sequence that is no holder."""
+    check_made_for(memory, store)
+    seq = int(sequence(split(memory)[0], seq))
+    if seq in store.holders:
+        raise ValueError(f"wanted a sequence that is no holder of the store, got {seq}")
+    tokens = np.array(integers(tokens, "tokens"), np.int32)  # a copy, since the store keeps it
+    if tokens.ndim != 1 or not tokens.size:
+        raise ValueError(f"wanted tokens [n] of one prompt, got the shape {tokens.shape}")
+    return tokens, seq
+
+
+def check_made_for(memory: Memory, store: Store) -> None:
+    """Raise unless a store was made for a memory of these sizes."""
+    if not isinstance(store, Store):
+        raise TypeError(f"wanted a store, make_store makes it, got {type(store)}")
+    if _facts(memory) != store.facts:
+        raise ValueError(
+            "wanted the memory that the store was made for, or one of its sizes, got another: "
+            "make_store(memory, holders=...)"
+        )
+
+
+def _facts(memory: Memory) -> Facts:
+    """Return the facts of a memory whose values are known.
+
+    Raises:
+      ValueError: when it is traced.
+    """
+    table, _ = split(memory)
+    if not is_concrete(table):
+        raise ValueError("wanted a memory outside of jit, since a store is a value of the host")
+    return table.facts

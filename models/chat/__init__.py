@@ -1,0 +1,1 @@
+"""Conversations with a model in one memory, apart from any terminal."""

@@ -1,0 +1,78 @@
+"""Where a memory is full: how many cells are free, and which turns are forgotten to go on."""
+
+from dataclasses import replace
+
+import jaxkv
+from jaxkv.hybrid import parts_of
+from models.chat.chat import Chat, has_states, held_in
+from models.chat.conversation import ChatError, Conversation
+
+
+def cells_of(memory: jaxkv.Memory) -> tuple[int, int]:
+    """Return how many cells are in use where most are, and how many there are in that part.
+
+    Layers with a window take their cells again, and a state is one whatever it has seen: those
+    parts count only where no other is.
+    """
+    grows = [part for part in parts_of(memory) if _grows(part)] or [*parts_of(memory)]
+    return max((int(jaxkv.used(part)), part.table.num_cells) for part in grows)
+
+
+def slide(chat: Chat) -> Chat:
+    """Forget the oldest turns of the current conversation and close the gap: `loops.slide`.
+
+    What comes before the first message stays, and of the rest the newer half, from the beginning of
+    a turn on where one begins there. The texts of all turns stay in the conversation.
+
+    Raises:
+      ChatError: when the kind of memory does not allow it, a fork shares what would move, or there
+        is nothing to forget. Nothing has changed then.
+    """
+    now, memory = chat.now, chat.memory
+    if has_states(memory):
+        raise ChatError("a recurrent state cannot forget what it has seen: /drop begins anew.")
+    start, held = now.frame.keep + now.gap, chat.held
+    cut = cut_of(now)
+    if held <= start or cut <= start:
+        raise ChatError(
+            "there is nothing to forget yet: /drop a conversation, or give more --cells."
+        )
+    if cut >= held:  # the rest of the message is longer than what is there
+        memory, _ = jaxkv.seq_rm(memory, now.sequence, now.frame.keep)
+    else:
+        drop = cut - start
+        memory, ok = jaxkv.loops.slide(memory, now.sequence, keep=now.frame.keep, drop=drop)
+        if not ok:
+            raise ChatError(_why_stuck(chat))
+    return chat.going_on(replace(now, gap=cut - now.frame.keep), memory)
+
+
+def cut_of(now: Conversation) -> int:
+    """Return up to which token a conversation is forgotten.
+
+    >>> from models.text.turns import Frame
+    >>> one = Conversation(sequence=0, frame=Frame(keep=2, closing=1))
+    >>> for message in "abc":
+    ...     one = one.ask(message, [0] * 10).answered([0] * 5, "", "stop")
+    >>> cut_of(one), cut_of(replace(one, gap=cut_of(one) - 2)), len(one.tokens)
+    (31, 38, 45)
+    """
+    first = now.frame.keep + now.gap
+    half = first + -(-(len(now.tokens) - first) // 2)
+    opens = [turn.start + now.frame.closing for turn in now.turns[1:]]
+    return min((place for place in opens if place >= half), default=half)
+
+
+def _why_stuck(chat: Chat) -> str:
+    """Say why a passage cannot be forgotten."""
+    others = [name for name in chat.conversations if name != chat.current]
+    if any(held_in(chat.memory, chat.conversations[name].sequence) for name in others):
+        return (
+            f"the tokens that would move may be shared with {', '.join(others)}: /drop what is not "
+            "needed, or /undo."
+        )
+    return "a window has let go of what it would see again: /drop begins anew."
+
+
+def _grows(part: jaxkv.Memory) -> bool:
+    return part.table.facts.rollback is None and part.table.window is None

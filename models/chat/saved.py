@@ -1,0 +1,146 @@
+"""Chats in files: a snapshot of the memory, with the tokens and the texts of each conversation."""
+
+import os
+from dataclasses import asdict, replace
+from typing import Any, get_args
+
+import jaxkv
+from jaxkv import snapshot
+from models.chat.chat import Chat, spare_of
+from models.chat.conversation import ChatError, Conversation, Turn
+from models.errors import brief
+from models.fingerprint import fingerprint
+from models.model import Model
+from models.text.turns import Frame
+from models.texts import Finish
+
+KIND = "models.chat"
+"""What the notes of a snapshot say where it is a chat."""
+
+
+def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
+    """Write all conversations of a chat into a snapshot, with what is needed to go on.
+
+    Raises:
+      ChatError: when the file cannot be written.
+    """
+    found = chat.conversations
+    tokens = {one.sequence: one.tokens for one in found.values()}
+    spares = {seq: spare for seq in tokens if (spare := spare_of(chat, seq)) is not None}
+    notes = {
+        "kind": KIND,
+        "current": chat.current,
+        "spares": spares,
+        "conversations": {name: _described(one) for name, one in found.items()},
+    }
+    try:
+        snapshot.save(
+            path,
+            chat.memory,
+            sequences=[*tokens, *spares.values()],
+            tokens=tokens,
+            model=fingerprint(model),
+            notes=notes,
+        )
+    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+        why = getattr(error, "strerror", None) or error
+        raise ChatError(f"{path} cannot be written: {why}.") from error
+
+
+def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
+    """Return what `save` wrote, in place of all conversations of a chat; nothing is computed.
+
+    Args:
+      path: of the file.
+      chat: its memory, of any size, takes the conversations in; it is donated.
+      model: the one that computed them.
+
+    Raises:
+      ChatError: when the file is not there, is no chat or damaged, of another model, or too large
+        for the memory. The chat is as it was then.
+    """
+    try:
+        info = snapshot.inspect(path)
+        found = conversations_in(info)
+        if not found:
+            raise ChatError(f"{path} is a snapshot and no chat: /load reads what /save wrote.")
+        if len(found) > chat.seats:
+            raise ChatError(
+                f"{path} holds {len(found)} conversations, and {chat.seats} may be here: start "
+                f"with --conversations {len(found)}."
+            )
+        known = fingerprint(model)
+        if info.model != known:
+            raise ChatError(
+                f"{path} is of another model, {named(info.model)}, and this is {named(known)}."
+            )
+        goes = {}
+        for seat, one in enumerate(found.values()):
+            goes[one.sequence] = seat
+            if (spare := info.notes["spares"].get(str(one.sequence))) is not None:
+                goes[spare] = spare_of(chat, seat)
+        current = info.notes["current"]
+        if current not in found:
+            raise ValueError(f"it says that {current} goes on, which is not there")
+        empty = jaxkv.clear(chat.memory)
+        memory = snapshot.load_into(path, empty, sequences=goes, donate=True)
+    except OSError as error:
+        raise ChatError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except jaxkv.NoRoomError as error:
+        raise ChatError(f"{path} does not fit: {brief(error)}; start with more --cells.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ChatError(f"{path} cannot be loaded: {brief(error)}.") from error
+    conversations = {name: replace(one, sequence=i) for i, (name, one) in enumerate(found.items())}
+    return replace(chat, memory=memory, conversations=conversations, current=current)
+
+
+def conversations_in(info: snapshot.Info) -> dict[str, Conversation]:
+    """Return the conversations that a snapshot says it holds, by name; none where it is no chat.
+
+    Raises:
+      KeyError, TypeError, ValueError: when what it says is not what `save` writes.
+    """
+    if not isinstance(info.notes, dict) or info.notes.get("kind") != KIND:
+        return {}
+    found = info.notes["conversations"]
+    return {name: _conversation(one, info.tokens[one["sequence"]]) for name, one in found.items()}
+
+
+def named(model: Any) -> str:
+    """Write what a fingerprint says, or whatever else names a model in a snapshot."""
+    if isinstance(model, dict):
+        return " ".join(str(value) for value in model.values())
+    return "one without a name" if model is None else str(model)
+
+
+def _described(one: Conversation) -> dict[str, Any]:
+    """Return what a file says of a conversation; its tokens stand beside its sequence."""
+    found = asdict(one)
+    del found["tokens"]
+    return found
+
+
+def _conversation(found: dict[str, Any], tokens: list[int]) -> Conversation:
+    """Make a conversation of what a file says, which may be anything."""
+    turns = tuple(Turn(**turn) for turn in found["turns"])
+    texts = [text for turn in turns for text in (turn.message, turn.answer)]
+    if found["system"] is not None:
+        texts.append(found["system"])
+    frame = Frame(**found["frame"])
+    places = [0, *(place for turn in turns for place in (turn.start, turn.asked)), len(tokens)]
+    numbers = [*places, *tokens, frame.keep, frame.closing, found["gap"], found["sequence"]]
+    if not (
+        all(isinstance(text, str) for text in texts)
+        and all(turn.finish in get_args(Finish) for turn in turns)
+        and all(type(number) is int and 0 <= number < 2**31 for number in numbers)
+        and places == sorted(places)
+    ):
+        raise ValueError("its conversations are not what /save writes")
+    return Conversation(
+        sequence=found["sequence"],
+        frame=frame,
+        system=found["system"],
+        tokens=tuple(tokens),
+        turns=turns,
+        gap=found["gap"],
+    )

@@ -1,0 +1,302 @@
+"""What computes answers: what the memory lacks of a conversation, then one token after another."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import perf_counter
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import loops
+from jaxkv.loops.sampling import Sampler, make_sampler
+from models.chat.chat import (
+    MAIN,
+    Chat,
+    Spent,
+    has_states,
+    keep_states,
+    sequences_for,
+    spend,
+)
+from models.chat.conversation import ChatError, Conversation, instructions
+from models.chat.room import slide
+from models.compiling import compile_all
+from models.model import Model
+from models.room import make_with_room
+from models.text.turns import frame_of, tokens_of_turn
+from models.texts import Writer
+
+SHORT = 32
+"""Tokens of a message that are computed at once where it has few; all else is padding."""
+
+OnFull = Literal["stop", "slide"]
+"""Whether an answer ends where the memory is full, or the oldest turns are forgotten."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speaker:
+    """A model that takes part in conversations.
+
+    model: see `models.load`; it has a chat template.
+    sampler: what adjusts logits before a token is drawn.
+    seed: of all draws; the n-th attempt at an answer has `seed + n`.
+    max_tokens: the most tokens of an answer.
+    ubatch_size: the most tokens that are computed at once.
+    steps: tokens of an answer that are made before the host looks at them.
+    on_full: what is done where the memory is full.
+    """
+
+    model: Model
+    sampler: Sampler = field(default_factory=make_sampler)
+    seed: int = 0
+    max_tokens: int = 512
+    ubatch_size: int = 128
+    steps: int = 4
+    on_full: OnFull = "stop"
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the best token is taken, so that a message always has the same answer."""
+        return not self.sampler.draws
+
+    def begin(self, *, conversations: int, cells: int, system: str | None = None) -> Chat:
+        """Return a chat in which nothing has been said.
+
+        Args:
+          conversations: how many there may be, forks included.
+          cells: tokens that all of them hold together.
+          system: the instructions that a conversation begins with.
+
+        Raises:
+          ModelError: when the model has no chat template, or it does not take the instructions;
+            or when the memory does not fit the device.
+          ChatError: when the memory cannot slide and is asked to.
+        """
+        frame = frame_of(self.model.tokenizer, instructions(system))
+        shapes = self.model.memory_shapes(cells=1)
+        if has_states(shapes) and self.on_full == "slide":
+            raise ChatError(
+                "a recurrent state cannot forget what it has seen: leave --on-full slide out."
+            )
+        memory = make_with_room(
+            self.model.make_memory,
+            cells=cells,
+            sequences=sequences_for(conversations, states=has_states(shapes)),
+            ubatch_size=self.ubatch_size,
+        )
+        first = Conversation(sequence=0, frame=frame, system=system)
+        return Chat(memory=memory, conversations={MAIN: first})
+
+    def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:
+        """Compile what answers need; returns the chat, whose buffers are donated on the way."""
+        table, buffers = jaxkv.split(chat.memory)
+        weights, forward = self.model.weights, self.model.forward
+        jobs: list[Callable[[], Any]] = []
+        for width in sorted({min(SHORT, self.ubatch_size), self.ubatch_size}):
+            blank = np.zeros(width, np.int32), np.int32(0), np.int32(0)
+            lowered = _read.lower(forward, weights, table, buffers, *blank)
+            logits = lowered.out_info[2]
+            jobs.append(lowered.compile)
+        idle = loops.start(chat.memory, [0], [0], limit=0, sampler=self.sampler)
+        jobs.append(lambda: self._decode(chat.memory, idle)[0])
+        memory = compile_all(jobs, tell)[-1]
+        chat = replace(chat, memory=memory)
+        blank = jnp.zeros(logits.shape, logits.dtype)
+        # The small programs, and what edits ask.
+        begun = self._begin(memory, blank, chat.now, 0, limit=0), chat.held, keep_states(chat)
+        return jax.block_until_ready((chat, begun))[0]
+
+    def ask(self, chat: Chat, message: str) -> Chat:
+        """Return the chat with a new turn in its current conversation, which has no answer yet.
+
+        Raises:
+          ModelError: when the template does not take the message.
+        """
+        tokens = tokens_of_turn(self.model.tokenizer, chat.now.messages(message))
+        chat = keep_states(chat)
+        return chat.going_on(chat.now.ask(message, tokens), chat.memory)
+
+    def answer(
+        self,
+        chat: Chat,
+        *,
+        attempt: int = 0,
+        on_read: Callable[[int, int], None] = lambda done, total: None,
+        on_text: Callable[[str], None] = lambda text: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Chat:
+        """Answer the last turn of the current conversation.
+
+        Args:
+          chat: its memory is donated.
+          attempt: which of several answers to the same message.
+          on_read: called with the tokens of a long message that are computed, and their number.
+          on_text: called with each piece of the answer as soon as it is there.
+          stopped: asked between pieces whether the answer ends there.
+
+        Returns:
+          The chat with what there is of the answer. Where it was stopped, or the memory is full,
+          before the answer began, the message waits there: its tokens are computed with the next
+          turn, or the next attempt.
+        """
+        chat, began = replace(chat, spent=Spent()), perf_counter()
+        chat, logits = self._read_message(chat, stopped, on_read)
+        chat = spend(chat, read_seconds=perf_counter() - began)
+        if logits is None:
+            finish = "interrupted" if stopped() else "full"
+            return chat.going_on(chat.now.answered((), "", finish), chat.memory)
+        began = perf_counter()
+        chat = self._speak(chat, logits, attempt, on_text, stopped)
+        return spend(chat, made_seconds=perf_counter() - began)
+
+    def settle(self, chat: Chat) -> Chat:
+        """Compute what the memory does not hold of the conversation, so that forks share it."""
+        return self._read_message(chat)[0]
+
+    def _read_message(
+        self,
+        chat: Chat,
+        stopped: Callable[[], bool] = lambda: False,
+        on_read: Callable[[int, int], None] = lambda done, total: None,
+    ) -> tuple[Chat, jax.Array | None]:
+        """Compute the tokens of a conversation that the memory does not hold.
+
+        Returns:
+          The chat, and the logits after them, `[1, V]`; None if it was stopped or is full.
+        """
+        logits, model, read = None, self.model, 0
+        total = len(chat.now.tokens) - chat.held
+        while (held := chat.held) < len(chat.now.tokens):
+            if stopped():
+                return chat, None
+            rest = chat.now.tokens[held:]
+            width = self.ubatch_size if len(rest) > 2 * SHORT else min(SHORT, self.ubatch_size)
+            tokens = np.zeros(width, np.int32)
+            count = min(len(rest), width)
+            tokens[:count] = rest[:count]
+            where = np.int32(chat.now.sequence), np.int32(count)
+            args = model.weights, *jaxkv.split(chat.memory), tokens, *where
+            table, buffers, logits, ok = _read(model.forward, *args)
+            chat = replace(chat, memory=jaxkv.join(table, buffers))
+            if ok:
+                chat = spend(replace(chat, computed=chat.computed + count), read=count)
+                read += count
+                if total > self.ubatch_size:
+                    on_read(min(read, total), total)
+            elif (slid := self._slid(chat)) is not None:
+                chat = slid
+            else:
+                return chat, None
+        return chat, logits
+
+    def _speak(
+        self,
+        chat: Chat,
+        logits: jax.Array,
+        attempt: int,
+        on_text: Callable[[str], None],
+        stopped: Callable[[], bool],
+    ) -> Chat:
+        """Make an answer from the logits after a message."""
+        model, memory, held = self.model, chat.memory, chat.held
+        rules = model.tokenizer, model.stop_tokens, self.max_tokens
+        writer = Writer(0, *rules, lambda which, text, ended: on_text(text))
+        state, picked = self._begin(memory, logits, chat.now, attempt, limit=self.max_tokens)
+        while True:
+            row = np.asarray(picked.tokens)[0]
+            chat = spend(chat, made=writer.write(row[row >= 0]))
+            chat = chat.going_on(chat.now.answered(writer.tokens, "", "interrupted"), memory)
+            if writer.finish is None and stopped():
+                writer.end("interrupted")
+            elif writer.finish is None and not np.asarray(state.active)[0]:
+                if np.asarray(state.reason)[0] == jaxkv.Reason.FITS:
+                    writer.end("no token")
+                elif (slid := self._slid(chat)) is None:
+                    writer.end("full")
+                else:
+                    chat, memory = slid, slid.memory
+                    state = replace(
+                        state,
+                        active=jnp.ones_like(state.active),
+                        reason=jnp.full_like(state.reason, jaxkv.Reason.FITS),
+                    )
+            if writer.finish is not None:
+                break
+            memory, state, picked = self._decode(memory, state)
+        answered = chat.now.answered(writer.tokens, "".join(writer.pieces), writer.finish)
+        chat = chat.going_on(answered, memory)
+        # The last token was picked and not computed, unless it is a stop token.
+        return replace(chat, computed=chat.computed + chat.held - held)
+
+    def _slid(self, chat: Chat) -> Chat | None:
+        """Return the chat with its oldest turns forgotten; None if it is not to be, or cannot."""
+        if self.on_full != "slide":
+            return None
+        try:
+            found = slide(chat)
+        except ChatError:
+            return None
+        return spend(found, slid=found.now.gap - chat.now.gap)
+
+    def _begin(
+        self, memory: Any, logits: jax.Array, now: Conversation, attempt: int, *, limit: int
+    ) -> tuple[loops.DecodeState, loops.Picked]:
+        """Pick the first token of an answer."""
+        seeds = np.array([(self.seed + attempt) % 2**32], np.uint32)
+        options = {"limit": limit, "seed": seeds}
+        return loops.begin(self.sampler, memory, logits, self._stop(), [now.sequence], **options)
+
+    def _decode(self, memory: Any, state: loops.DecodeState) -> tuple[Any, loops.DecodeState, Any]:
+        model, more = self.model, {"steps": self.steps, "donate": True}
+        return jaxkv.decode(
+            model.forward, self.sampler, model.weights, memory, state, self._stop(), **more
+        )
+
+    def _stop(self) -> Sequence[int]:
+        return np.asarray(sorted(self.model.stop_tokens), np.int32)
+
+
+@partial(jax.jit, static_argnames="forward", donate_argnames="buffers")
+def _read(
+    forward: Any,
+    weights: Any,
+    table: Any,
+    buffers: Any,
+    tokens: jax.Array,
+    sequence: jax.Array,
+    count: jax.Array,
+) -> tuple[Any, Any, jax.Array, jax.Array]:
+    """Compute the next tokens of a sequence, in one shape whatever their number.
+
+    Args:
+      forward: see `jaxkv.prefill`.
+      weights: those of the model.
+      table: of the memory.
+      buffers: of the memory, donated.
+      tokens: `[T]` int32, padding behind.
+      sequence: `[]` int32.
+      count: `[]` int32, how many are there.
+
+    Returns:
+      The table and the buffers; the logits after the last token, `[1, V]`; and `ok`, `[]` bool.
+      When that is False nothing was changed, and the logits mean nothing.
+    """
+    memory = jaxkv.join(table, buffers)
+    index = jnp.arange(tokens.shape[0])
+    batch = jaxkv.make_batch(
+        tokens[None],
+        sequences=sequence,
+        valid=(index < count)[None],
+        outputs=(index == count - 1)[None],
+    )
+    plan = jaxkv.init_batch(memory, batch)
+    (ubatch,) = plan.ubatches
+    # One output is asked for, and the others only pad: the head runs on that one alone.
+    asked = jnp.argmin(ubatch.order)[None]
+    ubatch = replace(ubatch, outputs=ubatch.outputs[asked], order=ubatch.order[asked])
+    memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+    return *jaxkv.split(memory), logits, plan.ok

@@ -1,0 +1,95 @@
+"""The command `chat`: talk with a model, in a terminal or by a pipe."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from jaxkv.loops.sampling import make_sampler
+from models.chat.conversation import ChatError
+from models.chat.speaker import Speaker
+from models.cli.arguments import InputError
+from models.cli.generate import load_with_progress
+from models.cli.interrupts import held_back
+from models.cli.sampling import read_sampling
+from models.cli.screen import compiling, note, put
+from models.cli.talk import COMMANDS, Talk
+from models.cli.terminal import Pipe, Source, Terminal, unechoed
+from models.errors import ModelError
+
+CELLS = 4096
+"""Cells of the memory, where texts may be so long and nothing else is asked for."""
+
+
+def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
+    """Run the command `chat`.
+
+    Returns:
+      The exit code: 0 when there are no more messages, 130 when a pipe was interrupted.
+
+    Raises:
+      InputError: when options do not go together.
+      ChatError, ModelError: when a line of a pipe cannot be done, or the chat cannot begin.
+    """
+    if args.load and args.system:
+        raise InputError("--system is for a new conversation: it does not go with --load.")
+    sampling, seed = read_sampling(args)
+    model = load_with_progress(args.model, args.dtype, None)
+    speaker = Speaker(
+        model=model,
+        sampler=make_sampler(**sampling),
+        seed=seed,
+        max_tokens=args.max_tokens,
+        ubatch_size=args.ubatch_size,
+        on_full=args.on_full,
+    )
+    longest = model.checkpoint.config.get("max_position_embeddings") or CELLS
+    chat = speaker.begin(
+        conversations=args.conversations,
+        cells=args.cells or min(CELLS, longest),
+        system=args.system,
+    )
+    with compiling() as progress:
+        talk = Talk(speaker, speaker.compile(chat, progress))
+    check_interrupt()
+    if args.load:
+        talk.take(f"/load {args.load}")
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        note("Enter sends, Alt+Enter begins a line; Ctrl-C ends an answer, Ctrl-D the chat.")
+        note("/help lists the commands.")
+        talk.answering = unechoed
+        terminal = Terminal({word: after(talk, word) for word in COMMANDS})
+        with held_back():  # one Ctrl-C too many must not end the chat
+            return converse(talk, terminal)
+    return converse(talk, Pipe())
+
+
+def converse(talk: Talk, source: Source) -> int:
+    """Take lines until there are no more; returns the exit code.
+
+    What cannot be done ends a pipe, and is said in a terminal.
+    """
+    while True:
+        try:
+            line = source.read(talk.chat.current)
+        except EOFError:
+            return 0
+        if not line.strip():
+            continue
+        try:
+            talk.take(line)
+        except (ChatError, ModelError) as error:
+            if not source.interactive:
+                raise
+            note(f"error: {error}")
+        if talk.interrupted and not source.interactive:
+            return 130
+        if source.interactive:
+            put("\n", flush=True)
+
+
+def after(talk: Talk, word: str) -> Callable[[], list[str]] | None:
+    """Return what may follow a command: names, or nothing; None stands for a file."""
+    takes = COMMANDS[word].takes
+    if "FILE" in takes:
+        return None
+    return lambda: [*talk.chat.conversations] if "NAME" in takes else []

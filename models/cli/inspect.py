@@ -1,0 +1,178 @@
+"""The command `inspect`: what a snapshot or a checkpoint holds, without reading keys or weights."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkv import nbytes, snapshot
+from jaxkv.hybrid import parts_of
+from models.chat.saved import conversations_in, named
+from models.cli.arguments import InputError
+from models.cli.screen import brief, in_units, plain, plural, put
+from models.costs import abstract_mesh, costs_of, kind_of
+from models.errors import ModelError
+from models.errors import brief as reason
+from models.meshes import RULES
+from models.model import load_shapes, on_mesh
+
+
+def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
+    """Run the command `inspect`.
+
+    Raises:
+      InputError: when there is no such file, or it is damaged or neither snapshot nor checkpoint.
+      ModelError: when it is a checkpoint that cannot be run.
+    """
+    path = Path(args.file).expanduser()
+    try:
+        checkpoint = is_checkpoint(path)
+        found = of_checkpoint(path) if checkpoint else of_snapshot(path)
+    except OSError as error:
+        raise InputError(
+            f"{args.file} cannot be read: {error.strerror or error}; give a snapshot, a .gguf "
+            "file, or a folder with config.json."
+        ) from error
+    check_interrupt()
+    if args.json:
+        put(json.dumps(found) + "\n")
+    else:
+        lines = page_of_checkpoint(found) if checkpoint else page_of_snapshot(found)
+        put("\n".join(map(plain, lines)) + "\n")
+    return 0
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a file is a checkpoint, or nothing but a damaged one."""
+    if path.is_dir() or path.suffix == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def of_snapshot(path: Path) -> dict[str, Any]:
+    """Return what a snapshot says of itself.
+
+    Raises:
+      InputError: when it is none, or damaged.
+    """
+    try:
+        info = snapshot.inspect(path)
+        chats = conversations_in(info)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} cannot be inspected: {reason(error)}.") from error
+    names = {one.sequence: name for name, one in chats.items()}
+    parts = parts_of(info.memory)
+    sizes = {name: _bytes(*array) for name, array in info.arrays.items()}
+    held = []
+    for i, part in enumerate(parts):
+        prefix = "buffers." if len(parts) == 1 else f"buffers.{i}."
+        own = sum(size for name, size in sizes.items() if name.startswith(prefix))
+        layers = part.table.num_layers(part.buffers)
+        held.append({"kind": kind_of(part), "layers": layers, "bytes": own})
+    facts = info.memory.table.facts
+    return {
+        "file": str(path),
+        "is": "snapshot",
+        "bytes": path.stat().st_size,
+        "version": info.version,
+        "model": info.model,
+        "memory": {
+            "sequences": facts.sequences,
+            "streams": facts.streams,
+            "cells": max(part.table.num_cells for part in parts),
+            "bytes": nbytes(info.memory),
+        },
+        "parts": held,
+        "sequences": [
+            {
+                "sequence": seq,
+                "tokens": len(info.tokens[seq]) if seq in info.tokens else None,
+                "conversation": names.get(seq),
+                "turns": len(chats[names[seq]].turns) if seq in names else None,
+                "last": _last(chats[names[seq]]) if seq in names else None,
+            }
+            for seq in info.sequences
+        ],
+    }
+
+
+def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
+    """Write what a snapshot says of itself for people."""
+    memory = found["memory"]
+    yield f"{found['file']}: a snapshot, version {found['version']}, {in_units(found['bytes'])}"
+    yield f"model: {named(found['model'])}"
+    yield (
+        f"memory: {plural(memory['sequences'], 'sequence')} in "
+        f"{plural(memory['streams'], 'stream')} of {plural(memory['cells'], 'cell')}, "
+        f"{in_units(memory['bytes'])} when it is loaded"
+    )
+    yield f"\n{'held of':<20}{'layers':>6}{'bytes':>18}"
+    for part in found["parts"]:
+        yield f"{part['kind']:<20}{part['layers']:>6}{part['bytes']:>18,}"
+    yield f"\n{'sequence':<10}{'tokens':>8}"
+    for one in found["sequences"]:
+        tokens = "" if one["tokens"] is None else f"{one['tokens']:,}"
+        line = f"{one['sequence']:<10}{tokens:>8}"
+        if one["conversation"] is not None:
+            line += f"  {one['conversation']}: {plural(one['turns'], 'turn')}"
+            line += f", the last one: {brief(one['last'])}" if one["turns"] else ""
+        yield line
+
+
+def of_checkpoint(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint is of; of a folder config.json is enough.
+
+    Raises:
+      ModelError: when it is damaged, or of a kind that cannot be run.
+    """
+    model = on_mesh(load_shapes(path), abstract_mesh({"data": 1}), RULES)
+    checkpoint = model.checkpoint
+    longest = checkpoint.config.get("max_position_embeddings")
+    costs = costs_of(model, sequences=1, streams=1, cells=1)
+    try:
+        tokenizer = model.tokenizer
+    except ModelError:
+        tokenizer = None
+    return {
+        "file": str(path),
+        "is": "checkpoint",
+        "architecture": checkpoint.architecture,
+        "weights": model.size,
+        "longest": longest,
+        "vocabulary": None if tokenizer is None else tokenizer.size,
+        "template": tokenizer is not None and tokenizer.template is not None,
+        "parts": [
+            {"kind": part.kind, "layers": part.layers, "bytes": part.each, "unit": part.unit}
+            for part in costs.parts
+        ],
+    }
+
+
+def page_of_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
+    """Write what a checkpoint is of for people."""
+    longest, vocabulary = found["longest"], found["vocabulary"]
+    yield f"{found['file']}: {found['architecture']}, {found['weights'] / 1e6:,.1f}M weights"
+    if longest is not None:
+        yield f"texts: of at most {plural(longest, 'token')}"
+    if vocabulary is None:
+        yield "tokenizer: none, so it runs on tokens alone"
+    else:
+        which = "with a chat template" if found["template"] else "without a chat template"
+        yield f"tokenizer: {plural(vocabulary, 'token')}, {which}"
+    yield f"\n{'memory of':<20}{'layers':>6}{'bytes in float32':>25}"
+    for part in found["parts"]:
+        each = f"{part['bytes']:,} a {part['unit']}"
+        yield f"{part['kind']:<20}{part['layers']:>6}{each:>25}"
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def _last(conversation: Any) -> str | None:
+    return conversation.turns[-1].message if conversation.turns else None

@@ -1,0 +1,74 @@
+"""Numbers and sizes that are given as arguments, and what is said of wrong ones."""
+
+import argparse
+import contextlib
+import math
+import re
+from collections.abc import Callable
+
+from models.meshes import RULES
+
+AXES = tuple(axis for field in ("streams", "kv_heads", "cells") for axis in RULES.axes(field))
+"""The names of axes that split something."""
+
+
+def whole(lowest: int, highest: int) -> Callable[[str], int]:
+    """Returns what reads whole numbers in a range."""
+
+    def read(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if lowest <= int(text) <= highest:
+                return int(text)
+        wanted = f"a whole number from {lowest} to {highest}"
+        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
+
+    return read
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Read the axes of a mesh, as in data=2,tensor=2; `models.meshes.RULES` has their names."""
+    sizes: dict[str, int] = {}
+    for axis in text.split(","):
+        name, _, size = axis.partition("=")
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in sizes:
+            raise argparse.ArgumentTypeError(
+                f"wanted names with a size of at least 1, each once, such as data=2,tensor=2, got "
+                f"{text!r}"
+            )
+        sizes[name] = int(size)
+    if not sizes.keys() <= set(AXES):
+        wanted = f"axes named {', '.join(AXES)}"
+        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
+    return sizes
+
+
+def bytes_of(text: str) -> int:
+    """Read a number of bytes, with a unit of 1,000 or of 1,024.
+
+    >>> bytes_of("16GB"), bytes_of("1.5 KiB"), bytes_of("7")
+    (16000000000, 1536, 7)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b?)", text, re.IGNORECASE)
+    if found is not None:
+        amount, letter, binary = found.groups()
+        power = "kmgt".index(letter.lower()) + 1 if letter else 0
+        if count := int(float(amount) * (1024 if binary else 1000) ** power):
+            return count
+    wanted = "a number of bytes, such as 16GB or 80GiB"
+    raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
+
+
+def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
+    """Returns what reads finite numbers in a range, which `lowest` is no part of if `above`."""
+    wanted = f"above {lowest}" if above else f"of at least {lowest}"
+    if highest < math.inf:
+        wanted += f" and at most {highest}"
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            got = float(text)
+            if lowest <= got <= highest and math.isfinite(got) and not (above and got == lowest):
+                return got
+        raise argparse.ArgumentTypeError(f"wanted a number {wanted}, got {text!r}")
+
+    return read

@@ -1,0 +1,250 @@
+"""A chat as it is talked: messages, and the commands between them."""
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import jaxkv
+from models.chat import chat as edits
+from models.chat.chat import Chat, has_states
+from models.chat.conversation import ChatError, Turn
+from models.chat.room import cells_of, slide
+from models.chat.saved import load, save
+from models.chat.speaker import Speaker
+from models.cli.interrupts import held_back
+from models.cli.prompts import warn_of_control
+from models.cli.report import rate
+from models.cli.screen import brief, megabytes, note, plain, plural, progress, put
+
+
+@dataclass
+class Talk:
+    """A chat, and what changes it.
+
+    speaker: the model that answers.
+    chat: as it is now.
+    attempts: by conversation, how many answers the last message has had before this one.
+    interrupted: whether the last answer was.
+    answering: what is open around an answer.
+    """
+
+    speaker: Speaker
+    chat: Chat
+    attempts: dict[str, int] = field(default_factory=dict)
+    interrupted: bool = False
+    answering: Callable[[], AbstractContextManager] = nullcontext
+
+    def take(self, line: str) -> None:
+        """Do what a line says: a command, or a message to answer.
+
+        Raises:
+          ChatError: when it cannot be done; the chat is as it was.
+          ModelError: when the template does not take the message.
+        """
+        if not line.startswith("/"):
+            self.say(line)
+            return
+        word, _, rest = line.partition(" ")
+        if word not in COMMANDS:
+            raise ChatError(
+                f"no command {plain(word)}: /help lists them; a message may begin with a space."
+            )
+        COMMANDS[word].run(self, rest.strip())
+
+    def say(self, message: str) -> None:
+        """Say something and show the answer."""
+        warn_of_control(self.speaker.model, [message], chat=True)
+        self.chat = self.speaker.ask(self.chat, message)
+        self.answer(attempt=0)
+
+    def answer(self, *, attempt: int) -> None:
+        """Show an answer to the last message while it is made; an interrupt ends it there."""
+        self.attempts[self.chat.current] = attempt
+        with self.answering(), held_back() as came, progress("reading") as read:
+            self.chat = self.speaker.answer(
+                self.chat, attempt=attempt, on_read=read, on_text=show, stopped=came
+            )
+            self.interrupted = came()
+        put("\n", flush=True)
+        if self.chat.spent.slid:
+            slid = plural(self.chat.spent.slid, "token")
+            note(f"note: the memory was full: {slid} of the oldest turns are forgotten")
+        self.note_finish(self.chat.now.turns[-1])
+
+    def note_finish(self, turn: Turn) -> None:
+        """Say why an answer ended, where it did not end by itself."""
+        if turn.finish == "full":
+            used, cells = cells_of(self.chat.memory)
+            where = "ends there" if turn.answer else "finds no room"
+            slides = "" if has_states(self.chat.memory) else "/slide, "
+            note(f"note: the memory is full, {used:,} of {cells:,} cells; the answer {where}")
+            note(f"To make room: {slides}/drop NAME or /undo; then /retry.")
+            note("Or /save FILE, and go on with chat --load FILE and more --cells.")
+        elif turn.finish == "length":
+            note(f"note: the answer has --max-tokens, {self.speaker.max_tokens:,}, and ends there")
+        elif turn.finish == "interrupted":
+            note("note: the answer ends there and stays as it is; /retry for another")
+        elif turn.finish == "no token":
+            note("note: the model allows no token to come next")
+
+    def describe(self) -> str:
+        """Write where the conversation stands."""
+        now = self.chat.now
+        if not now.turns:
+            return f"{self.chat.current}: nothing has been said"
+        last = brief(now.turns[-1].message)
+        return f"{self.chat.current}: {plural(len(now.turns), 'turn')}, the last one: {last}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command does: what may follow it, a line of help, and a function."""
+
+    takes: str
+    help: str
+    run: Callable[[Talk, str], None]
+
+
+def show(piece: str) -> None:
+    """Show a piece of an answer."""
+    put(plain(piece), flush=True)
+
+
+def undo(talk: Talk, rest: str) -> None:
+    """Take the last turn back."""
+    _nothing(rest)
+    turn = talk.chat.now.turns[-1:]
+    talk.chat, why = edits.undo(talk.chat)
+    talk.attempts.pop(talk.chat.current, None)
+    note(f"took back: {brief(turn[0].message)}")
+    _note_lost(talk, why)
+
+
+def retry(talk: Talk, rest: str) -> None:
+    """Answer the last message again."""
+    _nothing(rest)
+    before = talk.chat.now.turns[-1:]
+    talk.chat, why = edits.unanswered(talk.chat)
+    _note_lost(talk, why)
+    again = talk.attempts.get(talk.chat.current, 0) + bool(before[0].answer)
+    if talk.speaker.greedy and before[0].finish == "stop":
+        note("note: at temperature 0 the same message has the same answer")
+    talk.answer(attempt=again)
+
+
+def fork(talk: Talk, rest: str) -> None:
+    """Copy the conversation under another name."""
+    talk.chat = talk.speaker.settle(talk.chat)  # it gives up the buffers, whether forked or not
+    talk.chat = edits.fork(talk.chat, rest)
+    note(f"{rest}: a fork of {talk.chat.current}, which goes on; /switch {rest} goes there")
+
+
+def switch(talk: Talk, rest: str) -> None:
+    """Go on with another conversation."""
+    talk.chat = edits.switch(talk.chat, rest)
+    note(talk.describe())
+
+
+def drop(talk: Talk, rest: str) -> None:
+    """Forget a conversation."""
+    name = rest or talk.chat.current
+    talk.chat = edits.drop(talk.chat, name)
+    talk.attempts.pop(name, None)
+    note(f"{name}: forgotten" + ", and begins anew" * (name == talk.chat.current))
+
+
+def slide_now(talk: Talk, rest: str) -> None:
+    """Forget the oldest turns."""
+    _nothing(rest)
+    before = talk.chat.now.gap
+    talk.chat = slide(talk.chat)
+    note(f"{plural(talk.chat.now.gap - before, 'token')} of the oldest turns are forgotten")
+
+
+def draw(talk: Talk, rest: str) -> None:
+    """Draw the memory: which token stands in which cell."""
+    _nothing(rest)
+    names = {one.sequence: name for name, one in talk.chat.conversations.items()}
+    put(jaxkv.show(talk.chat.memory, width=shutil.get_terminal_size((100, 24)).columns) + "\n")
+    put("owner " + ", ".join(f"{seq} is {names[seq]}" for seq in sorted(names)) + "\n", flush=True)
+
+
+def stats(talk: Talk, rest: str) -> None:
+    """Say what is held, what was computed, and how fast."""
+    _nothing(rest)
+    chat, spent = talk.chat, talk.chat.spent
+    used, cells = cells_of(chat.memory)
+    lines = [
+        f"{talk.describe()}",
+        f"{plural(len(chat.now.tokens), 'token')}, {chat.held:,} of them in the memory"
+        + f", {chat.now.gap:,} forgotten" * bool(chat.now.gap),
+        f"memory: {used:,} of {cells:,} cells used, {megabytes(jaxkv.nbytes(chat.memory))}, "
+        f"{len(chat.conversations)} of {plural(chat.seats, 'conversation')}",
+        f"computed: {plural(chat.computed, 'token')} in all",
+    ]
+    if spent.made:
+        lines.append(
+            f"last answer: {rate(spent.made, spent.made_seconds)}, after "
+            f"{rate(spent.read, spent.read_seconds)}"
+        )
+    put("\n".join(lines) + "\n", flush=True)
+
+
+def save_all(talk: Talk, rest: str) -> None:
+    """Write all conversations into a file."""
+    path = _path(rest, "/save")
+    save(path, talk.chat, talk.speaker.model)
+    count = plural(len(talk.chat.conversations), "conversation")
+    note(f"saved {count} in {rest}, {megabytes(os.path.getsize(path))}")
+
+
+def load_all(talk: Talk, rest: str) -> None:
+    """Go on with what was saved, in place of what is there."""
+    talk.chat = load(_path(rest, "/load"), talk.chat, talk.speaker.model)
+    talk.attempts.clear()
+    names = ", ".join(map(plain, talk.chat.conversations))
+    note(f"loaded {plural(len(talk.chat.conversations), 'conversation')}: {names}")
+    note(talk.describe())
+
+
+def help_all(talk: Talk, rest: str) -> None:
+    """List the commands."""
+    del talk
+    _nothing(rest)
+    lines = [f"{f'{word} {one.takes}':<16}{one.help}" for word, one in COMMANDS.items()]
+    put("\n".join(lines) + "\n", flush=True)
+
+
+COMMANDS = {
+    "/undo": Command("", "take the last turn back", undo),
+    "/retry": Command("", "answer the last message again", retry),
+    "/fork": Command("NAME", "copy the conversation under another name", fork),
+    "/switch": Command("NAME", "go on with another conversation", switch),
+    "/drop": Command("[NAME]", "forget a conversation, or begin this one anew", drop),
+    "/slide": Command("", "forget the oldest turns of this conversation", slide_now),
+    "/show": Command("", "draw the memory: whose token stands in which cell", draw),
+    "/stats": Command("", "tell what is held, what was computed, and how fast", stats),
+    "/save": Command("FILE", "write all conversations into a file", save_all),
+    "/load": Command("FILE", "go on with what /save wrote, in place of what is here", load_all),
+    "/help": Command("", "list the commands", help_all),
+}
+"""What a line that begins with a slash may say."""
+
+
+def _note_lost(talk: Talk, why: str) -> None:
+    if why:
+        count = plural(len(talk.chat.now.tokens), "token")
+        note(f"note: {why}: {count} will be computed again with the next answer")
+
+
+def _nothing(rest: str) -> None:
+    if rest:
+        raise ChatError(f"this command takes nothing, got {rest!r}.")
+
+
+def _path(rest: str, command: str) -> str:
+    if not rest:
+        raise ChatError(f"a file is wanted: {command} FILE.")
+    return os.path.expanduser(rest)

