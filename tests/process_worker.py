@@ -1,16 +1,20 @@
 """One of several processes that hold a memory together; `test_processes.py` starts them.
 
-`python -m tests.process_worker SCENARIO NUMBER COUNT PORT`. What a process computes alone, on its
-own first device and without a mesh, is what it wants of all together; so numbers are compared in
-each process, each the shards that it holds.
+`python -m tests.process_worker SCENARIO NUMBER COUNT PORT FOLDER`. What the first process computes
+alone, on one device and without a mesh, is what all want of what they compute together; so numbers
+are compared in each process, each the shards that it holds.
 """
 
 import math
 import os
+import pickle
 import signal
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -317,23 +321,34 @@ def verbs(name: str) -> None:
     """
     sizes, axes = CASES[name]
     weights, memory = random_weights(), make(**sizes)
-    noted = []
 
-    def note(step: str, memory: Any, answers: Any) -> None:
-        noted.append((step, memory, jax.device_get(answers)))  # or JAX raises
+    def told(memory: Any, weights: Any) -> list:
+        noted = []
+
+        def note(step: str, memory: Any, answers: Any) -> None:
+            noted.append((step, memory, jax.device_get(answers)))  # or JAX raises
+
+        Story(sizes, memory, weights, note).run()
+        return noted
 
     with jax.set_mesh(mesh_of(**axes)):
-        Story(sizes, placed(memory), replicated(weights), note).run()
-    got = iter(noted)
+        together = told(placed(memory), replicated(weights))
+    alone = of_first(lambda: told(memory, weights))
+    for (step, *got), (wanted_step, *wanted) in zip(together, alone, strict=True):
+        assert step == wanted_step, f"wanted {wanted_step}, got {step}"
+        same(got, wanted, f"{name}: {step}, memory and answers")
 
-    def compare(step: str, wanted: Any, answers: Any) -> None:
-        label, memory, found = next(got)
-        assert label == step, f"wanted {step}, got {label}"
-        same(memory, wanted, f"{name}: {step}, memory")
-        same(found, answers, f"{name}: {step}, answers")
 
-    Story(sizes, memory, weights, compare).run()
-    assert next(got, None) is None
+def of_first(compute: Callable[[], Any]) -> Any:
+    """Return what the first process computes, for all of them, which wait for its file."""
+    folder = Path(sys.argv[-1])
+    file, ready = folder / "alone", folder / "alone is written"
+    if jax.process_index() == 0:
+        file.write_bytes(pickle.dumps(jax.device_get(compute())))
+        ready.touch()
+    while not ready.exists():
+        time.sleep(0.1)
+    return pickle.loads(file.read_bytes())
 
 
 # ------------------------------------------------------------------------------- other scenarios
@@ -368,7 +383,7 @@ def requests() -> None:
     given = sharding.broadcast(arrived if jax.process_index() == 0 else None)
     with jax.set_mesh(mesh_of(**axes)):
         got = served(placed(make(**sizes)), replicated(weights), given)
-    wanted = served(make(**sizes), weights, arrived)
+    wanted = of_first(lambda: served(make(**sizes), weights, arrived))
     assert list(got) == list(wanted) and len(got) == 20
     same(got, wanted, "requests")
 
@@ -475,4 +490,4 @@ def main(scenario: str, number: int, count: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], *map(int, sys.argv[2:5]))

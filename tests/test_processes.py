@@ -40,7 +40,7 @@ def run(scenario, count, limit=600):
     try:
         for number, output in enumerate(outputs):
             command = [sys.executable, "-W", "error", "-m", "tests.process_worker"]
-            command += [scenario, *map(str, (number, count, port))]
+            command += [scenario, *map(str, (number, count, port)), folder.name]
             with output.open("w") as file:
                 started.append(
                     subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
