@@ -198,6 +198,21 @@ def test_each_text_ends_by_itself():
     assert state.left.tolist() == [0, 7, 5]
 
 
+def test_a_text_without_an_answer_ends_and_shows_it():
+    """NaN is no token: the text ends, its log-probability is NaN, and the others go on."""
+
+    def broken(weights, memory, ubatch):
+        memory, logits = forward(weights, memory, ubatch)
+        return memory, logits.at[1].set(jnp.nan)
+
+    memory = filled(1, 1)
+    state = loops.start(memory, [1, 2], sampler=BEST)
+    _, state, picked = jaxkv.decode(broken, BEST, None, memory, state, [], steps=3)
+    assert picked.tokens[1].tolist() == [-1, -1, -1] and (picked.tokens[0] >= 0).all()
+    np.testing.assert_array_equal(np.isnan(picked.logprobs), [[False] * 3, [True, False, False]])
+    assert state.active.tolist() == [True, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=["pool", "streams"])
 def test_a_text_without_room_ends_alone(kind):

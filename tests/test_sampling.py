@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from jaxkv.loops.drawing import adjusted_by
 from jaxkv.loops.sampling import constrained, draw, make_sampler
 from jaxkv.loops.thresholds import keep_best
 
@@ -249,13 +250,14 @@ def test_what_is_hidden_stays_hidden_at_any_temperature(temperature):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("odd", [jnp.inf, jnp.nan])
-def test_a_filter_that_is_off_leaves_a_text_alone_whatever_its_logits(odd):
+@pytest.mark.parametrize(("odd", "wanted"), [(jnp.inf, 1), (jnp.nan, -1)])
+def test_a_filter_that_is_off_leaves_a_text_alone_whatever_its_logits(odd, wanted):
     """So a text is what it is alone, beside texts with other filters, and what is odd is seen."""
     logits = jnp.array([[0.0, odd, 2.0, 3.0, 1.0]] * 2)
     both = make_sampler(temperature=[0, 1], top_k=[0, 2], top_p=[1, 0.9], min_p=[0, 0.1])
-    token = draw(both, both.adjust(logits, ()), keys_of(2))
-    assert token[0] == draw(make_sampler(), logits[:1], keys_of(1))[0] == 1
+    token = draw(both, adjusted_by(both, logits, ()), keys_of(2))
+    alone = draw(make_sampler(), adjusted_by(make_sampler(), logits[:1], ()), keys_of(1))
+    assert token[0] == alone[0] == wanted
 
 
 @pytest.mark.parametrize("make", [make_sampler, jax.jit(lambda **numbers: make_sampler(**numbers))])

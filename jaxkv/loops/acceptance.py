@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.loops.drafts import Guess
-from jaxkv.loops.drawing import Sampler, draw, draw_key
+from jaxkv.loops.drawing import Sampler, adjusted_by, draw, draw_key
 from jaxkv.loops.picking import logprob_of
 from jaxkv.loops.rows import chosen
 from jaxkv.loops.state import DecodeState
@@ -44,7 +44,7 @@ def verify(
     def place(carry: tuple, one: tuple) -> tuple:
         holds, adjusting = carry
         i, logits, guessed, valid, drawn_from = one
-        adjusted = sampler.adjust(logits, adjusting)
+        adjusted = adjusted_by(sampler, logits, adjusting)
         if sampler.draws:
             number = state.draw + i
             keys = draw_key(state.key, number, 1)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.donation import check_there
-from jaxkv.loops.drawing import Sampler, draw, draw_key
+from jaxkv.loops.drawing import Sampler, adjusted_by, draw, draw_key
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.rows import chosen, padded
 from jaxkv.loops.state import DecodeState, ends
@@ -213,7 +213,7 @@ class DraftModel(Draft):
             plan = plan_next(split(memory)[0], tokens, state.sequence, valid & going[:, None])
             memory, logits = take_step(self.forward, self.weights, memory, plan.ubatches[0])
             logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
-            adjusted = sampler.adjust(logits, adjusting)
+            adjusted = adjusted_by(sampler, logits, adjusting)
             token = draw(sampler, adjusted, draw_key(state.key, state.draw + i, 2))
             going &= plan.ok & (token >= 0)
             adjusting = jax.tree.map(chosen(going), sampler.follow(adjusting, token), adjusting)

@@ -60,6 +60,15 @@ def a_sampler(sampler: Any) -> Sampler:
     return sampler
 
 
+def adjusted_by(sampler: Sampler, logits: jax.Array, state: Any) -> jax.Array:
+    """Return what a sampler leaves of logits, `[T, V]`; NaN for a text that has one among them.
+
+    A filter may hide it, and a text would go on with what its model has no answer to.
+    """
+    broken = jnp.any(jnp.isnan(logits), axis=1, keepdims=True)
+    return jnp.where(broken, jnp.nan, sampler.adjust(logits, state))
+
+
 def draw_key(key: jax.Array, numbers: jax.Array, use: int = 0) -> jax.Array:
     """Return the keys, `[T]`, of draws by their numbers: of tokens 0, acceptance 1, guesses 2."""
     keys = jax.vmap(jax.random.fold_in)(key, numbers)
@@ -75,12 +84,13 @@ def draw(sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:
       keys: `[T]`, a key of `jax.random` for each draw.
 
     Returns:
-      `[T]` int32, -1 where no token is allowed.
+      `[T]` int32, -1 where no token is allowed, and where one is NaN.
 
-    >>> keys = jax.random.split(jax.random.key(0), 2)
+    >>> keys = jax.random.split(jax.random.key(0), 3)
     >>> best = loops.sampling.make_sampler()
-    >>> loops.sampling.draw(best, jnp.array([[0.1, 0.7], [-jnp.inf] * 2]), keys).tolist()
-    [1, -1]
+    >>> logits = jnp.array([[0.1, 0.7], [-jnp.inf, -jnp.inf], [0.1, jnp.nan]])
+    >>> loops.sampling.draw(best, logits, keys).tolist()
+    [1, -1, -1]
     """
     if sampler.draws:
         # Noise belongs to a token and not to its rank, so that two which change places by rounding
@@ -88,4 +98,4 @@ def draw(sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:
         noise = jax.vmap(lambda key: jax.random.gumbel(key, adjusted.shape[1:]))(keys)
         adjusted = adjusted + noise
     token = jnp.argmax(adjusted, axis=1).astype(jnp.int32)
-    return jnp.where(jnp.max(adjusted, axis=1) == -jnp.inf, -1, token)
+    return jnp.where(jnp.max(adjusted, axis=1) > -jnp.inf, token, -1)

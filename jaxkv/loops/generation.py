@@ -34,8 +34,9 @@ def decode(
     """Generate up to `steps` tokens for each text, in one loop on the device.
 
     Each text ends by itself: with its stop token, which is not put into the memory; when as many
-    tokens are picked as its limit allows; when no token is allowed; or when the memory refuses its
-    next token, which `reason` then names: nothing is overwritten, and the others go on.
+    tokens are picked as its limit allows; when no token is allowed, or its logits are NaN; or when
+    the memory refuses its next token, which `reason` then names: nothing is overwritten, and the
+    others go on.
 
     Args:
       forward: see `prefill`.

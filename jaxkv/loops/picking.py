@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.drawing import Sampler, a_sampler, draw, draw_key
+from jaxkv.loops.drawing import Sampler, a_sampler, adjusted_by, draw, draw_key
 from jaxkv.loops.rows import chosen, listed
 from jaxkv.loops.state import DecodeState, ends, resume
 from jaxkv.memory import Memory, split
@@ -22,6 +22,7 @@ class Picked(NamedTuple):
     tokens: `[T, n]` int32, -1 where a text had ended.
     logprobs: `[T, n]` float32, the logarithms of their probabilities by the model alone, before a
       sampler adjusted anything; 0 where a text had ended, so that their sum is that of the text.
+      NaN where logits are, which ends a text without a token.
     """
 
     tokens: jax.Array
@@ -135,7 +136,7 @@ def advance(
       The state, the tokens, `[T]` int32, and their logarithms of probability, `[T]` float32.
     """
     logits = logits.astype(jnp.float32)
-    adjusted = sampler.adjust(logits, state.adjusting)
+    adjusted = adjusted_by(sampler, logits, state.adjusting)
     token = draw(sampler, adjusted, draw_key(state.key, state.draw))
     picked = active & (token >= 0)
     followed = sampler.follow(state.adjusting, token)
@@ -149,13 +150,17 @@ def advance(
         draw=state.draw + picked,
         adjusting=jax.tree.map(chosen(picked), followed, state.adjusting),
     )
-    return state, jnp.where(picked, token, -1), logprob_of(logits, token, picked)
+    return state, jnp.where(picked, token, -1), logprob_of(logits, token, active)
 
 
-def logprob_of(logits: jax.Array, tokens: jax.Array, picked: jax.Array) -> jax.Array:
-    """Return the logarithms of the probability of tokens, `[T]`; 0 for those not picked."""
+def logprob_of(logits: jax.Array, tokens: jax.Array, active: jax.Array) -> jax.Array:
+    """Return the logarithms of the probability of tokens, `[T]`; 0 for texts that have ended.
+
+    NaN for a text that goes on where logits are, so that its end is not taken for another one.
+    """
     own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
-    return jnp.where(picked, own - jax.nn.logsumexp(logits, axis=1), 0)
+    every = jax.nn.logsumexp(logits, axis=1)
+    return jnp.where(active & ((tokens >= 0) | jnp.isnan(every)), own - every, 0)
 
 
 def stops(stop: Any, count: int) -> Any:

@@ -28,7 +28,7 @@ class Finish(Enum):
     STOP: its last token is one of its stop tokens.
     LENGTH: it has as many tokens as its limit.
     FULL: no cell is left and no other text can give way. Never with reservations.
-    NO_TOKEN: no token was allowed to come next.
+    NO_TOKEN: no token was allowed to come next, or logits were NaN.
     CANCELLED: it was cancelled.
     """
 
