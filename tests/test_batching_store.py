@@ -19,6 +19,7 @@ from jaxkv.loops.batching import Engine, Request
 from jaxkv.prefix import Miss
 from models.compiling import counting
 from tests import test_batching
+from tests.cases import mostly_exhaustive
 from tests.memories import VOCABULARY, Kind
 from tests.test_batching import STOP, assert_as_alone, forward, mixed, run
 
@@ -314,13 +315,16 @@ def test_a_conversation_of_20_turns_computes_each_token_once(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "streams", "reserve"),
-    [
-        ("llama_tied", 1, False),
-        ("llama_tied", 10, True),
-        ("gemma3", 1, True),
-        ("mamba2", 10, False),
-        ("granite_hybrid", 2, True),
-    ],
+    mostly_exhaustive(
+        [
+            ("llama_tied", 1, False),
+            ("llama_tied", 10, True),
+            ("gemma3", 1, True),
+            ("mamba2", 10, False),
+            ("granite_hybrid", 2, True),
+        ],
+        few=[("llama_tied", 10, True), ("granite_hybrid", 2, True)],
+    ),
 )
 def test_64_requests_that_begin_alike_are_as_each_alone(name, streams, reserve):
     """Through 8 sequences with a store, and not a program after the warm-up."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import mostly_exhaustive
 from tests.process_worker import CASES, HEARTBEAT
 
 ROOT = Path(__file__).parent.parent
@@ -74,11 +75,9 @@ def check(scenario, count):
         assert f"process {number}: {scenario} is as wanted" in text, "\n".join(texts)
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [(name, 4 if name in ("data", "cells") else 2) for name in CASES]
-)
-def test_verbs_and_loops(name, count):
-    check(name, count)
+@pytest.mark.parametrize("name", mostly_exhaustive(CASES, ["tensor", "window", "hybrid"]))
+def test_verbs_and_loops(name):
+    check(name, 4 if name in ("data", "cells") else 2)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +88,12 @@ def test_two_processes(scenario):
     check(scenario, 2)
 
 
+@pytest.mark.exhaustive
 def test_disagreement_of_four():
     check("disagreement", 4)
 
 
-@pytest.mark.parametrize("who", ["the first", "the last"])
+@pytest.mark.parametrize("who", mostly_exhaustive(["the first", "the last"], ["the first"]))
 def test_when_one_is_killed_the_others_end(who):
     """JAX says so and ends them, since what they wait for never comes: begin at a checkpoint."""
     codes, texts, ends = run(f"{who} is killed", 4)

@@ -9,6 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch
+from tests.cases import mostly_exhaustive
 
 pytestmark = pytest.mark.slow
 
@@ -73,10 +74,13 @@ def test_twenty_prompts_go_on_alike(smollm2):
     assert 0 < made.accepted.sum() < made.tried.sum()
 
 
-@pytest.mark.parametrize("length", [None, 530])
-def test_windows_take_back_what_was_guessed(gemma3, length):
-    """Twenty prompts with cells for the windows alone: before they wrap, and as they do."""
-    prompts = [gemma3.tokenizer.prompt(prompt) for prompt in PROMPTS]
+@pytest.mark.parametrize(
+    ("length", "count"),
+    mostly_exhaustive([(None, 20), (530, 3), (530, 20)], [(None, 20), (530, 3)]),
+)
+def test_windows_take_back_what_was_guessed(gemma3, length, count):
+    """With cells for the windows alone: before they wrap, and as they do."""
+    prompts = [gemma3.tokenizer.prompt(prompt) for prompt in PROMPTS[:count]]
     tokens = [(prompt * (length or 1))[:length] for prompt in prompts]
     cells = len(tokens) * ((length or 32) + STEPS)
     memory, state = begun(gemma3, tokens, cells=cells, ubatch_size=64)
