@@ -44,16 +44,22 @@ _ANY_PACE = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(
     "fast", deadline=None, suppress_health_check=_ANY_PACE, max_examples=25, derandomize=True
 )
-hypothesis.settings.register_profile(
-    "slow", deadline=None, suppress_health_check=_ANY_PACE, max_examples=500, print_blob=True
-)
+for _name, _examples in {"slow": 100, "exhaustive": 500}.items():
+    hypothesis.settings.register_profile(
+        _name,
+        deadline=None,
+        suppress_health_check=_ANY_PACE,
+        max_examples=_examples,
+        print_blob=True,
+    )
+# By what `-m` chooses.
+_PROFILES = {"slow and not exhaustive": "slow", "slow": "exhaustive"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000, 10, 10)  # tracing makes millions of objects, and little garbage
-    slow = config.option.markexpr == "slow"
     if not config.getoption("--hypothesis-profile"):
-        hypothesis.settings.load_profile("slow" if slow else "fast")
+        hypothesis.settings.load_profile(_PROFILES.get(config.option.markexpr, "fast"))
 
 
 def pytest_collectstart() -> None:

@@ -269,7 +269,12 @@ def model_with_store(name, *, sequences, holders, streams=1, **sizes):
     return model, Counting(model), memory, prefix.make_store(memory, holders=holders)
 
 
-over_models = pytest.mark.parametrize("name", ["llama_tied", "gemma3", "mamba2", "granite_hybrid"])
+over_models = pytest.mark.parametrize(
+    "name",
+    mostly_exhaustive(
+        ["llama_tied", "gemma3", "mamba2", "granite_hybrid"], few=["gemma3", "granite_hybrid"]
+    ),
+)
 
 
 @pytest.mark.slow

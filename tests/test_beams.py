@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 import models
 from jaxkv import loops, make_batch
+from tests.cases import mostly_exhaustive
 from tests.memories import VOCABULARY, Kind, assert_identical, think
 
 DATA = Path(__file__).parent / "data"
@@ -346,7 +347,9 @@ def test_mistakes_are_named(change, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "streams"), MODELS)
+@pytest.mark.parametrize(
+    ("name", "streams"), mostly_exhaustive(MODELS, few=[("llama_tied", 4), ("granite_hybrid", 1)])
+)
 def test_beams_of_a_model(name, streams):
     """States are kept for one step back, so texts that ended may leave nothing."""
     model = load(name)

@@ -31,6 +31,7 @@ from models.errors import ModelError
 from models.fingerprint import fingerprint
 from models.text.tokenizer import Tokenizer
 from models.text.turns import frame_of, tokens_of_turn
+from tests.cases import mostly_exhaustive
 
 DATA = Path(__file__).parent / "data"
 CELLS = 64  # mostly: what is compiled for one size is shared
@@ -325,7 +326,12 @@ def test_a_window_is_gone_back_to_while_it_holds_what_is_seen():
     assert tell(speaker, said(speaker, once, "2" * 100)) == told
 
 
-@pytest.fixture(scope="module", params=["granite_hybrid", "mamba2", "recurrent_gemma"])
+@pytest.fixture(
+    scope="module",
+    params=mostly_exhaustive(
+        ["granite_hybrid", "mamba2", "recurrent_gemma"], few=["granite_hybrid"]
+    ),
+)
 def stateful(request):
     return Speaker(model=tiny(request.param), max_tokens=4, ubatch_size=16)
 

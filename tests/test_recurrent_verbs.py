@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 import jaxkv
+from tests.cases import mostly_exhaustive
 from tests.histories import Twin
 
 edges = st.integers(-2, 12)
@@ -155,7 +156,13 @@ def test_verbs():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name",
+    mostly_exhaustive(
+        ALL,
+        few=["recurrent", "hybrid of streams", "hybrid in groups with a window", "both in a layer"],
+    ),
+)
 def test_verbs_at_length(name):
     """The slow part: many longer runs."""
     run_state_machine_as_test(

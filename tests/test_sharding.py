@@ -16,10 +16,10 @@ import jaxkv
 from jaxkv import sharding
 from jaxkv.sharding import Rules
 from tests import memories, test_recurrent_verbs, test_stateful
+from tests.cases import mostly_exhaustive
 from tests.memories import Kind, assert_identical
 
 RULES = Rules(cells="cells")
-over_modes = pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit], ids=str)
 
 
 def mesh_of(mode=AxisType.Auto, **axes):
@@ -109,8 +109,15 @@ def test_verbs_on_a_mesh():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_verbs_at_length_on_a_mesh(kind):
+@pytest.mark.parametrize(
+    "name",
+    mostly_exhaustive(
+        [kind.name for kind in KINDS],
+        few=["cells", "full-and-window", "groups", "groups-striped-window"],
+    ),
+)
+def test_verbs_at_length_on_a_mesh(name):
+    (kind,) = (kind for kind in KINDS if kind.name == name)
     run_verbs(kind, 10)
 
 
@@ -139,7 +146,9 @@ STATES = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(
+    "name", mostly_exhaustive(STATES, few=["in groups", "hybrid with a window"])
+)
 def test_verbs_of_states_on_a_mesh(name):
     options, axes = STATES[name]
     with jax.set_mesh(mesh_of(**axes)):
@@ -151,6 +160,11 @@ def test_verbs_of_states_on_a_mesh(name):
 
 # ------------------------------------------------------------------------- modes, by one device
 
+LAYOUTS = [
+    (2, {"data": 2, "tensor": 2, "cells": 2}),
+    (4, {"data": 4, "tensor": 2}),
+    (1, {"cells": 4, "tensor": 2}),
+]
 SIZES = {"layers": 2, "cells": 16, "kv_heads": 2, "head_dim": 4, "rope": jaxkv.make_rope(4)}
 
 
@@ -205,14 +219,17 @@ def test_a_device_with_one_stream_chooses_the_cells_of_any_other():
 
 
 @pytest.mark.slow
-@over_modes
 @pytest.mark.parametrize(
-    ("streams", "axes"),
-    [
-        (2, {"data": 2, "tensor": 2, "cells": 2}),
-        (4, {"data": 4, "tensor": 2}),
-        (1, {"cells": 4, "tensor": 2}),
-    ],
+    ("mode", "streams", "axes"),
+    mostly_exhaustive(
+        [
+            (mode, streams, axes)
+            for mode in (AxisType.Auto, AxisType.Explicit)
+            for streams, axes in LAYOUTS
+        ],
+        few=[(AxisType.Auto, *LAYOUTS[0]), (AxisType.Explicit, *LAYOUTS[1])],
+    ),
+    ids=str,
 )
 def test_axes_may_be_automatic_or_explicit(mode, streams, axes):
     plain = jaxkv.make_kv_cache(sequences=4, streams=streams, **SIZES)
