@@ -16,6 +16,7 @@ import pytest
 
 import jaxkv
 from tests import histories, memories
+from tests.cases import mostly_exhaustive
 from tests.memories import (
     GROUPS,
     GROUPS_STRIPES,
@@ -34,6 +35,7 @@ WINDOW_SPLIT = Kind(
     "window-split", cells=7, sequences=2, streams=2, windows=(jaxkv.window.chunked(3),)
 )
 CELLS = [SMALL, RUNS, TWO_SPLIT, WINDOW, WINDOW_SPLIT, GROUPS, GROUPS_WINDOW, GROUPS_STRIPES]
+CELLS = {kind.name: kind for kind in CELLS}
 STATES = [
     {"kept": 0},
     {"kept": 2},
@@ -138,8 +140,11 @@ def does_nothing(verb, args, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CELLS, ids=lambda kind: kind.name)
-def test_verbs_of_attention(kind):
+@pytest.mark.parametrize(
+    "name", mostly_exhaustive(CELLS, few=["small", "window-split", "groups-striped-window"])
+)
+def test_verbs_of_attention(name):
+    kind = CELLS[name]
     count = kind.sequences
     for twin in lives(memories.Twin(kind), count, seed=1):
         light = twin.oracle.fork()  # without what buffers hold, so that copies cost little
@@ -171,8 +176,11 @@ def planning():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CELLS, ids=lambda kind: kind.name)
-def test_plans_of_attention(kind):
+@pytest.mark.parametrize(
+    "name", mostly_exhaustive(CELLS, few=["contiguous", "window", "groups-window"])
+)
+def test_plans_of_attention(name):
+    kind = CELLS[name]
     """Few and many tokens of each sequence, the first or the second of them out of place."""
     count = kind.sequences
     slips = [(0, 0), (1, 0), (-1, 0), (2, 0), (0, 1), (0, -1), (0, -2)]
@@ -231,7 +239,7 @@ def of_states(tables, i):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", STATES, ids=str)
+@pytest.mark.parametrize("options", mostly_exhaustive(STATES, few=STATES[3:]), ids=str)
 def test_verbs_of_states(options):
     twin = histories.Twin("r", **options)
     count = twin.sequences

@@ -1,5 +1,6 @@
 """Attention may run in several ways, which agree."""
 
+import itertools
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from jaxkv.ops.attention.api import attend
 from jaxkv.ops.attention.reference import reference
 from jaxkv.ops.attention.sight import mask_of
 from jaxkv.ops.attention.softmax import Options
+from tests.cases import mostly_exhaustive
 from tests.sights import sight_of_mask
 
 DATA = Path(__file__).parent / "data"
@@ -86,10 +88,16 @@ def test_each_is_the_formula(implementation, lists):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("buffers", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("queries", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("queries", "buffers"),
+    mostly_exhaustive(
+        itertools.product(("float32", "bfloat16"), ("float32", "bfloat16", "float16")),
+        few=[("float32", "bfloat16"), ("bfloat16", "float16")],
+    ),
+)
 @pytest.mark.parametrize("implementation", HERE)
 def test_queries_may_be_of_another_dtype_than_the_buffers(implementation, queries, buffers):
+    queries, buffers = jnp.dtype(queries), jnp.dtype(buffers)
     q, k, v, sight = arrays(dtype=buffers)
     q = q.astype(queries)
     if implementation == "pallas" and buffers == jnp.float16:

@@ -22,6 +22,7 @@ from jaxkv import snapshot
 from jaxkv.kv.cells import Cells
 from jaxkv.recurrent.states import occupied
 from tests import histories, memories
+from tests.cases import mostly_exhaustive
 from tests.memories import (
     CHUNKS,
     GROUPS,
@@ -151,7 +152,7 @@ def test_loaded_it_is_the_memory_that_was_saved(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", mostly_exhaustive(STATES, few=["states", "hybrid in groups"]))
 def test_states_are_loaded_into_the_cells_that_they_had(name):
     memory, kinds = told(name), STATES[name]["kinds"]
     loaded = snapshot.load(snapshot.to_bytes(memory))
@@ -416,7 +417,7 @@ def test_saved_and_loaded_in_the_middle_of_a_life(kind, before, after):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", mostly_exhaustive(STATES, few=["states", "hybrid in groups"]))
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2), streams=st.sampled_from([1, 4]), kept=st.sampled_from([0, 2]))
 def test_states_go_on_in_any_other_layout(name, seed, streams, kept):

@@ -13,6 +13,7 @@ import jaxkv
 import models
 from jaxkv import loops, make_batch
 from jaxkv.loops.sampling import constrained, make_sampler
+from tests.cases import mostly_exhaustive
 from tests.memories import SMALL, SPLIT, WEIGHTS, Kind, filled, think
 
 DATA = Path(__file__).parent / "data"
@@ -67,7 +68,19 @@ def copying(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind", "pools"), WAYS)
+@pytest.mark.parametrize(
+    ("name", "kind", "pools"),
+    mostly_exhaustive(
+        WAYS,
+        few=[
+            ("llama_tied", "lookup", "split"),
+            ("gemma3", "another", "split"),
+            ("mamba2", "itself", "pool"),
+            ("granite_hybrid", "lookup", "pool"),
+            ("recurrent_gemma", "lookup", "split"),
+        ],
+    ),
+)
 def test_twenty_texts_are_those_of_a_plain_loop(name, kind, pools):
     model, count = load(name), len(TWENTY)
     cells, streams = (40 * count, 1) if pools == "pool" else (40, count)

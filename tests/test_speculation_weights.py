@@ -36,7 +36,7 @@ PROMPTS = [
     "Question: What is the largest planet? Answer:",
     "Thank you for your letter of",
 ]
-STEPS = 32
+STEPS = 20
 
 
 def begun(model, prompts, **options):
@@ -60,7 +60,7 @@ def test_twenty_prompts_go_on_alike(smollm2):
     wanted = plain(smollm2, memory, state)
     made = guessing(smollm2, loops.lookup(tokens), memory, state)
     np.testing.assert_array_equal(made.tokens, wanted)
-    assert made.accepted.sum() > 40
+    assert made.accepted.sum() > STEPS
     noise = np.random.default_rng(0)
     weights = jax.tree.map(
         lambda x: x + 0.02 * jnp.std(x) * noise.normal(size=x.shape).astype(x.dtype),

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.cases import mostly_exhaustive
 from tests.memories import ALL_KINDS, GROUPS_STRIPES, SMALL, Kind, Twin
 
 edges = st.integers(-2, 14)
@@ -157,9 +158,24 @@ def test_verbs(kind):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.name)
-def test_verbs_at_length(kind):
+@pytest.mark.parametrize(
+    "name",
+    mostly_exhaustive(
+        [kind.name for kind in ALL_KINDS],
+        few=[
+            "small",
+            "two-owner-words",
+            "full-and-window",
+            "chunks",
+            "groups-window",
+            "groups-contiguous-full-and-window",
+            "striped-split-full-and-window",
+        ],
+    ),
+)
+def test_verbs_at_length(name):
     """The slow part: thousands of runs over all memories, in ubatches of 4."""
+    (kind,) = (kind for kind in ALL_KINDS if kind.name == name)
     run_state_machine_as_test(
         lambda: Verbs(kind),
         settings=settings(max_examples=100, stateful_step_count=20, derandomize=True),

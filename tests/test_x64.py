@@ -8,6 +8,7 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.stamp import content
+from tests.cases import mostly_exhaustive
 from tests.memories import HEADS, SIZE, assert_identical
 from tests.test_sharding import edited, mesh_of, placed
 
@@ -47,7 +48,7 @@ def dtypes(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MEMORIES)
+@pytest.mark.parametrize("kind", mostly_exhaustive(MEMORIES, few=["split", "striped", "hybrid"]))
 def test_every_verb_keeps_dtypes_and_gives_what_it_gives_without(kind, wide):
     def live():
         memory = MEMORIES[kind]()
