@@ -36,6 +36,8 @@ FAMILIES = [
     "granite_hybrid",
     "granite_hybrid_experts",
     "recurrent_gemma",
+    "lfm2",
+    "falcon_h1",
 ]
 MESHES = {"tensor": {"tensor": 2}, "data-tensor": {"data": 2, "tensor": 2}}
 
