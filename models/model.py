@@ -19,14 +19,22 @@ from jaxkv.mesh import Rules
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
-from models.families import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
-from models.families.memories import Attends, make_memory
+from models.families import (
+    falcon_h1,
+    gemma3,
+    granite_hybrid,
+    lfm2,
+    llama,
+    mamba2,
+    recurrent_gemma,
+)
+from models.families.memories import attending, make_memory
 from models.meshes import WHOLE
 from models.text.tokenizer import Tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
     name: family
-    for family in (llama, gemma3, mamba2, granite_hybrid, recurrent_gemma)
+    for family in (llama, gemma3, mamba2, granite_hybrid, recurrent_gemma, lfm2, falcon_h1)
     for name in family.ARCHITECTURES
 }
 """The model file of each architecture that can be run."""
@@ -106,7 +114,7 @@ class Model:
         layers = self.family.layers_of(self.config, dtype)
         if self.mesh is not None and "placement" not in options:
             shards = self.rules.devices(self.mesh, "cells")
-            if shards > 1 and any(isinstance(layer, Attends) for layer in layers):
+            if shards > 1 and attending(layers):
                 options = {"placement": "striped", "shards": shards, **options}
         return partial(make_memory, layers, cells=cells, dtype=dtype, **options)
 
