@@ -14,6 +14,7 @@ from jaxkv.donation import is_donated
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.cells import Cells
 from jaxkv.memory import Facts, Memory
+from jaxkv.ops.quantised import Quantised
 from jaxkv.places import EMPTY, is_concrete, is_traced
 from jaxkv.plan import Plan, Reason
 from jaxkv.recurrent.states import States
@@ -132,7 +133,8 @@ def _sizes(table: Any, buffers: Any) -> str:
 
 
 def _dtypes(buffers: Any) -> str:
-    return " and ".join(sorted({np.dtype(leaf.dtype).name for leaf in jax.tree.leaves(buffers)}))
+    leaves = jax.tree.leaves(buffers, is_leaf=lambda x: isinstance(x, Quantised))
+    return " and ".join(sorted({np.dtype(leaf.dtype).name for leaf in leaves}))
 
 
 def _content(memory: Memory) -> str:

@@ -19,8 +19,9 @@ from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import Options, joined_over
+from jaxkv.ops.quantised import Stored, decoded
 
-Held = tuple[jax.Array, jax.Array]
+Held = tuple[Stored, Stored]
 """The keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
 
 
@@ -155,7 +156,8 @@ def _viewed(table: Cells, ubatch: Ubatch, held: Held, causal: bool) -> View:
             lists = partial(looked_up, axes=apart, index=ubatch.row_stream)
         current = _on_all(current, apart).reshape(mask.shape[0], -1)
         current = jnp.all(current, axis=1)[:, None, None]
-        keys, values, positions = map(lists, (*held, sight.position))
+        held, positions = jax.tree.map(lists, (held, sight.position))
+        keys, values = map(decoded, held)
         keys = jnp.where(current[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
 
@@ -175,7 +177,7 @@ def _attended(
     options: Options,
     causal: bool,
     implementation: Implementation | None,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+) -> tuple[tuple[Stored, ...], jax.Array]:
     """Write into a layer, if there is anything new, and attend; return what was written, and that.
 
     It is traced and lowered once for all layers.
@@ -200,7 +202,7 @@ def _attended(
         new: tuple[jax.Array, ...],
         q: jax.Array,
         options: Options,
-    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    ) -> tuple[tuple[Stored, ...], jax.Array]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
         where, current = slots.committed_slots(table, ubatch)
         sight = _sight_in_share(split, table, ubatch, held, causal)

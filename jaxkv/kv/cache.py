@@ -29,6 +29,7 @@ from jaxkv.memory import (
     no_need,
 )
 from jaxkv.mesh import Rules, Shares
+from jaxkv.ops.quantised import zeros
 from jaxkv.places import FAR, count
 from jaxkv.rope import Rope
 from jaxkv.window import Window, cells_for
@@ -302,14 +303,7 @@ def make_kv_cache(
     layers, sequences = count(layers, "layers"), count(sequences, "sequences")
     streams = checked_streams(streams, sequences)
     shards = _checked_shards(placement, shards)
-    signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be
-    if not jnp.issubdtype(dtype, jnp.floating) or not np.array_equal(
-        signs.astype(jnp.dtype(dtype)).astype(float), signs, equal_nan=True
-    ):
-        raise ValueError(
-            f"wanted a floating dtype with signs and NaN for keys and values, got "
-            f"{jnp.dtype(dtype)}"
-        )
+    _check_dtype(dtype)
     if window is not None and not isinstance(window, Window):
         raise TypeError(f"wanted a window, such as jaxkv.window.sliding(128), got {window!r}")
     if cells is None:
@@ -357,11 +351,26 @@ def make_kv_cache(
     )
     shapes = [(streams, heads[i], cells) for i in range(layers)]
     buffers = Buffers(
-        k=tuple(jnp.zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)),
-        v=tuple(jnp.zeros((*shape, n), dtype) for shape, n in zip(shapes, values, strict=True)),
+        k=tuple(zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)),
+        v=tuple(zeros((*shape, n), dtype) for shape, n in zip(shapes, values, strict=True)),
         ropes=ropes,
     )
     return join(table, buffers)
+
+
+def _check_dtype(wanted: jax.typing.DTypeLike) -> None:
+    """Raise a ValueError unless keys and values can be stored in a dtype."""
+    dtype = jnp.dtype(wanted)
+    signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be
+    floating = jnp.issubdtype(dtype, jnp.floating) and np.array_equal(
+        signs.astype(dtype).astype(float), signs, equal_nan=True
+    )
+    if not floating and dtype != jnp.int8:
+        raise ValueError(
+            f"wanted a floating dtype with signs and NaN or int8 for keys and values, got "
+            f"{dtype}: of 8 bits take int8 or float8_e4m3fn, which get a scale for each head and "
+            f"cell"
+        )
 
 
 def _checked_shards(placement: Placement, shards: int | None) -> int:

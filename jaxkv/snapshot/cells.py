@@ -18,6 +18,7 @@ from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cache import CellTable
 from jaxkv.kv.cells import WORD, bits, empty_fields, with_owners
 from jaxkv.kv.slots import usable
+from jaxkv.ops.quantised import Stored, zeros
 from jaxkv.places import EMPTY, fetched, nowhere
 from jaxkv.plan import NoRoomError
 from jaxkv.snapshot.chunks import put_in, taken_out
@@ -65,9 +66,9 @@ class CellPart(Part):
         static = {name: decoded(value) for name, value in description["static"].items()}
         table = CellTable(**empty_fields(**sizes), **static)
 
-        def empty(name: str) -> jax.Array:
-            dtype, (_, heads, size) = entries[name]
-            return jnp.zeros((table.streams, heads, table.num_cells, size), dtype)
+        def empty(name: str) -> Stored:
+            dtype, (_, heads, size) = entries.get(name) or entries[f"{name}.codes"]
+            return zeros((table.streams, heads, table.num_cells, size), dtype)
 
         k, v = (tuple(empty(f"{half}.{i}") for i in range(len(ropes))) for half in "kv")
         return table, Buffers(k=k, v=v, ropes=ropes)

@@ -12,6 +12,7 @@ from jaxkv.ops.attention.live import TILE
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import Options, Sums, closed, unpacked, with_sinks
 from jaxkv.ops.attention.transforms import derived_by, folded
+from jaxkv.ops.quantised import Stored
 
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 """The ways there are.
@@ -25,7 +26,7 @@ xla: `jax.nn.dot_product_attention`.
 cudnn: the same with the kernel of NVIDIA's library, for float16 and bfloat16.
 """
 
-Way = Callable[[jax.Array, jax.Array, jax.Array, Sight, Options], Sums]
+Way = Callable[[jax.Array, Stored, Stored, Sight, Options], Sums]
 """An implementation: what is weighed for queries, keys, values, a sight and options.
 
 q: `[P, T, H, D]`, queries of P lists of tokens. Query head h reads key/value head h // (H / K).
@@ -41,7 +42,7 @@ HELD = 1 << 28
 """Bytes of the logits of all cells up to which they are held at once: 256 MB."""
 
 
-def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Choose by shapes, where there is no kernel.
 
     The turns of a loop whose length depends on the data wait for the host or for each other, and
@@ -56,7 +57,7 @@ def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Option
     return way(q, k, v, sight, options)
 
 
-def best_for_tpu(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def best_for_tpu(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Run the kernel where it takes the arrays, see `docs/kernels.md` for what that is based on.
 
     Streams of one tile each, with a token each, are the exception: there is nothing to skip and
@@ -68,9 +69,7 @@ def best_for_tpu(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options
     return way(q, k, v, sight, options)
 
 
-def kernel_for_cuda(
-    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options
-) -> Sums:
+def kernel_for_cuda(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Run the kernel where it takes the arrays.
 
     It is asked on other platforms too, which do not run what it says; so it refuses nothing.
@@ -79,7 +78,7 @@ def kernel_for_cuda(
     return way(q, k, v, sight, options)
 
 
-def best_for_cuda(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def best_for_cuda(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Run the kernel where the GPU is known to be good for it."""
     way = kernel_for_cuda if pallas_gpu.is_fast() else best
     return way(q, k, v, sight, options)
@@ -88,7 +87,7 @@ def best_for_cuda(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, option
 def by_platform(**ways: Callable[..., Sums]) -> Callable[..., Sums]:
     """Make one implementation of several: the platform that a program is lowered for picks."""
 
-    def weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, options: Options) -> Sums:
+    def weigh(q: jax.Array, k: Stored, v: Stored, seen: Any, options: Options) -> Sums:
         with_options = {name: partial(way, options=options) for name, way in ways.items()}
         return jax.lax.platform_dependent(q, k, v, seen, **with_options)
 
@@ -98,7 +97,7 @@ def by_platform(**ways: Callable[..., Sums]) -> Callable[..., Sums]:
 def ours(**ways: Way) -> Way:
     """Make an implementation of jaxkv's own, of one for each platform."""
 
-    def plain(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+    def plain(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
         return xla.cleaned(q, sight.of_lists(k), sight.of_lists(v), mask_of(sight), options)
 
     return derived_by(plain, folded(by_platform(**ways)))
@@ -121,8 +120,8 @@ IMPLEMENTATIONS: dict[Implementation | None, Way] = {
 @partial(jax.jit, static_argnames="implementation")
 def attend(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Stored,
+    v: Stored,
     sight: Sight,
     options: Options,
     implementation: Implementation | None = None,
@@ -154,8 +153,8 @@ def attend(
 
 def weigh(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Stored,
+    v: Stored,
     sight: Sight,
     options: Options,
     implementation: Implementation | None,
@@ -225,7 +224,7 @@ def attention(
     return finished(_by_mask(q, k, v, mask, options), q, options)
 
 
-def check(q: jax.Array, k: jax.Array, v: jax.Array, options: Options) -> None:
+def check(q: jax.Array, k: Stored, v: Stored, options: Options) -> None:
     """Raise unless the shapes of queries, keys, values and sinks fit together."""
     heads, size = q.shape[2:]
     if heads % k.shape[1] or k.shape[:3] != v.shape[:3] or k.shape[3] != size:

@@ -11,22 +11,32 @@ import jax.numpy as jnp
 
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, packed, sums_dtype
+from jaxkv.ops.quantised import Quantised, Stored, decoded
 
 
-def xla(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers."""
+def xla(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+    """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers.
+
+    Quantised buffers are decoded first, all of the layer.
+    """
+    k, v = decoded(k), decoded(v)
     dtype = jnp.result_type(q, k, v)
     return _weigh("xla", q.astype(dtype), k.astype(dtype), v.astype(dtype), sight, options)
 
 
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def cudnn(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Call it with cuDNN's kernel, which knows float16 and bfloat16.
 
     Raises:
       ValueError: for other dtypes, or queries of another than the buffers.
       RuntimeError: by JAX, where there is no cuDNN.
     """
-    if q.dtype not in (jnp.float16, jnp.bfloat16) or not q.dtype == k.dtype == v.dtype:
+    if (
+        isinstance(k, Quantised)
+        or isinstance(v, Quantised)
+        or q.dtype not in (jnp.float16, jnp.bfloat16)
+        or not q.dtype == k.dtype == v.dtype
+    ):
         raise ValueError(
             f"'cudnn' wants queries, keys and values all of float16 or all of bfloat16, got "
             f"{q.dtype}, {k.dtype} and {v.dtype}: leave the implementation to jaxkv"

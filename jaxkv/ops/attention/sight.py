@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.window import Window, first_seen, last_seen, sees
+
+X = TypeVar("X")
 
 
 @jax.tree_util.register_dataclass
@@ -47,9 +49,9 @@ class Sight:
 
         return replace(self, position=cut(self.position), owners=cut(self.owners))
 
-    def of_lists(self, x: jax.Array) -> jax.Array:
-        """Return the part of each list's stream, `[P, ...]`, of an array `[S, ...]`."""
-        return x if self.all_streams else x[self.streams]
+    def of_lists(self, x: X) -> X:
+        """Return the part of each list's stream, `[P, ...]`, of arrays `[S, ...]`."""
+        return x if self.all_streams else jax.tree.map(lambda one: one[self.streams], x)
 
 
 @jax.jit

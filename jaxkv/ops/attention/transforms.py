@@ -10,6 +10,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxkv.ops.attention.sight import Sight
 from jaxkv.ops.attention.softmax import Options, Sums
+from jaxkv.ops.quantised import Stored
 
 
 def derived_by(plain: Callable[..., Sums], way: Callable[..., Sums]) -> Callable[..., Sums]:
@@ -19,7 +20,7 @@ def derived_by(plain: Callable[..., Sums], way: Callable[..., Sums]) -> Callable
     not be so backwards.
     """
 
-    def weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, options: Options) -> Sums:
+    def weigh(q: jax.Array, k: Stored, v: Stored, seen: Any, options: Options) -> Sums:
         # What decides which cells are seen is an argument, not closed over: where a step is jitted
         # inside of a `grad`, JAX asks for its derivative when the trace it belongs to has ended.
         @jax.custom_jvp
@@ -43,9 +44,9 @@ def folded(way: Callable[..., Sums]) -> Callable[..., Sums]:
     goes on for all as long as for one of them.
     """
 
-    def weigh(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+    def weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
         @custom_vmap
-        def alone(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> Sums:
+        def alone(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> Sums:
             return way(q, k, v, sight, options)
 
         @alone.def_vmap
