@@ -353,9 +353,9 @@ class Table(ABC):
         del buffers, layer, ubatch, new
         raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
 
-    def view(self, buffers: Any, layer: int, ubatch: Ubatch, causal: bool) -> View:
+    def view(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> View:
         """Return what `view` says."""
-        del buffers, layer, ubatch, causal
+        del buffers, layer, ubatch, options
         raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
 
     def read_states(self, buffers: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:

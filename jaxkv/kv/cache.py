@@ -203,9 +203,9 @@ class CellTable(Cells, Table):
         """See `attend.write`."""
         return write(self, buffers, layer, ubatch, *new)
 
-    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, causal: bool) -> View:
+    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> View:
         """See `attend.view`."""
-        return view(self, buffers, layer, ubatch, causal)
+        return view(self, buffers, layer, ubatch, **options)
 
 
 def make_kv_cache(

@@ -9,8 +9,15 @@ import jax.numpy as jnp
 
 from jaxkv.ops.attention import jax_nn, pallas_gpu, pallas_tpu, xla, xla_cpu, xla_tiles
 from jaxkv.ops.attention.live import TILE
-from jaxkv.ops.attention.sight import Sight, mask_of
-from jaxkv.ops.attention.softmax import Options, Sums, closed, unpacked, with_sinks
+from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
+from jaxkv.ops.attention.softmax import (
+    Options,
+    Sums,
+    closed,
+    unhidden_alone,
+    unpacked,
+    with_sinks,
+)
 from jaxkv.ops.attention.transforms import derived_by, folded
 from jaxkv.ops.quantised import Stored
 
@@ -32,7 +39,8 @@ Way = Callable[[jax.Array, Stored, Stored, Sight, Options], Sums]
 q: `[P, T, H, D]`, queries of P lists of tokens. Query head h reads key/value head h // (H / K).
 k: `[S, K, N, D]`, keys of all streams; one that no token may see holds anything, also a NaN.
 v: `[S, K, N, Dv]`, values, finite all of them.
-sight: what decides which cells each token sees; of it an implementation makes what it needs.
+sight: what decides which cells each token sees, and what is added to their logits; of it an
+  implementation makes what it needs. One that a bias hides has the lowest logit, see `masked`.
 options: scale and softcap. Sinks come afterwards, when all cells have been weighed.
 
 It returns a softmax that is still open, so that it can be joined with that over other cells.
@@ -74,7 +82,7 @@ def kernel_for_cuda(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: O
 
     It is asked on other platforms too, which do not run what it says; so it refuses nothing.
     """
-    way = pallas_gpu.weigh if pallas_gpu.can_weigh(q, k, v) else best
+    way = pallas_gpu.weigh if pallas_gpu.can_weigh(q, k, v, sight) else best
     return way(q, k, v, sight, options)
 
 
@@ -98,7 +106,8 @@ def ours(**ways: Way) -> Way:
     """Make an implementation of jaxkv's own, of one for each platform."""
 
     def plain(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
-        return xla.cleaned(q, sight.of_lists(k), sight.of_lists(v), mask_of(sight), options)
+        k, v, mask = sight.of_lists(k), sight.of_lists(v), mask_of(sight)
+        return xla.cleaned(q, k, v, mask, options, bias_of(sight, mask))
 
     return derived_by(plain, folded(by_platform(**ways)))
 
@@ -164,8 +173,14 @@ def weigh(
         raise ValueError(
             f"wanted an implementation of {get_args(Implementation)}, got {implementation!r}"
         )
+    if sight.bias is not None and implementation in ("pallas", "cudnn"):
+        raise ValueError(
+            f"{implementation!r} adds no bias: leave the implementation to jaxkv, or take 'tiles', "
+            f"'whole' or 'xla'"
+        )
     check(q, k, v, options)
-    return IMPLEMENTATIONS[implementation](q, k, v, sight, options)
+    sums = IMPLEMENTATIONS[implementation](q, k, v, sight, options)
+    return sums if sight.bias is None else unhidden_alone(sums)
 
 
 def finished(sums: Sums, q: jax.Array, options: Options) -> jax.Array:

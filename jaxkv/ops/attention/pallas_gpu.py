@@ -95,15 +95,16 @@ def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
 
-def can_weigh(q: jax.Array, k: Stored, v: Stored) -> bool:
+def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
     """Return whether the kernel takes these dtypes and heads, on this mesh.
 
-    A compiler cannot split a kernel among devices: on a mesh it runs on shares alone.
+    It adds no bias. A compiler cannot split a kernel among devices: on a mesh it runs on shares
+    alone.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     size = max(k.shape[3], v.shape[3])
     most = 64 if not _is_exact(q, k, v) else 128 if size <= 128 else 16
-    fits = size <= LARGEST and q.shape[2] // k.shape[1] <= most
+    fits = size <= LARGEST and q.shape[2] // k.shape[1] <= most and sight.bias is None
     dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
     return dtypes and fits and not split
 
@@ -146,7 +147,7 @@ def weigh(
       ValueError: for other dtypes than float32 and bfloat16, and int8 of buffers, heads that are
         too large, or on a mesh, for arrays that are no shares.
     """
-    if not can_weigh(q, k, v):
+    if not can_weigh(q, k, v, sight):
         raise ValueError(
             f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8, "
             f"heads of at most {LARGEST} in small groups, and on a mesh a memory with rules, got "

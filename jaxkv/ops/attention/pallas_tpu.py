@@ -52,13 +52,15 @@ PAIRS = 1 << 17
 def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
     """Return whether the kernel takes these dtypes, as many cells and tokens, and this mesh.
 
-    A compiler cannot split a kernel among devices: on a mesh it runs on shares alone.
+    It adds no bias. A compiler cannot split a kernel among devices: on a mesh it runs on shares
+    alone.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     tokens, queries = sight.at.shape[1], q.shape[2] // k.shape[1]
     pairs = sight.at.shape[0] * -(-tokens // _most(queries)) * -(-k.shape[2] // TILE)
+    fits = pairs <= PAIRS and sight.bias is None
     dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
-    return dtypes and pairs <= PAIRS and not split
+    return dtypes and fits and not split
 
 
 def weigh(

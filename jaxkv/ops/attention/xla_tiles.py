@@ -79,10 +79,10 @@ def one_by_one(
             start = (block, *(zero,) * (x.ndim - 1))
             return jax.lax.dynamic_update_slice(x, part, start, allow_negative_indices=False)
 
-        seen = live.seen(block, first, size)
+        seen, bias = live.of_tile(block, first, size)
         if cells % size:
             seen &= (first + jnp.arange(size) >= turn * size)[None, None]
-        more = added(jax.tree.map(mine, sums), mine(q), cut(k), cut(v), seen, options)
+        more = added(jax.tree.map(mine, sums), mine(q), cut(k), cut(v), seen, options, bias)
         sums = jax.tree.map(put, sums, more)
         return (sums, *(jax.lax.optimization_barrier((k, v)) if pinned else (k, v)))
 
