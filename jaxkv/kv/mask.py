@@ -1,4 +1,8 @@
-"""Which cells each token of a ubatch may see: those of its sequence, up to its own position."""
+"""Which cells each token of a ubatch may see: those of its sequence, up to its own position.
+
+The sequences of a token that has several share all that comes before it, or the plan was refused.
+So what the first of them owns is what all of them do.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +29,15 @@ def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
       cells: the table, with the ubatch applied.
       ubatch: the tokens that look.
       causal: False lets them see what comes after them too.
+
+    Raises:
+      ValueError: when they would, and a token may belong to several sequences.
     """
+    if ubatch.others is not None and not causal:
+        raise ValueError(
+            "wanted causal attention, or tokens of one sequence each: several sequences of a token "
+            "do not share what comes after it"
+        )
     _, word, bit = home(cells, ubatch.sequences)
     streams, all_streams = pools(cells, ubatch)
     looks = ubatch.valid & (ubatch.slots < FAR)
