@@ -135,6 +135,10 @@ class HybridTable(Table):
             left=_smallest([one.left for one in found]),
         )
 
+    def alike(self, partner: jax.Array) -> jax.Array:
+        """Return whether they own the very same cells in every part."""
+        return _all([part.alike(partner) for part in self.parts])
+
     def spared(self) -> tuple:
         """Return what is spared in each part."""
         return tuple(part.spared() for part in self.parts)

@@ -236,6 +236,17 @@ class Table(ABC):
     def admit(self, wanted: jax.Array) -> Room:
         """Return which sequences find room for the tokens that they bring, `[Q]` int32."""
 
+    def alike(self, partner: jax.Array) -> jax.Array:
+        """Return whether sequences own the very same cells as others of their stream, `[Q]` bool.
+
+        It is asked for tokens of several sequences, which no memory has that keeps states.
+
+        Args:
+          partner: `[Q]` int32, the number of the other one within the stream.
+        """
+        del partner
+        raise TypeError(f"wanted a memory of attention alone, got one of {self.facts.kind}")
+
     @abstractmethod
     def spared(self) -> Any:
         """Return how many cells sharing spares in each stream, `[S]` int32; a tuple in a hybrid.

@@ -374,8 +374,10 @@ class Oracles(list[Oracle]):
         # Faults are looked for in this order, in all parts before the next: a sequence refused
         # for one reason never gets to the next, and then no sequence gets cells.
         stages = (
-            ("NOT_NEXT", "GAP", "DUPLICATE", "DECREASING"), ("UPDATE_PENDING",), ("LOST",),
-        )  # fmt: skip
+            ("NOT_NEXT", "GAP", "DUPLICATE", "DECREASING", "DIVERGED"),
+            ("UPDATE_PENDING",),
+            ("LOST",),
+        )
         faults: dict[int, Fault] = {}
         for stage in stages:
             for plan in plans:
@@ -422,15 +424,19 @@ class Twin:
         assert jaxkv.seq_pos_min(self.memory, ids).tolist() == [*map(self.oracles.first, ids)]
         assert jaxkv.seq_pos_max(self.memory, ids).tolist() == [*map(self.oracles.last, ids)]
 
-    def batch(self, sequences: Sequence[int], positions: Sequence[int] | None) -> list[Token]:
-        """Make new tokens for an oracle."""
+    def batch(self, sequences: Sequence[Any], positions: Sequence[int] | None) -> list[Token]:
+        """Make new tokens for an oracle; in place of a sequence there may be several."""
         first, self.tokens = self.tokens + 1, self.tokens + len(sequences)
         places = [None] * len(sequences) if positions is None else positions
         numbers = range(first, self.tokens + 1)
-        return [Token(*token) for token in zip(sequences, places, numbers, strict=True)]
+        sets = [sorted(np.atleast_1d(one).tolist()) for one in sequences]
+        return [
+            Token(first, place, number, tuple(others))
+            for (first, *others), place, number in zip(sets, places, numbers, strict=True)
+        ]
 
     def plan(
-        self, sequences: Sequence[int], positions: Sequence[int] | None = None
+        self, sequences: Sequence[Any], positions: Sequence[int] | None = None
     ) -> tuple[jaxkv.Plan, list[Plan]]:
         """Plan new tokens on both sides; the answers are the same."""
         tokens = self.batch(sequences, positions)
@@ -470,7 +476,7 @@ class Twin:
             row[:, np.count_nonzero(row[1])] = token.token, 1, token.position
         return table
 
-    def decode(self, sequences: Sequence[int], positions: Sequence[int] | None = None) -> bool:
+    def decode(self, sequences: Sequence[Any], positions: Sequence[int] | None = None) -> bool:
         """Plan new tokens and run them on both sides, if there is room on either."""
         plan, plans = self.plan(sequences, positions)
         if plan.ok:
@@ -500,7 +506,7 @@ class Twin:
                 expected = np.zeros(3)
                 if ubatch.valid[r, t]:
                     token = owner.pop(int(ubatch.tokens[r, t]))
-                    assert cells == oracle.sees(token.sequence, token.position)
+                    assert cells == oracle.sees(token)
                     rows = [oracle.rows[place] for place in cells]
                     expected = -np.mean([(row[0] + 1, *row[1:]) for row in rows], axis=0)
                 else:

@@ -78,7 +78,10 @@ def ubatch_line(ubatch: Ubatch) -> str:
     if valid is None or sequences is None:
         known = "traced" if is_traced(ubatch) else "values not known"
     else:
-        there = np.unique(sequences[valid]).tolist()
+        if (others := _value(ubatch.others)) is not None:
+            sequences = np.concatenate([sequences[..., None], others], axis=-1)
+        there = np.unique(sequences[valid])
+        there = there[there >= 0].tolist()
         known = f"{valid.sum()} valid"
         known += f" of sequences {there}" if len(there) <= FEW else f" of {len(there)} sequences"
     return f"Ubatch({ubatch.facts.kind}, rows={rows}, tokens={tokens}: {known})"

@@ -94,6 +94,10 @@ class CellTable(Cells, Table):
         """See `slots.admit`."""
         return told(self, slots.admit, wanted)
 
+    def alike(self, partner: jax.Array) -> jax.Array:
+        """See `cells.alike`."""
+        return told(self, cells.alike, partner)
+
     def spared(self) -> jax.Array:
         """See `cells.spared`."""
         return cells.spared(self)

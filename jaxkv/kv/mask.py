@@ -1,4 +1,8 @@
-"""Which cells each token of a ubatch may see: those of its sequence, up to its own position."""
+"""Which cells each token of a ubatch may see: those of its sequence, up to its own position.
+
+The sequences of a token that has several share all that comes before it, or the plan was refused.
+So what the first of them owns is what all of them do.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +32,15 @@ def sight_of(
       ubatch: the tokens that look.
       causal: False lets them see what comes after them too.
       until: `[R, T]` int32, the last position that each token sees; None for its own.
+
+    Raises:
+      ValueError: when they may, and a token may belong to several sequences.
     """
+    if ubatch.others is not None and not (causal and until is None):
+        raise ValueError(
+            "wanted causal attention without until, or tokens of one sequence each: several "
+            "sequences of a token do not share what comes after it"
+        )
     _, word, bit = home(cells, ubatch.sequences)
     streams, all_streams = pools(cells, ubatch)
     looks = ubatch.valid & (ubatch.slots < FAR)

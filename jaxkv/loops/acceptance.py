@@ -66,6 +66,55 @@ def verify(
     return tokens, logprobs, holds, adjusting
 
 
+def verify_branches(
+    sampler: Sampler,
+    logits: jax.Array,
+    guess: Guess,
+    state: DecodeState,
+    ok: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, Any, jax.Array]:
+    """Pick a token at each place, as far as a branch of the guess offers it.
+
+    Branches offer tokens and draw none. So each token is picked as it would be without a guess, and
+    if a branch offers it, that one is followed: drawn texts are those of a plain loop.
+
+    Args:
+      sampler: what adjusts the logits.
+      logits: `[T, 1 + k * n, V]` float32: after the last token, and after each token of a branch,
+        those that an earlier branch has too left out.
+      guess: of tokens `[T, k, n]`.
+      state: how far the texts have come.
+      ok: `[T]` bool, the texts that go on.
+
+    Returns:
+      What `verify` does; and the branch that was followed, `[T]` int32.
+    """
+    length = guess.tokens.shape[2]
+    pad = [(0, 0), (0, 0), (0, 1)]
+    offers = (jnp.moveaxis(jnp.pad(x, pad), 2, 0) for x in (guess.tokens, guess.valid))
+
+    def place(carry: tuple, one: tuple) -> tuple:
+        holds, alive, adjusting = carry
+        i, offered, valid = one
+        # Of branches that begin alike, the first one was computed.
+        branch = jnp.argmax(alive, axis=1).astype(jnp.int32)
+        node = jnp.where(i == 0, 0, branch * length + i)
+        here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
+        adjusted = sampler.adjust(here, adjusting)
+        token = draw(sampler, adjusted, draw_key(state.key, state.draw + i))
+        adjusting = jax.tree.map(chosen(holds), sampler.follow(adjusting, token), adjusting)
+        found = token, logprob_of(here, token, holds), holds
+        follows = alive & valid & (offered == token[:, None])
+        holds &= jnp.any(follows, axis=1)
+        return (holds, jnp.where(holds[:, None], follows, alive), adjusting), found
+
+    begun = ok, jnp.ones(guess.tokens.shape[:2], bool), state.adjusting
+    turns = jnp.arange(length + 1, dtype=jnp.int32)
+    (_, alive, adjusting), found = jax.lax.scan(place, begun, (turns, *offers))
+    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
+    return tokens, logprobs, holds, adjusting, jnp.argmax(alive, axis=1).astype(jnp.int32)
+
+
 def _compared(
     adjusted: jax.Array, guessed: jax.Array, drawn_from: jax.Array | None, keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
