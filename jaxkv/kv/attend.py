@@ -22,10 +22,11 @@ from jaxkv.ops.attention.bias import Bias, OfPlaces, checked_bias
 from jaxkv.ops.attention.bias import Held as HeldBias
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import Options, joined_over
+from jaxkv.ops.latent import Latent, Values
 from jaxkv.ops.quantised import Stored, decoded
 from jaxkv.places import integers
 
-Held = tuple[Stored, Stored]
+Held = tuple[Stored, Values]
 """The keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
 
 
@@ -50,9 +51,6 @@ def attend(
 
     Tokens of a stale ubatch are written nowhere and get NaN.
     """
-    if (k is None) != (v is None):
-        alone = "keys" if v is None else "values"
-        raise TypeError(f"wanted keys and values, or none of them to look alone, got {alone} alone")
     held = _layer_of(buffers, layer)
     new = () if k is None and v is None else _checked(ubatch, held, k, v)
     _check_array("q", q)
@@ -76,7 +74,7 @@ def attend(
 
 
 def write(
-    table: Cells, buffers: Buffers, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array
+    table: Cells, buffers: Buffers, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array | None
 ) -> Buffers:
     """Write the keys and values of a ubatch, see `jaxkv.write`."""
     held = _layer_of(buffers, layer)
@@ -109,14 +107,32 @@ def _check_array(name: str, x: Any) -> None:
         raise TypeError(f"wanted an array for {name}, got {type(x)}")
 
 
-def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the keys and values of a ubatch, `[R, T, K, D]` and `[R, T, K, Dv]`."""
-    for name, size, new, old in zip("kv", ("D", "Dv"), (k, v), held, strict=True):
+def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, ...]:
+    """Return the keys and values of a ubatch, `[R, T, K, D]` and `[R, T, K, Dv]`.
+
+    Keys alone where values are a part of them.
+    """
+    keys, values = held
+    if isinstance(values, Latent):
+        if v is not None:
+            raise TypeError(
+                f"wanted keys alone, whose numbers {values.first} to {values.last - 1} are the "
+                f"values of this memory, got values too: leave v out"
+            )
+        given = (("k", "D", k, keys),)
+    else:
+        if (k is None) != (v is None):
+            alone = "keys" if v is None else "values"
+            raise TypeError(
+                f"wanted keys and values, or none of them to look alone, got {alone} alone"
+            )
+        given = (("k", "D", k, keys), ("v", "Dv", v, values))
+    for name, size, new, old in given:
         _check_array(name, new)
         wanted = (*ubatch.valid.shape, old.shape[1], old.shape[3])
         if new.shape != wanted:
             raise ValueError(f"wanted {name} [R, T, K, {size}] of {wanted}, got {new.shape}")
-    return k, v
+    return tuple(new for _, _, new, _ in given)
 
 
 def _checked_until(until: Any, ubatch: Ubatch, causal: bool) -> jax.Array | None:
@@ -204,7 +220,8 @@ def _viewed(
         current = _on_all(current, apart).reshape(mask.shape[0], -1)
         current = jnp.all(current, axis=1)[:, None, None]
         held, positions = jax.tree.map(lists, (held, sight.position))
-        keys, values = map(decoded, held)
+        keys, values = decoded(held[0]), held[1]
+        values = values.of(keys) if isinstance(values, Latent) else decoded(values)
         keys = jnp.where(current[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
 
@@ -226,7 +243,7 @@ def _attended(
     until: jax.Array | None,
     causal: bool,
     implementation: Implementation | None,
-) -> tuple[tuple[Stored, ...], jax.Array]:
+) -> tuple[tuple[Any, ...], jax.Array]:
     """Write into a layer, if there is anything new, and attend; return what was written, and that.
 
     It is traced and lowered once for all layers.
@@ -253,7 +270,7 @@ def _attended(
         options: Options,
         bias: HeldBias | None,
         until: jax.Array | None,
-    ) -> tuple[tuple[Stored, ...], jax.Array]:
+    ) -> tuple[tuple[Any, ...], jax.Array]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
         where, current = slots.committed_slots(table, ubatch)
         sight = _sight_in_share(split, table, ubatch, held, causal, until)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.mesh import Rules, Shares, first_of, from_owner, on_shares, own, shares
+from jaxkv.ops.latent import Latent, Values
 from jaxkv.ops.quantised import Stored, decoded, dtype_of, encoded
 from jaxkv.places import END, nowhere
 from jaxkv.rope import Rope
@@ -20,7 +21,8 @@ from jaxkv.rope import Rope
 class Buffers:
     """One array of keys and one of values for each layer, with a key and a value for each cell.
 
-    Of 8 bits they are `Quantised`, which has an array of scales beside that of the codes.
+    Of 8 bits they are `Quantised`, which has an array of scales beside that of the codes. Values
+    that are a part of the keys are `Latent`, which has no array.
 
     Layers stay apart: an array that holds them all is copied, layer by layer, at every step. Heads
     come before cells, so that attention reads a head's keys in one piece.
@@ -31,7 +33,7 @@ class Buffers:
     """
 
     k: tuple[Stored, ...]
-    v: tuple[Stored, ...]
+    v: tuple[Values, ...]
     ropes: tuple[Rope | None, ...] = field(metadata={"static": True})
 
 
@@ -80,10 +82,10 @@ def on_halves(
     return replace(buffers, k=k, v=v)
 
 
-def with_layer(buffers: Buffers, layer: int, k: Stored, v: Stored) -> Buffers:
+def with_layer(buffers: Buffers, layer: int, k: Stored, v: Values) -> Buffers:
     """Return the buffers with other keys and values in a layer."""
 
-    def put(old: tuple[Stored, ...], new: Stored) -> tuple[Stored, ...]:
+    def put(old: tuple[Any, ...], new: Any) -> tuple[Any, ...]:
         return (*old[:layer], new, *old[layer + 1 :])
 
     return replace(buffers, k=put(buffers.k, k), v=put(buffers.v, v))
@@ -91,12 +93,12 @@ def with_layer(buffers: Buffers, layer: int, k: Stored, v: Stored) -> Buffers:
 
 def store(
     keys: Stored,
-    values: Stored,
+    values: Values,
     streams: jax.Array,
     slots: jax.Array,
     k: jax.Array,
-    v: jax.Array,
-) -> tuple[Stored, Stored]:
+    v: jax.Array | None = None,
+) -> tuple[Stored, Values]:
     """Write the keys and values of a ubatch into their cells.
 
     Stored values are always finite, so that a hidden one is harmless: 0 times it is 0. Where a
@@ -106,15 +108,19 @@ def store(
 
     Args:
       keys: `[S, K, N, D]`, those of a layer.
-      values: `[S, K, N, Dv]`.
+      values: `[S, K, N, Dv]`, or `Latent`.
       streams: `[R]` int32, the stream of each row of tokens.
       slots: `[R, T]` int32, the cell of each token; a token past the last cell is left out.
       k: `[R, T, K, D]`, keys, rotated.
-      v: `[R, T, K, Dv]`, values.
+      v: `[R, T, K, Dv]`, values, unless they are latent.
 
     Returns:
       Keys and values of the layer after it.
     """
+    if isinstance(values, Latent):
+        k = values.marked(k.astype(dtype_of(keys)))
+        return write(keys, streams[:, None], slots, k), values
+    assert v is not None
     k, v = k.astype(dtype_of(keys)), v.astype(dtype_of(values))
     # What is not finite, less itself, is NaN, and all else 0: a sum, where `all` would take more.
     finite = jnp.isfinite(sum(jnp.sum(x - x, axis=3, keepdims=True) for x in (k, v)))

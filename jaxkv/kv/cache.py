@@ -29,6 +29,7 @@ from jaxkv.memory import (
     no_need,
 )
 from jaxkv.mesh import Rules, Shares
+from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import zeros
 from jaxkv.places import FAR, count
 from jaxkv.rope import Rope
@@ -218,7 +219,7 @@ def make_kv_cache(
     cells: int | None = None,
     kv_heads: int | Sequence[int],
     head_dim: int | Sequence[int],
-    value_dim: int | Sequence[int] | None = None,
+    value_dim: int | slice | Sequence[int | slice] | None = None,
     sequences: int = 1,
     streams: int = 1,
     window: Window | None = None,
@@ -237,7 +238,9 @@ def make_kv_cache(
         are cells for the window, a ubatch and a rollback, for each sequence of a stream.
       kv_heads: K, the key/value heads, of all layers or one number for each.
       head_dim: D, the numbers of a key, of all layers or one for each.
-      value_dim: Dv, the numbers of a value, likewise; by default D.
+      value_dim: Dv, the numbers of a value, likewise; by default D. A slice, where values are some
+        of the numbers of their keys, as in latent attention (MLA): they take no bytes, and models
+        give keys alone. At least one number of a key is left out, and dtypes have more than 8 bits.
       sequences: Q, the sequences that may be told apart.
       streams: S, a divisor of Q: how many pools of cells there are. Sequence q lives in stream
         q // (Q // S). A pool gives room to any of its sequences and forks without a copy; with its
@@ -325,7 +328,7 @@ def make_kv_cache(
         )
     heads = _per_layer(kv_heads, layers, "kv_heads")
     keys = _per_layer(head_dim, layers, "head_dim")
-    values = keys if value_dim is None else _per_layer(value_dim, layers, "value_dim")
+    values = keys if value_dim is None else _values_per_layer(value_dim, keys, dtype)
     ropes = rope if isinstance(rope, tuple) else (rope,) * layers
     if len(ropes) != layers:
         raise ValueError(f"wanted one rope for all layers or {layers}, one each, got {len(ropes)}")
@@ -356,7 +359,10 @@ def make_kv_cache(
     shapes = [(streams, heads[i], cells) for i in range(layers)]
     buffers = Buffers(
         k=tuple(zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)),
-        v=tuple(zeros((*shape, n), dtype) for shape, n in zip(shapes, values, strict=True)),
+        v=tuple(
+            n if isinstance(n, Latent) else zeros((*shape, n), dtype)
+            for shape, n in zip(shapes, values, strict=True)
+        ),
         ropes=ropes,
     )
     return join(table, buffers)
@@ -375,6 +381,38 @@ def _check_dtype(wanted: jax.typing.DTypeLike) -> None:
             f"{dtype}: of 8 bits take int8 or float8_e4m3fn, which get a scale for each head and "
             f"cell"
         )
+
+
+def _values_per_layer(
+    value: Any, keys: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> tuple[int | Latent, ...]:
+    """Return the size of values for each layer, or which numbers of a key they are."""
+    given = tuple(value) if isinstance(value, Sequence) else (value,) * len(keys)
+    whole = [n for n in given if not isinstance(n, slice)]
+    sizes = iter(_per_layer(whole, len(whole), "value_dim"))
+    if len(given) != len(keys):
+        raise ValueError(
+            f"wanted value_dim for all layers or {len(keys)}, one each, got {len(given)}"
+        )
+
+    def latent(part: slice, key: int) -> Latent:
+        ends = range(*part.indices(key))
+        if part.step not in (None, 1) or not 0 < len(ends) < key:
+            raise ValueError(
+                f"wanted values as neighbouring numbers of a key of {key}, some and not all, got "
+                f"{part}: give keys a number more where they are all of it"
+            )
+        if jnp.dtype(dtype).itemsize == 1:
+            raise ValueError(
+                f"wanted a dtype of 16 bits or more where values are a part of the keys, got "
+                f"{jnp.dtype(dtype)}"
+            )
+        return Latent(ends.start, ends.stop)
+
+    return tuple(
+        latent(one, key) if isinstance(one, slice) else next(sizes)
+        for one, key in zip(given, keys, strict=True)
+    )
 
 
 def _checked_shards(placement: Placement, shards: int | None) -> int:

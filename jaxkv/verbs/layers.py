@@ -41,7 +41,8 @@ def attend(
       q: `[R, T, H, D]`, queries, rotated by the layer's rope.
       k: `[R, T, K, D]`, keys, rotated by the layer's rope. Without keys and values the tokens look
         at what the layer holds and nothing is written, as for layers that share those of another.
-      v: `[R, T, K, Dv]`, values.
+      v: `[R, T, K, Dv]`, values; left out where they are a part of the keys (`value_dim` of
+        `make_kv_cache`).
       scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
       softcap: what those products stay below: c * tanh(x / c) (Gemma 2).
       sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
@@ -121,7 +122,9 @@ def attend(
 
 
 @names_donated
-def write(memory: Memory, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array) -> Memory:
+def write(
+    memory: Memory, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array | None = None
+) -> Memory:
     """Write the keys and values of a ubatch into a layer, and attend to nothing.
 
     With `view` and attention of one's own it does what `attend` does.
@@ -132,7 +135,7 @@ def write(memory: Memory, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array
       ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
         nowhere, and nothing of a stale ubatch is.
       k: `[R, T, K, D]`, keys, rotated by the layer's rope.
-      v: `[R, T, K, Dv]`, values.
+      v: `[R, T, K, Dv]`, values, unless they are a part of the keys.
 
     Returns:
       The memory with the keys and values written. Of a head whose key or value is not finite in the

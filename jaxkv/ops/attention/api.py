@@ -19,6 +19,7 @@ from jaxkv.ops.attention.softmax import (
     with_sinks,
 )
 from jaxkv.ops.attention.transforms import derived_by, folded
+from jaxkv.ops.latent import Latent, Values
 from jaxkv.ops.quantised import Stored
 
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
@@ -163,12 +164,18 @@ def attend(
 def weigh(
     q: jax.Array,
     k: Stored,
-    v: Stored,
+    v: Values,
     sight: Sight,
     options: Options,
     implementation: Implementation | None,
 ) -> Sums:
-    """Do the part of `attend` that reads keys and values; its softmax is still open."""
+    """Do the part of `attend` that reads keys and values; its softmax is still open.
+
+    Latent values are numbers of the keys. All of these are weighed, which copies none of them.
+    """
+    if isinstance(v, Latent):
+        sums = weigh(q, k, k, sight, options, implementation)
+        return sums._replace(out=v.of(sums.out))
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"wanted an implementation of {get_args(Implementation)}, got {implementation!r}"
