@@ -55,14 +55,8 @@ def test_codes_and_scales_are_those_of_the_formula(size, dtype):
     rng = np.random.default_rng(size)
     x = rng.normal(size=(2, 50, size)).astype(np.float32)
     x *= np.float32(10.0) ** rng.integers(-30, 30, (2, 50, 1))
-    x[0, 0], x[0, 1], x[0, 2, 0], x[0, 3], x[0, 4, 1], x[1, 3] = (
-        0,
-        3e38,
-        np.nan,
-        np.nan,
-        -np.inf,
-        -1e-45,
-    )
+    x[0, 0], x[0, 1], x[1, 3] = 0, 3e38, -1e-45
+    x[0, 2, 0], x[0, 3], x[0, 4, 1] = np.nan, np.nan, -np.inf
     found = jax.jit(encoded)(jnp.asarray(x), zeros((1,), dtype))
     codes, scales = coded(x, dtype)
     np.testing.assert_array_equal(found.scales, scales)
@@ -265,8 +259,11 @@ def dense(seed, cells, tokens, dtype="int8", size=SIZE):
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     [
-        *((None, dtype) for dtype in MOST),
-        *(pytest.param(name, "int8", marks=slow) for name in ("whole", "xla")),
+        (None, "int8"),
+        (None, "float8_e4m3fn"),
+        pytest.param(None, "float8_e5m2", marks=slow),
+        pytest.param("whole", "int8", marks=slow),
+        pytest.param("xla", "int8", marks=slow),
     ],
 )
 def test_implementations_give_the_formula_over_what_is_decoded(implementation, dtype):

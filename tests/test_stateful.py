@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.memories import ALL_KINDS, GROUPS_STRIPES, SMALL, Kind, Twin
+from tests.memories import ALL_KINDS, CODES, GROUPS_STRIPES, SMALL, Kind, Twin
 
 edges = st.integers(-2, 14)
 ids = st.integers(0, 10**6)
@@ -157,7 +157,7 @@ def test_verbs(kind):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*ALL_KINDS, CODES], ids=lambda kind: kind.name)
 def test_verbs_at_length(kind):
     """The slow part: thousands of runs over all memories, in ubatches of 4."""
     run_state_machine_as_test(
