@@ -171,7 +171,7 @@ COPIES = {
             "seq_cp",
             jnp.int8,
             SEQUENCES,
-        ),  # in groups, what is held of the table is more than a layer
+        ),  # in groups the table takes more than a layer
     ],
 )
 def test_a_copy_between_streams_copies_no_layer(name, dtype, streams):

@@ -6,6 +6,7 @@ which is told the numbers that the first one stores: `Pair`.
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,20 @@ import numpy as np
 import pytest
 
 import jaxkv
+import models
 from jaxkv import snapshot
 from jaxkv.ops.attention import api, pallas_gpu, pallas_tpu
 from jaxkv.ops.attention.reference import reference
 from jaxkv.ops.attention.sight import mask_of
 from jaxkv.ops.attention.softmax import Options
 from jaxkv.ops.quantised import decoded, encoded, zeros
+from jaxkv.snapshot.file import written
+from jaxkv.snapshot.whole import describe
 from tests.memories import assert_identical
 from tests.sights import sight_of_mask
 from tests.test_sharding import mesh_of, placed
 
+DATA = Path(__file__).parent / "data"
 slow = pytest.mark.slow
 HEADS, GROUP, SIZE = 2, 2, 5
 ROPE = jaxkv.make_rope(4, base=100.0)
@@ -373,6 +378,28 @@ def test_a_snapshot_holds_codes_and_scales(dtype):
     for wrong in {"float32", "int8", "float8_e4m3fn"} - {dtype}:
         with pytest.raises(ValueError, match=f"the dtype of this one, {wrong}, got one with"):
             snapshot.load_into(data, memory_of(wrong))
+
+
+def test_a_snapshot_of_codes_without_scales_is_refused():
+    memory = memory_of()
+    arrays = {f"buffers.{half}.0": np.zeros((0, HEADS, SIZE), np.int8) for half in "kv"}
+    description = {"memory": describe(memory), "model": None}
+    with pytest.raises(ValueError, match="a snapshot that describes a memory, .*buffers.k.0.codes"):
+        snapshot.load(written(description, arrays))
+
+
+@slow
+def test_states_beside_them_keep_the_dtype_of_the_weights():
+    model = models.load(DATA / "granite_hybrid")
+    memory = model.make_memory(cells=8, dtype="int8")
+    found = {np.dtype(x.dtype).name for x in jax.tree.leaves(memory.buffers)}
+    assert found == {"int8", "float32"}
+    (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3])).ubatches
+    out = [
+        model.forward(model.weights, jaxkv.apply(one, ubatch), ubatch)[1]
+        for one in (memory, model.make_memory(cells=8))
+    ]
+    assert 0 < np.abs(out[0] - out[1]).max() < 0.05 * np.abs(out[1]).max()
 
 
 @slow
