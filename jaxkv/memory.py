@@ -148,7 +148,8 @@ class View(NamedTuple):
 
     Rows of one stream are one list, in their order; with a stream for each sequence, a row is one.
 
-    k: `[P, K, N, D]`, the keys in the cells of each list's stream.
+    k: `[P, K, N, D]`, the keys in the cells of each list's stream, in the dtype of the buffers, or
+      float32 where these are quantised.
     v: `[P, K, N, Dv]`, the values likewise.
     mask: `[P, T, N]` bool, which cells each token sees.
     positions: `[P, N]` int32, the position of each cell; -1 where it is empty.

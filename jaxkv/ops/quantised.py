@@ -71,8 +71,8 @@ def encoded(numbers: jax.Array, like: Stored) -> Stored:
     Codes are rounded to the nearest, ties to even. Nothing is differentiated through them.
 
     Args:
-      numbers: in the dtype of `dtype_of(like)`. If one of a head is NaN, all of that head are NaN
-        from then on.
+      numbers: in the dtype of `dtype_of(like)`. If one of a head is not finite, all of that head
+        are NaN from then on.
       like: says the form, and its shape does not matter.
 
     >>> like = zeros((1,), "int8")
@@ -86,6 +86,8 @@ def encoded(numbers: jax.Array, like: Stored) -> Stored:
     most = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
     # A product with what a compiler would make of a division by a constant anyway, on some devices.
     scales = jnp.max(jnp.abs(numbers), axis=-1, keepdims=True) * np.float32(1 / most)
+    # A compiler's maximum may forget a NaN, and its sum does not.
+    scales += jnp.sum(numbers - numbers, axis=-1, keepdims=True)
     there = scales > 0  # neither zeros alone, nor NaN
     codes = jnp.where(there, numbers, 0) / jnp.where(there, scales, 1)
     # A scale that is rounded, as those of the smallest numbers are, may leave more than the most.

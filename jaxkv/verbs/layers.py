@@ -184,7 +184,8 @@ def view(
 
     Returns:
       `(k, v, mask, positions)`: `[P, K, N, D]`, `[P, K, N, Dv]`, `[P, T, N]` bool and `[P, N]`
-      int32, the position of each cell, -1 of an empty one. Values are finite. A key that no token
+      int32, the position of each cell, -1 of an empty one. Quantised ones are decoded, to float32.
+      Values are finite. A key that no token
       sees may be anything, NaN too: hide it by a choice (`jnp.where`) and not by a product or a
       sum; and where derivatives are wanted, put zeros in its place before the product. A token
       that was not finite has a NaN key. Padding and a refused plan see nothing; tokens of a stale
