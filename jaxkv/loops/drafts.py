@@ -264,9 +264,7 @@ class DraftModel(Draft):
         adjusted = made[2] if sampler.draws else None
         return replace(self, memory=carry[0]), Guess(made[0], made[1], adjusted)
 
-    def follow(
-        self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
-    ) -> "DraftModel":
+    def follow(self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array) -> Self:
         """Remove rejected tokens. If all were accepted, the last one is not in its memory yet."""
         memory, _ = seq_rm(self.memory, sequences, at + taken)
         lacking = at + taken - 1 - ends(split(memory)[0])[sequences]
