@@ -1,6 +1,7 @@
 """A model that guesses several ways at once: its best tokens, and how each goes on."""
 
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv.loops import trees
 from jaxkv.loops.drafts import DraftModel, Guess, draft_model
-from jaxkv.loops.drawing import Sampler
+from jaxkv.loops.drawing import Sampler, draw, draw_key
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.state import DecodeState, ends
 from jaxkv.memory import Memory, join, split
@@ -33,7 +34,10 @@ class DraftTree(DraftModel):
     def guess(
         self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
     ) -> tuple["DraftTree", Guess]:
-        """Take the best tokens that the model says, and let it go on from each with the best."""
+        """Take the best tokens that the model says, and let it go on from each with the best.
+
+        With a sampler that draws, different tokens are drawn, and what comes after each.
+        """
         table, _ = split(self.memory)
         last = ends(table)[state.sequence]
         going = active & (last + 1 + (self.unfed >= 0) == at)
@@ -42,7 +46,9 @@ class DraftTree(DraftModel):
         plan = plan_next(table, tokens, state.sequence, valid)
         memory, logits = take_step(self.forward, self.weights, self.memory, plan.ubatches[0])
         logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
-        best, token = jax.lax.top_k(sampler.adjust(logits, state.adjusting), self.branches)
+        first = sampler.adjust(logits, state.adjusting)
+        token = self._different(sampler, first, draw_key(state.key, state.draw, 2))
+        best = jnp.take_along_axis(first, token, axis=1)
 
         table, buffers = split(memory)
         sequences = trees.branch_sequences(table, state.sequence, self.branches)
@@ -56,7 +62,7 @@ class DraftTree(DraftModel):
             jax.vmap(one, in_axes=1, out_axes=1) for one in (sampler.adjust, sampler.follow)
         )
 
-        def again(carry: tuple, _: None) -> tuple:
+        def again(carry: tuple, i: jax.Array) -> tuple:
             memory, adjusting, token, going = carry
             adjusting = follow(adjusting, token)
             fed = token.reshape(-1, 1), sequences.reshape(-1), going.reshape(-1, 1)
@@ -64,19 +70,31 @@ class DraftTree(DraftModel):
             memory, logits = take_step(self.forward, self.weights, memory, plan.ubatches[0])
             logits = logits.reshape(*token.shape, -1).astype(jnp.float32)
             adjusted = adjust(logits, adjusting)
-            token = jnp.argmax(adjusted, axis=2).astype(jnp.int32)
-            going &= plan.ok & (jnp.max(adjusted, axis=2) > -jnp.inf)
-            return (memory, adjusting, token, going), (token, going)
+            keys = draw_key(state.key, state.draw + i, 2)
+            keys = jax.vmap(lambda key: jax.vmap(partial(jax.random.fold_in, key))(turns))(keys)
+            token = draw(sampler, adjusted.reshape(-1, adjusted.shape[2]), keys.reshape(-1))
+            token = token.reshape(going.shape)
+            going &= plan.ok & (token >= 0)
+            return (memory, adjusting, token, going), (token, going, adjusted)
 
-        token = token.astype(jnp.int32)
+        turns = jnp.arange(self.branches, dtype=jnp.int32)
         carry = memory, adjusting, token, going
-        carry, rest = jax.lax.scan(again, carry, length=self.tries - 1)
-        tokens, valid = (
-            jnp.concatenate([one[..., None], jnp.moveaxis(others, 0, -1)], axis=-1)
-            for one, others in zip((token, going), rest, strict=True)
+        carry, rest = jax.lax.scan(again, carry, jnp.arange(1, self.tries, dtype=jnp.int32))
+        begun = token, going, jnp.repeat(first[:, None], self.branches, axis=1)
+        tokens, valid, adjusted = jax.tree.map(
+            lambda one, others: jnp.moveaxis(jnp.concatenate([one[None], others]), 0, 2),
+            begun,
+            rest,
         )
         draft = replace(self, memory=carry[0], guessed=tokens, sequences=sequences)
-        return draft, Guess(tokens, valid, None)
+        return draft, Guess(tokens, valid, adjusted if sampler.draws else None)
+
+    def _different(self, sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:
+        """Return different tokens of each text, `[T, k]` int32: the best, or drawn one by one."""
+        if sampler.draws:  # the highest with such a noise are draws without replacement
+            noise = jax.vmap(lambda key: jax.random.gumbel(key, adjusted.shape[1:]))(keys)
+            adjusted = adjusted + noise
+        return jax.lax.top_k(adjusted, self.branches)[1].astype(jnp.int32)
 
     def follow(
         self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
@@ -101,10 +119,11 @@ def draft_tree(
     tries: int = 3,
     branches: int = 2,
 ) -> DraftTree:
-    """Guess by a smaller model in several ways: the best tokens it says, each continued greedily.
+    """Guess by a smaller model in several ways: the best tokens it says, and how each goes on.
 
     Where a model that guesses is often wrong at once, its second guess often is right. It computes
-    as many tokens a step as there are branches, and so does the model that checks them.
+    as many tokens a step as there are branches, and the model that checks them all of them. Where
+    texts are drawn, branches are too, and the texts keep the distribution of the model.
 
     Args:
       forward: see `draft_model`.

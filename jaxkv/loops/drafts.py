@@ -28,9 +28,9 @@ class Guess(NamedTuple):
 
     tokens: `[T, n]` int32; or `[T, k, n]`, k branches, which may begin alike.
     valid: in that shape, bool, the tokens that are guessed; where one is not, none after it is.
-    adjusted: `[T, n, V]` float32, the logits that the tokens were drawn from, as a sampler left
-      them; None where nothing was drawn and each token is all that its place offers, as it is with
-      several branches.
+    adjusted: `[T, n, V]` or `[T, k, n, V]` float32, the logits that the tokens were drawn from, as
+      a sampler left them, those of branches that begin alike without replacement, the first one
+      first; None where nothing was drawn, and a place offers these tokens and no other.
     """
 
     tokens: jax.Array
