@@ -19,11 +19,9 @@ from tests.memories import (
     HEADS,
     LAYERS,
     ROPE,
-    RUNS,
     SIZE,
     SMALL,
     SPLIT,
-    TWO,
     WEIGHTS,
     WIDE,
     WINDOW,
@@ -34,6 +32,8 @@ from tests.memories import (
     run,
     think,
 )
+from tests.test_sharding import KINDS as MESH_KINDS
+from tests.test_sharding import mesh_of
 
 TREE = [[0, 1, 2], [0, 1, 2], [0, 1], [2], [0], [1], [2]]
 """A trunk of two tokens, and three branches, the first two of which part a token later."""
@@ -321,7 +321,7 @@ def life(twin, rng, steps):
     return answers
 
 
-KINDS = [SMALL, RUNS, WIDE, WINDOW, TWO, GROUPS_RUNS, GROUPS_STRIPES]
+KINDS = [SMALL, WIDE, WINDOW, GROUPS_RUNS, GROUPS_STRIPES]
 
 
 @pytest.mark.slow
@@ -330,3 +330,11 @@ def test_random_lives(kind):
     """Plans, masks, rows and refusals are those of the oracle."""
     answers = [life(Twin(kind), random.Random(seed), 12) for seed in range(2)]
     assert set().union(*answers) == {True, False}
+
+
+@pytest.mark.slow
+def test_a_life_on_a_mesh():
+    """Streams, cells and heads are split; each device marks what falls into its share."""
+    kind = next(kind for kind in MESH_KINDS if kind.name == "groups-striped-window")
+    with jax.set_mesh(mesh_of(**dict(kind.axes))):
+        life(Twin(kind), random.Random(3), 6)

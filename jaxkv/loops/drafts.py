@@ -28,9 +28,9 @@ class Guess(NamedTuple):
 
     tokens: `[T, n]` int32; or `[T, k, n]`, k branches, which may begin alike.
     valid: in that shape, bool, the tokens that are guessed; where one is not, none after it is.
-    adjusted: `[T, n, V]` float32, the logits that the tokens were drawn from, as a sampler left
-      them; None where nothing was drawn and each token is all that its place offers, as it is with
-      several branches.
+    adjusted: `[T, n, V]` or `[T, k, n, V]` float32, the logits that the tokens were drawn from, as
+      a sampler left them, those of branches that begin alike without replacement, the first one
+      first; None where nothing was drawn, and a place offers these tokens and no other.
     """
 
     tokens: jax.Array
@@ -264,9 +264,7 @@ class DraftModel(Draft):
         adjusted = made[2] if sampler.draws else None
         return replace(self, memory=carry[0]), Guess(made[0], made[1], adjusted)
 
-    def follow(
-        self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
-    ) -> "DraftModel":
+    def follow(self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array) -> Self:
         """Remove rejected tokens. If all were accepted, the last one is not in its memory yet."""
         memory, _ = seq_rm(self.memory, sequences, at + taken)
         lacking = at + taken - 1 - ends(split(memory)[0])[sequences]

@@ -381,5 +381,8 @@ def _fed_branches(
     own = jnp.argmax(sequences == state.sequence[:, None], axis=1).astype(jnp.int32)
     followed = jnp.where(ok, branch, own)
     memory = join(trees.keep(table, state.sequence, sequences, followed), buffers)
-    one = jax.tree.map(lambda x: jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0], guess)
-    return memory, plan, tuple(found), one
+    tokens, valid = (
+        jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]
+        for x in (guess.tokens, guess.valid)
+    )
+    return memory, plan, tuple(found), Guess(tokens, valid, None)
