@@ -202,7 +202,7 @@ def test_tokens_see_one_text_before_and_none_after():
     memory = jaxkv.apply(SMALL.make(), ubatch)
     sees = visible(memory.table, ubatch)[0, :2, :3]
     assert sees.tolist() == [[True, False, False], [True, True, False]]
-    with pytest.raises(ValueError, match="wanted causal attention, or tokens of one sequence each"):
+    with pytest.raises(ValueError, match="wanted causal attention without until, or tokens of one"):
         visible(memory.table, ubatch, causal=False)
 
 
