@@ -466,7 +466,7 @@ def test_weights_that_a_batch_shares_get_the_sum_of_their_derivatives():
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def large(tokens, *, seen=0.4, lists=(2, 0), streams=3, cells=2 * TILE + 40):
+def large(tokens, *, seen=0.4, lists=(2, 0), streams=3, cells=2 * TILE + 40, last=900):
     """Arrays, and a sight in which whole tiles are not seen, with ends and a bias."""
     rng = np.random.default_rng(0)
     shapes = ((len(lists), tokens, H, D), *2 * ((streams, K, cells, D),))
@@ -479,7 +479,7 @@ def large(tokens, *, seen=0.4, lists=(2, 0), streams=3, cells=2 * TILE + 40):
     sight = replace(
         sight_of_mask(mask, lists, streams),
         position=jnp.asarray(rng.integers(0, 900, (streams, cells)), jnp.int32),
-        at=jnp.asarray(rng.integers(0, 900, (len(lists), tokens)), jnp.int32),
+        at=jnp.asarray(rng.integers(0, last, (len(lists), tokens)), jnp.int32),
         until=jnp.asarray(rng.integers(0, 900, (len(lists), tokens)), jnp.int32),
         bias=OfPlaces(function=BIASES["t5"], heads=jnp.arange(H)),
     )
@@ -500,7 +500,8 @@ def formula(q, k, v, sight):
         (None, 2, {"lists": (0, 1, 2), "seen": 0.9}),  # all at once
         (None, 2, {"lists": (0, 1, 2), "seen": 0.1}),  # the same program, by tiles
         ("tiles", BLOCK + 3, {}),
-        ("tiles", BLOCK + 3, {"cells": 17 * TILE}),  # a mask that is made tile by tile
+        # A mask that is made tile by tile, of what lies ahead alone.
+        ("tiles", BLOCK + 3, {"cells": 17 * TILE, "last": 1}),
         ("whole", BLOCK + 3, {}),
         ("xla", BLOCK + 3, {}),
     ],
