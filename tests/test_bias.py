@@ -22,6 +22,7 @@ from jaxkv.ops.attention.live import BLOCK, TILE
 from jaxkv.ops.attention.sight import bias_of, mask_of, with_array
 from jaxkv.ops.attention.softmax import Options
 from jaxkv.window import chunked, first_seen, sliding, symmetric
+from models.compiling import counting
 from tests import hlo
 from tests.sights import sight_of_mask
 from tests.test_sharding import RULES, mesh_of, placed
@@ -262,7 +263,7 @@ def test_a_symmetric_window_reaches_ahead_no_further_than_else():
 @slow
 def test_the_kernel_for_gpus_sees_ahead():
     q, k, v, sight = large(BLOCK + 3)
-    sight = replace(sight, until=sight.at + 100, bias=None)
+    sight = replace(sight, bias=None)
     sums = pallas_gpu.weigh(q, k, v, sight, Options(), interpret=True)
     wanted = formula(q, k, v, sight)
     np.testing.assert_allclose(finished(sums, q, Options()), wanted, **CLOSE)
@@ -465,8 +466,8 @@ def test_weights_that_a_batch_shares_get_the_sum_of_their_derivatives():
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def large(tokens, *, seen=0.4, lists=(2, 0), streams=3, cells=2 * TILE + 40):
-    """Arrays, and a sight in which whole tiles are not seen, with positions and a bias."""
+def large(tokens, *, seen=0.4, lists=(2, 0), streams=3, cells=2 * TILE + 40, last=900):
+    """Arrays, and a sight in which whole tiles are not seen, with ends and a bias."""
     rng = np.random.default_rng(0)
     shapes = ((len(lists), tokens, H, D), *2 * ((streams, K, cells, D),))
     q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
@@ -478,7 +479,8 @@ def large(tokens, *, seen=0.4, lists=(2, 0), streams=3, cells=2 * TILE + 40):
     sight = replace(
         sight_of_mask(mask, lists, streams),
         position=jnp.asarray(rng.integers(0, 900, (streams, cells)), jnp.int32),
-        at=jnp.asarray(rng.integers(0, 900, (len(lists), tokens)), jnp.int32),
+        at=jnp.asarray(rng.integers(0, last, (len(lists), tokens)), jnp.int32),
+        until=jnp.asarray(rng.integers(0, 900, (len(lists), tokens)), jnp.int32),
         bias=OfPlaces(function=BIASES["t5"], heads=jnp.arange(H)),
     )
     return q, k, v, sight
@@ -493,15 +495,19 @@ def formula(q, k, v, sight):
 
 @slow
 @pytest.mark.parametrize(
-    ("implementation", "tokens", "lists", "seen"),
+    ("implementation", "tokens", "options"),
     [
-        (None, 2, (0, 1, 2), 0.9),  # all at once
-        (None, 2, (0, 1, 2), 0.1),  # the same program, by tiles
-        *((name, BLOCK + 3, (2, 0), 0.4) for name in ("tiles", "whole", "xla")),
+        (None, 2, {"lists": (0, 1, 2), "seen": 0.9}),  # all at once
+        (None, 2, {"lists": (0, 1, 2), "seen": 0.1}),  # the same program, by tiles
+        ("tiles", BLOCK + 3, {}),
+        # A mask that is made tile by tile, of what lies ahead alone.
+        ("tiles", BLOCK + 3, {"cells": 17 * TILE, "last": 1}),
+        ("whole", BLOCK + 3, {}),
+        ("xla", BLOCK + 3, {}),
     ],
 )
-def test_tiles_and_blocks_of_tokens(implementation, tokens, lists, seen):
-    q, k, v, sight = large(tokens, lists=lists, seen=seen)
+def test_tiles_and_blocks_of_tokens(implementation, tokens, options):
+    q, k, v, sight = large(tokens, **options)
     wanted = formula(q, k, v, sight)
     for one in (sight, with_array(sight)):
         out = attend(q, k, v, one, Options(), implementation)
@@ -519,11 +525,16 @@ def test_a_long_prompt_holds_no_bias_of_all_pairs():
 def test_a_function_is_compiled_once():
     """Other weights, and the same function wrapped anew, are the same program."""
     memory, ubatch, (q, *_) = applied()
-    before = jaxkv.kv.attend._attended._cache_size()
-    for weights in (TABLE[0], TABLE[1]):
+
+    def run(weights):
         jaxkv.attend(memory, 0, ubatch, q, bias=Partial(bent, weights))
         jaxkv.attend(memory, 0, ubatch, q, bias=alibi)
-    assert jaxkv.kv.attend._attended._cache_size() - before == 2
+
+    tables = np.asarray(TABLE)
+    run(tables[0])
+    with counting() as heard:
+        run(tables[1])
+    assert heard() == 0
 
 
 # ----------------------------------------------------------------------------- meshes, other dtypes
