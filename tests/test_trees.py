@@ -145,7 +145,7 @@ def table_memory(count):
 
 @pytest.mark.slow
 def test_branches_that_are_looked_up_leave_every_draw_as_it_is():
-    """A token is drawn as it would be, and followed where a branch offers it; inside of `jit` too."""
+    """A token is drawn as it would be, and followed where a branch offers it; also in a program."""
     sampler, (memory, ids) = make_sampler(temperature=1.0), table_memory(64)
     state = loops.start(memory, [0] * 64, ids, seed=3, limit=8)
     wanted = jaxkv.decode(by_table, sampler, CHANCES[0], memory, state, steps=8)[2]

@@ -106,7 +106,7 @@ def verify_branches(
         here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
         adjusted = sampler.adjust(here, adjusting)
         number = state.draw + i
-        if drawn_from is None:
+        if drawn_from is None or not sampler.draws:
             token = draw(sampler, adjusted, draw_key(state.key, number))
         else:
             q = jnp.take_along_axis(drawn_from, branch[:, None, None], axis=1)[:, 0]
@@ -165,7 +165,8 @@ def _first_to_hold(
             jnp.where(fails, _normal(rest, x), x)
             for rest, x in ((jnp.maximum(p - q, 0), p), (jnp.where(one, 0, q), q))
         )
-    return held, jnp.log(p)
+    some = jnp.max(adjusted, axis=1, keepdims=True) > -jnp.inf
+    return held, jnp.where(some, jnp.log(p), adjusted)
 
 
 def _normal(rest: jax.Array, whole: jax.Array) -> jax.Array:

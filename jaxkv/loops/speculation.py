@@ -113,13 +113,17 @@ def speculate(
     A text goes on alone where its guess does not find room, and a step in which nothing is guessed
     is one token wide.
 
+    Several branches of a guess are one ubatch. Each takes a sequence for the step, the text's own
+    or another one of its stream that holds nothing; where too few are free, fewer branches are
+    tried.
+
     Args:
       forward: see `prefill`.
-      draft: what guesses, of `lookup`, `draft_model` or a `Draft` of your own.
+      draft: what guesses, of `lookup`, `draft_model`, `draft_tree` or a `Draft` of your own.
       sampler: see `decode`.
       weights: whatever the model wants.
       memory: the memory after the prompts. One that keeps states must keep as many earlier ones as
-        the draft tries.
+        the draft tries, and cannot branch.
       state: how far each text has come, see `decode`.
       stop: the tokens that end a text, see `decode`.
       steps: the most tokens to generate for each text, static.
@@ -131,8 +135,10 @@ def speculate(
       picked. Tokens that were guessed wrong are in no memory.
 
     Raises:
-      ValueError: as `decode` does; when the memory keeps too few states to take back a guess; or
-        when the memory of a draft was donated, or has another number of sequences.
+      ValueError: as `decode` does; when the memory keeps too few states to take back a guess; when
+        the draft has several branches, and the memory keeps states, has fewer sequences than there
+        are branches of all texts, or a stream for each; or when the memory of a draft was donated,
+        or has another number of sequences.
       TypeError: when it is given something else than a draft, a sampler or a state.
 
     Examples:
