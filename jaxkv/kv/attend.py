@@ -18,8 +18,7 @@ from jaxkv.memory import View
 from jaxkv.mesh import Shares, first_of, from_owner, looked_up, on_shares, shares
 from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
-from jaxkv.ops.attention.bias import Bias, OfPlaces, checked_bias
-from jaxkv.ops.attention.bias import Held as HeldBias
+from jaxkv.ops.attention.bias import Bias, BiasOfLists, OfPlaces, checked_bias
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import Options, joined_over
 from jaxkv.ops.latent import Latent, Values
@@ -239,7 +238,7 @@ def _attended(
     new: tuple[jax.Array, ...],
     q: jax.Array,
     options: Options,
-    bias: HeldBias | None,
+    bias: BiasOfLists | None,
     until: jax.Array | None,
     causal: bool,
     implementation: Implementation | None,
@@ -268,7 +267,7 @@ def _attended(
         new: tuple[jax.Array, ...],
         q: jax.Array,
         options: Options,
-        bias: HeldBias | None,
+        bias: BiasOfLists | None,
         until: jax.Array | None,
     ) -> tuple[tuple[Any, ...], jax.Array]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
@@ -301,7 +300,7 @@ def _attended(
     return run(table, ubatch, held, new, q, options, bias, until)
 
 
-def _specs_of_bias(bias: HeldBias | None, rows: tuple[str, ...], split: Shares) -> Any:
+def _specs_of_bias(bias: BiasOfLists | None, rows: tuple[str, ...], split: Shares) -> Any:
     """Return how a bias is split: as rows, query heads and cells are, and never what it weighs."""
     if isinstance(bias, OfPlaces):
         return replace(bias, function=P(), heads=P(split.kv_heads))

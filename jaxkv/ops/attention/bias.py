@@ -47,11 +47,11 @@ class OfPlaces:
         return jnp.broadcast_to(added, shape)
 
 
-Held = jax.Array | OfPlaces
+BiasOfLists = jax.Array | OfPlaces
 """A bias for lists of tokens: an array `[P, T, H or 1, N]`, or a function of places."""
 
 
-def checked_bias(bias: Any, shape: tuple[int, ...]) -> Held | None:
+def checked_bias(bias: Any, shape: tuple[int, ...]) -> BiasOfLists | None:
     """Return a bias that a caller passed, for R rows, T tokens, H heads and N cells.
 
     An array is spread over rows, tokens and cells, and not over heads, `[R, T, H or 1, N]`.

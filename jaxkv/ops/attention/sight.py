@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.bias import Held, OfPlaces
+from jaxkv.ops.attention.bias import BiasOfLists, OfPlaces
 from jaxkv.window import Window, first_seen, last_seen, sees
 
 X = TypeVar("X")
@@ -47,7 +47,7 @@ class Sight:
     causal: bool = field(metadata={"static": True})
     all_streams: bool = field(metadata={"static": True})
     until: jax.Array | None = None  # [P, T]
-    bias: Held | None = None
+    bias: BiasOfLists | None = None
 
     def of_cells(self, first: jax.Array, count: int) -> "Sight":
         """Return what decides about `count` cells from `first` on."""
