@@ -309,11 +309,10 @@ def _kernel(
         logits = jnp.where(seen, jnp.where(logits < LOWEST / 2, LOWEST / 2, logits), LOWEST)
         top = jnp.maximum(highest, jnp.max(logits, axis=1))
         down, weights = jnp.exp(highest - top), jnp.exp(logits - top[:, None])
-        total = total * down + jnp.sum(weights, axis=1)
-        if scales is not None:
-            weights, values = weights * scales, values.astype(q.dtype)
-        more = product(weights.astype(values.dtype), values, 0)
-        return top, total, out * down[:, None] + more
+        of_codes = weights if scales is None else weights * scales
+        values = values if scales is None else values.astype(q.dtype)
+        more = product(of_codes.astype(values.dtype), values, 0)
+        return top, total * down + jnp.sum(weights, axis=1), out * down[:, None] + more
 
     first, count = starts[block], starts[block + 1] - starts[block]
     begin, end = (first + jax.lax.div(count * n, cut.programs) for n in (part, part + 1))
