@@ -290,8 +290,8 @@ def _kernel(
         def tile(x: Any, number: jax.Array, inside: jax.Array) -> tuple[jax.Array, Any]:
             """Read keys or values, or codes, `[C, n]`; and scales, `[1, C]`, if there are any."""
             numbers, scales = parts(x)
-            places = _places(there, inside, x.shape[3])
-            found = _load(numbers, stream, head, cell[:, None], number[None], inside=places)
+            where = stream, head, cell[:, None], number[None]
+            found = _load(numbers, *where, inside=_places(there, inside, x.shape[3]))
             if scales is None:
                 return found, None
             return found, _load(scales, stream, head, cell, 0, inside=there)[None]
