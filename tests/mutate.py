@@ -46,7 +46,6 @@ KNOWN_BY = {
     "jaxkv/kv/slots.py": "arguments traps ollama window streams groups refusals going_back stale "
     "evictions stateful recurrent_ubatches every_argument",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
-    "jaxkv/ops/quantised.py": "quantised",
     "jaxkv/kv/transfer.py": "groups stateful every_argument",
     "jaxkv/kv/arrivals.py": "groups stateful every_argument",
     "jaxkv/recurrent/s*.py": "arguments groups invariants recurrent recurrent_going_back "
