@@ -1,8 +1,9 @@
 """Keys and values in 8 bits: codes, and a scale for each head and cell.
 
-`encoded` and `decoded` are all that knows what codes mean. What copies, cuts, splits or counts
-arrays does so with codes and scales alike, array by array (`jax.tree.map`): both have streams,
-heads and cells first, and a last dimension of their own.
+`encoded` and `decoded` say what codes mean. Attention multiplies codes as they are, and logits and
+weights by the scales (`parts`). What copies, cuts, splits or counts arrays does so with codes and
+scales alike, array by array (`jax.tree.map`): both have streams, heads and cells first, and a last
+dimension of their own.
 """
 
 from dataclasses import dataclass

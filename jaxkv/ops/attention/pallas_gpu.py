@@ -291,8 +291,8 @@ def _kernel(
         def tile(x: Any, number: jax.Array, inside: jax.Array) -> tuple[jax.Array, Any]:
             """Read keys or values, or codes, `[C, n]`; and scales, `[1, C]`, if there are any."""
             numbers, scales = parts(x)
-            places = _places(there, inside, x.shape[3])
-            found = _load(numbers, stream, head, cell[:, None], number[None], inside=places)
+            where = stream, head, cell[:, None], number[None]
+            found = _load(numbers, *where, inside=_places(there, inside, x.shape[3]))
             if scales is None:
                 return found, None
             return found, _load(scales, stream, head, cell, 0, inside=there)[None]
@@ -310,11 +310,10 @@ def _kernel(
         logits = jnp.where(seen, jnp.where(logits < LOWEST / 2, LOWEST / 2, logits), LOWEST)
         top = jnp.maximum(highest, jnp.max(logits, axis=1))
         down, weights = jnp.exp(highest - top), jnp.exp(logits - top[:, None])
-        total = total * down + jnp.sum(weights, axis=1)
-        if scales is not None:
-            weights, values = weights * scales, values.astype(q.dtype)
-        more = product(weights.astype(values.dtype), values, 0)
-        return top, total, out * down[:, None] + more
+        of_codes = weights if scales is None else weights * scales
+        values = values if scales is None else values.astype(q.dtype)
+        more = product(of_codes.astype(values.dtype), values, 0)
+        return top, total * down + jnp.sum(weights, axis=1), out * down[:, None] + more
 
     first, count = starts[block], starts[block + 1] - starts[block]
     begin, end = (first + jax.lax.div(count * n, cut.programs) for n in (part, part + 1))
