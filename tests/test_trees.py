@@ -176,15 +176,13 @@ def test_draws_with_branches_of_a_model_have_the_distribution_of_the_model():
 
 @pytest.mark.slow
 def test_real_weights_go_on_alike(smollm2):
-    tokens = [smollm2.tokenizer.prompt(SENTENCES[i]) for i in (2, 3, 6, 10)]
-    memory = smollm2.make_memory(sequences=12, cells=512)
+    tokens = [smollm2.tokenizer.prompt(SENTENCES[i]) for i in (2, 4, 10)]
+    memory = smollm2.make_memory(sequences=9, cells=512)
     memory, logits = jaxkv.prefill(smollm2.forward, smollm2.weights, memory, make_batch(tokens))
     state, _ = loops.begin(BEST, memory, logits)
     wanted = plainly(smollm2, memory, state)[2]
-    turns = []
-    for branches in (1, 3):
-        draft = loops.lookup(tokens, ngram=1, branches=branches)
-        made = guessing(smollm2, draft, memory, state)[3]
-        np.testing.assert_array_equal(made.tokens, wanted.tokens)
-        turns.append(made.turns.sum())
-    assert turns[1] < turns[0]
+    draft = loops.lookup(tokens, ngram=1, branches=3)
+    found, _, _, made = guessing(smollm2, draft, memory, state)
+    np.testing.assert_array_equal(made.tokens, wanted.tokens)
+    assert 0 < made.accepted.sum() < made.tried.sum()
+    assert jaxkv.used(found) == sum(map(len, tokens)) + 3 * 24
