@@ -35,10 +35,6 @@ FORKED = {
         "def mul(a, b):\n    return a * b\n\ndef div(a, b):\n"
     ),
     "sums": "1 + 1 = 2\n2 + 2 = 4\n3 + 3 = 6\n4 + 4 = 8\n5 + 5 =",
-    "questions": (
-        "Question: What is the largest planet? Answer: Jupiter.\nQuestion: What is the smallest "
-        "planet? Answer: Mercury.\nQuestion: What is the hottest planet? Answer:"
-    ),
 }
 """Texts in which the same words go on in several ways."""
 

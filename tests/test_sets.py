@@ -15,7 +15,6 @@ from tests import histories
 from tests.memories import (
     GROUPS,
     GROUPS_RUNS,
-    GROUPS_STRIPES,
     HEADS,
     LAYERS,
     ROPE,
@@ -321,7 +320,7 @@ def life(twin, rng, steps):
     return answers
 
 
-KINDS = [SMALL, WIDE, WINDOW, GROUPS_RUNS, GROUPS_STRIPES]
+KINDS = [SMALL, WIDE, WINDOW, GROUPS_RUNS]
 
 
 @pytest.mark.slow

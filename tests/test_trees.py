@@ -95,7 +95,7 @@ def test_texts_are_those_of_a_plain_loop_in_fewer_steps(name, streams, ids, kind
     model, memory, state = begun(name, streams=streams, sequences=ids)
     after, ended, wanted = plainly(model, memory, state)
     if kind == "lookup":
-        chain, tree = (loops.lookup(PROMPTS, ngram=1, branches=k) for k in (1, 3))
+        tree, most = loops.lookup(PROMPTS, ngram=1, branches=3), 24 + 24
     else:
         own, _ = jaxkv.prefill(
             model.forward,
@@ -104,10 +104,10 @@ def test_texts_are_those_of_a_plain_loop_in_fewer_steps(name, streams, ids, kind
             make_batch(PROMPTS, sequences=[*ids]),
         )
         chain = loops.draft_model(model.forward, nearly(model), own, texts=2)
+        most = guessing(model, chain, memory, state)[3].turns.sum()
         tree = loops.draft_tree(model.forward, nearly(model), own, texts=2, branches=3)
-    turns = guessing(model, chain, memory, state)[3].turns
     found, now, draft, made = guessing(model, tree, memory, state)
-    assert texts(made) == texts(wanted) and made.turns.sum() < turns.sum()
+    assert texts(made) == texts(wanted) and made.turns.sum() < most
     assert (made.turns + made.accepted).tolist() == [len(text) for text in texts(made)]
     np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=2e-4)
     assert now.token.tolist() == ended.token.tolist() and not now.active.any()
@@ -176,15 +176,13 @@ def test_draws_with_branches_of_a_model_have_the_distribution_of_the_model():
 
 @pytest.mark.slow
 def test_real_weights_go_on_alike(smollm2):
-    tokens = [smollm2.tokenizer.prompt(SENTENCES[i]) for i in (2, 3, 6, 10)]
-    memory = smollm2.make_memory(sequences=12, cells=512)
+    tokens = [smollm2.tokenizer.prompt(SENTENCES[i]) for i in (2, 4, 10)]
+    memory = smollm2.make_memory(sequences=9, cells=512)
     memory, logits = jaxkv.prefill(smollm2.forward, smollm2.weights, memory, make_batch(tokens))
     state, _ = loops.begin(BEST, memory, logits)
     wanted = plainly(smollm2, memory, state)[2]
-    turns = []
-    for branches in (1, 3):
-        draft = loops.lookup(tokens, ngram=1, branches=branches)
-        made = guessing(smollm2, draft, memory, state)[3]
-        np.testing.assert_array_equal(made.tokens, wanted.tokens)
-        turns.append(made.turns.sum())
-    assert turns[1] < turns[0]
+    draft = loops.lookup(tokens, ngram=1, branches=3)
+    found, _, _, made = guessing(smollm2, draft, memory, state)
+    np.testing.assert_array_equal(made.tokens, wanted.tokens)
+    assert 0 < made.accepted.sum() < made.tried.sum()
+    assert jaxkv.used(found) == sum(map(len, tokens)) + 3 * 24

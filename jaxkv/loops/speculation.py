@@ -309,8 +309,9 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
     state = now.state
     guessed = jnp.any(guess.valid, axis=tuple(range(1, guess.valid.ndim)))
     feed = _fed if guess.tokens.ndim == 2 else _fed_branches
-    memory, plan, (tokens, logprobs, held, adjusting), guess = feed(setup, guess, active, now)
-    ok, width = active & plan.ok, tokens.shape[1]
+    memory, plan, ok, picks, guess = feed(setup, guess, active, now)
+    tokens, logprobs, held, adjusting = picks
+    width = tokens.shape[1]
     stopped = jnp.any(tokens[:, :, None] == setup.stop[:, None], axis=2) | (tokens < 0)
     turn = jnp.arange(width, dtype=jnp.int32)[None]
     ended = jnp.min(jnp.where(stopped & held, turn, width), axis=1)
@@ -350,11 +351,11 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
 
 def _fed(
     setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
-) -> tuple[Memory, Plan, tuple, Guess]:
+) -> tuple[Memory, Plan, jax.Array, tuple, Guess]:
     """Feed the last token of each active text and a guess.
 
     Returns:
-      The memory; the plan; what `verify` says; and the guess.
+      The memory; the plan; which texts go on, `[T]` bool; what `verify` says; and the guess.
     """
     table, state = split(now.memory)[0], now.state
     fed = jnp.concatenate([state.token[:, None], guess.tokens], axis=1)
@@ -362,13 +363,13 @@ def _fed(
     plan = plan_next(table, fed, state.sequence, valid)
     memory, logits = take_step(setup.forward, setup.weights, now.memory, plan.ubatches[0])
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
-    found = verify(setup.sampler, logits, guess, state, active & plan.ok)
-    return memory, plan, found, guess
+    ok = active & plan.ok
+    return memory, plan, ok, verify(setup.sampler, logits, guess, state, ok), guess
 
 
 def _fed_branches(
     setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
-) -> tuple[Memory, Plan, tuple, Guess]:
+) -> tuple[Memory, Plan, jax.Array, tuple, Guess]:
     """Feed the last token of each active text and several branches, and keep one of them.
 
     Returns:
@@ -391,4 +392,4 @@ def _fed_branches(
         jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]
         for x in (guess.tokens, guess.valid)
     )
-    return memory, plan, tuple(found), Guess(tokens, valid, None)
+    return memory, plan, ok, tuple(found), Guess(tokens, valid, None)

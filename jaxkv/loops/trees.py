@@ -1,7 +1,8 @@
 """Trees of guesses: several branches after one token, in one ubatch, of which one is kept.
 
 Each branch is a sequence that is forked for one step: the text's own, and others of its stream that
-hold nothing. A token that branches begin with alike is guessed once and belongs to all of them.
+hold nothing. A token that branches begin with alike is guessed once and belongs to all of them. A
+guess has k branches of n tokens.
 """
 
 from dataclasses import replace

@@ -61,7 +61,7 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
     last, missing, pending = table.inspect(here)
     batch = _complete(batch, ids, ranks[0], wanted, last)
     apart = None if batch.others is None else sets.apart(table, ids, ranks, batch)
-    reason, expected, found = _faults(batch, ids, ranks, last, apart)
+    reason, expected, found = _faults(batch, ids, valid, ranks, last, apart)
     for code, at_fault in ((Reason.UPDATE_PENDING, pending), (Reason.LOST, missing)):
         at_fault = here & at_fault & (reason == Reason.FITS)
         reason = jnp.where(at_fault, code, reason)
@@ -108,6 +108,7 @@ def _complete(
 def _faults(
     batch: Batch,
     ids: jax.Array,
+    valid: jax.Array,
     numbers: tuple[jax.Array, jax.Array],
     last: jax.Array,
     apart: jax.Array | None,
@@ -119,7 +120,7 @@ def _faults(
       positions, or where sequences have diverged another one of the token, and its position.
     """
     ranks, before = numbers
-    position, valid = per_member(batch.positions, batch), ids < last.shape[0]
+    position = per_member(batch.positions, batch)
     after = last.at[ids].get(mode="fill", fill_value=-1)
     previous = jnp.where(ranks == 0, after, position[before])
     anywhere = (ranks == 0) & (after < 0) & (position >= 0)  # an empty sequence starts anywhere

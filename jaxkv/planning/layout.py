@@ -73,7 +73,7 @@ def _layout_known(
         )
     named = batch.sequences[there]
     facts.sequence_ids(named)
-    after = follows(jax.tree.map(lambda x: x[there], batch))
+    after = None if batch.others is None else follows(named, batch.others[there])
     parts = split_known(split_by, named, ubatch_size, after)
     parts = [_few_rows(part, facts) for part in parts]
     if batch.outputs is None:
@@ -136,15 +136,15 @@ def rank(sequences: Any, valid: Any) -> tuple[Any, Any]:
     return ranks[back], before[back]
 
 
-def follows(batch: Batch) -> np.ndarray | None:
-    """Return the token that each token of a known batch follows, `[B]`; -1 for none.
+def follows(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the token that each token of several sequences follows, `[B]` int32; -1 for none.
 
-    None where each is of one sequence.
+    >>> follows(np.array([0, 0, 1]), np.array([[1], [-1], [-1]]))
+    array([-1,  0,  0], dtype=int32)
     """
-    if batch.others is None:
-        return None
-    ranks, before = (x.reshape(batch.valid.shape[0], -1) for x in rank(*members_of(batch)))
-    return np.where(ranks[:, 0] == 0, -1, before[:, 0] // ranks.shape[1])
+    ids = np.concatenate([sequences[:, None], others], axis=1)
+    ranks, before = (x.reshape(ids.shape) for x in rank(ids.reshape(-1), ids.reshape(-1) >= 0))
+    return np.where(ranks[:, 0] == 0, -1, before[:, 0] // ids.shape[1]).astype(np.int32)
 
 
 def in_rows(batch: Batch, index: jax.Array) -> Batch:
