@@ -104,7 +104,7 @@ def verify_branches(
         branch = jnp.argmax(alive, axis=1).astype(jnp.int32)
         node = jnp.where(i == 0, 0, branch * length + i)
         here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
-        adjusted = sampler.adjust(here, adjusting)
+        adjusted = adjusted_by(sampler, here, adjusting)
         number = state.draw + i
         if drawn_from is None or not sampler.draws:
             token = draw(sampler, adjusted, draw_key(state.key, number))

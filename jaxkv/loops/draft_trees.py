@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv.loops import trees
 from jaxkv.loops.drafts import DraftModel, Guess, draft_model
-from jaxkv.loops.drawing import Sampler, draw, draw_key
+from jaxkv.loops.drawing import Sampler, adjusted_by, draw, draw_key
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.state import DecodeState, ends
 from jaxkv.memory import Memory, join, split
@@ -46,7 +46,7 @@ class DraftTree(DraftModel):
         plan = plan_next(table, tokens, state.sequence, valid)
         memory, logits = take_step(self.forward, self.weights, self.memory, plan.ubatches[0])
         logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
-        first = sampler.adjust(logits, state.adjusting)
+        first = adjusted_by(sampler, logits, state.adjusting)
         token = self._different(sampler, first, draw_key(state.key, state.draw, 2))
         best = jnp.take_along_axis(first, token, axis=1)
 
