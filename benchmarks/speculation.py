@@ -3,6 +3,9 @@
 Run `python -m benchmarks.speculation`. SmolLM2 in float32, one text: a passage that the model
 repeats, and a text that is drawn and repeats little. Both sides go on from the same memory and
 generate as many tokens, in turn; where nothing is drawn the tokens are compared, too.
+
+`--branches 1 2 4` is about trees instead: on texts that go on in several ways, how many guessed
+tokens a step accepts with so many branches, and what a token costs.
 """
 
 import argparse
@@ -25,6 +28,16 @@ TEXTS = {
     "little again": ("It was a cold morning when", loops.sampling.make_sampler(temperature=1.2)),
 }
 
+FORKED = {
+    "a list": "Anna likes tea. Ben likes coffee. Carl likes tea. Dora likes coffee. Emil likes",
+    "code": (
+        "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\n"
+        "def mul(a, b):\n    return a * b\n\ndef div(a, b):\n"
+    ),
+    "sums": "1 + 1 = 2\n2 + 2 = 4\n3 + 3 = 6\n4 + 4 = 8\n5 + 5 =",
+}
+"""Texts in which the same words go on in several ways."""
+
 
 class Side:
     """A prompt in a memory, from which both ways go on."""
@@ -36,15 +49,18 @@ class Side:
         sampler: loops.sampling.Sampler,
         tries: int,
         steps: int,
+        branches: int = 1,
+        ngram: int = 2,
     ):
         self.model, self.sampler, self.steps = model, sampler, steps
         tokens = model.tokenizer.prompt(text)
-        memory = model.make_memory(cells=len(tokens) + steps + tries)
+        cells = len(tokens) + steps + tries * branches
+        memory = model.make_memory(cells=cells, sequences=branches)
         self.memory, logits = jaxkv.prefill(
             model.forward, model.weights, memory, jaxkv.make_batch(tokens), donate=True
         )
         self.state, _ = loops.begin(sampler, self.memory, logits)
-        self.draft = loops.lookup([tokens], tries=tries)
+        self.draft = loops.lookup([tokens], ngram=ngram, tries=tries, branches=branches)
 
     def plainly(self) -> jax.Array:
         """Generate a token a step."""
@@ -59,15 +75,44 @@ class Side:
         return loop(*first, self.sampler, *rest, steps=self.steps)
 
 
+def compare_branches(model: models.Model, args: argparse.Namespace) -> None:
+    """Print for each text and number of branches the steps, what they accept, and the cost."""
+    best = loops.sampling.make_sampler()
+    for name, text in FORKED.items():
+        sides = {
+            f"{branches} branches": Side(model, text, best, args.tries, args.steps, branches, 1)
+            for branches in args.branches
+        }
+        plain = np.asarray(next(iter(sides.values())).plainly())
+        print(f"{name}: {args.steps} tokens")
+        for label, side in sides.items():
+            made = side.guessing()
+            accepted = made.accepted[0] / made.turns[0]
+            same = "" if np.array_equal(plain, made.tokens) else ", NOT the tokens of decode"
+            print(f"  {label}: {made.turns[0]} steps, each accepts {accepted:.2f} guesses{same}")
+        took = turns.take_turns(
+            {
+                label: turns.milliseconds(side.guessing, units=args.steps)
+                for label, side in sides.items()
+            },
+            args.rounds,
+        )
+        turns.table(took, own=list(sides)[1:])
+
+
 def main() -> None:
     """Print the milliseconds of a token in both ways, and how the guesses went."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--branches", type=int, nargs="+")
     args = parser.parse_args()
     machine.main()
     model = models.load()
+    if args.branches:
+        compare_branches(model, args)
+        return
     for name, (text, sampler) in TEXTS.items():
         side = Side(model, text, sampler, args.tries, args.steps)
         plain, made = np.asarray(side.plainly()), side.guessing()

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.mesh import own
-from jaxkv.places import END, FAR, flags, integers, is_concrete, nowhere
+from jaxkv.places import END, FAR, bucket, flags, integers, is_concrete, nowhere
 
 
 @jax.tree_util.register_dataclass
@@ -23,10 +23,12 @@ class Batch:
 
     tokens: `[B]` int32, or None where embeddings come instead.
     embeddings: `[B, d]`, or None where tokens come instead.
-    sequences: `[B]` int32, the sequence that each token belongs to.
+    sequences: `[B]` int32, the sequence that each token belongs to; of several, the lowest.
     positions: `[B]` int32, or None: each token comes after the last one of its sequence.
     outputs: `[B]` bool, which tokens want logits, or None: the last of each sequence.
     valid: `[B]` bool, which tokens are really there.
+    others: `[B, n]` int32, the further sequences of each token, a negative number where it has
+      fewer; None where each token belongs to one.
     """
 
     tokens: Any  # [B]
@@ -35,15 +37,24 @@ class Batch:
     positions: Any  # [B]
     outputs: Any  # [B]
     valid: Any  # [B]
+    others: Any = None  # [B, n]
 
     def only(self, fits: Any) -> "Batch":
         """Drop the tokens of some sequences, keeping every shape.
+
+        A token of several sequences stays for those of them that stay.
 
         Args:
           fits: `[Q]` bool, the sequences that stay; `Plan.fits` says which would find room.
         """
         xp = np if is_concrete(self, fits) else jnp
-        return replace(self, valid=self.valid & xp.asarray(fits)[self.sequences])
+        fits = xp.asarray(fits)
+        if self.others is None:
+            return replace(self, valid=self.valid & fits[self.sequences])
+        sets = xp.concatenate([self.sequences[..., None], self.others], axis=-1)
+        sets = _lowest_first(xp.where((sets >= 0) & fits[sets], sets, -1), xp)
+        valid = self.valid & (sets[..., 0] >= 0)
+        return replace(self, sequences=sets[..., 0], others=sets[..., 1:], valid=valid)
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +65,7 @@ class Ubatch:
     tokens: `[R, T]` int32, or None.
     embeddings: `[R, T, d]`, or None.
     positions: `[R, T]` int32, the position of each token.
-    sequences: `[R, T]` int32, the sequence of each token.
+    sequences: `[R, T]` int32, the sequence of each token; of several, the lowest.
     row_stream: `[R]` int32, the stream of a row's tokens.
     row_sequence: `[R]` int32, the sequence of a row, where a row holds one sequence; else 0.
     slots: `[R, T]` int32, the cell chosen for each token. A token that goes nowhere (padding, or
@@ -73,6 +84,8 @@ class Ubatch:
     after: `[S]` uint32, the digest of each stream once the ubatch is applied.
     facts: of the memory that it was planned for, static.
     in_order: whether row r is that of sequence r, and R is Q, static. Shapes alone cannot tell.
+    others: `[R, T, n]` int32, the further sequences of each token, see `Batch`; None where each
+      token belongs to one.
     """
 
     tokens: jax.Array | None  # [R, T]
@@ -90,6 +103,7 @@ class Ubatch:
     after: Any  # [S]
     facts: Any = field(metadata={"static": True})
     in_order: bool = field(metadata={"static": True})
+    others: jax.Array | None = None  # [R, T, n]
 
 
 def make_batch(
@@ -107,14 +121,17 @@ def make_batch(
       tokens: `[B]` int32; or a list of lists or an array `[R, T]`, a row for each sequence.
       embeddings: `[B, d]` or `[R, T, d]`, in place of tokens.
       sequences: `[B]` int32, or one id for all, by default 0. For a list of lists, one id for each
-        list, by default 0, 1, 2 and so on, which is also the default for the rows of an array.
+        list, by default 0, 1, 2 and so on, which is also the default for the rows of an array. In
+        place of an id, a list of several: a token that stands once and belongs to all of them. An
+        array says the same with one more axis, `[B, n]` or `[R, T, n]`, filled up with -1.
       positions: `[B]` int32; by default each token follows the last one of its sequence.
       outputs: `[B]` bool, which tokens output logits; by default the last of each sequence.
       valid: `[B]` bool; a token that is not valid is padding and goes nowhere.
 
     Raises:
       ValueError: when neither or both of tokens and embeddings are given, shapes differ, one of
-        several lists is empty, a token on the host is negative, or an integer does not fit int32.
+        several lists is empty, a token on the host is negative, a list of ids is empty or has one
+        twice, or an integer does not fit int32.
       TypeError: when tokens, sequences or positions are no integers, or outputs or valid no bools.
 
     Examples:
@@ -129,6 +146,19 @@ def make_batch(
       >>> make_batch(np.array([[14], [23]])).sequences.tolist()
       [[0], [1]]
 
+      A prompt that two sequences share, and how each goes on. It is computed and stands once:
+
+      >>> batch = make_batch([[11, 12], [13], [14]], sequences=[[0, 1], 0, 1])
+      >>> batch.sequences.tolist(), batch.others.tolist()
+      ([0, 0, 0, 1], [[1], [1], [-1], [-1]])
+      >>> memory = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=2)
+      >>> print(show(apply(memory, init_batch(memory, batch))))
+      owner    + + 0 1 .
+      position 0 1 2 2 .
+
+      They must share all that comes before such a token, see `Reason.DIVERGED`. A memory that keeps
+      states has no such tokens.
+
     llama.cpp: `llama_batch`.
     """
     if (tokens is None) == (embeddings is None):
@@ -136,17 +166,18 @@ def make_batch(
     if isinstance(tokens, Sequence) and any(np.ndim(row) == 1 for row in tokens):
         if not all(np.ndim(row) == 1 for row in tokens):
             raise ValueError("wanted tokens as a list or as a list of lists, got both in one")
-        ids = np.arange(len(tokens)) if sequences is None else np.asarray(sequences)
-        if ids.shape != (len(tokens),):
+        ids = np.arange(len(tokens)) if sequences is None else np.asarray(_filled_up(sequences))
+        if ids.ndim not in (1, 2) or ids.shape[0] != len(tokens):
             raise ValueError(
-                f"sequences must have one id for each of {len(tokens)} lists, got {ids.tolist()}"
+                f"sequences must have one id, or list of ids, for each of {len(tokens)} lists, got "
+                f"{sequences}"
             )
-        if empty := [int(one) for one, row in zip(ids, tokens, strict=True) if not len(row)]:
+        if empty := [one for one, row in zip(ids.tolist(), tokens, strict=True) if not len(row)]:
             raise ValueError(
                 f"wanted a token at least in each list, got none for sequences {empty}: leave "
                 f"those lists out, and give sequences= for the others"
             )
-        sequences = np.repeat(ids, [len(row) for row in tokens])
+        sequences = np.repeat(ids, [len(row) for row in tokens], axis=0)
         tokens = np.concatenate([integers(row, "tokens") for row in tokens])
     if tokens is not None:
         tokens = integers(tokens, "tokens")
@@ -163,10 +194,13 @@ def make_batch(
         raise ValueError(f"wanted tokens as a list [B] or rows [R, T], got the shape {shape}")
     if sequences is None:
         sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
-    sequences = integers(sequences, "sequences")
+    sequences = integers(_filled_up(sequences) if len(shape) == 1 else sequences, "sequences")
+    others = None
     if np.ndim(sequences) == 0:
         xp = np if is_concrete(sequences) else jnp
         sequences = xp.full(shape, sequences)
+    elif sequences.shape[:-1] == shape:
+        sequences, others = _parted(sequences)
     fields = {
         "sequences": sequences,
         "positions": None if positions is None else integers(positions, "positions", high=END),
@@ -183,7 +217,50 @@ def make_batch(
     on_host = isinstance(tokens, np.ndarray) and isinstance(valid, np.ndarray)
     if on_host and np.any(np.asarray(valid) & (np.asarray(tokens) < 0)):
         raise ValueError("wanted tokens of at least 0, got a negative one that is valid")
-    return Batch(tokens=tokens, embeddings=embeddings, **fields)
+    return Batch(tokens=tokens, embeddings=embeddings, others=others, **fields)
+
+
+def _filled_up(sequences: Any) -> Any:
+    """Return a list of ids and lists of ids as an array, -1 where one has fewer; others as is."""
+    if not isinstance(sequences, Sequence):
+        return sequences
+    several = (list, tuple, set, frozenset, np.ndarray)
+    if not any(isinstance(one, several) for one in sequences):
+        return sequences
+    entries = [sorted(one) if isinstance(one, (set, frozenset)) else one for one in sequences]
+    sets = [integers(np.atleast_1d(one), "sequences", low=0) for one in entries]
+    if any(not one.size for one in sets):
+        raise ValueError(f"wanted a sequence at least in each list of ids, got {sequences}")
+    most = max(map(len, sets))
+    return np.stack([np.pad(one, (0, most - len(one)), constant_values=-1) for one in sets])
+
+
+def _parted(sets: Any) -> tuple[Any, Any]:
+    """Return the lowest id of each set, `[..., n]`, and the others; None if there are none.
+
+    How many others there are is a power of two, so that few shapes are compiled.
+    """
+    if not isinstance(sets, np.ndarray):
+        sets = _lowest_first(sets, jnp)
+        return sets[..., 0], sets[..., 1:] if sets.shape[-1] > 1 else None
+    sets = _lowest_first(sets, np)
+    first, others = sets[..., 0], sets[..., 1:]
+    twice = (others >= 0) & (others == sets[..., :-1])
+    if twice.any():
+        raise ValueError(
+            f"wanted each sequence of a token once, got {sets[twice.any(axis=-1)][0].tolist()}"
+        )
+    most = int((others >= 0).sum(axis=-1).max(initial=0))
+    if not most:
+        return first, None
+    room = [(0, 0)] * (others.ndim - 1) + [(0, bucket(most) - most)]
+    return first, np.pad(others[..., :most], room, constant_values=-1)
+
+
+def _lowest_first(sets: Any, xp: Any) -> Any:
+    """Sort sets of ids, `[..., n]`, the lowest first; -1 last, for each that is negative."""
+    ids = xp.sort(xp.where(sets < 0, END, sets), axis=-1)
+    return xp.where(ids == END, -1, ids)
 
 
 def drop_unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:

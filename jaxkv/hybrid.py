@@ -135,6 +135,10 @@ class HybridTable(Table):
             left=_smallest([one.left for one in found]),
         )
 
+    def alike(self, partner: jax.Array) -> jax.Array:
+        """Return whether they own the very same cells in every part."""
+        return _all([part.alike(partner) for part in self.parts])
+
     def spared(self) -> tuple:
         """Return what is spared in each part."""
         return tuple(part.spared() for part in self.parts)
@@ -263,10 +267,10 @@ class HybridTable(Table):
         own = self.parts[i].write(buffers[i], inner, part_of(ubatch, i), *new)
         return _put(buffers, i, own)
 
-    def view(self, buffers: tuple, layer: int, ubatch: Ubatch, causal: bool) -> View:
+    def view(self, buffers: tuple, layer: int, ubatch: Ubatch, **options: Any) -> View:
         """Look at the part that serves the layer."""
         i, inner = self._part_serving("attend", layer)
-        return self.parts[i].view(buffers[i], inner, part_of(ubatch, i), causal)
+        return self.parts[i].view(buffers[i], inner, part_of(ubatch, i), **options)
 
     def read_states(self, buffers: tuple, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
         """Read from the part that serves the layer."""

@@ -148,7 +148,8 @@ class View(NamedTuple):
 
     Rows of one stream are one list, in their order; with a stream for each sequence, a row is one.
 
-    k: `[P, K, N, D]`, the keys in the cells of each list's stream.
+    k: `[P, K, N, D]`, the keys in the cells of each list's stream, in the dtype of the buffers, or
+      float32 where these are quantised.
     v: `[P, K, N, Dv]`, the values likewise.
     mask: `[P, T, N]` bool, which cells each token sees.
     positions: `[P, N]` int32, the position of each cell; -1 where it is empty.
@@ -235,6 +236,17 @@ class Table(ABC):
     @abstractmethod
     def admit(self, wanted: jax.Array) -> Room:
         """Return which sequences find room for the tokens that they bring, `[Q]` int32."""
+
+    def alike(self, partner: jax.Array) -> jax.Array:
+        """Return whether sequences own the very same cells as others of their stream, `[Q]` bool.
+
+        It is asked for tokens of several sequences, which no memory has that keeps states.
+
+        Args:
+          partner: `[Q]` int32, the number of the other one within the stream.
+        """
+        del partner
+        raise TypeError(f"wanted a memory of attention alone, got one of {self.facts.kind}")
 
     @abstractmethod
     def spared(self) -> Any:
@@ -353,9 +365,9 @@ class Table(ABC):
         del buffers, layer, ubatch, new
         raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
 
-    def view(self, buffers: Any, layer: int, ubatch: Ubatch, causal: bool) -> View:
+    def view(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> View:
         """Return what `view` says."""
-        del buffers, layer, ubatch, causal
+        del buffers, layer, ubatch, options
         raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
 
     def read_states(self, buffers: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:

@@ -70,6 +70,11 @@ class Reason(IntEnum):
         "each row of a ubatch belongs to one sequence here, but the batch has a row of several, or "
         "several rows of one: give each sequence one row",
     )
+    DIVERGED = (
+        11,
+        "its token at {found} belongs to sequence {expected} too, but they do not share all that "
+        "comes before it: fork one from the other (seq_cp), or give each a token of its own",
+    )
 
 
 class RefusedError(RuntimeError):

@@ -54,6 +54,16 @@ def several(kind: Kind, most: int) -> Kind:
     )
 
 
+def exactly(kind: Kind, count: int) -> Kind:
+    """Lists of so many values of a kind."""
+    return Kind(
+        words=f"a list of {count}, each {kind.words}",
+        holds=lambda value: (
+            isinstance(value, list | tuple) and len(value) == count and all(map(kind.holds, value))
+        ),
+    )
+
+
 def either(one: Kind, other: Kind) -> Kind:
     """Values of one kind or of another."""
     return Kind(

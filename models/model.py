@@ -19,14 +19,22 @@ from jaxkv.mesh import Rules
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
-from models.families import gemma3, granite_hybrid, llama, mamba2, recurrent_gemma
-from models.families.memories import Attends, make_memory
+from models.families import (
+    falcon_h1,
+    gemma3,
+    granite_hybrid,
+    lfm2,
+    llama,
+    mamba2,
+    recurrent_gemma,
+)
+from models.families.memories import attending, make_memory
 from models.meshes import WHOLE
 from models.text.tokenizer import Tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
     name: family
-    for family in (llama, gemma3, mamba2, granite_hybrid, recurrent_gemma)
+    for family in (llama, gemma3, mamba2, granite_hybrid, recurrent_gemma, lfm2, falcon_h1)
     for name in family.ARCHITECTURES
 }
 """The model file of each architecture that can be run."""
@@ -82,7 +90,8 @@ class Model:
           cells: tokens that fit, over all sequences together or, in streams, for each of them. May
             be left out where nothing grows with the text: in models whose layers are recurrent or
             attend to a window.
-          dtype: of what is stored, by default that of the weights.
+          dtype: of what is stored, by default that of the weights. Of 8 bits, such as "int8", are
+            keys and values alone; states stay in that of the weights.
           options: `sequences`, `streams`, `rollback` and more in
             `models.families.memories.make_memory`; `placement` and more in `jaxkv.make_kv_cache`.
             On a mesh that splits cells they are striped, unless you choose another placement.
@@ -103,10 +112,12 @@ class Model:
         self, cells: int | None, dtype: Any, options: dict[str, Any]
     ) -> Callable[[], jaxkv.Memory]:
         dtype = dtype or self.dtype
-        layers = self.family.layers_of(self.config, dtype)
+        # Keys and values of 8 bits have scales, and states have none.
+        of_states = self.dtype if jnp.dtype(dtype).itemsize == 1 else dtype
+        layers = self.family.layers_of(self.config, of_states)
         if self.mesh is not None and "placement" not in options:
             shards = self.rules.devices(self.mesh, "cells")
-            if shards > 1 and any(isinstance(layer, Attends) for layer in layers):
+            if shards > 1 and attending(layers):
                 options = {"placement": "striped", "shards": shards, **options}
         return partial(make_memory, layers, cells=cells, dtype=dtype, **options)
 

@@ -54,6 +54,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 NAMED = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"))
 TOKENS = {"float32": (1, FORKS), "bfloat16": (1, 8, FORKS)}  # so that all sizes of blocks occur
+TOKENS["int8"] = TOKENS["bfloat16"]
 POD = Pod((("tensor", 2), ("cells", 2)), head_dim=128, dtype="bfloat16")
 
 
@@ -108,7 +109,7 @@ def main():
         print(json.dumps({"name": name, **found, "assembled": assembled()}), flush=True)
 
     with jax.sharding.use_abstract_mesh(NAMED):
-        for dtype in DTYPES:
+        for dtype in (*DTYPES, "int8"):
             for size in SIZES:
                 for tokens in TOKENS[dtype]:
                     found = of_attention("cuda", of, size, dtype, tokens)

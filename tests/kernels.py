@@ -1,6 +1,8 @@
 """Attention and steps as shapes, for the compilers of TPUs and of GPUs; nothing runs."""
 
+import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import jaxkv
 from jaxkv.ops.attention.api import attend
 from jaxkv.ops.attention.sight import Sight
 from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.quantised import zeros
 from tests import hlo
 
 SIZES = (64, 80, 96, 128, 256)
@@ -27,7 +30,8 @@ def compiled(platform, function, *shapes, donate=()):
 def attention_shapes(of, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
     """The shapes of queries, keys, values, and a sight of two words of owners and a window.
 
-    `of` makes a shape on a device of the compiler's, of its sizes and its dtype.
+    `of` makes a shape on a device of the compiler's, of its sizes and its dtype. Queries beside
+    quantised buffers are bfloat16.
     """
     sight = Sight(
         position=of((streams, cells), jnp.int32),
@@ -40,8 +44,10 @@ def attention_shapes(of, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
         causal=True,
         all_streams=True,
     )
-    buffers = of((streams, GROUPS, cells, size), dtype)
-    return of((streams, tokens, GROUPS * QUERIES, size), dtype), buffers, buffers, sight
+    form = jax.eval_shape(partial(zeros, (streams, GROUPS, cells, size), dtype))
+    buffers = jax.tree.map(lambda x: of(x.shape, x.dtype), form)
+    of_queries = "bfloat16" if dtype == "int8" else dtype
+    return of((streams, tokens, GROUPS * QUERIES, size), of_queries), buffers, buffers, sight
 
 
 def layers_of_attention(implementation=None, **options):
@@ -67,20 +73,24 @@ def works_on(program, size, cells=CELLS):
 
 
 def of_attention(platform, of, size, dtype, tokens=FORKS):
-    """A token of each of some forks, which share all that they read."""
+    """A token of each of some forks, which share all that they read.
+
+    What is held is compared with keys of the queries' dtype, since it is queries and sums.
+    """
     q, k, v, sight = attention_shapes(of, size, dtype, tokens=tokens)
     program = compiled(platform, layers_of_attention(softcap=30.0), q, [(k, v)] * LAYERS, sight)
     return {
         "kernels": kernels(program),
         "works": works_on(program, size),
         "temporaries": hlo.temporary_bytes(program),
-        "keys": k.size * k.dtype.itemsize,
+        "keys": math.prod(k.shape) * q.dtype.itemsize,
     }
 
 
 def of_a_step(platform, of, dtype, sequences=FORKS):
     """Plan, apply, write and attend, a token for each sequence of one stream."""
     size = 128
+    of_new = "bfloat16" if dtype == "int8" else dtype
 
     def make():
         return jaxkv.make_kv_cache(
@@ -101,9 +111,9 @@ def of_a_step(platform, of, dtype, sequences=FORKS):
         return memory, q, ok
 
     memory = jax.tree.map(lambda x: of(x.shape, x.dtype), jax.eval_shape(make))
-    new = [of((1, sequences, heads, size), dtype) for heads in (GROUPS * QUERIES, GROUPS, GROUPS)]
+    new = [of((1, sequences, heads, size), of_new) for heads in (GROUPS * QUERIES, GROUPS, GROUPS)]
     program = compiled(platform, step, memory, of((sequences,), jnp.int32), *new, donate=0)
-    layer = sum(x.size * x.dtype.itemsize for x in (memory.buffers.k[0], memory.buffers.v[0]))
+    layer = 2 * math.prod(memory.buffers.k[0].shape) * new[0].dtype.itemsize
     return {
         "kernels": kernels(program),
         "works": works_on(program, size),

@@ -21,6 +21,7 @@ from jaxkv.batch import part_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells, Placement
 from jaxkv.kv.mask import visible
+from jaxkv.ops.quantised import Quantised, Stored, decoded
 from tests.oracle import Fault, Oracle, Part, Place, Plan, Row, Token
 
 LAYERS = 2
@@ -44,6 +45,12 @@ class Kind:
     shards: int | None = None
     streams: int = 1
     windows: tuple[jaxkv.window.Window | None, ...] = (None,)
+    dtype: str = "float32"
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether a signature is rounded: its numbers are told apart up to 127."""
+        return self.dtype == "int8"
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
@@ -65,6 +72,7 @@ class Kind:
                 rope=rope,
                 placement=self.placement,
                 shards=self.shards,
+                dtype=self.dtype,
             )
             for window, layers in zip(self.windows, self.layers, strict=True)
         ]
@@ -134,6 +142,7 @@ GROUPS_STRIPES = Kind(
     windows=(jaxkv.window.sliding(3),),
 )
 RUNS_WIDE = Kind("contiguous-two-owner-words", cells=40, sequences=40, placement="contiguous")
+CODES = Kind("groups-int8", cells=10, sequences=4, streams=2, dtype="int8")
 KINDS = [SMALL, RUNS, WIDE, STRIPES]
 ALL_KINDS = [*KINDS, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS, GROUPS_WINDOW, GROUPS_RUNS]
 ALL_KINDS += [STRIPES_SPLIT, GROUPS_STRIPES]
@@ -323,7 +332,7 @@ def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
 
 def rows_of(rows: Buffers, layers: Sequence[int]) -> dict[Place, Row]:
     """Read the signatures beside the cells, the same in every layer, head, key and value."""
-    k, v = (np.stack([np.asarray(x) for x in half]) for half in (rows.k, rows.v))  # [L, S, K, N, D]
+    k, v = (np.stack([*map(read, half)]) for half in (rows.k, rows.v))  # [L, S, K, N, D]
     np.testing.assert_array_equal(v, -k)
     written = k[0, :, 0, :, 0] > 0  # [S, N]
     label = np.array(layers)[:, None] * HEADS + np.arange(HEADS)  # [L, K]
@@ -334,6 +343,11 @@ def rows_of(rows: Buffers, layers: Sequence[int]) -> dict[Place, Row]:
         (int(s), int(i)): Row(int(k[0, s, 0, i, 0]) - 1, *map(int, k[0, s, 0, i, 1:3]))
         for s, i in np.argwhere(written)
     }
+
+
+def read(x: Stored) -> np.ndarray:
+    """Keys or values of a layer; of quantised ones the integers that they were."""
+    return np.rint(decoded(x)) if isinstance(x, Quantised) else np.asarray(x)
 
 
 def assert_identical(one: Any, other: Any) -> None:
@@ -374,8 +388,10 @@ class Oracles(list[Oracle]):
         # Faults are looked for in this order, in all parts before the next: a sequence refused
         # for one reason never gets to the next, and then no sequence gets cells.
         stages = (
-            ("NOT_NEXT", "GAP", "DUPLICATE", "DECREASING"), ("UPDATE_PENDING",), ("LOST",),
-        )  # fmt: skip
+            ("NOT_NEXT", "GAP", "DUPLICATE", "DECREASING", "DIVERGED"),
+            ("UPDATE_PENDING",),
+            ("LOST",),
+        )
         faults: dict[int, Fault] = {}
         for stage in stages:
             for plan in plans:
@@ -422,15 +438,20 @@ class Twin:
         assert jaxkv.seq_pos_min(self.memory, ids).tolist() == [*map(self.oracles.first, ids)]
         assert jaxkv.seq_pos_max(self.memory, ids).tolist() == [*map(self.oracles.last, ids)]
 
-    def batch(self, sequences: Sequence[int], positions: Sequence[int] | None) -> list[Token]:
-        """Make new tokens for an oracle."""
+    def batch(self, sequences: Sequence[Any], positions: Sequence[int] | None) -> list[Token]:
+        """Make new tokens for an oracle; in place of a sequence there may be several."""
         first, self.tokens = self.tokens + 1, self.tokens + len(sequences)
         places = [None] * len(sequences) if positions is None else positions
-        numbers = range(first, self.tokens + 1)
-        return [Token(*token) for token in zip(sequences, places, numbers, strict=True)]
+        most = 100 if self.kind.is_quantised else self.tokens
+        numbers = [1 + (number - 1) % most for number in range(first, self.tokens + 1)]
+        sets = [sorted(np.atleast_1d(one).tolist()) for one in sequences]
+        return [
+            Token(first, place, number, tuple(others))
+            for (first, *others), place, number in zip(sets, places, numbers, strict=True)
+        ]
 
     def plan(
-        self, sequences: Sequence[int], positions: Sequence[int] | None = None
+        self, sequences: Sequence[Any], positions: Sequence[int] | None = None
     ) -> tuple[jaxkv.Plan, list[Plan]]:
         """Plan new tokens on both sides; the answers are the same."""
         tokens = self.batch(sequences, positions)
@@ -470,7 +491,7 @@ class Twin:
             row[:, np.count_nonzero(row[1])] = token.token, 1, token.position
         return table
 
-    def decode(self, sequences: Sequence[int], positions: Sequence[int] | None = None) -> bool:
+    def decode(self, sequences: Sequence[Any], positions: Sequence[int] | None = None) -> bool:
         """Plan new tokens and run them on both sides, if there is room on either."""
         plan, plans = self.plan(sequences, positions)
         if plan.ok:
@@ -500,7 +521,7 @@ class Twin:
                 expected = np.zeros(3)
                 if ubatch.valid[r, t]:
                     token = owner.pop(int(ubatch.tokens[r, t]))
-                    assert cells == oracle.sees(token.sequence, token.position)
+                    assert cells == oracle.sees(token)
                     rows = [oracle.rows[place] for place in cells]
                     expected = -np.mean([(row[0] + 1, *row[1:]) for row in rows], axis=0)
                 else:
@@ -508,7 +529,8 @@ class Twin:
                 for layer in layers:
                     seen = np.asarray(saw[layer])[r, t, :, :3]
                     wanted = np.broadcast_to(expected, seen.shape)
-                    np.testing.assert_allclose(seen, wanted, rtol=1e-5)
+                    within = 0.5 if self.kind.is_quantised else 0.0  # of what rounding takes
+                    np.testing.assert_allclose(seen, wanted, rtol=1e-5, atol=within)
             assert not owner
         return True
 

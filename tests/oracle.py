@@ -21,9 +21,15 @@ Place = tuple[int, int]
 class Token(NamedTuple):
     """A token of a batch."""
 
-    sequence: int
+    sequence: int  # of several, the lowest
     position: int | None  # None: one past the last of its sequence
     token: int
+    others: tuple[int, ...] = ()
+
+    @property
+    def owners(self) -> set[int]:
+        """All sequences that it belongs to."""
+        return {self.sequence, *self.others}
 
 
 class Row(NamedTuple):
@@ -156,10 +162,14 @@ class Oracle:
             return position
         return max(0, position - (size // 2 if rule == "symmetric" else size - 1))
 
-    def sees(self, seq: int, position: int) -> set[Place]:
-        """The cells that a token sees: its sequence's, inside of its window, up to itself."""
-        low = self.window_begins(position)
-        return {p for p, cell in self.holds(seq).items() if low <= cell.position <= position}
+    def sees(self, token: Token) -> set[Place]:
+        """The cells that a token sees: all its sequences', inside of its window, up to itself."""
+        low = self.window_begins(token.position)
+        return {
+            place
+            for place, cell in self.cells.items()
+            if token.owners <= cell.owners and low <= cell.position <= token.position
+        }
 
     def hidden(self, stream: int) -> list[int]:
         """The used cells of a stream that no next token of an owner sees, lowest position first."""
@@ -432,11 +442,16 @@ class Oracle:
 
         Faults of position come before a pending rotation, that before a window that was left, and
         that before room. A sequence at fault asks for no room. Of the others the smallest come
-        first, and the lower id where two ask for the same.
+        first, and the lower id where two ask for the same. Those that share a token ask together.
         """
         batch = self.numbered(batch)
         faults = self._faults(batch)
-        asks = Counter(token.sequence for token in batch if token.sequence not in faults)
+        groups = self._groups(batch, faults)
+        asks = Counter(
+            next(seq for seq, group in groups.items() if token.owners & group)
+            for token in batch
+            if token.owners - set(faults)
+        )
         room = {seq: len(self.usable(self.stream(seq))) for seq in range(self.sequences)}
         too_big = []
         for seq in sorted(asks, key=lambda seq: (asks[seq], seq)):
@@ -449,18 +464,19 @@ class Oracle:
                     room[one] -= asks[seq]
             else:
                 too_big.append(seq)
-        faults |= {seq: Fault("NO_ROOM", asks[seq], room[seq]) for seq in too_big}
+        for seq in too_big:
+            faults |= dict.fromkeys(groups[seq], Fault("NO_ROOM", asks[seq], room[seq]))
         if faults:
-            return Plan(faults=self._apart(asks, room) | faults)
+            return Plan(faults=self._apart(asks, room, groups) | faults)
 
         after, plan = self.fork(), Plan()
         in_rows = [sorted(batch, key=lambda token: token.sequence)]
         for tokens in self._cut(batch, ubatch_size) if ubatch_size else in_rows:
             slots, unplaced = after._slots(tokens)
             for token, reason in unplaced:
-                plan.faults[token.sequence] = Fault(
-                    reason, asks[token.sequence], room[token.sequence]
-                )
+                leader = next(seq for seq, group in groups.items() if token.owners & group)
+                fault = Fault(reason, asks[leader], room[leader])
+                plan.faults |= dict.fromkeys(token.owners, fault)
             found = {self.stream(token.sequence): None for token in tokens}
             found = {stream: after.content(stream) for stream in found}
             part = Part(list(zip(slots, tokens, strict=True)) if not unplaced else [], found)
@@ -468,10 +484,22 @@ class Oracle:
             if not unplaced:
                 assert after.apply(part)
         if plan.faults:
-            return Plan(faults=self._apart(asks, room) | plan.faults)
+            return Plan(faults=self._apart(asks, room, groups) | plan.faults)
         return plan
 
-    def _apart(self, asks: Counter[int], room: dict[int, int]) -> dict[int, Fault]:
+    def _groups(self, batch: Sequence[Token], faults: Iterable[int]) -> dict[int, set[int]]:
+        """The sequences of a batch that share a token, or each alone, by the lowest of them."""
+        groups: list[set[int]] = []
+        for token in batch:
+            mine = token.owners - set(faults)
+            joined = [group for group in groups if group & mine]
+            groups = [group for group in groups if not group & mine]
+            groups += [mine.union(*joined)] if mine else []
+        return {min(group): group for group in groups}
+
+    def _apart(
+        self, asks: Counter[int], room: dict[int, int], groups: dict[int, set[int]]
+    ) -> dict[int, Fault]:
         """The sequences that may lack a run though the batch is brought again without others."""
         if not self.contiguous or self.window is not None:
             return {}
@@ -484,11 +512,14 @@ class Oracle:
         for seq in sorted(asks, key=lambda seq: (asks[seq], seq)):
             left[self.stream(seq)] -= asks[seq]
             if left[self.stream(seq)] < 0:
-                apart[seq] = Fault("FRAGMENTED", asks[seq], room[seq])
+                apart |= dict.fromkeys(groups[seq], Fault("FRAGMENTED", asks[seq], room[seq]))
         return apart
 
     def _cut(self, batch: list[Token], ubatch_size: int) -> list[list[Token]]:
-        """Cut a batch in its order; with several streams, in equal parts of the sequences."""
+        """Cut a batch in its order; with several streams, in equal parts of the sequences.
+
+        A sequence whose next token follows one of another sequence that is not computed waits.
+        """
         if self.streams == 1:
             return [batch[i : i + ubatch_size] for i in range(0, len(batch), ubatch_size)]
         left: dict[int, list[Token]] = {}
@@ -498,13 +529,25 @@ class Oracle:
         while left:
             first = {seq: batch.index(tokens[0]) for seq, tokens in left.items()}
             taking = sorted(left, key=first.__getitem__)[:ubatch_size]
-            count = min(ubatch_size // len(taking), *(len(left[seq]) for seq in taking))
+            while True:
+                count = min(ubatch_size // len(taking), *(len(left[seq]) for seq in taking))
+                here = [token for seq in taking for token in left[seq][:count]]
+                later = [token for tokens in left.values() for token in tokens if token not in here]
+                waits = [seq for seq in taking if self._follows(batch, left[seq][0]) in later]
+                if not waits:
+                    break
+                taking = [seq for seq in taking if seq not in waits]
             parts.append([token for seq in taking for token in left[seq][:count]])
             left = {
                 seq: tokens[count:] if seq in taking else tokens for seq, tokens in left.items()
             }
             left = {seq: tokens for seq, tokens in left.items() if tokens}
         return parts
+
+    def _follows(self, batch: list[Token], token: Token) -> Token | None:
+        """The token of a batch that comes before another in its sequence."""
+        before = batch[: batch.index(token)]
+        return next((one for one in reversed(before) if token.sequence in one.owners), None)
 
     def _slots(self, tokens: list[Token]) -> tuple[list[Place], list[tuple[Token, str]]]:
         """The cell of each token; and those that find none, with the reason."""
@@ -546,7 +589,7 @@ class Oracle:
             if place in self.cells:
                 self._evict(place)
         for place, token in part.tokens:
-            self.cells[place] = Cell(position=token.position, owners={token.sequence})
+            self.cells[place] = Cell(position=token.position, owners=set(token.owners))
             self.rows[place] = Row(token.sequence, token.position, token.token)
             self.written[place] += 1
         return True
@@ -568,19 +611,32 @@ class Oracle:
         numbered = []
         for token in batch:
             if token.position is None:
-                last[token.sequence] += 1
-                token = token._replace(position=last[token.sequence])
+                token = token._replace(position=last[token.sequence] + 1)
+                for seq in token.owners:
+                    last[seq] += 1
             numbered.append(token)
         return numbered
 
     def _faults(self, batch: Sequence[Token]) -> dict[int, Fault]:
-        """Find the first fault of each sequence: what comes next is one past what came before."""
+        """Find the first fault of each sequence: what comes next is one past what came before.
+
+        And all sequences of a token hold the same cells, and had the same token before it.
+        """
         faults: dict[int, Fault] = {}
         before: dict[int, int] = {}
-        for seq, position, _ in batch:
+        previous: dict[int, Token] = {}
+        claims = [(token, seq) for token in batch for seq in sorted(token.owners)]
+        for token, seq in claims:
+            lowest, position = token.sequence, token.position
+            if seq == lowest:  # what each of its sequences had before it
+                had = {one: previous.get(one) for one in token.owners}
+                previous |= dict.fromkeys(token.owners, token)
             if seq in faults:
                 continue
-            if seq in before:
+            begins = had[seq] is None and had[lowest] is None
+            if had[seq] != had[lowest] or (begins and self.holds(seq) != self.holds(lowest)):
+                faults[seq] = Fault("DIVERGED", lowest, position)
+            elif seq in before:
                 expected = before[seq] + 1
                 if position == before[seq]:
                     faults[seq] = Fault("DUPLICATE", expected, position)
@@ -595,7 +651,7 @@ class Oracle:
             elif position < 0:  # a sequence that is empty starts anywhere, but there is no before 0
                 faults[seq] = Fault("NOT_NEXT", 0, position)
             before[seq] = position
-        for seq in {token.sequence for token in batch} - set(faults):
+        for seq in set().union(*(token.owners for token in batch)) - set(faults):
             if any(cell.shift for cell in self.holds(seq).values()):
                 faults[seq] = Fault("UPDATE_PENDING", 0, 0)
             elif self.lost[seq] > self.window_begins(self.reached(seq) + 1):

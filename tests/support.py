@@ -253,6 +253,16 @@ def guess(trial: Trial) -> str:
     return trial.goes_on(memory, TOKENS + 2)
 
 
+def shared(trial: Trial) -> str:
+    if (seq := trial.other(same_stream=True)) is None:
+        return NONE
+    memory = jaxkv.seq_cp(trial.memory, 0, seq)
+    batch = jaxkv.make_batch([7], sequences=[[0, seq]])
+    memory, _ = jaxkv.prefill(trial.forward, None, memory, batch)
+    assert jaxkv.seq_pos_max(memory, seq) == TOKENS
+    return trial.goes_on(memory, TOKENS)
+
+
 def search(trial: Trial) -> str:
     memory, beams = loops.beam(trial.forward, None, trial.memory, trial.logits, width=2, steps=2)
     assert (beams.tokens[0] == SAID[:2]).all()
@@ -279,6 +289,7 @@ def requests(trial: Trial) -> str:
 ROWS: dict[str, Callable[[Trial], str]] = {
     "a prompt, and a token more": prompt,
     "`plan_step` inside of `jit`": traced,
+    "a token of two sequences": shared,
     "a verb under `vmap`": mapped,
     "`seq_rm` of a sequence": whole,
     "`seq_rm` of the last 2 tokens": end,

@@ -103,7 +103,8 @@ def test_what_a_dead_sequence_held_does_not_reach_the_end_either():
         ({"placement": "striped", "shards": 0}, "wanted shards of at least 1, got 0"),
         ({"placement": "striped", "shards": 3}, "cells that 3 shards divide, got 8: take 9"),
         ({"shards": 1}, "shards only with placement='striped', got 1 and 'scattered'"),
-        ({"dtype": jnp.int8}, "wanted a floating dtype .*, got int8"),
+        ({"dtype": jnp.int16}, "wanted a floating dtype .* or int8 .*, got int16: .* take int8"),
+        ({"dtype": "uint8"}, "wanted a floating dtype .* or int8 .*, got uint8"),
         (
             {"dtype": jnp.float8_e8m0fnu},
             "wanted a floating dtype with signs and NaN .*, got float8",

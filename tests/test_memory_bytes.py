@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from jaxkv.ops.quantised import dtype_of
 from tests import hlo
 
 LAYERS, CELLS, HEADS, SIZE, SEQUENCES = 3, 16384, 2, 64, 8
@@ -42,7 +43,7 @@ def memory_shapes(dtype=jnp.float32, *, cells=CELLS, streams=1):
 def step(memory, ubatch):
     """What a model does with a memory, and nothing besides."""
     memory = jaxkv.apply(memory, ubatch)
-    dtype = memory.buffers.k[0].dtype
+    dtype = dtype_of(memory.buffers.k[0])
     x = jnp.ones((*ubatch.valid.shape, 2 * HEADS, SIZE), dtype)
     for layer in range(LAYERS):
         q = jaxkv.rotate(x, ubatch.positions, ROPE)
@@ -73,13 +74,13 @@ def check(compiled, tokens=0, dtype=jnp.float32):
         assert hlo.large_moves(compiled, max(layer // 2, activations(tokens))) == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, jnp.int8])
 @pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_a_step_copies_no_layer(tokens, dtype):
     memory = memory_shapes(dtype)
     (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
     compiled = jax.jit(step, donate_argnums=0).lower(memory, ubatch).compile()
-    # Of 16 bits, tiles of cells are read, whose logits alone are held.
+    # Of 16 bits and less, tiles of cells are read, whose logits alone are held.
     check(compiled, tokens if dtype == jnp.float32 else 0, dtype)
 
 
@@ -142,7 +143,12 @@ MOVES = ["update", "defrag"]  # keys or values, all others edit the table
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, jnp.float32) for name in VERBS), *product(MOVES, DTYPES[1:])]
+    ("name", "dtype"),
+    [
+        *((name, jnp.float32) for name in VERBS),
+        *product(MOVES, DTYPES[1:]),
+        *(pytest.param(name, jnp.int8, marks=pytest.mark.slow) for name in MOVES),
+    ],
 )
 def test_a_verb_copies_no_layer(name, dtype):
     memory = memory_shapes(dtype)
@@ -156,9 +162,17 @@ COPIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [SEQUENCES, 2])
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*(("seq_cp", dtype) for dtype in DTYPES), ("seq_select", jnp.float32)]
+    ("name", "dtype", "streams"),
+    [
+        *product(["seq_cp"], DTYPES, [SEQUENCES, 2]),
+        *product(["seq_select"], DTYPES[:1], [SEQUENCES, 2]),
+        (
+            "seq_cp",
+            jnp.int8,
+            SEQUENCES,
+        ),  # in groups the table takes more than a layer
+    ],
 )
 def test_a_copy_between_streams_copies_no_layer(name, dtype, streams):
     memory = memory_shapes(dtype, cells=CELLS // streams, streams=streams)

@@ -37,6 +37,8 @@ FAMILIES = [
     "granite_hybrid",
     "granite_hybrid_experts",
     "recurrent_gemma",
+    "lfm2",
+    "falcon_h1",
 ]
 MESHES = {"tensor": {"tensor": 2}, "data-tensor": {"data": 2, "tensor": 2}}
 
@@ -304,7 +306,7 @@ def assert_same_places(shapes, arrays):
     ("config", "message"),
     [
         ({}, "without vocab_size"),
-        ({"vocab_size": 40, "model_type": "bert"}, "is a 'bert' model; known are gemma3_text"),
+        ({"vocab_size": 40, "model_type": "bert"}, "is a 'bert' model; known are falcon_h1"),
     ],
 )
 def test_a_config_alone_may_tell_too_little(config, message, tmp_path):

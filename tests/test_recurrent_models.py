@@ -1,4 +1,4 @@
-"""Mamba-2, Granite 4 and RecurrentGemma against logits that Hugging Face transformers computed."""
+"""Recurrent and hybrid models against logits that Hugging Face transformers computed."""
 
 import dataclasses
 import itertools
@@ -130,13 +130,43 @@ def test_every_way(name, way):
             ("granite_hybrid_experts_rope", WAYS[1]),
             ("granite_hybrid_rope", WAYS[2]),
             ("mamba2_biased", WAYS[0]),
+            ("lfm2", WAYS[0]),
+            ("lfm2", (3, True, 2, 4)),
+            ("lfm2", WAYS[2]),
+            ("falcon_h1", WAYS[0]),
+            ("falcon_h1", (3, True, 2, 4)),
+            ("falcon_h1", WAYS[2]),
+            ("falcon_h1_norm", WAYS[1]),
         ],
-        few=[("granite_hybrid_experts_rope", WAYS[1]), ("mamba2_biased", WAYS[0])],
+        few=[
+            ("granite_hybrid_experts_rope", WAYS[1]),
+            ("mamba2_biased", WAYS[0]),
+            ("lfm2", (3, True, 2, 4)),
+            ("falcon_h1", (3, True, 2, 4)),
+        ],
     ),
 )
 def test_every_variant(name, way):
     ubatch_size, together, kept, streams = way
     check(name, ubatch_size=ubatch_size, together=together, kept=kept, streams=streams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+def test_greedy_texts_are_those_that_were_recorded(name):
+    """The prompts together, and then all texts side by side."""
+    model, tokens, _ = recorded(name)
+    memory = model.make_memory(cells=512, sequences=4)
+    prompts = jaxkv.make_batch([ids[:-GENERATED] for ids in tokens])
+    memory, logits = jaxkv.prefill(model.forward, model.weights, memory, prompts, ubatch_size=64)
+    first, steps = jnp.argmax(logits, -1).astype(jnp.int32), GENERATED - 1
+    state = jaxkv.loops.start(memory, first, limit=steps)
+    greedy, stop = jaxkv.loops.sampling.make_sampler(), np.zeros(0, np.int32)
+    _, _, picked = jaxkv.decode(
+        model.forward, greedy, model.weights, memory, state, stop, steps=steps
+    )
+    found = np.column_stack([first, picked.tokens])
+    np.testing.assert_array_equal(found, [ids[-GENERATED:] for ids in tokens])
 
 
 def test_a_memory_of_states_alone_needs_no_cells():

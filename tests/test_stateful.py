@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from tests.cases import mostly_exhaustive
-from tests.memories import ALL_KINDS, GROUPS_STRIPES, SMALL, Kind, Twin
+from tests.memories import ALL_KINDS, CODES, GROUPS_STRIPES, SMALL, Kind, Twin
 
 edges = st.integers(-2, 14)
 ids = st.integers(0, 10**6)
@@ -161,9 +161,10 @@ def test_verbs(kind):
 @pytest.mark.parametrize(
     "name",
     mostly_exhaustive(
-        [kind.name for kind in ALL_KINDS],
+        [kind.name for kind in (*ALL_KINDS, CODES)],
         few=[
             "small",
+            CODES.name,
             "two-owner-words",
             "full-and-window",
             "chunks",
@@ -175,7 +176,7 @@ def test_verbs(kind):
 )
 def test_verbs_at_length(name):
     """The slow part: thousands of runs over all memories, in ubatches of 4."""
-    (kind,) = (kind for kind in ALL_KINDS if kind.name == name)
+    (kind,) = (kind for kind in (*ALL_KINDS, CODES) if kind.name == name)
     run_state_machine_as_test(
         lambda: Verbs(kind),
         settings=settings(max_examples=100, stateful_step_count=20, derandomize=True),

@@ -90,7 +90,7 @@ def test_each_layer_on_a_mesh_runs_the_kernel(steps, name):
 
 CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 over_chips = pytest.mark.parametrize("chip", CHIPS)
-over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 
 
 @over_chips

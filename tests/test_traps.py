@@ -27,7 +27,6 @@ OUT = {
     **dict.fromkeys((39, 40, 41, 48, 52, 70), SEVERAL),
     **dict.fromkeys(range(75, 85), SNAPSHOTS),
     43: "a token has one position",
-    55: "there is no bias of attention (ALiBi)",
     56: "a token has one position",
     90: "no memory looks into the cells of another",
 }

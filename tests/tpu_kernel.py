@@ -28,7 +28,7 @@ def on(chip):
 
 if __name__ == "__main__":
     for chip in CHIPS:
-        for dtype in DTYPES:
+        for dtype in (*DTYPES, "int8"):
             for size in SIZES:
                 found = of_attention("tpu", on(chip), size, dtype)
                 print(json.dumps({"name": f"{chip} {dtype} {size}", **found}), flush=True)

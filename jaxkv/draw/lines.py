@@ -14,6 +14,7 @@ from jaxkv.donation import is_donated
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.cells import Cells
 from jaxkv.memory import Facts, Memory
+from jaxkv.ops.quantised import Quantised
 from jaxkv.places import EMPTY, is_concrete, is_traced
 from jaxkv.plan import Plan, Reason
 from jaxkv.recurrent.states import States
@@ -77,7 +78,10 @@ def ubatch_line(ubatch: Ubatch) -> str:
     if valid is None or sequences is None:
         known = "traced" if is_traced(ubatch) else "values not known"
     else:
-        there = np.unique(sequences[valid]).tolist()
+        if (others := _value(ubatch.others)) is not None:
+            sequences = np.concatenate([sequences[..., None], others], axis=-1)
+        there = np.unique(sequences[valid])
+        there = there[there >= 0].tolist()
         known = f"{valid.sum()} valid"
         known += f" of sequences {there}" if len(there) <= FEW else f" of {len(there)} sequences"
     return f"Ubatch({ubatch.facts.kind}, rows={rows}, tokens={tokens}: {known})"
@@ -132,7 +136,8 @@ def _sizes(table: Any, buffers: Any) -> str:
 
 
 def _dtypes(buffers: Any) -> str:
-    return " and ".join(sorted({np.dtype(leaf.dtype).name for leaf in jax.tree.leaves(buffers)}))
+    leaves = jax.tree.leaves(buffers, is_leaf=lambda x: isinstance(x, Quantised))
+    return " and ".join(sorted({np.dtype(leaf.dtype).name for leaf in leaves}))
 
 
 def _content(memory: Memory) -> str:

@@ -1,5 +1,6 @@
 """What a layer asks of an attention memory: write its keys and values, look at them, attend."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,14 @@ from jaxkv.memory import View
 from jaxkv.mesh import Shares, first_of, from_owner, looked_up, on_shares, shares
 from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
+from jaxkv.ops.attention.bias import Bias, BiasOfLists, OfPlaces, checked_bias
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import Options, joined_over
+from jaxkv.ops.latent import Latent, Values
+from jaxkv.ops.quantised import Stored, decoded
+from jaxkv.places import integers
 
-Held = tuple[jax.Array, jax.Array]
+Held = tuple[Stored, Values]
 """The keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
 
 
@@ -36,16 +41,15 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    bias: Bias | None = None,
     causal: bool = True,
+    until: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Buffers, jax.Array]:
     """Write the keys and values of a ubatch, if it brings any, and attend; see `jaxkv.attend`.
 
     Tokens of a stale ubatch are written nowhere and get NaN.
     """
-    if (k is None) != (v is None):
-        alone = "keys" if v is None else "values"
-        raise TypeError(f"wanted keys and values, or none of them to look alone, got {alone} alone")
     held = _layer_of(buffers, layer)
     new = () if k is None and v is None else _checked(ubatch, held, k, v)
     _check_array("q", q)
@@ -61,21 +65,33 @@ def attend(
             f"{heads}, got {q.shape}"
         )
     options = Options(scale=scale, softcap=softcap, sinks=sinks)
-    written, out = _attended(table, ubatch, held, new, q, options, causal, implementation)
+    added = checked_bias(bias, (*q.shape[:3], held[0].shape[2]))
+    until = _checked_until(until, ubatch, causal)
+    arrays = new, q, options, added, until
+    written, out = _attended(table, ubatch, held, *arrays, causal, implementation)
     return with_layer(buffers, layer, *written) if new else buffers, out
 
 
 def write(
-    table: Cells, buffers: Buffers, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array
+    table: Cells, buffers: Buffers, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array | None
 ) -> Buffers:
     """Write the keys and values of a ubatch, see `jaxkv.write`."""
     held = _layer_of(buffers, layer)
     return with_layer(buffers, layer, *_written(table, ubatch, held, _checked(ubatch, held, k, v)))
 
 
-def view(table: Cells, buffers: Buffers, layer: int, ubatch: Ubatch, causal: bool) -> View:
+def view(
+    table: Cells,
+    buffers: Buffers,
+    layer: int,
+    ubatch: Ubatch,
+    *,
+    causal: bool = True,
+    until: jax.Array | None = None,
+) -> View:
     """Return what the tokens of a ubatch see, see `jaxkv.view`."""
-    return _viewed(table, ubatch, _layer_of(buffers, layer), causal)
+    until = _checked_until(until, ubatch, causal)
+    return _viewed(table, ubatch, _layer_of(buffers, layer), until, causal)
 
 
 def _layer_of(buffers: Buffers, layer: int) -> Held:
@@ -90,14 +106,50 @@ def _check_array(name: str, x: Any) -> None:
         raise TypeError(f"wanted an array for {name}, got {type(x)}")
 
 
-def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the keys and values of a ubatch, `[R, T, K, D]` and `[R, T, K, Dv]`."""
-    for name, size, new, old in zip("kv", ("D", "Dv"), (k, v), held, strict=True):
+def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, ...]:
+    """Return the keys and values of a ubatch, `[R, T, K, D]` and `[R, T, K, Dv]`.
+
+    Keys alone where values are a part of them.
+    """
+    keys, values = held
+    if isinstance(values, Latent):
+        if v is not None:
+            raise TypeError(
+                f"wanted keys alone, whose numbers {values.first} to {values.last - 1} are the "
+                f"values of this memory, got values too: leave v out"
+            )
+        given = (("k", "D", k, keys),)
+    else:
+        if (k is None) != (v is None):
+            alone = "keys" if v is None else "values"
+            raise TypeError(
+                f"wanted keys and values, or none of them to look alone, got {alone} alone"
+            )
+        given = (("k", "D", k, keys), ("v", "Dv", v, values))
+    for name, size, new, old in given:
         _check_array(name, new)
         wanted = (*ubatch.valid.shape, old.shape[1], old.shape[3])
         if new.shape != wanted:
             raise ValueError(f"wanted {name} [R, T, K, {size}] of {wanted}, got {new.shape}")
-    return k, v
+    return tuple(new for _, _, new, _ in given)
+
+
+def _checked_until(until: Any, ubatch: Ubatch, causal: bool) -> jax.Array | None:
+    """Return the last position that each token sees, `[R, T]` int32."""
+    if until is None:
+        return None
+    if not causal:
+        raise ValueError(
+            "wanted until or causal=False, got both: with the latter tokens see all that comes "
+            "after them, so leave one of them out"
+        )
+    until = jnp.asarray(integers(until, "until"))
+    if until.shape != ubatch.valid.shape:
+        raise ValueError(
+            f"wanted until [R, T] of {ubatch.valid.shape}, the last position that each token "
+            f"sees, got {until.shape}"
+        )
+    return until
 
 
 def _put(
@@ -112,9 +164,16 @@ def _put(
     return store(*held, ubatch.row_stream, where, *new)
 
 
-def _sight_in_share(split: Shares, table: Cells, ubatch: Ubatch, held: Held, causal: bool) -> Sight:
+def _sight_in_share(
+    split: Shares,
+    table: Cells,
+    ubatch: Ubatch,
+    held: Held,
+    causal: bool,
+    until: jax.Array | None,
+) -> Sight:
     """Return what decides which of the cells in a device's share the tokens of a ubatch see."""
-    sight, count = sight_of(table, ubatch, causal=causal), held[0].shape[2]
+    sight, count = sight_of(table, ubatch, causal=causal, until=until), held[0].shape[2]
     return sight.of_cells(first_of(split.cells, count), count) if split.cells else sight
 
 
@@ -139,15 +198,19 @@ def _written(table: Cells, ubatch: Ubatch, held: Held, new: tuple[jax.Array, ...
 
 
 @partial(jax.jit, static_argnames="causal")
-def _viewed(table: Cells, ubatch: Ubatch, held: Held, causal: bool) -> View:
+def _viewed(
+    table: Cells, ubatch: Ubatch, held: Held, until: jax.Array | None, causal: bool
+) -> View:
     """Return the keys and values of each list's stream; all NaN, and seen, if it was edited."""
     split = shares(table.rules, **sizes_of(held[0]))
     rows = rows_of(ubatch, split.streams)
     apart = () if rows else split.streams
 
-    def of_share(table: Cells, ubatch: Ubatch, held: Held) -> tuple[jax.Array, ...]:
+    def of_share(
+        table: Cells, ubatch: Ubatch, held: Held, until: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
         mine = own_rows(ubatch, split.streams, table.streams)
-        sight = _sight_in_share(split, table, mine, held, causal)
+        sight = _sight_in_share(split, table, mine, held, causal, until)
         _, current = slots.committed_slots(table, mine)
         mask, lists = mask_of(sight), sight.of_lists
         if apart:  # each row is a list, and all devices have all of them
@@ -155,14 +218,16 @@ def _viewed(table: Cells, ubatch: Ubatch, held: Held, causal: bool) -> View:
             lists = partial(looked_up, axes=apart, index=ubatch.row_stream)
         current = _on_all(current, apart).reshape(mask.shape[0], -1)
         current = jnp.all(current, axis=1)[:, None, None]
-        keys, values, positions = map(lists, (*held, sight.position))
+        held, positions = jax.tree.map(lists, (held, sight.position))
+        keys, values = decoded(held[0]), held[1]
+        values = values.of(keys) if isinstance(values, Latent) else decoded(values)
         keys = jnp.where(current[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
 
     of_heads = P(rows, split.kv_heads, split.cells)
     out_specs = of_heads, of_heads, P(rows, None, split.cells), P(rows, split.cells)
-    in_specs = P(split.streams), specs_of(ubatch, split.streams), split.spec
-    return View(*on_shares(table.rules, of_share, in_specs, out_specs)(table, ubatch, held))
+    in_specs = P(split.streams), specs_of(ubatch, split.streams), split.spec, P(rows)
+    return View(*on_shares(table.rules, of_share, in_specs, out_specs)(table, ubatch, held, until))
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation"))
@@ -173,9 +238,11 @@ def _attended(
     new: tuple[jax.Array, ...],
     q: jax.Array,
     options: Options,
+    bias: BiasOfLists | None,
+    until: jax.Array | None,
     causal: bool,
     implementation: Implementation | None,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+) -> tuple[tuple[Any, ...], jax.Array]:
     """Write into a layer, if there is anything new, and attend; return what was written, and that.
 
     It is traced and lowered once for all layers.
@@ -200,10 +267,15 @@ def _attended(
         new: tuple[jax.Array, ...],
         q: jax.Array,
         options: Options,
-    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        bias: BiasOfLists | None,
+        until: jax.Array | None,
+    ) -> tuple[tuple[Any, ...], jax.Array]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
         where, current = slots.committed_slots(table, ubatch)
-        sight = _sight_in_share(split, table, ubatch, held, causal)
+        sight = _sight_in_share(split, table, ubatch, held, causal, until)
+        if isinstance(bias, jax.Array):
+            bias = bias.reshape(*sight.at.shape, *bias.shape[2:])
+        sight = replace(sight, bias=bias)
         held = _put(split, held, ubatch, where, new)
         lists = q.reshape(*sight.at.shape, *q.shape[2:])
         sums = attention.weigh(lists, *held, sight, options, implementation)
@@ -221,6 +293,17 @@ def _attended(
         of_new,
         of_new,
         P(split.kv_heads),
+        _specs_of_bias(bias, rows, split),
+        P(rows),
     )
     run = on_shares(table.rules, of_share, in_specs, (split.spec, of_new))
-    return run(table, ubatch, held, new, q, options)
+    return run(table, ubatch, held, new, q, options, bias, until)
+
+
+def _specs_of_bias(bias: BiasOfLists | None, rows: tuple[str, ...], split: Shares) -> Any:
+    """Return how a bias is split: as rows, query heads and cells are, and never what it weighs."""
+    if isinstance(bias, OfPlaces):
+        return replace(bias, function=P(), heads=P(split.kv_heads))
+    if bias is None:
+        return None
+    return P(rows, None, split.kv_heads if bias.shape[2] > 1 else (), split.cells)

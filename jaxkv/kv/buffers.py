@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.mesh import Rules, Shares, first_of, from_owner, on_shares, own, shares
+from jaxkv.ops.latent import Latent, Values
+from jaxkv.ops.quantised import Stored, decoded, dtype_of, encoded
 from jaxkv.places import END, nowhere
 from jaxkv.rope import Rope
 
@@ -19,6 +21,9 @@ from jaxkv.rope import Rope
 class Buffers:
     """One array of keys and one of values for each layer, with a key and a value for each cell.
 
+    Of 8 bits they are `Quantised`, which has an array of scales beside that of the codes. Values
+    that are a part of the keys are `Latent`, which has no array.
+
     Layers stay apart: an array that holds them all is copied, layer by layer, at every step. Heads
     come before cells, so that attention reads a head's keys in one piece.
 
@@ -27,13 +32,13 @@ class Buffers:
     ropes: the rotary embedding of each layer's keys; None where keys carry no position.
     """
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
+    k: tuple[Stored, ...]
+    v: tuple[Values, ...]
     ropes: tuple[Rope | None, ...] = field(metadata={"static": True})
 
 
-Halves = tuple[tuple[Shares, ...], tuple[Shares, ...]]
-"""How the mesh at hand splits the keys and the values of each layer."""
+Halves = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""How the mesh at hand splits the keys and the values of each layer: `Shares` for each array."""
 
 
 def sizes_of(array: Any) -> dict[str, int]:
@@ -43,11 +48,12 @@ def sizes_of(array: Any) -> dict[str, int]:
 
 def halves_of(rules: Rules | None, buffers: Buffers) -> Halves:
     """Return how the mesh at hand splits the keys and the values of each layer."""
+    return jax.tree.map(lambda x: shares(rules, **sizes_of(x)), (buffers.k, buffers.v))
 
-    def of(arrays: tuple[jax.Array, ...]) -> tuple[Shares, ...]:
-        return tuple(shares(rules, **sizes_of(x)) for x in arrays)
 
-    return of(buffers.k), of(buffers.v)
+def alike(split: Halves) -> Shares:
+    """Return how streams and cells are split, which is the same for all arrays."""
+    return replace(jax.tree.leaves(split)[0], kv_heads=())
 
 
 def on_halves(
@@ -68,54 +74,73 @@ def on_halves(
       by_stream: how many of the arguments, the first ones, are `[S, ...]` and split likewise.
     """
     split = halves_of(rules, buffers)
-    specs = tuple(tuple(one.spec for one in layers) for layers in split)
-    streams = (P(split[0][0].streams),) * by_stream
+    specs = jax.tree.map(lambda one: one.spec, split)
+    streams = (P(alike(split).streams),) * by_stream
     in_specs = (*streams, *(P(),) * (len(args) - by_stream), specs)
     run = on_shares(rules, partial(change, split), in_specs, specs)
     k, v = run(*args, (buffers.k, buffers.v))
     return replace(buffers, k=k, v=v)
 
 
-def with_layer(buffers: Buffers, layer: int, k: jax.Array, v: jax.Array) -> Buffers:
+def with_layer(buffers: Buffers, layer: int, k: Stored, v: Values) -> Buffers:
     """Return the buffers with other keys and values in a layer."""
 
-    def put(old: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
+    def put(old: tuple[Any, ...], new: Any) -> tuple[Any, ...]:
         return (*old[:layer], new, *old[layer + 1 :])
 
     return replace(buffers, k=put(buffers.k, k), v=put(buffers.v, v))
 
 
 def store(
-    keys: jax.Array,
-    values: jax.Array,
+    keys: Stored,
+    values: Values,
     streams: jax.Array,
     slots: jax.Array,
     k: jax.Array,
-    v: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    v: jax.Array | None = None,
+) -> tuple[Stored, Values]:
     """Write the keys and values of a ubatch into their cells.
 
     Stored values are always finite, so that a hidden one is harmless: 0 times it is 0. Where a
-    head's key or value is not finite in the dtype of the buffers, its value is stored as zero and
-    its key as NaN, which shows in every token that sees it; hidden by a choice, it shows in none.
+    head's key or value is not finite in the dtype of the buffers, or in float32 if these are
+    quantised, its value is stored as zero and its key as NaN, which shows in every token that sees
+    it; hidden by a choice, it shows in none.
 
     Args:
       keys: `[S, K, N, D]`, those of a layer.
-      values: `[S, K, N, Dv]`.
+      values: `[S, K, N, Dv]`, or `Latent`.
       streams: `[R]` int32, the stream of each row of tokens.
       slots: `[R, T]` int32, the cell of each token; a token past the last cell is left out.
       k: `[R, T, K, D]`, keys, rotated.
-      v: `[R, T, K, Dv]`, values.
+      v: `[R, T, K, Dv]`, values, unless they are latent.
 
     Returns:
       Keys and values of the layer after it.
     """
-    k, v = k.astype(keys.dtype), v.astype(values.dtype)
+    if isinstance(values, Latent):
+        k = values.marked(k.astype(dtype_of(keys)))
+        return write(keys, streams[:, None], slots, k), values
+    assert v is not None
+    k, v = k.astype(dtype_of(keys)), v.astype(dtype_of(values))
     # What is not finite, less itself, is NaN, and all else 0: a sum, where `all` would take more.
     finite = jnp.isfinite(sum(jnp.sum(x - x, axis=3, keepdims=True) for x in (k, v)))
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     streams = streams[:, None]
-    return scatter(keys, streams, slots, k), scatter(values, streams, slots, v)
+    return write(keys, streams, slots, k), write(values, streams, slots, v)
+
+
+def read(stored: Stored, streams: jax.Array, slots: jax.Array) -> jax.Array:
+    """Read keys or values of cells as numbers, see `gather`."""
+    return decoded(jax.tree.map(lambda array: gather(array, streams, slots), stored))
+
+
+def write(stored: Stored, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Stored:
+    """Write numbers as keys or values of cells, see `scatter`."""
+
+    def one(array: jax.Array, new: jax.Array) -> jax.Array:
+        return scatter(array, streams, slots, new)
+
+    return jax.tree.map(one, stored, encoded(new, stored))
 
 
 def bring(split: Shares, array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
@@ -297,6 +322,7 @@ def _by_choice(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.
 def _is_converted(dtype: jnp.dtype) -> bool:
     """Return whether a processor's compiler would convert a whole array to write a part of it.
 
-    That of jax 0.10 does so with bfloat16 and less, to float32 and back.
+    That of jax 0.10 does so with bfloat16 and floating dtypes of less, to float32 and back.
     """
-    return jax.__version_info__ < (0, 12) and dtype.itemsize < 4 and dtype != jnp.float16
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and dtype != jnp.float16
+    return jax.__version_info__ < (0, 12) and narrow

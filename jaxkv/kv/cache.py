@@ -29,6 +29,8 @@ from jaxkv.memory import (
     no_need,
 )
 from jaxkv.mesh import Rules, Shares
+from jaxkv.ops.latent import Latent
+from jaxkv.ops.quantised import zeros
 from jaxkv.places import FAR, count
 from jaxkv.rope import Rope
 from jaxkv.window import Window, cells_for
@@ -92,6 +94,10 @@ class CellTable(Cells, Table):
     def admit(self, wanted: jax.Array) -> Room:
         """See `slots.admit`."""
         return told(self, slots.admit, wanted)
+
+    def alike(self, partner: jax.Array) -> jax.Array:
+        """See `cells.alike`."""
+        return told(self, cells.alike, partner)
 
     def spared(self) -> jax.Array:
         """See `cells.spared`."""
@@ -202,9 +208,9 @@ class CellTable(Cells, Table):
         """See `attend.write`."""
         return write(self, buffers, layer, ubatch, *new)
 
-    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, causal: bool) -> View:
+    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> View:
         """See `attend.view`."""
-        return view(self, buffers, layer, ubatch, causal)
+        return view(self, buffers, layer, ubatch, **options)
 
 
 def make_kv_cache(
@@ -213,7 +219,7 @@ def make_kv_cache(
     cells: int | None = None,
     kv_heads: int | Sequence[int],
     head_dim: int | Sequence[int],
-    value_dim: int | Sequence[int] | None = None,
+    value_dim: int | slice | Sequence[int | slice] | None = None,
     sequences: int = 1,
     streams: int = 1,
     window: Window | None = None,
@@ -232,7 +238,9 @@ def make_kv_cache(
         are cells for the window, a ubatch and a rollback, for each sequence of a stream.
       kv_heads: K, the key/value heads, of all layers or one number for each.
       head_dim: D, the numbers of a key, of all layers or one for each.
-      value_dim: Dv, the numbers of a value, likewise; by default D.
+      value_dim: Dv, the numbers of a value, likewise; by default D. A slice, where values are some
+        of the numbers of their keys, as in latent attention (MLA): they take no bytes, and models
+        give keys alone. At least one number of a key is left out, and dtypes have more than 8 bits.
       sequences: Q, the sequences that may be told apart.
       streams: S, a divisor of Q: how many pools of cells there are. Sequence q lives in stream
         q // (Q // S). A pool gives room to any of its sequences and forks without a copy; with its
@@ -244,7 +252,12 @@ def make_kv_cache(
         refused. Only where `cells` is left out.
       rollback: how many tokens can be taken back (`seq_rm` of an end) though a window is full, by
         default 32. Only where `cells` is left out; more cells mean more rollback.
-      dtype: of keys and values, a floating one.
+      dtype: of keys and values: a floating one, or int8. Those of 8 bits, int8 and float8_e4m3fn
+        among them, are quantised: each head of a cell has a scale beside its codes, float32, for
+        keys and for values. They take 0.27 times the bytes of float32 at a head of 64. What is
+        written is rounded, and nothing is differentiated through that: derivatives by queries are
+        right, and those by the keys and values that are written are zero. Take another dtype to
+        train.
       rope: how keys were rotated when they come in, for all layers or one for each; None where
         keys carry no position.
       placement: which cells a ubatch may get: "scattered", any, the lowest first; "contiguous", one
@@ -262,13 +275,22 @@ def make_kv_cache(
       TypeError: when a count is no integer.
       ValueError: when a count is below 1, N is 2**30 or more, `streams` does not divide Q, `cells`
         is missing or given together with what it is counted from, there is no such placement,
-        `shards` is missing, given with another one, or does not divide N, the dtype is not a
-        floating one, or sizes and ropes do not fit the layers.
+        `shards` is missing, given with another one, or does not divide N, the dtype is neither
+        a floating one with signs and NaN nor int8, or sizes and ropes do not fit the layers.
 
     Examples:
       >>> memory = make_kv_cache(layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8)
       >>> memory.buffers.k[0].shape, nbytes(memory)
       ((1, 3, 512, 64), 1581088)
+
+      Of 8 bits, with scales:
+
+      >>> small = make_kv_cache(
+      ...     layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8, dtype="int8"
+      ... )
+      >>> keys = small.buffers.k[0]
+      >>> keys.dtype, keys.codes.shape, keys.scales.shape, nbytes(small)
+      (dtype('int8'), (1, 3, 512, 64), (1, 3, 512, 1), 426016)
 
       A window of 128 positions, for two sequences with a stream each:
 
@@ -297,19 +319,13 @@ def make_kv_cache(
       owner    0 0 0 . 0 0 0 .
       position 0 2 4 . 1 3 5 .
 
-    llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream and `n_swa` for the window.
+    llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream, `n_swa` for the window, and
+    `type_k` and `type_v` for the dtype.
     """
     layers, sequences = count(layers, "layers"), count(sequences, "sequences")
     streams = checked_streams(streams, sequences)
     shards = _checked_shards(placement, shards)
-    signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be
-    if not jnp.issubdtype(dtype, jnp.floating) or not np.array_equal(
-        signs.astype(jnp.dtype(dtype)).astype(float), signs, equal_nan=True
-    ):
-        raise ValueError(
-            f"wanted a floating dtype with signs and NaN for keys and values, got "
-            f"{jnp.dtype(dtype)}"
-        )
+    _check_dtype(dtype)
     if window is not None and not isinstance(window, Window):
         raise TypeError(f"wanted a window, such as jaxkv.window.sliding(128), got {window!r}")
     if cells is None:
@@ -327,7 +343,7 @@ def make_kv_cache(
         )
     heads = _per_layer(kv_heads, layers, "kv_heads")
     keys = _per_layer(head_dim, layers, "head_dim")
-    values = keys if value_dim is None else _per_layer(value_dim, layers, "value_dim")
+    values = keys if value_dim is None else _values_per_layer(value_dim, keys, dtype)
     ropes = rope if isinstance(rope, tuple) else (rope,) * layers
     if len(ropes) != layers:
         raise ValueError(f"wanted one rope for all layers or {layers}, one each, got {len(ropes)}")
@@ -357,11 +373,61 @@ def make_kv_cache(
     )
     shapes = [(streams, heads[i], cells) for i in range(layers)]
     buffers = Buffers(
-        k=tuple(jnp.zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)),
-        v=tuple(jnp.zeros((*shape, n), dtype) for shape, n in zip(shapes, values, strict=True)),
+        k=tuple(zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)),
+        v=tuple(
+            n if isinstance(n, Latent) else zeros((*shape, n), dtype)
+            for shape, n in zip(shapes, values, strict=True)
+        ),
         ropes=ropes,
     )
     return join(table, buffers)
+
+
+def _check_dtype(wanted: jax.typing.DTypeLike) -> None:
+    """Raise a ValueError unless keys and values can be stored in a dtype."""
+    dtype = jnp.dtype(wanted)
+    signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be
+    floating = jnp.issubdtype(dtype, jnp.floating) and np.array_equal(
+        signs.astype(dtype).astype(float), signs, equal_nan=True
+    )
+    if not floating and dtype != jnp.int8:
+        raise ValueError(
+            f"wanted a floating dtype with signs and NaN or int8 for keys and values, got "
+            f"{dtype}: of 8 bits take int8 or float8_e4m3fn, which get a scale for each head and "
+            f"cell"
+        )
+
+
+def _values_per_layer(
+    value: Any, keys: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> tuple[int | Latent, ...]:
+    """Return the size of values for each layer, or which numbers of a key they are."""
+    given = tuple(value) if isinstance(value, Sequence) else (value,) * len(keys)
+    whole = [n for n in given if not isinstance(n, slice)]
+    sizes = iter(_per_layer(whole, len(whole), "value_dim"))
+    if len(given) != len(keys):
+        raise ValueError(
+            f"wanted value_dim for all layers or {len(keys)}, one each, got {len(given)}"
+        )
+
+    def latent(part: slice, key: int) -> Latent:
+        ends = range(*part.indices(key))
+        if part.step not in (None, 1) or not 0 < len(ends) < key:
+            raise ValueError(
+                f"wanted values as neighbouring numbers of a key of {key}, some and not all, got "
+                f"{part}: give keys a number more where they are all of it"
+            )
+        if jnp.dtype(dtype).itemsize == 1:
+            raise ValueError(
+                f"wanted a dtype of 16 bits or more where values are a part of the keys, got "
+                f"{jnp.dtype(dtype)}"
+            )
+        return Latent(ends.start, ends.stop)
+
+    return tuple(
+        latent(one, key) if isinstance(one, slice) else next(sizes)
+        for one, key in zip(given, keys, strict=True)
+    )
 
 
 def _checked_shards(placement: Placement, shards: int | None) -> int:

@@ -274,6 +274,31 @@ def holders(cells: Cells, where: jax.Array) -> jax.Array:
     return (some[stream, word] >> bit) & 1 == 1
 
 
+def alike(cells: Cells, partner: jax.Array) -> jax.Array:
+    """Return whether sequences own the very same cells as others of their stream, `[Q]` bool.
+
+    Args:
+      cells: the table.
+      partner: `[Q]` int32, the number of the other one within the stream, its own where none is
+        asked about.
+    """
+    partner = partner.reshape(cells.streams, cells.sharing)
+    own = jnp.arange(cells.sharing, dtype=jnp.int32)[None]
+
+    def held_by(local: jax.Array) -> jax.Array:
+        word, bit = divided(local, WORD)
+        words = jnp.take_along_axis(cells.owners, word[:, None, None], axis=1)[:, 0]
+        return (words >> bit.astype(jnp.uint32)[:, None]) & 1
+
+    def compare(local: jax.Array, answers: jax.Array) -> jax.Array:
+        mine = held_by(jnp.full(cells.streams, local))
+        same = jnp.all(mine == held_by(partner[:, local]), axis=1)
+        return answers.at[:, local].set(same)
+
+    asked = jnp.any(partner != own, axis=0)
+    return each(asked, compare, jnp.ones(partner.shape, bool)).reshape(-1)
+
+
 def digest(cells: Cells) -> jax.Array:
     """Return a number of each stream's content; `[S]` uint32.
 

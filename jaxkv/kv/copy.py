@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.kv.buffers import Buffers, Halves, bring, copy_run, on_halves, put
+from jaxkv.kv.buffers import Buffers, Halves, alike, bring, copy_run, on_halves, put
 from jaxkv.kv.cells import C, Cells, inherited, known, within
 from jaxkv.kv.shift import CHUNK
 from jaxkv.mesh import Shares, first_of, looked_up, on_shares, own, shares
@@ -194,5 +194,5 @@ def _in_chunks(cells: Cells, count: jax.Array) -> jax.Array:
 def _of_share(split: Halves, arrays: Any, count: jax.Array) -> tuple[int, int, jax.Array]:
     """Return the cells of a device's share, those of a chunk, and how many of the first are its."""
     share = arrays[0][0].shape[2]
-    first = first_of(split[0][0].cells, share)
+    first = first_of(alike(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

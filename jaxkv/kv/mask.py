@@ -1,4 +1,8 @@
-"""Which cells each token of a ubatch may see: those of its sequence, up to its own position."""
+"""Which cells each token of a ubatch may see: those of its sequence, up to its own position.
+
+The sequences of a token that has several share all that comes before it, or the plan was refused.
+So what the first of them owns is what all of them do.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,9 @@ from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.places import FAR
 
 
-def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
+def sight_of(
+    cells: Cells, ubatch: Ubatch, *, causal: bool = True, until: jax.Array | None = None
+) -> Sight:
     """Return what decides which cells the tokens of a ubatch see.
 
     The table decides, nothing else: an empty cell has no owner, and a token sees the tokens of its
@@ -25,7 +31,16 @@ def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
       cells: the table, with the ubatch applied.
       ubatch: the tokens that look.
       causal: False lets them see what comes after them too.
+      until: `[R, T]` int32, the last position that each token sees; None for its own.
+
+    Raises:
+      ValueError: when they may, and a token may belong to several sequences.
     """
+    if ubatch.others is not None and not (causal and until is None):
+        raise ValueError(
+            "wanted causal attention without until, or tokens of one sequence each: several "
+            "sequences of a token do not share what comes after it"
+        )
     _, word, bit = home(cells, ubatch.sequences)
     streams, all_streams = pools(cells, ubatch)
     looks = ubatch.valid & (ubatch.slots < FAR)
@@ -41,13 +56,16 @@ def sight_of(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> Sight:
         window=cells.window,
         causal=causal,
         all_streams=all_streams,
+        until=None if until is None else until.reshape(at.shape),
     )
 
 
-def visible(cells: Cells, ubatch: Ubatch, *, causal: bool = True) -> jax.Array:
+def visible(
+    cells: Cells, ubatch: Ubatch, *, causal: bool = True, until: jax.Array | None = None
+) -> jax.Array:
     """Return which cells each token sees, `[R, T, N]` bool; the arguments are those of `sight_of`.
 
     llama.cpp: `set_input_kq_mask`.
     """
-    mask = mask_of(sight_of(cells, ubatch, causal=causal))
+    mask = mask_of(sight_of(cells, ubatch, causal=causal, until=until))
     return mask.reshape(*ubatch.valid.shape, cells.num_cells)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.buffers import Buffers, Halves, gather, on_halves, scatter
+from jaxkv.kv.buffers import Buffers, Halves, alike, on_halves, read, write
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -30,6 +30,7 @@ from jaxkv.kv.cells import (
 )
 from jaxkv.memory import Commitment, Facts
 from jaxkv.mesh import first_of
+from jaxkv.ops.quantised import Stored
 from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.rope import Rope, rotate
 
@@ -181,14 +182,14 @@ def rotate_pending(cells: C, buffers: Buffers, update: Update) -> tuple[C, Buffe
 def _rotate(ropes: tuple[Rope | None, ...], split: Halves, by: jax.Array, arrays: Any) -> Any:
     """Turn the keys of cells by so many positions, `[S, N]`, where that is not 0."""
     keys, values = arrays
-    size = keys[0].shape[2]
-    if split[0][0].cells:  # a device turns those that it holds
-        first = first_of(split[0][0].cells, size)
+    axes, size = alike(split).cells, keys[0].shape[2]
+    if axes:  # a device turns those that it holds
+        first = first_of(axes, size)
         by = jax.lax.dynamic_slice_in_dim(by, first, size, axis=1)
     by = by.reshape(-1)
     count = jnp.cumsum(by != 0, dtype=jnp.int32)  # up to and with each cell
 
-    def chunk(i: jax.Array, keys: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def chunk(i: jax.Array, keys: tuple[Stored, ...]) -> tuple[Stored, ...]:
         turn = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
         cell = jnp.searchsorted(count, turn).astype(jnp.int32)
         stream, slot = divided(cell, size)
@@ -198,9 +199,9 @@ def _rotate(ropes: tuple[Rope | None, ...], split: Halves, by: jax.Array, arrays
         turned = []
         for k, rope in zip(keys, ropes, strict=True):
             if rope is not None:
-                key = gather(k, stream, slot)  # [CHUNK, K, D]
+                key = read(k, stream, slot)  # [CHUNK, K, D]
                 key = rotate(key, turns, replace(rope, attention_factor=1.0))
-                k = scatter(k, stream, slot, key)
+                k = write(k, stream, slot, key)
             turned.append(k)
         return tuple(turned)
 

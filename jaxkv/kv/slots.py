@@ -295,9 +295,16 @@ def _take(cells: C, ubatch: Ubatch) -> C:
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
         cells = evict(cells, nothing.at[where].set(True, mode="drop"))
-    _, word, bit = home(cells, ubatch.sequences)
     words = jnp.arange(cells.owners.shape[1])
-    owner = jnp.where(words[None, None] == word[..., None], jnp.uint32(1) << bit[..., None], 0)
+
+    def owned(sequences: jax.Array) -> jax.Array:
+        _, word, bit = home(cells, sequences)
+        return jnp.where(words[None, None] == word[..., None], jnp.uint32(1) << bit[..., None], 0)
+
+    owner = owned(ubatch.sequences)
+    if ubatch.others is not None:
+        for other in jnp.unstack(ubatch.others, axis=-1):
+            owner |= jnp.where(other[..., None] >= 0, owned(jnp.maximum(other, 0)), 0)
     put = {"mode": "drop", "unique_indices": True}
     return replace(
         cells,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.kv.arrivals import choose, room, settle
-from jaxkv.kv.buffers import Buffers, Halves, bring, on_halves, put
+from jaxkv.kv.buffers import Buffers, Halves, alike, bring, on_halves, put
 from jaxkv.kv.by_stream import on_streams
 from jaxkv.kv.cells import (
     C,
@@ -110,7 +110,7 @@ def _fill(
     Which cells those are is known where the streams are that get them, and sent along.
     """
     ends = jnp.cumsum(wanted)
-    by_streams, size = split[0][0].streams, slots.shape[1]
+    by_streams, size = alike(split).streams, slots.shape[1]
 
     def chunk(i: jax.Array, arrays: Any) -> Any:
         number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)

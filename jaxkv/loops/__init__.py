@@ -2,6 +2,7 @@
 
 from jaxkv.loops import batching, sampling
 from jaxkv.loops.beams import Beams, beam
+from jaxkv.loops.draft_trees import draft_tree
 from jaxkv.loops.drafts import Draft, Guess, draft_model, lookup
 from jaxkv.loops.forward import step_of
 from jaxkv.loops.generation import decode
@@ -13,5 +14,5 @@ from jaxkv.loops.state import DecodeState, start
 
 __all__ = ["DecodeState", "Picked", "begin", "decode", "prefill", "sampling", "start"]
 __all__ += ["Beams", "batching", "beam", "extend", "slide"]
-__all__ += ["Draft", "Guess", "Speculated", "draft_model", "lookup", "speculate"]
+__all__ += ["Draft", "Guess", "Speculated", "draft_model", "draft_tree", "lookup", "speculate"]
 __all__ += ["step_of", "warm_up"]

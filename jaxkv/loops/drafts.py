@@ -1,7 +1,7 @@
 """Drafts: cheap guesses at what a model will say next, for `speculate` to check several at once.
 
-A draft is a tree: what it knows of the texts, and perhaps a memory of its own. It is a value; each
-turn gives the next one.
+A draft is a pytree: what it knows of the texts, and perhaps a memory of its own. It is a value;
+each turn gives the next one.
 """
 
 from abc import ABC, abstractmethod
@@ -26,10 +26,11 @@ from jaxkv.verbs.edit import seq_rm
 class Guess(NamedTuple):
     """What may come next, for T texts.
 
-    tokens: `[T, n]` int32.
-    valid: `[T, n]` bool, the tokens that are guessed; where one is not, none after it is.
-    adjusted: `[T, n, V]` float32, the logits that the tokens were drawn from, as a sampler left
-      them; None where nothing was drawn and each token is all that its place offers.
+    tokens: `[T, n]` int32; or `[T, k, n]`, k branches, which may begin alike.
+    valid: in that shape, bool, the tokens that are guessed; where one is not, none after it is.
+    adjusted: `[T, n, V]` or `[T, k, n, V]` float32, the logits that the tokens were drawn from, as
+      a sampler left them, those of branches that begin alike without replacement, the first one
+      first; None where nothing was drawn, and a place offers these tokens and no other.
     """
 
     tokens: jax.Array
@@ -41,9 +42,11 @@ class Draft(ABC):
     """Guesses tokens; `lookup` and `draft_model` make two kinds, and subclasses are others.
 
     tries: n, the most tokens of a guess, static.
+    branches: k, how many ways each guess offers to go on, static; by default 1.
     """
 
     tries: int
+    branches: int = 1
 
     @property
     @abstractmethod
@@ -74,7 +77,8 @@ class Draft(ABC):
         Args:
           sequences: `[T]` int32.
           at: `[T]` int32, the position of `fed[:, 0]`.
-          fed: `[T, n + 1]` int32, the last token of each text and the guess after it.
+          fed: `[T, n + 1]` int32, the last token of each text and the guess after it; of several
+            branches the one that was kept.
           taken: `[T]` int32, how many of them are in the memory of the text now, 0 for a text that
             did not go on.
         """
@@ -89,11 +93,13 @@ class Lookup(Draft):
       newest last, -1 where there were fewer.
     ngram: how many tokens must occur again, static.
     tries: see `Draft`, static.
+    branches: see `Draft`, static.
     """
 
     recent: jax.Array  # [T, C]
     ngram: int = field(metadata={"static": True})
     tries: int = field(metadata={"static": True})
+    branches: int = field(metadata={"static": True})
 
     @property
     def texts(self) -> int:
@@ -103,7 +109,7 @@ class Lookup(Draft):
     def guess(
         self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
     ) -> tuple["Lookup", Guess]:
-        """Guess that what came after the same tokens the last time comes again."""
+        """Guess that what came after the same tokens before comes again, the last times first."""
         del sampler, at
         text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
         length, n = text.shape[1], self.ngram
@@ -111,11 +117,19 @@ class Lookup(Draft):
         # A place where the last n tokens occur: all of them are there, and one comes after them.
         same = [text[:, i : length - n + i] == text[:, length - n + i, None] for i in range(n)]
         found = jnp.all(jnp.stack(same), axis=0) & (text[:, : length - n] >= 0)
-        place = jnp.max(jnp.where(found, jnp.arange(length - n, dtype=jnp.int32)[None], -1), axis=1)
-        after = jnp.maximum(place, 0)[:, None] + n + jnp.arange(self.tries)[None]
-        tokens = jnp.take_along_axis(pad, after, axis=1)
-        valid = (active & (place >= 0))[:, None] & (tokens >= 0)
-        return self, Guess(tokens, valid, None)
+        tokens, valid = [], []
+        for _ in range(self.branches):
+            number = jnp.arange(length - n, dtype=jnp.int32)[None]
+            place = jnp.max(jnp.where(found, number, -1), axis=1)
+            after = jnp.maximum(place, 0)[:, None] + n + jnp.arange(self.tries)[None]
+            tokens.append(jnp.take_along_axis(pad, after, axis=1))
+            valid.append((active & (place >= 0))[:, None] & (tokens[-1] >= 0))
+            if self.branches > 1:  # the next one is a place where something else came
+                came = [pad[:, n + i : length + i] for i in range(self.tries)]
+                found &= jnp.any(jnp.stack(came, axis=2) != tokens[-1][:, None], axis=2)
+        if self.branches == 1:
+            return self, Guess(tokens[0], valid[0], None)
+        return self, Guess(jnp.stack(tokens, axis=1), jnp.stack(valid, axis=1), None)
 
     def follow(
         self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
@@ -127,7 +141,14 @@ class Lookup(Draft):
         return replace(self, recent=jnp.take_along_axis(text, index, axis=1))
 
 
-def lookup(prompts: Sequence[Any], *, ngram: int = 2, tries: int = 3, recent: int = 512) -> Lookup:
+def lookup(
+    prompts: Sequence[Any],
+    *,
+    ngram: int = 2,
+    tries: int = 3,
+    recent: int = 512,
+    branches: int = 1,
+) -> Lookup:
     """Guess by looking up where the last tokens of a text occurred before.
 
     It costs next to nothing and helps where texts repeat themselves or their prompts: edits,
@@ -138,6 +159,8 @@ def lookup(prompts: Sequence[Any], *, ngram: int = 2, tries: int = 3, recent: in
       ngram: how many tokens must occur again, static.
       tries: the most tokens of a guess, static.
       recent: C, how many of the last tokens are looked through, static.
+      branches: in how many ways a guess may go on, static: what came the last time, and the last
+        times before when something else came.
 
     Returns:
       The draft, for `speculate`.
@@ -153,12 +176,20 @@ def lookup(prompts: Sequence[Any], *, ngram: int = 2, tries: int = 3, recent: in
       >>> guess.tokens.tolist(), guess.valid.tolist()
       ([[3, 4, 1]], [[True, True, True]])
 
+      Two branches, since 1, 2 went on in two ways:
+
+      >>> draft = loops.lookup([[1, 2, 3, 1, 2, 4, 1]], tries=2, recent=8, branches=2)
+      >>> draft.guess(None, state, jnp.array([True]), jnp.array([7]))[1].tokens.tolist()
+      [[[4, 1], [3, 1]]]
+
     llama.cpp: `examples/lookup`.
     """
     ngram, tries, recent = count(ngram, "ngram"), count(tries, "tries"), count(recent, "recent")
+    branches = count(branches, "branches")
     if recent <= ngram:
         raise ValueError(f"wanted recent of more than ngram = {ngram} tokens, got {recent}")
-    return Lookup(recent=jnp.asarray(padded(prompts, recent)), ngram=ngram, tries=tries)
+    rows = jnp.asarray(padded(prompts, recent))
+    return Lookup(recent=rows, ngram=ngram, tries=tries, branches=branches)
 
 
 @jax.tree_util.register_dataclass
@@ -233,9 +264,7 @@ class DraftModel(Draft):
         adjusted = made[2] if sampler.draws else None
         return replace(self, memory=carry[0]), Guess(made[0], made[1], adjusted)
 
-    def follow(
-        self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
-    ) -> "DraftModel":
+    def follow(self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array) -> Self:
         """Remove rejected tokens. If all were accepted, the last one is not in its memory yet."""
         memory, _ = seq_rm(self.memory, sequences, at + taken)
         lacking = at + taken - 1 - ends(split(memory)[0])[sequences]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.loops.acceptance import verify
+from jaxkv.loops import trees
+from jaxkv.loops.acceptance import verify, verify_branches
 from jaxkv.loops.donation import given
 from jaxkv.loops.drafts import Draft, Guess, check_rollback
 from jaxkv.loops.drawing import Sampler
@@ -23,6 +24,7 @@ from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import DecodeState, check_sampler, checked, ends
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_traced
+from jaxkv.plan import Plan
 from jaxkv.planning.step import plan_next
 from jaxkv.tables import whole
 from jaxkv.verbs.edit import seq_rm
@@ -53,6 +55,7 @@ class _Setup(NamedTuple):
     sampler: Sampler
     weights: Any
     stop: jax.Array
+    sequences: jax.Array | None = None  # [T, k], those of branches, if there are several
 
 
 class _Progress(NamedTuple):
@@ -110,13 +113,17 @@ def speculate(
     A text goes on alone where its guess does not find room, and a step in which nothing is guessed
     is one token wide.
 
+    Several branches of a guess are one ubatch. Each takes a sequence for the step, the text's own
+    or another one of its stream that holds nothing; where too few are free, fewer branches are
+    tried.
+
     Args:
       forward: see `prefill`.
-      draft: what guesses, of `lookup`, `draft_model` or a `Draft` of your own.
+      draft: what guesses, of `lookup`, `draft_model`, `draft_tree` or a `Draft` of your own.
       sampler: see `decode`.
       weights: whatever the model wants.
       memory: the memory after the prompts. One that keeps states must keep as many earlier ones as
-        the draft tries.
+        the draft tries, and cannot branch.
       state: how far each text has come, see `decode`.
       stop: the tokens that end a text, see `decode`.
       steps: the most tokens to generate for each text, static.
@@ -128,8 +135,10 @@ def speculate(
       picked. Tokens that were guessed wrong are in no memory.
 
     Raises:
-      ValueError: as `decode` does; when the memory keeps too few states to take back a guess; or
-        when the memory of a draft was donated, or has another number of sequences.
+      ValueError: as `decode` does; when the memory keeps too few states to take back a guess; when
+        the draft has several branches, and the memory keeps states, has fewer sequences than there
+        are branches of all texts, or a stream for each; or when the memory of a draft was donated,
+        or has another number of sequences.
       TypeError: when it is given something else than a draft, a sampler or a state.
 
     Examples:
@@ -156,6 +165,7 @@ def speculate(
     if not isinstance(draft, Draft):
         raise TypeError(f"wanted a draft, such as loops.lookup(prompts), got {type(draft)}")
     check_rollback(memory, draft.tries, "the memory")
+    trees.check_branches(split(memory)[0].facts, draft.texts, draft.branches, "a memory")
     state = checked(split(memory)[0].facts, state)
     check_sampler(sampler, state)
     texts = state.token.shape[0]
@@ -190,6 +200,10 @@ def _speculate(
 ) -> tuple[Memory, DecodeState, Draft, Speculated]:
     """Do what `speculate` says, as a part of the program that is being traced."""
     texts, tries = state.token.shape[0], draft.tries
+    if draft.branches > 1:
+        table, _ = split(memory)
+        sequences = trees.branch_sequences(table, state.sequence, draft.branches)
+        setup = setup._replace(sequences=sequences)
 
     def goes_on(now: _Progress) -> jax.Array:
         return jnp.any(now.state.active & (_made(now.made) < steps))
@@ -201,12 +215,19 @@ def _speculate(
         draft, guess = now.draft.guess(setup.sampler, now.state, wanted, now.at)
         # One token more than is guessed may be picked.
         room = jnp.minimum(steps - done, now.state.left) - 1
-        valid = guess.valid & wanted[:, None]
-        valid &= jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None]
-        guess = guess._replace(valid=valid)
-        memory, turn = _take_turn(setup, guess, active, now)
-        fed = jnp.concatenate([now.state.token[:, None], guess.tokens], axis=1)
-        tried = jnp.where(turn.picked > 0, jnp.sum(valid, axis=1, dtype=jnp.int32), 0)
+        may = wanted[:, None] & (jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None])
+        if setup.sequences is None:
+            guess = guess._replace(valid=guess.valid & may)
+            after, tried = guess.tokens, jnp.sum(guess.valid, axis=1, dtype=jnp.int32)
+            memory, turn = _take_turn(setup, guess, active, now)
+        else:
+            known = setup.sequences < split(now.memory)[0].facts.sequences
+            guess = guess._replace(valid=guess.valid & may[:, None] & known[..., None])
+            tried = jnp.sum(trees.nodes_of(guess).first, axis=(1, 2), dtype=jnp.int32)
+            memory, turn = _take_turn(setup, guess, active, now)
+            after = turn.tokens[:, :-1]
+        fed = jnp.concatenate([now.state.token[:, None], after], axis=1)
+        tried = jnp.where(turn.picked > 0, tried, 0)
         return _Progress(
             memory=memory,
             state=turn.state,
@@ -257,7 +278,7 @@ def _take_turn(
 
     Each width is a loop that runs once or not at all: a branch would copy the memory.
     """
-    texts, tries = guess.tokens.shape
+    texts, tries = guess.tokens.shape[0], guess.tokens.shape[-1]
     begun = _Turn(
         tokens=jnp.zeros((texts, tries + 1), jnp.int32),
         logprobs=jnp.zeros((texts, tries + 1), jnp.float32),
@@ -267,9 +288,10 @@ def _take_turn(
         drafting=now.drafting,
     )
     narrow = ~jnp.any(guess.valid)
+    alone = guess if setup.sequences is None else jax.tree.map(lambda x: x[:, 0], guess)
 
     def step(width: int, carry: tuple) -> tuple:
-        part = jax.tree.map(lambda x: x[:, :width], guess)
+        part = guess if width else jax.tree.map(lambda x: x[:, :0], alone)
         memory, turn = _step(setup, part, active, now._replace(memory=carry[0]))
         more = [(0, 0), (0, tries - width)]
         tokens, logprobs = (jnp.pad(x, more) for x in (turn.tokens, turn.logprobs))
@@ -284,18 +306,15 @@ def _take_turn(
 
 def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tuple[Memory, _Turn]:
     """Feed the last token of each active text and a guess, and keep what holds."""
-    table, state = split(now.memory)[0], now.state
-    fed = jnp.concatenate([state.token[:, None], guess.tokens], axis=1)
-    valid = jnp.concatenate([active[:, None], guess.valid], axis=1)
-    plan = plan_next(table, fed, state.sequence, valid)
-    memory, logits = take_step(setup.forward, setup.weights, now.memory, plan.ubatches[0])
-    logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
-
-    ok = active & plan.ok
-    tokens, logprobs, held, adjusting = verify(setup.sampler, logits, guess, state, ok)
+    state = now.state
+    guessed = jnp.any(guess.valid, axis=tuple(range(1, guess.valid.ndim)))
+    feed = _fed if guess.tokens.ndim == 2 else _fed_branches
+    memory, plan, ok, picks, guess = feed(setup, guess, active, now)
+    tokens, logprobs, held, adjusting = picks
+    width = tokens.shape[1]
     stopped = jnp.any(tokens[:, :, None] == setup.stop[:, None], axis=2) | (tokens < 0)
-    turn = jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
-    ended = jnp.min(jnp.where(stopped & held, turn, fed.shape[1]), axis=1)
+    turn = jnp.arange(width, dtype=jnp.int32)[None]
+    ended = jnp.min(jnp.where(stopped & held, turn, width), axis=1)
     held &= turn <= ended[:, None]
     picked = jnp.sum(held & (tokens >= 0), axis=1, dtype=jnp.int32)
     as_guessed = held[:, :-1] & guess.valid & (tokens[:, :-1] == guess.tokens)
@@ -303,19 +322,18 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
     left = state.left - picked
 
     # Rejected guesses are removed. A text with no allowed token keeps the token it fed.
-    if fed.shape[1] > 1:
+    if width > 1:
         kept = now.at + jnp.maximum(picked, 1)
         cut = jnp.where(ok, kept, 0), jnp.where(ok, -1, 0)  # from 0 to 0 is nothing
         memory, _ = seq_rm(memory, state.sequence, *cut)
     # A refused step has changed nothing. A text that it was refused for does without guesses from
     # now on, or ends if it had none.
     refused = active & ~plan.ok & ~plan.fits[state.sequence]
-    guessed = jnp.any(guess.valid, axis=1)
     dead = refused & ~guessed
     state = replace(
         state,
         token=jnp.where(picked > 0, last, state.token),
-        active=state.active & ~(ok & ((ended < fed.shape[1]) | (left <= 0))) & ~dead,
+        active=state.active & ~(ok & ((ended < width) | (left <= 0))) & ~dead,
         left=left,
         reason=jnp.where(dead, plan.reason[state.sequence], state.reason),
         draw=state.draw + picked,
@@ -329,3 +347,49 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
         state=state,
         drafting=now.drafting & ~(refused & guessed),
     )
+
+
+def _fed(
+    setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
+) -> tuple[Memory, Plan, jax.Array, tuple, Guess]:
+    """Feed the last token of each active text and a guess.
+
+    Returns:
+      The memory; the plan; which texts go on, `[T]` bool; what `verify` says; and the guess.
+    """
+    table, state = split(now.memory)[0], now.state
+    fed = jnp.concatenate([state.token[:, None], guess.tokens], axis=1)
+    valid = jnp.concatenate([active[:, None], guess.valid], axis=1)
+    plan = plan_next(table, fed, state.sequence, valid)
+    memory, logits = take_step(setup.forward, setup.weights, now.memory, plan.ubatches[0])
+    logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
+    ok = active & plan.ok
+    return memory, plan, ok, verify(setup.sampler, logits, guess, state, ok), guess
+
+
+def _fed_branches(
+    setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
+) -> tuple[Memory, Plan, jax.Array, tuple, Guess]:
+    """Feed the last token of each active text and several branches, and keep one of them.
+
+    Returns:
+      What `_fed` does, of the branch that was followed.
+    """
+    (table, buffers), state, sequences = split(now.memory), now.state, setup.sequences
+    assert sequences is not None
+    table = trees.fork(table, sequences, state.sequence)
+    plan = trees.plan_tree(table, state.token, guess, active, sequences)
+    memory = join(table, buffers)
+    memory, logits = take_step(setup.forward, setup.weights, memory, plan.ubatches[0])
+    logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
+    ok = active & plan.ok
+    *found, branch = verify_branches(setup.sampler, logits, guess, state, ok)
+    table, buffers = split(memory)
+    own = jnp.argmax(sequences == state.sequence[:, None], axis=1).astype(jnp.int32)
+    followed = jnp.where(ok, branch, own)
+    memory = join(trees.keep(table, state.sequence, sequences, followed), buffers)
+    tokens, valid = (
+        jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]
+        for x in (guess.tokens, guess.valid)
+    )
+    return memory, plan, ok, tuple(found), Guess(tokens, valid, None)

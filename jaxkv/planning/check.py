@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxkv.batch import Batch
 from jaxkv.places import END
 from jaxkv.plan import Reason
+from jaxkv.planning import sets
+from jaxkv.planning.sets import members_of, per_member
 from jaxkv.tables import program
 
 
@@ -45,18 +47,21 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
     Args:
       table: of any memory.
       batch: the tokens, flat.
-      ranks: see `layout.rank`.
+      ranks: see `layout.rank`; of the members of the batch.
     """
     count = table.facts.sequences
-    known = (batch.sequences >= 0) & (batch.sequences < count)
-    foreign = jnp.any(batch.valid & ~known)
-    batch = replace(batch, valid=batch.valid & known)
-    ids = jnp.where(batch.valid, batch.sequences, count)
+    members, valid = members_of(batch)
+    known = (members >= 0) & (members < count)
+    foreign = jnp.any(valid & ~known)
+    valid = valid & known
+    batch = replace(batch, valid=sets.any_of(valid, batch))
+    ids = jnp.where(valid, members, count)
     wanted = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
     here = wanted > 0
     last, missing, pending = table.inspect(here)
     batch = _complete(batch, ids, ranks[0], wanted, last)
-    reason, expected, found = _faults(batch, ids, ranks, last)
+    apart = None if batch.others is None else sets.apart(table, ids, ranks, batch)
+    reason, expected, found = _faults(batch, ids, valid, ranks, last, apart)
     for code, at_fault in ((Reason.UPDATE_PENDING, pending), (Reason.LOST, missing)):
         at_fault = here & at_fault & (reason == Reason.FITS)
         reason = jnp.where(at_fault, code, reason)
@@ -65,7 +70,12 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
 
     # Sequences already refused do not count against capacity. One refused for room is told how many
     # cells were left.
-    fits, together, left = table.admit(jnp.where(reason == Reason.FITS, wanted, 0))
+    if batch.others is None:
+        fits, together, left = table.admit(jnp.where(reason == Reason.FITS, wanted, 0))
+    else:
+        root, wanted = sets.wanted(ids, ranks[0], reason == Reason.FITS, batch)
+        wanted, *room = wanted[root], *table.admit(wanted)
+        fits, together, left = (one[root] for one in room)
     reason = jnp.where(fits, reason, Reason.NO_ROOM)
     return Draft(
         table=table,
@@ -88,34 +98,46 @@ def _complete(
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
+        positions = sets.first_of(positions, batch)
     if outputs is None:
         outputs = ranks + 1 == wanted.at[ids].get(mode="fill", fill_value=0)
+        outputs = sets.any_of(outputs, batch)
     return replace(batch, positions=positions, outputs=outputs & batch.valid)
 
 
 def _faults(
-    batch: Batch, ids: jax.Array, numbers: tuple[jax.Array, jax.Array], last: jax.Array
+    batch: Batch,
+    ids: jax.Array,
+    valid: jax.Array,
+    numbers: tuple[jax.Array, jax.Array],
+    last: jax.Array,
+    apart: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Check the positions of a batch.
+    """Check the positions of a batch, and that the sequences of a token share what is before it.
 
     Returns:
-      For each sequence, `[Q]`, a `Reason`, and the positions expected and found at its first fault.
+      For each sequence, `[Q]`, a `Reason`, and what was expected and found at its first fault:
+      positions, or where sequences have diverged another one of the token, and its position.
     """
     ranks, before = numbers
-    position = batch.positions
+    position = per_member(batch.positions, batch)
     after = last.at[ids].get(mode="fill", fill_value=-1)
     previous = jnp.where(ranks == 0, after, position[before])
     anywhere = (ranks == 0) & (after < 0) & (position >= 0)  # an empty sequence starts anywhere
-    right = ~batch.valid | ((anywhere | (position == previous + 1)) & (position < END))
+    right = ~valid | ((anywhere | (position == previous + 1)) & (position < END))
     reason = jnp.select(
         [right, ranks == 0, position == previous, position < previous],
         [Reason.FITS, Reason.NOT_NEXT, Reason.DUPLICATE, Reason.DECREASING],
         Reason.GAP,
     )
+    wanted = previous + 1
+    if apart is not None:
+        right, reason = right & ~apart, jnp.where(apart, Reason.DIVERGED, reason)
+        wanted = jnp.where(apart, per_member(batch.sequences, batch), wanted)
     count, end = last.shape[0], ids.shape[0]
     # The first token at fault speaks for its sequence.
     index = jnp.where(right, end, jnp.arange(end, dtype=jnp.int32))
     worst = jnp.full(count, end, jnp.int32).at[ids].min(index, mode="drop")
-    answer = ((reason, Reason.FITS), (previous + 1, 0), (position, 0))
+    answer = ((reason, Reason.FITS), (wanted, 0), (position, 0))
     reason, expected, found = (x.at[worst].get(mode="fill", fill_value=fill) for x, fill in answer)
     return reason, expected, found

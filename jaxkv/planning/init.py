@@ -14,6 +14,7 @@ from jaxkv.plan import Plan
 from jaxkv.planning.check import check
 from jaxkv.planning.layout import FEW, layout, rank
 from jaxkv.planning.place import place, plan_one, verdict
+from jaxkv.planning.sets import members_of
 from jaxkv.planning.splits import SplitBy
 from jaxkv.tables import program
 
@@ -70,7 +71,7 @@ def init_batch(
     flat, parts, outputs = layout(
         table.facts, batch, checked_size(table.facts, ubatch_size), split_by
     )
-    ranks = rank(flat.sequences, flat.valid)
+    ranks = rank(*members_of(flat))
     if len(parts) == 1:
         return plan_one(table, flat, ranks, parts[0], outputs=outputs)
     # One program for each shape of a ubatch, however many there are and in whatever order.

@@ -10,6 +10,7 @@ import numpy as np
 from jaxkv.batch import Batch
 from jaxkv.memory import Facts
 from jaxkv.places import NOWHERE, bucket, is_concrete
+from jaxkv.planning.sets import check_sets, members_of
 from jaxkv.planning.splits import SplitBy, simple_split, split_known
 
 FEW = 8
@@ -32,6 +33,7 @@ def layout(
       int32, NOWHERE for padding; and how many outputs the ubatch with the most of them has, in a
       bucket too.
     """
+    check_sets(facts, batch)
     if split_by is None:
         split_by = "equal" if facts.one_sequence_a_row else "simple"
     if is_concrete(batch):
@@ -71,9 +73,12 @@ def _layout_known(
         )
     named = batch.sequences[there]
     facts.sequence_ids(named)
-    parts = [_few_rows(part, facts) for part in split_known(split_by, named, ubatch_size)]
+    after = None if batch.others is None else follows(named, batch.others[there])
+    parts = split_known(split_by, named, ubatch_size, after)
+    parts = [_few_rows(part, facts) for part in parts]
     if batch.outputs is None:
-        most = np.unique(named).size
+        members, valid = members_of(batch)
+        most = np.unique(members[valid]).size
     else:
         flags = np.append(batch.outputs[there], False)
         most = max(flags[np.minimum(part, there.size)].sum() for part in parts)
@@ -129,6 +134,17 @@ def rank(sequences: Any, valid: Any) -> tuple[Any, Any]:
     before = xp.where(ranks == 0, order, order[index - 1])
     back = xp.argsort(order)
     return ranks[back], before[back]
+
+
+def follows(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the token that each token of several sequences follows, `[B]` int32; -1 for none.
+
+    >>> follows(np.array([0, 0, 1]), np.array([[1], [-1], [-1]]))
+    array([-1,  0,  0], dtype=int32)
+    """
+    ids = np.concatenate([sequences[:, None], others], axis=1)
+    ranks, before = (x.reshape(ids.shape) for x in rank(ids.reshape(-1), ids.reshape(-1) >= 0))
+    return np.where(ranks[:, 0] == 0, -1, before[:, 0] // ids.shape[1]).astype(np.int32)
 
 
 def in_rows(batch: Batch, index: jax.Array) -> Batch:

@@ -35,7 +35,12 @@ def place(draft: Draft, index: jax.Array, *, outputs: int) -> tuple[Draft, Ubatc
     ubatch = replace(ubatch, slots=slots)
     table = table.occupy(ubatch)
     ids = jnp.where(ubatch.valid, ubatch.sequences, draft.late.size)
-    late = draft.late.at[ids].max(jnp.where(draft.ok, fault, Reason.FITS), mode="drop")
+    fault = jnp.where(draft.ok, fault, Reason.FITS)
+    late = draft.late.at[ids].max(fault, mode="drop")
+    if ubatch.others is not None:
+        there = ubatch.valid[..., None] & (ubatch.others >= 0)
+        ids = jnp.where(there, ubatch.others, draft.late.size)
+        late = late.at[ids].max(jnp.where(there, fault[..., None], Reason.FITS), mode="drop")
     late = jnp.maximum(late, jnp.where(mixed, Reason.MIXED_ROW, Reason.FITS))
     return replace(draft, table=table, late=late), replace(ubatch, after=table.digest())
 
@@ -123,6 +128,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch
         after=before,
         facts=facts,
         in_order=in_order,
+        others=part.others,
     )
 
 

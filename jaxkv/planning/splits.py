@@ -4,8 +4,12 @@ Each function takes the sequence of every token, `[B]`, and the most tokens of a
 one index array `[R, T]` for each ubatch: the batch index of each token, NOWHERE for padding. T is a
 power of two up to `ubatch_size`, so that few shapes are ever compiled; no ubatch holds more than
 `ubatch_size` tokens that are not padding. Tokens of one sequence keep their order.
+
+A token of several sequences is dealt with as one of the lowest of them. So tokens of one sequence
+may be listed under two, and nothing is computed before what it follows.
 """
 
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -16,8 +20,10 @@ SplitBy = Literal["simple", "equal", "sequence"]
 """The ways to cut a batch."""
 
 
-def split_known(split_by: SplitBy, sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
-    """Cut a batch in the way that is asked for.
+def split_known(
+    split_by: SplitBy, sequences: np.ndarray, ubatch_size: int, after: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Cut a batch in the way that is asked for; see `equal_split` for `after`.
 
     Raises:
       ValueError: when there is no such way.
@@ -27,7 +33,11 @@ def split_known(split_by: SplitBy, sequences: np.ndarray, ubatch_size: int) -> l
     ...
     ValueError: wanted split_by of 'simple', 'equal' or 'sequence', got 'even'
     """
-    ways = {"simple": simple_split, "equal": equal_split, "sequence": sequence_split}
+    ways = {
+        "simple": simple_split,
+        "equal": partial(equal_split, after=after),
+        "sequence": sequence_split,
+    }
     if split_by not in ways:
         raise ValueError(f"wanted split_by of 'simple', 'equal' or 'sequence', got {split_by!r}")
     return ways[split_by](sequences, ubatch_size)
@@ -63,15 +73,32 @@ def sequence_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
     return parts
 
 
-def equal_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
+def equal_split(
+    sequences: np.ndarray, ubatch_size: int, *, after: np.ndarray | None = None
+) -> list[np.ndarray]:
     """Cut so that a ubatch holds equally many tokens of several sequences; one row for each.
 
     Sequences take part in the order of their first token that is left, as many as there is room
-    for, and each gives as many tokens as the shortest of them has and `ubatch_size` allows.
+    for, and each gives as many tokens as the shortest of them has and `ubatch_size` allows. One
+    whose first token follows another that is not computed yet, nor in this ubatch, waits.
+
+    Args:
+      sequences: `[B]` int32.
+      ubatch_size: the most tokens of a ubatch.
+      after: `[B]` int32, the token that each follows, -1 for none; None where it is always one of
+        the same sequence.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]
     [[[0, 1], [4, 5]], [[2, 3]]]
+
+    Here sequence 1 goes on after the second token of sequence 0:
+
+    >>> after = np.array([-1, 0, 1, 2, 1, 4])
+    >>> [part.tolist() for part in equal_split(ids, 8, after=after)]
+    [[[0, 1], [4, 5]], [[2, 3]]]
+    >>> [part.tolist() for part in equal_split(ids, 2, after=after)]
+    [[[0, 1]], [[2], [4]], [[3], [5]]]
 
     llama.cpp: `split_equal`.
     """
@@ -80,11 +107,23 @@ def equal_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
     while left:
         left.sort(key=lambda index: index[0])
         taking = left[:ubatch_size]
-        length = min(ubatch_size // len(taking), min(map(len, taking)))
+        length = _equal_length(taking, ubatch_size)
+        while after is not None:
+            waiting = set(np.concatenate(left)) - set(np.concatenate([i[:length] for i in taking]))
+            ready = [index for index in taking if after[index[0]] not in waiting]
+            if len(ready) == len(taking):
+                break
+            taking, length = ready, _equal_length(ready, ubatch_size)
         parts.append(_rows([index[:length] for index in taking], ubatch_size))
-        left = [index[length:] for index in taking] + left[ubatch_size:]
+        taken = {index[0] for index in taking}
+        left = [index[length:] if index[0] in taken else index for index in left]
         left = [index for index in left if len(index)]
     return parts
+
+
+def _equal_length(taking: list[np.ndarray], ubatch_size: int) -> int:
+    """Return how many tokens each of some sequences gives."""
+    return min(ubatch_size // len(taking), min(map(len, taking)))
 
 
 def _by_sequence(sequences: np.ndarray) -> list[np.ndarray]:

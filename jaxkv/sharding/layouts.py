@@ -13,6 +13,7 @@ from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.cells import Cells
 from jaxkv.memory import Memory, split
 from jaxkv.mesh import Rules
+from jaxkv.ops.latent import value_dim
 from jaxkv.places import count
 from jaxkv.sharding.places import shardings
 
@@ -151,7 +152,7 @@ def _sent(part: Memory, mesh: Any, rules: Rules, heads: int | None) -> int:
         shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
         if shards["cells"] > 1:
             rows = part.table.facts.sequences // shards["streams"]
-            sums = rows * (heads or k.shape[1]) // shards["kv_heads"] * (v.shape[3] + 2)
+            sums = rows * (heads or k.shape[1]) // shards["kv_heads"] * (value_dim(v) + 2)
             bytes_sent += shards["cells"] * sums * 4
     return bytes_sent
 

@@ -18,6 +18,8 @@ from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cache import CellTable
 from jaxkv.kv.cells import WORD, bits, empty_fields, with_owners
 from jaxkv.kv.slots import usable
+from jaxkv.ops.latent import Latent, Values, value_dim
+from jaxkv.ops.quantised import Stored, zeros
 from jaxkv.places import EMPTY, fetched, nowhere
 from jaxkv.plan import NoRoomError
 from jaxkv.snapshot.chunks import put_in, taken_out
@@ -55,6 +57,7 @@ class CellPart(Part):
             "streams": table.streams,
             "static": static_fields(table),
             "ropes": encoded(buffers.ropes),
+            "latent": [_part_of_keys(v) for v in buffers.v],
         }
 
     @staticmethod
@@ -65,22 +68,27 @@ class CellPart(Part):
         static = {name: decoded(value) for name, value in description["static"].items()}
         table = CellTable(**empty_fields(**sizes), **static)
 
-        def empty(name: str) -> jax.Array:
-            dtype, (_, heads, size) = entries[name]
-            return jnp.zeros((table.streams, heads, table.num_cells, size), dtype)
+        def empty(name: str) -> Stored:
+            dtype, (_, heads, size) = entries.get(name) or entries[f"{name}.codes"]
+            return zeros((table.streams, heads, table.num_cells, size), dtype)
 
-        k, v = (tuple(empty(f"{half}.{i}") for i in range(len(ropes))) for half in "kv")
+        k = tuple(empty(f"k.{i}") for i in range(len(ropes)))
+        v = tuple(
+            Latent(*part) if part else empty(f"v.{i}")
+            for i, part in enumerate(description["latent"])
+        )
         return table, Buffers(k=k, v=v, ropes=ropes)
 
     @staticmethod
     def features(table: Any, buffers: Any) -> dict[str, Any]:
         """Return layers, sizes of heads, dtypes, window and ropes."""
-        dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v)]
+        dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v) if not isinstance(x, Latent)]
         return {
             "layers": len(buffers.k),
             "kv_heads": [k.shape[1] for k in buffers.k],
             "head_dim": [k.shape[3] for k in buffers.k],
-            "value_dim": [v.shape[3] for v in buffers.v],
+            "value_dim": [value_dim(v) for v in buffers.v],
+            "values in keys": [_part_of_keys(v) for v in buffers.v],
             "dtype": dtypes[0] if len(set(dtypes)) == 1 else dtypes,
             "window": table.window,
             **{f"rope of layer {i}": rope for i, rope in enumerate(buffers.ropes)},
@@ -211,3 +219,8 @@ def _fill(
     stamp = chained(jnp.broadcast_to(seed, origin.shape), origin)
     arriving = replace(left, position=position, owners=owners, shift=shift, stamp=stamp)
     return settle(left, slots, arriving)
+
+
+def _part_of_keys(v: Values) -> list[int] | None:
+    """Return which numbers of a key are its value, if they are."""
+    return [v.first, v.last] if isinstance(v, Latent) else None

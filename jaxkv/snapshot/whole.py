@@ -71,11 +71,16 @@ def shapes(file: File) -> Memory:
     """Return the memory that a snapshot describes, of shapes alone.
 
     Raises:
-      ValueError: when no memory is like that, or JAX would make its arrays of other dtypes.
+      ValueError: when no memory is like that, its keys, values or states are not all there, or JAX
+        would make its arrays of other dtypes.
     """
     check_dtypes(file)
     try:
-        return jax.eval_shape(partial(make, file))
+        memory = jax.eval_shape(partial(make, file))
+        for one in parts(memory):
+            for name in jax.tree.leaves(names(one.memory.buffers, one.buffers)):
+                file.arrays[name]
+        return memory
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ValueError(
             f"wanted a snapshot that describes a memory, got one that does not "

@@ -11,6 +11,7 @@ from jaxkv.batch import Ubatch
 from jaxkv.donation import names_donated
 from jaxkv.memory import Memory, View, check_made_for, join, split
 from jaxkv.ops.attention.api import Implementation
+from jaxkv.ops.attention.bias import Bias
 
 
 @names_donated
@@ -25,7 +26,9 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    bias: Bias | None = None,
     causal: bool = True,
+    until: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Memory, jax.Array]:
     """Write the keys and values of a ubatch into a layer and attend over what its tokens see.
@@ -38,12 +41,18 @@ def attend(
       q: `[R, T, H, D]`, queries, rotated by the layer's rope.
       k: `[R, T, K, D]`, keys, rotated by the layer's rope. Without keys and values the tokens look
         at what the layer holds and nothing is written, as for layers that share those of another.
-      v: `[R, T, K, Dv]`, values.
+      v: `[R, T, K, Dv]`, values; left out where they are a part of the keys (`value_dim` of
+        `make_kv_cache`).
       scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
       softcap: what those products stay below: c * tanh(x / c) (Gemma 2).
       sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
+      bias: what is added to products that are scaled and capped, before the softmax; see below.
       causal: False lets tokens see those that come after them; of windows only a symmetric one
         limits that.
+      until: `[R, T]` int32, the last position that each token sees, where that is not its own: one
+        ahead, for the tokens of an image or of a prefix, or one before it. It may be traced. What
+        is ahead must be there, so it comes in the same ubatch. A window reaches back from the
+        token's own position as ever, and a symmetric one ahead no further than without it.
       implementation: how attention is computed, "tiles", "whole", "pallas", "xla" or "cudnn",
         see `jaxkv.ops.attention.api`; None leaves it to jaxkv.
 
@@ -56,11 +65,23 @@ def attend(
       the last layer, a memory has the tokens in some layers alone: go back to an earlier one, or
       remove them (`seq_rm`).
 
+    A bias is a function of the position of a token, that of a cell and the number of a query head.
+    The three are int32 of four dimensions, `[P, H, T, N]` where not 1, and broadcast together; so
+    does the result, floats. It is traced where logits are computed, so that a long prompt holds
+    nothing of that size, and asked about the positions of now, so that it follows `seq_add`. It is
+    static and hashed: define it once. Weights are its leaves and not closed over:
+    `jax.tree_util.Partial(function, weights)`, or a dataclass that is a pytree. A bias may also be
+    an array of floats, `[R, T, H, N]` where not 1, for the cells of each row's stream as `view`
+    numbers them. Both have derivatives. Where it is -inf, a bias hides a cell from a head; where it
+    is NaN or inf, the head of a token that sees the cell gets NaN.
+
     Raises:
       ValueError: when shapes do not fit the memory, the layer is none of it, the ubatch was planned
-        for a memory of other facts, the buffers were donated, or the implementation cannot do it.
+        for a memory of other facts, the buffers were donated, the implementation cannot do it, or
+        `until` comes with `causal=False`.
       TypeError: when a plan is passed and no ubatch, a list and no array, or the layer is no
-        integer that is known while tracing.
+        integer that is known while tracing; when a bias is not of floats, or closes over what is
+        traced.
 
     Examples:
       Two tokens; the second one sees both, and a ubatch that was never applied sees NaN:
@@ -79,19 +100,31 @@ def attend(
       >>> attend(after, 0, ubatch, q + 1)[1][0, :, 0, 0]
       Array([2., 3.], dtype=float32)
 
-    llama.cpp: `cpy_k`, `cpy_v` and `build_attn`.
+      A bias that falls by log 3 a position, and two tokens that see each other:
+
+      >>> def nearer(query, key, head):
+      ...     return (key - query) * math.log(3.0)
+      >>> attend(after, 0, ubatch, q, bias=nearer)[1][0, :, 0, 0]
+      Array([2. , 3.5], dtype=float32)
+      >>> attend(after, 0, ubatch, q, until=jnp.array([[1, 1]]))[1][0, :, 0, 0]
+      Array([3., 3.], dtype=float32)
+
+    llama.cpp: `cpy_k`, `cpy_v` and `build_attn`; its only bias is ALiBi, `f_max_alibi_bias`.
     """
-    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "causal": causal}
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
+    sight = {"causal": causal, "until": until}
     table, buffers = split(memory)
     check_made_for(table, ubatch)
     buffers, out = table.attend(
-        buffers, _known(layer), ubatch, q, k, v, implementation=implementation, **options
+        buffers, _known(layer), ubatch, q, k, v, implementation=implementation, **options, **sight
     )
     return replace(memory, buffers=buffers), out
 
 
 @names_donated
-def write(memory: Memory, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array) -> Memory:
+def write(
+    memory: Memory, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array | None = None
+) -> Memory:
     """Write the keys and values of a ubatch into a layer, and attend to nothing.
 
     With `view` and attention of one's own it does what `attend` does.
@@ -102,7 +135,7 @@ def write(memory: Memory, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array
       ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
         nowhere, and nothing of a stale ubatch is.
       k: `[R, T, K, D]`, keys, rotated by the layer's rope.
-      v: `[R, T, K, Dv]`, values.
+      v: `[R, T, K, Dv]`, values, unless they are a part of the keys.
 
     Returns:
       The memory with the keys and values written. Of a head whose key or value is not finite in the
@@ -128,7 +161,14 @@ def write(memory: Memory, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array
 
 
 @names_donated
-def view(memory: Memory, layer: int, ubatch: Ubatch, *, causal: bool = True) -> View:
+def view(
+    memory: Memory,
+    layer: int,
+    ubatch: Ubatch,
+    *,
+    causal: bool = True,
+    until: jax.Array | None = None,
+) -> View:
     """Return what the tokens of a ubatch see of a layer, for attention of one's own.
 
     Keys and values are those of whole streams, as they lie in the buffers, so that holes, forks and
@@ -140,10 +180,12 @@ def view(memory: Memory, layer: int, ubatch: Ubatch, *, causal: bool = True) -> 
       layer: 0 to L - 1, static.
       ubatch: the tokens that look.
       causal: False lets tokens see those that come after them.
+      until: `[R, T]` int32, the last position that each token sees, see `attend`.
 
     Returns:
       `(k, v, mask, positions)`: `[P, K, N, D]`, `[P, K, N, Dv]`, `[P, T, N]` bool and `[P, N]`
-      int32, the position of each cell, -1 of an empty one. Values are finite. A key that no token
+      int32, the position of each cell, -1 of an empty one. Quantised ones are decoded, to float32.
+      Values are finite. A key that no token
       sees may be anything, NaN too: hide it by a choice (`jnp.where`) and not by a product or a
       sum; and where derivatives are wanted, put zeros in its place before the product. A token
       that was not finite has a NaN key. Padding and a refused plan see nothing; tokens of a stale
@@ -170,7 +212,7 @@ def view(memory: Memory, layer: int, ubatch: Ubatch, *, causal: bool = True) -> 
     """
     table, buffers = split(memory)
     check_made_for(table, ubatch)
-    return table.view(buffers, _known(layer), ubatch, causal)
+    return table.view(buffers, _known(layer), ubatch, causal=causal, until=until)
 
 
 @names_donated

@@ -9,6 +9,25 @@ from models.kinds import refusal
 
 # What a family means when its config.json is silent. Files of Gemma 3 leave out most keys.
 _FAMILY = {
+    "falcon_h1": {
+        "attention_bias": False,
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "hidden_act": "silu",
+        "key_multiplier": 1.0,
+        "lm_head_multiplier": 1.0,
+        "mamba_conv_bias": True,
+        "mamba_norm_before_gate": True,
+        "mamba_proj_bias": False,
+        "mlp_bias": False,
+        "mlp_multipliers": (1.0, 1.0),
+        "projectors_bias": False,
+        "ssm_in_multiplier": 1.0,
+        "ssm_multipliers": (1.0,) * 5,
+        "ssm_out_multiplier": 1.0,
+        "time_step_limit": (0.0, float("inf")),
+    },
     "gemma3_text": {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -32,6 +51,15 @@ _FAMILY = {
         "residual_multiplier": 1.0,
         "time_step_limit": (0.0, float("inf")),
     },
+    "lfm2": {
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+    },
     "mamba2": {
         "layer_norm_epsilon": 1e-5,
         "time_step_limit": (0.0, float("inf")),
@@ -40,22 +68,33 @@ _FAMILY = {
     },
     "recurrent_gemma": {"partial_rotary_factor": 0.5},
 }
+# Older names of keys, which win over the newer ones.
+_OLDER = {"lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}}
+# What the class of a family can do otherwise, and its model here cannot.
+_ONLY = {
+    "falcon_h1": {
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "mamba_proj_bias": False,
+        "mlp_bias": False,
+        "projectors_bias": False,
+    },
+    "lfm2": {"conv_bias": False, "sliding_window": None},
+}
 # What the class of a family means when tie_word_embeddings is left out, and there are no tensors.
-_TIED = {"gemma3_text", "recurrent_gemma"}
+_TIED = {"gemma3_text", "lfm2", "recurrent_gemma"}
 _VOCABULARY = {"gemma3_text": 262208}
 _ANY = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}
 _ATTENDS = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _NEEDED = (*_ATTENDS, "intermediate_size")
+_MIXES = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 _NEEDED_BY = {
+    "falcon_h1": (*_MIXES, *_NEEDED),
     "granitemoehybrid": (
         "shared_intermediate_size",
         "attention_multiplier",
         "logits_scaling",
-        "mamba_n_heads",
-        "mamba_d_head",
-        "mamba_d_state",
-        "mamba_n_groups",
-        "mamba_d_conv",
+        *_MIXES,
         *_ATTENDS,
     ),
     "mamba2": (
@@ -71,12 +110,15 @@ _NEEDED_BY = {
 }
 _KINDS = {
     "attention": "full_attention",
+    "conv": "linear_attention",
     "mamba": "linear_attention",
     "recurrent": "linear_attention",
 }
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _KINDS_OF = {
+    "falcon_h1": {_FULL},
     "granitemoehybrid": {_FULL, _LINEAR},
+    "lfm2": {_FULL, _LINEAR},
     "mamba2": {_LINEAR},
     "recurrent_gemma": {_SLIDING, _LINEAR},
 }
@@ -90,8 +132,9 @@ def complete(
     After this, `rope_theta` and `rope_scaling` are at the top even if the file nests them in
     `rope_parameters`; `rope_scaling` is `None` or a dict with `rope_type`; `layer_types` says for
     every layer "full_attention", "sliding_attention" or, where it is recurrent, "linear_attention";
-    `sliding_window` is `None` where the file switches it off; `tie_word_embeddings` and
-    `attention_bias` agree with the tensors, and so does `vocab_size` where the file has none.
+    `sliding_window` is `None` where the file switches it off; `intermediate_size` is that of the
+    tensors, which LFM2's files say another way; `tie_word_embeddings`, `attention_bias` and
+    `mamba_rms_norm` agree with the tensors, and so does `vocab_size` where the file has none.
 
     Args:
         config: the keys as the file has them, `model_type` among them.
@@ -101,7 +144,7 @@ def complete(
     Raises:
         ModelError: when a key is missing, is not what it may be, or does not agree with another.
     """
-    out = {key: value for key, value in config.items() if value is not None}
+    out = {key: value for key, value in _renamed(config).items() if value is not None}
     _lift_rope(out, source)
     out = _ANY | _FAMILY.get(out["model_type"], {}) | out
     check_config({key: value for key, value in out.items() if value is not None}, source)
@@ -114,6 +157,8 @@ def complete(
     if heads := out.get("num_attention_heads"):
         out.setdefault("num_key_value_heads", heads)
         out.setdefault("head_dim", out["hidden_size"] // heads)
+    if out["model_type"] == "lfm2" and out["block_auto_adjust_ff_dim"]:
+        _adjust_hidden(out, source)
     if "attention_window_size" in out:  # RecurrentGemma, all of whose attention has a window
         out["sliding_window"] = out["attention_window_size"]
     if "time_step_limit" in out:  # JSON knows no infinity, so newer files spell it
@@ -132,6 +177,7 @@ def complete(
             out.setdefault("vocab_size", shapes[name][0])
     out.setdefault("vocab_size", None)  # without an embedding, which is what loading will miss
     out.setdefault("attention_bias", "model.layers.0.self_attn.q_proj.bias" in shapes)
+    out.setdefault("mamba_rms_norm", "model.layers.0.mamba.norm.weight" in shapes)
     _check_agreement(out, source)
     return out
 
@@ -153,12 +199,25 @@ def implied(config: Mapping[str, Any], source: str) -> dict[str, tuple[int, ...]
             "would tell it; add it."
         )
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (size,)}
-    tied = config.get("tie_word_embeddings")
+    tied = _renamed(config).get("tie_word_embeddings")
     if not (family in _TIED if tied is None else tied):
         shapes["lm_head.weight"] = (size,)
     if family == "qwen2":
         shapes["model.layers.0.self_attn.q_proj.bias"] = ()
     return shapes
+
+
+def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+    older = _OLDER.get(config["model_type"], {}).items()
+    return dict(config) | {new: config[old] for old, new in older if config.get(old) is not None}
+
+
+def _adjust_hidden(config: dict[str, Any], source: str) -> None:
+    """Brings the width of LFM2's feed-forward parts to that of its tensors, in place."""
+    c, multiple = config, config["block_multiple_of"]
+    size = int(c["block_ffn_dim_multiplier"] * int(2 * c["intermediate_size"] / 3))
+    c["intermediate_size"] = -(-size // multiple) * multiple
+    check_config({"intermediate_size": c["intermediate_size"]}, source)
 
 
 def _lift_rope(config: dict[str, Any], source: str) -> None:
@@ -189,6 +248,9 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
         return [_SLIDING if kind == "attention" else kind for kind in kinds]
     if config["model_type"] == "mamba2":
         return [_LINEAR for _ in layers]
+    if config["model_type"] == "lfm2":
+        attends = config.get("full_attn_idxs", layers)
+        return [_FULL if layer in attends else _LINEAR for layer in layers]
     if config["sliding_window"] is None:
         slides = [False for _ in layers]
     elif pattern := config.get("sliding_window_pattern"):  # every pattern-th layer sees all
@@ -201,6 +263,9 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
 def _check_agreement(config: dict[str, Any], source: str) -> None:
     """Compare fields with one another, as far as their model uses them."""
     c, family = config, config["model_type"]
+    for key, only in _ONLY.get(family, {}).items():
+        if c[key] != only:
+            raise refusal(c[key], repr(only), key, source)
     known = _KINDS_OF.get(family, {_FULL, _SLIDING})
     for kind in c["layer_types"]:
         if kind not in known:
@@ -213,6 +278,14 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
     whole_parts = [("num_attention_heads", "num_key_value_heads")]
     if family == "mamba2":
         whole_parts = [("num_heads", "n_groups")]
+    elif family == "falcon_h1":
+        whole_parts.append(("mamba_n_heads", "mamba_n_groups"))
+        inner = c["mamba_n_heads"] * c["mamba_d_head"]
+        if c.get("mamba_d_ssm", inner) != inner:
+            wanted = f"mamba_n_heads times mamba_d_head ({inner})"
+            raise refusal(c["mamba_d_ssm"], wanted, "mamba_d_ssm", source)
+        if c["mamba_rms_norm"] and c["mamba_norm_before_gate"]:
+            raise refusal(True, "False, the gate first,", "mamba_norm_before_gate", source)
     elif family == "granitemoehybrid":
         whole_parts.append(("mamba_n_heads", "mamba_n_groups"))
         experts, chosen = c["num_local_experts"], c["num_experts_per_tok"]

@@ -7,7 +7,7 @@ or in arrays larger than the machine, so each is compared with this table first.
 from collections.abc import Mapping
 from typing import Any
 
-from models.kinds import FLAG, WORD, Kind, check, number, refusal, several, whole
+from models.kinds import FLAG, WORD, Kind, check, exactly, number, refusal, several, whole
 
 LAYERS = 4096
 """The most layers of a model."""
@@ -29,32 +29,49 @@ _LIMIT = Kind(
 
 _CONFIG = {
     "attention_bias": FLAG,
+    "attention_in_multiplier": _FACTOR,
     "attention_multiplier": _FACTOR,
+    "attention_out_multiplier": _FACTOR,
     "attention_window_size": _POSITIONS,
     "attn_logit_softcapping": _POSITIVE,
+    "block_auto_adjust_ff_dim": FLAG,
+    "block_ffn_dim_multiplier": _POSITIVE,
+    "block_multiple_of": _WIDTH,
     "block_types": several(WORD, LAYERS),
     "conv1d_width": whole(2, 1024),
+    "conv_L_cache": whole(2, 1024),
+    "conv_bias": FLAG,
     "conv_kernel": whole(2, 1024),
     "embedding_multiplier": _FACTOR,
     "final_logit_softcapping": _POSITIVE,
+    "full_attn_idxs": several(whole(0, LAYERS - 1), LAYERS),
     "head_dim": _HEAD,
+    "hidden_act": WORD,
     "hidden_size": _WIDTH,
     "intermediate_size": _WIDTH,
+    "key_multiplier": _FACTOR,
     "layer_norm_epsilon": _EPSILON,
     "layer_types": several(WORD, LAYERS),
+    "lm_head_multiplier": _FACTOR,
     "logits_scaling": _POSITIVE,
     "logits_soft_cap": _POSITIVE,
     "lru_width": _WIDTH,
     "mamba_conv_bias": FLAG,
     "mamba_d_conv": whole(2, 1024),
     "mamba_d_head": _HEAD,
+    "mamba_d_ssm": _WIDTH,
     "mamba_d_state": _HEAD,
     "mamba_n_groups": _HEADS,
     "mamba_n_heads": _HEADS,
+    "mamba_norm_before_gate": FLAG,
     "mamba_proj_bias": FLAG,
+    "mamba_rms_norm": FLAG,
     "max_position_embeddings": _POSITIONS,
     "max_window_layers": whole(0, LAYERS),
+    "mlp_bias": FLAG,
+    "mlp_multipliers": exactly(_FACTOR, 2),
     "n_groups": _HEADS,
+    "norm_eps": _EPSILON,
     "num_attention_heads": _HEADS,
     "num_experts_per_tok": whole(0, 2**14),
     "num_heads": _HEADS,
@@ -63,6 +80,7 @@ _CONFIG = {
     "num_local_experts": whole(0, 2**14),
     "partial_rotary_factor": number(0, 1, above=True),
     "position_embedding_type": WORD,
+    "projectors_bias": FLAG,
     "query_pre_attn_scalar": _POSITIVE,
     "residual_multiplier": _FACTOR,
     "rms_norm_eps": _EPSILON,
@@ -71,14 +89,12 @@ _CONFIG = {
     "shared_intermediate_size": _WIDTH,
     "sliding_window": _POSITIONS,
     "sliding_window_pattern": whole(1, LAYERS),
+    "ssm_in_multiplier": _FACTOR,
+    "ssm_multipliers": exactly(_FACTOR, 5),
+    "ssm_out_multiplier": _FACTOR,
     "state_size": _HEAD,
     "tie_word_embeddings": FLAG,
-    "time_step_limit": Kind(
-        words=f"two numbers, each {_LIMIT.words}",
-        holds=lambda value: (
-            isinstance(value, list | tuple) and len(value) == 2 and all(map(_LIMIT.holds, value))
-        ),
-    ),
+    "time_step_limit": exactly(_LIMIT, 2),
     "use_bias": FLAG,
     "use_bidirectional_attention": FLAG,
     "use_conv_bias": FLAG,

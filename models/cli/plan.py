@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from models.cli.arguments import InputError
 from models.cli.plan_report import Answer, show, too_large
 from models.costs import Costs, abstract_mesh, costs_of, most_sequences, proposed
-from models.families.memories import Attends
+from models.families.memories import attending
 from models.meshes import RULES
 from models.model import Model, load_shapes, on_mesh
 from models.room import limits
@@ -78,7 +78,7 @@ def length_of(sizes: dict[str, Any]) -> int | None:
 def grows(model: Model) -> bool:
     """Return whether a text takes more room the longer it is: whether a layer sees all of it."""
     layers = model.family.layers_of(model.config, model.dtype)
-    return any(isinstance(layer, Attends) and layer.window is None for layer in layers)
+    return any(kept.window is None for kept in attending(layers))
 
 
 def answered(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:

@@ -39,6 +39,7 @@ class Sizes:
     limits: the smallest and the largest step.
     bias: whether the projections have biases.
     conv_bias: whether the convolution has one.
+    norm: whether what comes out is normalised, after its gate.
     """
 
     width: int
@@ -51,6 +52,7 @@ class Sizes:
     limits: tuple[float, float] = (0.0, float("inf"))
     bias: bool = False
     conv_bias: bool = True
+    norm: bool = True
 
     @property
     def inner(self) -> int:
@@ -144,7 +146,8 @@ class Mixer(nnx.Module):
         self.step_bias = nnx.Param(jnp.zeros(c.heads, jnp.float32))
         self.rate_log = nnx.Param(jnp.log(jnp.arange(1.0, c.heads + 1)))
         self.skip = nnx.Param(jnp.ones(c.heads, jnp.float32))
-        self.norm = RMSNorm(c.inner, c.eps, dtype, groups=c.groups)
+        if c.norm:
+            self.norm = RMSNorm(c.inner, c.eps, dtype, groups=c.groups)
         self.output = Linear(c.inner, c.width, dtype, rngs, bias=c.bias, split=c.by_head(1))
 
     def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
@@ -170,7 +173,8 @@ class Mixer(nnx.Module):
         memory = jaxkv.write_states(memory, self.layer, ubatch, after)
 
         y = (y + self.skip[...].reshape(1, 1, -1, 1) * x).reshape(*x.shape[:2], -1)
-        return memory, self.output(self.norm(y * jax.nn.silu(gate.astype(jnp.float32))))
+        y = y * jax.nn.silu(gate.astype(jnp.float32))
+        return memory, self.output(self.norm(y) if c.norm else y.astype(gate.dtype))
 
 
 class Mamba2(nnx.Module):
@@ -253,7 +257,7 @@ def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
             tree["bias"] = source.tensor(bias, turn=lambda x: channels(x)[None])
         return tree
 
-    return {
+    tree = {
         "input": projection(lambda x: x[: 2 * inner].reshape(2, -1, *x.shape[1:])),
         "shared": projection(
             lambda x: by_group(x[2 * inner : -sizes.heads]).reshape(sizes.groups, -1, *x.shape[1:])
@@ -264,9 +268,9 @@ def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
         "step_bias": source.tensor(f"{name}.dt_bias"),
         "rate_log": source.tensor(f"{name}.A_log"),
         "skip": source.tensor(f"{name}.D"),
-        "norm": source.norm(f"{name}.norm"),
         "output": source.linear(f"{name}.out_proj", bias=sizes.bias),
     }
+    return tree | {"norm": source.norm(f"{name}.norm")} if sizes.norm else tree
 
 
 def recurs(sizes: Sizes, dtype: Any) -> Recurs:

@@ -42,7 +42,19 @@ class Recurs:
     splits: Mapping[str, Split]
 
 
-Layer = Attends | Recurs
+Kept = Attends | Recurs
+Layer = Kept | tuple[Kept, ...]  # several where a layer attends beside a recurrence
+
+
+def all_kept(layers: Sequence[Layer]) -> list[tuple[int, Kept]]:
+    """Returns everything that layers keep, each thing with the number of its layer."""
+    several = (layer if isinstance(layer, tuple) else (layer,) for layer in layers)
+    return [(i, kept) for i, layer in enumerate(several) for kept in layer]
+
+
+def attending(layers: Sequence[Layer]) -> list[Attends]:
+    """Returns what is kept by layers that attend."""
+    return [kept for _, kept in all_kept(layers) if isinstance(kept, Attends)]
 
 
 def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
@@ -68,7 +80,7 @@ def make_memory(
     """Make the memory that the layers of a model need.
 
     Args:
-      layers: what each of the L layers keeps.
+      layers: what each of the L layers keeps, a tuple where that is several things.
       cells: of a stream: the tokens that fit, over all sequences that share it, into layers that
         see the whole text. May be left out where there is no such layer: a window and a state take
         the same room for a text of any length.
@@ -89,18 +101,18 @@ def make_memory(
 
     llama.cpp: `llama_kv_cache_iswa`, `swa_full`; `llama_memory_hybrid`.
     """
-    if options and not any(isinstance(layer, Attends) for layer in layers):
+    if options and not attending(layers):
         raise TypeError(f"no layer of this model attends, so leave out {', '.join(options)}")
-    kinds: list[tuple[Layer, list[int]]] = []
-    for i, layer in enumerate(layers):
+    kinds: list[tuple[Kept, list[tuple[int, Kept]]]] = []
+    for i, kept in all_kept(layers):
         # Layers of one cache may turn their keys differently.
-        kind = replace(layer, rope=None) if isinstance(layer, Attends) else layer
+        kind = replace(kept, rope=None) if isinstance(kept, Attends) else kept
         for other, members in kinds:
             if kind == other:
-                members.append(i)
+                members.append((i, kept))
                 break
         else:
-            kinds.append((kind, [i]))
+            kinds.append((kind, [(i, kept)]))
     parts = []
     for kind, members in kinds:
         if isinstance(kind, Recurs):
@@ -113,7 +125,7 @@ def make_memory(
                 streams=streams,
             )
         else:
-            ropes = tuple(layers[i].rope for i in members)
+            ropes = tuple(kept.rope for _, kept in members)
             part = jaxkv.make_kv_cache(
                 layers=len(members),
                 kv_heads=kind.kv_heads,
@@ -133,7 +145,7 @@ def make_memory(
                 ),
                 **options,
             )
-        parts.append((part, tuple(members)))
+        parts.append((part, tuple(i for i, _ in members)))
     return parts[0][0] if len(parts) == 1 else jaxkv.make_hybrid_cache(*parts)
 
 

@@ -69,13 +69,19 @@ class Sources:
         return tree
 
     def attention(
-        self, name: str, *, kv_heads: int, bias: bool, output_bias: bool = False
+        self,
+        name: str,
+        *,
+        kv_heads: int,
+        bias: bool,
+        output_bias: bool = False,
+        output: str = "o_proj",
     ) -> dict[str, dict]:
         """Returns the weights of an `Attention`, as most families name them."""
         names = (f"{name}.{one}_proj" for one in "qkv")
         return {
             "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1),
-            "output": self.linear(f"{name}.o_proj", bias=output_bias),
+            "output": self.linear(f"{name}.{output}", bias=output_bias),
         }
 
     def gated_feed(self, name: str, *, bias: bool = False) -> dict[str, dict]:

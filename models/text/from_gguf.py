@@ -33,6 +33,7 @@ def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
 
 
+_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon-h1")
 _CUTS: dict[str, Callable[[], list]] = {
     # "default" is what a converter writes that did not know the vocabulary.
     **dict.fromkeys(("default", "gpt-2", "gpt2"), lambda: [_letters(True)]),
@@ -41,11 +42,8 @@ _CUTS: dict[str, Callable[[], list]] = {
         lambda: [pre_tokenizers.Digits(individual_digits=True), _letters(True)],
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), lambda: _words(r"\p{N}")),
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), lambda: _words(r"\p{N}{1,3}")
-    ),
+    **dict.fromkeys((*_LLAMA_3, "smaug-bpe"), lambda: _words(r"\p{N}{1,3}")),
 }
-_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
 
 
 def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:

@@ -1,19 +1,25 @@
 """Record what Hugging Face transformers computes with tiny random recurrent and hybrid models.
 
-Run where torch and transformers are installed: `python tests/data/make_recurrent.py`. It writes,
-for each variant, a folder as models are published (config.json, model.safetensors) with `run.npz`
-beside it: prompts of three lengths with the 32 tokens that are generated greedily after each, one
-list after the other (`tokens`, `lengths`), which of them have a logit recorded (`outputs`: every
-fifth of the prompt, and all from its last on), and those `logits`. transformers 5.23, torch 2.13.
+Run where torch and transformers are installed: `python tests/data/make_recurrent.py`, with the
+names of variants where not all are wanted. It writes, for each, a folder as models are published
+(config.json, model.safetensors) with `run.npz` beside it: prompts of three lengths with the 32
+tokens that are generated greedily after each, one list after the other (`tokens`, `lengths`), which
+of them have a logit recorded (`outputs`: every fifth of the prompt, and all from its last on), and
+those `logits`. transformers 5.23, torch 2.13.
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
     RecurrentGemmaConfig,
@@ -47,6 +53,30 @@ THREE = dict(
     num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"]
 )
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+FALCON = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=24,
+    intermediate_size=28,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    mamba_d_ssm=32,
+    mamba_n_heads=4,
+    mamba_d_head=8,
+    mamba_n_groups=2,
+    mamba_d_state=8,
+    mamba_chunk_size=32,
+    mamba_norm_before_gate=False,
+    embedding_multiplier=3.0,
+    lm_head_multiplier=0.6,
+    key_multiplier=1.7,
+    attention_in_multiplier=0.8,
+    attention_out_multiplier=1.3,
+    ssm_in_multiplier=1.2,
+    ssm_out_multiplier=0.7,
+    ssm_multipliers=[0.9, 1.1, 0.8, 1.4, 0.6],
+    mlp_multipliers=[1.5, 0.7],
+    rope_parameters=dict(rope_type="default", rope_theta=1e6),
+)
 VARIANTS = {
     "mamba2": (
         Mamba2Config,
@@ -118,6 +148,34 @@ VARIANTS = {
             logits_soft_cap=10.0,
         ),
     ),
+    "lfm2": (
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        dict(
+            vocab_size=VOCABULARY,
+            hidden_size=24,
+            intermediate_size=30,
+            block_multiple_of=8,
+            block_ffn_dim_multiplier=0.9,
+            num_hidden_layers=3,
+            layer_types=["conv", "full_attention", "conv"],
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        ),
+    ),
+    "falcon_h1": (FalconH1Config, FalconH1ForCausalLM, FALCON | dict(num_hidden_layers=2)),
+    "falcon_h1_norm": (
+        FalconH1Config,
+        FalconH1ForCausalLM,
+        FALCON
+        | dict(
+            num_hidden_layers=1,
+            head_dim=8,
+            mamba_rms_norm=True,
+            mamba_conv_bias=False,
+            tie_word_embeddings=True,
+        ),
+    ),
 }
 
 
@@ -127,7 +185,7 @@ def randomise(net: torch.nn.Module) -> None:
         for name, parameter in net.named_parameters():
             if parameter.ndim == 1 or name.endswith("gate_bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
-            elif "conv" in name:
+            elif "conv" in name and parameter.ndim == 3:
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter.shape[-1] ** -0.5)
@@ -154,9 +212,11 @@ def run(net: torch.nn.Module, prompt: torch.Tensor) -> tuple[np.ndarray, np.ndar
 
 
 def main() -> None:
-    """Write all variants."""
+    """Write the variants that are named, or all."""
     here = Path(__file__).parent
     for seed, (name, (config, model, options)) in enumerate(VARIANTS.items()):
+        if name not in (sys.argv[1:] or VARIANTS):
+            continue
         print(name)
         torch.manual_seed(seed)
         net = model(config(**options)).eval()

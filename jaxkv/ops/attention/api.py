@@ -9,9 +9,18 @@ import jax.numpy as jnp
 
 from jaxkv.ops.attention import jax_nn, pallas_gpu, pallas_tpu, xla, xla_cpu, xla_tiles
 from jaxkv.ops.attention.live import TILE
-from jaxkv.ops.attention.sight import Sight, mask_of
-from jaxkv.ops.attention.softmax import Options, Sums, closed, unpacked, with_sinks
+from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
+from jaxkv.ops.attention.softmax import (
+    Options,
+    Sums,
+    closed,
+    unhidden_alone,
+    unpacked,
+    with_sinks,
+)
 from jaxkv.ops.attention.transforms import derived_by, folded
+from jaxkv.ops.latent import Latent, Values
+from jaxkv.ops.quantised import Stored
 
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 """The ways there are.
@@ -25,13 +34,14 @@ xla: `jax.nn.dot_product_attention`.
 cudnn: the same with the kernel of NVIDIA's library, for float16 and bfloat16.
 """
 
-Way = Callable[[jax.Array, jax.Array, jax.Array, Sight, Options], Sums]
+Way = Callable[[jax.Array, Stored, Stored, Sight, Options], Sums]
 """An implementation: what is weighed for queries, keys, values, a sight and options.
 
 q: `[P, T, H, D]`, queries of P lists of tokens. Query head h reads key/value head h // (H / K).
 k: `[S, K, N, D]`, keys of all streams; one that no token may see holds anything, also a NaN.
 v: `[S, K, N, Dv]`, values, finite all of them.
-sight: what decides which cells each token sees; of it an implementation makes what it needs.
+sight: what decides which cells each token sees, and what is added to their logits; of it an
+  implementation makes what it needs. One that a bias hides has the lowest logit, see `masked`.
 options: scale and softcap. Sinks come afterwards, when all cells have been weighed.
 
 It returns a softmax that is still open, so that it can be joined with that over other cells.
@@ -41,7 +51,7 @@ HELD = 1 << 28
 """Bytes of the logits of all cells up to which they are held at once: 256 MB."""
 
 
-def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Choose by shapes, where there is no kernel.
 
     The turns of a loop whose length depends on the data wait for the host or for each other, and
@@ -56,7 +66,7 @@ def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Option
     return way(q, k, v, sight, options)
 
 
-def best_for_tpu(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def best_for_tpu(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Run the kernel where it takes the arrays, see `docs/kernels.md` for what that is based on.
 
     Streams of one tile each, with a token each, are the exception: there is nothing to skip and
@@ -68,18 +78,16 @@ def best_for_tpu(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options
     return way(q, k, v, sight, options)
 
 
-def kernel_for_cuda(
-    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options
-) -> Sums:
+def kernel_for_cuda(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Run the kernel where it takes the arrays.
 
     It is asked on other platforms too, which do not run what it says; so it refuses nothing.
     """
-    way = pallas_gpu.weigh if pallas_gpu.can_weigh(q, k, v) else best
+    way = pallas_gpu.weigh if pallas_gpu.can_weigh(q, k, v, sight) else best
     return way(q, k, v, sight, options)
 
 
-def best_for_cuda(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def best_for_cuda(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Run the kernel where the GPU is known to be good for it."""
     way = kernel_for_cuda if pallas_gpu.is_fast() else best
     return way(q, k, v, sight, options)
@@ -88,7 +96,7 @@ def best_for_cuda(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, option
 def by_platform(**ways: Callable[..., Sums]) -> Callable[..., Sums]:
     """Make one implementation of several: the platform that a program is lowered for picks."""
 
-    def weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, options: Options) -> Sums:
+    def weigh(q: jax.Array, k: Stored, v: Stored, seen: Any, options: Options) -> Sums:
         with_options = {name: partial(way, options=options) for name, way in ways.items()}
         return jax.lax.platform_dependent(q, k, v, seen, **with_options)
 
@@ -98,8 +106,9 @@ def by_platform(**ways: Callable[..., Sums]) -> Callable[..., Sums]:
 def ours(**ways: Way) -> Way:
     """Make an implementation of jaxkv's own, of one for each platform."""
 
-    def plain(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-        return xla.cleaned(q, sight.of_lists(k), sight.of_lists(v), mask_of(sight), options)
+    def plain(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+        k, v, mask = sight.of_lists(k), sight.of_lists(v), mask_of(sight)
+        return xla.cleaned(q, k, v, mask, options, bias_of(sight, mask))
 
     return derived_by(plain, folded(by_platform(**ways)))
 
@@ -121,8 +130,8 @@ IMPLEMENTATIONS: dict[Implementation | None, Way] = {
 @partial(jax.jit, static_argnames="implementation")
 def attend(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Stored,
+    v: Stored,
     sight: Sight,
     options: Options,
     implementation: Implementation | None = None,
@@ -154,19 +163,31 @@ def attend(
 
 def weigh(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Stored,
+    v: Values,
     sight: Sight,
     options: Options,
     implementation: Implementation | None,
 ) -> Sums:
-    """Do the part of `attend` that reads keys and values; its softmax is still open."""
+    """Do the part of `attend` that reads keys and values; its softmax is still open.
+
+    Latent values are numbers of the keys. All of these are weighed, which copies none of them.
+    """
+    if isinstance(v, Latent):
+        sums = weigh(q, k, k, sight, options, implementation)
+        return sums._replace(out=v.of(sums.out))
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"wanted an implementation of {get_args(Implementation)}, got {implementation!r}"
         )
+    if sight.bias is not None and implementation in ("pallas", "cudnn"):
+        raise ValueError(
+            f"{implementation!r} adds no bias: leave the implementation to jaxkv, or take 'tiles', "
+            f"'whole' or 'xla'"
+        )
     check(q, k, v, options)
-    return IMPLEMENTATIONS[implementation](q, k, v, sight, options)
+    sums = IMPLEMENTATIONS[implementation](q, k, v, sight, options)
+    return sums if sight.bias is None else unhidden_alone(sums)
 
 
 def finished(sums: Sums, q: jax.Array, options: Options) -> jax.Array:
@@ -225,7 +246,7 @@ def attention(
     return finished(_by_mask(q, k, v, mask, options), q, options)
 
 
-def check(q: jax.Array, k: jax.Array, v: jax.Array, options: Options) -> None:
+def check(q: jax.Array, k: Stored, v: Stored, options: Options) -> None:
     """Raise unless the shapes of queries, keys, values and sinks fit together."""
     heads, size = q.shape[2:]
     if heads % k.shape[1] or k.shape[:3] != v.shape[:3] or k.shape[3] != size:

@@ -9,24 +9,34 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.sight import Sight, mask_of
-from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, packed, sums_dtype
+from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
+from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, by_groups, packed, sums_dtype
+from jaxkv.ops.quantised import Quantised, Stored, decoded
 
 
-def xla(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers."""
+def xla(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+    """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers.
+
+    Quantised buffers are decoded first, all of the layer.
+    """
+    k, v = decoded(k), decoded(v)
     dtype = jnp.result_type(q, k, v)
     return _weigh("xla", q.astype(dtype), k.astype(dtype), v.astype(dtype), sight, options)
 
 
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def cudnn(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Call it with cuDNN's kernel, which knows float16 and bfloat16.
 
     Raises:
       ValueError: for other dtypes, or queries of another than the buffers.
       RuntimeError: by JAX, where there is no cuDNN.
     """
-    if q.dtype not in (jnp.float16, jnp.bfloat16) or not q.dtype == k.dtype == v.dtype:
+    if (
+        isinstance(k, Quantised)
+        or isinstance(v, Quantised)
+        or q.dtype not in (jnp.float16, jnp.bfloat16)
+        or not q.dtype == k.dtype == v.dtype
+    ):
         raise ValueError(
             f"'cudnn' wants queries, keys and values all of float16 or all of bfloat16, got "
             f"{q.dtype}, {k.dtype} and {v.dtype}: leave the implementation to jaxkv"
@@ -48,6 +58,10 @@ def _weigh(
         )
     groups = k.shape[1]
     k, v, mask = sight.of_lists(k), sight.of_lists(v), mask_of(sight)
+    bias, mask = bias_of(sight, mask), mask[:, None]  # [P, 1, T, N]
+    if bias is not None:  # what it hides is hidden by the mask, of each head
+        mask = mask & (bias != -jnp.inf)
+        bias = jnp.where(mask, bias, 0)
     # The kernel may add its mask, and derivatives multiply by what is hidden. So no key that is not
     # a number gets there, and a token that sees one is told afterwards.
     broken = jnp.any(jnp.isnan(k), axis=3)  # [P, K, N]
@@ -55,14 +69,16 @@ def _weigh(
         q,
         jnp.where(broken[..., None], 0, k).swapaxes(1, 2),
         v.swapaxes(1, 2),
-        mask=mask[:, None],
+        bias=bias,
+        mask=mask,
         scale=options.scale,
         implementation=name,
         return_residual=True,
     )
-    some = jnp.any(mask, axis=2)[..., None]  # [P, T, 1]
-    shows = jnp.any(mask[:, None] & broken[:, :, None], axis=3)  # [P, K, T]
-    shows = jnp.tile(shows, q.shape[2] // groups)  # [P, K, G * T]
+    some = jnp.any(mask, axis=3).swapaxes(1, 2)  # [P, T, 1 or H]
+    shows = jnp.any(by_groups(mask, groups) & broken[:, :, None, None], axis=4)  # [P, K, ., T]
+    shows = jnp.tile(shows, (1, 1, q.shape[2] // (groups * shows.shape[2]), 1))
+    shows = shows.reshape(*shows.shape[:2], -1)  # [P, K, G * T]
     highest = packed(jnp.where(some, highest, LOWEST)[..., None], groups)[..., 0]
     total = packed(jnp.broadcast_to(some, q.shape[:3])[..., None], groups)[..., 0]
     out = packed(jnp.where(some[..., None], out, 0), groups)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.sight import Sight, looks_of, mask_of
+from jaxkv.ops.attention.sight import Sight, bias_of, looks_of, mask_of
 from jaxkv.ops.attention.softmax import Sums, seen_alone
 
 TILE = 512
@@ -28,8 +28,8 @@ MASK = 1 << 22
 class Live(NamedTuple):
     """What the loop goes over, for P lists of tokens in b equal blocks of t.
 
-    mask: `[P * b, t, N]` bool, what each token sees; where that is large, the sight of the blocks,
-      of which each tile makes its part.
+    mask: `[P * b, t, N]` bool, what each token sees; where that is large, or there is a bias, the
+      sight of the blocks, of which each tile makes its part.
     sees: `[P * b, t]` bool, whether a token sees anything.
     streams: `[P * b]` int32, the stream of each block.
     tiles: `[M]` int32, numbered through block after block, those in which anything is seen first.
@@ -51,28 +51,33 @@ class Live(NamedTuple):
     @property
     def tokens(self) -> int:
         """The tokens of a block, t."""
-        return (self.mask.at if isinstance(self.mask, Sight) else self.mask).shape[1]
+        return self.sees.shape[1]
 
-    def seen(self, block: jax.Array, first: jax.Array, size: int) -> jax.Array:
-        """Return what a block sees of `size` cells from `first` on; `[1, t, size]` bool."""
+    def of_tile(
+        self, block: jax.Array, first: jax.Array, size: int
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return what a block sees of `size` cells from `first` on, and its bias for them.
+
+        `[1, t, size]` bool, and `[1, H or 1, t, size]` or None.
+        """
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Sight):
-            return slice_of(self.mask, (block, zero, first), (1, self.tokens, size))
+            return slice_of(self.mask, (block, zero, first), (1, self.tokens, size)), None
         sight, stream = self.mask, item(self.streams, block)
         words = sight.owners.shape[1]
-        at, word, bit = (
-            slice_of(x, (block, zero), (1, self.tokens)) for x in (sight.at, sight.word, sight.bit)
-        )
+
+        def of_block(x: jax.Array) -> jax.Array:
+            if x.ndim == 2:
+                return slice_of(x, (block, zero), (1, self.tokens))
+            return slice_of(x, (block, zero, zero, first), (1, self.tokens, x.shape[2], size))
+
         part = replace(
-            sight,
+            sight.of_tokens(of_block),
             position=slice_of(sight.position, (stream, first), (1, size)),
             owners=slice_of(sight.owners, (stream, zero, first), (1, words, size)),
-            at=at,
-            word=word,
-            bit=bit,
             all_streams=True,
         )
-        return mask_of(part)
+        return mask_of(part), bias_of(part)
 
 
 @partial(jax.jit, static_argnames=("most", "size"))
@@ -86,10 +91,12 @@ def live_of(sight: Sight, most: int = BLOCK, size: int = TILE) -> Live:
     blocks, size = -(-tokens // most), min(size, cells)
     tiles = -(-cells // size)
     if lists * tokens * cells > MASK:
-        mask, seen, sees = _sight_in_blocks(sight, blocks)
+        mask = _in_blocks(sight, blocks)
+        seen, sees = _seen_by_token(mask)
     else:
         mask = in_blocks(mask_of(sight), blocks)
         seen, sees = jnp.any(mask, axis=1), jnp.any(mask, axis=2)
+        mask = mask if sight.bias is None else _in_blocks(sight, blocks)
     seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)])
     seen = jnp.any(seen.reshape(-1, tiles, size), axis=2)
     live = jnp.argsort(~seen.reshape(-1), stable=True).astype(jnp.int32)  # the seen ones come first
@@ -98,33 +105,34 @@ def live_of(sight: Sight, most: int = BLOCK, size: int = TILE) -> Live:
     return Live(mask, sees, streams, live, jnp.pad(ends, (1, 0)))
 
 
-def _sight_in_blocks(sight: Sight, blocks: int) -> tuple[Sight, jax.Array, jax.Array]:
-    """Return the sight of blocks of tokens, which cells each sees, and which tokens see any.
-
-    `[P * b, N]` and `[P * b, t]` bool, found token by token.
-    """
-    streams = jnp.repeat(sight.streams, blocks, total_repeat_length=sight.streams.size * blocks)
-    at, word, bit = (in_blocks(x, blocks) for x in (sight.at, sight.word, sight.bit))
-    sight = replace(
-        sight,
-        streams=streams,
-        at=at,
-        word=word,
-        bit=bit,
+def _in_blocks(sight: Sight, blocks: int) -> Sight:
+    """Return the sight of blocks of tokens, each of which is a list."""
+    lists = sight.streams.size * blocks
+    return replace(
+        sight.of_tokens(partial(in_blocks, blocks=blocks)),
+        streams=jnp.repeat(sight.streams, blocks, total_repeat_length=lists),
         all_streams=sight.all_streams and blocks == 1,
     )
+
+
+def _seen_by_token(sight: Sight) -> tuple[jax.Array, jax.Array]:
+    """Return which cells each list sees, and which tokens see any, found token by token.
+
+    `[P, N]` and `[P, T]` bool.
+    """
+    sight = replace(sight, bias=None)
 
     def of_token(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         def one(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)
 
-        alone = replace(sight, at=one(at), word=one(word), bit=one(bit))
-        mask, (seen, sees) = mask_of(alone)[:, 0], found
+        mask, (seen, sees) = mask_of(sight.of_tokens(one))[:, 0], found
         any_of_it = jnp.any(mask, axis=1, keepdims=True)
         return seen | mask, jax.lax.dynamic_update_slice_in_dim(sees, any_of_it, i, axis=1)
 
-    none = jnp.zeros((at.shape[0], sight.position.shape[1]), bool), jnp.zeros(at.shape, bool)
-    return sight, *jax.lax.fori_loop(jnp.int32(0), jnp.int32(at.shape[1]), of_token, none)
+    shape = sight.at.shape
+    none = jnp.zeros((shape[0], sight.position.shape[1]), bool), jnp.zeros(shape, bool)
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(shape[1]), of_token, none)
 
 
 def looks_in_blocks(sight: Sight, blocks: int, queries: int) -> jax.Array:

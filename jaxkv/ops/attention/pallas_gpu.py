@@ -15,8 +15,8 @@ queries, and numbers of keys and values, are filled up to one by masks, which re
 Letters beside those of the package: P lists of tokens in b blocks of t tokens each, X = G * t
 queries that share a key, C cells of a tile, M tiles of all blocks, J programs that share a block.
 
-A bias would be added where logits are capped; buffers of 8 bits would be decoded where a tile is
-multiplied, their scales fetched as positions are.
+Codes of quantised buffers are multiplied as they are, and logits and weights by their scales. A
+bias would be added where logits are capped.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,9 +31,13 @@ from jax.experimental.pallas import triton
 from jaxkv.ops.attention.live import in_blocks, live_of, looks_in_blocks, of_lists
 from jaxkv.ops.attention.sight import Looks, Sight
 from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, packed
+from jaxkv.ops.quantised import Stored, parts
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """What the kernel computes with."""
+
+STORED = (*DTYPES, jnp.int8)
+"""What buffers may be of."""
 
 LARGEST = 256
 """Numbers of the largest head, of keys and of values: their tiles must fit a multiprocessor."""
@@ -65,7 +69,7 @@ class Cut(NamedTuple):
     stages: int
 
 
-def cut_of(q: jax.Array, k: jax.Array, v: jax.Array) -> Cut:
+def cut_of(q: jax.Array, k: Stored, v: Stored) -> Cut:
     """Choose by shapes: what was fastest on an H100 of what its compiler takes without spilling."""
     lists, tokens, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -86,21 +90,23 @@ def cut_of(q: jax.Array, k: jax.Array, v: jax.Array) -> Cut:
     return Cut(queries, cells, programs, warps, stages)
 
 
-def _is_exact(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
     """Return whether products are those of float32, which take registers for three."""
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
 
-def can_weigh(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
     """Return whether the kernel takes these dtypes and heads, on this mesh.
 
-    A compiler cannot split a kernel among devices: on a mesh it runs on shares alone.
+    It adds no bias. A compiler cannot split a kernel among devices: on a mesh it runs on shares
+    alone.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     size = max(k.shape[3], v.shape[3])
     most = 64 if not _is_exact(q, k, v) else 128 if size <= 128 else 16
-    fits = size <= LARGEST and q.shape[2] // k.shape[1] <= most
-    return all(x.dtype in DTYPES for x in (q, k, v)) and fits and not split
+    fits = size <= LARGEST and q.shape[2] // k.shape[1] <= most and sight.bias is None
+    dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
+    return dtypes and fits and not split
 
 
 def is_fast() -> bool:
@@ -118,8 +124,8 @@ def is_fast() -> bool:
 
 def weigh(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Stored,
+    v: Stored,
     sight: Sight,
     options: Options,
     *,
@@ -138,15 +144,15 @@ def weigh(
       interpret: run the kernels step by step as plain JAX, on any platform. It is slow.
 
     Raises:
-      ValueError: for other dtypes than float32 and bfloat16, heads that are too large, or on a
-        mesh, for arrays that are no shares.
+      ValueError: for other dtypes than float32 and bfloat16, and int8 of buffers, heads that are
+        too large, or on a mesh, for arrays that are no shares.
     """
-    if not can_weigh(q, k, v):
+    if not can_weigh(q, k, v, sight):
         raise ValueError(
-            f"'pallas' wants queries, keys and values of float32 or bfloat16, heads of at most "
-            f"{LARGEST} in small groups, and on a mesh a memory with rules, got {q.dtype} "
-            f"{q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}: leave the implementation to "
-            f"jaxkv"
+            f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8, "
+            f"heads of at most {LARGEST} in small groups, and on a mesh a memory with rules, got "
+            f"{q.dtype} {q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}: leave the "
+            f"implementation to jaxkv"
         )
     cut = cut_of(q, k, v) if cut is None else cut
     groups, cells = k.shape[1:3]
@@ -205,7 +211,7 @@ def _call(
     kernel: Callable[..., None],
     *,
     grid: tuple[int, ...],
-    inputs: Sequence[jax.Array],
+    inputs: Any,
     outputs: Sequence[jax.ShapeDtypeStruct],
     interpret: bool,
     **options: int,
@@ -218,7 +224,7 @@ def _call(
     return pl.pallas_call(
         kernel,
         grid=grid,
-        in_specs=[whole(x) for x in inputs],
+        in_specs=jax.tree.map(whole, list(inputs)),
         out_specs=[whole(x) for x in outputs],
         out_shape=outputs,
         compiler_params=triton.CompilerParams(**options),
@@ -256,8 +262,8 @@ def _kernel(
       position: `[S, N]` int32, of cells.
       owners: `[S, W, N]` int32, of cells.
       q: `[P * b, K, X, D]`, queries.
-      k: `[S, K, N, D]`, keys.
-      v: `[S, K, N, Dv]`, values.
+      k: `[S, K, N, D]`, keys; quantised, those codes, and scales `[S, K, N, 1]`.
+      v: `[S, K, N, Dv]`, values; quantised likewise.
       highest: `[J, P * b, K, X]`, see `Sums`.
       total: `[J, P * b, K, X]`, see `Sums`.
       out: `[J, P * b, K, X, Dv]`, see `Sums`.
@@ -281,23 +287,32 @@ def _kernel(
         highest, total, out = carry
         cell = jax.lax.rem(tiles_of[i], tiles) * cut.cells + jnp.arange(cut.cells, dtype=jnp.int32)
         there = cell < cells if cells % cut.cells else None
-        keys = _load(
-            k, stream, head, cell[:, None], key[None], inside=_places(there, in_key, k.shape[3])
-        )
-        values = _load(
-            v, stream, head, cell[:, None], value[None], inside=_places(there, in_value, v.shape[3])
-        )
+
+        def tile(x: Any, number: jax.Array, inside: jax.Array) -> tuple[jax.Array, Any]:
+            """Read keys or values, or codes, `[C, n]`; and scales, `[1, C]`, if there are any."""
+            numbers, scales = parts(x)
+            where = stream, head, cell[:, None], number[None]
+            found = _load(numbers, *where, inside=_places(there, inside, x.shape[3]))
+            if scales is None:
+                return found, None
+            return found, _load(scales, stream, head, cell, 0, inside=there)[None]
+
+        keys, key_scales = tile(k, key, in_key)
+        values, scales = tile(v, value, in_value)
         at = _load(position, stream, cell, inside=there)
         words = [_load(owners, stream, w, cell, inside=there) for w in range(owners.shape[1])]
         seen = look.sees(at[None], [word[None] for word in words])
         seen = seen if there is None else seen & there[None]
         logits = product(rows, keys.astype(dtype), 1)
+        logits = logits if key_scales is None else logits * key_scales
         logits = options.capped(logits)
         # The compiler's maximum forgets a NaN, which must be seen; a comparison does not.
         logits = jnp.where(seen, jnp.where(logits < LOWEST / 2, LOWEST / 2, logits), LOWEST)
         top = jnp.maximum(highest, jnp.max(logits, axis=1))
         down, weights = jnp.exp(highest - top), jnp.exp(logits - top[:, None])
-        more = product(weights.astype(v.dtype), values, 0)
+        of_codes = weights if scales is None else weights * scales
+        values = values if scales is None else values.astype(q.dtype)
+        more = product(of_codes.astype(values.dtype), values, 0)
         return top, total * down + jnp.sum(weights, axis=1), out * down[:, None] + more
 
     first, count = starts[block], starts[block + 1] - starts[block]

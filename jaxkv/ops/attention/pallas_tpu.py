@@ -12,8 +12,8 @@ lanes, so that nothing is padded, and the kernel reads tiles of them as they lie
 Letters beside those of the package: P lists of tokens in b blocks of t tokens each, X = G * t
 queries that share a key, C cells of a tile.
 
-A bias would be added where logits are capped; buffers of 8 bits would be decoded where a tile is
-converted, their scales fetched as positions are.
+Codes of quantised buffers are multiplied as they are, and logits and weights by their scales, which
+lie with cells in the lanes. A bias would be added where logits are capped.
 """
 
 from collections.abc import Callable
@@ -28,6 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxkv.ops.attention.live import TILE, in_blocks, live_of, looks_in_blocks, of_lists
 from jaxkv.ops.attention.sight import Looks, Sight
 from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, masked, packed, sums_dtype
+from jaxkv.ops.quantised import Stored, parts
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """What a TPU computes with."""
@@ -38,6 +39,9 @@ QUERIES = 128
 LANES = 128
 """Numbers of a row of an array in a TPU."""
 
+STORED = (*DTYPES, jnp.int8)
+"""What buffers may be of."""
+
 VMEM = 6 << 20
 """Bytes of tiles and logits that are held at once; a kernel may have 16 MB, all told."""
 
@@ -45,21 +49,24 @@ PAIRS = 1 << 17
 """The most pairs of a block and a tile: their list lies in the scalar memory, of 1 MB."""
 
 
-def can_weigh(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> bool:
+def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
     """Return whether the kernel takes these dtypes, as many cells and tokens, and this mesh.
 
-    A compiler cannot split a kernel among devices: on a mesh it runs on shares alone.
+    It adds no bias. A compiler cannot split a kernel among devices: on a mesh it runs on shares
+    alone.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     tokens, queries = sight.at.shape[1], q.shape[2] // k.shape[1]
     pairs = sight.at.shape[0] * -(-tokens // _most(queries)) * -(-k.shape[2] // TILE)
-    return all(x.dtype in DTYPES for x in (q, k, v)) and pairs <= PAIRS and not split
+    fits = pairs <= PAIRS and sight.bias is None
+    dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
+    return dtypes and fits and not split
 
 
 def weigh(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Stored,
+    v: Stored,
     sight: Sight,
     options: Options,
     *,
@@ -76,15 +83,15 @@ def weigh(
       interpret: run the kernel step by step as plain JAX, on any platform. It is slow.
 
     Raises:
-      ValueError: for other dtypes than float32 and bfloat16, more cells and tokens than a list of
-        pairs can name, or on a mesh, for arrays that are no shares.
+      ValueError: for other dtypes than float32 and bfloat16, and int8 of buffers, more cells and
+        tokens than a list of pairs can name, or on a mesh, for arrays that are no shares.
     """
     if not can_weigh(q, k, v, sight):
         raise ValueError(
-            f"'pallas' wants queries, keys and values of float32 or bfloat16, at most {PAIRS} "
-            f"pairs of a block of tokens and a tile, and on a mesh a memory with rules, got "
-            f"{q.dtype} {q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}: leave the "
-            f"implementation to jaxkv"
+            f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8, "
+            f"at most {PAIRS} pairs of a block of tokens and a tile, and on a mesh a memory with "
+            f"rules, got {q.dtype} {q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}: leave "
+            f"the implementation to jaxkv"
         )
     groups, cells = k.shape[1:3]
     queries = q.shape[2] // groups
@@ -138,8 +145,7 @@ def weigh(
                 of_table(1),
                 of_table(owners.shape[1]),
                 of_block(q.shape[3]),
-                of_buffers(k),
-                of_buffers(v),
+                *(jax.tree.map(of_buffers, x) for x in (k, v)),
             ],
             out_specs=[of_block(n) for n in numbers],
         ),
@@ -154,7 +160,7 @@ def weigh(
         sight.position[:, None],
         owners,
         rows,
-        *(_where_they_lie(x, interpret) for x in (k, v)),
+        *(jax.tree.map(partial(_where_they_lie, interpret=interpret), x) for x in (k, v)),
     )
     sums = Sums(highest[..., 0], total[..., 0], out)
     return of_lists(sums, live, *sight.at.shape)  # blocks without a pair have any numbers
@@ -187,8 +193,9 @@ def _kernel(
       position: `[1, 1, C]` int32, of the cells of the tile.
       owners: `[1, W, C]` int32, of the cells of the tile.
       q: `[1, h, X, D]`, queries of some heads.
-      k: `[1, h, C, D]`, keys, or `[1, h, D, C]` where cells lie in the lanes.
-      v: `[1, h, C, Dv]`, values, or `[1, h, Dv, C]`.
+      k: `[1, h, C, D]`, keys, or `[1, h, D, C]` where cells lie in the lanes; quantised, those
+        codes, and scales `[1, h, 1, C]`.
+      v: `[1, h, C, Dv]`, values, or `[1, h, Dv, C]`; quantised likewise.
       highest: `[1, h, X, 1]`, see `Sums`.
       total: `[1, h, X, 1]`, see `Sums`.
       out: `[1, h, X, Dv]`, see `Sums`.
@@ -209,24 +216,37 @@ def _kernel(
     look = Looks(*(looks[0, :, j : j + 1] for j in range(4)))  # [X, 1]
     words = [owners[0, w : w + 1] for w in range(owners.shape[1])]
     seen = look.sees(position[0], words)  # [X, C]
-    values, axis = v[0], 2 if in_lanes[1] else 1
-    size = position.shape[2]
+    keys, key_scales = parts(k)
+    values, scales = parts(v)
+    values, scales = values[0], None if scales is None else scales[0]
+    axis, size = 2 if in_lanes[1] else 1, position.shape[2]
     if cells % size:  # what lies past the last cell is anything, also a value that is a NaN
         count = cells - tile * size
         seen &= jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < count
-        there = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis) < count
-        values = jnp.where(there, values, jnp.zeros_like(values))
+        if scales is None:
+            values = _first_of(values, axis, count)
+        else:
+            scales = _first_of(scales, 2, count)
 
     dtype = jnp.promote_types(q.dtype, k.dtype)
     over = ((2,), (1 if in_lanes[0] else 2,)), ((0,), (0,))
-    logits = _product(q[0].astype(dtype), k[0].astype(dtype), over, out.dtype)  # [h, X, C]
+    logits = _product(q[0].astype(dtype), keys[0].astype(dtype), over, out.dtype)  # [h, X, C]
+    logits = logits if key_scales is None else logits * key_scales[0]
     logits = masked(options.capped(logits), seen[None])
     top = jnp.maximum(highest[0], jnp.max(logits, axis=2, keepdims=True))
     down, weights = jnp.exp(highest[0] - top), jnp.exp(logits - top)
     highest[0] = top
     total[0] = total[0] * down + jnp.sum(weights, axis=2, keepdims=True)
     over = ((2,), (axis,)), ((0,), (0,))
-    out[0] = out[0] * down + _product(weights.astype(v.dtype), values, over, out.dtype)
+    if scales is not None:
+        weights, values = weights * scales, values.astype(q.dtype)
+    out[0] = out[0] * down + _product(weights.astype(values.dtype), values, over, out.dtype)
+
+
+def _first_of(x: jax.Array, axis: int, count: Any) -> jax.Array:
+    """Return the first ones along an axis, and zeros after them."""
+    there = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
+    return jnp.where(there, x, jnp.zeros_like(x))
 
 
 def _product(a: jax.Array, b: jax.Array, over: Any, dtype: Any) -> jax.Array:
@@ -243,7 +263,7 @@ def _most(queries: int) -> int:
     return max(1, QUERIES // queries)
 
 
-def _in_lanes(x: jax.Array) -> bool:
+def _in_lanes(x: Stored) -> bool:
     """Return whether the compiler lays out buffers `[S, K, N, D]` with cells in the lanes."""
     return x.shape[3] % LANES != 0
 
@@ -257,7 +277,7 @@ def _where_they_lie(x: jax.Array, interpret: bool) -> jax.Array:
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
-def _heads_at_once(q: jax.Array, k: jax.Array, v: jax.Array) -> int:
+def _heads_at_once(q: jax.Array, k: Stored, v: Stored) -> int:
     """Return how many heads a turn takes: a divisor of K, for queries `[P * b, K, X, D]`.
 
     Many fetch much at once and find only once what is seen. Two tiles are held of each, one of

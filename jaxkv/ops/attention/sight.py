@@ -1,13 +1,19 @@
-"""What decides which cells each token sees; implementations that want a mask make it of this."""
+"""What decides which cells each token sees, and what is added to the logits of those.
 
-from collections.abc import Sequence
+Implementations that want a mask, or a bias of all pairs, make it of this.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv.ops.attention.bias import BiasOfLists, OfPlaces
 from jaxkv.window import Window, first_seen, last_seen, sees
+
+X = TypeVar("X")
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +33,8 @@ class Sight:
     window: how far back tokens look, static.
     causal: False lets them see what comes after them too, static.
     all_streams: whether list p is stream p's and P is S, static. Shapes alone cannot tell.
+    until: `[P, T]` int32, the last position that each token sees; None for its own.
+    bias: what is added to logits, for these lists and cells; None for nothing.
     """
 
     position: jax.Array  # [S, N]
@@ -38,6 +46,8 @@ class Sight:
     window: Window | None = field(metadata={"static": True})
     causal: bool = field(metadata={"static": True})
     all_streams: bool = field(metadata={"static": True})
+    until: jax.Array | None = None  # [P, T]
+    bias: BiasOfLists | None = None
 
     def of_cells(self, first: jax.Array, count: int) -> "Sight":
         """Return what decides about `count` cells from `first` on."""
@@ -45,11 +55,27 @@ class Sight:
         def cut(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, first, count, axis=-1)
 
-        return replace(self, position=cut(self.position), owners=cut(self.owners))
+        return replace(
+            self,
+            position=cut(self.position),
+            owners=cut(self.owners),
+            bias=cut(self.bias) if isinstance(self.bias, jax.Array) else self.bias,
+        )
 
-    def of_lists(self, x: jax.Array) -> jax.Array:
-        """Return the part of each list's stream, `[P, ...]`, of an array `[S, ...]`."""
-        return x if self.all_streams else x[self.streams]
+    def of_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> "Sight":
+        """Return what decides for other tokens; `cut` takes them out of arrays `[P, T, ...]`."""
+        return replace(
+            self,
+            at=cut(self.at),
+            word=cut(self.word),
+            bit=cut(self.bit),
+            until=None if self.until is None else cut(self.until),
+            bias=cut(self.bias) if isinstance(self.bias, jax.Array) else self.bias,
+        )
+
+    def of_lists(self, x: X) -> X:
+        """Return the part of each list's stream, `[P, ...]`, of arrays `[S, ...]`."""
+        return x if self.all_streams else jax.tree.map(lambda one: one[self.streams], x)
 
 
 @jax.jit
@@ -66,7 +92,31 @@ def mask_of(sight: Sight) -> jax.Array:
         owner = jnp.where((sight.word == w)[..., None], owners[:, w][:, None], owner)
     owned = owner & sight.bit[..., None] != 0
     position = sight.of_lists(sight.position)[:, None]
-    return owned & sees(sight.window, sight.at[..., None], position, causal=sight.causal)
+    until = None if sight.until is None else sight.until[..., None]
+    at = sight.at[..., None]
+    return owned & sees(sight.window, at, position, causal=sight.causal, until=until)
+
+
+def bias_of(sight: Sight, seen: jax.Array | None = None) -> jax.Array | None:
+    """Return what is added to the logits of all pairs, `[P, H or 1, T, N]`; None for nothing.
+
+    Args:
+      sight: the tokens and the cells.
+      seen: `[P, T, N]` bool, for derivatives: cells that a token does not see are taken to stand
+        where it stands, so that a function has a derivative there which is a number.
+    """
+    if not isinstance(sight.bias, OfPlaces):
+        return None if sight.bias is None else sight.bias.swapaxes(1, 2)
+    position = sight.of_lists(sight.position)[:, None]
+    if seen is not None:
+        position = jnp.where(seen, position, sight.at[..., None])
+    return sight.bias.between(sight.at, position)
+
+
+def with_array(sight: Sight) -> Sight:
+    """Return a sight whose bias is an array, if it has one."""
+    bias = bias_of(sight)
+    return replace(sight, bias=None if bias is None else bias.swapaxes(1, 2))
 
 
 class Looks(NamedTuple):
@@ -97,7 +147,7 @@ def looks_of(sight: Sight) -> Looks:
     """Return how each token looks, `[P, T]`."""
     return Looks(
         first_seen(sight.window, sight.at),
-        last_seen(sight.window, sight.at, causal=sight.causal),
+        last_seen(sight.window, sight.at, causal=sight.causal, until=sight.until),
         sight.word,
         jax.lax.bitcast_convert_type(sight.bit, jnp.int32),
     )

@@ -63,8 +63,13 @@ def sums_dtype(q: jax.Array) -> jnp.dtype:
     return jnp.promote_types(q.dtype, jnp.float32)
 
 
-def masked(logits: jax.Array, mask: jax.Array) -> jax.Array:
-    """Give hidden cells the lowest logit, and others a higher one; a NaN that is seen stays."""
+def masked(logits: jax.Array, mask: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Give hidden cells the lowest logit, and others a higher one; a NaN that is seen stays.
+
+    A bias is added, if there is one; where it is -inf it hides.
+    """
+    if bias is not None:
+        logits, mask = logits + bias.astype(logits.dtype), mask & (bias != -jnp.inf)
     return jnp.where(mask, jnp.maximum(logits, LOWEST / 2), LOWEST)
 
 
@@ -75,7 +80,19 @@ def seen_alone(sums: Sums, sees: jax.Array) -> Sums:
     in a later tile, or by another shard, has so much higher ones that nothing is left of them. A
     kernel that never came to the token has left any numbers there.
     """
-    sees = jnp.tile(sees, sums.total.shape[2] // sees.shape[1])[:, None]
+    return _kept(sums, jnp.tile(sees, sums.total.shape[2] // sees.shape[1])[:, None])
+
+
+def unhidden_alone(sums: Sums) -> Sums:
+    """Set the sums of a query from which a bias hides all that its token sees to those over none.
+
+    It has the lowest logit for its highest, which no other has, see `masked`.
+    """
+    return _kept(sums, sums.highest != LOWEST)
+
+
+def _kept(sums: Sums, sees: jax.Array) -> Sums:
+    """Set the sums of queries that see nothing to those over no cells; `sees` is `[P, 1, X]`."""
     return Sums(
         jnp.where(sees, sums.highest, LOWEST),
         jnp.where(sees, sums.total, 0.0),
@@ -133,6 +150,12 @@ def packed(q: jax.Array, groups: int) -> jax.Array:
         .transpose(0, 2, 3, 1, 4)
         .reshape(lists, groups, -1, size)
     )
+
+
+def by_groups(x: jax.Array, groups: int) -> jax.Array:
+    """Give the heads of a key a dimension; `[P, H or 1, T, C]` to `[P, K or 1, G or 1, T, C]`."""
+    lists, heads, *pairs = x.shape
+    return x.reshape(lists, min(heads, groups), -1, *pairs)
 
 
 def unpacked(out: jax.Array, tokens: int) -> jax.Array:

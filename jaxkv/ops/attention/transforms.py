@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jaxkv.ops.attention.sight import Sight
+from jaxkv.ops.attention.bias import OfPlaces
+from jaxkv.ops.attention.sight import Sight, with_array
 from jaxkv.ops.attention.softmax import Options, Sums
+from jaxkv.ops.quantised import Stored
 
 
 def derived_by(plain: Callable[..., Sums], way: Callable[..., Sums]) -> Callable[..., Sums]:
@@ -19,17 +21,17 @@ def derived_by(plain: Callable[..., Sums], way: Callable[..., Sums]) -> Callable
     not be so backwards.
     """
 
-    def weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, options: Options) -> Sums:
+    def weigh(q: jax.Array, k: Stored, v: Stored, seen: Any, options: Options) -> Sums:
         # What decides which cells are seen is an argument, not closed over: where a step is jitted
-        # inside of a `grad`, JAX asks for its derivative when the trace it belongs to has ended.
+        # inside of a `grad`, JAX asks for its derivative when the trace it belongs to has ended. A
+        # bias is a part of it.
         @jax.custom_jvp
         def forwards(arrays: tuple, seen: Any) -> Sums:
             return way(*arrays, seen, options)
 
         @forwards.defjvp
         def derive(primals: tuple, tangents: tuple) -> tuple[Sums, Sums]:
-            arrays, seen = primals
-            return jax.jvp(lambda *arrays: plain(*arrays, seen, options), arrays, tangents[0])
+            return jax.jvp(lambda arrays, seen: plain(*arrays, seen, options), primals, tangents)
 
         return forwards((q, k, v), seen)
 
@@ -43,9 +45,9 @@ def folded(way: Callable[..., Sums]) -> Callable[..., Sums]:
     goes on for all as long as for one of them.
     """
 
-    def weigh(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+    def weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
         @custom_vmap
-        def alone(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> Sums:
+        def alone(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> Sums:
             return way(q, k, v, sight, options)
 
         @alone.def_vmap
@@ -55,8 +57,16 @@ def folded(way: Callable[..., Sums]) -> Callable[..., Sums]:
 
             q, k, v, sight = jax.tree.map(stacked, args, tuple(batched))
             first = jnp.arange(size, dtype=sight.streams.dtype) * k.shape[1]
+            function = None
+            if isinstance(sight.bias, OfPlaces) and not any(jax.tree.leaves(batched[3].bias)):
+                function, sight = args[3].bias, replace(sight, bias=None)
+            elif isinstance(sight.bias, OfPlaces):  # memories with weights of their own each
+                sight = jax.vmap(with_array)(sight)
             sight = replace(sight, streams=sight.streams + first[:, None])
-            sums = alone(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, sight)))
+            args = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, sight))
+            if function is not None:
+                args = *args[:3], replace(args[3], bias=function)
+            sums = alone(*args)
             sums = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), sums)
             return sums, jax.tree.map(lambda _: True, sums)
 

@@ -3,43 +3,70 @@
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.sight import Sight, mask_of
+from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
 from jaxkv.ops.attention.softmax import (
     Options,
     Sums,
+    by_groups,
     masked,
     packed,
     seen_alone,
     sums_dtype,
 )
+from jaxkv.ops.quantised import Stored, decoded, parts
 
 
-def whole(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def whole(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.api`."""
-    return by_mask(q, sight.of_lists(k), sight.of_lists(v), mask_of(sight), options)
+    k, v = sight.of_lists(k), sight.of_lists(v)
+    return by_mask(q, k, v, mask_of(sight), options, bias_of(sight))
 
 
-def cleaned(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
+def cleaned(
+    q: jax.Array,
+    k: Stored,
+    v: Stored,
+    mask: jax.Array,
+    options: Options,
+    bias: jax.Array | None = None,
+) -> Sums:
     """Do what `by_mask` does, in a form whose derivatives are safe from what no token sees.
 
     They multiply keys and values by the zeros of what is hidden, which a NaN would survive. So what
     no token sees is set to zero, which holds a copy.
     """
     seen = jnp.any(mask, axis=1)[:, None, :, None]
-    return by_mask(q, jnp.where(seen, k, 0), jnp.where(seen, v, 0), mask, options)
+    k, v = (jnp.where(seen, decoded(x), 0) for x in (k, v))
+    return by_mask(q, k, v, mask, options, bias)
 
 
-def by_mask(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
-    """Weigh the cells `[P, K, N, D]` of each list that its mask `[P, T, N]` shows to it."""
+def by_mask(
+    q: jax.Array,
+    k: Stored,
+    v: Stored,
+    mask: jax.Array,
+    options: Options,
+    bias: jax.Array | None = None,
+) -> Sums:
+    """Weigh the cells `[P, K, N, D]` of each list that its mask `[P, T, N]` shows to it.
+
+    A bias is `[P, H or 1, T, N]`.
+    """
     q = packed(options.scaled(q), k.shape[1])
-    logits = _logits(q, k, mask, options)
+    logits = _logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
     sums = Sums(highest, *_weigh(jnp.exp(logits - highest[..., None]), v))
     return seen_alone(sums, jnp.any(mask, axis=2))
 
 
 def added(
-    sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options
+    sums: Sums,
+    q: jax.Array,
+    k: Stored,
+    v: Stored,
+    mask: jax.Array,
+    options: Options,
+    bias: jax.Array | None = None,
 ) -> Sums:
     """Weigh further cells, and add them to sums.
 
@@ -52,18 +79,26 @@ def added(
       v: `[P, K, C, Dv]`, values, finite all of them.
       mask: `[P, T, C]` bool, what each token sees.
       options: of which the softcap is looked at.
+      bias: `[P, H or 1, T, C]`, what is added to logits, if there is anything.
     """
-    logits = _logits(q, k, mask, options)
+    logits = _logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.highest))
     return sums.plus(highest, *_weigh(jnp.exp(logits - highest[..., None]), v))
 
 
-def _logits(q: jax.Array, k: jax.Array, mask: jax.Array, options: Options) -> jax.Array:
+def _logits(
+    q: jax.Array, k: Stored, mask: jax.Array, options: Options, bias: jax.Array | None
+) -> jax.Array:
+    k, scales = parts(k)
     logits = jnp.einsum("pkxd,pkcd->pkxc", q, k, preferred_element_type=sums_dtype(q))
+    logits = logits if scales is None else logits * scales.swapaxes(2, 3)
     by_token = options.capped(logits).reshape(*q.shape[:2], -1, *mask.shape[1:])
-    return masked(by_token, mask[:, None, None]).reshape(logits.shape)
+    bias = None if bias is None else by_groups(bias, k.shape[1])
+    return masked(by_token, mask[:, None, None], bias).reshape(logits.shape)
 
 
-def _weigh(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    out = jnp.einsum("pkxc,pkcd->pkxd", weights, v, preferred_element_type=weights.dtype)
+def _weigh(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
+    v, scales = parts(v)
+    of_codes = weights if scales is None else weights * scales.swapaxes(2, 3)
+    out = jnp.einsum("pkxc,pkcd->pkxd", of_codes, v, preferred_element_type=weights.dtype)
     return jnp.sum(weights, axis=-1), out

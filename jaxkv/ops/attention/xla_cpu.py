@@ -7,17 +7,20 @@ barriers and no such cuts in a program for another platform.
 import jax
 import jax.numpy as jnp
 
+from jaxkv.ops.attention import xla
 from jaxkv.ops.attention.live import live_of
-from jaxkv.ops.attention.sight import Sight, mask_of
+from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
 from jaxkv.ops.attention.softmax import (
     Options,
     Sums,
+    by_groups,
     masked,
     packed,
     seen_alone,
     sums_dtype,
 )
 from jaxkv.ops.attention.xla_tiles import block_by_block, one_by_one
+from jaxkv.ops.quantised import Quantised, Stored
 
 FEW = 0.4
 """The share of tiles that are seen, below which reading them one by one is faster."""
@@ -44,42 +47,65 @@ PART = 64
 """The fewest cells of such a product."""
 
 
-def best(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Read tiles where few of them are seen, or tokens are many, and else all cells at once."""
+    if isinstance(k, Quantised) or isinstance(v, Quantised):
+        return tiles(q, k, v, sight, options)
     if not sight.all_streams or _are_large(q, k) or _is_narrow(k):
         return tiles(q, k, v, sight, options)
     live, mask = live_of(sight), mask_of(sight)
     if live.tiles.size <= SMALL:
-        return by_mask(q, k, v, mask, options)
+        return by_mask(q, k, v, mask, options, bias_of(sight))
     # What layers share is an argument: made inside of a branch, it would be made by each of them.
     sums = jax.lax.cond(
         live.turns < FEW * live.tiles.size,
         lambda q, live, _: one_by_one(q, k, v, live, options, added),
-        lambda q, _, mask: at_once(q, k, v, mask, options),
+        lambda q, _, mask: at_once(q, k, v, mask, options, bias_of(sight)),
         *(packed(options.scaled(q), k.shape[1]), live, mask),
     )
     return seen_alone(sums, jnp.any(mask, axis=2))
 
 
-def tiles(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
-    """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
-    return block_by_block(q, k, v, sight, options, added, pinned=_is_narrow(k))
+def tiles(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+    """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`.
+
+    Where quantised the plain form is faster, since codes are converted inside of its products.
+    """
+    form = xla.added if isinstance(k, Quantised) else added
+    return block_by_block(q, k, v, sight, options, form, pinned=_is_narrow(k))
 
 
-def whole(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def whole(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Weigh all cells of the streams that take part."""
-    return by_mask(q, sight.of_lists(k), sight.of_lists(v), mask_of(sight), options)
+    if isinstance(k, Quantised) or isinstance(v, Quantised):
+        return xla.whole(q, k, v, sight, options)
+    k, v = sight.of_lists(k), sight.of_lists(v)
+    return by_mask(q, k, v, mask_of(sight), options, bias_of(sight))
 
 
-def by_mask(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
+def by_mask(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    options: Options,
+    bias: jax.Array | None = None,
+) -> Sums:
     """Do what `jaxkv.ops.attention.xla.by_mask` does, with the same arguments."""
     q = packed(options.scaled(q), k.shape[1])
-    return seen_alone(at_once(q, k, v, mask, options), jnp.any(mask, axis=2))
+    return seen_alone(at_once(q, k, v, mask, options, bias), jnp.any(mask, axis=2))
 
 
-def at_once(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options) -> Sums:
+def at_once(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    options: Options,
+    bias: jax.Array | None,
+) -> Sums:
     """Weigh all cells, for packed queries `[P, K, X, D]`; leave `seen_alone` to callers."""
-    logits, v = _logits(q, k, mask, options), _in_parts(v, q.shape[2])
+    logits, v = _logits(q, k, mask, options, bias), _in_parts(v, q.shape[2])
     # Maximum, difference and exponential side by side are one fast function of the compiler's.
     # It takes nothing between them, such as a guard against -inf or a maximum of earlier cells.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
@@ -87,23 +113,34 @@ def at_once(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: 
 
 
 def added(
-    sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options
+    sums: Sums,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    options: Options,
+    bias: jax.Array | None = None,
 ) -> Sums:
     """Do what `jaxkv.ops.attention.xla.added` does, with the same arguments."""
-    logits, v = _logits(q, k, mask, options), _in_parts(v, q.shape[2])
+    logits, v = _logits(q, k, mask, options, bias), _in_parts(v, q.shape[2])
     highest = jnp.max(logits, axis=(2, 5)).reshape(sums.highest.shape)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.highest))
     shape = (*q.shape[:2], 1, -1, mask.shape[1], 1)
     return sums.plus(highest, *_weigh(jnp.exp(logits - highest.reshape(shape)), v))
 
 
-def _logits(q: jax.Array, k: jax.Array, mask: jax.Array, options: Options) -> jax.Array:
+def _logits(
+    q: jax.Array, k: jax.Array, mask: jax.Array, options: Options, bias: jax.Array | None
+) -> jax.Array:
     """Multiply queries `[P, K, X, D]` and keys, and masks; `[P, K, parts, G, T, C]`."""
     k = _in_parts(k, q.shape[2])
     lists, tokens, _ = mask.shape
     mask = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
     logits = options.capped(_scores(q, k)).reshape(*k.shape[:3], -1, tokens, k.shape[3])
-    return masked(logits, mask)
+    if bias is not None:
+        bias = by_groups(bias, k.shape[1])
+        bias = bias.reshape(*bias.shape[:4], *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
+    return masked(logits, mask, bias)
 
 
 def _are_large(q: jax.Array, k: jax.Array) -> bool:
@@ -113,7 +150,7 @@ def _are_large(q: jax.Array, k: jax.Array) -> bool:
     return tokens > LARGE or (tokens >= SEVERAL and logits > LOGITS)
 
 
-def _is_narrow(k: jax.Array) -> bool:
+def _is_narrow(k: Stored) -> bool:
     """Return whether products convert the numbers to float32, which is for a tile at a time."""
     return k.dtype.itemsize < 4
 

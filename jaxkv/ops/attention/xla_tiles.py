@@ -12,20 +12,21 @@ from jaxkv.ops.attention import xla
 from jaxkv.ops.attention.live import TILE, Live, in_blocks, item, live_of, of_lists, slice_of
 from jaxkv.ops.attention.sight import Sight
 from jaxkv.ops.attention.softmax import Options, Sums, nothing, packed
+from jaxkv.ops.quantised import Stored
 
 Added = Callable[..., Sums]
 """How a tile is added to the sums over others, see `jaxkv.ops.attention.xla.added`."""
 
 
-def by_tiles(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, options: Options) -> Sums:
+def by_tiles(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.api`."""
     return block_by_block(q, k, v, sight, options, xla.added)
 
 
 def block_by_block(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Stored,
+    v: Stored,
     sight: Sight,
     options: Options,
     added: Added,
@@ -42,8 +43,8 @@ def block_by_block(
 
 def one_by_one(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Stored,
+    v: Stored,
     live: Live,
     options: Options,
     added: Added,
@@ -66,9 +67,10 @@ def one_by_one(
         first = jnp.minimum(turn * size, cells - size)  # the last may overlap the one before
         zero = jnp.zeros_like(first)
 
-        def cut(x: jax.Array) -> jax.Array:
+        def cut(x: Stored) -> Stored:
             start = (item(live.streams, block), zero, first, zero)
-            return slice_of(x, start, (1, groups, size, x.shape[3]))
+            shape = (1, groups, size)
+            return jax.tree.map(lambda y: slice_of(y, start, (*shape, y.shape[3])), x)
 
         def mine(x: jax.Array) -> jax.Array:
             return slice_of(x, (block, *(zero,) * (x.ndim - 1)), (1, *x.shape[1:]))
@@ -77,10 +79,10 @@ def one_by_one(
             start = (block, *(zero,) * (x.ndim - 1))
             return jax.lax.dynamic_update_slice(x, part, start, allow_negative_indices=False)
 
-        seen = live.seen(block, first, size)
+        seen, bias = live.of_tile(block, first, size)
         if cells % size:
             seen &= (first + jnp.arange(size) >= turn * size)[None, None]
-        more = added(jax.tree.map(mine, sums), mine(q), cut(k), cut(v), seen, options)
+        more = added(jax.tree.map(mine, sums), mine(q), cut(k), cut(v), seen, options, bias)
         sums = jax.tree.map(put, sums, more)
         return (sums, *(jax.lax.optimization_barrier((k, v)) if pinned else (k, v)))
 

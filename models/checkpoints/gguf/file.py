@@ -33,6 +33,8 @@ _FAMILIES = {
     "gemma3": "gemma3_text",
     "mamba2": "mamba2",
     "granitehybrid": "granitemoehybrid",
+    "lfm2": "lfm2",
+    "falcon-h1": "falcon_h1",
 }
 
 _WHOLE = {"token_embd": "embed_tokens", "output_norm": "norm"}

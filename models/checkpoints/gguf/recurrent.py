@@ -1,7 +1,8 @@
-"""What GGUF files store differently of recurrent models: Mamba-2 and Granite 4.
+"""What GGUF files store differently of recurrent models: Mamba-2, Granite 4, LFM2 and Falcon-H1.
 
 Names apart, decays are stored and not their logarithms; vectors have a second dimension, and
-convolutions lack theirs; and the two halves of a gated product are two tensors.
+convolutions lack theirs; and the two halves of a gated product are two tensors. What the config of
+a Falcon-H1 multiplies by is in the weights already.
 """
 
 import re
@@ -16,7 +17,7 @@ from models.checkpoints.gguf.metadata import Metadata
 from models.errors import ModelError
 from models.kinds import number, several, whole
 
-ARCHITECTURES = ("mamba2", "granitehybrid")
+ARCHITECTURES = ("mamba2", "granitehybrid", "lfm2", "falcon-h1")
 
 _WHOLE = {
     "mamba2": {
@@ -27,6 +28,16 @@ _WHOLE = {
     "granitehybrid": {
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    },
+    "lfm2": {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "token_embd_norm.weight": "model.embedding_norm.weight",  # in spite of its name, the last
+        "output.weight": "lm_head.weight",
+    },
+    "falcon-h1": {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.final_layernorm.weight",
         "output.weight": "lm_head.weight",
     },
 }
@@ -40,16 +51,18 @@ _MIXER = {
     "ssm_norm.weight": "norm.weight",
     "ssm_out.weight": "out_proj.weight",
 }
+_ATTENTION = {
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+}
 # Parts that end in gate and up are halves of one tensor.
 _LAYER = {
     "mamba2": {"attn_norm.weight": "norm.weight"}
     | {name: f"mixer.{plain}" for name, plain in _MIXER.items()},
     "granitehybrid": {
         "attn_norm.weight": "input_layernorm.weight",
-        "attn_q.weight": "self_attn.q_proj.weight",
-        "attn_k.weight": "self_attn.k_proj.weight",
-        "attn_v.weight": "self_attn.v_proj.weight",
-        "attn_output.weight": "self_attn.o_proj.weight",
         "ffn_norm.weight": "post_attention_layernorm.weight",
         "ffn_gate_inp.weight": "block_sparse_moe.router.layer.weight",
         "ffn_gate_exps.weight": "block_sparse_moe.input_linear.weight.gate",
@@ -62,9 +75,32 @@ _LAYER = {
         "ffn_up.weight": "shared_mlp.input_linear.weight.up",
         "ffn_down.weight": "shared_mlp.output_linear.weight",
     }
+    | _ATTENTION
+    | {name: f"mamba.{plain}" for name, plain in _MIXER.items()},
+    "lfm2": _ATTENTION
+    | {
+        "attn_norm.weight": "operator_norm.weight",
+        "attn_output.weight": "self_attn.out_proj.weight",
+        "attn_q_norm.weight": "self_attn.q_layernorm.weight",
+        "attn_k_norm.weight": "self_attn.k_layernorm.weight",
+        "shortconv.in_proj.weight": "conv.in_proj.weight",
+        "shortconv.conv.weight": "conv.conv.weight",
+        "shortconv.out_proj.weight": "conv.out_proj.weight",
+        "ffn_norm.weight": "ffn_norm.weight",
+        "ffn_gate.weight": "feed_forward.w1.weight",
+        "ffn_up.weight": "feed_forward.w3.weight",
+        "ffn_down.weight": "feed_forward.w2.weight",
+    },
+    "falcon-h1": {
+        "attn_norm.weight": "input_layernorm.weight",
+        "ffn_norm": "pre_ff_layernorm.weight",  # the one name of a weight that does not say so
+        "ffn_gate.weight": "feed_forward.gate_proj.weight",
+        "ffn_up.weight": "feed_forward.up_proj.weight",
+        "ffn_down.weight": "feed_forward.down_proj.weight",
+    }
+    | _ATTENTION
     | {name: f"mamba.{plain}" for name, plain in _MIXER.items()},
 }
-_PREFIX = {"mamba2": "backbone.layers", "granitehybrid": "model.layers"}
 
 
 def plain(name: str, arch: str) -> str | None:
@@ -73,7 +109,8 @@ def plain(name: str, arch: str) -> str | None:
     if found is None:
         return _WHOLE[arch].get(name)
     layer, part = found.groups()
-    return f"{_PREFIX[arch]}.{layer}.{_LAYER[arch][part]}" if part in _LAYER[arch] else None
+    layers = "backbone.layers" if arch == "mamba2" else "model.layers"
+    return f"{layers}.{layer}.{_LAYER[arch][part]}" if part in _LAYER[arch] else None
 
 
 def turned_back(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -110,7 +147,7 @@ def _turned(name: str, tensor: Tensor) -> Tensor:
         return Tensor(shape=flat.shape, read=lambda: np.log(-flat.read().astype(np.float32)))
     if name.endswith((".D", "mixer.norm.weight", "mamba.norm.weight")):
         return tensor.turned(lambda x: x.reshape(-1))
-    if name.endswith("conv1d.weight"):
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return tensor.turned(lambda x: x[:, None])
     return tensor
 
@@ -142,12 +179,30 @@ def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[s
             "n_groups": groups,
             "conv_kernel": kernel,
         }
+    mixer = {
+        "mamba_n_heads": heads,
+        "mamba_d_head": head_dim,
+        "mamba_d_state": numbers,
+        "mamba_n_groups": groups,
+        "mamba_d_conv": kernel,
+    }
+    if arch == "falcon-h1":
+        return {"mamba_norm_before_gate": False, **mixer}
     by_layer = several(whole(0, 2**14), LAYERS)
     kv_heads = get.checked(f"{arch}.attention.head_count_kv", by_layer, [0])
+    kinds = {
+        "layer_types": ["attention" if count else "linear_attention" for count in kv_heads],
+        "num_key_value_heads": max(kv_heads) or None,
+    }
+    if arch == "lfm2":
+        return {
+            "block_auto_adjust_ff_dim": False,  # as wide as it says
+            "conv_L_cache": get(f"{arch}.shortconv.l_cache"),
+            "norm_eps": config["rms_norm_eps"],
+            **kinds,
+        }
     scale = get.checked(f"{arch}.attention.scale", number(0, 1e6))
     return {
-        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
-        "num_key_value_heads": max(kv_heads) or None,
         "position_embedding_type": "rope" if get(f"{arch}.rope.scaling.finetuned") else None,
         "attention_multiplier": scale or (config["head_dim"] or 1) ** -0.5,
         "embedding_multiplier": get(f"{arch}.embedding_scale"),
@@ -156,9 +211,6 @@ def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[s
         "num_local_experts": get(f"{arch}.expert_count"),
         "num_experts_per_tok": get(f"{arch}.expert_used_count"),
         "shared_intermediate_size": get(f"{arch}.expert_shared_feed_forward_length"),
-        "mamba_n_heads": heads,
-        "mamba_d_head": head_dim,
-        "mamba_d_state": numbers,
-        "mamba_n_groups": groups,
-        "mamba_d_conv": kernel,
+        **kinds,
+        **mixer,
     }

@@ -1,0 +1,99 @@
+"""What do keys and values of 8 bits save, and cost? Bytes, and the time of attention and of writes.
+
+Run `python -m benchmarks.quantised`. Keys and values of SmolLM2's shape, 3 heads of 64 in groups of
+3, in as many layers as fill four times the last-level cache in float32, through `jaxkv.attend`: a
+token of each of `--batch` sequences, a stream each, is written and sees all cells. Every dtype
+stores the same numbers; those of 8 bits have a scale for each head and cell.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from benchmarks import machine, turns
+
+HEADS, GROUP, SIZE = 3, 3, 64
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+
+
+def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[], object], int]:
+    """Make a step of a token for each sequence in a full memory, and say how many bytes it has."""
+    memory = jaxkv.make_kv_cache(
+        layers=layers,
+        cells=cells,
+        kv_heads=HEADS,
+        head_dim=SIZE,
+        sequences=batch,
+        streams=batch,
+        dtype=dtype,
+    )
+
+    def numbers(rows: int, tokens: int, heads: int, seed: int) -> jax.Array:
+        drawn = np.random.default_rng(seed).standard_normal((rows, tokens, heads, SIZE))
+        return jnp.asarray(drawn, jnp.float32)
+
+    @partial(jax.jit, donate_argnames="memory")
+    def fill(memory: jaxkv.Memory, ubatch: jaxkv.Ubatch, k: jax.Array) -> jaxkv.Memory:
+        memory = jaxkv.apply(memory, ubatch)
+        for layer in range(layers):
+            memory = jaxkv.write(memory, layer, ubatch, k, k)
+        return memory
+
+    told = jaxkv.make_batch([[0] * (cells - 1)] * batch)
+    for ubatch in jaxkv.init_batch(memory, told, ubatch_size=512 * batch).check().ubatches:
+        memory = fill(memory, ubatch, numbers(*ubatch.valid.shape, HEADS, 0))
+
+    @partial(jax.jit, donate_argnames="buffers")
+    def step(table: object, buffers: object, q: jax.Array, k: jax.Array) -> tuple:
+        memory = jaxkv.join(table, buffers)
+        every = jnp.arange(batch)
+        ubatch, _ = jaxkv.plan_step(memory, every, every, jnp.ones(batch, bool))
+        memory = jaxkv.apply(memory, ubatch)
+        for layer in range(layers):
+            memory, out = jaxkv.attend(memory, layer, ubatch, q, k, k)
+            q = q + out * 0.01
+        return jaxkv.split(memory)[1], q
+
+    (table, held), size = jaxkv.split(memory), jaxkv.nbytes(memory.buffers)
+    q, k = numbers(batch, 1, HEADS * GROUP, 1), numbers(batch, 1, HEADS, 2)
+
+    def work() -> object:  # the same cell is written each time, since the table stays as it is
+        nonlocal held
+        held, out = step(table, held, q, k)
+        return out
+
+    return work, size
+
+
+def main() -> None:
+    """Print bytes and milliseconds a layer for each dtype, and how those compare with float32."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--cells", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--megabytes", type=float, default=160, help="of all layers in float32")
+    parser.add_argument("--rounds", type=int, default=6)
+    args = parser.parse_args()
+    machine.main()
+    for batch, cells in itertools.product(args.batch, args.cells):
+        layer = 2 * batch * HEADS * cells * SIZE * 4 / 1e6
+        layers = max(2, -(-int(args.megabytes) // int(layer + 1)))
+        sides = {name: side_of(name, batch, cells, layers) for name in args.dtypes}
+        print(f"batch {batch}, {cells} cells, {layers} layers; ms a layer, and bytes of buffers:")
+        took = turns.take_turns(
+            {n: turns.milliseconds(w, repeats=2, units=layers) for n, (w, _) in sides.items()},
+            args.rounds,
+        )
+        turns.table(took, own=args.dtypes[:1])
+        for name, (_, size) in sides.items():
+            print(f"  {name:13s}  {size:,} bytes, {size / sides[args.dtypes[0]][1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

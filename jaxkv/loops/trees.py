@@ -1,0 +1,163 @@
+"""Trees of guesses: several branches after one token, in one ubatch, of which one is kept.
+
+Each branch is a sequence that is forked for one step: the text's own, and others of its stream that
+hold nothing. A token that branches begin with alike is guessed once and belongs to all of them. A
+guess has k branches of n tokens.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.batch import make_batch
+from jaxkv.loops.drafts import Guess
+from jaxkv.loops.state import ends
+from jaxkv.memory import Facts
+from jaxkv.places import NOWHERE, divided
+from jaxkv.plan import Plan
+from jaxkv.planning.layout import rank
+from jaxkv.planning.place import plan_one
+from jaxkv.planning.sets import members_of
+from jaxkv.tables import program
+
+
+class Nodes(NamedTuple):
+    """What the branches of T texts have in common.
+
+    owns: `[T, k, n, k]` bool, whether a token of a branch is one of another branch too: both have
+      the same tokens up to it.
+    first: `[T, k, n]` bool, the tokens that no earlier branch has, each of which is computed.
+    """
+
+    owns: jax.Array
+    first: jax.Array
+
+
+def check_branches(facts: Facts, texts: int, branches: int, what: str) -> None:
+    """Raise a ValueError unless a memory can hold the branches of so many texts.
+
+    Raises:
+      ValueError: when it keeps states, or has too few sequences.
+    """
+    if branches == 1:
+        return
+    if facts.rollback is not None:
+        raise ValueError(
+            f"wanted {what} of attention alone for branches={branches}, since a state belongs to "
+            f"one text, got {facts.kind}: guess with branches=1"
+        )
+    if texts * branches > facts.sequences or facts.streams == facts.sequences:
+        raise ValueError(
+            f"wanted {what} with a sequence for each of {branches} branches of {texts} texts, in "
+            f"the stream of the text, got {facts.sequences} sequences in {facts.streams} streams: "
+            f"make it with sequences={texts * branches} or more"
+        )
+
+
+def branch_sequences(table: Any, sequences: jax.Array, branches: int) -> jax.Array:
+    """Find a sequence for each branch: the text's own, and others of its stream that hold nothing.
+
+    Args:
+      table: of the memory.
+      sequences: `[T]` int32, those of the texts.
+      branches: k, how many are wanted.
+
+    Returns:
+      `[T, k]` int32, the lowest first; Q where none is left.
+    """
+    facts, count = table.facts, table.facts.sequences
+    size = count // facts.streams
+    free = (ends(table) < 0).at[sequences].set(False).reshape(facts.streams, size)
+    stream, _ = divided(sequences, size)
+    beside = stream[:, None] == stream[None]
+    ahead = jnp.sum(jnp.tril(beside, -1), axis=1, dtype=jnp.int32)
+    turn = ahead[:, None] * (branches - 1) + jnp.arange(branches - 1, dtype=jnp.int32)[None]
+    # The free ones of each stream come first, in their order.
+    order = jnp.argsort(~free, axis=1, stable=True).astype(jnp.int32)[stream]
+    left = turn < jnp.sum(free, axis=1, dtype=jnp.int32)[stream][:, None]
+    found = jnp.take_along_axis(order, jnp.minimum(turn, size - 1), axis=1)
+    found = jnp.where(left, stream[:, None] * size + found, count)
+    return jnp.sort(jnp.concatenate([sequences[:, None], found], axis=1), axis=1)
+
+
+def nodes_of(guess: Guess) -> Nodes:
+    """Find what the branches of a guess begin with alike; its tokens are `[T, k, n]`."""
+    tokens, valid = (jnp.moveaxis(x, 1, 2) for x in (guess.tokens, guess.valid))
+    both = valid[..., None] & valid[..., None, :] & (tokens[..., None] == tokens[..., None, :])
+    owns = jnp.moveaxis(jnp.cumprod(both, axis=1) > 0, 1, 2)
+    branch = jnp.arange(owns.shape[1])
+    earlier = (branch[None] < branch[:, None])[None, :, None]
+    return Nodes(owns=owns, first=guess.valid & ~jnp.any(owns & earlier, axis=3))
+
+
+@program
+def fork(table: Any, sequences: jax.Array, own: jax.Array) -> Any:
+    """Give the branches what the texts hold; `[T, k]`, and `[T]` int32."""
+    parents = jnp.broadcast_to(own[:, None], sequences.shape).reshape(-1)
+    targets = jnp.where(sequences == own[:, None], table.facts.sequences, sequences)
+    return table.select(None, parents, targets.reshape(-1))[0]
+
+
+@program
+def plan_tree(
+    table: Any, token: jax.Array, guess: Guess, active: jax.Array, sequences: jax.Array
+) -> Plan:
+    """Plan the last token of each text, and the branches after it.
+
+    Args:
+      table: with the branches forked.
+      token: `[T]` int32, the last tokens.
+      guess: of tokens `[T, k, n]`, of which those of a branch without a sequence are not valid.
+      active: `[T]` bool, the texts that go on.
+      sequences: `[T, k]` int32, those of the branches, the lowest first; Q for none.
+
+    Returns:
+      A plan of one ubatch, whose outputs are `[T, 1 + k * n]`: the last token, and the branches one
+      after another. Those of tokens that an earlier branch has too mean nothing.
+    """
+    texts, branches, length = guess.tokens.shape
+    nodes = nodes_of(guess)
+    ids = jnp.where(sequences < table.facts.sequences, sequences, -1)
+    sets = jnp.where(nodes.owns, ids[:, None, None], -1).reshape(texts, -1, branches)
+    flat = make_batch(
+        jnp.concatenate([token[:, None], guess.tokens.reshape(texts, -1)], axis=1).reshape(-1),
+        sequences=jnp.concatenate([ids[:, None], sets], axis=1).reshape(-1, branches),
+        valid=jnp.concatenate([active[:, None], nodes.first.reshape(texts, -1)], axis=1).reshape(
+            -1
+        ),
+        outputs=jnp.ones(texts * (1 + branches * length), bool),
+    )
+    index = _rows_of(table.facts, texts, branches, length)
+    plan = plan_one(table, flat, rank(*members_of(flat)), index, outputs=index.size)
+    (ubatch,) = plan.ubatches
+    turn = jnp.arange(flat.valid.size, dtype=jnp.int32)
+    place = jnp.arange(index.size, dtype=jnp.int32)
+    where = jnp.zeros_like(turn).at[ubatch.order].set(place, mode="drop")
+    order = jnp.where(flat.valid, turn, NOWHERE)
+    return replace(plan, ubatches=(replace(ubatch, outputs=where, order=order),))
+
+
+def _rows_of(facts: Facts, texts: int, branches: int, length: int) -> jax.Array:
+    """Lay the trees of all texts out: as one row, or one for each branch, the token in the first.
+
+    Where a row holds one sequence, a token stands in that of the lowest of its sequences.
+    """
+    index = jnp.arange(texts * (1 + branches * length), dtype=jnp.int32)
+    if not facts.one_sequence_a_row:
+        return index[None]
+    index = index.reshape(texts, -1)
+    rows = index[:, 1:].reshape(texts, branches, length)
+    trunk = jnp.full((texts, branches, 1), NOWHERE, jnp.int32).at[:, 0, 0].set(index[:, 0])
+    return jnp.concatenate([trunk, rows], axis=2).reshape(texts * branches, -1)
+
+
+@program
+def keep(table: Any, own: jax.Array, sequences: jax.Array, branch: jax.Array) -> Any:
+    """Let each text have what one of its branches holds, `[T]` int32, and forget the others."""
+    parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
+    table, _ = table.select(None, parents, own)
+    others = jnp.where(sequences == own[:, None], table.facts.sequences, sequences).reshape(-1)
+    none, end = jnp.int32(0), jnp.int32(-1)
+    return jax.lax.scan(lambda now, seq: (now.remove(seq, none, end)[0], None), table, others)[0]

@@ -1,0 +1,102 @@
+"""What a model adds to the logits of tokens and cells: ALiBi, T5's relative positions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.places import is_concrete
+
+Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""What is added, of the position of a token, that of a cell, and the number of a query head.
+
+The three are int32, of four dimensions `[P, H, T, N]` where not 1, and broadcast together; so does
+what is returned, floats. What it says of a cell that the token does not see is not looked at.
+
+It is static, and hashed, so a function that is made anew is compiled anew. One that has weights is
+a pytree with them for leaves: `jax.tree_util.Partial(function, weights)`, or a dataclass.
+"""
+
+Bias = Function | jax.Array
+"""A function, or an array `[R, T, H, N]` with what is added of each cell of a row's stream."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OfPlaces:
+    """A bias that is computed where it is read.
+
+    function: see `Function`.
+    heads: `[H]` int32, the numbers of the query heads: on a mesh those of a device's share.
+    """
+
+    function: Function
+    heads: jax.Array
+
+    def between(self, at: jax.Array, position: jax.Array) -> jax.Array:
+        """Return the bias of tokens at `[P, T]` for cells at `[P, T or 1, N]`.
+
+        It is `[P, H or 1, T, N]`.
+        """
+        key = position[:, None]
+        added = self.function(at[:, None, :, None], key, self.heads[None, :, None, None])
+        shape = (at.shape[0], added.shape[1], at.shape[1], key.shape[3])
+        return jnp.broadcast_to(added, shape)
+
+
+BiasOfLists = jax.Array | OfPlaces
+"""A bias for lists of tokens: an array `[P, T, H or 1, N]`, or a function of places."""
+
+
+def checked_bias(bias: Any, shape: tuple[int, ...]) -> BiasOfLists | None:
+    """Return a bias that a caller passed, for R rows, T tokens, H heads and N cells.
+
+    An array is spread over rows, tokens and cells, and not over heads, `[R, T, H or 1, N]`.
+
+    Raises:
+      TypeError: when it is neither a function nor an array of floats, or holds what is traced
+        without having it for a leaf.
+      ValueError: when it does not fit the shape.
+
+    >>> checked_bias(jnp.zeros((1, 1, 2, 1)), (3, 5, 2, 8)).shape
+    (3, 5, 2, 8)
+    >>> checked_bias(lambda query, key, head: jnp.ones((1, 3, 5, 8)), (3, 5, 2, 8))
+    Traceback (most recent call last):
+    ...
+    ValueError: wanted a bias that broadcasts to [R, H, T, N] of (3, 2, 5, 8), got (1, 3, 5, 8)
+    """
+    if bias is None:
+        return None
+    rows, tokens, heads, cells = shape
+    if isinstance(bias, jax.Array | np.ndarray):
+        _check_fit("R, T, H, N", bias, shape)
+        return jnp.broadcast_to(bias, (rows, tokens, bias.shape[2], cells))
+    if not callable(bias):
+        raise TypeError(f"wanted a bias as a function or as an array, got {type(bias)}")
+    is_tree = not jax.tree_util.all_leaves([bias])
+    function: Any = bias if is_tree else jax.tree_util.Partial(bias)
+    places = ((rows, 1, tokens, 1), (rows, 1, 1, cells), (1, heads, 1, 1))
+    arguments = function, *(jax.ShapeDtypeStruct(x, jnp.int32) for x in places)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    traced = jax.make_jaxpr(lambda function, *places: function(*places))(*shapes)
+    if not is_concrete(traced.consts):
+        raise TypeError(
+            "wanted a bias with its weights as leaves, got a function that closes over traced "
+            "arrays: pass jax.tree_util.Partial(function, weights)"
+        )
+    if len(traced.out_avals) != 1:
+        raise TypeError(f"wanted a bias that returns an array, got {len(traced.out_avals)} of them")
+    _check_fit("R, H, T, N", traced.out_avals[0], (rows, heads, tokens, cells))
+    return OfPlaces(function=function, heads=jnp.arange(heads, dtype=jnp.int32))
+
+
+def _check_fit(letters: str, x: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless an array, or its shape and dtype, are floats that broadcast to a shape."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"wanted a bias of floats, got {x.dtype}")
+    fits = all(n in (1, size) for n, size in zip(x.shape, shape, strict=False))
+    if len(x.shape) != len(shape) or not fits:
+        raise ValueError(f"wanted a bias that broadcasts to [{letters}] of {shape}, got {x.shape}")

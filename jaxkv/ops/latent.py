@@ -1,0 +1,51 @@
+"""Values that are numbers of the keys, as in latent attention (MLA), with no bytes of their own.
+
+Keys and values of all heads are one compressed vector there, beside the numbers of a key that are
+rotated. So a value is a part of its key, and a memory holds keys alone.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.ops.quantised import Stored
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Latent:
+    """Says which numbers of a key are its value, where else an array of values stands.
+
+    first: the first of them.
+    last: one past the last. There is a number of a key before or after them.
+    """
+
+    first: int
+    last: int
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Return the values of keys `[..., D]`; of sums of keys those of values."""
+        return x[..., self.first : self.last]
+
+    def marked(self, keys: jax.Array) -> jax.Array:
+        """Return keys `[..., D]` whose values are finite.
+
+        A key that is not finite becomes NaN, but for its value, which becomes zeros.
+
+        >>> Latent(1, 3).marked(jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])).tolist()
+        [[1.0, 2.0, 3.0], [nan, 0.0, 0.0]]
+        """
+        number = jnp.arange(keys.shape[-1])
+        broken = jnp.where((number >= self.first) & (number < self.last), 0, jnp.nan)
+        finite = jnp.isfinite(jnp.sum(keys - keys, axis=-1, keepdims=True))
+        return jnp.where(finite, keys, broken.astype(keys.dtype))
+
+
+Values = Stored | Latent
+"""Values of a layer as they are stored."""
+
+
+def value_dim(v: Values) -> int:
+    """Return how many numbers a value has."""
+    return v.last - v.first if isinstance(v, Latent) else v.shape[-1]

@@ -1,0 +1,203 @@
+"""Falcon-H1, written for a jaxkv memory: each layer attends and has a Mamba-2 mixer, side by side.
+
+So each layer keeps two things of a text, keys and values and a state, and both parts of a hybrid
+memory know it by the same number.
+
+Much is multiplied by numbers that the config tells. What stands at a product with a matrix is
+multiplied into the matrix when it is read, as llama.cpp's converter does: no step pays for it, and
+both kinds of file give the same weights. What embeddings and logits are multiplied by stays, since
+they may share one matrix.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxkv
+from jaxkv.rope import Rope
+from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.families import mamba2
+from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
+from models.families.memories import Attends, Layer
+from models.families.ropes import rope_of
+from models.families.sources import Sources
+
+ARCHITECTURES = ("falcon_h1",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and switches of a model of the family; hashable.
+
+    layers: L.
+    width: numbers of a token between the layers.
+    hidden: numbers of a token inside the feed-forward part.
+    heads: H, query heads.
+    kv_heads: K, key/value heads.
+    head_dim: D, numbers of a head.
+    vocabulary: V.
+    eps: what keeps a norm from dividing by zero.
+    mixer: of every layer.
+    rope: how queries and keys turn with position.
+    embedding_factor: what embeddings are multiplied by.
+    logits_factor: what logits are multiplied by.
+    tied: whether the head is the embedding.
+    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    """
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float
+    mixer: mamba2.Sizes
+    rope: Rope
+    embedding_factor: float = 1.0
+    logits_factor: float = 1.0
+    tied: bool = False
+    implementation: jaxkv.ops.attention.Implementation | None = None
+
+
+class Block(nnx.Module):
+    """One layer: attention beside a mixer, over the memory, then a gated feed-forward part."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.mix_norm = RMSNorm(c.width, c.eps, dtype)
+        self.attention = Attention(c, layer, dtype, rngs, rope=c.rope)
+        self.mixer = mamba2.Mixer(c.mixer, layer, dtype, rngs)
+        self.feed_norm = RMSNorm(c.width, c.eps, dtype)
+        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
+        y = self.mix_norm(x)
+        memory, attended = self.attention(memory, ubatch, y)
+        memory, mixed = self.mixer(memory, ubatch, y)
+        x = x + (attended + mixed)
+        return memory, x + self.feed(self.feed_norm(x))
+
+
+class FalconH1(nnx.Module):
+    """The model: tokens in, logits of the tokens that want them out."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        c = self.config = config
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
+        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in range(c.layers)])
+        self.norm = RMSNorm(c.width, c.eps, dtype)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
+        return self.vocabulary.embed(tokens) * self.config.embedding_factor
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
+        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
+        for block in self.blocks:
+            memory, x = block(memory, ubatch, x)
+        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
+        return memory, self.vocabulary.logits(self.norm(x)) * self.config.logits_factor
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the sizes of a model of this family from its checkpoint."""
+    c = checkpoint.config
+    return Config(
+        layers=c["num_hidden_layers"],
+        width=c["hidden_size"],
+        hidden=c["intermediate_size"],
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        vocabulary=c["vocab_size"],
+        eps=c["rms_norm_eps"],
+        mixer=mamba2.Sizes(
+            width=c["hidden_size"],
+            heads=c["mamba_n_heads"],
+            head_dim=c["mamba_d_head"],
+            state=c["mamba_d_state"],
+            groups=c["mamba_n_groups"],
+            kernel=c["mamba_d_conv"],
+            eps=c["rms_norm_eps"],
+            limits=c["time_step_limit"],
+            conv_bias=c["mamba_conv_bias"],
+            norm=c["mamba_rms_norm"],
+        ),
+        rope=rope_of(checkpoint),
+        embedding_factor=c["embedding_multiplier"],
+        logits_factor=c["lm_head_multiplier"],
+        tied=c["tie_word_embeddings"],
+    )
+
+
+def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
+    """Returns where each weight of `FalconH1` comes from."""
+    source = Sources(multiplied(checkpoint, config.mixer))
+
+    def block(layer: str) -> dict:
+        attention = f"{layer}.self_attn"
+        return {
+            "mix_norm": source.norm(f"{layer}.input_layernorm"),
+            "attention": source.attention(attention, kv_heads=config.kv_heads, bias=False),
+            "mixer": mamba2.mixer_weights_of(source, config.mixer, f"{layer}.mamba"),
+            "feed_norm": source.norm(f"{layer}.pre_ff_layernorm"),
+            "feed": source.gated_feed(f"{layer}.feed_forward"),
+        }
+
+    return {
+        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
+        "blocks": {i: block(f"model.layers.{i}") for i in range(config.layers)},
+        "norm": source.norm("model.final_layernorm"),
+    }
+
+
+def multiplied(checkpoint: Checkpoint, mixer: mamba2.Sizes) -> Checkpoint:
+    """Returns the checkpoint with its matrices multiplied by what their products are.
+
+    A factor may also stand on what goes into a product: there are no biases, so it is the same.
+    """
+    c = checkpoint.config
+    attention_in, (gate, down) = c["attention_in_multiplier"], c["mlp_multipliers"]
+    # Of the gate, of what heads take in, of `b`, of `c` and of steps, one after another.
+    shared = mixer.groups * mixer.state
+    sizes = mixer.inner, mixer.inner, shared, shared, mixer.heads
+    by_row = np.repeat(np.array(c["ssm_multipliers"], np.float32), sizes)[:, None]
+    factors = {
+        "self_attn.q_proj": attention_in,
+        "self_attn.k_proj": attention_in * c["key_multiplier"],
+        "self_attn.v_proj": attention_in,
+        "self_attn.o_proj": c["attention_out_multiplier"],
+        "mamba.in_proj": by_row * c["ssm_in_multiplier"],
+        "mamba.out_proj": c["ssm_out_multiplier"],
+        "feed_forward.gate_proj": gate,
+        "feed_forward.down_proj": down,
+    }
+
+    tensors = dict(checkpoint.tensors)
+    for layer in range(c["num_hidden_layers"]):
+        for part, factor in factors.items():
+            name = f"model.layers.{layer}.{part}.weight"
+            if name in tensors and np.any(factor != 1):
+                tensors[name] = _times(tensors[name], factor)
+    return replace(checkpoint, tensors=tensors)
+
+
+def _times(tensor: Tensor, factor: float | np.ndarray) -> Tensor:
+    return Tensor(shape=tensor.shape, read=lambda: tensor.read().astype(np.float32) * factor)
+
+
+def layers_of(config: Config, dtype: Any) -> list[Layer]:
+    """Returns what each layer keeps: keys and values, and the state of its mixer."""
+    attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
+    return [(attends, mamba2.recurs(config.mixer, dtype))] * config.layers
+
+
+MODULE = FalconH1

@@ -1,0 +1,197 @@
+"""LFM2, written for a jaxkv memory: short gated convolutions, and every few layers attention.
+
+A convolution remembers the last few of its inputs and nothing else, so what it keeps of a text is
+tiny. It asks the memory for states, attention for `attend`; which part answers, no layer knows.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxkv
+from jaxkv.ops import scans
+from jaxkv.rope import Rope
+from models.checkpoints.checkpoint import Checkpoint
+from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary
+from models.families.memories import Attends, Layer, Recurs
+from models.families.ropes import rope_of
+from models.families.sources import Sources
+from models.meshes import Split
+
+ARCHITECTURES = ("lfm2",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and switches of a model of the family; hashable.
+
+    attends: of each of the L layers, whether it attends or convolves.
+    width: numbers of a token between the layers.
+    hidden: numbers of a token inside the feed-forward part.
+    heads: H, query heads.
+    kv_heads: K, key/value heads.
+    head_dim: D, numbers of a head.
+    kernel: tokens that a convolution sees.
+    vocabulary: V.
+    eps: what keeps a norm from dividing by zero.
+    rope: how queries and keys turn with position.
+    tied: whether the head is the embedding.
+    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    """
+
+    attends: tuple[bool, ...]
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kernel: int
+    vocabulary: int
+    eps: float
+    rope: Rope
+    tied: bool = True
+    implementation: jaxkv.ops.attention.Implementation | None = None
+
+
+def split_of(config: Config) -> Split:
+    """Returns how what belongs to channels, its second dimension, is split on a mesh."""
+    return Split(axis=1, parts=config.width, of="channels of a convolution")
+
+
+class ShortConvolution(nnx.Module):
+    """What attention is elsewhere: each channel over a few tokens, with a gate on either side."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.layer, split = layer, split_of(c)
+        # The gate of what comes in, that of what goes out, and what is convolved are one product.
+        self.input = Linear(c.width, (3, c.width), dtype, rngs, split=split)
+        values = jax.random.normal(rngs.params(), (c.kernel, c.width), dtype) * c.kernel**-0.5
+        self.conv = nnx.Param(values, split=split)
+        self.output = Linear(c.width, c.width, dtype, rngs, split=split)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
+        into, out_of, x = jnp.unstack(self.input(x), axis=-2)
+        x = jnp.where(ubatch.valid[..., None], into * x, 0)
+        tail = jaxkv.read_states(memory, self.layer, ubatch)["conv"]
+        counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, self.layer) + 1)
+        x, tails = scans.convolve(x, tail, self.conv[...], None, counts)
+        memory = jaxkv.write_states(memory, self.layer, ubatch, {"conv": tails})
+        return memory, self.output(out_of * x.astype(out_of.dtype))
+
+
+class Block(nnx.Module):
+    """One layer: attention or a convolution over the memory, then a gated feed-forward part."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.mix_norm = RMSNorm(c.width, c.eps, dtype)
+        if c.attends[layer]:
+            norm = partial(RMSNorm, c.head_dim, c.eps, dtype)
+            self.mixer = Attention(c, layer, dtype, rngs, rope=c.rope, norm=norm)
+        else:
+            self.mixer = ShortConvolution(c, layer, dtype, rngs)
+        self.feed_norm = RMSNorm(c.width, c.eps, dtype)
+        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
+        memory, out = self.mixer(memory, ubatch, self.mix_norm(x))
+        x = x + out
+        return memory, x + self.feed(self.feed_norm(x))
+
+
+class LFM2(nnx.Module):
+    """The model: tokens in, logits of the tokens that want them out."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        c = config
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
+        layers = range(len(c.attends))
+        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
+        self.norm = RMSNorm(c.width, c.eps, dtype)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
+        x = ubatch.embeddings
+        if x is None:
+            x = self.vocabulary.embed(ubatch.tokens)
+        for block in self.blocks:
+            memory, x = block(memory, ubatch, x)
+        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
+        return memory, self.vocabulary.logits(self.norm(x))
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the sizes of a model of this family from its checkpoint."""
+    c = checkpoint.config
+    return Config(
+        attends=tuple(kind == "full_attention" for kind in c["layer_types"]),
+        width=c["hidden_size"],
+        hidden=c["intermediate_size"],
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        kernel=c["conv_L_cache"],
+        vocabulary=c["vocab_size"],
+        eps=c["norm_eps"],
+        rope=rope_of(checkpoint),
+        tied=c["tie_word_embeddings"],
+    )
+
+
+def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
+    """Returns where each weight of `LFM2` comes from."""
+    source = Sources(checkpoint)
+
+    def attention(name: str) -> dict:
+        tree = source.attention(name, kv_heads=config.kv_heads, bias=False, output="out_proj")
+        return tree | {f"{one}_norm": source.norm(f"{name}.{one}_layernorm") for one in "qk"}
+
+    def convolution(name: str) -> dict:
+        return {
+            "input": source.linear(f"{name}.in_proj", parts=3),
+            "conv": source.tensor(f"{name}.conv.weight", turn=lambda x: x[:, 0].T),
+            "output": source.linear(f"{name}.out_proj"),
+        }
+
+    def block(i: int) -> dict:
+        layer = f"model.layers.{i}"
+        feed = f"{layer}.feed_forward"
+        return {
+            "mix_norm": source.norm(f"{layer}.operator_norm"),
+            "mixer": (
+                attention(f"{layer}.self_attn")
+                if config.attends[i]
+                else convolution(f"{layer}.conv")
+            ),
+            "feed_norm": source.norm(f"{layer}.ffn_norm"),
+            "feed": {
+                "gate_up": source.linear(f"{feed}.w1", f"{feed}.w3", parts=1),
+                "down": source.linear(f"{feed}.w2"),
+            },
+        }
+
+    return {
+        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
+        "blocks": {i: block(i) for i in range(len(config.attends))},
+        "norm": source.norm("model.embedding_norm"),
+    }
+
+
+def layers_of(config: Config, dtype: Any) -> list[Layer]:
+    """Returns what each layer keeps: keys and values, or the end of a convolution's inputs."""
+    attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
+    convolves = Recurs(
+        states={"conv": jax.ShapeDtypeStruct((config.kernel - 1, config.width), dtype)},
+        splits={"conv": split_of(config)},
+    )
+    return [attends if one else convolves for one in config.attends]
+
+
+MODULE = LFM2
