@@ -1,6 +1,6 @@
 """Tokens that arrive together, and the parts of them that are computed at once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any
@@ -29,6 +29,7 @@ class Batch:
     valid: `[B]` bool, which tokens are really there.
     others: `[B, n]` int32, the further sequences of each token, a negative number where it has
       fewer; None where each token belongs to one.
+    extra: `[B, ...]` by name, what else a model is told of each token; None for nothing.
     """
 
     tokens: Any  # [B]
@@ -38,6 +39,7 @@ class Batch:
     outputs: Any  # [B]
     valid: Any  # [B]
     others: Any = None  # [B, n]
+    extra: dict[str, Any] | None = None  # [B, ...]
 
     def only(self, fits: Any) -> "Batch":
         """Drop the tokens of some sequences, keeping every shape.
@@ -86,6 +88,8 @@ class Ubatch:
     in_order: whether row r is that of sequence r, and R is Q, static. Shapes alone cannot tell.
     others: `[R, T, n]` int32, the further sequences of each token, see `Batch`; None where each
       token belongs to one.
+    extra: `[R, T, ...]` by name, what else a model is told of each token, anything in padding; None
+      where the batch had nothing.
     """
 
     tokens: jax.Array | None  # [R, T]
@@ -104,6 +108,7 @@ class Ubatch:
     facts: Any = field(metadata={"static": True})
     in_order: bool = field(metadata={"static": True})
     others: jax.Array | None = None  # [R, T, n]
+    extra: dict[str, jax.Array] | None = None  # [R, T, ...]
 
 
 def make_batch(
@@ -114,6 +119,7 @@ def make_batch(
     positions: Any = None,
     outputs: Any = None,
     valid: Any = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> Batch:
     """Gather tokens into a batch.
 
@@ -127,12 +133,17 @@ def make_batch(
       positions: `[B]` int32; by default each token follows the last one of its sequence.
       outputs: `[B]` bool, which tokens output logits; by default the last of each sequence.
       valid: `[B]` bool; a token that is not valid is padding and goes nowhere.
+      extra: `[B, ...]` or `[R, T, ...]` by name, what else a model is told of each token, such as
+        positions in an image, or a type. It is cut and ordered as tokens are, and stands in
+        `Ubatch.extra`. Of a list of lists it is that of all tokens, list after list. Steps that
+        pick tokens (`plan_step`, `decode` and the other loops) have none.
 
     Raises:
       ValueError: when neither or both of tokens and embeddings are given, shapes differ, one of
         several lists is empty, a token on the host is negative, a list of ids is empty or has one
         twice, or an integer does not fit int32.
-      TypeError: when tokens, sequences or positions are no integers, or outputs or valid no bools.
+      TypeError: when tokens, sequences or positions are no integers, outputs or valid no bools, or
+        extra has no names, or no arrays of numbers.
 
     Examples:
       Two prompts of different lengths, for sequences 0 and 1:
@@ -158,6 +169,13 @@ def make_batch(
 
       They must share all that comes before such a token, see `Reason.DIVERGED`. A memory that keeps
       states has no such tokens.
+
+      What else a model is told, here where in an image a token stands:
+
+      >>> batch = make_batch([11, 12], extra={"place": np.array([[0, 0], [0, 1]])})
+      >>> (ubatch,) = init_batch(memory, batch).ubatches
+      >>> ubatch.extra["place"][0, :2].tolist()
+      [[0, 0], [0, 1]]
 
     llama.cpp: `llama_batch`.
     """
@@ -217,7 +235,30 @@ def make_batch(
     on_host = isinstance(tokens, np.ndarray) and isinstance(valid, np.ndarray)
     if on_host and np.any(np.asarray(valid) & (np.asarray(tokens) < 0)):
         raise ValueError("wanted tokens of at least 0, got a negative one that is valid")
-    return Batch(tokens=tokens, embeddings=embeddings, others=others, **fields)
+    told = None if extra is None else _checked_extra(extra, shape)
+    return Batch(tokens=tokens, embeddings=embeddings, others=others, extra=told, **fields)
+
+
+def _checked_extra(extra: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return what else a model is told, `[B, ...]` or `[R, T, ...]` by name."""
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise TypeError(f"wanted extra as arrays by name, got {extra!r}")
+    found = {}
+    for name, value in extra.items():
+        value = value if isinstance(value, jax.Array) else np.asarray(value)
+        if not any(
+            jnp.issubdtype(value.dtype, kind) for kind in (np.integer, np.floating, np.bool_)
+        ):
+            raise TypeError(
+                f"wanted integers, floats or bools for extra[{name!r}], got {value.dtype}"
+            )
+        if value.shape[: len(shape)] != shape:
+            raise ValueError(
+                f"extra[{name!r}] must have one entry a token: wanted {shape} and any axes after "
+                f"it, got {value.shape}"
+            )
+        found[name] = value
+    return found
 
 
 def _filled_up(sequences: Any) -> Any:

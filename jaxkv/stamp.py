@@ -6,6 +6,8 @@ is what stands in a cell today from what an earlier table knew. A digest is the 
 all of a stream: equal digests, equal content. Like every hash they may err once in 2**32 times.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
@@ -25,24 +27,39 @@ def chained(*fields: jax.Array) -> jax.Array:
     return value
 
 
-def content(tokens: jax.Array | None, embeddings: jax.Array | None) -> jax.Array:
+def content(
+    tokens: jax.Array | None,
+    embeddings: jax.Array | None,
+    extra: Mapping[str, jax.Array] | None = None,
+) -> jax.Array:
     """Make a number of each token; uint32.
 
     Args:
       tokens: `[R, T]` int32, or None where embeddings come instead.
       embeddings: `[R, T, d]`, or None where tokens come instead.
+      extra: `[R, T, ...]` by name, what else a model is told of each token.
 
     Returns:
       `[R, T]` uint32.
     """
     if tokens is not None:
-        return mix(tokens.astype(jnp.uint32))
-    assert embeddings is not None
-    numbers = jax.lax.stop_gradient(embeddings)
+        found = mix(tokens.astype(jnp.uint32))
+    else:
+        assert embeddings is not None
+        found = _of_numbers(embeddings)
+    for _, numbers in sorted((extra or {}).items()):
+        found = chained(found, _of_numbers(numbers))
+    return found
+
+
+def _of_numbers(numbers: jax.Array) -> jax.Array:
+    """Make a number of those of each token, `[R, T, ...]`; `[R, T]` uint32."""
+    numbers = jax.lax.stop_gradient(numbers)
     if numbers.dtype.itemsize < 4:
-        numbers = numbers.astype(jnp.float32)
+        floating = jnp.issubdtype(numbers.dtype, jnp.floating)
+        numbers = numbers.astype(jnp.float32 if floating else jnp.int32)
     bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
-    bits = bits.reshape(*embeddings.shape[:-1], -1)  # numbers of 64 bits are two words each
+    bits = bits.reshape(*numbers.shape[:2], -1)  # numbers of 64 bits are two words each
     place = mix(jnp.arange(bits.shape[-1], dtype=jnp.uint32))
     place = place.reshape((1,) * (bits.ndim - 1) + (-1,))
     return jnp.sum(mix(bits ^ place), axis=-1, dtype=jnp.uint32)

@@ -235,3 +235,94 @@ def test_padding_asks_for_no_outputs():
     flat, parts, outputs = layout(SMALL.make().table.facts, batch, 512, None)
     assert flat.tokens.shape == (32,) and [part.shape for part in parts] == [(1, 32)]
     assert outputs == 8
+
+
+# ----------------------------------------------------------------------------- what else is told
+
+
+def told(batch):
+    """The same of each token: twice the token, and where it is odd."""
+    tokens = np.asarray(batch)
+    return {"twice": np.stack([tokens, 2 * tokens], axis=-1).astype(float), "odd": tokens % 2 == 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "traced"),
+    [
+        ("pool", False),
+        pytest.param("pool", True, marks=pytest.mark.slow),
+        pytest.param("states", False, marks=pytest.mark.slow),
+    ],
+)
+def test_what_else_is_told_goes_with_its_token(kind, traced):
+    """However a batch is cut, padded and brought into rows."""
+    sizes = dict(sequences=3, streams=1)
+    memory = (
+        jaxkv.make_kv_cache(layers=1, cells=20, kv_heads=1, head_dim=2, **sizes)
+        if kind == "pool"
+        else jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, **sizes)
+    )
+    tokens = [5, 6, 7, 8, 9, 10, 11, 12]
+    valid = np.array([1, 1, 0, 1, 1, 1, 1, 1], bool)
+    batch = make_batch(tokens, sequences=[0, 1, 2, 0, 2, 2, 0, 2], valid=valid, extra=told(tokens))
+    plan = jax.jit if traced else lambda f: f
+    ubatches = plan(
+        lambda memory, batch: jaxkv.init_batch(memory, batch, ubatch_size=512 if traced else 3)
+    )(memory, batch).ubatches
+    found = []
+    for ubatch in ubatches:
+        there = np.asarray(ubatch.valid)
+        assert ubatch.extra["twice"].shape == (*there.shape, 2)
+        for name, wanted in told(ubatch.tokens).items():
+            np.testing.assert_array_equal(np.asarray(ubatch.extra[name])[there], wanted[there])
+        found += np.asarray(ubatch.tokens)[there].tolist()
+    assert sorted(found) == sorted(np.array(tokens)[valid])
+
+
+def test_what_else_is_told_is_a_part_of_the_content():
+    """Keys of another place are not those that an earlier table knew."""
+    memory = jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+    after = [
+        jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1, 2], **more)))
+        for more in ({}, {"extra": {"at": [0, 1]}}, {"extra": {"at": [0, 2]}})
+    ]
+    tables = [jaxkv.split(one)[0] for one in after]
+    for i, table in enumerate(tables):
+        assert [bool(jaxkv.go_back(table, one)[1]) for one in after] == [i == j for j in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "message"),
+    [
+        ({"a": [1, 2]}, ValueError, r"extra\['a'\] must have one entry a token: wanted \(3,\)"),
+        ({"a": ["x", "y", "z"]}, TypeError, "wanted integers, floats or bools"),
+        ({1: [1, 2, 3]}, TypeError, "wanted extra as arrays by name"),
+        ([1, 2, 3], TypeError, "wanted extra as arrays by name"),
+    ],
+)
+def test_what_else_is_told_has_an_entry_a_token(extra, error, message):
+    with pytest.raises(error, match=message):
+        make_batch([1, 2, 3], extra=extra)
+
+
+@pytest.mark.slow
+def test_a_model_is_told_in_prefill_and_by_derivatives():
+    """A prompt in ubatches, and the derivative of what stands beside tokens."""
+    place = jnp.arange(6.0).reshape(6, 1)
+
+    def forward(weights, memory, ubatch):
+        x = weights[ubatch.tokens] * ubatch.extra["at"]
+        x = x[:, :, None]
+        memory, out = jaxkv.attend(memory, 0, ubatch, x, x, x)
+        return memory, out.reshape(-1, 2)[ubatch.outputs]
+
+    weights = jnp.arange(14.0).reshape(7, 2) / 7
+    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2)
+
+    def last(place, size):
+        batch = make_batch([1, 2, 3, 4, 5, 6], extra={"at": place})
+        return jnp.sum(jaxkv.prefill(forward, weights, memory, batch, ubatch_size=size)[1])
+
+    np.testing.assert_allclose(last(place, 2), last(place, 512), rtol=1e-6)
+    grad = jax.grad(lambda place: last(place, 512))(place)
+    assert np.isfinite(grad).all() and np.any(grad != 0)

@@ -115,7 +115,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch
         row_sequence=row,
         slots=None,
         stamps=stamps(
-            content(part.tokens, part.embeddings),
+            content(part.tokens, part.embeddings, part.extra),
             part.positions,
             part.sequences,
             part.valid,
@@ -129,6 +129,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch
         facts=facts,
         in_order=in_order,
         others=part.others,
+        extra=part.extra,
     )
 
 
