@@ -129,7 +129,9 @@ def make_batch(
       sequences: `[B]` int32, or one id for all, by default 0. For a list of lists, one id for each
         list, by default 0, 1, 2 and so on, which is also the default for the rows of an array. In
         place of an id, a list of several: a token that stands once and belongs to all of them. An
-        array says the same with one more axis, `[B, n]` or `[R, T, n]`, filled up with -1.
+        array says the same with one more axis, `[B, n]` or `[R, T, n]`, filled up with -1. So
+        `[[0, 1], [2, 3]]` means two ids of each list of a list of lists of tokens, and one id of
+        each token of an array of rows.
       positions: `[B]` int32; by default each token follows the last one of its sequence.
       outputs: `[B]` bool, which tokens output logits; by default the last of each sequence.
       valid: `[B]` bool; a token that is not valid is padding and goes nowhere.
@@ -212,7 +214,9 @@ def make_batch(
         raise ValueError(f"wanted tokens as a list [B] or rows [R, T], got the shape {shape}")
     if sequences is None:
         sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
-    sequences = integers(_filled_up(sequences) if len(shape) == 1 else sequences, "sequences")
+    sequences = integers(
+        _filled_up(sequences) if len(shape) == 1 else _of_rows(sequences), "sequences"
+    )
     others = None
     if np.ndim(sequences) == 0:
         xp = np if is_concrete(sequences) else jnp
@@ -274,6 +278,17 @@ def _filled_up(sequences: Any) -> Any:
         raise ValueError(f"wanted a sequence at least in each list of ids, got {sequences}")
     most = max(map(len, sets))
     return np.stack([np.pad(one, (0, most - len(one)), constant_values=-1) for one in sets])
+
+
+def _of_rows(sequences: Any) -> Any:
+    """Return the sequences of rows, unless they are lists of different lengths."""
+    try:
+        return sequences if isinstance(sequences, jax.Array) else np.asarray(sequences)
+    except ValueError:
+        raise ValueError(
+            f"wanted sequences [R, T] of the tokens of rows, or [R, T, n] filled up with -1, got "
+            f"{sequences}"
+        ) from None
 
 
 def _parted(sets: Any) -> tuple[Any, Any]:

@@ -290,6 +290,21 @@ def test_minus_infinity_hides_and_what_is_no_number_shows(implementation):
     assert np.isnan(stale[0, :3]).all()
 
 
+@slow
+def test_a_weight_may_be_a_number():
+    memory = Texts().memory
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([1] * 3)).ubatches
+    memory, q = jaxkv.apply(memory, ubatch), jnp.ones((*ubatch.valid.shape, H, D))
+    k = jnp.arange(ubatch.valid.size * K * D, dtype=jnp.float32).reshape(*q.shape[:2], K, D) / 40
+    number, array = (
+        jaxkv.attend(
+            memory, 0, ubatch, q, k, k, bias=Partial(lambda w, query, key, head: w * key, w)
+        )
+        for w in (0.5, jnp.float32(0.5))
+    )
+    np.testing.assert_array_equal(number[1], array[1])
+
+
 def test_mistakes_are_named():
     memory = Texts().memory
     (ubatch,) = jaxkv.init_batch(memory, make_batch([1] * 3)).ubatches

@@ -193,8 +193,8 @@ def test_saved_and_loaded(tmp_path):
     for other in (loaded, into):
         pair.both = [other, plain]
         pair.tell([3, 4], sequences=[1])
-    for wrong in (plain, make(value_dim=slice(0, 5))):
-        with pytest.raises(ValueError, match="values in keys"):
+    for wrong in (plain, make(value_dim=slice(4, 8))):
+        with pytest.raises(ValueError, match="value_dim|values in keys"):
             snapshot.load_into(path, wrong)
 
 
@@ -222,6 +222,8 @@ def test_a_step_copies_no_keys(tokens):
         ({"value_dim": slice(0, 8, 2)}, "neighbouring numbers"),
         ({"value_dim": (PART,)}, "all layers or 2, one each, got 1"),
         ({"value_dim": PART, "dtype": "int8"}, "16 bits or more"),
+        ({"value_dim": slice(0, 5)}, "after the 4 numbers of a key that its rope turns"),
+        ({"value_dim": slice(3, 8)}, "after the 4 numbers of a key that its rope turns"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):

@@ -116,6 +116,7 @@ def test_mistakes_are_named():
         ({"tokens": [5, 6], "sequences": [[0, 1]]}, r"wanted \(2,\), got \(1, 2\)"),
         ({"tokens": [[5], [6]], "sequences": [[0, 1]]}, "or list of ids, for each of 2"),
         ({"tokens": [5], "sequences": [[[0, 1]]]}, "sequences"),
+        ({"tokens": np.ones((2, 2), int), "sequences": [[0, 1], [2]]}, "filled up with -1, got"),
     ]
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):

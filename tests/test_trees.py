@@ -1,5 +1,6 @@
 """Trees of guesses: the texts of a plain loop, in fewer steps than with a single branch."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -186,3 +187,36 @@ def test_real_weights_go_on_alike(smollm2):
     np.testing.assert_array_equal(made.tokens, wanted.tokens)
     assert 0 < made.accepted.sum() < made.tried.sum()
     assert jaxkv.used(found) == sum(map(len, tokens)) + 3 * 24
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Hiding(loops.sampling.Sampler):
+    """Allows all tokens but the first."""
+
+    @property
+    def draws(self):
+        return False
+
+    def adjust(self, logits, state):
+        return logits.at[:, 0].set(-jnp.inf)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_text_without_an_answer_ends_though_a_sampler_hides_it(branches):
+    """After token 3 a logit is NaN, of a token that is not allowed."""
+    weights = jnp.roll(jnp.eye(5) * 5, 1, axis=1).at[3, 0].set(jnp.nan)
+
+    def cycle(weights, memory, ubatch):
+        x = jnp.ones((*ubatch.tokens.shape, 1, 2))
+        memory, _ = jaxkv.attend(memory, 0, ubatch, x, x, x)
+        return memory, weights[ubatch.tokens].reshape(-1, 5)[ubatch.outputs]
+
+    prompt = [1, 2, 3, 4, 1]
+    memory = jaxkv.make_kv_cache(layers=1, cells=64, kv_heads=1, head_dim=2, sequences=4)
+    memory, logits = jaxkv.prefill(cycle, weights, memory, make_batch(prompt))
+    state, _ = loops.begin(Hiding(), memory, logits)
+    draft = loops.lookup([prompt], branches=branches)
+    made = loops.speculate(cycle, draft, Hiding(), weights, memory, state, steps=6)[3]
+    assert made.tokens[0].tolist() == [3, -1, -1, -1, -1, -1]

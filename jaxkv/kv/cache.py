@@ -240,7 +240,8 @@ def make_kv_cache(
       head_dim: D, the numbers of a key, of all layers or one for each.
       value_dim: Dv, the numbers of a value, likewise; by default D. A slice, where values are some
         of the numbers of their keys, as in latent attention (MLA): they take no bytes, and models
-        give keys alone. At least one number of a key is left out, and dtypes have more than 8 bits.
+        give keys alone. At least one number of a key is left out, and all that its rope turns, the
+        first ones; dtypes have more than 8 bits.
       sequences: Q, the sequences that may be told apart.
       streams: S, a divisor of Q: how many pools of cells there are. Sequence q lives in stream
         q // (Q // S). A pool gives room to any of its sequences and forks without a copy; with its
@@ -354,6 +355,13 @@ def make_kv_cache(
             )
         if one is not None and 2 * len(one.frequencies) > size:
             raise ValueError(f"a rope of {len(one.frequencies)} pairs does not fit keys of {size}")
+    for one, value in zip(ropes, values, strict=True):
+        turned = 0 if one is None else 2 * len(one.frequencies)
+        if isinstance(value, Latent) and value.first < turned:
+            raise ValueError(
+                f"wanted values after the {turned} numbers of a key that its rope turns, got "
+                f"numbers {value.first} to {value.last - 1}: put those that are rotated first"
+            )
     cells = count(cells, "cells")
     if cells >= FAR:
         raise ValueError(

@@ -54,7 +54,8 @@ def verify(
             token = jnp.where(valid & accepted, guessed, token)
         else:
             token = draw(sampler, adjusted, state.key)
-        adjusting = jax.tree.map(chosen(holds), sampler.follow(adjusting, token), adjusting)
+        followed = sampler.follow(adjusting, token)
+        adjusting = jax.tree.map(chosen(holds & (token >= 0)), followed, adjusting)
         found = token, logprob_of(logits, token, holds), holds
         return (holds & valid & (token == guessed), adjusting), found
 
@@ -114,7 +115,8 @@ def verify_branches(
             held, rest = _first_to_hold(adjusted, offered, alive & valid, q, keys)
             token = draw(sampler, rest, draw_key(state.key, number, 0))
             token = jnp.where(held >= 0, held, token)
-        adjusting = jax.tree.map(chosen(holds), sampler.follow(adjusting, token), adjusting)
+        followed = sampler.follow(adjusting, token)
+        adjusting = jax.tree.map(chosen(holds & (token >= 0)), followed, adjusting)
         found = token, logprob_of(here, token, holds), holds
         follows = alive & valid & (offered == token[:, None])
         holds &= jnp.any(follows, axis=1)

@@ -59,7 +59,8 @@ class DraftTree(DraftModel):
             lambda x: jnp.repeat(x[:, None], self.branches, axis=1), state.adjusting
         )
         adjust, follow = (
-            jax.vmap(one, in_axes=1, out_axes=1) for one in (sampler.adjust, sampler.follow)
+            jax.vmap(one, in_axes=1, out_axes=1)
+            for one in (partial(adjusted_by, sampler), sampler.follow)
         )
 
         def again(carry: tuple, i: jax.Array) -> tuple:
@@ -91,6 +92,11 @@ class DraftTree(DraftModel):
 
     def _different(self, sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:
         """Return different tokens of each text, `[T, k]` int32: the best, or drawn one by one."""
+        if adjusted.shape[1] < self.branches:
+            raise ValueError(
+                f"wanted at most as many branches as the {adjusted.shape[1]} tokens of the "
+                f"vocabulary, got {self.branches}"
+            )
         if sampler.draws:  # the highest with such a noise are draws without replacement
             noise = jax.vmap(lambda key: jax.random.gumbel(key, adjusted.shape[1:]))(keys)
             adjusted = adjusted + noise

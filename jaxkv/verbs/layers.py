@@ -72,8 +72,9 @@ def attend(
     static and hashed: define it once. Weights are its leaves and not closed over:
     `jax.tree_util.Partial(function, weights)`, or a dataclass that is a pytree. A bias may also be
     an array of floats, `[R, T, H, N]` where not 1, for the cells of each row's stream as `view`
-    numbers them. Both have derivatives. Where it is -inf, a bias hides a cell from a head; where it
-    is NaN or inf, the head of a token that sees the cell gets NaN.
+    numbers them. Both have derivatives. Below -1.7e38 all numbers are alike. Where it is -inf,
+    a bias hides a cell from a head; where it is NaN or inf, the head of a token that sees the
+    cell gets NaN.
 
     Raises:
       ValueError: when shapes do not fit the memory, the layer is none of it, the ubatch was planned

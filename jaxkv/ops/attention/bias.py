@@ -77,7 +77,7 @@ def checked_bias(bias: Any, shape: tuple[int, ...]) -> BiasOfLists | None:
     if not callable(bias):
         raise TypeError(f"wanted a bias as a function or as an array, got {type(bias)}")
     is_tree = not jax.tree_util.all_leaves([bias])
-    function: Any = bias if is_tree else jax.tree_util.Partial(bias)
+    function: Any = jax.tree.map(jnp.asarray, bias) if is_tree else jax.tree_util.Partial(bias)
     places = ((rows, 1, tokens, 1), (rows, 1, 1, cells), (1, heads, 1, 1))
     arguments = function, *(jax.ShapeDtypeStruct(x, jnp.int32) for x in places)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
