@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.kernels import DTYPES, FORKS, SIZES, of_a_step, of_attention
+from tests.kernels import CASES, DTYPES, FORKS, of_a_step, of_attention
 from tests.pods import Pod
 
 DUMP = Path(os.environ["XLA_FLAGS"].split("=")[-1])
@@ -109,11 +109,11 @@ def main():
         print(json.dumps({"name": name, **found, "assembled": assembled()}), flush=True)
 
     with jax.sharding.use_abstract_mesh(NAMED):
+        for dtype, size in CASES:
+            for tokens in TOKENS[dtype]:
+                found = of_attention("cuda", of, size, dtype, tokens)
+                say(f"{dtype} {size} {tokens}", found)
         for dtype in (*DTYPES, "int8"):
-            for size in SIZES:
-                for tokens in TOKENS[dtype]:
-                    found = of_attention("cuda", of, size, dtype, tokens)
-                    say(f"{dtype} {size} {tokens}", found)
             say(f"{dtype} step", of_a_step("cuda", of, dtype))
     say("mesh", on_a_mesh())
 

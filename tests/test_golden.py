@@ -148,18 +148,19 @@ def test_how_a_long_prompt_is_cut_does_not_matter(smollm2, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "within"), [("float32", 0.01), ("int8", 0.067)])
-def test_perplexity_of_a_long_text(smollm2, dtype, within):
+@pytest.mark.parametrize(
+    ("name", "dtype", "within"),
+    [("smollm2", "float32", 0.01), ("smollm2", "int8", 0.067), ("gemma3", "int8", 0.045)],
+)
+def test_perplexity_of_a_long_text(request, name, dtype, within):
     """Of int8, within half a percent."""
-    record = golden("models")["smollm2_nll"]
+    record, model = golden("models")[f"{name}_nll"], request.getfixturevalue(name)
     tokens = np.asarray(record["tokens"], np.int32)
-    memory = smollm2.make_memory(cells=1536, dtype=dtype)
+    memory = model.make_memory(cells=1536, dtype=dtype)
     losses = []
     for start in range(0, len(tokens), 256):
         part = tokens[start : start + 256]
-        memory, logits = run(
-            smollm2, memory, part, ubatch_size=256, outputs=np.ones(len(part), bool)
-        )
+        memory, logits = run(model, memory, part, ubatch_size=256, outputs=np.ones(len(part), bool))
         target = tokens[start + 1 : start + 257]
         logits = np.asarray(logits, np.float64)[: len(target)]
         highest = logits.max(-1, keepdims=True)

@@ -39,22 +39,27 @@ over_dtypes = pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def coded(x, dtype="int8"):
     """Codes and scales of numbers `[..., D]`: the encoding as it is written down, in NumPy."""
     x = np.asarray(x, np.float32)
-    scale = np.abs(x).max(-1, keepdims=True) * np.float32(1 / MOST[dtype])
-    scale[~np.isfinite(x).all(-1)] = np.nan
-    there = scale > 0
-    codes = np.where(there, x, np.float32(0)) / np.where(there, scale, np.float32(1))
-    codes = np.clip(np.rint(codes) if dtype == "int8" else codes, -MOST[dtype], MOST[dtype])
-    return codes.astype(ml_dtypes.float8_e4m3fn if "e4m3" in dtype else dtype), scale
+    codes, scales = [], []
+    for first in range(0, x.shape[-1], 128):
+        group = x[..., first : first + 128]
+        scale = np.abs(group).max(-1, keepdims=True) * np.float32(1 / MOST[dtype])
+        scale[~np.isfinite(x).all(-1)] = np.nan
+        there = scale > 0
+        code = np.where(there, group, np.float32(0)) / np.where(there, scale, np.float32(1))
+        code = np.clip(np.rint(code) if dtype == "int8" else code, -MOST[dtype], MOST[dtype])
+        codes.append(code.astype(ml_dtypes.float8_e4m3fn if "e4m3" in dtype else dtype))
+        scales.append(scale)
+    return np.concatenate(codes, axis=-1), np.concatenate(scales, axis=-1)
 
 
 def rounded(x, dtype="int8"):
     """What is read of numbers that were stored."""
-    codes, scale = coded(x, dtype)
-    return codes.astype(np.float32) * scale
+    codes, scales = coded(x, dtype)
+    return codes.astype(np.float32) * np.repeat(scales, 128, axis=-1)[..., : codes.shape[-1]]
 
 
 @over_dtypes
-@pytest.mark.parametrize("size", [pytest.param(7, marks=slow), 64])
+@pytest.mark.parametrize("size", [pytest.param(7, marks=slow), 64, pytest.param(160, marks=slow)])
 def test_codes_and_scales_are_those_of_the_formula(size, dtype):
     """Also of zeros, of the largest and the smallest numbers, and of what is not finite."""
     rng = np.random.default_rng(size)
@@ -271,13 +276,14 @@ def dense(seed, cells, tokens, dtype="int8", size=SIZE):
         pytest.param("xla", "int8", marks=slow),
     ],
 )
-def test_implementations_give_the_formula_over_what_is_decoded(implementation, dtype):
+@pytest.mark.parametrize("size", [SIZE, pytest.param(160, marks=slow)])
+def test_implementations_give_the_formula_over_what_is_decoded(implementation, dtype, size):
     if dtype == "float8_e5m2":  # of which the oracle is the decoder, and not NumPy
-        q, k, v, sight, _ = dense(1, 40, 3, "int8")
+        q, k, v, sight, _ = dense(1, 40, 3, "int8", size)
         k, v = (encoded(decoded(x), zeros((1,), dtype)) for x in (k, v))
         wanted = reference(q, decoded(k), decoded(v), mask_of(sight), Options())
     else:
-        q, k, v, sight, wanted = dense(1, 40, 3, dtype)
+        q, k, v, sight, wanted = dense(1, 40, 3, dtype, size)
     found = api.attend(q, k, v, sight, Options(), implementation)
     np.testing.assert_allclose(found, wanted, atol=2e-6)
 
@@ -309,6 +315,9 @@ def test_what_cannot_decode_refuses_by_name():
     q, k, v, sight, _ = dense(1, 40, 3)
     with pytest.raises(ValueError, match="'cudnn' wants .* got float32, int8 and int8: leave"):
         api.attend(q, k, v, sight, Options(), "cudnn")
+    q, k, v, sight, _ = dense(1, 40, 3, size=160)
+    with pytest.raises(ValueError, match="int8 with heads of at most 128"):
+        api.attend(q, k, v, sight, Options(), "pallas")
     q, k, v, sight, _ = dense(1, 40, 3, "float8_e4m3fn")
     with pytest.raises(ValueError, match="'pallas' wants .* got float32 .* float8_e4m3fn"):
         api.attend(q, k, v, sight, Options(), "pallas")

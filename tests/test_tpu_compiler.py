@@ -9,6 +9,7 @@ import importlib.util
 import pytest
 
 from tests.compilers import asked
+from tests.kernels import CASES
 from tests.pods import LAYERS, OF_8B
 
 pytestmark = [
@@ -94,8 +95,7 @@ over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 
 
 @over_chips
-@over_dtypes
-@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("dtype", "size"), CASES)
 def test_the_kernel_is_accepted_and_keys_and_values_are_read_where_they_lie(
     kernels, chip, dtype, size
 ):

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.kernels import DTYPES, SIZES, of_a_step, of_attention
+from tests.kernels import CASES, DTYPES, of_a_step, of_attention
 
 CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 
@@ -28,9 +28,9 @@ def on(chip):
 
 if __name__ == "__main__":
     for chip in CHIPS:
+        for dtype, size in CASES:
+            found = of_attention("tpu", on(chip), size, dtype)
+            print(json.dumps({"name": f"{chip} {dtype} {size}", **found}), flush=True)
         for dtype in (*DTYPES, "int8"):
-            for size in SIZES:
-                found = of_attention("tpu", on(chip), size, dtype)
-                print(json.dumps({"name": f"{chip} {dtype} {size}", **found}), flush=True)
             found = of_a_step("tpu", on(chip), dtype)
             print(json.dumps({"name": f"{chip} {dtype} step", **found}), flush=True)

@@ -1,4 +1,7 @@
-"""Keys and values in 8 bits: codes, and a scale for each head and cell.
+"""Keys and values in 8 bits: codes, and a scale for each head and cell, or for each 128 numbers.
+
+A few keys of a large head may be much larger than the others, which would lose their bits to them
+if all had one scale.
 
 `encoded` and `decoded` say what codes mean. Attention multiplies codes as they are, and logits and
 weights by the scales (`parts`). What copies, cuts, splits or counts arrays does so with codes and
@@ -13,17 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+SHARING = 128
+"""The most numbers of a head that share a scale."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Quantised:
     """Keys or values of a layer in 8 bits, where else an array of them stands.
 
-    A number is its code times the scale of its head and cell. What is not finite has codes of 0 and
-    the scale NaN.
+    A number is its code times its scale: that of its head and cell, or in a large head of its group
+    of numbers. What is not finite has codes of 0 and NaN for scales.
 
     codes: `[S, K, N, D]` int8, or a floating dtype of 8 bits.
-    scales: `[S, K, N, 1]` float32, the largest number of a head over that of the codes' dtype.
+    scales: `[S, K, N, G]` float32, for each of G groups of numbers the largest over that of the
+      codes' dtype.
     """
 
     codes: jax.Array
@@ -53,7 +60,29 @@ def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Stored:
     numbers = jnp.zeros(shape, dtype)
     if numbers.dtype.itemsize > 1:
         return numbers
-    return Quantised(codes=numbers, scales=jnp.zeros((*shape[:-1], 1), jnp.float32))
+    scales = jnp.zeros((*shape[:-1], len(groups_of(shape[-1]))), jnp.float32)
+    return Quantised(codes=numbers, scales=scales)
+
+
+def groups_of(size: int) -> list[slice]:
+    """Return which numbers of a head share a scale.
+
+    >>> groups_of(64), groups_of(160)
+    ([slice(0, 64, None)], [slice(0, 128, None), slice(128, 160, None)])
+    """
+    return [slice(first, min(first + SHARING, size)) for first in range(0, size, SHARING)]
+
+
+def has_one_scale(x: Stored) -> bool:
+    """Return whether all numbers of a head share a scale, or have none."""
+    return not isinstance(x, Quantised) or x.scales.shape[-1] == 1
+
+
+def _spread(scales: jax.Array, size: int) -> jax.Array:
+    """Return the scale of each number of a head; where there is one for all, that one."""
+    if scales.shape[-1] == 1:
+        return scales
+    return jnp.repeat(scales, SHARING, axis=-1)[..., :size]
 
 
 def parts(x: Any) -> tuple[Any, Any]:
@@ -86,11 +115,14 @@ def encoded(numbers: jax.Array, like: Stored) -> Stored:
     whole = jnp.issubdtype(dtype, jnp.integer)
     most = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
     # A product with what a compiler would make of a division by a constant anyway, on some devices.
-    scales = jnp.max(jnp.abs(numbers), axis=-1, keepdims=True) * np.float32(1 / most)
+    size = numbers.shape[-1]
+    largest = [jnp.max(jnp.abs(numbers[..., one]), -1, keepdims=True) for one in groups_of(size)]
+    scales = jnp.concatenate(largest, axis=-1) * np.float32(1 / most)
     # A compiler's maximum may forget a NaN, and its sum does not.
     scales += jnp.sum(numbers - numbers, axis=-1, keepdims=True)
-    there = scales > 0  # neither zeros alone, nor NaN
-    codes = jnp.where(there, numbers, 0) / jnp.where(there, scales, 1)
+    spread = _spread(scales, size)
+    there = spread > 0  # neither zeros alone, nor NaN
+    codes = jnp.where(there, numbers, 0) / jnp.where(there, spread, 1)
     # A scale that is rounded, as those of the smallest numbers are, may leave more than the most.
     codes = jnp.clip(jnp.round(codes) if whole else codes, -most, most)
     return Quantised(codes=codes.astype(dtype), scales=scales)
@@ -103,4 +135,6 @@ def decoded(x: Stored) -> jax.Array:
     >>> decoded(encoded(jnp.array([127.0, -3.4, jnp.nan]), like)).tolist()
     [nan, nan, nan]
     """
-    return x.codes.astype(x.scales.dtype) * x.scales if isinstance(x, Quantised) else x
+    if not isinstance(x, Quantised):
+        return x
+    return x.codes.astype(x.scales.dtype) * _spread(x.scales, x.shape[-1])

@@ -31,7 +31,7 @@ from jax.experimental.pallas import triton
 from jaxkv.ops.attention.live import in_blocks, live_of, looks_in_blocks, of_lists
 from jaxkv.ops.attention.sight import Looks, Sight
 from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, packed
-from jaxkv.ops.quantised import Stored, parts
+from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """What the kernel computes with."""
@@ -106,7 +106,7 @@ def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
     most = 64 if not _is_exact(q, k, v) else 128 if size <= 128 else 16
     fits = size <= LARGEST and q.shape[2] // k.shape[1] <= most and sight.bias is None
     dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
-    return dtypes and fits and not split
+    return dtypes and fits and not split and has_one_scale(k) and has_one_scale(v)
 
 
 def is_fast() -> bool:
@@ -149,10 +149,10 @@ def weigh(
     """
     if not can_weigh(q, k, v, sight):
         raise ValueError(
-            f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8, "
-            f"heads of at most {LARGEST} in small groups, and on a mesh a memory with rules, got "
-            f"{q.dtype} {q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}: leave the "
-            f"implementation to jaxkv"
+            f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8 "
+            f"with heads of at most {SHARING}, heads of at most {LARGEST} in small groups, and on "
+            f"a mesh a memory with rules, got {q.dtype} {q.shape}, {k.dtype} {k.shape} and "
+            f"{v.dtype} {v.shape}: leave the implementation to jaxkv"
         )
     cut = cut_of(q, k, v) if cut is None else cut
     groups, cells = k.shape[1:3]

@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxkv.ops.attention.live import TILE, in_blocks, live_of, looks_in_blocks, of_lists
 from jaxkv.ops.attention.sight import Looks, Sight
 from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, masked, packed, sums_dtype
-from jaxkv.ops.quantised import Stored, parts
+from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """What a TPU computes with."""
@@ -60,7 +60,7 @@ def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
     pairs = sight.at.shape[0] * -(-tokens // _most(queries)) * -(-k.shape[2] // TILE)
     fits = pairs <= PAIRS and sight.bias is None
     dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
-    return dtypes and fits and not split
+    return dtypes and fits and not split and has_one_scale(k) and has_one_scale(v)
 
 
 def weigh(
@@ -88,10 +88,10 @@ def weigh(
     """
     if not can_weigh(q, k, v, sight):
         raise ValueError(
-            f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8, "
-            f"at most {PAIRS} pairs of a block of tokens and a tile, and on a mesh a memory with "
-            f"rules, got {q.dtype} {q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}: leave "
-            f"the implementation to jaxkv"
+            f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8 "
+            f"with heads of at most {SHARING}, at most {PAIRS} pairs of a block of tokens and a "
+            f"tile, and on a mesh a memory with rules, got {q.dtype} {q.shape}, {k.dtype} "
+            f"{k.shape} and {v.dtype} {v.shape}: leave the implementation to jaxkv"
         )
     groups, cells = k.shape[1:3]
     queries = q.shape[2] // groups
