@@ -255,10 +255,10 @@ def make_kv_cache(
         default 32. Only where `cells` is left out; more cells mean more rollback.
       dtype: of keys and values: a floating one, or int8. Those of 8 bits, int8 and float8_e4m3fn
         among them, are quantised: each head of a cell has a scale beside its codes, float32, for
-        keys and for values, and one for each 128 numbers where it has more. They take 0.27 times the bytes of float32 at a head of 64. What is
-        written is rounded, and nothing is differentiated through that: derivatives by queries are
-        right, and those by the keys and values that are written are zero. Take another dtype to
-        train.
+        keys and for values, and one for each 128 numbers where it has more. They take 0.27 times
+        the bytes of float32 at a head of 64. What is written is rounded, and nothing is
+        differentiated through that: derivatives by queries are right, and those by the keys and
+        values that are written are zero. Take another dtype to train.
       rope: how keys were rotated when they come in, for all layers or one for each; None where
         keys carry no position.
       placement: which cells a ubatch may get: "scattered", any, the lowest first; "contiguous", one
