@@ -330,11 +330,11 @@ def test_last_positions_are_looked_for_block_by_block(size, monkeypatch):
 @pytest.mark.parametrize("bit", range(32))
 def test_every_bit_of_an_embedding_counts(bit):
     """In each of its numbers, and in which of them it stands."""
-    plain = np.array([[1.5, -2.0]], np.float32)
-    seen = {int(content(None, jnp.asarray(plain))[0])}
+    plain = np.array([[[1.5, -2.0]]], np.float32)
+    seen = {int(content(None, jnp.asarray(plain))[0, 0])}
     for i in range(2):
         words = plain.view(np.uint32).copy()
-        words[0, i] ^= np.uint32(1 << bit)
-        seen.add(int(content(None, jnp.asarray(words).view(jnp.float32))[0]))
-    seen.add(int(content(None, jnp.asarray(plain[:, ::-1]))[0]))
+        words[0, 0, i] ^= np.uint32(1 << bit)
+        seen.add(int(content(None, jnp.asarray(words).view(jnp.float32))[0, 0]))
+    seen.add(int(content(None, jnp.asarray(plain[..., ::-1]))[0, 0]))
     assert len(seen) == 4
