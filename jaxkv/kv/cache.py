@@ -410,13 +410,6 @@ def _values_per_layer(
     value: Any, keys: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> tuple[int | Latent, ...]:
     """Return the size of values for each layer, or which numbers of a key they are."""
-    given = tuple(value) if isinstance(value, Sequence) else (value,) * len(keys)
-    whole = [n for n in given if not isinstance(n, slice)]
-    sizes = iter(_per_layer(whole, len(whole), "value_dim"))
-    if len(given) != len(keys):
-        raise ValueError(
-            f"wanted value_dim for all layers or {len(keys)}, one each, got {len(given)}"
-        )
 
     def latent(part: slice, key: int) -> Latent:
         ends = range(*part.indices(key))
@@ -432,8 +425,9 @@ def _values_per_layer(
             )
         return Latent(ends.start, ends.stop)
 
+    given = _for_each(value, len(keys), "value_dim")
     return tuple(
-        latent(one, key) if isinstance(one, slice) else next(sizes)
+        latent(one, key) if isinstance(one, slice) else count(one, "value_dim")
         for one, key in zip(given, keys, strict=True)
     )
 
@@ -459,7 +453,12 @@ def _checked_shards(placement: Placement, shards: int | None) -> int:
 
 def _per_layer(value: int | Sequence[int], layers: int, name: str) -> tuple[int, ...]:
     """Return a size for each layer, from one for all or one for each."""
-    sizes = tuple(value) if isinstance(value, Sequence) else (value,) * layers
-    if len(sizes) != layers:
-        raise ValueError(f"wanted {name} for all layers or {layers}, one each, got {len(sizes)}")
-    return tuple(count(size, name) for size in sizes)
+    return tuple(count(size, name) for size in _for_each(value, layers, name))
+
+
+def _for_each(value: Any, layers: int, name: str) -> tuple[Any, ...]:
+    """Return what a caller gave for each layer, from one for all or one for each."""
+    given = tuple(value) if isinstance(value, Sequence) else (value,) * layers
+    if len(given) != layers:
+        raise ValueError(f"wanted {name} for all layers or {layers}, one each, got {len(given)}")
+    return given
