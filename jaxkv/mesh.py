@@ -36,8 +36,8 @@ class Rules:
     there are is the model's choice, see `jaxkv.sharding.fitted` and `layout`.
 
     streams: splits the streams of tables and buffers.
-    kv_heads: splits the heads of keys and values, what states are made of (`splits` of
-      `make_recurrent_cache`), and the weights of a model.
+    kv_heads: splits the heads of keys and values, query heads that look at one latent, what states
+      are made of (`splits` of `make_recurrent_cache`), and the weights of a model.
     cells: splits the cells of each stream, whose table stays whole.
     """
 

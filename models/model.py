@@ -20,6 +20,7 @@ from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.families import (
+    deepseek,
     falcon_h1,
     gemma3,
     granite_hybrid,
@@ -34,7 +35,16 @@ from models.text.tokenizer import Tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
     name: family
-    for family in (llama, gemma3, mamba2, granite_hybrid, recurrent_gemma, lfm2, falcon_h1)
+    for family in (
+        llama,
+        gemma3,
+        mamba2,
+        granite_hybrid,
+        recurrent_gemma,
+        lfm2,
+        falcon_h1,
+        deepseek,
+    )
     for name in family.ARCHITECTURES
 }
 """The model file of each architecture that can be run."""
@@ -301,8 +311,10 @@ def name_of(path: Any) -> str:
 
 def _check_layers(checkpoint: Checkpoint) -> None:
     """Refuse a config that leaves layers of the file out, or has more."""
-    wanted, held = checkpoint.config["num_hidden_layers"], checkpoint.layers()
-    if wanted != held:
+    config, held = checkpoint.config, checkpoint.layers()
+    wanted = config["num_hidden_layers"]
+    # DeepSeek V3 has layers after those that guess further tokens; they are not read.
+    if held not in (wanted, wanted + (config.get("num_nextn_predict_layers") or 0)):
         raise ModelError(
             f"{checkpoint.source} has tensors of {held} layers where its config says {wanted}; is "
             "the config that of another model?"
