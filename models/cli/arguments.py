@@ -351,6 +351,13 @@ def add_dtype(add: Callable[..., Any]) -> None:
         default="float32",
         help="of weights and memory (default: float32)",
     )
+    add(
+        "--cache-dtype",
+        choices=["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"],
+        help="of the memory alone; int8 and float8_e4m3fn store keys and values as codes of 8 bits "
+        "with scales, about a quarter of the bytes of float32, and leave states as they are "
+        "(default: that of the weights)",
+    )
 
 
 def add_devices(add: Callable[..., Any], what: str, there: str) -> None:

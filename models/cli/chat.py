@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     if args.load and args.system:
         raise InputError("--system is for a new conversation: it does not go with --load.")
     sampling, seed = read_sampling(args)
-    model = load_with_progress(args.model, args.dtype, None)
+    model = load_with_progress(args, None)
     speaker = Speaker(
         model=model,
         sampler=make_sampler(**sampling),
