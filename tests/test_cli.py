@@ -49,7 +49,8 @@ def run(small, monkeypatch, capsys):
     def loaded(name, **options):
         if name != "smollm2":
             return load(name, **options)
-        return replace(small, cache_dtype=options["cache_dtype"])
+        dtype = options["cache_dtype"]
+        return replace(small, cache_dtype=dtype) if dtype else small
 
     monkeypatch.setattr(command, "load", loaded)
 

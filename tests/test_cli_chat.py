@@ -61,7 +61,8 @@ def chat(folder, model, monkeypatch, capsys):
     def loaded(name, **options):
         if name != str(folder):
             return load(name, **options)
-        return replace(model, cache_dtype=options["cache_dtype"])
+        dtype = options["cache_dtype"]
+        return replace(model, cache_dtype=dtype) if dtype else model
 
     monkeypatch.setattr(generate, "load", loaded)
 

@@ -309,7 +309,7 @@ def assert_same_places(shapes, arrays):
     ("config", "message"),
     [
         ({}, "without vocab_size"),
-        ({"vocab_size": 40, "model_type": "bert"}, "is a 'bert' model; known are falcon_h1"),
+        ({"vocab_size": 40, "model_type": "bert"}, "is a 'bert' model; known are deepseek_v2"),
     ],
 )
 def test_a_config_alone_may_tell_too_little(config, message, tmp_path):
