@@ -142,6 +142,9 @@ def rotate(x: jax.Array, positions: jax.Array, rope: Rope | None) -> jax.Array:
     Returns:
       The shape and dtype of `x`; angles, sines and products are computed in float32.
 
+    Raises:
+      ValueError: when the shapes do not go together, or heads are smaller than the rope.
+
     Examples:
       A quarter turn of one pair, and the position 0, which leaves everything alone:
 
@@ -155,6 +158,12 @@ def rotate(x: jax.Array, positions: jax.Array, rope: Rope | None) -> jax.Array:
     if rope is None:
         return x
     pairs = len(rope.frequencies)
+    if np.shape(positions) != x.shape[:-2]:
+        raise ValueError(
+            f"wanted positions of the shape of x without its heads and their numbers, "
+            f"{x.shape[:-2]} for {x.shape}, got {np.shape(positions)}; a ubatch has tokens or "
+            f"embeddings, and the other is None"
+        )
     if x.shape[-1] < 2 * pairs:
         raise ValueError(f"a rope of {pairs} pairs needs heads of {2 * pairs}, got {x.shape[-1]}")
     frequencies = jnp.asarray(np.asarray(rope.frequencies, np.float32))

@@ -41,6 +41,23 @@ def test_what_is_no_integer_is_refused(wrong):
             use()
 
 
+def test_bounds_are_not_counted_from_the_end():
+    memory = filled(2, 1)
+    for use in (
+        lambda at: jaxkv.seq_rm(memory, 0, at),
+        lambda at: jaxkv.seq_rm(memory, [0, 1], [0, at]),
+        lambda at: jaxkv.seq_rm(memory, 0, 0, at),
+        lambda at: jaxkv.can_seq_rm(memory, 0, at),
+        lambda at: jaxkv.seq_cp(memory, 0, 1, at),
+        lambda at: jaxkv.seq_add(memory, 0, at, -1, 1),
+        lambda at: jaxkv.seq_div(memory, 0, 0, at, 2),
+    ):
+        with pytest.raises(ValueError, match=r"wanted p[01] from -1 to .*, got -2: .*beginning"):
+            use(-2)
+    traced = jax.jit(lambda at: jaxkv.seq_rm(memory, 0, at)[0])
+    assert_identical(traced(-2), traced(-1))
+
+
 def test_batches_of_other_integers():
     assert make_batch(np.array([1, 2], np.uint8), sequences=np.int64(1)).sequences.dtype == np.int32
     with pytest.raises(ValueError, match="wanted sequences from .* got 4294967296"):

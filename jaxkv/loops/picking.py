@@ -45,7 +45,8 @@ def begin(
     Args:
       sampler: what adjusts logits, see `jaxkv.loops.sampling`.
       memory: the memory after the prompts.
-      logits: `[T, V]`, those of the last token of each prompt.
+      logits: `[T, V]`, a row for each text: those of the last token of its prompt, so that several
+        texts of one prompt have that row each (`jnp.repeat`).
       stop: the tokens that end a text, see `decode`.
       sequences: `[T]` int32, where each text stands; by default 0, 1, 2 and so on.
       limit: `[]` or `[T]` int32, how many tokens of each may be picked, this one included.
