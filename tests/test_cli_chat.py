@@ -99,12 +99,14 @@ def test_commands_in_a_pipe(chat, tmp_path):
         assert line in err.splitlines()
     assert re.search(r"^saved 2 conversations in .*, 0\.\d MB$", err, re.M)
     assert re.search(r"^memory: 13 of 96 cells used, 0\.\d MB, 2 of 4 conversations$", out, re.M)
+    assert "kept: 1 of 8 texts, 9 cells more" in out.splitlines()
     assert re.search(r"^owner +\+ +\.$", out, re.M) and "owner 0 is main, 1 is b" in out
 
     status, out, err = chat("two\n/stats\n", "--load", file)
     assert (status, out.splitlines()[0]) == (0, plainly[1])
     assert "loaded 2 conversations: main, b" in err and "b: 1 turn, the last one: one" in err
-    assert "computed: 13 tokens in all" in out  # of the new turn alone: 9 and 4
+    # Of the new turn alone: 9 and 4, of which the template's 3 were kept, with what was undone.
+    assert "computed: 10 tokens in all, and 3 found in what was kept" in out
 
 
 def test_another_answer_is_drawn_anew(chat):
@@ -265,7 +267,7 @@ def test_a_talk_in_a_terminal(folder, tmp_path):
         [sys.executable, *command], input="go on\n/stats\n", env=env, capture_output=True, text=True
     )
     assert done.returncode == 0 and "main: 2 turns, the last one: go on" in done.stdout
-    assert re.search(r"^computed: 1\d tokens in all$", done.stdout, re.M)
+    assert re.search(r"^computed: 1\d tokens in all, and 0 found", done.stdout, re.M)
     assert "\x1b" not in done.stdout + done.stderr
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
-from models.chat.speaker import OnFull
+from models.chat.speaker import HOLDERS, OnFull
 from models.cli.numbers import bytes_of, mesh_sizes, number, whole
 from models.room import Streams
 
@@ -210,6 +210,15 @@ def add_conversations(add: Callable[..., Any]) -> None:
         default=4,
         metavar="N",
         help="the most conversations, forks included (default: 4)",
+    )
+    add(
+        "--holders",
+        type=whole(1, 2**10),
+        default=HOLDERS,
+        metavar="N",
+        help="the most texts that are kept beside them, for /undo, /retry and conversations that "
+        "begin alike; they give way where cells are needed, and each takes the states of a text "
+        f"where layers are recurrent (default: {HOLDERS})",
     )
     add(
         "--on-full",

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     chat = speaker.begin(
         conversations=args.conversations,
         cells=args.cells or min(CELLS, longest),
+        holders=args.holders,
         system=args.system,
     )
     with compiling() as progress:
