@@ -6,6 +6,7 @@ Most tests run tiny models whose tokens are letters: what they say makes no sens
 import io
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -37,6 +38,7 @@ DATA = Path(__file__).parent / "data"
 CELLS = 64  # mostly: what is compiled for one size is shared
 
 
+@cache
 def tiny(name):
     """A model of the test data that speaks in letters, with a template of few."""
     model = models.load(DATA / name)
@@ -359,7 +361,10 @@ def test_what_is_kept_is_gone_back_to(name, tmp_path):
     """Turns longer than a window holds, whose states are gone: what is kept is never computed."""
     speaker = Speaker(model=tiny(name), max_tokens=4, ubatch_size=16)
     chat = speaker.begin(conversations=2, cells=900, holders=6, system="s" * 40)
-    chat = said(speaker, edits.drop(said(speaker, chat, "Hello"), "main"), "You")
+    for i in range(20):
+        chat = said(speaker, chat, f"Turn {i}")
+    assert chat.computed == chat.held == len(chat.now.tokens) - 1 and chat.reused == 0
+    chat = said(speaker, edits.drop(chat, "main"), "You")
     assert chat.spent.read <= chat.now.turns[0].asked - chat.now.frame.keep
     chat = edits.drop(chat, "main")
     for letter in "1234":
@@ -392,6 +397,25 @@ def test_what_is_kept_is_gone_back_to(name, tmp_path):
 @pytest.fixture(scope="module", params=STATEFUL)
 def stateful(request):
     return Speaker(model=tiny(request.param), max_tokens=4, ubatch_size=16)
+
+
+@pytest.mark.slow
+def test_what_a_window_lost_is_computed_anew_without_what_was_forgotten():
+    """As a conversation would be that never had the passage."""
+    speaker = Speaker(model=tiny("gemma3"), max_tokens=4, ubatch_size=16)
+    begun = speaker.begin(conversations=2, cells=900, holders=6, system="sys")
+    chat = slide(said(speaker, copied(begun), "1" * 30, "2" * 30))
+    for letter in "34567":
+        chat = said(speaker, chat, letter * 150)
+    for _ in range(4):
+        chat, _ = edits.undo(chat)
+    now = chat.now
+    assert chat.held == 0 < now.gap
+    rest = now.tokens[: now.frame.keep] + now.tokens[now.frame.keep + now.gap :]
+    never = begun.going_on(replace(begun.now.ask("", rest), frame=now.frame), begun.memory)
+    (chat, found), (_, wanted) = (speaker._read_message(one) for one in (chat, never))
+    assert chat.held == len(now.tokens)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 @pytest.mark.slow
