@@ -421,7 +421,10 @@ def test_what_a_window_lost_is_computed_anew_without_what_was_forgotten():
 @pytest.mark.slow
 def test_a_full_memory_of_states_keeps_what_is_gone_back_to(stateful):
     """What shares the cells of the conversation would free none; what was taken back does."""
-    chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One", "2" * 30)
+    chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One")
+    again, why = edits.unanswered(said(stateful, copied(chat), "Two"))
+    assert why == "" and again.held == chat.held  # a short message is one pass as well
+    chat = said(stateful, chat, "2" * 30)
     full = said(stateful, copied(chat), "3" * 30)
     assert full.now.turns[-1].finish == "full"
     back, why = edits.undo(full)
@@ -464,6 +467,10 @@ def test_a_saved_chat_goes_on_with_nothing_computed(speaker, twice, tmp_path):
     assert (loaded.conversations, loaded.current) == (chat.conversations, "main")
     assert loaded.computed == 0 and loaded.held == twice.held
     assert tell(speaker, loaded) == tell(speaker, twice)
+    undone, _ = edits.undo(said(speaker, loaded, "3" * 30))
+    save(tmp_path / "undone", undone, speaker.model)
+    few = load(tmp_path / "undone", speaker.begin(conversations=2, cells=32), speaker.model)
+    assert few.now == undone.now and few.held == undone.held and not few.store.texts
     info = snapshot.inspect(path)
     assert info.model == fingerprint(speaker.model)
     assert info.sequences == (0, 1, *(text.holder for text in twice.store.texts))

@@ -58,7 +58,8 @@ def chat(folder, model, monkeypatch, capsys):
     load = generate.load
 
     def loaded(name, **options):
-        return model if name == str(folder) else load(name, **options)
+        alone = name == str(folder) and options["mesh"] is None
+        return model if alone else load(name, **options)
 
     monkeypatch.setattr(generate, "load", loaded)
 
@@ -109,6 +110,17 @@ def test_commands_in_a_pipe(chat, tmp_path):
     assert "computed: 10 tokens in all, and 3 found in what was kept" in out
 
 
+@pytest.mark.slow
+def test_a_mesh_of_devices_talks_as_one_does(chat, tmp_path):
+    """What is said, held, kept and computed, but for how long it took."""
+    talk = "one\n/fork b\nelse\n/retry\n/undo\n/switch b\ntwo\n/undo\nthree\n/show\n/stats\n"
+    told = [chat(talk, *options)[1] for options in ((), ("--mesh", "data=1,tensor=2"))]
+    one, several = (re.sub(r"last answer: .*", "", out) for out in told)
+    assert one == several and "found in what was kept" in one
+    status, _, err = chat(f"one\n/save {tmp_path / 'chat'}\n", "--mesh", "tensor=2")
+    assert status == 2 and "one on a mesh is saved and restored by Orbax" in err
+
+
 def test_another_answer_is_drawn_anew(chat):
     """It is the one that the next seed gives."""
     drawn = "--temperature", 30, "--top-k", 0, "--top-p", 1, "--min-p", 0
@@ -146,6 +158,7 @@ def test_help_names_every_command(chat):
         ("/load /nowhere/x\n", (), "/nowhere/x cannot be read: No such file or directory."),
         ("", ("--load", "/nowhere/x"), "/nowhere/x cannot be read: No such file"),
         ("", ("--load", "x", "--system", "y"), "--system is for a new conversation"),
+        ("", ("--load", "x", "--mesh", "tensor=2"), "--load does not go with --mesh"),
         ("", ("--conversations", 0), "--conversations: wanted a whole number from 1"),
         ("", ("--on-full", "guess"), "--on-full: invalid choice: 'guess'"),
     ],

@@ -89,7 +89,7 @@ def spend(chat: Chat, **more: float) -> Chat:
 
 
 def has_states(memory: jaxkv.Memory) -> bool:
-    """Return whether a memory, or its shapes, has recurrent states."""
+    """Return whether a memory has recurrent states."""
     return memory.table.facts.rollback is not None
 
 
@@ -219,9 +219,14 @@ def unanswered(chat: Chat) -> tuple[Chat, str]:
 def taken_back(chat: Chat, length: int) -> tuple[Chat, str]:
     """Take the current conversation back to its first tokens in the memory.
 
+    Args:
+      chat: its current conversation has a turn.
+      length: how many they are, those before that turn or more.
+
     Returns:
       The chat, whose memory holds at most `length` of its tokens: all of them where the memory
-      grants the cut, else what was kept; and why it lost some of them, nothing if it did not.
+      grants the cut, else what was kept; and why it lost some from before the turn, nothing if it
+      did not.
     """
     memory, now = chat.memory, chat.now
     end = now.place(length)
@@ -232,8 +237,9 @@ def taken_back(chat: Chat, length: int) -> tuple[Chat, str]:
         return replace(chat, memory=cut), ""
     chat = replace(chat, memory=jaxkv.seq_rm(memory, now.sequence)[0])
     chat, miss = recall(chat, length)
-    # What was kept before a turn lacks the token that was picked last, which was not computed yet.
-    if held_in(chat.memory, now.sequence) >= end - 1:
+    # What was kept before the turn lacks the token that was picked last, which was not computed
+    # yet; and a short message takes no longer than a token.
+    if held_in(chat.memory, now.sequence) >= now.place(now.turns[-1].start) - 1:
         return chat, ""
     return chat, f"{' and '.join(_refusals(memory, now.sequence, end))}, and {NOT_KEPT[miss]}"
 

@@ -84,17 +84,16 @@ class Speaker:
           ChatError: when the memory cannot slide and is asked to.
         """
         frame = frame_of(self.model.tokenizer, instructions(system))
-        shapes = self.model.memory_shapes(cells=1)
-        if has_states(shapes) and self.on_full == "slide":
-            raise ChatError(
-                "a recurrent state cannot forget what it has seen: leave --on-full slide out."
-            )
         memory = make_with_room(
             self.model.make_memory,
             cells=cells,
             sequences=conversations + holders,
             ubatch_size=self.ubatch_size,
         )
+        if has_states(memory) and self.on_full == "slide":
+            raise ChatError(
+                "a recurrent state cannot forget what it has seen: leave --on-full slide out."
+            )
         first = Conversation(sequence=0, frame=frame, system=system)
         store = prefix.make_store(memory, holders=range(conversations, conversations + holders))
         return Chat(memory=memory, store=store, conversations={MAIN: first})
@@ -113,7 +112,7 @@ class Speaker:
         jobs.append(lambda: self._decode(chat.memory, idle)[0])
         memory = compile_all(jobs, tell)[-1]
         chat = replace(chat, memory=prefix.warm_up(memory, chat.store))
-        blank = jnp.zeros(logits.shape, logits.dtype)
+        blank = jnp.zeros(logits.shape, logits.dtype, device=self.model.logits_sharding)
         # The small programs, and what edits ask.
         begun = self._begin(memory, blank, chat.now, 0, limit=0), chat.held
         return replace(chat, memory=jax.block_until_ready((chat.memory, begun))[0])

@@ -86,6 +86,11 @@ def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_conversations(one.add_argument)
     add_sampling(one.add_argument, temperature=0.8)
     add_dtype(one.add_argument)
+    add_devices(
+        one.add_argument,
+        "run on several devices, as tensor=2 does on two",
+        "A processor has one device, or as many as JAX_NUM_CPU_DEVICES says (default: one device)",
+    )
 
 
 def add_inspect(add_command: Callable[..., argparse.ArgumentParser]) -> None:
