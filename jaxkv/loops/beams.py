@@ -20,7 +20,7 @@ from jaxkv.loops.state import ends
 from jaxkv.memory import Facts, Memory, check_once, join, split
 from jaxkv.places import count, integers, is_concrete, is_traced
 from jaxkv.planning.step import plan_next
-from jaxkv.tables import whole
+from jaxkv.tables import program, whole
 from jaxkv.verbs.edit import seq_rm, seq_select
 from jaxkv.verbs.room import within_streams
 
@@ -229,7 +229,12 @@ def _settled(
     memory = seq_select(memory, sequences[jnp.argmax(shared, axis=1)], sequences)
     memory, cut = seq_rm(memory, sequences, begins + held)
     # A state that is not kept is not cut back to; a window may have let go of what is seen there.
-    table, _ = split(memory)
-    cut &= jax.vmap(table.can_resume)(sequences, begins + held)
+    cut &= _can_go_on(split(memory)[0], sequences, begins + held)
     memory, _ = seq_rm(memory, sequences, 0, jnp.where(cut, 0, -1))  # from 0 to 0 is nothing
     return memory, jnp.where(cut, held, -1)
+
+
+@program
+def _can_go_on(table: Any, sequences: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return which sequences can go on at the positions given for them; `[W]` bool."""
+    return jax.vmap(table.can_resume)(sequences, positions)
