@@ -389,3 +389,15 @@ def test_ropes_that_turn_nothing_or_are_not_finite():
     ):
         with pytest.raises(ValueError, match="wanted"):
             use()
+
+
+def test_steps_and_searches_that_have_nothing_to_begin_with():
+    memory = jaxkv.make_kv_cache(**ONE, cells=4)
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([1, 2])).ubatches
+    with pytest.raises(ValueError, match="wanted count of at least 1, got 0"):
+        jaxkv.steps_to_keep(ubatch, 0)
+    none = np.zeros((1, 0), int)
+    with pytest.raises(ValueError, match="wanted a token at least"):
+        jaxkv.plan_tokens(memory, none, [0], none.astype(bool))
+    with pytest.raises(ValueError, match="got nothing in sequence 0: pass sequences="):
+        jaxkv.loops.beam(None, None, memory, np.zeros(4, np.float32), width=1, steps=1)
