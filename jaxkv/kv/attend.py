@@ -60,6 +60,8 @@ def attend(
     held = _layer_of(buffers, layer)
     new = () if k is None and v is None else _checked(ubatch, held, k, v)
     _check_array("q", q)
+    if sinks is not None:
+        _check_array("sinks", sinks)
     heads, size = held[0].shape[1], held[0].shape[3]
     if (
         q.ndim != 4
@@ -111,6 +113,8 @@ def _layer_of(buffers: Buffers, layer: int) -> Held:
 def _check_array(name: str, x: Any) -> None:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"wanted an array for {name}, got {type(x)}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"wanted floats for {name}, got {x.dtype}")
 
 
 def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, ...]:
@@ -143,6 +147,8 @@ def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, ...
 
 def _checked_until(until: Any, ubatch: Ubatch, causal: bool) -> jax.Array | None:
     """Return the last position that each token sees, `[R, T]` int32."""
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"wanted causal as True or False, known while tracing, got {causal!r}")
     if until is None:
         return None
     if not causal:

@@ -85,20 +85,25 @@ def begin(
     none = np.zeros(logits.shape[0], np.int32)
     options = {"limit": limit, "sampler": a_sampler(sampler), "seed": seed, "prompts": prompts}
     state = resume(memory, none, sequences, **options)
-    _check_begun(memory, state)
+    check_begun(split(memory)[0], state.sequence, state.active)
     return pick_first(split(memory)[0], sampler, logits, stops(stop, len(none)), state)
 
 
-def _check_begun(memory: Memory, state: DecodeState) -> None:
-    """Raise if a text that goes on has a sequence without a prompt, where that is known."""
-    table, _ = split(memory)
-    if is_traced(table, state):
+def check_begun(table: Any, sequences: Any, active: Any) -> None:
+    """Raise if a text that goes on has a sequence without a prompt, where that is known.
+
+    Args:
+      table: of the memory.
+      sequences: `[T]` int32, where the texts stand.
+      active: `[T]` bool, those that go on.
+    """
+    if is_traced(table, sequences, active):
         return
-    empty = np.asarray(state.active & (_ends(table)[state.sequence] < 0))
+    empty = np.asarray(active & (_ends(table)[sequences] < 0))
     if empty.any():
         raise ValueError(
             f"wanted the prompt of each text in its sequence, got nothing in sequence "
-            f"{np.asarray(state.sequence)[empty][0]}: pass sequences=, where the texts stand"
+            f"{np.asarray(sequences)[empty][0]}: pass sequences=, where the texts stand"
         )
 
 

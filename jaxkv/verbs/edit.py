@@ -196,6 +196,8 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
     """
     table, buffers = split(memory)
     ids = pairs(table, parents, sequences)
+    if not np.size(ids[1]):
+        return memory
     if within_streams(table.facts, *ids):
         return join(_select(table, *ids), buffers)
     if table.facts.in_groups and not is_traced(table, ids):
