@@ -155,6 +155,7 @@ def rotate(x: jax.Array, positions: jax.Array, rope: Rope | None) -> jax.Array:
 
     Raises:
       ValueError: when the shapes do not go together, or heads are smaller than the rope.
+      TypeError: when `x` is not of floats.
 
     Examples:
       A quarter turn of one pair, and the position 0, which leaves everything alone:
@@ -168,6 +169,8 @@ def rotate(x: jax.Array, positions: jax.Array, rope: Rope | None) -> jax.Array:
     """
     if rope is None:
         return x
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"wanted queries or keys of floats, got {x.dtype}")
     pairs = len(rope.frequencies)
     if np.shape(positions) != x.shape[:-2]:
         raise ValueError(
