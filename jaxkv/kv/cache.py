@@ -284,9 +284,9 @@ def make_kv_cache(
     copies all layers, and a derivative by the buffers is as large as all of them at each layer.
     `implementation="xla"`, `"cudnn"` or `"whole"` and `view` copy a layer before they read it, and
     what jaxkv chooses on a GPU without its kernel may; on a processor tiles alone are read, also
-    where all cells in one product would be faster. With jax before 0.12, on a processor a write to
-    bfloat16 or float8 goes over all layers: take float32, float16 or int8 there. There are figures
-    in `docs/performance.md`.
+    where all cells in one product would be faster. Writes go over all layers in bfloat16 and
+    float8 on a processor with jax before 0.12, where float32, float16 or int8 do not; and on a TPU
+    where heads have less than 128 numbers. There are figures in `docs/performance.md`.
 
     Raises:
       TypeError: when a count is no integer.
