@@ -171,6 +171,7 @@ def test_verbs(kind):
             "groups-window",
             "groups-contiguous-full-and-window",
             "striped-split-full-and-window",
+            "groups-tiled-full-and-window",
         ],
     ),
 )
