@@ -9,6 +9,7 @@ names.
 """
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -100,7 +101,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=6, help="turns of each case")
     parser.add_argument("--only", nargs="+", default=[""], help="words in the names of cases")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="of all cores, where others use the machine"
+    )
     args = parser.parse_args()
+    clock = time.process_time if args.processor_time else time.perf_counter
     machine.main()
     model, n = models.load(), args.positions
     full = [n - 32] * 8
@@ -115,7 +120,7 @@ def main() -> None:
 
     striped = partial(case, full[:1], [0], 1, placement="striped", shards=4)
     busy = partial(case, full, range(8), grown=n // 4)
-    forks = partial(busy, shared=n // 2)
+    forks = partial(busy, shared=7 * n // 8, grown=n // 16)
 
     cases = {
         **{f"8 busy, streams {s}": busy(s) for s in (1, 2, 4, 8)},
@@ -142,7 +147,10 @@ def main() -> None:
     }
     print(f"SmolLM2-135M float32, {n - 32} positions of {n} cells a sequence; milliseconds a step:")
     took = turns.take_turns(
-        {name: turns.milliseconds(one.run, repeats=args.steps) for name, one in cases.items()},
+        {
+            name: turns.milliseconds(one.run, repeats=args.steps, clock=clock)
+            for name, one in cases.items()
+        },
         args.rounds,
     )
     middle = turns.table(took)
