@@ -9,7 +9,6 @@ names.
 """
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -101,11 +100,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=6, help="turns of each case")
     parser.add_argument("--only", nargs="+", default=[""], help="words in the names of cases")
-    parser.add_argument(
-        "--processor-time", action="store_true", help="of all cores, where others use the machine"
-    )
     args = parser.parse_args()
-    clock = time.process_time if args.processor_time else time.perf_counter
     machine.main()
     model, n = models.load(), args.positions
     full = [n - 32] * 8
@@ -147,10 +142,7 @@ def main() -> None:
     }
     print(f"SmolLM2-135M float32, {n - 32} positions of {n} cells a sequence; milliseconds a step:")
     took = turns.take_turns(
-        {
-            name: turns.milliseconds(one.run, repeats=args.steps, clock=clock)
-            for name, one in cases.items()
-        },
+        {name: turns.milliseconds(one.run, repeats=args.steps) for name, one in cases.items()},
         args.rounds,
     )
     middle = turns.table(took)

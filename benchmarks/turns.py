@@ -30,11 +30,7 @@ def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
 
 
 def milliseconds(
-    work: Callable[[], object],
-    *,
-    repeats: int = 1,
-    units: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
+    work: Callable[[], object], *, repeats: int = 1, units: int = 1
 ) -> Callable[[], float]:
     """Make a side of some work: the milliseconds of a unit, results awaited.
 
@@ -43,18 +39,16 @@ def milliseconds(
       repeats: how often in a turn. With more than one it is done once before, uncounted, so that
         what the sides before it left in the processor's caches is gone.
       units: how many there are in one piece of work, such as tokens.
-      clock: what tells the seconds. `time.process_time` counts those of this process on all cores,
-        which others on the machine disturb less.
     """
 
     def side() -> float:
         if repeats > 1:
             jax.block_until_ready(work())
-        start = clock()
+        start = time.perf_counter()
         for _ in range(repeats):
             done = work()
         jax.block_until_ready(done)
-        return 1e3 * (clock() - start) / repeats / units
+        return 1e3 * (time.perf_counter() - start) / repeats / units
 
     return side
 
