@@ -4,11 +4,12 @@ Run `python -m benchmarks.modes`: whole decode steps of SmolLM2 in float32, one 
 sequence that takes part; and of Gemma 3, where its weights are installed, with cells for its
 windows alone and for the whole text in every layer. All cases take turns in one run, there and
 back, so that ratios hold on a machine whose speed drifts. Peers are not compared here, only the
-modes with each other.
+modes with each other. `--only busy forks` takes the cases that have one of these words in their
+names.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,24 +23,39 @@ from benchmarks import machine, turns
 
 
 class Case:
-    """A memory with sequences of given lengths, of which some take part in a step."""
+    """A memory with sequences of given lengths, of which some take part in a step.
+
+    The first `shared` tokens of all are the same, in the same cells if in one pool. The last ones,
+    `grown`, came side by side, as they do where texts go on together.
+    """
 
     def __init__(
         self,
         model: models.Model,
         lengths: Sequence[int],
         active: Sequence[int],
+        *,
+        shared: int = 0,
+        grown: int = 0,
         **options: Any,
     ):
         self.model, self.active = model, jnp.asarray(active, jnp.int32)
         memory = model.make_memory(sequences=len(lengths), **options)
-        # The table is all that counts for time: the buffers stay zeros.
-        for seq, length in enumerate(lengths):
-            if not length:
-                continue
-            batch = jaxkv.make_batch(np.zeros(length, np.int32), sequences=seq)
+
+        def fed(memory: Any, sequences: Sequence[int]) -> Any:
+            # The table is all that counts for time: the buffers stay zeros.
+            batch = jaxkv.make_batch(np.zeros(len(sequences), np.int32), sequences=sequences)
             for ubatch in jaxkv.init_batch(memory, batch).check().ubatches:
                 memory = jaxkv.apply(memory, ubatch)
+            return memory
+
+        if shared:
+            memory = jaxkv.seq_cp(fed(memory, [0] * shared), 0, [*range(1, len(lengths))])
+        for seq, length in enumerate(lengths):
+            if length:
+                memory = fed(memory, [seq] * (length - shared - grown))
+        if grown:
+            memory = fed(memory, [*range(len(lengths))] * grown)
         self.table, self.buffers = jaxkv.split(memory)
 
         @partial(jax.jit, donate_argnames="buffers")
@@ -62,7 +78,7 @@ class Case:
         return self.token
 
 
-def windowed(positions: int) -> dict[str, Case]:
+def windowed(positions: int) -> dict[str, Callable[[], Case]]:
     """Gemma 3 with one sequence, in caches of both sizes."""
     try:
         model = models.load("gemma3")
@@ -71,8 +87,8 @@ def windowed(positions: int) -> dict[str, Case]:
         return {}
     case = partial(Case, model, [positions - 32], [0], cells=positions)
     return {
-        "Gemma 3, cells for its windows": case(full_windows=False),
-        "Gemma 3, cells for all": case(full_windows=True),
+        "Gemma 3, cells for its windows": partial(case, full_windows=False),
+        "Gemma 3, cells for all": partial(case, full_windows=True),
     }
 
 
@@ -83,6 +99,7 @@ def main() -> None:
     parser.add_argument("--windowed", type=int, default=8192, help="positions of Gemma 3")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=6, help="turns of each case")
+    parser.add_argument("--only", nargs="+", default=[""], help="words in the names of cases")
     args = parser.parse_args()
     machine.main()
     model, n = models.load(), args.positions
@@ -91,14 +108,21 @@ def main() -> None:
 
     def case(
         lengths: Sequence[int], active: Sequence[int], streams: int, of: int = 8, **options: Any
-    ) -> Case:
+    ) -> Callable[[], Case]:
         """Deal the same cells out among streams, n for each of so many sequences."""
-        return Case(model, lengths, active, streams=streams, cells=of * n // streams, **options)
+        cells = of * n // streams
+        return partial(Case, model, lengths, active, streams=streams, cells=cells, **options)
 
     striped = partial(case, full[:1], [0], 1, placement="striped", shards=4)
+    busy = partial(case, full, range(8), grown=n // 4)
+    forks = partial(busy, shared=7 * n // 8, grown=n // 16)
 
     cases = {
-        **{f"8 busy, streams {s}": case(full, range(8), s) for s in (1, 2, 4, 8)},
+        **{f"8 busy, streams {s}": busy(s) for s in (1, 2, 4, 8)},
+        "8 busy, streams 1, tiled": busy(1, placement="tiled"),
+        "8 forks, streams 1": forks(1),
+        "8 forks, streams 1, tiled": forks(1, placement="tiled"),
+        "8 forks, streams 8": forks(8),
         **{f"sequences 0 1 2 of 8, streams {s}": case(full, [0, 1, 2], s) for s in (1, 2, 4, 8)},
         "sequences 0 2 5 of 8, streams 8": case(full, [0, 2, 5], 8),
         "3 streams, no others": case(full[:3], range(3), 3, of=3),
@@ -110,7 +134,11 @@ def main() -> None:
         "1 alone, pool x 16": case(full[:1], [0], 1, of=16),
         "1 alone, pool x 1, striped": striped(of=1),
         "1 alone, pool x 16, striped": striped(of=16),
+        "sequences 0 1 2 of 8, streams 1, tiled": case(full, [0, 1, 2], 1, placement="tiled"),
         **windowed(args.windowed),
+    }
+    cases = {
+        name: make() for name, make in cases.items() if any(word in name for word in args.only)
     }
     print(f"SmolLM2-135M float32, {n - 32} positions of {n} cells a sequence; milliseconds a step:")
     took = turns.take_turns(
@@ -120,6 +148,11 @@ def main() -> None:
     middle = turns.table(took)
     for one, other in [
         *((f"8 busy, streams {s}", "8 busy, streams 1") for s in (2, 4, 8)),
+        ("8 busy, streams 1", "8 busy, streams 8"),
+        ("8 busy, streams 1, tiled", "8 busy, streams 8"),
+        ("8 forks, streams 1", "8 forks, streams 8"),
+        ("8 forks, streams 1, tiled", "8 forks, streams 8"),
+        ("sequences 0 1 2 of 8, streams 1, tiled", "sequences 0 1 2 of 8, streams 8"),
         *(
             (f"sequences 0 1 2 of 8, streams {s}", "sequences 0 1 2 of 8, streams 1")
             for s in (2, 4, 8)
@@ -133,8 +166,9 @@ def main() -> None:
         ("1 alone, pool x 16, striped", "1 alone, pool x 16"),
         ("Gemma 3, cells for all", "Gemma 3, cells for its windows"),
     ]:
-        if one in middle:
-            print(f"  {one}  /  {other}: {middle[one] / middle[other]:.2f}")
+        if one in middle and other in middle:
+            ratio = np.median(np.divide(took[one], took[other]))  # turn by turn
+            print(f"  {one}  /  {other}: {ratio:.2f}")
 
 
 if __name__ == "__main__":

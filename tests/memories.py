@@ -90,6 +90,7 @@ class Kind:
                 self.sequences,
                 contiguous=self.placement == "contiguous",
                 shards=self.shards or 1,
+                tiled=self.placement == "tiled",
                 streams=self.streams,
                 window=window and (window.rule, window.width),
             )
@@ -143,12 +144,21 @@ GROUPS_STRIPES = Kind(
     shards=3,
     windows=(jaxkv.window.sliding(3),),
 )
+TILES = Kind("tiled", cells=16, sequences=4, placement="tiled")
+GROUPS_TILES = Kind(
+    "groups-tiled-full-and-window",
+    cells=16,
+    sequences=4,
+    streams=2,
+    placement="tiled",
+    windows=(None, jaxkv.window.sliding(3)),
+)
 RUNS_WIDE = Kind("contiguous-two-owner-words", cells=40, sequences=40, placement="contiguous")
 CODES = Kind("groups-int8", cells=10, sequences=4, streams=2, dtype="int8")
 STACKED = Kind("stacked-groups", cells=10, sequences=4, streams=2, stacked=True)
 KINDS = [SMALL, RUNS, WIDE, STRIPES]
 ALL_KINDS = [*KINDS, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS, GROUPS_WINDOW, GROUPS_RUNS]
-ALL_KINDS += [STRIPES_SPLIT, GROUPS_STRIPES, STACKED]
+ALL_KINDS += [STRIPES_SPLIT, GROUPS_STRIPES, TILES, GROUPS_TILES, STACKED]
 
 WIDTH = 8
 """Tokens of a row where all sequences are told something at once."""

@@ -46,6 +46,7 @@ KNOWN_BY = {
     "jaxkv/kv/slots.py": "arguments traps ollama window streams groups refusals going_back stale "
     "evictions stateful recurrent_ubatches every_argument",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
+    "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/transfer.py": "groups stateful every_argument",
     "jaxkv/kv/arrivals.py": "groups stateful every_argument",
     "jaxkv/recurrent/s*.py": "arguments groups invariants recurrent recurrent_going_back "

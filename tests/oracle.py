@@ -90,6 +90,7 @@ class Oracle:
     """`streams` streams of `size` cells, among which sequences are dealt out in equal runs.
 
     order: the cells in the order in which they are taken.
+    tiles: the cells of each tile, where sequences may have tiles for themselves.
     cells: the cells in use; one without an entry is free.
     rows: what the buffers hold for a cell, whether it is in use still or not.
     written: how often that was written, rotated or replaced.
@@ -103,6 +104,7 @@ class Oracle:
         *,
         contiguous: bool = False,
         shards: int = 1,
+        tiled: bool = False,
         streams: int = 1,
         window: tuple[str, int] | None = None,
     ) -> None:
@@ -110,6 +112,7 @@ class Oracle:
         self.sequences = sequences
         self.contiguous = contiguous
         self.order = _in_turn(size, shards)
+        self.tiles = _tiles(size) if tiled else []
         self.streams = streams
         self.window = window
         self.cells: dict[Place, Cell] = {}
@@ -260,7 +263,7 @@ class Oracle:
                 for source in copied[parent]
             ]
             usable = [index for index in self.usable(stream) if (stream, index) not in sources]
-            found = self._find(usable, len(wanted))
+            found = self._find(self._whole_first(stream, usable), len(wanted))
             if found is None:
                 self.cells, self.lost = before.cells, before.lost
                 return False
@@ -285,6 +288,17 @@ class Oracle:
             return usable[:count] if count <= len(usable) else None
         runs = [range(i, i + count) for i in range(self.size - count + 1)]
         return next((list(run) for run in runs if set(run) <= set(usable)), None)
+
+    def _whole_first(self, stream: int, usable: list[int]) -> list[int]:
+        """Usable cells with those of tiles that are usable as a whole first; hidden ones last."""
+        whole = [index for tile in self.tiles if set(tile) <= set(usable) for index in tile]
+        order = [*whole, *(index for tile in self.tiles for index in tile if index not in whole)]
+
+        def rank(index: int) -> tuple[int, int]:
+            cell = self.cells.get((stream, index))
+            return (cell.position if cell else -1, order.index(index))
+
+        return sorted(usable, key=rank) if self.tiles else usable
 
     def _copy_stream(self, src: int, dst: int, p0: int, p1: int) -> None:
         """Replace a stream by a range of another. Rows are copied as they lie, dead ones too."""
@@ -386,6 +400,17 @@ class Oracle:
         used = self.size - len(free)
         sources = [index for index in self.order[used:] if index not in free]
         gaps = [index for index in self.order[:used] if index in free]
+        if self.tiles:
+            begun = [tile for tile in self.tiles if not set(tile) <= set(free)]
+            last = [tile for tile in self.tiles[len(begun) :] if tile in begun]
+            empty = [tile for tile in self.tiles[: len(begun)] if tile not in begun]
+            pairs = [
+                pair
+                for one, other in zip(last, empty, strict=True)
+                for pair in zip(one, other, strict=True)
+                if pair[0] not in free
+            ]
+            sources, gaps = [one for one, _ in pairs], [other for _, other in pairs]
         runs: list[Move] = []
         for source, gap in zip(sources, gaps, strict=True):
             if runs and (source, gap) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
@@ -560,11 +585,40 @@ class Oracle:
             if self.contiguous:
                 found = self._find(usable, len(mine)) or []
                 reason = "FRAGMENTED" if len(usable) >= len(mine) else "NO_ROOM"
+            elif self.tiles:
+                mine.sort(key=lambda token: token.sequence)
+                found, reason = self._in_tiles(stream, mine), "NO_ROOM"
             else:
                 found, reason = usable[: len(mine)], "NO_ROOM"
             slots |= {token: (stream, i) for token, i in zip(mine, found, strict=False)}
             unplaced += [(token, reason) for token in mine[len(found) :]]
         return [slots[token] for token in tokens if token in slots], unplaced
+
+    def _in_tiles(self, stream: int, tokens: list[Token]) -> list[int]:
+        """Cells for tokens in the order of their sequences, as many as there are.
+
+        First each sequence gets what is free where it is alone, and tiles in which nobody is; then
+        those that got none get what is left.
+        """
+        free, hidden = self.free(stream), self.hidden(stream)
+        owners = {
+            tile: set().union(*(self.cells[stream, i].owners for i in tile if i not in free))
+            for tile in self.tiles
+        }
+        empty = [tile for tile in self.tiles if set(tile) <= set(free)]
+        found: dict[Token, int] = {}
+        for seq in sorted({token.sequence for token in tokens}):
+            mine = [tile for tile in self.tiles if owners[tile] == {seq}]
+            room = [index for tile in mine for index in tile if index in free]
+            for token in [token for token in tokens if token.sequence == seq]:
+                if not room and empty:
+                    room = [*empty.pop(0)]
+                if room:
+                    found[token] = room.pop(0)
+        others = [token for token in tokens if token not in found]
+        left = [index for index in free if index not in found.values()] + hidden
+        found |= zip(others, left, strict=False)
+        return [found[token] for token in tokens if token in found]
 
     def fits(self, part: Part) -> bool:
         """Whether the streams of a part are still as they were when it was planned."""
@@ -672,6 +726,13 @@ def _in_turn(size: int, shards: int) -> list[int]:
             order += cells[:stripe]
             del cells[:stripe]
     return order
+
+
+def _tiles(size: int) -> list[tuple[int, ...]]:
+    """Cut cells into tiles, of which there are four or more if they can be cut at all."""
+    fits = (n for n in (64, 32, 16, 8, 4, 2, 1) if size % n == 0 and (4 * n <= size or n == 1))
+    tile = next(fits)
+    return [(*range(i, i + tile),) for i in range(0, size, tile)]
 
 
 def _in_range(position: int, p0: int, p1: int) -> bool:

@@ -90,6 +90,16 @@ KINDS = [
         windows=(near,),
         axes=(("data", 2), ("cells", 2)),
     ),
+    OnMesh("tiled", cells=16, sequences=4, placement="tiled", axes=(("tensor", 2), ("cells", 2))),
+    OnMesh(
+        "groups-tiled",
+        cells=16,
+        sequences=8,
+        streams=4,
+        placement="tiled",
+        windows=(None, near),
+        axes=(("data", 2), ("cells", 2)),
+    ),
 ]
 
 

@@ -151,11 +151,13 @@ KINDS = [
     {"streams": 4, "dtype": "bfloat16", "window": jaxkv.window.sliding(4)},
     {"streams": 2, "dtype": "float8_e4m3fn", "placement": "contiguous"},
     {"streams": 2, "value_dim": PART, "rope": HALF},
+    {"placement": "tiled"},
+    {"placement": "tiled", "dtype": "int8"},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", mostly_exhaustive(KINDS, few=KINDS[1:3]))
+@pytest.mark.parametrize("options", mostly_exhaustive(KINDS, few=[*KINDS[1:3], *KINDS[5:]]))
 def test_all_verbs_do_the_same(options):
     moves = "window" not in options  # which refuses a cut into what it has
     assert_same_life(make(stacked=True, **options), make(stacked=False, **options), moves=moves)

@@ -172,6 +172,7 @@ def test_verbs(kind):
             "stacked-groups",
             "groups-contiguous-full-and-window",
             "striped-split-full-and-window",
+            "groups-tiled-full-and-window",
         ],
     ),
 )

@@ -18,6 +18,7 @@ MEMORIES = {
     "pool": lambda: jaxkv.make_kv_cache(layers=1, cells=12, rope=jaxkv.make_rope(4), **SIZES),
     "split": lambda: jaxkv.make_kv_cache(layers=1, cells=12, streams=3, **SIZES),
     "contiguous": lambda: jaxkv.make_kv_cache(layers=1, cells=12, placement="contiguous", **SIZES),
+    "tiled": lambda: jaxkv.make_kv_cache(layers=1, cells=12, placement="tiled", **SIZES),
     "striped": lambda: jaxkv.make_kv_cache(
         layers=1, cells=12, placement="striped", shards=2, **SIZES
     ),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxkv.kv.cells import C, Cells
 from jaxkv.kv.reuse import evict
 from jaxkv.kv.slots import in_turn, longest_run
+from jaxkv.kv.tiles import whole_first
 from jaxkv.stamp import mix
 
 
@@ -36,7 +37,11 @@ def choose(cells: Cells, open_cells: jax.Array, wanted: jax.Array) -> jax.Array:
     turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def of_stream(open_cells: jax.Array, position: jax.Array, total: jax.Array) -> jax.Array:
-        return in_turn(cells, open_cells, position, turn, total)[0]
+        if cells.placement != "tiled":
+            return in_turn(cells, open_cells, position, turn, total)[0]
+        order = whole_first(open_cells)
+        nth, _ = in_turn(cells, open_cells[order], position[order], turn, total)
+        return order.at[nth].get(mode="fill", fill_value=cells.num_cells)
 
     return jax.vmap(of_stream)(open_cells, cells.position, wanted)
 

@@ -15,6 +15,7 @@ from jaxkv.kv.attend import attend, view, write
 from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.by_stream import on_streams, told
 from jaxkv.kv.cells import Cells, Placement, empty_fields
+from jaxkv.kv.tiles import TILE
 from jaxkv.memory import (
     Commitment,
     Facts,
@@ -264,9 +265,12 @@ def make_kv_cache(
       rope: how keys were rotated when they come in, for all layers or one for each; None where
         keys carry no position.
       placement: which cells a ubatch may get: "scattered", any, the lowest first; "contiguous", one
-        run of neighbours, which is refused when there is room but no run (see `make_room`); or
+        run of neighbours, which is refused when there is room but no run (see `make_room`);
         "striped", any, in turn of `shards`, so that on a mesh that splits cells all devices hold
-        as much of a text, and not the first one all of it.
+        as much of a text, and not the first one all of it; or "tiled", any, but where there is room
+        those of tiles that no other sequence has tokens in, so that on a processor a step of
+        several sequences in one pool takes about as long as with a stream each. Tiles have 64
+        cells where N is a multiple of 64 and at least 256, and else fewer, with less gain.
       shards: how many runs of equal length the cells are, N a multiple of it: as many as devices
         split them. Only with "striped". It orders cells and nothing else, so the memory works on
         any mesh, or none.
@@ -350,6 +354,16 @@ def make_kv_cache(
       >>> memory.buffers.k[0].shape, memory.buffers.k[0][:, 0, 0, 0], x[0, 1, 0, 0]
       ((3, 1, 4, 2), Array([1., 2., 4.], dtype=float32), Array(8., dtype=float32))
 
+      Tiles of two cells, for two sequences. The third token of 1 finds none that is empty:
+
+      >>> memory = make_kv_cache(
+      ...     layers=1, cells=8, kv_heads=1, head_dim=2, sequences=2, placement="tiled"
+      ... )
+      >>> batch = make_batch([[1, 2, 3, 4, 5], [6, 7, 8]], sequences=[0, 1])
+      >>> print(show(apply(memory, init_batch(memory, batch))))
+      owner    0 0 0 0 0 1 1 1
+      position 0 1 2 3 4 2 0 1
+
     llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream, `n_swa` for the window, and
     `type_k` and `type_v` for the dtype.
     """
@@ -366,7 +380,8 @@ def make_kv_cache(
         rollback = count(32 if rollback is None else rollback, "rollback", low=0)
         sharing = sequences // streams
         cells = cells_for(window, ubatch_size=ubatch_size, rollback=rollback, sharing=sharing)
-        cells = -(-cells // shards) * shards
+        unit = TILE if placement == "tiled" else shards
+        cells = -(-cells // unit) * unit
     elif ubatch_size is not None or rollback is not None:
         raise ValueError(
             "cells are counted from ubatch_size and rollback, or given: pass cells alone, or leave "

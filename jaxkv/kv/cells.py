@@ -27,8 +27,9 @@ C = TypeVar("C", bound="Cells")
 WORD = 32
 """Sequences whose ownership is packed into one word."""
 
-Placement = Literal["scattered", "contiguous", "striped"]
-"""Which cells a ubatch may get: any, by their numbers; one run of neighbours; any, in stripes."""
+Placement = Literal["scattered", "contiguous", "striped", "tiled"]
+"""Which cells a ubatch may get: any, by their numbers; one run of neighbours; any, in stripes; any,
+in tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,6 +11,7 @@ from jaxkv.kv.buffers import Buffers, Cached, Halves, bring, on_halves, put
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.stripes import cell_of, dealt
+from jaxkv.kv.tiles import tile_of
 from jaxkv.memory import Commitment, Facts
 from jaxkv.mesh import Shares
 from jaxkv.ops.stacked import each_array
@@ -53,9 +54,11 @@ def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
 
     The cells that lie beyond the number of used ones go into the gaps before it, in their order, so
     every cell moves at most once and no destination is the source of another. "Beyond" and "before"
-    are those of the order in which cells are taken, see `stripes`.
+    are those of the order in which cells are taken, see `stripes`. Where sequences have tiles for
+    themselves, whole tiles go into those that are empty.
     """
-    plan = jax.vmap(partial(_close, facts, cells.shards))(~free(cells))
+    tile = tile_of(cells.num_cells) if cells.placement == "tiled" else None
+    plan = jax.vmap(partial(_close, facts, cells.shards, tile))(~free(cells))
     if max_moves is None:
         return plan
     count = jnp.minimum(plan.count, max_moves)
@@ -63,20 +66,23 @@ def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
     return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
 
 
-def _close(facts: Facts, shards: int, taken: jax.Array) -> Defrag:
-    """Plan one stream, whose used cells are `taken`, `[N]` bool."""
+def _close(facts: Facts, shards: int, tile: int | None, taken: jax.Array) -> Defrag:
+    """Plan one stream, whose used cells are `taken`, `[N]` bool; they may move in tiles."""
     size = taken.shape[0]
     most = max(size // 2, 1)
     rank, taken = jnp.arange(size), dealt(taken, shards)
     used = jnp.sum(taken)
+    leave, enter = taken & (rank >= used), ~taken & (rank < used)
+    if tile is not None:
+        leave, enter = _tile_by_tile(taken, tile)
 
     def cells_of(which: jax.Array) -> jax.Array:
         ranks = jnp.nonzero(which, size=most, fill_value=size)[0].astype(jnp.int32)
         return cell_of(ranks, size, shards)
 
-    source, gap = cells_of(taken & (rank >= used)), cells_of(~taken & (rank < used))
+    source, gap = cells_of(leave), cells_of(enter)
     pair = jnp.arange(most)
-    pairs = jnp.sum(~taken & (rank < used))
+    pairs = jnp.sum(enter)
     # A run goes on where both its source and its destination do.
     goes_on = (jnp.diff(source, prepend=-1) == 1) & (jnp.diff(gap, prepend=-1) == 1) & (pair > 0)
     starts = (pair < pairs) & ~goes_on
@@ -98,6 +104,21 @@ def _close(facts: Facts, shards: int, taken: jax.Array) -> Defrag:
         count=runs,
         facts=facts,
     )
+
+
+def _tile_by_tile(taken: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+    """Return which cells are left where whole tiles move, and which are entered; `[N]` bool."""
+    cells = taken.reshape(-1, tile)
+    begun, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
+    used = jnp.sum(begun)
+
+    def first(which: jax.Array) -> jax.Array:
+        return jnp.nonzero(which, size=which.size, fill_value=which.size)[0]
+
+    leaving, gaps = begun & (rank >= used), first(~begun & (rank < used))
+    leaves = cells.at[first(leaving)].get(mode="fill", fill_value=False)
+    enter = jnp.zeros_like(cells).at[gaps].set(leaves, mode="drop")
+    return (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
 
 
 def move_cells(cells: C, buffers: Buffers, plan: Defrag) -> tuple[C, Buffers]:

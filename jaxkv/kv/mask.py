@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxkv.batch import Ubatch
 from jaxkv.kv.cells import Cells, home
 from jaxkv.kv.slots import pools
+from jaxkv.kv.tiles import tile_of
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.places import FAR
 
@@ -46,6 +47,8 @@ def sight_of(
     looks = ubatch.valid & (ubatch.slots < FAR)
     bit = jnp.where(looks, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
+    # More tokens than sequences are those of prompts, several of which see the same tiles.
+    tiled = cells.placement == "tiled" and at.shape[1] <= cells.sharing
     return Sight(
         position=cells.position,
         owners=cells.owners,
@@ -57,6 +60,7 @@ def sight_of(
         causal=causal,
         all_streams=all_streams,
         until=None if until is None else until.reshape(at.shape),
+        tile=tile_of(cells.num_cells) if tiled else None,
     )
 
 

@@ -14,6 +14,7 @@ from jaxkv.kv.by_stream import gathered, on_rows
 from jaxkv.kv.cells import WORD, C, Cells, digest, each, free, holders, home
 from jaxkv.kv.reuse import evict, hidden, misses
 from jaxkv.kv.stripes import cell_of, dealt
+from jaxkv.kv.tiles import in_tiles
 from jaxkv.memory import Findings, Room
 from jaxkv.places import EMPTY, END, FAR, nowhere
 from jaxkv.plan import Reason
@@ -178,10 +179,10 @@ def can_hold(cells: Cells, lengths: np.ndarray, at_once: int, spared: np.ndarray
 def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Choose a cell for every valid token; change nothing.
 
-    Empty cells come first, the lowest of them, or in stripes the next in turn; and then hidden
-    ones, the lowest positions first. Where cells must be neighbours, the first run of empty and
-    hidden ones is taken. All tokens of a stream are served together, those of the first of its
-    sequences first.
+    Empty cells come first, the lowest of them, or in stripes the next in turn, or in tiles those
+    that `tiles.choose` says; and then hidden ones, the lowest positions first. Where cells must be
+    neighbours, the first run of empty and hidden ones is taken. All tokens of a stream are served
+    together, those of the first of its sequences first.
 
     Args:
       cells: the table, whose `placement` and `shards` say which cells are taken.
@@ -211,9 +212,28 @@ def _search(
       `[R, T]` int32, the cell of each token, past the last cell if it gets none; and `[R, T]` bool,
       whether there is room for it, but no run.
     """
-    open_cells = usable(cells)
     # A device's only stream is a list to attention, but its rows come in any order.
     all_streams = ubatch.in_order or ubatch.facts.streams == 1
+    if cells.placement == "tiled":
+        slots = in_tiles(cells, ubatch, all_streams)
+        split = jnp.zeros(slots.shape, bool)
+    else:
+        slots, split = _in_turn(cells, ubatch, all_streams)
+    if apart:  # the device that holds its stream speaks for a token
+        slots = jnp.where(ubatch.valid, slots, nowhere(slots))
+        split = ubatch.valid & split
+        slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), apart)
+        split = whole == 0
+    return gathered((slots, split), rows)
+
+
+def _in_turn(cells: Cells, ubatch: Ubatch, all_streams: bool) -> tuple[jax.Array, jax.Array]:
+    """Choose cells for the tokens of a ubatch, one after another in a fixed order.
+
+    Returns:
+      As `_search`.
+    """
+    open_cells = usable(cells)
     streams = jnp.arange(cells.streams, dtype=jnp.int32) if all_streams else ubatch.row_stream
     valid = ubatch.valid.reshape(streams.size, -1)
     turn = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
@@ -229,13 +249,7 @@ def _search(
     slots, split = jax.vmap(partial(in_turn, cells))(open_cells, position, turn, total)
     slots = slots.reshape(ubatch.valid.shape)
     split = jnp.broadcast_to(split[:, None], (split.size, slots.size // split.size))
-    split = split.reshape(slots.shape)
-    if apart:  # the device that holds its stream speaks for a token
-        slots = jnp.where(ubatch.valid, slots, nowhere(slots))
-        split = ubatch.valid & split
-        slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), apart)
-        split = whole == 0
-    return gathered((slots, split), rows)
+    return slots, split.reshape(slots.shape)
 
 
 def in_turn(

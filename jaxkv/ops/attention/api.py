@@ -8,7 +8,15 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention import jax_nn, pallas_gpu, pallas_tpu, xla, xla_cpu, xla_tiles
+from jaxkv.ops.attention import (
+    jax_nn,
+    pallas_gpu,
+    pallas_tpu,
+    xla,
+    xla_cpu,
+    xla_cpu_tiled,
+    xla_tiles,
+)
 from jaxkv.ops.attention.live import TILE
 from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
 from jaxkv.ops.attention.softmax import (
@@ -115,7 +123,7 @@ def ours(**ways: Way) -> Way:
 
 
 IMPLEMENTATIONS: dict[Implementation | None, Way] = {
-    None: ours(cpu=xla_cpu.best, tpu=best_for_tpu, cuda=best_for_cuda, default=best),
+    None: ours(cpu=xla_cpu_tiled.best, tpu=best_for_tpu, cuda=best_for_cuda, default=best),
     "tiles": ours(cpu=xla_cpu.tiles, default=xla_tiles.by_tiles),
     "whole": ours(cpu=xla_cpu.whole, default=xla.whole),
     "pallas": ours(

@@ -36,6 +36,8 @@ class Sight:
     all_streams: whether list p is stream p's and P is S, static. Shapes alone cannot tell.
     until: `[P, T]` int32, the last position that each token sees; None for its own.
     bias: what is added to logits, for these lists and cells; None for nothing.
+    tile: the cells of a tile, where tokens are of sequences that have tiles for themselves as far
+      as there is room, static; None where they have none. It shows nothing: it tells what is fast.
     """
 
     position: jax.Array  # [S, N]
@@ -49,6 +51,7 @@ class Sight:
     all_streams: bool = field(metadata={"static": True})
     until: jax.Array | None = None  # [P, T]
     bias: BiasOfLists | None = None
+    tile: int | None = field(default=None, metadata={"static": True})
 
     def of_cells(self, first: jax.Array, count: int) -> "Sight":
         """Return what decides about `count` cells from `first` on."""

@@ -19,7 +19,7 @@ from jaxkv.ops.attention.softmax import (
     seen_alone,
     sums_dtype,
 )
-from jaxkv.ops.attention.xla_tiles import block_by_block, one_by_one
+from jaxkv.ops.attention.xla_tiles import Added, block_by_block, one_by_one
 from jaxkv.ops.quantised import Quantised, Stored
 from jaxkv.ops.stacked import OfLayer
 
@@ -52,7 +52,7 @@ def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> 
     """Read tiles where few of them are seen, or tokens are many, and else all cells at once."""
     if isinstance(k, Quantised | OfLayer) or isinstance(v, Quantised | OfLayer):
         return tiles(q, k, v, sight, options)
-    if not sight.all_streams or _are_large(q, k) or _is_narrow(k):
+    if not sight.all_streams or are_large(q, k) or is_narrow(k):
         return tiles(q, k, v, sight, options)
     live, mask = live_of(sight), mask_of(sight)
     if live.tiles.size <= SMALL:
@@ -68,12 +68,16 @@ def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> 
 
 
 def tiles(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
-    """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`.
+    """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
+    return block_by_block(q, k, v, sight, options, form_for(k), pinned=is_narrow(k))
 
-    Where quantised the plain form is faster, since codes are converted inside of its products.
+
+def form_for(k: Stored) -> Added:
+    """Return the form in which a tile is added to others.
+
+    Where quantised the plain one is faster, since codes are converted inside of its products.
     """
-    form = xla.added if isinstance(k, Quantised) else added
-    return block_by_block(q, k, v, sight, options, form, pinned=_is_narrow(k))
+    return xla.added if isinstance(k, Quantised) else added
 
 
 def whole(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
@@ -144,14 +148,14 @@ def _logits(
     return masked(logits, mask, bias)
 
 
-def _are_large(q: jax.Array, k: jax.Array) -> bool:
+def are_large(q: jax.Array, k: jax.Array) -> bool:
     """Return whether the logits of all cells would take more time than turns of a loop."""
     lists, tokens, heads, _ = q.shape
     logits = lists * tokens * heads * k.shape[2] * sums_dtype(q).itemsize
     return tokens > LARGE or (tokens >= SEVERAL and logits > LOGITS)
 
 
-def _is_narrow(k: Stored) -> bool:
+def is_narrow(k: Stored) -> bool:
     """Return whether products convert the numbers to float32, which is for a tile at a time."""
     return k.dtype.itemsize < 4
 

@@ -49,6 +49,7 @@ def one_by_one(
     live: Live,
     options: Options,
     added: Added,
+    start: Sums | None = None,
     *,
     pinned: bool = False,
 ) -> Sums:
@@ -56,6 +57,7 @@ def one_by_one(
 
     Keys and values are read where they lie, also those of a few streams of many. Where they are
     pinned, what is done to a tile, such as converting it, cannot be done to all cells beforehand.
+    To the sums of other cells, if there are any to `start` with, theirs are added.
     """
     groups, cells = k.shape[1:3]
     (k, v), streams, _ = flat((k, v), live.streams)
@@ -88,5 +90,5 @@ def one_by_one(
         sums = jax.tree.map(put, sums, more)
         return (sums, *(jax.lax.optimization_barrier((k, v)) if pinned else (k, v)))
 
-    start = nothing(q, v.shape[3]), k, v
-    return jax.lax.fori_loop(jnp.int32(0), live.turns, tile, start)[0]
+    start = nothing(q, v.shape[3]) if start is None else start
+    return jax.lax.fori_loop(jnp.int32(0), live.turns, tile, (start, k, v))[0]

@@ -1,0 +1,173 @@
+"""Tiles: neighbouring cells that a sequence has for itself, as far as there is room.
+
+Where texts share a pool, attention on a processor multiplies a tile that one of them alone sees
+with this one alone. A tile has 64 cells, or a smaller power of two where N is no multiple of that,
+or less than four times as much.
+
+Here M is the tiles of a stream, and U its sequences, which are counted in it.
+"""
+
+from functools import partial
+from math import gcd
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.batch import Ubatch
+from jaxkv.kv.cells import WORD, Cells, free, home
+from jaxkv.kv.reuse import hidden
+from jaxkv.places import END, divided
+
+TILE = 64
+"""The most cells of a tile."""
+
+
+def tile_of(cells: int) -> int:
+    """Return how many cells a tile has, of streams of N `cells`.
+
+    >>> [tile_of(cells) for cells in (4096, 96, 100, 12, 5)]
+    [64, 16, 4, 2, 1]
+    """
+    size = gcd(TILE, cells)
+    while size > 1 and 4 * size > cells:
+        size //= 2
+    return size
+
+
+def whole_first(open_cells: jax.Array) -> jax.Array:
+    """Return the cells of a stream, `[N]` int32, with those of tiles that are all open first.
+
+    They are taken in this order where nobody asks which sequences they are for: by copies.
+
+    >>> whole_first(jnp.array([True, False, False, True, True, True, True, True]))
+    Array([4, 5, 6, 7, 0, 1, 2, 3], dtype=int32)
+    """
+    size = open_cells.size
+    cells = jnp.arange(size, dtype=jnp.int32).reshape(-1, tile_of(size))
+    whole = jnp.all(open_cells.reshape(cells.shape), axis=1)
+    return cells[jnp.argsort(~whole, stable=True)].reshape(-1)
+
+
+def in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> jax.Array:
+    """Choose cells for the tokens of a ubatch, see `choose`.
+
+    Args:
+      cells: the table.
+      ubatch: the tokens.
+      all_streams: whether its rows are those of each stream in turn; else they may be of any.
+
+    Returns:
+      `[R, T]` int32, one past the last cell, N, for a token that gets none.
+    """
+    unseen = None if cells.window is None else hidden(cells)
+    pool = Pool(cells.owners, free(cells), unseen, cells.position)
+    _, word, bit = home(cells, ubatch.sequences)
+    sequences, valid = word * WORD + bit.astype(jnp.int32), ubatch.valid
+    if all_streams:
+        sequences, valid = (x.reshape(cells.streams, -1) for x in (sequences, valid))
+    else:  # a list for each row, with the tokens beside it, whose tiles it leaves alone
+        beside = ubatch.row_stream[:, None] == ubatch.row_stream[None]
+        pool = jax.tree.map(lambda x: x[ubatch.row_stream], pool)
+        valid = (beside[..., None] & valid[None]).reshape(len(valid), -1)
+        sequences = jnp.broadcast_to(sequences.reshape(1, -1), valid.shape)
+    slots = jax.vmap(partial(choose, count=cells.sharing))(pool, sequences, valid)
+    if not all_streams:
+        rows = jnp.arange(len(slots))
+        slots = slots.reshape(len(slots), *ubatch.valid.shape)[rows, rows]
+    return slots.reshape(ubatch.valid.shape)
+
+
+class Pool(NamedTuple):
+    """The cells of a stream, and what is asked of them.
+
+    owners: `[W, N]` uint32, the owners of each cell.
+    free: `[N]` bool, which cells are empty.
+    hidden: `[N]` bool, which others may be taken; None where none may.
+    position: `[N]` int32, the positions in them.
+    """
+
+    owners: jax.Array
+    free: jax.Array
+    hidden: jax.Array | None
+    position: jax.Array
+
+
+def choose(pool: Pool, sequences: jax.Array, valid: jax.Array, count: int) -> jax.Array:
+    """Choose a cell for each token of a list; one past the last, N, where there is none.
+
+    A token takes an empty cell of a tile in which its sequence alone has tokens; else one of a tile
+    that is all empty, the first of which are for the lowest sequence that needs any; else any other
+    empty one; else one that no next token sees, the lowest positions first. Of its like the lowest
+    cell is taken first, and sequences are served one after another.
+
+    Args:
+      pool: the cells of a stream.
+      sequences: `[T]` int32, the sequence of each token.
+      valid: `[T]` bool, whether there is a token.
+      count: U.
+    """
+    cells, size = pool.free.size, tile_of(pool.free.size)
+    in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
+    sequence, there = jnp.where(valid, sequences, count)[in_turn], valid[in_turn]
+    first = jnp.searchsorted(sequence, sequence).astype(jnp.int32)
+    turn = jnp.arange(sequence.size, dtype=jnp.int32) - first  # within its sequence
+    wanted = jnp.zeros(count, jnp.int32).at[sequence].add(1, mode="drop")
+
+    flags = pool.free.reshape(-1, size)
+    left = jnp.sum(flags, axis=1, dtype=jnp.int32)  # the empty cells of each tile
+    empty, owner = left == size, _sole_owner(pool.owners, size, count)
+    short = jnp.maximum(wanted - jnp.zeros_like(wanted).at[owner].add(left, mode="drop"), 0)
+    heirs = jnp.cumsum(divided(short + (size - 1), size)[0], dtype=jnp.int32)
+    heir = jnp.searchsorted(heirs, jnp.cumsum(empty, dtype=jnp.int32)).astype(jnp.int32)
+    owner = jnp.where(empty, heir, owner)  # and U or more where nobody is
+    room = jnp.zeros_like(wanted).at[owner].add(left, mode="drop")
+
+    # The tiles of each sequence side by side, those that it has begun before the others.
+    by_owner = jnp.argsort(2 * owner + empty, stable=True).astype(jnp.int32)
+    start = _item(jnp.cumsum(room, dtype=jnp.int32) - room, sequence)
+    own = there & (turn < _item(room, sequence))
+    tile, number = _nth(left[by_owner], start + turn)
+    tile = jnp.where(own, _item(by_owner, tile), left.size)
+    left -= jnp.zeros_like(left).at[tile].add(1, mode="drop")
+    further = jnp.cumsum(there & ~own, dtype=jnp.int32) - 1
+    other, beyond = _nth(left, further)
+    # Of each tile the lowest cells were taken, so what is left of it comes after these.
+    total = jnp.sum(flags, axis=1, dtype=jnp.int32)
+    number = jnp.where(own, number, _item(total - left, other) + beyond)
+    tile = jnp.where(own, tile, other)
+
+    before = jnp.cumsum(flags.at[tile].get(mode="fill", fill_value=False), axis=1)
+    cell = tile * size + jnp.argmax(before > number[:, None], axis=1).astype(jnp.int32)
+    if pool.hidden is not None:
+        by_position = jnp.argsort(jnp.where(pool.hidden, pool.position, END), stable=True)
+        nth = further - jnp.sum(left, dtype=jnp.int32)
+        hidden_one = jnp.where(nth < jnp.sum(pool.hidden), _item(by_position, nth), cells)
+        cell = jnp.where(tile == left.size, hidden_one.astype(jnp.int32), cell)
+    cell = jnp.where(there, cell, cells)
+    return jnp.zeros_like(cell).at[in_turn].set(cell, unique_indices=True)
+
+
+def _item(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Return `x[index]`, and 0 past its end."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
+    """Return the sequence that alone has tokens in each tile, `[M]` int32; else U or more."""
+    words = owners.reshape(owners.shape[0], -1, size)
+    words = jax.lax.reduce(words, jnp.uint32(0), jax.lax.bitwise_or, (2,))  # [W, M]
+    alone = jnp.sum(jax.lax.population_count(words), axis=0) == 1
+    word = jnp.argmax(words != 0, axis=0).astype(jnp.int32)
+    bit = (WORD - 1) - jnp.max(jax.lax.clz(words).astype(jnp.int32) % WORD, axis=0)
+    return jnp.where(alone, word * WORD + bit, count)
+
+
+def _nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return in which of some groups the nth of all things is, and its number there, from 0 on.
+
+    There is none for it past the last thing: then it is one past the last group.
+    """
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)
+    return group, n - _item(ends - counts, group)

@@ -1,0 +1,180 @@
+"""Attention of a processor over pools in which texts have tiles of cells for themselves.
+
+A product of all tokens of a pool multiplies each with the cells of all others. Here a tile that one
+token alone sees is multiplied with this token, and what several see with all of them, once.
+
+M is the tiles of a list, or of a piece of its cells, and C the cells of a tile.
+"""
+
+from dataclasses import replace
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.ops.attention import xla_cpu
+from jaxkv.ops.attention.live import BLOCK, live_of
+from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
+from jaxkv.ops.attention.softmax import (
+    LOWEST,
+    Options,
+    Sums,
+    by_groups,
+    masked,
+    nothing,
+    packed,
+    seen_alone,
+    sums_dtype,
+)
+from jaxkv.ops.attention.xla_tiles import one_by_one
+from jaxkv.ops.quantised import Quantised, Stored, groups_of, parts
+from jaxkv.ops.stacked import OfLayer
+
+
+def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+    """Weigh each tile for the token that sees it alone, where few tokens have tiles for themselves.
+
+    Where several see much of a pool, all cells are weighed for all tokens at once.
+    """
+    tokens, cells, size = sight.at.shape[1], k.shape[2], sight.tile
+    if size is None or cells % size or not sight.all_streams or not 1 < tokens <= BLOCK:
+        return xla_cpu.best(q, k, v, sight, options)
+    own, shared, sees = parted(sight, size)
+    mine, ours = live_of(own), live_of(shared)
+    few = xla_cpu.FEW * mine.tiles.size
+    rows = packed(options.scaled(q), k.shape[1])
+    narrow = xla_cpu.is_narrow(k)
+    # Converted, or cut out of all layers, which is for a few tiles at a time.
+    piecewise = narrow or isinstance(k, OfLayer) or isinstance(v, OfLayer)
+    each, mask = partial(added, size), mask_of(own)
+
+    def one_after_another() -> Sums:
+        return one_by_one(rows, k, v, mine, options, each, pinned=narrow)
+
+    def side_by_side() -> Sums:
+        none = nothing(rows, v.shape[3])
+        return each(none, rows, k, v, mask, options, bias_of(own))
+
+    def apart() -> Sums:
+        if piecewise:
+            sums = one_after_another()
+        else:
+            sums = jax.lax.cond(mine.turns < few, one_after_another, side_by_side)
+        return one_by_one(rows, k, v, ours, options, xla_cpu.form_for(k), sums, pinned=narrow)
+
+    if piecewise or isinstance(k, Quantised) or isinstance(v, Quantised) or xla_cpu.are_large(q, k):
+        return seen_alone(apart(), sees)
+    both = mask_of(sight)
+    sums = jax.lax.cond(
+        ours.turns < few,
+        apart,
+        lambda: xla_cpu.at_once(rows, k, v, both, options, bias_of(sight)),
+    )
+    return seen_alone(sums, sees)
+
+
+@partial(jax.jit, static_argnames="size")
+def parted(sight: Sight, size: int) -> tuple[Sight, Sight, jax.Array]:
+    """Return the sight of tiles that one token alone sees, and that of all others.
+
+    And `[P, T]` bool, which tokens see anything. Like `mask_of`, the compiler does this once for
+    all layers.
+    """
+    mask = mask_of(sight)
+    seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]
+    alone = jnp.repeat(jnp.sum(seen, axis=1) == 1, size, axis=1)[:, None]
+    own, shared = jnp.where(alone, sight.owners, 0), jnp.where(alone, 0, sight.owners)
+    return replace(sight, owners=own), replace(sight, owners=shared), jnp.any(seen, axis=2)
+
+
+def added(
+    size: int,
+    sums: Sums,
+    q: jax.Array,
+    k: Stored,
+    v: Stored,
+    mask: jax.Array,
+    options: Options,
+    bias: jax.Array | None = None,
+) -> Sums:
+    """Do what `jaxkv.ops.attention.xla.added` does, where one token alone sees cells of a tile.
+
+    The arguments are those, after C, the `size` of a tile.
+    """
+    lists, tokens, _ = mask.shape
+    groups = k.shape[1]
+    cut = mask.reshape(lists, tokens, -1, size)
+    sees = jnp.any(cut, axis=3)  # [P, T, M]
+    token = jnp.argmax(sees, axis=1)  # [P, M]
+    pick = partial(jnp.take_along_axis, axis=3, mode="promise_in_bounds")
+    by_token = q.reshape(lists, groups, -1, tokens, q.shape[3])
+    mine = pick(by_token, token[:, None, None, :, None]).swapaxes(2, 3)  # [P, K, M, G, D]
+    logits = options.capped(_scores(mine, _tiled(k, size)))  # [P, K, M, G, C]
+    if bias is not None:
+        bias = by_groups(bias, groups)
+        bias = bias.reshape(*bias.shape[:4], -1, size)  # [P, K, G, T, M, C]
+        bias = pick(bias, token[:, None, None, None, :, None])[:, :, :, 0].swapaxes(2, 3)
+    logits = masked(logits, jnp.any(cut, axis=1)[:, None, :, None], bias)
+    highest = jnp.max(logits, axis=4, keepdims=True)
+    total, out = _weigh(jnp.exp(logits - highest), _tiled(v, size))
+    return _joined(sums, sees, highest[..., 0], total, out)
+
+
+def _joined(
+    sums: Sums, sees: jax.Array, highest: jax.Array, total: jax.Array, out: jax.Array
+) -> Sums:
+    """Add the sums of tiles, `[P, K, M, G]`, to those of tokens, of which some see, `[P, T, M]`.
+
+    A NaN is chosen or not, and never multiplied with what stands for tokens that do not see it.
+    """
+    lists, tokens, _ = sees.shape
+    packed_shape, groups = sums.highest.shape, highest.shape[1]
+    highest, total = (x.swapaxes(2, 3)[:, :, :, None] for x in (highest, total))  # [P, K, G, 1, M]
+    sees = sees[:, None, None]
+    before = sums.highest.reshape(lists, groups, -1, tokens)
+    top = jnp.maximum(before, jnp.max(jnp.where(sees, highest, LOWEST), axis=4))
+    down = jnp.where(sees, jnp.exp(highest - top[..., None]), 0.0)  # [P, K, G, T, M]
+    whole = jnp.isfinite(total[:, :, :, 0].swapaxes(2, 3))[..., None]
+    out = jnp.einsum("pkgtm,pkmgd->pkgtd", down, jnp.where(whole, out, 0.0))
+    total = jnp.sum(jnp.where(sees, total * down, 0.0), axis=4)
+    flat = (x.reshape(*packed_shape, *x.shape[4:]) for x in (top, total, out))
+    return sums.plus(*flat)
+
+
+def _tiled(x: Stored, size: int) -> Stored:
+    """Cut keys or values into tiles; `[P, K, N, D]` to `[P, K, M, C, D]`, unmoved."""
+    return jax.tree.map(lambda y: y.reshape(*y.shape[:2], -1, size, y.shape[3]), x)
+
+
+def _scores(q: jax.Array, k: Stored) -> jax.Array:
+    """Multiply the queries `[P, K, M, G, D]` and keys of tiles; `[P, K, M, G, C]`.
+
+    The keys come first, as in `jaxkv.ops.attention.xla_cpu`.
+    """
+    codes, scales = parts(k)
+    product = partial(jnp.einsum, "pkmcd,pkmgd->pkmcg", preferred_element_type=sums_dtype(q))
+    if scales is None:
+        logits = product(codes, q)
+    else:
+        by_group = [
+            product(codes[..., one], q[..., one]) * scales[..., i : i + 1]
+            for i, one in enumerate(groups_of(k.shape[-1]))
+        ]
+        logits = reduce(jnp.add, by_group)
+    return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
+
+
+def _weigh(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
+    """Add up the weights `[P, K, M, G, C]` of tiles, `[P, K, M, G]`, and values, with `Dv` more."""
+    codes, scales = parts(v)
+    product = partial(jnp.einsum, "pkmgc,pkmcd->pkmgd", preferred_element_type=weights.dtype)
+    if scales is None:
+        out = product(weights, codes)
+    else:
+        scales = scales.swapaxes(3, 4)
+        found = [
+            product(weights * scales[..., i : i + 1, :], codes[..., one])
+            for i, one in enumerate(groups_of(v.shape[-1]))
+        ]
+        out = jnp.concatenate(found, axis=-1)
+    return jnp.sum(weights, axis=-1), jax.lax.optimization_barrier(out)

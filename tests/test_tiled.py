@@ -1,0 +1,302 @@
+"""Tiles for each sequence: where its tokens go, and attention that reads a tile for who sees it."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.kv.tiles import TILE, tile_of
+from jaxkv.ops.attention import xla_cpu
+from jaxkv.ops.attention.api import attend
+from jaxkv.ops.attention.reference import reference
+from jaxkv.ops.attention.sight import bias_of, mask_of
+from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.latent import Latent
+from jaxkv.ops.quantised import decoded, encoded, zeros
+from jaxkv.window import sliding
+from tests import hlo
+from tests.memories import TILES, drawing, drawn, run
+from tests.oracle import _tiles
+from tests.sights import sight_of_mask
+
+slow = pytest.mark.slow
+K, G, D, T = 2, 2, 8, 4
+CLOSE = dict(rtol=0, atol=2e-6)
+SINKS = jnp.linspace(-1.0, 1.0, K * G)
+
+
+# ---------------------------------------------------------------------------------- where tokens go
+
+
+def test_tiles_are_as_large_as_there_are_four_of_them():
+    for cells in (*range(1, 300), 1000, 4096, 4160):
+        assert {tile_of(cells)} == {len(tile) for tile in _tiles(cells)}
+
+
+GOES = [
+    # The first tile is begun by 0 alone, the second by two that share a token.
+    ("0{0} . . . 0{1,2} . . .", [0], "0{0} 1{0} . . 0{1,2}"),
+    ("0{0} . . . 0{1,2} . . .", [1], "0{0} . . . 0{1,2} . . . 1{1}"),
+    ("0{0} . . . 0{1,2} . . .", [3, 1], "0{0} . . . 0{1,2} . . . 1{1} . . . 0{3}"),
+    # Holes of its own come before a tile that is empty.
+    ("0{0} . 1{0} 2{0} 3{0}", [0], "0{0} 4{0} 1{0} 2{0} 3{0}"),
+    # No tile is empty: the lowest cell that is left, and it is not asked whose tile it is.
+    (
+        "0{0} . . . 0{1} . . . 0{2} . . . 0{1,2}", [3],
+        "0{0} 0{3} . . 0{1} . . . 0{2} . . . 0{1,2}",
+    ),
+    # One is, and the lowest sequence gets it.
+    (
+        "0{0} . . . 0{0,1} . . . . . . . 0{0,1} . .", [3, 2],
+        "0{0} 0{3} . . 0{0,1} . . . 0{2} . . . 0{0,1}",
+    ),
+]  # fmt: skip
+"""Drawings before and after a token of each of some sequences."""
+
+
+def test_a_token_goes_where_its_sequence_is_alone():
+    for before, sequences, after in GOES:
+        memory = drawn(before, TILES)
+        batch = jaxkv.make_batch([[1]] * len(sequences), sequences=sequences)
+        plan = jaxkv.init_batch(memory, batch, ubatch_size=2).check()
+        assert drawing(jaxkv.apply(memory, plan)) == after
+
+
+def test_a_defrag_moves_whole_tiles():
+    memory = drawn("0{0} . 1{0} . . . . . . . . . . 3{1,2} . 4{1}", TILES)
+    packed = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
+    assert drawing(packed) == "0{0} . 1{0} . . 3{1,2} . 4{1}"
+
+
+@slow
+def test_cells_that_a_window_counts_are_whole_tiles():
+    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 2, "window": sliding(5), "sequences": 2}
+    assert jaxkv.make_kv_cache(placement="tiled", **sizes).table.num_cells % TILE == 0
+    assert jaxkv.make_kv_cache(**sizes).table.num_cells % TILE
+
+
+@slow
+def test_texts_that_grow_side_by_side_have_tiles_of_their_own():
+    """Scattered, their tokens take turns in all tiles from the first step on."""
+
+    def shared(placement):
+        memory = jaxkv.make_kv_cache(
+            layers=1, cells=1024, kv_heads=1, head_dim=2, sequences=T, placement=placement
+        )
+        ids, valid = jnp.arange(T), jnp.ones(T, bool)
+
+        def step(memory, _):
+            ubatch, ok = jaxkv.plan_step(memory, ids, ids, valid)
+            return jaxkv.apply(memory, ubatch), ok
+
+        memory, ok = jax.lax.scan(step, memory, length=200)
+        assert ok.all() and jaxkv.used(memory) == 200 * T
+        owners = np.asarray(memory.table.owners[0, 0]).reshape(-1, TILE)
+        return sum(len(set(tile) - {0}) > 1 for tile in owners)
+
+    assert shared("tiled") == 0 and shared("scattered") > 10
+
+
+# ----------------------------------------------------------------------------------- how it is read
+
+
+def case(kind, *, lists=1, cells=2048, size=TILE, seed=0, values=D + 1):
+    """Queries, keys and values, and a sight in which tiles are seen by some tokens or one."""
+    rng = np.random.default_rng(seed)
+    tiles = cells // size
+    shape = (lists, T, tiles)
+    one = np.eye(T, dtype=bool)[rng.integers(0, T, (lists, tiles))].swapaxes(1, 2)
+    sees = {
+        "own": one & (rng.random((lists, 1, tiles)) < 0.9),
+        "few": one & (rng.random((lists, 1, tiles)) < 0.04),
+        "shared": np.ones(shape, bool),
+        "both": one | (np.arange(tiles) < tiles // 5),  # a prompt, and what follows it in each
+        "any": rng.random(shape) < 0.3,
+        "nothing": np.zeros(shape, bool),
+        "one token": one & (np.arange(T) == 1)[:, None],
+    }[kind]
+    mask = np.repeat(sees, size, axis=2) & (rng.random((lists, T, cells)) < 0.7)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((lists, T, K * G, D), (lists, K, cells, D), (lists, K, cells, values))
+    )
+    return q, k, v, replace(sight_of_mask(mask, np.arange(lists), lists), tile=size)
+
+
+@jax.jit
+def plain(q, k, v, sight, options):
+    return reference(q, decoded(k), decoded(v), mask_of(sight), options)
+
+
+KINDS = ("own", "few", "shared", "both", "any", "nothing", "one token")
+FEW = ("both",)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=slow) for kind in KINDS]
+)
+def test_numbers_are_those_of_the_formula(kind):
+    arrays = case(kind)
+    options = Options(scale=0.3, softcap=2.0, sinks=SINKS)
+    np.testing.assert_allclose(attend(*arrays, options), plain(*arrays, options), **CLOSE)
+
+
+@slow
+@pytest.mark.parametrize(
+    "sizes",
+    [{"lists": 2}, {"cells": 2048 + 64}, {"size": 8, "cells": 1000}, {"lists": 2, "size": 128}],
+    ids=str,
+)
+def test_tiles_of_any_size_in_several_pools(sizes):
+    for kind in ("own", "few", "both", "any"):
+        arrays = case(kind, **sizes)
+        np.testing.assert_allclose(attend(*arrays, Options()), plain(*arrays, Options()), **CLOSE)
+
+
+@slow
+def test_all_ways_are_taken():
+    """The cases are on all sides of what is chosen by, and a wrong way shows."""
+    cases = {}
+    for kind in KINDS:
+        *_, sight = case(kind)
+        loops = mask_of(sight).reshape(1, T, -1, TILE).any(3)
+        alone = np.asarray(loops.sum(1) == 1)[0]
+        tiles = np.asarray(loops.any(1))[0]
+        whole = lambda which: which.reshape(-1, 512 // TILE).any(1).mean()  # noqa: E731
+        cases[kind] = whole(alone) < xla_cpu.FEW, whole(tiles & ~alone) < xla_cpu.FEW
+    assert cases["own"] == (False, True) and cases["few"] == (True, True)
+    assert cases["both"] == (False, True) and cases["shared"] == (True, False)
+
+
+@slow
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float64"])
+def test_dtypes(dtype):
+    for kind in ("own", "few", "both"):
+        q, k, v, sight = case(kind, values=2 * D)
+        if dtype == "int8":
+            k, v = (encoded(x, zeros((1, 1, 1, x.shape[3]), dtype)) for x in (k, v))
+        elif dtype == "bfloat16":
+            k, v = k.astype(dtype), v.astype(dtype)
+        with jax.enable_x64(dtype == "float64"):
+            q = q.astype(dtype) if dtype == "float64" else q
+            got = attend(q, k, v, sight, Options())
+        assert got.dtype == q.dtype
+        np.testing.assert_allclose(got, plain(q, k, v, sight, Options()), rtol=0, atol=1e-5)
+
+
+@slow
+def test_values_that_are_a_part_of_their_keys():
+    q, k, _, sight = case("both")
+    got = attend(q, k, Latent(2, 6), sight, Options())
+    np.testing.assert_allclose(got, plain(q, k, k[..., 2:6], sight, Options()), **CLOSE)
+
+
+def slope(query, key, head):
+    return -(0.1 ** (head + 1.0)) * abs(query - key)
+
+
+@slow
+@pytest.mark.parametrize("form", ["function", "array", "array of all heads"])
+@pytest.mark.parametrize("kind", ["own", "few", "both"])
+def test_a_bias_is_added_and_hides(form, kind):
+    q, k, v, sight = case(kind)
+    if form == "function":
+        memory_bias = jaxkv.ops.attention.bias.checked_bias(slope, (1, T, K * G, k.shape[2]))
+        sight = replace(sight, bias=memory_bias, position=jnp.arange(k.shape[2])[None] % 50)
+        sight = replace(sight, at=sight.at + 60)
+        bias = bias_of(sight)
+    else:
+        heads = K * G if form == "array" else 1
+        bias = np.random.default_rng(1).normal(size=(1, T, heads, k.shape[2])).astype(np.float32)
+        bias[..., ::3] = -np.inf
+        bias[:, 2] = -np.inf  # all that this token sees
+        sight = replace(sight, bias=jnp.asarray(bias))
+        bias = jnp.asarray(bias).swapaxes(1, 2)
+    got = attend(q, k, v, sight, Options())
+    logits = jnp.einsum("pthd,phnd->phtn", q * D**-0.5, jnp.repeat(k, G, axis=1)) + bias
+    seen = np.asarray(mask_of(sight))[:, None] & np.isfinite(np.asarray(bias))
+    weights = np.where(seen, np.exp(np.where(seen, logits, 0.0)), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    wanted = np.einsum("phtn,phnd->pthd", weights / np.where(total, total, 1), np.repeat(v, G, 1))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=5e-6)
+
+
+@slow
+@pytest.mark.parametrize("kind", ["own", "few", "both", "any"])
+def test_a_nan_shows_to_who_sees_it_and_to_nobody_else(kind):
+    q, k, v, sight = case(kind)
+    mask = np.asarray(mask_of(sight))[0]
+    token = int(mask.any(1).argmax())
+    cell = int(mask[token].argmax())
+    hidden = ~mask.any(0)
+    dirty = np.array(k)
+    dirty[:, :, hidden] = np.nan
+    clean = attend(q, jnp.asarray(dirty), v, sight, Options())
+    np.testing.assert_array_equal(clean, attend(q, k, v, sight, Options()))
+    dirty[:, :, cell] = np.nan
+    got = np.asarray(attend(q, jnp.asarray(dirty), v, sight, Options()))[0]
+    np.testing.assert_array_equal(np.isnan(got).all(axis=(1, 2)), mask[:, cell])
+    np.testing.assert_array_equal(got[~mask[:, cell]], clean[0][~mask[:, cell]])
+
+
+@slow
+def test_derivatives_and_a_batch_of_memories():
+    arrays = [case("both", cells=512, seed=seed) for seed in range(2)]
+    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *arrays)
+
+    def loss(by, q, k, v, sight):
+        return jnp.sum(jnp.sin(by(q, k, v, sight, Options(sinks=SINKS))))
+
+    derive = partial(jax.grad, argnums=(0, 1, 2))
+    together = jax.jit(jax.vmap(derive(partial(loss, attend))))(*batch)
+    said = jax.jit(jax.vmap(partial(attend, options=Options())))(*batch)
+    for i, one in enumerate(arrays):
+        np.testing.assert_allclose(said[i], plain(*one, Options()), **CLOSE)
+        for a, b in zip(together, derive(partial(loss, plain))(*one), strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-5)
+
+
+@slow
+def test_what_it_holds_is_a_part_of_a_pool():
+    """Logits of a token for its tiles, and of what several see; no copy of keys or values."""
+    for dtype in (jnp.float32, jnp.bfloat16):
+        q, k, v, sight = jax.eval_shape(partial(case, "own", cells=32768, values=D))
+        k, v = (jax.ShapeDtypeStruct((1, K, 32768, 64), dtype) for _ in range(2))
+        q = jax.ShapeDtypeStruct((1, T, K * G, 64), jnp.float32)
+        compiled = attend.lower(q, k, v, sight, Options()).compile()
+        assert hlo.temporary_bytes(compiled) < K * 32768 * 64 * k.dtype.itemsize / 2
+
+
+@slow
+def test_a_memory_asks_for_it_in_a_step_alone():
+    """The program of a prompt is that of any pool."""
+    memory = TILES.make()
+    sizes = {}
+    for count in (TILES.sequences, TILES.sequences + 4):
+        ids = jnp.arange(count) % TILES.sequences
+        batch = jaxkv.make_batch(jnp.arange(count), sequences=ids)
+        (ubatch,) = jaxkv.init_batch(memory, batch).ubatches
+        sizes[count] = jaxkv.kv.mask.sight_of(memory.table, ubatch).tile
+    assert sizes == {TILES.sequences: 4, TILES.sequences + 4: None}
+
+
+@slow
+@pytest.mark.parametrize("sequences", [[0, 1, 2], [3, 0]])
+def test_a_life_in_tiles_gives_the_logits_of_any_pool(sequences):
+    def lived(kind):
+        memory, said = kind.make(), []
+        for seq in sequences:
+            memory, logits = run(memory, jaxkv.make_batch([1, 2, 3], sequences=seq))
+            said.append(logits)
+        memory = jaxkv.seq_cp(memory, sequences[0], sequences[1])
+        memory, _ = jaxkv.seq_rm(memory, sequences[0], 1)
+        memory, logits = run(memory, jaxkv.make_batch([[4]] * len(sequences), sequences=sequences))
+        return np.concatenate([*said, logits])
+
+    np.testing.assert_allclose(
+        lived(TILES), lived(replace(TILES, placement="scattered")), atol=1e-5
+    )
