@@ -17,6 +17,7 @@ from jaxkv.rope import Rope
 from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.errors import ModelError
+from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary, gelu
 from models.families.memories import Attends, windows_of
 from models.families.ropes import plain_rope, rope_of
@@ -88,8 +89,8 @@ class Block(nnx.Module):
         return memory, x + self.after_feed_norm(self.feed(self.feed_norm(x)))
 
 
-class Gemma3(nnx.Module):
-    """The model: tokens in, logits of the tokens that want them out."""
+class Gemma3(LanguageModel):
+    """The model of this family."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = self.config = config
@@ -104,16 +105,11 @@ class Gemma3(nnx.Module):
         # The factor is rounded to the weights' dtype, as it was when the model was trained.
         return x * jnp.asarray(self.config.width**0.5, x.dtype)
 
-    def __call__(self, memory: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
-        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
-        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
-        for block in self.blocks:
-            memory, x = block(memory, ubatch, x)
-        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        logits = self.vocabulary.logits(self.norm(x))
-        if (cap := self.config.final_softcap) is not None:
-            logits = cap * jnp.tanh(logits / cap)
-        return memory, logits
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
+        logits = self.vocabulary.logits(x)
+        cap = self.config.final_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def config_of(checkpoint: Checkpoint) -> Config:

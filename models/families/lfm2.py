@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv.ops import scans
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
+from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary
 from models.families.memories import Attends, Layer, Recurs
 from models.families.ropes import rope_of
@@ -106,8 +107,8 @@ class Block(nnx.Module):
         return memory, x + self.feed(self.feed_norm(x))
 
 
-class LFM2(nnx.Module):
-    """The model: tokens in, logits of the tokens that want them out."""
+class LFM2(LanguageModel):
+    """The model of this family."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = config
@@ -115,16 +116,6 @@ class LFM2(nnx.Module):
         layers = range(len(c.attends))
         self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
         self.norm = RMSNorm(c.width, c.eps, dtype)
-
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
-        x = ubatch.embeddings
-        if x is None:
-            x = self.vocabulary.embed(ubatch.tokens)
-        for block in self.blocks:
-            memory, x = block(memory, ubatch, x)
-        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        return memory, self.vocabulary.logits(self.norm(x))
 
 
 def config_of(checkpoint: Checkpoint) -> Config:

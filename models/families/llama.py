@@ -16,6 +16,7 @@ from jaxkv import Ubatch
 from jaxkv.rope import Rope
 from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
+from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
 from models.families.memories import Attends, windows_of
 from models.families.ropes import rope_of
@@ -83,8 +84,8 @@ class Block(nnx.Module):
         return memory, x + self.feed(self.feed_norm(x))
 
 
-class Llama(nnx.Module):
-    """The model: tokens in, logits of the tokens that want them out."""
+class Llama(LanguageModel):
+    """The model of this family."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = config
@@ -92,16 +93,6 @@ class Llama(nnx.Module):
         layers = range(len(c.windows))
         self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
         self.norm = RMSNorm(c.width, c.eps, dtype)
-
-    def __call__(self, memory: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
-        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
-        x = ubatch.embeddings
-        if x is None:
-            x = self.vocabulary.embed(ubatch.tokens)
-        for block in self.blocks:
-            memory, x = block(memory, ubatch, x)
-        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        return memory, self.vocabulary.logits(self.norm(x))
 
 
 def config_of(checkpoint: Checkpoint) -> Config:

@@ -17,6 +17,7 @@ from flax import nnx
 import jaxkv
 from jaxkv.ops import scans
 from models.checkpoints.checkpoint import Checkpoint
+from models.families.language_model import LanguageModel
 from models.families.layers import Linear, RMSNorm, Vocabulary
 from models.families.memories import Recurs
 from models.families.sources import Sources
@@ -177,28 +178,29 @@ class Mixer(nnx.Module):
         return memory, self.output(self.norm(y) if c.norm else y.astype(gate.dtype))
 
 
-class Mamba2(nnx.Module):
-    """The model: tokens in, logits of the tokens that want them out."""
+class Block(nnx.Module):
+    """One layer: a mixer over the memory."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.norm = RMSNorm(c.mixer.width, c.eps, dtype)
+        self.mixer = Mixer(c.mixer, layer, dtype, rngs)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
+        memory, out = self.mixer(memory, ubatch, self.norm(x))
+        # Between the layers it is float32, as the model was trained; norms turn it back.
+        return memory, x.astype(jnp.float32) + out
+
+
+class Mamba2(LanguageModel):
+    """The model of this family."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = config
-        width, layers = c.mixer.width, range(c.layers)
-        self.vocabulary = Vocabulary(c.vocabulary, width, dtype, rngs, tied=c.tied)
-        self.norms = nnx.List([RMSNorm(width, c.eps, dtype) for _ in layers])
-        self.mixers = nnx.List([Mixer(c.mixer, layer, dtype, rngs) for layer in layers])
-        self.norm = RMSNorm(width, c.eps, dtype)
-
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
-        x = ubatch.embeddings
-        if x is None:
-            x = self.vocabulary.embed(ubatch.tokens)
-        x = x.astype(jnp.float32)  # between the layers, as it was trained; norms turn it back
-        for norm, mixer in zip(self.norms, self.mixers, strict=True):
-            memory, out = mixer(memory, ubatch, norm(x))
-            x = x + out
-        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        return memory, self.vocabulary.logits(self.norm(x))
+        self.vocabulary = Vocabulary(c.vocabulary, c.mixer.width, dtype, rngs, tied=c.tied)
+        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in range(c.layers)])
+        self.norm = RMSNorm(c.mixer.width, c.eps, dtype)
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
@@ -227,14 +229,16 @@ def config_of(checkpoint: Checkpoint) -> Config:
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     """Returns where each weight of `Mamba2` comes from."""
     source = Sources(checkpoint)
-    layers = {i: f"backbone.layers.{i}" for i in range(config.layers)}
+
+    def block(layer: str) -> dict:
+        return {
+            "norm": source.norm(f"{layer}.norm"),
+            "mixer": mixer_weights_of(source, config.mixer, f"{layer}.mixer"),
+        }
+
     return {
         "vocabulary": source.vocabulary("backbone.embeddings.weight", tied=config.tied),
-        "norms": {i: source.norm(f"{layer}.norm") for i, layer in layers.items()},
-        "mixers": {
-            i: mixer_weights_of(source, config.mixer, f"{layer}.mixer")
-            for i, layer in layers.items()
-        },
+        "blocks": {i: block(f"backbone.layers.{i}") for i in range(config.layers)},
         "norm": source.norm("backbone.norm_f"),
     }
 

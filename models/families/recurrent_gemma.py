@@ -15,6 +15,7 @@ import jaxkv
 from jaxkv.ops import scans
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
+from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary, gelu
 from models.families.memories import Attends, Layer, Recurs
 from models.families.ropes import rope_of
@@ -139,8 +140,8 @@ class Block(nnx.Module):
         return memory, x + self.feed(self.feed_norm(x))
 
 
-class RecurrentGemma(nnx.Module):
-    """The model: tokens in, logits of the tokens that want them out."""
+class RecurrentGemma(LanguageModel):
+    """The model of this family."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = self.config = config
@@ -155,14 +156,10 @@ class RecurrentGemma(nnx.Module):
         # The factor is rounded to bfloat16 whatever the weights are, as when the model was trained.
         return x * jnp.asarray(self.config.width**0.5, jnp.bfloat16).astype(x.dtype)
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
-        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
-        for block in self.blocks:
-            memory, x = block(memory, ubatch, x)
-        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        logits = self.vocabulary.logits(self.norm(x))
-        return memory, self.config.softcap * jnp.tanh(logits / self.config.softcap)
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
+        cap = self.config.softcap
+        return cap * jnp.tanh(self.vocabulary.logits(x) / cap)
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
