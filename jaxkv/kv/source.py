@@ -194,7 +194,6 @@ def make_source_cache(
       part 0, layers 0
       owner    + + . . . . . .
       position 0 1 . . . . . .
-      <BLANKLINE>
       part 1, layers 1
       owner    + + + . . .
       position 0 1 2 . . .
