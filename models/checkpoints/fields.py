@@ -7,7 +7,7 @@ or in arrays larger than the machine, so each is compared with this table first.
 from collections.abc import Mapping
 from typing import Any
 
-from models.kinds import FLAG, WORD, Kind, check, exactly, number, refusal, several, whole
+from models.kinds import FLAG, TOKEN, WORD, Kind, check, exactly, number, refusal, several, whole
 
 LAYERS = 4096
 """The most layers of a model."""
@@ -43,6 +43,8 @@ _CONFIG = {
     "conv_bias": FLAG,
     "conv_kernel": whole(2, 1024),
     "embedding_multiplier": _FACTOR,
+    "decoder_start_token_id": TOKEN,
+    "feed_forward_proj": WORD,
     "final_logit_softcapping": _POSITIVE,
     "full_attn_idxs": several(whole(0, LAYERS - 1), LAYERS),
     "head_dim": _HEAD,
@@ -76,16 +78,20 @@ _CONFIG = {
     "num_experts_per_tok": whole(0, 2**14),
     "num_heads": _HEADS,
     "num_hidden_layers": whole(1, LAYERS),
+    "num_layers": whole(1, LAYERS),
     "num_key_value_heads": _HEADS,
     "num_local_experts": whole(0, 2**14),
     "partial_rotary_factor": number(0, 1, above=True),
     "position_embedding_type": WORD,
     "projectors_bias": FLAG,
     "query_pre_attn_scalar": _POSITIVE,
+    "relative_attention_max_distance": _POSITIONS,
+    "relative_attention_num_buckets": whole(4, 2**14),
     "residual_multiplier": _FACTOR,
     "rms_norm_eps": _EPSILON,
     "rope_local_base_freq": _BASE,
     "rope_theta": _BASE,
+    "scale_decoder_outputs": FLAG,
     "shared_intermediate_size": _WIDTH,
     "sliding_window": _POSITIONS,
     "sliding_window_pattern": whole(1, LAYERS),
