@@ -325,12 +325,9 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
         if c["feed_forward_proj"] not in ("relu", "gated-gelu"):
             wanted = "'relu' or 'gated-gelu'"
             raise refusal(c["feed_forward_proj"], wanted, "feed_forward_proj", source)
-        exact, farthest = (
-            c["relative_attention_num_buckets"] // 2,
-            "relative_attention_max_distance",
-        )
-        if c[farthest] <= exact:
-            raise refusal(c[farthest], f"more than half the buckets ({exact})", farthest, source)
+        name, exact = "relative_attention_max_distance", c["relative_attention_num_buckets"] // 2
+        if c[name] <= exact:
+            raise refusal(c[name], f"more than half the buckets ({exact})", name, source)
     elif family == "recurrent_gemma":
         c.setdefault("lru_width", c["hidden_size"])
         whole_parts.append(("lru_width", "num_attention_heads"))
