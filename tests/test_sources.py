@@ -130,8 +130,10 @@ def filled(**options):
 
 
 def test_tokens_see_all_of_their_own_source_and_zeros_where_there_is_none():
-    memory = filled()
-    check(memory, SOURCES, TEXTS)
+    memory = encode(make(), [SOURCES[q] for q in (0, 1, 3)], [0, 1, 3])
+    memory, logits = tell(memory, TEXTS[:3], [0, 1, 2])
+    for row, *both in zip(logits, SOURCES[:3], TEXTS[:3], strict=True):
+        np.testing.assert_allclose(row, said(*both), atol=2e-4)
     assert lengths(memory) == [5, 1, 0, 2]
     assert jaxkv.seq_pos_max(memory, range(Q)).tolist() == [1, 2, 0, -1]  # of the texts
     assert jaxkv.used(memory).item() == 6 + 8
@@ -177,6 +179,7 @@ def settled(memory):
     return jaxkv.apply(memory, jaxkv.init_update(memory))
 
 
+@pytest.mark.slow
 def test_whole_sequences_take_their_sources_along_and_parts_leave_them_alone():
     memory = filled()
     for verb, sources, texts in EDITS.values():
@@ -231,6 +234,7 @@ def test_a_life(streams):
     assert any(sources)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_named():
     memory = filled()
     with pytest.raises(jaxkv.RefusedError, match="HAS_SOURCE, it has a source of 5 tokens"):

@@ -15,7 +15,7 @@ from models.cli.main import main
 DATA = Path(__file__).parent / "data"
 CLOSE = dict(rtol=0, atol=2e-5)
 BEST = loops.sampling.make_sampler()
-VARIANTS = ["t5_gated", pytest.param("t5_tied", marks=pytest.mark.slow)]
+VARIANTS = ["t5_gated", "t5_tied"]
 
 
 class Recorded:
@@ -47,6 +47,7 @@ def recorded(request):
     return Recorded(request.param)
 
 
+@pytest.mark.slow
 def test_two_sources_side_by_side_are_what_transformers_makes_of_each(recorded):
     """Prompts first, and then a token at a time."""
     memory = recorded.read()
@@ -58,7 +59,9 @@ def test_two_sources_side_by_side_are_what_transformers_makes_of_each(recorded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [1, 2, 4])
+@pytest.mark.parametrize(
+    "streams", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))]
+)
 def test_greedy_texts_are_those_of_generate(recorded, streams):
     memory = recorded.read(sequences=(1, 2), streams=streams)
     memory, logits = recorded.tell(memory, recorded.greedy[:, :1].tolist(), [1, 2])
