@@ -143,7 +143,7 @@ def make_batch(
     Raises:
       ValueError: when neither or both of tokens and embeddings are given, shapes differ, one of
         several lists is empty, a token on the host is negative, a list of ids is empty or has one
-        twice, or an integer does not fit int32.
+        twice, or an integer does not fit int32, or in extra what JAX makes of its dtype.
       TypeError: when tokens, sequences or positions are no integers, outputs or valid no bools, or
         extra has no names, or no arrays of numbers.
 
@@ -256,6 +256,9 @@ def _checked_extra(extra: Any, shape: tuple[int, ...]) -> dict[str, Any]:
             raise TypeError(
                 f"wanted integers, floats or bools for extra[{name!r}], got {value.dtype}"
             )
+        kept = jax.dtypes.canonicalize_dtype(value.dtype)
+        if kept != value.dtype and jnp.issubdtype(kept, np.integer):
+            value = _narrowed(value, kept, name)
         if value.shape[: len(shape)] != shape:
             raise ValueError(
                 f"extra[{name!r}] must have one entry a token: wanted {shape} and any axes after "
@@ -263,6 +266,18 @@ def _checked_extra(extra: Any, shape: tuple[int, ...]) -> dict[str, Any]:
             )
         found[name] = value
     return found
+
+
+def _narrowed(value: Any, kept: np.dtype, name: str) -> Any:
+    """Return integers of 64 bits in what JAX would make of them, if that holds them all."""
+    low, high = jnp.iinfo(kept).min, jnp.iinfo(kept).max
+    wrong = value[(value < low) | (value > high)]
+    if wrong.size:
+        raise ValueError(
+            f"wanted integers from {low} to {high} for extra[{name!r}], got {wrong[0]}: a JAX "
+            f"without 64 bits holds no others"
+        )
+    return value.astype(kept)
 
 
 def _filled_up(sequences: Any) -> Any:

@@ -344,7 +344,8 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
     Raises:
       TypeError: when an argument is not such a pair.
       ValueError: when the parts know different numbers of sequences, only some of them share cells,
-        a part is not given as many different layers as it has, or there are no parts.
+        they are on a mesh by different rules, a part is not given as many different layers as it
+        has, or there are no parts.
 
     Examples:
       Layers 0, 1, 3 and 4 look back 4 positions, and layers 2 and 5 at everything:
@@ -387,7 +388,14 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
             f"{with_sources} of {len(facts)} parts for sources: put all layers that look at a "
             f"source into one part"
         )
-    table = HybridTable(parts=tuple(memory.table for memory in memories), layers=layers)
+    rules = [memory.table.rules for memory in memories]
+    if len(set(rules)) > 1:
+        raise ValueError(
+            f"wanted parts that a mesh splits by the same rules, got {rules}: make all of them "
+            f"with jaxkv.sharding.allocate"
+        )
+    tables = tuple(memory.table for memory in memories)
+    table = HybridTable(parts=tables, layers=layers, rules=rules[0])
     return join(table, tuple(memory.buffers for memory in memories))
 
 

@@ -36,8 +36,8 @@ class Rules:
     there are is the model's choice, see `jaxkv.sharding.fitted` and `layout`.
 
     streams: splits the streams of tables and buffers.
-    kv_heads: splits the heads of keys and values, what states are made of (`splits` of
-      `make_recurrent_cache`), and the weights of a model.
+    kv_heads: splits the heads of keys and values, query heads that look at one latent, what states
+      are made of (`splits` of `make_recurrent_cache`), and the weights of a model.
     cells: splits the cells of each stream, whose table stays whole.
     """
 
@@ -172,11 +172,28 @@ def on_shares(
         """Where shardings are types, arguments must come as they are declared."""
 
         def one(spec: P, arg: Any) -> Any:
-            return jax.tree.map(lambda x: jax.sharding.reshard(x, spec), arg)
+            return jax.tree.map(lambda x: jax.sharding.reshard(x, of_type(spec, mesh)), arg)
 
         return run(*jax.tree.map(one, in_specs, args, is_leaf=lambda x: isinstance(x, P)))
 
     return declared
+
+
+def of_type(spec: P, mesh: Any) -> P:
+    """Return what a type says of a sharding: how the explicit axes of a mesh split, and no others.
+
+    >>> kinds = (AxisType.Auto, AxisType.Explicit)
+    >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"), axis_types=kinds)
+    >>> of_type(P("data", ("data", "tensor"), None), mesh) == P(None, "tensor", None)
+    True
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def explicit(axes: Axis) -> Axis:
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        return tuple(name for name in names if types[name] == AxisType.Explicit) or None
+
+    return P(*map(explicit, spec))
 
 
 def first_of(axes: tuple[str, ...], size: int) -> Any:

@@ -24,6 +24,13 @@ class Rope:
     interleaved: bool = False
     attention_factor: float = 1.0
 
+    def __post_init__(self):
+        if not np.all(np.isfinite((*self.frequencies, self.attention_factor))):
+            raise ValueError(
+                f"wanted finite frequencies and a finite attention_factor, got {self.frequencies} "
+                f"and {self.attention_factor}"
+            )
+
 
 def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) -> Rope:
     """Make the plain rotary embedding.
@@ -34,14 +41,16 @@ def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) ->
       interleaved: which numbers make a pair, see `Rope`.
 
     Raises:
-      ValueError: when the size is odd.
+      ValueError: when the size is odd or below 2, or the base is not above 0.
 
     Examples:
       >>> make_rope(4, base=100.0).frequencies
       (1.0, 0.1)
     """
-    if size % 2:
+    if size % 2 or size < 2:
         raise ValueError(f"a rotary embedding turns pairs: wanted an even size, got {size}")
+    if not base > 0:
+        raise ValueError(f"wanted a base above 0, got {base}")
     frequencies = tuple(float(base ** (-pair / size)) for pair in range(0, size, 2))
     return Rope(frequencies=frequencies, interleaved=interleaved)
 
@@ -59,12 +68,14 @@ def divide(rope: Rope, factors: Sequence[float]) -> Rope:
     """Divide the frequency of each pair by its own factor, as some checkpoints store them.
 
     Raises:
-      ValueError: when there is not one factor a pair.
+      ValueError: when there is not one factor a pair, or one of them is 0.
 
     llama.cpp: `rope_freqs`.
     """
     if len(factors) != len(rope.frequencies):
         raise ValueError(f"wanted {len(rope.frequencies)} factors, one a pair, got {len(factors)}")
+    if not all(factors):
+        raise ValueError(f"wanted factors that are not 0, got {list(factors)}")
     pairs = zip(rope.frequencies, factors, strict=True)
     return replace(rope, frequencies=tuple(float(f / by) for f, by in pairs))
 
@@ -142,6 +153,10 @@ def rotate(x: jax.Array, positions: jax.Array, rope: Rope | None) -> jax.Array:
     Returns:
       The shape and dtype of `x`; angles, sines and products are computed in float32.
 
+    Raises:
+      ValueError: when the shapes do not go together, or heads are smaller than the rope.
+      TypeError: when `x` is not of floats.
+
     Examples:
       A quarter turn of one pair, and the position 0, which leaves everything alone:
 
@@ -154,7 +169,15 @@ def rotate(x: jax.Array, positions: jax.Array, rope: Rope | None) -> jax.Array:
     """
     if rope is None:
         return x
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"wanted queries or keys of floats, got {x.dtype}")
     pairs = len(rope.frequencies)
+    if np.shape(positions) != x.shape[:-2]:
+        raise ValueError(
+            f"wanted positions of the shape of x without its heads and their numbers, "
+            f"{x.shape[:-2]} for {x.shape}, got {np.shape(positions)}; a ubatch has tokens or "
+            f"embeddings, and the other is None"
+        )
     if x.shape[-1] < 2 * pairs:
         raise ValueError(f"a rope of {pairs} pairs needs heads of {2 * pairs}, got {x.shape[-1]}")
     frequencies = jnp.asarray(np.asarray(rope.frequencies, np.float32))

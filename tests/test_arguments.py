@@ -41,6 +41,23 @@ def test_what_is_no_integer_is_refused(wrong):
             use()
 
 
+def test_bounds_are_not_counted_from_the_end():
+    memory = filled(2, 1)
+    for use in (
+        lambda at: jaxkv.seq_rm(memory, 0, at),
+        lambda at: jaxkv.seq_rm(memory, [0, 1], [0, at]),
+        lambda at: jaxkv.seq_rm(memory, 0, 0, at),
+        lambda at: jaxkv.can_seq_rm(memory, 0, at),
+        lambda at: jaxkv.seq_cp(memory, 0, 1, at),
+        lambda at: jaxkv.seq_add(memory, 0, at, -1, 1),
+        lambda at: jaxkv.seq_div(memory, 0, 0, at, 2),
+    ):
+        with pytest.raises(ValueError, match=r"wanted p[01] from -1 to .*, got -2: .*beginning"):
+            use(-2)
+    traced = jax.jit(lambda at: jaxkv.seq_rm(memory, 0, at)[0])
+    assert_identical(traced(-2), traced(-1))
+
+
 def test_batches_of_other_integers():
     assert make_batch(np.array([1, 2], np.uint8), sequences=np.int64(1)).sequences.dtype == np.int32
     with pytest.raises(ValueError, match="wanted sequences from .* got 4294967296"):
@@ -338,3 +355,66 @@ def test_every_bit_of_an_embedding_counts(bit):
         seen.add(int(content(None, jnp.asarray(words).view(jnp.float32))[0, 0]))
     seen.add(int(content(None, jnp.asarray(plain[..., ::-1]))[0, 0]))
     assert len(seen) == 4
+
+
+def test_what_a_model_is_told_beside_tokens_is_never_another_number():
+    """Without 64 bits JAX would cut their upper half off."""
+    memory = jaxkv.make_kv_cache(**ONE, cells=4)
+    told = {"small": np.array([2**31 - 1, -(2**31)]), "none": np.zeros((2, 0))}
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([1, 2], extra=told)).ubatches
+    assert ubatch.extra["small"][0].tolist() == [2**31 - 1, -(2**31)]
+    assert ubatch.extra["none"].shape == (1, 2, 0)
+    for wrong in (np.array([1, 2**40 + 7]), np.array([2**32, 0], np.uint64)):
+        with pytest.raises(ValueError, match=r"for extra\['place'\], got"):
+            make_batch([1, 2], extra={"place": wrong})
+
+
+def test_options_of_attention_that_would_pass_for_others():
+    memory = jaxkv.make_kv_cache(**ONE, cells=4)
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([1, 2])).ubatches
+    x = jnp.ones((1, 2, 1, 4))
+    for error, wanted, new, options in (
+        (ValueError, "softcap above 0", (x, x, x), {"softcap": 0.0}),
+        (ValueError, "softcap above 0", (x, x, x), {"softcap": np.inf}),
+        (TypeError, "floats for q, got int", (x.astype(int), x, x), {}),
+        (TypeError, "floats for k, got complex", (x, x + 0j, x), {}),
+        (TypeError, "causal as True or False", (x, x, x), {"causal": None}),
+        (TypeError, "an array for sinks", (x, x, x), {"sinks": [0.0]}),
+    ):
+        with pytest.raises(error, match="wanted.* " + wanted):
+            jaxkv.attend(memory, 0, ubatch, *new, **options)
+    with pytest.raises(TypeError, match="wanted q of floats"):
+        jaxkv.ops.attention.attention(
+            x.astype(int), x[:, :, 0][:, None], x[:, :, 0][:, None], jnp.ones((1, 2, 2), bool)
+        )
+
+
+def test_no_sequence_goes_on_from_another():
+    for memory in (filled(2, 1), filled(2, 1, kind=SPLIT)):
+        assert_identical(jaxkv.seq_select(memory, [], []), memory)
+
+
+def test_ropes_that_turn_nothing_or_are_not_finite():
+    rope = jaxkv.rope
+    plain = rope.make_rope(4)
+    for use in (
+        lambda: rope.make_rope(-2),
+        lambda: rope.make_rope(4, base=0.0),
+        lambda: rope.make_rope(4, base=float("nan")),
+        lambda: rope.linear(plain, factor=0.0),
+        lambda: rope.linear(plain, factor=float("nan")),
+    ):
+        with pytest.raises(ValueError, match="wanted"):
+            use()
+
+
+def test_steps_and_searches_that_have_nothing_to_begin_with():
+    memory = jaxkv.make_kv_cache(**ONE, cells=4)
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([1, 2])).ubatches
+    with pytest.raises(ValueError, match="wanted count of at least 1, got 0"):
+        jaxkv.steps_to_keep(ubatch, 0)
+    none = np.zeros((1, 0), int)
+    with pytest.raises(ValueError, match="wanted a token at least"):
+        jaxkv.plan_tokens(memory, none, [0], none.astype(bool))
+    with pytest.raises(ValueError, match="got nothing in sequence 0: pass sequences="):
+        jaxkv.loops.beam(None, None, memory, np.zeros(4, np.float32), width=1, steps=1)

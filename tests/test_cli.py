@@ -12,6 +12,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import jax
@@ -34,6 +35,7 @@ from models.serving import FINISH, Serving
 from models.texts import Finish
 from tests.golden import golden
 
+DATA = Path(__file__).parent / "data"
 STORY = "Once upon a time there was a little"
 FRANCE = "The capital of France is"
 PROMPTS = [STORY, FRANCE, "One, two,"]
@@ -45,7 +47,10 @@ def run(small, monkeypatch, capsys):
     load = command.load
 
     def loaded(name, **options):
-        return small if name == "smollm2" else load(name, **options)
+        if name != "smollm2":
+            return load(name, **options)
+        dtype = options["cache_dtype"]
+        return replace(small, cache_dtype=dtype) if dtype else small
 
     monkeypatch.setattr(command, "load", loaded)
 
@@ -109,6 +114,18 @@ def test_json_is_one_object_for_each_prompt_in_order(run):
         assert set(fields) == {"prompt", "prompt_tokens", "tokens", "text", "finish"}
         assert len(fields["tokens"]) == 9 and fields["text"]
     assert err.splitlines()[-1].endswith("compiles after warm-up: 0")
+
+
+@pytest.mark.slow
+def test_a_cache_of_8_bits_gives_texts_in_a_fraction_of_the_bytes(run):
+    """Its two layers hold 3 heads of 64 numbers: 68 bytes a head in place of 256."""
+    sizes = []
+    for options in ([], ["--cache-dtype", "int8"]):
+        status, out, err = run("--json", "--cells", 256, STORY, *options)
+        assert status == 0 and len(objects(out)[0]["tokens"]) == 9
+        sizes.append(float(re.search(r"cache: ([\d.]+) MB", err)[1]))
+    heads = 256 * 2 * 2 * 3 / 1e6
+    assert sizes == pytest.approx([heads * 256, heads * 68], abs=0.06)
 
 
 @pytest.mark.slow
@@ -308,6 +325,11 @@ def test_filters_without_a_temperature_are_not_passed_over_in_silence(run):
         ),
         ([STORY, "--seed", "-1"], "--seed: wanted a whole number from 0 to 4294967295, got '-1'"),
         ([STORY, "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        ([STORY, "--cache-dtype", "int4"], "--cache-dtype: invalid choice: 'int4'"),
+        (
+            [STORY, "--cache-dtype", "int8", "--model", DATA / "deepseek_v3"],
+            "values that are a part of its keys, which cannot be stored as int8; give .*bfloat16",
+        ),
         ([STORY, "--streams", "three"], "--streams: invalid choice: 'three'"),
         ([STORY, "--bogus"], "unrecognized arguments: --bogus"),
     ],

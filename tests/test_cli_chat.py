@@ -58,7 +58,8 @@ def chat(folder, model, monkeypatch, capsys):
     load = generate.load
 
     def loaded(name, **options):
-        return model if name == str(folder) else load(name, **options)
+        alone = name == str(folder) and options["mesh"] is None and not options["cache_dtype"]
+        return model if alone else load(name, **options)
 
     monkeypatch.setattr(generate, "load", loaded)
 
@@ -99,12 +100,36 @@ def test_commands_in_a_pipe(chat, tmp_path):
         assert line in err.splitlines()
     assert re.search(r"^saved 2 conversations in .*, 0\.\d MB$", err, re.M)
     assert re.search(r"^memory: 13 of 96 cells used, 0\.\d MB, 2 of 4 conversations$", out, re.M)
+    assert "kept: 1 of 8 texts, 9 cells more" in out.splitlines()
     assert re.search(r"^owner +\+ +\.$", out, re.M) and "owner 0 is main, 1 is b" in out
 
     status, out, err = chat("two\n/stats\n", "--load", file)
     assert (status, out.splitlines()[0]) == (0, plainly[1])
     assert "loaded 2 conversations: main, b" in err and "b: 1 turn, the last one: one" in err
-    assert "computed: 13 tokens in all" in out  # of the new turn alone: 9 and 4
+    # Of the new turn alone: 9 and 4, of which the template's 3 were kept, with what was undone.
+    assert "computed: 10 tokens in all, and 3 found in what was kept" in out
+
+
+@pytest.mark.slow
+def test_a_mesh_of_devices_talks_as_one_does(chat, tmp_path):
+    """What is said, held, kept and computed, but for how long it took."""
+    talk = "one\n/fork b\nelse\n/retry\n/undo\n/switch b\ntwo\n/undo\nthree\n/show\n/stats\n"
+    told = [chat(talk, *options)[1] for options in ((), ("--mesh", "data=1,tensor=2"))]
+    one, several = (re.sub(r"last answer: .*", "", out) for out in told)
+    assert one == several and "found in what was kept" in one
+    status, _, err = chat(f"one\n/save {tmp_path / 'chat'}\n", "--mesh", "tensor=2")
+    assert status == 2 and "one on a mesh is saved and restored by Orbax" in err
+
+
+@pytest.mark.slow
+def test_a_chat_in_8_bits_goes_on_in_8_bits_alone(chat, tmp_path):
+    file, small = tmp_path / "chat.safetensors", ("--cache-dtype", "int8")
+    status, out, _ = chat(f"one\n/save {file}\ntwo\n", *small)
+    assert status == 0 and file.stat().st_size
+    status, again, _ = chat("two\n", "--load", file, *small)
+    assert (status, again.splitlines()[0]) == (0, out.splitlines()[1])
+    status, _, err = chat("two\n", "--load", file)
+    assert status == 2 and re.search("cannot be loaded: .*int8", err), err
 
 
 def test_another_answer_is_drawn_anew(chat):
@@ -144,6 +169,7 @@ def test_help_names_every_command(chat):
         ("/load /nowhere/x\n", (), "/nowhere/x cannot be read: No such file or directory."),
         ("", ("--load", "/nowhere/x"), "/nowhere/x cannot be read: No such file"),
         ("", ("--load", "x", "--system", "y"), "--system is for a new conversation"),
+        ("", ("--load", "x", "--mesh", "tensor=2"), "--load does not go with --mesh"),
         ("", ("--conversations", 0), "--conversations: wanted a whole number from 1"),
         ("", ("--on-full", "guess"), "--on-full: invalid choice: 'guess'"),
     ],
@@ -265,7 +291,7 @@ def test_a_talk_in_a_terminal(folder, tmp_path):
         [sys.executable, *command], input="go on\n/stats\n", env=env, capture_output=True, text=True
     )
     assert done.returncode == 0 and "main: 2 turns, the last one: go on" in done.stdout
-    assert re.search(r"^computed: 1\d tokens in all$", done.stdout, re.M)
+    assert re.search(r"^computed: 1\d tokens in all, and 0 found", done.stdout, re.M)
     assert "\x1b" not in done.stdout + done.stderr
 
 

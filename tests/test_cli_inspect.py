@@ -8,7 +8,7 @@ import pytest
 
 import jaxkv
 import models
-from jaxkv import snapshot
+from jaxkv import prefix, snapshot
 from models.chat.chat import MAIN, Chat
 from models.chat.conversation import Conversation
 from models.chat.saved import save
@@ -37,13 +37,15 @@ def hybrid():
 
 @pytest.fixture
 def saved(hybrid, tmp_path):
-    """A chat of two conversations, whose memory a batch of three tokens went through."""
+    """A chat of two conversations, one of three tokens, which are also kept."""
     memory = hybrid.make_memory(cells=32, sequences=4)
     memory = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3])))
     frame = Frame(keep=0, closing=0)
     one = Conversation(sequence=0, frame=frame).ask("Tell me\x1b[2J", [1, 2, 3])
     other = Conversation(sequence=1, frame=frame)
-    chat = Chat(memory=memory, conversations={MAIN: one, "b": other})
+    store = prefix.make_store(memory, holders=[2, 3])
+    memory, store, _ = prefix.remember(memory, store, [1, 2, 3], 0)
+    chat = Chat(memory=memory, store=store, conversations={MAIN: one, "b": other})
     save(tmp_path / "chat.safetensors", chat, hybrid)
     return tmp_path / "chat.safetensors"
 
@@ -58,8 +60,9 @@ def test_a_chat_tells_what_it_holds(inspect, saved, hybrid):
     states, full = told["parts"]
     assert (states["kind"], states["bytes"]) == ("recurrent states", 5632)  # one state
     assert (full["kind"], full["bytes"]) == ("full attention", 3 * 128)  # three tokens
-    assert [one["tokens"] for one in told["sequences"]] == [3, 0, None, None]
-    assert [one["conversation"] for one in told["sequences"]] == ["main", "b", None, None]
+    assert [one["tokens"] for one in told["sequences"]] == [3, 0, 3]
+    assert [one["conversation"] for one in told["sequences"]] == ["main", "b", None]
+    assert [one["kept"] for one in told["sequences"]] == [False, False, True]
 
 
 def test_the_page_of_a_chat(inspect, saved):
@@ -72,6 +75,7 @@ def test_the_page_of_a_chat(inspect, saved):
         r"full attention +1 +384",
         r"0 +3  main: 1 turn, the last one: Tell me\[2J",  # without what clears a screen
         r"1 +0  b: 0 turns",
+        r"2 +3  kept, to be gone back to",
     ):
         assert re.search(f"^{line}$", out, re.M), (line, out)
 

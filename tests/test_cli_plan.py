@@ -68,6 +68,26 @@ def test_bytes_are_those_of_a_model_that_is_there(name, plan):
     assert set(told["whole"]) == set(model.whole_weights().values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float16"])
+def test_bytes_of_a_cache_with_a_dtype_of_its_own_are_those_that_it_takes(dtype, plan):
+    """Of a hybrid, whose states have no codes."""
+    name, sizes = "granite_hybrid", {"sequences": 2, "streams": 2, "cells": 64}
+    options = [x for one, size in sizes.items() for x in (f"--{one}", size)]
+    status, out, err = plan(*options, "--cache-dtype", dtype, "--json", model=DATA / name)
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert (told["dtype"], told["cache_dtype"]) == ("float32", dtype)
+    model = models.load(DATA / name, cache_dtype=dtype)
+    memory = model.make_memory(**sizes)
+    table, buffers = jaxkv.split(memory)
+    assert told["layout"]["buffers"] == jaxkv.nbytes(buffers)
+    assert told["layout"]["table"] == jaxkv.nbytes(table)
+    assert dtype in {str(x.dtype) for x in jax.tree.leaves(buffers)}
+    _, out, _ = plan(*options, "--cache-dtype", dtype, model=DATA / name)
+    assert f"weights in float32\n2 sequences in 2 streams of 64 cells, stored as {dtype}\n" in out
+
+
 def test_each_kind_of_layers_has_its_price(plan):
     _, out, _ = plan("--json", "--cells", 70, model=DATA / "granite_hybrid")
     states, full = json.loads(out)["parts"]

@@ -39,6 +39,7 @@ FAMILIES = [
     "recurrent_gemma",
     "lfm2",
     "falcon_h1",
+    "deepseek_v3",
 ]
 MESHES = {"tensor": {"tensor": 2}, "data-tensor": {"data": 2, "tensor": 2}}
 
@@ -260,7 +261,9 @@ def test_key_value_heads_that_do_not_divide_are_whole_and_send_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    mostly_exhaustive(FAMILIES, few=["gemma3", "granite_hybrid_experts", "recurrent_gemma"]),
+    mostly_exhaustive(
+        FAMILIES, few=["gemma3", "granite_hybrid_experts", "recurrent_gemma", "deepseek_v3"]
+    ),
 )
 def test_a_step_of_no_family_sends_more_than_sums(name):
     """One for each part of a layer that is split, and that of the embedding."""
@@ -306,7 +309,7 @@ def assert_same_places(shapes, arrays):
     ("config", "message"),
     [
         ({}, "without vocab_size"),
-        ({"vocab_size": 40, "model_type": "bert"}, "is a 'bert' model; known are falcon_h1"),
+        ({"vocab_size": 40, "model_type": "bert"}, "is a 'bert' model; known are deepseek_v2"),
     ],
 )
 def test_a_config_alone_may_tell_too_little(config, message, tmp_path):

@@ -189,3 +189,16 @@ def test_yarn_multiplies_what_it_rotates():
     expected = reference(heads(), near, rope.frequencies, factor=0.7)
     np.testing.assert_allclose(rotate(heads(), near, given), expected, atol=2e-5)
     assert yarn(make_rope(8), factor=1.0, original=64, base=10000.0).attention_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("x", "positions", "message"),
+    [
+        (np.ones((1, 3, 2, 4), np.int32), np.zeros((1, 3), np.int32), "of floats, got int32"),
+        (np.ones((1, 3, 2, 4), np.float32), np.zeros((3,), np.int32), r"\(1, 3\) .* got \(3,\)"),
+        (np.ones((1, 1, 3, 2, 4), np.float32), np.zeros((1, 3), np.int32), "other is None"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(x, positions, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        rotate(jnp.asarray(x), positions, make_rope(4))

@@ -273,3 +273,15 @@ def test_heads_that_do_not_divide_are_whole_and_fitted_finds_room_for_the_rest()
     assert sharding.layout(jax.eval_shape(make), finer, rules).buffers == layout.buffers // 4
     with pytest.raises(ValueError, match="surplus='cells'"):
         sharding.fitted(jax.eval_shape(make), mesh, RULES, surplus="refuse")
+
+
+def test_a_hybrid_memory_of_parts_that_are_on_a_mesh():
+    """It has their rules, and all of them have the same."""
+
+    def make():
+        return jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=2, head_dim=2)
+
+    part = sharding.allocate(make, mesh_of(tensor=2), Rules())
+    assert jaxkv.make_hybrid_cache((part, (0,)), (part, (1,))).table.rules == Rules()
+    with pytest.raises(ValueError, match="wanted parts that a mesh splits by the same rules"):
+        jaxkv.make_hybrid_cache((part, (0,)), (make(), (1,)))

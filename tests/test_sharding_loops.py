@@ -88,3 +88,32 @@ def test_a_warm_up_with_explicit_axes(kind):
         others, compiled = after_a_warm_up(*KINDS[kind], placed)
     np.testing.assert_allclose(others, logits, atol=1e-4)
     assert compiled == 0
+
+
+def after_loops(place):
+    """What beams, a slide and an extension give, of a memory in groups."""
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
+    forward, weights = model_of("a"), whole(weights)
+    memory = place(attending(sequences=4, streams=2, rope=jaxkv.make_rope(4)))
+    prompts, sequences = [[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]], [0, 2]
+    batch = jaxkv.make_batch(prompts, sequences=sequences)
+    memory, logits = jaxkv.prefill(forward, weights, memory, batch)
+    search = {"width": 2, "steps": 2, "sequences": [0, 1]}
+    searched, beams = loops.beam(forward, weights, memory, logits[:1], **search)
+    slid, ok = loops.slide(memory, 2, keep=1, drop=2)
+    extended, done, well = loops.extend(memory, 0, 0, group=2, width=4)
+    assert ok and well
+    found = [beams.tokens, beams.held, done]
+    for one in (searched, slid, extended):
+        found += [one.table.position, one.table.owners, *one.buffers.k, *one.buffers.v]
+    return [np.asarray(x) for x in found]
+
+
+@pytest.mark.slow
+def test_loops_where_some_axes_are_explicit():
+    types = (AxisType.Explicit, AxisType.Auto, AxisType.Explicit)
+    wanted = after_loops(lambda memory: memory)
+    with jax.set_mesh(jax.make_mesh((*AXES.values(),), (*AXES,), types)):
+        found = after_loops(placed)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)

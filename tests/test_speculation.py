@@ -77,7 +77,6 @@ def copying(name):
             ("gemma3", "another", "split"),
             ("mamba2", "itself", "pool"),
             ("granite_hybrid", "lookup", "pool"),
-            ("recurrent_gemma", "lookup", "split"),
         ],
     ),
 )

@@ -11,11 +11,18 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, rows_of, specs_of
 from jaxkv.kv import slots
-from jaxkv.kv.buffers import Buffers, own_cells, sizes_of, store, with_layer
+from jaxkv.kv.buffers import (
+    Buffers,
+    axes_of_queries,
+    own_cells,
+    sizes_of,
+    store,
+    with_layer,
+)
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import sight_of
 from jaxkv.memory import View
-from jaxkv.mesh import Shares, first_of, from_owner, looked_up, on_shares, shares
+from jaxkv.mesh import Shares, at_hand, first_of, from_owner, looked_up, on_shares, shares
 from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, OfPlaces, checked_bias
@@ -53,6 +60,8 @@ def attend(
     held = _layer_of(buffers, layer)
     new = () if k is None and v is None else _checked(ubatch, held, k, v)
     _check_array("q", q)
+    if sinks is not None:
+        _check_array("sinks", sinks)
     heads, size = held[0].shape[1], held[0].shape[3]
     if (
         q.ndim != 4
@@ -104,6 +113,8 @@ def _layer_of(buffers: Buffers, layer: int) -> Held:
 def _check_array(name: str, x: Any) -> None:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"wanted an array for {name}, got {type(x)}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"wanted floats for {name}, got {x.dtype}")
 
 
 def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, ...]:
@@ -136,6 +147,8 @@ def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, ...
 
 def _checked_until(until: Any, ubatch: Ubatch, causal: bool) -> jax.Array | None:
     """Return the last position that each token sees, `[R, T]` int32."""
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"wanted causal as True or False, known while tracing, got {causal!r}")
     if until is None:
         return None
     if not causal:
@@ -252,6 +265,7 @@ def _attended(
     What was weighed of the same rows is joined by one small message.
     """
     split = shares(table.rules, **sizes_of(held[0]))
+    heads = axes_of_queries(table.rules, at_hand(table.rules), *held, q.shape[2])
     rows = rows_of(ubatch, split.streams)
     apart = () if rows else split.streams
     if split.cells and implementation in ("xla", "cudnn"):
@@ -285,25 +299,27 @@ def _attended(
         out = jnp.where(current[:, None, None, None], out, jnp.nan)
         return (held if new else ()), out
 
-    of_new = P(rows, None, split.kv_heads)
+    of_new, of_queries = P(rows, None, split.kv_heads), P(rows, None, heads)
     in_specs = (
         P(split.streams),
         specs_of(ubatch, split.streams),
         split.spec,
         of_new,
-        of_new,
-        P(split.kv_heads),
-        _specs_of_bias(bias, rows, split),
+        of_queries,
+        P(heads),
+        _specs_of_bias(bias, rows, heads, split.cells),
         P(rows),
     )
-    run = on_shares(table.rules, of_share, in_specs, (split.spec, of_new))
+    run = on_shares(table.rules, of_share, in_specs, (split.spec, of_queries))
     return run(table, ubatch, held, new, q, options, bias, until)
 
 
-def _specs_of_bias(bias: BiasOfLists | None, rows: tuple[str, ...], split: Shares) -> Any:
+def _specs_of_bias(
+    bias: BiasOfLists | None, rows: tuple[str, ...], heads: tuple[str, ...], cells: tuple[str, ...]
+) -> Any:
     """Return how a bias is split: as rows, query heads and cells are, and never what it weighs."""
     if isinstance(bias, OfPlaces):
-        return replace(bias, function=P(), heads=P(split.kv_heads))
+        return replace(bias, function=P(), heads=P(heads))
     if bias is None:
         return None
-    return P(rows, None, split.kv_heads if bias.shape[2] > 1 else (), split.cells)
+    return P(rows, None, heads if bias.shape[2] > 1 else (), cells)

@@ -46,6 +46,23 @@ def sizes_of(array: Any) -> dict[str, int]:
     return dict(zip(("streams", "kv_heads", "cells"), array.shape, strict=False))
 
 
+def axes_of_queries(
+    rules: Rules | None, mesh: Any, keys: Stored, values: Values, heads: int
+) -> tuple[str, ...]:
+    """Return the axes of a mesh that split H query heads: those that split the heads of keys.
+
+    A latent is one head, which is whole on each device, and all query heads look at it. So they are
+    split by themselves, unless the same axis splits something else. None without a mesh.
+    """
+    if rules is None or mesh is None:
+        return ()
+    split = rules.split(mesh, **sizes_of(keys))
+    if not isinstance(values, Latent) or keys.shape[1] > 1:
+        return split["kv_heads"]
+    axes = rules.split(mesh, kv_heads=heads)["kv_heads"]
+    return () if {*axes} & {*split["streams"], *split["cells"]} else axes
+
+
 def halves_of(rules: Rules | None, buffers: Buffers) -> Halves:
     """Return how the mesh at hand splits the keys and the values of each layer."""
     return jax.tree.map(lambda x: shares(rules, **sizes_of(x)), (buffers.k, buffers.v))

@@ -14,13 +14,14 @@ import numpy as np
 from jaxkv.loops.beam_scores import Search, Texts, begun, best, choose, exist, goes_on
 from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, take_step
+from jaxkv.loops.picking import check_begun
 from jaxkv.loops.programs import program_of
 from jaxkv.loops.rows import listed
 from jaxkv.loops.state import ends
 from jaxkv.memory import Facts, Memory, check_once, join, split
 from jaxkv.places import count, integers, is_concrete, is_traced
 from jaxkv.planning.step import plan_next
-from jaxkv.tables import whole
+from jaxkv.tables import program, whole
 from jaxkv.verbs.edit import seq_rm, seq_select
 from jaxkv.verbs.room import within_streams
 
@@ -96,7 +97,8 @@ def beam(
       ValueError: when the logits are not those of one token; when there are not W sequences, or one
         is known and comes twice or is none of the memory; when they are not known to be of one
         stream though sequences share several; when `width` or `steps` is below 1; when the penalty
-        is not one number; or when the memory was donated. It is raised before anything runs.
+        is not one number; when a known memory holds no prompt in the first sequence; or when the
+        memory was donated. It is raised before anything runs.
 
     Examples:
       A model that says the next number, or less likely the one after it; 3 ends a text, and length
@@ -131,6 +133,7 @@ def beam(
     args = logits, stop, sequences, penalty
     if is_traced(weights, memory, args):
         return _search(forward, weights, memory, *args, steps=steps)
+    check_begun(split(memory)[0], sequences[:1], np.ones(1, bool))
     table, buffers = given(memory, donate)
     search = program_of(_searching, forward)
     table, buffers, beams = search(weights, table, buffers, *args, steps=steps)
@@ -229,7 +232,12 @@ def _settled(
     memory = seq_select(memory, sequences[jnp.argmax(shared, axis=1)], sequences)
     memory, cut = seq_rm(memory, sequences, begins + held)
     # A state that is not kept is not cut back to; a window may have let go of what is seen there.
-    table, _ = split(memory)
-    cut &= jax.vmap(table.can_resume)(sequences, begins + held)
+    cut &= _can_go_on(split(memory)[0], sequences, begins + held)
     memory, _ = seq_rm(memory, sequences, 0, jnp.where(cut, 0, -1))  # from 0 to 0 is nothing
     return memory, jnp.where(cut, held, -1)
+
+
+@program
+def _can_go_on(table: Any, sequences: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return which sequences can go on at the positions given for them; `[W]` bool."""
+    return jax.vmap(table.can_resume)(sequences, positions)

@@ -45,7 +45,8 @@ def begin(
     Args:
       sampler: what adjusts logits, see `jaxkv.loops.sampling`.
       memory: the memory after the prompts.
-      logits: `[T, V]`, those of the last token of each prompt.
+      logits: `[T, V]`, a row for each text: those of the last token of its prompt, so that several
+        texts of one prompt have that row each (`jnp.repeat`).
       stop: the tokens that end a text, see `decode`.
       sequences: `[T]` int32, where each text stands; by default 0, 1, 2 and so on.
       limit: `[]` or `[T]` int32, how many tokens of each may be picked, this one included.
@@ -84,20 +85,25 @@ def begin(
     none = np.zeros(logits.shape[0], np.int32)
     options = {"limit": limit, "sampler": a_sampler(sampler), "seed": seed, "prompts": prompts}
     state = resume(memory, none, sequences, **options)
-    _check_begun(memory, state)
+    check_begun(split(memory)[0], state.sequence, state.active)
     return pick_first(split(memory)[0], sampler, logits, stops(stop, len(none)), state)
 
 
-def _check_begun(memory: Memory, state: DecodeState) -> None:
-    """Raise if a text that goes on has a sequence without a prompt, where that is known."""
-    table, _ = split(memory)
-    if is_traced(table, state):
+def check_begun(table: Any, sequences: Any, active: Any) -> None:
+    """Raise if a text that goes on has a sequence without a prompt, where that is known.
+
+    Args:
+      table: of the memory.
+      sequences: `[T]` int32, where the texts stand.
+      active: `[T]` bool, those that go on.
+    """
+    if is_traced(table, sequences, active):
         return
-    empty = np.asarray(state.active & (_ends(table)[state.sequence] < 0))
+    empty = np.asarray(active & (_ends(table)[sequences] < 0))
     if empty.any():
         raise ValueError(
             f"wanted the prompt of each text in its sequence, got nothing in sequence "
-            f"{np.asarray(state.sequence)[empty][0]}: pass sequences=, where the texts stand"
+            f"{np.asarray(sequences)[empty][0]}: pass sequences=, where the texts stand"
         )
 
 

@@ -51,9 +51,10 @@ def prefill(
     Returns:
       The memory after the batch, and the logits of its output tokens, `[n, V]`, in its order.
 
-      Where the plan is traced and a refusal cannot be raised, a third: `ok`, `[]` bool. When it is
-      False the memory is the one passed in, bit for bit, and the logits mean nothing. Logits that
-      only pad come last there.
+      Inside of `jit` and other transformations a refusal cannot be raised, and there is a third:
+      `ok`, `[]` bool. When it is False the memory is the one passed in, bit for bit, and the logits
+      mean nothing. There the logits are padded to `[O, V]`: the first n rows are those of the n
+      output tokens, so take `logits[:n]`.
 
     Raises:
       RefusedError: when there is no room or the batch is at fault. It is raised before anything

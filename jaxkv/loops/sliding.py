@@ -13,6 +13,7 @@ import numpy as np
 from jaxkv.donation import check_there
 from jaxkv.memory import Commitment, Facts, Memory, join, split
 from jaxkv.places import END, count, integers
+from jaxkv.tables import program
 from jaxkv.verbs.apply import apply
 from jaxkv.verbs.ids import Ids, sequence
 
@@ -134,7 +135,7 @@ def _check_cells(facts: Facts, why: str) -> None:
         raise ValueError(f"wanted a memory of attention alone, got {what}: {why}")
 
 
-@jax.jit
+@program
 def _slid(
     table: Any, seq: jax.Array, keep: jax.Array, drop: jax.Array
 ) -> tuple[Any, Commitment, jax.Array]:
@@ -149,7 +150,7 @@ def _slid(
     return *_if(ok, closed, table), ok
 
 
-@jax.jit
+@program
 def _extended(
     table: Any, seq: jax.Array, done: jax.Array, group: jax.Array, width: jax.Array
 ) -> tuple[Any, Commitment, jax.Array, jax.Array]:

@@ -41,7 +41,7 @@ def layout(
     if batch.valid.ndim == 2:
         index = jnp.arange(batch.valid.size, dtype=jnp.int32).reshape(batch.valid.shape)
         index = jnp.take_along_axis(index, tokens_first(batch.valid), axis=1)
-        batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+        batch = jax.tree.map(lambda x: x.reshape(index.size, *x.shape[2:]), batch)
         return batch, [index], index.size
     count = batch.valid.shape[0]
     if facts.one_sequence_a_row:
@@ -105,8 +105,8 @@ def layout_whole(facts: Facts, batch: Batch) -> tuple[Batch, Any]:
 
 def _known(facts: Facts, batch: Batch) -> tuple[Batch, np.ndarray]:
     """Return a batch whose values are known as a flat list, and which tokens of it are there."""
-    axes = batch.valid.ndim
-    batch = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[axes:]), batch)
+    axes, count = batch.valid.ndim, batch.valid.size
+    batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)
     there = np.flatnonzero(batch.valid)
     if not there.size:
         raise ValueError(

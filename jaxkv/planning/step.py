@@ -124,6 +124,8 @@ def checked_next(facts: Facts, tokens: Any, sequences: Any, valid: Any) -> tuple
             f"wanted tokens and valid of one shape [T, n], and sequences [T], got {shapes[0]}, "
             f"{shapes[2]} and {shapes[1]}"
         )
+    if 0 in shapes[0]:
+        raise ValueError(f"wanted a token at least, got tokens of the shape {shapes[0]}")
     if is_concrete(sequences, valid):
         ids = np.asarray(sequences)[np.any(np.asarray(valid), axis=1)]
         facts.sequence_ids(ids)

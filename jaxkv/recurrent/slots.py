@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
 from jaxkv.places import FAR, nowhere
+from jaxkv.places import count as checked_count
 from jaxkv.plan import Reason
 from jaxkv.recurrent.states import States, T, digest, occupied
 
@@ -160,6 +161,7 @@ def steps_to_keep(ubatch: Ubatch, count: int) -> jax.Array:
     """
     if not isinstance(ubatch, Ubatch):
         raise TypeError(f"wanted a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
+    count = checked_count(count, "count")
     tokens = jnp.sum(ubatch.valid, axis=1, dtype=jnp.int32)
     return jnp.maximum(tokens[:, None] - count + 1 + jnp.arange(count, dtype=jnp.int32)[None], 0)
 

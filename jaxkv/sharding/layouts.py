@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv.hybrid import parts_of
-from jaxkv.kv.buffers import Buffers, sizes_of
+from jaxkv.kv.buffers import Buffers, axes_of_queries, sizes_of
 from jaxkv.kv.cells import Cells
 from jaxkv.memory import Memory, split
 from jaxkv.mesh import Rules
@@ -151,8 +151,10 @@ def _sent(part: Memory, mesh: Any, rules: Rules, heads: int | None) -> int:
         split = rules.split(mesh, **sizes_of(k))
         shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
         if shards["cells"] > 1:
-            rows = part.table.facts.sequences // shards["streams"]
-            sums = rows * (heads or k.shape[1]) // shards["kv_heads"] * (value_dim(v) + 2)
+            rows, queries = part.table.facts.sequences // shards["streams"], heads or k.shape[1]
+            axes = axes_of_queries(rules, mesh, k, v, queries)
+            queries //= prod(mesh.shape[axis] for axis in axes)
+            sums = rows * queries * (value_dim(v) + 2)
             bytes_sent += shards["cells"] * sums * 4
     return bytes_sent
 

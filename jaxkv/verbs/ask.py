@@ -15,7 +15,7 @@ from jaxkv.memory import (
     split,
 )
 from jaxkv.tables import program
-from jaxkv.verbs.ids import Ids, pairs, position, sequence
+from jaxkv.verbs.ids import Ids, pairs, position, sequence, single_bounds
 from jaxkv.verbs.room import need_to_copy, need_to_select
 
 
@@ -104,7 +104,7 @@ def can_seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> jax.Arra
       [True, False, True]
     """
     table, _ = split(memory)
-    return _can_rm(table, sequence(table, seq, lowest=-1), position(p0, "p0"), position(p1, "p1"))
+    return _can_rm(table, sequence(table, seq, lowest=-1), *single_bounds(p0, p1))
 
 
 def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.Array:
@@ -135,8 +135,8 @@ def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.A
       True
     """
     table, _ = split(memory)
-    bounds = position(p0, "p0"), position(p1, "p1")
-    return _can_add(table, sequence(table, seq), *bounds, position(delta, "delta"))
+    args = sequence(table, seq), *single_bounds(p0, p1), position(delta, "delta")
+    return _can_add(table, *args)
 
 
 def can_seq_cp(memory: Memory, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1) -> jax.Array:
@@ -162,7 +162,7 @@ def can_seq_cp(memory: Memory, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1) -
     """
     table, _ = split(memory)
     ids = sequence(table, src), table.facts.sequence_ids(dst)
-    return need_to_copy(table, *ids, position(p0, "p0"), position(p1, "p1")).ok
+    return need_to_copy(table, *ids, *single_bounds(p0, p1)).ok
 
 
 def can_seq_select(memory: Memory, parents: Ids, sequences: Ids) -> jax.Array:

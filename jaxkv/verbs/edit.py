@@ -3,8 +3,9 @@
 *Ids.* An id is an integer from 0 to Q - 1, of any integer dtype. One that is known and is none
 raises ValueError; a traced one that is none changes nothing.
 
-*Ranges.* Positions p0 to p1 - 1: a negative p0 means 0, a negative p1 no end, and a p1 of 0 an
-empty range.
+*Ranges.* Positions p0 to p1 - 1: a p0 of -1 means 0, a p1 of -1 no end, and a p1 of 0 an empty
+range. They are counted from the beginning: one that is known and below -1 raises ValueError, and a
+traced one is as -1.
 
 Whatever an edit changes in a stream makes the plans on that stream stale: plan again.
 """
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import count, integers, is_concrete, is_traced
+from jaxkv.places import count, is_concrete, is_traced
 from jaxkv.tables import program
-from jaxkv.verbs.ids import Ids, pairs, position, sequence
+from jaxkv.verbs.ids import Ids, bounds, pairs, position, sequence, single_bounds
 from jaxkv.verbs.room import changes_of, check_room, need_to_copy, need_to_select, within_streams
 
 
@@ -30,8 +31,8 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
     Args:
       memory: any memory.
       seq: `[]` or `[n]` int, a sequence id, or -1 for every sequence.
-      p0: `[]` or `[n]` int, the first position to forget; a negative one, whichever, is 0.
-      p1: `[]` or `[n]` int, one past the last; a negative one, whichever, is no end.
+      p0: `[]` or `[n]` int, the first position to forget; -1 is 0.
+      p1: `[]` or `[n]` int, one past the last; -1 is no end.
 
     Returns:
       The next memory, and `ok`, bool, `[]` or `[n]`: False if it was refused, and then that cut
@@ -51,6 +52,12 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
       >>> seq_pos_min(memory, 0).item(), seq_pos_max(memory, 0).item()
       (0, 3)
 
+      The last token; a p0 of -1 would be the first one:
+
+      >>> shorter, ok = seq_rm(memory, 0, seq_pos_max(memory, 0))
+      >>> seq_pos_max(shorter, 0).item()
+      0
+
       A cut for each of two sequences:
 
       >>> memory = apply(memory, init_batch(memory, make_batch([5, 6], sequences=1)))
@@ -62,7 +69,7 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
     """
     table, buffers = split(memory)
     ids = table.facts.sequence_ids(seq, lowest=-1)
-    cuts = ids, integers(p0, "p0"), integers(p1, "p1")
+    cuts = ids, *bounds(p0, p1)
     axes = [np.shape(one) for one in cuts]
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
         raise ValueError(f"wanted seq, p0 and p1 of one shape [n], or [], got {axes}")
@@ -141,7 +148,7 @@ none, or where cells must be neighbours close the gaps (defrag_plan)
     table, buffers = split(memory)
     facts = table.facts
     ids = sequence(table, src), facts.sequence_ids(dst)
-    args = *ids, position(p0, "p0"), position(p1, "p1")
+    args = *ids, *single_bounds(p0, p1)
     if within_streams(facts, *ids):
         return join(_cp(table, *args), buffers)
     if facts.in_groups and not is_traced(table, args):
@@ -189,6 +196,8 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
     """
     table, buffers = split(memory)
     ids = pairs(table, parents, sequences)
+    if not np.size(ids[1]):
+        return memory
     if within_streams(table.facts, *ids):
         return join(_select(table, *ids), buffers)
     if table.facts.in_groups and not is_traced(table, ids):
@@ -257,8 +266,8 @@ def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> Memory:
     llama.cpp: `llama_memory_seq_add`.
     """
     table, buffers = split(memory)
-    bounds = position(p0, "p0"), position(p1, "p1")
-    return join(_add(table, sequence(table, seq), *bounds, position(delta, "delta")), buffers)
+    args = sequence(table, seq), *single_bounds(p0, p1), position(delta, "delta")
+    return join(_add(table, *args), buffers)
 
 
 def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> Memory:
@@ -291,8 +300,8 @@ def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> Memory:
     if is_concrete(divisor):
         count(divisor, "divisor")
     table, buffers = split(memory)
-    bounds = position(p0, "p0"), position(p1, "p1")
-    return join(_div(table, sequence(table, seq), *bounds, position(divisor, "divisor")), buffers)
+    args = sequence(table, seq), *single_bounds(p0, p1), position(divisor, "divisor")
+    return join(_div(table, *args), buffers)
 
 
 def clear(memory: Memory) -> Memory:

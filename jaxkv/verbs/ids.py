@@ -12,13 +12,37 @@ Ids = jax.typing.ArrayLike
 
 
 def position(value: Ids, name: str) -> Any:
-    """Return one position, or a bound of a range, as `[]` int32.
+    """Return one position, or how far one moves, as `[]` int32.
 
     Raises:
       TypeError: when it is no integer.
       ValueError: when it is out of int32's range, or not a single one.
     """
-    checked = integers(value, name)
+    return _single(integers(value, name), name)
+
+
+def bounds(p0: Ids, p1: Ids) -> tuple[Any, Any]:
+    """Return the bounds of a range of positions as int32, `[]` or `[n]`; -1 leaves one open.
+
+    Raises:
+      TypeError: when one is no integer.
+      ValueError: when a known one is below -1, which would mean all where the last ones are meant.
+    """
+    advice = (
+        ": positions are counted from the beginning, and the last n tokens of a sequence begin at "
+        "seq_pos_max(memory, seq) + 1 - n"
+    )
+    p0, p1 = (integers(one, name, low=-1, advice=advice) for one, name in ((p0, "p0"), (p1, "p1")))
+    return p0, p1
+
+
+def single_bounds(p0: Ids, p1: Ids) -> tuple[Any, Any]:
+    """Return the bounds of one range as `[]` int32, see `bounds`."""
+    p0, p1 = bounds(p0, p1)
+    return _single(p0, "p0"), _single(p1, "p1")
+
+
+def _single(checked: Any, name: str) -> Any:
     if np.ndim(checked):
         raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(checked)}")
     return checked

@@ -78,11 +78,11 @@ def attend(
 
     Raises:
       ValueError: when shapes do not fit the memory, the layer is none of it, the ubatch was planned
-        for a memory of other facts, the buffers were donated, the implementation cannot do it, or
-        `until` comes with `causal=False`.
-      TypeError: when a plan is passed and no ubatch, a list and no array, or the layer is no
-        integer that is known while tracing; when a bias is not of floats, or closes over what is
-        traced.
+        for a memory of other facts, the buffers were donated, the implementation cannot do it,
+        `softcap` is not above 0, or `until` comes with `causal=False`.
+      TypeError: when a plan is passed and no ubatch, a list and no array, or an array that is not
+        of floats; when the layer is no integer, or `causal` no bool, that is known while tracing;
+        when a bias is not of floats, or closes over what is traced.
 
     Examples:
       Two tokens; the second one sees both, and a ubatch that was never applied sees NaN:

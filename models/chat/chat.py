@@ -1,14 +1,15 @@
 """Conversations side by side in one memory, as a value, and its edits: each is one verb.
 
-Each conversation has a sequence, and all share the cells of one pool, so a fork copies nothing.
-States cannot be taken apart; where a memory has some, each conversation has a second sequence that
-holds those from before its last turn, which is what it can go back to.
+Each conversation has a sequence, and all share the cells of one pool, so a fork copies nothing. The
+other sequences are holders of a store (`jaxkv.prefix`): what was said before a turn is kept there,
+to be gone back to where a window or a state cannot, and for conversations that begin alike.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jaxkv
+from jaxkv import prefix
 from jaxkv.hybrid import parts_of
 from models.chat.conversation import ChatError, Conversation
 
@@ -39,16 +40,20 @@ class Chat:
     """Conversations in one memory.
 
     memory: what the model remembers of them.
+    store: what the memory keeps beside them.
     conversations: by name.
     current: the name of the one that goes on.
     computed: how many tokens the model has computed for all of them.
+    reused: how many it need not compute, since they were kept.
     spent: what the last answer took.
     """
 
     memory: jaxkv.Memory
+    store: prefix.Store
     conversations: Mapping[str, Conversation]
     current: str = MAIN
     computed: int = 0
+    reused: int = 0
     spent: Spent = Spent()
 
     @property
@@ -59,13 +64,17 @@ class Chat:
     @property
     def seats(self) -> int:
         """How many conversations there may be."""
-        sequences = self.memory.table.facts.sequences
-        return sequences // 2 if has_states(self.memory) else sequences
+        return self.memory.table.facts.sequences - len(self.store.holders)
 
     @property
     def held(self) -> int:
         """How many of the tokens of the current conversation need not be computed any more."""
         return self.now.index(held_in(self.memory, self.now.sequence))
+
+    @property
+    def without_kept(self) -> jaxkv.Memory:
+        """The memory without what is kept beside the conversations, to look at."""
+        return jaxkv.seq_rm(self.memory, self.store.holders)[0]
 
     def going_on(self, conversation: Conversation, memory: jaxkv.Memory) -> "Chat":
         """Return it with another value of the current conversation, and of the memory."""
@@ -79,13 +88,8 @@ def spend(chat: Chat, **more: float) -> Chat:
     return replace(chat, spent=replace(chat.spent, **spent))
 
 
-def sequences_for(conversations: int, *, states: bool) -> int:
-    """Return the sequences that a memory needs for so many conversations."""
-    return conversations * 2 if states else conversations
-
-
 def has_states(memory: jaxkv.Memory) -> bool:
-    """Return whether a memory, or its shapes, has recurrent states."""
+    """Return whether a memory has recurrent states."""
     return memory.table.facts.rollback is not None
 
 
@@ -94,9 +98,40 @@ def held_in(memory: jaxkv.Memory, sequence: int) -> int:
     return int(jaxkv.seq_pos_max(memory, sequence)) + 1
 
 
-def spare_of(chat: Chat, sequence: int) -> int | None:
-    """Return the sequence that keeps states to go back to; None where any cut is granted."""
-    return sequence + chat.seats if has_states(chat.memory) else None
+def remember(chat: Chat, length: int) -> Chat:
+    """Keep the first tokens of the current conversation, if they can be gone on with.
+
+    Nothing is kept of tokens behind a gap: they were computed when more was seen.
+    """
+    now = chat.now
+    if not 0 < length <= now.gapless(chat.held):
+        return chat
+    text = chat.memory, chat.store, now.tokens[:length], now.sequence
+    memory, store, _ = prefix.remember(*text)
+    return replace(chat, memory=memory, store=store)
+
+
+def recall(chat: Chat, length: int) -> tuple[Chat, prefix.Miss]:
+    """Let the current conversation hold what is kept of its first tokens, where that is more.
+
+    Returns:
+      The chat; and why it holds no more of them, if it is fewer than `length`.
+    """
+    now = chat.now
+    text = now.tokens[: now.gapless(length) + 1]  # of which the last one is always computed
+    memory, store, found = prefix.reuse(chat.memory, chat.store, text, now.sequence)
+    if (more := found.length - chat.held) <= 0:
+        return chat, found.miss
+    return replace(chat, memory=memory, store=store, reused=chat.reused + more), found.miss
+
+
+def use_instructions(chat: Chat) -> Chat:
+    """Let what conversations begin with be the last thing to give way."""
+    now = chat.now
+    if not now.tokens or not now.frame.keep:
+        return chat
+    text = chat.memory, chat.store, now.tokens[: now.frame.keep + 1], now.sequence
+    return replace(chat, store=prefix.reuse(*text)[1])  # the fork is not taken
 
 
 def fork(chat: Chat, name: str) -> Chat:
@@ -118,8 +153,6 @@ def fork(chat: Chat, name: str) -> Chat:
         )
     source, target = chat.now.sequence, free[0]
     memory = jaxkv.seq_cp(chat.memory, source, target)
-    if (spare := spare_of(chat, source)) is not None:
-        memory = jaxkv.seq_cp(memory, spare, spare_of(chat, target))
     forked = replace(chat.now, sequence=target)
     return replace(chat, memory=memory, conversations={**chat.conversations, name: forked})
 
@@ -137,30 +170,23 @@ def switch(chat: Chat, name: str) -> Chat:
 def drop(chat: Chat, name: str) -> Chat:
     """Forget a conversation: `seq_rm` of all of it. The current one begins anew.
 
+    What is kept of it stays until it has to give way, so that one that begins alike need not be
+    computed.
+
     Raises:
       ChatError: when there is none of that name.
     """
     _check_there(chat, name)
     gone = chat.conversations[name]
     memory, _ = jaxkv.seq_rm(chat.memory, gone.sequence)
-    if (spare := spare_of(chat, gone.sequence)) is not None:
-        memory, _ = jaxkv.seq_rm(memory, spare)
     left = {key: one for key, one in chat.conversations.items() if key != name}
     if name == chat.current:
         left = {**chat.conversations, name: replace(gone, tokens=(), turns=(), gap=0)}
     return replace(chat, memory=memory, conversations=left)
 
 
-def keep_states(chat: Chat) -> Chat:
-    """Keep the states that the current conversation has now, where it will go back to."""
-    spare = spare_of(chat, chat.now.sequence)
-    if spare is None:
-        return chat
-    return replace(chat, memory=jaxkv.seq_select(chat.memory, [chat.now.sequence], [spare]))
-
-
 def undo(chat: Chat) -> tuple[Chat, str]:
-    """Take the last turn back: `seq_rm` where the kind of memory grants it.
+    """Take the last turn back: `seq_rm` where the memory grants it, else what was kept.
 
     Returns:
       The chat; and why tokens have to be computed again, nothing if they need not.
@@ -169,8 +195,8 @@ def undo(chat: Chat) -> tuple[Chat, str]:
       ChatError: when there is no turn.
     """
     _check_turns(chat)
-    memory, why = taken_back(chat, chat.now.turns[-1].start)
-    return chat.going_on(chat.now.undone(), memory), why
+    chat, why = taken_back(chat, chat.now.turns[-1].start)
+    return chat.going_on(chat.now.undone(), chat.memory), why
 
 
 def unanswered(chat: Chat) -> tuple[Chat, str]:
@@ -186,31 +212,46 @@ def unanswered(chat: Chat) -> tuple[Chat, str]:
       ChatError: when there is no turn.
     """
     _check_turns(chat)
-    turn = chat.now.turns[-1]
-    memory, why = taken_back(chat, turn.asked - 1)
-    return chat.going_on(chat.now.unanswered(), memory), why
+    chat, why = taken_back(chat, chat.now.turns[-1].asked - 1)
+    return chat.going_on(chat.now.unanswered(), chat.memory), why
 
 
-def taken_back(chat: Chat, length: int) -> tuple[jaxkv.Memory, str]:
+def taken_back(chat: Chat, length: int) -> tuple[Chat, str]:
     """Take the current conversation back to its first tokens in the memory.
 
+    Args:
+      chat: its current conversation has a turn.
+      length: how many they are, those before that turn or more.
+
     Returns:
-      The memory, which holds at most `length` of its tokens, and as many as its kind grants; and
-      why it holds less than it did of them.
+      The chat, whose memory holds at most `length` of its tokens: all of them where the memory
+      grants the cut, else what was kept; and why it lost some from before the turn, nothing if it
+      did not.
     """
-    memory, now, spare = chat.memory, chat.now, spare_of(chat, chat.now.sequence)
+    memory, now = chat.memory, chat.now
     end = now.place(length)
-    if spare is not None and not end:
-        memory, _ = jaxkv.seq_rm(memory, spare)
     if held_in(memory, now.sequence) <= end:
-        return memory, ""
+        return chat, ""
     cut, ok = jaxkv.seq_rm(memory, now.sequence, end)
     if ok and jaxkv.can_resume(cut, now.sequence, end):
-        return cut, ""
-    if spare is not None and 0 < held_in(memory, spare) <= end:
-        return jaxkv.seq_select(memory, [spare], [now.sequence]), ""
-    why = " and ".join(_refusals(memory, now.sequence, end))
-    return jaxkv.seq_rm(memory, now.sequence)[0], why
+        return replace(chat, memory=cut), ""
+    chat = replace(chat, memory=jaxkv.seq_rm(memory, now.sequence)[0])
+    chat, miss = recall(chat, length)
+    # What was kept before the turn lacks the token that was picked last, which was not computed
+    # yet; and a short message takes no longer than a token.
+    if held_in(chat.memory, now.sequence) >= now.place(now.turns[-1].start) - 1:
+        return chat, ""
+    return chat, f"{' and '.join(_refusals(memory, now.sequence, end))}, and {NOT_KEPT[miss]}"
+
+
+NOT_KEPT = {
+    prefix.Miss.NONE: "nothing was kept from there",
+    prefix.Miss.UNKNOWN: "nothing was kept of it",
+    prefix.Miss.EVICTED: "what was kept from there had to give way",
+    prefix.Miss.LOST: "so has what was kept",
+    prefix.Miss.NO_STATE: "no state was kept from there",
+}
+"""Why the store has no more of a text, as the end of a sentence; there is one stream, so room."""
 
 
 def _refusals(memory: jaxkv.Memory, sequence: int, end: int) -> list[str]:

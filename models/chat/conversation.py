@@ -115,6 +115,14 @@ class Conversation:
         """
         return index if index < self.frame.keep else max(index - self.gap, self.frame.keep)
 
+    def gapless(self, length: int) -> int:
+        """Return how many of the first tokens have nothing forgotten before them.
+
+        >>> Conversation(sequence=0, frame=Frame(keep=2, closing=0), gap=10).gapless(15)
+        2
+        """
+        return min(length, self.frame.keep) if self.gap else length
+
     def index(self, place: int) -> int:
         """Return how many tokens there are before a position, forgotten ones too."""
         return place if place < self.frame.keep else place + self.gap

@@ -1,9 +1,15 @@
-"""Where a memory is full: how many cells are free, and which turns are forgotten to go on."""
+"""Where a memory is full: what is kept gives way first, then turns are forgotten to go on."""
 
 from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 import jaxkv
+from jaxkv import prefix
 from jaxkv.hybrid import parts_of
+from jaxkv.tables import program
 from models.chat.chat import Chat, has_states, held_in
 from models.chat.conversation import ChatError, Conversation
 
@@ -18,17 +24,34 @@ def cells_of(memory: jaxkv.Memory) -> tuple[int, int]:
     return max((int(jaxkv.used(part)), part.table.num_cells) for part in grows)
 
 
+def give_way(chat: Chat, tokens: int) -> Chat | None:
+    """Let go of what is kept, the least recently used first, until so many tokens find room.
+
+    Returns:
+      The chat; None where they would not find it, or had it before: nothing is let go of then.
+    """
+    if _left(chat.memory, chat.now.sequence) >= tokens:
+        return None
+    memory, store = chat.memory, chat.store
+    while store.texts:
+        memory, store = prefix.evict(memory, store, cells=prefix.held(memory, store) - 1)
+        if _left(memory, chat.now.sequence) >= tokens:
+            return replace(chat, memory=memory, store=store)
+    return None
+
+
 def slide(chat: Chat) -> Chat:
     """Forget the oldest turns of the current conversation and close the gap: `loops.slide`.
 
     What comes before the first message stays, and of the rest the newer half, from the beginning of
-    a turn on where one begins there. The texts of all turns stay in the conversation.
+    a turn on where one begins there. The texts of all turns stay in the conversation. What is kept
+    is let go of, since it shares the cells that move.
 
     Raises:
       ChatError: when the kind of memory does not allow it, a fork shares what would move, or there
         is nothing to forget. Nothing has changed then.
     """
-    now, memory = chat.now, chat.memory
+    now, memory, store = chat.now, chat.memory, chat.store
     if has_states(memory):
         raise ChatError("a recurrent state cannot forget what it has seen: /drop begins anew.")
     start, held = now.frame.keep + now.gap, chat.held
@@ -41,10 +64,11 @@ def slide(chat: Chat) -> Chat:
         memory, _ = jaxkv.seq_rm(memory, now.sequence, now.frame.keep)
     else:
         drop = cut - start
+        memory, store = prefix.evict(memory, store, cells=0)
         memory, ok = jaxkv.loops.slide(memory, now.sequence, keep=now.frame.keep, drop=drop)
         if not ok:
             raise ChatError(_why_stuck(chat))
-    return chat.going_on(replace(now, gap=cut - now.frame.keep), memory)
+    return replace(chat, store=store).going_on(replace(now, gap=cut - now.frame.keep), memory)
 
 
 def cut_of(now: Conversation) -> int:
@@ -76,3 +100,14 @@ def _why_stuck(chat: Chat) -> str:
 
 def _grows(part: jaxkv.Memory) -> bool:
     return part.table.facts.rollback is None and part.table.window is None
+
+
+def _left(memory: jaxkv.Memory, sequence: int) -> int:
+    """Return how many more tokens of a sequence find room."""
+    table, _ = jaxkv.split(memory)
+    return int(_room(table)[sequence])
+
+
+@program
+def _room(table: Any) -> jax.Array:
+    return table.admit(jnp.zeros(table.facts.sequences, jnp.int32)).left

@@ -1,12 +1,18 @@
-"""Chats in files: a snapshot of the memory, with the tokens and the texts of each conversation."""
+"""Chats in files: a snapshot of the memory, with the tokens and the texts of each conversation.
+
+What is kept beside the conversations goes along, so that they can be taken back elsewhere, too.
+"""
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
+import numpy as np
+
 import jaxkv
-from jaxkv import snapshot
-from models.chat.chat import Chat, spare_of
+from jaxkv import prefix, snapshot
+from models.chat.chat import Chat
 from models.chat.conversation import ChatError, Conversation, Turn
 from models.errors import brief
 from models.fingerprint import fingerprint
@@ -19,26 +25,26 @@ KIND = "models.chat"
 
 
 def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
-    """Write all conversations of a chat into a snapshot, with what is needed to go on.
+    """Write all conversations of a chat into a snapshot, and what is kept beside them.
 
     Raises:
       ChatError: when the file cannot be written.
     """
     found = chat.conversations
     tokens = {one.sequence: one.tokens for one in found.values()}
-    spares = {seq: spare for seq in tokens if (spare := spare_of(chat, seq)) is not None}
+    kept = {text.holder: text.tokens for text in chat.store.texts}
     notes = {
         "kind": KIND,
         "current": chat.current,
-        "spares": spares,
+        "kept": [*kept],
         "conversations": {name: _described(one) for name, one in found.items()},
     }
     try:
         snapshot.save(
             path,
             chat.memory,
-            sequences=[*tokens, *spares.values()],
-            tokens=tokens,
+            sequences=[*tokens, *kept],
+            tokens=tokens | kept,
             model=fingerprint(model),
             notes=notes,
         )
@@ -74,16 +80,12 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
             raise ChatError(
                 f"{path} is of another model, {named(info.model)}, and this is {named(known)}."
             )
-        goes = {}
-        for seat, one in enumerate(found.values()):
-            goes[one.sequence] = seat
-            if (spare := info.notes["spares"].get(str(one.sequence))) is not None:
-                goes[spare] = spare_of(chat, seat)
+        goes = {one.sequence: seat for seat, one in enumerate(found.values())}
+        kept = kept_in(info)
         current = info.notes["current"]
         if current not in found:
             raise ValueError(f"it says that {current} goes on, which is not there")
-        empty = jaxkv.clear(chat.memory)
-        memory = snapshot.load_into(path, empty, sequences=goes, donate=True)
+        chat = _taken_in(path, replace(chat, memory=jaxkv.clear(chat.memory)), goes, kept)
     except OSError as error:
         raise ChatError(f"{path} cannot be read: {error.strerror or error}.") from error
     except jaxkv.NoRoomError as error:
@@ -91,7 +93,46 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChatError(f"{path} cannot be loaded: {brief(error)}.") from error
     conversations = {name: replace(one, sequence=i) for i, (name, one) in enumerate(found.items())}
-    return replace(chat, memory=memory, conversations=conversations, current=current)
+    return replace(chat, conversations=conversations, current=current)
+
+
+def _taken_in(
+    path: str | os.PathLike, chat: Chat, goes: dict[int, int], kept: dict[int, list[int]]
+) -> Chat:
+    """Return an empty chat whose memory and store hold what was saved, as much as has room.
+
+    Args:
+      path: of the file.
+      chat: its memory is donated.
+      goes: by saved sequence, that of a conversation.
+      kept: by saved sequence, the tokens of what was kept, the least recently used first.
+    """
+    latest = [*kept][-len(chat.store.holders) :]
+    held = dict(zip(latest, chat.store.holders, strict=False))
+    try:
+        memory = snapshot.load_into(path, chat.memory, sequences=goes | held, donate=True)
+    except jaxkv.NoRoomError:
+        held = {}
+        memory = snapshot.load_into(path, chat.memory, sequences=goes, donate=True)
+    texts = [
+        prefix.Text(holder=holder, tokens=np.asarray(kept[one], np.int32))
+        for one, holder in held.items()
+    ]
+    return replace(chat, memory=memory, store=replace(chat.store, texts=tuple(texts), evicted=()))
+
+
+def kept_in(info: snapshot.Info) -> dict[int, list[int]]:
+    """Return the tokens that a chat kept beside its conversations, by saved sequence.
+
+    Raises:
+      KeyError, TypeError, ValueError: when what it says is not what `save` writes.
+    """
+    kept = {sequence: info.tokens[sequence] for sequence in info.notes["kept"]}
+    spoken = {one["sequence"] for one in info.notes["conversations"].values()}
+    numbers = [number for tokens in kept.values() for number in tokens]
+    if spoken & {*kept} or not _are_counts(numbers):
+        raise ValueError("what it kept is not what /save writes")
+    return kept
 
 
 def conversations_in(info: snapshot.Info) -> dict[str, Conversation]:
@@ -132,7 +173,7 @@ def _conversation(found: dict[str, Any], tokens: list[int]) -> Conversation:
     if not (
         all(isinstance(text, str) for text in texts)
         and all(turn.finish in get_args(Finish) for turn in turns)
-        and all(type(number) is int and 0 <= number < 2**31 for number in numbers)
+        and _are_counts(numbers)
         and places == sorted(places)
     ):
         raise ValueError("its conversations are not what /save writes")
@@ -144,3 +185,8 @@ def _conversation(found: dict[str, Any], tokens: list[int]) -> Conversation:
         turns=turns,
         gap=found["gap"],
     )
+
+
+def _are_counts(numbers: Sequence[Any]) -> bool:
+    """Return whether all are tokens, lengths or the like."""
+    return all(type(number) is int and 0 <= number < 2**31 for number in numbers)

@@ -11,19 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import loops
+from jaxkv import loops, prefix
 from jaxkv.loops.sampling import Sampler, make_sampler
 from models.chat.chat import (
     MAIN,
     Chat,
     Spent,
     has_states,
-    keep_states,
-    sequences_for,
+    recall,
+    remember,
     spend,
+    use_instructions,
 )
 from models.chat.conversation import ChatError, Conversation, instructions
-from models.chat.room import slide
+from models.chat.room import give_way, slide
 from models.compiling import compile_all
 from models.model import Model
 from models.room import make_with_room
@@ -32,6 +33,9 @@ from models.texts import Writer
 
 SHORT = 32
 """Tokens of a message that are computed at once where it has few; all else is padding."""
+
+HOLDERS = 8
+"""Texts that are kept beside the conversations, where nothing else is asked for."""
 
 OnFull = Literal["stop", "slide"]
 """Whether an answer ends where the memory is full, or the oldest turns are forgotten."""
@@ -63,12 +67,15 @@ class Speaker:
         """Whether the best token is taken, so that a message always has the same answer."""
         return not self.sampler.draws
 
-    def begin(self, *, conversations: int, cells: int, system: str | None = None) -> Chat:
+    def begin(
+        self, *, conversations: int, cells: int, holders: int = HOLDERS, system: str | None = None
+    ) -> Chat:
         """Return a chat in which nothing has been said.
 
         Args:
           conversations: how many there may be, forks included.
           cells: tokens that all of them hold together.
+          holders: texts that are kept beside them, see `jaxkv.prefix`.
           system: the instructions that a conversation begins with.
 
         Raises:
@@ -77,19 +84,19 @@ class Speaker:
           ChatError: when the memory cannot slide and is asked to.
         """
         frame = frame_of(self.model.tokenizer, instructions(system))
-        shapes = self.model.memory_shapes(cells=1)
-        if has_states(shapes) and self.on_full == "slide":
-            raise ChatError(
-                "a recurrent state cannot forget what it has seen: leave --on-full slide out."
-            )
         memory = make_with_room(
             self.model.make_memory,
             cells=cells,
-            sequences=sequences_for(conversations, states=has_states(shapes)),
+            sequences=conversations + holders,
             ubatch_size=self.ubatch_size,
         )
+        if has_states(memory) and self.on_full == "slide":
+            raise ChatError(
+                "a recurrent state cannot forget what it has seen: leave --on-full slide out."
+            )
         first = Conversation(sequence=0, frame=frame, system=system)
-        return Chat(memory=memory, conversations={MAIN: first})
+        store = prefix.make_store(memory, holders=range(conversations, conversations + holders))
+        return Chat(memory=memory, store=store, conversations={MAIN: first})
 
     def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:
         """Compile what answers need; returns the chat, whose buffers are donated on the way."""
@@ -104,11 +111,11 @@ class Speaker:
         idle = loops.start(chat.memory, [0], [0], limit=0, sampler=self.sampler)
         jobs.append(lambda: self._decode(chat.memory, idle)[0])
         memory = compile_all(jobs, tell)[-1]
-        chat = replace(chat, memory=memory)
-        blank = jnp.zeros(logits.shape, logits.dtype)
+        chat = replace(chat, memory=prefix.warm_up(memory, chat.store))
+        blank = jnp.zeros(logits.shape, logits.dtype, device=self.model.logits_sharding)
         # The small programs, and what edits ask.
-        begun = self._begin(memory, blank, chat.now, 0, limit=0), chat.held, keep_states(chat)
-        return jax.block_until_ready((chat, begun))[0]
+        begun = self._begin(memory, blank, chat.now, 0, limit=0), chat.held
+        return replace(chat, memory=jax.block_until_ready((chat.memory, begun))[0])
 
     def ask(self, chat: Chat, message: str) -> Chat:
         """Return the chat with a new turn in its current conversation, which has no answer yet.
@@ -117,7 +124,7 @@ class Speaker:
           ModelError: when the template does not take the message.
         """
         tokens = tokens_of_turn(self.model.tokenizer, chat.now.messages(message))
-        chat = keep_states(chat)
+        chat = remember(use_instructions(chat), chat.held)
         return chat.going_on(chat.now.ask(message, tokens), chat.memory)
 
     def answer(
@@ -163,17 +170,23 @@ class Speaker:
         stopped: Callable[[], bool] = lambda: False,
         on_read: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[Chat, jax.Array | None]:
-        """Compute the tokens of a conversation that the memory does not hold.
+        """Compute the tokens of a conversation that the memory does not hold, nor keeps.
 
         Returns:
           The chat, and the logits after them, `[1, V]`; None if it was stopped or is full.
         """
         logits, model, read = None, self.model, 0
+        if chat.held < len(chat.now.tokens):
+            chat, _ = recall(chat, len(chat.now.tokens) - 1)
         total = len(chat.now.tokens) - chat.held
+        marks = marks_of(chat)
         while (held := chat.held) < len(chat.now.tokens):
             if stopped():
                 return chat, None
             rest = chat.now.tokens[held:]
+            if has_states(chat.memory) or chat.now.gap:
+                ahead = [mark - held for mark in marks if mark > held]
+                rest = rest[: min(ahead, default=len(rest))]
             width = self.ubatch_size if len(rest) > 2 * SHORT else min(SHORT, self.ubatch_size)
             tokens = np.zeros(width, np.int32)
             count = min(len(rest), width)
@@ -185,10 +198,12 @@ class Speaker:
             if ok:
                 chat = spend(replace(chat, computed=chat.computed + count), read=count)
                 read += count
+                for mark in marks:
+                    chat = remember(chat, mark) if held < mark else chat
                 if total > self.ubatch_size:
                     on_read(min(read, total), total)
-            elif (slid := self._slid(chat)) is not None:
-                chat = slid
+            elif (roomier := self._more_room(chat, count)) is not None:
+                chat = roomier
             else:
                 return chat, None
         return chat, logits
@@ -215,10 +230,10 @@ class Speaker:
             elif writer.finish is None and not np.asarray(state.active)[0]:
                 if np.asarray(state.reason)[0] == jaxkv.Reason.FITS:
                     writer.end("no token")
-                elif (slid := self._slid(chat)) is None:
+                elif (roomier := self._more_room(chat, 1)) is None:
                     writer.end("full")
                 else:
-                    chat, memory = slid, slid.memory
+                    chat, memory = roomier, roomier.memory
                     state = replace(
                         state,
                         active=jnp.ones_like(state.active),
@@ -232,8 +247,13 @@ class Speaker:
         # The last token was picked and not computed, unless it is a stop token.
         return replace(chat, computed=chat.computed + chat.held - held)
 
-    def _slid(self, chat: Chat) -> Chat | None:
-        """Return the chat with its oldest turns forgotten; None if it is not to be, or cannot."""
+    def _more_room(self, chat: Chat, tokens: int) -> Chat | None:
+        """Return the chat with room for more tokens; None if there is none to be made.
+
+        What is kept gives way, and then the oldest turns, if that was asked for.
+        """
+        if (found := give_way(chat, tokens)) is not None:
+            return found
         if self.on_full != "slide":
             return None
         try:
@@ -258,6 +278,20 @@ class Speaker:
 
     def _stop(self) -> Sequence[int]:
         return np.asarray(sorted(self.model.stop_tokens), np.int32)
+
+
+def marks_of(chat: Chat) -> list[int]:
+    """Return after which tokens what is read is kept: the instructions, and all but the last.
+
+    From there another conversation, or another answer, goes on. A state can only be kept where a
+    pass ends, so there it has to save another pass, later; elsewhere it costs nothing.
+    """
+    now, marks, before = chat.now, [], chat.held
+    for mark in [now.frame.keep] if now.gap else [now.frame.keep, len(now.tokens) - 1]:
+        if mark - before > SHORT * has_states(chat.memory):
+            marks.append(mark)
+            before = mark
+    return marks
 
 
 @partial(jax.jit, static_argnames="forward", donate_argnames="buffers")

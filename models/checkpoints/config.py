@@ -9,6 +9,33 @@ from models.kinds import refusal
 
 # What a family means when its config.json is silent. Files of Gemma 3 leave out most keys.
 _FAMILY = {
+    "deepseek_v2": {
+        "attention_bias": False,
+        "first_k_dense_replace": 0,
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "norm_topk_prob": False,
+        "rope_interleave": True,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
+    },
+    "deepseek_v3": {
+        "attention_bias": False,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+    },
     "falcon_h1": {
         "attention_bias": False,
         "attention_in_multiplier": 1.0,
@@ -89,6 +116,20 @@ _OLDER = {
 }
 # What the class of a family can do otherwise, and its model here cannot.
 _ONLY = {
+    "deepseek_v2": {
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": False,  # transformers does not look at it, and llama.cpp does
+        "scoring_func": "softmax",
+    },
+    "deepseek_v3": {
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+    },
     "falcon_h1": {
         "attention_bias": False,
         "hidden_act": "silu",
@@ -105,7 +146,19 @@ _ANY = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "slid
 _ATTENDS = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _NEEDED = (*_ATTENDS, "intermediate_size")
 _MIXES = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+_LATENT = (
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+)
 _NEEDED_BY = {
+    "deepseek_v2": (*_LATENT, *_NEEDED),
+    "deepseek_v3": (*_LATENT, *_NEEDED),
     "falcon_h1": (*_MIXES, *_NEEDED),
     "granitemoehybrid": (
         "shared_intermediate_size",
@@ -134,6 +187,8 @@ _KINDS = {
 }
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _KINDS_OF = {
+    "deepseek_v2": {_FULL},
+    "deepseek_v3": {_FULL},
     "falcon_h1": {_FULL},
     "granitemoehybrid": {_FULL, _LINEAR},
     "lfm2": {_FULL, _LINEAR},
@@ -172,6 +227,8 @@ def complete(
                 f"{source} is a {out['model_type']!r} model whose config has no {key}; "
                 "only decoders configured the way llama is can be read."
             )
+    if "qk_rope_head_dim" in out:  # DeepSeek, whose files mean other things by it, or nothing
+        out["head_dim"] = out["qk_rope_head_dim"]
     if heads := out.get("num_attention_heads"):
         out.setdefault("num_key_value_heads", heads)
         out.setdefault("head_dim", out["hidden_size"] // heads)
@@ -328,6 +385,8 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
         name, exact = "relative_attention_max_distance", c["relative_attention_num_buckets"] // 2
         if c[name] <= exact:
             raise refusal(c[name], f"more than half the buckets ({exact})", name, source)
+    elif family in ("deepseek_v2", "deepseek_v3"):
+        _check_routing(c, source)
     elif family == "recurrent_gemma":
         c.setdefault("lru_width", c["hidden_size"])
         whole_parts.append(("lru_width", "num_attention_heads"))
@@ -336,3 +395,24 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
             raise refusal(c[all_], f"a multiple of {part} ({c[part]})", all_, source)
     if c.get("head_dim") == 0:
         raise refusal(c["hidden_size"], "at least num_attention_heads", "hidden_size", source)
+
+
+def _check_routing(config: dict[str, Any], source: str) -> None:
+    """Compare the numbers by which tokens of DeepSeek's models choose their experts."""
+    c, experts = config, config["n_routed_experts"]
+    newer = c["model_type"] == "deepseek_v3"
+    known = ("noaux_tc",) if newer else ("greedy", "group_limited_greedy")
+    if c["topk_method"] not in known:
+        raise refusal(c["topk_method"], f"one of {', '.join(known)}", "topk_method", source)
+    groups, least = c["n_group"], 2 if newer else 1  # the experts by which a group is ranked
+    if c["topk_method"] == "greedy":
+        groups = c["topk_group"] = 1
+    if experts % groups or experts // groups < least:
+        wanted = f"a divisor of n_routed_experts ({experts}) with {least} or more for each"
+        raise refusal(groups, wanted, "n_group", source)
+    if c["topk_group"] > groups:
+        raise refusal(c["topk_group"], f"1 to {groups} groups", "topk_group", source)
+    most = c["topk_group"] * (experts // groups)
+    if not 1 <= c["num_experts_per_tok"] <= most:
+        wanted = f"1 to {most} experts"
+        raise refusal(c["num_experts_per_tok"], wanted, "num_experts_per_tok", source)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
-from models.chat.speaker import OnFull
+from models.chat.speaker import HOLDERS, OnFull
 from models.cli.numbers import bytes_of, mesh_sizes, number, whole
 from models.room import Streams
 
@@ -86,6 +86,11 @@ def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_conversations(one.add_argument)
     add_sampling(one.add_argument, temperature=0.8)
     add_dtype(one.add_argument)
+    add_devices(
+        one.add_argument,
+        "run on several devices, as tensor=2 does on two",
+        "A processor has one device, or as many as JAX_NUM_CPU_DEVICES says (default: one device)",
+    )
 
 
 def add_inspect(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -210,6 +215,15 @@ def add_conversations(add: Callable[..., Any]) -> None:
         default=4,
         metavar="N",
         help="the most conversations, forks included (default: 4)",
+    )
+    add(
+        "--holders",
+        type=whole(1, 2**10),
+        default=HOLDERS,
+        metavar="N",
+        help="the most texts that are kept beside them, for /undo, /retry and conversations that "
+        "begin alike; they give way where cells are needed, and each takes the states of a text "
+        f"where layers are recurrent (default: {HOLDERS})",
     )
     add(
         "--on-full",
@@ -350,6 +364,13 @@ def add_dtype(add: Callable[..., Any]) -> None:
         choices=["float32", "bfloat16", "float16"],
         default="float32",
         help="of weights and memory (default: float32)",
+    )
+    add(
+        "--cache-dtype",
+        choices=["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"],
+        help="of the memory alone; int8 and float8_e4m3fn store keys and values as codes of 8 bits "
+        "with scales, about a quarter of the bytes of float32, and leave states as they are "
+        "(default: that of the weights)",
     )
 
 

@@ -3,6 +3,10 @@
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+
+import jax
+from jax.sharding import Mesh
 
 from jaxkv.loops.sampling import make_sampler
 from models.chat.conversation import ChatError
@@ -15,6 +19,7 @@ from models.cli.screen import compiling, note, put
 from models.cli.talk import COMMANDS, Talk
 from models.cli.terminal import Pipe, Source, Terminal, unechoed
 from models.errors import ModelError
+from models.meshes import make_mesh
 
 CELLS = 4096
 """Cells of the memory, where texts may be so long and nothing else is asked for."""
@@ -32,8 +37,19 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     """
     if args.load and args.system:
         raise InputError("--system is for a new conversation: it does not go with --load.")
+    if args.load and args.mesh:
+        raise InputError("--load does not go with --mesh: a file is loaded on one device.")
+    mesh = make_mesh(args.mesh) if args.mesh else None
+    with jax.set_mesh(mesh) if mesh else nullcontext():
+        return talk_on(args, check_interrupt, mesh)
+
+
+def talk_on(
+    args: argparse.Namespace, check_interrupt: Callable[[], None], mesh: Mesh | None
+) -> int:
+    """Talk where the devices are chosen; as `run`."""
     sampling, seed = read_sampling(args)
-    model = load_with_progress(args.model, args.dtype, None)
+    model = load_with_progress(args, mesh)
     speaker = Speaker(
         model=model,
         sampler=make_sampler(**sampling),
@@ -46,6 +62,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     chat = speaker.begin(
         conversations=args.conversations,
         cells=args.cells or min(CELLS, longest),
+        holders=args.holders,
         system=args.system,
     )
     with compiling() as progress:

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
         note(f"note: the {args.samples} samples of a prompt are equal at temperature 0: {WARMER}")
     mesh = make_mesh(args.mesh) if args.mesh else None
     with jax.set_mesh(mesh) if mesh else nullcontext():
-        model = load_with_progress(args.model, args.dtype, mesh)
+        model = load_with_progress(args, mesh)
         job = Job(
             model=model,
             written=written,
@@ -48,13 +48,14 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
         return mode(job)
 
 
-def load_with_progress(name: str, dtype: str, mesh: Mesh | None) -> Model:
-    """Load a model; a bar shows it on a terminal, a line elsewhere."""
-    began = perf_counter()
+def load_with_progress(args: argparse.Namespace, mesh: Mesh | None) -> Model:
+    """Load the model that was asked for; a bar shows it on a terminal, a line elsewhere."""
+    name, began = args.model, perf_counter()
     try:
         with progress("loading") as tell:
             options = {"mesh": mesh, "rules": RULES, "progress": tell}
-            model = load(name, dtype=jnp.dtype(dtype), **options)
+            options |= {"dtype": jnp.dtype(args.dtype), "cache_dtype": args.cache_dtype}
+            model = load(name, **options)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror or error}.") from error
     if model.encoder is not None:
@@ -63,7 +64,7 @@ def load_with_progress(name: str, dtype: str, mesh: Mesh | None) -> Model:
             "it from Python: jaxkv.encode(model.encoder, ...), and then prefill and decode."
         )
     jax.block_until_ready(model.weights)
-    kind = f"{model.checkpoint.architecture}, {model.size / 1e6:.1f}M weights in {dtype}"
+    kind = f"{model.checkpoint.architecture}, {model.size / 1e6:.1f}M weights in {args.dtype}"
     note(
         f"loaded {name} ({kind}, {megabytes(jaxkv.nbytes(model.weights))}) "
         f"in {perf_counter() - began:.1f} s"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxkv import nbytes, snapshot
 from jaxkv.hybrid import parts_of
-from models.chat.saved import conversations_in, named
+from models.chat.saved import conversations_in, kept_in, named
 from models.cli.arguments import InputError
 from models.cli.screen import brief, in_units, plain, plural, put
 from models.costs import abstract_mesh, costs_of, kind_of
@@ -63,6 +63,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
     try:
         info = snapshot.inspect(path)
         chats = conversations_in(info)
+        kept = kept_in(info) if chats else {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} cannot be inspected: {reason(error)}.") from error
     names = {one.sequence: name for name, one in chats.items()}
@@ -93,6 +94,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
                 "sequence": seq,
                 "tokens": len(info.tokens[seq]) if seq in info.tokens else None,
                 "conversation": names.get(seq),
+                "kept": seq in kept,
                 "turns": len(chats[names[seq]].turns) if seq in names else None,
                 "last": _last(chats[names[seq]]) if seq in names else None,
             }
@@ -121,7 +123,7 @@ def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
         if one["conversation"] is not None:
             line += f"  {one['conversation']}: {plural(one['turns'], 'turn')}"
             line += f", the last one: {brief(one['last'])}" if one["turns"] else ""
-        yield line
+        yield line + "  kept, to be gone back to" * one["kept"]
 
 
 def of_checkpoint(path: Path) -> dict[str, Any]:

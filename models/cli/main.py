@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(
             "error: the device has not enough memory for this model and cache; give fewer --cells, "
-            "a smaller --ubatch-size, or --dtype bfloat16.",
+            "a smaller --ubatch-size, --cache-dtype int8, or --dtype bfloat16.",
             file=sys.stderr,
         )
         return 2

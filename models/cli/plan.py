@@ -22,7 +22,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
       InputError: when a mesh cannot split the sizes, or a device takes more than `--room`; then the
         answer has been shown all the same.
     """
-    model = load_shapes(args.model, dtype=jnp.dtype(args.dtype))
+    model = load_shapes(args.model, dtype=jnp.dtype(args.dtype), cache_dtype=args.cache_dtype)
     model = on_mesh(model, abstract_mesh(args.mesh or {"data": 1}), RULES)
     sizes = read_sizes(args, model)
     costs = answered(costs_of, model, **sizes)

@@ -53,9 +53,10 @@ def heading(args: argparse.Namespace, answer: Answer) -> list[str]:
     cells = "" if memory["cells"] is None else f" of {plural(memory['cells'], 'cell')}"
     streams = plural(memory["streams"], "stream") + cells
     name, count = answer.model.checkpoint.architecture, answer.model.size / 1e6
+    stored = f", stored as {args.cache_dtype}" if args.cache_dtype else ""
     return [
         f"{name}, {count:,.1f}M weights in {args.dtype}",
-        f"{plural(memory['sequences'], 'sequence')} in {streams}",
+        f"{plural(memory['sequences'], 'sequence')} in {streams}{stored}",
     ]
 
 
@@ -139,6 +140,7 @@ def as_object(args: argparse.Namespace, answer: Answer) -> dict[str, Any]:
         "architecture": answer.model.checkpoint.architecture,
         "weights": answer.model.size,
         "dtype": args.dtype,
+        "cache_dtype": args.cache_dtype or args.dtype,
         **costs_object(answer.costs),
         "fitted": answer.fitted and costs_object(answer.fitted),
         "advice": answer.advice,

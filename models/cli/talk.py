@@ -76,7 +76,7 @@ class Talk:
     def note_finish(self, turn: Turn) -> None:
         """Say why an answer ended, where it did not end by itself."""
         if turn.finish == "full":
-            used, cells = cells_of(self.chat.memory)
+            used, cells = cells_of(self.chat.without_kept)
             where = "ends there" if turn.answer else "finds no room"
             slides = "" if has_states(self.chat.memory) else "/slide, "
             note(f"note: the memory is full, {used:,} of {cells:,} cells; the answer {where}")
@@ -164,10 +164,11 @@ def slide_now(talk: Talk, rest: str) -> None:
 
 
 def draw(talk: Talk, rest: str) -> None:
-    """Draw the memory: which token stands in which cell."""
+    """Draw the memory of the conversations: which token stands in which cell."""
     _nothing(rest)
     names = {one.sequence: name for name, one in talk.chat.conversations.items()}
-    put(jaxkv.show(talk.chat.memory, width=shutil.get_terminal_size((100, 24)).columns) + "\n")
+    width = shutil.get_terminal_size((100, 24)).columns
+    put(jaxkv.show(talk.chat.without_kept, width=width) + "\n")
     put("owner " + ", ".join(f"{seq} is {names[seq]}" for seq in sorted(names)) + "\n", flush=True)
 
 
@@ -175,14 +176,18 @@ def stats(talk: Talk, rest: str) -> None:
     """Say what is held, what was computed, and how fast."""
     _nothing(rest)
     chat, spent = talk.chat, talk.chat.spent
-    used, cells = cells_of(chat.memory)
+    used, cells = cells_of(chat.without_kept)
+    kept = cells_of(chat.memory)[0] - used
     lines = [
         f"{talk.describe()}",
         f"{plural(len(chat.now.tokens), 'token')}, {chat.held:,} of them in the memory"
         + f", {chat.now.gap:,} forgotten" * bool(chat.now.gap),
         f"memory: {used:,} of {cells:,} cells used, {megabytes(jaxkv.nbytes(chat.memory))}, "
         f"{len(chat.conversations)} of {plural(chat.seats, 'conversation')}",
-        f"computed: {plural(chat.computed, 'token')} in all",
+        f"kept: {len(chat.store.texts)} of {plural(len(chat.store.holders), 'text')}, "
+        f"{plural(kept, 'cell')} more",
+        f"computed: {plural(chat.computed, 'token')} in all, and {chat.reused:,} found in what was "
+        "kept",
     ]
     if spent.made:
         lines.append(
@@ -235,7 +240,7 @@ COMMANDS = {
 
 def _note_lost(talk: Talk, why: str) -> None:
     if why:
-        count = plural(len(talk.chat.now.tokens), "token")
+        count = plural(len(talk.chat.now.tokens) - talk.chat.held, "token")
         note(f"note: {why}: {count} will be computed again with the next answer")
 
 

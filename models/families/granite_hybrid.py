@@ -6,7 +6,6 @@ positional encoding: their recurrent layers tell the order of tokens.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,13 +17,12 @@ import jaxkv
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.families import mamba2
-from models.families.language_model import LanguageModel
+from models.families.experts import Experts
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
 from models.families.linear import linear, matrix
 from models.families.memories import Attends, Layer
 from models.families.ropes import rope_of
 from models.families.sources import Sources
-from models.meshes import Split
 
 ARCHITECTURES = ("granitemoehybrid",)
 
@@ -77,47 +75,18 @@ class Config:
     implementation: jaxkv.ops.attention.Implementation | None = None
 
 
-class Experts(nnx.Module):
-    """Feed-forward parts, a few of which each token goes through."""
+class Router(nnx.Module):
+    """Sends a token to the experts with its largest logits, whose shares are a softmax of these."""
 
     def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
-        c = config
-        self.config = c
-        self.router = matrix(rngs, (c.experts, c.width), dtype)
-        inside = partial(
-            Split, parts=c.expert_hidden, of="numbers inside an expert", with_cells=True
-        )
-        up = partial(_experts, rngs, (c.experts, c.width, c.expert_hidden), dtype)
-        # Two products, since `ragged_dot` takes one matrix for each expert, which a mesh could not
-        # split without cutting through gates and what goes up.
-        self.gate, self.up = up(split=inside(axis=2)), up(split=inside(axis=2))
-        shape = (c.experts, c.expert_hidden, c.width)
-        self.down = _experts(rngs, shape, dtype, split=inside(axis=1))
+        self.weight = matrix(rngs, (config.experts, config.width), dtype)
+        self.chosen = config.chosen
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Send each token of `x`, `[R, T, width]`, to the experts with its largest logits."""
-        c = self.config
-        tokens = x.reshape(-1, c.width)
-        logits, chosen = jax.lax.top_k(
-            linear(tokens, self.router[...]).astype(jnp.float32), c.chosen
-        )
-        share = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
-        if chosen.size <= c.experts:  # few tokens: reading the chosen weights alone is less work
-            gate, up = (
-                jnp.einsum("nd,nkdh->nkh", tokens, one[...][chosen]) for one in (self.gate, self.up)
-            )
-            out = jnp.einsum(
-                "nkh,nkhd,nk->nd", jax.nn.silu(gate) * up, self.down[...][chosen], share
-            )
-            return out.reshape(x.shape)
-        # Many: each expert has one product with all of its tokens, which lie side by side.
-        order = jnp.argsort(chosen.reshape(-1))
-        sizes = jnp.bincount(chosen.reshape(-1), length=c.experts)
-        sent = tokens[order // c.chosen]
-        gate, up = (jax.lax.ragged_dot(sent, one[...], sizes) for one in (self.gate, self.up))
-        out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...], sizes)
-        out = out * share.reshape(-1)[order][:, None]
-        return jnp.zeros_like(tokens).at[order // c.chosen].add(out).reshape(x.shape)
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Choose for tokens `[n, width]`; returns shares and experts, `[n, chosen]` each."""
+        logits = linear(tokens, self.weight[...]).astype(jnp.float32)
+        logits, chosen = jax.lax.top_k(logits, self.chosen)
+        return jax.nn.softmax(logits, axis=-1), chosen
 
 
 class Block(nnx.Module):
@@ -142,7 +111,8 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
         if c.experts:
-            self.experts = Experts(c, dtype, rngs)
+            router = Router(c, dtype, rngs)
+            self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)
 
     def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
@@ -156,8 +126,8 @@ class Block(nnx.Module):
         return memory, x + out * c.residual_factor
 
 
-class GraniteHybrid(LanguageModel):
-    """The model of this family."""
+class GraniteHybrid(nnx.Module):
+    """The model: tokens in, logits of the tokens that want them out."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = self.config = config
@@ -170,9 +140,13 @@ class GraniteHybrid(LanguageModel):
         """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
         return self.vocabulary.embed(tokens) * self.config.embedding_factor
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
-        return self.vocabulary.logits(x) / self.config.logits_divisor
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
+        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
+        for block in self.blocks:
+            memory, x = block(memory, ubatch, x)
+        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
+        return memory, self.vocabulary.logits(self.norm(x)) / self.config.logits_divisor
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
@@ -228,7 +202,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             return x.swapaxes(1, 2)
 
         return {
-            "router": source.tensor(f"{name}.router.layer.weight"),
+            "router": {"weight": source.tensor(f"{name}.router.layer.weight")},
             "gate": source.tensor(f"{name}.input_linear.weight", turn=gate),
             "up": source.tensor(f"{name}.input_linear.weight", turn=up),
             "down": source.tensor(f"{name}.output_linear.weight", turn=down),
@@ -266,14 +240,6 @@ def layers_of(config: Config, dtype: Any) -> list[Layer]:
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     mixes = mamba2.recurs(config.mixer, dtype)
     return [attends if one else mixes for one in config.attends]
-
-
-def _experts(
-    rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, *, split: Split
-) -> nnx.Param:
-    # `[experts, rows, columns]`: from rows to columns, as `ragged_dot` wants them.
-    values = jax.random.normal(rngs.params(), shape, dtype) * shape[1] ** -0.5
-    return nnx.Param(values, split=split)
 
 
 MODULE = GraniteHybrid

@@ -22,12 +22,15 @@ class Attends:
     head_dim: D, numbers of a head.
     rope: how keys turn with position, None where they do not.
     window: what the layer sees, None for the whole text.
+    value_dim: which numbers of a key are its value, None where values are stored too, as long as
+      keys.
     """
 
     kv_heads: int
     head_dim: int
     rope: Rope | None
     window: Window | None = None
+    value_dim: slice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +164,7 @@ def make_memory(
                 layers=len(members),
                 kv_heads=kind.kv_heads,
                 head_dim=kind.head_dim,
+                value_dim=kind.value_dim,
                 sequences=sequences,
                 streams=streams,
                 window=kind.window,

@@ -1,5 +1,6 @@
 """The rotary embedding that a config describes."""
 
+import math
 from typing import Any
 
 import jaxkv
@@ -61,6 +62,20 @@ def plain_rope(checkpoint: Checkpoint, base: float) -> Rope:
     return jaxkv.make_rope(size, base=base)
 
 
+def yarn_sharpness(checkpoint: Checkpoint) -> float:
+    """Return what queries, and keys, are multiplied by where that is about all of their numbers.
+
+    It is 1 where positions are not stretched, or the config has no `mscale_all_dim`. What the rope
+    multiplies by is about the numbers that it turns alone.
+    """
+    scaling = checkpoint.config["rope_scaling"] or {}
+    return _sharpness(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
+
+
+def _sharpness(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -83,6 +98,11 @@ def _stretched(rope: Rope, kind: str, scaling: dict[str, Any], base: float) -> R
                 original=original,
             )
         case "yarn":
+            sharper, of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+            attention_factor = scaling.get("attention_factor")
+            if attention_factor is None and sharper and of_all:
+                factor = scaling["factor"]
+                attention_factor = _sharpness(factor, sharper) / _sharpness(factor, of_all)
             return ropes.yarn(
                 rope,
                 factor=scaling["factor"],
@@ -90,6 +110,6 @@ def _stretched(rope: Rope, kind: str, scaling: dict[str, Any], base: float) -> R
                 base=base,
                 beta_fast=scaling.get("beta_fast") or 32.0,
                 beta_slow=scaling.get("beta_slow") or 1.0,
-                attention_factor=scaling.get("attention_factor"),
+                attention_factor=attention_factor,
             )
     return rope

@@ -1,5 +1,6 @@
 """Attention over streams of cells, in one of several ways: the table of them, and how they run."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args
@@ -226,7 +227,9 @@ def attention(
       key gets NaN. Derivatives are safe from keys that no token sees.
 
     Raises:
-      ValueError: when H is not a multiple of K, or shapes do not fit together.
+      ValueError: when H is not a multiple of K, shapes do not fit together, or `softcap` is not
+        above 0 and finite.
+      TypeError: when the queries are no floats.
 
     Examples:
       Two equal keys share the attention; a hidden one gets none, whatever it holds:
@@ -247,8 +250,13 @@ def attention(
 
 
 def check(q: jax.Array, k: Stored, v: Stored, options: Options) -> None:
-    """Raise unless the shapes of queries, keys, values and sinks fit together."""
+    """Raise unless queries, keys, values and options fit together."""
     heads, size = q.shape[2:]
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"wanted q of floats, in whose dtype the result is, got {q.dtype}")
+    cap = options.softcap
+    if cap is not None and not 0 < cap < math.inf:
+        raise ValueError(f"wanted a finite softcap above 0, or None for no bound, got {cap}")
     if heads % k.shape[1] or k.shape[:3] != v.shape[:3] or k.shape[3] != size:
         raise ValueError(
             f"wanted q [R, T, H, D], k [R, K, N, D] and v [R, K, N, Dv] with H a multiple of K, "

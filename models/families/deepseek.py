@@ -1,0 +1,324 @@
+"""DeepSeek V2 and V3, written for a jaxkv memory: latent attention, and experts.
+
+All heads of a layer make their keys and values of one compressed vector of a token, the latent, and
+that is what the memory holds, beside a few numbers that turn with position: one key head whose
+values are a part of it. So nothing is made of what is held. The matrix that would make keys of it
+goes to the queries, and the one that would make values to what comes out (the absorbed form): a
+step reads each latent once for all heads.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxkv
+from jaxkv.rope import Rope
+from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.families.experts import Experts
+from models.families.layers import GatedFeed, Linear, RMSNorm, Vocabulary
+from models.families.linear import linear, matrix
+from models.families.memories import Attends
+from models.families.ropes import rope_of, yarn_sharpness
+from models.families.sources import Sources
+from models.meshes import Split
+
+ARCHITECTURES = ("deepseek_v2", "deepseek_v3")
+EPS = 1e-6
+"""What keeps the norms inside of attention from dividing by zero, whatever the config says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How tokens choose their experts.
+
+    experts: how many there are.
+    chosen: how many a token chooses.
+    groups: parts of as many neighbours, of which a token chooses a few first.
+    chosen_groups: how many of these.
+    scores: of an expert, made of all logits (V2) or of its own (V3). With the latter a correction
+      is added where experts are chosen, and a group counts by its two best instead of its best.
+    normalised: whether the shares of those chosen add up to 1, before the factor.
+    factor: what shares are multiplied by.
+    """
+
+    experts: int
+    chosen: int
+    groups: int
+    chosen_groups: int
+    scores: Literal["softmax", "sigmoid"]
+    normalised: bool
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and switches of a model of the family; hashable.
+
+    layers: L.
+    dense: the layers without experts, which are the first ones.
+    width: numbers of a token between the layers.
+    hidden: numbers of a token inside the feed-forward part of a layer without experts.
+    heads: H, query heads.
+    query_rank: numbers that queries are made of, 0 where they are made of a token's own.
+    rank: numbers of the latent.
+    straight: numbers of a query that are compared with what is made of the latent.
+    turned: numbers of a query, and beside the latent, that turn with position.
+    value_dim: numbers that a head makes of the latents it looks at.
+    vocabulary: V.
+    eps: what keeps a norm between the layers from dividing by zero.
+    rope: how those numbers turn.
+    scale: what products of queries and keys are multiplied by.
+    routing: how tokens choose their experts.
+    expert_hidden: numbers of a token inside an expert.
+    shared_hidden: numbers of a token inside the feed-forward part beside the experts.
+    tied: whether the head is the embedding.
+    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    """
+
+    layers: int
+    dense: int
+    width: int
+    hidden: int
+    heads: int
+    query_rank: int
+    rank: int
+    straight: int
+    turned: int
+    value_dim: int
+    vocabulary: int
+    eps: float
+    rope: Rope
+    scale: float
+    routing: Routing
+    expert_hidden: int
+    shared_hidden: int
+    tied: bool = False
+    implementation: jaxkv.ops.attention.Implementation | None = None
+
+
+class LatentAttention(nnx.Module):
+    """Attention over latents in the memory.
+
+    What belongs to query heads is split by them on a mesh; what makes latents is whole, as these
+    are.
+    """
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = self.config = config
+        self.layer = layer
+        by_head = partial(Split, parts=c.heads, of="query heads")
+        if c.query_rank:
+            self.query_down = Linear(c.width, c.query_rank, dtype, rngs)
+            self.query_norm = RMSNorm(c.query_rank, EPS, dtype)
+        size = (c.heads, c.straight + c.turned)
+        self.query = Linear(c.query_rank or c.width, size, dtype, rngs, split=by_head(axis=0))
+        self.down = Linear(c.width, c.rank + c.turned, dtype, rngs)
+        self.norm = RMSNorm(c.rank, EPS, dtype)
+        heads = partial(matrix, rngs, dtype=dtype, split=by_head(axis=0))
+        self.to_keys = heads(shape=(c.heads, c.straight, c.rank))
+        self.to_values = heads(shape=(c.heads, c.value_dim, c.rank))
+        self.output = Linear(c.heads * c.value_dim, c.width, dtype, rngs, split=by_head(axis=1))
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
+        c = self.config
+        q = self.query(self.query_norm(self.query_down(x)) if c.query_rank else x)
+        q, q_turned = jnp.split(q, [c.straight], axis=-1)
+        latent, turned = jnp.split(self.down(x)[:, :, None], [c.rank], axis=-1)  # one key head
+        turn = partial(jaxkv.rotate, positions=ubatch.positions, rope=c.rope)
+        # What turns comes first: a rope turns the first numbers of a key.
+        key = jnp.concatenate([turn(turned), self.norm(latent)], axis=-1)
+        q = jnp.einsum("rthd,hdc->rthc", q, self.to_keys[...])
+        q = jnp.concatenate([turn(q_turned), q], axis=-1)
+        memory, out = jaxkv.attend(
+            memory,
+            self.layer,
+            ubatch,
+            q,
+            key,
+            scale=c.scale,
+            implementation=c.implementation,
+        )
+        out = jnp.einsum("rthc,hdc->rthd", out, self.to_values[...])
+        return memory, self.output(out.reshape(*x.shape[:2], -1))
+
+
+class Router(nnx.Module):
+    """Chooses groups of experts, and then experts of these."""
+
+    def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.routing = config.routing
+        self.weight = matrix(rngs, (self.routing.experts, config.width), dtype)
+        if self.routing.scores == "sigmoid":
+            self.correction = nnx.Param(jnp.zeros(self.routing.experts, jnp.float32))
+
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Choose for tokens `[n, width]`; returns shares and experts, `[n, chosen]` each."""
+        r = self.routing
+        # In float32 whatever the weights are: scores are close to one another.
+        logits = linear(tokens.astype(jnp.float32), self.weight[...].astype(jnp.float32))
+        if r.scores == "softmax":
+            wanted = scores = jax.nn.softmax(logits, axis=-1)
+        else:
+            scores = jax.nn.sigmoid(logits)
+            wanted = scores + self.correction[...][None]
+        if r.groups > 1:
+            in_groups = wanted.reshape(len(tokens), r.groups, -1)
+            best, _ = jax.lax.top_k(in_groups, 1 if r.scores == "softmax" else 2)
+            _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), r.chosen_groups)
+            kept = jnp.any(groups[..., None] == jnp.arange(r.groups)[None, None], axis=1)
+            wanted = jnp.where(kept[..., None], in_groups, -jnp.inf).reshape(wanted.shape)
+        _, chosen = jax.lax.top_k(wanted, r.chosen)
+        share = jnp.take_along_axis(scores, chosen, axis=-1)
+        if r.normalised:
+            share = share / (jnp.sum(share, axis=-1, keepdims=True) + 1e-20)
+        return share * r.factor, chosen
+
+
+class Block(nnx.Module):
+    """One layer: attention over the memory, then a feed-forward part, with experts beside it."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.attention_norm = RMSNorm(c.width, c.eps, dtype)
+        self.attention = LatentAttention(c, layer, dtype, rngs)
+        self.feed_norm = RMSNorm(c.width, c.eps, dtype)
+        self.sparse = layer >= c.dense
+        hidden = c.shared_hidden if self.sparse else c.hidden
+        self.feed = GatedFeed(c.width, hidden, jax.nn.silu, dtype, rngs)
+        if self.sparse:
+            router = Router(c, dtype, rngs)
+            count = c.routing.experts
+            self.experts = Experts(c.width, c.expert_hidden, count, router, dtype, rngs)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
+        memory, out = self.attention(memory, ubatch, self.attention_norm(x))
+        x = x + out
+        y = self.feed_norm(x)
+        out = self.feed(y)
+        if self.sparse:
+            out = out + self.experts(y)
+        return memory, x + out
+
+
+class DeepSeek(nnx.Module):
+    """The model: tokens in, logits of the tokens that want them out."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        c = config
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
+        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in range(c.layers)])
+        self.norm = RMSNorm(c.width, c.eps, dtype)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
+        x = ubatch.embeddings
+        if x is None:
+            x = self.vocabulary.embed(ubatch.tokens)
+        for block in self.blocks:
+            memory, x = block(memory, ubatch, x)
+        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
+        return memory, self.vocabulary.logits(self.norm(x))
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the sizes of a model of this family from its checkpoint."""
+    c = checkpoint.config
+    newer = checkpoint.architecture == "deepseek_v3"
+    grouped = newer or c["topk_method"] == "group_limited_greedy"
+    straight, turned = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
+    return Config(
+        layers=c["num_hidden_layers"],
+        dense=min(c["first_k_dense_replace"], c["num_hidden_layers"]),
+        width=c["hidden_size"],
+        hidden=c["intermediate_size"],
+        heads=c["num_attention_heads"],
+        query_rank=c.get("q_lora_rank") or 0,
+        rank=c["kv_lora_rank"],
+        straight=straight,
+        turned=turned,
+        value_dim=c["v_head_dim"],
+        vocabulary=c["vocab_size"],
+        eps=c["rms_norm_eps"],
+        rope=replace(rope_of(checkpoint), interleaved=c["rope_interleave"]),
+        scale=(straight + turned) ** -0.5 * yarn_sharpness(checkpoint) ** 2,
+        routing=Routing(
+            experts=c["n_routed_experts"],
+            chosen=c["num_experts_per_tok"],
+            groups=c["n_group"] if grouped else 1,
+            chosen_groups=c["topk_group"] if grouped else 1,
+            scores="sigmoid" if newer else "softmax",
+            normalised=c["norm_topk_prob"],
+            factor=c["routed_scaling_factor"],
+        ),
+        expert_hidden=c["moe_intermediate_size"],
+        shared_hidden=c["moe_intermediate_size"] * c["n_shared_experts"],
+        tied=c["tie_word_embeddings"],
+    )
+
+
+def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
+    """Returns where each weight of `DeepSeek` comes from."""
+    source, c = Sources(checkpoint), config
+
+    def attention(name: str) -> dict:
+        def half(first: int | None, last: int | None) -> Tensor:
+            def turn(x: Any) -> Any:
+                return x.reshape(c.heads, -1, x.shape[-1])[:, first:last]
+
+            return source.tensor(f"{name}.kv_b_proj.weight", turn=turn)
+
+        tree = {
+            "query": source.linear(f"{name}.{'q_b' if c.query_rank else 'q'}_proj", parts=c.heads),
+            "down": source.linear(f"{name}.kv_a_proj_with_mqa"),
+            "norm": source.norm(f"{name}.kv_a_layernorm"),
+            "to_keys": half(None, c.straight),
+            "to_values": half(c.straight, None),
+            "output": source.linear(f"{name}.o_proj"),
+        }
+        if c.query_rank:
+            tree["query_down"] = source.linear(f"{name}.q_a_proj")
+            tree["query_norm"] = source.norm(f"{name}.q_a_layernorm")
+        return tree
+
+    def experts(name: str) -> dict:
+        def all_of(part: str) -> Tensor:
+            names = (f"{name}.experts.{i}.{part}_proj.weight" for i in range(c.routing.experts))
+            return source.tensor(*names, parts=1, turn=lambda x: x.swapaxes(1, 2))
+
+        router = {"weight": source.tensor(f"{name}.gate.weight")}
+        if c.routing.scores == "sigmoid":
+            router["correction"] = source.tensor(f"{name}.gate.e_score_correction_bias")
+        return {"router": router} | {part: all_of(part) for part in ("gate", "up", "down")}
+
+    def block(i: int) -> dict:
+        layer, sparse = f"model.layers.{i}", i >= c.dense
+        tree = {
+            "attention_norm": source.norm(f"{layer}.input_layernorm"),
+            "attention": attention(f"{layer}.self_attn"),
+            "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
+            "feed": source.gated_feed(f"{layer}.mlp.shared_experts" if sparse else f"{layer}.mlp"),
+        }
+        return tree | {"experts": experts(f"{layer}.mlp")} if sparse else tree
+
+    return {
+        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=c.tied),
+        "blocks": {i: block(i) for i in range(c.layers)},
+        "norm": source.norm("model.norm"),
+    }
+
+
+def layers_of(config: Config, dtype: Any) -> list[Attends]:
+    """Returns what each layer keeps; `dtype` is that of what is kept beside keys and values."""
+    del dtype
+    size = config.turned + config.rank
+    values = slice(config.turned, size)
+    return [Attends(kv_heads=1, head_dim=size, value_dim=values, rope=config.rope)] * config.layers
+
+
+MODULE = DeepSeek
