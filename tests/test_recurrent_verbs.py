@@ -20,7 +20,7 @@ import jaxkv
 from tests.cases import mostly_exhaustive
 from tests.histories import Twin
 
-edges = st.integers(-2, 12)
+edges = st.integers(-1, 12)
 ids = st.integers(0, 10**6)
 ALL = {
     "recurrent": {"kinds": "rr", "kept": 3},

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from tests.cases import mostly_exhaustive
 from tests.memories import ALL_KINDS, CODES, GROUPS_STRIPES, SMALL, Kind, Twin
 
-edges = st.integers(-2, 14)
+edges = st.integers(-1, 14)
 ids = st.integers(0, 10**6)
 
 
