@@ -46,6 +46,7 @@ class Kind:
     streams: int = 1
     windows: tuple[jaxkv.window.Window | None, ...] = (None,)
     dtype: str = "float32"
+    stacked: bool = False
 
     @property
     def is_quantised(self) -> bool:
@@ -73,6 +74,7 @@ class Kind:
                 placement=self.placement,
                 shards=self.shards,
                 dtype=self.dtype,
+                stacked=self.stacked,
             )
             for window, layers in zip(self.windows, self.layers, strict=True)
         ]
@@ -143,9 +145,10 @@ GROUPS_STRIPES = Kind(
 )
 RUNS_WIDE = Kind("contiguous-two-owner-words", cells=40, sequences=40, placement="contiguous")
 CODES = Kind("groups-int8", cells=10, sequences=4, streams=2, dtype="int8")
+STACKED = Kind("stacked-groups", cells=10, sequences=4, streams=2, stacked=True)
 KINDS = [SMALL, RUNS, WIDE, STRIPES]
 ALL_KINDS = [*KINDS, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS, GROUPS_WINDOW, GROUPS_RUNS]
-ALL_KINDS += [STRIPES_SPLIT, GROUPS_STRIPES]
+ALL_KINDS += [STRIPES_SPLIT, GROUPS_STRIPES, STACKED]
 
 WIDTH = 8
 """Tokens of a row where all sequences are told something at once."""
@@ -332,7 +335,7 @@ def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
 
 def rows_of(rows: Buffers, layers: Sequence[int]) -> dict[Place, Row]:
     """Read the signatures beside the cells, the same in every layer, head, key and value."""
-    k, v = (np.stack([*map(read, half)]) for half in (rows.k, rows.v))  # [L, S, K, N, D]
+    k, v = (by_layer(half, rows.depth) for half in (rows.k, rows.v))  # [L, S, K, N, D]
     np.testing.assert_array_equal(v, -k)
     written = k[0, :, 0, :, 0] > 0  # [S, N]
     label = np.array(layers)[:, None] * HEADS + np.arange(HEADS)  # [L, K]
@@ -343,6 +346,13 @@ def rows_of(rows: Buffers, layers: Sequence[int]) -> dict[Place, Row]:
         (int(s), int(i)): Row(int(k[0, s, 0, i, 0]) - 1, *map(int, k[0, s, 0, i, 1:3]))
         for s, i in np.argwhere(written)
     }
+
+
+def by_layer(half: Sequence[Stored], depth: int) -> np.ndarray:
+    """Keys or values of all layers, `[L, S, K, N, D]`; each array is of `depth` layers."""
+    arrays = [np.asarray(read(x)) for x in half]
+    arrays = [x.reshape(-1, depth, *x.shape[1:]).swapaxes(0, 1) for x in arrays]
+    return np.concatenate(arrays)
 
 
 def read(x: Stored) -> np.ndarray:

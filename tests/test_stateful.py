@@ -169,6 +169,7 @@ def test_verbs(kind):
             "full-and-window",
             "chunks",
             "groups-window",
+            "stacked-groups",
             "groups-contiguous-full-and-window",
             "striped-split-full-and-window",
         ],

@@ -102,7 +102,7 @@ def _sizes(table: Any, buffers: Any) -> str:
         case CellTable():
             heads = {one.shape[-3] for one in buffers.k}
             sizes: dict[str, Any] = {
-                "layers": len(buffers.k),
+                "layers": buffers.layers,
                 "cells": table.position.shape[-1],
                 "sequences": table.evicted_below.shape[-1],
                 "streams": table.position.shape[-2],

@@ -13,11 +13,12 @@ from jaxkv.batch import Ubatch, own_rows, rows_of, specs_of
 from jaxkv.kv import slots
 from jaxkv.kv.buffers import (
     Buffers,
+    Held,
     axes_of_queries,
     own_cells,
     sizes_of,
+    specs_of_held,
     store,
-    with_layer,
 )
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import sight_of
@@ -28,18 +29,16 @@ from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, OfPlaces, checked_bias
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import Options, joined_over
-from jaxkv.ops.latent import Latent, Values
-from jaxkv.ops.quantised import Stored, decoded
-from jaxkv.places import integers
-
-Held = tuple[Stored, Values]
-"""The keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
+from jaxkv.ops.latent import Latent
+from jaxkv.ops.quantised import decoded, parts
+from jaxkv.ops.stacked import OfLayer, of_streams
+from jaxkv.places import integers, is_traced
 
 
 def attend(
     table: Cells,
     buffers: Buffers,
-    layer: int,
+    layer: int | jax.Array,
     ubatch: Ubatch,
     q: jax.Array,
     k: jax.Array | None,
@@ -78,21 +77,27 @@ def attend(
     until = _checked_until(until, ubatch, causal)
     arrays = new, q, options, added, until
     written, out = _attended(table, ubatch, held, *arrays, causal, implementation)
-    return with_layer(buffers, layer, *written) if new else buffers, out
+    return buffers.with_layer(layer, *written) if new else buffers, out
 
 
 def write(
-    table: Cells, buffers: Buffers, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array | None
+    table: Cells,
+    buffers: Buffers,
+    layer: int | jax.Array,
+    ubatch: Ubatch,
+    k: jax.Array,
+    v: jax.Array | None,
 ) -> Buffers:
     """Write the keys and values of a ubatch, see `jaxkv.write`."""
     held = _layer_of(buffers, layer)
-    return with_layer(buffers, layer, *_written(table, ubatch, held, _checked(ubatch, held, k, v)))
+    written = _written(table, ubatch, held, _checked(ubatch, held, k, v))
+    return buffers.with_layer(layer, *written)
 
 
 def view(
     table: Cells,
     buffers: Buffers,
-    layer: int,
+    layer: int | jax.Array,
     ubatch: Ubatch,
     *,
     causal: bool = True,
@@ -103,11 +108,11 @@ def view(
     return _viewed(table, ubatch, _layer_of(buffers, layer), until, causal)
 
 
-def _layer_of(buffers: Buffers, layer: int) -> Held:
+def _layer_of(buffers: Buffers, layer: int | jax.Array) -> Held:
     """Return the keys and values of a layer."""
-    if not 0 <= layer < len(buffers.k):
-        raise ValueError(f"wanted a layer from 0 to {len(buffers.k) - 1}, got {layer}")
-    return buffers.k[layer], buffers.v[layer]
+    if not is_traced(layer) and not 0 <= layer < buffers.layers:
+        raise ValueError(f"wanted a layer from 0 to {buffers.layers - 1}, got {layer}")
+    return buffers.layer(layer)
 
 
 def _check_array(name: str, x: Any) -> None:
@@ -190,6 +195,13 @@ def _sight_in_share(
     return sight.of_cells(first_of(split.cells, count), count) if split.cells else sight
 
 
+def _committed(table: Cells, ubatch: Ubatch, held: Held) -> tuple[jax.Array, jax.Array]:
+    """Return the slots of a ubatch, and which rows may be read, `[R]` bool: none of no layer."""
+    where, current = slots.committed_slots(table, ubatch)
+    keys, _ = parts(held[0])
+    return where, current & jnp.all(keys.is_there) if isinstance(keys, OfLayer) else current
+
+
 def _on_all(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return which flags are True on all devices along some axes."""
     return jax.lax.pmin(flags.astype(jnp.int32), axes) == 1 if axes else flags
@@ -206,8 +218,9 @@ def _written(table: Cells, ubatch: Ubatch, held: Held, new: tuple[jax.Array, ...
         return _put(split, held, ubatch, where, new)
 
     of_new = P(rows_of(ubatch, split.streams), None, split.kv_heads)
-    in_specs = (P(split.streams), specs_of(ubatch, split.streams), split.spec, of_new)
-    return on_shares(table.rules, of_share, in_specs, split.spec)(table, ubatch, held, new)
+    of_held = specs_of_held(split, held)
+    in_specs = (P(split.streams), specs_of(ubatch, split.streams), of_held, of_new)
+    return on_shares(table.rules, of_share, in_specs, of_held)(table, ubatch, held, new)
 
 
 @partial(jax.jit, static_argnames="causal")
@@ -224,14 +237,16 @@ def _viewed(
     ) -> tuple[jax.Array, ...]:
         mine = own_rows(ubatch, split.streams, table.streams)
         sight = _sight_in_share(split, table, mine, held, causal, until)
-        _, current = slots.committed_slots(table, mine)
-        mask, lists = mask_of(sight), sight.of_lists
+        _, current = _committed(table, mine, held)
+        mask = mask_of(sight)
         if apart:  # each row is a list, and all devices have all of them
             mask = from_owner(mask.reshape(*ubatch.valid.shape, -1), apart)
             lists = partial(looked_up, axes=apart, index=ubatch.row_stream)
+            held, positions = jax.tree.map(lists, (of_streams(held, None), sight.position))
+        else:
+            held, positions = sight.of_lists((held, sight.position))
         current = _on_all(current, apart).reshape(mask.shape[0], -1)
         current = jnp.all(current, axis=1)[:, None, None]
-        held, positions = jax.tree.map(lists, (held, sight.position))
         keys, values = decoded(held[0]), held[1]
         values = values.of(keys) if isinstance(values, Latent) else decoded(values)
         keys = jnp.where(current[..., None], keys, jnp.nan)
@@ -239,7 +254,8 @@ def _viewed(
 
     of_heads = P(rows, split.kv_heads, split.cells)
     out_specs = of_heads, of_heads, P(rows, None, split.cells), P(rows, split.cells)
-    in_specs = P(split.streams), specs_of(ubatch, split.streams), split.spec, P(rows)
+    of_held = specs_of_held(split, held)
+    in_specs = P(split.streams), specs_of(ubatch, split.streams), of_held, P(rows)
     return View(*on_shares(table.rules, of_share, in_specs, out_specs)(table, ubatch, held, until))
 
 
@@ -285,7 +301,7 @@ def _attended(
         until: jax.Array | None,
     ) -> tuple[tuple[Any, ...], jax.Array]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
-        where, current = slots.committed_slots(table, ubatch)
+        where, current = _committed(table, ubatch, held)
         sight = _sight_in_share(split, table, ubatch, held, causal, until)
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*sight.at.shape, *bias.shape[2:])
@@ -300,17 +316,19 @@ def _attended(
         return (held if new else ()), out
 
     of_new, of_queries = P(rows, None, split.kv_heads), P(rows, None, heads)
+    of_held = specs_of_held(split, held)
     in_specs = (
         P(split.streams),
         specs_of(ubatch, split.streams),
-        split.spec,
+        of_held,
         of_new,
         of_queries,
         P(heads),
         _specs_of_bias(bias, rows, heads, split.cells),
         P(rows),
     )
-    run = on_shares(table.rules, of_share, in_specs, (split.spec, of_queries))
+    out_specs = (of_held if new else ()), of_queries
+    run = on_shares(table.rules, of_share, in_specs, out_specs)
     return run(table, ubatch, held, new, q, options, bias, until)
 
 

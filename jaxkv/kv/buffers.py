@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,51 +12,112 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.mesh import Rules, Shares, first_of, from_owner, on_shares, own, shares
 from jaxkv.ops.latent import Latent, Values
 from jaxkv.ops.quantised import Stored, decoded, dtype_of, encoded
+from jaxkv.ops.stacked import OfLayer, each_array, flat, part_of_all
 from jaxkv.places import END, nowhere
 from jaxkv.rope import Rope
+
+Held = tuple[Stored, Values]
+"""The keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
+
+Cached = Any
+"""Keys or values, codes or scales of a layer: an array `[S, K, N, D]`, or `OfLayer`."""
+
+X = TypeVar("X")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffers:
-    """One array of keys and one of values for each layer, with a key and a value for each cell.
+    """Arrays of keys and of values for each layer, with a key and a value for each cell.
 
     Of 8 bits they are `Quantised`, which has an array of scales beside that of the codes. Values
     that are a part of the keys are `Latent`, which has no array.
 
-    Layers stay apart: an array that holds them all is copied, layer by layer, at every step. Heads
-    come before cells, so that attention reads a head's keys in one piece.
+    Layers stay apart, unless they are stacked, so that the number of a layer may be traced: then
+    one array holds them all. Heads come before cells, so that attention reads a head's keys in one
+    piece.
 
-    k: L arrays `[S, K, N, D]`, keys as they were rotated for the cell's position less its shift.
-    v: L arrays `[S, K, N, Dv]`, values.
+    k: L arrays `[S, K, N, D]`, keys as they were rotated for the cell's position less its shift;
+      stacked, a single `[S * L, K, N, D]`, of which number s * L + l is stream s of layer l.
+    v: L arrays `[S, K, N, Dv]`, values; stacked, a single `[S * L, K, N, Dv]`.
     ropes: the rotary embedding of each layer's keys; None where keys carry no position.
+    stacked: whether one array holds all layers, which are alike then, static.
     """
 
     k: tuple[Stored, ...]
     v: tuple[Values, ...]
     ropes: tuple[Rope | None, ...] = field(metadata={"static": True})
+    stacked: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.ropes)
+
+    @property
+    def depth(self) -> int:
+        """How many layers an array is of."""
+        return self.layers if self.stacked else 1
+
+    def of_each(self, of_layer: Callable[[Stored, Values], X]) -> list[X]:
+        """Return what is known of each layer by the arrays that it is held in: sizes, dtypes."""
+        return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.depth
+
+    def layer(self, number: int | jax.Array) -> Held:
+        """Return the keys and the values of a layer; stacked, as `OfLayer`."""
+        if not self.stacked:
+            return self.k[number], self.v[number]
+        halves = self.k[0], self.v[0]
+        return jax.tree.map(lambda x: part_of_all(x, number, self.layers), halves)
+
+    def with_layer(self, number: int | jax.Array, k: Stored, v: Values) -> "Buffers":
+        """Return the buffers with other keys and values in a layer."""
+        if self.stacked:
+            k, v = each_array(lambda x: x.all, (k, v))
+            return replace(self, k=(k,), v=(v,))
+
+        def put(old: tuple[Any, ...], new: Any) -> tuple[Any, ...]:
+            return (*old[:number], new, *old[number + 1 :])
+
+        return replace(self, k=put(self.k, k), v=put(self.v, v))
 
 
 Halves = tuple[tuple[Any, ...], tuple[Any, ...]]
 """How the mesh at hand splits the keys and the values of each layer: `Shares` for each array."""
 
 
-def sizes_of(array: Any) -> dict[str, int]:
-    """Return what of keys or values `[S, K, N, ...]` a mesh may split, by the names of rules."""
-    return dict(zip(("streams", "kv_heads", "cells"), array.shape, strict=False))
+def sizes_of(array: Any, depth: int = 1) -> dict[str, int]:
+    """Return what of keys or values `[S, K, N, ...]` a mesh may split, by the names of rules.
+
+    Those of several layers, `depth` of them, are `[S * L, K, N, ...]`. A device that holds a stream
+    holds it in all layers.
+    """
+    streams, kv_heads, cells, _ = array.shape
+    return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
+
+
+def specs_of_held(split: Shares, held: Held) -> Any:
+    """Return how the arrays of a layer's keys and values are split."""
+
+    def of(x: Any) -> Any:
+        specs: Any = split.spec, P(split.streams)
+        return OfLayer(*specs) if isinstance(x, OfLayer) else split.spec
+
+    return each_array(of, held)
 
 
 def axes_of_queries(
-    rules: Rules | None, mesh: Any, keys: Stored, values: Values, heads: int
+    rules: Rules | None, mesh: Any, keys: Cached, values: Any, heads: int, depth: int = 1
 ) -> tuple[str, ...]:
     """Return the axes of a mesh that split H query heads: those that split the heads of keys.
 
     A latent is one head, which is whole on each device, and all query heads look at it. So they are
-    split by themselves, unless the same axis splits something else. None without a mesh.
+    split by themselves, unless the same axis splits something else. None without a mesh. `depth` is
+    as for `sizes_of`.
     """
     if rules is None or mesh is None:
         return ()
-    split = rules.split(mesh, **sizes_of(keys))
+    split = rules.split(mesh, **sizes_of(keys, depth))
     if not isinstance(values, Latent) or keys.shape[1] > 1:
         return split["kv_heads"]
     axes = rules.split(mesh, kv_heads=heads)["kv_heads"]
@@ -65,7 +126,8 @@ def axes_of_queries(
 
 def halves_of(rules: Rules | None, buffers: Buffers) -> Halves:
     """Return how the mesh at hand splits the keys and the values of each layer."""
-    return jax.tree.map(lambda x: shares(rules, **sizes_of(x)), (buffers.k, buffers.v))
+    halves, depth = (buffers.k, buffers.v), buffers.depth
+    return jax.tree.map(lambda x: shares(rules, **sizes_of(x, depth)), halves)
 
 
 def alike(split: Halves) -> Shares:
@@ -82,11 +144,13 @@ def on_halves(
 ) -> Buffers:
     """Change keys and values, each device those of its share.
 
+    Layers that are stacked are changed one after another.
+
     Args:
       rules: of the memory.
       buffers: the keys and values of all layers.
       change: is given how they are split, the arguments, and the keys and values `(k, v)` of a
-        share; returns the next ones.
+        share, of all layers or stacked of a single one; returns the next ones.
       args: what it needs to know, whole on each device.
       by_stream: how many of the arguments, the first ones, are `[S, ...]` and split likewise.
     """
@@ -94,18 +158,17 @@ def on_halves(
     specs = jax.tree.map(lambda one: one.spec, split)
     streams = (P(alike(split).streams),) * by_stream
     in_specs = (*streams, *(P(),) * (len(args) - by_stream), specs)
-    run = on_shares(rules, partial(change, split), in_specs, specs)
-    k, v = run(*args, (buffers.k, buffers.v))
+
+    def one_by_one(*args: Any) -> Any:
+        def of_layer(layer: jax.Array, arrays: Any) -> Any:
+            held = jax.tree.map(lambda x: part_of_all(x, layer, buffers.layers), arrays)
+            return each_array(lambda x: x.all, change(split, *args[:-1], held))
+
+        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(buffers.layers), of_layer, args[-1])
+
+    of_share = one_by_one if buffers.stacked else partial(change, split)
+    k, v = on_shares(rules, of_share, in_specs, specs)(*args, (buffers.k, buffers.v))
     return replace(buffers, k=k, v=v)
-
-
-def with_layer(buffers: Buffers, layer: int, k: Stored, v: Values) -> Buffers:
-    """Return the buffers with other keys and values in a layer."""
-
-    def put(old: tuple[Any, ...], new: Any) -> tuple[Any, ...]:
-        return (*old[:layer], new, *old[layer + 1 :])
-
-    return replace(buffers, k=put(buffers.k, k), v=put(buffers.v, v))
 
 
 def store(
@@ -148,19 +211,19 @@ def store(
 
 def read(stored: Stored, streams: jax.Array, slots: jax.Array) -> jax.Array:
     """Read keys or values of cells as numbers, see `gather`."""
-    return decoded(jax.tree.map(lambda array: gather(array, streams, slots), stored))
+    return decoded(each_array(lambda array: gather(array, streams, slots), stored))
 
 
 def write(stored: Stored, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Stored:
     """Write numbers as keys or values of cells, see `scatter`."""
 
-    def one(array: jax.Array, new: jax.Array) -> jax.Array:
+    def one(array: Cached, new: jax.Array) -> Cached:
         return scatter(array, streams, slots, new)
 
-    return jax.tree.map(one, stored, encoded(new, stored))
+    return each_array(one, stored, encoded(new, stored))
 
 
-def bring(split: Shares, array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
+def bring(split: Shares, array: Cached, streams: jax.Array, slots: jax.Array) -> jax.Array:
     """Read the keys or values of cells whichever device holds them; see `gather`.
 
     Args:
@@ -174,14 +237,14 @@ def bring(split: Shares, array: jax.Array, streams: jax.Array, slots: jax.Array)
 
 
 def put(
-    split: Shares, array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array
-) -> jax.Array:
+    split: Shares, array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array
+) -> Cached:
     """Write the keys or values of cells that a device holds; see `scatter` and `bring`."""
     return scatter(array, *_own(split, array, streams, slots), new)
 
 
 def _own(
-    split: Shares, array: jax.Array, streams: jax.Array, slots: jax.Array
+    split: Shares, array: Cached, streams: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return streams and slots as a device counts its own; nowhere for those of others."""
     if split.streams:
@@ -198,17 +261,19 @@ def own_cells(slots: jax.Array, first: jax.Array, count: int) -> jax.Array:
     return jnp.where(mine, slots - first, nowhere(slots))
 
 
-def gather(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
+def gather(array: jax.Array | OfLayer, streams: jax.Array, slots: jax.Array) -> jax.Array:
     """Read the keys or values of cells.
 
     Args:
-      array: `[S, K, N, D]`, keys or values of a layer.
+      array: `[S, K, N, D]`, keys or values of a layer; `OfLayer` of one of several.
       streams: int32, the stream of each cell, in a shape that broadcasts to that of `slots`.
       slots: `[...]` int32, the cells.
 
     Returns:
       `[..., K, D]`; zeros for a cell past the last one.
     """
+    if isinstance(array, OfLayer):
+        return gather(array.all, array.numbers(streams), slots)
     by_head = slots.ndim  # the axis of heads, in indices and in what is read
     dimensions = jax.lax.GatherDimensionNumbers(
         offset_dims=(by_head + 1,),
@@ -227,11 +292,11 @@ def gather(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
     )
 
 
-def scatter(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+def scatter(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Cached:
     """Write keys or values into cells, each cell once; in place where the array is donated.
 
     Args:
-      array: `[S, K, N, D]`, keys or values of a layer.
+      array: `[S, K, N, D]`, keys or values of a layer; `OfLayer` of one of several.
       streams: int32, the stream of each cell, in a shape that broadcasts to that of `slots`.
       slots: `[...]` int32, the cells; one past the last is left out.
       new: `[..., K, D]`, in the dtype of the array.
@@ -247,13 +312,13 @@ def scatter(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Arr
 
 def copy_run(
     split: Shares,
-    array: jax.Array,
+    array: Cached,
     src: jax.Array,
     dst: jax.Array,
     first: jax.Array,
     size: int,
     end: jax.Array,
-) -> jax.Array:
+) -> Cached:
     """Copy `size` neighbouring cells of a stream to the same cells of another.
 
     Args:
@@ -269,7 +334,8 @@ def copy_run(
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 
     def run_of(stream: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice(array, (stream, zero, first, zero), shape)
+        held, number, _ = flat(array, stream)
+        return jax.lax.dynamic_slice(held, (number, zero, first, zero), shape)
 
     if split.streams:
         src, here = own(src, split.streams, array.shape[0])
@@ -282,18 +348,23 @@ def copy_run(
         mine = (first + jnp.arange(size) < end)[None, None, :, None]
         run = jnp.where(mine, run, run_of(dst))
 
-    def by_choice(array: jax.Array, run: jax.Array, dst: jax.Array, first: jax.Array) -> jax.Array:
+    def by_choice(array: Cached, run: jax.Array, dst: jax.Array, first: jax.Array) -> Cached:
         return _by_choice(array, dst, first + jnp.arange(size), run[0].swapaxes(0, 1))
 
-    def in_one_piece(
-        array: jax.Array, run: jax.Array, dst: jax.Array, first: jax.Array
-    ) -> jax.Array:
-        return jax.lax.dynamic_update_slice(array, run, (dst, zero, first, zero))
+    def in_one_piece(array: Cached, run: jax.Array, dst: jax.Array, first: jax.Array) -> Cached:
+        held, number, _ = flat(array, dst)
+        held = jax.lax.dynamic_update_slice(held, run, (number, zero, first, zero))
+        return _with_all(array, held)
 
     if not _is_converted(array.dtype):
         return in_one_piece(array, run, dst, first)
     ways = {"cpu": by_choice, "default": in_one_piece}
     return jax.lax.platform_dependent(array, run, dst, first, **ways)
+
+
+def _with_all(array: Cached, new: jax.Array) -> Cached:
+    """Return what is stored with another array, where there are several layers that of all."""
+    return replace(array, all=new) if isinstance(array, OfLayer) else new
 
 
 def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
@@ -302,7 +373,9 @@ def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
     return jnp.broadcast_to(pairs, (*slots.shape, array.shape[1], 2))
 
 
-def _by_index(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+def _by_index(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Cached:
+    if isinstance(array, OfLayer):
+        return _with_all(array, _by_index(array.all, array.numbers(streams), slots, new))
     if new.size == new.shape[-1]:
         # A write of one head of one cell becomes an update of a slice, which the compiler does
         # twice: in place, and in a copy of the array for attention to read. A second one, which is
@@ -323,8 +396,11 @@ def _by_index(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.A
     return jax.lax.scatter(array, where, new, dimensions, unique_indices=True, mode="drop")
 
 
-def _by_choice(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
-    """Go over all cells once, and take what is new where there is something."""
+def _by_choice(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Cached:
+    """Go over all cells once, and take what is new where there is something.
+
+    Of a layer among several that goes over the cells of all layers.
+    """
     cells, count = (array.shape[0], array.shape[2]), slots.size
     turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
     turns = jnp.full(cells, count, jnp.int32)
@@ -332,8 +408,13 @@ def _by_choice(array: jax.Array, streams: jax.Array, slots: jax.Array, new: jax.
     # What comes of the same array is read before it is written: a branch that is never taken
     # keeps the compiler from reading it in the course of that.
     new = jax.lax.cond(jnp.any(slots < 0), jnp.zeros_like, lambda x: x, new)
-    new = new.reshape(count, *array.shape[1::2])[jnp.minimum(turns, count - 1)]  # [S, N, K, D]
-    return jnp.where((turns < count)[:, None, :, None], new.swapaxes(1, 2), array)
+    old = array
+    if isinstance(array, OfLayer):
+        old, layer = array.all, jnp.arange(array.all.shape[0]) % array.layers
+        mine = layer == jnp.repeat(array.layer, array.layers)
+        turns = jnp.where(mine[:, None], jnp.repeat(turns, array.layers, axis=0), count)
+    new = new.reshape(count, *old.shape[1::2])[jnp.minimum(turns, count - 1)]  # [S, N, K, D]
+    return _with_all(array, jnp.where((turns < count)[:, None, :, None], new.swapaxes(1, 2), old))
 
 
 def _is_converted(dtype: jnp.dtype) -> bool:

@@ -61,15 +61,16 @@ class CellTable(Cells, Table):
         """Return that streams are split, and of the buffers heads and cells too."""
         rules = self.rules or Rules()
 
-        def of_layer(x: Any) -> P:
-            return Shares(**rules.split(mesh, **sizes_of(x))).spec
+        def of_array(x: Any) -> P:
+            depth = 1 if buffers is None else buffers.depth
+            return Shares(**rules.split(mesh, **sizes_of(x, depth))).spec
 
         streams = P(rules.split(mesh, streams=self.streams)["streams"])
-        return jax.tree.map(lambda _: streams, self), jax.tree.map(of_layer, buffers)
+        return jax.tree.map(lambda _: streams, self), jax.tree.map(of_array, buffers)
 
     def num_layers(self, buffers: Buffers) -> int:
         """Return L."""
-        return len(buffers.k)
+        return buffers.layers
 
     def digest(self) -> jax.Array:
         """See `cells.digest`."""
@@ -227,6 +228,7 @@ def make_kv_cache(
     rope: Rope | tuple[Rope | None, ...] | None = None,
     placement: Placement = "scattered",
     shards: int | None = None,
+    stacked: bool = False,
 ) -> Memory:
     """Make an empty attention memory.
 
@@ -266,16 +268,31 @@ def make_kv_cache(
       shards: how many runs of equal length the cells are, N a multiple of it: as many as devices
         split them. Only with "striped". It orders cells and nothing else, so the memory works on
         any mesh, or none.
+      stacked: whether one array holds the keys of all layers, and one their values, so that the
+        number of a layer may be traced, as in a scan over layers; see below. All layers must be
+        alike.
 
     Returns:
       The memory, all cells empty.
+
+    Stacked, a model of many layers is traced and compiled as one layer, and its buffers are the
+    carry of a `jax.lax.scan`, which writes them in place. `attend`, `write` and `view` take a layer
+    as int32 then; one that is out of range and traced is written nowhere and reads NaN. All else is
+    as ever, and files and meshes do not know the difference. The price: outside of `jit` a write
+    copies all layers, and a derivative by the buffers is as large as all of them at each layer.
+    `implementation="xla"`, `"cudnn"` or `"whole"` and `view` copy a layer before they read it, and
+    what jaxkv chooses on a GPU without its kernel may; on a processor tiles alone are read, also
+    where all cells in one product would be faster. Writes go over all layers in bfloat16 and
+    float8 on a processor with jax before 0.12, where float32, float16 or int8 do not; and on a TPU
+    where heads have less than 128 numbers. There are figures in `docs/performance.md`.
 
     Raises:
       TypeError: when a count is no integer.
       ValueError: when a count is below 1, N is 2**30 or more, `streams` does not divide Q, `cells`
         is missing or given together with what it is counted from, there is no such placement,
         `shards` is missing, given with another one, or does not divide N, the dtype is neither
-        a floating one with signs and NaN nor int8, or sizes and ropes do not fit the layers.
+        a floating one with signs and NaN nor int8, sizes and ropes do not fit the layers, or the
+        layers of a stacked memory are not alike.
 
     Examples:
       >>> memory = make_kv_cache(layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8)
@@ -317,6 +334,19 @@ def make_kv_cache(
       >>> print(show(apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5, 6])))))
       owner    0 0 0 . 0 0 0 .
       position 0 2 4 . 1 3 5 .
+
+      One array for three layers, that a scan goes over:
+
+      >>> memory = make_kv_cache(layers=3, cells=4, kv_heads=1, head_dim=2, stacked=True)
+      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> def layer(carry, number):
+      ...     memory, x = carry
+      ...     memory, out = attend(memory, number, ubatch, x, x, x)
+      ...     return (memory, x + out), None
+      >>> carry = apply(memory, ubatch), jnp.ones((1, 2, 1, 2))
+      >>> (memory, x), _ = jax.lax.scan(layer, carry, jnp.arange(3))
+      >>> memory.buffers.k[0].shape, memory.buffers.k[0][:, 0, 0, 0], x[0, 1, 0, 0]
+      ((3, 1, 4, 2), Array([1., 2., 4.], dtype=float32), Array(8., dtype=float32))
 
     llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream, `n_swa` for the window, and
     `type_k` and `type_v` for the dtype.
@@ -378,6 +408,9 @@ def make_kv_cache(
         ubatch_size=ubatch_size,
     )
     shapes = [(streams, heads[i], cells) for i in range(layers)]
+    if stacked:
+        _check_alike(kv_heads=heads, head_dim=keys, value_dim=values, rope=ropes)
+        shapes, keys, values = [(streams * layers, heads[0], cells)], keys[:1], values[:1]
     buffers = Buffers(
         k=tuple(zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)),
         v=tuple(
@@ -385,8 +418,19 @@ def make_kv_cache(
             for shape, n in zip(shapes, values, strict=True)
         ),
         ropes=ropes,
+        stacked=stacked,
     )
     return join(table, buffers)
+
+
+def _check_alike(**sizes: tuple[Any, ...]) -> None:
+    """Raise a ValueError, by name, unless all layers are alike."""
+    for name, of_each in sizes.items():
+        if any(one != of_each[0] for one in of_each):
+            raise ValueError(
+                f"wanted the same {name} in all layers for stacked=True, got {of_each}: leave "
+                f"stacked out, and go over the layers in Python"
+            )
 
 
 def _check_dtype(wanted: jax.typing.DTypeLike) -> None:

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.kv.buffers import Buffers, Halves, alike, bring, copy_run, on_halves, put
+from jaxkv.kv.buffers import Buffers, Cached, Halves, alike, bring, copy_run, on_halves, put
 from jaxkv.kv.cells import C, Cells, inherited, known, within
 from jaxkv.kv.shift import CHUNK
 from jaxkv.mesh import Shares, first_of, looked_up, on_shares, own, shares
+from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, nowhere
 from jaxkv.stamp import mix
 
@@ -105,10 +106,10 @@ def _copy_runs(
         def chunk(j: jax.Array, arrays: Any) -> Any:
             first = jnp.minimum(j * size, share - size)  # the last may overlap the one before
 
-            def copied(x: jax.Array, how: Shares) -> jax.Array:
+            def copied(x: Cached, how: Shares) -> Cached:
                 return copy_run(how, x, src, targets[i], first, size, count)
 
-            return jax.tree.map(copied, arrays, split)
+            return each_array(copied, arrays, split)
 
         return jax.lax.fori_loop(jnp.int32(0), -(-count // size), chunk, arrays)
 
@@ -176,11 +177,11 @@ def _select_cells(
         slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
         slots = jnp.where(does[:, None] & (slots < count), slots, nowhere(slots))
 
-        def copied(x: jax.Array, how: Shares) -> jax.Array:
+        def copied(x: Cached, how: Shares) -> Cached:
             how = replace(how, cells=())  # a token keeps its cell: each share is copied by itself
             return put(how, x, targets[:, None], slots, bring(how, x, source[:, None], slots))
 
-        return jax.tree.map(copied, arrays, split)
+        return each_array(copied, arrays, split)
 
     return jax.lax.fori_loop(jnp.int32(0), -(-count // size), chunk, arrays)
 

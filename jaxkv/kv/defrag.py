@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.buffers import Buffers, Halves, bring, on_halves, put
+from jaxkv.kv.buffers import Buffers, Cached, Halves, bring, on_halves, put
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.memory import Commitment, Facts
 from jaxkv.mesh import Shares
+from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY
 from jaxkv.stamp import mix
 
@@ -148,11 +149,11 @@ def _move(size: int, split: Halves, plan: Defrag, chunks: jax.Array, arrays: Any
     def move(i: jax.Array, arrays: Any) -> Any:
         source, destination = _moves(plan, size, i)
 
-        def carried(x: jax.Array, how: Shares) -> jax.Array:
+        def carried(x: Cached, how: Shares) -> Cached:
             how = replace(how, streams=())  # each device moves within its own streams
             return put(how, x, stream, destination, bring(how, x, stream, source))
 
-        return jax.tree.map(carried, arrays, split)
+        return each_array(carried, arrays, split)
 
     return jax.lax.fori_loop(0, jnp.max(chunks), move, arrays)
 

@@ -170,7 +170,8 @@ def rotate_pending(cells: C, buffers: Buffers, update: Update) -> tuple[C, Buffe
     current = jnp.all(update.shift == cells.shift)
     owed = (cells.shift != 0) & current
     by = jnp.where(owed, cells.shift, 0)
-    buffers = on_halves(cells.rules, buffers, partial(_rotate, buffers.ropes), by, by_stream=1)
+    ropes = buffers.ropes[: len(buffers.k)]
+    buffers = on_halves(cells.rules, buffers, partial(_rotate, ropes), by, by_stream=1)
     cells = replace(
         cells,
         shift=jnp.where(owed, 0, cells.shift),

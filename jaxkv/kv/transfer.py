@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.kv.arrivals import choose, room, settle
-from jaxkv.kv.buffers import Buffers, Halves, alike, bring, on_halves, put
+from jaxkv.kv.buffers import Buffers, Cached, Halves, alike, bring, on_halves, put
 from jaxkv.kv.by_stream import on_streams
 from jaxkv.kv.cells import (
     C,
@@ -35,6 +35,7 @@ from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import usable
 from jaxkv.memory import Need
 from jaxkv.mesh import Shares, looked_up, on_shares, own, shares
+from jaxkv.ops.stacked import each_array
 from jaxkv.places import divided, end_of, nowhere
 
 
@@ -122,10 +123,10 @@ def _fill(
         )
         source = divided(looked_up(origin, by_streams, stream, turn), size)
 
-        def copied(x: jax.Array, how: Shares) -> jax.Array:
+        def copied(x: Cached, how: Shares) -> Cached:
             return put(how, x, stream, slot, bring(how, x, *source))
 
-        return jax.tree.map(copied, arrays, split)
+        return each_array(copied, arrays, split)
 
     return jax.lax.fori_loop(jnp.int32(0), -(-ends[-1] // CHUNK), chunk, arrays)
 

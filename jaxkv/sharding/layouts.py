@@ -130,7 +130,7 @@ def layout(
 
 
 def keys_of(memory: Memory) -> list[Any]:
-    """Return the keys of all layers that attend, `[S, K, N, D]`."""
+    """Return the keys of all layers that attend, `[S, K, N, D]`; `[S * L, K, N, D]` if stacked."""
     return [
         x for part in parts_of(memory) if isinstance(part.buffers, Buffers) for x in part.buffers.k
     ]
@@ -146,17 +146,18 @@ def _sent(part: Memory, mesh: Any, rules: Rules, heads: int | None) -> int:
     """Return what attention brings to a device: the open softmax of all that hold the cells."""
     if not isinstance(part.buffers, Buffers):
         return 0
-    bytes_sent = 0
-    for k, v in zip(part.buffers.k, part.buffers.v, strict=True):
-        split = rules.split(mesh, **sizes_of(k))
+
+    def of_layer(k: Any, v: Any) -> int:
+        split = rules.split(mesh, **sizes_of(k, part.buffers.depth))
         shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
-        if shards["cells"] > 1:
-            rows, queries = part.table.facts.sequences // shards["streams"], heads or k.shape[1]
-            axes = axes_of_queries(rules, mesh, k, v, queries)
-            queries //= prod(mesh.shape[axis] for axis in axes)
-            sums = rows * queries * (value_dim(v) + 2)
-            bytes_sent += shards["cells"] * sums * 4
-    return bytes_sent
+        if shards["cells"] == 1:
+            return 0
+        rows, queries = part.table.facts.sequences // shards["streams"], heads or k.shape[1]
+        axes = axes_of_queries(rules, mesh, k, v, queries, part.buffers.depth)
+        queries //= prod(mesh.shape[axis] for axis in axes)
+        return shards["cells"] * rows * queries * (value_dim(v) + 2) * 4
+
+    return sum(part.buffers.of_each(of_layer))
 
 
 def _whole(part: Memory, mesh: Any, rules: Rules) -> list[str]:

@@ -4,7 +4,7 @@ n is the live cells of a snapshot, in the order of their streams and numbers. A 
 share is there once, and goes into each stream that one of them goes to.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from jaxkv.kv.cells import WORD, bits, empty_fields, with_owners
 from jaxkv.kv.slots import usable
 from jaxkv.ops.latent import Latent, Values, value_dim
 from jaxkv.ops.quantised import Stored, zeros
+from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, fetched, nowhere
 from jaxkv.plan import NoRoomError
 from jaxkv.snapshot.chunks import put_in, taken_out
@@ -31,6 +32,7 @@ from jaxkv.snapshot.parts import (
     Reader,
     decoded,
     encoded,
+    names,
     static_fields,
 )
 from jaxkv.stamp import chained
@@ -57,7 +59,7 @@ class CellPart(Part):
             "streams": table.streams,
             "static": static_fields(table),
             "ropes": encoded(buffers.ropes),
-            "latent": [_part_of_keys(v) for v in buffers.v],
+            "latent": buffers.of_each(lambda _, v: _part_of_keys(v)),
         }
 
     @staticmethod
@@ -84,11 +86,11 @@ class CellPart(Part):
         """Return layers, sizes of heads, dtypes, window and ropes."""
         dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v) if not isinstance(x, Latent)]
         return {
-            "layers": len(buffers.k),
-            "kv_heads": [k.shape[1] for k in buffers.k],
-            "head_dim": [k.shape[3] for k in buffers.k],
-            "value_dim": [value_dim(v) for v in buffers.v],
-            "values in keys": [_part_of_keys(v) for v in buffers.v],
+            "layers": buffers.layers,
+            "kv_heads": buffers.of_each(lambda k, _: k.shape[1]),
+            "head_dim": buffers.of_each(lambda k, _: k.shape[3]),
+            "value_dim": buffers.of_each(lambda _, v: value_dim(v)),
+            "values in keys": buffers.of_each(lambda _, v: _part_of_keys(v)),
             "dtype": dtypes[0] if len(set(dtypes)) == 1 else dtypes,
             "window": table.window,
             **{f"rope of layer {i}": rope for i, rope in enumerate(buffers.ropes)},
@@ -113,7 +115,7 @@ class CellPart(Part):
             "evicted_below": host.evicted_below[np.array(sequences, int)],
         }
         take = partial(taken_out, streams=stream, cells=cell, read=gather, size=CHUNK)
-        return found, jax.tree.map(take, buffers)
+        return found, each_array(take, _layers_apart(buffers))
 
     @staticmethod
     def place(table: Any, saved: Any, read: Reader, moves: Moves, seed: int, anew: bool) -> Placed:
@@ -141,10 +143,25 @@ class CellPart(Part):
         return Placed(table=table, streams=streams[turn], cells=slots[turn], origin=origin[turn])
 
     @staticmethod
-    def write(array: jax.Array, placed: Placed, new: np.ndarray) -> jax.Array:
+    def filled(buffers: Any, prefix: str, fill: Callable[[Any, str], Any]) -> Any:
+        """Return the buffers with each layer filled, one after another."""
+        called = names(_layers_apart(buffers), prefix)
+        for i in range(buffers.layers):
+            held = each_array(fill, buffers.layer(i), (called.k[i], called.v[i]))
+            buffers = buffers.with_layer(i, *held)
+        return buffers
+
+    @staticmethod
+    def write(array: Any, placed: Placed, new: np.ndarray) -> Any:
         """Write the keys or values of a layer."""
         where = placed.streams, placed.cells
         return put_in(array, *where, new, placed.origin, write=scatter, size=CHUNK)
+
+
+def _layers_apart(buffers: Buffers) -> Buffers:
+    """Return the buffers with something for each layer, which is how a file holds them."""
+    k, v = zip(*(buffers.layer(i) for i in range(buffers.layers)), strict=True)
+    return replace(buffers, k=k, v=v, stacked=False)
 
 
 def _home(table: Any, seq: int) -> tuple[int, int, int]:

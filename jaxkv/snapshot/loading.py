@@ -16,7 +16,6 @@ from jaxkv.snapshot.whole import (
     check_fits,
     check_saveable,
     make,
-    names,
     parts,
     shapes,
 )
@@ -247,11 +246,10 @@ def _restored(
     found = []
     for (own, _), placed in zip(pairs, places, strict=True):
 
-        def filled(array: Any, name: str, own: Any = own, placed: Any = placed) -> jax.Array:
-            array = array if donate else jnp.copy(array)
+        def fill(array: Any, name: str, own: Any = own, placed: Any = placed) -> Any:
             return own.part.write(array, placed, file[name])
 
         buffers = own.memory.buffers
-        buffers = jax.tree.map(filled, buffers, names(buffers, own.buffers))
-        found.append((placed.table, buffers))
+        buffers = buffers if donate else jax.tree.map(jnp.copy, buffers)
+        found.append((placed.table, own.part.filled(buffers, own.buffers, fill)))
     return assembled(memory, found)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxkv.ops.stacked import is_of_layer
 from jaxkv.rope import Rope
 from jaxkv.window import Window
 
@@ -91,9 +92,23 @@ class Part(ABC):
         """
 
     @staticmethod
+    def filled(buffers: Any, prefix: str, fill: Callable[[Any, str], Any]) -> Any:
+        """Return the buffers with each array filled, which `fill` does by its name."""
+        return jax.tree.map(fill, buffers, names(buffers, prefix))
+
+    @staticmethod
     @abstractmethod
-    def write(array: jax.Array, placed: Placed, new: np.ndarray) -> jax.Array:
+    def write(array: Any, placed: Placed, new: np.ndarray) -> Any:
         """Write what was saved of an array of the buffers, which is donated."""
+
+
+def names(buffers: Any, prefix: str) -> Any:
+    """Return the name of each array of a part's buffers, as a tree of the same form."""
+
+    def of(path: Any, _: Any) -> str:
+        return prefix + jax.tree_util.keystr(path, simple=True, separator=".")
+
+    return jax.tree_util.tree_map_with_path(of, buffers, is_leaf=is_of_layer)
 
 
 def static_fields(table: Any) -> dict[str, Any]:

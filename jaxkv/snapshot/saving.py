@@ -10,7 +10,8 @@ import numpy as np
 from jaxkv.memory import Memory, check_once, split
 from jaxkv.places import integers
 from jaxkv.snapshot import file
-from jaxkv.snapshot.whole import check_saveable, describe, names, parts
+from jaxkv.snapshot.parts import names
+from jaxkv.snapshot.whole import check_saveable, describe, parts
 
 
 def save(

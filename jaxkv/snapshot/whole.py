@@ -16,7 +16,7 @@ from jaxkv.memory import Memory, join, split
 from jaxkv.places import is_concrete
 from jaxkv.snapshot.cells import CellPart
 from jaxkv.snapshot.file import File
-from jaxkv.snapshot.parts import Part, decoded, encoded
+from jaxkv.snapshot.parts import Part, decoded, encoded, names
 from jaxkv.snapshot.sources import SourcePart
 from jaxkv.snapshot.states import StatePart
 from jaxkv.verbs.known import check_known
@@ -99,15 +99,6 @@ def assembled(memory: Memory, pairs: list[tuple[Any, Any]]) -> Memory:
         return join(*pairs[0])
     tables, buffers = zip(*pairs, strict=True)
     return join(replace(memory.table, parts=tables), buffers)
-
-
-def names(buffers: Any, prefix: str) -> Any:
-    """Return the name of each array of a part's buffers, as a tree of the same form."""
-
-    def of(path: Any, _: Any) -> str:
-        return prefix + jax.tree_util.keystr(path, simple=True, separator=".")
-
-    return jax.tree_util.tree_map_with_path(of, buffers)
 
 
 def check_dtypes(file: File) -> None:

@@ -6,18 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
 from jaxkv.donation import names_donated
+from jaxkv.kv.buffers import Buffers
 from jaxkv.memory import Memory, View, check_made_for, join, split
 from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.bias import Bias
+from jaxkv.places import integers, is_traced
 
 
 @names_donated
 def attend(
     memory: Memory,
-    layer: int,
+    layer: int | jax.Array,
     ubatch: Ubatch,
     q: jax.Array,
     k: jax.Array | None = None,
@@ -35,7 +38,7 @@ def attend(
 
     Args:
       memory: a memory that the ubatch has been applied to.
-      layer: 0 to L - 1, static.
+      layer: 0 to L - 1, static; of a stacked memory it may be traced, see `make_kv_cache`.
       ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
         nowhere.
       q: `[R, T, H, D]`, queries, rotated by the layer's rope.
@@ -81,8 +84,9 @@ def attend(
         for a memory of other facts, the buffers were donated, the implementation cannot do it,
         `softcap` is not above 0, or `until` comes with `causal=False`.
       TypeError: when a plan is passed and no ubatch, a list and no array, or an array that is not
-        of floats; when the layer is no integer, or `causal` no bool, that is known while tracing;
-        when a bias is not of floats, or closes over what is traced.
+        of floats; when the layer is no integer that is known while tracing, though the memory is
+        not stacked, or `causal` no such bool; when a bias is not of floats, or closes over what is
+        traced.
 
     Examples:
       Two tokens; the second one sees both, and a ubatch that was never applied sees NaN:
@@ -116,15 +120,16 @@ def attend(
     sight = {"causal": causal, "until": until}
     table, buffers = split(memory)
     check_made_for(table, ubatch)
+    number = _numbered(buffers, layer)
     buffers, out = table.attend(
-        buffers, _known(layer), ubatch, q, k, v, implementation=implementation, **options, **sight
+        buffers, number, ubatch, q, k, v, implementation=implementation, **options, **sight
     )
     return replace(memory, buffers=buffers), out
 
 
 @names_donated
 def write(
-    memory: Memory, layer: int, ubatch: Ubatch, k: jax.Array, v: jax.Array | None = None
+    memory: Memory, layer: int | jax.Array, ubatch: Ubatch, k: jax.Array, v: jax.Array | None = None
 ) -> Memory:
     """Write the keys and values of a ubatch into a layer, and attend to nothing.
 
@@ -132,7 +137,7 @@ def write(
 
     Args:
       memory: a memory that the ubatch has been applied to.
-      layer: 0 to L - 1, static.
+      layer: 0 to L - 1, static; of a stacked memory it may be traced, see `make_kv_cache`.
       ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
         nowhere, and nothing of a stale ubatch is.
       k: `[R, T, K, D]`, keys, rotated by the layer's rope.
@@ -158,13 +163,13 @@ def write(
     """
     table, buffers = split(memory)
     check_made_for(table, ubatch)
-    return replace(memory, buffers=table.write(buffers, _known(layer), ubatch, k, v))
+    return replace(memory, buffers=table.write(buffers, _numbered(buffers, layer), ubatch, k, v))
 
 
 @names_donated
 def view(
     memory: Memory,
-    layer: int,
+    layer: int | jax.Array,
     ubatch: Ubatch,
     *,
     causal: bool = True,
@@ -178,7 +183,7 @@ def view(
 
     Args:
       memory: a memory that the ubatch has been applied to, and whose layer has been written.
-      layer: 0 to L - 1, static.
+      layer: 0 to L - 1, static; of a stacked memory it may be traced, see `make_kv_cache`.
       ubatch: the tokens that look.
       causal: False lets tokens see those that come after them.
       until: `[R, T]` int32, the last position that each token sees, see `attend`.
@@ -213,7 +218,7 @@ def view(
     """
     table, buffers = split(memory)
     check_made_for(table, ubatch)
-    return table.view(buffers, _known(layer), ubatch, causal=causal, until=until)
+    return table.view(buffers, _numbered(buffers, layer), ubatch, causal=causal, until=until)
 
 
 @names_donated
@@ -301,6 +306,15 @@ def rollback_of(memory: Memory, layer: int) -> int:
     return split(memory)[0].rollback(_known(layer))
 
 
+def _numbered(buffers: Any, layer: Any) -> Any:
+    """Return the number of a layer, which may be traced where one array holds all layers."""
+    if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
+        return _known(layer)
+    if jnp.shape(layer):
+        raise ValueError(f"wanted the number of one layer, [], got {jnp.shape(layer)}")
+    return integers(layer, "a layer", low=0, high=buffers.layers - 1)
+
+
 def _known(layer: Any) -> int:
     """Return the number of a layer, which must be known while tracing."""
     try:
@@ -308,5 +322,6 @@ def _known(layer: Any) -> int:
     except TypeError:
         raise TypeError(
             f"wanted a layer as an integer that is known while tracing, got {layer!r}: each layer "
-            f"has arrays of its own, so go over the layers in Python"
+            f"has arrays of its own, so go over the layers in Python, or make the memory with "
+            f"make_kv_cache(stacked=True), which a hybrid one cannot be"
         ) from None

@@ -19,7 +19,7 @@ def xla(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> S
 
     Quantised buffers are decoded first, all of the layer.
     """
-    k, v = decoded(k), decoded(v)
+    k, v = decoded(sight.of_lists(k)), decoded(sight.of_lists(v))
     dtype = jnp.result_type(q, k, v)
     return _weigh("xla", q.astype(dtype), k.astype(dtype), v.astype(dtype), sight, options)
 
@@ -41,7 +41,7 @@ def cudnn(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) ->
             f"'cudnn' wants queries, keys and values all of float16 or all of bfloat16, got "
             f"{q.dtype}, {k.dtype} and {v.dtype}: leave the implementation to jaxkv"
         )
-    return _weigh("cudnn", q, k, v, sight, options)
+    return _weigh("cudnn", q, sight.of_lists(k), sight.of_lists(v), sight, options)
 
 
 def _weigh(
@@ -52,12 +52,12 @@ def _weigh(
     sight: Sight,
     options: Options,
 ) -> Sums:
+    """Weigh the cells `[P, K, N, D]` of each list."""
     if options.softcap is not None or options.sinks is not None:
         raise ValueError(
             f"{name!r} has neither a softcap nor sinks: leave the implementation to jaxkv"
         )
-    groups = k.shape[1]
-    k, v, mask = sight.of_lists(k), sight.of_lists(v), mask_of(sight)
+    groups, mask = k.shape[1], mask_of(sight)
     bias, mask = bias_of(sight, mask), mask[:, None]  # [P, 1, T, N]
     if bias is not None:  # what it hides is hidden by the mask, of each head
         mask = mask & (bias != -jnp.inf)

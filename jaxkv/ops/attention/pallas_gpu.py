@@ -32,6 +32,7 @@ from jaxkv.ops.attention.live import in_blocks, live_of, looks_in_blocks, of_lis
 from jaxkv.ops.attention.sight import Looks, Sight
 from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, packed
 from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
+from jaxkv.ops.stacked import flat
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """What the kernel computes with."""
@@ -160,10 +161,11 @@ def weigh(
     live = live_of(sight, cut.queries // queries, cut.cells)
     blocks = live.streams.size // sight.streams.size
     rows = packed(options.scaled(in_blocks(q, blocks)), groups)
+    (k, v), streams, layers = flat((k, v), live.streams)
     arrays = (
         live.tiles,
         live.starts,
-        live.streams,
+        streams,
         looks_in_blocks(sight, blocks, queries),
         sight.position,
         jax.lax.bitcast_convert_type(sight.owners, jnp.int32),
@@ -178,6 +180,7 @@ def weigh(
             options=options,
             cut=cut,
             tiles=-(-cells // cut.cells),
+            layers=layers,
             interpret=interpret,
         ),
         grid=(rows.shape[0], cut.programs, groups),
@@ -250,6 +253,7 @@ def _kernel(
     options: Options,
     cut: Cut,
     tiles: int,
+    layers: int,
     interpret: bool,
 ) -> None:
     """Weigh a program's share of the tiles of a block of tokens, for one head of keys.
@@ -257,23 +261,26 @@ def _kernel(
     Args:
       tiles_of: `[M]` int32, of `Live`.
       starts: `[P * b + 1]` int32, of `Live`.
-      streams: `[P * b]` int32, of `Live`.
+      streams: `[P * b]` int32, of `Live`, as keys and values have them.
       looks: `[P * b, X, 4]` int32, see `Looks`.
       position: `[S, N]` int32, of cells.
       owners: `[S, W, N]` int32, of cells.
       q: `[P * b, K, X, D]`, queries.
-      k: `[S, K, N, D]`, keys; quantised, those codes, and scales `[S, K, N, 1]`.
-      v: `[S, K, N, Dv]`, values; quantised likewise.
+      k: `[S * L, K, N, D]`, keys of L layers; quantised, those codes, and scales
+        `[S * L, K, N, 1]`.
+      v: `[S * L, K, N, Dv]`, values; quantised likewise.
       highest: `[J, P * b, K, X]`, see `Sums`.
       total: `[J, P * b, K, X]`, see `Sums`.
       out: `[J, P * b, K, X, Dv]`, see `Sums`.
       options: of which the softcap is looked at.
       cut: how the work is cut.
       tiles: of a stream.
+      layers: L.
       interpret: whether products are those of plain JAX.
     """
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]
+    pool = stream if layers == 1 else jax.lax.div(stream, jnp.int32(layers))
     row, in_row = _filled(q.shape[2], cut.queries)
     key, in_key = _filled(k.shape[3])
     value, in_value = _filled(v.shape[3])
@@ -299,8 +306,8 @@ def _kernel(
 
         keys, key_scales = tile(k, key, in_key)
         values, scales = tile(v, value, in_value)
-        at = _load(position, stream, cell, inside=there)
-        words = [_load(owners, stream, w, cell, inside=there) for w in range(owners.shape[1])]
+        at = _load(position, pool, cell, inside=there)
+        words = [_load(owners, pool, w, cell, inside=there) for w in range(owners.shape[1])]
         seen = look.sees(at[None], [word[None] for word in words])
         seen = seen if there is None else seen & there[None]
         logits = product(rows, keys.astype(dtype), 1)

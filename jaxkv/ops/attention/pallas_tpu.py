@@ -29,6 +29,7 @@ from jaxkv.ops.attention.live import TILE, in_blocks, live_of, looks_in_blocks, 
 from jaxkv.ops.attention.sight import Looks, Sight
 from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, masked, packed, sums_dtype
 from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
+from jaxkv.ops.stacked import flat
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """What a TPU computes with."""
@@ -101,6 +102,7 @@ def weigh(
     tiles = -(-cells // size)
     rows = packed(options.scaled(in_blocks(q, blocks)), groups)
     heads = _heads_at_once(rows, k, v)
+    (k, v), streams, layers = flat((k, v), live.streams)
     owners = jax.lax.bitcast_convert_type(sight.owners, jnp.int32)
 
     def at(where: Callable[..., tuple]) -> Callable[..., tuple]:
@@ -117,8 +119,11 @@ def weigh(
         return pl.BlockSpec(shape, at(lambda h, block, stream, tile: (block, h, 0, 0)))
 
     def of_table(words: int) -> pl.BlockSpec:
-        shape = (1, words, size)
-        return pl.BlockSpec(shape, at(lambda h, block, stream, tile: (stream, 0, tile)))
+        def where(h: Any, block: Any, stream: Any, tile: Any) -> tuple:
+            pool = stream if layers == 1 else jax.lax.div(stream, jnp.int32(layers))
+            return pool, 0, tile
+
+        return pl.BlockSpec((1, words, size), at(where))
 
     def of_buffers(x: jax.Array) -> pl.BlockSpec:
         if _in_lanes(x):
@@ -155,7 +160,7 @@ def weigh(
         name="jaxkv_attention",
     )(
         live.tiles,
-        live.streams,
+        streams,
         looks_in_blocks(sight, blocks, queries),
         sight.position[:, None],
         owners,

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention.bias import BiasOfLists, OfPlaces
+from jaxkv.ops.stacked import of_streams
 from jaxkv.window import Window, first_seen, last_seen, sees
 
 X = TypeVar("X")
@@ -75,7 +76,7 @@ class Sight:
 
     def of_lists(self, x: X) -> X:
         """Return the part of each list's stream, `[P, ...]`, of arrays `[S, ...]`."""
-        return x if self.all_streams else jax.tree.map(lambda one: one[self.streams], x)
+        return of_streams(x, None if self.all_streams else self.streams)
 
 
 @jax.jit

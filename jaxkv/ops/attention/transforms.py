@@ -56,7 +56,7 @@ def folded(way: Callable[..., Sums]) -> Callable[..., Sums]:
                 return x if has else jnp.broadcast_to(x, (size, *x.shape))
 
             q, k, v, sight = jax.tree.map(stacked, args, tuple(batched))
-            first = jnp.arange(size, dtype=sight.streams.dtype) * k.shape[1]
+            first = jnp.arange(size, dtype=sight.streams.dtype) * sight.position.shape[1]
             function = None
             if isinstance(sight.bias, OfPlaces) and not any(jax.tree.leaves(batched[3].bias)):
                 function, sight = args[3].bias, replace(sight, bias=None)

@@ -21,6 +21,7 @@ from jaxkv.ops.attention.softmax import (
 )
 from jaxkv.ops.attention.xla_tiles import block_by_block, one_by_one
 from jaxkv.ops.quantised import Quantised, Stored
+from jaxkv.ops.stacked import OfLayer
 
 FEW = 0.4
 """The share of tiles that are seen, below which reading them one by one is faster."""
@@ -49,7 +50,7 @@ PART = 64
 
 def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Read tiles where few of them are seen, or tokens are many, and else all cells at once."""
-    if isinstance(k, Quantised) or isinstance(v, Quantised):
+    if isinstance(k, Quantised | OfLayer) or isinstance(v, Quantised | OfLayer):
         return tiles(q, k, v, sight, options)
     if not sight.all_streams or _are_large(q, k) or _is_narrow(k):
         return tiles(q, k, v, sight, options)

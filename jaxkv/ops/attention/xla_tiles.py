@@ -13,6 +13,7 @@ from jaxkv.ops.attention.live import TILE, Live, in_blocks, item, live_of, of_li
 from jaxkv.ops.attention.sight import Sight
 from jaxkv.ops.attention.softmax import Options, Sums, nothing, packed
 from jaxkv.ops.quantised import Stored
+from jaxkv.ops.stacked import flat
 
 Added = Callable[..., Sums]
 """How a tile is added to the sums over others, see `jaxkv.ops.attention.xla.added`."""
@@ -57,6 +58,7 @@ def one_by_one(
     pinned, what is done to a tile, such as converting it, cannot be done to all cells beforehand.
     """
     groups, cells = k.shape[1:3]
+    (k, v), streams, _ = flat((k, v), live.streams)
     size = min(TILE, cells)
     tiles = -(-cells // size)
 
@@ -68,7 +70,7 @@ def one_by_one(
         zero = jnp.zeros_like(first)
 
         def cut(x: Stored) -> Stored:
-            start = (item(live.streams, block), zero, first, zero)
+            start = (item(streams, block), zero, first, zero)
             shape = (1, groups, size)
             return jax.tree.map(lambda y: slice_of(y, start, (*shape, y.shape[3])), x)
 

@@ -1,0 +1,155 @@
+"""What does a scan over layers cost, and what does it save? Layers in one array, and layers apart.
+
+Run `python -m benchmarks.stacked`. Random weights of SmolLM2-135M's sizes without embedding and
+head. Both sides run the same function for a layer: one in a loop in Python over layers apart, the
+other in a `jax.lax.scan` over layers that are stacked, and their outputs are compared.
+`--attention` leaves the weights out: what remains is planning, writing and attending. Compilers
+start with empty caches; steps take turns.
+"""
+
+import argparse
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from benchmarks import machine, turns
+from models.families.linear import linear
+
+LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 30, 576, 1536, 9, 3, 64  # of SmolLM2-135M
+PARTS = ("trace", "lower", "compile")
+
+
+def weights_of(layers: int) -> dict[str, jax.Array]:
+    """Random weights of all layers."""
+    shapes = {
+        "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH),
+        "out": (WIDTH, WIDTH),
+        "up": (2 * HIDDEN, WIDTH),
+        "down": (WIDTH, HIDDEN),
+    }
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {
+        name: jax.random.normal(key, (layers, *shape)) / shape[1] ** 0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def norm(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+
+
+def plain(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x @ w.T
+
+
+def layer(product: Any, ubatch: Any, memory: Any, x: jax.Array, w: Any, number: Any) -> tuple:
+    """Run a layer on `[R, T, WIDTH]`; without weights it attends and nothing else."""
+    tokens = x.shape[:2]
+    if w is None:
+        qkv = jnp.concatenate([x, x[..., : 2 * KV_HEADS * HEAD_DIM]], axis=2)
+    else:
+        qkv = product(norm(x), w["qkv"])
+    qkv = qkv.reshape(*tokens, -1, HEAD_DIM)
+    q, k, v = jnp.split(qkv, [HEADS, HEADS + KV_HEADS], axis=2)
+    memory, out = jaxkv.attend(memory, number, ubatch, q, k, v)
+    if w is None:
+        return memory, x + out.reshape(x.shape)
+    x = x + product(out.reshape(x.shape), w["out"])
+    gate, up = jnp.split(product(norm(x), w["up"]), 2, axis=-1)
+    return memory, x + product(jax.nn.silu(gate) * up, w["down"])
+
+
+def step(product: Any, weights: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
+    """Plan, apply, and run all layers: in a scan where they are stacked."""
+    memory, everyone = jaxkv.join(table, buffers), jnp.arange(len(token), dtype=jnp.int32)
+    ubatch, _ = jaxkv.plan_step(memory, token, everyone, jnp.ones(len(token), bool))
+    of_layer = partial(layer, product, ubatch)
+    carry = jaxkv.apply(memory, ubatch), jnp.ones((*ubatch.valid.shape, WIDTH))
+    if buffers.stacked:
+        carry, _ = jax.lax.scan(
+            lambda carry, own: (of_layer(*carry, *own), None),
+            carry,
+            (weights, jnp.arange(buffers.layers)),
+        )
+    else:
+        for number in range(buffers.layers):
+            carry = of_layer(*carry, None if weights is None else weights[number], number)
+    return jaxkv.split(carry[0])[1], carry[1]
+
+
+def side(
+    product: Any, weights: Any, batch: int, cells: int, used: int, dtype: str, stacked: bool
+) -> tuple:
+    """A step that is repeated, and the seconds of tracing, lowering and compiling it."""
+    memory = jaxkv.make_kv_cache(
+        layers=LAYERS, cells=cells, kv_heads=KV_HEADS, head_dim=HEAD_DIM, sequences=batch,
+        streams=batch, dtype=dtype, stacked=stacked,
+    )  # fmt: skip
+    for seq in range(batch):
+        prompt = jaxkv.make_batch([1] * used, sequences=seq)
+        for ubatch in jaxkv.init_batch(memory, prompt, ubatch_size=used).check().ubatches:
+            memory = jaxkv.apply(memory, ubatch)  # the buffers hold zeros: a time is asked for
+    table, buffers = jaxkv.split(memory)
+    if weights is not None and not stacked:
+        weights = [jax.tree.map(lambda w, i=i: w[i], weights) for i in range(LAYERS)]
+    token = jnp.ones(batch, jnp.int32)
+    jax.clear_caches()
+    times = [time.perf_counter()]
+    program = jax.jit(partial(step, product), donate_argnums=2)
+    traced = program.trace(weights, table, buffers, token)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    program = lowered.compile()
+    times.append(time.perf_counter())
+
+    def again() -> jax.Array:
+        nonlocal buffers
+        buffers, x = program(weights, table, buffers, token)
+        return x
+
+    return again, np.diff(times)
+
+
+def main() -> None:
+    """Print the seconds until a step may run, and the milliseconds of a step, of each side."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--batch", type=int, default=1, help="sequences, a stream for each")
+    parser.add_argument("--cells", type=int, default=4096, help="for each sequence")
+    parser.add_argument("--used", type=int, default=2048, help="tokens that a sequence has")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "int8", "bfloat16"])
+    parser.add_argument("--attention", action="store_true", help="without weights")
+    parser.add_argument("--plain", action="store_true", help="x @ w.T, and not that of models")
+    parser.add_argument("--compiles", type=int, default=3, help="how often each is compiled")
+    parser.add_argument("--rounds", type=int, default=6)
+    args = parser.parse_args()
+    if jax.config.jax_compilation_cache_dir:
+        parser.error("wanted no compilation cache: unset JAX_COMPILATION_CACHE_DIR")
+    machine.main()
+    weights = None if args.attention else weights_of(LAYERS)
+    for dtype in args.dtype:
+        product = plain if args.plain else linear
+        sizes = product, weights, args.batch, args.cells, args.used, dtype
+        side(*sizes, True)  # imports, and what is compiled once in a process
+        sides, seconds = {}, {}
+        for _ in range(args.compiles):
+            for name, stacked in {"apart": False, "stacked": True}.items():
+                sides[name], took = side(*sizes, stacked)
+                seconds.setdefault(name, []).append(took)
+        print(f"{dtype}, {args.used} of {args.cells} cells, batch {args.batch}; until it runs:")
+        for name, found in seconds.items():
+            parts = dict(zip(PARTS, np.median(found, axis=0), strict=True))
+            shown = ", ".join(f"{part} {took:.2f}" for part, took in parts.items())
+            print(f"  {name:8s} {sum(parts.values()):6.2f}  ({shown})")
+        np.testing.assert_allclose(sides["stacked"](), sides["apart"](), rtol=2e-2, atol=2e-2)
+        took = {name: turns.milliseconds(run, repeats=5) for name, run in sides.items()}
+        turns.table(turns.take_turns(took, args.rounds), own=["apart"])
+
+
+if __name__ == "__main__":
+    main()
