@@ -24,11 +24,14 @@ from jaxkv.batch import Batch, Ubatch, make_batch
 from jaxkv.draw import show
 from jaxkv.hybrid import make_hybrid_cache
 from jaxkv.kv.cache import make_kv_cache
+from jaxkv.kv.source import make_source_cache
 from jaxkv.loops.generation import decode
 from jaxkv.loops.prompts import prefill
+from jaxkv.loops.sources import encode
 from jaxkv.memory import Memory, View, join, split
 from jaxkv.plan import NoRoomError, Plan, Reason, RefusedError
 from jaxkv.planning.init import init_batch, init_full
+from jaxkv.planning.source import init_source
 from jaxkv.planning.step import plan_step, plan_tokens
 from jaxkv.recurrent.cache import make_recurrent_cache
 from jaxkv.recurrent.slots import steps_to_keep
@@ -52,10 +55,11 @@ from jaxkv.verbs.layers import attend, read_states, rollback_of, view, write, wr
 from jaxkv.verbs.tidy import defrag_plan, init_update, make_room
 
 # Memories: making them, taking them apart.
-__all__ = ["Memory", "join", "make_hybrid_cache", "make_kv_cache", "make_recurrent_cache", "split"]
+__all__ = ["Memory", "join", "make_hybrid_cache", "make_kv_cache", "make_recurrent_cache"]
+__all__ += ["make_source_cache", "split"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "Reason", "RefusedError", "Ubatch"]
-__all__ += ["init_batch", "init_full", "is_current", "make_batch", "plan_step"]
+__all__ += ["init_batch", "init_full", "init_source", "is_current", "make_batch", "plan_step"]
 __all__ += ["plan_tokens"]
 # Carrying plans out.
 __all__ += ["apply", "defrag_plan", "go_back", "init_update", "make_room"]
@@ -70,6 +74,6 @@ __all__ += ["seq_pos_max", "seq_pos_min", "show", "used"]
 __all__ += ["attend", "make_rope", "read_states", "rollback_of", "rotate", "steps_to_keep"]
 __all__ += ["View", "view", "write", "write_states"]
 # Loops.
-__all__ += ["decode", "prefill"]
+__all__ += ["decode", "encode", "prefill"]
 # Modules.
 __all__ += ["draw", "hybrid", "loops", "ops", "prefix", "rope", "sharding", "snapshot", "window"]

@@ -55,11 +55,13 @@ class HybridTable(Table):
     layers: for each part the layers of the model that it serves, in its own order, static. A layer
       that uses several memories, such as attention beside a recurrence, is listed in each.
     rules: which axes of a mesh split the memory, those of all parts, static.
+    plans_sources: whether it is asked where sources go, static; never so in a memory.
     """
 
     parts: tuple[Any, ...]
     layers: Layers = field(metadata={"static": True})
     rules: Rules | None = field(default=None, metadata={"static": True})
+    plans_sources: bool = field(default=False, metadata={"static": True})
 
     @property
     def facts(self) -> Facts:
@@ -102,14 +104,29 @@ class HybridTable(Table):
         """Return the digests of each part."""
         return tuple(part.digest() for part in self.parts)
 
+    def for_sources(self) -> "HybridTable":
+        """Return the table as it answers where sources are planned."""
+        if not self.facts.has_sources:
+            return super().for_sources()
+        return replace(self, plans_sources=True)
+
+    def _goes_into(self, part: Table) -> bool:
+        """Return whether what is planned goes into a part: a text, or a source."""
+        return part.facts.holds_sources == self.plans_sources
+
+    @property
+    def _planned(self) -> list[Table]:
+        """The parts that what is planned goes into."""
+        return [part for part in self.parts if self._goes_into(part)]
+
     def first(self, seq: jax.Array) -> jax.Array:
-        """Return where what all parts hold begins: the largest first one; -1 if one is empty."""
-        found = [part.first(seq) for part in self.parts]
+        """Return where the text of all parts begins: the largest first one; -1 if one is empty."""
+        found = [part.first(seq) for part in self._planned]
         return jnp.where(_smallest(found) < 0, -1, _largest(found))
 
     def last(self, seq: jax.Array) -> jax.Array:
-        """Return the largest position that all parts hold."""
-        return _smallest([part.last(seq) for part in self.parts])
+        """Return the largest position that all parts hold of a text."""
+        return _smallest([part.last(seq) for part in self._planned])
 
     def used(self) -> jax.Array:
         """Return how many cells are in use, over all parts."""
@@ -117,7 +134,7 @@ class HybridTable(Table):
 
     def inspect(self, present: jax.Array) -> Findings:
         """Return what holds in any part; sequences whose parts end apart miss something too."""
-        found = [part.inspect(present) for part in self.parts]
+        found = [part.inspect(present) for part in self._planned]
         last = _largest([one.last for one in found])
         apart = present & _any([one.last != last for one in found])
         return Findings(
@@ -128,7 +145,7 @@ class HybridTable(Table):
 
     def admit(self, wanted: jax.Array) -> Room:
         """Return what fits in all parts: each orders the sequences alike, so it fits together."""
-        found = [part.admit(wanted) for part in self.parts]
+        found = [part.admit(wanted) for part in self._planned]
         return Room(
             fits=_all([one.fits for one in found]),
             together=_all([one.together for one in found]),
@@ -150,9 +167,15 @@ class HybridTable(Table):
 
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[tuple, jax.Array]:
         """Return what each part chooses, and the highest `Reason` of each token."""
-        found = [part.choose_slots(ubatch, ok) for part in self.parts]
-        slots, faults = zip(*found, strict=True)
-        return slots, _largest([*faults])
+        slots, faults = [], []
+        for part in self.parts:
+            if self._goes_into(part):
+                own, fault = part.choose_slots(ubatch, ok)
+                faults.append(fault)
+            else:
+                own = part.passed_by(ubatch, ok)
+            slots.append(own)
+        return tuple(slots), _largest(faults)
 
     def occupy(self, ubatch: Ubatch) -> "HybridTable":
         """Mark the slots in each part."""
@@ -358,6 +381,13 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
                 f"wanted parts with the same number of {name}, got {counts}: verbs would mean "
                 f"different things in them; make all parts with the same {name}="
             )
+    with_sources = sum(one.has_sources for one in facts)
+    if with_sources > 1 or with_sources == len(facts):
+        raise ValueError(
+            f"wanted one part for sources at most, and one for the text beside it, got "
+            f"{with_sources} of {len(facts)} parts for sources: put all layers that look at a "
+            f"source into one part"
+        )
     rules = [memory.table.rules for memory in memories]
     if len(set(rules)) > 1:
         raise ValueError(

@@ -4,9 +4,9 @@ The table says which token stands in which cell, and is small. The buffers are a
 is compiled over the table alone and puts the same buffers back beside it: compiled over a whole
 memory it would have to copy every buffer, or take the memory away from the caller.
 
-There are three kinds of tables: `CellTable` (attention), `StateTable` (recurrence), and
-`HybridTable`, several of them that step together. A kind is a subclass of `Table`, which lists all
-that verbs, plans and loops ever ask of one.
+There are four kinds of tables: `CellTable` (attention), `SourceTable` (what an encoder read),
+`StateTable` (recurrence), and `HybridTable`, several of them that step together. A kind is a
+subclass of `Table`, which lists all that verbs, plans and loops ever ask of one.
 """
 
 from abc import ABC, abstractmethod
@@ -34,6 +34,7 @@ class Facts:
     ubatch_size: the most tokens of a ubatch that the memory was sized for; None for any.
     rollback: E, where states are kept: how many of its last tokens a sequence can take back. None
       where it can take back any, as in attention.
+    holds_sources: whether it holds sources, which a text looks at, and not the text.
     details: all else that a plan depends on.
     parts: of a hybrid memory, the facts of its parts.
     """
@@ -44,6 +45,7 @@ class Facts:
     one_sequence_a_row: bool
     ubatch_size: int | None
     rollback: int | None = None
+    holds_sources: bool = False
     details: tuple = ()
     parts: tuple["Facts", ...] = ()
 
@@ -54,6 +56,11 @@ class Facts:
         There alone a copy between streams needs cells that may be lacking.
         """
         return 1 < self.streams < self.sequences
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether it holds sources, or a part of it does."""
+        return self.holds_sources or any(part.has_sources for part in self.parts)
 
     def sequence_ids(self, value: Any, *, lowest: int = 0) -> Any:
         """Return sequence ids that a caller passed as int32, checked before they are cast.
@@ -273,6 +280,21 @@ class Table(ABC):
     @abstractmethod
     def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[Any, jax.Array]:
         """Return where tokens go, nowhere if not `ok`; and a `Reason` for each one, `[R, T]`."""
+
+    def passed_by(self, ubatch: Ubatch, ok: jax.Array) -> Any:
+        """Return the slots of a ubatch that goes into other parts of a hybrid memory.
+
+        They are nowhere, as those of a refused plan; where it holds sources, tokens look at them.
+        """
+        del ok
+        return self.choose_slots(ubatch, jnp.array(False))[0]
+
+    def for_sources(self) -> Self:
+        """Return the table as it answers where sources are planned, see `init_source`."""
+        raise TypeError(
+            f"wanted a hybrid memory with a part for sources, make_source_cache, got one of "
+            f"{self.facts.kind}"
+        )
 
     @abstractmethod
     def occupy(self, ubatch: Ubatch) -> Self:

@@ -75,6 +75,11 @@ class Reason(IntEnum):
         "its token at {found} belongs to sequence {expected} too, but they do not share all that "
         "comes before it: fork one from the other (seq_cp), or give each a token of its own",
     )
+    HAS_SOURCE = (
+        12,
+        "it has a source of {expected} tokens already, and one is written once: forget the "
+        "sequence (seq_rm), which takes its source along",
+    )
 
 
 class RefusedError(RuntimeError):

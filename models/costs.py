@@ -156,6 +156,8 @@ def kind_of(part: jaxkv.Memory) -> str:
     """Name the layers that a part of a memory is for."""
     if part.table.facts.kind == "recurrent":
         return "recurrent states"
+    if part.table.facts.holds_sources:
+        return "sources"
     window = part.table.window
     return f"window of {window.width:,}" if window else "full attention"
 

@@ -28,6 +28,7 @@ from models.families import (
     llama,
     mamba2,
     recurrent_gemma,
+    t5,
 )
 from models.families.memories import attending, make_memory
 from models.meshes import WHOLE
@@ -44,6 +45,7 @@ FAMILIES: dict[str, ModuleType] = {
         lfm2,
         falcon_h1,
         deepseek,
+        t5,
     )
     for name in family.ARCHITECTURES
 }
@@ -61,6 +63,7 @@ class Model:
     checkpoint: where it all came from.
     family: the module that the model is written in.
     dtype: of the weights.
+    encoder: `(weights, memory, ubatch) -> memory`, for `jaxkv.encode`; None where there is none.
     cache_dtype: of what memories store, unless they are told; None for that of the weights.
     mesh: what the weights are on, and memories will be; None for the default device.
     rules: which axes of the mesh split them.
@@ -72,6 +75,7 @@ class Model:
     checkpoint: Checkpoint
     family: ModuleType
     dtype: Any
+    encoder: Callable[[Any, Any, jaxkv.Ubatch], Any] | None = None
     cache_dtype: Any = None
     mesh: Mesh | AbstractMesh | None = None
     rules: Rules = Rules()
@@ -211,6 +215,7 @@ def load(
         config=config,
         weights=_read(checkpoint, shapes, sources, progress),
         forward=forward,
+        encoder=encoder_of(family, config, dtype),
         checkpoint=checkpoint,
         family=family,
         dtype=dtype,
@@ -257,6 +262,7 @@ def load_shapes(
         config=config,
         weights=shapes,
         forward=forward,
+        encoder=encoder_of(family, config, dtype),
         checkpoint=checkpoint,
         family=family,
         dtype=dtype,
@@ -297,6 +303,18 @@ def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, A
         return nnx.merge(graph, weights)(memory, ubatch)
 
     return forward, nnx.to_pure_dict(state)
+
+
+def encoder_of(family: ModuleType, config: Any, dtype: Any) -> Callable | None:
+    """Return the encoder of a model as a pure function; None where there is none."""
+    if not hasattr(family.MODULE, "encode"):
+        return None
+    graph, _ = _abstract(family, config, dtype)
+
+    def encoder(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> Any:
+        return nnx.merge(graph, weights).encode(memory, ubatch)
+
+    return encoder
 
 
 @lru_cache(maxsize=4)

@@ -47,12 +47,14 @@ KNOWN_BY = {
     "evictions stateful recurrent_ubatches every_argument",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
+    "jaxkv/kv/source.py": "sources t5",
     "jaxkv/kv/transfer.py": "groups stateful every_argument",
     "jaxkv/kv/arrivals.py": "groups stateful every_argument",
     "jaxkv/recurrent/s*.py": "arguments groups invariants recurrent recurrent_going_back "
     "recurrent_ubatches stale every_argument",
     "jaxkv/recurrent/copy.py": "groups recurrent recurrent_going_back stale every_argument",
-    "jaxkv/hybrid.py": "arguments window recurrent stale refusals recurrent_ubatches stateful",
+    "jaxkv/hybrid.py": "arguments window recurrent stale refusals recurrent_ubatches stateful "
+    "sources",
     "jaxkv/planning/*.py": "arguments traps refusals batch step streams window "
     "recurrent_ubatches stale stateful every_argument",
 }

@@ -47,6 +47,7 @@ def columns() -> dict[str, tuple[Callable[[], Any], str]]:
     made["states"] = histories.make, "rr"
     made["states, rollback 3"] = lambda: histories.make(kept=3), "rr"
     made["attention and states"] = hybrid, "ar"
+    made["text and sources"] = with_source, "as"
     return made
 
 
@@ -59,6 +60,16 @@ def hybrid() -> Any:
     return jaxkv.make_hybrid_cache((attention, (0,)), (states, (1,)))
 
 
+def with_source() -> Any:
+    """Make a memory with a layer of attention, one that looks at sources, and a source."""
+    sizes = dict(layers=1, kv_heads=HEADS, head_dim=SIZE, sequences=3)
+    text = jaxkv.make_kv_cache(cells=32, rope=ROPE, **sizes)
+    memory = jaxkv.make_hybrid_cache(
+        (text, (0,)), (jaxkv.make_source_cache(cells=8, **sizes), (1,))
+    )
+    return jaxkv.apply(memory, jaxkv.init_source(memory, jaxkv.make_batch([1, 2, 3])))
+
+
 @cache
 def model(layers: str) -> Callable[..., Any]:
     """Make a model that writes every layer and says the number after that of the token."""
@@ -66,7 +77,11 @@ def model(layers: str) -> Callable[..., Any]:
     def forward(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
         memory, _ = histories.compute(memory, ubatch, layers)
         said = (ubatch.tokens.reshape(-1)[ubatch.outputs] + 1) % VOCABULARY
-        return memory, jax.nn.one_hot(said, VOCABULARY)
+        logits = jax.nn.one_hot(said, VOCABULARY)
+        if "s" in layers:  # the source is zeros, and NaN where it must not be looked at
+            q = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
+            logits += jnp.sum(jaxkv.attend(memory, layers.index("s"), ubatch, q)[1])
+        return memory, logits
 
     return forward
 

@@ -30,6 +30,7 @@ from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cache import CellTable
 from jaxkv.kv.defrag import Defrag
 from jaxkv.kv.shift import Update
+from jaxkv.kv.source import SourceTable
 from jaxkv.memory import Memory
 from jaxkv.plan import Plan
 from jaxkv.recurrent.cache import NoOp, StateTable
@@ -47,5 +48,5 @@ _attach(memory_line, Memory)
 _attach(plan_line, Plan)
 _attach(ubatch_line, Ubatch)
 _attach(fields_line, Batch, Buffers, CellTable, Defrag, HybridCommitment, HybridTable, NoOp)
-_attach(fields_line, StateSlots, StateTable, Update)
+_attach(fields_line, SourceTable, StateSlots, StateTable, Update)
 Memory._repr_html_ = html_of  # type: ignore[attr-defined]  # the name that notebooks look for

@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv.batch import Ubatch
 from jaxkv.donation import is_donated
 from jaxkv.hybrid import HybridTable
-from jaxkv.kv.cells import Cells
+from jaxkv.kv.cache import CellTable
 from jaxkv.memory import Facts, Memory
 from jaxkv.ops.quantised import Quantised
 from jaxkv.places import EMPTY, is_concrete, is_traced
@@ -99,7 +99,7 @@ def _sizes(table: Any, buffers: Any) -> str:
     """Return the kind and sizes of a memory; shapes are read from the end, for `vmap` adds axes."""
     size = f"{_dtypes(buffers)}, {human(nbytes((table, buffers)))}"
     match table:
-        case Cells():
+        case CellTable():
             heads = {one.shape[-3] for one in buffers.k}
             sizes: dict[str, Any] = {
                 "layers": buffers.layers,
@@ -112,7 +112,7 @@ def _sizes(table: Any, buffers: Any) -> str:
                 sizes["window"] = f"{table.window.rule}({table.window.width})"
             if table.placement != "scattered":
                 sizes["placement"] = table.placement
-            kind, extra = "attention", table.position.shape[:-2]
+            kind, extra = table.facts.kind, table.position.shape[:-2]
         case States():
             sizes = {
                 "layers": len(buffers),

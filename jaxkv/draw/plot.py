@@ -18,7 +18,7 @@ from jaxkv.draw.lines import human
 from jaxkv.draw.look import CellView, cells_of, view_of
 from jaxkv.hybrid import HybridTable, parts_of
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.cells import Cells
+from jaxkv.kv.cache import CellTable
 from jaxkv.kv.mask import visible
 from jaxkv.memory import Memory, check_made_for, split
 from jaxkv.places import EMPTY, fetched
@@ -171,8 +171,11 @@ def sight(
     check_made_for(table, ubatch)
     if isinstance(table, HybridTable):
         table, ubatch = table.parts[part], part_of(ubatch, part)
-    if not isinstance(table, Cells):
-        raise TypeError("states see all that came before: wanted a memory, or a part, of attention")
+    if not isinstance(table, CellTable) or table.facts.holds_sources:
+        raise TypeError(
+            f"wanted a memory, or a part, of attention, got one of {table.facts.kind}: states see "
+            f"all that came before, and a text all of its source"
+        )
     seen = jax.jit(visible, static_argnames="causal")(table, ubatch, causal=causal)
     table, ubatch, seen = fetched((table, ubatch, seen))
     valid = ubatch.valid

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -113,11 +113,11 @@ class CellTable(Cells, Table):
         """See `slots.choose_slots`."""
         return slots.choose_slots(self, ubatch, ok)
 
-    def occupy(self, ubatch: Ubatch) -> "CellTable":
+    def occupy(self, ubatch: Ubatch) -> Self:
         """See `slots.occupy`."""
         return slots.occupy(self, ubatch)
 
-    def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple["CellTable", jax.Array]:
+    def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
         """See `cells.remove`; never refused."""
         return cells.remove(self, seq, p0, p1), jnp.array(True)
 
@@ -137,9 +137,7 @@ class CellTable(Cells, Table):
             return no_need(self.streams)
         return transfer.to_copy(self, src, dst, p0, p1).need
 
-    def select(
-        self, buffers: Any, parents: jax.Array, targets: jax.Array
-    ) -> tuple["CellTable", Any]:
+    def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
         """See `cells.select` within a stream; between streams `copy`, and in groups `transfer`."""
         if self.streams == 1 or buffers is None:
             return cells.select(self, parents, targets), buffers

@@ -76,9 +76,10 @@ class Engine:
         has more of it. Its texts give way, the least recently used first, before a request waits.
 
     Raises:
-      ValueError: when the memory is not empty or was donated, `chunk` is more than it was sized
-        for, a number is below 1, there is no such option to allow, the rule does not give what
-        it should, or the store was made for another memory or leaves no sequence.
+      ValueError: when the memory is not empty, was donated or has a part for sources, `chunk` is
+        more than it was sized for, a number is below 1, there is no such option to allow, the
+        rule does not give what it should, or the store was made for another memory or leaves no
+        sequence.
       TypeError: when `forward` is no function, the rule none, or the store none.
 
     Examples:
@@ -139,6 +140,11 @@ which this memory never has: ask for less, or make a larger one
             raise TypeError(f"wanted a function forward, see prefill, got {type(forward)}")
         table, _ = split(memory)
         check_there(memory)
+        if table.facts.has_sources:
+            raise ValueError(
+                "wanted a memory without a part for sources, which requests do not bring, got one "
+                "with it: encode and decode run texts with sources side by side"
+            )
         self._limits = checked_limits(
             table.facts,
             chunk=chunk,

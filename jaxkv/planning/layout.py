@@ -11,7 +11,7 @@ from jaxkv.batch import Batch
 from jaxkv.memory import Facts
 from jaxkv.places import NOWHERE, bucket, is_concrete
 from jaxkv.planning.sets import check_sets, members_of
-from jaxkv.planning.splits import SplitBy, simple_split, split_known
+from jaxkv.planning.splits import SplitBy, sequence_split, simple_split, split_known
 
 FEW = 8
 """Smallest bucket of outputs: 8 outputs cost what 1 does, and fewer shapes are compiled."""
@@ -63,16 +63,8 @@ def _layout_known(
     facts: Facts, batch: Batch, ubatch_size: int, split_by: SplitBy
 ) -> tuple[Batch, list[np.ndarray], int]:
     """Lay out a batch whose values are known."""
-    axes, count = batch.valid.ndim, batch.valid.size
-    batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)
-    there = np.flatnonzero(batch.valid)
-    if not there.size:
-        raise ValueError(
-            "nothing to plan: the batch has no valid token (batch.only(plan.fits) has none left "
-            "where no sequence fits)"
-        )
+    batch, there = _known(facts, batch)
     named = batch.sequences[there]
-    facts.sequence_ids(named)
     after = None if batch.others is None else follows(named, batch.others[there])
     parts = split_known(split_by, named, ubatch_size, after)
     parts = [_few_rows(part, facts) for part in parts]
@@ -82,10 +74,53 @@ def _layout_known(
     else:
         flags = np.append(batch.outputs[there], False)
         most = max(flags[np.minimum(part, there.size)].sum() for part in parts)
-    # The split counts the tokens that are there; this turns its numbers into batch indices.
-    index = np.append(there, NOWHERE).astype(np.int32)
-    parts = [index[np.minimum(part, there.size)] for part in parts]
+    parts = [_indices(there, part) for part in parts]
     return _pad(batch, bucket(batch.valid.size)), parts, bucket(max(int(most), FEW))
+
+
+def layout_whole(facts: Facts, batch: Batch) -> tuple[Batch, Any]:
+    """Lay a batch out as one ubatch, however long, for what must not be cut.
+
+    Args:
+      facts: of the memory.
+      batch: the tokens, each of one sequence, and which of them are outputs.
+
+    Returns:
+      The flat batch and the indices into it, `[R, T]` int32, as of `layout`: a row for all tokens,
+      or one for each sequence where the memory needs that.
+    """
+    if not is_concrete(batch):
+        flat, (index,), _ = layout(facts, batch, batch.valid.size, None)
+        return flat, index
+    flat, there = _known(facts, batch)
+    cut = sequence_split if facts.one_sequence_a_row else simple_split
+    rows = cut(flat.sequences[there], bucket(there.size))
+    longest = max(row.shape[1] for row in rows)
+    padded = [
+        np.pad(row, [(0, 0), (0, longest - row.shape[1])], constant_values=NOWHERE) for row in rows
+    ]
+    part = _few_rows(np.concatenate(padded), facts)
+    return _pad(flat, bucket(flat.valid.size)), _indices(there, part)
+
+
+def _known(facts: Facts, batch: Batch) -> tuple[Batch, np.ndarray]:
+    """Return a batch whose values are known as a flat list, and which tokens of it are there."""
+    axes, count = batch.valid.ndim, batch.valid.size
+    batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)
+    there = np.flatnonzero(batch.valid)
+    if not there.size:
+        raise ValueError(
+            "nothing to plan: the batch has no valid token (batch.only(plan.fits) has none left "
+            "where no sequence fits)"
+        )
+    facts.sequence_ids(batch.sequences[there])
+    return batch, there
+
+
+def _indices(there: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """Turn the numbers of a split, which counts tokens that are there, into batch indices."""
+    index = np.append(there, NOWHERE).astype(np.int32)
+    return index[np.minimum(part, there.size)]
 
 
 def _few_rows(part: np.ndarray, facts: Facts) -> np.ndarray:

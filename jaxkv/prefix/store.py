@@ -94,7 +94,7 @@ def make_store(memory: Memory, *, holders: Sequence[int], cells: int | None = No
 
     Raises:
       ValueError: when there is no holder, one is no sequence of the memory, comes twice or holds
-        tokens, cells are below 1, or the memory is traced.
+        tokens, cells are below 1, or the memory is traced or has a part for sources.
       TypeError: when ids or cells are no integers.
 
     Examples:
@@ -103,6 +103,11 @@ def make_store(memory: Memory, *, holders: Sequence[int], cells: int | None = No
       Store(0 texts of 0 tokens, 2 holders, at most 32 cells)
     """
     facts = _facts(memory)
+    if facts.has_sources:
+        raise ValueError(
+            "wanted a memory without a part for sources, since texts that begin alike may look at "
+            "other ones, got one with it: fork what has the same source (seq_cp)"
+        )
     ids = np.atleast_1d(facts.sequence_ids(holders))
     check_once(ids)
     if ids.ndim > 1 or not ids.size:

@@ -17,10 +17,15 @@ from jaxkv.places import is_concrete
 from jaxkv.snapshot.cells import CellPart
 from jaxkv.snapshot.file import File
 from jaxkv.snapshot.parts import Part, decoded, encoded, names
+from jaxkv.snapshot.sources import SourcePart
 from jaxkv.snapshot.states import StatePart
 from jaxkv.verbs.known import check_known
 
-KINDS: dict[str, type[Part]] = {"attention": CellPart, "recurrent": StatePart}
+KINDS: dict[str, type[Part]] = {
+    "attention": CellPart,
+    "recurrent": StatePart,
+    "source": SourcePart,
+}
 """By the kind that facts name."""
 
 

@@ -97,8 +97,9 @@ class Checkpoint:
         return list(self.tensors)
 
     def layers(self) -> int:
-        """Returns the number of layers whose tensors the file holds."""
-        found = (re.match(r"(?:model|backbone)\.layers\.(\d+)\.", name) for name in self.tensors)
+        """Returns the number of layers whose tensors the file holds, of an encoder none."""
+        names = r"(?:(?:model|backbone)\.layers|decoder\.block)\.(\d+)\."
+        found = (re.match(names, name) for name in self.tensors)
         return len({layer[1] for layer in found if layer})
 
     def tensor(self, name: str) -> np.ndarray:

@@ -94,9 +94,26 @@ _FAMILY = {
         "use_conv_bias": True,
     },
     "recurrent_gemma": {"partial_rotary_factor": 0.5},
+    "t5": {
+        "decoder_start_token_id": 0,
+        "feed_forward_proj": "relu",
+        "layer_norm_epsilon": 1e-6,
+        "relative_attention_max_distance": 128,
+        "relative_attention_num_buckets": 32,
+    },
 }
-# Older names of keys, which win over the newer ones.
-_OLDER = {"lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}}
+# Older names of keys, or those of one family, which win over the others; of two for one the last.
+_OLDER = {
+    "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+    "t5": {
+        "d_ff": "intermediate_size",
+        "d_kv": "head_dim",
+        "d_model": "hidden_size",
+        "num_heads": "num_attention_heads",
+        "num_layers": "num_hidden_layers",
+        "num_decoder_layers": "num_hidden_layers",
+    },
+}
 # What the class of a family can do otherwise, and its model here cannot.
 _ONLY = {
     "deepseek_v2": {
@@ -160,6 +177,7 @@ _NEEDED_BY = {
         "conv_kernel",
     ),
     "recurrent_gemma": ("attention_window_size", "conv1d_width", "logits_soft_cap", *_NEEDED),
+    "t5": ("num_layers", "head_dim", *_NEEDED),
 }
 _KINDS = {
     "attention": "full_attention",
@@ -223,12 +241,13 @@ def complete(
         out["time_step_limit"] = tuple(map(float, limits))
     if out.get("use_sliding_window") is False:
         out["sliding_window"] = None
+    if out["model_type"] == "t5":
+        out["scale_decoder_outputs"] = _scales(out)
     out.setdefault("layer_types", _layer_types(out))
     out["layer_types"] = [_KINDS.get(kind, kind) for kind in out["layer_types"]]
     # Which class wrote the file decides the default of these two, so the tensors are asked.
-    out["tie_word_embeddings"] = (
-        bool(out.get("tie_word_embeddings")) or "lm_head.weight" not in shapes
-    )
+    tied = bool(out.get("tie_word_embeddings")) and out["model_type"] != "t5"
+    out["tie_word_embeddings"] = tied or "lm_head.weight" not in shapes
     for name in ("model.embed_tokens.weight", "backbone.embeddings.weight"):
         if shapes.get(name):
             out.setdefault("vocab_size", shapes[name][0])
@@ -256,12 +275,21 @@ def implied(config: Mapping[str, Any], source: str) -> dict[str, tuple[int, ...]
             "would tell it; add it."
         )
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (size,)}
-    tied = _renamed(config).get("tie_word_embeddings")
+    tied = _scales(config) if family == "t5" else _renamed(config).get("tie_word_embeddings")
     if not (family in _TIED if tied is None else tied):
         shapes["lm_head.weight"] = (size,)
     if family == "qwen2":
         shapes["model.layers.0.self_attn.q_proj.bias"] = ()
     return shapes
+
+
+def _scales(config: Mapping[str, Any]) -> bool:
+    """Whether a model of T5 scales what its head is given, as those do whose head is tied.
+
+    Newer files say so; in older ones it is what they say of the head.
+    """
+    scales = config.get("scale_decoder_outputs")
+    return config.get("tie_word_embeddings") is not False if scales is None else scales
 
 
 def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,6 +378,13 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
             raise refusal(chosen, f"1 to {experts} experts", "num_experts_per_tok", source)
         if experts and "intermediate_size" not in c:
             raise refusal(None, "a width of experts", "intermediate_size", source)
+    elif family == "t5":
+        if c["feed_forward_proj"] not in ("relu", "gated-gelu"):
+            wanted = "'relu' or 'gated-gelu'"
+            raise refusal(c["feed_forward_proj"], wanted, "feed_forward_proj", source)
+        name, exact = "relative_attention_max_distance", c["relative_attention_num_buckets"] // 2
+        if c[name] <= exact:
+            raise refusal(c[name], f"more than half the buckets ({exact})", name, source)
     elif family in ("deepseek_v2", "deepseek_v3"):
         _check_routing(c, source)
     elif family == "recurrent_gemma":

@@ -7,7 +7,7 @@ or in arrays larger than the machine, so each is compared with this table first.
 from collections.abc import Mapping
 from typing import Any
 
-from models.kinds import FLAG, WORD, Kind, check, exactly, number, refusal, several, whole
+from models.kinds import FLAG, TOKEN, WORD, Kind, check, exactly, number, refusal, several, whole
 
 LAYERS = 4096
 """The most layers of a model."""
@@ -43,6 +43,8 @@ _CONFIG = {
     "conv_bias": FLAG,
     "conv_kernel": whole(2, 1024),
     "embedding_multiplier": _FACTOR,
+    "decoder_start_token_id": TOKEN,
+    "feed_forward_proj": WORD,
     "final_logit_softcapping": _POSITIVE,
     "first_k_dense_replace": whole(0, LAYERS),
     "full_attn_idxs": several(whole(0, LAYERS - 1), LAYERS),
@@ -84,6 +86,7 @@ _CONFIG = {
     "num_experts_per_tok": whole(0, 2**14),
     "num_heads": _HEADS,
     "num_hidden_layers": whole(1, LAYERS),
+    "num_layers": whole(1, LAYERS),
     "num_key_value_heads": _HEADS,
     "num_local_experts": whole(0, 2**14),
     "num_nextn_predict_layers": whole(0, LAYERS),
@@ -94,12 +97,15 @@ _CONFIG = {
     "qk_nope_head_dim": _HEAD,
     "qk_rope_head_dim": _HEAD,
     "query_pre_attn_scalar": _POSITIVE,
+    "relative_attention_max_distance": _POSITIONS,
+    "relative_attention_num_buckets": whole(4, 2**14),
     "residual_multiplier": _FACTOR,
     "rms_norm_eps": _EPSILON,
     "rope_interleave": FLAG,
     "rope_local_base_freq": _BASE,
     "rope_theta": _BASE,
     "routed_scaling_factor": _POSITIVE,
+    "scale_decoder_outputs": FLAG,
     "scoring_func": WORD,
     "shared_intermediate_size": _WIDTH,
     "sliding_window": _POSITIONS,

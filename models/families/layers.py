@@ -162,8 +162,17 @@ class Attention(nnx.Module):
         if norm is not None:
             self.q_norm, self.k_norm = norm(), norm()
 
-    def __call__(self, memory: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
+    def __call__(
+        self, memory: Any, ubatch: Ubatch, x: jax.Array, added: Any = None
+    ) -> tuple[Any, jax.Array]:
+        """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome.
+
+        Args:
+          memory: which the ubatch has been applied to.
+          ubatch: the tokens.
+          x: what there is of them.
+          added: to logits, a bias as `jaxkv.attend` takes it; None for nothing.
+        """
         c = self.config
         group, token = c.heads // c.kv_heads, x.shape[:2]
         qkv = self.qkv(x).reshape(*token, c.kv_heads, group + 2, c.head_dim)
@@ -182,6 +191,7 @@ class Attention(nnx.Module):
             *(one.reshape(*token, -1, c.head_dim) for one in (q, k, v)),
             scale=self.scale,
             softcap=self.softcap,
+            bias=added,
             implementation=c.implementation,
         )
         return memory, self.output(out.reshape(*token, -1))

@@ -45,7 +45,19 @@ class Recurs:
     splits: Mapping[str, Split]
 
 
-Kept = Attends | Recurs
+@dataclass(frozen=True, kw_only=True)
+class Looks:
+    """What a layer that looks at a source keeps: the keys and values of that.
+
+    kv_heads: K, key/value heads.
+    head_dim: D, numbers of a head.
+    """
+
+    kv_heads: int
+    head_dim: int
+
+
+Kept = Attends | Recurs | Looks
 Layer = Kept | tuple[Kept, ...]  # several where a layer attends beside a recurrence
 
 
@@ -72,6 +84,7 @@ def make_memory(
     layers: Sequence[Layer],
     *,
     cells: int | None = None,
+    source_cells: int | None = None,
     sequences: int = 1,
     streams: int = 1,
     ubatch_size: int = 512,
@@ -87,6 +100,8 @@ def make_memory(
       cells: of a stream: the tokens that fit, over all sequences that share it, into layers that
         see the whole text. May be left out where there is no such layer: a window and a state take
         the same room for a text of any length.
+      source_cells: of a stream: the tokens of sources that fit, by default as many as `cells`. Of
+        models that have an encoder alone.
       sequences: Q, the sequences that may be told apart.
       streams: S, the pools of cells that sequences are dealt out among: 1 for all of them together,
         `sequences` to give each sequence cells of its own, or another divisor of that.
@@ -100,12 +115,15 @@ def make_memory(
 
     Raises:
       ValueError: when a count is out of its range, or `cells` are needed and left out.
-      TypeError: when there are options for layers that attend, and no such layer.
+      TypeError: when there are options for layers that attend, and no such layer, or cells for
+        sources, and no layer that looks at one.
 
     llama.cpp: `llama_kv_cache_iswa`, `swa_full`; `llama_memory_hybrid`.
     """
     if options and not attending(layers):
         raise TypeError(f"no layer of this model attends, so leave out {', '.join(options)}")
+    if source_cells is not None and not any(isinstance(one, Looks) for _, one in all_kept(layers)):
+        raise TypeError("no layer of this model looks at a source, so leave out source_cells")
     kinds: list[tuple[Kept, list[tuple[int, Kept]]]] = []
     for i, kept in all_kept(layers):
         # Layers of one cache may turn their keys differently.
@@ -126,6 +144,19 @@ def make_memory(
                 sequences=sequences,
                 rollback=rollback or 0,
                 streams=streams,
+            )
+        elif isinstance(kind, Looks):
+            held = cells if source_cells is None else source_cells
+            if held is None:
+                raise ValueError("a part for sources needs to be told its cells: pass cells=")
+            part = jaxkv.make_source_cache(
+                layers=len(members),
+                cells=held,
+                kv_heads=kind.kv_heads,
+                head_dim=kind.head_dim,
+                sequences=sequences,
+                streams=streams,
+                dtype=dtype,
             )
         else:
             ropes = tuple(kept.rope for _, kept in members)

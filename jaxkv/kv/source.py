@@ -1,0 +1,240 @@
+"""Memory for sources: what an encoder read for a sequence, for all tokens of its text to look at.
+
+A source is written once, whole, and then only looked at. Its cells have positions of their own, 0
+and so on, which no verb of positions reaches: a text may be cut, moved and slid, and its source
+stays. What copies or forgets a sequence takes its source along.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, NoReturn, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.batch import Ubatch
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cache import CellTable, make_kv_cache
+from jaxkv.memory import Facts, Memory, Need, View, join, split
+from jaxkv.places import end_of, nowhere
+
+
+class Reader(NamedTuple):
+    """What a part for sources has as slots of a ubatch of text: who looks.
+
+    looks: `[R, T]` int32, 0 for a token that looks; past the last cell for padding and for a
+      refused plan, which see nothing.
+    """
+
+    looks: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SourceTable(CellTable):
+    """The table of a memory for sources: that of attention, but what asks about a text passes by.
+
+    Sources go in as a batch does (`init_source`). A ubatch of text is a reader: it takes no cells,
+    and each of its tokens sees all cells of its sequence.
+    """
+
+    @property
+    def facts(self) -> Facts:
+        """What is fixed when the memory is made."""
+        return replace(super().facts, kind="source", holds_sources=True)
+
+    def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
+        """Return that texts of any length can be held: they take no cells here."""
+        del lengths, at_once, spared
+        return np.ones(self.streams, bool)
+
+    def passed_by(self, ubatch: Ubatch, ok: jax.Array) -> Reader:
+        """Return that all tokens of a text look, unless it is refused."""
+        looks = nowhere(ubatch.positions)
+        return Reader(jnp.where(ok & ubatch.valid, 0, looks))
+
+    def occupy(self, ubatch: Ubatch) -> Self:
+        """Mark the slots of a source; a text has none."""
+        return self if isinstance(ubatch.slots, Reader) else super().occupy(ubatch)
+
+    def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
+        """Forget a source where all of its text is forgotten; a part of a text leaves it alone."""
+        return super().remove(seq, p0, jnp.where((p0 <= 0) & (p1 < 0), -1, 0))
+
+    def copy(
+        self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple[Self, Any]:
+        """Give the targets the source in place of their own, whatever range of the text it is."""
+        return self.select(buffers, *self._forked(src, dst, p0, p1))
+
+    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
+        """Return what `copy` takes."""
+        return self.need_to_select(*self._forked(src, dst, p0, p1))
+
+    def _forked(
+        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the parents and targets of a copy, `[n]`; a target of Q where nothing changes."""
+        count, targets = self.sequences, jnp.atleast_1d(dst)
+        there = (src >= 0) & (src < count) & (jnp.maximum(p0, 0) < end_of(p1))
+        changes = there & (targets >= 0) & (targets < count) & (targets != src)
+        turn = jnp.arange(targets.size, dtype=jnp.int32)
+        first = jnp.full(count, targets.size, jnp.int32).at[targets].min(turn, mode="drop")
+        changes &= first.at[targets].get(mode="fill", fill_value=0) == turn
+        parents = jnp.broadcast_to(jnp.where(there, src, 0), targets.shape)
+        return parents, jnp.where(changes, targets, count)
+
+    def add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> "SourceTable":
+        """Return the table as it is: the positions of a text move, and not those of its source."""
+        del seq, p0, p1, delta
+        return self
+
+    def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
+        """Return that it can, since nothing moves."""
+        del seq, p0, p1, delta
+        return jnp.array(True)
+
+    def divide(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
+    ) -> "SourceTable":
+        """Return the table as it is, see `add`."""
+        del seq, p0, p1, divisor
+        return self
+
+    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
+        """Return that it can: a source is there for every position."""
+        del seq, pos
+        return jnp.array(True)
+
+    def attend(
+        self,
+        buffers: Buffers,
+        layer: int,
+        ubatch: Ubatch,
+        q: jax.Array,
+        k: jax.Array | None = None,
+        v: jax.Array | None = None,
+        *,
+        until: jax.Array | None = None,
+        **options: Any,
+    ) -> tuple[Buffers, jax.Array]:
+        """Look at the sources, all of them; a ubatch of sources attends as in any memory."""
+        if not isinstance(ubatch.slots, Reader):
+            return super().attend(buffers, layer, ubatch, q, k, v, until=until, **options)
+        if k is not None or v is not None:
+            _refuse_to_write()
+        _check_until(until)
+        return super().attend(
+            buffers, layer, _as_it_looks(ubatch), q, None, None, **options | {"causal": False}
+        )
+
+    def write(self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array) -> Buffers:
+        """Write the keys and values of sources."""
+        if isinstance(ubatch.slots, Reader):
+            _refuse_to_write()
+        return super().write(buffers, layer, ubatch, *new)
+
+    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> View:
+        """Return the sources, all of which are seen."""
+        if not isinstance(ubatch.slots, Reader):
+            return super().view(buffers, layer, ubatch, **options)
+        _check_until(options.get("until"))
+        return super().view(buffers, layer, _as_it_looks(ubatch), causal=False)
+
+
+def make_source_cache(
+    *,
+    layers: int,
+    cells: int,
+    kv_heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
+    value_dim: int | Sequence[int] | None = None,
+    sequences: int = 1,
+    streams: int = 1,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> Memory:
+    """Make an empty memory for sources: the part of a hybrid one for cross-attention.
+
+    An encoder reads the source of a sequence once, and its keys and values are written for each
+    layer (`init_source`, `encode`). From then on every token of the text of that sequence sees all
+    of it, whatever its position. A sequence that has no source sees zeros there.
+
+    Forks (`seq_cp`, `seq_select`) have the source of what they go on from, in place of their own;
+    within a stream it is shared. `seq_rm` of a whole sequence, of a range that begins at 0 and has
+    no end, forgets its source; a range with an end, `seq_add` and `seq_div` leave it alone.
+    `seq_pos_min` and `seq_pos_max` tell of the text.
+
+    Args:
+      layers: the layers that look at a source.
+      cells: N, the tokens of sources that fit into each stream.
+      kv_heads: K, see `make_kv_cache`.
+      head_dim: D, likewise.
+      value_dim: Dv, likewise.
+      sequences: Q, the sequences that may be told apart, as many as in the other parts.
+      streams: S, likewise.
+      dtype: of keys and values, see `make_kv_cache`.
+
+    Returns:
+      The memory, all cells empty. `make_hybrid_cache` takes it beside the memory of the text.
+
+    Raises:
+      TypeError: as `make_kv_cache` does.
+      ValueError: as `make_kv_cache` does.
+
+    Examples:
+      Layer 0 is the self-attention of a decoder's only layer, and layer 1 its cross-attention:
+
+      >>> sizes = dict(layers=1, kv_heads=1, head_dim=2, sequences=2)
+      >>> text, sources = make_kv_cache(cells=8, **sizes), make_source_cache(cells=6, **sizes)
+      >>> memory = make_hybrid_cache((text, (0,)), (sources, (1,)))
+      >>> memory = apply(memory, init_source(memory, make_batch([[7, 8, 9], [5]])))
+      >>> memory = apply(memory, init_batch(memory, make_batch([0, 3])))
+      >>> print(show(seq_cp(memory, 0, 1)))
+      part 0, layers 0
+      owner    + + . . . . . .
+      position 0 1 . . . . . .
+      part 1, layers 1
+      owner    + + + . . .
+      position 0 1 2 . . .
+
+    llama.cpp: `llama_cross`, which has the outputs of one encoder pass and no keys.
+    """
+    table, buffers = split(
+        make_kv_cache(
+            layers=layers,
+            cells=cells,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            sequences=sequences,
+            streams=streams,
+            dtype=dtype,
+        )
+    )
+    return join(for_sources(table), buffers)
+
+
+def for_sources(table: CellTable) -> SourceTable:
+    """Return a table of cells as one for sources."""
+    return SourceTable(**{one.name: getattr(table, one.name) for one in fields(table)})
+
+
+def _as_it_looks(ubatch: Ubatch) -> Ubatch:
+    """Return a reader as attention knows ubatches.
+
+    Sequences that share a token own the same source, or the plan was refused: one looks for all.
+    """
+    return replace(ubatch, slots=ubatch.slots.looks, others=None)
+
+
+def _check_until(until: Any) -> None:
+    if until is not None:
+        raise ValueError("wanted no until for a source, all of which is seen: leave it out")
+
+
+def _refuse_to_write() -> NoReturn:
+    raise ValueError(
+        "wanted queries alone for a layer of sources, which a text only looks at: keys and values "
+        "are written for the ubatch of init_source"
+    )

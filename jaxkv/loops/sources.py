@@ -1,0 +1,103 @@
+"""Running an encoder: what it reads is written into a memory once, for decoders to look at."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxkv.batch import Batch, Ubatch
+from jaxkv.loops.donation import given
+from jaxkv.loops.programs import program_of
+from jaxkv.memory import Memory, join, split
+from jaxkv.places import is_concrete, is_traced
+from jaxkv.planning.source import init_source
+from jaxkv.verbs.apply import apply
+
+Encoder = Callable[[Any, Any, Ubatch], Any]
+"""`(weights, memory, ubatch) -> memory`, for a ubatch of sources that has been applied."""
+
+
+def encode(
+    encoder: Encoder,
+    weights: Any,
+    memory: Memory,
+    batch: Batch,
+    *,
+    donate: bool = False,
+) -> Any:
+    """Run an encoder over the sources of sequences, and keep what their texts will look at.
+
+    Args:
+      encoder: `(weights, memory, ubatch) -> memory`, called for a ubatch of sources that has been
+        applied. It computes all tokens of `ubatch` at once, and writes keys and values of them for
+        each layer that looks at sources (`write`). It is compiled and kept as `forward` of
+        `prefill` is.
+      weights: whatever the model wants.
+      memory: a hybrid memory with a part of `make_source_cache`.
+      batch: the sources, see `init_source`.
+      donate: give up the buffers of the memory passed in, see `prefill`.
+
+    Returns:
+      The memory with the sources of those sequences. Where the plan is traced, the memory and `ok`,
+      `[]` bool: when it is False the memory is the one passed in, bit for bit.
+
+    Raises:
+      RefusedError: when there is no room, or a sequence has a source already.
+      TypeError: when the memory has no part for sources.
+      ValueError: when `encoder` gives back something else than a memory that it has written, or the
+        memory was donated.
+
+    Examples:
+      An encoder whose tokens do not even see each other, and a decoder that repeats its source:
+
+      >>> def encoder(weights, memory, ubatch):
+      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     return write(memory, 1, ubatch, x, x)
+      >>> def forward(weights, memory, ubatch):
+      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
+      ...     memory, x = attend(memory, 1, ubatch, x)
+      ...     return memory, x.reshape(-1, 4)[ubatch.outputs]
+      >>> sizes = dict(layers=1, kv_heads=1, head_dim=4, sequences=2)
+      >>> text, sources = make_kv_cache(cells=8, **sizes), make_source_cache(cells=8, **sizes)
+      >>> memory = make_hybrid_cache((text, (0,)), (sources, (1,)))
+      >>> memory = encode(encoder, jnp.eye(4), memory, make_batch([[2, 2, 2], [3]]))
+      >>> memory, logits = prefill(forward, jnp.eye(4), memory, make_batch([[0], [0, 1]]))
+      >>> jnp.argmax(logits, axis=-1).tolist()
+      [2, 3]
+
+    llama.cpp: `llama_encode`.
+    """
+    plan = init_source(memory, batch)
+    (ubatch,), known = plan.ubatches, is_concrete(plan.ok)
+    if known:
+        plan.check()
+    if known and not is_traced(weights, memory, batch):
+        run = program_of(_encoding, encoder)
+        return join(*run(weights, *given(memory, donate), ubatch))
+    memory = _encoded(encoder, weights, memory, ubatch)
+    return memory if known else (memory, plan.ok)
+
+
+def _encoded(encoder: Encoder, weights: Any, memory: Memory, ubatch: Ubatch) -> Memory:
+    """Apply a ubatch of sources and run an encoder over it."""
+    memory = apply(memory, ubatch)
+    after = encoder(weights, memory, ubatch)
+    if not isinstance(after, Memory):
+        raise ValueError(f"wanted a memory from encoder, got {type(after)}")
+    pairs = zip(*(jax.tree.leaves(split(one)[1]) for one in (memory, after)), strict=False)
+    if all(old is new for old, new in pairs):
+        raise ValueError(
+            "encoder gave back the memory it was given, with nothing written: it must return the "
+            "memory that write of its last layer returned"
+        )
+    return after
+
+
+def _encoding(encoder: Callable[[], Encoder]) -> Any:
+    @partial(jax.jit, donate_argnames="buffers")
+    def run(weights: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
+        return split(_encoded(encoder(), weights, join(table, buffers), ubatch))
+
+    return run

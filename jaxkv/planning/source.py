@@ -1,0 +1,90 @@
+"""Planning sources: what an encoder reads goes into the part of a memory that is made for it."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.batch import Batch
+from jaxkv.memory import Memory, split
+from jaxkv.places import is_concrete
+from jaxkv.plan import Plan, Reason
+from jaxkv.planning.layout import FEW, layout_whole, rank
+from jaxkv.planning.place import plan_one
+from jaxkv.tables import program
+
+
+def init_source(memory: Memory, batch: Batch) -> Plan:
+    """Plan where the sources of sequences go. Looks at the table only, and changes nothing.
+
+    A source comes whole, since its tokens see each other: all of the batch is one ubatch, however
+    long. Where several streams or states ask for it, it has a row for each sequence. Its tokens
+    stand at 0 and so on, apart from the positions of the text.
+
+    Args:
+      memory: a hybrid memory with a part of `make_source_cache`.
+      batch: the tokens, or embeddings such as frames of sound, that the encoder reads, `make_batch`
+        makes it; for sequences that have no source yet. Traced, it comes in rows where a memory
+        needs them.
+
+    Returns:
+      A `Plan` of one ubatch. `apply` takes it in; `write` then writes the keys and values of each
+      layer that looks at sources, as `encode` does. The text is not touched. A sequence that has a
+      source is refused, `Reason.HAS_SOURCE`.
+
+    Raises:
+      TypeError: when it is no batch, or the memory has no part for sources.
+      ValueError: when the batch says positions, a token of it belongs to several sequences, a
+        sequence id is known and is none of the memory, or nothing is in the batch.
+
+    Examples:
+      >>> sizes = dict(layers=1, kv_heads=1, head_dim=1)
+      >>> text, sources = make_kv_cache(cells=4, **sizes), make_source_cache(cells=4, **sizes)
+      >>> memory = make_hybrid_cache((text, (0,)), (sources, (1,)))
+      >>> (ubatch,) = init_source(memory, make_batch([7, 8, 9])).ubatches
+      >>> k, v = jnp.zeros((1, 4, 1, 1)), jnp.array([2.0, 4.0, 6.0, 0.0]).reshape(1, 4, 1, 1)
+      >>> memory = write(apply(memory, ubatch), 1, ubatch, k, v)
+
+      Two tokens of the text, each of which sees the whole source:
+
+      >>> (ubatch,) = init_batch(memory, make_batch([0, 3])).ubatches
+      >>> attend(apply(memory, ubatch), 1, ubatch, jnp.zeros((1, 2, 1, 1)))[1][0, :, 0, 0]
+      Array([4., 4.], dtype=float32)
+
+      It is written once:
+
+      >>> init_source(memory, make_batch([5])).check()
+      Traceback (most recent call last):
+      ...
+      jaxkv.plan.RefusedError: the batch was refused, and nothing was changed.
+      sequence 0: HAS_SOURCE, it has a source of 3 tokens already, and one is written once: forget \
+the sequence (seq_rm), which takes its source along
+
+    llama.cpp: `llama_encode`.
+    """
+    table = split(memory)[0].for_sources()
+    if not isinstance(batch, Batch):
+        raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
+    if batch.others is not None:
+        raise ValueError(
+            "wanted tokens of one sequence each in a source, got some of several: encode it for "
+            "one of them, and fork that (seq_cp)"
+        )
+    if batch.positions is not None:
+        raise ValueError(
+            "wanted no positions for a source, whose tokens stand at 0 and so on: leave them out"
+        )
+    xp = np if is_concrete(batch) else jnp
+    flat, index = layout_whole(table.facts, replace(batch, outputs=xp.zeros_like(batch.valid)))
+    ranks = rank(flat.sequences, flat.valid)
+    return _planned(table, replace(flat, positions=ranks[0]), ranks, index)
+
+
+@program
+def _planned(table: Any, batch: Batch, ranks: tuple, index: jax.Array) -> Plan:
+    """Plan a batch whose sequences must be empty."""
+    plan = plan_one(table, batch, ranks, index, outputs=FEW)
+    reason = jnp.where(plan.reason == Reason.NOT_NEXT, Reason.HAS_SOURCE, plan.reason)
+    return replace(plan, reason=reason)

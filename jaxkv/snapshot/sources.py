@@ -1,0 +1,23 @@
+"""Snapshots of memories for sources: cells like those of attention."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv.kv.source import for_sources
+from jaxkv.snapshot.cells import CellPart
+from jaxkv.snapshot.parts import Entries
+
+
+class SourcePart(CellPart):
+    """A memory for sources, of which a snapshot holds what it does of one of attention."""
+
+    @staticmethod
+    def describe(table: Any, buffers: Any) -> dict[str, Any]:
+        """Return sizes, static fields and ropes."""
+        return CellPart.describe(table, buffers) | {"kind": "source"}
+
+    @staticmethod
+    def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
+        """Make an empty one, with keys and values as large as those that are saved."""
+        table, buffers = CellPart.make(description, entries)
+        return for_sources(table), buffers

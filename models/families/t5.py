@@ -1,0 +1,327 @@
+"""T5, written for a jaxkv memory: an encoder that reads a source, and a decoder that looks at it.
+
+The encoder reads a source once, all of it at the same time, and needs no memory. What is kept is
+what the decoder's layers look at: the keys and values of their cross-attention. Neither half knows
+where a token stands; what tells distances is a bias, one table for all layers of a half.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxkv
+from models.checkpoints.checkpoint import Checkpoint
+from models.families.language_model import LanguageModel
+from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary, gelu
+from models.families.memories import Attends, Layer, Looks
+from models.families.sources import Sources
+from models.meshes import Split
+
+ARCHITECTURES = ("t5",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and switches of a model of the family; hashable.
+
+    encoders: layers of the encoder.
+    layers: L, those of the decoder. Its self-attention has their numbers in the memory, and its
+      cross-attention the L numbers after them.
+    width: numbers of a token between the layers.
+    hidden: numbers of a token inside the feed-forward part.
+    heads: H, of queries and of keys and values alike.
+    head_dim: D, numbers of a head.
+    buckets: distances that the biases tell apart.
+    farthest: the distance from which on they are all alike.
+    vocabulary: V.
+    eps: what keeps a norm from dividing by zero.
+    gated: whether the feed-forward part has a gate, with a GELU, or none, with a ReLU.
+    tied: whether the head is the embedding.
+    scaled: whether what the head is given is divided by the root of the width.
+    start: the token that a text begins with.
+    implementation: how the decoder attends, see `jaxkv.attend`; None leaves it to jaxkv.
+    """
+
+    encoders: int
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    head_dim: int
+    buckets: int
+    farthest: int
+    vocabulary: int
+    eps: float
+    gated: bool
+    tied: bool
+    scaled: bool
+    start: int
+    implementation: jaxkv.ops.attention.Implementation | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """K, key/value heads: as many as there are query heads."""
+        return self.heads
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Distances:
+    """A bias by distance: near ones each for itself, and farther ones together.
+
+    table: `[buckets, H]`.
+    farthest: the distance from which on all are alike, static.
+    both_ways: whether what comes after a token has buckets of its own, static.
+    """
+
+    table: jax.Array
+    farthest: int = field(metadata={"static": True})
+    both_ways: bool = field(metadata={"static": True})
+
+    def __call__(self, query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
+        """Return what is added for a head, of the positions of a token and a cell."""
+        buckets = self.table.shape[0]
+        ahead, away = 0, jnp.maximum(query - key, 0)
+        if self.both_ways:
+            buckets //= 2
+            ahead, away = jnp.where(key > query, buckets, 0), jnp.abs(query - key)
+        exact = buckets // 2
+        far = jnp.log(jnp.maximum(away, 1).astype(jnp.float32) / exact)
+        far = exact + (far / np.log(self.farthest / exact) * (buckets - exact)).astype(jnp.int32)
+        near = jnp.where(away < exact, away, jnp.minimum(far, buckets - 1))
+        return self.table[ahead + near, head]
+
+
+class Bias(nnx.Module):
+    """The table of a half's biases, which all of its layers share."""
+
+    def __init__(self, config: Config, dtype: jnp.dtype, *, both_ways: bool):
+        c = config
+        self.table = nnx.Param(jnp.zeros((c.buckets, c.heads), dtype))
+        self.made = partial(Distances, farthest=c.farthest, both_ways=both_ways)
+
+    def __call__(self) -> Distances:
+        """Return it as a function of positions."""
+        return self.made(self.table[...].astype(jnp.float32))
+
+
+class Feed(nnx.Module):
+    """A feed-forward part without a gate."""
+
+    def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        inside = partial(Split, parts=c.hidden, of="numbers inside", with_cells=True)
+        self.up = Linear(c.width, c.hidden, dtype, rngs, split=inside(axis=0))
+        self.down = Linear(c.hidden, c.width, dtype, rngs, split=inside(axis=1))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `x`, `[R, T, width]`, token by token."""
+        return self.down(jax.nn.relu(self.up(x)))
+
+
+def feed_of(config: Config, dtype: jnp.dtype, rngs: nnx.Rngs) -> GatedFeed | Feed:
+    """Make the feed-forward part of a layer."""
+    c = config
+    return GatedFeed(c.width, c.hidden, gelu, dtype, rngs) if c.gated else Feed(c, dtype, rngs)
+
+
+class CrossAttention(nnx.Module):
+    """Attention over a source; the encoder's outcome becomes keys and values once."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = self.config = config
+        self.layer = layer
+        by_head = partial(Split, parts=c.heads, of="key/value heads")
+        self.q = Linear(c.width, (c.heads, c.head_dim), dtype, rngs, split=by_head(axis=0))
+        self.kv = Linear(c.width, (c.heads, 2 * c.head_dim), dtype, rngs, split=by_head(axis=0))
+        self.output = Linear(c.heads * c.head_dim, c.width, dtype, rngs, split=by_head(axis=1))
+
+    def keep(self, memory: Any, ubatch: jaxkv.Ubatch, read: jax.Array) -> Any:
+        """Write what an encoder read, `[R, T, width]`; returns the memory."""
+        return jaxkv.write(memory, self.layer, ubatch, *jnp.split(self.kv(read), 2, axis=-1))
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Look from `x`, `[R, T, width]`, at its sources; returns the memory and the outcome."""
+        c = self.config
+        memory, out = jaxkv.attend(
+            memory, self.layer, ubatch, self.q(x), scale=1.0, implementation=c.implementation
+        )
+        return memory, self.output(out.reshape(*x.shape[:2], -1))
+
+
+class EncoderBlock(nnx.Module):
+    """One layer of the encoder: attention among the tokens of a source, then a feed-forward part.
+
+    No token looks further than its own ubatch, so it is computed on the spot.
+    """
+
+    def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = self.config = config
+        by_head = partial(Split, parts=c.heads, of="key/value heads")
+        self.mix_norm = RMSNorm(c.width, c.eps, dtype)
+        self.qkv = Linear(c.width, (c.heads, 3 * c.head_dim), dtype, rngs, split=by_head(axis=0))
+        self.output = Linear(c.heads * c.head_dim, c.width, dtype, rngs, split=by_head(axis=1))
+        self.feed_norm = RMSNorm(c.width, c.eps, dtype)
+        self.feed = feed_of(c, dtype, rngs)
+
+    def __call__(self, x: jax.Array, added: jax.Array) -> jax.Array:
+        """Run the layer on `x`, `[R, T, width]`.
+
+        Args:
+          x: the tokens.
+          added: `[R, H, T, T]`, what is added to logits; -inf where two are of different sources.
+        """
+        q, k, v = jnp.split(self.qkv(self.mix_norm(x)), 3, axis=-1)
+        logits = jnp.einsum("rthd,rshd->rhts", q, k, preferred_element_type=jnp.float32)
+        shares = jax.nn.softmax(logits + added, axis=-1).astype(v.dtype)
+        x = x + self.output(jnp.einsum("rhts,rshd->rthd", shares, v).reshape(*x.shape[:2], -1))
+        return x + self.feed(self.feed_norm(x))
+
+
+class Block(nnx.Module):
+    """One layer of the decoder: attention to the text, to the source, and a feed-forward part."""
+
+    def __init__(self, config: Config, layer: int, bias: Bias, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.bias = bias
+        self.mix_norm = RMSNorm(c.width, c.eps, dtype)
+        self.mixer = Attention(c, layer, dtype, rngs, rope=None, scale=1.0)
+        self.look_norm = RMSNorm(c.width, c.eps, dtype)
+        self.looker = CrossAttention(c, c.layers + layer, dtype, rngs)
+        self.feed_norm = RMSNorm(c.width, c.eps, dtype)
+        self.feed = feed_of(c, dtype, rngs)
+
+    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
+        memory, out = self.mixer(memory, ubatch, self.mix_norm(x), self.bias())
+        x = x + out
+        memory, out = self.looker(memory, ubatch, self.look_norm(x))
+        x = x + out
+        return memory, x + self.feed(self.feed_norm(x))
+
+
+class T5(LanguageModel):
+    """The model of this family."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        c = self.config = config
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
+        self.encoder_bias = Bias(c, dtype, both_ways=True)
+        self.encoders = nnx.List([EncoderBlock(c, dtype, rngs) for _ in range(c.encoders)])
+        self.encoder_norm = RMSNorm(c.width, c.eps, dtype)
+        self.bias = Bias(c, dtype, both_ways=False)
+        layers = range(c.layers)
+        self.blocks = nnx.List([Block(c, layer, self.bias, dtype, rngs) for layer in layers])
+        self.norm = RMSNorm(c.width, c.eps, dtype)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
+        return super().logits(x * self.config.width**-0.5 if self.config.scaled else x)
+
+    def encode(self, memory: Any, ubatch: jaxkv.Ubatch) -> Any:
+        """Read a ubatch of sources that has been applied; returns the memory that holds them."""
+        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
+        at, sequence = ubatch.positions, ubatch.sequences
+        heads = jnp.arange(self.config.heads, dtype=jnp.int32)[:, None, None]
+        added = self.encoder_bias()(at[:, None, :, None], at[:, None, None], heads)
+        same = ubatch.valid[:, None] & (sequence[..., None] == sequence[:, None])
+        added = jnp.where(same[:, None], added, jnp.finfo(jnp.float32).min)
+        for encoder in self.encoders:
+            x = encoder(x, added)
+        x = self.encoder_norm(x)
+        for block in self.blocks:
+            memory = block.looker.keep(memory, ubatch, x)
+        return memory
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the sizes of a model of this family from its checkpoint."""
+    c = checkpoint.config
+    return Config(
+        encoders=c["num_layers"],
+        layers=c["num_hidden_layers"],
+        width=c["hidden_size"],
+        hidden=c["intermediate_size"],
+        heads=c["num_attention_heads"],
+        head_dim=c["head_dim"],
+        buckets=c["relative_attention_num_buckets"],
+        farthest=c["relative_attention_max_distance"],
+        vocabulary=c["vocab_size"],
+        eps=c["layer_norm_epsilon"],
+        gated=c["feed_forward_proj"] == "gated-gelu",
+        tied=c["tie_word_embeddings"],
+        scaled=c["scale_decoder_outputs"],
+        start=c["decoder_start_token_id"],
+    )
+
+
+def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
+    """Returns where each weight of `T5` comes from."""
+    source, heads = Sources(checkpoint), config.heads
+
+    def product(name: str, matrices: str) -> dict:
+        names = [f"{name}.{one}" for one in matrices]
+        return source.linear(*names, parts=heads, axis=1)
+
+    def feed(name: str) -> dict:
+        name = f"{name}.DenseReluDense"
+        down = source.linear(f"{name}.wo")
+        if not config.gated:
+            return {"up": source.linear(f"{name}.wi"), "down": down}
+        return {"gate_up": source.linear(f"{name}.wi_0", f"{name}.wi_1", parts=1), "down": down}
+
+    def attention(name: str) -> dict:
+        return {"qkv": product(name, "qkv"), "output": source.linear(f"{name}.o")}
+
+    def encoder(i: int) -> dict:
+        layer = f"encoder.block.{i}.layer"
+        return attention(f"{layer}.0.SelfAttention") | {
+            "mix_norm": source.norm(f"{layer}.0.layer_norm"),
+            "feed_norm": source.norm(f"{layer}.1.layer_norm"),
+            "feed": feed(f"{layer}.1"),
+        }
+
+    def block(i: int) -> dict:
+        layer = f"decoder.block.{i}.layer"
+        cross = f"{layer}.1.EncDecAttention"
+        return {
+            "mix_norm": source.norm(f"{layer}.0.layer_norm"),
+            "mixer": attention(f"{layer}.0.SelfAttention"),
+            "look_norm": source.norm(f"{layer}.1.layer_norm"),
+            "looker": {
+                "q": product(cross, "q"),
+                "kv": product(cross, "kv"),
+                "output": source.linear(f"{cross}.o"),
+            },
+            "feed_norm": source.norm(f"{layer}.2.layer_norm"),
+            "feed": feed(f"{layer}.2"),
+        }
+
+    def bias(half: str) -> dict:
+        name = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        return {"table": source.tensor(name)}
+
+    return {
+        "vocabulary": source.vocabulary("shared.weight", tied=config.tied),
+        "encoder_bias": bias("encoder"),
+        "encoders": {i: encoder(i) for i in range(config.encoders)},
+        "encoder_norm": source.norm("encoder.final_layer_norm"),
+        "bias": bias("decoder"),
+        "blocks": {i: block(i) for i in range(config.layers)},
+        "norm": source.norm("decoder.final_layer_norm"),
+    }
+
+
+def layers_of(config: Config, dtype: Any) -> list[Layer]:
+    """Returns what each layer keeps: keys and values of the text, and then those of sources."""
+    del dtype
+    sizes = dict(kv_heads=config.heads, head_dim=config.head_dim)
+    return [Attends(rope=None, **sizes)] * config.layers + [Looks(**sizes)] * config.layers
+
+
+MODULE = T5
