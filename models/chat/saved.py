@@ -99,7 +99,7 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
 def _taken_in(
     path: str | os.PathLike, chat: Chat, goes: dict[int, int], kept: dict[int, list[int]]
 ) -> Chat:
-    """Return an empty chat whose memory and store hold what was saved, as much as has room.
+    """Return an empty chat with what was saved, and what was kept if all of it has room.
 
     Args:
       path: of the file.

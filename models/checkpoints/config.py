@@ -229,6 +229,8 @@ def complete(
             )
     if "qk_rope_head_dim" in out:  # DeepSeek, whose files mean other things by it, or nothing
         out["head_dim"] = out["qk_rope_head_dim"]
+    if out.get("topk_method") == "greedy":  # of all experts, whatever groups the file names
+        out["n_group"] = out["topk_group"] = 1
     if heads := out.get("num_attention_heads"):
         out.setdefault("num_key_value_heads", heads)
         out.setdefault("head_dim", out["hidden_size"] // heads)
@@ -405,8 +407,6 @@ def _check_routing(config: dict[str, Any], source: str) -> None:
     if c["topk_method"] not in known:
         raise refusal(c["topk_method"], f"one of {', '.join(known)}", "topk_method", source)
     groups, least = c["n_group"], 2 if newer else 1  # the experts by which a group is ranked
-    if c["topk_method"] == "greedy":
-        groups = c["topk_group"] = 1
     if experts % groups or experts // groups < least:
         wanted = f"a divisor of n_routed_experts ({experts}) with {least} or more for each"
         raise refusal(groups, wanted, "n_group", source)

@@ -19,6 +19,7 @@ import jaxkv
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.families.experts import Experts
+from models.families.language_model import LanguageModel
 from models.families.layers import GatedFeed, Linear, RMSNorm, Vocabulary
 from models.families.linear import linear, matrix
 from models.families.memories import Attends
@@ -206,8 +207,8 @@ class Block(nnx.Module):
         return memory, x + out
 
 
-class DeepSeek(nnx.Module):
-    """The model: tokens in, logits of the tokens that want them out."""
+class DeepSeek(LanguageModel):
+    """The model of this family."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = config
@@ -215,22 +216,11 @@ class DeepSeek(nnx.Module):
         self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in range(c.layers)])
         self.norm = RMSNorm(c.width, c.eps, dtype)
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
-        x = ubatch.embeddings
-        if x is None:
-            x = self.vocabulary.embed(ubatch.tokens)
-        for block in self.blocks:
-            memory, x = block(memory, ubatch, x)
-        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        return memory, self.vocabulary.logits(self.norm(x))
-
 
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the sizes of a model of this family from its checkpoint."""
     c = checkpoint.config
     newer = checkpoint.architecture == "deepseek_v3"
-    grouped = newer or c["topk_method"] == "group_limited_greedy"
     straight, turned = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
     return Config(
         layers=c["num_hidden_layers"],
@@ -250,8 +240,8 @@ def config_of(checkpoint: Checkpoint) -> Config:
         routing=Routing(
             experts=c["n_routed_experts"],
             chosen=c["num_experts_per_tok"],
-            groups=c["n_group"] if grouped else 1,
-            chosen_groups=c["topk_group"] if grouped else 1,
+            groups=c["n_group"],
+            chosen_groups=c["topk_group"],
             scores="sigmoid" if newer else "softmax",
             normalised=c["norm_topk_prob"],
             factor=c["routed_scaling_factor"],

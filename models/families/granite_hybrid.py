@@ -18,6 +18,7 @@ from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.families import mamba2
 from models.families.experts import Experts
+from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
 from models.families.linear import linear, matrix
 from models.families.memories import Attends, Layer
@@ -126,8 +127,8 @@ class Block(nnx.Module):
         return memory, x + out * c.residual_factor
 
 
-class GraniteHybrid(nnx.Module):
-    """The model: tokens in, logits of the tokens that want them out."""
+class GraniteHybrid(LanguageModel):
+    """The model of this family."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = self.config = config
@@ -140,13 +141,9 @@ class GraniteHybrid(nnx.Module):
         """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
         return self.vocabulary.embed(tokens) * self.config.embedding_factor
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
-        x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
-        for block in self.blocks:
-            memory, x = block(memory, ubatch, x)
-        x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        return memory, self.vocabulary.logits(self.norm(x)) / self.config.logits_divisor
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
+        return self.vocabulary.logits(x) / self.config.logits_divisor
 
 
 def config_of(checkpoint: Checkpoint) -> Config:

@@ -63,10 +63,10 @@ def plain_rope(checkpoint: Checkpoint, base: float) -> Rope:
 
 
 def yarn_sharpness(checkpoint: Checkpoint) -> float:
-    """Return what queries, and keys, are multiplied by where that is about all of their numbers.
+    """Return YaRN's factor of `mscale_all_dim`: of queries and of keys, all of their numbers.
 
-    It is 1 where positions are not stretched, or the config has no `mscale_all_dim`. What the rope
-    multiplies by is about the numbers that it turns alone.
+    Attention multiplies its scale by the square. It is 1 where positions are not stretched or the
+    config has none.
     """
     scaling = checkpoint.config["rope_scaling"] or {}
     return _sharpness(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)

@@ -174,7 +174,8 @@ class EncoderBlock(nnx.Module):
 
         Args:
           x: the tokens.
-          added: `[R, H, T, T]`, what is added to logits; -inf where two are of different sources.
+          added: `[R, H, T, T]`, what is added to logits; the lowest number where two
+            are of different sources, so that a row of padding has no NaN.
         """
         q, k, v = jnp.split(self.qkv(self.mix_norm(x)), 3, axis=-1)
         logits = jnp.einsum("rthd,rshd->rhts", q, k, preferred_element_type=jnp.float32)
