@@ -29,7 +29,7 @@ from jaxkv.snapshot.parts import (
     Moves,
     Part,
     Placed,
-    Reader,
+    Read,
     decoded,
     encoded,
     names,
@@ -118,7 +118,7 @@ class CellPart(Part):
         return found, each_array(take, _layers_apart(buffers))
 
     @staticmethod
-    def place(table: Any, saved: Any, read: Reader, moves: Moves, seed: int, anew: bool) -> Placed:
+    def place(table: Any, saved: Any, read: Read, moves: Moves, seed: int, anew: bool) -> Placed:
         """Put live cells where a ubatch would go, or where they were."""
         wanted, origin, owners = _dealt(table, saved, read("stream"), read("owners"), moves)
         marks = np.full(table.sequences, EMPTY, np.int32)

@@ -15,7 +15,7 @@ from jaxkv.window import Window
 Entries = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 """By name, the dtype and the shape of what a snapshot holds for the buffers of a part."""
 
-Reader = Callable[[str], np.ndarray]
+Read = Callable[[str], np.ndarray]
 """Reads an array of a part by its name."""
 
 _VALUES = {"Window": Window, "Rope": Rope}
@@ -76,7 +76,7 @@ class Part(ABC):
 
     @staticmethod
     @abstractmethod
-    def place(table: Any, saved: Any, read: Reader, moves: Moves, seed: int, anew: bool) -> Placed:
+    def place(table: Any, saved: Any, read: Read, moves: Moves, seed: int, anew: bool) -> Placed:
         """Let sequences of a table go, and give them what was saved.
 
         Args:

@@ -16,7 +16,7 @@ from jaxkv.places import EMPTY, fetched
 from jaxkv.recurrent.cache import StateTable
 from jaxkv.recurrent.states import empty_fields
 from jaxkv.snapshot.chunks import put_in, taken_out
-from jaxkv.snapshot.parts import Entries, Moves, Part, Placed, Reader, decoded, static_fields
+from jaxkv.snapshot.parts import Entries, Moves, Part, Placed, Read, decoded, static_fields
 from jaxkv.stamp import chained, mix
 
 CHUNK = 8
@@ -90,7 +90,7 @@ class StatePart(Part):
         return found, jax.tree.map(take, buffers)
 
     @staticmethod
-    def place(table: Any, saved: Any, read: Reader, moves: Moves, seed: int, anew: bool) -> Placed:
+    def place(table: Any, saved: Any, read: Read, moves: Moves, seed: int, anew: bool) -> Placed:
         """Put states into cells that are free, or where they were; there are always enough."""
         host = jax.tree.map(np.array, fetched(table))
         position, state = _newest(table.earlier + 1, read("position"), read("state"), moves.turn)

@@ -46,7 +46,7 @@ class Recurs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looks:
+class CrossAttends:
     """What a layer that looks at a source keeps: the keys and values of that.
 
     kv_heads: K, key/value heads.
@@ -57,7 +57,7 @@ class Looks:
     head_dim: int
 
 
-Kept = Attends | Recurs | Looks
+Kept = Attends | Recurs | CrossAttends
 Layer = Kept | tuple[Kept, ...]  # several where a layer attends beside a recurrence
 
 
@@ -122,7 +122,9 @@ def make_memory(
     """
     if options and not attending(layers):
         raise TypeError(f"no layer of this model attends, so leave out {', '.join(options)}")
-    if source_cells is not None and not any(isinstance(one, Looks) for _, one in all_kept(layers)):
+    if source_cells is not None and not any(
+        isinstance(one, CrossAttends) for _, one in all_kept(layers)
+    ):
         raise TypeError("no layer of this model looks at a source, so leave out source_cells")
     kinds: list[tuple[Kept, list[tuple[int, Kept]]]] = []
     for i, kept in all_kept(layers):
@@ -145,7 +147,7 @@ def make_memory(
                 rollback=rollback or 0,
                 streams=streams,
             )
-        elif isinstance(kind, Looks):
+        elif isinstance(kind, CrossAttends):
             held = cells if source_cells is None else source_cells
             if held is None:
                 raise ValueError("a part for sources needs to be told its cells: pass cells=")

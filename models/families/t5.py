@@ -18,7 +18,7 @@ import jaxkv
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary, gelu
-from models.families.memories import Attends, Layer, Looks
+from models.families.memories import Attends, CrossAttends, Layer
 from models.families.sources import Sources
 from models.meshes import Split
 
@@ -322,7 +322,7 @@ def layers_of(config: Config, dtype: Any) -> list[Layer]:
     """Returns what each layer keeps: keys and values of the text, and then those of sources."""
     del dtype
     sizes = dict(kv_heads=config.heads, head_dim=config.head_dim)
-    return [Attends(rope=None, **sizes)] * config.layers + [Looks(**sizes)] * config.layers
+    return [Attends(rope=None, **sizes)] * config.layers + [CrossAttends(**sizes)] * config.layers
 
 
 MODULE = T5
