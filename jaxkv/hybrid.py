@@ -128,6 +128,10 @@ class HybridTable(Table):
         """Return the largest position that all parts hold of a text."""
         return _smallest([part.last(seq) for part in self._planned])
 
+    def holding(self) -> jax.Array:
+        """Return which sequences hold anything in any part."""
+        return _any([part.holding() for part in self.parts])
+
     def used(self) -> jax.Array:
         """Return how many cells are in use, over all parts."""
         return reduce(jnp.add, [part.used() for part in self.parts])

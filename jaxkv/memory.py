@@ -232,6 +232,10 @@ class Table(ABC):
     def last(self, seq: jax.Array) -> jax.Array:
         """Return the largest position of a sequence, `[]` int32; -1 if it holds none."""
 
+    def holding(self) -> jax.Array:
+        """Return which sequences hold anything, `[Q]` bool: a text, or a source without one."""
+        return self.inspect(jnp.ones(self.facts.sequences, bool)).last >= 0
+
     @abstractmethod
     def used(self) -> jax.Array:
         """Return how many cells are in use, `[]` int32."""

@@ -376,6 +376,20 @@ def test_loops():
 
 
 @pytest.mark.slow
+def test_branches_leave_a_source_without_a_text_alone():
+    memory, logits = tell(encode(make(), SOURCES[:2], [0, 1]), [[0, 0]], [0])
+    state, _ = loops.begin(BEST, memory, logits)
+    begun = int(np.argmax(logits))
+    guesses = loops.lookup([[begun, 1, begun, 2]], ngram=1, branches=2)
+    after, _, _, made = loops.speculate(forward, guesses, BEST, WEIGHTS, memory, state, steps=2)
+    assert lengths(after) == [5, 1, 0, 0]
+    text = [0, 0, begun]
+    for token in made.tokens[0, :2].tolist():
+        assert token == int(np.argmax(said(SOURCES[0], text)))
+        text.append(token)
+
+
+@pytest.mark.slow
 def test_sliding_leaves_the_source_where_it_is():
     memory, _ = tell(filled(), [[6, 7, 8]], [0])
     memory, ok = loops.slide(memory, 0, keep=1, drop=2)
