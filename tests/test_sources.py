@@ -143,6 +143,7 @@ A, B, C, D = SOURCES
 EDITS = {
     # The sources and texts of sequences 0 to 3 after each edit of `filled`.
     "fork a part": (lambda m: jaxkv.seq_cp(m, 0, 3, 0, 1), [A, B, C, A], [*TEXTS[:3], [0]]),
+    "fork where no text is": (lambda m: jaxkv.seq_cp(m, 0, 3, 5, 9), [A, B, C, A], TEXTS),
     "fork nothing": (lambda m: jaxkv.seq_cp(m, 0, 3, 2, 2), SOURCES, TEXTS),
     "fork to none": (lambda m: jaxkv.seq_cp(m, 2, 3), [A, B, C, C], [*TEXTS[:3], [0]]),
     "change places": (

@@ -160,9 +160,10 @@ def make_source_cache(
     layer (`init_source`, `encode`). From then on every token of the text of that sequence sees all
     of it, whatever its position. A sequence that has no source sees zeros there.
 
-    Forks (`seq_cp`, `seq_select`) have the source of what they go on from, in place of their own;
-    within a stream it is shared. `seq_rm` of a whole sequence, of a range that begins at 0 and has
-    no end, forgets its source; a range with an end, `seq_add` and `seq_div` leave it alone.
+    Forks (`seq_cp`, `seq_select`) have the source of what they go on from, in place of their own,
+    whatever range of the text is copied unless it is empty; within a stream it is shared. `seq_rm`
+    of a whole sequence, of a range that begins at 0 and has no end, forgets its source; a range
+    with an end, `seq_add` and `seq_div` leave it alone.
     `seq_pos_min` and `seq_pos_max` tell of the text.
 
     Args:
