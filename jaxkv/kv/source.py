@@ -42,7 +42,7 @@ class SourceTable(CellTable):
     @property
     def facts(self) -> Facts:
         """What is fixed when the memory is made."""
-        return replace(super().facts, kind="source", holds_sources=True)
+        return replace(super().facts, kind="source")
 
     def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
         """Return that texts of any length can be held: they take no cells here."""
@@ -213,10 +213,10 @@ def make_source_cache(
             dtype=dtype,
         )
     )
-    return join(for_sources(table), buffers)
+    return join(as_source_table(table), buffers)
 
 
-def for_sources(table: CellTable) -> SourceTable:
+def as_source_table(table: CellTable) -> SourceTable:
     """Return a table of cells as one for sources."""
     return SourceTable(**{one.name: getattr(table, one.name) for one in fields(table)})
 
