@@ -197,6 +197,16 @@ def test_in_several_streams(streams):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("streams", [1, Q])
+def test_each_source_has_a_row_of_its_own(streams):
+    batch = make_batch([SOURCES[q] for q in (0, 1, 3)], sequences=[0, 1, 3])
+    (ubatch,) = jaxkv.init_source(make(streams), batch).ubatches
+    assert ubatch.valid.shape == (4, 8)  # and not [1, 8]: an encoder compares tokens of a row
+    rows = zip(ubatch.sequences, ubatch.valid, strict=True)
+    assert sorted(sorted({*row[there].tolist()}) for row, there in rows) == [[], [0], [1], [3]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [1, 2, pytest.param(Q, marks=pytest.mark.exhaustive)])
 def test_a_life(streams):
     """Any edits one after another; `check` computes all anew from what should be there."""
