@@ -182,8 +182,11 @@ class HybridTable(Table):
         return tuple(slots), _largest(faults)
 
     def occupy(self, ubatch: Ubatch) -> "HybridTable":
-        """Mark the slots in each part."""
-        parts = [part.occupy(part_of(ubatch, i)) for i, part in enumerate(self.parts)]
+        """Mark the slots in each part that has some."""
+        parts = [
+            part if slots is None else part.occupy(part_of(ubatch, i))
+            for i, (part, slots) in enumerate(zip(self.parts, ubatch.slots, strict=True))
+        ]
         return replace(self, parts=tuple(parts))
 
     def remove(

@@ -289,12 +289,12 @@ class Table(ABC):
         """Return where tokens go, nowhere if not `ok`; and a `Reason` for each one, `[R, T]`."""
 
     def passed_by(self, ubatch: Ubatch, ok: jax.Array) -> Any:
-        """Return the slots of a ubatch that goes into other parts of a hybrid memory.
+        """Return what a ubatch that goes into other parts of a hybrid memory has as slots here.
 
-        They are nowhere, as those of a refused plan; where it holds sources, tokens look at them.
+        That is None, and then no verb takes the ubatch for this part; where it holds sources,
+        tokens look at them.
         """
-        del ok
-        return self.choose_slots(ubatch, jnp.array(False))[0]
+        del ubatch, ok
 
     def for_sources(self) -> Self:
         """Return the table as it answers where sources are planned, see `init_source`."""

@@ -273,6 +273,14 @@ def test_what_is_wrong_is_named():
         (ValueError, "queries alone", lambda: written(jaxkv.write, memory)),
         (ValueError, "queries alone", lambda: written(jaxkv.attend, memory)),
         (ValueError, "wanted no until", lambda: until(memory)),
+        *(
+            (ValueError, "part 0, which is of the text, got one of init_source", call)
+            for call in [
+                lambda: of_the_text(jaxkv.attend, 3),
+                lambda: of_the_text(jaxkv.write, 2),
+                lambda: of_the_text(jaxkv.view, 0),
+            ]
+        ),
     ]:
         with pytest.raises(error, match=text):
             call()
@@ -293,6 +301,13 @@ def store(memory):
 
 def encode_by(one):
     return jaxkv.encode(one, WEIGHTS, make(), make_batch([1]))
+
+
+def of_the_text(verb, arrays):
+    def one(weights, memory, ubatch):
+        return verb(memory, TEXT, ubatch, *[jnp.zeros((1, 1, 2, SIZE // 2))] * arrays)
+
+    return encode_by(one)
 
 
 def a_reader(memory):
