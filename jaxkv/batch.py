@@ -72,8 +72,8 @@ class Ubatch:
     row_sequence: `[R]` int32, the sequence of a row, where a row holds one sequence; else 0.
     slots: `[R, T]` int32, the cell chosen for each token. A token that goes nowhere (padding, or
       any token of a refused plan) has an index past the last cell, each its own. For a recurrent
-      memory its `StateSlots`, and for a hybrid one a tuple: what each of its parts chose. In all of
-      them int32 are slots, and uint32 are stamps.
+      memory its `StateSlots`, and for a hybrid one a tuple: what each of its parts chose, None for
+      one that sources pass by. In all of them int32 are slots, and uint32 are stamps.
     stamps: `[R, T]` uint32, what tells the content of a token's cell from all others, see
       `jaxkv.stamp`.
     valid: `[R, T]` bool, False for padding.
@@ -414,7 +414,16 @@ def specs_of(ubatch: Ubatch, streams: tuple[str, ...]) -> Any:
 
 
 def part_of(ubatch: Ubatch, part: int) -> Ubatch:
-    """Return a ubatch of a hybrid memory as one of its parts sees it."""
+    """Return a ubatch of a hybrid memory as one of its parts sees it.
+
+    Raises:
+      ValueError: when it is of sources, and passes the part by.
+    """
+    if ubatch.slots[part] is None:
+        raise ValueError(
+            f"wanted a ubatch of text for part {part}, which is of the text, got one of "
+            f"init_source: it goes into the layers of the sources alone (make_source_cache)"
+        )
     return replace(
         ubatch,
         slots=ubatch.slots[part],

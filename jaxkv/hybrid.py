@@ -55,13 +55,11 @@ class HybridTable(Table):
     layers: for each part the layers of the model that it serves, in its own order, static. A layer
       that uses several memories, such as attention beside a recurrence, is listed in each.
     rules: which axes of a mesh split the memory, those of all parts, static.
-    plans_sources: whether it is asked where sources go, static; never so in a memory.
     """
 
     parts: tuple[Any, ...]
     layers: Layers = field(metadata={"static": True})
     rules: Rules | None = field(default=None, metadata={"static": True})
-    plans_sources: bool = field(default=False, metadata={"static": True})
 
     @property
     def facts(self) -> Facts:
@@ -108,11 +106,11 @@ class HybridTable(Table):
         """Return the table as it answers where sources are planned."""
         if not self.facts.has_sources:
             return super().for_sources()
-        return replace(self, plans_sources=True)
+        return _ForSources(parts=self.parts, layers=self.layers, rules=self.rules)
 
     def _goes_into(self, part: Table) -> bool:
-        """Return whether what is planned goes into a part: a text, or a source."""
-        return part.facts.holds_sources == self.plans_sources
+        """Return whether what is planned goes into a part."""
+        return not part.facts.holds_sources
 
     @property
     def _planned(self) -> list[Table]:
@@ -127,6 +125,10 @@ class HybridTable(Table):
     def last(self, seq: jax.Array) -> jax.Array:
         """Return the largest position that all parts hold of a text."""
         return _smallest([part.last(seq) for part in self._planned])
+
+    def holding(self) -> jax.Array:
+        """Return which sequences hold anything in any part."""
+        return _any([part.holding() for part in self.parts])
 
     def used(self) -> jax.Array:
         """Return how many cells are in use, over all parts."""
@@ -178,8 +180,11 @@ class HybridTable(Table):
         return tuple(slots), _largest(faults)
 
     def occupy(self, ubatch: Ubatch) -> "HybridTable":
-        """Mark the slots in each part."""
-        parts = [part.occupy(part_of(ubatch, i)) for i, part in enumerate(self.parts)]
+        """Mark the slots in each part that has some."""
+        parts = [
+            part if slots is None else part.occupy(part_of(ubatch, i))
+            for i, (part, slots) in enumerate(zip(self.parts, ubatch.slots, strict=True))
+        ]
         return replace(self, parts=tuple(parts))
 
     def remove(
@@ -331,6 +336,16 @@ class HybridTable(Table):
                 f"{len(found)} do"
             )
         return found[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _ForSources(HybridTable):
+    """The table as it answers where sources are planned; no memory has it."""
+
+    def _goes_into(self, part: Table) -> bool:
+        """Return whether what is planned goes into a part."""
+        return part.facts.holds_sources
 
 
 def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:

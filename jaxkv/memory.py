@@ -27,14 +27,13 @@ from jaxkv.places import count, integers, is_concrete
 class Facts:
     """What is fixed when a memory is made. Hashable; two memories of equal facts share all plans.
 
-    kind: the kind of table, for messages.
+    kind: the kind of table: "attention", "source", "recurrent" or "hybrid".
     sequences: Q.
     streams: S. Sequence q lives in stream q // (Q // S).
     one_sequence_a_row: whether a row of a ubatch holds tokens of one sequence only.
     ubatch_size: the most tokens of a ubatch that the memory was sized for; None for any.
     rollback: E, where states are kept: how many of its last tokens a sequence can take back. None
       where it can take back any, as in attention.
-    holds_sources: whether it holds sources, which a text looks at, and not the text.
     details: all else that a plan depends on.
     parts: of a hybrid memory, the facts of its parts.
     """
@@ -45,7 +44,6 @@ class Facts:
     one_sequence_a_row: bool
     ubatch_size: int | None
     rollback: int | None = None
-    holds_sources: bool = False
     details: tuple = ()
     parts: tuple["Facts", ...] = ()
 
@@ -56,6 +54,11 @@ class Facts:
         There alone a copy between streams needs cells that may be lacking.
         """
         return 1 < self.streams < self.sequences
+
+    @property
+    def holds_sources(self) -> bool:
+        """Whether it holds sources, which a text looks at, and not the text."""
+        return self.kind == "source"
 
     @property
     def has_sources(self) -> bool:
@@ -232,6 +235,10 @@ class Table(ABC):
     def last(self, seq: jax.Array) -> jax.Array:
         """Return the largest position of a sequence, `[]` int32; -1 if it holds none."""
 
+    def holding(self) -> jax.Array:
+        """Return which sequences hold anything, `[Q]` bool: a text, or a source without one."""
+        return self.inspect(jnp.ones(self.facts.sequences, bool)).last >= 0
+
     @abstractmethod
     def used(self) -> jax.Array:
         """Return how many cells are in use, `[]` int32."""
@@ -282,12 +289,12 @@ class Table(ABC):
         """Return where tokens go, nowhere if not `ok`; and a `Reason` for each one, `[R, T]`."""
 
     def passed_by(self, ubatch: Ubatch, ok: jax.Array) -> Any:
-        """Return the slots of a ubatch that goes into other parts of a hybrid memory.
+        """Return what a ubatch that goes into other parts of a hybrid memory has as slots here.
 
-        They are nowhere, as those of a refused plan; where it holds sources, tokens look at them.
+        That is None, and then no verb takes the ubatch for this part; where it holds sources,
+        tokens look at them.
         """
-        del ok
-        return self.choose_slots(ubatch, jnp.array(False))[0]
+        del ubatch, ok
 
     def for_sources(self) -> Self:
         """Return the table as it answers where sources are planned, see `init_source`."""

@@ -143,6 +143,7 @@ A, B, C, D = SOURCES
 EDITS = {
     # The sources and texts of sequences 0 to 3 after each edit of `filled`.
     "fork a part": (lambda m: jaxkv.seq_cp(m, 0, 3, 0, 1), [A, B, C, A], [*TEXTS[:3], [0]]),
+    "fork where no text is": (lambda m: jaxkv.seq_cp(m, 0, 3, 5, 9), [A, B, C, A], TEXTS),
     "fork nothing": (lambda m: jaxkv.seq_cp(m, 0, 3, 2, 2), SOURCES, TEXTS),
     "fork to none": (lambda m: jaxkv.seq_cp(m, 2, 3), [A, B, C, C], [*TEXTS[:3], [0]]),
     "change places": (
@@ -193,6 +194,16 @@ def test_in_several_streams(streams):
     check(memory, SOURCES, TEXTS)
     for verb, sources, texts in EDITS.values():
         check(verb(memory), sources, texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [1, Q])
+def test_each_source_has_a_row_of_its_own(streams):
+    batch = make_batch([SOURCES[q] for q in (0, 1, 3)], sequences=[0, 1, 3])
+    (ubatch,) = jaxkv.init_source(make(streams), batch).ubatches
+    assert ubatch.valid.shape == (4, 8)  # and not [1, 8]: an encoder compares tokens of a row
+    rows = zip(ubatch.sequences, ubatch.valid, strict=True)
+    assert sorted(sorted({*row[there].tolist()}) for row, there in rows) == [[], [0], [1], [3]]
 
 
 @pytest.mark.slow
@@ -262,6 +273,14 @@ def test_what_is_wrong_is_named():
         (ValueError, "queries alone", lambda: written(jaxkv.write, memory)),
         (ValueError, "queries alone", lambda: written(jaxkv.attend, memory)),
         (ValueError, "wanted no until", lambda: until(memory)),
+        *(
+            (ValueError, "part 0, which is of the text, got one of init_source", call)
+            for call in [
+                lambda: of_the_text(jaxkv.attend, 3),
+                lambda: of_the_text(jaxkv.write, 2),
+                lambda: of_the_text(jaxkv.view, 0),
+            ]
+        ),
     ]:
         with pytest.raises(error, match=text):
             call()
@@ -282,6 +301,13 @@ def store(memory):
 
 def encode_by(one):
     return jaxkv.encode(one, WEIGHTS, make(), make_batch([1]))
+
+
+def of_the_text(verb, arrays):
+    def one(weights, memory, ubatch):
+        return verb(memory, TEXT, ubatch, *[jnp.zeros((1, 1, 2, SIZE // 2))] * arrays)
+
+    return encode_by(one)
 
 
 def a_reader(memory):
@@ -373,6 +399,20 @@ def test_loops():
             row[one] - np.log(np.exp(row).sum()) for row, one in zip(rows, tokens, strict=True)
         ]
         np.testing.assert_allclose(score, sum(shares), atol=1e-3)
+
+
+@pytest.mark.slow
+def test_branches_leave_a_source_without_a_text_alone():
+    memory, logits = tell(encode(make(), SOURCES[:2], [0, 1]), [[0, 0]], [0])
+    state, _ = loops.begin(BEST, memory, logits)
+    begun = int(np.argmax(logits))
+    guesses = loops.lookup([[begun, 1, begun, 2]], ngram=1, branches=2)
+    after, _, _, made = loops.speculate(forward, guesses, BEST, WEIGHTS, memory, state, steps=2)
+    assert lengths(after) == [5, 1, 0, 0]
+    text = [0, 0, begun]
+    for token in made.tokens[0, :2].tolist():
+        assert token == int(np.argmax(said(SOURCES[0], text)))
+        text.append(token)
 
 
 @pytest.mark.slow

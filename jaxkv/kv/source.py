@@ -42,7 +42,7 @@ class SourceTable(CellTable):
     @property
     def facts(self) -> Facts:
         """What is fixed when the memory is made."""
-        return replace(super().facts, kind="source", holds_sources=True)
+        return replace(super().facts, kind="source")
 
     def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
         """Return that texts of any length can be held: they take no cells here."""
@@ -160,9 +160,10 @@ def make_source_cache(
     layer (`init_source`, `encode`). From then on every token of the text of that sequence sees all
     of it, whatever its position. A sequence that has no source sees zeros there.
 
-    Forks (`seq_cp`, `seq_select`) have the source of what they go on from, in place of their own;
-    within a stream it is shared. `seq_rm` of a whole sequence, of a range that begins at 0 and has
-    no end, forgets its source; a range with an end, `seq_add` and `seq_div` leave it alone.
+    Forks (`seq_cp`, `seq_select`) have the source of what they go on from, in place of their own,
+    whatever range of the text is copied unless it is empty; within a stream it is shared. `seq_rm`
+    of a whole sequence, of a range that begins at 0 and has no end, forgets its source; a range
+    with an end, `seq_add` and `seq_div` leave it alone.
     `seq_pos_min` and `seq_pos_max` tell of the text.
 
     Args:
@@ -212,10 +213,10 @@ def make_source_cache(
             dtype=dtype,
         )
     )
-    return join(for_sources(table), buffers)
+    return join(as_source_table(table), buffers)
 
 
-def for_sources(table: CellTable) -> SourceTable:
+def as_source_table(table: CellTable) -> SourceTable:
     """Return a table of cells as one for sources."""
     return SourceTable(**{one.name: getattr(table, one.name) for one in fields(table)})
 

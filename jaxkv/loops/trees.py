@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from jaxkv.batch import make_batch
 from jaxkv.loops.drafts import Guess
-from jaxkv.loops.state import ends
 from jaxkv.memory import Facts
 from jaxkv.places import NOWHERE, divided
 from jaxkv.plan import Plan
@@ -69,7 +68,7 @@ def branch_sequences(table: Any, sequences: jax.Array, branches: int) -> jax.Arr
     """
     facts, count = table.facts, table.facts.sequences
     size = count // facts.streams
-    free = (ends(table) < 0).at[sequences].set(False).reshape(facts.streams, size)
+    free = (~table.holding()).at[sequences].set(False).reshape(facts.streams, size)
     stream, _ = divided(sequences, size)
     beside = stream[:, None] == stream[None]
     ahead = jnp.sum(jnp.tril(beside, -1), axis=1, dtype=jnp.int32)

@@ -86,15 +86,14 @@ def layout_whole(facts: Facts, batch: Batch) -> tuple[Batch, Any]:
       batch: the tokens, each of one sequence, and which of them are outputs.
 
     Returns:
-      The flat batch and the indices into it, `[R, T]` int32, as of `layout`: a row for all tokens,
-      or one for each sequence where the memory needs that.
+      The flat batch and the indices into it, `[R, T]` int32, as of `layout`: a row for each
+      sequence, so that no encoder compares tokens of two. Traced, the rows are those of the batch.
     """
     if not is_concrete(batch):
         flat, (index,), _ = layout(facts, batch, batch.valid.size, None)
         return flat, index
     flat, there = _known(facts, batch)
-    cut = sequence_split if facts.one_sequence_a_row else simple_split
-    rows = cut(flat.sequences[there], bucket(there.size))
+    rows = sequence_split(flat.sequences[there], bucket(there.size))
     longest = max(row.shape[1] for row in rows)
     padded = [
         np.pad(row, [(0, 0), (0, longest - row.shape[1])], constant_values=NOWHERE) for row in rows

@@ -20,14 +20,14 @@ def init_source(memory: Memory, batch: Batch) -> Plan:
     """Plan where the sources of sequences go. Looks at the table only, and changes nothing.
 
     A source comes whole, since its tokens see each other: all of the batch is one ubatch, however
-    long. Where several streams or states ask for it, it has a row for each sequence. Its tokens
-    stand at 0 and so on, apart from the positions of the text.
+    long, with a row for each sequence. Its tokens stand at 0 and so on, apart from the positions of
+    the text.
 
     Args:
       memory: a hybrid memory with a part of `make_source_cache`.
       batch: the tokens, or embeddings such as frames of sound, that the encoder reads, `make_batch`
-        makes it; for sequences that have no source yet. Traced, it comes in rows where a memory
-        needs them.
+        makes it; for sequences that have no source yet. Traced, its rows are those of the
+        ubatch, and a list of tokens is one row, where a memory does not need one for each sequence.
 
     Returns:
       A `Plan` of one ubatch. `apply` takes it in; `write` then writes the keys and values of each

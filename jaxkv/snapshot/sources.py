@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.kv.source import for_sources
+from jaxkv.kv.source import as_source_table
 from jaxkv.snapshot.cells import CellPart
 from jaxkv.snapshot.parts import Entries
 
@@ -20,4 +20,4 @@ class SourcePart(CellPart):
     def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
         """Make an empty one, with keys and values as large as those that are saved."""
         table, buffers = CellPart.make(description, entries)
-        return for_sources(table), buffers
+        return as_source_table(table), buffers

@@ -26,7 +26,8 @@ from jaxkv.verbs.room import changes_of, check_room, need_to_copy, need_to_selec
 def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory, jax.Array]:
     """Forget the positions p0 to p1 - 1 of one sequence, of all, or of each of several.
 
-    The only verb that a kind of memory may refuse; an attention memory never does.
+    The only verb that a kind of memory may refuse; an attention memory never does. A source
+    (`make_source_cache`) goes with the whole of its sequence alone, a range from 0 without an end.
 
     Args:
       memory: any memory.
@@ -84,8 +85,9 @@ def seq_cp(
 
     Sequences of one stream share its cells: nothing is copied. Keys and values that `dst` held stay
     beside them, so remove first what would stand at the same positions (`seq_rm`); a state takes
-    the place of the one that `dst` had. In another stream the buffers are copied, and `dst` then
-    holds these alone; several of that stream share one copy.
+    the place of the one that `dst` had. So does a source (`make_source_cache`), whatever range is
+    copied unless it is empty, also beside a text of `dst` that stays. In another stream the buffers
+    are copied, and `dst` then holds these alone; several of that stream share one copy.
 
     With a stream for each sequence a token keeps its cell, and there is always room. Where
     sequences share several streams, a copy takes cells of the stream that it goes to as a batch

@@ -82,7 +82,8 @@ def attend(
     Raises:
       ValueError: when shapes do not fit the memory, the layer is none of it, the ubatch was planned
         for a memory of other facts, the buffers were donated, the implementation cannot do it,
-        `softcap` is not above 0, or `until` comes with `causal=False`.
+        `softcap` is not above 0, or `until` comes with `causal=False`; or it is a ubatch of
+        `init_source`, and the layer is of the text.
       TypeError: when a plan is passed and no ubatch, a list and no array, or an array that is not
         of floats; when the layer is no integer that is known while tracing, though the memory is
         not stacked, or `causal` no such bool; when a bias is not of floats, or closes over what is
@@ -237,7 +238,7 @@ def read_states(memory: Memory, layer: int, ubatch: Ubatch) -> dict[str, jax.Arr
       ubatch, and where the layer never wrote the state or has written over it.
 
     Raises:
-      ValueError: when the layer is none of the memory.
+      ValueError: when the layer is none of the memory, or it is a ubatch of `init_source`.
 
     Examples:
       >>> memory = make_recurrent_cache(layers=2, states={"x": ((3,), jnp.bfloat16)}, sequences=4)
@@ -273,7 +274,8 @@ def write_states(
       again, they change nothing.
 
     Raises:
-      ValueError: when the names or shapes are not those of the memory.
+      ValueError: when the names or shapes are not those of the memory, or it is a ubatch of
+        `init_source`.
 
     Examples:
       >>> memory = make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
