@@ -72,6 +72,23 @@ def test_a_defrag_moves_whole_tiles():
     assert drawing(packed) == "0{0} . 1{0} . . 3{1,2} . 4{1}"
 
 
+IN_PARTS = [
+    "0{0} . . . . . . . . . . . 0{1} 1{1} . 2{1}",  # a hole in the tile that moves
+    "0{0} . . . . . . . 0{1} 1{1} 2{1} 3{1} 4{1} . 5{1} 6{1}",  # neighbours in two tiles that do
+]
+
+
+@slow
+@pytest.mark.parametrize("before", IN_PARTS)
+def test_moves_in_parts_end_as_all_at_once(before):
+    """No tile is left half moved: two that are begun would stay so for good."""
+    memory = drawn(before, TILES)
+    at_once = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
+    for _ in range(4):
+        memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory, max_moves=1))
+    assert drawing(memory) == drawing(at_once) != before
+
+
 @slow
 def test_cells_that_a_window_counts_are_whole_tiles():
     sizes = {"layers": 1, "kv_heads": 1, "head_dim": 2, "window": sliding(5), "sequences": 2}
