@@ -96,6 +96,15 @@ def test_cells_that_a_window_counts_are_whole_tiles():
     assert jaxkv.make_kv_cache(**sizes).table.num_cells % TILE
 
 
+def test_cells_that_tiles_do_not_divide_are_refused():
+    make = partial(jaxkv.make_kv_cache, layers=1, kv_heads=1, head_dim=2, placement="tiled")
+    for cells in (257, 4100):
+        with pytest.raises(ValueError, match=f"tiles of 64 divide, got {cells}: take"):
+            jax.eval_shape(partial(make, cells=cells))
+    for cells in (255, 256, 4160):
+        jax.eval_shape(partial(make, cells=cells))
+
+
 @slow
 def test_texts_that_grow_side_by_side_have_tiles_of_their_own():
     """Scattered, their tokens take turns in all tiles from the first step on."""
@@ -286,6 +295,27 @@ def test_what_it_holds_is_a_part_of_a_pool():
         q = jax.ShapeDtypeStruct((1, T, K * G, 64), jnp.float32)
         compiled = attend.lower(q, k, v, sight, Options()).compile()
         assert hlo.temporary_bytes(compiled) < K * 32768 * 64 * k.dtype.itemsize / 2
+
+
+@slow
+@pytest.mark.parametrize("cells", [4100, 4160])
+def test_a_step_holds_less_than_the_keys_of_a_pool(cells):
+    """Or it is refused: with small tiles it would be up to four times as much."""
+    sizes = {"layers": 1, "kv_heads": 3, "head_dim": 64, "sequences": 8}
+    make = partial(jaxkv.make_kv_cache, cells=cells, placement="tiled", **sizes)
+    try:
+        memory = jax.eval_shape(make)
+    except ValueError:
+        return
+
+    def step(memory, q, x):
+        ids = jnp.arange(8)
+        ubatch, _ = jaxkv.plan_step(memory, ids, ids, jnp.ones(8, bool))
+        return jaxkv.attend(jaxkv.apply(memory, ubatch), 0, ubatch, q, x, x)
+
+    q, x = (jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.float32) for heads in (9, 3))
+    compiled = jax.jit(step, donate_argnums=0).lower(memory, q, x).compile()
+    assert hlo.temporary_bytes(compiled) < cells * 3 * 64 * 4
 
 
 @slow
