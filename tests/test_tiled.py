@@ -26,6 +26,7 @@ from tests.sights import sight_of_mask
 slow = pytest.mark.slow
 K, G, D, T = 2, 2, 8, 4
 CLOSE = dict(rtol=0, atol=2e-6)
+SCATTERED = replace(TILES, placement="scattered")
 SINKS = jnp.linspace(-1.0, 1.0, K * G)
 
 
@@ -87,6 +88,16 @@ def test_moves_in_parts_end_as_all_at_once(before):
     for _ in range(4):
         memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory, max_moves=1))
     assert drawing(memory) == drawing(at_once) != before
+
+
+@slow
+def test_what_is_loaded_takes_whole_tiles_as_it_lay():
+    """What was mixed stays so, and of what lay apart one begins where another ends."""
+    memory = drawn("0{3}", TILES)
+    for saved in ("0{0} 0{1} 1{0} 1{1} 2{0} 2{1}", "0{0} 1{0} 2{0} 0{1} 1{1} 2{1}"):
+        data = jaxkv.snapshot.to_bytes(drawn(saved, SCATTERED), sequences=[0, 1])
+        loaded = jaxkv.snapshot.load_into(data, memory, sequences=[0, 1])
+        assert drawing(loaded) == "0{3} . . . " + saved
 
 
 @slow
@@ -344,6 +355,4 @@ def test_a_life_in_tiles_gives_the_logits_of_any_pool(sequences):
         memory, logits = run(memory, jaxkv.make_batch([[4]] * len(sequences), sequences=sequences))
         return np.concatenate([*said, logits])
 
-    np.testing.assert_allclose(
-        lived(TILES), lived(replace(TILES, placement="scattered")), atol=1e-5
-    )
+    np.testing.assert_allclose(lived(TILES), lived(SCATTERED), atol=1e-5)
