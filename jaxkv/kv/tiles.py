@@ -4,6 +4,9 @@ Where texts share a pool, attention on a processor multiplies a tile that one of
 with this one alone. A tile has 64 cells; in a memory of less than four times as many a smaller
 power of two that divides N, so that one as small as in an example has tiles too.
 
+These are the tiles of sequences. Those that loops of attention read at once are larger and cut
+without regard to whose they are, see `TILE` in `jaxkv.ops.attention.live`.
+
 Here M is the tiles of a stream, and U its sequences, which are counted in it.
 """
 
@@ -20,7 +23,7 @@ from jaxkv.kv.reuse import hidden
 from jaxkv.places import END, divided
 
 TILE = 64
-"""The most cells of a tile."""
+"""The most cells of a tile of a sequence."""
 
 
 def tile_of(cells: int) -> int:
