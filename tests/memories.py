@@ -621,7 +621,7 @@ class Twin:
         plans = [plan] if len(self.oracles) == 1 else plan.parts
         for oracle, one in zip(self.oracles, plans, strict=True):
             for stream in range(one.count.shape[0]):
-                moves = oracle.moves(stream)[:max_moves]
+                moves = oracle.moves(stream, max_moves)
                 columns = (one.source, one.destination, one.length)
                 arrays = np.stack([np.asarray(column)[stream] for column in columns], axis=1)
                 assert [*map(tuple, arrays[: np.asarray(one.count)[stream]].tolist())] == moves

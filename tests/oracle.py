@@ -394,30 +394,27 @@ class Oracle:
         self.written.update(owed)
         return len(owed)
 
-    def moves(self, stream: int = 0) -> list[Move]:
-        """Plan to close all gaps with what lies behind them, in order; the last runs go first."""
+    def moves(self, stream: int = 0, most: int | None = None) -> list[Move]:
+        """Plan to close all gaps with what lies behind them, in order; the last runs go first.
+
+        Of them the first `most`, and where sequences have tiles for themselves as many whole ones
+        as have so many runs between them.
+        """
         free = self.free(stream)
-        used = self.size - len(free)
-        sources = [index for index in self.order[used:] if index not in free]
-        gaps = [index for index in self.order[:used] if index in free]
-        if self.tiles:
-            begun = [tile for tile in self.tiles if not set(tile) <= set(free)]
-            last = [tile for tile in self.tiles[len(begun) :] if tile in begun]
-            empty = [tile for tile in self.tiles[: len(begun)] if tile not in begun]
-            pairs = [
-                pair
-                for one, other in zip(last, empty, strict=True)
-                for pair in zip(one, other, strict=True)
-                if pair[0] not in free
-            ]
-            sources, gaps = [one for one, _ in pairs], [other for _, other in pairs]
-        runs: list[Move] = []
-        for source, gap in zip(sources, gaps, strict=True):
-            if runs and (source, gap) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-                runs[-1] = runs[-1]._replace(length=runs[-1].length + 1)
-            else:
-                runs.append(Move(source, gap, 1))
-        return runs[::-1]
+        if not self.tiles:
+            used = self.size - len(free)
+            sources = [index for index in self.order[used:] if index not in free]
+            gaps = [index for index in self.order[:used] if index in free]
+            return _runs([*zip(sources, gaps, strict=True)])[::-1][:most]
+        begun = [tile for tile in self.tiles if not set(tile) <= set(free)]
+        last = [tile for tile in self.tiles[len(begun) :] if tile in begun]
+        empty = [tile for tile in self.tiles[: len(begun)] if tile not in begun]
+        moves: list[Move] = []
+        for one, other in [*zip(last, empty, strict=True)][::-1]:
+            if most is None or len(moves) < most:
+                pairs = [pair for pair in zip(one, other, strict=True) if pair[0] not in free]
+                moves += _runs(pairs)[::-1]
+        return moves
 
     def defrag(self, moves: Iterable[Move], stream: int = 0) -> None:
         """Carry cells and rows where they go. A row leaves its bytes behind."""
@@ -726,6 +723,17 @@ def _in_turn(size: int, shards: int) -> list[int]:
             order += cells[:stripe]
             del cells[:stripe]
     return order
+
+
+def _runs(pairs: list[tuple[int, int]]) -> list[Move]:
+    """Join what goes from neighbours to neighbours, of pairs of a source and a destination."""
+    runs: list[Move] = []
+    for source, gap in pairs:
+        if runs and (source, gap) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = runs[-1]._replace(length=runs[-1].length + 1)
+        else:
+            runs.append(Move(source, gap, 1))
+    return runs
 
 
 def _tiles(size: int) -> list[tuple[int, ...]]:

@@ -26,6 +26,7 @@ from tests.sights import sight_of_mask
 slow = pytest.mark.slow
 K, G, D, T = 2, 2, 8, 4
 CLOSE = dict(rtol=0, atol=2e-6)
+SCATTERED = replace(TILES, placement="scattered")
 SINKS = jnp.linspace(-1.0, 1.0, K * G)
 
 
@@ -72,11 +73,47 @@ def test_a_defrag_moves_whole_tiles():
     assert drawing(packed) == "0{0} . 1{0} . . 3{1,2} . 4{1}"
 
 
+IN_PARTS = [
+    "0{0} . . . . . . . . . . . 0{1} 1{1} . 2{1}",  # a hole in the tile that moves
+    "0{0} . . . . . . . 0{1} 1{1} 2{1} 3{1} 4{1} . 5{1} 6{1}",  # neighbours in two tiles that do
+]
+
+
+@slow
+@pytest.mark.parametrize("before", IN_PARTS)
+def test_moves_in_parts_end_as_all_at_once(before):
+    """No tile is left half moved: two that are begun would stay so for good."""
+    memory = drawn(before, TILES)
+    at_once = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
+    for _ in range(4):
+        memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory, max_moves=1))
+    assert drawing(memory) == drawing(at_once) != before
+
+
+@slow
+def test_what_is_loaded_takes_whole_tiles_as_it_lay():
+    """What was mixed stays so, and of what lay apart one begins where another ends."""
+    memory = drawn("0{3}", TILES)
+    for saved in ("0{0} 0{1} 1{0} 1{1} 2{0} 2{1}", "0{0} 1{0} 2{0} 0{1} 1{1} 2{1}"):
+        data = jaxkv.snapshot.to_bytes(drawn(saved, SCATTERED), sequences=[0, 1])
+        loaded = jaxkv.snapshot.load_into(data, memory, sequences=[0, 1])
+        assert drawing(loaded) == "0{3} . . . " + saved
+
+
 @slow
 def test_cells_that_a_window_counts_are_whole_tiles():
     sizes = {"layers": 1, "kv_heads": 1, "head_dim": 2, "window": sliding(5), "sequences": 2}
     assert jaxkv.make_kv_cache(placement="tiled", **sizes).table.num_cells % TILE == 0
     assert jaxkv.make_kv_cache(**sizes).table.num_cells % TILE
+
+
+def test_cells_that_tiles_do_not_divide_are_refused():
+    make = partial(jaxkv.make_kv_cache, layers=1, kv_heads=1, head_dim=2, placement="tiled")
+    for cells in (257, 4100):
+        with pytest.raises(ValueError, match=f"tiles of 64 divide, got {cells}: take"):
+            jax.eval_shape(partial(make, cells=cells))
+    for cells in (255, 256, 4160):
+        jax.eval_shape(partial(make, cells=cells))
 
 
 @slow
@@ -272,6 +309,27 @@ def test_what_it_holds_is_a_part_of_a_pool():
 
 
 @slow
+@pytest.mark.parametrize("cells", [4100, 4160])
+def test_a_step_holds_less_than_the_keys_of_a_pool(cells):
+    """Or it is refused: with small tiles it would be up to four times as much."""
+    sizes = {"layers": 1, "kv_heads": 3, "head_dim": 64, "sequences": 8}
+    make = partial(jaxkv.make_kv_cache, cells=cells, placement="tiled", **sizes)
+    try:
+        memory = jax.eval_shape(make)
+    except ValueError:
+        return
+
+    def step(memory, q, x):
+        ids = jnp.arange(8)
+        ubatch, _ = jaxkv.plan_step(memory, ids, ids, jnp.ones(8, bool))
+        return jaxkv.attend(jaxkv.apply(memory, ubatch), 0, ubatch, q, x, x)
+
+    q, x = (jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.float32) for heads in (9, 3))
+    compiled = jax.jit(step, donate_argnums=0).lower(memory, q, x).compile()
+    assert hlo.temporary_bytes(compiled) < cells * 3 * 64 * 4
+
+
+@slow
 def test_a_memory_asks_for_it_in_a_step_alone():
     """The program of a prompt is that of any pool."""
     memory = TILES.make()
@@ -297,6 +355,4 @@ def test_a_life_in_tiles_gives_the_logits_of_any_pool(sequences):
         memory, logits = run(memory, jaxkv.make_batch([[4]] * len(sequences), sequences=sequences))
         return np.concatenate([*said, logits])
 
-    np.testing.assert_allclose(
-        lived(TILES), lived(replace(TILES, placement="scattered")), atol=1e-5
-    )
+    np.testing.assert_allclose(lived(TILES), lived(SCATTERED), atol=1e-5)

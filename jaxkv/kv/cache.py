@@ -15,7 +15,7 @@ from jaxkv.kv.attend import attend, view, write
 from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.by_stream import on_streams, told
 from jaxkv.kv.cells import Cells, Placement, empty_fields
-from jaxkv.kv.tiles import TILE
+from jaxkv.kv.tiles import TILE, check_cells
 from jaxkv.memory import (
     Commitment,
     Facts,
@@ -268,7 +268,8 @@ def make_kv_cache(
         as much of a text, and not the first one all of it; or "tiled", any, but where there is room
         those of tiles that no other sequence has tokens in, so that on a processor a step of
         several sequences in one pool takes about as long as with a stream each. Tiles have 64
-        cells where N is a multiple of 64 and at least 256, and else fewer, with less gain.
+        cells, and N is a multiple of that; below 256 cells it may be any number, and tiles have
+        fewer cells, which gains nothing.
       shards: how many runs of equal length the cells are, N a multiple of it: as many as devices
         split them. Only with "striped". It orders cells and nothing else, so the memory works on
         any mesh, or none.
@@ -294,9 +295,10 @@ def make_kv_cache(
       TypeError: when a count is no integer.
       ValueError: when a count is below 1, N is 2**30 or more, `streams` does not divide Q, `cells`
         is missing or given together with what it is counted from, there is no such placement,
-        `shards` is missing, given with another one, or does not divide N, the dtype is neither
-        a floating one with signs and NaN nor int8, sizes and ropes do not fit the layers, or the
-        layers of a stacked memory are not alike.
+        `shards` is missing, given with another one, or does not divide N, 64 does not divide an N
+        of tiles that is 256 or more, the dtype is neither a floating one with signs and NaN nor
+        int8, sizes and ropes do not fit the layers, or the layers of a stacked memory are not
+        alike.
 
     Examples:
       >>> memory = make_kv_cache(layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8)
@@ -415,6 +417,8 @@ def make_kv_cache(
             f"wanted a number of cells that {shards} shards divide, got {cells}: take "
             f"{-(-cells // shards) * shards}"
         )
+    if placement == "tiled":
+        check_cells(cells)
     table = CellTable(
         **empty_fields(cells=cells, sequences=sequences, streams=streams),
         placement=placement,

@@ -55,14 +55,21 @@ def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
     The cells that lie beyond the number of used ones go into the gaps before it, in their order, so
     every cell moves at most once and no destination is the source of another. "Beyond" and "before"
     are those of the order in which cells are taken, see `stripes`. Where sequences have tiles for
-    themselves, whole tiles go into those that are empty.
+    themselves, whole tiles go into those that are empty, gaps included, and no tile is left half
+    moved: the one that the last of `max_moves` begins is moved to its end.
     """
     tile = tile_of(cells.num_cells) if cells.placement == "tiled" else None
     plan = jax.vmap(partial(_close, facts, cells.shards, tile))(~free(cells))
     if max_moves is None:
         return plan
-    count = jnp.minimum(plan.count, max_moves)
-    takes_part = jnp.arange(plan.length.shape[1])[None] < count[:, None]
+    turn = jnp.arange(plan.length.shape[1])[None]
+    if tile is None:
+        count = jnp.minimum(plan.count, max_moves)
+    else:  # both halves of a tile would count as begun, and never come together again
+        last = min(max_moves, turn.size) - 1
+        goes = (turn <= last) | (plan.source // tile == plan.source[:, last, None] // tile)
+        count = jnp.sum(goes & (turn < plan.count[:, None]), axis=1, dtype=jnp.int32)
+    takes_part = turn < count[:, None]
     return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
 
 
@@ -83,8 +90,10 @@ def _close(facts: Facts, shards: int, tile: int | None, taken: jax.Array) -> Def
     source, gap = cells_of(leave), cells_of(enter)
     pair = jnp.arange(most)
     pairs = jnp.sum(enter)
-    # A run goes on where both its source and its destination do.
+    # A run goes on where both its source and its destination do, and within a tile.
     goes_on = (jnp.diff(source, prepend=-1) == 1) & (jnp.diff(gap, prepend=-1) == 1) & (pair > 0)
+    if tile is not None:
+        goes_on &= source % tile > 0
     starts = (pair < pairs) & ~goes_on
     runs = jnp.sum(starts, dtype=jnp.int32)
     start = jnp.nonzero(starts, size=most, fill_value=most)[0]

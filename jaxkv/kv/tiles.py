@@ -1,8 +1,11 @@
 """Tiles: neighbouring cells that a sequence has for itself, as far as there is room.
 
 Where texts share a pool, attention on a processor multiplies a tile that one of them alone sees
-with this one alone. A tile has 64 cells, or a smaller power of two where N is no multiple of that,
-or less than four times as much.
+with this one alone. A tile has 64 cells; in a memory of less than four times as many a smaller
+power of two that divides N, so that one as small as in an example has tiles too.
+
+These are the tiles of sequences. Those that loops of attention read at once are larger and cut
+without regard to whose they are, see `TILE` in `jaxkv.ops.attention.live`.
 
 Here M is the tiles of a stream, and U its sequences, which are counted in it.
 """
@@ -20,7 +23,7 @@ from jaxkv.kv.reuse import hidden
 from jaxkv.places import END, divided
 
 TILE = 64
-"""The most cells of a tile."""
+"""The most cells of a tile of a sequence."""
 
 
 def tile_of(cells: int) -> int:
@@ -33,6 +36,24 @@ def tile_of(cells: int) -> int:
     while size > 1 and 4 * size > cells:
         size //= 2
     return size
+
+
+def check_cells(cells: int) -> None:
+    """Refuse streams of N `cells` that have room for four tiles of 64, and are not cut into such.
+
+    With tiles of a few cells a step holds several times what the keys of a layer take, and costs
+    more than in a pool that has none.
+
+    >>> check_cells(100)
+    >>> check_cells(4100)
+    Traceback (most recent call last):
+    ValueError: wanted a number of cells that tiles of 64 divide, got 4100: take 4160
+    """
+    if cells >= 4 * TILE and cells % TILE:
+        raise ValueError(
+            f"wanted a number of cells that tiles of {TILE} divide, got {cells}: take "
+            f"{-(-cells // TILE) * TILE}"
+        )
 
 
 def whole_first(open_cells: jax.Array) -> jax.Array:

@@ -119,7 +119,7 @@ class CellPart(Part):
 
     @staticmethod
     def place(table: Any, saved: Any, read: Read, moves: Moves, seed: int, anew: bool) -> Placed:
-        """Put live cells where a ubatch would go, or where they were."""
+        """Put live cells where a copy between streams would go, or where they were."""
         wanted, origin, owners = _dealt(table, saved, read("stream"), read("owners"), moves)
         marks = np.full(table.sequences, EMPTY, np.int32)
         marks[moves.new] = read("evicted_below")[moves.turn]

@@ -132,10 +132,11 @@ def load_into(
     """Give sequences of a memory what was saved, in place of what they hold.
 
     The memory may have other sizes, streams and placement than the one that was saved; it chooses
-    cells as for a batch. A saved sequence that holds nothing leaves its target empty, and sequences
-    that shared cells share them again where they meet in a stream. Of states the newest are taken
-    where it keeps fewer. The other sequences stay as they are; what is hidden by a window may be
-    taken, as ever.
+    cells as for a batch, but in tiled placement empty tiles first, in the order of what was saved,
+    so that texts that were mixed stay mixed. A saved sequence that holds nothing leaves its target
+    empty, and sequences that shared cells share them again where they meet in a stream. Of states
+    the newest are taken where it keeps fewer. The other sequences stay as they are; what is hidden
+    by a window may be taken, as ever.
 
     Args:
       source: the path of a file, or bytes.

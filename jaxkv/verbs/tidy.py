@@ -34,10 +34,14 @@ def init_update(memory: Memory) -> Commitment:
 def defrag_plan(memory: Memory, *, max_moves: int | None = None) -> Commitment:
     """Plan the moves that bring all used cells to the front.
 
+    In tiled placement whole tiles move, those with any used cell to the front, and gaps within
+    them stay: they are for the next tokens of the sequence whose tile it is.
+
     Args:
       memory: any memory.
-      max_moves: the most runs of cells to move, for doing it bit by bit; None for all. Repeated
-        until nothing is left to move, any number of at least 1 leaves no gap.
+      max_moves: the most runs of cells to move, for doing it bit by bit, and in tiled placement
+        what is left of the tile of the last one too; None for all. Repeated until nothing is left
+        to move, any number of at least 1 ends in the same order.
 
     Returns:
       A plan for `apply`. Its `pending`, `[]` int32, says how many cells will move. Of keys and

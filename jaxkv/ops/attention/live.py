@@ -3,6 +3,9 @@
 A pool may be large and mostly empty, full of others' tokens, or one of many streams of which few
 take part. So its cells are looked at in tiles, and tokens in blocks; the list of those pairs with
 anything to see is an array, and nothing is compiled anew when it changes.
+
+These are the tiles that are read at once. Those that a sequence may have for itself are smaller and
+say where tokens go, see `jaxkv.kv.tiles`; of them attention knows `Sight.tile` alone.
 """
 
 from dataclasses import replace

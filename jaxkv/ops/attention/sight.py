@@ -36,8 +36,9 @@ class Sight:
     all_streams: whether list p is stream p's and P is S, static. Shapes alone cannot tell.
     until: `[P, T]` int32, the last position that each token sees; None for its own.
     bias: what is added to logits, for these lists and cells; None for nothing.
-    tile: the cells of a tile, where tokens are of sequences that have tiles for themselves as far
-      as there is room, static; None where they have none. It shows nothing: it tells what is fast.
+    tile: the cells of a tile of a sequence, where tokens are of sequences that have tiles for
+      themselves as far as there is room, static; None where they have none. It shows nothing: it
+      tells what is fast.
     """
 
     position: jax.Array  # [S, N]

@@ -3,7 +3,9 @@
 A product of all tokens of a pool multiplies each with the cells of all others. Here a tile that one
 token alone sees is multiplied with this token, and what several see with all of them, once.
 
-M is the tiles of a list, or of a piece of its cells, and C the cells of a tile.
+These are the tiles of sequences, `Sight.tile` cells each; a loop reads several at once, which are a
+tile of `jaxkv.ops.attention.live`. M is the tiles of a list, or of a piece of its cells, and C the
+cells of a tile.
 """
 
 from dataclasses import replace
