@@ -403,6 +403,11 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
             f"{with_sources} of {len(facts)} parts for sources: put all layers that look at a "
             f"source into one part"
         )
+    if any(one.has_sources and not one.holds_sources for one in facts):
+        raise ValueError(
+            "wanted the memory for sources as a part of its own, got a hybrid memory that has one: "
+            "pass the parts of that (jaxkv.hybrid.parts_of)"
+        )
     rules = [memory.table.rules for memory in memories]
     if len(set(rules)) > 1:
         raise ValueError(

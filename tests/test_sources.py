@@ -266,6 +266,11 @@ def test_what_is_wrong_is_named():
         (TypeError, "wanted a batch", lambda: jaxkv.init_source(memory, [1])),
         (ValueError, "one part for sources at most", lambda: with_parts(1, 1)),
         (ValueError, "one part for sources at most", lambda: with_parts(1)),
+        (
+            ValueError,
+            "a part of its own",
+            lambda: jaxkv.make_hybrid_cache((memory, (0, 1)), (alone, (2,))),
+        ),
         (ValueError, "texts that begin alike", lambda: store(memory)),
         (ValueError, "requests do not bring", lambda: loops.batching.Engine(forward, 0, memory)),
         (ValueError, "got <class 'int'>", lambda: encode_by(lambda *_: 3)),
