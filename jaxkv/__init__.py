@@ -23,7 +23,7 @@ from jaxkv import draw, hybrid, loops, ops, prefix, rope, sharding, snapshot, wi
 from jaxkv.batch import Batch, Ubatch, make_batch
 from jaxkv.draw import show
 from jaxkv.hybrid import make_hybrid_cache
-from jaxkv.kv.cache import make_kv_cache
+from jaxkv.kv.make import make_kv_cache
 from jaxkv.kv.source import make_source_cache
 from jaxkv.loops.generation import decode
 from jaxkv.loops.prompts import prefill

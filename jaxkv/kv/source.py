@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.cache import CellTable, make_kv_cache
+from jaxkv.kv.cache import CellTable
+from jaxkv.kv.make import make_kv_cache
 from jaxkv.memory import Facts, Memory, Need, View, join, split
 from jaxkv.places import end_of, nowhere
 

@@ -1,0 +1,331 @@
+"""Making an attention memory: its sizes checked, its table and buffers empty."""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cache import CellTable
+from jaxkv.kv.cells import Placement, empty_fields
+from jaxkv.kv.tiles import TILE, check_cells
+from jaxkv.memory import Memory, checked_streams, join
+from jaxkv.ops.latent import Latent
+from jaxkv.ops.quantised import zeros
+from jaxkv.places import FAR, count
+from jaxkv.rope import Rope
+from jaxkv.window import Window, cells_for
+
+
+def make_kv_cache(
+    *,
+    layers: int,
+    cells: int | None = None,
+    kv_heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
+    value_dim: int | slice | Sequence[int | slice] | None = None,
+    sequences: int = 1,
+    streams: int = 1,
+    window: Window | None = None,
+    ubatch_size: int | None = None,
+    rollback: int | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    rope: Rope | tuple[Rope | None, ...] | None = None,
+    placement: Placement = "scattered",
+    shards: int | None = None,
+    stacked: bool = False,
+) -> Memory:
+    """Make an empty attention memory.
+
+    Args:
+      layers: L, the attention layers.
+      cells: N, the tokens that fit into each stream. With a window it may be left out: then there
+        are cells for the window, a ubatch and a rollback, for each sequence of a stream.
+      kv_heads: K, the key/value heads, of all layers or one number for each.
+      head_dim: D, the numbers of a key, of all layers or one for each.
+      value_dim: Dv, the numbers of a value, likewise; by default D. A slice, where values are some
+        of the numbers of their keys, as in latent attention (MLA): they take no bytes, and models
+        give keys alone. At least one number of a key is left out, and all that its rope turns, the
+        first ones; dtypes have more than 8 bits.
+      sequences: Q, the sequences that may be told apart.
+      streams: S, a divisor of Q: how many pools of cells there are. Sequence q lives in stream
+        q // (Q // S). A pool gives room to any of its sequences and forks without a copy; with its
+        own stream, S = Q, a sequence costs what it holds itself, however long its neighbours are.
+        Between 1 and Q, as for a pool on each of several devices, a copy from one stream to another
+        may find no room, see `seq_cp`.
+      window: how far back tokens look, see `jaxkv.window`. None for everything.
+      ubatch_size: the most tokens that will be computed at once, by default 512; larger plans are
+        refused. Only where `cells` is left out.
+      rollback: how many tokens can be taken back (`seq_rm` of an end) though a window is full, by
+        default 32. Only where `cells` is left out; more cells mean more rollback.
+      dtype: of keys and values: a floating one, or int8. Those of 8 bits, int8 and float8_e4m3fn
+        among them, are quantised: each head of a cell has a scale beside its codes, float32, for
+        keys and for values, and one for each 128 numbers where it has more. They take 0.27 times
+        the bytes of float32 at a head of 64. What is written is rounded, and nothing is
+        differentiated through that: derivatives by queries are right, and those by the keys and
+        values that are written are zero. Take another dtype to train.
+      rope: how keys were rotated when they come in, for all layers or one for each; None where
+        keys carry no position.
+      placement: which cells a ubatch may get: "scattered", any, the lowest first; "contiguous", one
+        run of neighbours, which is refused when there is room but no run (see `make_room`);
+        "striped", any, in turn of `shards`, so that on a mesh that splits cells all devices hold
+        as much of a text, and not the first one all of it; or "tiled", any, but where there is room
+        those of tiles that no other sequence has tokens in, so that on a processor a step of
+        several sequences in one pool takes about as long as with a stream each. Tiles have 64
+        cells, and N is a multiple of that; below 256 cells it may be any number, and tiles have
+        fewer cells, which gains nothing.
+      shards: how many runs of equal length the cells are, N a multiple of it: as many as devices
+        split them. Only with "striped". It orders cells and nothing else, so the memory works on
+        any mesh, or none.
+      stacked: whether one array holds the keys of all layers, and one their values, so that the
+        number of a layer may be traced, as in a scan over layers; see below. All layers must be
+        alike.
+
+    Returns:
+      The memory, all cells empty.
+
+    Stacked, a model of many layers is traced and compiled as one layer, and its buffers are the
+    carry of a `jax.lax.scan`, which writes them in place. `attend`, `write` and `view` take a layer
+    as int32 then; one that is out of range and traced is written nowhere and reads NaN. All else is
+    as ever, and files and meshes do not know the difference. The price: outside of `jit` a write
+    copies all layers, and a derivative by the buffers is as large as all of them at each layer.
+    `implementation="xla"`, `"cudnn"` or `"whole"` and `view` copy a layer before they read it, and
+    what jaxkv chooses on a GPU without its kernel may; on a processor tiles alone are read, also
+    where all cells in one product would be faster. Writes go over all layers in bfloat16 and
+    float8 on a processor with jax before 0.12, where float32, float16 or int8 do not; and on a TPU
+    where heads have less than 128 numbers. There are figures in `docs/performance.md`.
+
+    Raises:
+      TypeError: when a count is no integer.
+      ValueError: when a count is below 1, N is 2**30 or more, `streams` does not divide Q, `cells`
+        is missing or given together with what it is counted from, there is no such placement,
+        `shards` is missing, given with another one, or does not divide N, 64 does not divide an N
+        of tiles that is 256 or more, the dtype is neither a floating one with signs and NaN nor
+        int8, sizes and ropes do not fit the layers, or the layers of a stacked memory are not
+        alike.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8)
+      >>> memory.buffers.k[0].shape, nbytes(memory)
+      ((1, 3, 512, 64), 1581088)
+
+      Of 8 bits, with scales:
+
+      >>> small = make_kv_cache(
+      ...     layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8, dtype="int8"
+      ... )
+      >>> keys = small.buffers.k[0]
+      >>> keys.dtype, keys.codes.shape, keys.scales.shape, nbytes(small)
+      (dtype('int8'), (1, 3, 512, 64), (1, 3, 512, 1), 426016)
+
+      A window of 128 positions, for two sequences with a stream each:
+
+      >>> memory = make_kv_cache(
+      ...     layers=2, kv_heads=3, head_dim=64, sequences=2, streams=2, window=window.sliding(128)
+      ... )
+      >>> memory.buffers.k[0].shape
+      (2, 3, 672, 64)
+
+      Two pools for four sequences, of which 0 and 1 share the first:
+
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=4, streams=2)
+      >>> batch = make_batch([[1], [2], [3]], sequences=[3, 1, 0])
+      >>> print(show(apply(memory, init_batch(memory, batch))))
+      owner    0 1 . .
+      position 0 0 . .
+      owner    3 . . .
+      position 0 . . .
+
+      Two shards of four cells, as for two devices: both hold as much of a text.
+
+      >>> memory = make_kv_cache(
+      ...     layers=1, cells=8, kv_heads=1, head_dim=2, placement="striped", shards=2
+      ... )
+      >>> print(show(apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5, 6])))))
+      owner    0 0 0 . 0 0 0 .
+      position 0 2 4 . 1 3 5 .
+
+      One array for three layers, that a scan goes over:
+
+      >>> memory = make_kv_cache(layers=3, cells=4, kv_heads=1, head_dim=2, stacked=True)
+      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> def layer(carry, number):
+      ...     memory, x = carry
+      ...     memory, out = attend(memory, number, ubatch, x, x, x)
+      ...     return (memory, x + out), None
+      >>> carry = apply(memory, ubatch), jnp.ones((1, 2, 1, 2))
+      >>> (memory, x), _ = jax.lax.scan(layer, carry, jnp.arange(3))
+      >>> memory.buffers.k[0].shape, memory.buffers.k[0][:, 0, 0, 0], x[0, 1, 0, 0]
+      ((3, 1, 4, 2), Array([1., 2., 4.], dtype=float32), Array(8., dtype=float32))
+
+      Tiles of two cells, for two sequences. The third token of 1 finds none that is empty:
+
+      >>> memory = make_kv_cache(
+      ...     layers=1, cells=8, kv_heads=1, head_dim=2, sequences=2, placement="tiled"
+      ... )
+      >>> batch = make_batch([[1, 2, 3, 4, 5], [6, 7, 8]], sequences=[0, 1])
+      >>> print(show(apply(memory, init_batch(memory, batch))))
+      owner    0 0 0 0 0 1 1 1
+      position 0 1 2 3 4 2 0 1
+
+    llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream, `n_swa` for the window, and
+    `type_k` and `type_v` for the dtype.
+    """
+    layers, sequences = count(layers, "layers"), count(sequences, "sequences")
+    streams = checked_streams(streams, sequences)
+    shards = _checked_shards(placement, shards)
+    _check_dtype(dtype)
+    if window is not None and not isinstance(window, Window):
+        raise TypeError(f"wanted a window, such as jaxkv.window.sliding(128), got {window!r}")
+    if cells is None:
+        if window is None:
+            raise ValueError("a memory without a window needs to be told its cells: pass cells=")
+        ubatch_size = count(512 if ubatch_size is None else ubatch_size, "ubatch_size")
+        rollback = count(32 if rollback is None else rollback, "rollback", low=0)
+        sharing = sequences // streams
+        cells = cells_for(window, ubatch_size=ubatch_size, rollback=rollback, sharing=sharing)
+        unit = TILE if placement == "tiled" else shards
+        cells = -(-cells // unit) * unit
+    elif ubatch_size is not None or rollback is not None:
+        raise ValueError(
+            "cells are counted from ubatch_size and rollback, or given: pass cells alone, or leave "
+            "it out"
+        )
+    heads = _per_layer(kv_heads, layers, "kv_heads")
+    keys = _per_layer(head_dim, layers, "head_dim")
+    values = keys if value_dim is None else _values_per_layer(value_dim, keys, dtype)
+    ropes = rope if isinstance(rope, tuple) else (rope,) * layers
+    if len(ropes) != layers:
+        raise ValueError(f"wanted one rope for all layers or {layers}, one each, got {len(ropes)}")
+    for one, size in zip(ropes, keys, strict=True):
+        if one is not None and not isinstance(one, Rope):
+            raise TypeError(
+                f"wanted a rope, such as make_rope(head_dim, base=10000.0), got {one!r}"
+            )
+        if one is not None and 2 * len(one.frequencies) > size:
+            raise ValueError(f"a rope of {len(one.frequencies)} pairs does not fit keys of {size}")
+    for one, value in zip(ropes, values, strict=True):
+        turned = 0 if one is None else 2 * len(one.frequencies)
+        if isinstance(value, Latent) and value.first < turned:
+            raise ValueError(
+                f"wanted values after the {turned} numbers of a key that its rope turns, got "
+                f"numbers {value.first} to {value.last - 1}: put those that are rotated first"
+            )
+    cells = count(cells, "cells")
+    if cells >= FAR:
+        raise ValueError(
+            f"wanted fewer than {FAR} cells a stream, got {cells}: take fewer, or more streams"
+        )
+    if cells % shards:
+        raise ValueError(
+            f"wanted a number of cells that {shards} shards divide, got {cells}: take "
+            f"{-(-cells // shards) * shards}"
+        )
+    if placement == "tiled":
+        check_cells(cells)
+    table = CellTable(
+        **empty_fields(cells=cells, sequences=sequences, streams=streams),
+        placement=placement,
+        shards=shards,
+        window=window,
+        ubatch_size=ubatch_size,
+    )
+    shapes = [(streams, heads[i], cells) for i in range(layers)]
+    if stacked:
+        _check_alike(kv_heads=heads, head_dim=keys, value_dim=values, rope=ropes)
+        shapes, keys, values = [(streams * layers, heads[0], cells)], keys[:1], values[:1]
+    buffers = Buffers(
+        k=tuple(zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)),
+        v=tuple(
+            n if isinstance(n, Latent) else zeros((*shape, n), dtype)
+            for shape, n in zip(shapes, values, strict=True)
+        ),
+        ropes=ropes,
+        stacked=stacked,
+    )
+    return join(table, buffers)
+
+
+def _check_alike(**sizes: tuple[Any, ...]) -> None:
+    """Raise a ValueError, by name, unless all layers are alike."""
+    for name, of_each in sizes.items():
+        if any(one != of_each[0] for one in of_each):
+            raise ValueError(
+                f"wanted the same {name} in all layers for stacked=True, got {of_each}: leave "
+                f"stacked out, and go over the layers in Python"
+            )
+
+
+def _check_dtype(wanted: jax.typing.DTypeLike) -> None:
+    """Raise a ValueError unless keys and values can be stored in a dtype."""
+    dtype = jnp.dtype(wanted)
+    signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be
+    floating = jnp.issubdtype(dtype, jnp.floating) and np.array_equal(
+        signs.astype(dtype).astype(float), signs, equal_nan=True
+    )
+    if not floating and dtype != jnp.int8:
+        raise ValueError(
+            f"wanted a floating dtype with signs and NaN or int8 for keys and values, got "
+            f"{dtype}: of 8 bits take int8 or float8_e4m3fn, which get a scale for each head and "
+            f"cell"
+        )
+
+
+def _values_per_layer(
+    value: Any, keys: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> tuple[int | Latent, ...]:
+    """Return the size of values for each layer, or which numbers of a key they are."""
+
+    def latent(part: slice, key: int) -> Latent:
+        ends = range(*part.indices(key))
+        if part.step not in (None, 1) or not 0 < len(ends) < key:
+            raise ValueError(
+                f"wanted values as neighbouring numbers of a key of {key}, some and not all, got "
+                f"{part}: give keys a number more where they are all of it"
+            )
+        if jnp.dtype(dtype).itemsize == 1:
+            raise ValueError(
+                f"wanted a dtype of 16 bits or more where values are a part of the keys, got "
+                f"{jnp.dtype(dtype)}"
+            )
+        return Latent(ends.start, ends.stop)
+
+    given = _for_each(value, len(keys), "value_dim")
+    return tuple(
+        latent(one, key) if isinstance(one, slice) else count(one, "value_dim")
+        for one, key in zip(given, keys, strict=True)
+    )
+
+
+def _checked_shards(placement: Placement, shards: int | None) -> int:
+    """Return among how many shards a placement deals cells, 1 for those that do not."""
+    if placement not in get_args(Placement):
+        raise ValueError(f"wanted a placement of {get_args(Placement)}, got {placement!r}")
+    if placement == "striped":
+        if shards is None:
+            raise ValueError(
+                "wanted shards for striped cells, got none: pass shards=, the devices that will "
+                "split the cells"
+            )
+        return count(shards, "shards")
+    if shards is not None:
+        raise ValueError(
+            f"wanted shards only with placement='striped', got {shards} and {placement!r}: leave "
+            f"shards out, or take that placement"
+        )
+    return 1
+
+
+def _per_layer(value: int | Sequence[int], layers: int, name: str) -> tuple[int, ...]:
+    """Return a size for each layer, from one for all or one for each."""
+    return tuple(count(size, name) for size in _for_each(value, layers, name))
+
+
+def _for_each(value: Any, layers: int, name: str) -> tuple[Any, ...]:
+    """Return what a caller gave for each layer, from one for all or one for each."""
+    given = tuple(value) if isinstance(value, Sequence) else (value,) * layers
+    if len(given) != layers:
+        raise ValueError(f"wanted {name} for all layers or {layers}, one each, got {len(given)}")
+    return given
