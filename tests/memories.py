@@ -194,7 +194,7 @@ class Look:
     ahead: int | None = None
 
 
-LOOKS = [Look(), Look(biased=True, ahead=0), Look(biased=True, ahead=2)]
+LOOKS = [Look(), Look(biased=True, ahead=0), Look(biased=True, ahead=3)]
 
 
 def sway(query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
