@@ -5,9 +5,9 @@ A test of a property is written once and runs over `KINDS`: a new kind of memory
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import chex
@@ -21,6 +21,7 @@ from jaxkv.batch import part_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells, Placement
 from jaxkv.kv.mask import visible
+from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import Quantised, Stored, decoded
 from tests.oracle import Fault, Oracle, Part, Place, Plan, Row, Token
 
@@ -36,6 +37,8 @@ class Kind:
     """A memory under test: its sizes, how it is made, and the oracles that know what it should do.
 
     Each window is a part of its own, with half of the layers; a single one is no hybrid.
+
+    latent: which numbers of a key are its value, the first and one past the last.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Kind:
     windows: tuple[jaxkv.window.Window | None, ...] = (None,)
     dtype: str = "float32"
     stacked: bool = False
+    latent: tuple[int, int] | None = None
 
     @property
     def is_quantised(self) -> bool:
@@ -59,6 +63,10 @@ class Kind:
         count = len(self.windows)
         return tuple(tuple(range(part, LAYERS, count)) for part in range(count))
 
+    def value(self, key: np.ndarray) -> np.ndarray:
+        """The value that `sign` writes beside a key `[..., D]`, and so for means of both."""
+        return -key if self.latent is None else key[..., slice(*self.latent)]
+
     def make(self, rope: jaxkv.rope.Rope | None = ROPE) -> Any:
         """Make an empty one. Without a rope an update leaves the signatures of `sign` alone."""
         parts = [
@@ -67,6 +75,7 @@ class Kind:
                 cells=self.cells,
                 kv_heads=HEADS,
                 head_dim=SIZE,
+                value_dim=None if self.latent is None else slice(*self.latent),
                 sequences=self.sequences,
                 streams=self.streams,
                 window=window,
@@ -155,6 +164,7 @@ GROUPS_TILES = Kind(
 )
 RUNS_WIDE = Kind("contiguous-two-owner-words", cells=40, sequences=40, placement="contiguous")
 CODES = Kind("groups-int8", cells=10, sequences=4, streams=2, dtype="int8")
+LATENT = Kind("groups-latent", cells=10, sequences=4, streams=2, latent=(1, 4))
 STACKED = Kind("stacked-groups", cells=10, sequences=4, streams=2, stacked=True)
 KINDS = [SMALL, RUNS, WIDE, STRIPES]
 ALL_KINDS = [*KINDS, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS, GROUPS_WINDOW, GROUPS_RUNS]
@@ -172,24 +182,49 @@ over_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 # ------------------------------------------------------------------------------- two tiny models
 
 
-def masks_of(memory: Any, ubatch: jaxkv.Ubatch) -> list[jax.Array]:
+@dataclass(frozen=True)
+class Look:
+    """How the tokens of a step look.
+
+    biased: whether `sway` is added to their logits.
+    ahead: how many positions past its own each sees, as `until` tells; None where it is left out.
+    """
+
+    biased: bool = False
+    ahead: int | None = None
+
+
+LOOKS = [Look(), Look(biased=True, ahead=0), Look(biased=True, ahead=3)]
+
+
+def sway(query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
+    """A bias that tells positions of queries, those of keys and heads apart."""
+    return jnp.sin((query + 2 * key + head).astype(jnp.float32))
+
+
+def masks_of(memory: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None) -> list[jax.Array]:
     """What the tokens of a ubatch that was applied see of each part, `[R, T, N]`."""
     tables = [table for table, _ in parts_of(memory)]
     if len(tables) == 1:
-        return [visible(*tables, ubatch)]
-    return [visible(table, part_of(ubatch, i)) for i, table in enumerate(tables)]
+        return [visible(*tables, ubatch, until=until)]
+    return [visible(table, part_of(ubatch, i), until=until) for i, table in enumerate(tables)]
 
 
-@jax.jit
-def sign(memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, list[jax.Array], list[jax.Array]]:
+@partial(jax.jit, static_argnames="biased")
+def sign(
+    memory: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None = None, *, biased: bool = False
+) -> tuple[Any, list[jax.Array], list[jax.Array]]:
     """Apply a ubatch and let every token sign its rows; see `rows_of` for the other way.
 
-    Queries are zero, so that the output of a token is the mean of the signatures it sees.
+    Queries are zero, so that the output of a token is the mean of the signatures it sees, weighed
+    by the bias if there is one. Values are what `Kind.value` says: keys with the other sign, or
+    numbers of theirs.
 
     Returns:
       The memory; the mask of each part, `[R, T, N]`; and what the tokens saw in each layer,
-      `[R, T, H, D]`.
+      `[R, T, H, Dv]`.
     """
+    latent = any(is_latent(rows) for _, rows in parts_of(memory))
     memory = jaxkv.apply(memory, ubatch)
     q = jnp.zeros((*ubatch.valid.shape, 2 * HEADS, SIZE))
     saw = []
@@ -199,9 +234,10 @@ def sign(memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, list[jax.Array], list[
             jnp.stack([*fields, 0 * ubatch.tokens + layer * HEADS + h], -1) for h in range(HEADS)
         ]
         k = jnp.stack(rows, axis=-2).astype(jnp.float32)
-        memory, seen = jaxkv.attend(memory, layer, ubatch, q, k, -k)
+        v, bias = None if latent else -k, sway if biased else None
+        memory, seen = jaxkv.attend(memory, layer, ubatch, q, k, v, bias=bias, until=until)
         saw.append(seen)
-    return memory, masks_of(memory, ubatch), saw
+    return memory, masks_of(memory, ubatch, until), saw
 
 
 @jax.jit
@@ -345,8 +381,9 @@ def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
 
 def rows_of(rows: Buffers, layers: Sequence[int]) -> dict[Place, Row]:
     """Read the signatures beside the cells, the same in every layer, head, key and value."""
-    k, v = (by_layer(half, rows.depth) for half in (rows.k, rows.v))  # [L, S, K, N, D]
-    np.testing.assert_array_equal(v, -k)
+    k = by_layer(rows.k, rows.depth)  # [L, S, K, N, D]
+    if not is_latent(rows):
+        np.testing.assert_array_equal(by_layer(rows.v, rows.depth), -k)
     written = k[0, :, 0, :, 0] > 0  # [S, N]
     label = np.array(layers)[:, None] * HEADS + np.arange(HEADS)  # [L, K]
     np.testing.assert_array_equal(k[..., 3], label[:, None, :, None] * written[:, None])
@@ -356,6 +393,11 @@ def rows_of(rows: Buffers, layers: Sequence[int]) -> dict[Place, Row]:
         (int(s), int(i)): Row(int(k[0, s, 0, i, 0]) - 1, *map(int, k[0, s, 0, i, 1:3]))
         for s, i in np.argwhere(written)
     }
+
+
+def is_latent(rows: Buffers) -> bool:
+    """Whether values are numbers of the keys."""
+    return isinstance(rows.v[0], Latent)
 
 
 def by_layer(half: Sequence[Stored], depth: int) -> np.ndarray:
@@ -419,6 +461,20 @@ class Oracles(list[Oracle]):
                     if fault.reason in stage:
                         faults.setdefault(seq, fault)
         return faults, plans
+
+
+def mean_of_keys(
+    oracle: Oracle, token: Token, places: Iterable[Place], layer: int, look: Look
+) -> np.ndarray:
+    """The mean of the keys that a token sees in a layer, as each head weighs them; `[H, D]`."""
+    places = [*places]
+    rows = np.array([oracle.rows[place] for place in places]) + [1, 0, 0]
+    heads = np.arange(2 * HEADS)[:, None]
+    label = layer * HEADS + heads // 2
+    at = np.array([oracle.cells[place].position for place in places])
+    logits = np.sin(token.position + 2 * at + heads) if look.biased else 0 * (heads + at)
+    weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    return np.concatenate([weights @ rows, label], axis=1)
 
 
 class Twin:
@@ -511,12 +567,17 @@ class Twin:
             row[:, np.count_nonzero(row[1])] = token.token, 1, token.position
         return table
 
-    def decode(self, sequences: Sequence[Any], positions: Sequence[int] | None = None) -> bool:
+    def decode(
+        self,
+        sequences: Sequence[Any],
+        positions: Sequence[int] | None = None,
+        look: Look = LOOKS[0],
+    ) -> bool:
         """Plan new tokens and run them on both sides, if there is room on either."""
         plan, plans = self.plan(sequences, positions)
         if plan.ok:
             for i, ubatch in enumerate(plan.ubatches):
-                assert self.step(ubatch, [one.parts[i] for one in plans])
+                assert self.step(ubatch, [one.parts[i] for one in plans], look)
         else:  # computed all the same, a refused plan changes nothing
             before = self.memory
             for ubatch in plan.ubatches:
@@ -524,10 +585,12 @@ class Twin:
             assert_identical(self.memory, before)
         return plan.ok.item()
 
-    def step(self, ubatch: jaxkv.Ubatch, parts: Sequence[Part]) -> bool:
+    def step(self, ubatch: jaxkv.Ubatch, parts: Sequence[Part], look: Look = LOOKS[0]) -> bool:
         """Run one ubatch on both sides; what its tokens see and say agree."""
         before = self.memory
-        self.memory, masks, saw = sign(self.memory, ubatch)
+        until = None if look.ahead is None else ubatch.positions + look.ahead
+        self.memory, *found = sign(self.memory, ubatch, until, biased=look.biased)
+        masks, saw = jax.tree.map(np.asarray, found)
         pairs = [*zip(self.oracles, parts, strict=True)]
         if not all(oracle.fits(part) for oracle, part in pairs):
             assert_identical(self.memory, before)
@@ -537,18 +600,16 @@ class Twin:
             assert oracle.apply(part)
             owner = {token.token: token for _, token in part.tokens}
             for r, t in np.ndindex(*ubatch.valid.shape):
-                cells = {(int(streams[r]), int(i)) for i in np.flatnonzero(np.asarray(mask)[r, t])}
-                expected = np.zeros(3)
-                if ubatch.valid[r, t]:
-                    token = owner.pop(int(ubatch.tokens[r, t]))
-                    assert cells == oracle.sees(token)
-                    rows = [oracle.rows[place] for place in cells]
-                    expected = -np.mean([(row[0] + 1, *row[1:]) for row in rows], axis=0)
-                else:
+                cells = {(int(streams[r]), int(i)) for i in np.flatnonzero(mask[r, t])}
+                if not ubatch.valid[r, t]:
                     assert not cells
+                    assert not any(saw[layer][r, t].any() for layer in layers)
+                    continue
+                token = owner.pop(int(ubatch.tokens[r, t]))
+                assert cells == oracle.sees(token, look.ahead or 0)
                 for layer in layers:
-                    seen = np.asarray(saw[layer])[r, t, :, :3]
-                    wanted = np.broadcast_to(expected, seen.shape)
+                    seen = saw[layer][r, t]
+                    wanted = self.kind.value(mean_of_keys(oracle, token, cells, layer, look))
                     within = 0.5 if self.kind.is_quantised else 0.0  # of what rounding takes
                     np.testing.assert_allclose(seen, wanted, rtol=1e-5, atol=within)
             assert not owner

@@ -165,13 +165,24 @@ class Oracle:
             return position
         return max(0, position - (size // 2 if rule == "symmetric" else size - 1))
 
-    def sees(self, token: Token) -> set[Place]:
-        """The cells that a token sees: all its sequences', inside of its window, up to itself."""
-        low = self.window_begins(token.position)
+    def window_ends(self, position: int) -> int | None:
+        """The highest position that a token at a position may see; None where there is no end."""
+        if self.window is None or self.window[0] != "symmetric":
+            return None
+        return position + self.window[1] // 2
+
+    def sees(self, token: Token, ahead: int = 0) -> set[Place]:
+        """The cells that a token sees: all its sequences', inside of its window, up to itself.
+
+        Or so many positions ahead of itself, as far as its window goes.
+        """
+        low, end = self.window_begins(token.position), self.window_ends(token.position)
         return {
             place
             for place, cell in self.cells.items()
-            if token.owners <= cell.owners and low <= cell.position <= token.position
+            if token.owners <= cell.owners
+            and low <= cell.position <= token.position + ahead
+            and (end is None or cell.position <= end)
         }
 
     def hidden(self, stream: int) -> list[int]:

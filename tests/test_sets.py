@@ -291,6 +291,18 @@ def tree_of(rng, pool, count):
     return sets
 
 
+def nearly_right(twin, rng, pool, count):
+    """Sets of a random tree of sequences that hold the same cells; of some trees not quite."""
+    seq = rng.choice(pool)
+    alike = [
+        other for other in pool if all(one.holds(other) == one.holds(seq) for one in twin.oracles)
+    ]
+    sets = tree_of(rng, alike, count)
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        sets[rng.randrange(count)] = rng.sample(pool, rng.randint(1, min(3, len(pool))))
+    return sets
+
+
 def life(twin, rng, steps):
     """Lead a memory and its oracles through forks, cuts and batches, most of which are right."""
     kind, answers = twin.kind, set()
@@ -308,15 +320,7 @@ def life(twin, rng, steps):
         elif act < 0.5:
             twin.seq_rm(seq, rng.randint(0, 4))
         else:
-            alike = [
-                other
-                for other in pool
-                if all(one.holds(other) == one.holds(seq) for one in twin.oracles)
-            ]
-            sets = tree_of(rng, alike, rng.choice([3, 7]))
-            for _ in range(rng.choice([0, 0, 1, 3])):  # and then not quite
-                sets[rng.randrange(len(sets))] = rng.sample(pool, rng.randint(1, min(3, sharing)))
-            answers |= {twin.decode(sets)}
+            answers |= {twin.decode(nearly_right(twin, rng, pool, rng.choice([3, 7])))}
         twin.compare()
     return answers
 

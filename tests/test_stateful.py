@@ -6,6 +6,9 @@ Every token signs its rows with its sequence, position, number, layer and head (
 the wrong place, left over or lost is seen, and so is a wrong mask.
 """
 
+import random
+from collections.abc import Sequence
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -18,10 +21,17 @@ from hypothesis.stateful import (
 )
 
 from tests.cases import mostly_exhaustive
-from tests.memories import ALL_KINDS, CODES, GROUPS_STRIPES, SMALL, Kind, Twin
+from tests.memories import ALL_KINDS, CODES, GROUPS_STRIPES, LATENT, LOOKS, SMALL, Kind, Look, Twin
+from tests.test_sets import nearly_right
+
+KINDS = [*ALL_KINDS, CODES, LATENT]
 
 edges = st.integers(-1, 14)
 ids = st.integers(0, 10**6)
+looks = st.integers(0, 5)
+
+FEW = [0, 1, 2, 31, 32, 39]
+"""Sequences of many: those on both sides of the border between two words of owners."""
 
 
 class Verbs(RuleBasedStateMachine):
@@ -29,6 +39,8 @@ class Verbs(RuleBasedStateMachine):
 
     counts: the tokens of a batch, few and many.
     moves: the runs of cells that a defrag moves at most, in part and as a whole.
+    looks: how tokens look, of which one is drawn.
+    sets: whether tokens are told that belong to several sequences.
     """
 
     def __init__(
@@ -37,34 +49,54 @@ class Verbs(RuleBasedStateMachine):
         *,
         counts: tuple[int, int] = (1, 7),
         moves: tuple[int, int | None] = (2, None),
+        looks: Sequence[Look] = LOOKS,
+        sets: bool = False,
         in_rows: bool = False,
     ) -> None:
         super().__init__()
-        self.counts, self.moves = counts, moves
+        self.counts, self.moves, self.looks, self.sets = counts, moves, looks, sets
         self.twin = Twin(kind, in_rows=in_rows)
         self.kept = None  # a plan that was made earlier and may be stale
         self.past = (self.twin.memory, self.twin.oracles.fork())
 
     def seq(self, number: int) -> int:
-        # Few of many: those on both sides of the border between two words of owners.
-        return [0, 1, 2, 31, 32, 39][number % 6] % self.twin.kind.sequences
+        return FEW[number % len(FEW)] % self.twin.kind.sequences
 
-    @rule(many=st.booleans(), numbers=st.lists(ids, min_size=7, max_size=7))
-    def decode(self, many: bool, numbers: list[int]) -> None:
-        self.twin.decode([*map(self.seq, numbers[: self.counts[many]])])
+    def look(self, number: int) -> Look:
+        return self.looks[number % len(self.looks)]
+
+    @rule(many=st.booleans(), numbers=st.lists(ids, min_size=7, max_size=7), look=looks)
+    def decode(self, many: bool, numbers: list[int], look: int) -> None:
+        sequences = [*map(self.seq, numbers[: self.counts[many]])]
+        self.twin.decode(sequences, look=self.look(look))
 
     @rule(
         numbers=st.lists(ids, min_size=7, max_size=7),
         slips=st.lists(st.sampled_from([0, 0, 0, 0, 0, -1, 1, -3, 4]), min_size=7, max_size=7),
+        look=looks,
     )
-    def decode_at(self, numbers: list[int], slips: list[int]) -> None:
+    def decode_at(self, numbers: list[int], slips: list[int], look: int) -> None:
         """Positions that are right or nearly so."""
         sequences = [*map(self.seq, numbers)]
         positions: list[int] = []
         for i, (seq, slip) in enumerate(zip(sequences, slips, strict=True)):
             before = [p for s, p in zip(sequences[:i], positions, strict=True) if s == seq]
             positions.append((before[-1] if before else self.twin.oracles.reached(seq)) + 1 + slip)
-        self.twin.decode(sequences, positions)
+        self.twin.decode(sequences, positions, self.look(look))
+
+    @precondition(lambda self: self.sets)
+    @rule(number=ids, seed=ids, later=st.booleans())
+    def decode_sets(self, number: int, seed: int, later: bool) -> None:
+        """Tokens of several sequences that agree so far, or nearly so; or a plan of them."""
+        rng, stream = random.Random(seed), self.twin.oracles[0].stream
+        few = {self.seq(i) for i in range(len(FEW))}
+        beside = sorted(seq for seq in few if stream(seq) == stream(self.seq(number)))
+        pool = rng.sample(beside, min(3, len(beside)))
+        sets = nearly_right(self.twin, rng, pool, self.counts[1])
+        if later:
+            self.kept = self.twin.plan(sets)
+        else:
+            self.twin.decode(sets)
 
     @rule(many=st.booleans(), numbers=st.lists(ids, min_size=7, max_size=7))
     def plan(self, many: bool, numbers: list[int]) -> None:
@@ -72,15 +104,16 @@ class Verbs(RuleBasedStateMachine):
         self.kept = self.twin.plan([*map(self.seq, numbers[: self.counts[many]])])
 
     @precondition(lambda self: self.kept is not None)
-    @rule(late=st.booleans())
-    def try_kept_plan(self, late: bool) -> None:
+    @rule(late=st.booleans(), look=looks)
+    def try_kept_plan(self, late: bool, look: int) -> None:
         """Run an old plan, perhaps from its last ubatch: what is stale changes nothing."""
         plan, plans = self.kept
         if not plan.ok:
             return
         steps = [(u, [one.parts[i] for one in plans]) for i, u in enumerate(plan.ubatches)]
         for ubatch, parts in reversed(steps) if late else steps:
-            self.twin.step(ubatch, parts)
+            of_sets = ubatch.others is not None  # these look no further than themselves
+            self.twin.step(ubatch, parts, LOOKS[0] if of_sets else self.look(look))
 
     @rule(number=ids, p0=edges, p1=edges)
     def seq_rm(self, number: int, p0: int, p1: int) -> None:
@@ -151,7 +184,7 @@ class Verbs(RuleBasedStateMachine):
 def test_verbs(kind):
     """The fast part: few runs, the same every time, in few shapes, each of which is compiled."""
     run_state_machine_as_test(
-        lambda: Verbs(kind, counts=(3, 7), moves=(2, 2), in_rows=kind.streams > 1),
+        lambda: Verbs(kind, counts=(3, 7), moves=(2, 2), looks=LOOKS[:1], in_rows=kind.streams > 1),
         settings=settings(max_examples=5, stateful_step_count=20),
     )
 
@@ -161,10 +194,11 @@ def test_verbs(kind):
 @pytest.mark.parametrize(
     "name",
     mostly_exhaustive(
-        [kind.name for kind in (*ALL_KINDS, CODES)],
+        [kind.name for kind in KINDS],
         few=[
             "small",
             CODES.name,
+            LATENT.name,
             "two-owner-words",
             "full-and-window",
             "chunks",
@@ -178,8 +212,8 @@ def test_verbs(kind):
 )
 def test_verbs_at_length(name):
     """The slow part: thousands of runs over all memories, in ubatches of 4."""
-    (kind,) = (kind for kind in (*ALL_KINDS, CODES) if kind.name == name)
+    (kind,) = (kind for kind in KINDS if kind.name == name)
     run_state_machine_as_test(
-        lambda: Verbs(kind),
+        lambda: Verbs(kind, sets=True),
         settings=settings(max_examples=100, stateful_step_count=20, derandomize=True),
     )

@@ -25,6 +25,9 @@ MEMORIES = {
     "window": lambda: jaxkv.make_kv_cache(
         layers=1, cells=12, window=jaxkv.window.sliding(3), **SIZES
     ),
+    "latent": lambda: jaxkv.make_kv_cache(
+        layers=1, cells=12, value_dim=slice(2, 4), rope=jaxkv.make_rope(2), **SIZES
+    ),
     "recurrent": lambda: jaxkv.make_recurrent_cache(
         layers=1, states=STATES, sequences=3, rollback=2
     ),
