@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from tests.cases import mostly_exhaustive
 from tests.memories import ALL_KINDS, CODES, GROUPS_STRIPES, LATENT, LOOKS, SMALL, Kind, Look, Twin
-from tests.test_sets import nearly_right
+from tests.sets import nearly_right
 
 KINDS = [*ALL_KINDS, CODES, LATENT]
 
