@@ -605,7 +605,7 @@ class Oracle:
     def _in_tiles(self, stream: int, tokens: list[Token]) -> list[int]:
         """Cells for tokens in the order of their sequences, as many as there are.
 
-        First each sequence gets what is free where it is alone, and tiles in which nobody is; then
+        First each sequence gets what is free where it is alone, and tiles without an owner; then
         those that got none get what is left.
         """
         free, hidden = self.free(stream), self.hidden(stream)

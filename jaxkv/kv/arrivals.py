@@ -1,7 +1,7 @@
 """Cells for tokens that come with their keys: copied from another stream, or loaded.
 
 Each stream gets some, in turn. They take cells as the tokens of a ubatch do, but tiled, tiles that
-are all empty first, whoever they are for; and are marked in the table all at once.
+are all empty first, for any sequence; and are marked in the table all at once.
 """
 
 from dataclasses import replace

@@ -59,7 +59,7 @@ def check_cells(cells: int) -> None:
 def whole_first(open_cells: jax.Array) -> jax.Array:
     """Return the cells of a stream, `[N]` int32, with those of tiles that are all open first.
 
-    They are taken in this order where nobody asks which sequences they are for: by copies.
+    Copies take them in this order, for any sequence.
 
     >>> whole_first(jnp.array([True, False, False, True, True, True, True, True]))
     Array([4, 5, 6, 7, 0, 1, 2, 3], dtype=int32)
@@ -141,7 +141,7 @@ def choose(pool: Pool, sequences: jax.Array, valid: jax.Array, count: int) -> ja
     short = jnp.maximum(wanted - jnp.zeros_like(wanted).at[owner].add(left, mode="drop"), 0)
     heirs = jnp.cumsum(divided(short + (size - 1), size)[0], dtype=jnp.int32)
     heir = jnp.searchsorted(heirs, jnp.cumsum(empty, dtype=jnp.int32)).astype(jnp.int32)
-    owner = jnp.where(empty, heir, owner)  # and U or more where nobody is
+    owner = jnp.where(empty, heir, owner)  # and U or more where a tile has no owner
     room = jnp.zeros_like(wanted).at[owner].add(left, mode="drop")
 
     # The tiles of each sequence side by side, those that it has begun before the others.
