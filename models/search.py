@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
@@ -63,8 +62,10 @@ class Search:
     ):
         self.cells = cells or max(cells_for([one], max_tokens, samples=width) for one in prompts)
         self._model, self._prompts = model, prompts
-        self._width, self._steps, self._ubatch_size = width, max_tokens, ubatch_size
-        self._stop = np.asarray(sorted(model.stop_tokens), np.int32)
+        self._ubatch_size = ubatch_size
+        stop = np.asarray(sorted(model.stop_tokens), np.int32)
+        options = {"width": width, "steps": max_tokens, "stop": stop}
+        self._search = jax.jit(partial(loops.beam, model.forward, **options), donate_argnums=1)
         self._batches = [jaxkv.make_batch(np.asarray(prompt, np.int32)) for prompt in prompts]
         self._memory = make_with_room(
             model.make_memory, cells=self.cells, sequences=width, ubatch_size=ubatch_size
@@ -83,9 +84,8 @@ class Search:
         """
         model = self._model
         jobs, blanks = lower_steps(model, self._memory, self._plans)
-        # Where no token is allowed to come next a search ends before its first step.
-        jobs.append(lambda: self._search(self._memory, jnp.full_like(blanks[0], -jnp.inf)))
-        self._memory, _ = compile_all(jobs, tell)[-1]
+        jobs.append(self._search.lower(model.weights, self._memory, blanks[0]).compile)
+        compile_all(jobs, tell)
         self._memory = jax.block_until_ready(jaxkv.clear(self._memory))
 
     def __iter__(self) -> Iterator[Found]:
@@ -101,16 +101,10 @@ class Search:
             )
             jax.block_until_ready(logits)
             middle = perf_counter()
-            self._memory, beams = self._search(memory, logits)
+            self._memory, beams = self._search(self._model.weights, memory, logits)
             beams = jax.device_get(beams)
             took = perf_counter() - middle
             yield self._found(prompt, beams, prompt_seconds=middle - began, seconds=took)
-
-    def _search(self, memory: Any, logits: jax.Array) -> tuple[Any, loops.Beams]:
-        model, options = self._model, {"width": self._width, "steps": self._steps}
-        return loops.beam(
-            model.forward, model.weights, memory, logits, stop=self._stop, donate=True, **options
-        )
 
     def _found(self, prompt: Sequence[int], beams: loops.Beams, **seconds: float) -> Found:
         model = self._model
