@@ -52,6 +52,20 @@ def compiled(chip, cells, devices):
         return traced.lower(lowering_platforms=("tpu",)).compile()
 
 
+def cost(chip, cells, devices):
+    """Cycles of a step, those of the order of its arguments, and the most updates of a scatter."""
+    program = compiled(chip, cells, devices)
+    (outside, inside), text = estimates(program), program.as_text()
+    order = re.search(rf"= u32\[\d+,1,{cells}\]\S* copy\(.*estimated_cycles\":\"(\d+)", text)
+    order = int(order[1]) if order else 0
+    sizes = dict(re.findall(r"(%[\w.-]+) = \w+\[([\d,]*)\]", text))
+    updates = [
+        math.prod(int(n) for n in sizes[name].split(",") if n)
+        for name in re.findall(r" scatter\([^)]*, (%[\w.-]+)\)", text)
+    ]
+    return outside + inside - order, order, max(updates, default=0)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chip", default="v5e:2x4")
@@ -60,20 +74,9 @@ def main():
     print(f"{'cells':>8} {'devices':>8} {'step':>8} {'order':>8} {'largest scatter':>16}")
     for cells in (8_192, 131_072):
         for devices in (1, 8):
-            program = compiled(arguments.chip, cells, devices)
-            (outside, inside), text = estimates(program), program.as_text()
-            order = re.search(
-                rf"= u32\[\d+,1,{cells}\]\S* copy\(.*estimated_cycles\":\"(\d+)", text
-            )
-            order = int(order[1]) if order else 0
-            sizes = dict(re.findall(r"(%[\w.-]+) = \w+\[([\d,]*)\]", text))
-            updates = [
-                math.prod(int(n) for n in sizes[name].split(",") if n)
-                for name in re.findall(r" scatter\([^)]*, (%[\w.-]+)\)", text)
-            ]
+            step, order, updates = cost(arguments.chip, cells, devices)
             print(
-                f"{cells:8} {devices:8} {(outside + inside - order) / 1e3:8.0f} {order / 1e3:8.0f} "
-                f"{max(updates, default=0):16}",
+                f"{cells:8} {devices:8} {step / 1e3:8.0f} {order / 1e3:8.0f} {updates:16}",
                 flush=True,
             )
 

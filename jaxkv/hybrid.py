@@ -187,6 +187,15 @@ class HybridTable(Table):
         ]
         return replace(self, parts=tuple(parts))
 
+    def digest_after(self, ubatch: Ubatch, occupied: Any) -> tuple:
+        """Return the digests of each part."""
+        return tuple(
+            digest if slots is None else part.digest_after(part_of(ubatch, i), new)
+            for i, (part, new, slots, digest) in enumerate(
+                zip(self.parts, occupied.parts, ubatch.slots, ubatch.before, strict=True)
+            )
+        )
+
     def remove(
         self, seq: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple["HybridTable", jax.Array]:

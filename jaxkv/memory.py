@@ -307,6 +307,11 @@ class Table(ABC):
     def occupy(self, ubatch: Ubatch) -> Self:
         """Mark the slots of a ubatch as taken by its tokens."""
 
+    def digest_after(self, ubatch: Ubatch, occupied: Any) -> Any:
+        """Return the digest of the table that a ubatch has occupied, see `occupy`."""
+        del ubatch
+        return occupied.digest()
+
     @abstractmethod
     def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
         """Do what `seq_rm` says; return the table, and `ok`, `[]` bool."""

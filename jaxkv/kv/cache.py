@@ -107,6 +107,12 @@ class CellTable(Cells, Table):
         """See `slots.occupy`."""
         return slots.occupy(self, ubatch)
 
+    def digest_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
+        """See `slots.digest_after`; a window may take more cells than the ubatch does."""
+        if self.window is not None:
+            return occupied.digest()
+        return slots.digest_after(self, ubatch)
+
     def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
         """See `cells.remove`; never refused."""
         return cells.remove(self, seq, p0, p1), jnp.array(True)

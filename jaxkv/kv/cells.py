@@ -305,13 +305,24 @@ def digest(cells: Cells) -> jax.Array:
 
     Equal digests, equal table: position, owners, shift and stamp of every cell, and what windows
     took from every sequence. It changes with every edit, and comes back when an edit is undone.
+    It is a sum over cells: what some of them change tells the next from the one before.
     """
-    words = [cells.owners[:, word] for word in range(cells.owners.shape[1])]
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
-    cell = chained(index, cells.position, cells.shift, cells.stamp, *words)
+    owners = jnp.moveaxis(cells.owners, 1, -1)
+    cell = of_cells(index, cells.position, cells.shift, cells.stamp, owners)
     marks = cells.evicted_below.reshape(cells.streams, cells.sharing)
     sequence = chained(jnp.broadcast_to(jnp.arange(cells.sharing), marks.shape), marks)
-    return jnp.sum(cell, axis=1, dtype=jnp.uint32) ^ jnp.sum(sequence, axis=1, dtype=jnp.uint32)
+    return jnp.sum(cell, axis=1, dtype=jnp.uint32) + jnp.sum(sequence, axis=1, dtype=jnp.uint32)
+
+
+def of_cells(
+    index: jax.Array, position: jax.Array, shift: jax.Array, stamp: jax.Array, owners: jax.Array
+) -> jax.Array:
+    """Return what cells add to the digest of their stream; uint32, the shape of `index`.
+
+    `owners` has their words along an axis more, the last one.
+    """
+    return chained(index, position, shift, stamp, *jnp.unstack(owners, axis=-1))
 
 
 def go_back(cells: C, old: C) -> tuple[C, jax.Array]:

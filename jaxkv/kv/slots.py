@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
 from jaxkv.kv.by_stream import gathered, on_rows
-from jaxkv.kv.cells import WORD, C, Cells, digest, each, free, holders, home
+from jaxkv.kv.cells import WORD, C, Cells, digest, each, free, holders, home, of_cells
 from jaxkv.kv.reuse import evict, hidden, misses
 from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.kv.tiles import in_tiles
@@ -234,6 +234,9 @@ def _in_turn(cells: Cells, ubatch: Ubatch, all_streams: bool) -> tuple[jax.Array
       As `_search`.
     """
     open_cells = usable(cells)
+    if all_streams and ubatch.valid.size == cells.streams:
+        slots = _first_choice(cells, open_cells).reshape(ubatch.valid.shape)
+        return slots, jnp.zeros(slots.shape, bool)
     streams = jnp.arange(cells.streams, dtype=jnp.int32) if all_streams else ubatch.row_stream
     valid = ubatch.valid.reshape(streams.size, -1)
     turn = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
@@ -250,6 +253,25 @@ def _in_turn(cells: Cells, ubatch: Ubatch, all_streams: bool) -> tuple[jax.Array
     slots = slots.reshape(ubatch.valid.shape)
     split = jnp.broadcast_to(split[:, None], (split.size, slots.size // split.size))
     return slots, split.reshape(slots.shape)
+
+
+def _first_choice(cells: Cells, open_cells: jax.Array) -> jax.Array:
+    """Return the cell of a token that is alone in its stream, see `in_turn`, without counting.
+
+    Args:
+      cells: the table.
+      open_cells: `[S, N]` bool, the cells that may be taken.
+
+    Returns:
+      `[S]` int32, a cell in each stream; one past the last where none is open.
+    """
+    size, shards = cells.num_cells, cells.shards
+    open_cells, position = dealt(open_cells, shards), dealt(cells.position, shards)
+    if cells.window is not None and cells.placement != "contiguous":
+        lowest = jnp.min(jnp.where(open_cells, position, END), axis=1)
+        open_cells &= position == lowest[:, None]
+    first = jnp.min(jnp.where(open_cells, jnp.arange(size, dtype=jnp.int32), size), axis=1)
+    return cell_of(first, size, shards)
 
 
 def in_turn(
@@ -310,25 +332,60 @@ def _take(cells: C, ubatch: Ubatch) -> C:
         nothing = jnp.zeros(cells.position.shape, bool)
         cells = evict(cells, nothing.at[where].set(True, mode="drop"))
     words = jnp.arange(cells.owners.shape[1])
-
-    def owned(sequences: jax.Array) -> jax.Array:
-        _, word, bit = home(cells, sequences)
-        return jnp.where(words[None, None] == word[..., None], jnp.uint32(1) << bit[..., None], 0)
-
-    owner = owned(ubatch.sequences)
-    if ubatch.others is not None:
-        for other in jnp.unstack(ubatch.others, axis=-1):
-            owner |= jnp.where(other[..., None] >= 0, owned(jnp.maximum(other, 0)), 0)
     put = {"mode": "drop", "unique_indices": True}
     return replace(
         cells,
         position=cells.position.at[where].set(ubatch.positions, **put),
         owners=cells.owners.at[where[0][..., None], words[None, None], where[1][..., None]].set(
-            owner, **put
+            _owners(cells, ubatch), **put
         ),
         shift=cells.shift.at[where].set(0, **put),
         stamp=cells.stamp.at[where].set(ubatch.stamps, **put),
     )
+
+
+def _owners(cells: Cells, ubatch: Ubatch) -> jax.Array:
+    """Return the owners of the cells that tokens get, `[R, T, W]` uint32."""
+    words = jnp.arange(cells.owners.shape[1])
+
+    def owned(sequences: jax.Array) -> jax.Array:
+        _, word, bit = home(cells, sequences)
+        return jnp.where(words[None, None] == word[..., None], jnp.uint32(1) << bit[..., None], 0)
+
+    owners = owned(ubatch.sequences)
+    if ubatch.others is not None:
+        for other in jnp.unstack(ubatch.others, axis=-1):
+            owners |= jnp.where(other[..., None] >= 0, owned(jnp.maximum(other, 0)), 0)
+    return owners
+
+
+def digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
+    """Return the digest once a ubatch has occupied its slots, of a table without a window.
+
+    Only its slots change, which are empty: there is no need to look at all cells again.
+
+    Args:
+      cells: the table.
+      ubatch: with its slots, and the digest of the table as `before`.
+
+    Returns:
+      `[S]` uint32.
+    """
+    return on_rows(cells, ubatch, lambda cells, ubatch, *_: _digest_after(cells, ubatch), P)
+
+
+def _digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
+    """Do it in some streams, see `by_stream.on_rows`."""
+    slots, streams = ubatch.slots, ubatch.row_stream
+    stamp = cells.stamp.at[streams[:, None], slots].get(mode="fill", fill_value=0)
+    owners, none = _owners(cells, ubatch), jnp.zeros_like(slots)
+    gone = of_cells(slots, jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners))
+    come = of_cells(slots, ubatch.positions, none, ubatch.stamps, owners)
+    change = jnp.where(slots < cells.num_cells, come - gone, 0)
+    change = jnp.sum(change, axis=1, dtype=jnp.uint32)
+    if ubatch.in_order:
+        return ubatch.before + jnp.sum(change.reshape(cells.streams, -1), axis=1, dtype=jnp.uint32)
+    return ubatch.before.at[streams].add(change)
 
 
 def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:

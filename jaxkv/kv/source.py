@@ -59,6 +59,12 @@ class SourceTable(CellTable):
         """Mark the slots of a source; a text has none."""
         return self if isinstance(ubatch.slots, Reader) else super().occupy(ubatch)
 
+    def digest_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
+        """Return the digest; text changes nothing here."""
+        if isinstance(ubatch.slots, Reader):
+            return ubatch.before
+        return super().digest_after(ubatch, occupied)
+
     def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
         """Forget a source where all of its text is forgotten; a part of a text leaves it alone."""
         return super().remove(seq, p0, jnp.where((p0 <= 0) & (p1 < 0), -1, 0))

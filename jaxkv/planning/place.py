@@ -33,7 +33,8 @@ def place(draft: Draft, index: jax.Array, *, outputs: int) -> tuple[Draft, Ubatc
     ubatch = _lay_out(table, batch, index, outputs)
     slots, fault = table.choose_slots(ubatch, draft.ok)
     ubatch = replace(ubatch, slots=slots)
-    table = table.occupy(ubatch)
+    occupied = table.occupy(ubatch)
+    after = table.digest_after(ubatch, occupied)
     ids = jnp.where(ubatch.valid, ubatch.sequences, draft.late.size)
     fault = jnp.where(draft.ok, fault, Reason.FITS)
     late = draft.late.at[ids].max(fault, mode="drop")
@@ -42,7 +43,7 @@ def place(draft: Draft, index: jax.Array, *, outputs: int) -> tuple[Draft, Ubatc
         ids = jnp.where(there, ubatch.others, draft.late.size)
         late = late.at[ids].max(jnp.where(there, fault[..., None], Reason.FITS), mode="drop")
     late = jnp.maximum(late, jnp.where(mixed, Reason.MIXED_ROW, Reason.FITS))
-    return replace(draft, table=table, late=late), replace(ubatch, after=table.digest())
+    return replace(draft, table=occupied, late=late), replace(ubatch, after=after)
 
 
 @program

@@ -11,7 +11,7 @@ from jaxkv.batch import Ubatch, drop_unless, make_batch
 from jaxkv.memory import Facts, Memory, check_once, split
 from jaxkv.places import NOWHERE, flags, integers, is_concrete
 from jaxkv.plan import Plan, Reason
-from jaxkv.planning.layout import rank, tokens_first
+from jaxkv.planning.layout import tokens_first
 from jaxkv.planning.place import plan_one
 from jaxkv.tables import program
 
@@ -93,13 +93,12 @@ def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
     facts, (count, length) = table.facts, np.shape(valid)
     flat = make_batch(
         tokens.reshape(-1),
-        sequences=jnp.repeat(jnp.asarray(sequences), length, total_repeat_length=count * length),
+        sequences=jnp.broadcast_to(jnp.asarray(sequences)[:, None], (count, length)).reshape(-1),
         valid=valid.reshape(-1),
         outputs=valid.reshape(-1),
     )
     index, where = _rows_of(facts, jnp.asarray(sequences), jnp.asarray(valid))
-    ranks = rank(flat.sequences, flat.valid)
-    plan = plan_one(table, flat, ranks, index, outputs=count * length)
+    plan = plan_one(table, flat, _ranks(jnp.asarray(valid)), index, outputs=count * length)
     goes_on = jnp.where(jnp.any(valid, axis=1), sequences, facts.sequences)
     twice = jnp.zeros(facts.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
     once = ~jnp.any(twice)
@@ -131,6 +130,18 @@ def checked_next(facts: Facts, tokens: Any, sequences: Any, valid: Any) -> tuple
         facts.sequence_ids(ids)
         check_once(ids)
     return tokens, integers(sequences, "sequences"), valid
+
+
+def _ranks(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what `layout.rank` does for `[T, n]` tokens, those of a row of one sequence.
+
+    No two rows are of one sequence: such a plan is refused, whatever its ranks.
+    """
+    index = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
+    ranks = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid
+    latest = jax.lax.cummax(jnp.where(valid, index, -1), axis=1)
+    before = jnp.where(ranks == 0, index, jnp.roll(latest, 1, axis=1))
+    return ranks.reshape(-1), before.reshape(-1)
 
 
 def _rows_of(facts: Facts, ids: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
