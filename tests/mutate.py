@@ -55,8 +55,8 @@ KNOWN_BY = {
     "jaxkv/recurrent/copy.py": "groups recurrent recurrent_going_back stale every_argument",
     "jaxkv/hybrid.py": "arguments window recurrent stale refusals recurrent_ubatches stateful "
     "sources",
-    "jaxkv/planning/*.py": "arguments traps refusals batch step streams window "
-    "recurrent_ubatches stale stateful every_argument",
+    "jaxkv/planning/*.py": "arguments traps refusals batch step sets streams window "
+    "recurrent_ubatches stale stateful sources every_argument",
 }
 """The core, as patterns of its files, and the tests that know each, the quickest first."""
 

@@ -67,6 +67,16 @@ def test_a_token_goes_where_its_sequence_is_alone():
         assert drawing(jaxkv.apply(memory, plan)) == after
 
 
+def test_a_window_gives_the_cells_that_it_hides_and_no_other():
+    memory = drawn(
+        " ".join(f"{i}{{{seq}}}" for seq in range(4) for i in range(4)),
+        replace(TILES, windows=(sliding(3),)),
+    )
+    for count in (8, 9):  # of each sequence two
+        plan = jaxkv.init_batch(memory, jaxkv.make_batch(range(count)), ubatch_size=16)
+        assert plan.ok == (count == 8)
+
+
 def test_a_defrag_moves_whole_tiles():
     memory = drawn("0{0} . 1{0} . . . . . . . . . . 3{1,2} . 4{1}", TILES)
     packed = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
