@@ -68,6 +68,7 @@ def placed(engine):
 # --------------------------------------------------------------------------------- what is reused
 
 
+@pytest.mark.slow
 def test_a_prompt_that_begins_with_a_text_that_ended_computes_only_the_rest():
     engine, prompt = engine_of(SMALL, [3]), tokens(8)
     first = ask(engine, prompt, limit=4)

@@ -307,6 +307,7 @@ def test_a_search_is_a_part_of_a_scan():
     assert tokens.tolist() == [search(memory, logits, steps=2)[1].tokens.tolist()] * 2
 
 
+@pytest.mark.slow
 @over_memories
 def test_the_memory_that_is_passed_in_stays_unless_it_is_donated(kind):
     memory, logits = jax.tree.map(jnp.copy, prompted(kind))

@@ -169,6 +169,7 @@ def live(texts, bias, **options):
         feed(EACH)
 
 
+@pytest.mark.slow
 def test_a_bias_is_added_to_prompts_in_ubatches_and_to_tokens():
     Texts().feed({0: 5, 1: 3}, "t5").feed({1: 6}, "t5", size=3).feed(EACH, "t5")
 

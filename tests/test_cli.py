@@ -263,6 +263,7 @@ def test_one_prompt_stands_before_its_text(run, texts):
     assert (status, out) == (0, f"{STORY}{texts([STORY]).texts[0].text}\n")
 
 
+@pytest.mark.slow
 def test_several_prompts_stand_below_one_another(run, texts):
     _, out, _ = run(*PROMPTS)
     parts = [
@@ -545,6 +546,7 @@ def test_a_file_takes_the_sizes_that_are_given(run, tmp_path, monkeypatch):
     assert heard == [{**fixed, **sizes}, fixed]
 
 
+@pytest.mark.slow
 def test_a_prompt_may_come_from_stdin(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(STORY))
     piped = run("--json", "-")

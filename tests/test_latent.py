@@ -83,10 +83,9 @@ class Pair:
 @pytest.mark.parametrize(
     "sizes",
     [
-        {},
         *(
             pytest.param(sizes, marks=pytest.mark.slow)
-            for sizes in ({"streams": 3}, {"window": jaxkv.window.sliding(4)})
+            for sizes in ({}, {"streams": 3}, {"window": jaxkv.window.sliding(4)})
         ),
     ],
     ids=str,
@@ -117,7 +116,7 @@ def seen(memory, x):
     return ubatch, *jaxkv.attend(memory, 0, ubatch, q, k)
 
 
-@pytest.mark.parametrize("where", [0, 6])
+@pytest.mark.parametrize("where", [pytest.param(0, marks=pytest.mark.slow), 6])
 def test_a_key_that_is_not_finite_shows_where_it_is_seen_alone(where):
     key = jnp.zeros(D).at[where].set(jnp.inf)
     ubatch, memory, out = seen(make(value_dim=PART), key)

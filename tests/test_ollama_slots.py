@@ -138,6 +138,7 @@ def test_conversations_in_turn_find_each_their_own():
         assert len(server.texts) == len(holders)
 
 
+@pytest.mark.slow
 def test_edge_20_requests_wait_where_every_slot_is_busy():
     """There a semaphore stands before the search, which would fail."""
     engine = engine_of(SMALL, [2, 3])

@@ -171,6 +171,7 @@ def looked(memory, ubatch, q, k, v):
     return memory, reference(lists, k, v, mask, Options()).reshape(q.shape)
 
 
+@slow
 def test_tokens_see_what_is_stored_and_a_shift_decodes_rotates_and_encodes():
     pair = Pair()
     pair.tell([7], ubatch_size=4)
@@ -351,7 +352,8 @@ def test_what_is_not_finite_shows_where_it_is_seen_and_nowhere_else(half, bad):
     assert np.isnan(memory.buffers.k[0].scales).sum() == 1
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=slow)])
+@slow
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_derivatives_are_those_of_the_queries_alone(dtype):
     memory = memory_of(dtype)
     (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3, 4])).ubatches
@@ -370,7 +372,8 @@ def test_derivatives_are_those_of_the_queries_alone(dtype):
     assert not any(map(jnp.any, others))
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=slow)])
+@slow
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_a_snapshot_holds_codes_and_scales(dtype):
     memory = memory_of(dtype, sequences=2)
     (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch([[1, 2, 3], [4, 5, 6]])).ubatches

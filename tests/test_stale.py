@@ -207,7 +207,7 @@ CASES = [
         kind,
         edit,
         id=f"{kind}-{edit.__name__}",
-        marks=() if kind in ("pool", "hybrid with a window") else pytest.mark.slow,
+        marks=() if kind == "pool" else pytest.mark.slow,
     )
     for kind in MEMORIES
     for edit in EDITS
@@ -226,7 +226,9 @@ def test_a_plan_made_before_an_edit_is_not_carried_out_after_it(kind, edit):
     assert_identical(written(after, late, layers_of(kind)), edited)
 
 
-@pytest.mark.parametrize("kind", ["split", "hybrid of streams"])
+@pytest.mark.parametrize(
+    "kind", ["split", pytest.param("hybrid of streams", marks=pytest.mark.slow)]
+)
 def test_an_edit_of_another_stream_leaves_a_plan_as_it_was(kind):
     """Told before or after it, the sequence holds the same."""
     memory = filled(kind)
