@@ -15,9 +15,12 @@ ONE = Kind("one-each", cells=4, sequences=2, streams=2, windows=(jaxkv.window.sl
 ONE_OF_POOL = Kind("pool", cells=4, sequences=2, windows=(jaxkv.window.sliding(1),))
 
 
-def evicted(kind=FOUR, seq=0, count=8):
+GROUPS = Kind("groups", cells=6, sequences=4, streams=2, windows=(jaxkv.window.sliding(4),))
+
+
+def evicted(kind=FOUR, seq=0, count=8, memory=None):
     """A memory whose window has taken the first of so many tokens, told one after another."""
-    memory = kind.make()
+    memory = kind.make() if memory is None else memory
     for i in range(count):
         memory, _ = run(memory, make_batch([i + 1], sequences=seq))
     return memory
@@ -114,6 +117,16 @@ def test_taking_a_cell_that_was_moved_back_gives_nothing_back(kind):
     memory, _ = run(memory, make_batch([9]))
     assert sorted(drawing(memory).rstrip(" |").split()) == [".", "2{0}", "2{0}", "3{0}"]
     assert resumable(memory) == [*before, 4]
+
+
+def test_a_cell_that_is_taken_in_one_stream_takes_nothing_in_another():
+    """Sequences 0 and 2 are the first of their streams, and those are looked at together."""
+    memory, _ = jaxkv.seq_rm(evicted(GROUPS, seq=2), 2, 3, 7)
+    memory, _ = run(memory, make_batch([1, 2], sequences=3))
+    memory = jaxkv.seq_cp(memory, 3, 2, 0, 2)  # below what the window has taken from sequence 2
+    held = drawing(memory).split("|")[1]
+    memory = evicted(memory=memory)
+    assert drawing(memory).split("|")[1] == held and "0{2,3}" in held
 
 
 def test_what_is_hidden_is_counted_from_what_was_taken():
