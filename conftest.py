@@ -44,7 +44,7 @@ _ANY_PACE = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(
     "fast", deadline=None, suppress_health_check=_ANY_PACE, max_examples=25, derandomize=True
 )
-for _name, _examples in {"slow": 100, "exhaustive": 500}.items():
+for _name, _examples in {"slow": 75, "exhaustive": 500}.items():
     hypothesis.settings.register_profile(
         _name,
         deadline=None,

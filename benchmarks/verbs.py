@@ -1,8 +1,9 @@
 """What does each verb cost, and how does that grow with the cells?
 
-Run `python -m benchmarks.verbs`. A pool that is three quarters full, shared by 32 sequences. For
-each verb: what the caller waits until the call returns, what it takes until the result is there,
-and the slope, the power of the number of cells that the time grows with (1 is linear).
+Run `python -m benchmarks.verbs`. A pool that is three quarters full, shared by 32 sequences, and
+for the next plan also 8 streams of as many cells, empty, of one sequence each. For each verb: what
+the caller waits until the call returns, what it takes until the result is there, and the slope, the
+power of the number of cells that the time grows with (1 is linear).
 """
 
 import argparse
@@ -17,6 +18,7 @@ import jaxkv
 from benchmarks import machine
 
 SEQUENCES = 32
+STREAMS = 8
 
 
 def filled(cells: int) -> jaxkv.Memory:
@@ -30,6 +32,14 @@ def filled(cells: int) -> jaxkv.Memory:
     return memory
 
 
+def next_plan(cells: int, window: jaxkv.window.Window | None = None) -> Callable[[], object]:
+    """Plan a token for each of some sequences with a stream each."""
+    sizes = {"cells": cells, "sequences": STREAMS, "streams": STREAMS, "window": window}
+    memory = jaxkv.make_kv_cache(layers=1, kv_heads=1, head_dim=2, **sizes)
+    step, ids, ones = jax.jit(jaxkv.plan_step), jnp.arange(STREAMS), jnp.ones(STREAMS, bool)
+    return lambda: step(memory, ids, ids, ones)
+
+
 def verbs(memory: jaxkv.Memory) -> dict[str, Callable[[], object]]:
     """Everything there is to do with a memory, by name."""
     each = jaxkv.make_batch([[1]] * SEQUENCES)
@@ -39,11 +49,14 @@ def verbs(memory: jaxkv.Memory) -> dict[str, Callable[[], object]]:
     plan = jaxkv.init_batch(memory, each)
     later = jaxkv.apply(memory, plan)
     table, _ = jaxkv.split(memory)
-    middle = memory.table.num_cells // SEQUENCES // 2
+    cells = memory.table.num_cells
+    middle = cells // SEQUENCES // 2
     return {
         "init_batch, a token each": lambda: jaxkv.init_batch(memory, each),
         "init_batch, 512 tokens": lambda: jaxkv.init_batch(memory, prompt),
         "plan_step, a token each": lambda: step(memory, ids, ids, ones),
+        "plan_step, a stream each": next_plan(cells),
+        "and a window": next_plan(cells, jaxkv.window.sliding(cells // 8)),
         "apply": lambda: jaxkv.apply(memory, plan),
         "seq_rm": lambda: jaxkv.seq_rm(memory, 3, middle, -1),
         "seq_cp": lambda: jaxkv.seq_cp(memory, 3, 4, 0, middle),
