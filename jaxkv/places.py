@@ -36,6 +36,15 @@ def end_of(stop: jax.Array) -> jax.Array:
     return jnp.where(stop < 0, END, stop)
 
 
+def numbers_of(which: jax.Array, count: int) -> jax.Array:
+    """Return the numbers of the first that are true, `[count]` int32; the size for want of more.
+
+    >>> numbers_of(jnp.array([False, True, True, False]), 3)
+    Array([1, 2, 4], dtype=int32)
+    """
+    return jnp.nonzero(which, size=count, fill_value=which.size)[0].astype(jnp.int32)
+
+
 def divided(numbers: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Return quotients and remainders of numbers that are not negative, in their shape and dtype.
 

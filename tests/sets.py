@@ -2,7 +2,7 @@
 
 import random
 
-from tests.memories import Twin
+from tests.twins import Twin
 
 
 def tree_of(rng: random.Random, pool: list[int], count: int) -> list[list[int]]:

@@ -108,7 +108,7 @@ def test_the_page_fits_a_terminal(plan):
         r"4 sequences in 2 streams of \d+ cells",
         r"on each of 8 devices",
         r"data=2 +2 streams",
-        r"the heads fit with --mesh data=2,tensor=2,cells=2, on each device:",
+        r"for these heads take --mesh data=2,tensor=2,cells=2, on each device:",
         r"a sequence of \d+ tokens takes [\d.]+ kB, on all devices together",
         r"into 16 GB on each device fit [\d,]+ sequences of \d+ tokens",
     ):
@@ -285,3 +285,5 @@ def test_one_head_and_heads_that_have_no_mesh_left(plan):
     assert "an axis named cells splits the cells of a head that is alone" in out
     status, out, _ = plan("--mesh", "tensor=4,cells=2")
     assert status == 0 and "take tensor=2 and cells=4" in out
+    _, out, _ = plan("--mesh", "tensor=3", "--cells", 99)  # they stay whole, and do not "fit"
+    assert "for these heads take --mesh tensor=1,cells=3, on each device:" in out

@@ -15,18 +15,8 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from models.compiling import counting
-from tests.memories import (
-    SMALL,
-    SPLIT,
-    TWO,
-    VOCABULARY,
-    WIDE,
-    assert_identical,
-    filled,
-    lived_in,
-    run,
-    think,
-)
+from tests.memories import SMALL, SPLIT, TWO, VOCABULARY, WIDE, assert_identical, filled, run, think
+from tests.twins import lived_in
 
 pytestmark = pytest.mark.slow
 

@@ -28,6 +28,7 @@ from tests.memories import (
     plan_rows,
 )
 from tests.oracle import Fault, Oracle, Token
+from tests.twins import Twin
 
 RANGES = [*product(range(-1, 6), range(-1, 7))]
 TWO_SPLIT = Kind("two-streams", cells=6, sequences=2, streams=2)
@@ -146,7 +147,7 @@ def does_nothing(verb, args, count):
 def test_verbs_of_attention(name):
     kind = CELLS[name]
     count = kind.sequences
-    for twin in lives(memories.Twin(kind), count, seed=1):
+    for twin in lives(Twin(kind), count, seed=1):
         light = twin.oracle.fork()  # without what buffers hold, so that copies cost little
         light.rows.clear()
         for verb in ("seq_rm", "seq_cp", "seq_keep", "seq_add", "seq_div", "seq_select"):
@@ -184,7 +185,7 @@ def test_plans_of_attention(name):
     """Few and many tokens of each sequence, the first or the second of them out of place."""
     count = kind.sequences
     slips = [(0, 0), (1, 0), (-1, 0), (2, 0), (0, 1), (0, -1), (0, -2)]
-    for twin in lives(memories.Twin(kind, in_rows=True), count, seed=2):
+    for twin in lives(Twin(kind, in_rows=True), count, seed=2):
         batches = []
         for counts, slip, who in product(product([0, 1, 2, 5], repeat=count), slips, range(count)):
             if any(counts) and (slip == (0, 0)) <= (who == 0) and (counts[who] or who == 0):

@@ -12,7 +12,8 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
-from tests.memories import SMALL, WIDE, assert_identical, filled, lived_in, run, think
+from tests.memories import SMALL, WIDE, assert_identical, filled, run, think
+from tests.twins import lived_in
 
 SEEDS = range(6)
 

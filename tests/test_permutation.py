@@ -12,7 +12,8 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
-from tests.memories import SMALL, WIDE, assert_identical, drawn, filled, lived_in, run
+from tests.memories import SMALL, WIDE, assert_identical, drawn, filled, run
+from tests.twins import lived_in
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,6 @@ from tests.memories import (
     WEIGHTS,
     WIDE,
     WINDOW,
-    Twin,
     assert_identical,
     drawing,
     drawn,
@@ -34,6 +33,7 @@ from tests.memories import (
 from tests.sets import nearly_right
 from tests.test_sharding import KINDS as MESH_KINDS
 from tests.test_sharding import mesh_of
+from tests.twins import Twin
 
 TREE = [[0, 1, 2], [0, 1, 2], [0, 1], [2], [0], [1], [2]]
 """A trunk of two tokens, and three branches, the first two of which part a token later."""

@@ -39,9 +39,9 @@ from tests.memories import (
     drawing,
     drawn,
     filled,
-    lived_in,
     parts_of,
 )
+from tests.twins import lived_in
 
 EVERY = [SMALL, RUNS, WIDE, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS, GROUPS_RUNS]
 STATES = {

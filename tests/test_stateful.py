@@ -21,8 +21,9 @@ from hypothesis.stateful import (
 )
 
 from tests.cases import mostly_exhaustive
-from tests.memories import ALL_KINDS, CODES, GROUPS_STRIPES, LATENT, LOOKS, SMALL, Kind, Look, Twin
+from tests.memories import ALL_KINDS, CODES, GROUPS_STRIPES, LATENT, LOOKS, SMALL, Kind, Look
 from tests.sets import nearly_right
+from tests.twins import Twin
 
 KINDS = [*ALL_KINDS, CODES, LATENT]
 

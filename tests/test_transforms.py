@@ -11,15 +11,8 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
-from tests.memories import (
-    SMALL,
-    assert_identical,
-    filled,
-    lived_in,
-    over_kinds,
-    run,
-    think,
-)
+from tests.memories import SMALL, assert_identical, filled, over_kinds, run, think
+from tests.twins import lived_in
 
 pytestmark = pytest.mark.slow
 

@@ -112,8 +112,9 @@ def axes_of_queries(
     """Return the axes of a mesh that split H query heads: those that split the heads of keys.
 
     A latent is one head, which is whole on each device, and all query heads look at it. So they are
-    split by themselves, unless the same axis splits something else. None without a mesh. `depth` is
-    as for `sizes_of`.
+    split by themselves, unless the same axis splits something else. Those of a single plain head
+    stay whole: a model has them from the weights of that head, which are whole too, and would have
+    to send what is split between. None without a mesh. `depth` is as for `sizes_of`.
     """
     if rules is None or mesh is None:
         return ()

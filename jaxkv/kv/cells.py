@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.mesh import Rules
-from jaxkv.places import EMPTY, END, divided, end_of
+from jaxkv.places import EMPTY, END, divided, end_of, numbers_of
 from jaxkv.stamp import chained, mix
 from jaxkv.window import Window
 
@@ -262,8 +262,7 @@ def each(asked: jax.Array, look: Callable[[jax.Array, T], T], start: T) -> T:
     A reduction over all pairs of sequences and cells at once costs a hundred times more in a large
     table.
     """
-    count = asked.shape[0]
-    ids = jnp.nonzero(asked, size=count, fill_value=count)[0].astype(jnp.int32)
+    ids = numbers_of(asked, asked.size)
     return jax.lax.fori_loop(0, jnp.sum(asked), lambda i, carry: look(ids[i], carry), start)
 
 

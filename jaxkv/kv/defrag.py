@@ -15,7 +15,7 @@ from jaxkv.kv.tiles import tile_of
 from jaxkv.memory import Commitment, Facts
 from jaxkv.mesh import Shares
 from jaxkv.ops.stacked import each_array
-from jaxkv.places import EMPTY
+from jaxkv.places import EMPTY, numbers_of
 from jaxkv.stamp import mix
 
 
@@ -83,11 +83,7 @@ def _close(facts: Facts, shards: int, tile: int | None, taken: jax.Array) -> Def
     if tile is not None:
         leave, enter = _tile_by_tile(taken, tile)
 
-    def cells_of(which: jax.Array) -> jax.Array:
-        ranks = jnp.nonzero(which, size=most, fill_value=size)[0].astype(jnp.int32)
-        return cell_of(ranks, size, shards)
-
-    source, gap = cells_of(leave), cells_of(enter)
+    source, gap = (cell_of(numbers_of(x, most), size, shards) for x in (leave, enter))
     pair = jnp.arange(most)
     pairs = jnp.sum(enter)
     # A run goes on where both its source and its destination do, and within a tile.
@@ -96,7 +92,7 @@ def _close(facts: Facts, shards: int, tile: int | None, taken: jax.Array) -> Def
         goes_on &= source % tile > 0
     starts = (pair < pairs) & ~goes_on
     runs = jnp.sum(starts, dtype=jnp.int32)
-    start = jnp.nonzero(starts, size=most, fill_value=most)[0]
+    start = numbers_of(starts, most)
     end = jnp.minimum(jnp.append(start[1:], most), pairs)
     length = jnp.where(pair < runs, end - start, 0)
     # From the end: what is taken last moves first, so that even a part of the moves shrinks it.
@@ -120,13 +116,9 @@ def _tile_by_tile(taken: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     cells = taken.reshape(-1, tile)
     begun, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
     used = jnp.sum(begun)
-
-    def first(which: jax.Array) -> jax.Array:
-        return jnp.nonzero(which, size=which.size, fill_value=which.size)[0]
-
-    leaving, gaps = begun & (rank >= used), first(~begun & (rank < used))
-    leaves = cells.at[first(leaving)].get(mode="fill", fill_value=False)
-    enter = jnp.zeros_like(cells).at[gaps].set(leaves, mode="drop")
+    leaving, gaps = begun & (rank >= used), ~begun & (rank < used)
+    leaves = cells.at[numbers_of(leaving, rank.size)].get(mode="fill", fill_value=False)
+    enter = jnp.zeros_like(cells).at[numbers_of(gaps, rank.size)].set(leaves, mode="drop")
     return (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
 
 

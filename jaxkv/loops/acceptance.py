@@ -54,8 +54,7 @@ def verify(
             token = jnp.where(valid & accepted, guessed, token)
         else:
             token = draw(sampler, adjusted, state.key)
-        followed = sampler.follow(adjusting, token)
-        adjusting = jax.tree.map(chosen(holds & (token >= 0)), followed, adjusting)
+        adjusting = chosen(holds & (token >= 0), sampler.follow(adjusting, token), adjusting)
         found = token, logprob_of(logits, token, holds), holds
         return (holds & valid & (token == guessed), adjusting), found
 
@@ -115,8 +114,7 @@ def verify_branches(
             held, rest = _first_to_hold(adjusted, offered, alive & valid, q, keys)
             token = draw(sampler, rest, draw_key(state.key, number, 0))
             token = jnp.where(held >= 0, held, token)
-        followed = sampler.follow(adjusting, token)
-        adjusting = jax.tree.map(chosen(holds & (token >= 0)), followed, adjusting)
+        adjusting = chosen(holds & (token >= 0), sampler.follow(adjusting, token), adjusting)
         found = token, logprob_of(here, token, holds), holds
         follows = alive & valid & (offered == token[:, None])
         holds &= jnp.any(follows, axis=1)

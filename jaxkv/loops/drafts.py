@@ -247,7 +247,7 @@ class DraftModel(Draft):
             adjusted = adjusted_by(sampler, logits, adjusting)
             token = draw(sampler, adjusted, draw_key(state.key, state.draw + i, 2))
             going &= plan.ok & (token >= 0)
-            adjusting = jax.tree.map(chosen(going), sampler.follow(adjusting, token), adjusting)
+            adjusting = chosen(going, sampler.follow(adjusting, token), adjusting)
             return (memory, adjusting, token, going), (token, going, adjusted)
 
         carry, first = step(carry, tokens, valid, jnp.int32(0))

@@ -154,7 +154,7 @@ def advance(
         active=state.active & ~(active & ended),
         left=left,
         draw=state.draw + picked,
-        adjusting=jax.tree.map(chosen(picked), followed, state.adjusting),
+        adjusting=chosen(picked, followed, state.adjusting),
     )
     return state, jnp.where(picked, token, -1), logprob_of(logits, token, active)
 

@@ -1,6 +1,6 @@
 """Rows of several texts: tokens at their ends, and a choice for each text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,10 +45,10 @@ def listed(stop: Any) -> Any:
     return sorted(stop) if isinstance(stop, (set, frozenset)) else stop
 
 
-def chosen(which: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function that takes the first of two arrays `[T, ...]` for some texts, `[T]`."""
+def chosen(which: jax.Array, new: Any, old: Any) -> Any:
+    """Return what is new for some texts, `[T]` bool, and old for others; trees of `[T, ...]`."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)
 
-    return choose
+    return jax.tree.map(choose, new, old)

@@ -79,7 +79,7 @@ class Constrained(Sampler):
         """Advance the rule, and the sampler; the rule stays where there is no token."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
-        rule = jax.tree.map(chosen(tokens >= 0), advanced, rule)
+        rule = chosen(tokens >= 0, advanced, rule)
         return rule, self.sampler.follow(rest, tokens)
 
 

@@ -4,12 +4,13 @@ A few keys of a large head may be much larger than the others, which would lose 
 if all had one scale.
 
 `encoded` and `decoded` say what codes mean. Attention multiplies codes as they are, and logits and
-weights by the scales (`parts`). What copies, cuts, splits or counts arrays does so with codes and
-scales alike, array by array (`jax.tree.map`): both have streams, heads and cells first, and a last
-dimension of their own.
+weights by the scales: `scored` and `weighed`, and kernels with `parts`. What copies, cuts, splits
+or counts arrays does so with codes and scales alike, array by array (`jax.tree.map`): both have
+streams, heads and cells first, and a last dimension of their own.
 """
 
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -138,3 +139,35 @@ def decoded(x: Stored) -> jax.Array:
     if not isinstance(x, Quantised):
         return x
     return x.codes.astype(x.scales.dtype) * _spread(x.scales, x.shape[-1])
+
+
+def scored(q: jax.Array, k: Stored, dtype: jnp.dtype, *, keys_first: bool = False) -> jax.Array:
+    """Multiply queries `[..., X, D]` and keys `[..., C, D]`, in a dtype.
+
+    Returns:
+      `[..., X, C]`; `[..., C, X]` where the keys come first, as factors too.
+    """
+    codes, scales = parts(k)
+    form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
+    product = partial(jnp.einsum, form, preferred_element_type=dtype)
+    if scales is None:
+        return product(q, codes)
+
+    def of_group(i: int, one: slice) -> jax.Array:
+        scale = scales[..., i : i + 1]  # one for a cell, and not for each of its numbers
+        return product(q[..., one], codes[..., one]) * (scale if keys_first else scale.mT)
+
+    return reduce(jnp.add, [of_group(*group) for group in enumerate(groups_of(k.shape[-1]))])
+
+
+def weighed(weights: jax.Array, v: Stored) -> jax.Array:
+    """Multiply weights `[..., X, C]` and values `[..., C, Dv]`; `[..., X, Dv]`."""
+    codes, scales = parts(v)
+    product = partial(jnp.einsum, "...xc,...cd->...xd", preferred_element_type=weights.dtype)
+    if scales is None:
+        return product(weights, codes)
+    found = [
+        product(weights * scales[..., i : i + 1].mT, codes[..., one])
+        for i, one in enumerate(groups_of(v.shape[-1]))
+    ]
+    return jnp.concatenate(found, axis=-1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv.batch import Batch, Ubatch, by_row, drop_unless
 from jaxkv.memory import Facts
-from jaxkv.places import NOWHERE, divided
+from jaxkv.places import NOWHERE, divided, numbers_of
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.check import Draft, check
 from jaxkv.planning.layout import in_rows
@@ -146,6 +146,6 @@ def _outputs(part: Batch, index: jax.Array, outputs: int) -> tuple[jax.Array, ja
     tokens = order.shape[0]
     if outputs >= tokens:  # any of them may be an output: none has to be picked
         return jnp.arange(tokens, dtype=jnp.int32), order
-    pick = jnp.nonzero(order != NOWHERE, size=outputs, fill_value=tokens)[0].astype(jnp.int32)
+    pick = numbers_of(order != NOWHERE, outputs)
     order = order.at[pick].get(mode="fill", fill_value=NOWHERE)
     return jnp.minimum(pick, tokens - 1), order

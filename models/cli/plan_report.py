@@ -86,7 +86,7 @@ def advice(answer: Answer) -> Iterator[str]:
     """Say what to do about heads that the devices do not divide."""
     if answer.fitted is not None:
         layout = answer.fitted.layout
-        yield f"the heads fit with --mesh {axes_of(answer.fitted.mesh)}, on each device:"
+        yield f"for these heads take --mesh {axes_of(answer.fitted.mesh)}, on each device:"
         yield (
             f"weights {in_units(layout.weights)}, buffers {in_units(layout.buffers)}, in all "
             f"{in_units(layout.total)}, sent in a step {in_units(layout.sent)}"

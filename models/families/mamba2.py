@@ -243,6 +243,23 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     }
 
 
+def sizes_of(checkpoint: Checkpoint, **switches: bool) -> Sizes:
+    """Read the sizes of a mixer that is one part of a model, as the configs of such models say."""
+    c = checkpoint.config
+    return Sizes(
+        width=c["hidden_size"],
+        heads=c["mamba_n_heads"],
+        head_dim=c["mamba_d_head"],
+        state=c["mamba_d_state"],
+        groups=c["mamba_n_groups"],
+        kernel=c["mamba_d_conv"],
+        eps=c["rms_norm_eps"],
+        limits=c["time_step_limit"],
+        conv_bias=c["mamba_conv_bias"],
+        **switches,
+    )
+
+
 def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
     """Returns where the weights of a `Mixer` come from."""
     inner = sizes.inner

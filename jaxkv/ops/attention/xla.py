@@ -1,7 +1,5 @@
 """All cells at once, in two plain products: what any compiler knows how to fuse and to split."""
 
-from functools import partial, reduce
-
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +13,7 @@ from jaxkv.ops.attention.softmax import (
     seen_alone,
     sums_dtype,
 )
-from jaxkv.ops.quantised import Stored, decoded, groups_of, parts
+from jaxkv.ops.quantised import Stored, decoded, scored, weighed
 
 
 def whole(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
@@ -91,32 +89,12 @@ def added(
 def _logits(
     q: jax.Array, k: Stored, mask: jax.Array, options: Options, bias: jax.Array | None
 ) -> jax.Array:
-    codes, scales = parts(k)
-    product = partial(jnp.einsum, "pkxd,pkcd->pkxc", preferred_element_type=sums_dtype(q))
-    if scales is None:
-        logits = product(q, codes)
-    else:  # one for a cell, and not for each of its numbers
-        scales = scales.swapaxes(2, 3)
-        by_group = [
-            product(q[..., one], codes[..., one]) * scales[:, :, i : i + 1]
-            for i, one in enumerate(groups_of(k.shape[3]))
-        ]
-        logits = reduce(jnp.add, by_group)
+    logits = scored(q, k, sums_dtype(q))
     by_token = options.capped(logits).reshape(*q.shape[:2], -1, *mask.shape[1:])
     bias = None if bias is None else by_groups(bias, k.shape[1])
     return masked(by_token, mask[:, None, None], bias).reshape(logits.shape)
 
 
 def _weigh(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
-    codes, scales = parts(v)
-    product = partial(jnp.einsum, "pkxc,pkcd->pkxd", preferred_element_type=weights.dtype)
-    if scales is None:
-        out = product(weights, codes)
-    else:
-        scales = scales.swapaxes(2, 3)
-        found = [
-            product(weights * scales[:, :, i : i + 1], codes[..., one])
-            for i, one in enumerate(groups_of(v.shape[3]))
-        ]
-        out = jnp.concatenate(found, axis=-1)
+    out = weighed(weights, v)
     return jnp.sum(weights, axis=-1), out

@@ -9,7 +9,7 @@ cells of a tile.
 """
 
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jaxkv.ops.attention.softmax import (
     sums_dtype,
 )
 from jaxkv.ops.attention.xla_tiles import one_by_one
-from jaxkv.ops.quantised import Quantised, Stored, groups_of, parts
+from jaxkv.ops.quantised import Quantised, Stored, scored, weighed
 from jaxkv.ops.stacked import OfLayer
 
 
@@ -153,30 +153,11 @@ def _scores(q: jax.Array, k: Stored) -> jax.Array:
 
     The keys come first, as in `jaxkv.ops.attention.xla_cpu`.
     """
-    codes, scales = parts(k)
-    product = partial(jnp.einsum, "pkmcd,pkmgd->pkmcg", preferred_element_type=sums_dtype(q))
-    if scales is None:
-        logits = product(codes, q)
-    else:
-        by_group = [
-            product(codes[..., one], q[..., one]) * scales[..., i : i + 1]
-            for i, one in enumerate(groups_of(k.shape[-1]))
-        ]
-        logits = reduce(jnp.add, by_group)
+    logits = scored(q, k, sums_dtype(q), keys_first=True)
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 
 
 def _weigh(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
     """Add up the weights `[P, K, M, G, C]` of tiles, `[P, K, M, G]`, and values, with `Dv` more."""
-    codes, scales = parts(v)
-    product = partial(jnp.einsum, "pkmgc,pkmcd->pkmgd", preferred_element_type=weights.dtype)
-    if scales is None:
-        out = product(weights, codes)
-    else:
-        scales = scales.swapaxes(3, 4)
-        found = [
-            product(weights * scales[..., i : i + 1, :], codes[..., one])
-            for i, one in enumerate(groups_of(v.shape[-1]))
-        ]
-        out = jnp.concatenate(found, axis=-1)
+    out = weighed(weights, v)
     return jnp.sum(weights, axis=-1), jax.lax.optimization_barrier(out)
