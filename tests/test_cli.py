@@ -13,6 +13,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import jax
@@ -24,8 +25,10 @@ from jaxkv.loops import batching
 from jaxkv.loops.sampling import make_sampler
 from models.cli import generate as command
 from models.cli import modes
+from models.cli.arguments import InputError
 from models.cli.interrupts import noticed
 from models.cli.main import main
+from models.cli.prompts import encode
 from models.cli.screen import Screen
 from models.compiling import counting
 from models.generate import generate_texts
@@ -486,6 +489,12 @@ def test_beams_are_at_least_as_probable_as_the_best_token_each_time(run):
 def test_options_that_do_not_go_together_are_named(run, arguments, message):
     status, out, err = run(*arguments)
     assert (status, out) == (2, "") and message in err.splitlines()[-1]
+
+
+def test_a_prompt_that_no_token_spells_is_a_sentence():
+    speechless = SimpleNamespace(tokenizer=SimpleNamespace(prompt=lambda text, special: []))
+    with pytest.raises(InputError, match="the model has no token for any of the prompt 'xyz'"):
+        encode(speechless, "xyz", chat=False)
 
 
 @pytest.mark.parametrize("text", ["", "\n  \n"])

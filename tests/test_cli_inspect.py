@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,31 @@ def test_what_is_neither_is_a_sentence(inspect, tmp_path, name, content, message
     status, out, err = inspect(tmp_path / name)
     assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
     assert message in err
+
+
+def test_the_home_of_somebody_who_is_not_there_is_a_sentence(capsys):
+    for command in (["inspect"], ["plan", "--model"]):
+        assert main([*command, "~nobody-of-that-name/file"]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is simulated there alone")
+def test_a_full_disk_is_a_sentence(saved, monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["inspect", str(saved)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: the output cannot be written: ") and err.count("\n") == 1
+
+
+def test_streams_that_are_closed_read_nothing_and_lose_what_is_written(saved, monkeypatch):
+    names = ("stdin", "stdout", "stderr")
+    for name in names:
+        monkeypatch.setattr(sys, name, None)
+    assert main(["generate", "-"]) == 2  # an empty prompt
+    assert main(["inspect", str(saved)]) == 0
+    for name in names:
+        getattr(sys, name).close()
 
 
 def test_damage_is_a_sentence(inspect, saved, tmp_path):

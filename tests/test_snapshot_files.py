@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import sys
 import tracemalloc
 from functools import partial
@@ -301,6 +302,35 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError):  # a folder is no file to replace
         snapshot.save(tmp_path / "folder", make())
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_link_is_followed_and_a_device_is_left_where_it_is(tmp_path):
+    """Renaming a file over a link would lose the link, and over a device, the device."""
+    target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
+    link.symlink_to(target)
+    for name in ("first", "second"):
+        snapshot.save(link, make(), model=name)
+        assert snapshot.inspect(target).model == name
+    os.mkfifo(pipe)
+    for use in (partial(snapshot.save, memory=make()), snapshot.load, snapshot.inspect):
+        for path in (pipe, tmp_path):
+            with pytest.raises(OSError, match=f"wanted the path of a file, got {path}, a folder"):
+                use(path)
+    assert link.is_symlink() and pipe.is_fifo()
+
+
+def test_a_full_disk_is_an_error_of_the_system_and_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    snapshot.save(path, make(), model="old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"{path} cannot be written"):
+            snapshot.save(path, make(), model="new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert snapshot.inspect(path).model == "old"
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):

@@ -86,8 +86,12 @@ def write(path: str | os.PathLike, description: Mapping[str, Any], arrays: Any) 
       path: of the file, which is replaced if it is there.
       description: what JSON holds; "arrays" is added to it.
       arrays: by name, NumPy arrays.
+
+    Raises:
+      OSError: when it cannot be written, or a folder or a device has that path. What was there
+        before is there still.
     """
-    module, path = _safetensors(), Path(path)
+    module, path = _safetensors(), _file(path)
     stored, metadata = _packed(description, arrays)
     handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
@@ -95,6 +99,8 @@ def write(path: str | os.PathLike, description: Mapping[str, Any], arrays: Any) 
         module.numpy.save_file(stored, beside, metadata)
         _settle(beside)
         os.replace(beside, path)
+    except module.SafetensorError as error:  # a disk that is full, for one
+        raise OSError(f"{path} cannot be written: {error}") from error
     finally:
         Path(beside).unlink(missing_ok=True)
 
@@ -125,6 +131,7 @@ def opened(source: Source) -> Iterator[File]:
 
     Raises:
       FileNotFoundError: when there is no such file.
+      OSError: when it is a folder or a device.
       ValueError: when it is none, of another version, or damaged. No array is read for that.
     """
     module = _safetensors()
@@ -135,7 +142,7 @@ def opened(source: Source) -> Iterator[File]:
         end = 8 + int.from_bytes(data[:8], "little")
         yield _described(json.loads(data[8:end]).get("__metadata__"), arrays, arrays.__getitem__)
         return
-    path = Path(source)
+    path = _file(source)
     if path.stat().st_size == 0:
         raise ValueError(f"wanted a snapshot, got the empty file {path}")
     with _refusing(module):
@@ -197,6 +204,20 @@ def _described(metadata: Any, names: Any, read: Callable[[str], np.ndarray]) -> 
         name: (jnp.dtype(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()
     }
     return File(description=description, arrays=arrays, seed=int(found[:8], 16), _read=read)
+
+
+def _file(path: str | os.PathLike) -> Path:
+    """Return where a file is or will be, links followed: a link that is replaced would be lost.
+
+    Raises:
+      OSError: when a folder or a device is there, which renaming a file would take away.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(
+            f"wanted the path of a file, got {path}, a folder or a device: give another path"
+        )
+    return path
 
 
 def _sha256(array: np.ndarray) -> str:

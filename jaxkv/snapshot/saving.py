@@ -30,7 +30,7 @@ def save(
     were empty, and the stamps, are not.
 
     Args:
-      path: of the file, which is replaced if it is there.
+      path: of the file, which is replaced if it is there; of a link, what it leads to.
       memory: any memory on one device.
       sequences: the sequence to save, or several, each once; by default all, empty ones too.
       tokens: by sequence, the tokens that it was told, for those that go on from the file: the
@@ -41,6 +41,8 @@ def save(
 
     Raises:
       ImportError: when the package safetensors is missing.
+      OSError: when it cannot be written, as on a disk that is full, or a folder or a device has
+        that path. What was there before is there still.
       TypeError: when `model` or `notes` is nothing that JSON holds, ids or tokens are no integers,
         or the memory is shapes alone.
       ValueError: when the memory is traced, split over a mesh, donated or a batch of memories, an

@@ -40,7 +40,7 @@ def open_checkpoint(
 
 
 def _locate(name: str, weights: bool) -> Path:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # Path's own raises for a user that is not there
     if name in _WHEELS:
         return _WHEELS[name]()
     if path.exists():

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
       InputError: when there is no such file, or it is damaged or neither snapshot nor checkpoint.
       ModelError: when it is a checkpoint that cannot be run.
     """
-    path = Path(args.file).expanduser()
+    path = Path(os.path.expanduser(args.file))
     try:
         checkpoint = is_checkpoint(path)
         found = of_checkpoint(path) if checkpoint else of_snapshot(path)

@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code.
     """
+    open_streams()
     try:
         args = parser().parse_args(argv)
         with noticed() as check_interrupt:
@@ -56,6 +57,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 1
+    except OSError as error:
+        if error.filename is not None:  # not what is printed, but a file
+            raise
+        note(f"error: the output cannot be written: {error}.")
+        drop_output()
+        return 2
     return status
+
+
+def open_streams() -> None:
+    """Let a standard stream that was closed read nothing, or lose what is written."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the end)
+
+
+def drop_output() -> None:
+    """Lose what stdout still holds, which Python would write when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from models.cli.arguments import InputError
-from models.cli.screen import note
+from models.cli.screen import brief, note
 from models.model import Model
 
 
@@ -60,13 +60,19 @@ def check_prompts(prompts: Sequence[str]) -> None:
 
 
 def encode(model: Model, prompt: str, chat: bool) -> list[int]:
-    """Turn what the user wrote into tokens."""
-    tokenizer = model.tokenizer
+    """Turn what the user wrote into tokens.
+
+    Raises:
+      InputError: when the vocabulary has none for it.
+    """
+    text = prompt
     if chat:
-        text = tokenizer.chat([{"role": "user", "content": prompt}])
-        # The template names control tokens; the same names in a message are read as such, too.
-        return tokenizer.prompt(text, special=True)
-    return tokenizer.prompt(prompt)
+        text = model.tokenizer.chat([{"role": "user", "content": prompt}])
+    # The template names control tokens; the same names in a message are read as such, too.
+    tokens = model.tokenizer.prompt(text, special=chat)
+    if not tokens:
+        raise InputError(f"the model has no token for any of the prompt {brief(prompt)!r}.")
+    return tokens
 
 
 def warn_of_control(model: Model, prompts: Sequence[str], chat: bool) -> None:
