@@ -147,7 +147,9 @@ def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice:
     array = np.asarray(value) if known else jnp.asarray(value)
     if array.size == 0:
         return np.zeros(array.shape, np.int32)
-    large = array.dtype == object and all(isinstance(one, int) for one in array.flat)  # > 64 bits
+    large = False  # of more than 64 bits
+    if isinstance(array, np.ndarray) and array.dtype == object:
+        large = all(isinstance(one, int) for one in array.flat)
     if not large and not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"wanted integers for {name}, got {array.dtype}")
     if not isinstance(array, np.ndarray):
