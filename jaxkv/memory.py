@@ -9,6 +9,7 @@ There are four kinds of tables: `CellTable` (attention), `SourceTable` (what an 
 subclass of `Table`, which lists all that verbs, plans and loops ever ask of one.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -97,7 +98,8 @@ def checked_streams(streams: Any, sequences: int) -> int:
     """
     streams = count(streams, "streams")
     if sequences % streams:
-        divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+        low = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
+        divisors = sorted({*low, *(sequences // n for n in low)})
         raise ValueError(
             f"wanted streams that deal out {sequences} sequences evenly, one of {divisors}, got "
             f"{streams}"

@@ -1,5 +1,6 @@
 """Numbers that stand for places, and the few helpers that every layer of the library needs."""
 
+import math
 import operator
 from typing import Any
 
@@ -91,8 +92,8 @@ def bucket(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-def count(value: Any, name: str, *, low: int = 1) -> int:
-    """Return a number of things that a caller passed, checked.
+def count(value: Any, name: str, *, low: int = 1, high: int = END) -> int:
+    """Return a number of things that a caller passed, checked; by default int32 holds it.
 
     >>> count(2.5, "layers")
     Traceback (most recent call last):
@@ -105,7 +106,21 @@ def count(value: Any, name: str, *, low: int = 1) -> int:
         raise TypeError(f"wanted an integer for {name}, got {value!r}") from None
     if number < low:
         raise ValueError(f"wanted {name} of at least {low}, got {number}")
+    if number > high:
+        raise ValueError(f"wanted {name} of at most {high}, got {number}")
     return number
+
+
+def check_shape(shape: tuple[int, ...], name: str) -> None:
+    """Refuse an array of 2**60 numbers or more: XLA ends the process where int64 overflows.
+
+    >>> check_shape((2**31, 2**31), "keys")
+    Traceback (most recent call last):
+    ...
+    ValueError: wanted fewer than 2**60 numbers of keys, got the shape (2147483648, 2147483648)
+    """
+    if math.prod(shape) >= 1 << 60:
+        raise ValueError(f"wanted fewer than 2**60 numbers of {name}, got the shape {shape}")
 
 
 def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice: str = "") -> Any:
@@ -141,9 +156,10 @@ def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice:
     array = np.asarray(value) if known else jnp.asarray(value)
     if array.size == 0:
         return np.zeros(array.shape, np.int32)
-    if array.dtype == object and isinstance(value, int):  # more than 64 bits
-        raise ValueError(f"wanted {name} from {low} to {high}, got {value}{advice}")
-    if not jnp.issubdtype(array.dtype, jnp.integer):
+    large = False  # of more than 64 bits
+    if isinstance(array, np.ndarray) and array.dtype == object:
+        large = all(isinstance(one, int) for one in array.flat)
+    if not large and not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"wanted integers for {name}, got {array.dtype}")
     if not isinstance(array, np.ndarray):
         return _narrowed(array, low, high)

@@ -131,8 +131,10 @@ def test_what_a_dead_sequence_held_does_not_reach_the_end_either():
         ({"rollback": 8}, "pass cells alone, or leave it out"),
         ({"kv_heads": (1, 2, 3)}, "wanted kv_heads for all layers or 2, one each, got 3"),
         ({"streams": 2}, "wanted streams that deal out 3 sequences evenly"),
-        ({"cells": 2**30}, "wanted fewer than 1073741824 cells a stream, got 1073741824: take"),
-        ({"cells": None, "window": jaxkv.window.sliding(2**30)}, "wanted fewer than 1073741824"),
+        ({"cells": 2**30}, "wanted cells of a stream of at most 1073741823, got 1073741824"),
+        ({"cells": None, "window": jaxkv.window.sliding(2**30)}, "cells of a stream of at most"),
+        ({"sequences": 2**31}, "wanted sequences of at most 2147483647, got 2147483648"),
+        ({"kv_heads": 2**31 - 1, "head_dim": 2**31 - 1}, "fewer than 2..60 numbers of keys"),
     ],
 )
 def test_a_memory_that_cannot_be_is_refused(wrong, message):
@@ -148,6 +150,29 @@ def test_windows_that_cannot_be_are_refused():
         jaxkv.window.Window(4, "std")
     with pytest.raises(TypeError, match="wanted an integer for the width of a window"):
         jaxkv.window.sliding(2.5)
+
+
+def test_numbers_that_no_int32_holds_are_refused_by_name():
+    memory = jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)
+    state = {"x": ((2,), jnp.float32)}
+    for size, call in (
+        ("group", lambda n: jaxkv.loops.extend(memory, 0, 0, group=n, width=n)),
+        ("width", lambda n: jaxkv.loops.extend(memory, 0, 0, group=1, width=n)),
+        ("max_moves", lambda n: jaxkv.defrag_plan(memory, max_moves=n)),
+        ("the width of a window", jaxkv.window.chunked),
+        ("rollback", lambda n: jaxkv.make_recurrent_cache(layers=1, states=state, rollback=n)),
+    ):
+        for n in (2**31, 2**70):
+            with pytest.raises(ValueError, match=f"wanted {size}.* of at most 2147483647, got {n}"):
+                call(n)
+    with pytest.raises(ValueError, match="wanted states of a stream of at most 1073741823"):
+        jaxkv.make_recurrent_cache(layers=1, states=state, rollback=2**30)
+    with pytest.raises(ValueError, match=f"wanted sequence ids from 0 to 1, got {2**70}"):
+        jaxkv.seq_pos_max(memory, [0, 2**70])
+    with pytest.raises(ValueError, match=r"one of \[1, 2147483647\], got 2"):
+        jaxkv.make_kv_cache(
+            layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2**31 - 1, streams=2
+        )
 
 
 def test_layers_of_a_hybrid_that_cannot_be_are_refused():

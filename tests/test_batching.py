@@ -395,7 +395,7 @@ def test_options_are_those_of_when_a_request_came():
         (dict(limit=0), "limit of at least 1, got 0"),
         (dict(limit=1.5), "an integer for limit, got 1.5"),
         (dict(seed=-1), "seed of at least 0, got -1"),
-        (dict(seed=2**32), "a seed from 0 to 4294967295, got 4294967296"),
+        (dict(seed=2**32), "seed of at most 4294967295, got 4294967296"),
         (dict(stop=[1] * 5), r"at most 4 stop tokens .* got 5: .*most_stops="),
         (dict(stop=3), r"wanted a list of stop tokens \[n\], got 3"),
         (dict(sampling=None), "wanted sampling options by name, got None"),

@@ -266,6 +266,20 @@ def test_a_memory_with_rules_asks_for_its_mesh():
         jaxkv.attend(memory, 0, ubatch, q, q, q)
 
 
+def test_processes_agree_about_one_memory_with_values():
+    memory = sharding.allocate(partial(jaxkv.make_kv_cache, **SIZES), mesh_of(tensor=2), RULES)
+    sharding.agree(jax.device_get(memory))
+    with pytest.raises(TypeError, match="wanted values to compare, got traced ones: .* of jit"):
+        jax.jit(sharding.agree)(memory)
+    with pytest.raises(TypeError, match="wanted a memory with values, got the shapes of one"):
+        sharding.agree(jax.eval_shape(lambda: memory))
+    with pytest.raises(ValueError, match="wanted one memory, got a batch of them"):
+        sharding.agree(jax.tree.map(lambda x: x[None], memory))
+    memory.table.stamp.delete()
+    with pytest.raises(ValueError, match="whose buffers were donated"):
+        sharding.agree(memory)
+
+
 def test_cells_that_do_not_divide_are_refused_with_a_number_that_does():
     make = partial(jaxkv.make_kv_cache, **{**SIZES, "cells": 18})
     with pytest.raises(ValueError, match="cells that 4 devices divide .* got 18: take 20"):

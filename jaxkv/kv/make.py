@@ -14,7 +14,7 @@ from jaxkv.kv.tiles import TILE, check_cells
 from jaxkv.memory import Memory, checked_streams, join
 from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import zeros
-from jaxkv.places import FAR, count
+from jaxkv.places import FAR, check_shape, count
 from jaxkv.rope import Rope
 from jaxkv.window import Window, cells_for
 
@@ -99,12 +99,12 @@ def make_kv_cache(
 
     Raises:
       TypeError: when a count is no integer.
-      ValueError: when a count is below 1, N is 2**30 or more, `streams` does not divide Q, `cells`
-        is missing or given together with what it is counted from, there is no such placement,
-        `shards` is missing, given with another one, or does not divide N, 64 does not divide an N
-        of tiles that is 256 or more, the dtype is neither a floating one with signs and NaN nor
-        int8, sizes and ropes do not fit the layers, or the layers of a stacked memory are not
-        alike.
+      ValueError: when a count is below 1 or above 2**31 - 1, N is 2**30 or more, keys or values of
+        a layer are 2**60 numbers or more, `streams` does not divide Q, `cells` is missing or given
+        together with what it is counted from, there is no such placement, `shards` is missing,
+        given with another one, or does not divide N, 64 does not divide an N of tiles that is 256
+        or more, the dtype is neither a floating one with signs and NaN nor int8, sizes and ropes do
+        not fit the layers, or the layers of a stacked memory are not alike.
 
     Examples:
       >>> memory = make_kv_cache(layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8)
@@ -213,11 +213,7 @@ def make_kv_cache(
                 f"wanted values after the {turned} numbers of a key that its rope turns, got "
                 f"numbers {value.first} to {value.last - 1}: put those that are rotated first"
             )
-    cells = count(cells, "cells")
-    if cells >= FAR:
-        raise ValueError(
-            f"wanted fewer than {FAR} cells a stream, got {cells}: take fewer, or more streams"
-        )
+    cells = count(cells, "cells of a stream", high=FAR - 1)
     if cells % shards:
         raise ValueError(
             f"wanted a number of cells that {shards} shards divide, got {cells}: take "
@@ -225,6 +221,11 @@ def make_kv_cache(
         )
     if placement == "tiled":
         check_cells(cells)
+    shapes = [(streams, heads[i], cells) for i in range(layers)]
+    for shape, key, value in zip(shapes, keys, values, strict=True):
+        check_shape((*shape, key), "keys")
+        if not isinstance(value, Latent):
+            check_shape((*shape, value), "values")
     table = CellTable(
         **empty_fields(cells=cells, sequences=sequences, streams=streams),
         placement=placement,
@@ -232,7 +233,6 @@ def make_kv_cache(
         window=window,
         ubatch_size=ubatch_size,
     )
-    shapes = [(streams, heads[i], cells) for i in range(layers)]
     if stacked:
         _check_alike(kv_heads=heads, head_dim=keys, value_dim=values, rope=ropes)
         shapes, keys, values = [(streams * layers, heads[0], cells)], keys[:1], values[:1]

@@ -11,7 +11,7 @@ from jaxkv.loops.rows import listed
 from jaxkv.loops.rules import Rule, checked_rule, checked_state
 from jaxkv.loops.sampling import OPTIONS, Filters, make_sampler
 from jaxkv.memory import Facts
-from jaxkv.places import END, count, integers
+from jaxkv.places import count, integers
 from jaxkv.planning.init import checked_size
 from jaxkv.prefix.store import Found, Miss, Text
 
@@ -265,12 +265,8 @@ def checked_request(request: Request, limits: Limits) -> Request:
             raise ValueError(f"wanted one number for {name}, got the shape {np.shape(value)}")
     sampling = dict(request.sampling)
     make_sampler(**sampling)
-    seed = count(request.seed, "seed", low=0)
-    if seed >= 2**32:
-        raise ValueError(f"wanted a seed from 0 to {2**32 - 1}, got {seed}")
+    seed = count(request.seed, "seed", low=0, high=2**32 - 1)
     limit = count(request.limit, "limit")
-    if limit > END:
-        raise ValueError(f"wanted a limit from 1 to {END}, got {limit}")
     state = checked_state(limits.rule, request.rule_state)
     return replace(
         request,

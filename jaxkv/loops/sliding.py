@@ -93,9 +93,9 @@ def extend(
       a position.
 
     Raises:
-      ValueError: when the memory has recurrent states, `group` or `width` is below 1, `width` is no
-        multiple of `group`, `done` is several numbers, the sequence is known and is none of the
-        memory, or the memory was donated.
+      ValueError: when the memory has recurrent states, `group` or `width` is below 1 or above
+        2**31 - 1, `width` is no multiple of `group`, `done` is several numbers, the sequence is
+        known and is none of the memory, or the memory was donated.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, rope=make_rope(2))

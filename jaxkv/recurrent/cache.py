@@ -28,7 +28,7 @@ from jaxkv.memory import (
     no_need,
 )
 from jaxkv.mesh import Rules
-from jaxkv.places import END, count
+from jaxkv.places import END, FAR, check_shape, count
 from jaxkv.recurrent import copy, slots, states
 from jaxkv.recurrent.buffers import Buffers, read, within, write
 from jaxkv.recurrent.slots import StateSlots
@@ -300,7 +300,8 @@ def make_recurrent_cache(
       The memory, with N = Q / S * (E + 1) cells in each of S streams.
 
     Raises:
-      ValueError: when a count is too small, `streams` does not divide Q, there are no states, or a
+      ValueError: when a count is too small or above 2**31 - 1, a stream has 2**30 states or more, a
+        layer 2**60 numbers of one or more, `streams` does not divide Q, there are no states, or a
         split is of none of them or does not divide it.
 
     Examples:
@@ -368,8 +369,11 @@ def make_recurrent_cache(
         raise TypeError(f"wanted states as a mapping of names to (shape, dtype), got {states!r}")
     if not states:
         raise ValueError("a recurrent memory needs at least one state")
-    fields = empty_fields(layers=layers, sequences=sequences, streams=streams, rollback=rollback)
+    cells = count(sequences // streams * (rollback + 1), "states of a stream", high=FAR - 1)
     shapes = {name: _shape(name, state) for name, state in states.items()}
+    for name, state in shapes.items():
+        check_shape((streams, cells, *state.shape), f"the state {name}")
+    fields = empty_fields(layers=layers, sequences=sequences, streams=streams, rollback=rollback)
     table = StateTable(**fields, splits=_splits(shapes, splits or {}))
 
     def layer() -> dict[str, jax.Array]:

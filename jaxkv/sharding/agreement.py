@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.memory import Memory, Table, split
-from jaxkv.places import is_concrete
+from jaxkv.places import is_concrete, is_traced
+from jaxkv.verbs.known import check_known
 
 
 def agree(memory: Memory, batch: Any = None) -> None:
@@ -29,17 +30,21 @@ def agree(memory: Memory, batch: Any = None) -> None:
 
     Raises:
       RuntimeError: when devices or processes differ; it names the processes.
-      TypeError: when something else than arrays and numbers is to be compared.
+      TypeError: when something else than arrays and numbers is to be compared, or inside of `jit`.
+      ValueError: when the table was donated, or is that of a batch of memories.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
       >>> sizes = dict(layers=1, cells=8, kv_heads=2, head_dim=4, sequences=2, streams=2)
       >>> sharding.agree(sharding.allocate(lambda: make_kv_cache(**sizes), mesh))
     """
+    if is_traced(memory, batch):
+        raise TypeError("wanted values to compare, got traced ones: call agree outside of jit")
+    table, buffers = split(memory)
+    check_known(table)
     given = np.ravel(multihost_utils.process_allgather(np.uint32(_checksum(batch))))
     _check("batch in all processes", given, np.arange(jax.process_count()))
-    table, buffers = split(memory)
-    mesh = getattr(jax.tree.leaves(table)[0].sharding, "mesh", None)
+    mesh = getattr(getattr(jax.tree.leaves(table)[0], "sharding", None), "mesh", None)
     if table.rules is None or mesh is None:
         return
     specs, _ = table.specs(buffers, mesh)
