@@ -132,6 +132,7 @@ def test_a_chat_in_8_bits_goes_on_in_8_bits_alone(chat, tmp_path):
     assert status == 2 and re.search("cannot be loaded: .*int8", err), err
 
 
+@pytest.mark.slow
 def test_another_answer_is_drawn_anew(chat):
     """It is the one that the next seed gives."""
     drawn = "--temperature", 30, "--top-k", 0, "--top-p", 1, "--min-p", 0

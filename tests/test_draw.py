@@ -173,6 +173,7 @@ def batched(memory):
     return jax.tree.map(lambda x: jnp.stack([x, x]), memory)
 
 
+@pytest.mark.slow
 def test_plans_batches_and_texts_are_one_line():
     memory = pool()
     plan = jaxkv.init_batch(memory, make_batch([[1], [2, 3]], sequences=[1, 5]))

@@ -97,7 +97,9 @@ def moved(memory):
     return jaxkv.apply(memory, jaxkv.defrag_plan(memory))
 
 
-@pytest.mark.parametrize("change", [refilled, rotated_there_and_back, moved])
+@pytest.mark.parametrize(
+    "change", [pytest.param(refilled, marks=pytest.mark.slow), rotated_there_and_back, moved]
+)
 def test_what_touched_the_rows_is_detected_and_refused(change):
     memory, _ = run(make(), jaxkv.make_batch([3, 1, 4]))
     table, _ = jaxkv.split(memory)

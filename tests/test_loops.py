@@ -195,6 +195,7 @@ def test_each_text_ends_by_itself():
     assert state.left.tolist() == [0, 7, 5]
 
 
+@pytest.mark.slow
 def test_a_text_without_an_answer_ends_and_shows_it():
     """NaN is no token: the text ends, its log-probability is NaN, and the others go on."""
 

@@ -271,7 +271,7 @@ def dense(seed, cells, tokens, dtype="int8", size=SIZE):
     ("implementation", "dtype"),
     [
         (None, "int8"),
-        (None, "float8_e4m3fn"),
+        pytest.param(None, "float8_e4m3fn", marks=slow),
         pytest.param(None, "float8_e5m2", marks=slow),
         pytest.param("whole", "int8", marks=slow),
         pytest.param("xla", "int8", marks=slow),

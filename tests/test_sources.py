@@ -129,6 +129,7 @@ def filled(**options):
     return tell(memory, TEXTS[:3], [0, 1, 2])[0]
 
 
+@pytest.mark.slow
 def test_tokens_see_all_of_their_own_source_and_zeros_where_there_is_none():
     memory = encode(make(), [SOURCES[q] for q in (0, 1, 3)], [0, 1, 3])
     memory, logits = tell(memory, TEXTS[:3], [0, 1, 2])

@@ -62,7 +62,8 @@ BOTH = (None, "tiles")  # what jaxkv chooses, and what it then may have chosen
         pytest.param({"pools": [2, 0], "seen": 0.9}, marks=pytest.mark.slow),  # in another order
         pytest.param({"pools": [3]}, marks=pytest.mark.slow),
         pytest.param({"tokens": LARGE + 1, "seen": 0.9}, marks=pytest.mark.slow),
-        {"tokens": BLOCK + 3, "streams": 2},  # two blocks, of which one is filled up
+        # Two blocks, of which one is filled up.
+        pytest.param({"tokens": BLOCK + 3, "streams": 2}, marks=pytest.mark.slow),
         pytest.param({"streams": 1, "cells": 30, "seen": 1.0}, marks=pytest.mark.slow),  # no tile
         pytest.param({"streams": 1, "cells": TILE, "seen": 1.0}, marks=pytest.mark.slow),
     ],

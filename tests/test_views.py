@@ -118,6 +118,7 @@ def test_padding_sees_nothing():
     np.testing.assert_array_equal(mask.any(-1).ravel(), np.asarray(ubatch.valid).ravel())
 
 
+@pytest.mark.slow
 def test_a_part_of_a_hybrid_memory_is_found():
     """Layer 0 is recurrent, layer 1 attends."""
     states = histories.make(layers=1)
