@@ -38,6 +38,9 @@ SEVERAL = 8
 LOGITS = 1 << 23
 """As many bytes as that: 8 MB."""
 
+HUGE = 1 << 17
+"""Cells from which on a token alone reads them all at once: logits of more would be large again."""
+
 THIN = 32
 """The most queries of a key head for which all cores read keys and values, see `_scores`."""
 
@@ -152,7 +155,8 @@ def are_large(q: jax.Array, k: jax.Array) -> bool:
     """Return whether the logits of all cells would take more time than turns of a loop."""
     lists, tokens, heads, _ = q.shape
     logits = lists * tokens * heads * k.shape[2] * sums_dtype(q).itemsize
-    return tokens > LARGE or (tokens >= SEVERAL and logits > LOGITS)
+    several = tokens >= SEVERAL or (tokens > 1 and k.shape[2] >= HUGE)
+    return tokens > LARGE or (several and logits > LOGITS)
 
 
 def is_narrow(k: Stored) -> bool:
