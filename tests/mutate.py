@@ -44,7 +44,7 @@ KNOWN_BY = {
     "shift stale going_back stateful refusals permutation every_argument",
     "jaxkv/kv/reuse.py": "evictions window ollama groups stateful every_argument",
     "jaxkv/kv/slots.py": "arguments traps ollama window streams groups refusals going_back stale "
-    "evictions stateful recurrent_ubatches every_argument",
+    "evictions stateful recurrent_ubatches every_argument sharding",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/source.py": "sources t5",

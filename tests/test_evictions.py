@@ -119,6 +119,12 @@ def test_taking_a_cell_that_was_moved_back_gives_nothing_back(kind):
     assert resumable(memory) == [*before, 4]
 
 
+def test_a_token_that_sees_all_cells_finds_no_room():
+    memory = evicted(Kind("short", cells=3, sequences=1, windows=FOUR.windows), count=3)
+    plan = jaxkv.init_batch(memory, make_batch([1]))
+    assert plan.reason.tolist() == [Reason.NO_ROOM]
+
+
 def test_a_cell_that_is_taken_in_one_stream_takes_nothing_in_another():
     """Sequences 0 and 2 are the first of their streams, and those are looked at together."""
     memory, _ = jaxkv.seq_rm(evicted(GROUPS, seq=2), 2, 3, 7)

@@ -254,6 +254,13 @@ def test_a_copy_cannot_be_undone_where_it_overwrote():
     assert ok and drawing(back) == drawing(memory)
 
 
+def test_a_copy_is_told_from_another_one_in_the_same_cells():
+    memory = fed(GROUPS, {0: 2, 1: 2})
+    one, other = (jaxkv.seq_cp(memory, seq, 3) for seq in (0, 1))
+    assert drawing(one).split("|")[1] == drawing(other).split("|")[1]
+    assert jaxkv.go_back(one.table, one)[1] and not jaxkv.go_back(one.table, other)[1]
+
+
 def test_donated_or_not_a_copy_is_the_same():
     wanted, memory = (fed(GROUPS, {0: 2, 2: 3}) for _ in range(2))
     wanted = jaxkv.seq_cp(wanted, 0, 3)
