@@ -26,6 +26,13 @@ from tests.histories import (
 )
 from tests.memories import assert_identical
 
+
+def test_where_nothing_moves_it_moves_by_anything():
+    memory = make()
+    assert jaxkv.can_seq_add(memory, 0, 0, -1, 2**31 - 1)
+    assert_identical(jaxkv.seq_add(memory, 0, 0, -1, 2**31 - 1), memory)
+
+
 # ------------------------------------------------------------------------------- traps, one by one
 
 

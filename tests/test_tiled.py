@@ -76,6 +76,17 @@ def test_a_window_gives_the_cells_that_it_hides_and_no_other():
             assert plan.ok == (count == 8)
 
 
+def test_rows_of_some_sequences_go_into_tiles_of_their_streams():
+    kind = replace(TILES, streams=2)
+    batch = jaxkv.make_batch([[1, 2], [3], [4]], sequences=[3, 0, 1])
+    plan = jaxkv.init_batch(kind.make(), batch, ubatch_size=2).check()
+    assert len(plan.ubatches[0].row_stream) == 2 < kind.sequences
+    memory = kind.make()
+    for ubatch in plan.ubatches:
+        memory = jaxkv.apply(memory, ubatch)
+    assert drawing(memory) == "0{0} . . . 0{1} | 0{3} 1{3}"
+
+
 def test_a_defrag_moves_whole_tiles():
     memory = drawn("0{0} . 1{0} . . . . . . . . . . 3{1,2} . 4{1}", TILES)
     packed = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
