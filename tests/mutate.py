@@ -54,7 +54,7 @@ KNOWN_BY = {
     "recurrent_ubatches stale every_argument",
     "jaxkv/recurrent/copy.py": "groups recurrent recurrent_going_back stale every_argument",
     "jaxkv/hybrid.py": "arguments window recurrent stale refusals recurrent_ubatches stateful "
-    "sources",
+    "sources groups",
     "jaxkv/planning/*.py": "arguments traps refusals batch step sets streams window "
     "recurrent_ubatches stale stateful sources every_argument",
 }
