@@ -133,7 +133,7 @@ def test_what_is_neither_is_a_sentence(inspect, tmp_path, name, content, message
 
 def test_the_home_of_somebody_who_is_not_there_is_a_sentence(capsys):
     for command in (["inspect"], ["plan", "--model"]):
-        assert main([*command, "~nobody-of-that-name/file"]) == 2
+        assert main([*command, "~no-such-user/file"]) == 2
         assert capsys.readouterr().err.startswith("error: ")
 
 

@@ -304,7 +304,7 @@ def digest(cells: Cells) -> jax.Array:
 
     Equal digests, equal table: position, owners, shift and stamp of every cell, and what windows
     took from every sequence. It changes with every edit, and comes back when an edit is undone.
-    It is a sum over cells: what some of them change tells the next from the one before.
+    It is a sum over cells, so the next digest follows from this one and the cells that change.
     """
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
     owners = jnp.moveaxis(cells.owners, 1, -1)

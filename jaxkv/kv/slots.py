@@ -379,9 +379,9 @@ def _digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     slots, streams = ubatch.slots, ubatch.row_stream
     stamp = cells.stamp.at[streams[:, None], slots].get(mode="fill", fill_value=0)
     owners, none = _owners(cells, ubatch), jnp.zeros_like(slots)
-    gone = of_cells(slots, jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners))
-    come = of_cells(slots, ubatch.positions, none, ubatch.stamps, owners)
-    change = jnp.where(slots < cells.num_cells, come - gone, 0)
+    before = of_cells(slots, jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners))
+    after = of_cells(slots, ubatch.positions, none, ubatch.stamps, owners)
+    change = jnp.where(slots < cells.num_cells, after - before, 0)
     change = jnp.sum(change, axis=1, dtype=jnp.uint32)
     if ubatch.in_order:
         return ubatch.before + jnp.sum(change.reshape(cells.streams, -1), axis=1, dtype=jnp.uint32)

@@ -93,12 +93,12 @@ def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
     facts, (count, length) = table.facts, np.shape(valid)
     flat = make_batch(
         tokens.reshape(-1),
-        sequences=jnp.broadcast_to(jnp.asarray(sequences)[:, None], (count, length)).reshape(-1),
+        sequences=jnp.broadcast_to(sequences[:, None], (count, length)).reshape(-1),
         valid=valid.reshape(-1),
         outputs=valid.reshape(-1),
     )
-    index, where = _rows_of(facts, jnp.asarray(sequences), jnp.asarray(valid))
-    plan = plan_one(table, flat, _ranks(jnp.asarray(valid)), index, outputs=count * length)
+    index, where = _rows_of(facts, sequences, valid)
+    plan = plan_one(table, flat, _ranks(valid), index, outputs=count * length)
     goes_on = jnp.where(jnp.any(valid, axis=1), sequences, facts.sequences)
     twice = jnp.zeros(facts.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
     once = ~jnp.any(twice)
