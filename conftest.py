@@ -53,7 +53,11 @@ for _name, _examples in {"slow": 75, "exhaustive": 500}.items():
         print_blob=True,
     )
 # By what `-m` chooses.
-_PROFILES = {"slow and not exhaustive": "slow", "slow": "exhaustive"}
+_PROFILES = {
+    "slow and not exhaustive": "slow",
+    "slow": "exhaustive",
+    "slow or weights": "exhaustive",
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,7 +101,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     at after each file, and after each long test, which may compile as much as a file.
     """
     same_file = nextitem is not None and nextitem.path == item.path
-    if same_file and item.get_closest_marker("slow") is None:
+    long = any(item.get_closest_marker(part) for part in ("slow", "weights"))
+    if same_file and not long:
         return
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:

@@ -21,6 +21,7 @@ from jaxkv.ops.attention.sight import bias_of, mask_of, with_array
 from jaxkv.ops.attention.softmax import Options
 from models.compiling import counting
 from tests import hlo
+from tests.cases import mostly_exhaustive
 from tests.sights import sight_of_mask
 from tests.test_bias import BIASES, CLOSE, TABLE, D, H, K, Q, Relative, Texts, alibi, bent
 from tests.test_sharding import RULES, mesh_of, placed
@@ -57,7 +58,7 @@ def applied(streams=2, sequences=(0, 2, 3), tokens=4):
 
 
 @slow
-@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("streams", mostly_exhaustive([1, 2], few=[2]))
 def test_the_order_of_scale_softcap_bias_and_sinks_and_derivatives(streams):
     """To queries, to the weights of functions, and to an array; `bent` has none where it hides."""
     memory, ubatch, (q, *_) = applied(streams)

@@ -88,7 +88,7 @@ def tell(speaker, chat):
 # ----------------------------------------------------------------------------- each token once
 
 
-@pytest.mark.slow
+@pytest.mark.weights
 def test_each_token_of_twenty_turns_and_two_forks_is_computed_once(small):
     """The model is asked for as many tokens as there are, of all conversations together.
 

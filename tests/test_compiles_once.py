@@ -15,6 +15,7 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from models.compiling import counting
+from tests.cases import mostly_exhaustive
 from tests.memories import SMALL, SPLIT, TWO, VOCABULARY, WIDE, assert_identical, filled, run, think
 from tests.twins import lived_in
 
@@ -165,7 +166,7 @@ def test_a_warm_up_for_no_sequence_is_refused():
         loops.warm_up(think_with, None, SMALL.make(), sequences=())
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", mostly_exhaustive([False, True], few=[True]))
 def test_a_warm_up_for_more_sequences_than_a_ubatch_has_tokens(donate):
     memory = lived_in(SPLIT)
     given = jax.tree.map(jnp.copy, memory)
@@ -174,7 +175,9 @@ def test_a_warm_up_for_more_sequences_than_a_ubatch_has_tokens(donate):
     assert all(one.is_deleted() == donate for one in jax.tree.leaves(jaxkv.split(given)[1]))
 
 
-@pytest.mark.parametrize("kind", [SMALL, SPLIT, TWO], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", mostly_exhaustive([SMALL, SPLIT, TWO], few=[SPLIT]), ids=lambda kind: kind.name
+)
 def test_a_warm_up_compiles_what_prompts_need(kind):
     """Also in a memory that is nearly full; not a bit of it changes."""
     memory = lived_in(kind)

@@ -14,6 +14,7 @@ import jaxkv
 import models
 from models.costs import abstract_mesh, costs_of
 from models.meshes import RULES, make_mesh
+from tests.cases import mostly_exhaustive
 from tests.test_hybrid_files import config_at
 
 DATA = Path(__file__).parent / "data"
@@ -35,7 +36,9 @@ def tell(model, memory, tokens, sequence=0, size=8):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", mostly_exhaustive(VARIANTS, few=["deepseek_v2_groups", "deepseek_v3_halves"])
+)
 def test_a_text_by_prompts_tokens_forks_and_shifts(name):
     model, record = recorded(name)
     tokens, wanted = record["tokens"], record["logits"]

@@ -9,6 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch, snapshot
+from tests.cases import mostly_exhaustive
 from tests.test_sharding import mesh_of, placed
 
 H, D, PART = 3, 9, slice(4, 9)
@@ -80,14 +81,13 @@ class Pair:
         return self
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [
-        *(
-            pytest.param(sizes, marks=pytest.mark.slow)
-            for sizes in ({}, {"streams": 3}, {"window": jaxkv.window.sliding(4)})
-        ),
-    ],
+    mostly_exhaustive(
+        [{}, {"streams": 3}, {"window": jaxkv.window.sliding(4)}],
+        few=[{"streams": 3}, {"window": jaxkv.window.sliding(4)}],
+    ),
     ids=str,
 )
 def test_it_answers_as_one_with_values_of_their_own(sizes):
@@ -172,7 +172,11 @@ def test_derivatives_are_those_of_values_of_their_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("streams", "axes"), [(1, {"cells": 4}), (2, {"data": 2, "cells": 2})], ids=str
+    ("streams", "axes"),
+    mostly_exhaustive(
+        [(1, {"cells": 4}), (2, {"data": 2, "cells": 2})], few=[(2, {"data": 2, "cells": 2})]
+    ),
+    ids=str,
 )
 def test_on_a_mesh(streams, axes):
     with jax.set_mesh(mesh_of(**axes)):

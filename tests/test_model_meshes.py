@@ -166,8 +166,6 @@ def test_what_is_whole_is_told():
         ],
         few=[
             ("gemma3", "tensor"),
-            ("qwen3_window", "data-tensor"),
-            ("mamba2", "data-tensor"),
             ("granite_hybrid_experts", "data-tensor"),
             ("recurrent_gemma", "data-tensor"),
         ],
@@ -184,7 +182,7 @@ def test_a_mesh_gives_what_one_device_gives(name, mesh):
     np.testing.assert_array_equal(picked, tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.weights
 @pytest.mark.parametrize(
     ("axes", "size"), [("tensor=3", "179.4 MB"), ("tensor=1,cells=2", "322.2 MB")]
 )

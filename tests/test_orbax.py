@@ -7,6 +7,7 @@ import pytest
 import jaxkv
 from jaxkv import sharding
 from tests import histories
+from tests.cases import mostly_exhaustive
 from tests.memories import assert_identical
 from tests.test_sharding import RULES, mesh_of, placed
 
@@ -28,7 +29,7 @@ def hybrid():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [attention, recurrent, hybrid])
+@pytest.mark.parametrize("make", mostly_exhaustive([attention, recurrent, hybrid], few=[hybrid]))
 def test_saved_on_one_mesh_and_restored_on_another(make, tmp_path):
     rng = np.random.default_rng(0)
     table, buffers = jaxkv.split(make())

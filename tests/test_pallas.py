@@ -22,6 +22,7 @@ from jaxkv.ops.attention.reference import reference
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.ops.attention.softmax import Options
 from jaxkv.window import chunked, sliding, symmetric
+from tests.cases import mostly_exhaustive
 
 slow = pytest.mark.slow
 # Said by jax from 0.11 on, about what the kernel for GPUs is written with.
@@ -149,7 +150,7 @@ WINDOWS = [None, sliding(90), chunked(128), symmetric(64)]
 
 
 @slow
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", mostly_exhaustive([True, False], few=[True]))
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @both_kernels
 @hypothesis.settings(max_examples=60)

@@ -24,6 +24,7 @@ from jaxkv.ops.attention.softmax import Options
 from jaxkv.ops.quantised import decoded, encoded, zeros
 from jaxkv.snapshot.file import written
 from jaxkv.snapshot.whole import describe
+from tests.cases import mostly_exhaustive
 from tests.memories import assert_identical
 from tests.sights import sight_of_mask
 from tests.test_sharding import mesh_of, placed
@@ -200,7 +201,11 @@ SIZES = {
 
 @slow
 @pytest.mark.parametrize(
-    ("dtype", "name"), [*(("int8", name) for name in SIZES), ("float8_e4m3fn", "groups")]
+    ("dtype", "name"),
+    mostly_exhaustive(
+        [*(("int8", name) for name in SIZES), ("float8_e4m3fn", "groups")],
+        few=[("int8", "groups"), ("int8", "window"), ("float8_e4m3fn", "groups")],
+    ),
 )
 def test_a_life_with_forks_cuts_shifts_copies_and_moves(dtype, name):
     pair = Pair(dtype, **SIZES[name])

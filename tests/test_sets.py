@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visible
 from tests import histories
+from tests.cases import mostly_exhaustive
 from tests.memories import (
     GROUPS,
     GROUPS_RUNS,
@@ -306,7 +307,9 @@ KINDS = [SMALL, WIDE, WINDOW, GROUPS_RUNS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", mostly_exhaustive(KINDS, few=[WINDOW, GROUPS_RUNS]), ids=lambda kind: kind.name
+)
 def test_random_lives(kind):
     """Plans, masks, rows and refusals are those of the oracle."""
     answers = [life(Twin(kind), random.Random(seed), 12) for seed in range(3)]

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import loops
+from tests.cases import mostly_exhaustive
 from tests.test_compiles_once import counting
 from tests.test_sharding import mesh_of, placed
 
@@ -80,7 +81,7 @@ def after_a_warm_up(layers, make, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_exhaustive(KINDS, few=["hybrid"]))
 def test_a_warm_up_with_explicit_axes(kind):
     """Nothing compiles for the prompts that come after it, and they give what they gave."""
     logits, _ = after_a_warm_up(*KINDS[kind], lambda memory: memory)

@@ -10,6 +10,7 @@ import jaxkv
 from jaxkv import prefix
 from jaxkv.loops.batching import Engine, Request
 from models.compiling import counting
+from tests.cases import mostly_exhaustive
 from tests.test_sharding import mesh_of, placed
 from tests.test_sharding_loops import AXES, KINDS, model_of, whole
 
@@ -55,7 +56,7 @@ def by_engine(layers, make, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_exhaustive(KINDS, few=["hybrid"]))
 @pytest.mark.parametrize(
     ("way", "mode"),
     [(by_hand, AxisType.Auto), (by_engine, AxisType.Explicit)],

@@ -44,6 +44,7 @@ from tests.memories import (
 from tests.twins import lived_in
 
 EVERY = [SMALL, RUNS, WIDE, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS, GROUPS_RUNS]
+SOME = [WIDE, CHUNKS, TWO_SPLIT, GROUPS]
 STATES = {
     "states": {"kinds": "rr", "kept": 3},
     "states of streams": {"kinds": "rr", "kept": 1, "streams": 3},
@@ -132,7 +133,15 @@ def tell(memory, kinds, seq, count, first=0):
 
 @pytest.mark.parametrize(
     "kind",
-    [SMALL, *(pytest.param(k, marks=pytest.mark.slow) for k in EVERY[1:])],
+    [
+        SMALL,
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in SOME),
+        *(
+            pytest.param(kind, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            for kind in EVERY[1:]
+            if kind not in SOME
+        ),
+    ],
     ids=lambda kind: kind.name,
 )
 def test_loaded_it_is_the_memory_that_was_saved(kind, tmp_path):
@@ -152,7 +161,7 @@ def test_loaded_it_is_the_memory_that_was_saved(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_exhaustive(STATES, few=["states", "hybrid in groups"]))
+@pytest.mark.parametrize("name", mostly_exhaustive(STATES, few=["hybrid in groups"]))
 def test_states_are_loaded_into_the_cells_that_they_had(name):
     memory, kinds = told(name), STATES[name]["kinds"]
     loaded = snapshot.load(snapshot.to_bytes(memory))
@@ -367,7 +376,11 @@ def lives(memory, ops):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [FULL, WINDOWS, BOTH], ids=["full", "window", "hybrid"])
+@pytest.mark.parametrize(
+    "kinds",
+    mostly_exhaustive([FULL, WINDOWS, BOTH], few=[BOTH]),
+    ids=["full", "window", "hybrid"],
+)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_it_goes_on_in_any_other_layout(kinds, data):
@@ -417,7 +430,7 @@ def test_saved_and_loaded_in_the_middle_of_a_life(kind, before, after):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_exhaustive(STATES, few=["states", "hybrid in groups"]))
+@pytest.mark.parametrize("name", mostly_exhaustive(STATES, few=["hybrid in groups"]))
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2), streams=st.sampled_from([1, 4]), kept=st.sampled_from([0, 2]))
 def test_states_go_on_in_any_other_layout(name, seed, streams, kept):

@@ -197,14 +197,10 @@ def test_verbs(kind):
     mostly_exhaustive(
         [kind.name for kind in KINDS],
         few=[
-            "small",
             CODES.name,
             LATENT.name,
             "two-owner-words",
             "full-and-window",
-            "chunks",
-            "groups-window",
-            "stacked-groups",
             "groups-contiguous-full-and-window",
             "striped-split-full-and-window",
             "groups-tiled-full-and-window",

@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.loops import trees
 from jaxkv.loops.sampling import make_sampler
+from tests.cases import mostly_exhaustive
 from tests.memories import SMALL, SPLIT
 from tests.test_speculation import BEST, CHANCES, by_table, forward, load, plainly, texts
 from tests.test_speculation_weights import PROMPTS as SENTENCES
@@ -86,10 +87,10 @@ def nearly(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "streams", "ids", "kind"),
-    [
-        ("gemma3", 2, (2, 4), "lookup"),
-        ("llama_tied", 1, (3, 0), "model"),
-    ],
+    mostly_exhaustive(
+        [("gemma3", 2, (2, 4), "lookup"), ("llama_tied", 1, (3, 0), "model")],
+        few=[("gemma3", 2, (2, 4), "lookup")],
+    ),
     ids=["groups of windows", "model"],
 )
 def test_texts_are_those_of_a_plain_loop_in_fewer_steps(name, streams, ids, kind):
@@ -175,7 +176,7 @@ def test_draws_with_branches_of_a_model_have_the_distribution_of_the_model():
     assert statistic < 106  # the 99.95 % point of 63 degrees of freedom is 106.4
 
 
-@pytest.mark.slow
+@pytest.mark.weights
 def test_real_weights_go_on_alike(smollm2):
     tokens = [smollm2.tokenizer.prompt(SENTENCES[i]) for i in (2, 4, 10)]
     memory = smollm2.make_memory(sequences=9, cells=512)

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 import jaxkv
 from jaxkv.ops.attention import attention
 from tests import histories
+from tests.cases import mostly_exhaustive
 from tests.memories import ALL_KINDS, GROUPS_STRIPES, HEADS, LAYERS, SIZE, SMALL, Kind, filled
 from tests.test_sharding import mesh_of, placed
 
@@ -66,7 +67,9 @@ def assert_same(found, wanted):
 
 
 @over_kinds
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "causal", [True, pytest.param(False, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+)
 def test_attending_is_writing_looking_and_weighing(kind, causal):
     memory, ubatch = applied(lived_in(kind))
     for layer in range(LAYERS):
@@ -139,7 +142,10 @@ def test_a_part_of_a_hybrid_memory_is_found():
 @pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
     "axes",
-    [dict(data=2), dict(tensor=2), dict(cells=4), dict(data=2, tensor=2, cells=2)],
+    mostly_exhaustive(
+        [dict(data=2), dict(tensor=2), dict(cells=4), dict(data=2, tensor=2, cells=2)],
+        few=[dict(data=2, tensor=2, cells=2)],
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("sequences", [(0, 1, 2, 3), (3, 0)], ids=["all", "some"])

@@ -15,6 +15,7 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visible
+from tests.cases import mostly_exhaustive
 from tests.memories import Kind, assert_identical, drawing, drawn, run, sign, think
 
 FOUR = Kind("four", cells=6, sequences=3, windows=(jaxkv.window.sliding(4),))
@@ -240,7 +241,7 @@ def test_window_of_one_goes_on_though_it_holds_nothing_that_is_seen():
 @pytest.mark.parametrize(
     "window", [jaxkv.window.sliding(4), jaxkv.window.chunked(4), jaxkv.window.symmetric(6)]
 )
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", mostly_exhaustive([False, True], few=[True]))
 def test_a_sized_cache_answers_as_a_full_one(window, split):
     """Cells for window, ubatch and rollback are enough for a text of any length."""
     sizes = dict(layers=2, kv_heads=2, head_dim=4, sequences=2, streams=2 if split else 1)
