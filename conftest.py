@@ -56,7 +56,7 @@ for _name, _examples in {"slow": 75, "exhaustive": 500}.items():
 _PROFILES = {
     "slow and not exhaustive": "slow",
     "slow": "exhaustive",
-    "slow or weights": "exhaustive",
+    "slow or models": "exhaustive",
 }
 
 
@@ -101,7 +101,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     at after each file, and after each long test, which may compile as much as a file.
     """
     same_file = nextitem is not None and nextitem.path == item.path
-    long = any(item.get_closest_marker(part) for part in ("slow", "weights"))
+    long = any(item.get_closest_marker(part) for part in ("slow", "models"))
     if same_file and not long:
         return
     maps = pathlib.Path("/proc/self/maps")

@@ -363,16 +363,19 @@ def table_of(memory: Any) -> dict[int, tuple[int, set[int], int]]:
 
 def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
     """Read a table bit by bit: for each cell in use its position, owners and shift."""
-    position, owners, shift = map(np.asarray, (table.position, table.owners, table.shift))
+    position, owners, shift = (
+        np.asarray(x).tolist() for x in (table.position, table.owners, table.shift)
+    )
     read = {}
-    for stream, index in np.ndindex(*position.shape):
+    for stream, index in np.ndindex(*table.position.shape):
         first = stream * table.sharing
         mine = {
-            first + s
-            for s in range(32 * owners.shape[1])
-            if int(owners[stream, s // 32, index]) >> (s % 32) & 1
+            first + 32 * word + bit
+            for word, bits in enumerate(owners[stream])
+            for bit in range(32)
+            if bits[index] >> bit & 1
         }
-        cell = int(position[stream, index]), mine, int(shift[stream, index])
+        cell = position[stream][index], mine, shift[stream][index]
         if cell != (-1, set(), 0):
             read[stream, index] = cell
     return read

@@ -60,7 +60,7 @@ KNOWN_BY = {
 }
 """The core, as patterns of its files, and the tests that know each, the quickest first."""
 
-PARTS = ("not slow and not weights", "(slow or weights) and not exhaustive")
+PARTS = ("not slow and not models", "(slow or models) and not exhaustive")
 """What is run one after the other: a mistake that a quick test notices costs no slow one."""
 
 DOCTESTS = ("jaxkv/verbs", "jaxkv/kv/make.py", "jaxkv/recurrent/cache.py", "jaxkv/planning")

@@ -11,7 +11,7 @@ One difference remains by necessity: the real cache is a value, and an `Oracle` 
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 Place = tuple[int, int]
@@ -86,6 +86,11 @@ class Move(NamedTuple):
     length: int
 
 
+def _copied(cells: dict[Place, Cell]) -> dict[Place, Cell]:
+    """Cells of their own, which are changed in place."""
+    return {place: replace(cell, owners={*cell.owners}) for place, cell in cells.items()}
+
+
 class Oracle:
     """`streams` streams of `size` cells, among which sequences are dealt out in equal runs.
 
@@ -122,7 +127,10 @@ class Oracle:
 
     def fork(self) -> "Oracle":
         """Copy it, as no change of a real memory ever needs to."""
-        return copy.deepcopy(self)
+        other = copy.copy(self)
+        other.cells = _copied(self.cells)
+        other.rows, other.written, other.lost = self.rows.copy(), self.written.copy(), {**self.lost}
+        return other
 
     # ------------------------------------------------------------------------------- questions
 
@@ -442,7 +450,7 @@ class Oracle:
 
     def return_to(self, past: "Oracle") -> None:
         """Take a past table back, beside the buffers of today."""
-        self.cells = copy.deepcopy(past.cells)
+        self.cells = _copied(past.cells)
         self.lost = dict(past.lost)
 
     def _move_range(self, seq: int, p0: int, p1: int, to: Callable[[int], int]) -> None:

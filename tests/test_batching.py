@@ -479,7 +479,7 @@ def test_what_a_window_can_hold(rule, split):
 # ---- models
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "streams", "reserve"),
     mostly_exhaustive(

@@ -134,6 +134,7 @@ def test_a_store_that_holds_texts_already():
 # ---------------------------------------------------------------------------------- what gives way
 
 
+@pytest.mark.slow
 def test_the_store_gives_way_to_a_request_and_no_sooner():
     engine = engine_of(SMALL, [2, 3])
     ask(engine, tokens(8, 1))
@@ -276,7 +277,7 @@ over_models = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @over_models
 def test_64_prompts_compute_512_common_tokens_once_and_hold_them_once(name):
     """8 side by side, in cells for the common ones once and for what 16 texts have of their own."""
@@ -300,7 +301,7 @@ def test_64_prompts_compute_512_common_tokens_once_and_hold_them_once(name):
     assert_only_kept(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @over_models
 def test_a_conversation_of_20_turns_computes_each_token_once(name):
     model, counted, memory, store = model_with_store(name, sequences=2, holders=[1], cells=256)
@@ -316,7 +317,7 @@ def test_a_conversation_of_20_turns_computes_each_token_once(name):
     assert_only_kept(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "streams", "reserve"),
     mostly_exhaustive(

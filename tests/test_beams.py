@@ -347,7 +347,7 @@ def test_mistakes_are_named(change, message):
 # ---- real models
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "streams"), mostly_exhaustive(MODELS, few=[("granite_hybrid", 1)])
 )

@@ -14,7 +14,7 @@ from benchmarks import by_hand
 DATA = Path(__file__).parent / "data"
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize("layout", ["BNKD", "BKND"])
 def test_a_cache_by_hand_gives_the_same_logits(layout):
     """Three tokens of two sequences; the model is the same, the memory is not."""

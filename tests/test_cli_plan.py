@@ -68,7 +68,7 @@ def test_bytes_are_those_of_a_model_that_is_there(name, plan):
     assert set(told["whole"]) == set(model.whole_weights().values())
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float16"])
 def test_bytes_of_a_cache_with_a_dtype_of_its_own_are_those_that_it_takes(dtype, plan):
     """Of a hybrid, whose states have no codes."""

@@ -35,7 +35,7 @@ def tell(model, memory, tokens, sequence=0, size=8):
     return jaxkv.prefill(model.forward, model.weights, memory, batch, ubatch_size=size)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     "name", mostly_exhaustive(VARIANTS, few=["deepseek_v2_groups", "deepseek_v3_halves"])
 )
@@ -96,7 +96,7 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path):
             models.load_shapes(config_at(tmp_path, name, **changes))
 
 
-@pytest.mark.slow
+@pytest.mark.models
 def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
     """Published files of V3 have them behind the others."""
     tensors = load_file(DATA / "deepseek_v3" / "model.safetensors")
@@ -113,7 +113,7 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
         models.load(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize("axes", [{"tensor": 4}, {"tensor": 2, "cells": 2}], ids=str)
 def test_query_heads_are_split_over_one_latent(axes):
     """Each device attends with its heads, to all of the latents or those that it holds."""

@@ -34,8 +34,8 @@ PAGES = [
     ("name", "left_out"),
     [
         pytest.param("README.md", {"weights", "slow"}, id="README"),
-        pytest.param("README.md", {"weights"}, id="README-slow", marks=pytest.mark.weights),
-        *(pytest.param(page, {"skip"}, id=page, marks=pytest.mark.weights) for page in PAGES),
+        pytest.param("README.md", {"weights"}, id="README-slow", marks=pytest.mark.models),
+        *(pytest.param(page, {"skip"}, id=page, marks=pytest.mark.models) for page in PAGES),
     ],
 )
 def test_documents_print_what_they_show(name, left_out):

@@ -125,6 +125,7 @@ def test_a_token_that_sees_all_cells_finds_no_room():
     assert plan.reason.tolist() == [Reason.NO_ROOM]
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_taken_in_one_stream_takes_nothing_in_another():
     """Sequences 0 and 2 are the first of their streams, and those are looked at together."""
     memory, _ = jaxkv.seq_rm(evicted(GROUPS, seq=2), 2, 3, 7)

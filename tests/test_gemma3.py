@@ -37,7 +37,7 @@ def tiny():
     return models.load(DATA)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("streams", "full_windows", "ubatch_size"),
     [
@@ -132,7 +132,7 @@ def follow(model, memory, records, logits):
             memory, logits = jaxkv.join(table, rows), np.asarray(logits)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_short_prompts_give_the_recorded_logits_and_tokens(gemma3, records):
     short = [record for record in records if len(record["tokens"]) < 64]
     assert len(short) == 2
@@ -141,7 +141,7 @@ def test_short_prompts_give_the_recorded_logits_and_tokens(gemma3, records):
     follow(gemma3, memory, short, logits)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_the_command_line_gives_the_recorded_text(gemma3, records, monkeypatch, capsys):
     """The text without a close call, beside another."""
     (record,) = [r for r in records if len(r["tokens"]) < 64 and min(r["margins"]) > CLOSE]
@@ -153,7 +153,7 @@ def test_the_command_line_gives_the_recorded_text(gemma3, records, monkeypatch, 
     assert (first["tokens"], first["text"]) == (record["greedy"], record["text"])
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_stream_for_each_prompt_and_the_last_tokens_one_by_one(gemma3, records):
     """Of the long one, every token after the first 640 takes a cell that the window has left.
 
@@ -171,7 +171,7 @@ def test_a_stream_for_each_prompt_and_the_last_tokens_one_by_one(gemma3, records
     follow(gemma3, memory, records, rows)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("streams", "full_windows", "ubatch_size"),
     [(2, False, 512), (1, True, 64)],

@@ -47,7 +47,7 @@ def test_a_short_prompt_gives_the_recorded_logits(smollm2, runs, number):
     check_logits(np.asarray(logits)[0], record["first"], record["sample_ids"], within=1e-3)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_prompts_together_give_the_recorded_logits_and_tokens(smollm2, runs):
     """The prompts run side by side in one cache, so each is also checked against its neighbours.
 
@@ -98,7 +98,7 @@ def generate(smollm2):
     return generate
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_the_loop_on_the_device_picks_the_recorded_tokens(runs, generate):
     records = [run for run in runs if len(run["tokens"]) < 64]
     for record, tokens in zip(
@@ -109,7 +109,7 @@ def test_the_loop_on_the_device_picks_the_recorded_tokens(runs, generate):
         assert tokens[:sure] == record["greedy"][:sure]
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_eight_prompts_together_give_what_each_gives_alone(smollm2, generate):
     """Their ubatches hold tokens of several, and their cells lie mixed; close calls end a run."""
     text = golden("models")["smollm2_nll"]["tokens"]
@@ -124,7 +124,7 @@ def test_eight_prompts_together_give_what_each_gives_alone(smollm2, generate):
             assert best[-1] - best[-2] <= CLOSE, (seq, at)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_prompt_token_by_token_gives_the_same_logits(smollm2, runs):
     rows = []
     for ubatch_size in (1, 64):
@@ -134,7 +134,7 @@ def test_a_prompt_token_by_token_gives_the_same_logits(smollm2, runs):
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-4)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_how_a_long_prompt_is_cut_does_not_matter(smollm2, runs):
     record = max(runs, key=lambda record: len(record["tokens"]))
     rows = []
@@ -147,7 +147,7 @@ def test_how_a_long_prompt_is_cut_does_not_matter(smollm2, runs):
         np.testing.assert_allclose(row, rows[0], atol=1e-4)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "dtype", "within"),
     [("smollm2", "float32", 0.01), ("smollm2", "int8", 0.067), ("gemma3", "int8", 0.045)],
@@ -174,7 +174,7 @@ def test_perplexity_of_a_long_text(request, name, dtype, within):
         assert part.mean() == pytest.approx(wanted, abs=within)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_cache_that_is_too_small_refuses_and_then_serves_a_shorter_prompt(smollm2, runs):
     long = max(runs, key=lambda record: len(record["tokens"]))
     short = runs[1]
@@ -187,7 +187,7 @@ def test_a_cache_that_is_too_small_refuses_and_then_serves_a_shorter_prompt(smol
     check_logits(np.asarray(logits)[0], short["first"], short["sample_ids"], within=1e-3)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_half_precision_stays_close(smollm2, runs):
     """Weights and cache in bfloat16, sums in float32."""
     dtype = jnp.bfloat16

@@ -100,26 +100,26 @@ def test_every_recorded_script_is_replayed():
     assert sorted(s["name"] for s in replayed) == sorted(s["name"] for s in golden("ops"))
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize("script", parameters(scripts()))
 def test_scattered(smollm2, script):
     replay(smollm2, script)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize("script", parameters(scripts(unified=False)))
 def test_with_a_stream_for_each_sequence(smollm2, script):
     replay(smollm2, script)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize("script", parameters(scripts("gemma3", unified=None)))
 def test_with_windows(gemma3, script):
     """Unified and split; the window cache holds window + ubatch + 64 cells for each sequence."""
     replay(gemma3, script)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize("script", parameters(scripts()))
 def test_with_a_defrag_squeezed_in_before_every_decode(smollm2, script):
     replay(
@@ -129,13 +129,13 @@ def test_with_a_defrag_squeezed_in_before_every_decode(smollm2, script):
     )
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize("script", parameters(scripts()))
 def test_contiguous_through_make_room(smollm2, script):
     replay(smollm2, script, placement="contiguous", make_room=True)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_contiguous_alone_refuses_what_is_fragmented(smollm2):
     """The freed cells lie in runs shorter than the prompt, so it is refused and nothing changes."""
     (script,) = [s for s in golden("ops") if s["name"] == "fragmented"]

@@ -218,7 +218,7 @@ def test_a_sentence_or_a_model(case, tmp_path):
     check(case, tmp_path, range(60), deep=False)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize("case", CASES)
 def test_a_sentence_or_a_model_that_can_be_traced(case, tmp_path):
     check(case, tmp_path, range(60, 210), deep=True)

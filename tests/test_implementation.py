@@ -178,7 +178,7 @@ def shapes_of_a_step(name, implementation):
     [
         "llama_tied",
         *(
-            pytest.param(name, marks=pytest.mark.slow)
+            pytest.param(name, marks=pytest.mark.models)
             for name in ("gemma3", "granite_hybrid", "recurrent_gemma")
         ),
     ],

@@ -20,7 +20,7 @@ def test_all_variants_are_there():
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in VARIANTS],
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.models) for name in VARIANTS],
 )
 def test_variant(name):
     model = models.load(DATA / name)

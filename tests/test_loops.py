@@ -17,7 +17,7 @@ from tests.memories import SMALL, SPLIT, VOCABULARY, assert_identical, filled, t
 
 DATA = Path(__file__).parent / "data"
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
-FIRST = [MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])]
+FIRST = [MODELS[0], *(pytest.param(name, marks=pytest.mark.models) for name in MODELS[1:])]
 CLOSE = dict(rtol=0, atol=2e-4)
 TOKENS = np.array([7, 3, 11, 5, 2, 9, 13, 4, 6, 1, 8], np.int32)
 
@@ -76,7 +76,7 @@ def kinds_of(model):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize("name", FIRST)
 def test_a_prompt_in_parts_gives_the_logits_of_the_whole(name):
     model = load(name)
@@ -88,7 +88,7 @@ def test_a_prompt_in_parts_gives_the_logits_of_the_whole(name):
     assert jaxkv.seq_pos_max(memory, 0) == -1
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -105,7 +105,7 @@ def test_any_kind_of_function_gives_the_same_logits(name, kind):
     np.testing.assert_allclose(logits[0], whole(name)[-1], **CLOSE)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_feeds_what_was_picked(name):
     """The tokens of a loop, fed once more as a prompt, are each the best one of their logits."""
@@ -384,7 +384,7 @@ def test_a_whole_loop_inside_of_a_program_is_that_outside():
     assert (found.tokens[0, :2] >= 0).all() and found.tokens[0, 2] == -1
 
 
-@pytest.mark.slow
+@pytest.mark.models
 def test_derivatives_go_through_a_prompt():
     """Outside of `jit` too, where a refusal is raised and no `ok` is needed."""
     model = load("llama_tied")

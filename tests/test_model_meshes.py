@@ -155,7 +155,7 @@ def test_what_is_whole_is_told():
         models.load(DATA / "gemma3").whole_weights()
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "mesh"),
     mostly_exhaustive(
@@ -182,7 +182,7 @@ def test_a_mesh_gives_what_one_device_gives(name, mesh):
     np.testing.assert_array_equal(picked, tokens)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("axes", "size"), [("tensor=3", "179.4 MB"), ("tensor=1,cells=2", "322.2 MB")]
 )
@@ -256,7 +256,7 @@ def test_key_value_heads_that_do_not_divide_are_whole_and_send_nothing():
     assert Counter(one.name for one in collectives(compiled)) == {"all-reduce": 2 + 1}
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     "name",
     mostly_exhaustive(
@@ -281,7 +281,7 @@ def test_a_step_of_no_family_sends_more_than_sums(name):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("qwen2", "gemma3") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("qwen2", "gemma3") else pytest.param(name, marks=pytest.mark.models)
         for name in FAMILIES
     ],
 )
@@ -337,7 +337,7 @@ def test_devices_that_split_cells_split_what_belongs_to_no_head():
     assert inside.why_whole(mesh, RULES) is None
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize("name", ["llama_tied", "granite_hybrid_experts"])
 def test_a_mesh_that_splits_cells_gives_what_one_device_gives(name):
     logits, tokens = one_device(name)

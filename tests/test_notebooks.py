@@ -44,7 +44,7 @@ def test_a_stored_notebook_has_the_cells_of_its_source_and_no_trace_of_a_machine
             assert len(output.get("data", {}).get("image/png", "")) < 80_000  # 60 kB in base64
 
 
-@pytest.mark.weights
+@pytest.mark.models
 @pytest.mark.parametrize("source", sources(), ids=lambda source: source.stem)
 def test_a_notebook_runs_and_shows_what_is_stored(source):
     needs_gemma3 = 'models.load("gemma3")' in source.read_text()

@@ -87,12 +87,12 @@ def check(name, *, ubatch_size, together, kept=0, streams=1, lists=(0, 1, 2)):
         follow(model, memory, group, ubatch_size, kept)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 def test_prompts_together():
     check("mamba2", ubatch_size=64, together=True, kept=2, streams=4, lists=(1, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize("name", ["recurrent_gemma", "granite_hybrid_experts_rope"])
 def test_one_prompt(name):
     check(name, ubatch_size=512, together=False, kept=3, lists=(2,))
@@ -108,7 +108,7 @@ WAYS = [  # ubatch_size, together, kept, streams
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "way"),
     mostly_exhaustive(
@@ -121,7 +121,7 @@ def test_every_way(name, way):
     check(name, ubatch_size=ubatch_size, together=together, kept=kept, streams=streams)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "way"),
     mostly_exhaustive(
@@ -150,7 +150,7 @@ def test_every_variant(name, way):
     check(name, ubatch_size=ubatch_size, together=together, kept=kept, streams=streams)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
 def test_greedy_texts_are_those_that_were_recorded(name):
     """The prompts together, and then all texts side by side."""

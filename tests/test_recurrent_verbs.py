@@ -160,7 +160,7 @@ def test_verbs():
     "name",
     mostly_exhaustive(
         ALL,
-        few=["hybrid of streams", "hybrid in groups with a window", "both in a layer"],
+        few=["hybrid in groups with a window", "both in a layer"],
     ),
 )
 def test_verbs_at_length(name):

@@ -103,32 +103,24 @@ KINDS = [
 ]
 
 
-def run_verbs(kind, examples):
-    with jax.set_mesh(mesh_of(**dict(kind.axes))):
-        run_state_machine_as_test(
-            lambda: test_stateful.Verbs(
-                kind, counts=(3, 7), moves=(2, 2), in_rows=kind.streams > 1
-            ),
-            settings=settings(max_examples=examples, stateful_step_count=20, derandomize=True),
-        )
-
-
-def test_verbs_on_a_mesh():
-    run_verbs(KINDS[3], 3)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "name",
     mostly_exhaustive(
         [kind.name for kind in KINDS],
-        few=["full-and-window", "groups-striped-window"],
+        few=["all", "groups-striped-window"],
     ),
 )
-def test_verbs_at_length_on_a_mesh(name):
+def test_verbs_on_a_mesh(name):
     (kind,) = (kind for kind in KINDS if kind.name == name)
-    run_verbs(kind, 10)
+    with jax.set_mesh(mesh_of(**dict(kind.axes))):
+        run_state_machine_as_test(
+            lambda: test_stateful.Verbs(
+                kind, counts=(3, 7), moves=(2, 2), in_rows=kind.streams > 1
+            ),
+            settings=settings(max_examples=10, stateful_step_count=20, derandomize=True),
+        )
 
 
 class StateVerbs(test_recurrent_verbs.Verbs):

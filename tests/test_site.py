@@ -78,7 +78,7 @@ def test_what_the_translations_lead_to_is_there():
     assert checked > 80
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_the_support_matrix_is_what_trying_gives():
     _, table, _ = support.parted(support.PAGE.read_text())
     assert table == support.matrix()

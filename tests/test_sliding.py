@@ -219,7 +219,7 @@ def test_positions_that_come_again_do_not_repeat_draws(tidy, drafted):
     assert np.concatenate(pieces, axis=1).tolist() == whole.tokens.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "streams"),
     mostly_exhaustive(

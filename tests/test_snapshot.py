@@ -22,7 +22,7 @@ from jaxkv import snapshot
 from jaxkv.kv.cells import Cells
 from jaxkv.recurrent.states import occupied
 from tests import histories, memories
-from tests.cases import mostly_exhaustive
+from tests.cases import in_parts, mostly_exhaustive
 from tests.memories import (
     CHUNKS,
     GROUPS,
@@ -133,15 +133,7 @@ def tell(memory, kinds, seq, count, first=0):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        SMALL,
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in SOME),
-        *(
-            pytest.param(kind, marks=[pytest.mark.slow, pytest.mark.exhaustive])
-            for kind in EVERY[1:]
-            if kind not in SOME
-        ),
-    ],
+    in_parts(EVERY, fast=[SMALL], slow=SOME),
     ids=lambda kind: kind.name,
 )
 def test_loaded_it_is_the_memory_that_was_saved(kind, tmp_path):

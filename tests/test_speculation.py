@@ -67,7 +67,7 @@ def copying(name):
     return model.forward, weights
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "kind", "pools"),
     mostly_exhaustive(
@@ -112,7 +112,7 @@ def test_twenty_texts_are_those_of_a_plain_loop(name, kind, pools):
     np.testing.assert_allclose(step(memory=found)[1], step(memory=after)[1], atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 def test_texts_of_a_model_in_a_pool_are_those_of_a_plain_loop():
     """The fast part's case of the test above."""
     model = load("llama_tied")

@@ -11,7 +11,7 @@ import jaxkv
 from jaxkv import loops, make_batch
 from tests.cases import mostly_exhaustive
 
-pytestmark = pytest.mark.weights
+pytestmark = pytest.mark.models
 
 BEST = loops.sampling.make_sampler()
 PROMPTS = [

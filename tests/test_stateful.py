@@ -198,7 +198,6 @@ def test_verbs(kind):
         [kind.name for kind in KINDS],
         few=[
             CODES.name,
-            LATENT.name,
             "two-owner-words",
             "full-and-window",
             "groups-contiguous-full-and-window",

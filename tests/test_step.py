@@ -19,7 +19,7 @@ DATA = Path(__file__).parent / "data"
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
 FIRST = [
     MODELS[1],
-    *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[:1] + MODELS[2:]),
+    *(pytest.param(name, marks=pytest.mark.models) for name in MODELS[:1] + MODELS[2:]),
 ]
 
 load = cache(lambda name: models.load(DATA / name))
@@ -38,7 +38,7 @@ def feeding(name):
     return feed
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize("streams", mostly_exhaustive([1, 3], few=[3]))
 @pytest.mark.parametrize("name", FIRST)
 def test_tokens_together_give_the_logits_of_one_after_another(name, streams):

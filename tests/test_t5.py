@@ -47,7 +47,7 @@ def recorded(request):
     return Recorded(request.param)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 def test_two_sources_side_by_side_are_what_transformers_makes_of_each(recorded):
     """Prompts first, and then a token at a time."""
     memory = recorded.read()
@@ -58,7 +58,7 @@ def test_two_sources_side_by_side_are_what_transformers_makes_of_each(recorded):
         np.testing.assert_allclose(logits, recorded.logits[:, i], **CLOSE)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     "streams", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))]
 )
@@ -72,7 +72,7 @@ def test_greedy_texts_are_those_of_generate(recorded, streams):
     np.testing.assert_array_equal(found, recorded.greedy[:, 1:])
 
 
-@pytest.mark.slow
+@pytest.mark.models
 def test_forks_and_cuts_go_on_with_their_source(recorded):
     memory = recorded.read()
     memory, _ = recorded.tell(memory, recorded.greedy[:, :12].tolist(), [0, 1])
@@ -85,7 +85,7 @@ def test_forks_and_cuts_go_on_with_their_source(recorded):
     np.testing.assert_allclose(logits[4:], recorded.logits[0, 8:12], **CLOSE)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 def test_beams_are_those_of_generate(recorded):
     memory = recorded.read()
     memory, logits = recorded.tell(memory, [[0]], [0])
@@ -102,7 +102,7 @@ def test_beams_are_those_of_generate(recorded):
     np.testing.assert_allclose(beams.scores[0], recorded.run["score"], atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.models
 def test_what_a_config_says(tmp_path, capsys):
     def told(name, **changes):
         config = json.loads((DATA / name / "config.json").read_text()) | changes

@@ -63,7 +63,7 @@ def test_smollm2_as_recorded(smollm2):
     assert smollm2.stop_tokens == {0, 2} and smollm2.size == 49152
 
 
-@pytest.mark.slow
+@pytest.mark.models
 def test_gemma3_as_recorded():
     tokenizer = gemma3()
     check_recorded(tokenizer, "gemma3")

@@ -87,7 +87,7 @@ def test_a_step_may_be_jitted_scanned_or_computed_again_inside_of_grad(cells):
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_a_soft_prefix_trained_through_the_cache_lowers_the_loss(small):
     """Eight embeddings before a text, the only thing that is trained, make it likelier.
 

@@ -84,7 +84,7 @@ def nearly(model):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "streams", "ids", "kind"),
     mostly_exhaustive(
@@ -158,7 +158,7 @@ def test_branches_that_are_looked_up_leave_every_draw_as_it_is():
     assert 0 < made.accepted.sum() < made.tried.sum()
 
 
-@pytest.mark.slow
+@pytest.mark.models
 def test_draws_with_branches_of_a_model_have_the_distribution_of_the_model():
     """Chi-square over all texts of three tokens; 4,096 texts, so that what is likely shows."""
     count, rounds = 256, 16
@@ -176,7 +176,7 @@ def test_draws_with_branches_of_a_model_have_the_distribution_of_the_model():
     assert statistic < 106  # the 99.95 % point of 63 degrees of freedom is 106.4
 
 
-@pytest.mark.weights
+@pytest.mark.models
 def test_real_weights_go_on_alike(smollm2):
     tokens = [smollm2.tokenizer.prompt(SENTENCES[i]) for i in (2, 4, 10)]
     memory = smollm2.make_memory(sequences=9, cells=512)

@@ -11,17 +11,28 @@ from jax.sharding import AxisType
 import jaxkv
 from jaxkv.ops.attention import attention
 from tests import histories
-from tests.cases import mostly_exhaustive
-from tests.memories import ALL_KINDS, GROUPS_STRIPES, HEADS, LAYERS, SIZE, SMALL, Kind, filled
+from tests.cases import in_parts, mostly_exhaustive
+from tests.memories import (
+    ALL_KINDS,
+    GROUPS_RUNS,
+    GROUPS_STRIPES,
+    GROUPS_TILES,
+    HEADS,
+    LAYERS,
+    SIZE,
+    SMALL,
+    STACKED,
+    STRIPES_SPLIT,
+    TWO_SPLIT,
+    WIDE,
+    Kind,
+    filled,
+)
 from tests.test_sharding import mesh_of, placed
 
+SOME = [WIDE, TWO_SPLIT, GROUPS_RUNS, STRIPES_SPLIT, GROUPS_TILES, STACKED]
 over_kinds = pytest.mark.parametrize(
-    "kind",
-    [
-        SMALL,
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ALL_KINDS if kind is not SMALL),
-    ],
-    ids=lambda kind: kind.name,
+    "kind", in_parts(ALL_KINDS, fast=[SMALL], slow=SOME), ids=lambda kind: kind.name
 )
 CLOSE = dict(rtol=0, atol=2e-6)
 
@@ -67,9 +78,7 @@ def assert_same(found, wanted):
 
 
 @over_kinds
-@pytest.mark.parametrize(
-    "causal", [True, pytest.param(False, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
-)
+@pytest.mark.parametrize("causal", in_parts([True, False], fast=[True]))
 def test_attending_is_writing_looking_and_weighing(kind, causal):
     memory, ubatch = applied(lived_in(kind))
     for layer in range(LAYERS):
@@ -99,7 +108,11 @@ def test_positions_and_owners_are_those_of_the_cells(kind):
         assert ((np.asarray(positions) >= -1) & (np.asarray(positions) <= 9)).all()
 
 
-@pytest.mark.parametrize("kind", [SMALL, GROUPS_STRIPES], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    in_parts([SMALL, GROUPS_STRIPES], fast=[SMALL], slow=[GROUPS_STRIPES]),
+    ids=lambda kind: kind.name,
+)
 def test_a_stale_ubatch_writes_nothing_and_sees_no_number(kind):
     memory, ubatch = applied(lived_in(kind), sequences=[0])
     q, k, v = arrays_for(ubatch)
