@@ -52,6 +52,9 @@ for _name, _examples in {"slow": 75, "exhaustive": 500}.items():
         max_examples=_examples,
         print_blob=True,
     )
+_LONG = ("slow", "models", "processes")
+"""The parts beside the fast one."""
+
 # By what `-m` chooses.
 _PROFILES = {
     "slow and not exhaustive": "slow",
@@ -60,10 +63,22 @@ _PROFILES = {
 }
 
 
+def _parts(item: pytest.Item) -> list[str]:
+    return [part for part in _LONG if item.get_closest_marker(part)]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000, 10, 10)  # tracing makes millions of objects, and little garbage
     if not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile(_PROFILES.get(config.option.markexpr, "fast"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test is in one part, and what is exhaustive in one that is not fast; else none runs it."""
+    for item in items:
+        parts = _parts(item)
+        if len(parts) > 1 or (item.get_closest_marker("exhaustive") and not parts):
+            raise pytest.UsageError(f"wanted one of {_LONG} at {item.nodeid}, got {parts}")
 
 
 def pytest_collectstart() -> None:
@@ -101,8 +116,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     at after each file, and after each long test, which may compile as much as a file.
     """
     same_file = nextitem is not None and nextitem.path == item.path
-    long = any(item.get_closest_marker(part) for part in ("slow", "models"))
-    if same_file and not long:
+    if same_file and not _parts(item):
         return
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
