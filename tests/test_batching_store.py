@@ -163,6 +163,7 @@ def test_what_a_request_cannot_use_is_not_let_go_of():
     assert len(list(engine.results())) == 2
 
 
+@pytest.mark.slow
 def test_cells_that_are_shared_are_promised_once():
     """Three texts of 15 tokens, of which 12 are common, run beside each other in 24 cells."""
     engine, common = engine_of(SMALL, [3], stop=()), tokens(12)

@@ -34,6 +34,8 @@ from models.text.tokenizer import Tokenizer
 from models.text.turns import frame_of, tokens_of_turn
 from tests.cases import mostly_exhaustive
 
+pytestmark = pytest.mark.models
+
 DATA = Path(__file__).parent / "data"
 CELLS = 64  # mostly: what is compiled for one size is shared
 
@@ -88,7 +90,6 @@ def tell(speaker, chat):
 # ----------------------------------------------------------------------------- each token once
 
 
-@pytest.mark.models
 def test_each_token_of_twenty_turns_and_two_forks_is_computed_once(small):
     """The model is asked for as many tokens as there are, of all conversations together.
 
@@ -119,7 +120,6 @@ def test_each_token_of_twenty_turns_and_two_forks_is_computed_once(small):
     assert jaxkv.used(chat.memory) == chat.computed
 
 
-@pytest.mark.models
 def test_nothing_compiles_once_a_chat_is_warm(speaker):
     chat = speaker.compile(speaker.begin(conversations=3, cells=CELLS))
     with counting() as compiled:
@@ -214,7 +214,6 @@ def test_undo_leaves_what_was_there_before(speaker, twice):
         edits.undo(none)
 
 
-@pytest.mark.models
 def test_another_attempt_computes_one_token_and_draws_anew(speaker, twice):
     speaker = replace(speaker, sampler=make_sampler(temperature=9.0))
     chat = speaker.answer(speaker.ask(copied(twice), "Three"))
@@ -355,7 +354,6 @@ STATEFUL = mostly_exhaustive(
 )
 
 
-@pytest.mark.models
 @pytest.mark.parametrize("name", ["gemma3", *STATEFUL])
 def test_what_is_kept_is_gone_back_to(name, tmp_path):
     """Turns longer than a window holds, whose states are gone: what is kept is never computed."""
@@ -399,7 +397,6 @@ def stateful(request):
     return Speaker(model=tiny(request.param), max_tokens=4, ubatch_size=16)
 
 
-@pytest.mark.models
 def test_what_a_window_lost_is_computed_anew_without_what_was_forgotten():
     """As a conversation would be that never had the passage."""
     speaker = Speaker(model=tiny("gemma3"), max_tokens=4, ubatch_size=16)
@@ -418,7 +415,6 @@ def test_what_a_window_lost_is_computed_anew_without_what_was_forgotten():
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-@pytest.mark.models
 def test_a_full_memory_of_states_keeps_what_is_gone_back_to(stateful):
     """What shares the cells of the conversation would free none; what was taken back does."""
     chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One")
@@ -435,7 +431,6 @@ def test_a_full_memory_of_states_keeps_what_is_gone_back_to(stateful):
     assert chat.now.turns[-1].finish == "length" and cells_of(chat.memory)[0] <= CELLS
 
 
-@pytest.mark.models
 def test_forks_and_files_of_states(stateful, tmp_path):
     chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One", "Two")
     chat = edits.fork(stateful.settle(chat), "b")
@@ -457,7 +452,6 @@ def test_forks_and_files_of_states(stateful, tmp_path):
 # ------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.models
 def test_a_saved_chat_goes_on_with_nothing_computed(speaker, twice, tmp_path):
     chat = edits.fork(copied(twice), "b")
     path = tmp_path / "chat.safetensors"

@@ -24,6 +24,8 @@ from models.cli.screen import plain
 from models.cli.terminal import Terminal
 from tests.tiny_files import CONFIG, VOCAB, tiny_tensors, write_folder
 
+pytestmark = pytest.mark.models
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789:;.Ġ"
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
 
@@ -76,7 +78,6 @@ def chat(folder, model, monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------- a pipe
 
 
-@pytest.mark.models
 def test_each_line_of_a_pipe_is_a_turn(chat):
     status, out, err = chat("hello\n\nand you\n")
     assert status == 0 and "\x1b" not in out + err
@@ -111,7 +112,6 @@ def test_commands_in_a_pipe(chat, tmp_path):
     assert "computed: 10 tokens in all, and 3 found in what was kept" in out
 
 
-@pytest.mark.models
 def test_a_mesh_of_devices_talks_as_one_does(chat, tmp_path):
     """What is said, held, kept and computed, but for how long it took."""
     talk = "one\n/fork b\nelse\n/retry\n/undo\n/switch b\ntwo\n/undo\nthree\n/show\n/stats\n"
@@ -122,7 +122,6 @@ def test_a_mesh_of_devices_talks_as_one_does(chat, tmp_path):
     assert status == 2 and "one on a mesh is saved and restored by Orbax" in err
 
 
-@pytest.mark.models
 def test_a_chat_in_8_bits_goes_on_in_8_bits_alone(chat, tmp_path):
     file, small = tmp_path / "chat.safetensors", ("--cache-dtype", "int8")
     status, out, _ = chat(f"one\n/save {file}\ntwo\n", *small)
@@ -133,7 +132,6 @@ def test_a_chat_in_8_bits_goes_on_in_8_bits_alone(chat, tmp_path):
     assert status == 2 and re.search("cannot be loaded: .*int8", err), err
 
 
-@pytest.mark.models
 def test_another_answer_is_drawn_anew(chat):
     """It is the one that the next seed gives."""
     drawn = "--temperature", 30, "--top-k", 0, "--top-p", 1, "--min-p", 0
@@ -246,7 +244,6 @@ def test_a_history_that_cannot_be_kept_is_noted(keys, tmp_path, monkeypatch, cap
 # ------------------------------------------------------------------------------------ a terminal
 
 
-@pytest.mark.models
 @pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # it execs at once
 def test_a_talk_in_a_terminal(folder, tmp_path):
     """A process of its own: lines, Ctrl-C in an answer, undo, fork, switch, save, Ctrl-D."""
@@ -297,7 +294,6 @@ def test_a_talk_in_a_terminal(folder, tmp_path):
     assert "\x1b" not in done.stdout + done.stderr
 
 
-@pytest.mark.models
 def test_an_interrupt_of_a_pipe_ends_it(folder):
     command = [sys.executable, "-m", "models", "chat", "--model", str(folder), "--temperature", "0"]
     command += ["--cells", "60000", "--max-tokens", "50000"]

@@ -150,6 +150,7 @@ def test_only_keeps_a_token_for_those_that_stay():
 # ------------------------------------------------------------------------------------- computing
 
 
+@pytest.mark.slow
 def test_a_tree_is_computed_once_and_each_text_reads_as_if_alone():
     """Against the dense formula; shared tokens take one cell."""
     tokens = np.arange(3, 10)

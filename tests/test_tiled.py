@@ -59,6 +59,7 @@ GOES = [
 """Drawings before and after a token of each of some sequences."""
 
 
+@pytest.mark.slow
 def test_a_token_goes_where_its_sequence_is_alone():
     for before, sequences, after in GOES:
         memory = drawn(before, TILES)
@@ -67,6 +68,7 @@ def test_a_token_goes_where_its_sequence_is_alone():
         assert drawing(jaxkv.apply(memory, plan)) == after
 
 
+@pytest.mark.slow
 def test_a_window_gives_the_cells_that_it_hides_and_no_other():
     full = [f"{i}{{{seq}}}" for seq in range(4) for i in range(4)]
     for cells in (full, full[:-2]):  # two of each sequence, or of three of them and two empty ones
