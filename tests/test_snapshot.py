@@ -44,7 +44,7 @@ from tests.memories import (
 from tests.twins import lived_in
 
 EVERY = [SMALL, RUNS, WIDE, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS, GROUPS_RUNS]
-SOME = [WIDE, CHUNKS, TWO_SPLIT, GROUPS]
+SOME = [WIDE, TWO_SPLIT]
 STATES = {
     "states": {"kinds": "rr", "kept": 3},
     "states of streams": {"kinds": "rr", "kept": 1, "streams": 3},

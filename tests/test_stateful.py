@@ -197,8 +197,6 @@ def test_verbs(kind):
     mostly_exhaustive(
         [kind.name for kind in KINDS],
         few=[
-            CODES.name,
-            "two-owner-words",
             "full-and-window",
             "groups-contiguous-full-and-window",
             "striped-split-full-and-window",

@@ -23,14 +23,13 @@ from tests.memories import (
     SMALL,
     STACKED,
     STRIPES_SPLIT,
-    TWO_SPLIT,
     WIDE,
     Kind,
     filled,
 )
 from tests.test_sharding import mesh_of, placed
 
-SOME = [WIDE, TWO_SPLIT, GROUPS_RUNS, STRIPES_SPLIT, GROUPS_TILES, STACKED]
+SOME = [WIDE, GROUPS_RUNS, STRIPES_SPLIT, GROUPS_TILES, STACKED]
 over_kinds = pytest.mark.parametrize(
     "kind", in_parts(ALL_KINDS, fast=[SMALL], slow=SOME), ids=lambda kind: kind.name
 )
