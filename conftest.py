@@ -55,26 +55,26 @@ for _name, _examples in {"slow": 75, "exhaustive": 500}.items():
 _LONG = ("slow", "models", "processes")
 """The parts beside the fast one."""
 
-# By what `-m` chooses.
-_PROFILES = {
-    "slow and not exhaustive": "slow",
-    "slow": "exhaustive",
-    "slow or models": "exhaustive",
-}
-
 
 def _parts(item: pytest.Item) -> list[str]:
     return [part for part in _LONG if item.get_closest_marker(part)]
 
 
+def _profile(chosen: str) -> str:
+    """Return which examples Hypothesis draws, by what `-m` chooses."""
+    if not chosen or "not slow" in chosen:
+        return "fast"
+    return "slow" if "not exhaustive" in chosen else "exhaustive"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000, 10, 10)  # tracing makes millions of objects, and little garbage
     if not config.getoption("--hypothesis-profile"):
-        hypothesis.settings.load_profile(_PROFILES.get(config.option.markexpr, "fast"))
+        hypothesis.settings.load_profile(_profile(config.option.markexpr))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test is in one part, and what is exhaustive in one that is not fast; else none runs it."""
+    """See that a test is in one part, and what is exhaustive in one of the long ones."""
     for item in items:
         parts = _parts(item)
         if len(parts) > 1 or (item.get_closest_marker("exhaustive") and not parts):
