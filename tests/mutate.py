@@ -41,14 +41,14 @@ KNOWN_BY = {
     "jaxkv/window.py": "evictions window ollama stateful",
     "jaxkv/stamp.py": "arguments stale going_back refusals batch recurrent_going_back",
     "jaxkv/kv/cells.py": "arguments invariants evictions traps isolation ollama streams window "
-    "shift stale going_back stateful refusals permutation every_argument",
+    "shift stale going_back stateful refusals permutation sets every_argument",
     "jaxkv/kv/reuse.py": "evictions window ollama groups stateful every_argument",
     "jaxkv/kv/slots.py": "arguments traps ollama window streams groups refusals going_back stale "
     "evictions stateful recurrent_ubatches every_argument sharding",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/source.py": "sources t5",
-    "jaxkv/kv/transfer.py": "groups stateful every_argument",
+    "jaxkv/kv/transfer.py": "groups stateful every_argument sharding",
     "jaxkv/kv/arrivals.py": "groups stateful every_argument",
     "jaxkv/recurrent/s*.py": "arguments groups invariants recurrent recurrent_going_back "
     "recurrent_ubatches stale every_argument",

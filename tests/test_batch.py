@@ -196,6 +196,19 @@ def test_outputs_come_back_in_the_order_of_the_batch(split_by):
     assert plan.collect(logits)[:, 0].tolist() == tokens[outputs].tolist()
 
 
+def test_a_traced_list_has_room_for_every_output_that_it_may_mark():
+    """Which are marked is not known, so it may be each of them; else each sequence has one."""
+
+    @jax.jit
+    def chosen(memory, tokens, outputs):
+        (ubatch,) = jaxkv.init_batch(memory, make_batch(tokens, outputs=outputs)).ubatches
+        return ubatch.tokens.reshape(-1).at[ubatch.outputs].get(mode="fill", fill_value=-1)
+
+    tokens = jnp.arange(1, 11)
+    assert chosen(SMALL.make(), tokens, tokens > 0)[:10].tolist() == tokens.tolist()
+    assert chosen(SMALL.make(), tokens, None)[:1].tolist() == [10]
+
+
 def test_a_batch_without_outputs():
     plan = jaxkv.init_batch(filled(4), make_batch([1, 2, 3], outputs=[False] * 3), ubatch_size=4)
     _, logits = think(filled(4), plan.ubatches[0])
