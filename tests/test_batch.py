@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv import make_batch
+from jaxkv import Reason, make_batch
 from jaxkv.places import NOWHERE, bucket
 from jaxkv.planning.layout import layout, rank
 from jaxkv.planning.splits import equal_split, sequence_split, simple_split
@@ -222,6 +222,18 @@ def test_padding_inside_a_batch_goes_nowhere():
     memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch, ubatch_size=4))
     assert jaxkv.seq_pos_max(memory, [0, 1]).tolist() == [5, 0]
     assert jaxkv.used(memory).item() == 7
+
+
+@pytest.mark.slow
+def test_a_traced_token_of_no_sequence_refuses_all_and_counts_as_padding():
+    @jax.jit
+    def plan(memory, sequences):
+        return jaxkv.init_batch(memory, make_batch(jnp.array([5, 6, 7]), sequences=sequences))
+
+    for nobody in (-1, 3):
+        refused = plan(SMALL.make(), jnp.array([0, nobody, 1]))
+        assert not refused.ok and set(refused.reason.tolist()) == {Reason.UNKNOWN_SEQUENCE}
+        assert refused.ubatches[0].valid[0, :3].tolist() == [True, False, True]
 
 
 def test_rows_that_come_ready_are_computed_at_once():

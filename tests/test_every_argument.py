@@ -279,3 +279,11 @@ def test_a_dead_sequence_is_refused_until_it_is_forgotten():
         assert ok and jaxkv.init_batch(again, jaxkv.make_batch([5], sequences=1)).ok
         kept = jaxkv.seq_keep(dead, 0)
         assert jaxkv.init_batch(kept, jaxkv.make_batch([5], sequences=1)).ok
+
+
+@pytest.mark.slow
+def test_the_end_of_a_dead_sequence_moves_with_a_range_that_holds_it():
+    dead = jaxkv.seq_cp(histories.told(0, [3]).memory, 0, 1, 0, 2)  # its state stood at 1
+    for start, end in ((0, 6), (1, 6), (2, 2)):
+        moved = jaxkv.seq_add(dead, 1, start, -1, 4)
+        assert jaxkv.init_batch(moved, jaxkv.make_batch([5], sequences=1)).found[1] == end
