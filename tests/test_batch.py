@@ -230,8 +230,8 @@ def test_a_traced_token_of_no_sequence_refuses_all_and_counts_as_padding():
     def plan(memory, sequences):
         return jaxkv.init_batch(memory, make_batch(jnp.array([5, 6, 7]), sequences=sequences))
 
-    for nobody in (-1, 3):
-        refused = plan(SMALL.make(), jnp.array([0, nobody, 1]))
+    for unknown in (-1, 3):
+        refused = plan(SMALL.make(), jnp.array([0, unknown, 1]))
         assert not refused.ok and set(refused.reason.tolist()) == {Reason.UNKNOWN_SEQUENCE}
         assert refused.ubatches[0].valid[0, :3].tolist() == [True, False, True]
 

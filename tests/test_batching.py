@@ -493,7 +493,7 @@ def test_what_a_window_can_hold(rule, split):
             ("granite_hybrid", 1, False),
             ("granite_hybrid", 8, True),
         ],
-        few=[("mistral_window", 8, True), ("granite_hybrid", 1, False)],
+        few=[("llama_tied", 1, True), ("mistral_window", 8, True), ("granite_hybrid", 1, False)],
     ),
 )
 def test_64_requests_through_8_sequences_with_half_the_cells(name, streams, reserve):

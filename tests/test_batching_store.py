@@ -274,7 +274,9 @@ def model_with_store(name, *, sequences, holders, streams=1, **sizes):
 
 over_models = pytest.mark.parametrize(
     "name",
-    mostly_exhaustive(["llama_tied", "gemma3", "mamba2", "granite_hybrid"], few=["granite_hybrid"]),
+    mostly_exhaustive(
+        ["llama_tied", "gemma3", "mamba2", "granite_hybrid"], few=["gemma3", "granite_hybrid"]
+    ),
 )
 
 
@@ -329,7 +331,7 @@ def test_a_conversation_of_20_turns_computes_each_token_once(name):
             ("mamba2", 10, False),
             ("granite_hybrid", 2, True),
         ],
-        few=[("granite_hybrid", 2, True)],
+        few=[("llama_tied", 10, True), ("granite_hybrid", 2, True)],
     ),
 )
 def test_64_requests_that_begin_alike_are_as_each_alone(name, streams, reserve):

@@ -349,7 +349,7 @@ def test_mistakes_are_named(change, message):
 
 @pytest.mark.models
 @pytest.mark.parametrize(
-    ("name", "streams"), mostly_exhaustive(MODELS, few=[("granite_hybrid", 1)])
+    ("name", "streams"), mostly_exhaustive(MODELS, few=[("llama_tied", 4), ("granite_hybrid", 1)])
 )
 def test_beams_of_a_model(name, streams):
     """States are kept for one step back, so texts that ended may leave nothing."""

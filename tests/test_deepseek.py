@@ -14,7 +14,6 @@ import jaxkv
 import models
 from models.costs import abstract_mesh, costs_of
 from models.meshes import RULES, make_mesh
-from tests.cases import mostly_exhaustive
 from tests.test_hybrid_files import config_at
 
 DATA = Path(__file__).parent / "data"
@@ -36,9 +35,7 @@ def tell(model, memory, tokens, sequence=0, size=8):
 
 
 @pytest.mark.models
-@pytest.mark.parametrize(
-    "name", mostly_exhaustive(VARIANTS, few=["deepseek_v2_groups", "deepseek_v3_halves"])
-)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_text_by_prompts_tokens_forks_and_shifts(name):
     model, record = recorded(name)
     tokens, wanted = record["tokens"], record["logits"]

@@ -34,7 +34,7 @@ PAGES = [
     ("name", "left_out"),
     [
         pytest.param("README.md", {"weights", "slow"}, id="README"),
-        pytest.param("README.md", {"weights"}, id="README-slow", marks=pytest.mark.models),
+        pytest.param("README.md", {"weights"}, id="README-weights", marks=pytest.mark.models),
         *(pytest.param(page, {"skip"}, id=page, marks=pytest.mark.models) for page in PAGES),
     ],
 )

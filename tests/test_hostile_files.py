@@ -221,4 +221,4 @@ def test_a_sentence_or_a_model(case, tmp_path):
 @pytest.mark.models
 @pytest.mark.parametrize("case", CASES)
 def test_a_sentence_or_a_model_that_can_be_traced(case, tmp_path):
-    check(case, tmp_path, range(60, 210), deep=True)
+    check(case, tmp_path, range(60, 360), deep=True)

@@ -166,6 +166,8 @@ def test_what_is_whole_is_told():
         ],
         few=[
             ("gemma3", "tensor"),
+            ("qwen3_window", "data-tensor"),
+            ("mamba2", "data-tensor"),
             ("granite_hybrid_experts", "data-tensor"),
             ("recurrent_gemma", "data-tensor"),
         ],

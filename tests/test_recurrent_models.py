@@ -140,6 +140,7 @@ def test_every_way(name, way):
         ],
         few=[
             ("granite_hybrid_experts_rope", WAYS[1]),
+            ("mamba2_biased", WAYS[0]),
             ("lfm2", (3, True, 2, 4)),
             ("falcon_h1", (3, True, 2, 4)),
         ],

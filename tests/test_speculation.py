@@ -73,7 +73,9 @@ def copying(name):
     mostly_exhaustive(
         WAYS,
         few=[
+            ("llama_tied", "lookup", "split"),
             ("gemma3", "another", "split"),
+            ("mamba2", "itself", "pool"),
             ("granite_hybrid", "lookup", "pool"),
         ],
     ),
