@@ -167,15 +167,15 @@ class HybridTable(Table):
         parts = zip(self.parts, spared, strict=True)
         return np.all([part.can_hold(lengths, at_once, own) for part, own in parts], axis=0)
 
-    def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[tuple, jax.Array]:
+    def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, jax.Array]:
         """Return what each part chooses, and the highest `Reason` of each token."""
         slots, faults = [], []
         for part in self.parts:
             if self._goes_into(part):
-                own, fault = part.choose_slots(ubatch, ok)
+                own, fault = part.choose_slots(ubatch)
                 faults.append(fault)
             else:
-                own = part.passed_by(ubatch, ok)
+                own = part.passed_by(ubatch)
             slots.append(own)
         return tuple(slots), _largest(faults)
 

@@ -287,16 +287,16 @@ class Table(ABC):
         """
 
     @abstractmethod
-    def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[Any, jax.Array]:
-        """Return where tokens go, nowhere if not `ok`; and a `Reason` for each one, `[R, T]`."""
+    def choose_slots(self, ubatch: Ubatch) -> tuple[Any, jax.Array]:
+        """Return where tokens go; and a `Reason` for each one, `[R, T]`."""
 
-    def passed_by(self, ubatch: Ubatch, ok: jax.Array) -> Any:
+    def passed_by(self, ubatch: Ubatch) -> Any:
         """Return what a ubatch that goes into other parts of a hybrid memory has as slots here.
 
         That is None, and then no verb takes the ubatch for this part; where it holds sources,
         tokens look at them.
         """
-        del ubatch, ok
+        del ubatch
 
     def for_sources(self) -> Self:
         """Return the table as it answers where sources are planned, see `init_source`."""

@@ -27,6 +27,15 @@ def chained(*fields: jax.Array) -> jax.Array:
     return value
 
 
+def summed(*numbers: jax.Array) -> jax.Array:
+    """Make one number of several that are hashes already, elementwise; uint32.
+
+    Compilers compute again, wherever it is used, what is made of single numbers, and so all that a
+    ubatch is compared by in each layer. A sum along an axis they take as done.
+    """
+    return jnp.sum(mix(jnp.stack(numbers)), axis=0, dtype=jnp.uint32)
+
+
 def content(
     tokens: jax.Array | None,
     embeddings: jax.Array | None,

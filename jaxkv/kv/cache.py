@@ -99,9 +99,9 @@ class CellTable(Cells, Table):
         """See `slots.can_hold`."""
         return slots.can_hold(self, lengths, at_once, spared)
 
-    def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def choose_slots(self, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:
         """See `slots.choose_slots`."""
-        return slots.choose_slots(self, ubatch, ok)
+        return slots.choose_slots(self, ubatch)
 
     def occupy(self, ubatch: Ubatch) -> Self:
         """See `slots.occupy`."""

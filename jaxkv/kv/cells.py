@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxkv.mesh import Rules
 from jaxkv.places import EMPTY, END, divided, end_of, numbers_of
-from jaxkv.stamp import chained, mix
+from jaxkv.stamp import chained, mix, summed
 from jaxkv.window import Window
 
 T = TypeVar("T")
@@ -302,22 +302,26 @@ def alike(cells: Cells, partner: jax.Array) -> jax.Array:
 def digest(cells: Cells) -> jax.Array:
     """Return a number of each stream's content; `[S]` uint32.
 
-    Equal digests, equal table: position, owners, shift and stamp of every cell, and what windows
+    Equal digests, equal table: position, owners, shift and stamp of every cell, and what a window
     took from every sequence. It changes with every edit, and comes back when an edit is undone.
-    It is a sum over cells, so the next digest follows from this one and the cells that change.
+    Without a window it is a sum over cells, so the next digest follows from this one and the cells
+    that change.
     """
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
     owners = jnp.moveaxis(cells.owners, 1, -1)
     cell = of_cells(index, cells.position, cells.shift, cells.stamp, owners)
+    found = jnp.sum(cell, axis=1, dtype=jnp.uint32)
+    if cells.window is None:
+        return found
     marks = cells.evicted_below.reshape(cells.streams, cells.sharing)
     sequence = chained(jnp.broadcast_to(jnp.arange(cells.sharing), marks.shape), marks)
-    return jnp.sum(cell, axis=1, dtype=jnp.uint32) + jnp.sum(sequence, axis=1, dtype=jnp.uint32)
+    return summed(found, jnp.sum(sequence, axis=1, dtype=jnp.uint32))
 
 
 def of_cells(
     index: jax.Array, position: jax.Array, shift: jax.Array, stamp: jax.Array, owners: jax.Array
 ) -> jax.Array:
-    """Return what cells add to the digest of their stream; uint32, the shape of `index`.
+    """Return what cells add to the digest of their stream; uint32, broadcast together.
 
     `owners` has their words along an axis more, the last one.
     """

@@ -176,7 +176,7 @@ def can_hold(cells: Cells, lengths: np.ndarray, at_once: int, spared: np.ndarray
     return needed <= cells.num_cells
 
 
-def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array, jax.Array]:
+def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:
     """Choose a cell for every valid token; change nothing.
 
     Empty cells come first, the lowest of them, or in stripes the next in turn, or in tiles those
@@ -187,7 +187,6 @@ def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array
     Args:
       cells: the table, whose `placement` and `shards` say which cells are taken.
       ubatch: the tokens that want a cell; its `slots` are not looked at.
-      ok: `[]` bool, False if the plan is refused, and then no token gets one.
 
     Returns:
       `[R, T]` int32, a cell for each token; one that gets none (padding, or the ubatch has no
@@ -199,7 +198,7 @@ def choose_slots(cells: Cells, ubatch: Ubatch, ok: jax.Array) -> tuple[jax.Array
     slots, apart = on_rows(cells, ubatch, _search, lambda _: P())
     fault = jnp.where(apart, Reason.FRAGMENTED, Reason.NO_ROOM)
     unplaced = ubatch.valid & (slots >= cells.num_cells)
-    placed = ok & ~jnp.any(unplaced) & ubatch.valid
+    placed = ~jnp.any(unplaced) & ubatch.valid
     return jnp.where(placed, slots, nowhere(slots)), jnp.where(unplaced, fault, Reason.FITS)
 
 
@@ -379,10 +378,14 @@ def _digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     slots, streams = ubatch.slots, ubatch.row_stream
     stamp = cells.stamp.at[streams[:, None], slots].get(mode="fill", fill_value=0)
     owners, none = _owners(cells, ubatch), jnp.zeros_like(slots)
-    before = of_cells(slots, jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners))
-    after = of_cells(slots, ubatch.positions, none, ubatch.stamps, owners)
-    change = jnp.where(slots < cells.num_cells, after - before, 0)
-    change = jnp.sum(change, axis=1, dtype=jnp.uint32)
+    empty = jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners)
+    taken = ubatch.positions, none, ubatch.stamps, owners
+    # A sum over the two and not a difference, which each layer would make again: `stamp.summed`.
+    both = (jnp.stack(pair) for pair in zip(empty, taken, strict=True))
+    sign = jnp.array([-1, 1]).astype(jnp.uint32)[:, None, None]
+    change = sign * of_cells(slots[None], *both)
+    change = jnp.where(slots[None] < cells.num_cells, change, 0)
+    change = jnp.sum(change, axis=(0, 2), dtype=jnp.uint32)
     if ubatch.in_order:
         return ubatch.before + jnp.sum(change.reshape(cells.streams, -1), axis=1, dtype=jnp.uint32)
     return ubatch.before.at[streams].add(change)

@@ -50,10 +50,10 @@ class SourceTable(CellTable):
         del lengths, at_once, spared
         return np.ones(self.streams, bool)
 
-    def passed_by(self, ubatch: Ubatch, ok: jax.Array) -> Reader:
-        """Return that all tokens of a text look, unless it is refused."""
+    def passed_by(self, ubatch: Ubatch) -> Reader:
+        """Return that all tokens of a text look."""
         looks = nowhere(ubatch.positions)
-        return Reader(jnp.where(ok & ubatch.valid, 0, looks))
+        return Reader(jnp.where(ubatch.valid, 0, looks))
 
     def occupy(self, ubatch: Ubatch) -> Self:
         """Mark the slots of a source; a text has none."""

@@ -21,8 +21,8 @@ class Draft:
 
     table: with the ubatches placed so far in it.
     batch: flat, with all positions and outputs.
-    reason, expected, found: see `Plan`.
-    late: `[Q]` int32, a `Reason` that came up while cells were chosen.
+    reason, expected, found: see `Plan`; what was found before cells were chosen.
+    late: `[Q]` int32, the `reason`, or the one that came up while cells were chosen.
     wanted, left: `[Q]` int32, the cells that each asks for, and those that there are for it.
     together: `[Q]` bool, the sequences that are sure to be placed if they come without the others.
     ok: `[]` bool, whether nothing was found to be wrong before cells were chosen.
@@ -83,7 +83,7 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
         reason=reason,
         expected=jnp.where(fits, expected, wanted),
         found=jnp.where(fits, found, left),
-        late=jnp.zeros(count, jnp.int32),
+        late=reason,
         wanted=wanted,
         left=left,
         together=together,

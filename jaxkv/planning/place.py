@@ -31,7 +31,7 @@ def place(draft: Draft, index: jax.Array, *, outputs: int) -> tuple[Draft, Ubatc
     table, batch = draft.table, draft.batch
     index, mixed = _arranged(table.facts, batch, index)
     ubatch = _lay_out(table, batch, index, outputs)
-    slots, fault = table.choose_slots(ubatch, draft.ok)
+    slots, fault = table.choose_slots(ubatch)
     ubatch = replace(ubatch, slots=slots)
     occupied = table.occupy(ubatch)
     after = table.digest_after(ubatch, occupied)
@@ -42,16 +42,15 @@ def place(draft: Draft, index: jax.Array, *, outputs: int) -> tuple[Draft, Ubatc
         there = ubatch.valid[..., None] & (ubatch.others >= 0)
         ids = jnp.where(there, ubatch.others, draft.late.size)
         late = late.at[ids].max(jnp.where(there, fault[..., None], Reason.FITS), mode="drop")
-    late = jnp.maximum(late, jnp.where(mixed, Reason.MIXED_ROW, Reason.FITS))
+    late = jnp.where(mixed, Reason.MIXED_ROW, late)
     return replace(draft, table=occupied, late=late), replace(ubatch, after=after)
 
 
 @program
 def verdict(draft: Draft) -> Plan:
     """Return what came of a draft; the ubatches are put in by the caller."""
-    late = draft.late != Reason.FITS
-    reason = jnp.where(late, draft.late, draft.reason)
-    ok = draft.ok & ~jnp.any(late)
+    reason, late = draft.late, draft.late != draft.reason
+    ok = jnp.all(reason == Reason.FITS)
     # Sequences that find cells, but perhaps no run of them once the others are left out.
     apart = ~ok & (reason == Reason.FITS) & ~draft.together
     reason = jnp.where(apart, Reason.FRAGMENTED, reason)

@@ -126,9 +126,9 @@ class StateTable(States, Table):
         del lengths, at_once, spared
         return np.ones(self.streams, bool)
 
-    def choose_slots(self, ubatch: Ubatch, ok: jax.Array) -> tuple[StateSlots, jax.Array]:
+    def choose_slots(self, ubatch: Ubatch) -> tuple[StateSlots, jax.Array]:
         """See `slots.choose_slots`."""
-        return slots.choose_slots(self, ubatch, ok)
+        return slots.choose_slots(self, ubatch)
 
     def occupy(self, ubatch: Ubatch) -> "StateTable":
         """See `slots.occupy`."""

@@ -28,7 +28,7 @@ class StateSlots:
     source_stamp: jax.Array  # [R]
 
 
-def choose_slots(states: States, ubatch: Ubatch, ok: jax.Array) -> tuple[StateSlots, jax.Array]:
+def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, jax.Array]:
     """Choose a cell for each state that a ubatch will leave; change nothing.
 
     A row of n tokens leaves the states after its last min(n, E + 1), and its sequence lets go of as
@@ -38,7 +38,6 @@ def choose_slots(states: States, ubatch: Ubatch, ok: jax.Array) -> tuple[StateSl
     Args:
       states: the table.
       ubatch: the tokens, a row for each sequence; its `slots` are not looked at.
-      ok: `[]` bool, False if the plan is refused, and then no row gets a cell.
 
     Returns:
       The slots; and `[R, T]` int32, for each token a `Reason`: MIXED_ROW where two rows are of one
@@ -48,7 +47,7 @@ def choose_slots(states: States, ubatch: Ubatch, ok: jax.Array) -> tuple[StateSl
     seq = jnp.where(active, ubatch.row_sequence, states.sequences)
     rows = jnp.zeros((states.sequences,), jnp.int32).at[seq].add(1, mode="drop")
     crowded = active & (rows[ubatch.row_sequence] > 1)
-    placed = active & ok & ~jnp.any(crowded)
+    placed = active & ~jnp.any(crowded)
     new = placed[:, None] & (steps_to_keep(ubatch, states.earlier + 1) > 0)
     cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), nowhere(new))
     cell = states.cell[ubatch.row_sequence, -1]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxkv.memory import Findings
 from jaxkv.mesh import Rules
 from jaxkv.places import EMPTY, END, divided, end_of
-from jaxkv.stamp import chained, mix
+from jaxkv.stamp import chained, mix, summed
 
 T = TypeVar("T", bound="States")
 
@@ -158,7 +158,8 @@ def digest(states: States) -> jax.Array:
     total = jnp.sum(pair, axis=1, dtype=jnp.uint32) + mix(chained(own, states.dead_until))
     cell = jnp.broadcast_to(jnp.arange(states.num_cells, dtype=jnp.int32), states.stamp.shape)
     stamp = jnp.sum(chained(cell, states.stamp), axis=1, dtype=jnp.uint32)
-    return jnp.sum(total.reshape(states.streams, -1), axis=1, dtype=jnp.uint32) ^ mix(stamp)
+    total = jnp.sum(total.reshape(states.streams, -1), axis=1, dtype=jnp.uint32)
+    return summed(total, stamp)
 
 
 def reached(states: States, asked: jax.Array) -> jax.Array:
