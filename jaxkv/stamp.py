@@ -30,8 +30,8 @@ def chained(*fields: jax.Array) -> jax.Array:
 def summed(*numbers: jax.Array) -> jax.Array:
     """Make one number of several that are hashes already, elementwise; uint32.
 
-    Compilers compute again, wherever it is used, what is made of single numbers, and so all that a
-    ubatch is compared by in each layer. A sum along an axis they take as done.
+    A digest of little is made of single numbers, which compilers compute again wherever they are
+    used: here, in each layer. What a sum along an axis gives they keep.
     """
     return jnp.sum(mix(jnp.stack(numbers)), axis=0, dtype=jnp.uint32)
 

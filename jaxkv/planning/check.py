@@ -129,7 +129,7 @@ def _faults(
         [right, ranks == 0, position == previous, position < previous],
         [Reason.FITS, Reason.NOT_NEXT, Reason.DUPLICATE, Reason.DECREASING],
         Reason.GAP,
-    )
+    ).astype(jnp.int32)
     wanted = previous + 1
     if apart is not None:
         right, reason = right & ~apart, jnp.where(apart, Reason.DIVERGED, reason)
