@@ -25,7 +25,6 @@ class Draft:
     late: `[Q]` int32, the `reason`, or the one that came up while cells were chosen.
     wanted, left: `[Q]` int32, the cells that each asks for, and those that there are for it.
     together: `[Q]` bool, the sequences that are sure to be placed if they come without the others.
-    ok: `[]` bool, whether nothing was found to be wrong before cells were chosen.
     """
 
     table: Any
@@ -37,7 +36,6 @@ class Draft:
     wanted: jax.Array
     left: jax.Array
     together: jax.Array
-    ok: jax.Array
 
 
 @program
@@ -87,7 +85,6 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
         wanted=wanted,
         left=left,
         together=together,
-        ok=jnp.all(reason == Reason.FITS),
     )
 
 

@@ -36,7 +36,7 @@ def place(draft: Draft, index: jax.Array, *, outputs: int) -> tuple[Draft, Ubatc
     occupied = table.occupy(ubatch)
     after = table.digest_after(ubatch, occupied)
     ids = jnp.where(ubatch.valid, ubatch.sequences, draft.late.size)
-    fault = jnp.where(draft.ok, fault, Reason.FITS)
+    fault = jnp.where(jnp.all(draft.reason == Reason.FITS), fault, Reason.FITS)
     late = draft.late.at[ids].max(fault, mode="drop")
     if ubatch.others is not None:
         there = ubatch.valid[..., None] & (ubatch.others >= 0)
