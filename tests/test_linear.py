@@ -1,5 +1,9 @@
 """The product with weights is the plain one, whichever factor comes first."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,3 +38,27 @@ def test_what_is_tuned_for_processors_stays_there(platform, barriers):
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1, 64), (96, 64))]
     lowered = jax.jit(linear).trace(*shapes).lower(lowering_platforms=(platform,))
     assert lowered.as_text().count("optimization_barrier") == barriers
+
+
+ALONE = """
+import jax, numpy as np
+from models.families.linear import linear
+assert jax.device_count() == 1
+shapes = (1, 128, 256), (3, 320, 256)
+x, weights = (np.random.default_rng(0).normal(size=s).astype(np.float32) for s in shapes)
+compiled = jax.jit(linear).lower(x, weights).compile()
+out = compiled(x, weights)
+np.testing.assert_allclose(out, np.einsum("btn,kmn->btkm", x, weights), rtol=1e-3, atol=1e-3)
+print(compiled.memory_analysis().temp_size_in_bytes, weights.nbytes)
+"""
+
+
+def test_a_device_alone_does_not_transpose_weights():
+    """Those of several dimensions were copied for each product, all layers' at once."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    temporary, weights = map(int, run.stdout.split())
+    assert temporary < weights / 4

@@ -23,7 +23,8 @@ def linear(x: jax.Array, weights: jax.Array) -> jax.Array:
     """Map the last dimension of `x` by a matrix; `[..., n]` and `[m, n]` to `[..., m]`.
 
     Weights may have several dimensions in place of m, and then the outcome has them: it is one
-    product all the same. They are never merged, since on a mesh any of them may be split.
+    product all the same. They are not merged where there are several devices, since on a mesh any
+    of them may be split.
 
     Sums are float32 at least. How it is computed is chosen by the platform for which a program is
     lowered, wherever it is traced.
@@ -45,10 +46,15 @@ def _on_a_processor(rows: jax.Array, weights: jax.Array) -> jax.Array:
     first factor among their cores, so that is what the weights are then; the barrier keeps the
     compiler from exchanging the factors. In other dtypes than float32 a product that is to be
     rounded, or has one row alone, converts all weights first: so that row takes a second one along.
+    Weights of three dimensions would be transposed for each product: a device that is alone, whose
+    weights are whole, merges them. Where it guesses wrong that costs time, and no more.
     """
     count = rows.shape[0]
     if weights.dtype == jnp.float32 and count <= FEW:
         return jnp.moveaxis(jax.lax.optimization_barrier(weights @ rows.T), -1, 0)
     if count == 1:
         rows = jax.lax.optimization_barrier(jnp.concatenate([rows, rows]))
-    return _plain(rows, weights)[:count]
+    if jax.device_count() > 1:
+        return _plain(rows, weights)[:count]
+    out = _plain(rows, weights.reshape(-1, weights.shape[-1]))[:count]
+    return out.reshape(count, *weights.shape[:-1])
