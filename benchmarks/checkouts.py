@@ -1,0 +1,126 @@
+"""Is a benchmark faster or slower here than in another checkout? Live processes that take turns.
+
+    git worktree add ../before HEAD~5
+    python -m benchmarks.checkouts loop ../before . ../before -- --batch 1 --rounds 10
+
+runs `benchmarks.loop` of each checkout, with its own library and the arguments after `--`, in a
+process of its own. Two runs one after the other differ by the minute and by the memory that they
+were given; processes that stay alive and take turns do so less. A checkout that is named twice
+shows how much is noise: above, the last.
+
+For programs that ask their sides through `benchmarks.turns.take_turns`. Sides are compared by name;
+`--same "split=streams 8"` says what the first checkout calls otherwise.
+"""
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+import numpy as np
+
+
+def serve(port: int, checkout: str, program: str, arguments: list[str]) -> None:
+    """Run a program of a checkout; its sides go when the parent names them."""
+    sys.path[0] = checkout  # in place of the folder of this file
+    parent = Connection(port)
+    turns = importlib.import_module("benchmarks.turns")
+    module = importlib.import_module(f"benchmarks.{program}")
+    library = importlib.import_module("jaxkv").__file__
+    assert library is not None and Path(library).is_relative_to(checkout), library
+
+    def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+        for side in sides.values():
+            side()  # compiles
+        took: dict[str, list[float]] = {name: [] for name in sides}
+        parent.send((list(sides), rounds))
+        while (name := parent.recv()) is not None:
+            took[name].append(sides[name]())
+            parent.send(took[name][-1])
+        return {name: times or [float("nan")] for name, times in took.items()}
+
+    turns.take_turns = take_turns
+    turns.table = lambda took, **_: {name: float(np.median(times)) for name, times in took.items()}
+    sys.argv = [program, *arguments]
+    module.main()
+    parent.send(None)
+
+
+def started(checkout: str, program: str, arguments: Sequence[str], shown: bool) -> Connection:
+    """Start a process that serves a checkout; what it prints is shown, or is not."""
+    here, there = Pipe()
+    path = str(Path(checkout).resolve())
+    subprocess.Popen(
+        [sys.executable, __file__, "--serve", str(there.fileno()), path, program, *arguments],
+        cwd=path,
+        env={**os.environ, "PYTHONPATH": path},
+        pass_fds=[there.fileno()],
+        stdout=None if shown else subprocess.DEVNULL,
+    )
+    there.close()
+    return here
+
+
+def asked(child: Connection, name: str | None) -> float:
+    """Let a side of a process go, and wait for what it took."""
+    child.send(name)
+    return child.recv()
+
+
+def compare(
+    children: Sequence[Connection], checkouts: Sequence[str], same: Mapping[str, str]
+) -> None:
+    """Let all processes take turns, for as long as their programs ask for it."""
+    while all(asks := [child.recv() for child in children]):
+        rounds = asks[0][1]
+        for first in asks[0][0]:
+            name = same.get(first, first)
+            if any(name not in sides for sides, _ in asks[1:]):
+                continue
+            names = [first, *[name] * (len(children) - 1)]
+            took = np.zeros((rounds, len(children)))
+            for turn in range(rounds):
+                order = range(len(children))
+                for i in order if turn % 2 == 0 else reversed(order):
+                    took[turn, i] = asked(children[i], names[i])
+            middle = np.median(took, axis=0)
+            print(f"  {name}\n    {middle[0]:9.3f} ms  {checkouts[0]}")
+            for i in range(1, len(children)):
+                low, ratio, high = np.quantile(took[:, i] / took[:, 0], [0.25, 0.5, 0.75])
+                print(
+                    f"    {middle[i]:9.3f} ms  {checkouts[i]}: {ratio:.3f} x "
+                    f"({low:.3f} to {high:.3f})",
+                    flush=True,
+                )
+        for child in children:
+            child.send(None)
+
+
+def main() -> None:
+    """Print the milliseconds in each checkout, and how many times those of the first."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("program", help="a module of benchmarks, such as loop")
+    parser.add_argument("checkouts", nargs="+", help="folders; the first is compared with")
+    parser.add_argument("--same", nargs="*", default=[], metavar="FIRST=OTHERS")
+    mine, theirs = sys.argv[1:], []
+    if "--" in mine:
+        cut = mine.index("--")
+        mine, theirs = mine[:cut], mine[cut + 1 :]
+    args = parser.parse_args(mine)
+    same = dict(pair.split("=", 1) for pair in args.same)
+    children = [
+        started(checkout, args.program, theirs, shown=i == len(args.checkouts) - 1)
+        for i, checkout in enumerate(args.checkouts)
+    ]
+    compare(children, args.checkouts, same)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        serve(int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])
+    else:
+        main()
