@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def serve(port: int, checkout: str, program: str, arguments: list[str]) -> None:
     """Run a program of a checkout; its sides go when the parent names them."""
     sys.path[0] = checkout  # in place of the folder of this file
     parent = Connection(port)
-    turns = importlib.import_module("benchmarks.turns")
+    turns: Any = importlib.import_module("benchmarks.turns")
     module = importlib.import_module(f"benchmarks.{program}")
     library = importlib.import_module("jaxkv").__file__
     assert library is not None and Path(library).is_relative_to(checkout), library
