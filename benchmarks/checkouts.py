@@ -18,25 +18,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from benchmarks import turns  # in a process that serves, that of its checkout
 
 
 def serve(port: int, checkout: str, program: str, arguments: list[str]) -> None:
     """Run a program of a checkout; its sides go when the parent names them."""
     sys.path[0] = checkout  # in place of the folder of this file
     parent = Connection(port)
-    turns: Any = importlib.import_module("benchmarks.turns")
     module = importlib.import_module(f"benchmarks.{program}")
     library = importlib.import_module("jaxkv").__file__
     assert library is not None and Path(library).is_relative_to(checkout), library
 
     def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-        for side in sides.values():
-            side()  # compiles
         took: dict[str, list[float]] = {name: [] for name in sides}
         parent.send((list(sides), rounds))
         while (name := parent.recv()) is not None:
@@ -66,7 +65,7 @@ def started(checkout: str, program: str, arguments: Sequence[str], shown: bool) 
     return here
 
 
-def asked(child: Connection, name: str | None) -> float:
+def asked(child: Connection, name: str) -> float:
     """Let a side of a process go, and wait for what it took."""
     child.send(name)
     return child.recv()
@@ -83,17 +82,13 @@ def compare(
             if any(name not in sides for sides, _ in asks[1:]):
                 continue
             names = [first, *[name] * (len(children) - 1)]
-            took = np.zeros((rounds, len(children)))
-            for turn in range(rounds):
-                order = range(len(children))
-                for i in order if turn % 2 == 0 else reversed(order):
-                    took[turn, i] = asked(children[i], names[i])
-            middle = np.median(took, axis=0)
-            print(f"  {name}\n    {middle[0]:9.3f} ms  {checkouts[0]}")
-            for i in range(1, len(children)):
-                low, ratio, high = np.quantile(took[:, i] / took[:, 0], [0.25, 0.5, 0.75])
+            sides = {str(i): partial(asked, child, names[i]) for i, child in enumerate(children)}
+            took = [np.array(times) for times in turns.take_turns(sides, rounds).values()]
+            print(f"  {name}\n    {np.median(took[0]):9.3f} ms  {checkouts[0]}")
+            for checkout, times in zip(checkouts[1:], took[1:], strict=True):
+                low, ratio, high = np.quantile(times / took[0], [0.25, 0.5, 0.75])
                 print(
-                    f"    {middle[i]:9.3f} ms  {checkouts[i]}: {ratio:.3f} x "
+                    f"    {np.median(times):9.3f} ms  {checkout}: {ratio:.3f} x "
                     f"({low:.3f} to {high:.3f})",
                     flush=True,
                 )
