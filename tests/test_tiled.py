@@ -69,6 +69,15 @@ def test_a_token_goes_where_its_sequence_is_alone():
 
 
 @pytest.mark.slow
+def test_the_owner_of_a_tile_is_found_in_every_word_of_owners():
+    many = replace(TILES, sequences=40)
+    for seq in (0, 31, 32, 33, 39):
+        memory = drawn(f"0{{{seq}}}", many)
+        plan = jaxkv.init_batch(memory, jaxkv.make_batch([1], sequences=seq)).check()
+        assert drawing(jaxkv.apply(memory, plan)) == f"0{{{seq}}} 1{{{seq}}}"
+
+
+@pytest.mark.slow
 def test_a_window_gives_the_cells_that_it_hides_and_no_other():
     full = [f"{i}{{{seq}}}" for seq in range(4) for i in range(4)]
     for cells in (full, full[:-2]):  # two of each sequence, or of three of them and two empty ones
