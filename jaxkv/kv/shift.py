@@ -70,12 +70,8 @@ def add(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.
     evicted = _highest_evicted(cells, moves, seq, start, stop)
     ok = _in_bounds(cells, moves, evicted, delta)
     evicted_below = _moved_marks(cells, evicted, lambda position: position + delta)
-    moved = _move(
-        replace(cells, evicted_below=jnp.where(ok, evicted_below, cells.evicted_below)),
-        moves & ok,
-        cells.position + delta,
-    )
-    return moved
+    cells = replace(cells, evicted_below=jnp.where(ok, evicted_below, cells.evicted_below))
+    return _move(cells, moves & ok, cells.position + delta)
 
 
 def can_add(
