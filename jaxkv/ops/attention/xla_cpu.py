@@ -194,9 +194,11 @@ def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
 def _weigh(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Add up weights `[P, K, parts, G, T, C]`, `[P, K, X]`, and weighted values, `[P, K, X, Dv]`.
 
+    Weights are added up by a product with ones: inside of a branch a sum of many takes longer.
     Without the barrier the sum over parts would become one product with the values again.
     """
-    total = jnp.sum(weights, axis=(2, 5)).reshape(*weights.shape[:2], -1)
+    ones = jnp.ones(weights.shape[5], weights.dtype)
+    total = jnp.einsum("rkpgtc,c->rkgt", weights, ones).reshape(*weights.shape[:2], -1)
     weights = weights.reshape(*weights.shape[:3], -1, weights.shape[5])
     out = jnp.einsum("rkpxc,rkpcd->rkpxd", weights, v, preferred_element_type=weights.dtype)
     return total, jax.lax.optimization_barrier(out).sum(2)
