@@ -80,6 +80,7 @@ def compare(
         for first in asks[0][0]:
             name = same.get(first, first)
             if any(name not in sides for sides, _ in asks[1:]):
+                print(f"  {name}: not in every checkout, see --same")
                 continue
             names = [first, *[name] * (len(children) - 1)]
             sides = {str(i): partial(asked, child, names[i]) for i, child in enumerate(children)}
