@@ -252,3 +252,12 @@ def test_a_sequence_that_is_not_used_keeps_a_state_of_a_donated_memory():
     assert positions_of(memory) == [6]
     memory = tell(jaxkv.seq_cp(memory, 1, 0), [9])
     assert states_of(memory) == [(3, bytes_of([1, 2, 3, 9], (0, 1)))]
+
+
+def test_going_back_does_not_mind_what_was_written_in_another_stream():
+    memory = tell(make(sequences=2, streams=2), [1, 2])
+    table, _ = jaxkv.split(memory)
+    back, ok = jaxkv.go_back(table, tell(memory, [], [3]))
+    assert ok
+    assert positions_of(back) == positions_of(memory) == [1]
+    assert states_of(back) == states_of(memory)
