@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,6 @@ def serve(port: int, checkout: str, program: str, arguments: list[str]) -> None:
     """Run a program of a checkout; its sides go when the parent names them."""
     sys.path[0] = checkout  # in place of the folder of this file
     parent = Connection(port)
-    module = importlib.import_module(f"benchmarks.{program}")
     library = importlib.import_module("jaxkv").__file__
     assert library is not None and Path(library).is_relative_to(checkout), library
 
@@ -46,7 +46,7 @@ def serve(port: int, checkout: str, program: str, arguments: list[str]) -> None:
     turns.take_turns = take_turns
     turns.table = lambda took, **_: {name: float(np.median(times)) for name, times in took.items()}
     sys.argv = [program, *arguments]
-    module.main()
+    importlib.import_module(f"benchmarks.{program}").main()
     parent.send(None)
 
 
@@ -68,14 +68,24 @@ def started(checkout: str, program: str, arguments: Sequence[str], shown: bool) 
 def asked(child: Connection, name: str) -> float:
     """Let a side of a process go, and wait for what it took."""
     child.send(name)
-    return child.recv()
+    return answer(child)
+
+
+def answer(child: Connection) -> Any:
+    """Wait for what a process sends; one that ended has said why."""
+    try:
+        return child.recv()
+    except (EOFError, ConnectionError):
+        raise SystemExit("a checkout's program ended, see above") from None
 
 
 def compare(
     children: Sequence[Connection], checkouts: Sequence[str], same: Mapping[str, str]
 ) -> None:
     """Let all processes take turns, for as long as their programs ask for it."""
-    while all(asks := [child.recv() for child in children]):
+    while any(asks := [answer(child) for child in children]):
+        if not all(asks):
+            raise SystemExit("wanted programs that take turns as often, got one that does more so")
         rounds = asks[0][1]
         for first in asks[0][0]:
             name = same.get(first, first)
@@ -108,6 +118,11 @@ def main() -> None:
         cut = mine.index("--")
         mine, theirs = mine[:cut], mine[cut + 1 :]
     args = parser.parse_args(mine)
+    for checkout in args.checkouts:
+        if not Path(checkout, "benchmarks", f"{args.program}.py").is_file():
+            parser.error(f"wanted a checkout that has benchmarks/{args.program}.py, got {checkout}")
+    if wrong := [pair for pair in args.same if "=" not in pair]:
+        parser.error(f"wanted FIRST=OTHERS after --same, got {wrong[0]}")
     same = dict(pair.split("=", 1) for pair in args.same)
     children = [
         started(checkout, args.program, theirs, shown=i == len(args.checkouts) - 1)
@@ -117,7 +132,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--serve":
+    if sys.argv[1:2] == ["--serve"]:
         serve(int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])
     else:
         main()

@@ -383,3 +383,10 @@ def test_nothing_is_ever_pending():
     for plan in (jaxkv.init_update(memory), jaxkv.defrag_plan(memory)):
         assert_identical(jaxkv.apply(memory, plan), memory)
         assert_identical(jax.jit(jaxkv.apply)(memory, plan), memory)
+
+
+def test_the_copy_of_a_dead_sequence_is_dead_up_to_the_same_position():
+    memory = tell(make(), [1, 2, 3, 4, 5])
+    memory = jaxkv.seq_cp(memory, 0, 1, 0, 3)  # no state stands there
+    memory = jaxkv.seq_cp(memory, 1, 2)
+    assert jaxkv.split(memory)[0].dead_until.tolist() == [0, 3, 3]

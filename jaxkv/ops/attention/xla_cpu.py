@@ -50,6 +50,9 @@ PRODUCTS = 384
 PART = 64
 """The fewest cells of such a product."""
 
+EXACT = 1024
+"""The most weights that a product adds up: over many it is less exact than a sum."""
+
 
 def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Read tiles where few of them are seen, or tokens are many, and else all cells at once."""
@@ -194,11 +197,13 @@ def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
 def _weigh(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Add up weights `[P, K, parts, G, T, C]`, `[P, K, X]`, and weighted values, `[P, K, X, Dv]`.
 
-    Weights are added up by a product with ones: inside of a branch a sum of many takes longer.
     Without the barrier the sum over parts would become one product with the values again.
     """
-    ones = jnp.ones(weights.shape[5], weights.dtype)
-    total = jnp.einsum("rkpgtc,c->rkgt", weights, ones).reshape(*weights.shape[:2], -1)
+    if weights.shape[5] <= EXACT:  # inside of a branch a sum takes longer than a product with ones
+        ones = jnp.ones(weights.shape[5], weights.dtype)
+        total = jnp.einsum("rkpgtc,c->rkgt", weights, ones)
+    else:
+        total = jnp.sum(weights, axis=(2, 5))
     weights = weights.reshape(*weights.shape[:3], -1, weights.shape[5])
     out = jnp.einsum("rkpxc,rkpcd->rkpxd", weights, v, preferred_element_type=weights.dtype)
-    return total, jax.lax.optimization_barrier(out).sum(2)
+    return total.reshape(*out.shape[:2], -1), jax.lax.optimization_barrier(out).sum(2)
