@@ -7,6 +7,7 @@ all of a stream: equal digests, equal content. Like every hash they may err once
 """
 
 from collections.abc import Mapping
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +57,8 @@ def content(
     else:
         assert embeddings is not None
         found = _of_numbers(embeddings)
-    for _, numbers in sorted((extra or {}).items()):
-        found = chained(found, _of_numbers(numbers))
+    for name, numbers in sorted((extra or {}).items()):
+        found = chained(found, jnp.uint32(crc32(name.encode())), _of_numbers(numbers))
     return found
 
 

@@ -109,6 +109,18 @@ def test_what_touched_the_rows_is_detected_and_refused(change):
     assert_identical(back, later)
 
 
+def test_a_branch_that_rotated_its_keys_otherwise_is_refused():
+    """Both moved the same cells and carried it out, by 5 and by 3: their keys are not the same."""
+    memory, _ = run(make(), jaxkv.make_batch([1, 2, 3]))
+    one, other = (
+        jaxkv.apply(moved, jaxkv.init_update(moved))
+        for moved in (jaxkv.seq_add(memory, 0, 0, -1, by) for by in (5, 3))
+    )
+    back, ok = jaxkv.go_back(jaxkv.split(one)[0], other)
+    assert not ok
+    assert_identical(back, other)
+
+
 def test_cells_that_were_empty_may_be_anything():
     """What a defrag moved into and out of cells that the old table does not use is no harm."""
     memory, _ = run(make(), jaxkv.make_batch([3, 1, 4]))

@@ -239,3 +239,12 @@ def test_an_edit_of_another_stream_leaves_a_plan_as_it_was(kind):
     assert jaxkv.seq_pos_max(after, [0, 1]).tolist() == [6, -1]
     first, _ = jaxkv.seq_rm(written(jaxkv.apply(memory, late), late, layers_of(kind)), 1)
     assert_identical(after, first)
+
+
+@pytest.mark.parametrize("names", [("row", "col"), ("a b", "b c")])
+def test_what_else_a_token_is_told_is_known_by_its_name(names):
+    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=HEADS, head_dim=SIZE)
+    told = [{name: np.array([i, i]) for i, name in enumerate(each.split())} for each in names]
+    batches = [jaxkv.make_batch([1, 2], extra=extra) for extra in told]
+    one, other = (jaxkv.init_batch(memory, batch).check().ubatches[0] for batch in batches)
+    assert (jax.tree.leaves(one.after)[0] != jax.tree.leaves(other.after)[0]).all()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxkv.mesh import Rules
 from jaxkv.places import EMPTY, END, divided, end_of, numbers_of
-from jaxkv.stamp import chained, mix, summed
+from jaxkv.stamp import chained, summed
 from jaxkv.window import Window
 
 T = TypeVar("T")
@@ -338,8 +338,11 @@ def go_back(cells: C, old: C) -> tuple[C, jax.Array]:
 
 
 def restamped(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return the stamps once the buffers of some cells, `[S, N]` bool, were changed in place."""
-    return jnp.where(where, mix(cells.stamp + 1), cells.stamp)
+    """Return the stamps once the keys of some cells, `[S, N]` bool, were rotated as they were owed.
+
+    By how much goes into them: two branches that rotate a key differently hold different ones.
+    """
+    return jnp.where(where, chained(cells.stamp, cells.shift), cells.stamp)
 
 
 def faults(cells: Cells) -> dict[str, jax.Array]:
