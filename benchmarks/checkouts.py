@@ -85,7 +85,7 @@ def compare(
     """Let all processes take turns, for as long as their programs ask for it."""
     while any(asks := [answer(child) for child in children]):
         if not all(asks):
-            raise SystemExit("wanted programs that take turns as often, got one that does more so")
+            raise SystemExit("a checkout's program has more to compare than another's")
         rounds = asks[0][1]
         for first in asks[0][0]:
             name = same.get(first, first)

@@ -91,7 +91,7 @@ def test_a_window_gives_the_cells_that_it_hides_and_no_other():
 def test_of_hidden_cells_those_of_the_lowest_positions_are_taken():
     full = [f"{i}{{{seq}}}" for seq in range(4) for i in range(4)]
     memory = drawn(" ".join(full), replace(TILES, windows=(sliding(3),)))
-    for count, taken in {1: [0], 3: [0, 4, 8]}.items():  # position 0 of each, then 1
+    for count, taken in {1: [0], 3: [0, 4, 8]}.items():  # the cells of position 0
         batch = jaxkv.make_batch([9] * count, sequences=3)
         (ubatch,) = jaxkv.init_batch(memory, batch, ubatch_size=4).check().ubatches
         assert ubatch.slots[0, :count].tolist() == taken
