@@ -40,10 +40,17 @@ class HybridCommitment(Commitment):
         """How many keys are rotated, or cells moved, over all parts; `[]` int32."""
         return reduce(jnp.add, [part.pending for part in self.parts])
 
-    def commit(self, table: "HybridTable", buffers: tuple) -> tuple["HybridTable", tuple]:
-        """Carry the plan of each part out."""
+    def is_current(self, table: "HybridTable") -> jax.Array:
+        """Return whether each part is as its plan found it."""
+        parts = zip(self.parts, table.parts, strict=True)
+        return _all([plan.is_current(part) for plan, part in parts])
+
+    def commit(
+        self, table: "HybridTable", buffers: tuple, current: jax.Array
+    ) -> tuple["HybridTable", tuple]:
+        """Carry the plans of all parts out, or none."""
         parts = zip(self.parts, table.parts, buffers, strict=True)
-        return table.with_parts([plan.commit(part, own) for plan, part, own in parts])
+        return table.with_parts([plan.commit(part, own, current) for plan, part, own in parts])
 
 
 @jax.tree_util.register_dataclass

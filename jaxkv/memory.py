@@ -192,8 +192,12 @@ class Commitment(ABC):
         return not self.pending
 
     @abstractmethod
-    def commit(self, table: Any, buffers: Any) -> tuple[Any, Any]:
-        """Carry the plan out; nothing changes if the table is not as the plan found it."""
+    def is_current(self, table: Any) -> jax.Array:
+        """Return whether a table is as the plan found it; `[]` bool."""
+
+    @abstractmethod
+    def commit(self, table: Any, buffers: Any, current: jax.Array) -> tuple[Any, Any]:
+        """Carry the plan out where it is `current`, `[]` bool; else return both as they are."""
 
 
 class Table(ABC):

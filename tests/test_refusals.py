@@ -13,7 +13,19 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from tests.memories import RUNS, SMALL, assert_identical, filled, run, think
+from jaxkv.hybrid import parts_of
+from jaxkv.window import sliding
+from tests.memories import (
+    HEADS,
+    ROPE,
+    RUNS,
+    SIZE,
+    SMALL,
+    assert_identical,
+    filled,
+    run,
+    think,
+)
 
 
 def compute(memory, plan):
@@ -238,6 +250,8 @@ def test_stale_defrag_and_update():
     assert_identical(jaxkv.apply(filled_up, defrag), filled_up)
     gone, _ = jaxkv.seq_rm(memory, 0, 5, -1)  # a source is gone
     assert_identical(jaxkv.apply(gone, defrag), gone)
+    other, _ = jaxkv.seq_rm(memory, 0, 0, 1)  # a cell is gone that would have stayed
+    assert_identical(jaxkv.apply(other, defrag), other)
 
     moved = jaxkv.seq_add(memory, 0, 3, -1, -2)
     update = jaxkv.init_update(moved)
@@ -245,6 +259,30 @@ def test_stale_defrag_and_update():
     assert_identical(jaxkv.apply(again, update), again)
     done = jaxkv.apply(moved, update)
     assert_identical(jaxkv.apply(done, update), done)
+
+
+@pytest.mark.slow
+def test_of_several_parts_all_are_tidied_or_none():
+    """A later edit that one part alone has anything of: a plan for both does nothing to either."""
+    sizes = dict(layers=1, kv_heads=HEADS, head_dim=SIZE, sequences=2, rope=ROPE)
+    full = jaxkv.make_kv_cache(cells=16, **sizes)
+    window = jaxkv.make_kv_cache(cells=8, window=sliding(3), **sizes)
+    memory = jaxkv.make_hybrid_cache((full, (0,)), (window, (1,)))
+    for text in [range(6)] * 2:  # the window gives up what is hidden
+        memory, _ = run(memory, make_batch(text, sequences=0))
+    memory = jaxkv.seq_add(memory, 0, 0, -1, 4)
+    update = jaxkv.init_update(memory)
+    assert all(part.pending for part in update.parts)
+    edited = jaxkv.seq_add(memory, 0, 4, 6, -1)
+    _, window = parts_of(edited)
+    assert_identical(window, parts_of(memory)[1])
+    assert_identical(jaxkv.apply(edited, update), edited)
+
+    memory, _ = jaxkv.seq_rm(jaxkv.apply(memory, update), 0, 14, 15)
+    moves = jaxkv.defrag_plan(memory)
+    assert all(part.pending for part in moves.parts)
+    edited, _ = jaxkv.seq_rm(memory, 0, 4, 6)
+    assert_identical(jaxkv.apply(edited, moves), edited)
 
 
 # -------------------------------------------------------------------------------------- bad ids

@@ -30,6 +30,8 @@ class Defrag(Commitment):
     destination: `[S, M]` int32, where that cell goes; the rest of the run follows.
     length: `[S, M]` int32, the cells of the run; 0 beyond the last move.
     count: `[S]` int32, how many moves there are.
+    free: `[S, N]` bool, which cells were empty when the plan was made. Applied to a table in which
+      others are, the plan changes nothing.
     facts: of the memory that it was planned for, static.
     """
 
@@ -37,6 +39,7 @@ class Defrag(Commitment):
     destination: jax.Array  # [S, M]
     length: jax.Array  # [S, M]
     count: jax.Array  # [S]
+    free: jax.Array  # [S, N]
     facts: Facts = field(metadata={"static": True})
 
     @property
@@ -44,9 +47,13 @@ class Defrag(Commitment):
         """How many cells move; `[]` int32."""
         return jnp.sum(self.length, dtype=jnp.int32)
 
-    def commit(self, table: C, buffers: Buffers) -> tuple[C, Buffers]:
-        """Move the cells, if the table's gaps are those of the plan."""
-        return move_cells(table, buffers, self)
+    def is_current(self, table: Cells) -> jax.Array:
+        """Return whether the table's gaps are those of the plan."""
+        return jnp.all(self.free == free(table))
+
+    def commit(self, table: C, buffers: Buffers, current: jax.Array) -> tuple[C, Buffers]:
+        """Move the cells, if the plan is `current`."""
+        return move_cells(table, buffers, self, current)
 
 
 def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
@@ -59,7 +66,7 @@ def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
     moved: the one that the last of `max_moves` begins is moved to its end.
     """
     tile = tile_of(cells.num_cells) if cells.placement == "tiled" else None
-    plan = jax.vmap(partial(_close, facts, cells.shards, tile))(~free(cells))
+    plan = jax.vmap(partial(_close, facts, cells.shards, tile))(free(cells))
     if max_moves is None:
         return plan
     turn = jnp.arange(plan.length.shape[1])[None]
@@ -73,11 +80,11 @@ def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
     return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
 
 
-def _close(facts: Facts, shards: int, tile: int | None, taken: jax.Array) -> Defrag:
-    """Plan one stream, whose used cells are `taken`, `[N]` bool; they may move in tiles."""
-    size = taken.shape[0]
+def _close(facts: Facts, shards: int, tile: int | None, empty: jax.Array) -> Defrag:
+    """Plan one stream, whose cells may be `empty`, `[N]` bool; the others may move in tiles."""
+    size = empty.shape[0]
     most = max(size // 2, 1)
-    rank, taken = jnp.arange(size), dealt(taken, shards)
+    rank, taken = jnp.arange(size), dealt(~empty, shards)
     used = jnp.sum(taken)
     leave, enter = taken & (rank >= used), ~taken & (rank < used)
     if tile is not None:
@@ -107,6 +114,7 @@ def _close(facts: Facts, shards: int, tile: int | None, taken: jax.Array) -> Def
         destination=at(gap),
         length=length.astype(jnp.int32),
         count=runs,
+        free=empty,
         facts=facts,
     )
 
@@ -122,21 +130,10 @@ def _tile_by_tile(taken: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     return (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
 
 
-def move_cells(cells: C, buffers: Buffers, plan: Defrag) -> tuple[C, Buffers]:
-    """Move cells and what the buffers hold for them, a bounded number at a time.
-
-    Nothing happens unless every source holds a token and every destination none, as planned.
-    """
+def move_cells(cells: C, buffers: Buffers, plan: Defrag, ok: jax.Array) -> tuple[C, Buffers]:
+    """Move cells and what the buffers hold for them, a bounded number at a time; if `ok`."""
     size = cells.num_cells
-    chunks = -(-jnp.sum(plan.length, axis=1) // CHUNK)  # [S]
-
-    def as_planned(i: jax.Array, current: jax.Array) -> jax.Array:
-        source, destination = _moves(plan, size, i)
-        holds = ~_taken(free(cells), source, False)
-        return current & jnp.all(holds) & jnp.all(_taken(free(cells), destination, True))
-
-    current = jax.lax.fori_loop(0, jnp.max(chunks), as_planned, jnp.array(True))
-    chunks = jnp.where(current, chunks, 0)
+    chunks = jnp.where(ok, -(-jnp.sum(plan.length, axis=1) // CHUNK), 0)  # [S]
 
     def move(i: jax.Array, cells: C) -> C:
         source, destination = _moves(plan, size, i)

@@ -56,9 +56,13 @@ class Update(Commitment):
         """How many keys are rotated; `[]` int32."""
         return jnp.sum(self.shift != 0, dtype=jnp.int32)
 
-    def commit(self, table: C, buffers: Buffers) -> tuple[C, Buffers]:
-        """Rotate the keys, if the table's notes are those of the plan."""
-        return rotate_pending(table, buffers, self)
+    def is_current(self, table: Cells) -> jax.Array:
+        """Return whether the table's notes are those of the plan."""
+        return jnp.all(self.shift == table.shift)
+
+    def commit(self, table: C, buffers: Buffers, current: jax.Array) -> tuple[C, Buffers]:
+        """Rotate the keys, if the plan is `current`."""
+        return rotate_pending(table, buffers, current)
 
 
 def add(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array) -> C:
@@ -157,14 +161,13 @@ def _move(cells: C, moves: jax.Array, position: jax.Array) -> C:
     return with_owners(moved, jnp.where(stays, moved.owners, 0))
 
 
-def rotate_pending(cells: C, buffers: Buffers, update: Update) -> tuple[C, Buffers]:
-    """Rotate the keys that are owed a rotation, those only, and clear their notes.
+def rotate_pending(cells: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffers]:
+    """Rotate the keys that are owed a rotation, those only, and clear their notes; if `ok`.
 
     Keys are turned by the difference of positions, so nothing that a rope multiplies by is applied
     a second time. Values carry no position.
     """
-    current = jnp.all(update.shift == cells.shift)
-    owed = (cells.shift != 0) & current
+    owed = (cells.shift != 0) & ok
     by = jnp.where(owed, cells.shift, 0)
     ropes = buffers.ropes[: len(buffers.k)]
     buffers = on_halves(cells.rules, buffers, partial(_rotate, ropes), by, by_stream=1)

@@ -50,8 +50,14 @@ class NoOp(Commitment):
         """Nothing; `[]` int32."""
         return jnp.int32(0)
 
-    def commit(self, table: Any, buffers: Any) -> tuple[Any, Any]:
+    def is_current(self, table: Any) -> jax.Array:
+        """Return that it is: there is nothing that it could have found otherwise."""
+        del table
+        return jnp.array(True)
+
+    def commit(self, table: Any, buffers: Any, current: jax.Array) -> tuple[Any, Any]:
         """Return both as they are."""
+        del current
         return table, buffers
 
 

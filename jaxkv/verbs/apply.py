@@ -99,8 +99,8 @@ def _occupy(table: Any, ubatch: Ubatch) -> Any:
     return table.occupy(drop_unless(_is_current(table, ubatch), ubatch))
 
 
-def _committed(part: Commitment, table: Any, buffers: Any) -> Memory:
-    return join(*part.commit(table, buffers))
+def _committed(plan: Commitment, table: Any, buffers: Any) -> Memory:
+    return join(*plan.commit(table, buffers, plan.is_current(table)))
 
 
 _commit = program(_committed)

@@ -16,7 +16,8 @@ def init_update(memory: Memory) -> Commitment:
 
     Returns:
       A plan for `apply`. Its `pending`, `[]` int32, says how many keys will be rotated; when it
-      is 0 applying costs nothing.
+      is 0 applying costs nothing. Where keys are owed other rotations by then, in any part of a
+      hybrid memory, it is stale and changes nothing.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
@@ -45,7 +46,9 @@ def defrag_plan(memory: Memory, *, max_moves: int | None = None) -> Commitment:
 
     Returns:
       A plan for `apply`. Its `pending`, `[]` int32, says how many cells will move. Of keys and
-      values it has runs of `source`, `destination` and `length`, the highest cells first.
+      values it has runs of `source`, `destination` and `length`, the highest cells first. Where
+      other cells are empty by then, in any part of a hybrid memory, it is stale and changes
+      nothing.
 
     Raises:
       ValueError: when `max_moves` is below 1.
