@@ -14,6 +14,7 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.hybrid import parts_of
+from tests.memories import assert_identical
 
 SIZE, VOCABULARY, Q = 8, 12, 4
 TEXT, CROSS = 0, 1  # layers
@@ -202,7 +203,9 @@ def test_in_several_streams(streams):
 def test_each_source_has_a_row_of_its_own(streams):
     batch = make_batch([SOURCES[q] for q in (0, 1, 3)], sequences=[0, 1, 3])
     (ubatch,) = jaxkv.init_source(make(streams), batch).ubatches
+    traced = jax.jit(lambda memory: jaxkv.init_source(memory, batch).ubatches[0])(make(streams))
     assert ubatch.valid.shape == (4, 8)  # and not [1, 8]: an encoder compares tokens of a row
+    assert_identical(traced, ubatch)  # the tokens are known there too
     rows = zip(ubatch.sequences, ubatch.valid, strict=True)
     assert sorted(sorted({*row[there].tolist()}) for row, there in rows) == [[], [0], [1], [3]]
 
@@ -424,9 +427,14 @@ def test_branches_leave_a_source_without_a_text_alone():
 @pytest.mark.slow
 def test_sliding_leaves_the_source_where_it_is():
     memory, _ = tell(filled(), [[6, 7, 8]], [0])
-    memory, ok = loops.slide(memory, 0, keep=1, drop=2)
+    slid, ok = loops.slide(memory, 0, keep=1, drop=2)
     assert ok
-    check(memory, SOURCES, [[0, 7, 8], *TEXTS[1:]])
+    check(slid, SOURCES, [[0, 7, 8], *TEXTS[1:]])
+    # By hand, with the same question first.
+    memory, _ = jaxkv.seq_rm(memory, 0, 1, 3)
+    assert jaxkv.can_seq_add(memory, 0, 3, -1, -2)
+    memory = jaxkv.seq_add(memory, 0, 3, -1, -2)
+    check(jaxkv.apply(memory, jaxkv.init_update(memory)), SOURCES, [[0, 7, 8], *TEXTS[1:]])
 
 
 @pytest.mark.slow

@@ -77,6 +77,7 @@ def test_what_is_refused_changes_nothing():
         (([1, 2], [0, 1], [True, True]), r"got \(2,\), \(2,\) and \(2,\)"),
         (([[1], [2]], [1, 1], [[True], [True]]), r"each sequence at most once, got \[1, 1\]"),
         (([[1]], [3], [[True]]), "wanted sequence ids from 0 to 2, got 3; a memory is made"),
+        (([[1, 1]], [3], [[True, False]]), "wanted sequence ids from 0 to 2, got 3"),
         (([[1.5]], [0], [[True]]), "wanted integers for tokens"),
         (([[1]], [0], [[2]]), "wanted bool for valid"),
     ],
