@@ -41,22 +41,22 @@ class HybridCommitment(Commitment):
         return reduce(jnp.add, [part.pending for part in self.parts])
 
     def is_current(self, table: "HybridTable") -> jax.Array:
-        """Return whether each part is as its plan found it."""
+        """Return whether each part is as its plan found it; `[]` bool."""
         parts = zip(self.parts, table.parts, strict=True)
         return _all([plan.is_current(part) for plan, part in parts])
 
     def commit(
-        self, table: "HybridTable", buffers: tuple, current: jax.Array
+        self, table: "HybridTable", buffers: tuple, ok: jax.Array
     ) -> tuple["HybridTable", tuple]:
         """Carry the plans of all parts out, or none."""
         parts = zip(self.parts, table.parts, buffers, strict=True)
-        return table.with_parts([plan.commit(part, own, current) for plan, part, own in parts])
+        return table.with_parts([plan.commit(part, own, ok) for plan, part, own in parts])
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridTable(Table):
-    """The tables of memories that step together.
+    """The tables of memories that step together. Arrays have the shapes that `Table` says.
 
     parts: the tables.
     layers: for each part the layers of the model that it serves, in its own order, static. A layer
@@ -81,7 +81,7 @@ class HybridTable(Table):
             one_sequence_a_row=any(part.one_sequence_a_row for part in parts),
             ubatch_size=min(sizes, default=None),
             rollback=min(kept, default=None),
-            details=self.layers,
+            details=(("layers", self.layers),),
             parts=parts,
         )
 
@@ -130,15 +130,15 @@ class HybridTable(Table):
         return jnp.where(_smallest(found) < 0, -1, _largest(found))
 
     def last(self, seq: jax.Array) -> jax.Array:
-        """Return the largest position that all parts hold of a text."""
+        """Return the largest position that all parts hold of a text; `[]` int32."""
         return _smallest([part.last(seq) for part in self._planned])
 
     def holding(self) -> jax.Array:
-        """Return which sequences hold anything in any part."""
+        """Return which sequences hold anything in any part; `[Q]` bool."""
         return _any([part.holding() for part in self.parts])
 
     def used(self) -> jax.Array:
-        """Return how many cells are in use, over all parts."""
+        """Return how many cells are in use, over all parts; `[]` int32."""
         return reduce(jnp.add, [part.used() for part in self.parts])
 
     def inspect(self, present: jax.Array) -> Findings:
@@ -162,7 +162,7 @@ class HybridTable(Table):
         )
 
     def alike(self, partner: jax.Array) -> jax.Array:
-        """Return whether they own the very same cells in every part."""
+        """Return whether they own the very same cells in every part; `[Q]` bool."""
         return _all([part.alike(partner) for part in self.parts])
 
     def spared(self) -> tuple:
@@ -170,12 +170,12 @@ class HybridTable(Table):
         return tuple(part.spared() for part in self.parts)
 
     def can_hold(self, lengths: np.ndarray, at_once: int, spared: tuple) -> np.ndarray:
-        """Return which streams have the cells in every part."""
+        """Return which streams have the cells in every part; `[S]` bool."""
         parts = zip(self.parts, spared, strict=True)
         return np.all([part.can_hold(lengths, at_once, own) for part, own in parts], axis=0)
 
     def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, jax.Array]:
-        """Return what each part chooses, and the highest `Reason` of each token."""
+        """Return what each part chooses, and the highest `Reason` of each token, `[R, T]` int32."""
         slots, faults = [], []
         for part in self.parts:
             if self._goes_into(part):
@@ -453,7 +453,7 @@ def _put(parts: tuple, i: int, part: Any) -> tuple:
 
 
 def _greatest(needs: list[Need]) -> Need:
-    """Return for each stream the need of the part that lacks most."""
+    """Return for each stream the need of the part that lacks most; `[S]` int32 each, see `Need`."""
 
     def greater(one: Need, other: Need) -> Need:
         more = one.wanted - one.found >= other.wanted - other.found
@@ -463,16 +463,20 @@ def _greatest(needs: list[Need]) -> Need:
 
 
 def _all(answers: list[jax.Array]) -> jax.Array:
+    """Return where all of some bools are True, elementwise; all have one shape."""
     return reduce(jnp.logical_and, answers)
 
 
 def _any(answers: list[jax.Array]) -> jax.Array:
+    """Return where one of some bools is True, elementwise; all have one shape."""
     return reduce(jnp.logical_or, answers)
 
 
 def _largest(answers: list[jax.Array]) -> jax.Array:
+    """Return the largest of some int32, elementwise; all have one shape."""
     return reduce(jnp.maximum, answers)
 
 
 def _smallest(answers: list[jax.Array]) -> jax.Array:
+    """Return the smallest of some int32, elementwise; all have one shape."""
     return reduce(jnp.minimum, answers)

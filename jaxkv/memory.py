@@ -35,7 +35,7 @@ class Facts:
     ubatch_size: the most tokens of a ubatch that the memory was sized for; None for any.
     rollback: E, where states are kept: how many of its last tokens a sequence can take back. None
       where it can take back any, as in attention.
-    details: all else that a plan depends on.
+    details: all else that a plan depends on, pairs of a name and a value.
     parts: of a hybrid memory, the facts of its parts.
     """
 
@@ -45,7 +45,7 @@ class Facts:
     one_sequence_a_row: bool
     ubatch_size: int | None
     rollback: int | None = None
-    details: tuple = ()
+    details: tuple[tuple[str, Any], ...] = ()
     parts: tuple["Facts", ...] = ()
 
     @property
@@ -193,11 +193,11 @@ class Commitment(ABC):
 
     @abstractmethod
     def is_current(self, table: Any) -> jax.Array:
-        """Return whether a table is as the plan found it; `[]` bool."""
+        """Return whether all that the plan depends on is in a table as it was; `[]` bool."""
 
     @abstractmethod
-    def commit(self, table: Any, buffers: Any, current: jax.Array) -> tuple[Any, Any]:
-        """Carry the plan out where it is `current`, `[]` bool; else return both as they are."""
+    def commit(self, table: Any, buffers: Any, ok: jax.Array) -> tuple[Any, Any]:
+        """Carry the plan out if `ok`, `[]` bool; else return both as they are."""
 
 
 class Table(ABC):
@@ -491,9 +491,22 @@ def check_facts(got: Facts, wanted: Facts, what: str) -> None:
     """Raise a ValueError unless something was made for a memory of the same facts."""
     if got == wanted:
         return
-    all_names = [one.name for one in fields(wanted)]
-    names = [name for name in all_names if getattr(got, name) != getattr(wanted, name)]
+    mine, other = _by_name(wanted), _by_name(got)
+    apart = [name for name in mine | other if mine.get(name) != other.get(name)]
+    if "kind" in apart:
+        apart = ["kind"]
     mine, other = (
-        ", ".join(f"{name}={getattr(facts, name)}" for name in names) for facts in (wanted, got)
+        ", ".join(f"{name}={facts[name]}" for name in apart if name in facts)
+        for facts in (mine, other)
     )
     raise ValueError(f"wanted {what} for this memory, {mine}, got one for {other}: plan again")
+
+
+def _by_name(facts: Facts, of: str = "") -> dict[str, Any]:
+    """Return all facts by name, those of parts too."""
+    names = [one.name for one in fields(facts) if one.name not in ("details", "parts")]
+    pairs = [*((name, getattr(facts, name)) for name in names), *facts.details]
+    named = {of + name: value for name, value in pairs}
+    for i, part in enumerate(facts.parts):
+        named |= _by_name(part, f"{of}part {i} ")
+    return named

@@ -28,6 +28,15 @@ def chained(*fields: jax.Array) -> jax.Array:
     return value
 
 
+def replaced(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Return the stamps of cells whose content, stamped `old`, is written over by a copy of `new`.
+
+    Both go into it: the cell holds other bytes than before, in another place than those copied.
+    uint32, elementwise.
+    """
+    return mix(old + mix(new + 1))
+
+
 def summed(*numbers: jax.Array) -> jax.Array:
     """Make one number of several that are hashes already, elementwise; uint32.
 

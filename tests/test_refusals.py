@@ -1,7 +1,7 @@
 """A refusal is an answer: afterwards every bit of the memory is what it was.
 
 Applied and computed all the same, whatever was refused (a plan, or a ubatch that has become stale)
-enters no table and writes no row.
+enters no table and no buffers.
 """
 
 import itertools
@@ -21,6 +21,7 @@ from tests.memories import (
     RUNS,
     SIZE,
     SMALL,
+    SPLIT,
     assert_identical,
     filled,
     run,
@@ -246,17 +247,20 @@ def test_part_of_a_ubatch_that_is_stale_stops_all_of_it():
 def test_stale_defrag_and_update():
     memory, _ = jaxkv.seq_rm(filled(7), 0, 1, 3)
     defrag = jaxkv.defrag_plan(memory)
+    assert jaxkv.is_current(memory, defrag)
     filled_up, _ = run(memory, make_batch([1], sequences=2))  # a destination is taken
     assert_identical(jaxkv.apply(filled_up, defrag), filled_up)
     gone, _ = jaxkv.seq_rm(memory, 0, 5, -1)  # a source is gone
     assert_identical(jaxkv.apply(gone, defrag), gone)
     other, _ = jaxkv.seq_rm(memory, 0, 0, 1)  # a cell is gone that would have stayed
     assert_identical(jaxkv.apply(other, defrag), other)
+    assert not jaxkv.is_current(other, defrag)
 
     moved = jaxkv.seq_add(memory, 0, 3, -1, -2)
     update = jaxkv.init_update(moved)
     again = jaxkv.seq_add(moved, 0, 1, 2, 1)
     assert_identical(jaxkv.apply(again, update), again)
+    assert jaxkv.is_current(moved, update) and not jaxkv.is_current(again, update)
     done = jaxkv.apply(moved, update)
     assert_identical(jaxkv.apply(done, update), done)
 
@@ -282,7 +286,26 @@ def test_of_several_parts_all_are_tidied_or_none():
     moves = jaxkv.defrag_plan(memory)
     assert all(part.pending for part in moves.parts)
     edited, _ = jaxkv.seq_rm(memory, 0, 4, 6)
+    assert_identical(parts_of(edited)[1], parts_of(memory)[1])
     assert_identical(jaxkv.apply(edited, moves), edited)
+    assert jaxkv.is_current(memory, moves) and not jaxkv.is_current(edited, moves)
+
+
+@pytest.mark.slow
+def test_all_streams_are_tidied_or_none():
+    memory = filled(4, 4, kind=SPLIT)
+    for seq in (0, 1):
+        memory, _ = jaxkv.seq_rm(memory, seq, 1, 2)
+    moves = jaxkv.defrag_plan(memory)
+    assert moves.count.tolist() == [1, 1, 0]
+    edited, _ = jaxkv.seq_rm(memory, 1, 3, 4)
+    assert_identical(jaxkv.apply(edited, moves), edited)
+
+    memory = jaxkv.seq_add(jaxkv.seq_add(memory, 0, 2, -1, -1), 1, 2, -1, -1)
+    update = jaxkv.init_update(memory)
+    assert jnp.any(update.shift != 0, axis=1).tolist() == [True, True, False]
+    edited = jaxkv.seq_add(memory, 1, 1, -1, 1)
+    assert_identical(jaxkv.apply(edited, update), edited)
 
 
 # -------------------------------------------------------------------------------------- bad ids
@@ -392,7 +415,7 @@ def test_whatever_is_accepted_can_be_forgotten():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [SMALL, RUNS], ids=lambda kind: kind.name)
-def test_a_rival_for_the_same_places_writes_no_row(kind):
+def test_a_rival_for_the_same_places_writes_nothing(kind):
     """Two plans of one table choose the same cells; whichever comes second must not be heard."""
     memory = filled(2, kind=kind)
     plans = [jaxkv.init_batch(memory, make_batch(tokens)) for tokens in ([5, 6, 7], [7, 8, 9])]

@@ -13,7 +13,7 @@ from jaxkv.kv.cells import C, Cells
 from jaxkv.kv.reuse import evict
 from jaxkv.kv.slots import in_turn, longest_run
 from jaxkv.kv.tiles import whole_first
-from jaxkv.stamp import mix
+from jaxkv.stamp import replaced
 
 
 def room(cells: Cells, open_cells: jax.Array) -> jax.Array:
@@ -72,5 +72,5 @@ def settle(cells: C, slots: jax.Array, arriving: C) -> C:
         position=taken(cells.position, arriving.position),
         owners=jnp.stack(owners, axis=1),
         shift=taken(cells.shift, arriving.shift),
-        stamp=taken(cells.stamp, mix(there + mix(arriving.stamp + 1))),
+        stamp=taken(cells.stamp, replaced(there, arriving.stamp)),
     )

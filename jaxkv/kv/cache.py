@@ -41,7 +41,12 @@ class CellTable(Cells, Table):
             streams=self.streams,
             one_sequence_a_row=self.streams > 1,
             ubatch_size=self.ubatch_size,
-            details=(self.num_cells, self.window, self.placement, self.shards),
+            details=(
+                ("cells", self.num_cells),
+                ("window", self.window),
+                ("placement", self.placement),
+                ("shards", self.shards),
+            ),
         )
 
     def with_rules(self, rules: Rules | None) -> "CellTable":

@@ -17,7 +17,7 @@ from jaxkv.kv.shift import CHUNK
 from jaxkv.mesh import Shares, first_of, looked_up, on_shares, own, shares
 from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, nowhere
-from jaxkv.stamp import mix
+from jaxkv.stamp import replaced
 
 
 def copy_between(
@@ -72,7 +72,19 @@ def _replaced(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """Put a range of a stream in the place of another, if that is among `cells`."""
+    """Put a range of a stream in the place of another, if that is among `cells`.
+
+    Args:
+      cells: the table, or a device's share of it.
+      source: a table of one stream, the one that is copied.
+      does: `[]` bool, whether anything is copied.
+      dst: `[]` int32, the stream that is replaced, as it is numbered in `cells`.
+      start: first position of the range.
+      stop: one past the last.
+
+    Returns:
+      The table; and `[]` int32, how many cells are copied in the buffers.
+    """
     shared = within(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     end = jnp.where(does, jnp.max(jnp.where(shared, index, -1)) + 1, 0)
@@ -83,7 +95,7 @@ def _replaced(
     def row(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
 
-    stamp = mix(old + mix(source.stamp[0] + 1))
+    stamp = replaced(old, source.stamp[0])
     copied = replace(
         cells,
         position=row(cells.position, jnp.where(shared, source.position[0], EMPTY)),
@@ -153,7 +165,7 @@ def _selected(
     local, mine = own(targets, axes, cells.streams)
     local = jnp.where(does & mine, local, cells.streams)
     old = cells.stamp.at[local].get(mode="fill", fill_value=0)
-    stamp = jnp.where(index < count, mix(old + mix(lines.stamp + 1)), old)
+    stamp = jnp.where(index < count, replaced(old, lines.stamp), old)
     lines = replace(lines, stamp=stamp)
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
@@ -187,13 +199,19 @@ def _select_cells(
 
 
 def _in_chunks(cells: Cells, count: jax.Array) -> jax.Array:
-    """Return how many cells are copied where `count` have to be: whole chunks, to the last cell."""
+    """Return how many cells are copied where `count` have to be: whole chunks, to the last cell.
+
+    Both are `[]` int32.
+    """
     size = min(CHUNK, cells.num_cells)
     return jnp.minimum(-(-count // size) * size, cells.num_cells)
 
 
 def _of_share(split: Halves, arrays: Any, count: jax.Array) -> tuple[int, int, jax.Array]:
-    """Return the cells of a device's share, those of a chunk, and how many of the first are its."""
+    """Return the cells of a device's share, those of a chunk, and how many of the first are its.
+
+    `count`, the first cells of a stream, and the last of the answers are `[]` int32.
+    """
     share = arrays[0][0].shape[2]
     first = first_of(alike(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

@@ -48,12 +48,12 @@ class Defrag(Commitment):
         return jnp.sum(self.length, dtype=jnp.int32)
 
     def is_current(self, table: Cells) -> jax.Array:
-        """Return whether the table's gaps are those of the plan."""
+        """Return whether the table's gaps are those of the plan; `[]` bool."""
         return jnp.all(self.free == free(table))
 
-    def commit(self, table: C, buffers: Buffers, current: jax.Array) -> tuple[C, Buffers]:
-        """Move the cells, if the plan is `current`."""
-        return move_cells(table, buffers, self, current)
+    def commit(self, table: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffers]:
+        """Move the cells, if `ok`, `[]` bool."""
+        return move_cells(table, buffers, self, ok)
 
 
 def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
@@ -131,7 +131,10 @@ def _tile_by_tile(taken: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
 
 
 def move_cells(cells: C, buffers: Buffers, plan: Defrag, ok: jax.Array) -> tuple[C, Buffers]:
-    """Move cells and what the buffers hold for them, a bounded number at a time; if `ok`."""
+    """Move cells and what the buffers hold for them, a bounded number at a time.
+
+    If `ok`, `[]` bool, is False nothing moves.
+    """
     size = cells.num_cells
     chunks = jnp.where(ok, -(-jnp.sum(plan.length, axis=1) // CHUNK), 0)  # [S]
 
@@ -139,12 +142,12 @@ def move_cells(cells: C, buffers: Buffers, plan: Defrag, ok: jax.Array) -> tuple
         source, destination = _moves(plan, size, i)
 
         def moved(field: jax.Array, vacated: int) -> jax.Array:
-            value = _taken(field, source, 0)
+            value = _taken(field, source)
             return _put(_put(field, source, vacated), destination, value)
 
         owners = [moved(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
         # The same keys in another place: stamped anew, for a table that knew what stood there.
-        stamp = mix(_taken(cells.stamp, source, 0) + 1)
+        stamp = mix(_taken(cells.stamp, source) + 1)
         return replace(
             cells,
             position=moved(cells.position, EMPTY),
@@ -194,9 +197,9 @@ def _moves(plan: Defrag, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]
     return jax.vmap(of_stream)(plan)
 
 
-def _taken(field: jax.Array, cell: jax.Array, beyond: int) -> jax.Array:
-    """Return a field `[S, N]` at cells of each stream, `[S, n]`; `beyond` past the last one."""
-    return jax.vmap(lambda one, at: one.at[at].get(mode="fill", fill_value=beyond))(field, cell)
+def _taken(field: jax.Array, cell: jax.Array) -> jax.Array:
+    """Return a field `[S, N]` at cells of each stream, `[S, n]`; 0 past the last one."""
+    return jax.vmap(lambda one, at: one.at[at].get(mode="fill", fill_value=0))(field, cell)
 
 
 def _put(field: jax.Array, cell: jax.Array, value: Any) -> jax.Array:

@@ -57,16 +57,16 @@ class Update(Commitment):
         return jnp.sum(self.shift != 0, dtype=jnp.int32)
 
     def is_current(self, table: Cells) -> jax.Array:
-        """Return whether the table's notes are those of the plan."""
+        """Return whether the table's notes are those of the plan; `[]` bool."""
         return jnp.all(self.shift == table.shift)
 
-    def commit(self, table: C, buffers: Buffers, current: jax.Array) -> tuple[C, Buffers]:
-        """Rotate the keys, if the plan is `current`."""
-        return rotate_pending(table, buffers, current)
+    def commit(self, table: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffers]:
+        """Rotate the keys, if `ok`, `[]` bool."""
+        return rotate_pending(table, buffers, ok)
 
 
 def add(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array) -> C:
-    """Move the cells of a sequence in a range of positions by `delta`, for every owner.
+    """Move the cells of a sequence in a range by `delta`, `[]` int32, for every owner.
 
     A cell whose position turns negative is freed. Where a position would reach END, nothing moves.
     """
@@ -97,7 +97,7 @@ def can_add(
 def divide(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array) -> C:
     """Divide the positions of a sequence in a range, rounding down, for every owner.
 
-    A divisor below 1 changes nothing.
+    A divisor, `[]` int32, below 1 changes nothing.
     """
     moves = moving(cells, seq, start, stop) & (divisor >= 1)
     divisor = jnp.maximum(divisor, 1)
@@ -126,9 +126,9 @@ def _in_bounds(
 def _highest_evicted(
     cells: Cells, moves: jax.Array, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest evicted position in a range, `[Q]`; and whether one moves, `[Q]`.
+    """Return the highest evicted position in a range, `[Q]`; and whether one moves, `[Q]` bool.
 
-    It does of the sequence, and of each that owns a cell which moves.
+    True for the sequence and for every owner of a moved cell.
     """
     highest = jnp.minimum(cells.evicted_below, end_of(stop)) - 1
     whose = jnp.arange(cells.sequences) == seq
@@ -152,6 +152,7 @@ def _moved_marks(
 
 
 def _move(cells: C, moves: jax.Array, position: jax.Array) -> C:
+    """Give the cells that move, `[S, N]` bool, new positions, `[S, N]`; a negative one frees it."""
     moved = replace(
         cells,
         position=jnp.where(moves, position, cells.position),
@@ -162,7 +163,9 @@ def _move(cells: C, moves: jax.Array, position: jax.Array) -> C:
 
 
 def rotate_pending(cells: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffers]:
-    """Rotate the keys that are owed a rotation, those only, and clear their notes; if `ok`.
+    """Rotate the keys that are owed a rotation, those only, and clear their notes.
+
+    If `ok`, `[]` bool, is False nothing is rotated.
 
     Keys are turned by the difference of positions, so nothing that a rope multiplies by is applied
     a second time. Values carry no position.

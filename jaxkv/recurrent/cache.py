@@ -51,20 +51,23 @@ class NoOp(Commitment):
         return jnp.int32(0)
 
     def is_current(self, table: Any) -> jax.Array:
-        """Return that it is: there is nothing that it could have found otherwise."""
+        """Return True: nothing can have changed; `[]` bool."""
         del table
         return jnp.array(True)
 
-    def commit(self, table: Any, buffers: Any, current: jax.Array) -> tuple[Any, Any]:
+    def commit(self, table: Any, buffers: Any, ok: jax.Array) -> tuple[Any, Any]:
         """Return both as they are."""
-        del current
+        del ok
         return table, buffers
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateTable(States, Table):
-    """The table of a recurrent memory: `States`, and what verbs, plans and loops ask of them."""
+    """The table of a recurrent memory: `States`, and what verbs, plans and loops ask of them.
+
+    Arrays have the shapes that `Table` says.
+    """
 
     @property
     def facts(self) -> Facts:
@@ -76,7 +79,7 @@ class StateTable(States, Table):
             one_sequence_a_row=True,
             ubatch_size=None,
             rollback=self.earlier,
-            details=(self.holds.shape[0],),
+            details=(("layers", self.holds.shape[0]),),
         )
 
     def with_rules(self, rules: Rules | None) -> "StateTable":
@@ -124,11 +127,11 @@ class StateTable(States, Table):
         return Room(all_fit, all_fit, jnp.full_like(wanted, END))
 
     def spared(self) -> jax.Array:
-        """Return nothing: each sequence has cells for its states, shared or not."""
+        """Return zeros, `[S]` int32: each sequence has cells for its states, shared or not."""
         return jnp.zeros(self.streams, jnp.int32)
 
     def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
-        """Return that there is room: a state takes the same for a text of any length."""
+        """Return True, `[S]` bool: a state takes the same for a text of any length."""
         del lengths, at_once, spared
         return np.ones(self.streams, bool)
 

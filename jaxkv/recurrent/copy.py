@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxkv.places import end_of
 from jaxkv.recurrent.buffers import copy_cells
 from jaxkv.recurrent.states import States, T, known, occupied, stream_of, with_pairs
-from jaxkv.stamp import mix
+from jaxkv.stamp import replaced
 
 
 def copy(
@@ -59,7 +59,10 @@ def select(states: T, buffers: Any, parents: jax.Array, targets: jax.Array) -> t
 def _given(
     source: States, buffers: Any, src: jax.Array, dst: jax.Array, dead_until: jax.Array, states: T
 ) -> tuple[T, Any]:
-    """Give targets, `[n]`, the pairs that sequences `src`, `[n]`, have in a table `source`."""
+    """Give targets, `[n]`, the pairs that sequences `src`, `[n]`, have in a table `source`.
+
+    `dead_until`, `[n]` int32, is that of the targets from then on.
+    """
     position, cell = source.position[src], source.cell[src]
     if states.streams > 1 and buffers is not None:
         states, buffers, cell = _copied(states, buffers, src, dst, cell)
@@ -87,7 +90,7 @@ def _copied(
     where = (stream_of(states, dst)[:, None], jnp.where(copies, own, states.num_cells))
     source = states.stamp.at[there].get(mode="fill", fill_value=0)
     # A place that is written anew: stamped so that a table that knew what stood there notices.
-    stamp = mix(states.stamp.at[where].get(mode="fill", fill_value=0) + mix(source + 1))
+    stamp = replaced(states.stamp.at[where].get(mode="fill", fill_value=0), source)
     held = (
         states.holds.at[:, *there].get(mode="fill", fill_value=0) == source[None]
     )  # [L, n, E + 1]
@@ -104,12 +107,12 @@ def _copied(
 def _dealt(
     states: States, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the cells that targets will have, `[n, E + 1]`; and which of them are copies.
+    """Return the cells that targets will have, `[n, E + 1]`; and which are copies, in that shape.
 
     Within a stream a target has those of its source. In another one it takes cells that are free
     once all targets have let go of theirs: there are always enough, since each takes E + 1 at most.
-    Targets of one stream that get the same share the copy, which is the first one's, as they do in
-    an attention memory.
+    Targets of one stream that have the same parent share a copy, as they do in an attention memory:
+    the first of these targets takes the cells for it.
     """
     size = states.num_cells
     if states.sharing == 1:  # a target lets go of all cells of its stream

@@ -17,7 +17,7 @@ from jaxkv.recurrent.cache import StateTable
 from jaxkv.recurrent.states import empty_fields
 from jaxkv.snapshot.chunks import put_in, taken_out
 from jaxkv.snapshot.parts import Entries, Moves, Part, Placed, Read, decoded, static_fields
-from jaxkv.stamp import chained, mix
+from jaxkv.stamp import chained, replaced
 
 CHUNK = 8
 """States that are read or written at a time."""
@@ -70,7 +70,10 @@ class StatePart(Part):
 
     @staticmethod
     def take(table: Any, buffers: Any, sequences: list[int]) -> tuple[dict[str, np.ndarray], Any]:
-        """Take out all states that one of the sequences keeps."""
+        """Take out all states that one of the sequences keeps.
+
+        Those of a layer are `[n, ...]`, by name.
+        """
         host = fetched(table)
         ids, size = np.array(sequences, int), host.num_cells
         place = ids[:, None] // host.sharing * size + host.cell[ids]
@@ -109,7 +112,7 @@ class StatePart(Part):
 
         there = jnp.asarray(host.stamp[streams, cells])
         mark = chained(jnp.full(origin.shape, seed, jnp.uint32), jnp.asarray(origin))
-        stamp = np.asarray(mix(there + mix(mark + 1)))
+        stamp = np.asarray(replaced(there, mark))
         host.stamp[streams, cells] = stamp
         host.holds[:, streams, cells] = np.where(read("written")[:, origin], stamp, 0)
         table = jax.tree.map(jnp.asarray, host)
@@ -117,7 +120,7 @@ class StatePart(Part):
 
     @staticmethod
     def write(array: jax.Array, placed: Placed, new: np.ndarray) -> jax.Array:
-        """Write the states of a layer by one name."""
+        """Write the states of a layer by one name, saved as `[n, ...]`."""
         where = placed.streams, placed.cells
         return put_in(array, *where, new, placed.origin, write=_write, size=CHUNK)
 
@@ -143,8 +146,10 @@ def _lowest_free(host: Any, streams: np.ndarray) -> np.ndarray:
 
 
 def _read(array: jax.Array, streams: jax.Array, cells: jax.Array) -> jax.Array:
+    """Read the states, `[S, N, ...]`, of cells, `[m]` int32; zeros past the last; `[m, ...]`."""
     return array.at[streams, cells].get(mode="fill", fill_value=0)
 
 
 def _write(array: jax.Array, streams: jax.Array, cells: jax.Array, new: jax.Array) -> jax.Array:
+    """Write `[m, ...]` as the states, `[S, N, ...]`, of cells, `[m]` int32; none past the last."""
     return array.at[streams, cells].set(new, mode="drop", unique_indices=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, by_row, drop_unless, placed_rows
-from jaxkv.memory import Commitment, Memory, check_facts, check_made_for, join, split
+from jaxkv.memory import Commitment, Memory, Table, check_facts, check_made_for, join, split
 from jaxkv.places import is_traced
 from jaxkv.plan import Plan
 from jaxkv.tables import program
@@ -24,8 +24,8 @@ def apply(memory: Memory, plan: Ubatch | Plan | Commitment, *, donate: bool = Fa
 
     Returns:
       The memory after it. A ubatch enters the table; `attend` and `write_states` write its buffers.
-      If the plan was refused, or is stale (a stream of it was edited since, another ubatch or the
-      same one was applied there), the memory as it was, bit for bit.
+      If the plan was refused, or is stale, the memory as it was, bit for bit. `is_current` tells
+      when a plan is stale.
 
     Raises:
       TypeError: when it is no plan.
@@ -42,48 +42,76 @@ def apply(memory: Memory, plan: Ubatch | Plan | Commitment, *, donate: bool = Fa
 
     llama.cpp: `llama_memory_context_i::apply`.
     """
-    if isinstance(plan, Plan):
-        if len(plan.ubatches) != 1:
-            raise ValueError(
-                f"a plan of {len(plan.ubatches)} ubatches cannot be applied at once, since the "
-                f"model runs between them: apply each of plan.ubatches in its turn"
-            )
-        plan = plan.ubatches[0]
     table, buffers = split(memory)
+    plan = _checked(plan, table)
     if isinstance(plan, Ubatch):
-        check_made_for(table, plan)
         return join(_occupy(table, plan), buffers)
-    if not isinstance(plan, Commitment):
-        raise TypeError(f"wanted a ubatch or a plan, got {type(plan)}")
-    check_facts(plan.facts, table.facts, "a plan that was made")
     if not is_traced(plan, table) and plan.is_empty:
         return memory
     return (_commit_donated if donate else _commit)(plan, table, buffers)
 
 
-def is_current(memory: Memory, ubatch: Ubatch) -> jax.Array:
-    """Return whether applying a ubatch now would take its tokens in; `[]` bool.
+def is_current(memory: Memory, plan: Ubatch | Plan | Commitment) -> jax.Array:
+    """Return whether applying a plan now would carry it out; `[]` bool.
 
-    It would not after an edit of a stream of the ubatch, after another ubatch there, twice, or when
-    the plan was refused.
+    A ubatch is stale after an edit of a stream that it has tokens in, after another ubatch there,
+    and once it has been applied itself; one of a refused plan was never current. The plan of an
+    update is stale where keys are owed other rotations than it was made for, that of a defrag where
+    other cells are empty: in any stream, and in any part of a hybrid memory.
+
+    Args:
+      memory: any memory.
+      plan: what `apply` takes.
 
     Raises:
-      ValueError: when it was planned for a memory of other sizes or of another kind.
+      TypeError: when it is no plan.
+      ValueError: as `apply` does.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
       >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
       >>> is_current(memory, ubatch).item(), is_current(apply(memory, ubatch), ubatch).item()
       (True, False)
+
+      A defrag does not mind an edit that empties no cell:
+
+      >>> memory, _ = seq_rm(apply(memory, ubatch), 0, 0, 1)
+      >>> moves = defrag_plan(memory)
+      >>> is_current(seq_add(memory, 0, 1, -1, 3), moves).item()
+      True
+      >>> is_current(clear(memory), moves).item()
+      False
     """
     table, _ = split(memory)
-    check_made_for(table, ubatch)
-    return _is_current(table, ubatch)
+    return _is_current(table, _checked(plan, table))
+
+
+def _checked(plan: Any, table: Table) -> Ubatch | Commitment:
+    """Return a plan, a single ubatch as itself, or raise as `apply` says."""
+    if isinstance(plan, Plan):
+        if len(plan.ubatches) != 1:
+            raise ValueError(
+                f"a plan of {len(plan.ubatches)} ubatches cannot be applied at once, since the "
+                f"model runs between them: apply each of plan.ubatches in its turn"
+            )
+        (plan,) = plan.ubatches
+    if isinstance(plan, Ubatch):
+        check_made_for(table, plan)
+    elif isinstance(plan, Commitment):
+        check_facts(plan.facts, table.facts, "a plan that was made")
+    else:
+        raise TypeError(f"wanted a ubatch or a plan, got {type(plan)}")
+    return plan
 
 
 @program
-def _is_current(table: Any, ubatch: Ubatch) -> jax.Array:
-    """Return whether the digests of the streams it has tokens in are those of its plan."""
+def _is_current(table: Any, plan: Ubatch | Commitment) -> jax.Array:
+    """Return what `is_current` says of a plan for a table; `[]` bool."""
+    return plan.is_current(table) if isinstance(plan, Commitment) else _is_next(table, plan)
+
+
+def _is_next(table: Any, ubatch: Ubatch) -> jax.Array:
+    """Return whether the digests of the streams it has tokens in are those of its plan; `[]`."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(lambda now, then: now == then, table.digest(), ubatch.before)
     current = reduce(
@@ -96,10 +124,12 @@ def _is_current(table: Any, ubatch: Ubatch) -> jax.Array:
 
 @program
 def _occupy(table: Any, ubatch: Ubatch) -> Any:
-    return table.occupy(drop_unless(_is_current(table, ubatch), ubatch))
+    """Mark the slots of a ubatch as taken, if it is not stale."""
+    return table.occupy(drop_unless(_is_next(table, ubatch), ubatch))
 
 
 def _committed(plan: Commitment, table: Any, buffers: Any) -> Memory:
+    """Carry out the plan of an update or a defrag, if it is not stale."""
     return join(*plan.commit(table, buffers, plan.is_current(table)))
 
 

@@ -242,34 +242,41 @@ def check_invariants(memory: Memory) -> dict[str, jax.Array]:
 
 @program
 def _first(table: Any, seq: jax.Array) -> jax.Array:
+    """Return the first position of each sequence, int32, the shape of `seq`."""
     return jax.lax.map(table.first, jnp.ravel(seq)).reshape(seq.shape)
 
 
 @program
 def _last(table: Any, seq: jax.Array) -> jax.Array:
+    """Return the last position of each sequence, int32, the shape of `seq`."""
     return jax.lax.map(table.last, jnp.ravel(seq)).reshape(seq.shape)
 
 
 @program
 def _used(table: Any) -> jax.Array:
+    """Return how many cells are in use, `[]` int32."""
     return table.used()
 
 
 @program
 def _can_rm(table: Any, *args: jax.Array) -> jax.Array:
+    """Return what `can_seq_rm` says of `seq`, `p0` and `p1`, `[]` int32 each; `[]` bool."""
     return table.remove(*args)[1]
 
 
 @program
 def _can_add(table: Any, *args: jax.Array) -> jax.Array:
+    """Return what `can_seq_add` says of its arguments, `[]` int32 each; `[]` bool."""
     return table.can_add(*args)
 
 
 @program
 def _can_resume(table: Any, seq: jax.Array, pos: jax.Array) -> jax.Array:
+    """Return what `can_resume` says of its arguments, `[]` int32 each; `[]` bool."""
     return table.can_resume(seq, pos)
 
 
 @program
 def _faults(table: Any) -> dict[str, jax.Array]:
+    """Return how often each invariant is broken, by name; `[]` int32 each."""
     return table.faults()

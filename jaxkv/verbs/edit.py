@@ -7,7 +7,8 @@ raises ValueError; a traced one that is none changes nothing.
 range. They are counted from the beginning: one that is known and below -1 raises ValueError, and a
 traced one is as -1.
 
-Whatever an edit changes in a stream makes the plans on that stream stale: plan again.
+An edit that changes a stream makes the ubatches that were planned on that stream stale: plan again.
+What it does to the plans of updates and defrags is said in `is_current`.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ from jaxkv.verbs.room import changes_of, check_room, need_to_copy, need_to_selec
 def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory, jax.Array]:
     """Forget the positions p0 to p1 - 1 of one sequence, of all, or of each of several.
 
-    The only verb that a kind of memory may refuse; an attention memory never does. A source
+    A memory that keeps states may refuse a cut, an attention memory never does. A source
     (`make_source_cache`) goes with the whole of its sequence alone, a range from 0 without an end.
 
     Args:
@@ -323,6 +324,7 @@ def clear(memory: Memory) -> Memory:
 
 @program
 def _rm(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
+    """Do what `seq_rm` says of `seq`, `p0` and `p1`, `[]` or `[n]` int32; `ok` has their shape."""
     all_cuts = jnp.broadcast_arrays(*cuts)
     if all_cuts[0].ndim == 0:
         return table.remove(*all_cuts)
@@ -331,10 +333,12 @@ def _rm(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
 
 @program
 def _cp(table: Any, *args: jax.Array) -> Any:
+    """Do what `seq_cp` says within streams, of arguments as `Table.copy` has them."""
     return table.copy(None, *args)[0]
 
 
 def _copied(table: Any, buffers: Any, *args: jax.Array) -> Memory:
+    """Do what `seq_cp` says between streams, of arguments as `Table.copy` has them."""
     return join(*table.copy(buffers, *args))
 
 
@@ -344,10 +348,12 @@ _cp_buffers_donated = program(_copied, donate_argnames="buffers")
 
 @program
 def _select(table: Any, parents: jax.Array, ids: jax.Array) -> Any:
+    """Do what `seq_select` says within streams, of `[n]` int32 each."""
     return table.select(None, *changes_of(table.facts, parents, ids))[0]
 
 
 def _selected(table: Any, buffers: Any, parents: jax.Array, ids: jax.Array) -> Memory:
+    """Do what `seq_select` says between streams, of `[n]` int32 each."""
     return join(*table.select(buffers, *changes_of(table.facts, parents, ids)))
 
 
@@ -357,19 +363,23 @@ _select_buffers_donated = program(_selected, donate_argnames="buffers")
 
 @program
 def _keep(table: Any, seq: jax.Array) -> Any:
+    """Do what `seq_keep` says of a sequence, `[]` int32."""
     return table.keep(seq)
 
 
 @program
 def _add(table: Any, *args: jax.Array) -> Any:
+    """Do what `seq_add` says of its arguments, `[]` int32 each."""
     return table.add(*args)
 
 
 @program
 def _div(table: Any, *args: jax.Array) -> Any:
+    """Do what `seq_div` says of its arguments, `[]` int32 each."""
     return table.divide(*args)
 
 
 @program
 def _clear(table: Any) -> Any:
+    """Do what `clear` says."""
     return table.clear()

@@ -12,10 +12,10 @@ from jaxkv.tables import program
 def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
     """Return to an earlier table, with the buffers of a later memory: undo what was applied since.
 
-    Exact when, since then, only ubatches on empty cells were applied and only the table was edited.
-    After an update, a defrag, or a ubatch on cells that had been freed, the buffers no longer hold
-    what the old table knew, and it is refused. Plans that were made meanwhile are stale: plan
-    again.
+    Exact when the buffers still hold what the old table knew: since then the table was edited, and
+    ubatches went into cells that were empty in it. It is refused where a cell that the old table
+    uses was written over (by a ubatch, a copy between streams or a defrag, into a cell freed since)
+    or rotated (by an update). Plans that were made meanwhile are stale: plan again.
 
     Args:
       table: the table of the earlier memory, `split(memory)[0]`. It must not have been donated:
@@ -55,5 +55,6 @@ def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
 
 @program
 def _go_back(now: Any, then: Any) -> tuple[Any, jax.Array]:
+    """Return the table of `then` if it can be returned to, else of `now`; and `ok`, `[]` bool."""
     back, ok = now.go_back(then)
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, now), ok

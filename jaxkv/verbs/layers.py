@@ -134,7 +134,7 @@ def write(
 ) -> Memory:
     """Write the keys and values of a ubatch into a layer, and attend to nothing.
 
-    With `view` and attention of one's own it does what `attend` does.
+    With `view` and attention of the caller's own it does what `attend` does.
 
     Args:
       memory: a memory that the ubatch has been applied to.
@@ -176,7 +176,7 @@ def view(
     causal: bool = True,
     until: jax.Array | None = None,
 ) -> View:
-    """Return what the tokens of a ubatch see of a layer, for attention of one's own.
+    """Return what the tokens of a ubatch see of a layer, for attention of the caller's own.
 
     Keys and values are those of whole streams, as they lie in the buffers, so that holes, forks and
     windows are the mask's business. Tokens come as P lists of T: rows of one stream are one list.
@@ -309,7 +309,7 @@ def rollback_of(memory: Memory, layer: int) -> int:
 
 
 def _numbered(buffers: Any, layer: Any) -> Any:
-    """Return the number of a layer, which may be traced where one array holds all layers."""
+    """Return the number of a layer; it may be traced, `[]` int32, if one array holds all layers."""
     if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
         return _known(layer)
     if jnp.shape(layer):

@@ -24,21 +24,21 @@ def within_streams(facts: Facts, ids: Any, others: Any) -> bool:
 
 @program
 def need_to_copy(table: Any, *args: jax.Array) -> Need:
-    """Return the cells that `seq_cp` takes of other streams."""
+    """Return the cells that `seq_cp` takes of other streams; see `Table.need_to_copy`."""
     return table.need_to_copy(*args)
 
 
 @program
 def need_to_select(table: Any, parents: jax.Array, ids: jax.Array) -> Need:
-    """Return the cells that `seq_select` takes of other streams."""
+    """Return the cells that `seq_select`, of `[n]` int32 each, takes of other streams."""
     return table.need_to_select(*changes_of(table.facts, parents, ids))
 
 
 def changes_of(facts: Facts, parents: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return parents and targets, a target of Q where a pair changes nothing.
+    """Return parents and targets, `[n]` int32 as given, a target of Q where nothing changes.
 
-    That is so of a sequence that is its own parent, and where one of the two is no sequence. Of a
-    sequence that comes twice, which only a traced one can, the last counts.
+    Nothing does for a sequence that is its own parent, nor where one of the two is no sequence. Of
+    a sequence that comes twice, which only a traced one can, the last counts.
     """
     count = facts.sequences
     known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)

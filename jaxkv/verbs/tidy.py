@@ -16,8 +16,7 @@ def init_update(memory: Memory) -> Commitment:
 
     Returns:
       A plan for `apply`. Its `pending`, `[]` int32, says how many keys will be rotated; when it
-      is 0 applying costs nothing. Where keys are owed other rotations by then, in any part of a
-      hybrid memory, it is stale and changes nothing.
+      is 0 applying costs nothing. A stale one changes nothing, see `is_current`.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
@@ -40,15 +39,14 @@ def defrag_plan(memory: Memory, *, max_moves: int | None = None) -> Commitment:
 
     Args:
       memory: any memory.
-      max_moves: the most runs of cells to move, for doing it bit by bit, and in tiled placement
-        what is left of the tile of the last one too; None for all. Repeated until nothing is left
+      max_moves: the most runs of cells to move in each stream, for doing it bit by bit; None for
+        all. In tiled placement the last tile is always moved whole. Repeated until nothing is left
         to move, any number of at least 1 ends in the same order.
 
     Returns:
       A plan for `apply`. Its `pending`, `[]` int32, says how many cells will move. Of keys and
-      values it has runs of `source`, `destination` and `length`, the highest cells first. Where
-      other cells are empty by then, in any part of a hybrid memory, it is stale and changes
-      nothing.
+      values it has runs of `source`, `destination` and `length`, the highest cells first. A stale
+      one changes nothing, see `is_current`.
 
     Raises:
       ValueError: when `max_moves` is below 1.
@@ -112,9 +110,11 @@ def make_room(
 
 @program
 def _update(table: Any) -> Commitment:
+    """Return the plan of `init_update`."""
     return table.update()
 
 
 @program(static_argnames="max_moves")
 def _defrag(table: Any, *, max_moves: int | None) -> Commitment:
+    """Return the plan of `defrag_plan`."""
     return table.defrag(max_moves)
