@@ -90,6 +90,8 @@ class Ubatch:
       token belongs to one.
     extra: `[R, T, ...]` by name, what else a model is told of each token, anything in padding; None
       where the batch had nothing.
+
+    llama.cpp: `llama_ubatch`.
     """
 
     tokens: jax.Array | None  # [R, T]
@@ -130,8 +132,8 @@ def make_batch(
         list, by default 0, 1, 2 and so on, which is also the default for the rows of an array. In
         place of an id, a list of several: a token that stands once and belongs to all of them. An
         array says the same with one more axis, `[B, n]` or `[R, T, n]`, filled up with -1. So
-        `[[0, 1], [2, 3]]` means two ids of each list of a list of lists of tokens, and one id of
-        each token of an array of rows.
+        `[[0, 1], [2, 3]]` gives two ids to each list where tokens are a list of lists, and one id
+        to each token where they are an array.
       positions: `[B]` int32; by default each token follows the last one of its sequence.
       outputs: `[B]` bool, which tokens output logits; by default the last of each sequence.
       valid: `[B]` bool; a token that is not valid is padding and goes nowhere.
@@ -351,7 +353,7 @@ def drop_unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
 def placed_rows(ubatch: Ubatch) -> jax.Array:
     """Return which rows of a ubatch have a token with a place; `[R]` bool.
 
-    None has in a ubatch of a refused plan.
+    All False if the plan of the ubatch was refused.
     """
     count = ubatch.valid.shape[0]
     answers = [

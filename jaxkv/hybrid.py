@@ -376,7 +376,7 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
       TypeError: when an argument is not such a pair.
       ValueError: when the parts know different numbers of sequences, only some of them share cells,
         they are on a mesh by different rules, a part is not given as many different layers as it
-        has, or there are no parts.
+        has, there are no parts, or no part beside one for sources, or several for sources.
 
     Examples:
       Layers 0, 1, 3 and 4 look back 4 positions, and layers 2 and 5 at everything:

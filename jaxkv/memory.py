@@ -6,7 +6,7 @@ memory it would have to copy every buffer, or take the memory away from the call
 
 There are four kinds of tables: `CellTable` (attention), `SourceTable` (what an encoder read),
 `StateTable` (recurrence), and `HybridTable`, several of them that step together. A kind is a
-subclass of `Table`, which lists all that verbs, plans and loops ever ask of one.
+subclass of `Table`, which lists what verbs, plans and loops ask of one.
 """
 
 import math
@@ -201,7 +201,7 @@ class Commitment(ABC):
 
 
 class Table(ABC):
-    """The table of a memory: what all verbs, plans and loops are made of.
+    """The table of a memory: what verbs, plans and loops ask of it.
 
     Ids, positions and bounds are int32 arrays. An id that is no sequence changes nothing.
     """
@@ -436,6 +436,8 @@ class Memory:
     table: which token stands in which cell, a `Table`.
     buffers: the bytes beside it: `Buffers` of keys and values, a tuple of states by layer, or for a
       hybrid memory a tuple of the buffers of its parts.
+
+    llama.cpp: `llama_memory_i`.
     """
 
     table: Any
@@ -469,6 +471,12 @@ def join(table: Any, buffers: Any) -> Memory:
 
     Raises:
       TypeError: when the first argument is no table.
+
+    Examples:
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> table, buffers = split(memory)
+      >>> join(table, jax.tree.map(jnp.ones_like, buffers)).buffers.k[0].sum().item()
+      8.0
     """
     if not isinstance(table, Table):
         raise TypeError(f"wanted the table of a memory, got {type(table)}")

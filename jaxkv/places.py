@@ -33,12 +33,12 @@ def nowhere(slots: jax.Array) -> jax.Array:
 
 
 def end_of(stop: jax.Array) -> jax.Array:
-    """Return the end of a range of positions: a negative one is open."""
+    """Return the end of a range of positions, the shape of `stop`: a negative one is open."""
     return jnp.where(stop < 0, END, stop)
 
 
 def numbers_of(which: jax.Array, count: int) -> jax.Array:
-    """Return the numbers of the first that are true, `[count]` int32; the size for want of more.
+    """Return the numbers of the first that are true, `[count]` int32; padded with `which.size`.
 
     >>> numbers_of(jnp.array([False, True, True, False]), 3)
     Array([1, 2, 4], dtype=int32)
@@ -190,7 +190,7 @@ def flags(value: Any, name: str) -> Any:
 
 
 def _narrowed(value: jax.Array, low: int, high: int) -> jax.Array:
-    """Cast traced integers; one that int32 cannot hold is brought just out of the bounds."""
+    """Cast traced integers of any shape; one beyond int32 is brought just out of the bounds."""
     span = jnp.iinfo(value.dtype)
     int32 = np.iinfo(np.int32)
     if span.max > int32.max:

@@ -26,8 +26,8 @@ class Reason(IntEnum):
     FITS = 0
     NO_ROOM = (
         1,
-        "it brings {expected} tokens and {found} cells are free for it: remove a sequence "
-        "(seq_rm), go on with those that fit (batch.only(plan.fits)), or make a larger memory",
+        "free cells: wanted {expected}, got {found}: remove a sequence (seq_rm), go on with those "
+        "that fit (batch.only(plan.fits)), or make a larger memory",
     )
     NOT_NEXT = (
         2,
@@ -99,11 +99,13 @@ class Plan:
       plan are all past the last cell: applied and computed, it changes nothing.
     ok: `[]` bool, whether every token of the batch has a place. All or nothing.
     reason: `[Q]` int32, a `Reason` for each sequence; FITS for one that is not in the batch. Where
-      a traced batch names a sequence that there is not, all that would fit have that reason.
+      a traced batch names an unknown sequence, all that would fit have UNKNOWN_SEQUENCE.
     fits: `[Q]` bool, sequences that would all fit together if they came without the others, the
       smallest first.
     expected: `[Q]` int32, what was wanted: a position, or a number of cells where there is no room.
     found: `[Q]` int32, what was there instead.
+
+    llama.cpp: `llama_memory_context_i`.
     """
 
     ubatches: tuple[Ubatch, ...]
@@ -126,8 +128,8 @@ class Plan:
           Traceback (most recent call last):
           ...
           jaxkv.plan.RefusedError: the batch was refused, and nothing was changed.
-          sequence 0: NO_ROOM, it brings 5 tokens and 4 cells are free for it: remove a \
-sequence (seq_rm), go on with those that fit (batch.only(plan.fits)), or make a larger memory
+          sequence 0: NO_ROOM, free cells: wanted 5, got 4: remove a sequence (seq_rm), go on with \
+those that fit (batch.only(plan.fits)), or make a larger memory
         """
         if not is_concrete(self.ok):
             raise TypeError("plan.check() raises, which traced code cannot do: use plan.ok there")

@@ -46,6 +46,8 @@ def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) ->
     Examples:
       >>> make_rope(4, base=100.0).frequencies
       (1.0, 0.1)
+
+    llama.cpp: `rope_freq_base`.
     """
     if size % 2 or size < 2:
         raise ValueError(f"a rotary embedding turns pairs: wanted an even size, got {size}")
@@ -58,8 +60,13 @@ def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) ->
 def linear(rope: Rope, *, factor: float) -> Rope:
     """Stretch positions by a factor: `factor` times the context, each position that much closer.
 
+    Raises:
+      ValueError: when the factor is 0.
+
     >>> linear(make_rope(4, base=100.0), factor=2.0).frequencies
     (0.5, 0.05)
+
+    llama.cpp: `LLAMA_ROPE_SCALING_TYPE_LINEAR`.
     """
     return divide(rope, [factor] * len(rope.frequencies))
 
@@ -69,6 +76,9 @@ def divide(rope: Rope, factors: Sequence[float]) -> Rope:
 
     Raises:
       ValueError: when there is not one factor a pair, or one of them is 0.
+
+    >>> divide(make_rope(4, base=100.0), [1.0, 4.0]).frequencies
+    (1.0, 0.025)
 
     llama.cpp: `rope_freqs`.
     """
@@ -95,6 +105,13 @@ def llama3(
       low_freq_factor: turns over the original context below which a pair is slow.
       high_freq_factor: turns above which it is fast.
       original: positions of the original context.
+
+    The fast pair keeps its speed, and the slow one gets an eighth of it:
+
+    >>> plain = make_rope(4, base=1e8)
+    >>> slowed = llama3(plain, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=8192)
+    >>> [old / new for old, new in zip(plain.frequencies, slowed.frequencies)]
+    [1.0, 8.0]
     """
     frequencies = np.asarray(rope.frequencies)
     turns = original * frequencies / (2 * math.pi)
@@ -123,6 +140,15 @@ def yarn(
       beta_fast: turns over the original context above which a pair keeps its speed.
       beta_slow: turns below which a pair is slowed by `factor`.
       attention_factor: what queries and keys are multiplied by; by default 0.1 ln(factor) + 1.
+
+    >>> plain = make_rope(4, base=1e6)
+    >>> slowed = yarn(plain, factor=4.0, original=2048, base=1e6)
+    >>> [old / new for old, new in zip(plain.frequencies, slowed.frequencies)]
+    [1.0, 4.0]
+    >>> round(slowed.attention_factor, 4)
+    1.1386
+
+    llama.cpp: `LLAMA_ROPE_SCALING_TYPE_YARN`.
     """
     frequencies = np.asarray(rope.frequencies)
     pairs = len(frequencies)
@@ -166,6 +192,8 @@ def rotate(x: jax.Array, positions: jax.Array, rope: Rope | None) -> jax.Array:
       Array([[0., 1.]], dtype=float32)
       >>> rotate(x, jnp.array(0), quarter)
       Array([[1., 0.]], dtype=float32)
+
+    llama.cpp: `ggml_rope_ext`.
     """
     if rope is None:
         return x

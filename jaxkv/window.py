@@ -1,4 +1,7 @@
-"""Which positions a layer looks back at: all of them, or those inside of a window."""
+"""Which positions a layer looks back at: all of them, or those inside of a window.
+
+A width W is an integer of at least 1; another raises TypeError or ValueError.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -37,10 +40,10 @@ def sliding(width: int) -> Window:
 
     Where attention is not causal, all that come after it are seen too.
 
-    llama.cpp: `LLAMA_SWA_TYPE_STANDARD`.
-
     >>> [sees(sliding(3), jnp.int32(7), jnp.int32(key)).item() for key in (4, 5, 7, 8)]
     [False, True, True, False]
+
+    llama.cpp: `LLAMA_SWA_TYPE_STANDARD`.
     """
     return Window(width, "sliding")
 
@@ -50,10 +53,10 @@ def chunked(width: int) -> Window:
 
     Where attention is not causal, all that come after it are seen too.
 
-    llama.cpp: `LLAMA_SWA_TYPE_CHUNKED`.
-
     >>> [sees(chunked(4), jnp.int32(6), jnp.int32(key)).item() for key in (3, 4, 6, 7)]
     [False, True, True, False]
+
+    llama.cpp: `LLAMA_SWA_TYPE_CHUNKED`.
     """
     return Window(width, "chunked")
 
@@ -61,12 +64,12 @@ def chunked(width: int) -> Window:
 def symmetric(width: int) -> Window:
     """See W // 2 positions to both sides; those ahead only where attention is not causal.
 
-    llama.cpp: `LLAMA_SWA_TYPE_SYMMETRIC`.
-
     >>> [sees(symmetric(4), jnp.int32(6), jnp.int32(key)).item() for key in (3, 4, 6, 7)]
     [False, True, True, False]
     >>> sees(symmetric(4), jnp.int32(6), jnp.int32(8), causal=False).item()
     True
+
+    llama.cpp: `LLAMA_SWA_TYPE_SYMMETRIC`.
     """
     return Window(width, "symmetric")
 

@@ -109,7 +109,7 @@ def view(
 
 
 def _layer_of(buffers: Buffers, layer: int | jax.Array) -> Held:
-    """Return the keys and values of a layer."""
+    """Return the keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer, see `Held`."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(f"wanted a layer from 0 to {buffers.layers - 1}, got {layer}")
     return buffers.layer(layer)
@@ -173,7 +173,10 @@ def _checked_until(until: Any, ubatch: Ubatch, causal: bool) -> jax.Array | None
 def _put(
     split: Shares, held: Held, ubatch: Ubatch, where: jax.Array, new: tuple[jax.Array, ...]
 ) -> Held:
-    """Write into a device's share what falls into it of some keys and values, if there are any."""
+    """Write into a device's share what falls into it of some keys and values, if there are any.
+
+    `where` is `[R, T]` int32, the slots, and `new` what `_checked` returns, or nothing.
+    """
     if not new:
         return held
     if split.cells:
@@ -190,26 +193,32 @@ def _sight_in_share(
     causal: bool,
     until: jax.Array | None,
 ) -> Sight:
-    """Return what decides which of the cells in a device's share the tokens of a ubatch see."""
+    """Return what decides which of the cells in a device's share the tokens of a ubatch see.
+
+    `until` is `[R, T]` int32, see `sight_of`.
+    """
     sight, count = sight_of(table, ubatch, causal=causal, until=until), held[0].shape[2]
     return sight.of_cells(first_of(split.cells, count), count) if split.cells else sight
 
 
 def _committed(table: Cells, ubatch: Ubatch, held: Held) -> tuple[jax.Array, jax.Array]:
-    """Return the slots of a ubatch, and which rows may be read, `[R]` bool: none of no layer."""
+    """Return the slots, `[R, T]` int32, and which rows may be read, `[R]`: none of no layer."""
     where, current = slots.committed_slots(table, ubatch)
     keys, _ = parts(held[0])
     return where, current & jnp.all(keys.is_there) if isinstance(keys, OfLayer) else current
 
 
 def _on_all(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return which flags are True on all devices along some axes."""
+    """Return which flags, `[R]` bool, are True on all devices along some axes; `[R]` bool."""
     return jax.lax.pmin(flags.astype(jnp.int32), axes) == 1 if axes else flags
 
 
 @jax.jit
 def _written(table: Cells, ubatch: Ubatch, held: Held, new: tuple[jax.Array, ...]) -> Held:
-    """Write into a layer: on a mesh each device what falls into its share."""
+    """Write into a layer: on a mesh each device what falls into its share.
+
+    `new` is what `_checked` returns.
+    """
     split = shares(table.rules, **sizes_of(held[0]))
 
     def of_share(table: Cells, ubatch: Ubatch, held: Held, new: tuple[jax.Array, ...]) -> Held:
@@ -227,7 +236,10 @@ def _written(table: Cells, ubatch: Ubatch, held: Held, new: tuple[jax.Array, ...
 def _viewed(
     table: Cells, ubatch: Ubatch, held: Held, until: jax.Array | None, causal: bool
 ) -> View:
-    """Return the keys and values of each list's stream; all NaN, and seen, if it was edited."""
+    """Return the keys and values of each list's stream; all NaN, and seen, if it was edited.
+
+    `until` is `[R, T]` int32, see `sight_of`; `View` has the shapes of what is returned.
+    """
     split = shares(table.rules, **sizes_of(held[0]))
     rows = rows_of(ubatch, split.streams)
     apart = () if rows else split.streams
@@ -272,13 +284,28 @@ def _attended(
     causal: bool,
     implementation: Implementation | None,
 ) -> tuple[tuple[Any, ...], jax.Array]:
-    """Write into a layer, if there is anything new, and attend; return what was written, and that.
+    """Write into a layer, if there is anything new, and attend.
 
     It is traced and lowered once for all layers.
 
     On a mesh each device writes what falls into its share, and weighs the cells that it holds. Rows
     in the order of sequences lie where their streams do; other rows are looked at by all devices.
     What was weighed of the same rows is joined by one small message.
+
+    Args:
+      table: the table.
+      ubatch: the tokens.
+      held: the keys and values of the layer.
+      new: what `_checked` returns, or nothing.
+      q: `[R, T, H, D]`, queries.
+      options: of the softmax.
+      bias: `[R, T, H or 1, N]`, or `OfPlaces`.
+      until: `[R, T]` int32, see `sight_of`.
+      causal: likewise.
+      implementation: see `jaxkv.attend`.
+
+    Returns:
+      The keys and values of the layer, or nothing if nothing was new; and `[R, T, H, Dv]`.
     """
     split = shares(table.rules, **sizes_of(held[0]))
     heads = axes_of_queries(table.rules, at_hand(table.rules), *held, q.shape[2])

@@ -64,14 +64,14 @@ class Buffers:
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.depth
 
     def layer(self, number: int | jax.Array) -> Held:
-        """Return the keys and the values of a layer; stacked, as `OfLayer`."""
+        """Return the keys and the values of a layer, see `Held`; stacked, as `OfLayer`."""
         if not self.stacked:
             return self.k[number], self.v[number]
         halves = self.k[0], self.v[0]
         return jax.tree.map(lambda x: part_of_all(x, number, self.layers), halves)
 
     def with_layer(self, number: int | jax.Array, k: Stored, v: Values) -> "Buffers":
-        """Return the buffers with other keys and values in a layer."""
+        """Return the buffers with other keys and values in a layer, as `layer` returns them."""
         if self.stacked:
             k, v = each_array(lambda x: x.all, (k, v))
             return replace(self, k=(k,), v=(v,))
@@ -211,12 +211,12 @@ def store(
 
 
 def read(stored: Stored, streams: jax.Array, slots: jax.Array) -> jax.Array:
-    """Read keys or values of cells as numbers, see `gather`."""
+    """Read keys or values of cells as numbers, `[..., K, D]`; the arguments are as of `gather`."""
     return decoded(each_array(lambda array: gather(array, streams, slots), stored))
 
 
 def write(stored: Stored, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Stored:
-    """Write numbers as keys or values of cells, see `scatter`."""
+    """Write numbers, `[..., K, D]`, as keys or values of cells; the rest is as of `scatter`."""
 
     def one(array: Cached, new: jax.Array) -> Cached:
         return scatter(array, streams, slots, new)
@@ -230,8 +230,12 @@ def bring(split: Shares, array: Cached, streams: jax.Array, slots: jax.Array) ->
     Args:
       split: how the mesh at hand splits the array.
       array: a device's share of keys or values.
-      streams: int32, the stream of each cell, of all that there are.
-      slots: int32, the cells likewise.
+      streams: int32, the stream of each cell, of all that there are, in a shape that broadcasts to
+        that of `slots`.
+      slots: `[...]` int32, the cells likewise.
+
+    Returns:
+      `[..., K, D]`, the same on all devices along the axes of streams and cells.
     """
     here = gather(array, *_own(split, array, streams, slots))
     return from_owner(here, (*split.streams, *split.cells))
@@ -240,14 +244,20 @@ def bring(split: Shares, array: Cached, streams: jax.Array, slots: jax.Array) ->
 def put(
     split: Shares, array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array
 ) -> Cached:
-    """Write the keys or values of cells that a device holds; see `scatter` and `bring`."""
+    """Write keys or values, `[..., K, D]`, into cells that a device holds.
+
+    The arguments are as of `bring`, and `new` as of `scatter`.
+    """
     return scatter(array, *_own(split, array, streams, slots), new)
 
 
 def _own(
     split: Shares, array: Cached, streams: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return streams and slots as a device counts its own; nowhere for those of others."""
+    """Return streams and slots as a device counts its own; nowhere for those of others.
+
+    Both are int32, and keep the shapes that they have in `bring`.
+    """
     if split.streams:
         streams, mine = own(streams, split.streams, array.shape[0])
         slots = jnp.where(jnp.broadcast_to(mine, slots.shape), slots, nowhere(slots))
@@ -257,7 +267,10 @@ def _own(
 
 
 def own_cells(slots: jax.Array, first: jax.Array, count: int) -> jax.Array:
-    """Return slots within `count` cells from `first` on, counted from there; nowhere for others."""
+    """Return slots within `count` cells from `first` on, counted from there; nowhere for others.
+
+    `slots` and what is returned are `[...]` int32, and `first` is `[]` int32.
+    """
     mine = (slots >= first) & (slots < first + count)
     return jnp.where(mine, slots - first, nowhere(slots))
 
@@ -364,17 +377,21 @@ def copy_run(
 
 
 def _with_all(array: Cached, new: jax.Array) -> Cached:
-    """Return what is stored with another array, where there are several layers that of all."""
+    """Return what is stored with another array, `[S, K, N, D]`.
+
+    Where there are several layers it is the array of all, `[S * L, K, N, D]`.
+    """
     return replace(array, all=new) if isinstance(array, OfLayer) else new
 
 
 def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
-    """Return the stream and the cell of each token, for each head alike; `[..., K, 2]`."""
+    """Return the stream and the cell of each token, for each head alike; `[..., K, 2]` int32."""
     pairs = jnp.stack(jnp.broadcast_arrays(streams, slots), axis=-1)[..., None, :]
     return jnp.broadcast_to(pairs, (*slots.shape, array.shape[1], 2))
 
 
 def _by_index(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Cached:
+    """Do what `scatter` says, by an index for each cell and head."""
     if isinstance(array, OfLayer):
         return _with_all(array, _by_index(array.all, array.numbers(streams), slots, new))
     if new.size == new.shape[-1]:
@@ -398,7 +415,7 @@ def _by_index(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Arra
 
 
 def _by_choice(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Cached:
-    """Go over all cells once, and take what is new where there is something.
+    """Do what `scatter` says: go over all cells once, and take what is new where there is any.
 
     Of a layer among several that goes over the cells of all layers.
     """

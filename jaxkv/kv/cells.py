@@ -110,7 +110,8 @@ def empty_fields(*, cells: int, sequences: int, streams: int) -> dict[str, jax.A
 def home(cells: Cells, seq: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return where the ownership of a sequence is written: its stream, its word and its bit.
 
-    An id that is no sequence gets some home too, and must be masked.
+    Each has the shape of `seq`; streams and words are int32, bits uint32. An id that is no sequence
+    gets some home too, and must be masked.
     """
     stream, local = divided(seq, cells.sharing)
     word, bit = divided(local, WORD)
@@ -386,7 +387,7 @@ def spread(cell: jax.Array) -> jax.Array:
 
 
 def with_owners(cells: C, owners: jax.Array) -> C:
-    """Replace the owners; a cell that has none any more is empty and owes nothing."""
+    """Replace the owners, `[S, W, N]`; a cell with none left is empty and owes nothing."""
     kept = jnp.any(owners != 0, axis=1)
     return replace(
         cells,

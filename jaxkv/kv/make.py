@@ -47,8 +47,8 @@ def make_kv_cache(
       head_dim: D, the numbers of a key, of all layers or one for each.
       value_dim: Dv, the numbers of a value, likewise; by default D. A slice, where values are some
         of the numbers of their keys, as in latent attention (MLA): they take no bytes, and models
-        give keys alone. At least one number of a key is left out, and all that its rope turns, the
-        first ones; dtypes have more than 8 bits.
+        give keys alone. The slice leaves out at least one number of the key, and all that its rope
+        turns, which come first. A dtype of 8 bits is refused.
       sequences: Q, the sequences that may be told apart.
       streams: S, a divisor of Q: how many pools of cells there are. Sequence q lives in stream
         q // (Q // S). A pool gives room to any of its sequences and forks without a copy; with its
@@ -70,12 +70,11 @@ def make_kv_cache(
         keys carry no position.
       placement: which cells a ubatch may get: "scattered", any, the lowest first; "contiguous", one
         run of neighbours, which is refused when there is room but no run (see `make_room`);
-        "striped", any, in turn of `shards`, so that on a mesh that splits cells all devices hold
-        as much of a text, and not the first one all of it; or "tiled", any, but where there is room
-        those of tiles that no other sequence has tokens in, so that on a processor a step of
-        several sequences in one pool takes about as long as with a stream each. Tiles have 64
-        cells, and N is a multiple of that; below 256 cells it may be any number, and tiles have
-        fewer cells, which gains nothing.
+        "striped", any, a few from each of `shards` runs in turn, so that on a mesh that splits
+        cells a text is spread evenly over the devices; or "tiled", any, but first those of tiles of
+        64 cells that no other sequence uses, while there are any, so that on a processor one pool
+        is about as fast as a stream for each sequence. N is a multiple of 64 then; below 256 cells
+        it may be any number, and tiles have fewer cells, which gains nothing.
       shards: how many runs of equal length the cells are, N a multiple of it: as many as devices
         split them. Only with "striped". It orders cells and nothing else, so the memory works on
         any mesh, or none.

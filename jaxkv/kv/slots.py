@@ -83,7 +83,10 @@ def _highest(cells: Cells, present: jax.Array) -> jax.Array:
 
 
 def _highest_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Array) -> jax.Array:
-    """Do it for some words, `[W]` bool, `size` cells at a time; `[S, W, WORD]` int32."""
+    """Do it for some words, `[W]` bool, `size` cells at a time; `[S, W, WORD]` int32.
+
+    `owners` and `position` are those of `Cells`.
+    """
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
@@ -374,7 +377,7 @@ def digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def _digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Do it in some streams, see `by_stream.on_rows`."""
+    """Return the digest of some streams after it, `[S]` uint32, see `by_stream.on_rows`."""
     slots, streams = ubatch.slots, ubatch.row_stream
     stamp = cells.stamp.at[streams[:, None], slots].get(mode="fill", fill_value=0)
     owners, none = _owners(cells, ubatch), jnp.zeros_like(slots)

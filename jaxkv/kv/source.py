@@ -37,7 +37,7 @@ class SourceTable(CellTable):
     """The table of a memory for sources: that of attention, but what asks about a text passes by.
 
     Sources go in as a batch does (`init_source`). A ubatch of text is a reader: it takes no cells,
-    and each of its tokens sees all cells of its sequence.
+    and each of its tokens sees all cells of its sequence. Arrays have the shapes that `Table` says.
     """
 
     @property
@@ -46,7 +46,7 @@ class SourceTable(CellTable):
         return replace(super().facts, kind="source")
 
     def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
-        """Return that texts of any length can be held: they take no cells here."""
+        """Return that texts of any length can be held, `[S]` bool: they take no cells here."""
         del lengths, at_once, spared
         return np.ones(self.streams, bool)
 
@@ -60,7 +60,7 @@ class SourceTable(CellTable):
         return self if isinstance(ubatch.slots, Reader) else super().occupy(ubatch)
 
     def digest_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
-        """Return the digest; text changes nothing here."""
+        """Return the digest, `[S]` uint32; text changes nothing here."""
         if isinstance(ubatch.slots, Reader):
             return ubatch.before
         return super().digest_after(ubatch, occupied)
@@ -98,7 +98,7 @@ class SourceTable(CellTable):
         return self
 
     def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
-        """Return that it can, since nothing moves."""
+        """Return True, `[]` bool, since nothing moves."""
         del seq, p0, p1, delta
         return jnp.array(True)
 
@@ -110,7 +110,7 @@ class SourceTable(CellTable):
         return self
 
     def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
-        """Return that it can: a source is there for every position."""
+        """Return True, `[]` bool: a source is there for every position."""
         del seq, pos
         return jnp.array(True)
 
@@ -126,7 +126,7 @@ class SourceTable(CellTable):
         until: jax.Array | None = None,
         **options: Any,
     ) -> tuple[Buffers, jax.Array]:
-        """Look at the sources, all of them; a ubatch of sources attends as in any memory."""
+        """Look at the sources, all of them; a ubatch of sources attends as `jaxkv.attend` says."""
         if not isinstance(ubatch.slots, Reader):
             return super().attend(buffers, layer, ubatch, q, k, v, until=until, **options)
         if k is not None or v is not None:

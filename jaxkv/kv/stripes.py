@@ -29,7 +29,7 @@ def dealt(x: jax.Array, shards: int) -> jax.Array:
 
 
 def cell_of(rank: jax.Array, cells: int, shards: int) -> jax.Array:
-    """Return the cells of some ranks, int32; a rank past the last of N `cells` stays past it.
+    """Return the cells of ranks, `[...]` int32; one past the last of N `cells` stays past it.
 
     >>> cell_of(jnp.array([2, 4, 15, 16]), 16, 2)
     Array([ 8,  2, 15, 16], dtype=int32)

@@ -115,7 +115,7 @@ class Pool(NamedTuple):
 
 
 def choose(pool: Pool, sequences: jax.Array, valid: jax.Array, count: int) -> jax.Array:
-    """Choose a cell for each token of a list; one past the last, N, where there is none.
+    """Choose a cell for each token of a list, `[T]` int32; one past the last, N, if none is left.
 
     A token takes an empty cell of a tile in which its sequence alone has tokens; else one of a tile
     that is all empty, the first of which are for the lowest sequence that needs any; else any other
@@ -170,12 +170,15 @@ def choose(pool: Pool, sequences: jax.Array, valid: jax.Array, count: int) -> ja
 
 
 def _item(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return `x[index]`, and 0 past its end."""
+    """Return `x[index]` of `[n]` numbers, in the shape of `index`, and 0 past their end."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
 def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
-    """Return the sequence that alone has tokens in each tile, `[M]` int32; else U or more."""
+    """Return the sequence that alone has tokens in each tile, `[M]` int32; else U or more.
+
+    `owners` are those of a `Pool`.
+    """
     words = owners.reshape(owners.shape[0], -1, size)
     words = jax.lax.reduce(words, jnp.uint32(0), jax.lax.bitwise_or, (2,))  # [W, M]
     alone = jnp.sum(jax.lax.population_count(words), axis=0) == 1
@@ -187,7 +190,8 @@ def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
 def _nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return in which of some groups the nth of all things is, and its number there, from 0 on.
 
-    There is none for it past the last thing: then it is one past the last group.
+    There is none for it past the last thing: then it is one past the last group. `counts`, `[M]`
+    int32, are the things of each group; `n` is `[T]` int32, and so are both answers.
     """
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)

@@ -170,7 +170,7 @@ def _first_to_hold(
 
 
 def _normal(rest: jax.Array, whole: jax.Array) -> jax.Array:
-    """Return what is left of a distribution, its sum 1; the whole where nothing is."""
+    """Return what is left of a distribution, `[T, V]`, its sum 1; the whole where nothing is."""
     total = jnp.sum(rest, axis=1, keepdims=True)
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), whole)
 
@@ -178,7 +178,10 @@ def _normal(rest: jax.Array, whole: jax.Array) -> jax.Array:
 def _compared(
     adjusted: jax.Array, guessed: jax.Array, drawn_from: jax.Array | None, keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether guesses hold, `[T]` bool, and the logits to draw from where they do not.
+    """Return whether guesses hold, `[T]` bool, and the logits to draw from where not, `[T, V]`.
+
+    `adjusted` is `[T, V]`, the logits of the model; `drawn_from` is `[T, V]`, those of the draft,
+    or None where guesses were not drawn; `guessed` is `[T]` int32, and `keys` are `[T]`.
 
     A guess that was drawn with probability q is accepted with min(1, p / q). What is drawn in its
     place has the distribution max(p - q, 0), so that the token has p altogether.

@@ -360,7 +360,10 @@ which this memory never has: ask for less, or make a larger one
         return [text for text in refused if self._schedule.stream_of(text) not in freed]
 
     def _preempt(self, refused: list[Progress], reasons: np.ndarray) -> None:
-        """Let the youngest text of each stream that is full wait; end one that is alone there."""
+        """Let the youngest text of each stream that is full wait; end one that is alone there.
+
+        `reasons` are `[Q]` int32, see `Outcome`.
+        """
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:

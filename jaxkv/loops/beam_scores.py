@@ -56,7 +56,7 @@ def _ranks(texts: Texts, penalty: jax.Array) -> jax.Array:
 
 
 def best(first: Texts, second: Texts, penalty: jax.Array) -> Texts:
-    """Return the W best of 2 * W texts by rank; among equals the first."""
+    """Return the W best of 2 * W texts by rank, `penalty` `[]` float32; among equals the first."""
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
     _, index = jax.lax.top_k(_ranks(both, penalty), first.scores.size)
     return jax.tree.map(lambda x: x[index], both)

@@ -152,7 +152,7 @@ def _row(logits: Any) -> Any:
 
 
 def _checked(facts: Facts, sequences: Any, width: int) -> Any:
-    """Return the sequences of W beams, or raise."""
+    """Return the sequences of the beams, `[W]` int32, or raise."""
     if width > facts.sequences:
         raise ValueError(
             f"wanted a width of at most {facts.sequences}, a sequence for each beam, got {width}"
@@ -192,7 +192,10 @@ def _search(
     *,
     steps: int,
 ) -> tuple[Memory, Beams]:
-    """Do what `beam` says, as a part of the program that is being traced."""
+    """Do what `beam` says, as a part of the program that is being traced.
+
+    The logits are `[1, V]`, the sequences `[W]` int32, and the penalty is `[]` float32.
+    """
     sequences = jnp.asarray(sequences)
     begins = ends(split(memory)[0])[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
@@ -223,7 +226,18 @@ def _search(
 def _settled(
     memory: Memory, search: Search, found: Texts, sequences: jax.Array, begins: jax.Array
 ) -> tuple[Memory, jax.Array]:
-    """Let each sequence hold as much of its text as the memory still holds; see `Beams.held`."""
+    """Let each sequence hold as much of its text as the memory still holds.
+
+    Args:
+      memory: the memory after the search.
+      search: how it ended.
+      found: the W best texts.
+      sequences: `[W]` int32, where the beams stand.
+      begins: `[]` int32, the position of the first token after the prompt.
+
+    Returns:
+      The memory; and `[W]` int32, see `Beams.held`.
+    """
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
     same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]

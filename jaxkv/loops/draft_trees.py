@@ -20,7 +20,7 @@ from jaxkv.planning.step import plan_next
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftTree(DraftModel):
-    """What `draft_tree` makes.
+    """What `draft_tree` makes. What its methods are given has the shapes that `Draft` says.
 
     guessed: `[T, k, n]` int32, the tokens of the last guess.
     sequences: `[T, k]` int32, those of its branches in the memory of the draft, see `trees`.

@@ -87,7 +87,7 @@ class Draft(ABC):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lookup(Draft):
-    """What `lookup` makes.
+    """What `lookup` makes. What its methods are given has the shapes that `Draft` says.
 
     recent: `[T, C]` int32, the last tokens of each text, as far as they are in its memory; the
       newest last, -1 where there were fewer.
@@ -103,7 +103,7 @@ class Lookup(Draft):
 
     @property
     def texts(self) -> int:
-        """T, the rows of the texts."""
+        """T, how many texts it guesses for."""
         return self.recent.shape[0]
 
     def guess(
@@ -195,7 +195,7 @@ def lookup(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftModel(Draft):
-    """What `draft_model` makes.
+    """What `draft_model` makes. What its methods are given has the shapes that `Draft` says.
 
     weights: of the model.
     memory: its own, in which the texts have the sequences that they have in the other one.

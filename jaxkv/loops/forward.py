@@ -17,7 +17,7 @@ Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
 
 
 def step_of(forward: Forward) -> Any:
-    """Return the program that `prefill` runs for each ubatch: for loops in Python of one's own.
+    """Return the program that `prefill` runs for each ubatch: for loops of the caller's in Python.
 
     Args:
       forward: see `prefill`.
@@ -45,7 +45,7 @@ def step_of(forward: Forward) -> Any:
 def take_step(
     forward: Forward, weights: Any, memory: Memory, ubatch: Ubatch
 ) -> tuple[Memory, jax.Array]:
-    """Apply a ubatch and run a model over it."""
+    """Apply a ubatch and run a model over it; return the memory, and the logits, `[O, V]`."""
     memory = apply(memory, ubatch)
     given = forward(weights, memory, ubatch)
     if not isinstance(given, tuple) or len(given) != 2:

@@ -114,7 +114,7 @@ _ends = program(ends)
 def pick_first(
     table: Any, sampler: Sampler, logits: jax.Array, stop: jax.Array, state: DecodeState
 ) -> tuple[DecodeState, Picked]:
-    """Pick the first token of each text of a state that has none yet; see `begin`."""
+    """Pick the first token of each text of a state that has none yet; see `begin`, `advance`."""
     del table  # by which the mesh is known
     # Where the token of a started text would stand, there stands the one that is picked here.
     state = replace(state, draw=state.draw - 1)

@@ -76,7 +76,7 @@ def prefill(
       >>> logits.shape, used(memory).item()
       ((1, 4), 3)
 
-      As a part of one's own program:
+      As a part of the caller's program:
 
       >>> @jax.jit
       ... def feed(weights, memory, tokens):

@@ -64,7 +64,7 @@ class Constrained(Sampler):
         return first, self.sampler.start(prompts)
 
     def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
-        """Hide what is not allowed, then adjust the rest."""
+        """Hide what is not allowed of logits, `[T, V]` float32, then adjust the rest."""
         rule, rest = state
         allowed = jax.vmap(self.allowed)(rule)
         if allowed.shape != logits.shape:
@@ -76,7 +76,7 @@ class Constrained(Sampler):
         return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
     def follow(self, state: Any, tokens: jax.Array) -> Any:
-        """Advance the rule, and the sampler; the rule stays where there is no token."""
+        """Advance the rule and the sampler by tokens, `[T]`; the rule stays where there is none."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
         rule = chosen(tokens >= 0, advanced, rule)

@@ -162,7 +162,7 @@ class Runner:
     def _options(
         self, texts: Sequence[Progress], turns: int
     ) -> tuple[Sampler, np.ndarray, dict[str, Any]]:
-        """Return the sampler, the stop tokens and the other options of all sequences."""
+        """Return the sampler, the stop tokens, `[Q, n]` int32, and options, `[Q, ...]` each."""
         rows, last_n = self._facts.sequences, self._limits.last_n
         requests: list[Request | None] = [None] * rows
         states: list[Any] = [None] * rows

@@ -61,7 +61,7 @@ class Filters(Sampler):
     temperature: `[]` or `[T]` float32, what logits are divided by; 0 keeps only the best token.
     top_k: `[]` or `[T]` int32, only the k best tokens may be drawn; 0 for all.
     top_p: `[]` or `[T]` float32, only the best tokens with this much probability together.
-    min_p: `[]` or `[T]` float32, only tokens with this share of the best one's probability.
+    min_p: `[]` or `[T]` float32, only tokens with this share of the best token's probability.
     repeat_penalty: `[]` or `[T]` float32, what logits of recent tokens are divided by, or
       multiplied where they are negative.
     frequency_penalty: `[]` or `[T]` float32, what is taken from the logit of a recent token each
@@ -106,7 +106,10 @@ class Filters(Sampler):
         return newest(prompts, self.last_n)
 
     def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
-        """Take penalties off, filter, and divide by the temperature, in llama.cpp's order."""
+        """Take penalties off, filter, and divide by the temperature, in llama.cpp's order.
+
+        The logits are `[T, V]` float32, before and after.
+        """
         if self._penalises:
             logits = self._penalised(logits, state)
         if not self.draws:
@@ -134,12 +137,13 @@ class Filters(Sampler):
         return jnp.where(temperature > 0, cooled, alone)
 
     def follow(self, state: Any, tokens: jax.Array) -> Any:
-        """Let the oldest of the recent tokens go."""
+        """Let the oldest of the recent tokens go, and take in `tokens`, `[T]` int32."""
         if not self._penalises:
             return state
         return jnp.concatenate([state[:, 1:], tokens[:, None]], axis=1)
 
     def _penalised(self, logits: jax.Array, recent: jax.Array) -> jax.Array:
+        """Return logits, `[T, V]` float32, less the penalties of tokens, `[T, last_n]` int32."""
         rows = jnp.arange(recent.shape[0])[:, None]
         where = jnp.where(recent < 0, logits.shape[1], recent)
         times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, mode="drop")
@@ -171,7 +175,7 @@ def make_sampler(
       temperature: what logits are divided by; 0 always takes the best token.
       top_k: only the k best tokens may be drawn; 0 for all.
       top_p: only the best tokens may be drawn that have this much probability together.
-      min_p: only tokens may be drawn that have this share of the best one's probability.
+      min_p: only tokens may be drawn that have this share of the best token's probability.
       repeat_penalty: what logits of recent tokens are divided by, multiplied where negative.
       frequency_penalty: what a recent token's logit loses each time that it came.
       presence_penalty: what a recent token's logit loses for having come.
@@ -212,7 +216,7 @@ def make_sampler(
 
 
 def _option(name: str, value: Any) -> Any:
-    """Return the array of an option, or None where it does nothing for any text."""
+    """Return the array of an option, `[]` or `[T]`; None where it does nothing for any text."""
     off, dtype, right, span = OPTIONS[name]
     if dtype == np.int32:
         array = integers(value, name, low=0)
@@ -229,9 +233,10 @@ def _option(name: str, value: Any) -> Any:
 
 
 def _left(logits: jax.Array, stays: jax.Array) -> jax.Array:
+    """Return logits, `[T, V]`, where they stay, `[T, V]` bool; -inf elsewhere."""
     return jnp.where(stays, logits, -jnp.inf)
 
 
 def _column(value: Any) -> jax.Array:
-    """Return a number for each text as a column, or the one of all."""
+    """Return a number for each text, `[T]`, as a column `[T, 1]`; the one of all as `[1, 1]`."""
     return jnp.asarray(value).reshape(-1, 1)

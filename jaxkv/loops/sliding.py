@@ -139,6 +139,11 @@ def _check_cells(facts: Facts, why: str) -> None:
 def _slid(
     table: Any, seq: jax.Array, keep: jax.Array, drop: jax.Array
 ) -> tuple[Any, Commitment, jax.Array]:
+    """Do what `slide` says to a table, of `[]` int32 each.
+
+    Returns:
+      The table, what its keys are owed, and `ok`, `[]` bool.
+    """
     there = table.last(seq) + 1
     ok = (keep >= 0) & (drop >= 1) & (drop <= there - keep)
     moves = jnp.where(ok, keep + drop, 0)
@@ -154,6 +159,11 @@ def _slid(
 def _extended(
     table: Any, seq: jax.Array, done: jax.Array, group: jax.Array, width: jax.Array
 ) -> tuple[Any, Commitment, jax.Array, jax.Array]:
+    """Do what `extend` says to a table, of `[]` int32 each.
+
+    Returns:
+      The table, what its keys are owed, the next `done`, `[]` int32, and `ok`, `[]` bool.
+    """
     there = table.last(seq) + 1
     short = jax.lax.div(width, group)
     end = jnp.int32(END)
@@ -191,7 +201,7 @@ def _owns_alone(table: Any, seq: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def _if(ok: jax.Array, new: Any, old: Any) -> tuple[Any, Commitment]:
-    """Return one of two tables, and what its keys are owed; nothing if it is the old one."""
+    """Return the new table, and what its keys are owed; the old and nothing unless `ok`, `[]`."""
     table = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, old)
     # Refused: plan the update of an empty table, so that keys already owed a rotation stay as they
     # are.

@@ -49,7 +49,14 @@ class Speculated(NamedTuple):
 
 
 class _Setup(NamedTuple):
-    """What stays the same over a whole loop; see `speculate`."""
+    """What stays the same over a whole loop; see `speculate`.
+
+    forward: the model.
+    sampler: what adjusts its logits.
+    weights: whatever it wants.
+    stop: `[T or 1, n]` int32, the tokens that end a text.
+    sequences: `[T, k]` int32, those of branches, see `trees`; None if there is a single one.
+    """
 
     forward: Forward
     sampler: Sampler
@@ -265,7 +272,10 @@ def _made(made: Speculated) -> jax.Array:
 
 
 def _appended(rows: jax.Array, start: jax.Array, new: jax.Array, picked: jax.Array) -> jax.Array:
-    """Write the first of some numbers, `[T, n]`, behind those that each text has."""
+    """Write the first of some numbers, `[T, n]`, behind those that each text has.
+
+    A row of `rows`, `[T, steps]`, has `start` numbers and gets `picked` more, `[T]` int32 each.
+    """
     turn = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     where = jnp.where(turn < picked[:, None], start[:, None] + turn, rows.shape[1])
     return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")
@@ -276,7 +286,8 @@ def _take_turn(
 ) -> tuple[Memory, _Turn]:
     """Take one step for the active texts: as wide as the guess, or one token wide if there is none.
 
-    Each width is a loop that runs once or not at all: a branch would copy the memory.
+    Each width is a loop that runs once or not at all: a branch would copy the memory. `active` is
+    `[T]` bool; `Guess` and `_Turn` say the shapes of the rest.
     """
     texts, tries = guess.tokens.shape[0], guess.tokens.shape[-1]
     begun = _Turn(
@@ -305,7 +316,7 @@ def _take_turn(
 
 
 def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tuple[Memory, _Turn]:
-    """Feed the last token of each active text and a guess, and keep what holds."""
+    """Feed the last token of each active text, `[T]` bool, and a guess, and keep what holds."""
     state = now.state
     guessed = jnp.any(guess.valid, axis=tuple(range(1, guess.valid.ndim)))
     feed = _fed if guess.tokens.ndim == 2 else _fed_branches
@@ -352,7 +363,7 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
 def _fed(
     setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
 ) -> tuple[Memory, Plan, jax.Array, tuple, Guess]:
-    """Feed the last token of each active text and a guess.
+    """Feed the last token of each active text, `[T]` bool, and a guess, `[T, n]`.
 
     Returns:
       The memory; the plan; which texts go on, `[T]` bool; what `verify` says; and the guess.
@@ -370,7 +381,7 @@ def _fed(
 def _fed_branches(
     setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
 ) -> tuple[Memory, Plan, jax.Array, tuple, Guess]:
-    """Feed the last token of each active text and several branches, and keep one of them.
+    """Feed the last token of each active text, `[T]` bool, and `[T, k, n]` guesses; keep a branch.
 
     Returns:
       What `_fed` does, of the branch that was followed.

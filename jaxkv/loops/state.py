@@ -182,7 +182,7 @@ def checked(facts: Facts, state: DecodeState) -> DecodeState:
 
 
 def _of_all(prompts: Sequence[Any] | None, count: int) -> Any:
-    """Return the prompts of T texts as rows; without any, rows of nothing."""
+    """Return the prompts of T texts as rows, `[T, n]` int32; without any, `[T, 0]`."""
     if prompts is None:
         return np.zeros((count, 0), np.int32)
     if len(prompts) != count:
@@ -191,7 +191,7 @@ def _of_all(prompts: Sequence[Any] | None, count: int) -> Any:
 
 
 def _each(value: Any, count: int, name: str) -> Any:
-    """Return a number for each text, from one for all or one each."""
+    """Return a number for each text, `[T]` int32, from one for all or one each."""
     value = integers(value, name, low=0)
     if np.shape(value) not in ((), (count,)):
         raise ValueError(f"wanted {name} [] or [{count}], got {np.shape(value)}")
@@ -200,7 +200,7 @@ def _each(value: Any, count: int, name: str) -> Any:
 
 
 def _seed(seed: Any, count: int) -> Any:
-    """Return a seed for all texts or one for each, checked."""
+    """Return a seed for all texts, `[]`, or one for each, `[T]`, checked; uint32 if known."""
     if np.shape(seed) not in ((), (count,)):
         raise ValueError(f"wanted a seed [] or [{count}], got {np.shape(seed)}")
     if not is_concrete(seed):
@@ -216,7 +216,10 @@ def _seed(seed: Any, count: int) -> Any:
 
 @program
 def _draws(table: Any, seed: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the key of each text, and the position of the token that is picked next."""
+    """Return the key of each text, `[T]`, and the position of what is picked next, `[T]` int32.
+
+    The seed is `[]` or `[T]`, and `ids`, the sequences, are `[T]` int32.
+    """
     if jnp.ndim(seed):
         keys = jax.vmap(jax.random.key)(seed)
     else:

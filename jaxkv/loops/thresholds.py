@@ -36,7 +36,7 @@ def keep_best(logits: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.A
 
 
 def _rising(x: jax.Array) -> jax.Array:
-    """Return uint32 that are in the order of floats."""
+    """Return uint32, the shape of `x`, that are in the order of floats."""
     x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # of the two zeros the positive one
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     top = jnp.uint32(1 << 31)

@@ -93,7 +93,7 @@ def nodes_of(guess: Guess) -> Nodes:
 
 @program
 def fork(table: Any, sequences: jax.Array, own: jax.Array) -> Any:
-    """Give the branches what the texts hold; `[T, k]`, and `[T]` int32."""
+    """Give the branches, `[T, k]` int32, what their texts hold, whose sequences are `[T]` int32."""
     parents = jnp.broadcast_to(own[:, None], sequences.shape).reshape(-1)
     targets = jnp.where(sequences == own[:, None], table.facts.sequences, sequences)
     return table.select(None, parents, targets.reshape(-1))[0]
@@ -141,7 +141,8 @@ def plan_tree(
 def _rows_of(facts: Facts, texts: int, branches: int, length: int) -> jax.Array:
     """Lay the trees of all texts out: as one row, or one for each branch, the token in the first.
 
-    Where a row holds one sequence, a token stands in that of the lowest of its sequences.
+    Where a row holds one sequence, a token stands in that of the lowest of its sequences. Indices
+    are int32, `[1, T * (1 + k * n)]`, or `[T * k, 1 + n]` with NOWHERE for padding.
     """
     index = jnp.arange(texts * (1 + branches * length), dtype=jnp.int32)
     if not facts.one_sequence_a_row:
@@ -154,7 +155,14 @@ def _rows_of(facts: Facts, texts: int, branches: int, length: int) -> jax.Array:
 
 @program
 def keep(table: Any, own: jax.Array, sequences: jax.Array, branch: jax.Array) -> Any:
-    """Let each text have what one of its branches holds, `[T]` int32, and forget the others."""
+    """Let each text have what one of its branches holds, and forget the others.
+
+    Args:
+      table: of the memory.
+      own: `[T]` int32, the sequences of the texts.
+      sequences: `[T, k]` int32, those of the branches; Q for none.
+      branch: `[T]` int32, the branch that is kept.
+    """
     parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
     table, _ = table.select(None, parents, own)
     others = jnp.where(sequences == own[:, None], table.facts.sequences, sequences).reshape(-1)

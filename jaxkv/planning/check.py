@@ -1,4 +1,7 @@
-"""What can be wrong with a batch before cells are chosen for it."""
+"""What can be wrong with a batch before cells are chosen for it.
+
+Here M is the members of a batch, see `jaxkv.planning.sets`.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +48,7 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
     Args:
       table: of any memory.
       batch: the tokens, flat.
-      ranks: see `layout.rank`; of the members of the batch.
+      ranks: `[M]` int32 each, see `layout.rank`; of the members of the batch.
     """
     count = table.facts.sequences
     members, valid = members_of(batch)
@@ -91,7 +94,15 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
 def _complete(
     batch: Batch, ids: jax.Array, ranks: jax.Array, wanted: jax.Array, last: jax.Array
 ) -> Batch:
-    """Fill in what was left open: positions after the last, outputs of the last tokens."""
+    """Fill in what was left open: positions after the last, outputs of the last tokens.
+
+    Args:
+      batch: the tokens, flat.
+      ids: `[M]` int32, the sequence of each member, Q for one that is not there.
+      ranks: `[M]` int32, the turn of each member in its sequence.
+      wanted: `[Q]` int32, how many tokens each sequence brings.
+      last: `[Q]` int32, the position that it goes on after.
+    """
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
@@ -112,9 +123,17 @@ def _faults(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Check the positions of a batch, and that the sequences of a token share what is before it.
 
+    Args:
+      batch: the tokens, flat.
+      ids: `[M]` int32, the sequence of each member, Q for one that is not there.
+      valid: `[M]` bool, the members that are there.
+      numbers: `[M]` int32 each, see `layout.rank`.
+      last: `[Q]` int32, the position that each sequence goes on after.
+      apart: `[M]` bool, see `sets.apart`; None where each token has one sequence.
+
     Returns:
-      For each sequence, `[Q]`, a `Reason`, and what was expected and found at its first fault:
-      positions, or where sequences have diverged another one of the token, and its position.
+      For each sequence, `[Q]` int32 each, a `Reason`, and what was expected and found at its first
+      fault: positions, or where sequences have diverged another one of the token, and its position.
     """
     ranks, before = numbers
     position = per_member(batch.positions, batch)

@@ -1,4 +1,4 @@
-"""Planning a batch: the public functions."""
+"""Planning a batch: `init_batch`, and `init_full`, which plans by shapes alone."""
 
 from dataclasses import replace
 from functools import partial
@@ -45,6 +45,7 @@ def init_batch(
       A `Plan`. Whether it is carried out is a value, `plan.ok`; `plan.check()` raises instead.
 
     Raises:
+      TypeError: when it is no batch.
       ValueError: when a sequence id is known and is none of the memory, when nothing is in the
         batch, when a traced batch is longer than `ubatch_size` or lacks the rows that the memory
         needs, when `ubatch_size` is more than the memory was sized for, or when there is no such
@@ -98,6 +99,10 @@ def init_full(
 
     Returns:
       A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`.
+
+    Raises:
+      TypeError: when `ubatch_size` or `outputs` is no integer.
+      ValueError: when one is below 1, or `ubatch_size` is more than the memory was sized for.
 
     Examples:
       >>> make = lambda: make_kv_cache(layers=2, cells=4096, kv_heads=8, head_dim=128, sequences=4)

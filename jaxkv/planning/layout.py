@@ -1,4 +1,8 @@
-"""On the host: which token of a batch is computed when, in rows padded to few shapes."""
+"""Which token of a batch is computed when, in rows padded to few shapes.
+
+A batch whose values are known is laid out on the host. A traced one, its `rank`, `tokens_first` and
+`in_rows` are computed on the device.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -62,7 +66,7 @@ def layout(
 def _layout_known(
     facts: Facts, batch: Batch, ubatch_size: int, split_by: SplitBy
 ) -> tuple[Batch, list[np.ndarray], int]:
-    """Lay out a batch whose values are known."""
+    """Lay out a batch whose values are known; returns what `layout` does."""
     batch, there = _known(facts, batch)
     named = batch.sequences[there]
     after = None if batch.others is None else follows(named, batch.others[there])
@@ -103,7 +107,10 @@ def layout_whole(facts: Facts, batch: Batch) -> tuple[Batch, Any]:
 
 
 def _known(facts: Facts, batch: Batch) -> tuple[Batch, np.ndarray]:
-    """Return a batch whose values are known as a flat list, and which tokens of it are there."""
+    """Return a batch whose values are known as a flat list, and which tokens of it are there.
+
+    The latter are `[n]` integers, the indices of the valid tokens, in their order.
+    """
     axes, count = batch.valid.ndim, batch.valid.size
     batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)
     there = np.flatnonzero(batch.valid)
@@ -117,13 +124,19 @@ def _known(facts: Facts, batch: Batch) -> tuple[Batch, np.ndarray]:
 
 
 def _indices(there: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Turn the numbers of a split, which counts tokens that are there, into batch indices."""
+    """Turn the numbers of a split, which counts tokens that are there, into batch indices.
+
+    `there` is `[n]`, see `_known`; `part` and what is returned are `[R, T]` int32.
+    """
     index = np.append(there, NOWHERE).astype(np.int32)
     return index[np.minimum(part, there.size)]
 
 
 def _few_rows(part: np.ndarray, facts: Facts) -> np.ndarray:
-    """Pad the rows of a ubatch to a power of two, or to all sequences, so that few shapes occur."""
+    """Pad the rows of a ubatch to a power of two, or to all sequences, so that few shapes occur.
+
+    `part` and what is returned are `[R, T]` int32, NOWHERE for padding.
+    """
     wanted = bucket(len(part))
     if facts.one_sequence_a_row:
         wanted = max(min(wanted, facts.sequences), len(part))
@@ -131,7 +144,7 @@ def _few_rows(part: np.ndarray, facts: Facts) -> np.ndarray:
 
 
 def _pad(batch: Batch, size: int) -> Batch:
-    """Pad a flat batch with tokens that are not valid."""
+    """Pad a flat batch, `[B]` to `[size]`, with tokens that are not valid."""
     xp = np if is_concrete(batch) else jnp
     extra = size - batch.valid.shape[0]
     return jax.tree.map(lambda x: xp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)

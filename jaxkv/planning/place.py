@@ -19,7 +19,15 @@ from jaxkv.tables import program
 
 @program(static_argnames="outputs")
 def plan_one(table: Any, batch: Batch, ranks: tuple, index: jax.Array, *, outputs: int) -> Plan:
-    """Plan a batch that is one ubatch."""
+    """Plan a batch that is one ubatch.
+
+    Args:
+      table: of any memory.
+      batch: the tokens, flat.
+      ranks: see `layout.rank`; of the members of the batch, see `sets`.
+      index: `[R, T]` int32, which token stands where, NOWHERE for padding.
+      outputs: O, static.
+    """
     draft, ubatch = place(check(table, batch, ranks), index, outputs=outputs)
     plan = verdict(draft)
     return replace(plan, ubatches=(drop_unless(plan.ok, ubatch),))
@@ -27,7 +35,7 @@ def plan_one(table: Any, batch: Batch, ranks: tuple, index: jax.Array, *, output
 
 @program(static_argnames="outputs")
 def place(draft: Draft, index: jax.Array, *, outputs: int) -> tuple[Draft, Ubatch]:
-    """Choose cells for one ubatch, `[R, T]`, and let it into the table of the draft."""
+    """Choose cells for a ubatch, see `plan_one`, and let it into the table of the draft."""
     table, batch = draft.table, draft.batch
     index, mixed = _arranged(table.facts, batch, index)
     ubatch = _lay_out(table, batch, index, outputs)
@@ -68,8 +76,8 @@ def _arranged(facts: Facts, batch: Batch, index: jax.Array) -> tuple[jax.Array, 
     """Bring the rows of a ubatch into the order of their sequences, where all may take part.
 
     Returns:
-      The index, `[R, T]`; and `[Q]` bool, the sequences that have no row of their own though each
-      needs one. The plan is refused for them.
+      The index, `[R, T]` int32; and `[Q]` bool, the sequences that have no row of their own though
+      each needs one. The plan is refused for them.
     """
     count = facts.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
@@ -89,7 +97,7 @@ def _arranged(facts: Facts, batch: Batch, index: jax.Array) -> tuple[jax.Array, 
 
 
 def _row_sequence(part: Batch) -> jax.Array:
-    """Return the sequence of each row, `[R]`; -1 if it has no token."""
+    """Return the sequence of each row, `[R]` int32; -1 if it has no token."""
     return jnp.max(jnp.where(part.valid, part.sequences, -1), axis=1)
 
 
@@ -134,7 +142,10 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch
 
 
 def _context(digests: Any, stream: jax.Array, in_order: bool) -> jax.Array:
-    """Return one number of what each row goes on from, over all parts; `[R]` uint32."""
+    """Return one number of what each row goes on from, over all parts; `[R]` uint32.
+
+    `digests` is `[S]` uint32, or a tuple of such; `stream` is `[R]` int32.
+    """
     leaves = jax.tree.leaves(digests)
     return reduce(jnp.add, [by_row(mix(digest), stream, in_order) for digest in leaves])
 

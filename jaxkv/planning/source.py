@@ -26,8 +26,8 @@ def init_source(memory: Memory, batch: Batch) -> Plan:
     Args:
       memory: a hybrid memory with a part of `make_source_cache`.
       batch: the tokens, or embeddings such as frames of sound, that the encoder reads, `make_batch`
-        makes it; for sequences that have no source yet. Traced, its rows are those of the
-        ubatch, and a list of tokens is one row, where a memory does not need one for each sequence.
+        makes it; for sequences that have no source yet. Traced, it keeps its rows; a
+        list of tokens is one row, which a memory that needs a row for each sequence refuses.
 
     Returns:
       A `Plan` of one ubatch. `apply` takes it in; `write` then writes the keys and values of each
@@ -84,7 +84,7 @@ the sequence (seq_rm), which takes its source along
 
 @program
 def _planned(table: Any, batch: Batch, ranks: tuple, index: jax.Array) -> Plan:
-    """Plan a batch whose sequences must be empty."""
+    """Plan a batch whose sequences must be empty; the arguments are those of `plan_one`."""
     plan = plan_one(table, batch, ranks, index, outputs=FEW)
     reason = jnp.where(plan.reason == Reason.NOT_NEXT, Reason.HAS_SOURCE, plan.reason)
     return replace(plan, reason=reason)

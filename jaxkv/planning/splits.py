@@ -122,18 +122,18 @@ def equal_split(
 
 
 def _equal_length(taking: list[np.ndarray], ubatch_size: int) -> int:
-    """Return how many tokens each of some sequences gives."""
+    """Return how many tokens each of some sequences, `[n]` int32 each, gives."""
     return min(ubatch_size // len(taking), min(map(len, taking)))
 
 
 def _by_sequence(sequences: np.ndarray) -> list[np.ndarray]:
-    """List the tokens of each sequence, in the order in which sequences appear."""
+    """List the tokens of each sequence, `[n]` int32, in the order in which sequences appear."""
     _, firsts = np.unique(sequences, return_index=True)
     return [np.flatnonzero(sequences == sequences[i]).astype(np.int32) for i in sorted(firsts)]
 
 
 def _rows(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray:
-    """Pad rows of equal length to a bucket."""
+    """Pad rows of equal length, `[n]` int32 each, to a bucket; `[R, T]` int32."""
     length = len(rows[0])
     part = np.full((len(rows), min(bucket(length), ubatch_size)), NOWHERE, np.int32)
     part[:, :length] = rows

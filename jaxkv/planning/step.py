@@ -133,7 +133,7 @@ def checked_next(facts: Facts, tokens: Any, sequences: Any, valid: Any) -> tuple
 
 
 def _ranks(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return what `layout.rank` does for `[T, n]` tokens, those of a row of one sequence.
+    """Return what `layout.rank` does for `[T, n]` tokens, of one sequence a row; `[T * n]` each.
 
     No two rows are of one sequence: such a plan is refused, whatever its ranks.
     """
@@ -145,7 +145,10 @@ def _ranks(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _rows_of(facts: Facts, ids: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lay out `[T, n]` tokens: the index of the ubatch, and where each token stands in it."""
+    """Lay out `[T, n]` tokens: the index of the ubatch, and where each token stands in it.
+
+    The index is `[T, n]` int32, or one row of all; the places are `[T, n]` int32. `ids` is `[T]`.
+    """
     count, length = valid.shape
     index = jnp.arange(count * length, dtype=jnp.int32).reshape(count, length)
     if not facts.one_sequence_a_row:

@@ -309,6 +309,7 @@ def make_recurrent_cache(
       The memory, with N = Q / S * (E + 1) cells in each of S streams.
 
     Raises:
+      TypeError: when a count is no integer, or `states` no mapping of names to shapes and dtypes.
       ValueError: when a count is too small or above 2**31 - 1, a stream has 2**30 states or more, a
         layer 2**60 numbers of one or more, `streams` does not divide Q, there are no states, or a
         split is of none of them or does not divide it.

@@ -58,7 +58,11 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, jax.Array]
 
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
-    """Return a cell for each new state, `[R, E + 1]` bool: the free ones of its stream in turn."""
+    """Return a cell for each new state: the free ones of its stream in turn; `[R, E + 1]` int32.
+
+    `new`, `[R, E + 1]` bool, says which states are new, and `placed`, `[R]` bool, which rows are
+    taken in.
+    """
     steps = _new_states(states, ubatch, placed)[:, None]
     stays = jnp.arange(states.earlier + 1)[None] >= steps  # pairs that are not let go of
     left = occupied(states, jnp.where(stays, states.cell, states.num_cells))
@@ -96,7 +100,7 @@ def occupy(states: T, ubatch: Ubatch) -> T:
 
 
 def current_rows(states: States, ubatch: Ubatch) -> jax.Array:
-    """Return the rows whose stream is as the ubatch left it, and those without a slot; `[R]`."""
+    """Return the rows whose stream is as the ubatch left it or without a slot; `[R]` bool."""
     same = (digest(states) == ubatch.after)[ubatch.row_stream]
     return same | (ubatch.slots.cells[:, -1] >= FAR)
 
@@ -152,6 +156,10 @@ def steps_to_keep(ubatch: Ubatch, count: int) -> jax.Array:
       `[R, count]` int32, n - count + 1 + i at place i of a row of n valid tokens, or 0 if that is
       negative.
 
+    Raises:
+      TypeError: when it is no ubatch, or `count` no integer.
+      ValueError: when `count` is below 1.
+
     Examples:
       >>> memory = make_recurrent_cache(layers=1, states={"sum": ((), jnp.float32)}, sequences=2)
       >>> plan = init_batch(memory, make_batch([[1, 2, 3], [4]]))
@@ -166,14 +174,14 @@ def steps_to_keep(ubatch: Ubatch, count: int) -> jax.Array:
 
 
 def _new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
-    """Return how many states each sequence gets, `[Q]`, from the rows that are placed, `[R]`."""
+    """Return how many states each sequence gets, `[Q]` int32, of rows that are placed, `[R]`."""
     count = jnp.sum(steps_to_keep(ubatch, states.earlier + 1) > 0, axis=1, dtype=jnp.int32)
     seq = jnp.where(placed, ubatch.row_sequence, states.sequences)
     return jnp.zeros((states.sequences,), jnp.int32).at[seq].set(count, mode="drop")
 
 
 def _after(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
-    """Return a field, `[R, T]`, of the tokens that the states of a ubatch stand after."""
+    """Return a field, `[R, T]`, of the tokens that states stand after; `[R, E + 1]`."""
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
     kept = steps_to_keep(ubatch, states.earlier + 1)
     index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]

@@ -113,7 +113,7 @@ def streams_of(states: States) -> jax.Array:
 
 
 def stream_of(states: States, seq: jax.Array) -> jax.Array:
-    """Return the stream of a sequence, in the shape of `seq`; some other where it is none."""
+    """Return the stream of a sequence, int32, the shape of `seq`; some other where it is none."""
     return divided(seq, states.sharing)[0]
 
 
@@ -236,7 +236,7 @@ def clear(states: T) -> T:
 
 
 def add(states: T, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array) -> T:
-    """Move the positions of a sequence in a range, those of its states too.
+    """Move the positions of a sequence in a range by `delta`, `[]` int32, those of its states too.
 
     A state whose position turns negative is dropped, as the token is that it stands after. If it is
     the current one, the end of the sequence goes with it, as in `remove`: an earlier state that
@@ -267,7 +267,7 @@ def divide(states: T, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor
     """Divide the positions of a sequence in a range, rounding down.
 
     Several tokens may then share a position, so earlier states in the range cannot be returned to:
-    they are dropped. A divisor of 1 or less changes nothing.
+    they are dropped. A divisor, `[]` int32, of 1 or less changes nothing.
     """
     moves = _moves(states, seq, start, stop) & (divisor > 1)
     divisor = jnp.maximum(divisor, 1)
@@ -299,7 +299,17 @@ def _moved(
     moves: jax.Array,
     drop: jax.Array,
 ) -> T:
-    """Move pairs, drop some of them, and drop those that cannot be returned to any more."""
+    """Move pairs, drop some of them, and drop those that cannot be returned to any more.
+
+    Args:
+      states: the table.
+      seq: `[]` int32, the sequence whose range moves.
+      start: first position of the range.
+      stop: one past the last.
+      move: gives the positions, int32 of any shape, that others come to.
+      moves: `[Q, E + 1]` bool, the pairs that move.
+      drop: `[]` or `[Q, E + 1]` bool, the pairs that are dropped.
+    """
     start = jnp.maximum(start, 0)
     held = states.position != EMPTY
     position = jnp.where(moves, move(states.position), states.position)
@@ -355,7 +365,10 @@ def faults(states: States) -> dict[str, jax.Array]:
 
 
 def with_pairs(states: T, stays: jax.Array) -> T:
-    """Drop pairs that do not stay, and close up towards the current one."""
+    """Drop pairs that do not stay, and close up towards the current one.
+
+    `stays` is bool, in a shape that broadcasts to `[Q, E + 1]`.
+    """
     stays = jnp.broadcast_to(stays, states.position.shape) & (states.position != EMPTY)
     order = jnp.argsort(stays, axis=1, stable=True)  # what is dropped comes first
     position = jnp.where(stays, states.position, EMPTY)

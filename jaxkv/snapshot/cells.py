@@ -98,7 +98,10 @@ class CellPart(Part):
 
     @staticmethod
     def take(table: Any, buffers: Any, sequences: list[int]) -> tuple[dict[str, np.ndarray], Any]:
-        """Take out all cells that one of the sequences owns."""
+        """Take out all cells that one of the sequences owns.
+
+        Keys and values are `[n, K, ...]`, in a tree like the buffers.
+        """
         host = fetched(table)
         asked = np.zeros(host.owners.shape[:2], np.uint32)
         for seq in sequences:
@@ -153,7 +156,7 @@ class CellPart(Part):
 
     @staticmethod
     def write(array: Any, placed: Placed, new: np.ndarray) -> Any:
-        """Write the keys or values of a layer."""
+        """Write the keys or values of a layer, saved as `[n, K, ...]`."""
         where = placed.streams, placed.cells
         return put_in(array, *where, new, placed.origin, write=scatter, size=CHUNK)
 
@@ -232,7 +235,10 @@ def _fill(
     origin: jax.Array,
     seed: jax.Array,
 ) -> Any:
-    """Take cells in, `[S, N]` each, with a stamp for each cell of the file."""
+    """Take cells in, with a stamp for each cell of the file.
+
+    Owners are `[S, W, N]` uint32, the other fields `[S, N]` int32, and the seed `[]` uint32.
+    """
     stamp = chained(jnp.broadcast_to(seed, origin.shape), origin)
     arriving = replace(left, position=position, owners=owners, shift=shift, stamp=stamp)
     return settle(left, slots, arriving)

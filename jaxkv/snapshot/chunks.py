@@ -39,7 +39,10 @@ def put_in(
     write: Write,
     size: int,
 ) -> jax.Array:
-    """Put `new[origin]` into cells, all `[n]`; the array is donated."""
+    """Put `new[origin]` into cells; the array is donated.
+
+    Streams, cells and `origin` are `[m]` int32, and `new` is `[n, ...]`.
+    """
     for here, where in _chunks(streams, cells, size):
         chunk = new[origin[here]]
         pad = [(0, size - len(chunk)), *[(0, 0)] * (chunk.ndim - 1)]
@@ -50,7 +53,10 @@ def put_in(
 def _chunks(
     streams: np.ndarray, cells: np.ndarray, size: int
 ) -> Iterator[tuple[slice, tuple[np.ndarray, np.ndarray]]]:
-    """Deal out cells; what fills the last chunk up is past the last cell."""
+    """Deal out cells, `[n]` each; what fills the last chunk up is past the last cell.
+
+    Yields where a chunk lies among them, and its streams and cells, `[size]` int32 each.
+    """
     for start in range(0, len(cells), size):
         here = slice(start, start + size)
         stream, cell = np.zeros(size, np.int32), FAR + np.arange(size, dtype=np.int32)
@@ -60,6 +66,7 @@ def _chunks(
 
 @partial(jax.jit, static_argnames="read")
 def _taken(array: jax.Array, streams: jax.Array, cells: jax.Array, *, read: Read) -> jax.Array:
+    """Read what an array holds for a chunk of cells, `[size]` int32 each; `[size, ...]`."""
     return read(array, streams, cells)
 
 
@@ -67,4 +74,5 @@ def _taken(array: jax.Array, streams: jax.Array, cells: jax.Array, *, read: Read
 def _put(
     array: jax.Array, streams: jax.Array, cells: jax.Array, new: jax.Array, *, write: Write
 ) -> jax.Array:
+    """Write `[size, ...]` into a chunk of cells, `[size]` int32 each; the array is donated."""
     return write(array, streams, cells, jnp.asarray(new, array.dtype))

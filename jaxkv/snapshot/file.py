@@ -48,7 +48,7 @@ class File:
     _read: Callable[[str], np.ndarray]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Read an array.
+        """Read an array, of the dtype and shape that `arrays` says.
 
         Raises:
           ValueError: when it is not what was written.
@@ -154,7 +154,7 @@ def opened(source: Source) -> Iterator[File]:
 def _packed(
     description: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return arrays as they are stored, and the metadata."""
+    """Return arrays as `_stored` makes them, by name, and the metadata."""
     stored = {name: _stored(array) for name, array in arrays.items()}
     entries = {
         name: {
@@ -170,6 +170,7 @@ def _packed(
 
 
 def _stored(array: np.ndarray) -> np.ndarray:
+    """Return an array in its own shape; of a dtype that is not plain its bytes, `[n]` uint8."""
     return np.ascontiguousarray(array) if array.dtype.name in _PLAIN else _bytes_of(array)
 
 
@@ -221,11 +222,12 @@ def _file(path: str | os.PathLike) -> Path:
 
 
 def _sha256(array: np.ndarray) -> str:
-    """Return the checksum of the bytes of an array."""
+    """Return the checksum of the bytes of an array of any shape."""
     return hashlib.sha256(_bytes_of(array).data).hexdigest()
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of an array, `[n]` uint8."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 

@@ -72,7 +72,10 @@ class Part(ABC):
     @staticmethod
     @abstractmethod
     def take(table: Any, buffers: Any, sequences: list[int]) -> tuple[dict[str, np.ndarray], Any]:
-        """Return what the table holds for sequences, by name; and a tree of what buffers hold."""
+        """Return what the table holds for sequences, by name; and a tree of what buffers hold.
+
+        The former has the shapes that the class says; the latter are `[n, ...]`, for n cells.
+        """
 
     @staticmethod
     @abstractmethod
@@ -99,7 +102,7 @@ class Part(ABC):
     @staticmethod
     @abstractmethod
     def write(array: Any, placed: Placed, new: np.ndarray) -> Any:
-        """Write what was saved of an array of the buffers, which is donated."""
+        """Write what was saved of an array of the buffers, `[n, ...]`; the array is donated."""
 
 
 def names(buffers: Any, prefix: str) -> Any:

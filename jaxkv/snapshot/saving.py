@@ -91,7 +91,7 @@ def _content(
     model: Any,
     notes: Any,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the description and the arrays of a snapshot."""
+    """Return the description and the arrays of a snapshot, by name, as `Part.take` finds them."""
     check_saveable(memory)
     facts = split(memory)[0].facts
     ids = np.arange(facts.sequences) if sequences is None else facts.sequence_ids(sequences)

@@ -78,6 +78,8 @@ def used(memory: Memory) -> jax.Array:
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
       >>> used(seq_cp(memory, 0, 1)).item()
       3
+
+    llama.cpp: `llama_kv_cells::get_used`.
     """
     table, _ = split(memory)
     return _used(table)
@@ -199,8 +201,8 @@ def can_resume(memory: Memory, seq: Ids, pos: Ids) -> jax.Array:
       pos: `[]` int, where its next token would stand.
 
     Returns:
-      `[]` bool. A sequence that holds nothing, and that nothing was taken from, can start anywhere.
-      One whose first tokens a window took cannot go on at 0: remove all of it, and it can.
+      `[]` bool. An empty sequence can start anywhere. One whose first tokens a window took cannot
+      start again at 0 before all of it is removed.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)

@@ -41,6 +41,9 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
       changed nothing. Several are made one after another. A cell is free as soon as its last owner
       has let go of it.
 
+    Raises:
+      ValueError: when `seq`, `p0` and `p1` are lists of different lengths, or have more dimensions.
+
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
@@ -86,9 +89,9 @@ def seq_cp(
 
     Sequences of one stream share its cells: nothing is copied. Keys and values that `dst` held stay
     beside them, so remove first what would stand at the same positions (`seq_rm`); a state takes
-    the place of the one that `dst` had. So does a source (`make_source_cache`), whatever range is
-    copied unless it is empty, also beside a text of `dst` that stays. In another stream the buffers
-    are copied, and `dst` then holds these alone; several of that stream share one copy.
+    the place of the one that `dst` had. A copy of any range that is not empty also replaces the
+    source of `dst` (`make_source_cache`), even where `dst` keeps its text. In another stream the
+    buffers are copied, and `dst` then holds these alone; several of that stream share one copy.
 
     With a stream for each sequence a token keeps its cell, and there is always room. Where
     sequences share several streams, a copy takes cells of the stream that it goes to as a batch

@@ -52,10 +52,10 @@ def attend(
       bias: what is added to products that are scaled and capped, before the softmax; see below.
       causal: False lets tokens see those that come after them; of windows only a symmetric one
         limits that.
-      until: `[R, T]` int32, the last position that each token sees, where that is not its own: one
-        ahead, for the tokens of an image or of a prefix, or one before it. It may be traced. What
-        is ahead must be there, so it comes in the same ubatch. A window reaches back from the
-        token's own position as ever, and a symmetric one ahead no further than without it.
+      until: `[R, T]` int32, the last position that each token sees; by default its own. It may lie
+        after the token, as for images and prefixes, or before it, and may be traced. Tokens after
+        it must be in the same ubatch. A window reaches back from the token's own position as ever,
+        and a symmetric one ahead no further than without it.
       implementation: how attention is computed, "tiles", "whole", "pallas", "xla" or "cudnn",
         see `jaxkv.ops.attention.api`; None leaves it to jaxkv.
 
@@ -70,12 +70,12 @@ def attend(
 
     A bias is a function of the position of a token, that of a cell and the number of a query head.
     The three are int32 of four dimensions, `[P, H, T, N]` where not 1, and broadcast together; so
-    does the result, floats. It is traced where logits are computed, so that a long prompt holds
-    nothing of that size, and asked about the positions of now, so that it follows `seq_add`. It is
+    does the result, floats. It is called where logits are computed, so that no array of all tokens
+    and cells is held, and gets the present positions, so that it follows `seq_add`. It is
     static and hashed: define it once. Weights are its leaves and not closed over:
     `jax.tree_util.Partial(function, weights)`, or a dataclass that is a pytree. A bias may also be
     an array of floats, `[R, T, H, N]` where not 1, for the cells of each row's stream as `view`
-    numbers them. Both have derivatives. Below -1.7e38 all numbers are alike. Where it is -inf,
+    numbers them. Both have derivatives. A number below -1.7e38 counts as -1.7e38. Where it is -inf,
     a bias hides a cell from a head; where it is NaN or inf, the head of a token that sees the
     cell gets NaN.
 
@@ -238,7 +238,10 @@ def read_states(memory: Memory, layer: int, ubatch: Ubatch) -> dict[str, jax.Arr
       ubatch, and where the layer never wrote the state or has written over it.
 
     Raises:
-      ValueError: when the layer is none of the memory, or it is a ubatch of `init_source`.
+      ValueError: when the layer is none of the memory, the ubatch was planned for a memory of other
+        facts, the buffers were donated, or it is a ubatch of `init_source`.
+      TypeError: when it is no ubatch, the layer is no integer that is known while tracing, or the
+        memory keeps no states.
 
     Examples:
       >>> memory = make_recurrent_cache(layers=2, states={"x": ((3,), jnp.bfloat16)}, sequences=4)
@@ -274,8 +277,8 @@ def write_states(
       again, they change nothing.
 
     Raises:
-      ValueError: when the names or shapes are not those of the memory, or it is a ubatch of
-        `init_source`.
+      ValueError: as `read_states` does, and when names or shapes are not those of the memory.
+      TypeError: as `read_states` does, and when `states` is no mapping.
 
     Examples:
       >>> memory = make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
@@ -298,6 +301,7 @@ def rollback_of(memory: Memory, layer: int) -> int:
 
     Raises:
       ValueError: when the layer is none of the memory.
+      TypeError: when the layer is no integer, or the memory keeps no states.
 
     Examples:
       >>> rollback_of(make_recurrent_cache(layers=1, states={"x": ((), jnp.int32)}, rollback=3), 0)

@@ -1,9 +1,7 @@
 """Recurrences over the tokens of a row, in parallel over time.
 
 A row of a ubatch goes on from the state before its first token, and leaves the states after some
-of its last tokens, for the memory to keep. Letters beside those of `jaxkv`: C channels, F tokens
-that a filter sees, G groups of heads, P numbers of a head, M numbers of a state for each of them.
-All sums are float32.
+of its last tokens, for the memory to keep. All sums are float32.
 """
 
 from jaxkv.ops.scans.convolution import convolve

@@ -1,4 +1,7 @@
-"""A short causal convolution over the tokens of a row."""
+"""A short causal convolution over the tokens of a row.
+
+Letters beside those of the package: C channels, F tokens that a filter sees.
+"""
 
 from functools import reduce
 
@@ -12,14 +15,14 @@ def convolve(
     """Convolve each channel over time, causally.
 
     Args:
-      x: `[R, T, C]`, finite also where a row is padded.
-      tail: `[R, F - 1, C]`, the inputs before.
-      weight: `[F, C]`, for the oldest input first.
-      bias: `[C]` or None.
-      counts: `[R, n]` int32, how many tokens of its row each wanted tail comes after.
+      x: `[R, T, C]` floats, finite also where a row is padded.
+      tail: `[R, F - 1, C]` floats, the inputs before the first token.
+      weight: `[F, C]` floats, for the oldest input first.
+      bias: `[C]` floats, or None.
+      counts: `[R, n]` int32, after how many tokens of its row each wanted tail is taken.
 
     Returns:
-      The outputs, `[R, T, C]` float32, and the tails, `[R, n, F - 1, C]`.
+      The outputs, `[R, T, C]` float32, and the tails, `[R, n, F - 1, C]` in the dtype of `tail`.
 
     Examples:
       >>> x = jnp.arange(1.0, 5.0).reshape(1, 4, 1)
@@ -28,6 +31,8 @@ def convolve(
       ... )
       >>> out.ravel(), tails.ravel()
       (Array([1., 3., 5., 7.], dtype=float32), Array([0., 4.], dtype=float32))
+
+    llama.cpp: `ggml_ssm_conv`.
     """
     width, length = weight.shape[0], x.shape[1]
     padded = jnp.concatenate([tail.astype(x.dtype), x], axis=1)

@@ -1,4 +1,7 @@
-"""A recurrence in which each number of the state decays by itself."""
+"""A recurrence in which each number of the state decays by itself.
+
+Beside the letters of the package, C is the numbers of a state.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +15,11 @@ def scan_diagonal(
     Args:
       decay: `[R, T, C]` float32, 1 where a row is padded.
       x: `[R, T, C]` float32, 0 where a row is padded.
-      state: `[R, C]`, before the first token.
-      counts: `[R, n]` int32, how many tokens of its row each wanted state comes after.
+      state: `[R, C]` floats, the state before the first token.
+      counts: `[R, n]` int32, after how many tokens of its row each wanted state is taken.
 
     Returns:
-      The state after each token, `[R, T, C]`, and the wanted ones, `[R, n, C]`.
+      The state after each token, `[R, T, C]` float32, and the wanted states, `[R, n, C]` float32.
 
     Examples:
       >>> decay, x = jnp.full((1, 3, 1), 0.5), jnp.ones((1, 3, 1))

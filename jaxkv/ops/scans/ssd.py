@@ -1,10 +1,14 @@
-"""The recurrence of Mamba-2, computed chunk by chunk."""
+"""The recurrence of Mamba-2, computed chunk by chunk.
+
+Letters beside those of the package: G groups of heads, J heads of a group (H = G * J), M numbers of
+a state for each of the D numbers of a head, t tokens of a chunk.
+"""
 
 import jax
 import jax.numpy as jnp
 
 CHUNK = 64
-"""Tokens that are computed at once: fewer waste products, more waste masked scores."""
+"""Tokens of a chunk: with fewer, products are too small; with more, more scores are masked out."""
 
 
 def scan_ssd(
@@ -20,22 +24,22 @@ def scan_ssd(
 ) -> tuple[jax.Array, jax.Array]:
     """Run the recurrence of Mamba-2 over time: `state = exp(step * rate) * state + step * x * b`.
 
-    Its output is `state @ c`. A chunk of tokens is computed at once, as attention is, with decays
-    for weights; from chunk to chunk the state is carried.
+    The output of a token is `state @ c`. A chunk of tokens is computed at once, as attention is,
+    with decays for weights; from chunk to chunk the state is carried.
 
     Args:
-      x: `[R, T, H, P]`.
-      steps: `[R, T, H]` float32, 0 where a row is padded: then nothing advances.
-      rate: `[H]` float32, below 0.
-      b: `[R, T, G, M]`, what goes into the state.
-      c: `[R, T, G, M]`, what is read from it.
-      state: `[R, H, P, M]`, before the first token.
-      counts: `[R, E + 1]` int32, how many tokens of its row each wanted state comes after, as
+      x: `[R, T, H, D]` floats, finite also where a row is padded.
+      steps: `[R, T, H]` floats, 0 where a row is padded: such tokens do not change the state.
+      rate: `[H]` floats, below 0.
+      b: `[R, T, G, M]` floats, what goes into the state.
+      c: `[R, T, G, M]` floats, what is read from the state.
+      state: `[R, H, D, M]` floats, the state before the first token.
+      counts: `[R, E + 1]` int32, after how many tokens of its row each wanted state is taken, as
         `jaxkv.steps_to_keep` gives them: the last E tokens one by one.
       chunk: tokens that are computed at once.
 
     Returns:
-      The outputs, `[R, T, H, P]` float32, and the wanted states, `[R, E + 1, H, P, M]` float32.
+      The outputs, `[R, T, H, D]` float32, and the wanted states, `[R, E + 1, H, D, M]` float32.
 
     Examples:
       >>> x, step, one = jnp.ones((1, 3, 1, 1)), jnp.ones((1, 3, 1)), jnp.ones((1, 3, 1, 1))
@@ -46,6 +50,8 @@ def scan_ssd(
       (Array([5.  , 3.5 , 2.75], dtype=float32), Array([3.5 , 2.75], dtype=float32))
 
     Dao and Gu, Transformers are SSMs, 2024, section 6.
+
+    llama.cpp: `ggml_ssm_scan`.
     """
     rows, length, heads, size = x.shape
     groups = b.shape[2]
@@ -60,12 +66,12 @@ def scan_ssd(
         state, early = carry
         x, logs, b, c, soon = part
         total = jnp.cumsum(logs, axis=1)
-        by_head = jnp.moveaxis(total, 1, -1)  # [R, G, H / G, t]
+        by_head = jnp.moveaxis(total, 1, -1)  # [R, G, J, t]
         causal = jnp.tri(x.shape[1], dtype=bool)[None, None, None]
         between = jnp.where(causal, by_head[..., :, None] - by_head[..., None, :], -jnp.inf)
         scores = jnp.einsum("rtgm,rsgm->rgts", c, b)[:, :, None] * jnp.exp(between)
-        out = jnp.einsum("rgjts,rsgjp->rtgjp", scores, x)
-        out += jnp.einsum("rtgm,rgjpm->rtgjp", c, state) * jnp.exp(total)[..., None]
+        out = jnp.einsum("rgjts,rsgjd->rtgjd", scores, x)
+        out += jnp.einsum("rtgm,rgjdm->rtgjd", c, state) * jnp.exp(total)[..., None]
         if 0 < kept < length:
             soon = soon[..., None, None]
             early = _advance(early, x * soon[..., None], logs * soon, b)
@@ -87,17 +93,24 @@ def scan_ssd(
 
 
 def _advance(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the state after all tokens of a chunk."""
+    """Return the state after all tokens of a chunk, `[R, G, J, D, M]`, as the state before it.
+
+    `x`, times steps, is `[R, t, G, J, D]`; `logs`, those of decays, `[R, t, G, J]`; `b`
+    `[R, t, G, M]`. All are float32.
+    """
     total = jnp.cumsum(logs, axis=1)
     x = x * jnp.exp(total[:, -1:] - total)[..., None]
-    added = jnp.einsum("rsgjp,rsgm->rgjpm", x, b)
+    added = jnp.einsum("rsgjd,rsgm->rgjdm", x, b)
     return jnp.exp(total[:, -1])[..., None, None] * state + added
 
 
 def _one_by_one(
     state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Return the states after each of `counts` tokens, from that after the first of them."""
+    """Return the states after `counts` tokens, `[R, n, G, J, D, M]`; counts are `[R, n]` int32.
+
+    `state` is that after the first count. The other arrays are those of `_advance`, of T tokens.
+    """
 
     def body(state: jax.Array, turn: tuple) -> tuple:
         at, goes = turn
