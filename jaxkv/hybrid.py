@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.memory import Commitment, Facts, Findings, Memory, Need, Room, Table, View, join, split
+from jaxkv.facts import Facts
+from jaxkv.memory import Commitment, Findings, Memory, Need, Room, Table, View, join, split
 from jaxkv.mesh import Rules
 from jaxkv.places import count
 

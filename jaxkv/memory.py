@@ -9,10 +9,9 @@ There are four kinds of tables: `CellTable` (attention), `SourceTable` (what an 
 subclass of `Table`, which lists what verbs, plans and loops ask of one.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -20,91 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
+from jaxkv.facts import Facts, check_facts
 from jaxkv.mesh import Rules
-from jaxkv.places import count, integers, is_concrete
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What is fixed when a memory is made. Hashable; two memories of equal facts share all plans.
-
-    kind: the kind of table: "attention", "source", "recurrent" or "hybrid".
-    sequences: Q.
-    streams: S. Sequence q lives in stream q // (Q // S).
-    one_sequence_a_row: whether a row of a ubatch holds tokens of one sequence only.
-    ubatch_size: the most tokens of a ubatch that the memory was sized for; None for any.
-    rollback: E, where states are kept: how many of its last tokens a sequence can take back. None
-      where it can take back any, as in attention.
-    details: all else that a plan depends on, pairs of a name and a value.
-    parts: of a hybrid memory, the facts of its parts.
-    """
-
-    kind: str
-    sequences: int
-    streams: int
-    one_sequence_a_row: bool
-    ubatch_size: int | None
-    rollback: int | None = None
-    details: tuple[tuple[str, Any], ...] = ()
-    parts: tuple["Facts", ...] = ()
-
-    @property
-    def in_groups(self) -> bool:
-        """Whether there are several streams and several sequences in each: 1 < S < Q.
-
-        There alone a copy between streams needs cells that may be lacking.
-        """
-        return 1 < self.streams < self.sequences
-
-    @property
-    def holds_sources(self) -> bool:
-        """Whether it holds sources, which a text looks at, and not the text."""
-        return self.kind == "source"
-
-    @property
-    def has_sources(self) -> bool:
-        """Whether it holds sources, or a part of it does."""
-        return self.holds_sources or any(part.has_sources for part in self.parts)
-
-    def sequence_ids(self, value: Any, *, lowest: int = 0) -> Any:
-        """Return sequence ids that a caller passed as int32, checked before they are cast.
-
-        Raises:
-          TypeError: when they are no integers.
-          ValueError: when a known one is no id of the memory. A traced one that is none stays none.
-        """
-        return integers(
-            value,
-            "sequence ids",
-            low=lowest,
-            high=self.sequences - 1,
-            advice="; a memory is made for a fixed number of sequences",
-        )
-
-
-def check_once(ids: Any) -> None:
-    """Raise a ValueError if a known sequence id comes twice."""
-    if is_concrete(ids) and np.unique(ids).size < np.size(ids):
-        raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids).tolist()}")
-
-
-def checked_streams(streams: Any, sequences: int) -> int:
-    """Return the number of streams that a caller wants for Q sequences.
-
-    >>> checked_streams(4, 6)
-    Traceback (most recent call last):
-    ...
-    ValueError: wanted streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4
-    """
-    streams = count(streams, "streams")
-    if sequences % streams:
-        low = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
-        divisors = sorted({*low, *(sequences // n for n in low)})
-        raise ValueError(
-            f"wanted streams that deal out {sequences} sequences evenly, one of {divisors}, got "
-            f"{streams}"
-        )
-    return streams
 
 
 class Findings(NamedTuple):
@@ -493,28 +409,3 @@ def check_made_for(table: Table, ubatch: Ubatch) -> None:
     if not isinstance(ubatch, Ubatch):
         raise TypeError(f"wanted a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
     check_facts(ubatch.facts, table.facts, "a ubatch that was planned")
-
-
-def check_facts(got: Facts, wanted: Facts, what: str) -> None:
-    """Raise a ValueError unless something was made for a memory of the same facts."""
-    if got == wanted:
-        return
-    mine, other = _by_name(wanted), _by_name(got)
-    apart = [name for name in mine | other if mine.get(name) != other.get(name)]
-    if "kind" in apart:
-        apart = ["kind"]
-    mine, other = (
-        ", ".join(f"{name}={facts[name]}" for name in apart if name in facts)
-        for facts in (mine, other)
-    )
-    raise ValueError(f"wanted {what} for this memory, {mine}, got one for {other}: plan again")
-
-
-def _by_name(facts: Facts, of: str = "") -> dict[str, Any]:
-    """Return all facts by name, those of parts too."""
-    names = [one.name for one in fields(facts) if one.name not in ("details", "parts")]
-    pairs = [*((name, getattr(facts, name)) for name in names), *facts.details]
-    named = {of + name: value for name, value in pairs}
-    for i, part in enumerate(facts.parts):
-        named |= _by_name(part, f"{of}part {i} ")
-    return named

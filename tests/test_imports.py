@@ -13,7 +13,7 @@ LADDERS = {
         ["places", "donation", "stamp", "rope", "window", "mesh"],
         ["ops"],
         ["batch"],
-        ["plan"],
+        ["plan", "facts"],
         ["memory"],
         ["tables"],
         ["planning", "kv", "recurrent", "hybrid"],

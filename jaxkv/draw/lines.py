@@ -11,9 +11,10 @@ import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.donation import is_donated
+from jaxkv.facts import Facts
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.cache import CellTable
-from jaxkv.memory import Facts, Memory
+from jaxkv.memory import Memory
 from jaxkv.ops.quantised import Quantised
 from jaxkv.places import EMPTY, is_concrete, is_traced
 from jaxkv.plan import Plan, Reason

@@ -9,21 +9,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
+from jaxkv.facts import Facts
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
 from jaxkv.kv.attend import attend, view, write
 from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.by_stream import on_streams, told
 from jaxkv.kv.cells import Cells
-from jaxkv.memory import (
-    Commitment,
-    Facts,
-    Findings,
-    Need,
-    Room,
-    Table,
-    View,
-    no_need,
-)
+from jaxkv.memory import Commitment, Findings, Need, Room, Table, View, no_need
 from jaxkv.mesh import Rules, Shares
 
 

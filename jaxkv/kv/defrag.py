@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.facts import Facts
 from jaxkv.kv.buffers import Buffers, Cached, Halves, bring, on_halves, put
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.kv.tiles import tile_of
-from jaxkv.memory import Commitment, Facts
+from jaxkv.memory import Commitment
 from jaxkv.mesh import Shares
 from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, numbers_of

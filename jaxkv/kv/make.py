@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.facts import checked_streams
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cache import CellTable
 from jaxkv.kv.cells import Placement, empty_fields
 from jaxkv.kv.tiles import TILE, check_cells
-from jaxkv.memory import Memory, checked_streams, join
+from jaxkv.memory import Memory, join
 from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import zeros
 from jaxkv.places import FAR, check_shape, count

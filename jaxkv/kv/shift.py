@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.facts import Facts
 from jaxkv.kv.buffers import Buffers, Halves, alike, on_halves, read, write
 from jaxkv.kv.cells import (
     C,
@@ -28,7 +29,7 @@ from jaxkv.kv.cells import (
     with_owners,
     within,
 )
-from jaxkv.memory import Commitment, Facts
+from jaxkv.memory import Commitment
 from jaxkv.mesh import first_of
 from jaxkv.ops.quantised import Stored
 from jaxkv.places import EMPTY, END, divided, end_of

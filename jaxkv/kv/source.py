@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
+from jaxkv.facts import Facts
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cache import CellTable
 from jaxkv.kv.make import make_kv_cache
-from jaxkv.memory import Facts, Memory, Need, View, join, split
+from jaxkv.memory import Memory, Need, View, join, split
 from jaxkv.places import end_of, nowhere
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.facts import Facts, check_once
 from jaxkv.loops.beam_scores import Search, Texts, begun, best, choose, exist, goes_on
 from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, take_step
@@ -18,7 +19,7 @@ from jaxkv.loops.picking import check_begun
 from jaxkv.loops.programs import program_of
 from jaxkv.loops.rows import listed
 from jaxkv.loops.state import ends
-from jaxkv.memory import Facts, Memory, check_once, join, split
+from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, integers, is_concrete, is_traced
 from jaxkv.planning.step import plan_next
 from jaxkv.tables import program, whole

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import make_batch
+from jaxkv.facts import Facts
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.programs import program_of
-from jaxkv.memory import Facts, join, split
+from jaxkv.memory import join, split
 from jaxkv.planning.layout import rank
 from jaxkv.planning.place import plan_one
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.facts import Facts
 from jaxkv.loops.rows import listed
 from jaxkv.loops.rules import Rule, checked_rule, checked_state
 from jaxkv.loops.sampling import OPTIONS, Filters, make_sampler
-from jaxkv.memory import Facts
 from jaxkv.places import count, integers
 from jaxkv.planning.init import checked_size
 from jaxkv.prefix.store import Found, Miss, Text

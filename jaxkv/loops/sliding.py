@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.donation import check_there
-from jaxkv.memory import Commitment, Facts, Memory, join, split
+from jaxkv.facts import Facts
+from jaxkv.memory import Commitment, Memory, join, split
 from jaxkv.places import END, count, integers
 from jaxkv.tables import program
 from jaxkv.verbs.apply import apply

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.draw.lines import fields_line
+from jaxkv.facts import Facts, check_once
 from jaxkv.loops.drawing import Sampler, a_sampler
 from jaxkv.loops.rows import padded
 from jaxkv.loops.sampling import make_sampler
-from jaxkv.memory import Facts, Memory, check_once, split
+from jaxkv.memory import Memory, split
 from jaxkv.places import END, flags, integers, is_concrete
 from jaxkv.plan import Reason
 from jaxkv.tables import program

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import make_batch
+from jaxkv.facts import Facts
 from jaxkv.loops.drafts import Guess
-from jaxkv.memory import Facts
 from jaxkv.places import NOWHERE, divided
 from jaxkv.plan import Plan
 from jaxkv.planning.layout import rank

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
-from jaxkv.memory import Facts, Memory, split
+from jaxkv.facts import Facts
+from jaxkv.memory import Memory, split
 from jaxkv.places import NOWHERE, bucket, count
 from jaxkv.plan import Plan
 from jaxkv.planning.check import check

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Batch
-from jaxkv.memory import Facts
+from jaxkv.facts import Facts
 from jaxkv.places import NOWHERE, bucket, is_concrete
 from jaxkv.planning.sets import check_sets, members_of
 from jaxkv.planning.splits import SplitBy, sequence_split, simple_split, split_known

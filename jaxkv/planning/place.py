@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Batch, Ubatch, by_row, drop_unless
-from jaxkv.memory import Facts
+from jaxkv.facts import Facts
 from jaxkv.places import NOWHERE, divided, numbers_of
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.check import Draft, check

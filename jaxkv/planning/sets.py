@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Batch
-from jaxkv.memory import Facts
+from jaxkv.facts import Facts
 from jaxkv.places import divided, is_concrete
 
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, drop_unless, make_batch
-from jaxkv.memory import Facts, Memory, check_once, split
+from jaxkv.facts import Facts, check_once
+from jaxkv.memory import Memory, split
 from jaxkv.places import NOWHERE, flags, integers, is_concrete
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.layout import tokens_first

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv.memory import Facts, Memory, check_once, split
+from jaxkv.facts import Facts, check_once
+from jaxkv.memory import Memory, split
 from jaxkv.places import END, count, integers, is_concrete
 from jaxkv.verbs.ask import seq_pos_max
 from jaxkv.verbs.ids import sequence

@@ -15,18 +15,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.memory import (
-    Commitment,
-    Facts,
-    Findings,
-    Memory,
-    Need,
-    Room,
-    Table,
-    checked_streams,
-    join,
-    no_need,
-)
+from jaxkv.facts import Facts, checked_streams
+from jaxkv.memory import Commitment, Findings, Memory, Need, Room, Table, join, no_need
 from jaxkv.mesh import Rules
 from jaxkv.places import END, FAR, check_shape, count
 from jaxkv.recurrent import copy, slots, states

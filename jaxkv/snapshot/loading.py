@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.memory import Memory, check_once, split
+from jaxkv.facts import check_once
+from jaxkv.memory import Memory, split
 from jaxkv.snapshot.file import VERSION, File, Source, as_json, opened
 from jaxkv.snapshot.parts import Moves
 from jaxkv.snapshot.whole import (

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.memory import Memory, check_once, split
+from jaxkv.facts import check_once
+from jaxkv.memory import Memory, split
 from jaxkv.places import integers
 from jaxkv.snapshot import file
 from jaxkv.snapshot.parts import names

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, by_row, drop_unless, placed_rows
-from jaxkv.memory import Commitment, Memory, Table, check_facts, check_made_for, join, split
+from jaxkv.facts import check_facts
+from jaxkv.memory import Commitment, Memory, Table, check_made_for, join, split
 from jaxkv.places import is_traced
 from jaxkv.plan import Plan
 from jaxkv.tables import program

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.memory import Memory, Table, check_facts, join, split
+from jaxkv.facts import check_facts
+from jaxkv.memory import Memory, Table, join, split
 from jaxkv.tables import program
 
 

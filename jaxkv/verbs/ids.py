@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.memory import check_once
+from jaxkv.facts import check_once
 from jaxkv.places import integers
 
 Ids = jax.typing.ArrayLike

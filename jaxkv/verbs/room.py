@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.memory import Facts, Need
+from jaxkv.facts import Facts
+from jaxkv.memory import Need
 from jaxkv.places import is_concrete
 from jaxkv.plan import NoRoomError
 from jaxkv.tables import program
