@@ -1,7 +1,7 @@
 """Values that are numbers of the keys, as in latent attention (MLA), with no bytes of their own.
 
-Keys and values of all heads are one compressed vector there, beside the numbers of a key that are
-rotated. So a value is a part of its key, and a memory holds keys alone.
+In latent attention one compressed vector stands for the keys and values of all heads, beside the
+numbers of a key that are rotated. So a value is a part of its key, and a memory holds only keys.
 """
 
 from dataclasses import dataclass
@@ -15,23 +15,26 @@ from jaxkv.ops.quantised import Stored
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Latent:
-    """Says which numbers of a key are its value, where else an array of values stands.
+    """Which numbers of a key are its value; stands where else an array of values would stand.
 
-    first: the first of them.
-    last: one past the last. There is a number of a key before or after them.
+    first: the first of these numbers.
+    last: one past the last. They are not all of the key.
     """
 
     first: int
     last: int
 
     def of(self, x: jax.Array) -> jax.Array:
-        """Return the values of keys `[..., D]`; of sums of keys those of values."""
+        """Return the values of keys `[..., D]`, or the weighted values of weighted keys.
+
+        `[..., Dv]`, in the same dtype.
+        """
         return x[..., self.first : self.last]
 
     def marked(self, keys: jax.Array) -> jax.Array:
         """Return keys `[..., D]` whose values are finite.
 
-        A key that is not finite becomes NaN, but for its value, which becomes zeros.
+        A key that is not finite becomes zeros where its value is, and NaN elsewhere.
 
         >>> Latent(1, 3).marked(jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])).tolist()
         [[1.0, 2.0, 3.0], [nan, 0.0, 0.0]]

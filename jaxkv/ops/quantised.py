@@ -7,6 +7,9 @@ if all had one scale.
 weights by the scales: `scored` and `weighed`, and kernels with `parts`. What copies, cuts, splits
 or counts arrays does so with codes and scales alike, array by array (`jax.tree.map`): both have
 streams, heads and cells first, and a last dimension of their own.
+
+Letters beside those of the package: G groups of numbers of a head, each with a scale of its own; X
+queries that share a key; C cells that are weighed.
 """
 
 from dataclasses import dataclass
@@ -24,14 +27,14 @@ SHARING = 128
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Quantised:
-    """Keys or values of a layer in 8 bits, where else an array of them stands.
+    """Keys or values of a layer in 8 bits; stands where else an array of them would stand.
 
     A number is its code times its scale: that of its head and cell, or in a large head of its group
-    of numbers. What is not finite has codes of 0 and NaN for scales.
+    of numbers. A head that is not finite in a cell has codes of 0 and scales of NaN there.
 
     codes: `[S, K, N, D]` int8, or a floating dtype of 8 bits.
-    scales: `[S, K, N, G]` float32, for each of G groups of numbers the largest over that of the
-      codes' dtype.
+    scales: `[S, K, N, G]` float32, for each of G groups the largest absolute number, divided by the
+      largest number of the dtype of codes.
     """
 
     codes: jax.Array
@@ -39,12 +42,12 @@ class Quantised:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of what it stands for."""
+        """The shape of the array that it stands for."""
         return self.codes.shape
 
     @property
     def dtype(self) -> jnp.dtype:
-        """That of the codes, by which a memory is made."""
+        """The dtype of the codes, by which a memory is made."""
         return self.codes.dtype
 
 
@@ -80,31 +83,34 @@ def has_one_scale(x: Stored) -> bool:
 
 
 def _spread(scales: jax.Array, size: int) -> jax.Array:
-    """Return the scale of each number of a head; where there is one for all, that one."""
+    """Return the scale of each number, `[..., D]`, of scales `[..., G]`; D is `size`.
+
+    Where one scale is for all numbers, it is returned as it is, `[..., 1]`.
+    """
     if scales.shape[-1] == 1:
         return scales
     return jnp.repeat(scales, SHARING, axis=-1)[..., :size]
 
 
 def parts(x: Any) -> tuple[Any, Any]:
-    """Return codes and scales, for a kernel's references too; what is plain itself, and None."""
+    """Return codes and scales, or a plain array and None; of references in kernels too."""
     return (x.codes, x.scales) if isinstance(x, Quantised) else (x, None)
 
 
 def dtype_of(x: Stored) -> jnp.dtype:
-    """Return the dtype of the numbers that are stored: of quantised ones float32."""
+    """Return the dtype of the numbers that are stored: float32 where they are quantised."""
     return x.scales.dtype if isinstance(x, Quantised) else x.dtype
 
 
 def encoded(numbers: jax.Array, like: Stored) -> Stored:
     """Return numbers `[..., D]` in the form of what is stored.
 
-    Codes are rounded to the nearest, ties to even. Nothing is differentiated through them.
+    Codes are rounded to the nearest, ties to even. No derivative goes through codes and scales.
 
     Args:
-      numbers: in the dtype of `dtype_of(like)`. If one of a head is not finite, all of that head
-        are NaN from then on.
-      like: says the form, and its shape does not matter.
+      numbers: `[..., D]` in the dtype of `dtype_of(like)`. Quantised, a head with a number that is
+        not finite is decoded to NaN alone.
+      like: gives the form; its shape does not matter.
 
     >>> like = zeros((1,), "int8")
     >>> encoded(jnp.array([[1.0, -2.0, 0.3], [0.0, 0.0, 0.0]]), like).codes.tolist()
@@ -115,22 +121,22 @@ def encoded(numbers: jax.Array, like: Stored) -> Stored:
     numbers, dtype = jax.lax.stop_gradient(numbers), like.codes.dtype
     whole = jnp.issubdtype(dtype, jnp.integer)
     most = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
-    # A product with what a compiler would make of a division by a constant anyway, on some devices.
+    # Some compilers turn a division by a constant into this product; written so, all agree.
     size = numbers.shape[-1]
     largest = [jnp.max(jnp.abs(numbers[..., one]), -1, keepdims=True) for one in groups_of(size)]
     scales = jnp.concatenate(largest, axis=-1) * np.float32(1 / most)
-    # A compiler's maximum may forget a NaN, and its sum does not.
+    # The maximum of a compiler may forget a NaN; a sum does not.
     scales += jnp.sum(numbers - numbers, axis=-1, keepdims=True)
     spread = _spread(scales, size)
-    there = spread > 0  # neither zeros alone, nor NaN
+    there = spread > 0  # False where all numbers are zero, and for NaN
     codes = jnp.where(there, numbers, 0) / jnp.where(there, spread, 1)
-    # A scale that is rounded, as those of the smallest numbers are, may leave more than the most.
+    # A scale of very small numbers is rounded, so that a code may come out larger than the largest.
     codes = jnp.clip(jnp.round(codes) if whole else codes, -most, most)
     return Quantised(codes=codes.astype(dtype), scales=scales)
 
 
 def decoded(x: Stored) -> jax.Array:
-    """Return the numbers that are stored, in the dtype of `dtype_of`.
+    """Return the numbers that are stored, `[..., D]` in the dtype of `dtype_of`.
 
     >>> like = zeros((1,), "int8")
     >>> decoded(encoded(jnp.array([127.0, -3.4, jnp.nan]), like)).tolist()
@@ -142,10 +148,11 @@ def decoded(x: Stored) -> jax.Array:
 
 
 def scored(q: jax.Array, k: Stored, dtype: jnp.dtype, *, keys_first: bool = False) -> jax.Array:
-    """Multiply queries `[..., X, D]` and keys `[..., C, D]`, in a dtype.
+    """Multiply queries `[..., X, D]` and keys `[..., C, D]`.
 
     Returns:
-      `[..., X, C]`; `[..., C, X]` where the keys come first, as factors too.
+      `[..., X, C]` in a dtype. With `keys_first` keys are the first factor of the product, and the
+      result is `[..., C, X]`.
     """
     codes, scales = parts(k)
     form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
@@ -154,14 +161,17 @@ def scored(q: jax.Array, k: Stored, dtype: jnp.dtype, *, keys_first: bool = Fals
         return product(q, codes)
 
     def of_group(i: int, one: slice) -> jax.Array:
-        scale = scales[..., i : i + 1]  # one for a cell, and not for each of its numbers
+        scale = scales[..., i : i + 1]  # `[..., C, 1]`: one for a cell, not for each number
         return product(q[..., one], codes[..., one]) * (scale if keys_first else scale.mT)
 
     return reduce(jnp.add, [of_group(*group) for group in enumerate(groups_of(k.shape[-1]))])
 
 
 def weighed(weights: jax.Array, v: Stored) -> jax.Array:
-    """Multiply weights `[..., X, C]` and values `[..., C, Dv]`; `[..., X, Dv]`."""
+    """Multiply weights `[..., X, C]` and values `[..., C, Dv]`.
+
+    Returns `[..., X, Dv]` in the dtype of the weights.
+    """
     codes, scales = parts(v)
     product = partial(jnp.einsum, "...xc,...cd->...xd", preferred_element_type=weights.dtype)
     if scales is None:

@@ -1,7 +1,7 @@
 """A layer whose keys or values lie in an array of all layers, as a scan over layers wants them.
 
-Streams and layers are one dimension of that array, so that a layer of several is found like a
-stream of several, and nothing is cut out but what is read.
+Streams and layers are one dimension of that array. So a layer is found among all layers as a stream
+is among all streams, and only what is read is cut out.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class OfLayer:
-    """Keys or values of a layer, where else an array `[S, K, N, D]` of that layer alone stands.
+    """Keys or values of a layer; stands where else an array `[S, K, N, D]` of it would stand.
 
-    A layer that is none of them is written nowhere, and what is read of it must not be used.
+    A layer outside of 0 to L - 1 is written nowhere, and what is read of it must not be used.
 
-    all: `[S * L, K, N, D]`, those of all layers: number s * L + l is stream s of layer l.
-    layer: `[S]` int32, which layer it is, the same in each stream. It may be traced.
+    all: `[S * L, K, N, D]`, keys or values of all layers: number s * L + l is stream s of layer l.
+    layer: `[S]` int32, the number of the layer, the same for each stream. It may be traced.
     """
 
     all: jax.Array
@@ -28,17 +28,17 @@ class OfLayer:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of what it stands for."""
+        """The shape of the array that it stands for, `[S, K, N, D]`."""
         return (len(self.layer), *self.all.shape[1:])
 
     @property
     def dtype(self) -> jnp.dtype:
-        """That of the array."""
+        """The dtype of the array."""
         return self.all.dtype
 
     @property
     def layers(self) -> int:
-        """L."""
+        """How many layers there are, L."""
         return self.all.shape[0] // len(self.layer)
 
     @property
@@ -47,7 +47,9 @@ class OfLayer:
         return (self.layer >= 0) & (self.layer < self.layers)
 
     def numbers(self, streams: jax.Array) -> jax.Array:
-        """Return the numbers of streams among those of all layers, past the last one for no layer.
+        """Return where streams of this layer lie in `all`; past the end if there is no such layer.
+
+        `streams` and the result are `[...]` int32.
 
         >>> keys = OfLayer(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
         >>> keys.shape, keys.layers, keys.numbers(jnp.array([1, 0])).tolist()
@@ -58,24 +60,24 @@ class OfLayer:
 
 
 def part_of_all(array: jax.Array, layer: int | jax.Array, layers: int) -> OfLayer:
-    """Return what stands for a layer in an array of all layers, `[S * L, K, N, D]`."""
+    """Return what stands for an int32 `layer` in an array `[S * L, K, N, D]` of L `layers`."""
     return OfLayer(array, jnp.full(array.shape[0] // layers, layer, jnp.int32))
 
 
 def is_of_layer(x: Any) -> bool:
-    """Return whether something is a layer's part of an array of all layers."""
+    """Return whether something is an `OfLayer`."""
     return isinstance(x, OfLayer)
 
 
 def each_array(change: Callable[..., Any], *stored: Any) -> Any:
-    """Apply a function to the arrays of trees, to those of a layer among several as `OfLayer`."""
+    """Apply a function to the arrays of trees; an `OfLayer` is passed as a whole."""
     return jax.tree.map(change, *stored, is_leaf=is_of_layer)
 
 
 def of_streams(stored: Any, streams: jax.Array | None) -> Any:
-    """Return arrays of some streams, `[P]`, or of all for None; `[P, K, N, D]`.
+    """Return the parts `[P, ...]` of arrays `[S, ...]`, for streams `[P]` int32, or None for all.
 
-    They are a copy, but for all of an array that holds nothing else.
+    They are copies, except where all streams of a plain array are asked for.
     """
 
     def one(x: Any) -> jax.Array:
@@ -88,15 +90,15 @@ def of_streams(stored: Any, streams: jax.Array | None) -> Any:
 
 
 def flat(stored: Any, streams: jax.Array) -> tuple[Any, jax.Array, int]:
-    """Return the arrays that a loop or a kernel reads streams of, and where it finds them there.
+    """Return the arrays that a loop or a kernel reads, and where streams lie in them.
 
     Args:
-      stored: keys and values of a layer.
+      stored: keys and values of a layer, `[S, K, N, D]` or `OfLayer`.
       streams: `[...]` int32, numbers of streams.
 
     Returns:
-      Arrays `[S * L, K, N, D]`; `[...]` int32, the numbers of the streams among those of L layers;
-      and L, 1 for those of one layer.
+      Arrays `[S * L, K, N, D]`; `[...]` int32, where the streams lie in these; and L, which is 1
+      for arrays of one layer alone.
     """
     for x in filter(is_of_layer, jax.tree.leaves(stored, is_leaf=is_of_layer)):
         numbers = jnp.minimum(x.numbers(streams), x.all.shape[0] - 1)

@@ -1,4 +1,4 @@
-"""Attention over streams of cells, in one of several ways: the table of them, and how they run."""
+"""Attention over streams of cells: the table of its implementations, and what runs one of them."""
 
 import math
 from collections.abc import Callable
@@ -32,41 +32,42 @@ from jaxkv.ops.latent import Latent, Values
 from jaxkv.ops.quantised import Stored
 
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
-"""The ways there are.
+"""The implementations that a caller may ask for.
 
-tiles: what is seen alone is read, see `jaxkv.ops.attention.xla_tiles`.
-whole: all cells in one product, where a loop costs more than reading.
-pallas: a kernel that reads what is seen, once for all queries of a stream: on TPUs that of
+tiles: reads only the tiles in which a token sees a cell, see `jaxkv.ops.attention.xla_tiles`.
+whole: weighs all cells in one product, for where a loop costs more than reading them.
+pallas: a kernel that reads the same tiles, once for all queries of a stream: on TPUs that of
   `jaxkv.ops.attention.pallas_tpu`, on NVIDIA's GPUs that of `jaxkv.ops.attention.pallas_gpu`.
-  Elsewhere the former is interpreted, which is for tests, and slow.
+  On other platforms the kernel for TPUs is interpreted, which is slow and meant for tests.
 xla: `jax.nn.dot_product_attention`.
-cudnn: the same with the kernel of NVIDIA's library, for float16 and bfloat16.
+cudnn: `jax.nn.dot_product_attention` with the kernel of NVIDIA's library, for float16 and bfloat16.
 """
 
 Way = Callable[[jax.Array, Stored, Stored, Sight, Options], Sums]
-"""An implementation: what is weighed for queries, keys, values, a sight and options.
+"""An implementation: a function of queries, keys, values, a sight and options.
 
-q: `[P, T, H, D]`, queries of P lists of tokens. Query head h reads key/value head h // (H / K).
-k: `[S, K, N, D]`, keys of all streams; one that no token may see holds anything, also a NaN.
-v: `[S, K, N, Dv]`, values, finite all of them.
-sight: what decides which cells each token sees, and what is added to their logits; of it an
-  implementation makes what it needs. One that a bias hides has the lowest logit, see `masked`.
-options: scale and softcap. Sinks come afterwards, when all cells have been weighed.
+q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key/value head
+  h // (H / K).
+k: `[S, K, N, D]`, keys of all streams; a key that no token may see holds anything, also a NaN.
+v: `[S, K, N, Dv]`, values, all of them finite.
+sight: what decides which cells each token sees, and what is added to their logits; from it an
+  implementation makes what it needs. A cell that a bias hides has the lowest logit, see `masked`.
+options: scale and softcap. Sinks are added afterwards, when all cells have been weighed.
 
 It returns a softmax that is still open, so that it can be joined with that over other cells.
 """
 
 HELD = 1 << 28
-"""Bytes of the logits of all cells up to which they are held at once: 256 MB."""
+"""The most bytes of logits, of all cells, that may be held at once: 256 MB."""
 
 
 def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Choose by shapes, where there is no kernel.
 
-    The turns of a loop whose length depends on the data wait for the host or for each other, and
-    that takes longer than reading what no token sees; unless the logits of all cells would be more
-    than what is read, as those of a prompt are, or more than there may be room for. A compiler
-    holds them where a list has several tokens.
+    Where the length of a loop depends on the data, its turns wait for the host or for each other,
+    which takes longer than reading cells that no token sees. So all cells are read at once, unless
+    their logits would be more bytes than their keys and values, as those of a prompt are, or more
+    than `HELD`. A compiler holds the logits where a list has several tokens.
     """
     logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes a cell
     read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
@@ -76,10 +77,10 @@ def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> 
 
 
 def best_for_tpu(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
-    """Run the kernel where it takes the arrays, see `docs/kernels.md` for what that is based on.
+    """Run the kernel where it takes the arrays; `docs/kernels.md` gives the reasons.
 
     Streams of one tile each, with a token each, are the exception: there is nothing to skip and
-    nothing to share, and one product for all streams is less than a turn for each.
+    nothing to share, and one product for all streams costs less than a turn for each stream.
     """
     lists, tokens = sight.at.shape
     small = lists > 1 and tokens == 1 and k.shape[2] <= TILE
@@ -90,7 +91,7 @@ def best_for_tpu(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Opti
 def kernel_for_cuda(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Run the kernel where it takes the arrays.
 
-    It is asked on other platforms too, which do not run what it says; so it refuses nothing.
+    JAX traces it for other platforms too, which never run it; so it raises no errors.
     """
     way = pallas_gpu.weigh if pallas_gpu.can_weigh(q, k, v, sight) else best
     return way(q, k, v, sight, options)
@@ -103,7 +104,10 @@ def best_for_cuda(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Opt
 
 
 def by_platform(**ways: Callable[..., Sums]) -> Callable[..., Sums]:
-    """Make one implementation of several: the platform that a program is lowered for picks."""
+    """Make one implementation of several, `ways` by platform: chosen when a program is lowered.
+
+    What decides what is seen, `seen`, may be a sight or a mask, as the implementations take it.
+    """
 
     def weigh(q: jax.Array, k: Stored, v: Stored, seen: Any, options: Options) -> Sums:
         with_options = {name: partial(way, options=options) for name, way in ways.items()}
@@ -113,7 +117,7 @@ def by_platform(**ways: Callable[..., Sums]) -> Callable[..., Sums]:
 
 
 def ours(**ways: Way) -> Way:
-    """Make an implementation of jaxkv's own, of one for each platform."""
+    """Make an implementation with derivatives and batches, from one for each platform."""
 
     def plain(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
         k, v, mask = sight.of_lists(k), sight.of_lists(v), mask_of(sight)
@@ -147,11 +151,11 @@ def attend(
 ) -> jax.Array:
     """Attend from lists of tokens to the cells of their streams.
 
-    It is compiled as a function of its own, so that the layers of a model are traced and lowered
-    once.
+    Only tests and benchmarks call it. The layers of a model go through `jaxkv.kv.attend`, whose
+    `_attended` is traced and lowered once for all layers, and calls `weigh` and `finished` itself.
 
     Args:
-      q: `[P, T, H, D]`, queries.
+      q: `[P, T, H, D]` floats, queries.
       k: `[S, K, N, D]`, keys.
       v: `[S, K, N, Dv]`, values.
       sight: what decides which cells each token sees.
@@ -159,9 +163,9 @@ def attend(
       implementation: which; None leaves it to jaxkv.
 
     Returns:
-      `[P, T, H, Dv]` in the dtype of `q`. Zeros for a token that sees nothing. Derivatives are
-      safe from what no token sees; those of jaxkv's own implementations are taken of the plain
-      formula, in both modes.
+      `[P, T, H, Dv]` in the dtype of `q`; zeros for a token that sees nothing. Derivatives are
+      safe from what no token sees. Those of jaxkv's own implementations are derivatives of the
+      plain formula, in both modes.
 
     Raises:
       ValueError: when there is no such implementation, or it cannot do what is asked for.
@@ -180,7 +184,8 @@ def weigh(
 ) -> Sums:
     """Do the part of `attend` that reads keys and values; its softmax is still open.
 
-    Latent values are numbers of the keys. All of these are weighed, which copies none of them.
+    The arguments are those of `attend`. Latent values are numbers of the keys: then whole keys are
+    weighed, so that no part of them is copied.
     """
     if isinstance(v, Latent):
         sums = weigh(q, k, k, sight, options, implementation)
@@ -200,7 +205,10 @@ def weigh(
 
 
 def finished(sums: Sums, q: jax.Array, options: Options) -> jax.Array:
-    """Close the softmax over all cells: `[P, T, H, Dv]` in the dtype of `q`."""
+    """Close the softmax over all cells, of queries `[P, T, H, D]`.
+
+    Returns `[P, T, H, Dv]` in the dtype of `q`.
+    """
     return unpacked(closed(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 
@@ -221,12 +229,12 @@ def attention(
     """Attend from every token to the cells that a mask shows to it, on plain arrays.
 
     Args:
-      q: `[R, T, H, D]`, queries. Query head h reads key/value head h // (H / K).
+      q: `[R, T, H, D]` floats, queries. Query head h reads key/value head h // (H / K).
       k: `[R, K, N, D]`, keys, for each row of tokens its own.
-      v: `[R, K, N, Dv]`, values. They must be finite, also those that no token sees.
+      v: `[R, K, N, Dv]`, values. All of them must be finite, also those that no token sees.
       mask: `[R, T, N]` bool, which cells each token sees.
       scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
-      softcap: what those products stay below: c * tanh(x / c).
+      softcap: c, which bounds those products: each becomes c * tanh(x / c).
       sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
 
     Returns:
@@ -237,7 +245,7 @@ def attention(
     Raises:
       ValueError: when H is not a multiple of K, shapes do not fit together, or `softcap` is not
         above 0 and finite.
-      TypeError: when the queries are no floats.
+      TypeError: when the queries are not floats.
 
     Examples:
       Two equal keys share the attention; a hidden one gets none, whatever it holds:
@@ -258,7 +266,11 @@ def attention(
 
 
 def check(q: jax.Array, k: Stored, v: Stored, options: Options) -> None:
-    """Raise unless queries, keys, values and options fit together."""
+    """Raise unless queries, keys, values and options fit together.
+
+    Shapes are those of `attend` or `attention`. The numbers of lists, streams and rows are not
+    compared.
+    """
     heads, size = q.shape[2:]
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise TypeError(f"wanted q of floats, in whose dtype the result is, got {q.dtype}")

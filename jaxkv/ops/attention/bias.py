@@ -11,17 +11,18 @@ import numpy as np
 from jaxkv.places import is_concrete
 
 Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""What is added, of the position of a token, that of a cell, and the number of a query head.
+"""What is added to a logit: a function of the position of a token, that of a cell, and the number
+of a query head.
 
-The three are int32, of four dimensions `[P, H, T, N]` where not 1, and broadcast together; so does
-what is returned, floats. What it says of a cell that the token does not see is not looked at.
+The three arguments are int32, `[P, 1, T, 1]`, `[P, 1, T or 1, N]` and `[1, H, 1, 1]`; the result is
+floats that broadcast to `[P, H, T, N]`. The bias of a cell that the token does not see is ignored.
 
-It is static, and hashed, so a function that is made anew is compiled anew. One that has weights is
-a pytree with them for leaves: `jax.tree_util.Partial(function, weights)`, or a dataclass.
+A function is static, and hashed, so one that is made anew is compiled anew. A function with weights
+is a pytree with the weights as leaves: `jax.tree_util.Partial(function, weights)`, or a dataclass.
 """
 
 Bias = Function | jax.Array
-"""A function, or an array `[R, T, H, N]` with what is added of each cell of a row's stream."""
+"""A function, or an array `[R, T, H, N]` of floats: what is added for cells of a row's stream."""
 
 
 @jax.tree_util.register_dataclass
@@ -30,14 +31,14 @@ class OfPlaces:
     """A bias that is computed where it is read.
 
     function: see `Function`.
-    heads: `[H]` int32, the numbers of the query heads: on a mesh those of a device's share.
+    heads: `[H]` int32, the numbers of the query heads; on a mesh those in the share of a device.
     """
 
     function: Function
     heads: jax.Array
 
     def between(self, at: jax.Array, position: jax.Array) -> jax.Array:
-        """Return the bias of tokens at `[P, T]` for cells at `[P, T or 1, N]`.
+        """Return the bias of tokens at `[P, T]` for cells at `[P, T or 1, N]`, both int32.
 
         It is `[P, H or 1, T, N]`.
         """
@@ -48,18 +49,18 @@ class OfPlaces:
 
 
 BiasOfLists = jax.Array | OfPlaces
-"""A bias for lists of tokens: an array `[P, T, H or 1, N]`, or a function of places."""
+"""A bias for lists of tokens: an array `[P, T, H or 1, N]` of floats, or a function of places."""
 
 
 def checked_bias(bias: Any, shape: tuple[int, ...]) -> BiasOfLists | None:
-    """Return a bias that a caller passed, for R rows, T tokens, H heads and N cells.
+    """Return a bias that a caller passed, for a `shape` of R rows, T tokens, H heads and N cells.
 
-    An array is spread over rows, tokens and cells, and not over heads, `[R, T, H or 1, N]`.
+    An array is broadcast over rows, tokens and cells, and not over heads: `[R, T, H or 1, N]`.
 
     Raises:
-      TypeError: when it is neither a function nor an array of floats, or holds what is traced
-        without having it for a leaf.
-      ValueError: when it does not fit the shape.
+      TypeError: when the bias is neither a function nor an array of floats, or closes over traced
+        arrays that are not among its leaves.
+      ValueError: when the bias does not broadcast to the shape.
 
     >>> checked_bias(jnp.zeros((1, 1, 2, 1)), (3, 5, 2, 8)).shape
     (3, 5, 2, 8)
@@ -94,7 +95,7 @@ def checked_bias(bias: Any, shape: tuple[int, ...]) -> BiasOfLists | None:
 
 
 def _check_fit(letters: str, x: Any, shape: tuple[int, ...]) -> None:
-    """Raise unless an array, or its shape and dtype, are floats that broadcast to a shape."""
+    """Raise unless an array, or a `ShapeDtypeStruct`, is of floats that broadcast to a shape."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"wanted a bias of floats, got {x.dtype}")
     fits = all(n in (1, size) for n, size in zip(x.shape, shape, strict=False))

@@ -1,7 +1,9 @@
 """JAX's own attention: as XLA compiles it, or with the kernel of NVIDIA's library.
 
 It returns the logarithm of its sums in the dtype of the queries. For float16 and bfloat16 that is
-too coarse to join them with others, so sinks are refused.
+too coarse to join the sums with others, so sinks are refused.
+
+Beside the letters of the package, G is the query heads of a key head.
 """
 
 from typing import Literal
@@ -10,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
-from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, by_groups, packed, sums_dtype
+from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, by_kv_heads, packed, sums_dtype
 from jaxkv.ops.quantised import Quantised, Stored, decoded
 
 
 def xla(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
     """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers.
 
-    Quantised buffers are decoded first, all of the layer.
+    Quantised buffers are decoded first, all cells of the layer. See `jaxkv.ops.attention.api`.
     """
     k, v = decoded(sight.of_lists(k)), decoded(sight.of_lists(v))
     dtype = jnp.result_type(q, k, v)
@@ -25,10 +27,11 @@ def xla(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> S
 
 
 def cudnn(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
-    """Call it with cuDNN's kernel, which knows float16 and bfloat16.
+    """Call `jax.nn.dot_product_attention` with cuDNN's kernel, see `jaxkv.ops.attention.api`.
 
     Raises:
-      ValueError: for other dtypes, or queries of another than the buffers.
+      ValueError: for other dtypes than float16 and bfloat16, or where the dtype of the queries is
+        not that of the buffers.
       RuntimeError: by JAX, where there is no cuDNN.
     """
     if (
@@ -52,18 +55,18 @@ def _weigh(
     sight: Sight,
     options: Options,
 ) -> Sums:
-    """Weigh the cells `[P, K, N, D]` of each list."""
+    """Weigh keys `[P, K, N, D]` and values `[P, K, N, Dv]`, for queries `[P, T, H, D]`."""
     if options.softcap is not None or options.sinks is not None:
         raise ValueError(
             f"{name!r} has neither a softcap nor sinks: leave the implementation to jaxkv"
         )
-    groups, mask = k.shape[1], mask_of(sight)
+    kv_heads, mask = k.shape[1], mask_of(sight)
     bias, mask = bias_of(sight, mask), mask[:, None]  # [P, 1, T, N]
-    if bias is not None:  # what it hides is hidden by the mask, of each head
+    if bias is not None:  # what a bias hides, the mask hides, for each head
         mask = mask & (bias != -jnp.inf)
         bias = jnp.where(mask, bias, 0)
-    # The kernel may add its mask, and derivatives multiply by what is hidden. So no key that is not
-    # a number gets there, and a token that sees one is told afterwards.
+    # The kernel may add its mask, and derivatives multiply by what is hidden. So a key that has a
+    # NaN is replaced by zeros, and a token that sees the key gets NaN afterwards.
     broken = jnp.any(jnp.isnan(k), axis=3)  # [P, K, N]
     out, highest = jax.nn.dot_product_attention(
         q,
@@ -76,12 +79,13 @@ def _weigh(
         return_residual=True,
     )
     some = jnp.any(mask, axis=3).swapaxes(1, 2)  # [P, T, 1 or H]
-    shows = jnp.any(by_groups(mask, groups) & broken[:, :, None, None], axis=4)  # [P, K, ., T]
-    shows = jnp.tile(shows, (1, 1, q.shape[2] // (groups * shows.shape[2]), 1))
+    shows = by_kv_heads(mask, kv_heads) & broken[:, :, None, None]
+    shows = jnp.any(shows, axis=4)  # [P, K, G or 1, T]
+    shows = jnp.tile(shows, (1, 1, q.shape[2] // (kv_heads * shows.shape[2]), 1))
     shows = shows.reshape(*shows.shape[:2], -1)  # [P, K, G * T]
-    highest = packed(jnp.where(some, highest, LOWEST)[..., None], groups)[..., 0]
-    total = packed(jnp.broadcast_to(some, q.shape[:3])[..., None], groups)[..., 0]
-    out = packed(jnp.where(some[..., None], out, 0), groups)
+    highest = packed(jnp.where(some, highest, LOWEST)[..., None], kv_heads)[..., 0]
+    total = packed(jnp.broadcast_to(some, q.shape[:3])[..., None], kv_heads)[..., 0]
+    out = packed(jnp.where(some[..., None], out, 0), kv_heads)
     dtype = sums_dtype(q)
     return Sums(
         highest.astype(dtype),

@@ -1,11 +1,14 @@
 """The tiles of cells in which anything is seen: what a loop over tiles, or a kernel, goes over.
 
-A pool may be large and mostly empty, full of others' tokens, or one of many streams of which few
-take part. So its cells are looked at in tiles, and tokens in blocks; the list of those pairs with
-anything to see is an array, and nothing is compiled anew when it changes.
+A pool may be large and mostly empty, full of the tokens of other sequences, or one of many streams
+of which few take part. So cells are looked at in tiles, and tokens in blocks. The list of the pairs
+of a block and a tile with anything to see is an array: when it changes, nothing is compiled anew.
 
-These are the tiles that are read at once. Those that a sequence may have for itself are smaller and
-say where tokens go, see `jaxkv.kv.tiles`; of them attention knows `Sight.tile` alone.
+These are the tiles that are read at once. The tiles that a sequence may have for itself are smaller
+and say where tokens go, see `jaxkv.kv.tiles`; attention knows only their size, `Sight.tile`.
+
+Letters beside those of the package: b blocks of a list, t tokens of a block, M pairs of a block and
+a tile, G query heads of a key head, X = G * t queries of a block that share a key.
 """
 
 from dataclasses import replace
@@ -22,22 +25,24 @@ TILE = 512
 """Cells of a tile: large enough that a product with them outweighs a turn of the loop."""
 
 BLOCK = 256
-"""Tokens that read a tile together: of a long prompt, most see but the tiles before their own."""
+"""The most tokens of a block, which read a tile together: most blocks of a long prompt see only the
+tiles before their own."""
 
 MASK = 1 << 22
-"""Pairs of a token and a cell up to which what is seen is held for all layers: 4 MB."""
+"""The most pairs of a token and a cell whose mask is held for all layers: 4 MB."""
 
 
 class Live(NamedTuple):
     """What the loop goes over, for P lists of tokens in b equal blocks of t.
 
-    mask: `[P * b, t, N]` bool, what each token sees; where that is large, or there is a bias, the
-      sight of the blocks, of which each tile makes its part.
+    mask: `[P * b, t, N]` bool, what each token sees. Where a mask would be large, or there is a
+      bias, it is the sight of the blocks, from which a turn makes the mask of its tile.
     sees: `[P * b, t]` bool, whether a token sees anything.
     streams: `[P * b]` int32, the stream of each block.
-    tiles: `[M]` int32, numbered through block after block, those in which anything is seen first.
-    starts: `[P * b + 1]` int32, where in that list those of each block start, and at last how many
-      there are.
+    tiles: `[M]` int32, numbers of all pairs: that of the block times the tiles of a stream, plus
+      that of the tile. The pairs in which anything is seen come first, block after block.
+    starts: `[P * b + 1]` int32, where in `tiles` the seen tiles of each block start, and in the end
+      how many are seen in all.
     """
 
     mask: jax.Array | Sight
@@ -48,7 +53,7 @@ class Live(NamedTuple):
 
     @property
     def turns(self) -> jax.Array:
-        """How many tiles are seen, of all blocks together."""
+        """How many tiles are seen, of all blocks together; int32."""
         return self.starts[-1]
 
     @property
@@ -59,9 +64,10 @@ class Live(NamedTuple):
     def of_tile(
         self, block: jax.Array, first: jax.Array, size: int
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return what a block sees of `size` cells from `first` on, and its bias for them.
+        """Return what a block sees of `size` cells from `first` on, and the bias for them.
 
-        `[1, t, size]` bool, and `[1, H or 1, t, size]` or None.
+        `block` and `first` are int32 numbers. The result is `[1, t, size]` bool, and
+        `[1, H or 1, t, size]` or None.
         """
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Sight):
@@ -87,7 +93,7 @@ class Live(NamedTuple):
 def live_of(sight: Sight, most: int = BLOCK, size: int = TILE) -> Live:
     """List the tiles of `size` cells that are seen, by blocks of `most` tokens or less.
 
-    Like `mask_of`, the compiler does this once for all layers.
+    As with `mask_of`, each layer calls this, and the compiler computes it once.
     """
     lists, tokens = sight.at.shape
     cells = sight.position.shape[1]
@@ -109,7 +115,7 @@ def live_of(sight: Sight, most: int = BLOCK, size: int = TILE) -> Live:
 
 
 def _in_blocks(sight: Sight, blocks: int) -> Sight:
-    """Return the sight of blocks of tokens, each of which is a list."""
+    """Return the sight of P * b lists of t tokens, the blocks of P lists; b is `blocks`."""
     lists = sight.streams.size * blocks
     return replace(
         sight.of_tokens(partial(in_blocks, blocks=blocks)),
@@ -119,9 +125,9 @@ def _in_blocks(sight: Sight, blocks: int) -> Sight:
 
 
 def _seen_by_token(sight: Sight) -> tuple[jax.Array, jax.Array]:
-    """Return which cells each list sees, and which tokens see any, found token by token.
+    """Return which cells each list sees, `[P, N]` bool, and which tokens see any, `[P, T]` bool.
 
-    `[P, N]` and `[P, T]` bool.
+    It goes token by token, so that no mask of all pairs is held.
     """
     sight = replace(sight, bias=None)
 
@@ -139,27 +145,27 @@ def _seen_by_token(sight: Sight) -> tuple[jax.Array, jax.Array]:
 
 
 def looks_in_blocks(sight: Sight, blocks: int, queries: int) -> jax.Array:
-    """Return what decides what the queries of blocks see, `[P * b, X, 4]` int32, see `Looks`.
+    """Return what decides which cells the queries of blocks see, `[P * b, X, 4]` int32.
 
-    Each token has some queries of a key.
+    The four numbers are those of `Looks`; b is `blocks` and G is `queries`.
     """
     looks = jnp.stack(looks_of(sight), axis=-1)
     return jnp.tile(in_blocks(looks, blocks), (1, queries, 1))
 
 
-# No index is negative, and each that may be is three instructions more in every layer.
+# No index is negative here. An index that could be would add three instructions to every layer.
 slice_of = partial(jax.lax.dynamic_slice, allow_negative_indices=False)
 
 
 def item(x: jax.Array, i: jax.Array) -> jax.Array:
-    """Return `x[i]`, for an index that is not negative."""
+    """Return the number `x[i]` of `[n]`, for an int32 index that is not negative."""
     return slice_of(x, (i,), (1,))[0]
 
 
 def in_blocks(x: jax.Array, blocks: int) -> jax.Array:
-    """Cut lists of tokens into equal blocks; `[P, T, ...]` to `[P * blocks, t, ...]`.
+    """Cut lists of tokens into b `blocks` of equal size; `[P, T, ...]` to `[P * b, t, ...]`.
 
-    The last one is filled up with zeros: tokens that see nothing.
+    The last block is filled up with zeros: tokens that see nothing.
     """
     if blocks == 1:
         return x
@@ -169,16 +175,19 @@ def in_blocks(x: jax.Array, blocks: int) -> jax.Array:
 
 
 def of_lists(sums: Sums, live: Live, lists: int, tokens: int) -> Sums:
-    """Return the sums of P lists of T tokens from those of their blocks."""
+    """Return the sums of P `lists` of T `tokens` from the sums of their P * b blocks."""
     sums = jax.tree.map(lambda x: _of_lists(x, lists, tokens, live.tokens), sums)
     return seen_alone(sums, live.sees.reshape(lists, -1)[:, :tokens])
 
 
 def _of_lists(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:
-    """Undo `in_blocks` for packed sums; `[P * b, K, G * t, ...]` to `[P, K, G * T, ...]`."""
+    """Undo `in_blocks` for packed sums; `[P * b, K, X, ...]` to `[P, K, G * T, ...]`.
+
+    P is `lists`, T is `tokens` and t is `size`.
+    """
     if x.shape[0] == lists:
         return x
-    groups, rest = x.shape[1], x.shape[3:]
-    x = jnp.moveaxis(x.reshape(lists, -1, groups, x.shape[2] // size, size, *rest), 1, 3)
+    kv_heads, rest = x.shape[1], x.shape[3:]
+    x = jnp.moveaxis(x.reshape(lists, -1, kv_heads, x.shape[2] // size, size, *rest), 1, 3)
     x = x.reshape(*x.shape[:3], -1, *rest)[:, :, :, :tokens]  # [P, K, G, T, ...]
-    return x.reshape(lists, groups, -1, *rest)
+    return x.reshape(lists, kv_heads, -1, *rest)

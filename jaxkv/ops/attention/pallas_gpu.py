@@ -1,22 +1,24 @@
 """Live tiles of cells, each read once for all queries that look at it: a kernel for NVIDIA's GPUs.
 
 A block of tokens has a list of the tiles in which it sees anything, see `jaxkv.ops.attention.live`.
-The list is dealt to several programs, so that one text keeps all multiprocessors busy. Each goes
-over its tiles with a softmax of its own, and a second kernel joins these (flash-decoding). Which
-cells a token sees is found in the kernel: a rule of windows is the first and the last position that
-it sees.
+The list is dealt to several programs, so that one text keeps all multiprocessors busy. Each program
+goes over its tiles with a softmax of its own, and a second kernel joins these (flash-decoding).
+Which cells a token sees is found in the kernel: the rule of a window becomes the first and the last
+position seen.
 
-A block has no more queries than a program has registers for; the blocks of a list run side by side,
-so that a tile which one has read lies in the cache for the others.
+A block has no more queries than a program has registers for. The blocks of a list run side by side,
+so that a tile which one block has read lies in the cache for the others.
 
-Buffers are read where they lie. The compiler takes powers of two alone, so inside of the kernel
-queries, and numbers of keys and values, are filled up to one by masks, which read nothing.
+Buffers are read where they lie. The compiler takes only sizes that are powers of two. So inside of
+the kernel the numbers of queries, and of numbers of a key or value, are rounded up to such a power,
+and masks keep what was added from being read.
 
-Letters beside those of the package: P lists of tokens in b blocks of t tokens each, X = G * t
-queries that share a key, C cells of a tile, M tiles of all blocks, J programs that share a block.
+Letters beside those of the package: b blocks of a list, t tokens of a block, G query heads of a key
+head, X = G * t queries of a block that share a key, C cells of a tile, M pairs of a block and a
+tile, J programs that share a block.
 
-Codes of quantised buffers are multiplied as they are, and logits and weights by their scales. A
-bias would be added where logits are capped.
+Codes of quantised buffers are multiplied as they are, and logits and weights by the scales. A bias
+would be added where logits are capped.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,32 +37,32 @@ from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
 from jaxkv.ops.stacked import flat
 
 DTYPES = (jnp.float32, jnp.bfloat16)
-"""What the kernel computes with."""
+"""Dtypes that the kernel computes with."""
 
 STORED = (*DTYPES, jnp.int8)
-"""What buffers may be of."""
+"""Dtypes of buffers that the kernel reads."""
 
 LARGEST = 256
-"""Numbers of the largest head, of keys and of values: their tiles must fit a multiprocessor."""
+"""The largest head size, of keys and of values: their tiles must fit into a multiprocessor."""
 
 PROGRAMS = 264
-"""How many run at once on an H100: two on each multiprocessor. Elsewhere they fill it less well."""
+"""Programs that run at once on an H100: two on each multiprocessor. Others are filled less."""
 
 HOPPER = ("H100", "H20", "H800")
-"""In the names of GPUs that hold as much as an H100, H200 and GH200 among them.
+"""Parts of the names of GPUs that hold as much as an H100, H200 and GH200 among them.
 
-On others the kernel may be refused by the compiler: older and smaller ones hold fewer tiles.
+On other GPUs the compiler may refuse the kernel: older and smaller ones hold fewer tiles.
 """
 
 
 class Cut(NamedTuple):
     """How the work is cut into programs, all static.
 
-    queries: so many that share a key are computed together, with those that fill it up.
-    cells: of a tile, C.
-    programs: that share the tiles of a block of tokens, J.
-    warps: of a program.
-    stages: tiles that are being fetched or computed at once.
+    queries: X filled up to a power of two: those that share a key and are computed together.
+    cells: C, the cells of a tile.
+    programs: J, those that share the tiles of a block of tokens.
+    warps: the warps of a program.
+    stages: how many tiles are being fetched or computed at once.
     """
 
     queries: int
@@ -71,7 +73,10 @@ class Cut(NamedTuple):
 
 
 def cut_of(q: jax.Array, k: Stored, v: Stored) -> Cut:
-    """Choose by shapes: what was fastest on an H100 of what its compiler takes without spilling."""
+    """Choose by shapes what was fastest on an H100, of what its compiler takes without spilling.
+
+    The arguments are those of `weigh`.
+    """
     lists, tokens, heads, _ = q.shape
     group = heads // k.shape[1]
     exact, large = _is_exact(q, k, v), max(k.shape[3], v.shape[3]) > 128
@@ -92,15 +97,18 @@ def cut_of(q: jax.Array, k: Stored, v: Stored) -> Cut:
 
 
 def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
-    """Return whether products are those of float32, which take registers for three."""
+    """Return whether products are exact in float32, which takes the registers of three products.
+
+    The arguments are those of `weigh`.
+    """
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
 
 def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
     """Return whether the kernel takes these dtypes and heads, on this mesh.
 
-    It adds no bias. A compiler cannot split a kernel among devices: on a mesh it runs on shares
-    alone.
+    The arguments are those of `weigh`. The kernel adds no bias. A compiler cannot split a kernel
+    among devices: on a mesh it runs only on shares.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     size = max(k.shape[3], v.shape[3])
@@ -111,9 +119,9 @@ def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
 
 
 def is_fast() -> bool:
-    """Return whether programs are made for a GPU that is known to be good for the kernel.
+    """Return whether programs are made for GPUs that the kernel is known to be fast on.
 
-    It is named (`jax.sharding.AbstractDevice`), or one of this machine.
+    The GPU is the one that is named (`jax.sharding.AbstractDevice`), else those of this machine.
     """
     named = jax.sharding.get_abstract_mesh().abstract_device
     try:
@@ -141,26 +149,26 @@ def weigh(
       v: `[S, K, N, Dv]`, values.
       sight: what decides which cells each token sees.
       options: scale and softcap.
-      cut: how the work is cut; None for what `cut_of` says.
+      cut: how the work is cut; None for what `cut_of` returns.
       interpret: run the kernels step by step as plain JAX, on any platform. It is slow.
 
     Raises:
-      ValueError: for other dtypes than float32 and bfloat16, and int8 of buffers, heads that are
-        too large, or on a mesh, for arrays that are no shares.
+      ValueError: for other dtypes than float32, bfloat16 and, of buffers, int8; for heads that are
+        too large, or too many that share a key; on a mesh, for arrays that are not shares.
     """
     if not can_weigh(q, k, v, sight):
         raise ValueError(
             f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8 "
-            f"with heads of at most {SHARING}, heads of at most {LARGEST} in small groups, and on "
-            f"a mesh a memory with rules, got {q.dtype} {q.shape}, {k.dtype} {k.shape} and "
-            f"{v.dtype} {v.shape}: leave the implementation to jaxkv"
+            f"with heads of at most {SHARING}, heads of at most {LARGEST}, few query heads for "
+            f"each key head, and on a mesh a memory with rules, got {q.dtype} {q.shape}, "
+            f"{k.dtype} {k.shape} and {v.dtype} {v.shape}: leave the implementation to jaxkv"
         )
     cut = cut_of(q, k, v) if cut is None else cut
-    groups, cells = k.shape[1:3]
-    queries = q.shape[2] // groups
+    kv_heads, cells = k.shape[1:3]
+    queries = q.shape[2] // kv_heads
     live = live_of(sight, cut.queries // queries, cut.cells)
     blocks = live.streams.size // sight.streams.size
-    rows = packed(options.scaled(in_blocks(q, blocks)), groups)
+    packed_q = packed(options.scaled(in_blocks(q, blocks)), kv_heads)
     (k, v), streams, layers = flat((k, v), live.streams)
     arrays = (
         live.tiles,
@@ -169,7 +177,7 @@ def weigh(
         looks_in_blocks(sight, blocks, queries),
         sight.position,
         jax.lax.bitcast_convert_type(sight.owners, jnp.int32),
-        rows,
+        packed_q,
         k,
         v,
     )
@@ -183,9 +191,9 @@ def weigh(
             layers=layers,
             interpret=interpret,
         ),
-        grid=(rows.shape[0], cut.programs, groups),
+        grid=(packed_q.shape[0], cut.programs, kv_heads),
         inputs=arrays,
-        outputs=_sums(cut.programs, *rows.shape[:3], v.shape[3]),
+        outputs=_sums(cut.programs, *packed_q.shape[:3], v.shape[3]),
         interpret=interpret,
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -196,16 +204,16 @@ def weigh(
         sums = _call(
             "jaxkv_join",
             _join,
-            grid=rows.shape[:3],
+            grid=packed_q.shape[:3],
             inputs=parts,
-            outputs=_sums(*rows.shape[:3], v.shape[3]),
+            outputs=_sums(*packed_q.shape[:3], v.shape[3]),
             interpret=interpret,
         )
-    return of_lists(Sums(*sums), live, *sight.at.shape)  # blocks without a tile have any numbers
+    return of_lists(Sums(*sums), live, *sight.at.shape)  # blocks without a tile hold any numbers
 
 
 def _sums(*shape: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes of open sums; `[..., X]` twice and `[..., X, Dv]`, see `Sums`."""
+    """Return the float32 arrays of open sums of a shape `[..., X, Dv]`, see `Sums`."""
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape[:-1], shape[:-1], shape)]
 
 
@@ -219,7 +227,7 @@ def _call(
     interpret: bool,
     **options: int,
 ) -> list[jax.Array]:
-    """Run a kernel whose programs are given all arrays."""
+    """Run a kernel whose programs are each given all arrays, whole."""
 
     def whole(x: Any) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
@@ -261,12 +269,12 @@ def _kernel(
     Args:
       tiles_of: `[M]` int32, of `Live`.
       starts: `[P * b + 1]` int32, of `Live`.
-      streams: `[P * b]` int32, of `Live`, as keys and values have them.
+      streams: `[P * b]` int32, of `Live`, numbered as in keys and values.
       looks: `[P * b, X, 4]` int32, see `Looks`.
       position: `[S, N]` int32, of cells.
       owners: `[S, W, N]` int32, of cells.
       q: `[P * b, K, X, D]`, queries.
-      k: `[S * L, K, N, D]`, keys of L layers; quantised, those codes, and scales
+      k: `[S * L, K, N, D]`, keys of L layers; quantised, codes of that shape and scales
         `[S * L, K, N, 1]`.
       v: `[S * L, K, N, Dv]`, values; quantised likewise.
       highest: `[J, P * b, K, X]`, see `Sums`.
@@ -281,13 +289,15 @@ def _kernel(
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]
     pool = stream if layers == 1 else jax.lax.div(stream, jnp.int32(layers))
-    row, in_row = _filled(q.shape[2], cut.queries)
+    query, in_query = _filled(q.shape[2], cut.queries)
     key, in_key = _filled(k.shape[3])
     value, in_value = _filled(v.shape[3])
-    rows = _load(q, block, head, row[:, None], key[None], inside=in_row[:, None] & in_key[None])
-    look = Looks(*(_load(looks, block, row, j, inside=in_row)[:, None] for j in range(4)))
+    queries = _load(
+        q, block, head, query[:, None], key[None], inside=in_query[:, None] & in_key[None]
+    )
+    look = Looks(*(_load(looks, block, query, j, inside=in_query)[:, None] for j in range(4)))
     dtype = jnp.promote_types(q.dtype, k.dtype)
-    rows = rows.astype(dtype)
+    queries = queries.astype(dtype)
     product = partial(_product, interpret=interpret)
 
     def turn(i: jax.Array, carry: tuple) -> tuple:
@@ -310,7 +320,7 @@ def _kernel(
         words = [_load(owners, pool, w, cell, inside=there) for w in range(owners.shape[1])]
         seen = look.sees(at[None], [word[None] for word in words])
         seen = seen if there is None else seen & there[None]
-        logits = product(rows, keys.astype(dtype), 1)
+        logits = product(queries, keys.astype(dtype), 1)
         logits = logits if key_scales is None else logits * key_scales
         logits = options.capped(logits)
         # The compiler's maximum forgets a NaN, which must be seen; a comparison does not.
@@ -324,18 +334,21 @@ def _kernel(
 
     first, count = starts[block], starts[block + 1] - starts[block]
     begin, end = (first + jax.lax.div(count * n, cut.programs) for n in (part, part + 1))
-    zero = jnp.zeros(row.shape, jnp.float32)
-    nothing = zero + LOWEST, zero, jnp.zeros((row.size, value.size), jnp.float32)
+    zero = jnp.zeros(query.shape, jnp.float32)
+    nothing = zero + LOWEST, zero, jnp.zeros((query.size, value.size), jnp.float32)
     sums = jax.lax.fori_loop(begin, end, turn, nothing)
     where = part, block, head
-    triton.store(highest.at[*where, row], sums[0], mask=in_row)
-    triton.store(total.at[*where, row], sums[1], mask=in_row)
-    both = in_row[:, None] & in_value[None]
-    triton.store(out.at[*where, row[:, None], value[None]], sums[2], mask=both)
+    triton.store(highest.at[*where, query], sums[0], mask=in_query)
+    triton.store(total.at[*where, query], sums[1], mask=in_query)
+    both = in_query[:, None] & in_value[None]
+    triton.store(out.at[*where, query[:, None], value[None]], sums[2], mask=both)
 
 
 def _join(highest_of: Any, total_of: Any, out_of: Any, highest: Any, total: Any, out: Any) -> None:
-    """Join what programs weighed for a query: `[J, ...]` of each to `[...]`."""
+    """Join what J programs weighed for a query.
+
+    The first three are the outputs of `_kernel`; the last three are the same without J.
+    """
     where = tuple(pl.program_id(i) for i in range(3))
     part, there = _filled(out_of.shape[0])
     value, in_value = _filled(out_of.shape[4])
@@ -356,18 +369,28 @@ def _power(count: int) -> int:
 
 
 def _filled(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return numbers from 0 up to a power of two, and which of them there are."""
+    """Return numbers from 0 up to a power of two, or `size`, and which are below `count`.
+
+    `[n]` int32 and bool.
+    """
     numbers = jnp.arange(_power(count) if size is None else size, dtype=jnp.int32)
     return numbers, numbers < count
 
 
 def _load(ref: Any, *where: Any, inside: Any, other: float = 0) -> jax.Array:
-    """Read places of an array, and others where they are not inside; None if all are."""
+    """Read an array at int32 places `where`, which broadcast together; `other` if not `inside`.
+
+    `inside` is bool, of the shape of the places; None if all are inside.
+    """
     return triton.load(ref.at[where], mask=inside, other=None if inside is None else other)
 
 
 def _places(there: jax.Array | None, inside: jax.Array, count: int) -> jax.Array | None:
-    """Return which places of a tile of keys or values there are; None if all are."""
+    """Return which places of a tile exist, `[C or 1, n]` bool; None if all do.
+
+    `there` is `[C]` bool for cells, None if all exist. `inside` is `[n]` bool for the numbers of a
+    key or value, of which there are `count`.
+    """
     if there is None and inside.size == count:
         return None
     every = jnp.ones((1, 1), bool) if there is None else there[:, None]
@@ -375,10 +398,10 @@ def _places(there: jax.Array | None, inside: jax.Array, count: int) -> jax.Array
 
 
 def _product(a: jax.Array, b: jax.Array, over: int, *, interpret: bool) -> jax.Array:
-    """Multiply `[X, n]` by the dimension `over` of a tile, in float32.
+    """Multiply `[X, D or C]` by a tile, `[C, D]` or `[C, Dv]`, over its dimension `over`.
 
-    Three products of 19 bits on the matrix units are as exact as one of float32, see
-    `docs/kernels.md`; left to itself the compiler would do one.
+    The result is `[X, C or Dv]` float32. Three products of 19 bits on the matrix units are as exact
+    as one of float32, see `docs/kernels.md`; by default the compiler would make only one.
     """
     exact = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     exact = jax.lax.Precision.HIGHEST if interpret or a.dtype != jnp.float32 else exact

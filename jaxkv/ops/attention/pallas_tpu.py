@@ -1,18 +1,19 @@
 """Live tiles of cells, each read once for all queries that look at it: a kernel for TPUs.
 
-The kernel goes over a list of pairs, a block of tokens and a tile in which it sees anything, see
-`jaxkv.ops.attention.live`. While a pair is computed, keys and values of the next one are fetched
-where they lie, several heads at once; nothing else of the buffers is read. Which cells a token sees
-is found in the kernel: a rule of windows is the first and the last position that it sees.
+The kernel goes over a list of pairs: a block of tokens, and a tile in which the block sees
+anything, see `jaxkv.ops.attention.live`. While a pair is computed, the keys and values of the next
+pair are fetched, several heads at once; nothing else of the buffers is read. Which cells a token
+sees is found in the kernel: the rule of a window becomes the first and the last position seen.
 
-Buffers are not moved either. The compiler for TPUs lays an array out in rows of 128 lanes. Where
-heads fill such rows, a cell is a row; smaller heads are laid out with neighbouring cells in the
-lanes, so that nothing is padded, and the kernel reads tiles of them as they lie.
+Buffers are not moved. The compiler for TPUs lays an array out in lines of 128 lanes. Where the head
+size is a multiple of that, the numbers of a cell fill whole lines. For other head sizes the lanes
+hold neighbouring cells, so that nothing is padded. The kernel reads tiles of either layout.
 
-Letters beside those of the package: P lists of tokens in b blocks of t tokens each, X = G * t
-queries that share a key, C cells of a tile.
+Letters beside those of the package: b blocks of a list, t tokens of a block, G query heads of a key
+head, X = G * t queries of a block that share a key, C cells of a tile, M pairs of a block and a
+tile, h key heads that are computed at once.
 
-Codes of quantised buffers are multiplied as they are, and logits and weights by their scales, which
+Codes of quantised buffers are multiplied as they are, and logits and weights by the scales, which
 lie with cells in the lanes. A bias would be added where logits are capped.
 """
 
@@ -32,29 +33,29 @@ from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
 from jaxkv.ops.stacked import flat
 
 DTYPES = (jnp.float32, jnp.bfloat16)
-"""What a TPU computes with."""
+"""Dtypes that a TPU computes with."""
 
 QUERIES = 128
-"""Queries that share a key and are computed together: so many rows a matrix unit takes at once."""
+"""Queries that share a key and are computed together: as many as a matrix unit takes at once."""
 
 LANES = 128
-"""Numbers of a row of an array in a TPU."""
+"""Numbers of a line, in which the compiler lays out arrays."""
 
 STORED = (*DTYPES, jnp.int8)
-"""What buffers may be of."""
+"""Dtypes of buffers that the kernel reads."""
 
 VMEM = 6 << 20
-"""Bytes of tiles and logits that are held at once; a kernel may have 16 MB, all told."""
+"""The most bytes of tiles and logits that are held at once; a kernel may hold 16 MB in all."""
 
 PAIRS = 1 << 17
-"""The most pairs of a block and a tile: their list lies in the scalar memory, of 1 MB."""
+"""The most pairs of a block and a tile: the list of them lies in the scalar memory, of 1 MB."""
 
 
 def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
-    """Return whether the kernel takes these dtypes, as many cells and tokens, and this mesh.
+    """Return whether the kernel takes these dtypes, so many cells and tokens, and this mesh.
 
-    It adds no bias. A compiler cannot split a kernel among devices: on a mesh it runs on shares
-    alone.
+    The arguments are those of `weigh`. The kernel adds no bias. A compiler cannot split a kernel
+    among devices: on a mesh it runs only on shares.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     tokens, queries = sight.at.shape[1], q.shape[2] // k.shape[1]
@@ -84,8 +85,8 @@ def weigh(
       interpret: run the kernel step by step as plain JAX, on any platform. It is slow.
 
     Raises:
-      ValueError: for other dtypes than float32 and bfloat16, and int8 of buffers, more cells and
-        tokens than a list of pairs can name, or on a mesh, for arrays that are no shares.
+      ValueError: for other dtypes than float32, bfloat16 and, of buffers, int8; for more cells and
+        tokens than a list of pairs can name; on a mesh, for arrays that are not shares.
     """
     if not can_weigh(q, k, v, sight):
         raise ValueError(
@@ -94,19 +95,19 @@ def weigh(
             f"tile, and on a mesh a memory with rules, got {q.dtype} {q.shape}, {k.dtype} "
             f"{k.shape} and {v.dtype} {v.shape}: leave the implementation to jaxkv"
         )
-    groups, cells = k.shape[1:3]
-    queries = q.shape[2] // groups
+    kv_heads, cells = k.shape[1:3]
+    queries = q.shape[2] // kv_heads
     live = live_of(sight, _most(queries))
     blocks = live.streams.size // sight.streams.size
     size = min(TILE, cells)
     tiles = -(-cells // size)
-    rows = packed(options.scaled(in_blocks(q, blocks)), groups)
-    heads = _heads_at_once(rows, k, v)
+    packed_q = packed(options.scaled(in_blocks(q, blocks)), kv_heads)
+    heads = _heads_at_once(packed_q, k, v)
     (k, v), streams, layers = flat((k, v), live.streams)
     owners = jax.lax.bitcast_convert_type(sight.owners, jnp.int32)
 
     def at(where: Callable[..., tuple]) -> Callable[..., tuple]:
-        """Say where the part of an array lies that a turn of the grid is given."""
+        """Return an index map: the part of an array that a turn of the grid is given."""
 
         def of_turn(h: Any, i: Any, pairs: Any, streams: Any) -> tuple:
             block, tile = _pair(pairs[i], tiles)
@@ -115,7 +116,7 @@ def weigh(
         return of_turn
 
     def of_block(numbers: int) -> pl.BlockSpec:
-        shape = (1, heads, rows.shape[2], numbers)
+        shape = (1, heads, packed_q.shape[2], numbers)
         return pl.BlockSpec(shape, at(lambda h, block, stream, tile: (block, h, 0, 0)))
 
     def of_table(words: int) -> pl.BlockSpec:
@@ -144,9 +145,9 @@ def weigh(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(groups // heads, live.turns),
+            grid=(kv_heads // heads, live.turns),
             in_specs=[
-                pl.BlockSpec((1, rows.shape[2], 4), of_looks),
+                pl.BlockSpec((1, packed_q.shape[2], 4), of_looks),
                 of_table(1),
                 of_table(owners.shape[1]),
                 of_block(q.shape[3]),
@@ -154,7 +155,7 @@ def weigh(
             ],
             out_specs=[of_block(n) for n in numbers],
         ),
-        out_shape=[jax.ShapeDtypeStruct((*rows.shape[:3], n), sums_dtype(q)) for n in numbers],
+        out_shape=[jax.ShapeDtypeStruct((*packed_q.shape[:3], n), sums_dtype(q)) for n in numbers],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="jaxkv_attention",
@@ -164,11 +165,11 @@ def weigh(
         looks_in_blocks(sight, blocks, queries),
         sight.position[:, None],
         owners,
-        rows,
+        packed_q,
         *(jax.tree.map(partial(_where_they_lie, interpret=interpret), x) for x in (k, v)),
     )
     sums = Sums(highest[..., 0], total[..., 0], out)
-    return of_lists(sums, live, *sight.at.shape)  # blocks without a pair have any numbers
+    return of_lists(sums, live, *sight.at.shape)  # blocks without a pair hold any numbers
 
 
 def _kernel(
@@ -189,17 +190,17 @@ def _kernel(
     tiles: int,
     in_lanes: tuple[bool, bool],
 ) -> None:
-    """Add a tile to the sums of a block of tokens, which stay at hand as long as it is the block's.
+    """Add a tile to the sums of a block of tokens, which stay in fast memory until the next block.
 
     Args:
       pairs: `[M]` int32, numbers of pairs of a block and a tile, block after block.
-      streams: `[P * b]` int32, which say what is fetched and are not looked at here.
+      streams: `[P * b]` int32, used by the index maps and not by the kernel.
       looks: `[1, X, 4]` int32, see `Looks`.
       position: `[1, 1, C]` int32, of the cells of the tile.
       owners: `[1, W, C]` int32, of the cells of the tile.
       q: `[1, h, X, D]`, queries of some heads.
-      k: `[1, h, C, D]`, keys, or `[1, h, D, C]` where cells lie in the lanes; quantised, those
-        codes, and scales `[1, h, 1, C]`.
+      k: `[1, h, C, D]`, keys, or `[1, h, D, C]` where cells lie in the lanes; quantised, codes of
+        such a shape and scales `[1, h, 1, C]`.
       v: `[1, h, C, Dv]`, values, or `[1, h, Dv, C]`; quantised likewise.
       highest: `[1, h, X, 1]`, see `Sums`.
       total: `[1, h, X, 1]`, see `Sums`.
@@ -225,7 +226,7 @@ def _kernel(
     values, scales = parts(v)
     values, scales = values[0], None if scales is None else scales[0]
     axis, size = 2 if in_lanes[1] else 1, position.shape[2]
-    if cells % size:  # what lies past the last cell is anything, also a value that is a NaN
+    if cells % size:  # past the last cell lie any numbers, also values that are NaN
         count = cells - tile * size
         seen &= jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < count
         if scales is None:
@@ -249,44 +250,50 @@ def _kernel(
 
 
 def _first_of(x: jax.Array, axis: int, count: Any) -> jax.Array:
-    """Return the first ones along an axis, and zeros after them."""
+    """Return `x`, `[h, ...]`, with zeros after the first `count` places along an axis."""
     there = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
     return jnp.where(there, x, jnp.zeros_like(x))
 
 
 def _product(a: jax.Array, b: jax.Array, over: Any, dtype: Any) -> jax.Array:
+    """Multiply `[h, X, D or C]` by a tile over some dimensions; `[h, X, C or Dv]` in a dtype."""
     return jax.lax.dot_general(a, b, over, preferred_element_type=dtype)
 
 
 def _pair(number: Any, tiles: int) -> tuple[Any, Any]:
-    """Return the block of tokens and the tile that a number stands for."""
+    """Return the block of tokens and the tile that the number of a pair stands for; all int32."""
     return jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
 
 
 def _most(queries: int) -> int:
-    """Return how many tokens a block has at most, where each has some queries of a key."""
+    """Return the most tokens of a block, where each token has G `queries` of a key head."""
     return max(1, QUERIES // queries)
 
 
 def _in_lanes(x: Stored) -> bool:
-    """Return whether the compiler lays out buffers `[S, K, N, D]` with cells in the lanes."""
+    """Return whether the compiler lays out buffers `[S, K, N, D]` with cells in the lanes.
+
+    So are scales, `[S, K, N, 1]`.
+    """
     return x.shape[3] % LANES != 0
 
 
 def _where_they_lie(x: jax.Array, interpret: bool) -> jax.Array:
-    """Return buffers as the kernel reads them, in the large memory.
+    """Return buffers `[S, K, N, D]` as the kernel reads them.
 
-    The compiler would else copy small ones to the fast memory before it writes and reads them.
+    With cells in the lanes they are `[S, K, D, N]`. They stay in the large memory: else the
+    compiler would copy small buffers to the fast memory before it writes and reads them.
     """
     x = x.swapaxes(2, 3) if _in_lanes(x) else x
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
 def _heads_at_once(q: jax.Array, k: Stored, v: Stored) -> int:
-    """Return how many heads a turn takes: a divisor of K, for queries `[P * b, K, X, D]`.
+    """Return h, a divisor of K, for queries `[P * b, K, X, D]` and keys `[S, K, N, D]`.
 
-    Many fetch much at once and find only once what is seen. Two tiles are held of each, one of
-    which is being fetched, and some arrays of the logits' size.
+    With many heads, much is fetched at once, and what is seen is found only once for all of them.
+    Of each head two tiles are held, one of which is being fetched, and four arrays of the size of
+    the logits.
     """
     size = min(TILE, k.shape[2])
     tiles = 2 * size * (k.shape[3] * k.dtype.itemsize + v.shape[3] * v.dtype.itemsize)

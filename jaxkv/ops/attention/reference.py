@@ -9,7 +9,10 @@ from jaxkv.ops.attention.softmax import Options
 def reference(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options
 ) -> jax.Array:
-    """Return `[P, T, H, Dv]` float32, of arrays as in `attention`, in the plainest way."""
+    """Attend in the plainest way: `[P, T, H, Dv]` float32.
+
+    The arrays are those of `jaxkv.ops.attention.attention`, for P lists in place of rows.
+    """
     heads, cells = q.shape[2], k.shape[2]
     k, v = (jnp.repeat(x.astype(jnp.float32), heads // k.shape[1], axis=1) for x in (k, v))
     logits = jnp.einsum("pthd,phnd->pthn", options.scaled(q.astype(jnp.float32)), k)

@@ -1,6 +1,6 @@
-"""What decides which cells each token sees, and what is added to the logits of those.
+"""What decides which cells each token sees, and what is added to the logits of these cells.
 
-Implementations that want a mask, or a bias of all pairs, make it of this.
+Implementations that want a mask, or a bias of all pairs, make it from this.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from jaxkv.ops.attention.bias import BiasOfLists, OfPlaces
 from jaxkv.ops.stacked import of_streams
 from jaxkv.window import Window, first_seen, last_seen, sees
 
-X = TypeVar("X")
+Tree = TypeVar("Tree")
 
 
 @jax.tree_util.register_dataclass
@@ -23,22 +23,22 @@ class Sight:
     """Positions and owners of the cells of S streams, and of P lists of T tokens that look.
 
     A token sees the cells of its stream that have its owner, up to its own position, as far back as
-    the window reaches. It is small: an implementation makes of it what it needs, a mask or none.
+    the window reaches. A sight is small; an implementation makes a mask of it only if it needs one.
 
     position: `[S, N]` int32, the position of each cell.
     owners: `[S, W, N]` uint32, one bit for each sequence that owns the cell.
     streams: `[P]` int32, the stream of each list of tokens.
     at: `[P, T]` int32, the position of each token.
-    word: `[P, T]` int32, in which of the W words its owner stands.
+    word: `[P, T]` int32, in which of the W words the token's owner stands.
     bit: `[P, T]` uint32, the bit of that word, set; 0 for padding, which sees nothing.
     window: how far back tokens look, static.
-    causal: False lets them see what comes after them too, static.
-    all_streams: whether list p is stream p's and P is S, static. Shapes alone cannot tell.
-    until: `[P, T]` int32, the last position that each token sees; None for its own.
-    bias: what is added to logits, for these lists and cells; None for nothing.
-    tile: the cells of a tile of a sequence, where tokens are of sequences that have tiles for
-      themselves as far as there is room, static; None where they have none. It shows nothing: it
-      tells what is fast.
+    causal: False lets tokens see what comes after them too, static.
+    all_streams: whether P is S and list p is that of stream p, static. Shapes alone cannot tell.
+    until: `[P, T]` int32, the last position that each token sees; None for the token's own.
+    bias: what is added to logits, `[P, T, H or 1, N]` or a function; None for nothing.
+    tile: the cells of a tile of a sequence, where sequences have tiles for themselves as far as
+      there is room, static; None where they have none. It does not change what is seen, only which
+      way of computing is fast.
     """
 
     position: jax.Array  # [S, N]
@@ -55,7 +55,7 @@ class Sight:
     tile: int | None = field(default=None, metadata={"static": True})
 
     def of_cells(self, first: jax.Array, count: int) -> "Sight":
-        """Return what decides about `count` cells from `first` on."""
+        """Return the sight of `count` cells from `first` on, an int32 number."""
 
         def cut(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, first, count, axis=-1)
@@ -68,7 +68,7 @@ class Sight:
         )
 
     def of_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> "Sight":
-        """Return what decides for other tokens; `cut` takes them out of arrays `[P, T, ...]`."""
+        """Return the sight of other tokens; `cut` takes them out of arrays `[P, T, ...]`."""
         return replace(
             self,
             at=cut(self.at),
@@ -78,7 +78,7 @@ class Sight:
             bias=cut(self.bias) if isinstance(self.bias, jax.Array) else self.bias,
         )
 
-    def of_lists(self, x: X) -> X:
+    def of_lists(self, x: Tree) -> Tree:
         """Return the part of each list's stream, `[P, ...]`, of arrays `[S, ...]`."""
         return of_streams(x, None if self.all_streams else self.streams)
 
@@ -87,7 +87,7 @@ class Sight:
 def mask_of(sight: Sight) -> jax.Array:
     """Return which cells of its stream each token sees; `[P, T, N]` bool.
 
-    Layers that share a sight call this each for itself; the compiler computes it once.
+    Each layer calls this; the compiler computes it once for all layers that share a sight.
 
     llama.cpp: `set_input_kq_mask`.
     """
@@ -107,8 +107,8 @@ def bias_of(sight: Sight, seen: jax.Array | None = None) -> jax.Array | None:
 
     Args:
       sight: the tokens and the cells.
-      seen: `[P, T, N]` bool, for derivatives: cells that a token does not see are taken to stand
-        where it stands, so that a function has a derivative there which is a number.
+      seen: `[P, T, N]` bool, for derivatives: a cell that a token does not see is taken to stand
+        where the token stands, so that the derivative of a function is a number there.
     """
     if not isinstance(sight.bias, OfPlaces):
         return None if sight.bias is None else sight.bias.swapaxes(1, 2)
@@ -119,20 +119,21 @@ def bias_of(sight: Sight, seen: jax.Array | None = None) -> jax.Array | None:
 
 
 def with_array(sight: Sight) -> Sight:
-    """Return a sight whose bias is an array, if it has one."""
+    """Return a sight whose bias, if it has one, is an array `[P, T, H or 1, N]`."""
     bias = bias_of(sight)
     return replace(sight, bias=None if bias is None else bias.swapaxes(1, 2))
 
 
 class Looks(NamedTuple):
-    """What decides which cells a query sees, in the numbers that a kernel compares; all int32.
+    """What decides which cells a query sees, in the numbers that a kernel compares.
 
-    A rule of windows is the first and the last position that is seen.
+    The rule of a window becomes the first and the last position that is seen. All arrays are int32
+    and of one shape: `[P, T]` for tokens, `[X, 1]` for the X queries of a kernel.
 
-    first: the first position that it sees.
-    last: the last one.
-    word: the word of its owner.
-    bit: the bit of that word; 0 for padding.
+    first: the first position that the query sees.
+    last: the last position.
+    word: in which word its owner stands.
+    bit: the bit of that word, set; 0 for padding.
     """
 
     first: jax.Array
@@ -141,7 +142,10 @@ class Looks(NamedTuple):
     bit: jax.Array
 
     def sees(self, position: jax.Array, owners: Sequence[jax.Array]) -> jax.Array:
-        """Return which cells are seen, of their positions and words of owners; shapes broadcast."""
+        """Return which cells are seen, bool, given int32 positions and W words of owners.
+
+        All arrays broadcast together: `[X, 1]` and `[1, C]`, for C cells, give `[X, C]`.
+        """
         owner = owners[0]
         for w, others in enumerate(owners[1:], 1):
             owner = jnp.where(self.word == w, others, owner)
@@ -149,7 +153,7 @@ class Looks(NamedTuple):
 
 
 def looks_of(sight: Sight) -> Looks:
-    """Return how each token looks, `[P, T]`."""
+    """Return how each token looks, four arrays `[P, T]` int32."""
     return Looks(
         first_seen(sight.window, sight.at),
         last_seen(sight.window, sight.at, causal=sight.causal, until=sight.until),

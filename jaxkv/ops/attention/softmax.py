@@ -1,7 +1,7 @@
-"""A softmax before its division: over some cells, so that it can be joined with others.
+"""A softmax before its division: over some cells, so that it can be joined with that over others.
 
 Its arrays are packed: the G query heads of a key head and the T tokens of a list are X = G * T
-queries of one product, so that a key is read once for all of them.
+queries of one product, so that a key is read once for all of them. C is the cells that are weighed.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Options:
     """What a model's attention asks for beside its arrays.
 
     scale: what the products of queries and keys are multiplied by, static; None for 1 / sqrt(D).
-    softcap: what those products stay below, c * tanh(x / c), static; None for no bound.
+    softcap: c, which bounds those products: each becomes c * tanh(x / c); static; None for none.
     sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
     """
 
@@ -33,7 +33,7 @@ class Options:
         return q * jnp.asarray(q.shape[-1] ** -0.5 if self.scale is None else self.scale, q.dtype)
 
     def capped(self, logits: jax.Array) -> jax.Array:
-        """Return logits below the bound, smoothly, if there is one."""
+        """Return logits `[...]` of floats below the softcap, smoothly, if there is one."""
         cap = self.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -43,7 +43,7 @@ class Sums(NamedTuple):
 
     The dtype is that of `sums_dtype`.
 
-    highest: `[P, K, X]`, the highest logit; what is finite and low where nothing is seen.
+    highest: `[P, K, X]`, the highest logit; low, but finite, where nothing is seen.
     total: `[P, K, X]`, the sum of exp(logit - highest).
     out: `[P, K, X, Dv]`, the values, each times its exp(logit - highest), added up.
     """
@@ -53,20 +53,25 @@ class Sums(NamedTuple):
     out: jax.Array
 
     def plus(self, highest: jax.Array, total: jax.Array, out: jax.Array) -> "Sums":
-        """Return the sums over these cells and others that were weighed by a higher `highest`."""
+        """Return the sums over these cells and others.
+
+        `highest` is the highest logit of both, by which `total` and `out` of the others were
+        weighed. Shapes are those of `Sums`.
+        """
         down = jnp.exp(self.highest - highest)
         return Sums(highest, self.total * down + total, self.out * down[..., None] + out)
 
 
 def sums_dtype(q: jax.Array) -> jnp.dtype:
-    """Return what logits and sums are computed in: float32, or float64 for such queries."""
+    """Return the dtype of logits and sums: float32, or float64 for queries `[...]` of float64."""
     return jnp.promote_types(q.dtype, jnp.float32)
 
 
 def masked(logits: jax.Array, mask: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Give hidden cells the lowest logit, and others a higher one; a NaN that is seen stays.
 
-    A bias is added, if there is one; where it is -inf it hides.
+    A bias is added, if there is one; where it is -inf it hides the cell. The mask is bool, logits
+    and bias are floats, and all broadcast to the result, `[..., C]`.
     """
     if bias is not None:
         logits, mask = logits + bias.astype(logits.dtype), mask & (bias != -jnp.inf)
@@ -76,23 +81,28 @@ def masked(logits: jax.Array, mask: jax.Array, bias: jax.Array | None = None) ->
 def seen_alone(sums: Sums, sees: jax.Array) -> Sums:
     """Set the sums of a token that sees nothing to those over no cells; `sees` is `[P, T]` bool.
 
-    It may have sums all the same, of hidden cells, whose logits are then the highest. What is seen
-    in a later tile, or by another shard, has so much higher ones that nothing is left of them. A
-    kernel that never came to the token has left any numbers there.
+    Such a token may have sums of hidden cells, since the highest of its logits is then the lowest
+    one. (Where it sees a cell in a later tile, or in the share of another device, the logit of that
+    cell is so much higher that nothing is left of hidden ones.) And a kernel that never came to the
+    token has left any numbers there.
     """
     return _kept(sums, jnp.tile(sees, sums.total.shape[2] // sees.shape[1])[:, None])
 
 
 def unhidden_alone(sums: Sums) -> Sums:
-    """Set the sums of a query from which a bias hides all that its token sees to those over none.
+    """Set the sums of a query to those over no cells where a bias hides all that its token sees.
 
-    It has the lowest logit for its highest, which no other has, see `masked`.
+    Its highest logit is then the lowest one, and that of a query that sees a cell is not: see
+    `masked`.
     """
     return _kept(sums, sums.highest != LOWEST)
 
 
 def _kept(sums: Sums, sees: jax.Array) -> Sums:
-    """Set the sums of queries that see nothing to those over no cells; `sees` is `[P, 1, X]`."""
+    """Set the sums of queries that see nothing to those over no cells.
+
+    `sees` is `[P, K or 1, X]` bool.
+    """
     return Sums(
         jnp.where(sees, sums.highest, LOWEST),
         jnp.where(sees, sums.total, 0.0),
@@ -101,21 +111,24 @@ def _kept(sums: Sums, sees: jax.Array) -> Sums:
 
 
 def nothing(q: jax.Array, value_dim: int) -> Sums:
-    """Return the sums over no cells, for packed queries `[P, K, X, D]`."""
-    zero = jnp.zeros_like(q[..., 0], sums_dtype(q))  # on a mesh it lies as the queries do
+    """Return the sums over no cells, for packed queries `[P, K, X, D]`; Dv is `value_dim`."""
+    zero = jnp.zeros_like(q[..., 0], sums_dtype(q))  # split on a mesh as queries are
     out = jnp.broadcast_to(zero[..., None], (*zero.shape, value_dim))
     return Sums(zero + LOWEST, zero, out)
 
 
 def joined(a: Sums, b: Sums) -> Sums:
-    """Return the softmax over the cells of two."""
+    """Return the open softmax over the cells of two."""
     highest = jax.lax.stop_gradient(jnp.maximum(a.highest, b.highest))
     down = jnp.exp(b.highest - highest)
     return a.plus(highest, b.total * down, b.out * down[..., None])
 
 
 def joined_over(sums: Sums, axes: tuple[str, ...]) -> Sums:
-    """Return the softmax over the cells of all devices along axes of a mesh: one small message."""
+    """Return the open softmax over the cells of all devices along axes of a mesh.
+
+    It costs one small message.
+    """
     if not axes:
         return sums
     mine = [sums.highest[..., None], sums.total[..., None], sums.out]
@@ -127,39 +140,39 @@ def joined_over(sums: Sums, axes: tuple[str, ...]) -> Sums:
 
 
 def with_sinks(sums: Sums, sinks: jax.Array | None) -> Sums:
-    """Add the sinks `[H]`, if there are any, to the sums over all cells."""
+    """Add the sinks, `[H]` of floats, if there are any, to the sums over all cells."""
     if sinks is None:
         return sums
-    lists, groups, queries = sums.total.shape
-    heads = sinks.astype(sums.total.dtype).reshape(1, groups, -1, 1)
-    logits = jnp.broadcast_to(heads, (lists, groups, heads.shape[2], queries // heads.shape[2]))
+    lists, kv_heads, queries = sums.total.shape
+    heads = sinks.astype(sums.total.dtype).reshape(1, kv_heads, -1, 1)
+    logits = jnp.broadcast_to(heads, (lists, kv_heads, heads.shape[2], queries // heads.shape[2]))
     logits = logits.reshape(sums.total.shape)
     return joined(sums, Sums(logits, jnp.ones_like(logits), jnp.zeros_like(sums.out)))
 
 
 def closed(sums: Sums) -> jax.Array:
-    """Divides; zeros where nothing is seen. `[P, K, X, Dv]`."""
+    """Divide: return `[P, K, X, Dv]`, zeros where nothing is seen."""
     return sums.out / jnp.where(sums.total == 0.0, 1.0, sums.total)[..., None]
 
 
-def packed(q: jax.Array, groups: int) -> jax.Array:
-    """Lay queries out as one product with each key head; `[P, T, H, D]` to `[P, K, G * T, D]`."""
+def packed(q: jax.Array, kv_heads: int) -> jax.Array:
+    """Lay queries out for one product with each key head; `[P, T, H, D]` to `[P, K, G * T, D]`."""
     lists, tokens, _, size = q.shape
     return (
-        q.reshape(lists, tokens, groups, -1, size)
+        q.reshape(lists, tokens, kv_heads, -1, size)
         .transpose(0, 2, 3, 1, 4)
-        .reshape(lists, groups, -1, size)
+        .reshape(lists, kv_heads, -1, size)
     )
 
 
-def by_groups(x: jax.Array, groups: int) -> jax.Array:
-    """Give the heads of a key a dimension; `[P, H or 1, T, C]` to `[P, K or 1, G or 1, T, C]`."""
+def by_kv_heads(x: jax.Array, kv_heads: int) -> jax.Array:
+    """Split query heads by their key heads; `[P, H or 1, T, C]` to `[P, K or 1, G or 1, T, C]`."""
     lists, heads, *pairs = x.shape
-    return x.reshape(lists, min(heads, groups), -1, *pairs)
+    return x.reshape(lists, min(heads, kv_heads), -1, *pairs)
 
 
 def unpacked(out: jax.Array, tokens: int) -> jax.Array:
-    """Undo `packed`; `[P, K, G * T, Dv]` to `[P, T, H, Dv]`."""
-    lists, groups, _, size = out.shape
-    out = out.reshape(lists, groups, -1, tokens, size).transpose(0, 3, 1, 2, 4)
+    """Undo `packed`; `[P, K, G * T, Dv]` to `[P, T, H, Dv]`, for T `tokens`."""
+    lists, kv_heads, _, size = out.shape
+    out = out.reshape(lists, kv_heads, -1, tokens, size).transpose(0, 3, 1, 2, 4)
     return out.reshape(lists, tokens, -1, size)

@@ -1,4 +1,7 @@
-"""What JAX's transformations make of an implementation: derivatives, and batches of memories."""
+"""What JAX's transformations make of an implementation: derivatives, and batches of memories.
+
+The arrays of an implementation are those of `jaxkv.ops.attention.api.Way`.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,16 +18,15 @@ from jaxkv.ops.quantised import Stored
 
 
 def derived_by(plain: Callable[..., Sums], way: Callable[..., Sums]) -> Callable[..., Sums]:
-    """Give an implementation the derivatives of another, in both modes.
+    """Give the implementation `way` the derivatives of another, `plain`, in both modes.
 
     A loop whose length depends on the data cannot be run backwards, and what is fast forwards need
-    not be so backwards.
+    not be fast backwards. What decides what is seen, `seen`, may be a sight or a mask.
     """
 
     def weigh(q: jax.Array, k: Stored, v: Stored, seen: Any, options: Options) -> Sums:
-        # What decides which cells are seen is an argument, not closed over: where a step is jitted
-        # inside of a `grad`, JAX asks for its derivative when the trace it belongs to has ended. A
-        # bias is a part of it.
+        # `seen` is an argument, not closed over: where a step is jitted inside of a `grad`, JAX
+        # asks for the derivative when the trace of `seen` has ended. A bias is part of `seen`.
         @jax.custom_jvp
         def forwards(arrays: tuple, seen: Any) -> Sums:
             return way(*arrays, seen, options)
@@ -39,10 +41,10 @@ def derived_by(plain: Callable[..., Sums], way: Callable[..., Sums]) -> Callable
 
 
 def folded(way: Callable[..., Sums]) -> Callable[..., Sums]:
-    """Make a batch of memories one memory of more streams, where `vmap` would do both branches.
+    """Under `vmap`, run an implementation on one memory with the streams of the whole batch.
 
-    A `cond` whose condition differs within a batch becomes a choice between two results, and a loop
-    goes on for all as long as for one of them.
+    Else a `cond` whose condition differs within the batch would compute both branches, and a loop
+    would go on for all memories as long as for any of them.
     """
 
     def weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
@@ -60,7 +62,7 @@ def folded(way: Callable[..., Sums]) -> Callable[..., Sums]:
             function = None
             if isinstance(sight.bias, OfPlaces) and not any(jax.tree.leaves(batched[3].bias)):
                 function, sight = args[3].bias, replace(sight, bias=None)
-            elif isinstance(sight.bias, OfPlaces):  # memories with weights of their own each
+            elif isinstance(sight.bias, OfPlaces):  # each memory has weights of its own
                 sight = jax.vmap(with_array)(sight)
             sight = replace(sight, streams=sight.streams + first[:, None])
             args = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, sight))

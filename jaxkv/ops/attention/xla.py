@@ -1,4 +1,8 @@
-"""All cells at once, in two plain products: what any compiler knows how to fuse and to split."""
+"""All cells at once, in two plain products, which any compiler knows how to fuse and to split.
+
+Letters beside those of the package: G query heads of a key head, X = G * T queries that share a
+key, C cells that are weighed.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +11,7 @@ from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
 from jaxkv.ops.attention.softmax import (
     Options,
     Sums,
-    by_groups,
+    by_kv_heads,
     masked,
     packed,
     seen_alone,
@@ -32,8 +36,8 @@ def cleaned(
 ) -> Sums:
     """Do what `by_mask` does, in a form whose derivatives are safe from what no token sees.
 
-    They multiply keys and values by the zeros of what is hidden, which a NaN would survive. So what
-    no token sees is set to zero, which holds a copy.
+    Derivatives multiply keys and values by the zeros of hidden cells, and NaN times zero is NaN. So
+    cells that no token of a list sees are set to zero, which takes a copy.
     """
     seen = jnp.any(mask, axis=1)[:, None, :, None]
     k, v = (jnp.where(seen, decoded(x), 0) for x in (k, v))
@@ -48,9 +52,15 @@ def by_mask(
     options: Options,
     bias: jax.Array | None = None,
 ) -> Sums:
-    """Weigh the cells `[P, K, N, D]` of each list that its mask `[P, T, N]` shows to it.
+    """Weigh the cells of each list that its mask shows to it.
 
-    A bias is `[P, H or 1, T, N]`.
+    Args:
+      q: `[P, T, H, D]`, queries.
+      k: `[P, K, N, D]`, keys of the stream of each list.
+      v: `[P, K, N, Dv]`, values, all of them finite.
+      mask: `[P, T, N]` bool, what each token sees.
+      options: scale and softcap.
+      bias: `[P, H or 1, T, N]`, what is added to logits, if there is anything.
     """
     q = packed(options.scaled(q), k.shape[1])
     logits = _logits(q, k, mask, options, bias)
@@ -70,13 +80,13 @@ def added(
 ) -> Sums:
     """Weigh further cells, and add them to sums.
 
-    A token that sees none of all cells gets sums all the same, see `seen_alone`.
+    A token that sees no cell at all gets sums all the same: callers end with `seen_alone`.
 
     Args:
       sums: over other cells, or `nothing`.
       q: `[P, K, X, D]`, queries from `packed`, scaled.
       k: `[P, K, C, D]`, keys.
-      v: `[P, K, C, Dv]`, values, finite all of them.
+      v: `[P, K, C, Dv]`, values, all of them finite.
       mask: `[P, T, C]` bool, what each token sees.
       options: of which the softcap is looked at.
       bias: `[P, H or 1, T, C]`, what is added to logits, if there is anything.
@@ -89,12 +99,14 @@ def added(
 def _logits(
     q: jax.Array, k: Stored, mask: jax.Array, options: Options, bias: jax.Array | None
 ) -> jax.Array:
+    """Return masked logits `[P, K, X, C]` in `sums_dtype`; arguments as in `added`."""
     logits = scored(q, k, sums_dtype(q))
     by_token = options.capped(logits).reshape(*q.shape[:2], -1, *mask.shape[1:])
-    bias = None if bias is None else by_groups(bias, k.shape[1])
+    bias = None if bias is None else by_kv_heads(bias, k.shape[1])
     return masked(by_token, mask[:, None, None], bias).reshape(logits.shape)
 
 
 def _weigh(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
+    """Add up weights `[P, K, X, C]`, to `[P, K, X]`, and weighted values, to `[P, K, X, Dv]`."""
     out = weighed(weights, v)
     return jnp.sum(weights, axis=-1), out

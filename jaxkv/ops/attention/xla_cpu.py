@@ -1,7 +1,10 @@
 """Attention in the forms that a processor is fast with, all of them found by measuring.
 
-The compiler would turn them back into the usual ones, which are right elsewhere: there are no
-barriers and no such cuts in a program for another platform.
+Barriers keep the compiler from turning these forms back into the usual ones. Programs for other
+platforms have neither these barriers nor these cuts.
+
+Letters beside those of the package: G query heads of a key head, X = G * T queries that share a
+key, J parts that the cells of a list are cut into, C cells of a part.
 """
 
 import jax
@@ -13,7 +16,7 @@ from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
 from jaxkv.ops.attention.softmax import (
     Options,
     Sums,
-    by_groups,
+    by_kv_heads,
     masked,
     packed,
     seen_alone,
@@ -24,38 +27,44 @@ from jaxkv.ops.quantised import Quantised, Stored
 from jaxkv.ops.stacked import OfLayer
 
 FEW = 0.4
-"""The share of tiles that are seen, below which reading them one by one is faster."""
+"""The share of tiles that are seen, below which reading tiles one by one is faster."""
 
 SMALL = 4
-"""Tiles of a pool that are always read all at once: choosing takes time too."""
+"""The most tiles, of all lists together, that are always read at once: choosing takes time too."""
 
 LARGE = 16
-"""Tokens from which on tiles are always read one by one: the logits of all cells would be large."""
+"""The most tokens of a list for which all cells may be read at once.
+
+For more tokens tiles are always read one by one: the logits of all cells would be large.
+"""
 
 SEVERAL = 8
-"""Tokens from which on it is the same where the logits are more bytes than stay in a cache."""
+"""Tokens of a list from which on tiles are also read one by one if logits exceed `LOGITS`."""
 
 LOGITS = 1 << 23
-"""As many bytes as that: 8 MB."""
+"""Bytes of the logits of all cells that stay in a cache: 8 MB."""
 
 HUGE = 1 << 17
-"""Cells from which on a token alone reads them all at once: logits of more would be large again."""
+"""Cells of a stream from which on two tokens of a list already count as `SEVERAL`."""
 
 THIN = 32
-"""The most queries of a key head for which all cores read keys and values, see `_scores`."""
+"""The most queries of a key head for which cells are cut into parts, see `_in_parts`."""
 
 PRODUCTS = 384
-"""Independent products that values are weighed in, if there are as many: enough for all cores."""
+"""Independent products from which on cells are not cut further: enough for all cores."""
 
 PART = 64
-"""The fewest cells of such a product."""
+"""The fewest cells of a part."""
 
 EXACT = 1024
-"""The most weights that a product adds up: over many it is less exact than a sum."""
+"""The most weights that are added up by a product: over more it is less exact than a sum."""
 
 
 def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
-    """Read tiles where few of them are seen, or tokens are many, and else all cells at once."""
+    """Read tiles where few of them are seen, or tokens are many, and else all cells at once.
+
+    See `jaxkv.ops.attention.api` for the arguments.
+    """
     if isinstance(k, Quantised | OfLayer) or isinstance(v, Quantised | OfLayer):
         return tiles(q, k, v, sight, options)
     if not sight.all_streams or are_large(q, k) or is_narrow(k):
@@ -63,7 +72,7 @@ def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> 
     live, mask = live_of(sight), mask_of(sight)
     if live.tiles.size <= SMALL:
         return by_mask(q, k, v, mask, options, bias_of(sight))
-    # What layers share is an argument: made inside of a branch, it would be made by each of them.
+    # The mask and the list of tiles are arguments: inside of a branch, each layer would make them.
     sums = jax.lax.cond(
         live.turns < FEW * live.tiles.size,
         lambda q, live, _: one_by_one(q, k, v, live, options, added),
@@ -79,15 +88,15 @@ def tiles(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) ->
 
 
 def form_for(k: Stored) -> Added:
-    """Return the form in which a tile is added to others.
+    """Return the function that adds a tile to others.
 
-    Where quantised the plain one is faster, since codes are converted inside of its products.
+    For quantised keys `[S, K, N, D]` the plain one is faster, since its products convert the codes.
     """
     return xla.added if isinstance(k, Quantised) else added
 
 
 def whole(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
-    """Weigh all cells of the streams that take part."""
+    """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.api`."""
     if isinstance(k, Quantised) or isinstance(v, Quantised):
         return xla.whole(q, k, v, sight, options)
     k, v = sight.of_lists(k), sight.of_lists(v)
@@ -115,7 +124,10 @@ def at_once(
     options: Options,
     bias: jax.Array | None,
 ) -> Sums:
-    """Weigh all cells, for packed queries `[P, K, X, D]`; leave `seen_alone` to callers."""
+    """Weigh all cells, for queries `[P, K, X, D]`, packed and scaled.
+
+    The other arguments are those of `by_mask`. It leaves `seen_alone` to callers.
+    """
     logits, v = _logits(q, k, mask, options, bias), _in_parts(v, q.shape[2])
     # Maximum, difference and exponential side by side are one fast function of the compiler's.
     # It takes nothing between them, such as a guard against -inf or a maximum of earlier cells.
@@ -143,19 +155,25 @@ def added(
 def _logits(
     q: jax.Array, k: jax.Array, mask: jax.Array, options: Options, bias: jax.Array | None
 ) -> jax.Array:
-    """Multiply queries `[P, K, X, D]` and keys, and masks; `[P, K, parts, G, T, C]`."""
+    """Return masked logits, `[P, K, J, G, T, C]`, of queries `[P, K, X, D]`.
+
+    Keys are `[P, K, N, D]`, and mask and bias as in `by_mask`.
+    """
     k = _in_parts(k, q.shape[2])
     lists, tokens, _ = mask.shape
     mask = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
     logits = options.capped(_scores(q, k)).reshape(*k.shape[:3], -1, tokens, k.shape[3])
     if bias is not None:
-        bias = by_groups(bias, k.shape[1])
+        bias = by_kv_heads(bias, k.shape[1])
         bias = bias.reshape(*bias.shape[:4], *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
     return masked(logits, mask, bias)
 
 
 def are_large(q: jax.Array, k: jax.Array) -> bool:
-    """Return whether the logits of all cells would take more time than turns of a loop."""
+    """Return whether the logits of all cells would take more time than turns of a loop.
+
+    Queries are `[P, T, H, D]`, and keys `[S, K, N, D]`.
+    """
     lists, tokens, heads, _ = q.shape
     logits = lists * tokens * heads * k.shape[2] * sums_dtype(q).itemsize
     several = tokens >= SEVERAL or (tokens > 1 and k.shape[2] >= HUGE)
@@ -163,15 +181,15 @@ def are_large(q: jax.Array, k: jax.Array) -> bool:
 
 
 def is_narrow(k: Stored) -> bool:
-    """Return whether products convert the numbers to float32, which is for a tile at a time."""
+    """Return whether products first convert keys `[S, K, N, D]` to float32: done tile by tile."""
     return k.dtype.itemsize < 4
 
 
 def _in_parts(x: jax.Array, queries: int) -> jax.Array:
-    """Cut keys or values into parts of C; `[P, K, N, D]` to `[P, K, parts, C, D]`, unmoved.
+    """Cut keys or values into parts; `[P, K, N, D]` to `[P, K, J, C, D]`, unmoved.
 
-    A processor shares products among its cores one by one, and a few thin ones keep but one core
-    busy. Where there are many queries, or few cells, there is one part.
+    A processor deals whole products to its cores, and a few thin ones keep only one core busy.
+    Where there are many queries, X, or few cells, there is one part.
     """
     products, parts, size = x.shape[0] * x.shape[1], 1, x.shape[2]
     while queries <= THIN and products * parts < PRODUCTS and size % 2 == 0 and size >= 2 * PART:
@@ -180,30 +198,31 @@ def _in_parts(x: jax.Array, queries: int) -> jax.Array:
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Multiply queries `[P, K, X, D]` and keys in parts; `[P, K, parts, X, C]`.
+    """Multiply queries `[P, K, X, D]` and keys `[P, K, J, C, D]`; `[P, K, J, X, C]`.
 
-    With few queries the keys come first: the first factor is what cores share. The barrier keeps
-    the compiler from exchanging the factors to save itself the small transpose. With many there is
-    one part, which is left out of the product: as a dimension it doubles the time.
+    With few queries the keys come first, since the first factor is dealt to the cores. The barrier
+    keeps the compiler from exchanging the factors, which would save it the small transpose. With
+    many queries there is one part, whose dimension is left out: in a product it doubles the time.
     """
     dtype = sums_dtype(q)
     if q.shape[2] > THIN:
-        logits = jnp.einsum("rkxd,rkcd->rkxc", q, k[:, :, 0], preferred_element_type=dtype)
+        logits = jnp.einsum("pkxd,pkcd->pkxc", q, k[:, :, 0], preferred_element_type=dtype)
         return logits[:, :, None]
-    logits = jnp.einsum("rkpcd,rkxd->rkpcx", k, q, preferred_element_type=dtype)
+    logits = jnp.einsum("pkjcd,pkxd->pkjcx", k, q, preferred_element_type=dtype)
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 
 
 def _weigh(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Add up weights `[P, K, parts, G, T, C]`, `[P, K, X]`, and weighted values, `[P, K, X, Dv]`.
+    """Add up weights `[P, K, J, G, T, C]`, to `[P, K, X]`, and weighted values, to `[P, K, X, Dv]`.
 
-    Without the barrier the sum over parts would become one product with the values again.
+    Values are `[P, K, J, C, Dv]`. Without the barrier the compiler would make one product of those
+    of all parts again.
     """
     if weights.shape[5] <= EXACT:  # inside of a branch a sum takes longer than a product with ones
         ones = jnp.ones(weights.shape[5], weights.dtype)
-        total = jnp.einsum("rkpgtc,c->rkgt", weights, ones)
+        total = jnp.einsum("pkjgtc,c->pkgt", weights, ones)
     else:
         total = jnp.sum(weights, axis=(2, 5))
     weights = weights.reshape(*weights.shape[:3], -1, weights.shape[5])
-    out = jnp.einsum("rkpxc,rkpcd->rkpxd", weights, v, preferred_element_type=weights.dtype)
+    out = jnp.einsum("pkjxc,pkjcd->pkjxd", weights, v, preferred_element_type=weights.dtype)
     return total.reshape(*out.shape[:2], -1), jax.lax.optimization_barrier(out).sum(2)

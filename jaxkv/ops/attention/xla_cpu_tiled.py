@@ -1,11 +1,14 @@
 """Attention of a processor over pools in which texts have tiles of cells for themselves.
 
-A product of all tokens of a pool multiplies each with the cells of all others. Here a tile that one
-token alone sees is multiplied with this token, and what several see with all of them, once.
+One product for all tokens of a pool multiplies each token with the cells of all others. Here a tile
+that one token alone sees is multiplied with this token only; a tile that several tokens see is
+multiplied with all tokens, once.
 
-These are the tiles of sequences, `Sight.tile` cells each; a loop reads several at once, which are a
-tile of `jaxkv.ops.attention.live`. M is the tiles of a list, or of a piece of its cells, and C the
-cells of a tile.
+These are the tiles of sequences, `Sight.tile` cells each. A loop reads several of them at once,
+which together are a tile of `jaxkv.ops.attention.live`.
+
+Letters beside those of the package: M tiles of a list, or of a piece of its cells; C cells of a
+tile; G query heads of a key head, X = G * T queries that share a key.
 """
 
 from dataclasses import replace
@@ -21,7 +24,7 @@ from jaxkv.ops.attention.softmax import (
     LOWEST,
     Options,
     Sums,
-    by_groups,
+    by_kv_heads,
     masked,
     nothing,
     packed,
@@ -34,9 +37,10 @@ from jaxkv.ops.stacked import OfLayer
 
 
 def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
-    """Weigh each tile for the token that sees it alone, where few tokens have tiles for themselves.
+    """Weigh each tile that one token alone sees for this token only, if tokens have such tiles.
 
-    Where several see much of a pool, all cells are weighed for all tokens at once.
+    Where several tokens see much of a pool, all cells are weighed for all tokens at once. See
+    `jaxkv.ops.attention.api` for the arguments.
     """
     tokens, cells, size = sight.at.shape[1], k.shape[2], sight.tile
     if size is None or cells % size or not sight.all_streams or not 1 < tokens <= BLOCK:
@@ -44,25 +48,25 @@ def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> 
     own, shared, sees = parted(sight, size)
     mine, ours = live_of(own), live_of(shared)
     few = xla_cpu.FEW * mine.tiles.size
-    rows = packed(options.scaled(q), k.shape[1])
+    packed_q = packed(options.scaled(q), k.shape[1])
     narrow = xla_cpu.is_narrow(k)
-    # Converted, or cut out of all layers, which is for a few tiles at a time.
+    # Keys and values are converted, or cut out of all layers, only for a few tiles at a time.
     piecewise = narrow or isinstance(k, OfLayer) or isinstance(v, OfLayer)
     each, mask = partial(added, size), mask_of(own)
 
     def one_after_another() -> Sums:
-        return one_by_one(rows, k, v, mine, options, each, pinned=narrow)
+        return one_by_one(packed_q, k, v, mine, options, each, pinned=narrow)
 
     def side_by_side() -> Sums:
-        none = nothing(rows, v.shape[3])
-        return each(none, rows, k, v, mask, options, bias_of(own))
+        none = nothing(packed_q, v.shape[3])
+        return each(none, packed_q, k, v, mask, options, bias_of(own))
 
     def apart() -> Sums:
         if piecewise:
             sums = one_after_another()
         else:
             sums = jax.lax.cond(mine.turns < few, one_after_another, side_by_side)
-        return one_by_one(rows, k, v, ours, options, xla_cpu.form_for(k), sums, pinned=narrow)
+        return one_by_one(packed_q, k, v, ours, options, xla_cpu.form_for(k), sums, pinned=narrow)
 
     if piecewise or isinstance(k, Quantised) or isinstance(v, Quantised) or xla_cpu.are_large(q, k):
         return seen_alone(apart(), sees)
@@ -70,17 +74,17 @@ def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> 
     sums = jax.lax.cond(
         ours.turns < few,
         apart,
-        lambda: xla_cpu.at_once(rows, k, v, both, options, bias_of(sight)),
+        lambda: xla_cpu.at_once(packed_q, k, v, both, options, bias_of(sight)),
     )
     return seen_alone(sums, sees)
 
 
 @partial(jax.jit, static_argnames="size")
 def parted(sight: Sight, size: int) -> tuple[Sight, Sight, jax.Array]:
-    """Return the sight of tiles that one token alone sees, and that of all others.
+    """Return the sight of tiles that one token alone sees, and the sight of all other tiles.
 
-    And `[P, T]` bool, which tokens see anything. Like `mask_of`, the compiler does this once for
-    all layers.
+    And `[P, T]` bool, which tokens see anything; C is `size`. As with `mask_of`, each layer calls
+    this, and the compiler computes it once.
     """
     mask = mask_of(sight)
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]
@@ -101,19 +105,20 @@ def added(
 ) -> Sums:
     """Do what `jaxkv.ops.attention.xla.added` does, where one token alone sees cells of a tile.
 
-    The arguments are those, after C, the `size` of a tile.
+    The first argument is `size`, the C cells of a tile; the others are those of that function, for
+    M * C cells.
     """
     lists, tokens, _ = mask.shape
-    groups = k.shape[1]
+    kv_heads = k.shape[1]
     cut = mask.reshape(lists, tokens, -1, size)
     sees = jnp.any(cut, axis=3)  # [P, T, M]
     token = jnp.argmax(sees, axis=1)  # [P, M]
     pick = partial(jnp.take_along_axis, axis=3, mode="promise_in_bounds")
-    by_token = q.reshape(lists, groups, -1, tokens, q.shape[3])
+    by_token = q.reshape(lists, kv_heads, -1, tokens, q.shape[3])
     mine = pick(by_token, token[:, None, None, :, None]).swapaxes(2, 3)  # [P, K, M, G, D]
     logits = options.capped(_scores(mine, _tiled(k, size)))  # [P, K, M, G, C]
     if bias is not None:
-        bias = by_groups(bias, groups)
+        bias = by_kv_heads(bias, kv_heads)
         bias = bias.reshape(*bias.shape[:4], -1, size)  # [P, K, G, T, M, C]
         bias = pick(bias, token[:, None, None, None, :, None])[:, :, :, 0].swapaxes(2, 3)
     logits = masked(logits, jnp.any(cut, axis=1)[:, None, :, None], bias)
@@ -125,15 +130,16 @@ def added(
 def _joined(
     sums: Sums, sees: jax.Array, highest: jax.Array, total: jax.Array, out: jax.Array
 ) -> Sums:
-    """Add the sums of tiles, `[P, K, M, G]`, to those of tokens, of which some see, `[P, T, M]`.
+    """Add the sums of tiles to those of the tokens that see them, `[P, T, M]` bool.
 
-    A NaN is chosen or not, and never multiplied with what stands for tokens that do not see it.
+    `highest` and `total` of tiles are `[P, K, M, G]`, and `out` is `[P, K, M, G, Dv]`. A NaN is
+    selected or not, and never multiplied by the zeros of tokens that do not see it.
     """
     lists, tokens, _ = sees.shape
-    packed_shape, groups = sums.highest.shape, highest.shape[1]
+    packed_shape, kv_heads = sums.highest.shape, highest.shape[1]
     highest, total = (x.swapaxes(2, 3)[:, :, :, None] for x in (highest, total))  # [P, K, G, 1, M]
     sees = sees[:, None, None]
-    before = sums.highest.reshape(lists, groups, -1, tokens)
+    before = sums.highest.reshape(lists, kv_heads, -1, tokens)
     top = jnp.maximum(before, jnp.max(jnp.where(sees, highest, LOWEST), axis=4))
     down = jnp.where(sees, jnp.exp(highest - top[..., None]), 0.0)  # [P, K, G, T, M]
     whole = jnp.isfinite(total[:, :, :, 0].swapaxes(2, 3))[..., None]
@@ -144,12 +150,12 @@ def _joined(
 
 
 def _tiled(x: Stored, size: int) -> Stored:
-    """Cut keys or values into tiles; `[P, K, N, D]` to `[P, K, M, C, D]`, unmoved."""
+    """Cut keys or values into tiles; `[P, K, M * C, D]` to `[P, K, M, C, D]`, unmoved."""
     return jax.tree.map(lambda y: y.reshape(*y.shape[:2], -1, size, y.shape[3]), x)
 
 
 def _scores(q: jax.Array, k: Stored) -> jax.Array:
-    """Multiply the queries `[P, K, M, G, D]` and keys of tiles; `[P, K, M, G, C]`.
+    """Multiply queries `[P, K, M, G, D]` and keys `[P, K, M, C, D]` of tiles; `[P, K, M, G, C]`.
 
     The keys come first, as in `jaxkv.ops.attention.xla_cpu`.
     """
@@ -158,6 +164,6 @@ def _scores(q: jax.Array, k: Stored) -> jax.Array:
 
 
 def _weigh(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
-    """Add up the weights `[P, K, M, G, C]` of tiles, `[P, K, M, G]`, and values, with `Dv` more."""
+    """Add up weights `[P, K, M, G, C]`, to `[P, K, M, G]`, and values, to `[P, K, M, G, Dv]`."""
     out = weighed(weights, v)
     return jnp.sum(weights, axis=-1), jax.lax.optimization_barrier(out)

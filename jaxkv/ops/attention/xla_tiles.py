@@ -1,6 +1,9 @@
 """Live tiles one after another, in a loop with a running softmax.
 
-A step costs what is seen, see `jaxkv.ops.attention.live`.
+The time of a step grows with the tiles that are seen, see `jaxkv.ops.attention.live`.
+
+Letters beside those of the package: b blocks of a list, t tokens of a block, G query heads of a key
+head, X = G * t queries of a block that share a key.
 """
 
 from collections.abc import Callable
@@ -16,7 +19,7 @@ from jaxkv.ops.quantised import Stored
 from jaxkv.ops.stacked import flat
 
 Added = Callable[..., Sums]
-"""How a tile is added to the sums over others, see `jaxkv.ops.attention.xla.added`."""
+"""A function that adds a tile to the sums over others, see `jaxkv.ops.attention.xla.added`."""
 
 
 def by_tiles(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
@@ -34,11 +37,14 @@ def block_by_block(
     *,
     pinned: bool = False,
 ) -> Sums:
-    """Weigh the cells of live tiles, each as `added` does, for tokens in blocks."""
+    """Weigh the cells of live tiles, each with `added`, for tokens in blocks.
+
+    The other arguments are those of `jaxkv.ops.attention.api.Way`, and `pinned` of `one_by_one`.
+    """
     live = live_of(sight)
     lists, tokens = sight.at.shape
-    rows = packed(options.scaled(in_blocks(q, live.streams.size // lists)), k.shape[1])
-    sums = one_by_one(rows, k, v, live, options, added, pinned=pinned)
+    packed_q = packed(options.scaled(in_blocks(q, live.streams.size // lists)), k.shape[1])
+    sums = one_by_one(packed_q, k, v, live, options, added, pinned=pinned)
     return of_lists(sums, live, lists, tokens)
 
 
@@ -53,13 +59,23 @@ def one_by_one(
     *,
     pinned: bool = False,
 ) -> Sums:
-    """Go over live tiles, for packed queries `[P * b, K, X, D]`; leave `seen_alone` to callers.
+    """Go over live tiles; leave `seen_alone` to callers.
 
-    Keys and values are read where they lie, also those of a few streams of many. Where they are
-    pinned, what is done to a tile, such as converting it, cannot be done to all cells beforehand.
-    To the sums of other cells, if there are any to `start` with, theirs are added.
+    Keys and values are read where they lie, also those of a few streams of many.
+
+    Args:
+      q: `[P * b, K, X, D]`, queries, packed and scaled.
+      k: `[S, K, N, D]`, keys.
+      v: `[S, K, N, Dv]`, values.
+      live: the tiles.
+      options: of which the softcap is looked at.
+      added: adds a tile to sums.
+      start: sums over other cells, `[P * b, K, X]`, to which those of the tiles are added; None for
+        none.
+      pinned: keep the compiler from doing to all cells before the loop what is done to a tile, such
+        as converting it.
     """
-    groups, cells = k.shape[1:3]
+    kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flat((k, v), live.streams)
     size = min(TILE, cells)
     tiles = -(-cells // size)
@@ -73,7 +89,7 @@ def one_by_one(
 
         def cut(x: Stored) -> Stored:
             start = (item(streams, block), zero, first, zero)
-            shape = (1, groups, size)
+            shape = (1, kv_heads, size)
             return jax.tree.map(lambda y: slice_of(y, start, (*shape, y.shape[3])), x)
 
         def mine(x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 CHUNK = 64
-"""Tokens of a chunk: with fewer, products are too small; with more, more scores are masked out."""
+"""Tokens of a chunk: fewer make more and smaller products, more make more masked scores."""
 
 
 def scan_ssd(
