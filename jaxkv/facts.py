@@ -15,7 +15,7 @@ class Facts:
 
     kind: the kind of table: "attention", "source", "recurrent" or "hybrid".
     sequences: Q.
-    streams: S. Sequence q lives in stream q // (Q // S).
+    streams: S. Sequence q lives in stream q // sharing.
     one_sequence_a_row: whether a row of a ubatch holds tokens of one sequence only.
     ubatch_size: the most tokens of a ubatch that the memory was sized for; None for any.
     rollback: E, where states are kept: how many of its last tokens a sequence can take back. None
@@ -32,6 +32,11 @@ class Facts:
     rollback: int | None = None
     details: tuple[tuple[str, Any], ...] = ()
     parts: tuple["Facts", ...] = ()
+
+    @property
+    def sharing(self) -> int:
+        """Q // S, the number of sequences that share a stream."""
+        return self.sequences // self.streams
 
     @property
     def in_groups(self) -> bool:

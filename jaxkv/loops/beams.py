@@ -166,7 +166,7 @@ def _checked(facts: Facts, sequences: Any, width: int) -> Any:
     if facts.in_groups and not within_streams(facts, ids[:1], ids):
         got = np.asarray(ids).tolist() if is_concrete(ids) else "traced ones"
         raise ValueError(
-            f"wanted sequences of one stream of {facts.sequences // facts.streams} for the beams, "
+            f"wanted sequences of one stream of {facts.sharing} for the beams, "
             f"since another may lack the cells for a copy, got {got}: pass sequences="
         )
     return ids

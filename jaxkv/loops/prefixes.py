@@ -58,7 +58,7 @@ class Prefixes:
             )
         shapes = jax.eval_shape(table.spared)
         self.nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        self._sharing = table.facts.sequences // table.facts.streams
+        self._sharing = table.facts.sharing
 
     @property
     def holders(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ class Schedule:
     def __init__(self, table: Table, *, limits: Limits, reserve: bool, prefixes: Prefixes):
         self._table, self._steps, self.reserves = table, limits.steps, reserve
         self._prefixes = prefixes
-        self._sharing = table.facts.sequences // table.facts.streams
+        self._sharing = table.facts.sharing
         self._at_once = max(limits.chunk, self._sharing)
         self._waiting: list[Progress] = []
         self._stuck: Progress | None = None  # there was no room for it, and none has come free

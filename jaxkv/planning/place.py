@@ -111,7 +111,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch
         row = jnp.arange(facts.sequences, dtype=jnp.int32)
     else:
         row = jnp.maximum(_row_sequence(part), 0)
-    stream, _ = divided(row, facts.sequences // facts.streams)
+    stream, _ = divided(row, facts.sharing)
     before = table.digest()
     pick, order = _outputs(part, index, outputs)
     return Ubatch(

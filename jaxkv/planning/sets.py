@@ -39,7 +39,7 @@ def check_sets(facts: Facts, batch: Batch) -> None:
         return
     members, valid = (np.asarray(x).reshape(*batch.valid.shape, -1) for x in members_of(batch))
     facts.sequence_ids(members[valid])
-    stream = members // (facts.sequences // facts.streams)
+    stream = members // facts.sharing
     apart = valid & (stream != stream[..., :1])
     if apart.any():
         ids = members[apart.any(axis=-1)][0]
@@ -99,7 +99,7 @@ def apart(
     first = jnp.broadcast_to(ids[:, :1], ids.shape)
     own = jnp.arange(count, dtype=jnp.int32)
     partner = own.at[jnp.where(begins, ids, count)].set(first, mode="drop")
-    (there, number), (here, mine) = (divided(x, count // facts.streams) for x in (partner, own))
+    (there, number), (here, mine) = (divided(x, facts.sharing) for x in (partner, own))
     same = (there == here) & table.alike(jnp.where(there == here, number, mine))
     alike = (token == token[:, :1]) & (~begins | same.at[ids].get(mode="fill", fill_value=True))
     return ((ids < count) & ~alike).reshape(-1)

@@ -227,8 +227,8 @@ def warm_up(memory: Memory, store: Store, *, donate: bool = False) -> Memory:
     resumable(memory, holder, 0)
     seq_rm(seq_keep(memory, holder), holder, 0)
     empty = [seq for seq in others if int(seq_pos_max(memory, seq)) < 0]
-    sharing = facts.sequences // facts.streams
-    for seq in {one // sharing == holder // sharing: one for one in empty}.values():
+    stream = holder // facts.sharing
+    for seq in {one // facts.sharing == stream: one for one in empty}.values():
         can_seq_cp(memory, holder, seq, 0, 0)
         memory = seq_cp(memory, holder, seq, 0, 0, donate=donate)
     return memory

@@ -17,10 +17,10 @@ def within_streams(facts: Facts, ids: Any, others: Any) -> bool:
     """Return whether sequences are known to lie in the streams of others, so that all is shared."""
     if facts.streams == 1:
         return True
-    sharing = facts.sequences // facts.streams
-    return is_concrete(ids, others) and bool(
-        np.all(np.asarray(ids) // sharing == np.asarray(others) // sharing)
-    )
+    if not is_concrete(ids, others):
+        return False
+    one, other = (np.asarray(x) // facts.sharing for x in (ids, others))
+    return bool(np.all(one == other))
 
 
 @program
