@@ -23,8 +23,8 @@ from tests.memories import (
     WIDTH,
     assert_identical,
     cells_of,
+    contents_of,
     plan_rows,
-    rows_of,
 )
 from tests.oracle import Oracle, Part, Token
 
@@ -134,10 +134,10 @@ def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -
 # -------------------------------------------------------------------------------------- reading
 
 
-def kept_of(table: States, rows: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
+def kept_of(table: States, buffers: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
     """List what each sequence can go on from: positions, and the bytes of all layers' states."""
     position, cell = np.asarray(table.position), np.asarray(table.cell)
-    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(rows)]
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(buffers)]
     return {
         seq: [
             (int(p), tuple(array[seq // table.sharing, c].tobytes() for array in arrays))
@@ -184,7 +184,7 @@ class Histories:
         self.size = kept + 1
         self.sharing = sequences // streams
         self.states: dict[int, list[Kept]] = {seq: [] for seq in range(sequences)}
-        self.lost = dict.fromkeys(self.states, 0)
+        self.dead_until = dict.fromkeys(self.states, 0)
 
     def fork(self) -> "Histories":
         """Copy it; what is shared stays shared."""
@@ -200,11 +200,11 @@ class Histories:
 
     def reached(self, seq: int) -> int:
         """The last position of a sequence, though its states may be gone."""
-        return max(self.last(seq), self.lost[seq] - 1)
+        return max(self.last(seq), self.dead_until[seq] - 1)
 
     def used(self) -> int:
         """How many states there are, shared ones once."""
-        return len({id(state) for row in self.states.values() for state in row})
+        return len({id(state) for states in self.states.values() for state in states})
 
     def can_resume(self, seq: int, pos: int) -> bool:
         """Whether a token at a position has a state to go on from, or needs none."""
@@ -234,7 +234,7 @@ class Histories:
         for one in list(self.states) if seq == -1 else [seq]:
             what = self._cut(one, p0, p1)
             if what == "whole":
-                self.states[one], self.lost[one] = [], 0
+                self.states[one], self.dead_until[one] = [], 0
             if what == "cut":
                 self.states[one] = [s for s in self.states[one] if s.position < p0]
         return True
@@ -250,25 +250,25 @@ class Histories:
             same_stream = dst // self.sharing == src // self.sharing
             if dst == src or (same_stream and not there):
                 continue
-            self.states[dst], self.lost[dst] = [], 0
+            self.states[dst], self.dead_until[dst] = [], 0
             if not there:
                 continue
             if any(state.position == there[-1] for state in self.states[src]):
                 shared = [s for s in self.states[src] if s.position <= there[-1]]
                 self.states[dst] = shared if same_stream else copies(dst, src, shared)
             else:
-                self.lost[dst] = there[-1] + 1
+                self.dead_until[dst] = there[-1] + 1
 
     def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
         """Let sequences have the states of others, each those of its parent."""
-        states, lost, copies = dict(self.states), dict(self.lost), self._copies()
+        states, dead_until, copies = dict(self.states), dict(self.dead_until), self._copies()
         for parent, seq in zip(parents, seqs, strict=True):
             if parent != seq:
                 given = states[parent]
                 if parent // self.sharing != seq // self.sharing:
                     given = copies(seq, parent, given)
                 self.states[seq] = list(given)
-                self.lost[seq] = lost[parent]
+                self.dead_until[seq] = dead_until[parent]
 
     def _copies(self) -> Callable[[int, int, list[Kept]], list[Kept]]:
         """Make what copies states: once for all of a stream that get those of one sequence."""
@@ -284,17 +284,17 @@ class Histories:
         """Forget all others."""
         for other in self.states:
             if other != seq:
-                self.states[other], self.lost[other] = [], 0
+                self.states[other], self.dead_until[other] = [], 0
 
     def clear(self) -> None:
         """Forget all."""
         for seq in self.states:
-            self.states[seq], self.lost[seq] = [], 0
+            self.states[seq], self.dead_until[seq] = [], 0
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Move what stands in a range, for every sequence that shares it."""
         moved = [s for s in self.states[seq] if p0 <= s.position and (p1 < 0 or s.position < p1)]
-        self._move_loss(seq, p0, p1, lambda position: position + delta)
+        self._move_dead_end(seq, p0, p1, lambda position: position + delta)
         for state in moved:
             state.position += delta
         self._settle(max(p0, 0))
@@ -304,43 +304,45 @@ class Histories:
         if divisor == 1:
             return
         moved = [s for s in self.states[seq] if p0 <= s.position and (p1 < 0 or s.position < p1)]
-        self._move_loss(seq, p0, p1, lambda position: position // divisor)
+        self._move_dead_end(seq, p0, p1, lambda position: position // divisor)
         for state in moved:
             state.position //= divisor
-        drop = {other: [s for s in row[:-1] if s in moved] for other, row in self.states.items()}
+        drop = {
+            other: [s for s in states[:-1] if s in moved] for other, states in self.states.items()
+        }
         self._settle(max(p0, 0), drop)
 
     def _settle(self, start: int, drop: dict[int, list[Kept]] | None = None) -> None:
         """Drop what has left the line: before 0, or not before all that came later."""
-        for seq, row in self.states.items():
+        for seq, states in self.states.items():
             stays = [
                 state
-                for i, state in enumerate(row)
+                for i, state in enumerate(states)
                 if state.position >= 0
-                and not any(0 <= later.position <= state.position for later in row[i + 1 :])
+                and not any(0 <= later.position <= state.position for later in states[i + 1 :])
                 and not (drop and state in drop[seq])
             ]
-            if row and row[-1].position < 0:  # the end is gone, from the start of the range on
+            if states and states[-1].position < 0:  # the end is gone, from where the range begins
                 stays = [state for state in stays if state.position < start]
                 if not any(state.position == start - 1 for state in stays):
-                    stays, self.lost[seq] = [], start
+                    stays, self.dead_until[seq] = [], start
             self.states[seq] = stays
 
-    def _move_loss(self, seq: int, p0: int, p1: int, move: Any) -> None:
-        end = self.lost[seq] - 1
+    def _move_dead_end(self, seq: int, p0: int, p1: int, move: Any) -> None:
+        end = self.dead_until[seq] - 1
         if end >= max(p0, 0) and (p1 < 0 or end < p1):
-            self.lost[seq] = max(0, move(end) + 1)
+            self.dead_until[seq] = max(0, move(end) + 1)
 
     def decode(self, seq: int, tokens: Sequence[int], start: int | None = None) -> None:
         """Let a sequence see more tokens."""
-        row = self.states[seq]
-        history = row[-1].history if row else ()
+        states = self.states[seq]
+        history = states[-1].history if states else ()
         position = self.last(seq) + 1 if start is None else start
         new = []
         for i, token in enumerate(tokens):
             history = (*history, token)
             new.append(Kept(position + i, history))
-        self.states[seq] = (row + new)[-self.size :]
+        self.states[seq] = (states + new)[-self.size :]
 
 
 # -------------------------------------------------------------------------------------- together
@@ -395,22 +397,22 @@ class Twin:
         self.histories, self.oracle = histories.fork(), oracle and oracle.fork()
 
     def parts(self) -> tuple[Any, Any, Any, Any]:
-        """The recurrent table and rows, and those of attention."""
-        table, rows = jaxkv.split(self.memory)
+        """The recurrent table and buffers, and those of attention."""
+        table, buffers = jaxkv.split(self.memory)
         if not self.attending:
-            return table, rows, None, None
-        return table.parts[1], rows[1], table.parts[0], rows[0]
+            return table, buffers, None, None
+        return table.parts[1], buffers[1], table.parts[0], buffers[0]
 
     def compare(self) -> None:
-        """States, cells, rows and answers agree for every sequence."""
-        table, rows, cells, attention = self.parts()
+        """States, cells, contents and answers agree for every sequence."""
+        table, buffers, cells, attention = self.parts()
         drawn = jaxkv.show(self.memory)
         expected = {
-            seq: [(s.position, bytes_of(s.history, self.recurrent)) for s in row]
-            for seq, row in self.histories.states.items()
+            seq: [(s.position, bytes_of(s.history, self.recurrent)) for s in states]
+            for seq, states in self.histories.states.items()
         }
-        assert kept_of(table, rows) == expected, drawn
-        assert table.dead_until.tolist() == [*self.histories.lost.values()], drawn
+        assert kept_of(table, buffers) == expected, drawn
+        assert table.dead_until.tolist() == [*self.histories.dead_until.values()], drawn
         faults = jaxkv.check_invariants(self.memory)
         assert not any(map(int, faults.values())), faults
         ids = [*range(self.sequences)]
@@ -419,7 +421,7 @@ class Twin:
         if self.oracle:
             places = {p: (c.position, c.owners, c.shift) for p, c in self.oracle.cells.items()}
             assert cells_of(cells) == places, drawn
-            assert rows_of(attention, self.attending) == self.oracle.rows, drawn
+            assert contents_of(attention, self.attending) == self.oracle.contents, drawn
             pairs = [(f, self.oracle.first(s)) for f, s in zip(firsts, ids, strict=True)]
             firsts = [max(pair) if min(pair) >= 0 else -1 for pair in pairs]
             lasts = [min(last, self.oracle.last(s)) for last, s in zip(lasts, ids, strict=True)]
@@ -451,7 +453,7 @@ class Twin:
                 row[:, np.flatnonzero(row[1] == 0)[0]] = token.token, 1
             plan = plan_rows(self.memory, *table)
         here, expected, ok = set(sequences), None, True
-        astray = {seq for seq in here if self.histories.lost[seq]}
+        astray = {seq for seq in here if self.histories.dead_until[seq]}
         if self.oracle:
             expected = self.oracle.plan(tokens, ubatch_size=4 if in_parts else None)
             reached = self.histories.reached

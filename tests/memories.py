@@ -1,6 +1,6 @@
 """The memories under test, and two tiny models to run through them.
 
-A test of a property is written once and runs over `KINDS`: a new kind of memory is a new row there.
+A test of a property is written once and runs over `KINDS`: a new kind is a new entry there.
 """
 
 import re
@@ -22,7 +22,7 @@ from jaxkv.kv.cells import Cells, Placement
 from jaxkv.kv.mask import visible
 from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import Quantised, Stored, decoded
-from tests.oracle import Fault, Oracle, Place, Plan, Row, Token
+from tests.oracle import Content, Fault, Oracle, Place, Plan, Token
 
 LAYERS = 2
 HEADS = 2  # of keys and values; queries have twice as many
@@ -213,7 +213,7 @@ def masks_of(memory: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None) -> list
 def sign(
     memory: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None = None, *, biased: bool = False
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
-    """Apply a ubatch and let every token sign its rows; see `rows_of` for the other way.
+    """Apply a ubatch and let every token sign its key and value; `contents_of` reads them.
 
     Queries are zero, so that the output of a token is the mean of the signatures it sees, weighed
     by the bias if there is one. Values are what `Kind.value` says: keys with the other sign, or
@@ -223,16 +223,16 @@ def sign(
       The memory; the mask of each part, `[R, T, N]`; and what the tokens saw in each layer,
       `[R, T, H, Dv]`.
     """
-    latent = any(is_latent(rows) for _, rows in parts_of(memory))
+    latent = any(is_latent(buffers) for _, buffers in parts_of(memory))
     memory = jaxkv.apply(memory, ubatch)
     q = jnp.zeros((*ubatch.valid.shape, 2 * HEADS, SIZE))
     saw = []
     for layer in range(LAYERS):
         fields = (ubatch.sequences + 1, ubatch.positions, ubatch.tokens)
-        rows = [
+        keys = [
             jnp.stack([*fields, 0 * ubatch.tokens + layer * HEADS + h], -1) for h in range(HEADS)
         ]
-        k = jnp.stack(rows, axis=-2).astype(jnp.float32)
+        k = jnp.stack(keys, axis=-2).astype(jnp.float32)
         v, bias = None if latent else -k, sway if biased else None
         memory, seen = jaxkv.attend(memory, layer, ubatch, q, k, v, bias=bias, until=until)
         saw.append(seen)
@@ -249,10 +249,10 @@ def plan_rows(memory: Any, tokens: Any, valid: Any, positions: Any = None) -> ja
 
 def parts_of(memory: Any) -> list[tuple[Cells, Buffers]]:
     """List the tables and buffers of a memory, whether it is a hybrid one or not."""
-    table, rows = jaxkv.split(memory)
+    table, buffers = jaxkv.split(memory)
     if isinstance(table, Cells):
-        return [(table, rows)]
-    return [*zip(table.parts, rows, strict=True)]
+        return [(table, buffers)]
+    return [*zip(table.parts, buffers, strict=True)]
 
 
 def random_weights() -> dict[str, jax.Array]:
@@ -303,7 +303,7 @@ def run(memory: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, 
 
 @cache
 def filled(*counts: int, kind: Kind = SMALL) -> Any:
-    """Make a memory with so many tokens for sequences 0, 1, 2 ..., rows and all.
+    """Make a memory with so many tokens for sequences 0, 1, 2 ..., buffers and all.
 
     It is a value, so all tests share one; none may donate it.
     """
@@ -321,7 +321,7 @@ def drawn(cells: str, kind: Kind = SMALL) -> Any:
     A third part, as in `7{0}+5`, is how far the cell has moved since its key was rotated. Streams
     are parted by `|`, and what the drawing leaves out is empty.
     """
-    table, rows = jaxkv.split(kind.make())
+    table, buffers = jaxkv.split(kind.make())
     position, owners, shift = (np.array(x) for x in (table.position, table.owners, table.shift))
     for stream, line in enumerate(cells.split("|")):
         for index, cell in enumerate(line.split()):
@@ -333,7 +333,7 @@ def drawn(cells: str, kind: Kind = SMALL) -> Any:
                     assert home == stream
                     owners[stream, bit // 32, index] |= np.uint32(1 << bit % 32)
     fields = {"position": position, "owners": owners, "shift": shift}
-    return jaxkv.join(replace(table, **jax.tree.map(jnp.asarray, fields)), rows)
+    return jaxkv.join(replace(table, **jax.tree.map(jnp.asarray, fields)), buffers)
 
 
 def drawing(memory: Any) -> str:
@@ -381,25 +381,25 @@ def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
     return read
 
 
-def rows_of(rows: Buffers, layers: Sequence[int]) -> dict[Place, Row]:
+def contents_of(buffers: Buffers, layers: Sequence[int]) -> dict[Place, Content]:
     """Read the signatures beside the cells, the same in every layer, head, key and value."""
-    k = by_layer(rows.k, rows.depth)  # [L, S, K, N, D]
-    if not is_latent(rows):
-        np.testing.assert_array_equal(by_layer(rows.v, rows.depth), -k)
+    k = by_layer(buffers.k, buffers.depth)  # [L, S, K, N, D]
+    if not is_latent(buffers):
+        np.testing.assert_array_equal(by_layer(buffers.v, buffers.depth), -k)
     written = k[0, :, 0, :, 0] > 0  # [S, N]
     label = np.array(layers)[:, None] * HEADS + np.arange(HEADS)  # [L, K]
     np.testing.assert_array_equal(k[..., 3], label[:, None, :, None] * written[:, None])
     one = k[:1, :, :1, :, :3]
     np.testing.assert_array_equal(k[..., :3], np.broadcast_to(one, (*k.shape[:4], 3)))
     return {
-        (int(s), int(i)): Row(int(k[0, s, 0, i, 0]) - 1, *map(int, k[0, s, 0, i, 1:3]))
+        (int(s), int(i)): Content(int(k[0, s, 0, i, 0]) - 1, *map(int, k[0, s, 0, i, 1:3]))
         for s, i in np.argwhere(written)
     }
 
 
-def is_latent(rows: Buffers) -> bool:
+def is_latent(buffers: Buffers) -> bool:
     """Whether values are numbers of the keys."""
-    return isinstance(rows.v[0], Latent)
+    return isinstance(buffers.v[0], Latent)
 
 
 def by_layer(half: Sequence[Stored], depth: int) -> np.ndarray:

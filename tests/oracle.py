@@ -32,7 +32,7 @@ class Token(NamedTuple):
         return {self.sequence, *self.others}
 
 
-class Row(NamedTuple):
+class Content(NamedTuple):
     """The token whose key and value a cell's buffers hold. It stays when the cell is freed."""
 
     sequence: int
@@ -97,9 +97,9 @@ class Oracle:
     order: the cells in the order in which they are taken.
     tiles: the cells of each tile, where sequences may have tiles for themselves.
     cells: the cells in use; one without an entry is free.
-    rows: what the buffers hold for a cell, whether it is in use still or not.
+    contents: what the buffers hold for a cell, whether it is in use still or not.
     written: how often that was written, rotated or replaced.
-    lost: for each sequence, one past the highest position that window reuse took from it.
+    evicted_below: for each sequence, one past the highest position that window reuse took from it.
     """
 
     def __init__(
@@ -121,15 +121,16 @@ class Oracle:
         self.streams = streams
         self.window = window
         self.cells: dict[Place, Cell] = {}
-        self.rows: dict[Place, Row] = {}
+        self.contents: dict[Place, Content] = {}
         self.written: Counter[Place] = Counter()
-        self.lost = dict.fromkeys(range(sequences), 0)
+        self.evicted_below = dict.fromkeys(range(sequences), 0)
 
     def fork(self) -> "Oracle":
         """Copy it, as no change of a real memory ever needs to."""
         other = copy.copy(self)
         other.cells = _copied(self.cells)
-        other.rows, other.written, other.lost = self.rows.copy(), self.written.copy(), {**self.lost}
+        other.contents, other.written = self.contents.copy(), self.written.copy()
+        other.evicted_below = {**self.evicted_below}
         return other
 
     # ------------------------------------------------------------------------------- questions
@@ -152,7 +153,7 @@ class Oracle:
 
     def reached(self, seq: int) -> int:
         """The largest position that a sequence has come to, taken from it since or not."""
-        return max(self.last(seq), self.lost[seq] - 1)
+        return max(self.last(seq), self.evicted_below[seq] - 1)
 
     def used(self) -> int:
         """How many cells are in use; a shared one counts once."""
@@ -219,10 +220,10 @@ class Oracle:
                 cell.owners.discard(seq)
             if not cell.owners:
                 del self.cells[place]
-        # What was lost and lies in the range is no longer missed.
-        for one in self.lost if seq == -1 else [seq]:
-            while self.lost[one] and _in_range(self.lost[one] - 1, p0, p1):
-                self.lost[one] -= 1
+        # What was evicted and lies in the range is no longer missed.
+        for one in self.evicted_below if seq == -1 else [seq]:
+            while self.evicted_below[one] and _in_range(self.evicted_below[one] - 1, p0, p1):
+                self.evicted_below[one] -= 1
 
     def can_seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> bool:
         """Whether there are cells for all copies: tried, and thrown away."""
@@ -235,14 +236,15 @@ class Oracle:
         there are no cells for these.
         """
         before = self.fork()
-        lost = max((p + 1 for p in range(self.lost[src]) if _in_range(p, p0, p1)), default=0)
+        marks = [p + 1 for p in range(self.evicted_below[src]) if _in_range(p, p0, p1)]
+        mark = max(marks, default=0)
         apart = []
         for dst in dsts:
             if dst == src:
                 continue
             if self.streams == self.sequences:
                 self._copy_stream(src, dst, p0, p1)
-                self.lost[dst] = lost
+                self.evicted_below[dst] = mark
                 continue
             if self.stream(dst) != self.stream(src):
                 apart.append((src, dst))
@@ -250,7 +252,7 @@ class Oracle:
             for cell in self.holds(src).values():
                 if _in_range(cell.position, p0, p1):
                     cell.owners.add(dst)
-            self.lost[dst] = max(self.lost[dst], lost)
+            self.evicted_below[dst] = max(self.evicted_below[dst], mark)
         return self._copy_apart(before, apart, p0, p1)
 
     def _copy_apart(self, before: "Oracle", pairs: list[tuple[int, int]], p0: int, p1: int) -> bool:
@@ -284,7 +286,7 @@ class Oracle:
             usable = [index for index in self.usable(stream) if (stream, index) not in sources]
             found = self._find(self._whole_first(stream, usable), len(wanted))
             if found is None:
-                self.cells, self.lost = before.cells, before.lost
+                self.cells, self.evicted_below = before.cells, before.evicted_below
                 return False
             arrivals += [((stream, index), *one) for index, one in zip(found, wanted, strict=True)]
         for place, _, _ in arrivals:
@@ -293,12 +295,12 @@ class Oracle:
         for place, source, owners in arrivals:
             cell = before.cells[source]
             self.cells[place] = Cell(cell.position, set(owners), cell.shift)
-            if source in before.rows:
-                self.rows[place] = before.rows[source]
+            if source in before.contents:
+                self.contents[place] = before.contents[source]
             self.written[place] += 1
         for parent, seq in pairs:
-            marks = [p + 1 for p in range(before.lost[parent]) if _in_range(p, p0, p1)]
-            self.lost[seq] = max(marks, default=0)
+            marks = [p + 1 for p in range(before.evicted_below[parent]) if _in_range(p, p0, p1)]
+            self.evicted_below[seq] = max(marks, default=0)
         return True
 
     def _find(self, usable: list[int], count: int) -> list[int] | None:
@@ -320,7 +322,7 @@ class Oracle:
         return sorted(usable, key=rank) if self.tiles else usable
 
     def _copy_stream(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """Replace a stream by a range of another. Rows are copied as they lie, dead ones too."""
+        """Replace a stream by a range of another; contents as they lie, of free cells too."""
         self.seq_rm(dst)
         shared = {
             index: cell
@@ -331,9 +333,9 @@ class Oracle:
             return
         for index in range(self.size):
             self.written[dst, index] += 1
-            self.rows.pop((dst, index), None)
-            if (src, index) in self.rows:
-                self.rows[dst, index] = self.rows[src, index]
+            self.contents.pop((dst, index), None)
+            if (src, index) in self.contents:
+                self.contents[dst, index] = self.contents[src, index]
         for index, cell in shared.items():
             self.cells[dst, index] = Cell(cell.position, {dst}, cell.shift)
 
@@ -350,14 +352,14 @@ class Oracle:
         before = self.fork()
         if self.streams == self.sequences:
             for parent, seq in pairs:
-                self.lost[seq] = before.lost[parent]
+                self.evicted_below[seq] = before.evicted_below[parent]
             self._select_streams(before, pairs)
             return True
         apart = [(p, seq) for p, seq in pairs if self.stream(p) != self.stream(seq)]
         for parent, seq in pairs:
             if (parent, seq) in apart:
                 continue
-            self.lost[seq] = before.lost[parent]
+            self.evicted_below[seq] = before.evicted_below[parent]
             for place, cell in before.cells.items():
                 if place in self.cells:
                     self.cells[place].owners.discard(seq)
@@ -369,7 +371,7 @@ class Oracle:
         return self._copy_apart(before, apart, 0, -1)
 
     def _select_streams(self, before: "Oracle", pairs: list[tuple[int, int]]) -> None:
-        """Replace streams by others, rows as they lie, if one of those holds anything."""
+        """Replace streams by others, contents as they lie, if one of those holds anything."""
         some = any(before.holds(parent) for parent, _ in pairs)
         for parent, seq in pairs:
             for index in range(self.size):
@@ -379,18 +381,18 @@ class Oracle:
                     self.cells[seq, index] = Cell(cell.position, {seq}, cell.shift)
                 if some:
                     self.written[seq, index] += 1
-                    self.rows.pop((seq, index), None)
-                    if (parent, index) in before.rows:
-                        self.rows[seq, index] = before.rows[parent, index]
+                    self.contents.pop((seq, index), None)
+                    if (parent, index) in before.contents:
+                        self.contents[seq, index] = before.contents[parent, index]
 
     def seq_keep(self, seq: int) -> None:
         """Free every cell that a sequence does not own; the others are its alone."""
         self.cells = self.holds(seq)
         for cell in self.cells.values():
             cell.owners = {seq}
-        for other in self.lost:
+        for other in self.evicted_below:
             if other != seq:
-                self.lost[other] = 0
+                self.evicted_below[other] = 0
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Move the cells of a sequence in a range, for all owners; none stands before 0."""
@@ -401,9 +403,9 @@ class Oracle:
         self._move_range(seq, p0, p1, lambda position: position // divisor)
 
     def clear(self) -> None:
-        """Free every cell. The rows stay as they are."""
+        """Free every cell. The buffers stay as they are."""
         self.cells.clear()
-        self.lost = dict.fromkeys(self.lost, 0)
+        self.evicted_below = dict.fromkeys(self.evicted_below, 0)
 
     def update(self) -> int:
         """Rotate every key that is owed it; how many there were."""
@@ -436,12 +438,12 @@ class Oracle:
         return moves
 
     def defrag(self, moves: Iterable[Move], stream: int = 0) -> None:
-        """Carry cells and rows where they go. A row leaves its bytes behind."""
+        """Carry cells and contents where they go. The buffers keep the old bytes too."""
         for source, destination, length in moves:
             for i in range(length):
                 there, here = (stream, destination + i), (stream, source + i)
                 self.cells[there] = self.cells.pop(here)
-                self.rows[there] = self.rows[here]
+                self.contents[there] = self.contents[here]
                 self.written[there] += 1
 
     def can_return_to(self, past: "Oracle") -> bool:
@@ -451,21 +453,21 @@ class Oracle:
     def return_to(self, past: "Oracle") -> None:
         """Take a past table back, beside the buffers of today."""
         self.cells = _copied(past.cells)
-        self.lost = dict(past.lost)
+        self.evicted_below = dict(past.evicted_below)
 
     def _move_range(self, seq: int, p0: int, p1: int, to: Callable[[int], int]) -> None:
-        """Move cells for all their owners, and of each what it lost in the range."""
+        """Move cells for all their owners, and of each what was evicted in the range."""
         owners = {seq}
         for place, cell in self.holds(seq).items():
             if _in_range(cell.position, p0, p1):
                 owners |= cell.owners
                 self._move(place, to(cell.position))
         for owner in owners:
-            lost = self.lost[owner]
-            highest = max((p for p in range(lost) if _in_range(p, p0, p1)), default=-1)
+            mark = self.evicted_below[owner]
+            highest = max((p for p in range(mark) if _in_range(p, p0, p1)), default=-1)
             if highest >= 0:
                 moved = max(to(highest) + 1, 0)
-                self.lost[owner] = moved if highest == lost - 1 else max(moved, lost)
+                self.evicted_below[owner] = moved if highest == mark - 1 else max(moved, mark)
 
     def _move(self, place: Place, position: int) -> None:
         cell = self.cells[place]
@@ -519,7 +521,7 @@ class Oracle:
                 fault = Fault(reason, asks[leader], room[leader])
                 plan.faults |= dict.fromkeys(token.owners, fault)
             found = {self.stream(token.sequence): None for token in tokens}
-            found = {stream: after.content(stream) for stream in found}
+            found = {stream: after.digest(stream) for stream in found}
             part = Part(list(zip(slots, tokens, strict=True)) if not unplaced else [], found)
             plan.parts.append(part)
             if not unplaced:
@@ -638,21 +640,21 @@ class Oracle:
 
     def fits(self, part: Part) -> bool:
         """Whether the streams of a part are still as they were when it was planned."""
-        return all(self.content(stream) == found for stream, found in part.found.items())
+        return all(self.digest(stream) == found for stream, found in part.found.items())
 
-    def content(self, stream: int) -> tuple:
-        """All that a plan on a stream depends on, to be compared."""
+    def digest(self, stream: int) -> tuple:
+        """All that a plan on a stream depends on, spelled out, to be compared."""
         cells = {
-            index: (cell.position, sorted(cell.owners), cell.shift, self.rows[where, index])
+            index: (cell.position, sorted(cell.owners), cell.shift, self.contents[where, index])
             for (where, index), cell in self.cells.items()
             if where == stream
         }
         written = {i: n for (where, i), n in self.written.items() if where == stream and n}
-        lost = {seq: lost for seq, lost in self.lost.items() if self.stream(seq) == stream}
-        return cells, written, lost
+        marks = {s: mark for s, mark in self.evicted_below.items() if self.stream(s) == stream}
+        return cells, written, marks
 
     def apply(self, part: Part) -> bool:
-        """Let the tokens of a part move in and write their rows, or change nothing."""
+        """Let the tokens of a part move in and write keys and values, or change nothing."""
         if not self.fits(part):
             return False
         for place, _ in part.tokens:
@@ -660,7 +662,7 @@ class Oracle:
                 self._evict(place)
         for place, token in part.tokens:
             self.cells[place] = Cell(position=token.position, owners=set(token.owners))
-            self.rows[place] = Row(token.sequence, token.position, token.token)
+            self.contents[place] = Content(token.sequence, token.position, token.token)
             self.written[place] += 1
         return True
 
@@ -668,9 +670,9 @@ class Oracle:
         """Take a hidden cell, and all that its owners hold before it."""
         taken = self.cells[place]
         for seq in list(taken.owners):
-            self.lost[seq] = max(self.lost[seq], taken.position + 1)
+            self.evicted_below[seq] = max(self.evicted_below[seq], taken.position + 1)
             for one, cell in self.holds(seq).items():
-                if cell.position < self.lost[seq]:
+                if cell.position < self.evicted_below[seq]:
                     cell.owners.discard(seq)
                     if not cell.owners:
                         del self.cells[one]
@@ -724,7 +726,7 @@ class Oracle:
         for seq in set().union(*(token.owners for token in batch)) - set(faults):
             if any(cell.shift for cell in self.holds(seq).values()):
                 faults[seq] = Fault("UPDATE_PENDING", 0, 0)
-            elif self.lost[seq] > self.window_begins(self.reached(seq) + 1):
+            elif self.evicted_below[seq] > self.window_begins(self.reached(seq) + 1):
                 faults[seq] = Fault("LOST", 0, self.reached(seq) + 1)
         return faults
 

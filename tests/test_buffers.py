@@ -27,27 +27,27 @@ def assert_bits(one, other):
 
 @over_dtypes
 @pytest.mark.parametrize(("streams", "slots"), [
-    ([2], [5]),  # a single row for each head
+    ([2], [5]),  # a single key for each head
     ([0, 2, 2], [39, 0, 7]),
     ([1, 1, 0], [N, 3, N + 1]),  # of which two go nowhere
     ([[0], [2]], [[1, 4], [1, 1 << 30]]),  # rows of tokens, a stream each
 ])  # fmt: skip
-def test_rows_are_written_and_read_where_they_belong(streams, slots, dtype):
+def test_keys_are_written_and_read_where_they_belong(streams, slots, dtype):
     streams, slots = np.array(streams), np.array(slots)
-    array, rows = numbers((S, K, N, D), dtype), numbers((*slots.shape, K, D), dtype, 1)
+    array, keys = numbers((S, K, N, D), dtype), numbers((*slots.shape, K, D), dtype, 1)
     wanted = np.array(array)
     for (where, slot), stream in zip(
         np.ndenumerate(slots), np.broadcast_to(streams, slots.shape).flat, strict=True
     ):
         if slot < N:
-            wanted[stream, :, slot] = np.asarray(rows)[where]
-    got = jax.jit(scatter)(array, jnp.asarray(streams), jnp.asarray(slots), rows)
+            wanted[stream, :, slot] = np.asarray(keys)[where]
+    got = jax.jit(scatter)(array, jnp.asarray(streams), jnp.asarray(slots), keys)
     assert_bits(got, wanted)
     read = jax.jit(gather)(got, jnp.asarray(streams), jnp.asarray(slots))
-    assert_bits(read, jnp.where((slots < N)[..., None, None], rows, 0))
+    assert_bits(read, jnp.where((slots < N)[..., None, None], keys, 0))
 
 
-def test_a_single_row_of_a_single_head_is_written():
+def test_a_single_key_of_a_single_head_is_written():
     array = jnp.zeros((1, 1, N, D))
     got = jax.jit(scatter)(array, jnp.array([[0]]), jnp.array([[6]]), jnp.ones((1, 1, 1, D)))
     assert_bits(got, array.at[0, 0, 6].set(1.0))

@@ -28,8 +28,8 @@ def marked(memory, ubatch):
     memory = jaxkv.apply(memory, ubatch)
     for layer in (0, 1):
         mark = (ubatch.positions + 1000 * ubatch.sequences + 5000 * layer)[..., None, None]
-        rows = jnp.broadcast_to(mark.astype(jnp.float32), (*ubatch.valid.shape, 2, 4))
-        memory, _ = jaxkv.attend(memory, layer, ubatch, rows, rows, -rows)
+        keys = jnp.broadcast_to(mark.astype(jnp.float32), (*ubatch.valid.shape, 2, 4))
+        memory, _ = jaxkv.attend(memory, layer, ubatch, keys, keys, -keys)
     return memory
 
 
@@ -39,23 +39,28 @@ def forget(memory, sequences, positions, gone):
 
     def one(table, where):
         seq, start, gone = where
-        memory, _ = jaxkv.seq_rm(jaxkv.join(table, rows), seq, start, start + gone)
+        memory, _ = jaxkv.seq_rm(jaxkv.join(table, buffers), seq, start, start + gone)
         return jaxkv.split(memory)[0], None
 
-    table, rows = jaxkv.split(memory)
+    table, buffers = jaxkv.split(memory)
     table, _ = jax.lax.scan(one, table, (sequences, positions, gone))
-    return jaxkv.join(table, rows)
+    return jaxkv.join(table, buffers)
 
 
 def content(memory):
-    """What is held, wherever it lies: position, owners and the marks of the rows."""
-    table, rows = jax.tree.map(np.asarray, (memory.table, memory.buffers))
+    """What is held, wherever it lies: position, owners and the marks of its keys and values."""
+    table, buffers = jax.tree.map(np.asarray, (memory.table, memory.buffers))
     there = np.flatnonzero(table.position[0] >= 0)
     return sorted(
         (
             int(table.position[0, c]),
             int(table.owners[0, 0, c]),
-            *(float(x[0, h, c, d]) for x in (*rows.k, *rows.v) for h in (0, 1) for d in (0, 3)),
+            *(
+                float(x[0, h, c, d])
+                for x in (*buffers.k, *buffers.v)
+                for h in (0, 1)
+                for d in (0, 3)
+            ),
         )
         for c in there
     )
@@ -149,7 +154,7 @@ def large():
     return jax.eval_shape(make)
 
 
-def test_rows_are_moved_in_chunks_not_all_at_once():
+def test_keys_are_moved_in_chunks_not_all_at_once():
     """What a defrag holds beside its arguments does not grow with what it moves."""
     memory = large()
     plan = jax.eval_shape(jaxkv.defrag_plan, memory)

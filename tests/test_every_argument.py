@@ -121,9 +121,9 @@ def lives(twin, count, seed):
 
 
 def of_oracle(oracle):
-    """The table that an oracle stands for: position, owners and shift by cell, and what is lost."""
+    """The table of an oracle: position, owners and shift by cell, and what is evicted."""
     cells = {place: (c.position, frozenset(c.owners), c.shift) for place, c in oracle.cells.items()}
-    return cells, [*oracle.lost.values()]
+    return cells, [*oracle.evicted_below.values()]
 
 
 def of_cells(tables, i):
@@ -149,7 +149,7 @@ def test_verbs_of_attention(name):
     count = kind.sequences
     for twin in lives(Twin(kind), count, seed=1):
         light = twin.oracle.fork()  # without what buffers hold, so that copies cost little
-        light.rows.clear()
+        light.contents.clear()
         for verb in ("seq_rm", "seq_cp", "seq_keep", "seq_add", "seq_div", "seq_select"):
             rows = arguments(verb, count)
             tables, _ = jax.device_get(every(verb)(*jaxkv.split(twin.memory), rows))
@@ -222,8 +222,8 @@ def tokens_of(oracle: Oracle, counts, slip, who):
 
 def of_histories(past):
     """Positions by sequence, what is dead, and how many states there are, shared ones once."""
-    positions = [[state.position for state in row] for row in past.states.values()]
-    return positions, [*past.lost.values()], past.used()
+    positions = [[state.position for state in states] for states in past.states.values()]
+    return positions, [*past.dead_until.values()], past.used()
 
 
 def of_states(tables, i):
@@ -233,8 +233,8 @@ def of_states(tables, i):
     sharing = len(position) // tables.stamp.shape[1]
     pairs = zip(*np.nonzero(there), strict=True)
     where = {(seq // sharing, int(cell[seq, pair])) for seq, pair in pairs}
-    rows = [row[has].tolist() for row, has in zip(position, there, strict=True)]
-    return rows, tables.dead_until[i].tolist(), len(where)
+    positions = [mine[has].tolist() for mine, has in zip(position, there, strict=True)]
+    return positions, tables.dead_until[i].tolist(), len(where)
 
 
 @pytest.mark.slow
@@ -250,7 +250,7 @@ def test_verbs_of_states(options):
                 past, ok = twin.histories.fork(), True
                 if not does_nothing(verb, args, count):
                     ok = getattr(past, verb)(*ordered(verb, args, count))
-                where = verb, args, jaxkv.show(twin.memory), twin.histories.lost
+                where = verb, args, jaxkv.show(twin.memory), twin.histories.dead_until
                 assert of_states(tables, i) == of_histories(past), where
                 assert granted[i] == (ok is not False), where
         answers = jax.device_get(resuming()(twin.memory, *grid(count)))

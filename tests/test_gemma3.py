@@ -75,8 +75,8 @@ def test_only_windows_shrink(tiny):
     per_cell = 2 * 4 * 16
     for full_windows, cells in [(False, 12 + 8 + 4), (True, 4096)]:
         memory = tiny.make_memory(cells=4096, ubatch_size=8, rollback=4, full_windows=full_windows)
-        _, rows = jaxkv.split(memory)
-        assert jaxkv.nbytes(rows) == per_cell * (4096 + 3 * cells)
+        _, buffers = jaxkv.split(memory)
+        assert jaxkv.nbytes(buffers) == per_cell * (4096 + 3 * cells)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def follow(model, memory, records, logits):
             fed = np.array([record["greedy"][step] for record in records], np.int32)
             ubatch, ok = plan(memory, fed, ids, ids >= 0)
             assert ok
-            table, rows, logits = compute(model.weights, *jaxkv.split(memory), ubatch)
-            memory, logits = jaxkv.join(table, rows), np.asarray(logits)
+            table, buffers, logits = compute(model.weights, *jaxkv.split(memory), ubatch)
+            memory, logits = jaxkv.join(table, buffers), np.asarray(logits)
 
 
 @pytest.mark.models

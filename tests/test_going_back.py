@@ -1,4 +1,4 @@
-"""Undoing what was applied: exact where the old rows are untouched, refused everywhere else."""
+"""Undoing what was applied: exact where what cells held is untouched, refused everywhere else."""
 
 from functools import partial
 
@@ -29,10 +29,10 @@ def attended(memory, ubatch):
     return memory, x.reshape(-1, 8)[ubatch.outputs]
 
 
-@partial(jax.jit, donate_argnames="rows")
-def step(table, rows, ubatch):
-    """Only the rows are donated, so the caller keeps the old table."""
-    memory, logits = attended(jaxkv.apply(jaxkv.join(table, rows), ubatch), ubatch)
+@partial(jax.jit, donate_argnames="buffers")
+def step(table, buffers, ubatch):
+    """Only the buffers are donated, so the caller keeps the old table."""
+    memory, logits = attended(jaxkv.apply(jaxkv.join(table, buffers), ubatch), ubatch)
     return *jaxkv.split(memory), logits
 
 
@@ -42,8 +42,8 @@ def run(memory, batch, *, ubatch_size=4, stop_before=None):
     for i, ubatch in enumerate(plan.ubatches):
         if i == stop_before:
             raise KeyboardInterrupt
-        table, rows, out = step(*jaxkv.split(memory), ubatch)
-        memory = jaxkv.join(table, rows)
+        table, buffers, out = step(*jaxkv.split(memory), ubatch)
+        memory = jaxkv.join(table, buffers)
         run.latest = memory
         logits.append(out)
     return memory, plan.collect(logits)
@@ -100,7 +100,7 @@ def moved(memory):
 @pytest.mark.parametrize(
     "change", [pytest.param(refilled, marks=pytest.mark.slow), rotated_there_and_back, moved]
 )
-def test_what_touched_the_rows_is_detected_and_refused(change):
+def test_what_touched_the_buffers_is_detected_and_refused(change):
     memory, _ = run(make(), jaxkv.make_batch([3, 1, 4]))
     table, _ = jaxkv.split(memory)
     later = change(memory)
@@ -133,7 +133,7 @@ def test_cells_that_were_empty_may_be_anything():
     np.testing.assert_array_equal(back.table.position, table.position)
 
 
-def test_going_back_twice_needs_the_counts_of_now():
+def test_going_back_twice_needs_the_stamps_of_now():
     """After going back the table still knows what was written meanwhile."""
     memory, _ = run(make(), jaxkv.make_batch([3, 1, 4]))
     empty, _ = jaxkv.split(make())
@@ -175,7 +175,7 @@ def test_a_plan_is_refused_where_the_order_of_things_changed():
     assert jaxkv.used(jaxkv.apply(memory, first)) == 7
 
 
-def test_a_stale_ubatch_writes_no_row():
+def test_a_stale_ubatch_writes_nothing():
     memory, _ = run(make(), jaxkv.make_batch([3, 1, 4]))
     plan = jaxkv.init_batch(memory, jaxkv.make_batch([5, 6, 7]))
     other, _ = run(memory, jaxkv.make_batch([7, 8, 9], sequences=1))

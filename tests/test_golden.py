@@ -67,8 +67,8 @@ def test_prompts_together_give_the_recorded_logits_and_tokens(smollm2, runs):
         fed[: len(runs)] = [record["greedy"][i - 1] for record in runs]
         ubatch, ok = plan(memory, fed, EVERYONE, len(runs) > EVERYONE)
         assert ok
-        table, rows, logits = step(smollm2.weights, *jaxkv.split(memory), ubatch)
-        memory = jaxkv.join(table, rows)
+        table, buffers, logits = step(smollm2.weights, *jaxkv.split(memory), ubatch)
+        memory = jaxkv.join(table, buffers)
         for record, row in zip(runs, np.asarray(logits), strict=False):
             if i == len(record["greedy"]):
                 check_logits(row, record["last"], record["sample_ids"], within=1e-3)

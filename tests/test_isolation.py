@@ -1,6 +1,6 @@
 """A verb that names one sequence changes nothing that another could notice.
 
-What a sequence can notice: the positions it holds, the rows beside them, and what its next token
+What a sequence can notice: the positions it holds, their keys and values, and what its next token
 would answer. Cells that it shares are its own too: a verb that moves positions moves them for every
 owner, and that is the one exception.
 """
@@ -19,14 +19,14 @@ SEEDS = range(6)
 
 
 def belongings(memory, seq):
-    """The rows of a sequence by position, which is all that attention can see of it."""
-    table, rows = jaxkv.split(memory)
+    """The keys and values of a sequence by position, which is all that attention can see of it."""
+    table, buffers = jaxkv.split(memory)
     owned = np.asarray(table.owners)[0, seq // 32] >> (seq % 32) & 1 == 1
     cells = np.flatnonzero(owned)
     position = np.asarray(table.position)[0, cells]
-    # After forks two rows may share a position: the first number of a row tells them apart.
-    order = np.lexsort((np.asarray(rows.k[0])[0, 0, cells, 2], position))
-    arrays = [np.asarray(x)[0][:, cells[order]] for x in (*rows.k, *rows.v)]
+    # After forks two cells may share a position: a number of the key tells them apart.
+    order = np.lexsort((np.asarray(buffers.k[0])[0, 0, cells, 2], position))
+    arrays = [np.asarray(x)[0][:, cells[order]] for x in (*buffers.k, *buffers.v)]
     return position[order], arrays, np.asarray(table.shift)[0, cells[order]]
 
 
@@ -115,9 +115,9 @@ def test_fork_that_goes_on_leaves_its_source_alone():
         forked, _ = run(forked, make_batch([token], sequences=seq))
     assert_identical(belongings(forked, 0), belongings(memory, 0))
     for seq in (1, 2):
-        position, rows, _ = belongings(forked, seq)
+        position, arrays, _ = belongings(forked, seq)
         assert position.tolist() == [0, 1, 2, 3, 4, 5][: len(position)]
-        assert_identical([x[:, :4] for x in rows], belongings(memory, 0)[1])
+        assert_identical([x[:, :4] for x in arrays], belongings(memory, 0)[1])
 
 
 def alone(prompts, tokens):
@@ -140,16 +140,16 @@ def test_together_is_as_alone():
 
 
 @pytest.mark.slow
-def test_neighbour_whose_rows_are_not_numbers():
+def test_neighbour_whose_keys_are_not_numbers():
     """A broken neighbour (and what it leaves behind in free cells) reaches no other sequence."""
     memory = filled(4, 3)
-    table, rows = jaxkv.split(memory)
+    table, buffers = jaxkv.split(memory)
     broken = np.asarray(belongs_to(table, 1))
     # What is stored for a token that is no number: a key that says so, and a value of zero.
     spoil = replace(
-        rows,
-        k=tuple(x.at[:, :, broken].set(np.nan) for x in rows.k),
-        v=tuple(x.at[:, :, broken].set(0.0) for x in rows.v),
+        buffers,
+        k=tuple(x.at[:, :, broken].set(np.nan) for x in buffers.k),
+        v=tuple(x.at[:, :, broken].set(0.0) for x in buffers.v),
     )
     sick = jaxkv.join(table, spoil)
     for other in (sick, jaxkv.seq_rm(sick, 1)[0]):

@@ -43,8 +43,8 @@ def test_window_caches_hold_no_more_than_they_need(name, streams):
     options = dict(cells=1024, sequences=2, streams=streams, ubatch_size=16, rollback=4)
     for full_windows, cells in [(False, 2 * (12 + 16 + 4)), (True, 1024 * streams)]:
         memory = model.make_memory(**options, full_windows=full_windows)
-        _, rows = jaxkv.split(memory)
-        assert jaxkv.nbytes(rows) == per_cell * (whole * 1024 * streams + wide * cells)
+        _, buffers = jaxkv.split(memory)
+        assert jaxkv.nbytes(buffers) == per_cell * (whole * 1024 * streams + wide * cells)
     assert (len(jaxkv.hybrid.parts_of(memory)) == 1) == (name == "mistral_window")
 
 

@@ -84,7 +84,7 @@ def test_a_step_copies_no_layer(tokens, dtype):
     check(compiled, tokens if dtype == jnp.float32 else 0, dtype)
 
 
-def test_a_single_row_copies_no_layer():
+def test_a_single_key_copies_no_layer():
     """One token, one key head, in a pool so small that all of it is read at once."""
     cells, heads = 2048, 1
     make = partial(jaxkv.make_kv_cache, layers=LAYERS, cells=cells, kv_heads=heads, head_dim=SIZE)
@@ -181,7 +181,7 @@ def test_a_copy_between_streams_copies_no_layer(name, dtype, streams):
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_reads_no_row(name):
+def test_an_answer_reads_no_buffers(name):
     compiled = jax.jit(ANSWERS[name]).lower(memory_shapes()).compile()
     check(compiled)
     table, _ = jaxkv.split(memory_shapes())
@@ -202,7 +202,7 @@ def test_the_checks_can_fail():
     assert hlo.temporary_bytes(compiled) >= LAYER / 2 or hlo.large_moves(compiled, LAYER // 2)
 
 
-def test_outside_of_jit_a_verb_keeps_the_very_same_rows():
+def test_outside_of_jit_a_verb_keeps_the_very_same_buffers():
     memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=SEQUENCES)
     for name, verb in VERBS.items():
         if name not in ("update", "defrag"):

@@ -52,11 +52,13 @@ def test_edge_02_03_tokens_at_different_places_of_their_windows():
     assert seen == [[2, 3, 4, 5], [0, 1], [3, 4, 5, 6], [0, 1, 2]]
 
 
-def test_edge_04_rows_that_were_never_written_are_not_read():
+def test_edge_04_keys_that_were_never_written_are_not_read():
     memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2)
-    table, rows = jaxkv.split(memory)
-    rows = replace(rows, k=tuple(k + np.nan for k in rows.k), v=tuple(v + 3e38 for v in rows.v))
-    memory = jaxkv.join(table, rows)
+    table, buffers = jaxkv.split(memory)
+    buffers = replace(
+        buffers, k=tuple(k + np.nan for k in buffers.k), v=tuple(v + 3e38 for v in buffers.v)
+    )
+    memory = jaxkv.join(table, buffers)
     plan = plan_of(memory, [1, 2])
     x = np.ones((1, 8, 1, 2), np.float32)
     attend = jax.jit(jaxkv.attend, static_argnames="layer")

@@ -1,7 +1,7 @@
 """Which cell a token is in means nothing (trap 96).
 
-Cells and the rows beside them are dealt out anew; questions, answers and outputs stay the same, but
-for the rounding of sums in another order.
+Cells are dealt out anew, with their keys and values; questions, answers and outputs stay the same,
+but for the rounding of sums in another order.
 """
 
 from dataclasses import replace
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.slow
 
 def dealt(memory, order):
     """Bring the contents of cell `order[i]` to cell i."""
-    table, rows = jaxkv.split(memory)
+    table, buffers = jaxkv.split(memory)
     per_cell = ("position", "owners", "shift", "stamp")
     table = replace(table, **{name: getattr(table, name)[..., order] for name in per_cell})
-    rows = jax.tree.map(lambda x: x[:, :, order], rows)
-    return jaxkv.join(table, rows)
+    buffers = jax.tree.map(lambda x: x[:, :, order], buffers)
+    return jaxkv.join(table, buffers)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_outputs_do_not_depend_on_where_rows_lie(seed):
+def test_outputs_do_not_depend_on_where_keys_lie(seed):
     memory = jaxkv.seq_cp(filled(4, 3), 0, 2, 0, 3)
     memory, _ = jaxkv.seq_rm(memory, 0, 1, 2)
     order = np.random.default_rng(seed).permutation(12)
@@ -86,7 +86,7 @@ def test_update_rotates_each_key_where_it_lies():
 
 
 def test_defrag_is_a_dealing():
-    """Closing gaps brings rows along: outputs stay, and no cell is used beyond the others."""
+    """Closing gaps brings keys along: outputs stay, and no cell is used beyond the others."""
     memory, _ = jaxkv.seq_rm(filled(8, 3), 0, 2, 6)
     tidy = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
     assert (jaxkv.split(tidy)[0].position[0, :7] >= 0).all()

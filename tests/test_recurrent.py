@@ -135,13 +135,13 @@ def test_trap_68_a_fork_that_goes_on_leaves_its_origin(kept):
 def test_trap_69_who_takes_no_part_is_left_alone(kept):
     twin = told(kept=kept, counts=(3, 4, 2))
     idle = states_of(twin.memory, 1)
-    table, rows = jaxkv.split(twin.memory)
+    table, before = jaxkv.split(twin.memory)
     cells = np.asarray(table.cell)[1]
     assert twin.decode([2, 0])
     assert states_of(twin.memory, 1) == idle
     table, after = jaxkv.split(twin.memory)
     assert np.array_equal(np.asarray(table.cell)[1], cells)
-    for old, new in zip(jax.tree.leaves(rows), jax.tree.leaves(after), strict=True):
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(np.asarray(old)[0, cells], np.asarray(new)[0, cells])
     twin.compare()
 

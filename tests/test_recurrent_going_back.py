@@ -149,7 +149,7 @@ def test_a_sequence_may_begin_anywhere():
 @over_kinds
 @pytest.mark.parametrize("stop_before", [1, 2])
 def test_trap_71_and_72_an_abort_leaves_the_state_before_the_batch(kind, stop_before):
-    """The memory before is a value; where rows were given up, going back is exact or refused."""
+    """The memory before is a value; where buffers were given up, going back is exact or refused."""
     twin = told(kept=1, counts=(3, 2, 0), **KINDS[kind])
     past = twin.fork()
     plan, parts = twin.plan([0] * 11, in_parts=True)
@@ -166,30 +166,30 @@ def test_trap_71_and_72_an_abort_leaves_the_state_before_the_batch(kind, stop_be
     twin.compare()
 
 
-@partial(jax.jit, donate_argnames="rows", static_argnames="kinds")
-def step(table, rows, ubatch, kinds):
-    """Only the rows are donated, so the caller keeps the old table."""
-    memory, _ = walk(jaxkv.join(table, rows), ubatch, kinds)
+@partial(jax.jit, donate_argnames="buffers", static_argnames="kinds")
+def step(table, buffers, ubatch, kinds):
+    """Only the buffers are donated, so the caller keeps the old table."""
+    memory, _ = walk(jaxkv.join(table, buffers), ubatch, kinds)
     return jaxkv.split(memory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["recurrent", "attention"])
-def test_trap_71_with_donated_rows_what_is_shared_survives(kind):
+def test_trap_71_with_donated_buffers_what_is_shared_survives(kind):
     """States that a second sequence holds are never written over, so going back is granted."""
     twin = told(kept=1, counts=(3, 0, 0), **KINDS[kind])
     alone = jaxkv.split(twin.memory)[0]
     twin.both("seq_cp", 0, [2])
-    table, rows = jaxkv.split(jax.tree.map(jnp.copy, twin.memory))
+    table, buffers = jaxkv.split(jax.tree.map(jnp.copy, twin.memory))
     old = table
     plan, _ = twin.plan([0] * 11, in_parts=True)
     for ubatch in plan.ubatches:
-        table, rows = step(table, rows, ubatch, KINDS[kind]["kinds"])
+        table, buffers = step(table, buffers, ubatch, KINDS[kind]["kinds"])
     known = kept_of(*twin.parts()[:2])
-    twin.memory, ok = jaxkv.go_back(old, jaxkv.join(table, rows))
+    twin.memory, ok = jaxkv.go_back(old, jaxkv.join(table, buffers))
     assert ok
     assert kept_of(*twin.parts()[:2]) == known
-    _, ok = jaxkv.go_back(alone, jaxkv.join(table, rows))
+    _, ok = jaxkv.go_back(alone, jaxkv.join(table, buffers))
     assert ok  # the same cells: what is shared is there for all
 
 
@@ -240,7 +240,7 @@ def test_a_kept_memory_goes_on_as_if_there_had_been_nothing_between(kind):
     copied, ubatch = jax.tree.map(jnp.copy, checkpoint), planned(checkpoint, [50, 51], [60])
     assert_identical(consume(copied, ubatch, kinds), wanted)
     assert_identical(tell(checkpoint, [50, 51], [60], kinds=kinds), wanted)
-    forked = jaxkv.seq_cp(checkpoint, 0, 2)  # it has the same rows
+    forked = jaxkv.seq_cp(checkpoint, 0, 2)  # it has the same buffers
     consume(forked, planned(forked, [80]), kinds)
     assert all(x.is_deleted() for x in jax.tree.leaves(jaxkv.split(checkpoint)[1]))
 

@@ -90,8 +90,8 @@ def test_two_rows_of_one_sequence_are_refused():
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_trap_94_a_fresh_state_is_selected_not_multiplied(number):
     memory = make(kept=1)
-    table, rows = jaxkv.split(memory)
-    poison = [dict(row, trace=jnp.full_like(row["trace"], number)) for row in rows]
+    table, buffers = jaxkv.split(memory)
+    poison = [dict(layer, trace=jnp.full_like(layer["trace"], number)) for layer in buffers]
     memory = tell(jaxkv.join(table, tuple(poison)), [1, 2, 3], [4])
     assert states_of(memory) == [(p, bytes_of([1, 2, 3][: p + 1], (0, 1))) for p in (1, 2)]
     assert states_of(memory, 1) == [(0, bytes_of([4], (0, 1)))]
@@ -242,8 +242,8 @@ def test_lengths_share_programs():
 def test_gradients_flow_through_states():
     memory = make(0)
     (ubatch,) = jaxkv.init_batch(memory, make_batch([1])).ubatches
-    table, rows = jaxkv.split(jaxkv.apply(memory, ubatch))
-    numbers = [row["hash"] for row in rows]
+    table, buffers = jaxkv.split(jaxkv.apply(memory, ubatch))
+    numbers = [layer["hash"] for layer in buffers]
 
     def loss(traces, x):
         parts = [dict(hash=n, trace=t) for n, t in zip(numbers, traces, strict=True)]
@@ -253,7 +253,7 @@ def test_gradients_flow_through_states():
         memory = jaxkv.write_states(memory, 0, ubatch, new)
         return jnp.sum(memory.buffers[0]["trace"] ** 2)
 
-    gradient = jax.grad(loss, argnums=1)([row["trace"] for row in rows], jnp.ones((1, 2)))
+    gradient = jax.grad(loss, argnums=1)([layer["trace"] for layer in buffers], jnp.ones((1, 2)))
     np.testing.assert_array_equal(gradient, [[2.0, 2.0]])
 
 

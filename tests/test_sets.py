@@ -312,7 +312,7 @@ KINDS = [SMALL, WIDE, WINDOW, GROUPS_RUNS]
     "kind", mostly_exhaustive(KINDS, few=[WIDE, GROUPS_RUNS]), ids=lambda kind: kind.name
 )
 def test_random_lives(kind):
-    """Plans, masks, rows and refusals are those of the oracle."""
+    """Plans, masks, contents and refusals are those of the oracle."""
     answers = [life(Twin(kind), random.Random(seed), 12) for seed in range(3)]
     assert set().union(*answers) == {True, False}
 

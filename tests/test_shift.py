@@ -88,7 +88,7 @@ def test_an_update_equals_rotating_from_scratch(name, verb):
 
 
 @pytest.mark.slow
-def test_only_rows_that_moved_are_touched():
+def test_only_keys_that_moved_are_touched():
     memory, _ = filled(PLAIN)
     after = updated(jaxkv.seq_add(memory, 0, 4, -1, 3))
     for layer in (0, 1):
@@ -244,7 +244,7 @@ def test_a_shift_holds_in_a_vmap_over_memories():
         np.testing.assert_allclose(one.buffers.k[0], alone.buffers.k[0], atol=1e-6)
 
 
-def test_seq_add_leaves_the_rows_alone():
+def test_seq_add_leaves_the_buffers_alone():
     memory, _ = filled(PLAIN)
     after = jaxkv.seq_add(memory, 0, 0, -1, 1)
     assert all(a is b for a, b in zip(after.buffers.k, memory.buffers.k, strict=True))

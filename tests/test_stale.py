@@ -1,6 +1,6 @@
 """A plan is of one table: made before an edit it does nothing after it, to no kind of memory.
 
-Neither does a ubatch of another table, or a rival of the one that was applied, write a row: what
+Neither does a ubatch of another table, or a rival of the one that was applied, write buffers: what
 stands in a cell belongs to one text, and the right to write it is given for that text alone.
 """
 

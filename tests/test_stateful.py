@@ -1,9 +1,9 @@
-"""Random verbs on attention memories and their oracles: the same tables, masks, rows and answers.
+"""Random verbs on attention memories and their oracles: the same tables, masks, keys and answers.
 
 Memories with states have theirs in `test_recurrent_verbs.py`.
 
-Every token signs its rows with its sequence, position, number, layer and head (`sign`), so a row in
-the wrong place, left over or lost is seen, and so is a wrong mask.
+Every token signs its key and value with its sequence, position, number, layer and head (`sign`), so
+a key in the wrong place, left over or lost is seen, and so is a wrong mask.
 """
 
 import random
@@ -172,7 +172,7 @@ class Verbs(RuleBasedStateMachine):
 
     @rule()
     def back_to_the_value(self) -> None:
-        """An old memory is a value: it is still there, rows and all."""
+        """An old memory is a value: it is still there, buffers and all."""
         memory, oracles = self.past
         self.twin.memory, self.twin.oracles = memory, oracles.fork()
 

@@ -109,8 +109,8 @@ def test_a_copy_goes_on_as_its_source_would():
 def test_a_copy_of_more_cells_than_a_chunk():
     kind = Kind("long", cells=600, sequences=2, streams=2)
     memory = drawn(" ".join(f"{i}{{0}}" for i in range(520)), kind)
-    table, rows = jaxkv.split(memory)
-    noise = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape), rows)
+    table, buffers = jaxkv.split(memory)
+    noise = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape), buffers)
     copied = jaxkv.seq_cp(jaxkv.join(table, noise), 0, 1, 3, 519)
     assert [*cells_of(copied.table)][520:] == [(1, i) for i in range(3, 519)]
     for array in copied.buffers.k:
@@ -134,7 +134,7 @@ def test_donated_or_not_a_copy_is_the_same():
     assert memory.buffers.k[0].is_deleted()
 
 
-def test_a_copy_cannot_be_undone_where_it_overwrote_rows():
+def test_a_copy_cannot_be_undone_where_it_overwrote_keys():
     memory = fed(SPLIT, 4, 2)
     table, _ = jaxkv.split(memory)
     _, ok = jaxkv.go_back(table, jaxkv.seq_cp(memory, 0, 1))

@@ -12,7 +12,7 @@ import jaxkv
 
 @pytest.mark.slow
 def test_gradients_reach_keys_and_values_of_an_earlier_ubatch():
-    """Through writes and attention, equal to differentiating plain attention over all rows."""
+    """Through writes and attention, equal to differentiating plain attention over all keys."""
     k, v, q = (jax.random.normal(jax.random.key(i), (1, 6, 2, 4)) for i in range(3))
 
     def through_the_cache(k, v):
@@ -42,7 +42,7 @@ def test_gradients_reach_keys_and_values_of_an_earlier_ubatch():
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["whole", "tiles"])
 def test_what_no_token_sees_does_not_reach_a_gradient(implementation):
-    """Not even where it is no number: rows that were written, and forgotten."""
+    """Not even where it is no number: keys and values that were written, and forgotten."""
     k, v, q = (jax.random.normal(jax.random.key(i), (1, 2, 2, 4)) for i in range(3))
 
     def learn(q, k, v, rest):

@@ -1,7 +1,7 @@
 """Whatever JAX does to a verb, its answer is the same.
 
 Op by op, compiled with traced ids and positions, over a batch of whole memories, in a loop: the
-table comes out the same bit for bit, and rows and outputs but for rounding.
+table comes out the same bit for bit, and buffers and outputs but for rounding.
 """
 
 import jax

@@ -309,12 +309,12 @@ def test_trap_58_every_cell_can_be_seen_wherever_it_lies():
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_trap_59_what_is_hidden_is_not_read_even_if_it_is_no_number(value):
     memory, _ = jaxkv.seq_rm(filled(4, 3), 0, 3, -1)
-    table, rows = jaxkv.split(memory)
+    table, buffers = jaxkv.split(memory)
     # All that is not sequence 0's: a cell it has left, another sequence's, and those never used.
     # Stored values are always finite; 3e38 times anything but 0 would show.
-    k = tuple(x.at[:, :, 3:].set(value) for x in rows.k)
-    v = tuple(x.at[:, :, 3:].set(3e38) for x in rows.v)
-    spoilt = jaxkv.join(table, replace(rows, k=k, v=v))
+    k = tuple(x.at[:, :, 3:].set(value) for x in buffers.k)
+    v = tuple(x.at[:, :, 3:].set(3e38) for x in buffers.v)
+    spoilt = jaxkv.join(table, replace(buffers, k=k, v=v))
     _, clean = run(memory, make_batch([9]))
     _, beside = run(spoilt, make_batch([9]))
     np.testing.assert_allclose(beside, clean, rtol=1e-6)
@@ -346,7 +346,7 @@ def test_trap_87_room_is_counted_in_cells_and_what_follows_in_positions():
     assert ends(jaxkv.apply(memory, plan(memory, 2)), 0) == (0, 5)
 
 
-def test_trap_95_sliding_keeps_rows_and_moves_positions():
+def test_trap_95_sliding_keeps_values_and_moves_positions():
     """A context shift is not a recomputation: values stay bit for bit, keys are turned."""
     memory = filled(8)
     slid, _ = jaxkv.seq_rm(memory, 0, 1, 4)

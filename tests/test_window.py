@@ -196,9 +196,9 @@ def test_trap_29_lost_comes_of_taking_and_not_of_forgetting():
 
 def test_trap_57_a_cell_without_owners_cannot_be():
     """llama.cpp keeps a cell with a position and no ids, used for ever. Here it is a fault."""
-    table, rows = jaxkv.split(drawn("0{0} 1{0}", FOUR))
+    table, buffers = jaxkv.split(drawn("0{0} 1{0}", FOUR))
     table = replace(table, owners=table.owners.at[0, 0, 0].set(0))
-    faults = jaxkv.check_invariants(jaxkv.join(table, rows))
+    faults = jaxkv.check_invariants(jaxkv.join(table, buffers))
     assert faults["position without an owner"] == 1
 
 

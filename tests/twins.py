@@ -20,9 +20,9 @@ from tests.memories import (
     Oracles,
     assert_identical,
     cells_of,
+    contents_of,
     parts_of,
     plan_rows,
-    rows_of,
     sign,
 )
 from tests.oracle import Fault, Oracle, Part, Place, Plan, Token
@@ -33,13 +33,13 @@ def mean_of_keys(
 ) -> np.ndarray:
     """The mean of the keys that a token sees in a layer, as each head weighs them; `[H, D]`."""
     places = [*places]
-    rows = np.array([oracle.rows[place] for place in places]) + [1, 0, 0]
+    keys = np.array([oracle.contents[place] for place in places]) + [1, 0, 0]
     heads = np.arange(2 * HEADS)[:, None]
     label = layer * HEADS + heads // 2
     at = np.array([oracle.cells[place].position for place in places])
     logits = np.sin(token.position + 2 * at + heads) if look.biased else 0 * (heads + at)
     weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    return np.concatenate([weights @ rows, label], axis=1)
+    return np.concatenate([weights @ keys, label], axis=1)
 
 
 class Twin:
@@ -63,13 +63,14 @@ class Twin:
         return one
 
     def compare(self) -> None:
-        """Tables, rows and answers agree, for every cell and every sequence."""
+        """Tables, contents and answers agree, for every cell and every sequence."""
         parts = zip(parts_of(self.memory), self.kind.layers, self.oracles, strict=True)
-        for (table, rows), layers, oracle in parts:
+        for (table, buffers), layers, oracle in parts:
             expected = {p: (c.position, c.owners, c.shift) for p, c in oracle.cells.items()}
             assert cells_of(table) == expected, jaxkv.show(self.memory)
-            assert table.evicted_below.tolist() == [*oracle.lost.values()], jaxkv.show(self.memory)
-            assert rows_of(rows, layers) == oracle.rows, jaxkv.show(self.memory)
+            marks = [*oracle.evicted_below.values()]
+            assert table.evicted_below.tolist() == marks, jaxkv.show(self.memory)
+            assert contents_of(buffers, layers) == oracle.contents, jaxkv.show(self.memory)
         faults = jaxkv.check_invariants(self.memory)
         assert not any(map(int, faults.values())), faults
         ids = [*range(self.kind.sequences)]
@@ -272,7 +273,7 @@ class Twin:
 
 @cache
 def lived_in(kind: Kind, seed: int = 0) -> Any:
-    """Lead a memory through a short random life: holes, forks, several sequences, old rows.
+    """Lead a memory through a short random life: holes, forks, several sequences, old keys.
 
     It is a value, so all tests share one; none may donate it.
     """
