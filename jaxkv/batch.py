@@ -1,6 +1,6 @@
 """Tokens that arrive together, and the parts of them that are computed at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any
@@ -48,9 +48,21 @@ class Batch:
 
         Args:
           fits: `[Q]` bool, the sequences that stay; `Plan.fits` says which would find room.
+
+        Raises:
+          TypeError: when they are no bools.
+          ValueError: when a known sequence of the batch has none.
         """
         xp = np if is_concrete(self, fits) else jnp
-        fits = xp.asarray(fits)
+        fits = xp.asarray(flags(fits, "sequences that stay", or_integers=False))
+        if xp is np:
+            ids = [one for one in (self.sequences, self.others) if one is not None]
+            highest = max(np.max(one, initial=-1) for one in ids)
+            if highest >= fits.size:
+                raise ValueError(
+                    f"wanted a bool for each sequence, as plan.fits has, got {fits.size} for a "
+                    f"batch with sequence {highest}"
+                )
         if self.others is None:
             return replace(self, valid=self.valid & fits[self.sequences])
         sets = xp.concatenate([self.sequences[..., None], self.others], axis=-1)
@@ -184,7 +196,10 @@ def make_batch(
     llama.cpp: `llama_batch`.
     """
     if (tokens is None) == (embeddings is None):
-        raise ValueError("a batch holds either tokens or embeddings: give one of them, not both")
+        got = "neither" if tokens is None else "both"
+        raise ValueError(f"wanted either tokens or embeddings, got {got}")
+    if isinstance(tokens, str | Mapping | Set | Iterator):
+        raise TypeError(f"wanted tokens as integers in a list or an array, got {type(tokens)}")
     if isinstance(tokens, Sequence) and any(np.ndim(row) == 1 for row in tokens):
         if not all(np.ndim(row) == 1 for row in tokens):
             raise ValueError("wanted tokens as a list or as a list of lists, got both in one")
@@ -228,7 +243,7 @@ def make_batch(
     fields = {
         "sequences": sequences,
         "positions": None if positions is None else integers(positions, "positions", high=END),
-        "outputs": None if outputs is None else flags(outputs, "outputs"),
+        "outputs": None if outputs is None else flags(outputs, "outputs", or_integers=False),
         "valid": np.ones(shape, np.bool_) if valid is None else flags(valid, "valid"),
     }
     for name, value in fields.items():

@@ -86,6 +86,11 @@ class HybridTable(Table):
             parts=parts,
         )
 
+    @property
+    def is_batch(self) -> bool:
+        """Whether a part is."""
+        return any(part.is_batch for part in self.parts)
+
     def with_rules(self, rules: Rules | None) -> "HybridTable":
         """Return the table with other rules, in each part too."""
         parts = tuple(part.with_rules(rules) for part in self.parts)
@@ -208,10 +213,14 @@ class HybridTable(Table):
         self, seq: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple["HybridTable", jax.Array]:
         """Cut all parts, or none."""
-        parts, granted = zip(*(part.remove(seq, p0, p1) for part in self.parts), strict=True)
+        return self._all_or_none([part.remove(seq, p0, p1) for part in self.parts])
+
+    def _all_or_none(self, answers: list[tuple[Any, jax.Array]]) -> tuple["HybridTable", jax.Array]:
+        """Return the table with what each part answered, if all of them are ok; and whether."""
+        parts, granted = zip(*answers, strict=True)
         ok = _all([*granted])
-        cut = replace(self, parts=parts)
-        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), cut, self), ok
+        changed = replace(self, parts=parts)
+        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), changed, self), ok
 
     def copy(
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
@@ -252,9 +261,11 @@ class HybridTable(Table):
         """Clear each part."""
         return replace(self, parts=tuple(part.clear() for part in self.parts))
 
-    def add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> "HybridTable":
-        """Move in each part."""
-        return replace(self, parts=tuple(part.add(seq, p0, p1, delta) for part in self.parts))
+    def add(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array
+    ) -> tuple["HybridTable", jax.Array]:
+        """Move in all parts, or none."""
+        return self._all_or_none([part.add(seq, p0, p1, delta) for part in self.parts])
 
     def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
         """Return whether every part can."""
@@ -377,7 +388,8 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
       TypeError: when an argument is not such a pair.
       ValueError: when the parts know different numbers of sequences, only some of them share cells,
         they are on a mesh by different rules, a part is not given as many different layers as it
-        has, there are no parts, or no part beside one for sources, or several for sources.
+        has, a layer is given to several parts that keep keys, or to several that keep states, there
+        are no parts, or no part beside one for sources, or several for sources.
 
     Examples:
       Layers 0, 1, 3 and 4 look back 4 positions, and layers 2 and 5 at everything:
@@ -433,6 +445,13 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
         )
     tables = tuple(memory.table for memory in memories)
     table = HybridTable(parts=tables, layers=layers, rules=rules[0])
+    for layer in sorted({layer for own in layers for layer in own}):
+        for verb in ("attend", "states"):
+            if len(table._parts_serving(verb, layer)) > 1:
+                raise ValueError(
+                    f"wanted one part at most whose keys or states a layer uses, got several for "
+                    f"layer {layer}: list it in one of them"
+                )
     return join(table, tuple(memory.buffers for memory in memories))
 
 

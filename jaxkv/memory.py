@@ -127,6 +127,11 @@ class Table(ABC):
     def facts(self) -> Facts:
         """What is fixed when the memory is made."""
 
+    @property
+    @abstractmethod
+    def is_batch(self) -> bool:
+        """Whether these are the tables of several memories side by side, as `vmap` makes them."""
+
     rules: Rules | None
     """Which axes of a mesh split the memory; None where it is on one device."""
 
@@ -182,7 +187,7 @@ class Table(ABC):
           partner: `[Q]` int32, the number of the other one within the stream.
         """
         del partner
-        raise TypeError(f"wanted a memory of attention alone, got one of {self.facts.kind}")
+        raise TypeError(f"wanted a memory of attention alone, got kind {self.facts.kind!r}")
 
     @abstractmethod
     def spared(self) -> Any:
@@ -221,8 +226,8 @@ class Table(ABC):
     def for_sources(self) -> Self:
         """Return the table as it answers where sources are planned, see `init_source`."""
         raise TypeError(
-            f"wanted a hybrid memory with a part for sources, make_source_cache, got one of "
-            f"{self.facts.kind}"
+            f"wanted a hybrid memory with a part for sources, make_source_cache, got kind "
+            f"{self.facts.kind!r}"
         )
 
     @abstractmethod
@@ -244,7 +249,7 @@ class Table(ABC):
     ) -> tuple[Self, Any]:
         """Do what `seq_cp` says; nothing where `need_to_copy` is not ok.
 
-        Within a stream no buffer is touched, and they may be None where that is known.
+        Buffers are None where all is known to stay within streams: then none is touched.
         """
 
     @abstractmethod
@@ -255,8 +260,8 @@ class Table(ABC):
     def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
         """Do what `seq_select` says; nothing where `need_to_select` is not ok.
 
-        Both are `[n]`, and a target of Q is left out. Within a stream no buffer is touched, and
-        they may be None where that is known.
+        Both are `[n]`, and a target of Q is left out. Buffers are None where all is known to stay
+        within streams: then none is touched.
         """
 
     @abstractmethod
@@ -272,8 +277,13 @@ class Table(ABC):
         """Do what `clear` says."""
 
     @abstractmethod
-    def add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> Self:
-        """Do what `seq_add` says."""
+    def add(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array
+    ) -> tuple[Self, jax.Array]:
+        """Do what `seq_add` says; return the table, and `ok`, `[]` bool.
+
+        It is False where a position would reach END, and then nothing moves.
+        """
 
     @abstractmethod
     def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
@@ -314,34 +324,34 @@ class Table(ABC):
     def attend(self, buffers: Any, layer: int, ubatch: Ubatch, *args: Any, **options: Any) -> Any:
         """Do what `attend` says; return the buffers, and the output."""
         del buffers, layer, ubatch, args, options
-        raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
+        raise TypeError(f"wanted a memory with attention layers, got kind {self.facts.kind!r}")
 
     def write(self, buffers: Any, layer: int, ubatch: Ubatch, *new: jax.Array) -> Any:
         """Do what `write` says; return the buffers."""
         del buffers, layer, ubatch, new
-        raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
+        raise TypeError(f"wanted a memory with attention layers, got kind {self.facts.kind!r}")
 
     def view(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> View:
         """Return what `view` says."""
         del buffers, layer, ubatch, options
-        raise TypeError(f"wanted a memory with attention layers, got one of {self.facts.kind}")
+        raise TypeError(f"wanted a memory with attention layers, got kind {self.facts.kind!r}")
 
     def read_states(self, buffers: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
         """Return what `read_states` says."""
         del buffers, layer, ubatch
-        raise TypeError(f"wanted a memory with recurrent layers, got one of {self.facts.kind}")
+        raise TypeError(f"wanted a memory with recurrent layers, got kind {self.facts.kind!r}")
 
     def write_states(
         self, buffers: Any, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
     ) -> tuple[Self, Any]:
         """Do what `write_states` says; return the table, and the buffers."""
         del buffers, layer, ubatch, states
-        raise TypeError(f"wanted a memory with recurrent layers, got one of {self.facts.kind}")
+        raise TypeError(f"wanted a memory with recurrent layers, got kind {self.facts.kind!r}")
 
     def rollback(self, layer: int) -> int:
         """Return what `rollback_of` says."""
         del layer
-        raise TypeError(f"wanted a memory with recurrent layers, got one of {self.facts.kind}")
+        raise TypeError(f"wanted a memory with recurrent layers, got kind {self.facts.kind!r}")
 
 
 @jax.tree_util.register_dataclass

@@ -101,6 +101,8 @@ def count(value: Any, name: str, *, low: int = 1, high: int = END) -> int:
     TypeError: wanted an integer for layers, got 2.5
     """
     try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"wanted an integer for {name}, got {value!r}") from None
@@ -169,23 +171,32 @@ def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice:
     return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
 
 
-def flags(value: Any, name: str) -> Any:
+def flags(value: Any, name: str, *, or_integers: bool = True) -> Any:
     """Return bool of flags that a caller passed, keeping device arrays where they are.
 
-    Raises:
-      TypeError: when they are neither bools nor known integers 0 and 1.
+    Args:
+      value: bools, or an array or list of them.
+      name: what the message calls them.
+      or_integers: whether known integers 0 and 1 will do, as in the masks of tokenizers. Not for
+        flags that could be taken for a list of indices.
 
-    >>> flags([1, 0], "valid"), flags(2, "valid")
+    Raises:
+      TypeError: when they are no flags.
+
+    >>> flags([1, 0], "valid")
+    array([ True, False])
+    >>> flags([1, 0], "outputs", or_integers=False)
     Traceback (most recent call last):
     ...
-    TypeError: wanted bool for valid, got int64
+    TypeError: wanted bool for outputs, got int64: one for each, and not indices
     """
     array = value if isinstance(value, jax.Array) else np.asarray(value)
-    binary = is_concrete(array) and np.issubdtype(array.dtype, np.integer)
+    binary = or_integers and is_concrete(array) and np.issubdtype(array.dtype, np.integer)
     if binary and not np.all((np.asarray(array) == 0) | (np.asarray(array) == 1)):
         binary = False
     if array.size and array.dtype != bool and not binary:
-        raise TypeError(f"wanted bool for {name}, got {array.dtype}")
+        advice = "" if or_integers else ": one for each, and not indices"
+        raise TypeError(f"wanted bool for {name}, got {array.dtype}{advice}")
     return array.astype(bool)
 
 

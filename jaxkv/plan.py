@@ -27,7 +27,8 @@ class Reason(IntEnum):
     NO_ROOM = (
         1,
         "free cells: wanted {expected}, got {found}: remove a sequence (seq_rm), go on with those "
-        "that fit (batch.only(plan.fits)), or make a larger memory",
+        "that fit (batch.only(plan.fits)), make a larger memory, or, with a window, plan fewer "
+        "tokens at once (ubatch_size=)",
     )
     NOT_NEXT = (
         2,
@@ -129,7 +130,8 @@ class Plan:
           ...
           jaxkv.plan.RefusedError: the batch was refused, and nothing was changed.
           sequence 0: NO_ROOM, free cells: wanted 5, got 4: remove a sequence (seq_rm), go on with \
-those that fit (batch.only(plan.fits)), or make a larger memory
+those that fit (batch.only(plan.fits)), make a larger memory, or, with a window, plan fewer tokens \
+at once (ubatch_size=)
         """
         if not is_concrete(self.ok):
             raise TypeError("plan.check() raises, which traced code cannot do: use plan.ok there")

@@ -22,7 +22,7 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     compiler may split the table of a loop in ways of its own.
 
     Raises:
-      ValueError: when an argument was donated before.
+      ValueError: when an argument was donated before, or a table is that of a batch of memories.
     """
     if fun is None:
         return partial(program, **options)
@@ -30,7 +30,9 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     @partial(jax.jit, **options)
     @wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
-        rules = next((x.rules for x in _nodes((args, kwargs)) if isinstance(x, Table)), None)
+        tables = [x for x in _nodes((args, kwargs)) if isinstance(x, Table)]
+        check_single(*tables)
+        rules = next((table.rules for table in tables), None)
         mesh = at_hand(rules)
         if rules is None or mesh is None:
             return fun(*args, **kwargs)
@@ -49,6 +51,15 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
         return jax.sharding.auto_axes(pinned, out_sharding=where)(*args, **kwargs)
 
     return names_donated(run)
+
+
+def check_single(*tables: Table) -> None:
+    """Raise a ValueError if one is the table of a batch of memories."""
+    if any(table.is_batch for table in tables):
+        raise ValueError(
+            "wanted one memory, got a batch of them: go over it with jax.vmap, or take each by "
+            "itself, such as jax.tree.map(lambda x: x[0], memory)"
+        )
 
 
 def whole(table: Table, answers: Any) -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import make_batch
+from jaxkv import loops, make_batch
 from jaxkv.kv import slots
 from jaxkv.stamp import content
 from tests.memories import SMALL, SPLIT, WINDOW, assert_identical, filled
@@ -232,6 +232,20 @@ def test_a_step_names_each_sequence_once():
         jaxkv.init_batch(memory, make_batch([1]).only(np.zeros(3, bool)))
 
 
+def test_flags_that_could_be_indices_are_bools():
+    with pytest.raises(TypeError, match="wanted bool for outputs, got int64: one for each, and not ind"):
+        make_batch([5, 6], outputs=[0, 1])
+    batch = make_batch([1, 2], sequences=[0, 2])
+    with pytest.raises(TypeError, match="wanted bool for sequences that stay, got int64: one for each"):
+        batch.only([0, 2])
+    with pytest.raises(ValueError, match="a bool for each sequence, .* got 2 for .* sequence 2"):
+        batch.only([True, False])
+    assert batch.only([True, False, False]).valid.tolist() == [True, False]
+    shared = make_batch([[1], [2]], sequences=[[0, 3], 1])
+    with pytest.raises(ValueError, match="got 3 for a batch with sequence 3"):
+        shared.only([True] * 3)
+
+
 def test_flags_of_a_step_may_be_integers():
     memory = filled(1, 2)
     steps = [jaxkv.plan_step(memory, [5, 6], [0, 1], valid) for valid in ([1, 0], [True, False])]
@@ -251,11 +265,42 @@ def test_flags_of_a_step_may_be_integers():
             lambda: jaxkv.make_recurrent_cache(layers=1, states={"x": (3,)}),
             r"wanted \(shape, dtype\) for the state x, got \(3,\)",
         ),
+        (
+            lambda: jaxkv.make_recurrent_cache(layers=1, states={"x": (3, jnp.float32)}),
+            r"wanted \(shape, dtype\) for the state x, got \(3, ",
+        ),
+        (lambda: jaxkv.make_kv_cache(cells=4, dtype="float31", **ONE), "a dtype .*, got 'float31'"),
+        (
+            lambda: jaxkv.make_kv_cache(cells=True, **ONE),
+            "wanted an integer for cells .*, got True",
+        ),
     ],
 )
 def test_what_is_of_another_type_is_named(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+def test_a_batch_of_memories_is_gone_over_by_vmap():
+    one = filled(2, 1)
+    two = jax.tree.map(lambda x: jnp.stack([x, x]), one)
+    hybrid = jaxkv.make_hybrid_cache((one, (0, 1)), (one, (2, 3)))
+    two_hybrid = jax.tree.map(lambda x: jnp.stack([x, x]), hybrid)
+    states = jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=3)
+    two_states = jax.tree.map(lambda x: jnp.stack([x, x]), states)
+    step = [5], [0], [True]
+    for memory in (two, two_hybrid, two_states):
+        for verb in (
+            jaxkv.used,
+            jaxkv.defrag_plan,
+            lambda memory: jaxkv.seq_pos_max(memory, 0),
+            lambda memory: jaxkv.seq_rm(memory, 0),
+            lambda memory: jaxkv.init_batch(memory, make_batch([1])),
+            lambda memory: jaxkv.plan_step(memory, *step),
+        ):
+            with pytest.raises(ValueError, match="wanted one memory, got a batch .* jax.vmap"):
+                verb(memory)
+    assert jax.vmap(jaxkv.used)(two).tolist() == [3, 3]
 
 
 KEY = jnp.ones((1, 1, 2, 4))
@@ -305,10 +350,23 @@ def test_what_a_loop_wants_is_named():
     memory = SMALL.make()
     with pytest.raises(TypeError, match="wanted a function, got <class 'dict'>"):
         jaxkv.prefill({}, jnp.eye(4), memory, make_batch([1]))
-    with pytest.raises(ValueError, match="wanted a pair from forward, .*, got an array of shape"):
-        jaxkv.prefill(lambda weights, *_: weights, jnp.eye(4), memory, make_batch([1]))
+    for given, got in (
+        (lambda weights, *_: weights, "an array of shape"),
+        (lambda weights, memory, _: (weights, memory), r"\(\w+, Memory\)"),
+        (lambda weights, memory, _: (memory, weights, 1), r"\(Memory, \w+, int\)"),
+    ):
+        with pytest.raises(ValueError, match="wanted a pair from forward, .*, got " + got):
+            jaxkv.prefill(given, jnp.eye(4), memory, make_batch([1]))
     with pytest.raises(ValueError, match="wanted tokens as a list or as a list of lists, got both"):
         make_batch([[1, 2], 3])
+    with pytest.raises(ValueError, match="wanted either tokens or embeddings, got neither"):
+        make_batch()
+    for tokens in ("hello", {1, 2}, {1: 2}, iter([1])):
+        with pytest.raises(TypeError, match="wanted tokens as integers in a list or an array, got"):
+            make_batch(tokens)
+    with pytest.raises(TypeError, match="wanted integers for seed, got a key of jax.random"):
+        sampler = loops.sampling.make_sampler(temperature=1.0)
+        loops.begin(sampler, filled(2), jnp.ones((1, 4)), sequences=[0], seed=jax.random.key(0))
 
 
 @pytest.mark.slow

@@ -150,6 +150,34 @@ def test_trap_69_who_takes_no_part_is_left_alone(kept):
 
 
 @pytest.mark.slow
+def test_rows_of_a_refused_plan_read_zeros():
+    """Also those of sequences that have a state."""
+    memory = tell(make(1), [1, 2], [3])
+    plan = jaxkv.init_batch(memory, make_batch([[4], [5]], positions=[9, 9]))
+    assert not plan.ok
+    for ubatch in plan.ubatches:
+        states = jaxkv.read_states(jaxkv.apply(memory, ubatch), 0, ubatch)
+        assert not any(map(np.any, states.values()))
+
+
+@pytest.mark.slow
+def test_parts_move_all_or_none():
+    """One part alone holds the position that would reach the last integer."""
+    sizes = dict(layers=1, sequences=2)
+    memory = jaxkv.make_hybrid_cache(
+        (jaxkv.make_kv_cache(cells=8, kv_heads=1, head_dim=2, **sizes), (0,)),
+        (jaxkv.make_recurrent_cache(states={"x": ((), jnp.float32)}, rollback=2, **sizes), (1,)),
+    )
+    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch(range(6), sequences=0)))
+    memory, ok = jaxkv.seq_rm(memory, 0, 4, 5)  # the state after it stays
+    assert ok
+    far = 2**31 - 1 - 4
+    assert not jaxkv.can_seq_add(memory, 0, 0, 5, far)
+    assert_identical(jaxkv.seq_add(memory, 0, 0, 5, far), memory)
+    assert jaxkv.seq_pos_max(jaxkv.seq_add(memory, 0, 0, -1, 3), 0) == 8
+
+
+@pytest.mark.slow
 def test_moving_takes_kept_states_along():
     twin = told(kept=3, counts=(8,))
     twin.both("seq_add", 0, 3, -1, -2)
@@ -371,9 +399,9 @@ def test_wrong_arguments():
         lambda: jaxkv.write_states(attention, 0, other, states),
         lambda: jaxkv.rollback_of(attention, 0),
     ):
-        with pytest.raises(TypeError, match="with recurrent layers, got one of attention"):
+        with pytest.raises(TypeError, match="with recurrent layers, got kind 'attention'"):
             call()
-    with pytest.raises(TypeError, match="with attention layers, got one of recurrent"):
+    with pytest.raises(TypeError, match="with attention layers, got kind 'recurrent'"):
         jaxkv.attend(memory, 0, ubatch, *[jnp.zeros((1, 1, 1, 2))] * 3)
 
 

@@ -128,7 +128,7 @@ def test_mistakes_are_named():
         (GROUPS.make(), [1, 2], r"sequences of a token in one stream, got \[1, 2\]"),
         (SPLIT.make(), [0, 1], r"in one stream, got \[0, 1\]"),
         (SMALL.make(), [0, 3], "sequence ids from 0 to 2, got 3"),
-        (states, [0, 1], "a state belongs to one text, .* a memory of recurrent"),
+        (states, [0, 1], "a state belongs to one text, .* a memory of kind 'recurrent'"),
         (jaxkv.make_hybrid_cache((states, (0, 1)), (SMALL.make(), (2, 3))), [0, 1], "of hybrid"),
     ):
         with pytest.raises(ValueError, match=message):

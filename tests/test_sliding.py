@@ -330,15 +330,15 @@ def mixed():
     [
         (
             lambda: loops.slide(states(), 0, keep=0, drop=1),
-            "wanted a memory of attention alone, got one of recurrent: a state cannot forget",
+            "wanted a memory of attention alone, got kind 'recurrent': a state cannot forget",
         ),
         (
             lambda: jax.jit(partial(loops.slide, keep=0, drop=1))(mixed(), 0),
-            r"got one of hybrid \(attention, recurrent\): a state cannot forget",
+            r"got kind 'hybrid' \(attention, recurrent\): a state cannot forget",
         ),
         (
             lambda: loops.extend(mixed(), 0, 0, group=2, width=4),
-            r"got one of hybrid \(attention, recurrent\): a state does not know where",
+            r"got kind 'hybrid' \(attention, recurrent\): a state does not know where",
         ),
         (lambda: loops.slide(filled(2), 0, keep=-1, drop=1), "wanted keep from 0 .*got -1"),
         (lambda: loops.slide(filled(2), 0, keep=0, drop=0), "wanted drop from 1 .*got 0"),

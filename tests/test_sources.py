@@ -190,6 +190,17 @@ def test_whole_sequences_take_their_sources_along_and_parts_leave_them_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_traced_id_that_is_none_takes_no_source_from_the_last_sequence(streams):
+    memory = filled(streams=streams)
+    copy = jax.jit(jaxkv.seq_cp)
+    for wrong in (-1, Q, -Q):
+        forked = copy(memory, 0, jnp.array([wrong, Q - 1]))
+        assert_identical(forked, jaxkv.seq_cp(memory, 0, [Q - 1]))
+        check(forked, [*SOURCES[:-1], SOURCES[0]], [*TEXTS[:-1], TEXTS[0]])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [2, pytest.param(Q, marks=pytest.mark.exhaustive)])
 def test_in_several_streams(streams):
     memory = filled(streams=streams)
@@ -264,7 +275,7 @@ def test_what_is_wrong_is_named():
     assert jax.tree.all(jax.tree.map(np.array_equal, jaxkv.apply(memory, plan), memory))
     alone = parts_of(memory)[0]
     for error, text, call in [
-        (TypeError, "make_source_cache, got one of attention", lambda: encode(alone, [[1]], [0])),
+        (TypeError, "make_source_cache, got kind 'attention'", lambda: encode(alone, [[1]], [0])),
         (ValueError, "stand at 0", lambda: source_of([1], positions=[3])),
         (ValueError, "one sequence each", lambda: source_of([1], sequences=[[0, 1]])),
         (TypeError, "wanted a batch", lambda: jaxkv.init_source(memory, [1])),

@@ -152,6 +152,10 @@ def test_trap_27_a_shared_prefix_that_no_owner_sees_is_taken_again():
     assert jaxkv.can_resume(memory, 1, 6)
 
 
+def test_an_empty_sequence_starts_anywhere():
+    assert all(jaxkv.can_resume(FOUR.make(), 1, pos) for pos in (0, 1, 2, 9))
+
+
 def test_trap_27_a_cell_that_one_owner_still_sees_is_kept():
     memory = drawn("0{0,1} 1{0,1} 2{0} 3{0} 4{0} 5{0}", FOUR)
     plan = plan_of(memory, 2)  # 1 stands at 1 and goes on to see 0 and 1; 0 has 2 to give

@@ -173,7 +173,7 @@ def sight(
         table, ubatch = table.parts[part], part_of(ubatch, part)
     if not isinstance(table, CellTable) or table.facts.holds_sources:
         raise TypeError(
-            f"wanted a memory, or a part, of attention, got one of {table.facts.kind}: states see "
+            f"wanted a memory, or a part, of attention, got kind {table.facts.kind!r}: states see "
             f"all that came before, and a text all of its source"
         )
     seen = jax.jit(visible, static_argnames="causal")(table, ubatch, causal=causal)

@@ -118,8 +118,8 @@ class CellTable(Cells, Table):
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple["CellTable", Any]:
         """See `cells.copy` within a stream; between streams `copy`, and in groups `transfer`."""
-        if self.streams == 1 or buffers is None:
-            return cells.copy(self, src, dst, p0, p1), buffers
+        if buffers is None:
+            return cells.copy(self, src, dst, p0, p1), None
         if self.sharing == 1:
             return copy.copy_between(self, buffers, src, dst, p0, p1)
         return transfer.carry_out(self, buffers, transfer.to_copy(self, src, dst, p0, p1))
@@ -132,8 +132,8 @@ class CellTable(Cells, Table):
 
     def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
         """See `cells.select` within a stream; between streams `copy`, and in groups `transfer`."""
-        if self.streams == 1 or buffers is None:
-            return cells.select(self, parents, targets), buffers
+        if buffers is None:
+            return cells.select(self, parents, targets), None
         if self.sharing == 1:
             return copy.select_between(self, buffers, parents, targets)
         return transfer.carry_out(self, buffers, transfer.to_select(self, parents, targets))
@@ -152,7 +152,9 @@ class CellTable(Cells, Table):
         """See `cells.clear`."""
         return cells.clear(self)
 
-    def add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> "CellTable":
+    def add(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array
+    ) -> tuple["CellTable", jax.Array]:
         """See `shift.add`."""
         return shift.add(self, seq, p0, p1, delta)
 

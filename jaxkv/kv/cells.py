@@ -65,6 +65,11 @@ class Cells:
     rules: Rules | None = field(default=None, metadata={"static": True})
 
     @property
+    def is_batch(self) -> bool:
+        """Whether the arrays have an axis more, as `vmap` makes them."""
+        return self.stamp.ndim != 2
+
+    @property
     def streams(self) -> int:
         """S, the number of independent tables."""
         return self.position.shape[0]

@@ -205,7 +205,10 @@ def make_kv_cache(
                 f"wanted a rope, such as make_rope(head_dim, base=10000.0), got {one!r}"
             )
         if one is not None and 2 * len(one.frequencies) > size:
-            raise ValueError(f"a rope of {len(one.frequencies)} pairs does not fit keys of {size}")
+            raise ValueError(
+                f"wanted a rope of {size // 2} pairs at most for keys of {size}, got one of "
+                f"{len(one.frequencies)}: make it for the head, make_rope({size})"
+            )
     for one, value in zip(ropes, values, strict=True):
         turned = 0 if one is None else 2 * len(one.frequencies)
         if isinstance(value, Latent) and value.first < turned:
@@ -260,7 +263,10 @@ def _check_alike(**sizes: tuple[Any, ...]) -> None:
 
 def _check_dtype(wanted: jax.typing.DTypeLike) -> None:
     """Raise a ValueError unless keys and values can be stored in a dtype."""
-    dtype = jnp.dtype(wanted)
+    try:
+        dtype = jnp.dtype(wanted)
+    except TypeError:
+        raise TypeError(f"wanted a dtype for keys and values, got {wanted!r}") from None
     signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be
     floating = jnp.issubdtype(dtype, jnp.floating) and np.array_equal(
         signs.astype(dtype).astype(float), signs, equal_nan=True

@@ -66,17 +66,20 @@ class Update(Commitment):
         return rotate_pending(table, buffers, ok)
 
 
-def add(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array) -> C:
+def add(
+    cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
+) -> tuple[C, jax.Array]:
     """Move the cells of a sequence in a range by `delta`, `[]` int32, for every owner.
 
-    A cell whose position turns negative is freed. Where a position would reach END, nothing moves.
+    A cell whose position turns negative is freed. Where a position would reach END, nothing moves,
+    and the second answer, `[]` bool, is False.
     """
     moves = moving(cells, seq, start, stop)
     evicted = _highest_evicted(cells, moves, seq, start, stop)
     ok = _in_bounds(cells, moves, evicted, delta)
     evicted_below = _moved_marks(cells, evicted, lambda position: position + delta)
     cells = replace(cells, evicted_below=jnp.where(ok, evicted_below, cells.evicted_below))
-    return _move(cells, moves & ok, cells.position + delta)
+    return _move(cells, moves & ok, cells.position + delta), ok
 
 
 def can_add(

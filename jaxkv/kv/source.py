@@ -88,15 +88,18 @@ class SourceTable(CellTable):
         there = (src >= 0) & (src < count) & (jnp.maximum(p0, 0) < end_of(p1))
         changes = there & (targets >= 0) & (targets < count) & (targets != src)
         turn = jnp.arange(targets.size, dtype=jnp.int32)
+        targets = jnp.where(changes, targets, count)  # before it is an index: -1 would be the last
         first = jnp.full(count, targets.size, jnp.int32).at[targets].min(turn, mode="drop")
-        changes &= first.at[targets].get(mode="fill", fill_value=0) == turn
+        twice = first.at[targets].get(mode="fill", fill_value=targets.size) < turn
         parents = jnp.broadcast_to(jnp.where(there, src, 0), targets.shape)
-        return parents, jnp.where(changes, targets, count)
+        return parents, jnp.where(twice, count, targets)
 
-    def add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> "SourceTable":
+    def add(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array
+    ) -> tuple["SourceTable", jax.Array]:
         """Return the table as it is: the positions of a text move, and not those of its source."""
         del seq, p0, p1, delta
-        return self
+        return self, jnp.array(True)
 
     def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
         """Return True, `[]` bool, since nothing moves."""

@@ -48,8 +48,12 @@ def take_step(
     """Apply a ubatch and run a model over it; return the memory, and the logits, `[O, V]`."""
     memory = apply(memory, ubatch)
     given = forward(weights, memory, ubatch)
-    if not isinstance(given, tuple) or len(given) != 2:
-        what = f"an array of shape {given.shape}" if isinstance(given, jax.Array) else type(given)
+    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], Memory):
+        what = type(given)
+        if isinstance(given, tuple):
+            what = f"({', '.join(type(one).__name__ for one in given)})"
+        elif isinstance(given, jax.Array):
+            what = f"an array of shape {given.shape}"
         raise ValueError(f"wanted a pair from forward, memory and logits, got {what}")
     after, logits = given
     old, new = (jax.tree.leaves(split(one)[1]) for one in (memory, after))

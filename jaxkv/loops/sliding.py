@@ -132,7 +132,7 @@ def _check_cells(facts: Facts, why: str) -> None:
     """Raise unless a memory is made of cells alone."""
     kinds = [part.kind for part in facts.parts or (facts,)]
     if facts.rollback is not None:
-        what = f"one of {facts.kind}" + (f" ({', '.join(kinds)})" if facts.parts else "")
+        what = f"kind {facts.kind!r}" + (f" ({', '.join(kinds)})" if facts.parts else "")
         raise ValueError(f"wanted a memory of attention alone, got {what}: {why}")
 
 
@@ -150,7 +150,7 @@ def _slid(
     moves = jnp.where(ok, keep + drop, 0)
     ok &= _owns_alone(table, seq, moves)
     cut, _ = table.remove(seq, keep, moves)
-    closed = cut.add(seq, moves, jnp.int32(END), -drop)
+    closed, _ = cut.add(seq, moves, jnp.int32(END), -drop)
     # A window that let go of the first tokens would see them again.
     ok &= closed.can_resume(seq, there - drop)
     return *_if(ok, closed, table), ok
@@ -175,9 +175,9 @@ def _extended(
         # `group`.
         lift = done * (group - 1)
         first, last = done + lift, done + lift + width
-        table = table.add(seq, done, end, lift)
-        table = table.divide(seq, first, last, group)
-        return table.add(seq, last, end, short - width - lift), done + short, there + short - width
+        table, _ = table.add(seq, done, end, lift)
+        table, _ = table.divide(seq, first, last, group).add(seq, last, end, short - width - lift)
+        return table, done + short, there + short - width
 
     known = (done >= 0) & (done <= there) & (jax.lax.rem(done, short) == 0)
     ok = known & (there <= jax.lax.div(end, group))

@@ -206,6 +206,10 @@ def _seed(seed: Any, count: int) -> Any:
         raise ValueError(f"wanted a seed [] or [{count}], got {np.shape(seed)}")
     if not is_concrete(seed):
         return seed
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            "wanted integers for seed, got a key of jax.random: pass the number that it is made of"
+        )
     array = np.asarray(seed)
     if array.dtype.kind not in "iu":
         raise TypeError(f"wanted integers for seed, got {array.dtype}")

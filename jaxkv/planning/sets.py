@@ -32,8 +32,8 @@ def check_sets(facts: Facts, batch: Batch) -> None:
     if facts.rollback is not None:
         raise ValueError(
             f"wanted tokens of one sequence each, since a state belongs to one text, got a batch "
-            f"with tokens of several for a memory of {facts.kind}: compute the token once and fork "
-            f"(seq_cp)"
+            f"with tokens of several for a memory of kind {facts.kind!r}: compute the token once "
+            f"and fork (seq_cp)"
         )
     if not is_concrete(batch):
         return

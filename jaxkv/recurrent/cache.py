@@ -5,7 +5,7 @@ cannot be seen any more cannot be forgotten either, so this memory keeps earlier
 to, exactly to the token, and refuses where it has none.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -169,7 +169,9 @@ class StateTable(States, Table):
         """See `states.clear`."""
         return states.clear(self)
 
-    def add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> "StateTable":
+    def add(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array
+    ) -> tuple["StateTable", jax.Array]:
         """See `states.add`."""
         return states.add(self, seq, p0, p1, delta)
 
@@ -403,6 +405,8 @@ def _splits(
 def _shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
     if hasattr(state, "shape"):
         return state
-    if not isinstance(state, tuple) or len(state) != 2:
+    if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[0], Sequence):
         raise TypeError(f"wanted (shape, dtype) for the state {name}, got {state!r}")
-    return jax.ShapeDtypeStruct(*state)
+    shape, dtype = state
+    sizes = tuple(count(size, f"each size of the state {name}", low=0) for size in shape)
+    return jax.ShapeDtypeStruct(sizes, dtype)

@@ -64,7 +64,7 @@ def _given(
     `dead_until`, `[n]` int32, is that of the targets from then on.
     """
     position, cell = source.position[src], source.cell[src]
-    if states.streams > 1 and buffers is not None:
+    if buffers is not None:
         states, buffers, cell = _copied(states, buffers, src, dst, cell)
     states = replace(
         states,

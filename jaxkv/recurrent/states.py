@@ -61,6 +61,11 @@ class States:
         return self.position.shape[0]
 
     @property
+    def is_batch(self) -> bool:
+        """Whether the arrays have an axis more, as `vmap` makes them."""
+        return self.stamp.ndim != 2
+
+    @property
     def streams(self) -> int:
         """S, the number of independent pools of cells."""
         return self.stamp.shape[0]
@@ -235,7 +240,9 @@ def clear(states: T) -> T:
     )
 
 
-def add(states: T, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array) -> T:
+def add(
+    states: T, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
+) -> tuple[T, jax.Array]:
     """Move the positions of a sequence in a range by `delta`, `[]` int32, those of its states too.
 
     A state whose position turns negative is dropped, as the token is that it stands after. If it is
@@ -244,13 +251,16 @@ def add(states: T, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax
     empty if the range began at 0, and dead if it did not.
 
     An earlier state is dropped, too, when it no longer stands before all later ones: then there is
-    no end that could be cut off to return to it. Where a position would reach END, nothing moves.
+    no end that could be cut off to return to it. Where a position would reach END, nothing moves,
+    and the second answer, `[]` bool, is False.
     """
     moves = _moves(states, seq, start, stop)
-    delta = jnp.where(can_add(states, seq, start, stop, delta), delta, 0)
-    return _moved(
+    ok = can_add(states, seq, start, stop, delta)
+    delta = jnp.where(ok, delta, 0)
+    moved = _moved(
         states, seq, start, stop, lambda position: position + delta, moves, jnp.array(False)
     )
+    return moved, ok
 
 
 def can_add(

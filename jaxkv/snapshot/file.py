@@ -92,6 +92,8 @@ def write(path: str | os.PathLike, description: Mapping[str, Any], arrays: Any) 
         before is there still.
     """
     module, path = _safetensors(), _file(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
     stored, metadata = _packed(description, arrays)
     handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)

@@ -98,9 +98,10 @@ def _content(
     ids = np.arange(facts.sequences) if sequences is None else facts.sequence_ids(sequences)
     check_once(ids)
     saved = np.atleast_1d(ids).tolist()
-    known = {
-        int(facts.sequence_ids(seq)): _listed(text, seq) for seq, text in (tokens or {}).items()
-    }
+    texts = {} if tokens is None else tokens
+    if not isinstance(texts, Mapping):
+        raise TypeError(f"wanted tokens by sequence, such as {{0: [1, 2]}}, got {type(texts)}")
+    known = {int(facts.sequence_ids(seq)): _listed(text, seq) for seq, text in texts.items()}
     if not set(known) <= set(saved):
         raise ValueError(
             f"wanted tokens of the saved sequences {saved}, got some of "

@@ -373,7 +373,7 @@ def _keep(table: Any, seq: jax.Array) -> Any:
 @program
 def _add(table: Any, *args: jax.Array) -> Any:
     """Do what `seq_add` says of its arguments, `[]` int32 each."""
-    return table.add(*args)
+    return table.add(*args)[0]
 
 
 @program

@@ -16,7 +16,9 @@ def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
     Exact when the buffers still hold what the old table knew: since then the table was edited, and
     ubatches went into cells that were empty in it. It is refused where a cell that the old table
     uses was written over (by a ubatch, a copy between streams or a defrag, into a cell freed since)
-    or rotated (by an update). Plans that were made meanwhile are stale: plan again.
+    or rotated (by an update). Plans that were made meanwhile are stale: plan again. The table knows
+    the tokens, and not the model: cells of the same tokens that other weights, or other arguments
+    of `attend`, have filled since are taken for the old ones.
 
     Args:
       table: the table of the earlier memory, `split(memory)[0]`. It must not have been donated:

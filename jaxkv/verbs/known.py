@@ -6,9 +6,7 @@ import jax
 import numpy as np
 
 from jaxkv.donation import check_there
-from jaxkv.hybrid import HybridTable
-from jaxkv.kv.cells import Cells
-from jaxkv.recurrent.states import States
+from jaxkv.tables import check_single
 
 
 def check_known(table: Any, buffers: Any = ()) -> None:
@@ -23,15 +21,10 @@ def check_known(table: Any, buffers: Any = ()) -> None:
     >>> check_known(jax.tree.map(lambda x: x[None], memory.table))
     Traceback (most recent call last):
     ...
-    ValueError: wanted one memory, got a batch of them: take each by itself, such as \
-jax.tree.map(lambda x: x[0], memory)
+    ValueError: wanted one memory, got a batch of them: go over it with jax.vmap, or take each by \
+itself, such as jax.tree.map(lambda x: x[0], memory)
     """
     if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves((table, buffers))):
         raise TypeError("wanted a memory with values, got the shapes of one: make it first")
     check_there(table, buffers)
-    parts = table.parts if isinstance(table, HybridTable) else (table,)
-    if any(isinstance(part, Cells | States) and part.stamp.ndim != 2 for part in parts):
-        raise ValueError(
-            "wanted one memory, got a batch of them: take each by itself, such as "
-            "jax.tree.map(lambda x: x[0], memory)"
-        )
+    check_single(table)
