@@ -40,21 +40,17 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, jax.Array]
       ubatch: the tokens, a row for each sequence; its `slots` are not looked at.
 
     Returns:
-      The slots; and `[R, T]` int32, for each token a `Reason`: MIXED_ROW where two rows are of one
-      sequence, since the second would have to wait for the first.
+      The slots; and `[R, T]` int32, for each token a `Reason`, FITS for all of them. Two rows of
+      one sequence, of which the second would have to wait for the first, are refused by planning.
     """
-    active = jnp.any(ubatch.valid, axis=1)
-    seq = jnp.where(active, ubatch.row_sequence, states.sequences)
-    rows = jnp.zeros((states.sequences,), jnp.int32).at[seq].add(1, mode="drop")
-    crowded = active & (rows[ubatch.row_sequence] > 1)
-    placed = active & ~jnp.any(crowded)
+    placed = jnp.any(ubatch.valid, axis=1)
     new = placed[:, None] & (steps_to_keep(ubatch, states.earlier + 1) > 0)
     cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), nowhere(new))
     cell = states.cell[ubatch.row_sequence, -1]
     source = jnp.where(placed, cell, nowhere(cell))
     stamp = states.stamp.at[ubatch.row_stream, source].get(mode="fill", fill_value=0)
-    fault = jnp.where(crowded[:, None] & ubatch.valid, Reason.MIXED_ROW, Reason.FITS)
-    return StateSlots(source=source, cells=cells, source_stamp=stamp), fault
+    fits = jnp.full(ubatch.valid.shape, Reason.FITS, jnp.int32)
+    return StateSlots(source=source, cells=cells, source_stamp=stamp), fits
 
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
