@@ -233,10 +233,14 @@ def test_a_step_names_each_sequence_once():
 
 
 def test_flags_that_could_be_indices_are_bools():
-    with pytest.raises(TypeError, match="wanted bool for outputs, got int64: one for each, and not ind"):
+    with pytest.raises(
+        TypeError, match="wanted bool for outputs, got int64: one for each, and not ind"
+    ):
         make_batch([5, 6], outputs=[0, 1])
     batch = make_batch([1, 2], sequences=[0, 2])
-    with pytest.raises(TypeError, match="wanted bool for sequences that stay, got int64: one for each"):
+    with pytest.raises(
+        TypeError, match="wanted bool for sequences that stay, got int64: one for each"
+    ):
         batch.only([0, 2])
     with pytest.raises(ValueError, match="a bool for each sequence, .* got 2 for .* sequence 2"):
         batch.only([True, False])

@@ -129,7 +129,11 @@ def test_mistakes_are_named():
         (SPLIT.make(), [0, 1], r"in one stream, got \[0, 1\]"),
         (SMALL.make(), [0, 3], "sequence ids from 0 to 2, got 3"),
         (states, [0, 1], "a state belongs to one text, .* a memory of kind 'recurrent'"),
-        (jaxkv.make_hybrid_cache((states, (0, 1)), (SMALL.make(), (2, 3))), [0, 1], "of hybrid"),
+        (
+            jaxkv.make_hybrid_cache((states, (0, 1)), (SMALL.make(), (2, 3))),
+            [0, 1],
+            "of kind 'hybrid'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             jaxkv.init_batch(memory, make_batch([5], sequences=[ids]))
