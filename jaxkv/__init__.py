@@ -59,10 +59,9 @@ __all__ = ["Memory", "join", "make_hybrid_cache", "make_kv_cache", "make_recurre
 __all__ += ["make_source_cache", "split"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "Reason", "RefusedError", "Ubatch"]
-__all__ += ["init_batch", "init_full", "init_source", "is_current", "make_batch", "plan_step"]
-__all__ += ["plan_tokens"]
+__all__ += ["init_batch", "init_full", "init_source", "make_batch", "plan_step", "plan_tokens"]
 # Carrying plans out.
-__all__ += ["apply", "defrag_plan", "go_back", "init_update", "make_room"]
+__all__ += ["apply", "defrag_plan", "go_back", "init_update", "is_current", "make_room"]
 # Edits of sequences.
 __all__ += ["NoRoomError", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep", "seq_rm"]
 __all__ += ["seq_select"]
