@@ -189,7 +189,7 @@ def sight(
     seen, stream, sequence, at = (np.asarray(x)[valid] for x in tokens)
     marks = np.where(seen, sequence[:, None], np.where(view.position[stream] == EMPTY, -1, -3))
     if by_position:
-        marks = _by_position(view, seen, stream, sequence)
+        marks = _by_position(view, seen, sequence)
     ax = _axes(ax)
     ax.imshow(_colours(marks), aspect="auto", interpolation="none")
     if marks.size <= 40 * 64:
@@ -272,10 +272,11 @@ def _colours(marks: np.ndarray) -> np.ndarray:
     return table[np.where(marks < 0, marks, marks % len(PALETTE))]
 
 
-def _by_position(
-    view: CellView, seen: np.ndarray, stream: np.ndarray, sequence: np.ndarray
-) -> np.ndarray:
-    """Return marks of the positions that the sequence of each token holds, from 0 to the last."""
+def _by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.ndarray:
+    """Return marks of the positions that the sequence of each token holds, from 0 to the last.
+
+    `seen` is `[T, N]` bool, `sequence` `[T]` int32, and the marks are `[T, n]`, see `_colours`.
+    """
     width = int(view.position.max()) + 1
     marks = np.full((len(seen), width), -1)
     for i, seq in enumerate(sequence):
