@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.places import count, integers, is_concrete
@@ -76,6 +78,21 @@ def check_once(ids: Any) -> None:
     """Raise a ValueError if a known sequence id comes twice."""
     if is_concrete(ids) and np.unique(ids).size < np.size(ids):
         raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids).tolist()}")
+
+
+def changes_of(facts: Facts, parents: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return parents and targets, `[n]` int32 as given, a target of Q where nothing changes.
+
+    Nothing does for a sequence that is its own parent, nor where one of the two is no sequence. Of
+    a sequence that comes twice, which only a traced one can, the last counts.
+    """
+    count = facts.sequences
+    known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
+    targets = jnp.where(known & (parents != ids), ids, count)
+    turn = jnp.arange(ids.size, dtype=jnp.int32)
+    last = jnp.full(count, -1, jnp.int32).at[targets].max(turn, mode="drop")
+    counts = last.at[targets].get(mode="fill", fill_value=-1) == turn
+    return jnp.where(known, parents, 0), jnp.where(counts, targets, count)
 
 
 def checked_streams(streams: Any, sequences: int) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.facts import Facts
+from jaxkv.facts import Facts, changes_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cache import CellTable
 from jaxkv.kv.make import make_kv_cache
@@ -84,15 +84,9 @@ class SourceTable(CellTable):
         self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return the parents and targets of a copy, `[n]`; a target of Q where nothing changes."""
-        count, targets = self.sequences, jnp.atleast_1d(dst)
-        there = (src >= 0) & (src < count) & (jnp.maximum(p0, 0) < end_of(p1))
-        changes = there & (targets >= 0) & (targets < count) & (targets != src)
-        turn = jnp.arange(targets.size, dtype=jnp.int32)
-        targets = jnp.where(changes, targets, count)  # before it is an index: -1 would be the last
-        first = jnp.full(count, targets.size, jnp.int32).at[targets].min(turn, mode="drop")
-        twice = first.at[targets].get(mode="fill", fill_value=targets.size) < turn
-        parents = jnp.broadcast_to(jnp.where(there, src, 0), targets.shape)
-        return parents, jnp.where(twice, count, targets)
+        targets = jnp.atleast_1d(dst)
+        parent = jnp.where(jnp.maximum(p0, 0) < end_of(p1), src, -1)  # none for an empty range
+        return changes_of(self.facts, jnp.broadcast_to(parent, targets.shape), targets)
 
     def add(
         self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array

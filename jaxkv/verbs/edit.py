@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.facts import changes_of
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_concrete, is_traced
 from jaxkv.tables import program
 from jaxkv.verbs.ids import Ids, bounds, pairs, position, sequence, single_bounds
-from jaxkv.verbs.room import changes_of, check_room, need_to_copy, need_to_select, within_streams
+from jaxkv.verbs.room import check_room, need_to_copy, need_to_select, within_streams
 
 
 def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory, jax.Array]:

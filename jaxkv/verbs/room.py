@@ -3,10 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.facts import Facts
+from jaxkv.facts import Facts, changes_of
 from jaxkv.memory import Need
 from jaxkv.places import is_concrete
 from jaxkv.plan import NoRoomError
@@ -33,21 +32,6 @@ def need_to_copy(table: Any, *args: jax.Array) -> Need:
 def need_to_select(table: Any, parents: jax.Array, ids: jax.Array) -> Need:
     """Return the cells that `seq_select`, of `[n]` int32 each, takes of other streams."""
     return table.need_to_select(*changes_of(table.facts, parents, ids))
-
-
-def changes_of(facts: Facts, parents: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return parents and targets, `[n]` int32 as given, a target of Q where nothing changes.
-
-    Nothing does for a sequence that is its own parent, nor where one of the two is no sequence. Of
-    a sequence that comes twice, which only a traced one can, the last counts.
-    """
-    count = facts.sequences
-    known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
-    targets = jnp.where(known & (parents != ids), ids, count)
-    turn = jnp.arange(ids.size, dtype=jnp.int32)
-    last = jnp.full(count, -1, jnp.int32).at[targets].max(turn, mode="drop")
-    counts = last.at[targets].get(mode="fill", fill_value=-1) == turn
-    return jnp.where(known, parents, 0), jnp.where(counts, targets, count)
 
 
 def check_room(need: Need) -> None:
