@@ -40,45 +40,23 @@ for _name, _value in {
 
 # Compiling trips deadlines and the first example is always slow, so neither says anything here. The
 # fast part draws the same examples every time: a change never fails by another's bad luck.
-_ANY_PACE = [hypothesis.HealthCheck.too_slow]
-hypothesis.settings.register_profile(
-    "fast", deadline=None, suppress_health_check=_ANY_PACE, max_examples=25, derandomize=True
-)
-for _name, _examples in {"slow": 75, "exhaustive": 500}.items():
-    hypothesis.settings.register_profile(
-        _name,
-        deadline=None,
-        suppress_health_check=_ANY_PACE,
-        max_examples=_examples,
-        print_blob=True,
-    )
-_LONG = ("slow", "models", "processes")
-"""The parts beside the fast one."""
-
-
-def _parts(item: pytest.Item) -> list[str]:
-    return [part for part in _LONG if item.get_closest_marker(part)]
+_EXAMPLES: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
+hypothesis.settings.register_profile("change", max_examples=25, derandomize=True, **_EXAMPLES)
+hypothesis.settings.register_profile("nightly", max_examples=500, print_blob=True, **_EXAMPLES)
 
 
 def _profile(chosen: str) -> str:
     """Return which examples Hypothesis draws, by what `-m` chooses."""
-    if not chosen or "not slow" in chosen:
-        return "fast"
-    return "slow" if "not exhaustive" in chosen else "exhaustive"
+    return "nightly" if chosen == "nightly" else "change"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000, 10, 10)  # tracing makes millions of objects, and little garbage
     if not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile(_profile(config.option.markexpr))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """See that a test is in one part, and what is exhaustive in one of the long ones."""
-    for item in items:
-        parts = _parts(item)
-        if len(parts) > 1 or (item.get_closest_marker("exhaustive") and not parts):
-            raise pytest.UsageError(f"wanted one of {_LONG} at {item.nodeid}, got {parts}")
 
 
 def pytest_collectstart() -> None:
@@ -115,9 +93,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     Each program holds a dozen, and the compiler crashes where it cannot have one more. It is looked
     at after each file, and after each long test, which may compile as much as a file.
     """
-    same_file = nextitem is not None and nextitem.path == item.path
-    if same_file and not _parts(item):
-        return
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         import jax

@@ -1,7 +1,7 @@
 """What does each compiled program hold beside its arguments, and what large arrays does it copy?
 
 Run `python -m benchmarks.copies`. Compiled only; nothing runs, so the numbers are the same on every
-machine. They are those that `tests/test_memory_bytes.py` puts bounds on.
+machine. They are those that `tests/attention/test_memory_bytes.py` puts bounds on.
 """
 
 import argparse

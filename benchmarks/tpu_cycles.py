@@ -23,8 +23,8 @@ import jax
 
 from jaxkv.ops.attention import pallas_tpu
 from jaxkv.ops.attention.live import TILE
+from tests.compilers.tpu_kernel import on
 from tests.kernels import GROUPS, QUERIES, attention_shapes, compiled, layers_of_attention
-from tests.tpu_kernel import on
 
 DUMP = Path(os.environ["LIBTPU_INIT_ARGS"].split("=")[-1])
 """Where the compiler writes its schedules."""

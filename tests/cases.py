@@ -1,4 +1,4 @@
-"""Cases of which a few are tried before every change lands, and the others before a release."""
+"""Cases of which a few run for every change, and the others every night."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 
 
-def mostly_exhaustive(cases: Iterable[Any], few: Iterable[Any]) -> list[Any]:
-    """Return the cases of a test, all marked as exhaustive but a few of them."""
+def mostly_nightly(cases: Iterable[Any], few: Iterable[Any]) -> list[Any]:
+    """Return the cases of a test, all marked `nightly` but a few of them."""
     cases, few = list(cases), list(few)
     _known(few, cases)
-    return [_marked(case, () if case in few else pytest.mark.exhaustive) for case in cases]
+    return [_marked(case, () if case in few else pytest.mark.nightly) for case in cases]
 
 
-def in_parts(cases: Iterable[Any], *, fast: Sequence[Any], slow: Sequence[Any] = ()) -> list[Any]:
-    """Return the cases of a test, each in its part; exhaustive where it is in neither."""
+def in_lanes(cases: Iterable[Any], *, fast: Sequence[Any], core: Sequence[Any] = ()) -> list[Any]:
+    """Return the cases of a test, each in its lane: `nightly` where it is in neither list."""
     cases = list(cases)
-    _known([*fast, *slow], cases)
+    _known([*fast, *core], cases)
 
     def marks(case: Any) -> Any:
         if case in fast:
             return ()
-        return pytest.mark.slow if case in slow else (pytest.mark.slow, pytest.mark.exhaustive)
+        return pytest.mark.core if case in core else pytest.mark.nightly
 
     return [_marked(case, marks(case)) for case in cases]
 

@@ -569,5 +569,5 @@ KINDS = {
 
 over_kinds = pytest.mark.parametrize(
     "kind",
-    [kind if kind == "attention" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+    [kind if kind == "attention" else pytest.param(kind, marks=pytest.mark.core) for kind in KINDS],
 )

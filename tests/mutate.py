@@ -60,7 +60,7 @@ KNOWN_BY = {
 }
 """The core, as patterns of its files, and the tests that know each, the quickest first."""
 
-PARTS = ("not slow and not models", "(slow or models) and not exhaustive")
+PARTS = ("not core and not nightly", "core and not nightly")
 """What is run one after the other: a mistake that a quick test notices costs no slow one."""
 
 DOCTESTS = ("jaxkv/verbs", "jaxkv/kv/make.py", "jaxkv/recurrent/cache.py", "jaxkv/planning")
@@ -211,7 +211,8 @@ def files_of(pattern: str) -> list[Path]:
 def runs_of(file: str) -> list[str]:
     """What knows a file: its own examples, the tests, and the examples of what is built on it."""
     (names,) = {names for pattern, names in KNOWN_BY.items() if Path(file).match(pattern)}
-    return [file, *(f"tests/test_{name}.py" for name in names.split()), *DOCTESTS]
+    found = [next(ROOT.glob(f"tests/*/test_{name}.py")) for name in names.split()]
+    return [file, *(str(path.relative_to(ROOT)) for path in found), *DOCTESTS]
 
 
 def equivalents() -> list[dict[str, str]]:

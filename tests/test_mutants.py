@@ -63,7 +63,7 @@ def test_every_file_of_the_core_has_tests_that_exist():
         assert len(others) > 5 and all((ROOT / name).exists() for name in (file, *others))
 
 
-@pytest.mark.slow
+@pytest.mark.core
 def test_every_excuse_has_a_mutant():
     """What is listed as equivalent is there still; a line that changed is looked at again."""
     sources = {entry["file"]: (ROOT / entry["file"]).read_text() for entry in equivalents()}

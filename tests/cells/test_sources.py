@@ -1,0 +1,516 @@
+"""Sources: a part of a memory that an encoder writes once, and that every token of a text looks at.
+
+A tiny encoder-decoder without positions, so that what a token says is a formula of the tokens that
+its sequence holds and of its source, whatever was done to them before.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import loops, make_batch
+from jaxkv.hybrid import parts_of
+from tests.memories import assert_identical
+
+SIZE, VOCABULARY, Q = 8, 12, 4
+TEXT, CROSS = 0, 1  # layers
+
+
+def weights():
+    names = ["embedding", "sources", *(f"{what}{layer}" for layer in "01" for what in "qkv")]
+    keys = jax.random.split(jax.random.key(0), len(names))
+    shapes = [(VOCABULARY, SIZE)] * 2 + [(SIZE, SIZE)] * 6
+    return {
+        name: jax.random.normal(key, shape)
+        for name, key, shape in zip(names, keys, shapes, strict=True)
+    }
+
+
+WEIGHTS = weights()
+BEST = loops.sampling.make_sampler()
+
+
+def heads(x):
+    return x.reshape(*x.shape[:-1], 2, SIZE // 2)
+
+
+def encoder(weights, memory, ubatch):
+    """Each token of a source, and the mean of all of them: it must have come whole."""
+    x = weights["sources"][ubatch.tokens]
+    same = ubatch.valid[:, None] & (ubatch.sequences[:, :, None] == ubatch.sequences[:, None])
+    x += same @ x / jnp.maximum(same.sum(axis=-1, keepdims=True), 1)
+    return jaxkv.write(memory, CROSS, ubatch, heads(x @ weights["k1"]), heads(x @ weights["v1"]))
+
+
+def forward(weights, memory, ubatch):
+    x = weights["embedding"][ubatch.tokens]
+    q, k, v = (heads(x @ weights[f"{what}0"]) for what in "qkv")
+    memory, out = jaxkv.attend(memory, TEXT, ubatch, q, k, v)
+    x += out.reshape(x.shape)
+    memory, out = jaxkv.attend(memory, CROSS, ubatch, heads(x @ weights["q1"]))
+    x += out.reshape(x.shape)
+    return memory, x.reshape(-1, SIZE)[ubatch.outputs] @ weights["embedding"].T
+
+
+def attention(q, k, v):
+    """A token over some cells, in NumPy; zeros over none."""
+    q, k, v = (np.asarray(x, np.float64).reshape(-1, 2, SIZE // 2) for x in (q, k, v))
+    if not len(k):
+        return np.zeros(SIZE)
+    logits = np.einsum("thd,nhd->hn", q, k) / np.sqrt(SIZE // 2)
+    shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    shares /= shares.sum(axis=-1, keepdims=True)
+    return np.einsum("hn,nhd->hd", shares, v).reshape(-1)
+
+
+def said(source, text):
+    """The logits of the last token of a text."""
+    w = {name: np.asarray(x, np.float64) for name, x in WEIGHTS.items()}
+    held = w["embedding"][text]
+    x = held[-1]
+    x = x + attention(x @ w["q0"], held @ w["k0"], held @ w["v0"])
+    read = w["sources"][list(source)]
+    read = read + read.mean(axis=0) if len(source) else read
+    x = x + attention(x @ w["q1"], read @ w["k1"], read @ w["v1"])
+    return x @ w["embedding"].T
+
+
+def make(streams=1, text=32, sources=24, **options):
+    sizes = dict(layers=1, kv_heads=2, head_dim=SIZE // 2, sequences=Q, streams=streams)
+    both = (
+        jaxkv.make_kv_cache(cells=text, **sizes, **options),
+        jaxkv.make_source_cache(cells=sources, **sizes),
+    )
+    return jaxkv.make_hybrid_cache((both[0], (TEXT,)), (both[1], (CROSS,)))
+
+
+def encode(memory, lists, sequences):
+    return jaxkv.encode(encoder, WEIGHTS, memory, make_batch(lists, sequences=sequences))
+
+
+def tell(memory, lists, sequences):
+    batch = make_batch(lists, sequences=sequences)
+    return jaxkv.prefill(forward, WEIGHTS, memory, batch)
+
+
+@jax.jit
+def ask(memory):
+    """What each sequence would say after a token 1."""
+    everyone = jnp.arange(Q, dtype=jnp.int32)
+    ubatch, ok = jaxkv.plan_step(memory, jnp.ones_like(everyone), everyone, everyone >= 0)
+    return forward(WEIGHTS, jaxkv.apply(memory, ubatch), ubatch)[1], ok
+
+
+def check(memory, sources, texts):
+    """Compare what all sequences would say, and that the tables have no fault."""
+    logits, ok = ask(memory)
+    assert ok
+    for seq in range(Q):
+        wanted = said(sources[seq], [*texts[seq], 1])
+        np.testing.assert_allclose(logits[seq], wanted, atol=2e-4, err_msg=str(seq))
+    assert not any(map(int, jaxkv.check_invariants(memory).values()))
+
+
+def lengths(memory):
+    """How long the source of each sequence is."""
+    return (jaxkv.seq_pos_max(parts_of(memory)[1], range(Q)) + 1).tolist()
+
+
+SOURCES = [[3, 4, 5, 6, 7], [8], [], [9, 2]]
+TEXTS = [[0, 5], [0, 3, 4], [0], []]
+
+
+def filled(**options):
+    """Sources of several lengths, and a sequence without one; and one without a text."""
+    memory = encode(make(**options), [SOURCES[q] for q in (0, 1, 3)], [0, 1, 3])
+    return tell(memory, TEXTS[:3], [0, 1, 2])[0]
+
+
+@pytest.mark.core
+def test_tokens_see_all_of_their_own_source_and_zeros_where_there_is_none():
+    memory = encode(make(), [SOURCES[q] for q in (0, 1, 3)], [0, 1, 3])
+    memory, logits = tell(memory, TEXTS[:3], [0, 1, 2])
+    for row, *both in zip(logits, SOURCES[:3], TEXTS[:3], strict=True):
+        np.testing.assert_allclose(row, said(*both), atol=2e-4)
+    assert lengths(memory) == [5, 1, 0, 2]
+    assert jaxkv.seq_pos_max(memory, range(Q)).tolist() == [1, 2, 0, -1]  # of the texts
+    assert jaxkv.used(memory).item() == 6 + 8
+
+
+A, B, C, D = SOURCES
+EDITS = {
+    # The sources and texts of sequences 0 to 3 after each edit of `filled`.
+    "fork a part": (lambda m: jaxkv.seq_cp(m, 0, 3, 0, 1), [A, B, C, A], [*TEXTS[:3], [0]]),
+    "fork where no text is": (lambda m: jaxkv.seq_cp(m, 0, 3, 5, 9), [A, B, C, A], TEXTS),
+    "fork nothing": (lambda m: jaxkv.seq_cp(m, 0, 3, 2, 2), SOURCES, TEXTS),
+    "fork to none": (lambda m: jaxkv.seq_cp(m, 2, 3), [A, B, C, C], [*TEXTS[:3], [0]]),
+    "change places": (
+        lambda m: jaxkv.seq_select(m, [1, 0], [0, 1]),
+        [B, A, C, D],
+        [TEXTS[1], TEXTS[0], *TEXTS[2:]],
+    ),
+    "forget": (lambda m: jaxkv.seq_rm(m, 0)[0], [[], B, C, D], [[], *TEXTS[1:]]),
+    "forget the text": (lambda m: jaxkv.seq_rm(m, 0, 0, 9)[0], SOURCES, [[], *TEXTS[1:]]),
+    "forget its end": (lambda m: jaxkv.seq_rm(m, 1, 1)[0], SOURCES, [[0, 5], [0], *TEXTS[2:]]),
+    "forget a first token of all": (
+        lambda m: jaxkv.seq_rm(m, -1, 0, 1)[0],
+        SOURCES,
+        [[5], [3, 4], [], []],
+    ),
+    "several cuts": (
+        lambda m: jaxkv.seq_rm(m, [0, 1], 0, [-1, 1])[0],
+        [[], B, C, D],
+        [[], [3, 4], *TEXTS[2:]],
+    ),
+    "move": (lambda m: settled(jaxkv.seq_add(m, 1, 0, -1, 5)), SOURCES, TEXTS),
+    "divide": (lambda m: settled(jaxkv.seq_div(m, 1, 0, -1, 2)), SOURCES, TEXTS),
+    "keep": (lambda m: jaxkv.seq_keep(m, 1), [[], B, [], []], [[], TEXTS[1], [], []]),
+    "clear": (jaxkv.clear, [[]] * 4, [[]] * 4),
+    "close gaps": (
+        lambda m: jaxkv.apply(m := jaxkv.seq_rm(m, 0)[0], jaxkv.defrag_plan(m)),
+        [[], B, C, D],
+        [[], *TEXTS[1:]],
+    ),
+}
+
+
+def settled(memory):
+    return jaxkv.apply(memory, jaxkv.init_update(memory))
+
+
+@pytest.mark.core
+def test_whole_sequences_take_their_sources_along_and_parts_leave_them_alone():
+    memory = filled()
+    for verb, sources, texts in EDITS.values():
+        check(verb(memory), sources, texts)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_traced_id_that_is_none_takes_no_source_from_the_last_sequence(streams):
+    memory = filled(streams=streams)
+    copy = jax.jit(jaxkv.seq_cp)
+    for wrong in (-1, Q, -Q):
+        forked = copy(memory, 0, jnp.array([wrong, Q - 1]))
+        assert_identical(forked, jaxkv.seq_cp(memory, 0, [Q - 1]))
+        check(forked, [*SOURCES[:-1], SOURCES[0]], [*TEXTS[:-1], TEXTS[0]])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("streams", [2, pytest.param(Q, marks=pytest.mark.nightly)])
+def test_in_several_streams(streams):
+    memory = filled(streams=streams)
+    check(memory, SOURCES, TEXTS)
+    for verb, sources, texts in EDITS.values():
+        check(verb(memory), sources, texts)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("streams", [1, Q])
+def test_each_source_has_a_row_of_its_own(streams):
+    batch = make_batch([SOURCES[q] for q in (0, 1, 3)], sequences=[0, 1, 3])
+    (ubatch,) = jaxkv.init_source(make(streams), batch).ubatches
+    traced = jax.jit(lambda memory: jaxkv.init_source(memory, batch).ubatches[0])(make(streams))
+    assert ubatch.valid.shape == (4, 8)  # and not [1, 8]: an encoder compares tokens of a row
+    assert_identical(traced, ubatch)  # the tokens are known there too
+    rows = zip(ubatch.sequences, ubatch.valid, strict=True)
+    assert sorted(sorted({*row[there].tolist()}) for row, there in rows) == [[], [0], [1], [3]]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("streams", [1, 2, pytest.param(Q, marks=pytest.mark.nightly)])
+def test_a_life(streams):
+    """Any edits one after another; `check` computes all anew from what should be there."""
+    random = np.random.default_rng(streams)
+    memory, sources, texts = make(streams), [[]] * Q, [[]] * Q
+    for turn in range(40):
+        q, other = (int(n) for n in random.integers(Q, size=2))
+        match random.integers(6):
+            case 0 if not sources[q]:
+                new = random.integers(VOCABULARY, size=random.integers(1, 5)).tolist()
+                plan = jaxkv.init_source(memory, make_batch([new], sequences=[q]))
+                if plan.ok:
+                    memory, sources[q] = encode(memory, [new], [q]), new
+            case 1 if len(texts[q]) < 5:
+                memory, _ = tell(memory, [[turn % VOCABULARY, 2]], [q])
+                texts[q] = [*texts[q], turn % VOCABULARY, 2]
+            case 2 if q != other:
+                memory, _ = jaxkv.seq_rm(memory, other)
+                if jaxkv.can_seq_cp(memory, q, other):
+                    memory = jaxkv.seq_cp(memory, q, other)
+                    sources[other], texts[other] = sources[q], texts[q]
+                else:
+                    sources[other], texts[other] = [], []
+            case 3 if jaxkv.can_seq_select(memory, [q, q], [0, 3]):
+                memory = jaxkv.seq_select(memory, [q, q], [0, 3])
+                sources[0] = sources[3] = sources[q]
+                texts[0] = texts[3] = texts[q]
+            case 4:
+                memory, _ = jaxkv.seq_rm(memory, q)
+                sources[q], texts[q] = [], []
+            case 5 if len(texts[q]) > 1:
+                memory, _ = jaxkv.seq_rm(memory, q, int(jaxkv.seq_pos_max(memory, q)))
+                texts[q] = texts[q][:-1]
+        if turn % 4 == 0:
+            check(memory, sources, texts)
+    assert any(sources)
+
+
+@pytest.mark.core
+def test_what_is_wrong_is_named():
+    memory = filled()
+    with pytest.raises(jaxkv.RefusedError, match="HAS_SOURCE, it has a source of 5 tokens"):
+        encode(memory, [[1]], [0])
+    plan = jaxkv.init_source(memory, make_batch([[1] * 30, [2]], sequences=[2, 0]))
+    assert [jaxkv.Reason(int(one)).name for one in plan.reason] == [
+        "HAS_SOURCE",
+        "FITS",
+        "NO_ROOM",
+        "FITS",
+    ]
+    assert jax.tree.all(jax.tree.map(np.array_equal, jaxkv.apply(memory, plan), memory))
+    alone = parts_of(memory)[0]
+    for error, text, call in [
+        (TypeError, "make_source_cache, got kind 'attention'", lambda: encode(alone, [[1]], [0])),
+        (ValueError, "stand at 0", lambda: source_of([1], positions=[3])),
+        (ValueError, "one sequence each", lambda: source_of([1], sequences=[[0, 1]])),
+        (TypeError, "wanted a batch", lambda: jaxkv.init_source(memory, [1])),
+        (ValueError, "one part for sources at most", lambda: with_parts(1, 1)),
+        (ValueError, "one part for sources at most", lambda: with_parts(1)),
+        (
+            ValueError,
+            "a part of its own",
+            lambda: jaxkv.make_hybrid_cache((memory, (0, 1)), (alone, (2,))),
+        ),
+        (ValueError, "texts that begin alike", lambda: store(memory)),
+        (ValueError, "requests do not bring", lambda: loops.batching.Engine(forward, 0, memory)),
+        (ValueError, "got <class 'int'>", lambda: encode_by(lambda *_: 3)),
+        (ValueError, "nothing written", lambda: encode_by(lambda w, m, u: m)),
+        (ValueError, "queries alone", lambda: written(jaxkv.write, memory)),
+        (ValueError, "queries alone", lambda: written(jaxkv.attend, memory)),
+        (ValueError, "wanted no until", lambda: until(memory)),
+        *(
+            (ValueError, "part 0, which is of the text, got one of init_source", call)
+            for call in [
+                lambda: of_the_text(jaxkv.attend, 3),
+                lambda: of_the_text(jaxkv.write, 2),
+                lambda: of_the_text(jaxkv.view, 0),
+            ]
+        ),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+
+
+def source_of(tokens, **options):
+    return jaxkv.init_source(make(), make_batch(tokens, **options))
+
+
+def with_parts(*cells):
+    sources = [jaxkv.make_source_cache(layers=1, cells=n, kv_heads=1, head_dim=2) for n in cells]
+    return jaxkv.make_hybrid_cache(*((one, (i,)) for i, one in enumerate(sources)))
+
+
+def store(memory):
+    return jaxkv.prefix.make_store(memory, holders=[3])
+
+
+def encode_by(one):
+    return jaxkv.encode(one, WEIGHTS, make(), make_batch([1]))
+
+
+def of_the_text(verb, arrays):
+    def one(weights, memory, ubatch):
+        return verb(memory, TEXT, ubatch, *[jnp.zeros((1, 1, 2, SIZE // 2))] * arrays)
+
+    return encode_by(one)
+
+
+def a_reader(memory):
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([1])).ubatches
+    return jaxkv.apply(memory, ubatch), ubatch, jnp.zeros((1, 1, 2, SIZE // 2))
+
+
+def written(verb, memory):
+    memory, ubatch, x = a_reader(memory)
+    return verb(memory, CROSS, ubatch, *(x, x, x)[: 2 if verb is jaxkv.write else 3])
+
+
+def until(memory):
+    memory, ubatch, q = a_reader(memory)
+    return jaxkv.attend(memory, CROSS, ubatch, q, until=jnp.zeros((1, 1), jnp.int32))
+
+
+@pytest.mark.core
+def test_a_view_shows_the_source_and_padding_sees_nothing():
+    memory = filled()
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([[1], [1, 2], [3]])).ubatches
+    memory = jaxkv.apply(memory, ubatch)
+    k, _, mask, positions = jaxkv.view(memory, CROSS, ubatch)
+    owner = np.asarray(jaxkv.draw.cells_of(parts_of(memory)[1]).owner)
+    there = np.asarray(ubatch.valid)[..., None]
+    same = np.asarray(ubatch.sequences)[..., None] == owner[:, None]
+    np.testing.assert_array_equal(mask, there & same)
+    assert k.shape == (1, 2, 24, SIZE // 2) and positions.shape == (1, 24)
+
+
+@pytest.mark.core
+def test_plans_are_stale_after_an_edit_of_a_source():
+    memory = filled()
+    batch = make_batch([1], sequences=2)
+    (ubatch,) = jaxkv.init_batch(memory, batch).ubatches
+    read = encode(memory, [[7]], [2])
+    assert jaxkv.is_current(memory, ubatch) and not jaxkv.is_current(read, ubatch)
+    q = jnp.zeros((*ubatch.valid.shape, 2, SIZE // 2))
+    after = jaxkv.apply(memory, ubatch)
+    assert not np.isnan(jaxkv.attend(after, CROSS, ubatch, q)[1]).any()
+    # Between apply and the last layer: of the source, and of the text.
+    for edited in (encode(after, [[7]], [2]), jaxkv.seq_rm(after, 3)[0], jaxkv.clear(after)):
+        assert np.isnan(jaxkv.attend(edited, CROSS, ubatch, q)[1]).all()
+    plan = jaxkv.init_source(memory, make_batch([7], sequences=2))
+    assert not jaxkv.is_current(tell(memory, [[3]], [2])[0], plan.ubatches[0])
+    # A refused reader sees nothing, and is told so.
+    refused = jaxkv.init_batch(memory, make_batch([1] * 40, sequences=2)).ubatches[0]
+    q = jnp.ones((*refused.valid.shape, 2, SIZE // 2))
+    assert not jaxkv.attend(memory, CROSS, refused, q)[1].any()
+
+
+@pytest.mark.core
+def test_a_tree_of_tokens_looks_where_its_sequences_do():
+    memory = jaxkv.seq_cp(filled(), 0, 3)
+    tree = make_batch([[6], [7], [8]], sequences=[[0, 3], [0], [3]], outputs=[True] * 3)
+    _, logits = jaxkv.prefill(forward, WEIGHTS, memory, tree)
+    for row, text in zip(logits, ([0, 5, 6], [0, 5, 6, 7], [0, 5, 6, 8]), strict=True):
+        np.testing.assert_allclose(row, said(SOURCES[0], text), atol=2e-4)
+    # The same text, and another source.
+    apart = encode(make(), [[3, 4], [5]], [0, 1])
+    plan = jaxkv.init_batch(apart, make_batch([[6]], sequences=[[0, 1]]))
+    assert jaxkv.Reason(int(plan.reason[1])) == jaxkv.Reason.DIVERGED
+
+
+@pytest.mark.core
+def test_loops():
+    """Greedy texts, guesses and beams, each as the formula says."""
+    memory = encode(make(), SOURCES[:2], [0, 1])
+    memory, logits = tell(memory, [[0], [0]], [0, 1])
+    state, first = loops.begin(BEST, memory, logits)
+    after, _, picked = jaxkv.decode(forward, BEST, WEIGHTS, memory, state, steps=4)
+    for q in range(2):
+        text = [0]
+        for _ in range(5):
+            text.append(int(np.argmax(said(SOURCES[q], text))))
+        assert text[1:] == [*first.tokens[q].tolist(), *picked.tokens[q].tolist()]
+    assert lengths(after)[:2] == [5, 1]
+    guesses = loops.lookup([[0], [0]])
+    *_, made = loops.speculate(forward, guesses, BEST, WEIGHTS, memory, state, steps=4)
+    np.testing.assert_array_equal(made.tokens[:, :4], picked.tokens)
+
+    after, beams = loops.beam(
+        forward, WEIGHTS, memory, logits[1:], width=2, steps=3, sequences=[1, 3]
+    )
+    assert lengths(after) == [5, 1, 0, 1]
+    for tokens, score in zip(beams.tokens.tolist(), beams.scores, strict=True):
+        rows = [said(SOURCES[1], [0, *tokens[:i]]) for i in range(3)]
+        shares = [
+            row[one] - np.log(np.exp(row).sum()) for row, one in zip(rows, tokens, strict=True)
+        ]
+        np.testing.assert_allclose(score, sum(shares), atol=1e-3)
+
+
+@pytest.mark.core
+def test_branches_leave_a_source_without_a_text_alone():
+    memory, logits = tell(encode(make(), SOURCES[:2], [0, 1]), [[0, 0]], [0])
+    state, _ = loops.begin(BEST, memory, logits)
+    begun = int(np.argmax(logits))
+    guesses = loops.lookup([[begun, 1, begun, 2]], ngram=1, branches=2)
+    after, _, _, made = loops.speculate(forward, guesses, BEST, WEIGHTS, memory, state, steps=2)
+    assert lengths(after) == [5, 1, 0, 0]
+    text = [0, 0, begun]
+    for token in made.tokens[0, :2].tolist():
+        assert token == int(np.argmax(said(SOURCES[0], text)))
+        text.append(token)
+
+
+@pytest.mark.core
+def test_sliding_leaves_the_source_where_it_is():
+    memory, _ = tell(filled(), [[6, 7, 8]], [0])
+    slid, ok = loops.slide(memory, 0, keep=1, drop=2)
+    assert ok
+    check(slid, SOURCES, [[0, 7, 8], *TEXTS[1:]])
+    # By hand, with the same question first.
+    memory, _ = jaxkv.seq_rm(memory, 0, 1, 3)
+    assert jaxkv.can_seq_add(memory, 0, 3, -1, -2)
+    memory = jaxkv.seq_add(memory, 0, 3, -1, -2)
+    check(jaxkv.apply(memory, jaxkv.init_update(memory)), SOURCES, [[0, 7, 8], *TEXTS[1:]])
+
+
+@pytest.mark.core
+def test_going_back_and_snapshots():
+    memory = filled()
+    table, _ = jaxkv.split(memory)
+    later, ok = jaxkv.go_back(table, tell(memory, [[3]], [0])[0])
+    assert ok
+    check(later, SOURCES, TEXTS)
+    gone, _ = jaxkv.seq_rm(memory, 1)
+    _, ok = jaxkv.go_back(table, encode(gone, [[1]], [2]))
+    assert not ok  # the cells of the source were written over
+    saved = jaxkv.snapshot.to_bytes(memory)
+    check(jaxkv.snapshot.load(saved), SOURCES, TEXTS)
+    into = jaxkv.snapshot.load_into(saved, encode(make(2), [[1]], [3]), sequences={0: 3, 1: 0})
+    check(into, [B, [], [], A], [TEXTS[1], [], [], TEXTS[0]])
+
+
+@pytest.mark.core
+def test_traced_and_in_one_program():
+    @partial(jax.jit, static_argnames="count")
+    def run(memory, source, text, count):
+        memory, ok = jaxkv.encode(encoder, WEIGHTS, memory, make_batch(source, sequences=1))
+        memory, logits, there = jaxkv.prefill(
+            forward, WEIGHTS, memory, make_batch(text, sequences=1)
+        )
+        return logits[:count], ok, there
+
+    logits, ok, there = run(make(), jnp.array([4, 5, 6]), jnp.array([0, 2]), 1)
+    assert ok and there
+    np.testing.assert_allclose(logits[0], said([4, 5, 6], [0, 2]), atol=2e-4)
+    _, ok, _ = run(filled(), jnp.array([4, 5, 6]), jnp.array([0, 2]), 1)
+    assert not ok
+
+
+@pytest.mark.core
+def test_beside_states():
+    """Rows of one sequence each, though there is one pool."""
+    states = jaxkv.make_recurrent_cache(layers=1, states={"n": ((), jnp.float32)}, sequences=Q)
+    memory = jaxkv.make_hybrid_cache(
+        *((part, (i,)) for i, part in enumerate(parts_of(make()))), (states, (2,))
+    )
+    memory = encode(memory, SOURCES[:2], [0, 1])
+    plan = jaxkv.init_batch(memory, make_batch([[0], [0, 3]]))
+    for ubatch in plan.ubatches:
+        memory, logits = forward(WEIGHTS, jaxkv.apply(memory, ubatch), ubatch)
+        before = jaxkv.read_states(memory, 2, ubatch)["n"]
+        after = before + ubatch.valid.sum(axis=1)
+        memory = jaxkv.write_states(memory, 2, ubatch, {"n": after[:, None]})
+    np.testing.assert_allclose(logits[0], said(SOURCES[1], [0, 3]), atol=2e-4)
+    assert lengths(memory)[:2] == [5, 1]
+    assert jaxkv.seq_pos_max(memory, range(Q)).tolist() == [0, 1, -1, -1]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.nightly), Q])
+def test_on_a_mesh(streams):
+    axes = ("data",) if streams > 1 else ("cells",)
+    mesh = jax.make_mesh((4,), axes, axis_types=(jax.sharding.AxisType.Auto,))
+    rules = jaxkv.sharding.Rules(**{"streams" if streams > 1 else "cells": axes[0]})
+    with jax.set_mesh(mesh):
+        memory = jaxkv.sharding.allocate(partial(make, streams), mesh, rules)
+        memory = encode(memory, [SOURCES[q] for q in (0, 1, 3)], [0, 1, 3])
+        memory, _ = tell(memory, TEXTS[:3], [0, 1, 2])
+        check(memory, SOURCES, TEXTS)
+        check(
+            jaxkv.seq_select(memory, [1, 0], [0, 1]), [B, A, C, D], [TEXTS[1], TEXTS[0], *TEXTS[2:]]
+        )

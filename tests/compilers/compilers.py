@@ -1,0 +1,24 @@
+"""Asks a compiler in a process of its own, since some can be opened once."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def asked(module):
+    """What a module prints, a line of JSON for each name; it is asked once."""
+    found = subprocess.run(
+        [sys.executable, "-m", module],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line for line in lines}

@@ -1,0 +1,122 @@
+"""Compile the kernel for GPUs with their own compiler, and print what it made of it, by line.
+
+Run in a process of its own: `python -m tests.compilers.gpu_kernel`. No GPU is wanted, only wheels.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_dump_to={tempfile.mkdtemp()}")
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.kernels import CASES, DTYPES, FORKS, of_a_step, of_attention
+from tests.pods import Pod
+
+DUMP = Path(os.environ["XLA_FLAGS"].split("=")[-1])
+"""Where the compiler writes its programs, in the assembler's language."""
+
+# What XLA is told of an H100, in the form of its GpuTargetConfigProto; figures as NVIDIA's driver
+# reports them.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+NAMED = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"))
+TOKENS = {"float32": (1, FORKS), "bfloat16": (1, 8, FORKS)}  # so that all sizes of blocks occur
+TOKENS["int8"] = TOKENS["bfloat16"]
+POD = Pod((("tensor", 2), ("cells", 2)), head_dim=128, dtype="bfloat16")
+
+
+def devices(count=1):
+    """Devices that there are not, of which the compiler knows all that it asks for."""
+    shape = f"1x1x{count}"
+    described = topologies.get_topology_desc(
+        platform="cuda", topology_name=shape, topology=shape, target_config=H100
+    )
+    return np.array(described.devices)
+
+
+def ptxas():
+    """The assembler of the wheel, which says how many registers a kernel takes."""
+    for folder in sys.path:
+        found = Path(folder) / "nvidia/cuda_nvcc/bin/ptxas"
+        if found.exists():
+            return found
+    raise FileNotFoundError("wanted ptxas: pip install nvidia-cuda-nvcc-cu12")
+
+
+def assembled():
+    """Registers and bytes that were spilled of each kernel of jaxkv's since it was last asked."""
+    found = []
+    for path in (path for path in DUMP.glob("*.ptx") if ".entry jaxkv_" in path.read_text()):
+        command = [ptxas(), "-v", "-arch=sm_90a", path, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        for part in said.split("Compiling entry function")[1:]:
+            spilled = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
+            found.append([int(re.search(r"Used (\d+) registers", part)[1]), spilled])
+    for path in DUMP.iterdir():
+        path.unlink()
+    return sorted(found)
+
+
+def on_a_mesh():
+    """A step on four GPUs, which split heads and cells."""
+    with jax.set_mesh(POD.mesh(devices(POD.devices))):
+        step = jax.jit(POD.step, donate_argnums=1)
+        traced = step.trace(POD.weights(), POD.memory(), *POD.next_tokens())
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        return {"kernels": lowered.as_text().count("xla.gpu.triton")}
+
+
+def main():
+    where = NamedSharding(Mesh(devices(), ("x",)), P())
+
+    def of(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    def say(name, found):
+        print(json.dumps({"name": name, **found, "assembled": assembled()}), flush=True)
+
+    with jax.sharding.use_abstract_mesh(NAMED):
+        for dtype, size in CASES:
+            for tokens in TOKENS[dtype]:
+                found = of_attention("cuda", of, size, dtype, tokens)
+                say(f"{dtype} {size} {tokens}", found)
+        for dtype in (*DTYPES, "int8"):
+            say(f"{dtype} step", of_a_step("cuda", of, dtype))
+    say("mesh", on_a_mesh())
+
+
+if __name__ == "__main__":
+    main()

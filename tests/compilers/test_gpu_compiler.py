@@ -1,0 +1,59 @@
+"""What the compiler for GPUs makes of the kernel and of a step on an H100: real shapes, and no GPU.
+
+Skipped where its wheels are not installed: `pip install "jaxkv[cuda]"`. Its programs are those that
+run on a GPU, so that what is held, donated and spilled is known; how long they take is not.
+"""
+
+import importlib.util
+
+import pytest
+
+from tests.compilers.compilers import asked
+from tests.kernels import CASES, DTYPES, LAYERS
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda12_plugin") is None,
+        reason="the compiler for GPUs is not installed: pip install 'jaxkv[cuda]'",
+    ),
+]
+KERNELS = 2  # of a layer: what weighs, and what joins
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return asked("tests.compilers.gpu_kernel")
+
+
+over_dtypes = pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+
+
+@pytest.mark.parametrize(("dtype", "size"), CASES)
+def test_the_kernel_spills_nothing_and_keys_and_values_are_read_where_they_lie(
+    kernels, dtype, size
+):
+    """Nothing else than the kernel takes them; less than a hundredth of 32 layers is held."""
+    found = {name: x for name, x in kernels.items() if name.startswith(f"{dtype} {size} ")}
+    for name, x in found.items():
+        print(name, "registers and spilled bytes:", x["assembled"])
+        assert x["kernels"] == KERNELS * LAYERS and not x["works"]
+        assert x["temporaries"] < 0.01 * 32 * 2 * x["keys"]
+        assert len(x["assembled"]) == KERNELS
+        assert not any(spilled for _, spilled in x["assembled"])
+    assert len(found) >= 2
+
+
+@over_dtypes
+def test_a_step_does_nothing_with_keys_and_values_but_write_and_run_the_kernel(kernels, dtype):
+    """It holds less than a hundredth of 32 layers, so nothing as large as a layer is copied."""
+    found = kernels[f"{dtype} step"]
+    assert found["kernels"] == KERNELS * LAYERS
+    assert set(found["works"]) <= {"fusion", "scatter"}  # the write
+    assert found["temporaries"] < 0.01 * 32 * found["layer"]
+    assert found["aliased"] >= found["memory"]
+
+
+def test_each_share_of_a_mesh_runs_the_kernel(kernels):
+    assert kernels["mesh"]["kernels"] == KERNELS

@@ -1,0 +1,124 @@
+"""What the compiler for TPUs makes of a step on a pod: real shapes, and no TPU.
+
+Skipped where the wheel `libtpu` is not installed. Its programs are those that run on a TPU, so that
+what is sent, held and donated is known; how long they take is not.
+"""
+
+import importlib.util
+
+import pytest
+
+from tests.compilers.compilers import asked
+from tests.kernels import CASES
+from tests.pods import LAYERS, OF_8B
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="the wheel libtpu is not installed: pip install libtpu==0.0.42 fits jax 0.10.2",
+    ),
+]
+
+MB = 1_000_000
+MESSAGES = 9  # as in tests/sharding/test_sharding_bytes.py
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return asked("tests.compilers.tpu_steps")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return asked("tests.compilers.tpu_kernel")
+
+
+over_layouts = pytest.mark.parametrize("name", OF_8B)
+
+
+@over_layouts
+def test_a_step_sends_what_its_layout_says(steps, name):
+    """An all-reduce a layer, of the output projection; a join a layer of cells; else scalars.
+
+    The rows of the logits are the last and largest of those. A model with a feed-forward has
+    another all-reduce a layer.
+    """
+    step, pod = steps[name], OF_8B[name]
+    axes = dict(pod.axes)
+    print(name, step)
+    sent = [tuple(one) for one in step["collectives"]]
+    assert not [one for one in sent if one[0] == "collective-permute"]
+    layer = []
+    if "tensor" in axes:
+        rows = pod.sequences // axes.get("data", 1)
+        layer.append(("all-reduce", rows * pod.width * 2))
+    if "cells" in axes:
+        layer.append(("all-gather", step["sent"] // LAYERS))
+    last = [("all-reduce", pod.sequences * pod.width * 2)] if pod.streams > 1 else []
+    for one in [*layer * LAYERS, *last]:
+        sent.remove(one)
+    assert len(sent) + len(last) <= (MESSAGES if pod.streams > 1 else 0)
+    assert max((size for _, size in sent), default=0) <= 3 * pod.sequences * 4
+
+
+@over_layouts
+def test_a_step_writes_into_its_memory_and_holds_little(steps, name):
+    step = steps[name]
+    assert step["share"] <= step["aliased"] <= 1.01 * step["share"]  # it pads small arrays
+    assert step["temporaries"] < 4 * MB
+
+
+@over_layouts
+@pytest.mark.parametrize("ubatch", ["decode", "prompt"])
+def test_attention_over_many_cells_holds_two_hundredths(steps, name, ubatch):
+    """A token for each sequence over 131,072 cells, and 64 tokens over a million."""
+    temporaries, share = steps[name][ubatch]
+    assert temporaries <= share * 0.02
+
+
+@over_layouts
+def test_the_forms_for_a_tpu_are_lowered(steps, name):
+    """Not those for a processor, though one is all that there is here."""
+    assert steps[name]["barriers"] == 0
+
+
+@over_layouts
+def test_each_layer_on_a_mesh_runs_the_kernel(steps, name):
+    assert steps[name]["kernels"] == LAYERS
+
+
+CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
+over_chips = pytest.mark.parametrize("chip", CHIPS)
+over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+
+
+@over_chips
+@pytest.mark.parametrize(("dtype", "size"), CASES)
+def test_the_kernel_is_accepted_and_keys_and_values_are_read_where_they_lie(
+    kernels, chip, dtype, size
+):
+    """Nothing else than the kernel takes them; less than a hundredth of 32 layers is held."""
+    found = kernels[f"{chip} {dtype} {size}"]
+    assert found["kernels"] == LAYERS and not found["works"]
+    assert found["temporaries"] < 0.01 * 32 * 2 * found["keys"]
+
+
+@over_chips
+@over_dtypes
+def test_a_step_does_nothing_with_keys_and_values_but_write_and_run_the_kernel(
+    kernels, chip, dtype
+):
+    """It holds less than a hundredth of 32 layers."""
+    found = kernels[f"{chip} {dtype} step"]
+    assert found["kernels"] == LAYERS
+    assert set(found["works"]) <= {"while", "dynamic-update-slice", "scatter"}  # the write
+    assert found["temporaries"] < 0.01 * 32 * found["layer"]
+
+
+def test_planning_over_eight_devices_takes_a_tenth():
+    """64 streams of 131,072 cells: a tenth of the 2.35 million cycles that a whole table took."""
+    found = asked("tests.compilers.tpu_planning")["eight devices"]
+    assert found["updates"] <= 64
+    assert found["cycles"] <= 235_000

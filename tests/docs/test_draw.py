@@ -1,0 +1,346 @@
+"""Memories to look at: text that fits, lines that never fail, tables, plots, and donated ones."""
+
+import re
+import sys
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import draw, make_batch
+from jaxkv.draw import plot
+from jaxkv.draw.colours import PALETTE
+from jaxkv.draw.html import html_of
+from jaxkv.draw.runs import folded
+from jaxkv.kv.mask import visible
+
+STATES = {"x": ((3,), jnp.float32)}
+
+
+def put(memory, tokens, sequences):
+    plan = jaxkv.init_batch(memory, make_batch(tokens, sequences=sequences)).check()
+    for ubatch in plan.ubatches:
+        memory = jaxkv.apply(memory, ubatch)
+    return memory, plan.ubatches[-1]
+
+
+@cache
+def pool():
+    """Sequences 0 and 1 beside each other, 2 a fork of 0, and a hole in 1."""
+    memory = jaxkv.make_kv_cache(layers=2, cells=24, kv_heads=1, head_dim=2, sequences=40)
+    memory, _ = put(memory, [[1] * 8, [2] * 6, [3]], [0, 1, 33])
+    memory, _ = jaxkv.seq_rm(jaxkv.seq_cp(memory, 0, 2, 0, 5), 1, 2, 4)
+    return memory
+
+
+@cache
+def streams():
+    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=4, streams=2)
+    return jaxkv.seq_cp(put(memory, [[1] * 3, [2] * 3], [1, 3])[0], 1, 0)
+
+
+@cache
+def states():
+    memory = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=3, rollback=3)
+    memory, _ = put(memory, [[1] * 3, [2] * 3], [0, 2])
+    return jaxkv.seq_cp(memory, 0, 1)
+
+
+@cache
+def hybrid():
+    cells = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=2)
+    state = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=2, rollback=1)
+    return put(jaxkv.make_hybrid_cache((cells, (0,)), (state, (1,))), [[1, 2], [3, 4]], [0, 1])[0]
+
+
+ALL = [pool, streams, states, hybrid]
+over_all = pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
+
+
+def donated(memory, *, table=True):
+    """A copy whose buffers, or the table as well, were given to a program."""
+    copy = jax.tree.map(jnp.copy, memory)
+    for x in jax.tree.leaves(copy if table else copy.buffers):
+        x.delete()  # what donation does to an array
+    return copy
+
+
+# ------------------------------------------------------------------------------------------- text
+
+
+@cache
+def interleaved(cells=300):
+    """A table that runs do not make short: owners and positions as they come."""
+    memory = jaxkv.make_kv_cache(layers=1, cells=cells, kv_heads=1, head_dim=2, sequences=4)
+    rng = np.random.default_rng(0)
+    return put(memory, np.zeros(cells - 9, int), rng.integers(0, 4, cells - 9).tolist())[0]
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_folded_lines_fit_and_name_every_cell(width):
+    lines = jaxkv.show(interleaved(), width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    spans = [list(map(int, one.split("-"))) for one in lines[0].split()[1:]]
+    assert [i for one in spans for i in range(one[0], one[-1] + 1)] == [*range(300)]
+    assert lines[0].split()[-1] == "291-299" and lines[1].split()[-1] == "."
+    assert "~4" in lines[1] and len(jaxkv.show(interleaved(), width=None)) > 600
+
+
+@pytest.mark.core
+def test_what_fits_is_drawn_cell_by_cell_and_runs_are_what_they_say():
+    memory = pool()
+    assert jaxkv.show(memory, width=None) == jaxkv.show(memory, width=100)
+    assert jaxkv.show(memory, width=50).splitlines() == [
+        "cells    0-4 5-7 8-9 10-11 12-13 14 15-23",
+        "owner      +   0   1     .     1 33     .",
+        "position 0-4 5-7 0-1     .   4-5  0     .",
+    ]
+    assert "owed" in jaxkv.show(jaxkv.seq_add(memory, 1, 4, -1, 3), width=50)
+    assert jaxkv.show(states(), width=14).splitlines()[0] == "sequence 0 0-2"
+
+
+def test_what_is_dead_fits_its_lines():
+    memory = states()
+    dead = replace(
+        memory.table,
+        position=memory.table.position.at[1].set(-1),
+        cell=memory.table.cell.at[1].set(memory.table.num_cells),
+        dead_until=memory.table.dead_until.at[1].set(27),
+    )
+    memory = jaxkv.join(dead, memory.buffers)
+    whole = jaxkv.show(memory).splitlines()
+    assert whole[1] == "sequence 1 . . . ., dead until 27"
+    assert jaxkv.show(memory, width=33).splitlines() == whole
+    for width, second in ((32, ["., dead until 27"]), (16, [".", "dead until 27"])):
+        lines = jaxkv.show(memory, width=width).splitlines()
+        assert lines[1:-1] == [f"sequence 1 {second[0]}", *second[1:]]
+        assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("make", [pool, streams, states], ids=lambda make: make.__name__)
+def test_cells_of_says_what_the_verbs_say(make):
+    memory = make()
+    view = draw.cells_of(memory)
+    held = np.stack([view.held(seq) for seq in range(view.sequences)])
+    np.testing.assert_array_equal(held.max(1), jaxkv.seq_pos_max(memory, range(len(held))))
+    first = np.where(held < 0, 99, held).min(1)
+    wanted = jaxkv.seq_pos_min(memory, range(len(held)))
+    np.testing.assert_array_equal(np.where(first == 99, -1, first), wanted)
+    assert (view.position >= 0).sum() == jaxkv.used(memory)
+    by_stream = (held >= 0).reshape(len(view.position), view.sharing, -1)
+    np.testing.assert_array_equal(view.owners, by_stream.sum(1))
+    first = by_stream.argmax(1) + view.sharing * np.arange(len(by_stream))[:, None]
+    np.testing.assert_array_equal(view.owner, np.where(view.owners > 0, first, -1))
+
+
+@pytest.mark.core
+def test_what_cannot_be_looked_at_is_named():
+    with pytest.raises(TypeError, match="got a hybrid one: look at each of"):
+        draw.cells_of(hybrid())
+    with pytest.raises(TypeError, match="got a traced one"):
+        jax.eval_shape(lambda memory: jaxkv.show(memory), pool())
+    with pytest.raises(TypeError, match="got the shapes of one"):
+        jaxkv.show(jax.eval_shape(pool))
+    with pytest.raises(ValueError, match="from 0 to 39, got 40"):
+        draw.cells_of(pool()).held(40)
+
+
+# ------------------------------------------------------------------------------- lines and tables
+
+
+@over_all
+def test_every_memory_is_one_line(make):
+    memory, lines = make(), []
+    used = jaxkv.hybrid.parts_of(memory)
+    counts = " + ".join(str(jaxkv.used(part)) for part in used)
+    assert repr(memory).endswith(f": {counts} used)")
+    jax.eval_shape(lambda memory: lines.append(repr(memory)), memory)
+    jax.eval_shape(jax.vmap(lambda memory: lines.append(repr(memory))), batched(memory))
+    assert all(line.endswith(": traced)") for line in lines) and len(lines) == 2
+    assert repr(jax.eval_shape(make)).endswith(": shapes alone)")
+    assert repr(donated(memory)).endswith(": donated)")
+    assert repr(donated(memory, table=False)).endswith(f": {counts} used, buffers donated)")
+    odd = [jax.tree.map(lambda x, leaf=leaf: leaf, memory) for leaf in (None, 1, "a", object())]
+    lines += map(repr, [memory, memory.table, batched(memory), *odd])
+    assert all("\n" not in line and line.count("(") == line.count(")") for line in lines)
+
+
+def batched(memory):
+    return jax.tree.map(lambda x: jnp.stack([x, x]), memory)
+
+
+@pytest.mark.core
+def test_plans_batches_and_texts_are_one_line():
+    memory = pool()
+    plan = jaxkv.init_batch(memory, make_batch([[1], [2, 3]], sequences=[1, 5]))
+    assert repr(plan) == "Plan(ok, 1 ubatch: 1 x 4 tokens)"
+    assert repr(plan.ubatches[0]).endswith("rows=1, tokens=4: 3 valid of sequences [1, 5])")
+    refused = jaxkv.init_batch(memory, make_batch([[1] * 30, [2]], sequences=[1, 5]))
+    assert repr(refused) == "Plan(refused: sequence 1 NO_ROOM)"
+    assert repr(jax.eval_shape(lambda: plan)) == "Plan(1 ubatch: 1 x 4 tokens; values not known)"
+    assert repr(make_batch([1] * 9)) == "Batch(tokens=int32[9], sequences=int32[9], valid=bool[9])"
+    state = jaxkv.loops.start(memory, [5, 7])
+    assert "token=[5, 7]" in repr(state) and "key=key<fry>[2]" in repr(state)
+    assert "shift=int32[1,24]" in repr(jaxkv.init_update(memory))
+
+
+@over_all
+def test_a_table_of_html_has_text_and_no_script(make):
+    html = make()._repr_html_()
+    assert html.count("<div") == html.count("</div>") and "<script" not in html
+    texts = re.sub(r"<[^>]*>", " ", html.split("</code>")[1]).split()
+    assert {"0", "1"} <= set(texts)
+    lost = [html_of(donated(make())), html_of(jax.eval_shape(make)), html_of(batched(make()))]
+    lost += [html_of(jax.tree.map(lambda x, leaf=leaf: leaf, make())) for leaf in (None, np.True_)]
+    assert all(one.count("<div") == 1 for one in lost)
+
+
+def test_a_long_table_of_html_is_folded():
+    html = html_of(interleaved())
+    assert html.count("title=") <= 32 and "cells 291 to 299: empty" in html
+    many = jaxkv.make_kv_cache(layers=1, cells=2, kv_heads=1, head_dim=2, sequences=40, streams=40)
+    assert "and 24 more streams" in html_of(many)
+
+
+@over_all
+def test_a_batch_of_memories_is_no_memory_to_look_at(make):
+    for look in (draw.show, draw.cells_of):
+        if make is not hybrid or look is draw.show:
+            with pytest.raises(ValueError, match="got a batch of them: .*take each"):
+                look(batched(make()))
+
+
+def test_a_table_without_neighbours_is_folded_as_fast():
+    """In 100,000 cells of which no two go on from each other, not every way of folding is built."""
+    memory = jaxkv.make_kv_cache(layers=1, cells=100_000, kv_heads=1, head_dim=1)
+    view = replace(draw.cells_of(memory), position=np.arange(100_000, 0, -1, dtype=np.int32)[None])
+    asked = []
+    folded(view, 0, 50, lambda runs: asked.append(len(runs)) or True)
+    assert asked == [1]
+
+
+# ------------------------------------------------------------------------------------------ plots
+
+
+@pytest.fixture
+def agg():
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    yield pyplot
+    pyplot.close("all")
+
+
+def sequences_in(image):
+    """The number in the palette of each pixel; -1 for what is none of a sequence."""
+    from matplotlib.colors import to_rgb
+
+    rgb = np.array([to_rgb(one) for one in PALETTE])
+    near = np.abs(np.asarray(image)[:, :, None] - rgb).max(-1)
+    return np.where(near.min(-1) < 1e-6, near.argmin(-1), -1)
+
+
+def test_a_plot_of_cells_has_the_colours_of_owners(agg):
+    ax = plot.cells(pool())
+    wanted = draw.cells_of(pool()).owner[0]
+    (image,) = ax.images
+    drawn = sequences_in(image.get_array()).ravel()[:24]
+    np.testing.assert_array_equal(drawn, np.where(wanted < 0, -1, wanted % 7))
+    assert [text.get_text() for text in ax.texts][:8] == list("01234567")
+    (hatched,) = ax.collections  # the cells that 0 and 2 share
+    assert [path.get_extents().bounds for path in hatched.get_paths()] == [(-0.5, -0.5, 5, 1)]
+    _, given = agg.subplots()
+    assert plot.cells(streams(), given) is given
+    assert given.images[0].get_array().shape == (2, 8, 3)
+
+
+@pytest.mark.core
+def test_a_plot_of_sight_is_the_mask(agg):
+    memory, ubatch = put(pool(), [[1, 2], [3]], [2, 1])
+    ax = plot.sight(memory, ubatch)
+    mask = np.asarray(visible(memory.table, ubatch))[0, :3]
+    drawn = sequences_in(ax.images[0].get_array())
+    np.testing.assert_array_equal(drawn >= 0, mask)
+    assert set(drawn[0][mask[0]]) == {2} and set(drawn[2][mask[2]]) == {1}
+    at = sequences_in(plot.sight(memory, ubatch, by_position=True).images[0].get_array())
+    assert (at[0] >= 0).tolist() == [True] * 6 + [False] * (at.shape[1] - 6)
+    with pytest.raises(ValueError, match="that the ubatch was applied to"):
+        plot.sight(pool(), jaxkv.init_batch(pool(), make_batch([1])).ubatches[0])
+    stale = jaxkv.init_batch(pool(), make_batch([1])).ubatches[0]
+    with pytest.raises(ValueError, match="that the ubatch was applied to"):
+        plot.sight(jaxkv.seq_rm(pool(), 0, 7)[0], stale)
+    with pytest.raises(TypeError, match="of attention"):
+        plot.sight(*put(states(), [[1]], [0]))
+
+
+def test_plots_of_occupancy_and_bytes_add_up(agg):
+    before = jaxkv.make_kv_cache(layers=2, cells=24, kv_heads=1, head_dim=2, sequences=40)
+    ax = plot.occupancy([before, pool()])
+    tops = [area.get_paths()[0].vertices[:, 1].max() for area in ax.collections]
+    assert max(tops) == jaxkv.used(pool()) and ax.texts[0].get_text() == "24 cells"
+    counts = plot.occupancy([jaxkv.used(one) for one in (before, pool())])
+    assert counts.collections[0].get_paths()[0].vertices[:, 1].max() == max(tops)
+    bars = plot.nbytes(hybrid()).containers[0]
+    assert sum(bar.get_width() for bar in bars) == jaxkv.nbytes(hybrid())
+    with pytest.raises(ValueError, match="got none"):
+        plot.occupancy([])
+    for steps in ([before, 3], [jaxkv.used(before), before]):
+        with pytest.raises(ValueError, match="got both: pass jaxkv.used of each"):
+            plot.occupancy(steps)
+
+
+def test_every_sequence_that_is_drawn_is_in_the_legend(agg):
+    def names(ax):
+        return [text.get_text() for text in ax.get_legend().get_texts()]
+
+    memory = jaxkv.make_kv_cache(layers=1, cells=16, kv_heads=1, head_dim=2, sequences=16)
+    memory, ubatch = put(memory, [[1]] * 9, [*range(8), 14])
+    wanted = ["0, 7, …", *"123456"]
+    assert names(plot.cells(memory))[:-1] == [f"sequence {one}" for one in wanted]
+    assert names(plot.occupancy([memory])) == [f"sequence {one}" for one in wanted]
+    seen = names(plot.sight(memory, ubatch))
+    assert seen[:-2] == [f"seen by sequence {one}" for one in wanted]
+    assert plot._labels([1, 8]) == [(PALETTE[1], "sequence 1, 8")]
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match="not installed: pip install matplotlib"):
+        plot.nbytes(pool())
+
+
+# ---------------------------------------------------------------------------------------- donated
+
+USES = {
+    "used": jaxkv.used,
+    "check_invariants": jaxkv.check_invariants,
+    "seq_pos_max": lambda memory: jaxkv.seq_pos_max(memory, 0),
+    "seq_rm": lambda memory: jaxkv.seq_rm(memory, 0),
+    "seq_cp": lambda memory: jaxkv.seq_cp(memory, 0, 1),
+    "clear": jaxkv.clear,
+    "init_batch": lambda memory: jaxkv.init_batch(memory, make_batch([1])),
+    "init_update": jaxkv.init_update,
+    "show": jaxkv.show,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_a_donated_memory_is_named(use):
+    with pytest.raises(ValueError, match="got one whose buffers were donated: go on with"):
+        use(donated(pool()))
+
+
+def test_layers_name_buffers_that_were_donated():
+    memory, ubatch = put(pool(), [1, 2], 0)
+    lost, x = donated(memory, table=False), jnp.ones((1, 2, 1, 2))
+    with pytest.raises(ValueError, match="whose buffers were donated"):
+        jaxkv.attend(lost, 0, ubatch, x, x, x)
+    memory, ubatch = put(states(), [[1]], [0])
+    with pytest.raises(ValueError, match="whose buffers were donated"):
+        jaxkv.read_states(donated(memory, table=False), 0, ubatch)

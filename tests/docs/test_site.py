@@ -1,0 +1,84 @@
+"""The pages of the site that list things list all of them, and nothing that there is not."""
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import jaxkv
+from tests import support
+
+DOCS = Path(__file__).parents[2] / "docs"
+DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (jaxkv[.\w]*)$", re.M)
+
+
+def found(name):
+    """Find what a dotted name stands for."""
+    thing = jaxkv
+    for part in name.split(".")[1:]:
+        thing = getattr(thing, part)
+    return thing
+
+
+def modules(thing=jaxkv):
+    """List the public modules inside of one, at any depth."""
+    for name in getattr(thing, "__all__", ()):
+        inner = getattr(thing, name)
+        if inspect.ismodule(inner):
+            yield inner.__name__
+            yield from modules(inner)
+
+
+def test_every_public_name_is_on_a_page_of_the_reference():
+    """A module's page lists its `__all__` by itself."""
+    pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    written = {name: kind for kind, name in DIRECTIVE.findall(pages)}
+    public = {f"jaxkv.{name}" for name in jaxkv.__all__}
+    assert set(written) == public | set(modules())
+    for name, kind in written.items():
+        assert (kind == "module") == inspect.ismodule(found(name)), name
+
+
+def test_every_reason_and_every_exception_is_on_the_page_of_errors():
+    page = (DOCS / "reference" / "errors.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`", page, re.M)
+    assert set(jaxkv.Reason.__members__) <= set(rows)
+    own = {
+        name
+        for name in jaxkv.__all__
+        if inspect.isclass(getattr(jaxkv, name)) and issubclass(getattr(jaxkv, name), Exception)
+    }
+    assert own and own <= set(rows)
+
+
+def test_what_the_translations_lead_to_is_there():
+    """In each table the last column is jaxkv's: code there begins with a name, or an option."""
+    page = (DOCS / "reference" / "names.md").read_text()
+    values = {"plan": jaxkv.Plan, "ubatch": jaxkv.Ubatch}
+    options = {
+        option
+        for name in jaxkv.__all__
+        if inspect.isfunction(getattr(jaxkv, name))
+        for option in inspect.signature(getattr(jaxkv, name)).parameters
+    }
+    checked = 0
+    for row in re.findall(r"^\|.*\| (.*) \|$", page, re.M):
+        for code in re.findall(r"`([^`]+)`", row):
+            name, option = re.match(r"([\w.]+)(=?)", code).groups()
+            first, _, rest = name.partition(".")
+            if option or name in options:
+                assert name in options, code
+            elif first in values:
+                assert rest in {field.name for field in dataclasses.fields(values[first])}, code
+            elif name not in ("jaxkv", "keep", "chunked", "symmetric", "memory"):
+                found(f"jaxkv.{name}")
+            checked += 1
+    assert checked > 80
+
+
+@pytest.mark.nightly
+def test_the_support_matrix_is_what_trying_gives():
+    _, table, _ = support.parted(support.PAGE.read_text())
+    assert table == support.matrix()

@@ -1,0 +1,375 @@
+"""Beam search: the beams of a search that computes every text anew, on any memory."""
+
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+import models
+from jaxkv import loops, make_batch
+from tests.cases import mostly_nightly
+from tests.memories import VOCABULARY, Kind, assert_identical, think
+
+DATA = Path(__file__).parent.parent / "data"
+MODELS = [("llama_tied", 1), ("llama_tied", 4), ("mamba2", 4), ("granite_hybrid", 1)]
+MODELS += [("recurrent_gemma", 4)]
+CLOSE = dict(rtol=0, atol=2e-4)
+POOL = Kind("pool", cells=30, sequences=5)
+SPLIT = Kind("split", cells=16, sequences=5, streams=5)
+PROMPT = (7, 3, 11, 5)
+WIDTH, STEPS = 3, 5
+
+load = cache(lambda name: models.load(DATA / name))
+
+
+def forward(weights, memory, ubatch):
+    """A tiny transformer that is unsure of itself and does not repeat itself.
+
+    weights: `[V, V]`, what is added to the logits after each token.
+    """
+    memory, logits = think(memory, ubatch)
+    token = ubatch.tokens.reshape(-1)[ubatch.outputs]
+    return memory, jnp.roll(logits, 5, axis=1) / 8 + weights[token]
+
+
+FREE = jnp.zeros((VOCABULARY, VOCABULARY))
+
+
+# ---- a search without a cache
+
+
+def computed_anew(forward, weights, make):
+    """Return what gives the logits after some texts of one length, from an empty memory."""
+
+    @jax.jit
+    def run(weights, memory, rows, length):
+        place = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+        batch = make_batch(rows, valid=place < length, outputs=place == length - 1)
+        (ubatch,) = (plan := jaxkv.init_batch(memory, batch)).ubatches
+        memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+        return plan.collect([logits])
+
+    def logits_after(texts, weights=weights):
+        padded = np.zeros((WIDTH, len(PROMPT) + STEPS), np.int32)
+        for row, text in zip(padded, texts, strict=False):
+            row[: len(text)] = text
+        return np.asarray(run(weights, make(), padded, len(texts[0])))[: len(texts)]
+
+    return logits_after
+
+
+@cache
+def tiny():
+    return computed_anew(forward, FREE, Kind("", cells=16, sequences=WIDTH, streams=WIDTH).make)
+
+
+def searched(logits_after, *, width=WIDTH, steps=STEPS, stop=(), penalty=1.0):
+    """Do what the docstring of `beam` says, to the end: pairs of a text and its score."""
+
+    def rank(one):
+        text, score = one
+        return score / len(text) ** penalty
+
+    living, ended = [((), np.float32(0))], []
+    for _ in range(steps):
+        if not living:
+            break
+        logits = logits_after([(*PROMPT, *text) for text, _ in living]).astype(np.float32)
+        logprobs = np.asarray(jax.nn.log_softmax(logits))
+        candidates = [
+            ((*text, token), score + logprobs[row, token])
+            for row, (text, score) in enumerate(living)
+            for token in range(logits.shape[1])
+            if logits[row, token] > -np.inf
+        ]
+        candidates.sort(key=lambda one: -one[1])
+        ended += [one for one in candidates[:width] if one[0][-1] in stop]
+        ended = sorted(ended, key=rank, reverse=True)[:width]
+        living = [one for one in candidates if one[0][-1] not in stop][:width]
+    return sorted(ended + living, key=rank, reverse=True)[:width]
+
+
+def assert_found(beams, wanted):
+    """The texts and scores are those of the other search."""
+    rows = zip(beams.tokens.tolist(), beams.lengths.tolist(), strict=True)
+    texts = [(row[:length], set(row[length:])) for row, length in rows]
+    assert [text for text, _ in texts] == [list(text) for text, _ in wanted]
+    assert all(rest <= {-1} for _, rest in texts)
+    np.testing.assert_allclose(beams.scores, [score for _, score in wanted], **CLOSE)
+
+
+# ---- the same search, in a memory
+
+
+@cache
+def prompted(kind, seq=0):
+    return jaxkv.prefill(forward, FREE, kind.make(), make_batch(PROMPT, sequences=seq))
+
+
+search = partial(loops.beam, forward, FREE, width=WIDTH, steps=STEPS)
+over_memories = pytest.mark.parametrize(
+    "kind", [POOL, pytest.param(SPLIT, marks=pytest.mark.core)], ids=lambda kind: kind.name
+)
+STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
+NONE = (-1, -1, -1)
+
+
+@pytest.mark.core
+@over_memories
+@pytest.mark.parametrize("penalty", [1.0, 0.0, 3.0, -1.0])
+@pytest.mark.parametrize("stop", STOPS, ids=str)
+def test_beams_are_those_of_a_search_without_a_cache(kind, penalty, stop):
+    memory, logits = prompted(kind)
+    after, beams = search(memory, logits[0], stop=stop, penalty=penalty)
+    assert_found(beams, searched(tiny(), stop=stop, penalty=penalty))
+    assert beams.reason == jaxkv.Reason.FITS
+    assert not sum(jaxkv.check_invariants(after).values())
+
+
+@partial(jax.jit, static_argnums=0)
+def fed(forward, weights, memory, tokens, sequences):
+    ubatch, ok = jaxkv.plan_step(memory, tokens, sequences, jnp.ones(tokens.shape, bool))
+    _, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+    return logits, ok
+
+
+def assert_held(memory, beams, sequences, logits_after, forward=forward, weights=FREE):
+    """Each sequence goes on where it is said to be, as if its text had been computed anew."""
+    held, lengths = np.asarray(beams.held), np.asarray(beams.lengths)
+    assert (held < lengths).all() and (held >= 0).all()
+    ends = jaxkv.seq_pos_max(memory, sequences)
+    np.testing.assert_array_equal(ends, len(PROMPT) - 1 + held)
+    texts = np.asarray(beams.tokens)
+    found, ok = fed(forward, weights, memory, texts[np.arange(WIDTH), held], jnp.asarray(sequences))
+    wanted = [
+        logits_after([(*PROMPT, *text[: count + 1])])[0]
+        for text, count in zip(texts.tolist(), held.tolist(), strict=True)
+    ]
+    assert ok
+    np.testing.assert_allclose(found, wanted, **CLOSE)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", [POOL, pytest.param(SPLIT, marks=pytest.mark.core)])
+def test_a_search_touches_its_own_sequences_and_leaves_beginnings_of_the_texts_there(kind):
+    memory, logits = prompted(kind, seq=3)
+    batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])
+    memory, _ = jaxkv.prefill(forward, FREE, memory, batch)
+    after, beams = search(memory, logits, stop=STOPS[0], sequences=[3, 1, 4])
+    assert_found(beams, searched(tiny(), stop=STOPS[0]))
+    assert jaxkv.seq_pos_max(after, [0, 2]).tolist() == [1, 0]
+    ended = [set(row) & {4, 7} != set() for row in beams.tokens.tolist()]
+    assert any(ended) and not all(ended)
+    held = beams.held.tolist()
+    assert all(ended[i] or held[i] == STEPS - 1 for i in range(WIDTH)) and min(held) < STEPS - 1
+    assert_held(after, beams, [3, 1, 4], tiny())
+    if kind is POOL:
+        one, two = (jaxkv.seq_rm(each, -1)[0] for each in (memory, after))
+        assert jaxkv.used(one) == jaxkv.used(two) == 0
+
+
+def crowded(left):
+    """A memory with the prompt, and so many cells left for its continuations."""
+    memory, logits = prompted(POOL)
+    others = make_batch([1] * (POOL.cells - len(PROMPT) - left), sequences=4)
+    return jaxkv.apply(memory, jaxkv.init_batch(memory, others)), logits
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("fed", range(STEPS - 1))
+def test_a_full_memory_ends_a_search(fed):
+    """There is room for some steps; the last token of each beam needs no cell yet."""
+    after, beams = search(*crowded(fed * WIDTH), stop=NONE)
+    assert beams.reason == jaxkv.Reason.NO_ROOM and beams.lengths.tolist() == [fed + 1] * WIDTH
+    assert_found(beams, searched(tiny(), steps=fed + 1))
+    assert not sum(jaxkv.check_invariants(after).values())
+    assert beams.held.tolist() == [fed] * WIDTH
+    assert_held(jaxkv.seq_rm(after, 4)[0], beams, [0, 1, 2], tiny())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("penalty", "reason"), [(0.0, "FITS"), (-1.0, "FITS"), (1.0, "NO_ROOM")])
+def test_a_search_ends_once_nothing_better_can_come(penalty, reason):
+    """There is no room for a step; where length counts for nothing or against, none is wanted."""
+    after, beams = search(*crowded(0), stop=STOPS[2], penalty=penalty)
+    assert beams.reason == jaxkv.Reason[reason]
+    assert_found(beams, searched(tiny(), stop=STOPS[2], penalty=penalty, steps=1))
+    assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [len(PROMPT) - 1] * WIDTH
+
+
+@pytest.mark.core
+def test_what_a_window_let_go_of_is_not_held():
+    """An ended text is cut back to what it shares with the last step; its window went further."""
+    kind = Kind("window", cells=4, sequences=2, streams=2, windows=(jaxkv.window.sliding(3),))
+    gone = 0
+    for stop in range(VOCABULARY):
+        memory, logits = prompted(kind)
+        after, beams = search(memory, logits, width=2, steps=7, stop=[stop], penalty=0.0)
+        for seq, held in enumerate(beams.held.tolist()):
+            last = jaxkv.seq_pos_max(after, seq).item()
+            assert last == (len(PROMPT) + held - 1 if held >= 0 else -1)
+            assert held < 0 or jaxkv.can_resume(after, seq, last + 1)
+            gone += held < 0
+        assert jaxkv.init_batch(after, make_batch([[1], [1]])).ok  # both go on, or begin anew
+    assert gone
+
+
+@pytest.mark.core
+def test_fewer_texts_than_beams():
+    """Only 6 and 9 may be said, and after 9 nothing at all; there is room for 6 6 6 6, and a 9."""
+    memory, logits = crowded(5)
+    only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
+    only[:9, [6, 9]] = 0
+    run = partial(loops.beam, forward, jnp.asarray(only), memory, logits[0] + only[0])
+    anew = partial(tiny(), weights=jnp.asarray(only))
+    for stop, found in [(NONE, 2), ((9, -1, -1), 3)]:
+        after, beams = run(width=WIDTH, steps=STEPS, stop=stop, penalty=0.0)
+        wanted = searched(anew, stop=stop, penalty=0.0)
+        none = [((), -np.inf)] * (WIDTH - found)
+        assert len(wanted) == found
+        assert_found(beams, wanted + none)
+        assert beams.reason == jaxkv.Reason.FITS
+        ends = jaxkv.seq_pos_max(after, range(WIDTH))
+        np.testing.assert_array_equal(ends, len(PROMPT) - 1 + beams.held)
+        assert not sum(jaxkv.check_invariants(after).values())
+
+
+@pytest.mark.core
+def test_a_model_that_goes_wrong_is_seen():
+    """After one token alone, and whatever the sign of its NaN."""
+    memory, logits = prompted(POOL)
+    second = int(np.argsort(logits[0])[-2])
+    for nan in (np.nan, -np.nan):
+        broken = FREE.at[second].set(nan)
+        _, beams = loops.beam(
+            forward, broken, memory, logits, width=WIDTH, steps=STEPS, stop=STOPS[0]
+        )
+        assert np.isnan(beams.scores[0]) and beams.tokens[0, 0] == second
+
+
+@pytest.mark.core
+def test_a_search_inside_of_a_program_is_that_outside():
+    memory, logits = prompted(POOL)
+    inside = jax.jit(partial(search, stop=STOPS[0]))
+    assert_identical(inside(memory, logits), search(memory, logits, stop=STOPS[0]))
+    text = inside.lower(memory, logits).as_text()
+    assert "while" in text and "callback" not in text
+
+
+@pytest.mark.core
+def test_many_searches_at_once():
+    """Of one memory with other logits, and of several memories; outside of `jit`, too."""
+    memory, logits = prompted(POOL)
+    other = jaxkv.prefill(forward, FREE, POOL.make(), make_batch([2, 9], sequences=0))
+    runs = [(memory, logits), (memory, logits[:, ::-1]), other]
+    one = partial(search, stop=STOPS[0], steps=3)
+    wanted = [one(*each)[1] for each in runs]
+    rows = jnp.stack([row for _, row in runs])
+    found = jax.vmap(lambda row: one(memory, row)[1])(rows[:2])
+    memories = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(each for each, _ in runs))
+    together = jax.vmap(lambda memory, row: one(memory, row)[1])(memories, rows)
+    for several in (found, together):
+        for i, beams in enumerate(zip(*several, strict=True)):
+            alone = wanted[i]
+            assert beams[0].tolist() == alone.tokens.tolist()
+            np.testing.assert_allclose(beams[1], alone.scores, **CLOSE)
+            assert beams[3].tolist() == alone.held.tolist()
+
+
+@pytest.mark.core
+def test_a_score_has_a_derivative():
+    """Forwards: a loop whose length depends on data cannot be run backwards."""
+    memory, logits = prompted(POOL)
+
+    def score(row):
+        return search(memory, row, steps=2)[1].scores[0]
+
+    value, slope = jax.jvp(score, (logits,), (jnp.eye(VOCABULARY)[:1],))
+    _, beams = search(memory, logits, steps=2)
+    wanted = (beams.tokens[0, 0] == 0) - jax.nn.softmax(logits[0])[0]
+    assert value == beams.scores[0]
+    np.testing.assert_allclose(slope, wanted, atol=1e-5)
+
+
+@pytest.mark.core
+def test_a_search_is_a_part_of_a_scan():
+    memory, logits = prompted(POOL)
+
+    def turn(memory, _):
+        after, beams = search(memory, logits, steps=2)
+        return memory, beams.tokens
+
+    _, tokens = jax.lax.scan(turn, memory, length=2)
+    assert tokens.tolist() == [search(memory, logits, steps=2)[1].tokens.tolist()] * 2
+
+
+@pytest.mark.core
+@over_memories
+def test_the_memory_that_is_passed_in_stays_unless_it_is_donated(kind):
+    memory, logits = jax.tree.map(jnp.copy, prompted(kind))
+    wanted = search(memory, logits, stop=STOPS[0])
+    assert_identical(memory, prompted(kind)[0])
+    assert_identical(search(memory, logits, stop=STOPS[0], donate=True), wanted)
+    assert all(one.is_deleted() for one in jax.tree.leaves(jaxkv.split(memory)[1]))
+    with pytest.raises(ValueError, match="whose buffers were donated"):
+        search(memory, logits, stop=STOPS[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(logits=np.zeros((2, 8), np.float32)), r"wanted logits \[V\] or \[1, V\].*\[2, 8\]"),
+        (dict(logits=np.zeros(8, np.int32)), "wanted logits of floats, got int32"),
+        (dict(penalty=[1, 2]), r"wanted one finite number for penalty, got \[1, 2\]"),
+        (dict(penalty=np.nan), "wanted one finite number for penalty, got nan"),
+        (dict(width=0), "wanted width of at least 1, got 0"),
+        (dict(steps=0), "wanted steps of at least 1, got 0"),
+        (dict(width=6), "wanted a width of at most 5, a sequence for each beam, got 6"),
+        (dict(sequences=[0, 1]), r"wanted sequences \[3\], one for each beam, got \(2,\)"),
+        (dict(sequences=[0, 1, 1]), r"wanted each sequence at most once, got \[0, 1, 1\]"),
+        (dict(stop=[[1]]), r"wanted stop tokens \[n\], got the shape \(1, 1\)"),
+        (dict(stop=[0.5]), "wanted integers for stop"),
+        (dict(memory=(1, 2)), "wanted a memory, got a tuple"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(change, message):
+    memory, logits = prompted(POOL)
+    options = dict(memory=memory, logits=logits, width=3, steps=2) | change
+    with pytest.raises((TypeError, ValueError), match=message):
+        loops.beam(forward, FREE, **options)
+
+
+# ---- real models
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "streams"), mostly_nightly(MODELS, few=[("llama_tied", 4), ("granite_hybrid", 1)])
+)
+def test_beams_of_a_model(name, streams):
+    """States are kept for one step back, so texts that ended may leave nothing."""
+    model = load(name)
+    make = partial(model.make_memory, cells=48, sequences=4, streams=streams)
+    fresh = partial(model.make_memory, cells=16, sequences=WIDTH, streams=WIDTH)
+    anew = computed_anew(model.forward, model.weights, fresh)
+    run = model.forward, model.weights
+    memory, logits = jaxkv.prefill(*run, make(), make_batch(PROMPT, sequences=2))
+    options = dict(width=WIDTH, steps=STEPS, sequences=[2, 0, 3])
+    after, beams = loops.beam(*run, memory, logits, **options)
+    wanted = searched(anew)
+    assert_found(beams, wanted)
+    assert_held(after, beams, [2, 0, 3], anew, *run)
+    stop = (wanted[0][0][2], wanted[1][0][3])
+    after, beams = loops.beam(*run, memory, logits, stop=stop, **options)
+    assert_found(beams, searched(anew, stop=stop))
+    held = np.asarray(beams.held)
+    ends = np.where(held < 0, -1, len(PROMPT) - 1 + held)
+    np.testing.assert_array_equal(jaxkv.seq_pos_max(after, [2, 0, 3]), ends)
+    if name == "llama_tied":
+        assert_held(after, beams, [2, 0, 3], anew, *run)
+    assert not sum(jaxkv.check_invariants(after).values())

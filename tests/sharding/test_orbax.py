@@ -1,0 +1,57 @@
+"""A memory that is saved on one mesh and restored on another, by Orbax."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import sharding
+from tests import histories
+from tests.cases import mostly_nightly
+from tests.memories import assert_identical
+from tests.sharding.test_sharding import RULES, mesh_of, placed
+
+ocp = pytest.importorskip("orbax.checkpoint", reason="the package orbax-checkpoint is missing")
+
+
+def attention():
+    return jaxkv.make_kv_cache(layers=2, cells=8, kv_heads=2, head_dim=4, sequences=4, streams=4)
+
+
+def recurrent():
+    return jaxkv.make_recurrent_cache(
+        layers=2, states=histories.STATES, sequences=4, streams=4, rollback=1
+    )
+
+
+def hybrid():
+    return jaxkv.make_hybrid_cache((attention(), (0, 2)), (recurrent(), (1, 3)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("make", mostly_nightly([attention, recurrent, hybrid], few=[hybrid]))
+def test_saved_on_one_mesh_and_restored_on_another(make, tmp_path):
+    rng = np.random.default_rng(0)
+    table, buffers = jaxkv.split(make())
+    buffers = jax.tree.map(lambda x: rng.integers(0, 99, x.shape).astype(x.dtype), buffers)
+    memory = jaxkv.join(table, buffers)
+    batch = jaxkv.make_batch([[1, 2, 3], [4], [5, 6]])
+    for ubatch in jaxkv.init_batch(memory, batch).check().ubatches:
+        memory = jaxkv.apply(memory, ubatch)
+    memory = jaxkv.seq_cp(memory, 0, 3)
+    path = tmp_path / "memory"
+    with ocp.StandardCheckpointer() as checkpointer:
+        with jax.set_mesh(mesh_of(data=2, tensor=2)):
+            checkpointer.save(path, placed(memory))
+            checkpointer.wait_until_finished()
+        mesh = mesh_of(data=4, cells=2)
+        shapes = sharding.shapes(make, mesh, RULES)
+        restored = checkpointer.restore(path, shapes)
+    assert jax.tree.structure(restored) == jax.tree.structure(shapes)
+    for one, shape in zip(jax.tree.leaves(restored), jax.tree.leaves(shapes), strict=True):
+        assert one.sharding == shape.sharding
+    plain = jaxkv.join(restored.table.with_rules(None), restored.buffers)
+    assert_identical(jax.device_get(plain), jax.device_get(memory))
+    with jax.set_mesh(mesh):  # and it goes on
+        plan = jaxkv.init_batch(restored, jaxkv.make_batch([[7], [8], [9], [10]])).check()
+        assert jaxkv.used(jaxkv.apply(restored, plan)) > jaxkv.used(memory)

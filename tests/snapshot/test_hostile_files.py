@@ -1,0 +1,224 @@
+"""Files that are damaged, or written to do harm: one sentence, or a model; never anything else.
+
+Configs and headers are changed at random, always in the same way for the same seed. What comes of
+it must be a `ModelError` of one line, or a model that can be traced, soon and in little memory.
+"""
+
+import copy
+import json
+import random
+import resource
+from collections import Counter
+from pathlib import Path
+
+import gguf
+import jax
+import pytest
+
+import jaxkv
+import models
+from tests.models.tiny_files import CONFIG, tiny_names, tiny_tensors, write_folder
+
+DATA = Path(__file__).parent.parent / "data"
+FOLDERS = sorted(path.parent for path in DATA.glob("*/config.json"))
+VALUES = [
+    *(None, True, False, "", "a", "full_attention", [], [1], ["a"], [[]], {}, {"a": 1}),
+    *(-1, 0, 1, 2, 3, 7, 64, 4095, 2**20, 2**31 - 1, 2**31, 2**63, 10**40),
+    *(-1.5, 0.0, 0.5, 1e-320, 1e308, -1e308, float("inf"), float("nan")),
+]
+ADDED = {
+    "text_config": [1, [], "a", {"hidden_size": 0}],
+    "rope_scaling": [
+        1,
+        "yarn",
+        {"type": "yarn", "factor": "a"},
+        {"type": "yarn", "factor": 0},
+        {"type": "linear"},
+        {"rope_type": 3},
+        {"rope_type": "llama3", "factor": 8.0},
+        {"rope_type": "yarn", "factor": 1e300, "original_max_position_embeddings": 64},
+        {"full_attention": 1, "sliding_attention": {"rope_theta": []}},
+    ],
+    "rope_parameters": [[], {"rope_type": "default", "rope_theta": -1}, {"rope_theta": "a"}],
+    "head_dim": [1e308, 2**31, 1, 3, 0],
+    "hidden_size": [2**31, 2**20],
+    "layer_types": [["full_attention"] * 2, ["chunked_attention"] * 2, 1],
+    "sliding_window": [0, 2**40, "a", 3],
+    "partial_rotary_factor": [0, 0.01, 2],
+    "eos_token_id": [[[1]], -1, "a"],
+}
+LAYERS, VOCAB = CONFIG["num_hidden_layers"], CONFIG["vocab_size"]
+METADATA = {
+    "llama.block_count": LAYERS,
+    "llama.embedding_length": CONFIG["hidden_size"],
+    "llama.feed_forward_length": CONFIG["intermediate_size"],
+    "llama.attention.head_count": CONFIG["num_attention_heads"],
+    "llama.attention.head_count_kv": CONFIG["num_key_value_heads"],
+    "llama.context_length": 128,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 10000.0,
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 2.0,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.tokens": ["<s>", "a", "b", "ab", *map(str, range(VOCAB - 4))],
+    "tokenizer.ggml.token_type": [3] + [1] * (VOCAB - 1),
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.eos_token_id": 0,
+}
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+SENTENCEPIECE = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": ["<unk>", "a", "b", "ab", *BYTES],
+    "tokenizer.ggml.token_type": [2] + [1] * 3 + [6] * 256,
+    "tokenizer.ggml.scores": [-1.0] * 260,
+}
+GROWTH = 2**31
+"""Bytes that the process may grow by in one case; what was built of bad sizes took 3 GB."""
+
+
+def mutated(values, rng, added=None):
+    """A tree of dicts and lists with one to three of its values changed, at any depth."""
+    values = copy.deepcopy(values)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        if added and rng.random() < 0.3:
+            key = rng.choice(sorted(added))
+            values[key] = copy.deepcopy(rng.choice(added[key]))
+            continue
+        at = values
+        while True:
+            key = rng.choice(sorted(at)) if isinstance(at, dict) else rng.randrange(len(at))
+            if not isinstance(at[key], dict | list) or not at[key] or rng.random() < 0.5:
+                break
+            at = at[key]
+        if rng.random() < 0.15 and len(at) > 1:
+            del at[key]
+        elif type(at[key]) is int and rng.random() < 0.4:
+            at[key] += rng.choice([-1, 1])
+        else:
+            at[key] = copy.deepcopy(rng.choice(VALUES))
+    return values
+
+
+def changed(data, rng, stop):
+    """Bytes with one place before `stop` overwritten, or cut off there."""
+    data, at = bytearray(data), rng.randrange(stop)
+    match rng.randrange(6):
+        case 0:
+            del data[at:]
+        case 1:
+            data[at : at + 8] = rng.choice([2**64 - 1, 2**62, 2**31, 0, 5]).to_bytes(8, "little")
+        case 2:
+            data[at : at + 4] = rng.choice([2**32 - 1, 2**31, 0, 9]).to_bytes(4, "little")
+        case _:
+            data[at] = rng.randrange(256)
+    return bytes(data)
+
+
+def plain_tensors():
+    return {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
+
+
+def write_metadata(path, metadata):
+    """A file with these values, as far as such a file can hold them."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        large = type(value) is int and abs(value) >= 2**31
+        try:
+            kind = gguf.GGUFValueType.UINT64 if large else gguf.GGUFValueType.get_type(value)
+            writer._pack_val(value, kind, add_vtype=True)
+        except Exception:  # the format has no nulls, no dicts, no numbers of that size
+            value, kind = repr(value), gguf.GGUFValueType.STRING
+        writer.add_key_value(key, value, kind)
+    for name, array in plain_tensors().items():
+        writer.add_tensor(tiny_names()[name][0], array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def outcome(path, deep):
+    """Says "model" or "refused"; anything else is raised."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        model = models.load(path)
+        if deep:
+            memory = model.make_memory(cells=16, ubatch_size=4, rollback=1)
+            plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2])).check()
+            jax.eval_shape(model.forward, model.weights, memory, plan.ubatches[0])
+        assert model.stop_tokens is not None
+        if path.suffix == ".gguf":
+            model.tokenizer.prompt("a")
+        found = "model"
+    except models.ModelError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1000
+        found = "refused"
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert grown < GROWTH, f"{grown} bytes more"
+    return found
+
+
+def config_case(here, rng):
+    folder = rng.choice(FOLDERS)
+    config = mutated(json.loads((folder / "config.json").read_text()), rng, ADDED)
+    (here / "model.safetensors").symlink_to(folder / "model.safetensors")
+    (here / "config.json").write_text(json.dumps(config))
+    return here
+
+
+def metadata_case(here, rng):
+    whole = METADATA | rng.choice([{}, SENTENCEPIECE])
+    return write_metadata(here / "tiny.gguf", mutated(whole, rng))
+
+
+def gguf_case(here, rng):
+    path = write_metadata(here / "tiny.gguf", METADATA | rng.choice([{}, SENTENCEPIECE]))
+    path.write_bytes(changed(path.read_bytes(), rng, gguf.GGUFReader(path).data_offset))
+    return path
+
+
+def safetensors_case(here, rng):
+    path = write_folder(here, plain_tensors()) / "model.safetensors"
+    data = path.read_bytes()
+    stop = 8 + int.from_bytes(data[:8], "little")
+    if rng.random() < 0.5:
+        data = changed(data, rng, stop)
+    else:
+        header = json.dumps(mutated(json.loads(data[8:stop]), rng)).encode()
+        data = len(header).to_bytes(8, "little") + header + data[stop:]
+    path.write_bytes(data)
+    return here
+
+
+CASES = (config_case, metadata_case, gguf_case, safetensors_case)
+
+
+def check(case, tmp_path, seeds, deep):
+    found = Counter()
+    for seed in seeds:
+        here = tmp_path / str(seed)
+        here.mkdir()
+        try:
+            found[outcome(case(here, random.Random(seed)), deep)] += 1
+        except Exception as error:
+            raise AssertionError(f"seed {seed} is neither a model nor a sentence") from error
+    assert found["refused"] > len(seeds) / 4, found
+
+
+def test_untouched_files_are_models(tmp_path):
+    assert outcome(write_metadata(tmp_path / "tiny.gguf", METADATA), True) == "model"
+    path = write_metadata(tmp_path / "other.gguf", METADATA | SENTENCEPIECE)
+    assert outcome(path, True) == "model"
+    assert outcome(write_folder(tmp_path / "folder", plain_tensors()), True) == "model"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sentence_or_a_model(case, tmp_path):
+    check(case, tmp_path, range(60), deep=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", CASES)
+def test_a_sentence_or_a_model_that_can_be_traced(case, tmp_path):
+    check(case, tmp_path, range(60, 360), deep=True)

@@ -1,0 +1,374 @@
+"""Files of snapshots: damaged, foreign, of another memory; refused with a sentence, in little room.
+
+A file is changed at random, always in the same way for the same seed. All must be refused: what a
+checksum covers is the whole file.
+"""
+
+import hashlib
+import json
+import os
+import random
+import resource
+import sys
+import tracemalloc
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import jaxkv
+from jaxkv import snapshot
+from tests import histories
+from tests.memories import assert_identical, bits, filled
+
+OVERHEAD = 200_000
+"""Bytes that reading may take beside what a file holds: its header, parsed, and messages."""
+
+
+@pytest.fixture(scope="module")
+def saved():
+    """A memory of bfloat16, 600 kB of which are live, and its file."""
+    memory = jaxkv.make_kv_cache(
+        layers=3, cells=64, kv_heads=8, head_dim=128, dtype=jnp.bfloat16, sequences=2
+    )
+    table, buffers = jaxkv.split(memory)
+    rng = np.random.default_rng(0)
+    buffers = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), buffers)
+    memory = jaxkv.join(table, buffers)
+    batch = jaxkv.make_batch([[1] * 30, [2] * 20])
+    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch))
+    return memory, snapshot.to_bytes(memory, tokens={0: [1] * 30}, model={"name": "tiny"})
+
+
+def changed(data, rng):
+    """A file with something changed, in the header as often as in the data."""
+    data, end = bytearray(data), 8 + int.from_bytes(data[:8], "little")
+    at = rng.randrange(end) if rng.random() < 0.5 else rng.randrange(end, len(data))
+    match rng.randrange(8):
+        case 0:
+            del data[at:]
+        case 1:
+            data += bytes(rng.randrange(1, 100))
+        case 2:
+            data[at : at + 8] = rng.choice([2**64 - 1, 2**62, 2**31, 0, 5]).to_bytes(8, "little")
+        case 3:
+            del data[at : at + rng.randrange(1, 9)]
+        case _:
+            data[at] ^= 1 << rng.randrange(8)
+    return bytes(data)
+
+
+def described(data, change):
+    """A file whose metadata are changed, and well-formed."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    change(header["__metadata__"])
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[end:]
+
+
+def check_refused(memory, data, words):
+    """Refused in one line, in every way that a file is loaded, in no more room than it takes."""
+    for load in (snapshot.load, lambda data: snapshot.load_into(data, memory)):
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match=words) as caught:
+                load(data)
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+        room = os.path.getsize(data) if isinstance(data, os.PathLike) else 2 * len(data)
+        assert peak < room + OVERHEAD
+
+
+def check_mutations(saved, tmp_path, seeds):
+    memory, data = saved
+    before = jax.tree.map(bits, memory)
+    for seed in seeds:
+        damaged, path = changed(data, random.Random(seed)), tmp_path / "damaged"
+        if damaged == data:
+            continue
+        path.write_bytes(damaged)
+        for source in (path, damaged):
+            check_refused(memory, source, "wanted .* got ")
+    assert_identical(jax.tree.map(bits, memory), before)
+
+
+def test_what_is_damaged_is_refused(saved, tmp_path):
+    check_mutations(saved, tmp_path, range(40))
+
+
+@pytest.mark.core
+def test_500_damaged_files_are_refused(saved, tmp_path):
+    check_mutations(saved, tmp_path, range(1000, 1500))
+
+
+def test_foreign_and_newer_files_are_refused(saved, tmp_path):
+    memory, data = saved
+    check_refused(memory, described(data, lambda known: known.update(version="2")), "version 1")
+    foreign = safetensors.numpy.save({"x": np.zeros(3)})
+    check_refused(memory, foreign, "wanted a snapshot, with the format jaxkv.snapshot")
+    for content in (b"", b"a", bytes(8), b"GGUF" + bytes(100), b"\xff" * 100):
+        check_refused(memory, content, "wanted a snapshot, got")
+        (tmp_path / "foreign").write_bytes(content)
+        check_refused(memory, tmp_path / "foreign", "wanted a snapshot, got")
+    with pytest.raises(FileNotFoundError):
+        snapshot.load(tmp_path / "nowhere")
+
+
+def test_damage_in_the_data_is_named_and_left_to_loading(saved):
+    memory, data = saved
+    damaged = bytearray(data)
+    damaged[-1] ^= 1
+    assert snapshot.inspect(bytes(damaged)).model == {"name": "tiny"}
+    check_refused(memory, bytes(damaged), "checksum .* the snapshot is damaged")
+
+
+def test_other_tools_read_what_is_saved(tmp_path):
+    memory = filled(5, 3)
+    snapshot.save(tmp_path / "memory.safetensors", memory)
+    arrays = safetensors.numpy.load_file(tmp_path / "memory.safetensors")
+    table, buffers = jaxkv.split(memory)
+    assert arrays["table.position"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert_identical(arrays["buffers.v.1"], np.asarray(buffers.v[1])[0].swapaxes(0, 1)[:8])
+
+
+# ------------------------------------------------------------------------------------- by name
+
+
+def make(**changes):
+    sizes = {"layers": 2, "cells": 8, "kv_heads": 2, "head_dim": 4, "sequences": 2}
+    return jaxkv.make_kv_cache(**{**sizes, **changes})
+
+
+def recurrent(**changes):
+    sizes = {"layers": 2, "states": histories.STATES, "sequences": 2}
+    return jaxkv.make_recurrent_cache(**{**sizes, **changes})
+
+
+def hybrid(layers=(0, 1), **changes):
+    return jaxkv.make_hybrid_cache((make(**changes), layers), (recurrent(), (2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("saved", "memory", "words"),
+    [
+        (make, recurrent, "kind of this one, recurrent, got one with attention"),
+        (make, hybrid, "kind of this one, hybrid, got one with attention"),
+        (lambda: make(layers=3), make, "layers of this one, 2, got one with 3"),
+        (lambda: make(kv_heads=[2, 1]), make, r"kv_heads .* \[2, 2\], got one with \[2, 1\]"),
+        (lambda: make(head_dim=8, value_dim=4), make, "head_dim"),
+        (lambda: make(value_dim=8), make, "value_dim"),
+        (lambda: make(dtype=jnp.bfloat16), make, "dtype of this one, float32, got one with bfl"),
+        (lambda: make(window=jaxkv.window.sliding(4)), make, "window of this one, None, got .*=4"),
+        (lambda: make(rope=(None, jaxkv.make_rope(4))), make, "rope of layer 1 of this one, None"),
+        (
+            lambda: make(rope=jaxkv.make_rope(4, base=9.0)),
+            lambda: make(rope=jaxkv.make_rope(4)),
+            "rope of layer 0",
+        ),
+        (lambda: recurrent(layers=1), recurrent, "layers of this one, 2, got one with 1"),
+        (lambda: recurrent(states={"x": ((), jnp.float32)}), recurrent, "states"),
+        (lambda: hybrid(layers=(1, 0)), hybrid, "layers of parts"),
+        (lambda: hybrid(dtype=jnp.float16), hybrid, "dtype in part 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(saved, memory, words):
+    with pytest.raises(ValueError, match=f"wanted a snapshot of a memory with the {words}"):
+        snapshot.load_into(snapshot.to_bytes(saved()), memory())
+
+
+def test_models_are_compared_where_both_are_known():
+    memory = make()
+    data, unnamed = snapshot.to_bytes(memory, model=("a", 1)), snapshot.to_bytes(memory)
+    for model in (None, ["a", 1], ("a", 1)):
+        snapshot.load(data, model=model)
+        snapshot.load_into(unnamed, memory, model=model)
+    for load in (snapshot.load, lambda *args, **names: snapshot.load_into(*args, memory, **names)):
+        with pytest.raises(ValueError, match="wanted a snapshot of the model 'b', got one of"):
+            load(data, model="b")
+    for named in (partial(snapshot.to_bytes, memory), partial(snapshot.load, data)):
+        with pytest.raises(TypeError, match="wanted model that JSON holds"):
+            named(model=object())
+
+
+def test_notes_come_back_as_json_has_them():
+    memory = make()
+    for notes in (None, {"names": ["a", "b"], "n": {"1": 2.5}}, "text"):
+        assert snapshot.inspect(snapshot.to_bytes(memory, notes=notes)).notes == notes
+    with pytest.raises(TypeError, match="wanted notes that JSON holds"):
+        snapshot.to_bytes(memory, notes={1, 2})
+
+
+@pytest.mark.parametrize(
+    ("sequences", "words"),
+    [
+        ([0], "a target for each of the saved sequences"),
+        ([0, 5], "wanted sequence ids from 0 to 1"),
+        ([1, 1], "each sequence at most once"),
+        ({3: 0}, "some of the saved sequences"),
+    ],
+)
+def test_ids_that_are_none_are_refused(sequences, words):
+    with pytest.raises(ValueError, match=words):
+        snapshot.load_into(snapshot.to_bytes(make()), make(), sequences=sequences)
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path):
+    for options in (
+        {"sequences": [2]},
+        {"sequences": [0, 0]},
+        {"sequences": [0], "tokens": {1: []}},
+        {"tokens": {0: 5}},
+        {"tokens": {0: [[1, 2]]}},
+    ):
+        with pytest.raises(ValueError, match="wanted"):
+            snapshot.save(tmp_path / "file", make(), **options)
+    with pytest.raises(TypeError, match="wanted a memory, got a tuple"):
+        snapshot.to_bytes(jaxkv.seq_rm(make(), 0))
+    with pytest.raises(ValueError, match="wanted a memory on one device, outside of jit"):
+        jax.jit(snapshot.to_bytes)(make())
+    table, buffers = jaxkv.split(make())
+    with pytest.raises(ValueError, match="Orbax"):
+        snapshot.to_bytes(jaxkv.join(table.with_rules(jaxkv.sharding.Rules()), buffers))
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("make", [make, recurrent, hybrid], ids=["cells", "states", "hybrid"])
+def test_what_is_no_memory_with_values_is_refused_by_name(make):
+    def gone(memory, donated):
+        table, buffers = jaxkv.split(jax.tree.map(jnp.copy, memory))
+        for leaf in jax.tree.leaves(buffers if donated == "buffers" else table):
+            leaf.delete()
+        return jaxkv.join(table, buffers)
+
+    memory = make()
+    data = snapshot.to_bytes(memory)
+    for use in (snapshot.to_bytes, partial(snapshot.load_into, data)):
+        with pytest.raises(ValueError, match="wanted one memory, got a batch of them: .*take each"):
+            use(jax.tree.map(lambda x: jnp.stack([x, x]), memory))
+        for donated in ("table", "buffers"):
+            with pytest.raises(ValueError, match="got one whose buffers were donated: go on with"):
+                use(gone(memory, donated))
+        with pytest.raises(TypeError, match="wanted a memory with values, got the shapes of one"):
+            use(jax.eval_shape(lambda: memory))
+
+
+def test_one_sequence_may_be_a_number(saved):
+    memory, _ = saved
+    data = snapshot.to_bytes(memory, sequences=1)
+    loaded = snapshot.load_into(data, memory, sequences=0)
+    assert_identical(loaded, snapshot.load_into(data, memory, sequences=[0]))
+    assert jaxkv.seq_pos_max(loaded, 0).item() == 19
+    with pytest.raises(ValueError, match=r"each of the saved sequences \[0, 1\], got \[1\]"):
+        snapshot.load_into(snapshot.to_bytes(make()), make(), sequences=1)
+
+
+def test_a_file_from_before_there_were_notes_is_read():
+    def without(known):
+        said = json.loads(known["description"])
+        del said["notes"]
+        known["description"] = json.dumps(said)
+        known["sha256"] = hashlib.sha256(known["description"].encode()).hexdigest()
+
+    data = described(snapshot.to_bytes(make(), model="old"), without)
+    assert snapshot.inspect(data).notes is None and snapshot.inspect(data).model == "old"
+    snapshot.load(data)
+
+
+@pytest.mark.parametrize("wide", [make, recurrent], ids=["cells", "states"])
+def test_64_bits_are_not_halved(wide):
+    options = {"dtype": "float64"} if wide is make else {"states": {"x": ((2,), "int64")}}
+    name = "buffers.k.0 of float64" if wide is make else "buffers.0.x of int64"
+    with jax.enable_x64(True):
+        memory = wide(**options)
+        data = snapshot.to_bytes(memory)
+        assert_identical(snapshot.load(data), memory)
+    for use in (snapshot.load, partial(snapshot.load_into, memory=wide()), snapshot.inspect):
+        with pytest.raises(ValueError, match=f"wanted {name} as saved, got a JAX without 64 bits"):
+            use(data)
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    for name in ("old", "new"):
+        snapshot.save(path, make(), model=name)
+        assert snapshot.inspect(path).model == name
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    with pytest.raises(OSError):  # a folder is no file to replace
+        snapshot.save(tmp_path / "folder", make())
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_link_is_followed_and_a_device_is_left_where_it_is(tmp_path):
+    """Renaming a file over a link would lose the link, and over a device, the device."""
+    target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
+    link.symlink_to(target)
+    for name in ("first", "second"):
+        snapshot.save(link, make(), model=name)
+        assert snapshot.inspect(target).model == name
+    os.mkfifo(pipe)
+    for use in (partial(snapshot.save, memory=make()), snapshot.load, snapshot.inspect):
+        for path in (pipe, tmp_path):
+            with pytest.raises(OSError, match=f"wanted the path of a file, got {path}, a folder"):
+                use(path)
+    assert link.is_symlink() and pipe.is_fifo()
+
+
+def test_a_full_disk_is_an_error_of_the_system_and_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    snapshot.save(path, make(), model="old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"{path} cannot be written"):
+            snapshot.save(path, make(), model="new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert snapshot.inspect(path).model == "old"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)  # how Python notes what is not there
+    with pytest.raises(ImportError, match="got none: pip install safetensors"):
+        snapshot.to_bytes(make())
+
+
+def test_inspecting_tells_all_of_the_header(saved, tmp_path):
+    memory, data = saved
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    for source in (path, str(path), data):
+        info = snapshot.inspect(source)
+        assert (info.version, info.sequences, info.tokens) == (1, (0, 1), {0: [1] * 30})
+        assert info.arrays["buffers.v.2"] == ("bfloat16", (50, 8, 128))
+        assert jax.tree.structure(info.memory) == jax.tree.structure(memory)
+        assert jaxkv.nbytes(info.memory) == jaxkv.nbytes(memory)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_buffers_are_given_up_only_where_that_is_asked(donate):
+    memory = make()
+    loaded = snapshot.load_into(snapshot.to_bytes(memory), memory, donate=donate)
+    assert not loaded.buffers.k[0].is_deleted()
+    filled_one = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([1])))
+    snapshot.load_into(snapshot.to_bytes(filled_one), filled_one, donate=donate)
+    assert filled_one.buffers.k[0].is_deleted() == donate
+
+
+def test_a_refusal_leaves_donated_buffers_where_they_are(saved):
+    memory, data = saved
+    damaged = bytearray(data)
+    damaged[-1] ^= 1
+    with pytest.raises(ValueError, match="damaged"):
+        snapshot.load_into(bytes(damaged), memory, donate=True)
+    full = filled(12, 0)
+    with pytest.raises(jaxkv.NoRoomError):
+        snapshot.load_into(snapshot.to_bytes(full, sequences=[0]), full, sequences=[1], donate=True)
+    for one in (memory, full):
+        assert not any(x.is_deleted() for x in jax.tree.leaves(one))
