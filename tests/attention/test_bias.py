@@ -17,7 +17,7 @@ import jaxkv
 from jaxkv import make_batch
 from jaxkv.ops.attention.sight import mask_of
 from jaxkv.window import chunked, first_seen, sliding, symmetric
-from tests.sharding.test_sharding import RULES, mesh_of, placed
+from tests.meshes import RULES, mesh_of, placed
 from tests.sights import sight_of_mask
 
 core = pytest.mark.core

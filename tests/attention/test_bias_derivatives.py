@@ -23,7 +23,7 @@ from models.compiling import counting
 from tests import hlo
 from tests.attention.test_bias import BIASES, CLOSE, TABLE, D, H, K, Q, Relative, Texts, alibi, bent
 from tests.cases import mostly_nightly
-from tests.sharding.test_sharding import RULES, mesh_of, placed
+from tests.meshes import RULES, mesh_of, placed
 from tests.sights import sight_of_mask
 
 core = pytest.mark.core

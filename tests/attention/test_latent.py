@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import make_batch, snapshot
 from tests.cases import mostly_nightly
-from tests.sharding.test_sharding import mesh_of, placed
+from tests.meshes import mesh_of, placed
 
 H, D, PART = 3, 9, slice(4, 9)
 ROPE = jaxkv.make_rope(4)

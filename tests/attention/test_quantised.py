@@ -26,7 +26,7 @@ from jaxkv.snapshot.file import written
 from jaxkv.snapshot.whole import describe
 from tests.cases import mostly_nightly
 from tests.memories import assert_identical
-from tests.sharding.test_sharding import mesh_of, placed
+from tests.meshes import mesh_of, placed
 from tests.sights import sight_of_mask
 
 DATA = Path(__file__).parent.parent / "data"

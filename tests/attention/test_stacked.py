@@ -23,7 +23,7 @@ from jaxkv.ops.stacked import each_array, of_streams, part_of_all
 from tests import hlo, memories
 from tests.cases import mostly_nightly
 from tests.memories import HEADS, LAYERS, ROPE, SIZE, SMALL, WEIGHTS, assert_identical, by_layer
-from tests.sharding.test_sharding import mesh_of, placed
+from tests.meshes import mesh_of, placed
 
 PART = slice(2, 4)
 """Which numbers of a key are its value, where that is asked for: those that ROPE leaves."""

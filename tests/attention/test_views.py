@@ -27,7 +27,7 @@ from tests.memories import (
     Kind,
     filled,
 )
-from tests.sharding.test_sharding import mesh_of, placed
+from tests.meshes import mesh_of, placed
 
 SOME = [WIDE, GROUPS_RUNS, STRIPES_SPLIT, GROUPS_TILES, STACKED]
 over_kinds = pytest.mark.parametrize(

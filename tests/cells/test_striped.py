@@ -12,8 +12,8 @@ from jaxkv import loops, sharding
 from jaxkv.kv.stripes import STRIPE, cell_of, dealt
 from jaxkv.loops.batching import Request, serve
 from tests.memories import STRIPES, VOCABULARY, think
+from tests.meshes import RULES, mesh_of, placed
 from tests.oracle import Oracle
-from tests.sharding.test_sharding import RULES, mesh_of, placed
 
 SHARDS, CELLS = 4, 1024
 LONG = replace(STRIPES, cells=CELLS, shards=SHARDS, sequences=2)

@@ -31,9 +31,9 @@ from tests.memories import (
     run,
     think,
 )
+from tests.meshes import KINDS as MESH_KINDS
+from tests.meshes import mesh_of
 from tests.sets import nearly_right
-from tests.sharding.test_sharding import KINDS as MESH_KINDS
-from tests.sharding.test_sharding import mesh_of
 from tests.twins import Twin
 
 TREE = [[0, 1, 2], [0, 1, 2], [0, 1], [2], [0], [1], [2]]

@@ -10,7 +10,7 @@ from jaxkv import loops, make_batch
 from jaxkv.stamp import content
 from tests.cases import mostly_nightly
 from tests.memories import HEADS, SIZE, assert_identical
-from tests.sharding.test_sharding import edited, mesh_of, placed
+from tests.meshes import edited, mesh_of, placed
 
 SIZES = {"kv_heads": HEADS, "head_dim": SIZE, "sequences": 3}
 STATES = {"x": ((2,), jnp.float32), "n": ((), jnp.int32)}

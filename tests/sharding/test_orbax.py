@@ -9,7 +9,7 @@ from jaxkv import sharding
 from tests import histories
 from tests.cases import mostly_nightly
 from tests.memories import assert_identical
-from tests.sharding.test_sharding import RULES, mesh_of, placed
+from tests.meshes import RULES, mesh_of, placed
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="the package orbax-checkpoint is missing")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests.sharding.test_sharding import RULES, mesh_of, placed
+from tests.meshes import RULES, mesh_of, placed
 
 HEADS, KV_HEADS, SIZE, CELLS, TOKENS = 8, 4, 8, 32, 6
 

@@ -11,7 +11,7 @@ import jaxkv
 from jaxkv import loops
 from tests.cases import mostly_nightly
 from tests.generation.test_compiles_once import counting
-from tests.sharding.test_sharding import mesh_of, placed
+from tests.meshes import mesh_of, placed
 
 Q, KEPT = 4, 1
 AXES = {"data": 2, "tensor": 2, "cells": 2}

@@ -11,7 +11,7 @@ from jaxkv import prefix
 from jaxkv.loops.batching import Engine, Request
 from models.compiling import counting
 from tests.cases import mostly_nightly
-from tests.sharding.test_sharding import mesh_of, placed
+from tests.meshes import mesh_of, placed
 from tests.sharding.test_sharding_loops import AXES, KINDS, model_of, whole
 
 HOLDERS = [1, 3]
