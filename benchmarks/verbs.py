@@ -65,7 +65,6 @@ def verbs(memory: jaxkv.Memory) -> dict[str, Callable[[], object]]:
         "seq_div": lambda: jaxkv.seq_div(memory, 3, middle, -1, 2),
         "seq_pos_min": lambda: jaxkv.seq_pos_min(memory, 3),
         "seq_pos_max": lambda: jaxkv.seq_pos_max(memory, 3),
-        "can_seq_rm": lambda: jaxkv.can_seq_rm(memory, 3, middle, -1),
         "can_resume": lambda: jaxkv.can_resume(memory, 3, middle),
         "used": lambda: jaxkv.used(memory),
         "clear": lambda: jaxkv.clear(memory),

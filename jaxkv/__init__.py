@@ -41,7 +41,6 @@ from jaxkv.verbs.ask import (
     can_resume,
     can_seq_add,
     can_seq_cp,
-    can_seq_rm,
     can_seq_select,
     check_invariants,
     nbytes,
@@ -66,7 +65,7 @@ __all__ += ["apply", "defrag_plan", "go_back", "init_update", "is_current", "mak
 __all__ += ["NoRoomError", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep", "seq_rm"]
 __all__ += ["seq_select"]
 # Questions.
-__all__ += ["can_resume", "can_seq_add", "can_seq_cp", "can_seq_rm", "can_seq_select"]
+__all__ += ["can_resume", "can_seq_add", "can_seq_cp", "can_seq_select"]
 __all__ += ["check_invariants", "nbytes"]
 __all__ += ["seq_pos_max", "seq_pos_min", "show", "used"]
 # The side of the model.

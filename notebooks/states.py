@@ -202,7 +202,7 @@ print(jaxkv.show(hybrid.parts_of(memory)[0]))
 
 # %%
 for name, part in zip(("states", "keys", "both"), (*hybrid.parts_of(memory), memory), strict=True):
-    print(f"{name:6}", [bool(jaxkv.can_seq_rm(part, 0, p0)) for p0 in range(8)])
+    print(f"{name:6}", [bool(jaxkv.seq_rm(part, 0, p0)[1]) for p0 in range(8)])
 
 # %% [markdown]
 # A cut at 3 needs the state after position 2, which is kept. One at 2 needs that after position 1,
@@ -246,7 +246,7 @@ for rollback in (0, 2, 4, 8):
     kept = make(cells=16, rollback=rollback)
     (ubatch,) = jaxkv.init_batch(kept, jaxkv.make_batch(tokens[0, :12])).ubatches
     kept, _ = jax.jit(forward)(weights, jaxkv.apply(kept, ubatch), ubatch)
-    granted.append([bool(jaxkv.can_seq_rm(kept, 0, p0)) for p0 in range(13)])
+    granted.append([bool(jaxkv.seq_rm(kept, 0, p0)[1]) for p0 in range(13)])
     kib = jaxkv.nbytes(hybrid.parts_of(kept)[0]) / 1024
     labels.append(f"rollback={rollback}, {kib:.0f} KiB")
 assert [sum(row) - 2 for row in granted] == [0, 2, 4, 8]  # besides nothing, and all
@@ -274,7 +274,7 @@ ax.spines[:].set_visible(False)
 # %%
 checkpoint = memory
 elsewhere, _ = tell(memory, "))))((((")
-print("elsewhere a cut at 3:", bool(jaxkv.can_seq_rm(elsewhere, 0, 3)))
+print("elsewhere a cut at 3:", bool(jaxkv.seq_rm(elsewhere, 0, 3)[1]))
 _, here = tell(checkpoint, ")")
 print("from the checkpoint:", here)
 assert here == [4]

@@ -326,7 +326,7 @@ def make_recurrent_cache(
 
       Two tokens can be taken back, and no more:
 
-      >>> [can_seq_rm(memory, 0, p0).item() for p0 in (0, 1, 2, 3, 4)]
+      >>> [seq_rm(memory, 0, p0)[1].item() for p0 in (0, 1, 2, 3, 4)]
       [True, False, True, True, True]
       >>> memory, ok = seq_rm(memory, 0, 2)
       >>> plan = init_batch(memory, make_batch([0]))

@@ -85,30 +85,6 @@ def used(memory: Memory) -> jax.Array:
     return _used(table)
 
 
-def can_seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> jax.Array:
-    """Return whether `seq_rm` would be granted, without doing it; `[]` bool.
-
-    Cells can always be removed. A state cannot be taken apart, so there it depends on what is kept.
-
-    Args:
-      memory: any memory.
-      seq: `[]` int, the sequence, or -1 for each of them.
-      p0: `[]` int, the first position to remove.
-      p1: `[]` int, one past the last.
-
-    Raises:
-      ValueError: when the id is known and is none of the memory.
-
-    Examples:
-      >>> memory = make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, rollback=1)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> [can_seq_rm(memory, 0, p0).item() for p0 in (0, 1, 2)]
-      [True, False, True]
-    """
-    table, _ = split(memory)
-    return _can_rm(table, sequence(table, seq, lowest=-1), *single_bounds(p0, p1))
-
-
 def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.Array:
     """Return whether `seq_add` would leave every sequence one token a position.
 
@@ -258,12 +234,6 @@ def _last(table: Any, seq: jax.Array) -> jax.Array:
 def _used(table: Any) -> jax.Array:
     """Return how many cells are in use, `[]` int32."""
     return table.used()
-
-
-@program
-def _can_rm(table: Any, *args: jax.Array) -> jax.Array:
-    """Return what `can_seq_rm` says of `seq`, `p0` and `p1`, `[]` int32 each; `[]` bool."""
-    return table.remove(*args)[1]
 
 
 @program
