@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxkv
-from tests import support
+from tools import support
 
 DOCS = Path(__file__).parents[2] / "docs"
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (jaxkv[.\w]*)$", re.M)

@@ -1,8 +1,8 @@
 """Plant small mistakes in the core, one at a time, and count how many the tests notice.
 
-    python -m tests.mutate --seed 0 --sample 200
+    python -m tools.mutate --seed 0 --sample 200
 
-A seeded sample of all mutants (`tests.mutants`) is run, each in a copy of the tree and never in
+A seeded sample of all mutants (`tools.mutants`) is run, each in a copy of the tree and never in
 place: the doctests and tests that know the file, the quickest first, until one fails; not those
 that `.ci/run` leaves out. Survivors are printed with their diffs, and at the end the share killed
 with its 95 % interval. A survivor is a test that is missing, or it changes nothing that can be
@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import sqrt
 from pathlib import Path
 
-from tests.mutants import Mutant, mutants_of
+from tools.mutants import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CARRIED = ("jaxkv", "models", "tests", "conftest.py", "pyproject.toml")
@@ -70,7 +70,7 @@ DOCTESTS = ("jaxkv/verbs", "jaxkv/kv/make.py", "jaxkv/recurrent/cache.py", "jaxk
 def main() -> int:
     """Read the command line, and do it."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.mutate", description=__doc__.split("\n")[0]
+        prog="python -m tools.mutate", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=int, default=200, help="how many mutants (default 200)")
@@ -204,7 +204,7 @@ def files_of(pattern: str) -> list[Path]:
     """The files of a pattern; one that finds none is out of date."""
     found = [path for path in sorted(ROOT.glob(pattern)) if path.name != "__init__.py"]
     if not found:
-        raise SystemExit(f"no file is {pattern!r}: bring tests/mutate.py up to date")
+        raise SystemExit(f"no file is {pattern!r}: bring tools/mutate.py up to date")
     return found
 
 

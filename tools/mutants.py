@@ -1,4 +1,4 @@
-"""Small mistakes that a source file might have, one at a time: what `tests.mutate` plants.
+"""Small mistakes that a source file might have, one at a time: what `tools.mutate` plants.
 
 A mutant is an edit of the text at a place that the syntax tree names, so that all else stays as it
 was written. Left alone are docstrings and other text, type hints, decorators, and what is raised.

@@ -1,4 +1,4 @@
-"""What works on which kind of memory, found by trying: `python -m tests.support` writes the page.
+"""What works on which kind of memory, found by trying: `python -m tools.support` writes the page.
 
 A verb *works* on a memory where what it does is seen in the table, the table has no fault, and the
 text goes on. Else it is refused, by a name. Anything between the two is a mistake, and raises.
