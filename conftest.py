@@ -5,12 +5,14 @@ imports jax, and so that a test's subprocesses run in the same way. It lies besi
 in `tests/` so that `pytest jaxkv/kv/cells.py` obeys it too.
 """
 
+import ctypes
 import gc
 import importlib.metadata
 import math
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 from typing import Any
 
@@ -48,6 +50,10 @@ hypothesis.settings.register_profile("change", max_examples=25, derandomize=True
 hypothesis.settings.register_profile("nightly", max_examples=500, print_blob=True, **_EXAMPLES)
 
 
+_ON_THE_CORE = ("loops", "prefix", "sharding", "snapshot", "scans")
+"""Folders of `jaxkv/`."""
+
+
 def _profile(chosen: str) -> str:
     """Return which examples Hypothesis draws, by what `-m` chooses."""
     return "nightly" if chosen == "nightly" else "change"
@@ -57,6 +63,14 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000, 10, 10)  # tracing makes millions of objects, and little garbage
     if not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile(_profile(config.option.markexpr))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the examples of what stands on the core to the lane `core`."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and item.path.parent.name in _ON_THE_CORE:
+            item.add_marker(pytest.mark.core)
 
 
 def pytest_collectstart() -> None:
@@ -87,18 +101,31 @@ def names_of_examples(doctest_namespace: dict[str, Any]) -> None:
     doctest_namespace.update(jax=jax, jnp=jax.numpy, np=numpy, math=math)
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Drop compiled programs before the kernel's limit of 65,530 mappings a process is reached.
+_most = 1.5e9
+"""Bytes that a process may hold before it drops its compiled programs."""
 
-    Each program holds a dozen, and the compiler crashes where it cannot have one more. It is looked
-    at after each file, and after each long test, which may compile as much as a file.
+
+def pytest_runtest_teardown() -> None:
+    """Drop compiled programs when a process has grown, so that two run beside an editor in 8 GB.
+
+    It also stays below the kernel's limit of 65,530 mappings a process, of which each program holds
+    a dozen: the compiler crashes where it cannot have one more.
     """
-    maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
-        import jax
+    global _most
+    if not sys.platform.startswith("linux") or _held() < _most:
+        return
+    import jax
 
-        jax.clear_caches()
-        gc.collect()
+    jax.clear_caches()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what was freed stays with the process
+    _most = max(_most, _held() + 1e9)
+
+
+def _held() -> int:
+    """Return the bytes of memory that this process holds."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def pytest_unconfigure() -> None:
