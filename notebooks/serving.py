@@ -99,9 +99,6 @@ for i, (prompt, _) in enumerate(ASKED):
 # empty until they are written.
 
 # %%
-COLOURS = ["#e69f00", "#56b4e9", "#009e73", "#cc79a7"]
-
-
 def picture(cells, tokens, results, title):
     fig, (above, below) = plt.subplots(
         2, 1, figsize=(7.6, 4.4), layout="constrained", sharex=True, height_ratios=[1, 1.2]
