@@ -1,6 +1,6 @@
 """Edge cases of ollama's causal cache, numbered as in a list made from its code and tests.
 
-Where jaxkv decides differently the test says so. `test_traps.py` has 04, 05, 07 and 09 to 12, too,
+Where jaxkv decides differently the test says so. `test_traps.py` has 04, 05 and 07 to 12, too,
 `test_window.py` 01 and 14, `test_shift.py` 27. Those about encoders (16 to 18) and the slots of
 ollama's server (19 to 24, 28, 29) have no place here.
 """
@@ -19,6 +19,7 @@ from tests.memories import RUNS, Kind, assert_identical, drawing, drawn
 WINDOW = Kind("window", cells=8, sequences=2, windows=(jaxkv.window.sliding(4),))
 
 
+@pytest.mark.core
 def test_visible_tokens_of_one_batch_have_windows_of_their_own():
     """Edges 02 and 03: of two sequences in turns. ollama shows W + 1 positions, here it is W."""
     memory = drawn("0{0} 1{0} 2{0} 0{1} 3{0} 4{0}", WINDOW)
@@ -36,19 +37,6 @@ def test_init_batch_contiguous_refuses_holes_until_defrag():
     assert plan_of(memory, 3).reason[0] == Reason.FRAGMENTED
     memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
     assert plan_of(memory, 3).ok
-
-
-def test_seq_add_moves_shared_cells_behind_a_removed_middle():
-    """Edge 08: ollama refuses where a cell that moves is shared, half-way through."""
-    memory = drawn("0{0,1} 1{1} 2{0,1} 3{0,1}")
-    assert drawing(jaxkv.seq_add(memory, 0, 2, -1, -1)) == "0{0,1} 1{1} 1{0,1}-1 2{0,1}-1"
-
-
-def test_seq_add_empty_range_or_zero_leaves_shared_cells():
-    """Edge 09: ollama refuses, or turns what follows by an angle of zero."""
-    memory = drawn("0{0} 1{0} 2{0,1} 3{0,1}")
-    for args in ((0, 1, 1, 3), (0, 4, 4, 3), (0, 1, -1, 0)):
-        assert_identical(jaxkv.seq_add(memory, *args), memory)
 
 
 def test_can_resume_in_a_window_up_to_what_was_taken():

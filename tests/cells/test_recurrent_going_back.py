@@ -32,36 +32,20 @@ over_kinds = pytest.mark.parametrize("kind", in_lanes(KINDS, fast=[], core=["rec
 # ---------------------------------------------------------------------------------------- rollback
 
 
-def test_seq_rm_twice_ends_at_the_second_state():
-    """Traps 62 and 63."""
-    twin = told(kept=3)
-    assert twin.seq_rm(0, 8) and twin.seq_rm(0, 7)
-    assert positions_of(twin.memory) == [6] and jaxkv.seq_pos_max(twin.memory, 0) == 6
-    twin.compare()
-    assert not twin.seq_rm(0, 6)
-    assert twin.decode([0])
-    assert positions_of(twin.memory) == [6, 7]
-    twin.compare()
-
-
-def test_seq_rm_after_single_steps_finds_states():
-    """Trap 64: the state after 7, not one that is stale by a step."""
-    twin = told(kept=3, counts=(8,))
-    assert twin.decode([0])
-    assert twin.seq_rm(0, 8)
-    assert jaxkv.seq_pos_max(twin.memory, 0) == 7
-    twin.compare()
-    assert twin.seq_rm(0, 6)
-    twin.compare()
-
-
-def test_seq_rm_of_the_whole_last_batch_restores_the_state():
-    """Trap 65."""
-    twin = told(kept=3, counts=(5,))
-    before = states_of(twin.memory)[-1]
-    assert twin.decode([0, 0]) and twin.seq_rm(0, 5)
-    assert states_of(twin.memory)[-1] == before
-    twin.compare()
+@pytest.mark.parametrize("kept", in_lanes([0, 1, 3], fast=[3]))
+def test_seq_rm_rollback_is_exact_or_refused(kept):
+    """Traps 62 to 65: after batches of every length, single steps too, and after another cut."""
+    twin, states = told(kept=kept, counts=(8,)), kept + 1
+    for count, back in product(sorted({1, 2, kept + 1, kept + 4}), range(kept + 3)):
+        assert twin.decode([0] * count)
+        states = min(kept + 1, states + count)
+        for cut in (back, 1):
+            end = jaxkv.seq_pos_max(twin.memory, 0).item() + 1
+            granted = twin.seq_rm(0, end - cut)
+            assert granted == (cut < states)
+            states, end = (states - cut, end - cut) if granted else (states, end)
+            assert positions_of(twin.memory) == [*range(end - states, end)]
+            twin.compare()
 
 
 @pytest.mark.core
@@ -71,19 +55,6 @@ def test_seq_pos_min_of_hybrid_is_where_it_can_be_cut():
     assert jaxkv.seq_pos_min(twin.memory, 0) == 8 and jaxkv.seq_pos_max(twin.memory, 0) == 9
     assert twin.seq_rm(0, 9) and not twin.seq_rm(0, 8)
     twin.compare()
-
-
-@pytest.mark.parametrize("kept", in_lanes([0, 1, 3], fast=[], core=[3]))
-def test_seq_rm_rollback_is_exact_or_refused(kept):
-    """By every count, after batches of every length, again and again."""
-    twin, states = told(kept=kept, counts=(3,)), min(kept + 1, 3)
-    for count, back in product(sorted({1, 2, kept + 1, kept + 4}), range(kept + 3)):
-        assert twin.decode([0] * count)
-        states = min(kept + 1, states + count)
-        end = jaxkv.seq_pos_max(twin.memory, 0).item() + 1
-        assert twin.seq_rm(0, end - back) == (back < states)
-        states -= back if back < states else 0
-        twin.compare()
 
 
 def test_can_resume_where_a_state_stands_before():

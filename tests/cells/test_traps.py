@@ -64,75 +64,50 @@ def reasons(plan):
 # ---------------------------------------------------------------------------- ranges and sharing
 
 
-@pytest.mark.parametrize(
-    ("cells", "args", "left"),
-    [
-        (FIVE, (0, 1, 3), "0{0} . . 3{0} 4{0}"),  # trap 01
-        (FIVE, (0, -1, 2), ". . 2{0} 3{0} 4{0}"),  # trap 02: -1 is an open end
-        (FIVE, (0, 3, -1), "0{0} 1{0} 2{0}"),
-        (FIVE, (0, -1, -1), ""),
-        (FIVE, (0, 2, 9), "0{0} 1{0}"),
-        (FIVE, (1,), FIVE),
-        (FIVE, (0, 3, 3), FIVE),  # trap 03: empty and reversed ranges
-        (FIVE, (0, 4, 2), FIVE),
-        (FIVE, (0, 2, 0), FIVE),  # trap 04: an end of 0 is no open end
-        (FIVE, (-1, -1, 0), FIVE),
-        ("0{0} 1{0,1} 2{1}", (-1, 1, 2), "0{0} . 2{1}"),  # trap 05
-        ("0{0,1} 1{0,1} 2{0,1}", (0, 1, 2), "0{0,1} 1{1} 2{0,1}"),
-    ],
-)
-def test_seq_rm_leaves_cells_outside_its_range(cells, args, left):
-    """Removing never leaves a rotation to do, whatever comes after the range."""
-    memory, ok = jaxkv.seq_rm(drawn(cells), *args)
-    assert ok and drawing(memory) == left
-    assert jaxkv.init_update(memory).pending == 0
+EDITS = [
+    ("seq_rm", (0, 1, 3), FIVE, "0{0} . . 3{0} 4{0}"),  # trap 01
+    ("seq_rm", (0, -1, 2), FIVE, ". . 2{0} 3{0} 4{0}"),  # trap 02: -1 is an open end
+    ("seq_rm", (0, 3, -1), FIVE, "0{0} 1{0} 2{0}"),
+    ("seq_rm", (0, -1, -1), FIVE, ""),
+    ("seq_rm", (0, 2, 9), FIVE, "0{0} 1{0}"),
+    ("seq_rm", (1,), FIVE, FIVE),
+    ("seq_rm", (0, 3, 3), FIVE, FIVE),  # trap 03: empty and reversed ranges
+    ("seq_rm", (0, 4, 2), FIVE, FIVE),
+    ("seq_rm", (0, 2, 0), FIVE, FIVE),  # trap 04: an end of 0 is no open end
+    ("seq_rm", (-1, -1, 0), FIVE, FIVE),
+    ("seq_rm", (-1, 1, 2), "0{0} 1{0,1} 2{1}", "0{0} . 2{1}"),  # trap 05
+    ("seq_rm", (0,), "0{0,1} 1{0,1}", "0{1} 1{1}"),  # trap 06
+    ("seq_rm", (0, 1, 2), "0{0,1} 1{0,1} 2{0,1}", "0{0,1} 1{1} 2{0,1}"),
+    # Trap 07: a copy is added to what the target holds.
+    ("seq_cp", (0, 1, 1, 3), "0{0} 1{0} 2{0} 0{1} 1{1}", "0{0} 1{0,1} 2{0,1} 0{1} 1{1}"),
+    ("seq_cp", (0, 1), "0{0,1} 1{0,1}", "0{0,1} 1{0,1}"),  # trap 08: twice is once
+    ("seq_cp", (0, 0, 0, 5), FIVE, FIVE),  # trap 09: to itself
+    ("seq_cp", (2, 1), "0{0} 1{0} 0{1}", "0{0} 1{0} 0{1}"),
+    ("seq_keep", (1,), "0{0} 1{0,1} 2{1} 0{2}", ". 1{1} 2{1}"),  # trap 17
+    ("seq_add", (0, 2, -1, -1), "0{0,1} 1{1} 2{0,1} 3{0,1}", "0{0,1} 1{1} 1{0,1}-1 2{0,1}-1"),
+    ("seq_add", (0, 1, 1, 3), "0{0} 1{0} 2{0,1}", "0{0} 1{0} 2{0,1}"),
+    ("seq_add", (0, 1, -1, 0), "0{0} 1{0} 2{0,1}", "0{0} 1{0} 2{0,1}"),
+    ("clear", (), "0{0} 1{0,1} 2{1} 0{2}", ""),
+]
 
 
-def test_seq_rm_shared_cell_stays_until_last_owner_leaves():
-    """Trap 06."""
-    before = noisy("0{0} 1{0} 2{0} 3{0}")
-    memory = jaxkv.seq_cp(before, 0, [1, 2])
-    for seq, left in ((0, "0{1,2} 1{1,2} 2{1,2} 3{1,2}"), (2, "0{1} 1{1} 2{1} 3{1}"), (1, "")):
-        memory, _ = jaxkv.seq_rm(memory, seq)
-        assert drawing(memory) == left and jaxkv.used(memory) == 4 * bool(left)
+@pytest.mark.parametrize(("verb", "args", "cells", "after"), EDITS)
+def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
+    before = noisy(cells)
+    memory = getattr(jaxkv, verb)(before, *args)
+    if verb == "seq_rm":
+        memory, ok = memory
+        assert ok
+    assert drawing(memory) == after and jaxkv.used(memory) == after.count("{")
     assert_identical(jaxkv.split(memory)[1], jaxkv.split(before)[1])
+    assert jaxkv.init_update(memory).pending == after.count("}-")
 
 
-def test_seq_cp_merges_with_what_the_target_holds():
-    """Trap 07."""
-    memory = jaxkv.seq_cp(drawn("0{0} 1{0} 2{0} 0{1} 1{1}"), 0, 1, 1, 3)
-    assert drawing(memory) == "0{0} 1{0,1} 2{0,1} 0{1} 1{1}"
-    assert ends(memory, 1) == (0, 2)
-
-
-def test_seq_cp_twice_is_seq_cp_once():
-    """Trap 08."""
-    once = jaxkv.seq_cp(drawn(FIVE), 0, 1)
-    assert_identical(jaxkv.seq_cp(once, 0, 1), once)
-    memory, _ = jaxkv.seq_rm(once, 1)
-    assert drawing(memory) == FIVE and ends(memory, 1) == (-1, -1)
-    assert plan_of(memory, 3, 1).ok
-
-
-def test_seq_cp_to_itself_or_from_empty_changes_nothing():
-    """Trap 09."""
-    memory = drawn("0{0} 1{0} 0{1}")
-    for args in ((0, 0), (0, 0, 0, 5), (2, 1)):
-        assert_identical(jaxkv.seq_cp(memory, *args), memory)
-
-
-def test_seq_keep_empties_every_other_sequence():
-    """Trap 17."""
-    assert drawing(jaxkv.seq_keep(drawn("0{0} 1{0,1} 2{1} 0{2}"), 1)) == ". 1{1} 2{1}"
-
-
-def test_clear_keeps_bytes_and_sequences_start_anew():
-    """Trap 18. The ends of a sequence say nothing of holes (trap 01), and -1 where it is empty."""
+def test_seq_pos_min_and_max_skip_holes_and_empty_sequences():
+    """Traps 01, 07 and 18: a cleared memory begins anew."""
     assert ends(drawn("0{0} . . 3{0} 4{0}"), 0) == (0, 4)
-    memory = noisy("0{0} 1{0} 2{1}")
-    cleared = jaxkv.clear(memory)
-    assert drawing(cleared) == ""
-    assert_identical(jaxkv.split(cleared)[1], jaxkv.split(memory)[1])
+    assert ends(drawn("0{0} 1{0,1} 2{0,1} 0{1} 1{1}"), 1) == (0, 2)
+    cleared = jaxkv.clear(drawn("0{0} 1{0} 2{1}"))
     for seq in range(3):
         assert ends(cleared, seq) == (-1, -1)
         assert plan_of(cleared, 3, seq, positions=[0, 1, 2]).ok
@@ -154,23 +129,36 @@ def test_init_batch_takes_the_first_empty_cells(cells, after):
     assert drawing(jaxkv.apply(memory, plan_of(memory, 3))) == after
 
 
-@pytest.mark.parametrize(
-    ("cells", "positions", "answer"),
-    [
-        (FULL[:-6], [11, 12, 13], ("NO_ROOM", 3, 1)),  # trap 21
-        (FULL, [2, 3, 4], ("NOT_NEXT", 12, 2)),  # trap 23: the past is not overwritten
-        # Trap 87: room is counted in cells, and what follows in positions.
-        ("0{0} 0{0} 0{0} 1{0} 1{0} 1{0} 2{0} 2{0} 2{0} 3{0}", [4, 5, 6], ("NO_ROOM", 3, 2)),
-        ("0{0} 0{0} 0{0} 1{0} 1{0} 1{0} 2{0} 2{0} 2{0} 3{0}", [10, 11], ("NOT_NEXT", 4, 10)),
-    ],
-)
-def test_init_batch_refused_changes_nothing(cells, positions, answer):
+TEN = "0{0} 0{0} 0{0} 1{0} 1{0} 1{0} 2{0} 2{0} 2{0} 3{0}"
+ANSWERS = [
+    (FULL[:-6], 0, [11, 12, 13], "NO_ROOM", (3, 1)),  # trap 21
+    (FULL[:-6], 0, [11], "FITS", (0, 0)),
+    (FULL, 0, [2, 3, 4], "NOT_NEXT", (12, 2)),  # trap 23: the past is not overwritten
+    ("8{0} 9{0}", 0, [10, 11, 12], "FITS", (0, 0)),  # trap 42
+    ("8{0} 9{0}", 0, [11, 12, 13], "NOT_NEXT", (10, 11)),
+    ("8{0} 9{0}", 0, [9, 10, 11], "NOT_NEXT", (10, 9)),
+    ("8{0} 9{0}", 0, [10, 11, 13], "GAP", (12, 13)),
+    ("8{0} 9{0}", 0, [10, 10, 11], "DUPLICATE", (11, 10)),  # llama.cpp takes it
+    ("8{0} 9{0}", 0, [10, 11, 12, 11], "DECREASING", (13, 11)),
+    ("8{0} 9{0}", 1, [100, 101, 102], "FITS", (0, 0)),  # an empty sequence starts anywhere
+    ("8{0} 9{0}", 1, [0, 1, 3], "GAP", (2, 3)),
+    (TEN, 0, [4, 5, 6], "NO_ROOM", (3, 2)),  # trap 87: room is counted in cells
+    (TEN, 0, [4, 5], "FITS", (0, 0)),
+    (TEN, 0, [10, 11], "NOT_NEXT", (4, 10)),  # and what follows in positions
+]
+
+
+@pytest.mark.parametrize(("cells", "seq", "positions", "reason", "numbers"), ANSWERS)
+def test_init_batch_answers_and_refused_changes_nothing(cells, seq, positions, reason, numbers):
     memory = drawn(cells)
-    refused = plan_of(memory, len(positions), positions=positions)
-    assert (reasons(refused)[0], refused.expected[0], refused.found[0]) == answer
-    assert_identical(jaxkv.apply(memory, refused), memory)
-    if answer[0] == "NO_ROOM":
-        assert plan_of(memory, answer[2], positions=positions[: answer[2]]).ok
+    plan = plan_of(memory, len(positions), seq, positions=positions)
+    assert reasons(plan)[seq] == reason and reasons(plan).count("FITS") == 2 + plan.ok
+    assert (plan.expected[seq], plan.found[seq]) == numbers
+    after = jaxkv.apply(memory, plan)
+    if plan.ok:
+        assert jaxkv.seq_pos_max(after, seq) == positions[-1]
+    else:
+        assert_identical(after, memory)
 
 
 def test_make_kv_cache_cells_are_exact_and_all_usable():
@@ -186,29 +174,6 @@ def test_make_kv_cache_cells_are_exact_and_all_usable():
 
 
 # --------------------------------------------------------------------------------------- batches
-
-
-@pytest.mark.parametrize(
-    ("positions", "answer"),
-    [
-        ([10, 11, 12], "FITS"),
-        ([11, 12, 13], "NOT_NEXT"),
-        ([9, 10, 11], "NOT_NEXT"),
-        ([10, 11, 13], "GAP"),
-        ([10, 10, 11], "DUPLICATE"),  # llama.cpp takes it; a position holds one token here
-        ([10, 11, 12, 11], "DECREASING"),
-    ],
-)
-def test_init_batch_positions_go_on_one_by_one(positions, answer):
-    """Trap 42."""
-    plan = plan_of(drawn("8{0} 9{0}"), len(positions), positions=positions)
-    assert reasons(plan) == [answer, "FITS", "FITS"]
-
-
-def test_init_batch_empty_sequence_starts_anywhere():
-    """Trap 42."""
-    for positions, answer in (([100, 101, 102], "FITS"), ([0, 1, 3], "GAP")):
-        assert reasons(plan_of(drawn("8{0} 9{0}"), 3, 1, positions=positions))[1] == answer
 
 
 @pytest.mark.core

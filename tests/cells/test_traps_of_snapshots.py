@@ -44,6 +44,7 @@ def test_sequences_past_the_last_cannot_be_used_or_saved():
             use()
 
 
+@pytest.mark.core
 def test_load_into_refused_leaves_the_memory():
     """Trap 78: llama.cpp refuses other streams, too, and has emptied its cells by then."""
     memory = jax.tree.map(jax.numpy.copy, told(4, 3))
