@@ -5,7 +5,6 @@ See `tests.histories` for the model whose states name all the tokens that they h
 
 from functools import partial
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,18 +27,19 @@ from tests.histories import (
 )
 from tests.memories import WIDTH, assert_identical, plan_rows
 
-# ---------------------------------------------------------------------------------- stale ubatches
 
-
-def unchanged_by(memory, ubatch, kinds="rr"):
+def unchanged_by(memory, ubatch):
     """Neither applying a ubatch nor computing it changes a bit."""
     assert_identical(jaxkv.apply(memory, ubatch), memory)
-    assert_identical(walk(memory, ubatch, kinds)[0], memory)
+    assert_identical(walk(memory, ubatch)[0], memory)
 
 
-@pytest.mark.parametrize("kept", [0, 3])
-@pytest.mark.parametrize("count", [1, 4])
-def test_a_ubatch_twice_or_late_or_rivalled_writes_nothing(kept, count):
+# -------------------------------------------------------------------------- stale and refused ones
+
+
+@pytest.mark.parametrize(("kept", "count"), [(3, 4), pytest.param(0, 1, marks=pytest.mark.core)])
+def test_apply_stale_ubatch_changes_nothing(kept, count):
+    """Twice, late, after another one of the same plan, on other memories."""
     memory = tell(make(kept), [1, 2, 3])
     ubatch, rival = (planned(memory, [token] * count) for token in (7, 8))
     after, _ = walk(memory, ubatch)
@@ -55,7 +55,7 @@ def test_a_ubatch_twice_or_late_or_rivalled_writes_nothing(kept, count):
 
 
 @pytest.mark.core
-def test_ubatches_out_of_order_change_nothing():
+def test_apply_ubatches_out_of_order_changes_nothing():
     memory = tell(make(1), [1])
     first, second = jaxkv.init_batch(memory, make_batch([2] * 8), ubatch_size=4).ubatches
     unchanged_by(memory, second)
@@ -65,58 +65,69 @@ def test_ubatches_out_of_order_change_nothing():
     assert states_of(memory)[-1] == (8, bytes_of([1] + [2] * 8, (0, 1)))
 
 
-def test_what_was_never_applied_reads_zeros_and_is_written_nowhere():
-    memory = tell(make(), [1, 2])
+def test_read_states_of_an_unapplied_ubatch_is_nan():
+    memory = tell(make(3), [1, 2])
     ubatch = planned(memory, [3])
-    after, _ = jax.jit(compute)(memory, ubatch)
-    assert_identical(after, memory)
-    assert not jnp.any(jaxkv.read_states(memory, 0, ubatch)["hash"])
+    states = jaxkv.read_states(memory, 0, ubatch)
+    assert np.isnan(states["trace"][0]).all() and states["hash"][0] == 0  # the lowest integer
+    written = {n: jnp.repeat(x[:, None], 4, axis=1) for n, x in states.items()}
+    assert_identical(jaxkv.write_states(memory, 0, ubatch, written), memory)
 
 
 @pytest.mark.core
-def test_two_rows_of_one_sequence_are_refused():
+def test_read_states_of_a_refused_plan_is_zero():
+    """Also those of sequences that have a state."""
+    memory, tokens = tell(make(3), [1, 2], [3]), np.full((3, WIDTH), 4)
+    valid = np.arange(WIDTH) < [[1], [1], [0]]
+    plan = plan_rows(memory, tokens, valid, tokens + 5)
+    assert plan.reason.tolist() == [Reason.NOT_NEXT, Reason.NOT_NEXT, Reason.FITS]
+    after, passed = walk(memory, plan.ubatches[0])
+    assert_identical(after, memory)
+    assert not any(np.any(x[:, 0]) for x in jax.tree.leaves(passed))
+
+
+@pytest.mark.core
+def test_init_batch_two_rows_of_one_sequence_is_refused():
     """In a memory of one sequence, where rows name no stream."""
-    memory = make(1, sequences=1)
-    rows = jnp.zeros((2, 2), jnp.int32)
+    memory, rows = make(1, sequences=1), jnp.zeros((2, 2), jnp.int32)
     plan = jax.jit(lambda m, t: jaxkv.init_batch(m, make_batch(t, sequences=0)))(memory, rows)
-    assert not plan.ok
-    assert plan.reason[0] == Reason.MIXED_ROW
-    assert_identical(walk(memory, plan.ubatches[0])[0], memory)
+    assert not plan.ok and plan.reason[0] == Reason.MIXED_ROW
+    assert_identical(jaxkv.apply(memory, plan), memory)
 
 
-# -------------------------------------------------------------------------------- what callers get
+# ------------------------------------------------------------------------------- padding and splits
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_trap_94_a_fresh_state_is_selected_not_multiplied(number):
-    memory = make(kept=1)
-    table, buffers = jaxkv.split(memory)
-    poison = [dict(layer, trace=jnp.full_like(layer["trace"], number)) for layer in buffers]
-    memory = tell(jaxkv.join(table, tuple(poison)), [1, 2, 3], [4])
-    assert states_of(memory) == [(p, bytes_of([1, 2, 3][: p + 1], (0, 1))) for p in (1, 2)]
-    assert states_of(memory, 1) == [(0, bytes_of([4], (0, 1)))]
+def test_read_states_of_a_new_sequence_ignores_old_bytes():
+    """Trap 94: a fresh state is selected, not multiplied by zero."""
+    table, buffers = jaxkv.split(make(3))
+    for number in (np.nan, np.inf):
+        poison = [dict(layer, trace=jnp.full_like(layer["trace"], number)) for layer in buffers]
+        memory = tell(jaxkv.join(table, tuple(poison)), [1, 2, 3], [4])
+        wanted = [(p, bytes_of([1, 2, 3][: p + 1], (0, 1))) for p in range(3)]
+        assert states_of(memory) == wanted
+        assert states_of(memory, 1) == [(0, bytes_of([4], (0, 1)))]
 
 
-def test_padding_advances_nothing():
+def test_write_states_padding_advances_nothing():
     """Rows of 5 tokens are padded to 8, and a row may be empty."""
-    memory = make(1)
-    ubatch = planned(memory, [1] * 5, [2] * 5)
-    memory, passed = walk(memory, ubatch)
+    memory = make(3)
+    memory, passed = walk(memory, planned(memory, [1] * 5, [2] * 5))
     for seq in range(2):
-        history = [seq + 1] * 5
-        assert states_of(memory, seq) == [(p, bytes_of(history[: p + 1], (0, 1))) for p in (3, 4)]
+        wanted = [(p, bytes_of([seq + 1] * (p + 1), (0, 1))) for p in range(1, 5)]
+        assert states_of(memory, seq) == wanted
     assert states_of(memory, 2) == []
     after = np.asarray(passed[0]["hash"])[:, 5:]
     np.testing.assert_array_equal(after, np.broadcast_to(after[:, :1], after.shape))
 
 
-def test_holes_in_a_row_do_not_count():
+@pytest.mark.core
+def test_steps_to_keep_skips_holes_in_a_row():
     """Rows that the caller lays out may have padding anywhere."""
     memory = make(3)
     tokens, valid = np.zeros((3, WIDTH), int), np.zeros((3, WIDTH), bool)
     valid[0, [1, 3, 4, 7]] = valid[1, 6] = True
-    plan = plan_rows(memory, tokens, valid).check()
-    (ubatch,) = plan.ubatches
+    (ubatch,) = plan_rows(memory, tokens, valid).check().ubatches
     assert jaxkv.steps_to_keep(ubatch, 3).tolist() == [[2, 3, 4], [0, 0, 1], [0, 0, 0]]
     table = jaxkv.apply(memory, ubatch).table
     assert table.position.tolist() == [[0, 1, 2, 3], [-1, -1, -1, 0], [-1] * 4]
@@ -125,74 +136,34 @@ def test_holes_in_a_row_do_not_count():
 
 
 @pytest.mark.core
-def test_any_split_gives_the_same():
-    """Together in rows, cut into ubatches of other shapes, or one sequence after another."""
-    tokens = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13]]
+def test_init_batch_any_split_leaves_the_same_states():
+    """Together in rows, cut into ubatches of one token each, or one sequence after another."""
+    tokens = [[1, 2, 3], [8, 9, 10], [11, 12, 13]]
     wanted = kept_of(*jaxkv.split(tell(make(1), *tokens)))
     for seq, history in enumerate(tokens):
         assert wanted[seq][-1][1] == bytes_of(history, (0, 1))
-    for size in (3, 32):
-        memory = run(make(1), make_batch(tokens), ubatch_size=size)
-        assert kept_of(*jaxkv.split(memory)) == wanted
+    memory = run(make(1), make_batch(tokens), ubatch_size=3)
+    assert kept_of(*jaxkv.split(memory)) == wanted
     alone = make(1)
     for seq in (2, 0, 1):
         alone = tell(alone, *[tokens[seq] if s == seq else [] for s in range(3)])
     assert kept_of(*jaxkv.split(alone)) == wanted
 
 
+@pytest.mark.core
+def test_init_batch_lengths_of_a_bucket_share_a_program():
+    """Lengths, ids and fills are values: ubatches differ in nothing that is compiled for."""
+    memory, found = make(3), set()
+    for i, count in enumerate((5, 6, 8)):
+        batch = make_batch([1] * count, sequences=i)
+        (ubatch,) = jaxkv.init_batch(memory, batch, ubatch_size=8).ubatches
+        leaves, structure = jax.tree.flatten((memory, ubatch))
+        found.add((structure, tuple((x.shape, x.dtype) for x in leaves)))
+        memory = jaxkv.apply(memory, ubatch)
+    assert len(found) == 1
+
+
 # --------------------------------------------------------------------------------- transformations
-
-
-def everything(memory, seq, other, p0, p1):
-    """Each verb and question, with one set of arguments."""
-    return {
-        "seq_rm": jaxkv.seq_rm(memory, seq, p0, p1),
-        "seq_rm of all": jaxkv.seq_rm(memory, -1, p0, p1),
-        "seq_cp": jaxkv.seq_cp(memory, seq, other, p0, p1),
-        "seq_keep": jaxkv.seq_keep(memory, seq),
-        "seq_add": jaxkv.seq_add(memory, seq, p0, p1, 1 - other),
-        "seq_div": jaxkv.seq_div(memory, seq, p0, p1, other + 1),
-        "clear": jaxkv.clear(memory),
-        "seq_pos_min": jaxkv.seq_pos_min(memory, seq),
-        "seq_pos_max": jaxkv.seq_pos_max(memory, seq),
-        "used": jaxkv.used(memory),
-        "can_seq_rm": jaxkv.can_seq_rm(memory, seq, p0, p1),
-        "can_resume": jaxkv.can_resume(memory, seq, p0),
-        "check_invariants": jaxkv.check_invariants(memory),
-        "go_back": jaxkv.go_back(jaxkv.split(memory)[0], jaxkv.clear(memory)),
-    }
-
-
-ARGUMENTS = [(0, 1, 4, -1), (2, 0, -1, -1), (1, 2, 1, 0), (0, 1, 3, 5)]
-
-
-def lives():
-    """Three memories of different pasts."""
-    one = told(kept=1, counts=(6, 2, 3))
-    two = told(kept=1, counts=(6, 0, 3))
-    two.both("seq_cp", 0, [1])
-    three = told(kept=1, counts=(5, 1, 0))
-    return [twin.memory for twin in (one, two, three)]
-
-
-@pytest.mark.core
-def test_compiled_with_traced_arguments_is_as_called():
-    compiled = jax.jit(everything)
-    for memory in lives()[:2]:
-        for args in ARGUMENTS:
-            plain = everything(memory, *args)
-            for name, result in compiled(memory, *args).items():
-                assert_identical(result, plain[name])
-
-
-@pytest.mark.core
-def test_vmap_over_memories_is_a_loop():
-    memories, args = lives(), ARGUMENTS[:3]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
-    together = jax.jit(jax.vmap(everything))(stacked, *map(jnp.array, zip(*args, strict=True)))
-    for i, (memory, one) in enumerate(zip(memories, args, strict=True)):
-        for name, alone in everything(memory, *one).items():
-            assert_identical(jax.tree.map(lambda x, i=i: x[i], together[name]), alone)
 
 
 def decode(memory, tokens, valid):
@@ -202,44 +173,31 @@ def decode(memory, tokens, valid):
     return memory, (passed, ok)
 
 
-@pytest.mark.core
-def test_a_step_in_scan_and_vmap_is_a_step():
+def looked_at(memory):
+    """What `test_every_argument` does not ask of many memories at once."""
+    ends = (jaxkv.seq_pos_min(memory, 0), jaxkv.seq_pos_max(memory, 1), jaxkv.used(memory))
+    back = jaxkv.go_back(jaxkv.split(memory)[0], jaxkv.clear(memory))
+    return memory, ends, back, jaxkv.check_invariants(memory)
+
+
+@pytest.mark.nightly
+def test_plan_step_in_vmap_of_scan_is_a_loop():
     tokens = jnp.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     valid = jnp.array([[1, 1, 1], [1, 0, 1], [0, 0, 0]], bool)
-    memories = lives()
-    plain = []
-    for memory in memories:
-        for step in zip(tokens, valid, strict=True):
-            memory, _ = decode(memory, *step)
-        plain.append(memory)
-    loop = jax.jit(lambda m: jax.lax.scan(lambda m, x: decode(m, *x), m, (tokens, valid))[0])
-    for memory, expected in zip(memories, plain, strict=True):
-        assert_identical(loop(memory), expected)
+    memories = [told(kept=3, counts=counts).memory for counts in ((6, 2, 3), (5, 1, 0))]
+    memories.append(jaxkv.seq_cp(memories[0], 0, 1))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
-    together = jax.jit(jax.vmap(loop))(stacked)
-    for i, expected in enumerate(plain):
-        assert_identical(jax.tree.map(lambda x, i=i: x[i], together), expected)
+    steps = partial(jax.lax.scan, lambda m, x: decode(m, *x), xs=(tokens, valid))
+    together = jax.jit(jax.vmap(lambda m: looked_at(steps(m)[0])))(stacked)
+    step = jax.jit(lambda *args: decode(*args)[0])
+    for i, memory in enumerate(memories):
+        for row in zip(tokens, valid, strict=True):
+            memory = step(memory, *row)
+        assert_identical(jax.tree.map(lambda x, i=i: x[i], together), looked_at(memory))
 
 
 @pytest.mark.core
-def test_lengths_share_programs():
-    """Lengths of one bucket, ids and fills are values: nothing is compiled for them."""
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(memory, ubatch):
-        return walk(memory, ubatch)[0]
-
-    memory = make(1, 3)
-    for i, count in enumerate((5, 6, 7, 8, 5)):
-        batch = make_batch([1] * count, sequences=i % 3)
-        (ubatch,) = jaxkv.init_batch(memory, batch, ubatch_size=8).ubatches
-        memory = step(memory, ubatch)
-        memory, _ = jaxkv.seq_rm(memory, i % 3, jaxkv.seq_pos_max(memory, i % 3))
-
-
-@pytest.mark.core
-def test_gradients_flow_through_states():
+def test_write_states_passes_gradients():
     memory = make(0)
     (ubatch,) = jaxkv.init_batch(memory, make_batch([1])).ubatches
     table, buffers = jaxkv.split(jaxkv.apply(memory, ubatch))
@@ -253,17 +211,19 @@ def test_gradients_flow_through_states():
         memory = jaxkv.write_states(memory, 0, ubatch, new)
         return jnp.sum(memory.buffers[0]["trace"] ** 2)
 
-    gradient = jax.grad(loss, argnums=1)([layer["trace"] for layer in buffers], jnp.ones((1, 2)))
-    np.testing.assert_array_equal(gradient, [[2.0, 2.0]])
+    gradient = jax.jit(jax.grad(loss, argnums=1))
+    np.testing.assert_array_equal(
+        gradient([layer["trace"] for layer in buffers], jnp.ones((1, 2))), [[2.0, 2.0]]
+    )
 
 
 LARGE = {"x": ((64, 1024), jnp.float32)}  # 256 KB a state
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kept", [0, 3])
-def test_a_donated_step_copies_no_layer(kept):
-    """It holds the states of its rows, and never those of all cells."""
+def test_write_states_donated_copies_no_layer():
+    """A step holds the states of its rows, and never those of all cells; a verb none."""
+    kept = 3
     make_large = partial(
         jaxkv.make_recurrent_cache, layers=2, states=LARGE, sequences=64, rollback=kept
     )
@@ -278,19 +238,17 @@ def test_a_donated_step_copies_no_layer(kept):
             memory = jaxkv.write_states(memory, layer, ubatch, {"x": after})
         return memory
 
-    compiled = jax.jit(one, donate_argnums=0).lower(memory, jnp.zeros(2, jnp.int32)).compile()
     layer = 64 * (kept + 1) * 64 * 1024 * 4
-    assert hlo.temporary_bytes(compiled) < layer / 2
-    assert hlo.large_moves(compiled, layer // 2) == []
-    for verb in (
-        lambda m: jaxkv.seq_rm(m, 0, 1, 5)[0],
-        lambda m: jaxkv.seq_cp(m, 0, [1, 2]),
-        lambda m: jaxkv.seq_add(m, 0, 4, -1, -2),
-        lambda m: jaxkv.seq_div(m, 0, 0, -1, 2),
-        lambda m: jaxkv.go_back(jaxkv.split(m)[0], m)[0],
+    for edit, most, *args in (
+        (one, layer / 2, jnp.zeros(2, jnp.int32)),
+        (lambda m: jaxkv.seq_rm(m, 0, 1, 5)[0], layer / 100),
+        (lambda m: jaxkv.seq_cp(m, 0, [1, 2]), layer / 100),
+        (lambda m: jaxkv.seq_add(m, 0, 4, -1, -2), layer / 100),
+        (lambda m: jaxkv.seq_div(m, 0, 0, -1, 2), layer / 100),
+        (lambda m: jaxkv.go_back(jaxkv.split(m)[0], m)[0], layer / 100),
     ):
-        compiled = jax.jit(verb, donate_argnums=0).lower(memory).compile()
-        assert hlo.temporary_bytes(compiled) < layer / 100
+        compiled = jax.jit(edit, donate_argnums=0).lower(memory, *args).compile()
+        assert hlo.temporary_bytes(compiled) < most
         assert hlo.large_moves(compiled, layer // 2) == []
 
 
@@ -302,24 +260,22 @@ def adds(weight, memory, ubatch):
     return jaxkv.write_states(memory, 0, ubatch, {"x": total}), logits[ubatch.outputs]
 
 
-def summed(memory, *tokens, weight):
-    memory, logits = jaxkv.prefill(adds, jnp.float32(weight), memory, make_batch(tokens))
-    return memory, logits.item()
-
-
 @pytest.mark.core
-@pytest.mark.parametrize("streams", [1, 2])
-@pytest.mark.parametrize("forget", ["seq_rm", "clear", "go_back"])
-def test_the_same_tokens_told_anew_are_computed_anew(forget, streams):
+@pytest.mark.parametrize("streams", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_prefill_of_forgotten_tokens_computes_them_anew(streams):
     """States of an earlier run are not those of this one, though all tokens are."""
+
+    def summed(memory, *tokens, weight):
+        return jaxkv.prefill(adds, jnp.float32(weight), memory, make_batch(tokens))
+
     states = {"x": ((), jnp.float32)}
     empty = jaxkv.make_recurrent_cache(layers=1, states=states, sequences=2, streams=streams)
     memory, _ = summed(empty, 1, 2, weight=float("nan"))
-    forgotten = {
-        "seq_rm": lambda: jaxkv.seq_rm(memory, 0)[0],
-        "clear": lambda: jaxkv.clear(memory),
-        "go_back": lambda: jaxkv.go_back(jaxkv.split(empty)[0], memory)[0],
-    }[forget]()
-    memory, total = summed(forgotten, 1, 2, weight=1)
-    assert total == 3
-    assert summed(memory, 3, weight=10)[1] == 33
+    for forgotten in (
+        jaxkv.seq_rm(memory, 0)[0],
+        jaxkv.clear(memory),
+        jaxkv.go_back(jaxkv.split(empty)[0], memory)[0],
+    ):
+        again, total = summed(forgotten, 1, 2, weight=1)
+        assert total.item() == 3
+        assert summed(again, 3, weight=10)[1].item() == 33

@@ -1,51 +1,47 @@
-"""Where llama.cpp's cache surprises, one case a trap, with what this library decided.
+"""Edge cases of llama.cpp's cache, numbered as in `docs/reference/llama_cpp_traps.md`.
 
-The numbers are those of a list of its traps; `docs/design.md` says what each decision is and which
-traps are out by decision. Cells are drawn by index: `1{0,2}` is position 1, owned by sequences 0
-and 2, and `.` is empty. Traps 10 to 16 are in `test_shift.py`, of windows in `test_window.py`, of
-states in `test_recurrent.py` and its neighbours; `OUT` has those without a test.
+That page says what each is about, and which file tests the numbers that are missing here. Cells are
+drawn by index: `1{0,2}` is position 1, owned by sequences 0 and 2, and `.` is empty.
 """
 
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from jaxkv.kv.mask import visible
-from tests.memories import assert_identical, drawing, drawn, filled, run, think
+from jaxkv.planning.layout import follows
+from jaxkv.planning.splits import split_known
+from tests.cells.plans import mask, plan_of, tell, told
+from tests.memories import assert_identical, drawing, drawn, run, think
 
+ROOT = Path(__file__).parents[2]
 FIVE = "0{0} 1{0} 2{0} 3{0} 4{0}"
-
-SNAPSHOTS = "saving and loading a memory is not there yet"
-SEVERAL = "a token belongs to one sequence; `seq_cp` shares it"
-OUT = {
-    **dict.fromkeys((39, 40, 41, 48, 52, 70), SEVERAL),
-    **dict.fromkeys(range(75, 85), SNAPSHOTS),
-    43: "a token has one position",
-    56: "a token has one position",
-    90: "no memory looks into the cells of another",
-}
-"""Traps without a test, and why."""
+FULL = " ".join(f"{position}{{0}}" for position in range(12))
+SPLITS = ("simple", "equal", "sequence")
 
 
-def test_every_trap_has_a_test_or_a_reason():
-    texts = [path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py")]
-    named = re.findall(r"[Tt]rap[ _]((?:\d\d_|and_)*\d\d)", " ".join(texts))
-    tested = {int(number) for name in named for number in re.findall(r"\d\d", name)}
-    assert tested | OUT.keys() == {*range(1, 98)}
-    assert not tested & OUT.keys()
-
-
-def removed(cells, *args):
-    """What a drawing looks like after `seq_rm`, which is always granted."""
-    memory, ok = jaxkv.seq_rm(drawn(cells), *args)
-    assert ok.item()
-    return drawing(memory)
+def test_traps_page_lists_1_to_97_with_tests_that_exist():
+    """Each row names a function of a file, a file in which its number stands, or a reason."""
+    page = (ROOT / "docs" / "reference" / "llama_cpp_traps.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \|$", page, re.M)
+    assert [int(number) for number, *_ in rows] == [*range(1, 98)]
+    for number, _, tested in rows:
+        files = re.findall(r"`(tests/[\w/]+\.py)`", tested)
+        assert files or tested.startswith("Cannot happen: "), number
+        for file, names in re.findall(r"`(tests/[\w/]+\.py)`((?:,? `test_\w+`)*)", tested):
+            text = (ROOT / file).read_text()
+            for name in re.findall(r"test_\w+", names):
+                assert f"def {name}(" in text, f"trap {number}: no {name} in {file}"
+            runs = re.findall(r"[Tt]raps?[ _]([\d_, and]+)", text)
+            numbers = {int(one) for one in re.findall(r"\d+", " ".join(runs))}
+            assert names or int(number) in numbers, f"trap {number} is not named in {file}"
 
 
 def ends(memory, seq):
@@ -53,184 +49,150 @@ def ends(memory, seq):
     return jaxkv.seq_pos_min(memory, seq).item(), jaxkv.seq_pos_max(memory, seq).item()
 
 
-def plan(memory, positions, seq=0):
-    """Plan tokens of one sequence; `None` for positions, or a number of tokens, numbers them."""
-    if isinstance(positions, int):
-        batch = make_batch([1] * positions, sequences=seq)
-    else:
-        batch = make_batch([1] * len(positions), sequences=seq, positions=positions)
-    return jaxkv.init_batch(memory, batch, ubatch_size=4)
+def noisy(cells):
+    """A drawn memory whose buffers hold numbers of their own everywhere."""
+    table, buffers = jaxkv.split(drawn(cells))
+    rng = np.random.default_rng(0)
+    buffers = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), buffers)
+    return jaxkv.join(table, buffers)
 
 
-def reason(memory, positions, seq=0):
-    return Reason(plan(memory, positions, seq).reason[seq].item()).name
+def reasons(plan):
+    return [Reason(one).name for one in plan.reason.tolist()]
 
 
 # ---------------------------------------------------------------------------- ranges and sharing
 
 
-def test_trap_01_hole_in_the_middle_is_not_noticed_by_the_ends():
-    memory, ok = jaxkv.seq_rm(drawn(FIVE), 0, 1, 3)
-    assert ok.item()
-    assert drawing(memory) == "0{0} . . 3{0} 4{0}"
-    assert ends(memory, 0) == (0, 4)
+EDITS = [
+    ("seq_rm", (0, 1, 3), FIVE, "0{0} . . 3{0} 4{0}"),  # trap 01
+    ("seq_rm", (0, -1, 2), FIVE, ". . 2{0} 3{0} 4{0}"),  # trap 02: -1 is an open end
+    ("seq_rm", (0, 3, -1), FIVE, "0{0} 1{0} 2{0}"),
+    ("seq_rm", (0, -1, -1), FIVE, ""),
+    ("seq_rm", (0, 2, 9), FIVE, "0{0} 1{0}"),
+    ("seq_rm", (1,), FIVE, FIVE),
+    ("seq_rm", (0, 3, 3), FIVE, FIVE),  # trap 03: empty and reversed ranges
+    ("seq_rm", (0, 4, 2), FIVE, FIVE),
+    ("seq_rm", (0, 2, 0), FIVE, FIVE),  # trap 04: an end of 0 is no open end
+    ("seq_rm", (-1, -1, 0), FIVE, FIVE),
+    ("seq_rm", (-1, 1, 2), "0{0} 1{0,1} 2{1}", "0{0} . 2{1}"),  # trap 05
+    ("seq_rm", (0,), "0{0,1} 1{0,1}", "0{1} 1{1}"),  # trap 06
+    ("seq_rm", (0, 1, 2), "0{0,1} 1{0,1} 2{0,1}", "0{0,1} 1{1} 2{0,1}"),
+    # Trap 07: a copy is added to what the target holds.
+    ("seq_cp", (0, 1, 1, 3), "0{0} 1{0} 2{0} 0{1} 1{1}", "0{0} 1{0,1} 2{0,1} 0{1} 1{1}"),
+    ("seq_cp", (0, 1), "0{0,1} 1{0,1}", "0{0,1} 1{0,1}"),  # trap 08: twice is once
+    ("seq_cp", (0, 0, 0, 5), FIVE, FIVE),  # trap 09: to itself
+    ("seq_cp", (2, 1), "0{0} 1{0} 0{1}", "0{0} 1{0} 0{1}"),
+    ("seq_keep", (1,), "0{0} 1{0,1} 2{1} 0{2}", ". 1{1} 2{1}"),  # trap 17
+    ("seq_add", (0, 2, -1, -1), "0{0,1} 1{1} 2{0,1} 3{0,1}", "0{0,1} 1{1} 1{0,1}-1 2{0,1}-1"),
+    ("seq_add", (0, 1, 1, 3), "0{0} 1{0} 2{0,1}", "0{0} 1{0} 2{0,1}"),
+    ("seq_add", (0, 1, -1, 0), "0{0} 1{0} 2{0,1}", "0{0} 1{0} 2{0,1}"),
+    ("clear", (), "0{0} 1{0,1} 2{1} 0{2}", ""),
+]
 
 
-def test_trap_02_negative_ends_are_open():
-    assert removed(FIVE, 0, -1, 2) == ". . 2{0} 3{0} 4{0}"
-    assert removed(FIVE, 0, 3, -1) == "0{0} 1{0} 2{0}"
-    assert removed(FIVE, 0, -1, -1) == ""
-    assert removed(FIVE, 1) == FIVE
-    assert ends(drawn(""), 0) == (-1, -1)
+@pytest.mark.parametrize(("verb", "args", "cells", "after"), EDITS)
+def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
+    before = noisy(cells)
+    memory = getattr(jaxkv, verb)(before, *args)
+    if verb == "seq_rm":
+        memory, ok = memory
+        assert ok
+    assert drawing(memory) == after and jaxkv.used(memory) == after.count("{")
+    assert_identical(jaxkv.split(memory)[1], jaxkv.split(before)[1])
+    assert jaxkv.init_update(memory).pending == after.count("}-")
 
 
-def test_trap_03_empty_and_reversed_ranges_take_nothing():
-    assert removed(FIVE, 0, 3, 3) == FIVE
-    assert removed(FIVE, 0, 4, 2) == FIVE
-
-
-def test_trap_04_an_end_of_zero_is_an_empty_range():
-    assert removed(FIVE, 0, 2, 0) == FIVE
-    assert removed(FIVE, 0, -1, 0) == FIVE
-    assert removed(FIVE, -1, -1, 0) == FIVE
-
-
-def test_trap_05_sequence_minus_one_is_everybody():
-    assert removed("0{0} 1{0,1} 2{1}", -1, 1, 2) == "0{0} . 2{1}"
-
-
-def test_trap_06_removing_one_owner_leaves_the_other():
-    memory = jaxkv.seq_cp(filled(4), 0, 1)
-    after, _ = jaxkv.seq_rm(memory, 0)
-    assert drawing(after) == "0{1} 1{1} 2{1} 3{1}"
-    assert jaxkv.used(after).item() == 4
-    assert_identical(jaxkv.split(after)[1], jaxkv.split(memory)[1])
-
-
-def test_trap_07_copying_merges():
-    memory = jaxkv.seq_cp(drawn("0{0} 1{0} 2{0} 0{1} 1{1}"), 0, 1, 1, 3)
-    assert drawing(memory) == "0{0} 1{0,1} 2{0,1} 0{1} 1{1}"
-    assert ends(memory, 1) == (0, 2)
-
-
-def test_trap_08_copy_twice_is_copy_once():
-    once = jaxkv.seq_cp(drawn(FIVE), 0, 1)
-    twice = jaxkv.seq_cp(once, 0, 1)
-    assert_identical(once, twice)
-    memory, _ = jaxkv.seq_rm(twice, 1)
-    assert drawing(memory) == FIVE
-    assert ends(memory, 1) == (-1, -1)
-    assert plan(memory, [0, 1, 2], seq=1).ok
-
-
-def test_trap_09_copy_onto_itself_changes_nothing():
-    memory = drawn(FIVE)
-    assert_identical(jaxkv.seq_cp(memory, 0, 0, 0, 5), memory)
-
-
-def test_trap_17_keep_empties_everybody_else():
-    memory = jaxkv.seq_keep(drawn("0{0} 1{0,1} 2{1} 0{2}"), 1)
-    assert drawing(memory) == ". 1{1} 2{1}"
-
-
-def test_trap_18_never_used_and_cleared():
-    memory = filled(4, 3)
-    assert ends(memory, 2) == (-1, -1)
-    cleared = jaxkv.clear(memory)
-    assert drawing(cleared) == ""
-    assert_identical(jaxkv.split(cleared)[1], jaxkv.split(memory)[1])  # the bytes stay, unseen
+def test_seq_pos_min_and_max_skip_holes_and_empty_sequences():
+    """Traps 01, 07 and 18: a cleared memory begins anew."""
+    assert ends(drawn("0{0} . . 3{0} 4{0}"), 0) == (0, 4)
+    assert ends(drawn("0{0} 1{0,1} 2{0,1} 0{1} 1{1}"), 1) == (0, 2)
+    cleared = jaxkv.clear(drawn("0{0} 1{0} 2{1}"))
     for seq in range(3):
-        assert plan(cleared, [0, 1, 2], seq).ok
+        assert ends(cleared, seq) == (-1, -1)
+        assert plan_of(cleared, 3, seq, positions=[0, 1, 2]).ok
 
 
 # ------------------------------------------------------------------------------------- placement
 
 
-def test_trap_19_freed_cells_are_taken_first_so_order_and_position_differ():
-    memory, _ = jaxkv.seq_rm(drawn("0{0} 1{0} 2{0} 3{0} 4{0} 5{0}"), 0, 0, 1)
-    memory = jaxkv.apply(memory, plan(memory, 3))
-    assert drawing(memory) == "6{0} 1{0} 2{0} 3{0} 4{0} 5{0} 7{0} 8{0}"
+@pytest.mark.parametrize(
+    ("cells", "after"),
+    [
+        (". 1{0} 2{0} 3{0} 4{0} 5{0}", "6{0} 1{0} 2{0} 3{0} 4{0} 5{0} 7{0} 8{0}"),  # trap 19
+        (". . . . . . 0{0}", "1{0} 2{0} 3{0} . . . 0{0}"),  # trap 20: no head is remembered
+        ("0{0} . 2{0} . 4{0} .", "0{0} 5{0} 2{0} 6{0} 4{0} 7{0}"),
+    ],
+)
+def test_init_batch_takes_the_first_empty_cells(cells, after):
+    memory = drawn(cells)
+    assert drawing(jaxkv.apply(memory, plan_of(memory, 3))) == after
 
 
-def test_trap_20_the_search_always_starts_at_the_front():
-    """There is no head: what was done before is not remembered beside the table."""
-    memory = jaxkv.apply(drawn(". . . . . . 0{0}"), plan(drawn(". . . . . . 0{0}"), 3))
-    assert drawing(memory) == "1{0} 2{0} 3{0} . . . 0{0}"
+TEN = "0{0} 0{0} 0{0} 1{0} 1{0} 1{0} 2{0} 2{0} 2{0} 3{0}"
+ANSWERS = [
+    (FULL[:-6], 0, [11, 12, 13], "NO_ROOM", (3, 1)),  # trap 21
+    (FULL[:-6], 0, [11], "FITS", (0, 0)),
+    (FULL, 0, [2, 3, 4], "NOT_NEXT", (12, 2)),  # trap 23: the past is not overwritten
+    ("8{0} 9{0}", 0, [10, 11, 12], "FITS", (0, 0)),  # trap 42
+    ("8{0} 9{0}", 0, [11, 12, 13], "NOT_NEXT", (10, 11)),
+    ("8{0} 9{0}", 0, [9, 10, 11], "NOT_NEXT", (10, 9)),
+    ("8{0} 9{0}", 0, [10, 11, 13], "GAP", (12, 13)),
+    ("8{0} 9{0}", 0, [10, 10, 11], "DUPLICATE", (11, 10)),  # llama.cpp takes it
+    ("8{0} 9{0}", 0, [10, 11, 12, 11], "DECREASING", (13, 11)),
+    ("8{0} 9{0}", 1, [100, 101, 102], "FITS", (0, 0)),  # an empty sequence starts anywhere
+    ("8{0} 9{0}", 1, [0, 1, 3], "GAP", (2, 3)),
+    (TEN, 0, [4, 5, 6], "NO_ROOM", (3, 2)),  # trap 87: room is counted in cells
+    (TEN, 0, [4, 5], "FITS", (0, 0)),
+    (TEN, 0, [10, 11], "NOT_NEXT", (4, 10)),  # and what follows in positions
+]
 
 
-def test_trap_21_no_room_changes_nothing_and_what_fits_fits():
-    memory = drawn("0{0} 1{0} 2{0} 3{0} 4{0} 5{0} 6{0} 7{0} 8{0} 9{0} 10{0}")
-    refused = plan(memory, 3)
-    assert reason(memory, 3) == "NO_ROOM"
-    assert_identical(jaxkv.apply(memory, refused), memory)
-    assert ends(memory, 0) == (0, 10)
-    assert ends(jaxkv.apply(memory, plan(memory, 1)), 0) == (0, 11)
+@pytest.mark.parametrize(("cells", "seq", "positions", "reason", "numbers"), ANSWERS)
+def test_init_batch_answers_and_refused_changes_nothing(cells, seq, positions, reason, numbers):
+    memory = drawn(cells)
+    plan = plan_of(memory, len(positions), seq, positions=positions)
+    assert reasons(plan)[seq] == reason and reasons(plan).count("FITS") == 2 + plan.ok
+    assert (plan.expected[seq], plan.found[seq]) == numbers
+    after = jaxkv.apply(memory, plan)
+    if plan.ok:
+        assert jaxkv.seq_pos_max(after, seq) == positions[-1]
+    else:
+        assert_identical(after, memory)
 
 
-def test_trap_22_a_batch_longer_than_the_memory_is_refused_at_once():
-    refused = plan(drawn(""), 15)
-    assert Reason(refused.reason[0].item()) == Reason.NO_ROOM
-    assert (refused.expected[0].item(), refused.found[0].item()) == (15, 12)
-
-
-def test_trap_23_the_past_is_never_overwritten():
-    full = drawn(" ".join(f"{position}{{0}}" for position in range(12)))
-    refused = plan(full, [2, 3, 4])
-    assert refused.reason[0] == Reason.NOT_NEXT
-    assert (refused.expected[0].item(), refused.found[0].item()) == (12, 2)
-    assert_identical(jaxkv.apply(full, refused), full)
+def test_make_kv_cache_cells_are_exact_and_all_usable():
+    """Trap 22, and ollama's edge 07: a batch longer than the memory is refused at once."""
+    memory = jaxkv.make_kv_cache(layers=1, cells=1, kv_heads=1, head_dim=2)
+    refused = plan_of(memory, 2)
+    assert (reasons(refused), *refused.expected, *refused.found) == (["NO_ROOM"], 2, 1)
+    memory = jaxkv.apply(memory, plan_of(memory, 1))
+    assert jaxkv.show(memory).split() == ["owner", "0", "position", "0"]
+    assert not plan_of(memory, 1).ok
+    memory, _ = jaxkv.seq_rm(memory, 0)
+    assert jaxkv.used(memory) == 0 and plan_of(memory, 1).ok
 
 
 # --------------------------------------------------------------------------------------- batches
 
 
-@pytest.mark.parametrize(
-    ("positions", "answer"),
-    [
-        ([10, 11, 12], "FITS"),
-        ([11, 12, 13], "NOT_NEXT"),
-        ([9, 10, 11], "NOT_NEXT"),
-        ([10, 11, 13], "GAP"),
-        ([10, 10, 11], "DUPLICATE"),  # llama.cpp takes it; a position holds one token here
-        ([10, 11, 12, 11], "DECREASING"),
-    ],
-)
-def test_trap_42_positions_go_on_one_by_one(positions, answer):
-    assert reason(drawn("8{0} 9{0}"), positions) == answer
+@pytest.mark.core
+def test_make_batch_without_positions_follows_the_last():
+    """Trap 44: of each sequence of a token."""
+    for memory, sets in ((drawn("8{0} 9{0}"), None), (drawn("8{0,1} 9{0,1}"), [[0, 1]] * 3)):
+        plan = plan_of(memory, 3, sets=sets)
+        (ubatch,) = plan.ubatches
+        assert ubatch.positions[ubatch.valid].tolist() == [10, 11, 12]
+        last = jaxkv.seq_pos_max(jaxkv.apply(memory, plan), [0, 1]).tolist()
+        assert last == [12, 12 if sets else -1]
 
 
-def test_trap_42_an_empty_sequence_starts_anywhere():
-    assert reason(drawn("8{0} 9{0}"), [100, 101, 102], seq=1) == "FITS"
-    assert reason(drawn("8{0} 9{0}"), [0, 1, 3], seq=1) == "GAP"
-
-
-def test_trap_44_positions_left_out_follow_the_last():
-    (ubatch,) = plan(drawn("8{0} 9{0}"), 3).ubatches
-    assert ubatch.positions[ubatch.valid].tolist() == [10, 11, 12]
-
-
-def test_trap_45_outputs_left_out_are_the_last_of_each_sequence():
-    batch = make_batch([[1, 2, 3], [4], [5, 6, 7]])
-    memory, logits = run(drawn(""), batch)
-    assert logits.shape[0] == 3
-    order = np.concatenate(
-        [np.asarray(u.order) for u in jaxkv.init_batch(drawn(""), batch, ubatch_size=4).ubatches]
-    )
-    assert sorted(order.tolist())[:3] == [2, 3, 6]
-
-
-@pytest.mark.parametrize(
-    "split_by",
-    [
-        jaxkv.planning.splits.simple_split,
-        jaxkv.planning.splits.equal_split,
-        jaxkv.planning.splits.sequence_split,
-    ],
-)
-def test_trap_46_a_ubatch_never_exceeds_its_size(split_by):
+@pytest.mark.parametrize("split_by", SPLITS)
+def test_split_by_never_exceeds_ubatch_size(split_by):
+    """Trap 46."""
     for sequences in ([0, 1, 2], [0, 0, 1, 2, 2], [2, 0, 1, 0, 2, 0, 0]):
         for size in (1, 2, 3):
-            parts = split_by(np.asarray(sequences, np.int32), size)
+            parts = split_known(split_by, np.asarray(sequences, np.int32), size)
             taken = [part[part < len(sequences)].tolist() for part in parts]
             assert max(map(len, taken)) <= size
             assert sorted(sum(taken, [])) == list(range(len(sequences)))
@@ -244,40 +206,98 @@ def test_trap_46_a_ubatch_never_exceeds_its_size(split_by):
         ([5], 4, [[0] * 4, [0]]),
     ],
 )
-def test_trap_47_equal_lengths(lengths, size, wanted):
+def test_equal_split_takes_as_many_of_each_sequence(lengths, size, wanted):
+    """Trap 47."""
     sequences = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    parts = jaxkv.planning.splits.equal_split(sequences, size)
-    taken = [sequences[part[part < len(sequences)]].tolist() for part in parts]
-    assert taken == wanted
+    parts = split_known("equal", sequences, size)
+    assert [sequences[part[part < len(sequences)]].tolist() for part in parts] == wanted
 
 
-def test_trap_49_outputs_come_in_the_order_of_the_batch():
+@pytest.mark.parametrize(("split_by", "size"), [*product(SPLITS[:2], (1, 2, 3, 8))])
+def test_split_by_keeps_order_of_tokens_with_several_sequences(split_by, size):
+    """Trap 48: llama.cpp does not cut such a batch into equal parts."""
+    sets = [[0, 1, 2], [0, 1, 2], [0, 1], [2], [0], [1], [2]]
+    others = np.array([[*one[1:], -1, -1][:2] for one in sets])
+    lowest = np.array([one[0] for one in sets], np.int32)
+    parts = split_known(split_by, lowest, size, follows(lowest, others))
+    turns = [(int(i), turn) for turn, part in enumerate(parts) for i in part[part < len(sets)]]
+    assert sorted(i for i, _ in turns) == [*range(len(sets))]
+    turns = dict(turns)
+    for (i, one), (j, other) in product(enumerate(sets), repeat=2):
+        assert i >= j or not {*one} & {*other} or turns[i] <= turns[j]
+
+
+@pytest.mark.core
+def test_collect_puts_logits_in_order_of_the_batch():
+    """Traps 45 and 49: by default of the last token of each sequence; in every split."""
     tokens, sequences = [1, 2, 3, 4, 5, 6, 7], [0, 1, 0, 1, 0, 1, 0]
-    wanted = [True, False, True, True, False, False, True]
-    every = make_batch(tokens, sequences=sequences, outputs=[True] * 7)
-    some = make_batch(tokens, sequences=sequences, outputs=wanted)
-    _, everything = run(drawn(""), every)
-    for split_by in ("simple", "sequence"):
-        plan = jaxkv.init_batch(drawn(""), some, ubatch_size=4, split_by=split_by)
-        memory, logits = drawn(""), []
-        for ubatch in plan.ubatches:
-            memory, out = think(memory, ubatch)
-            logits.append(out)
-        collected = plan.collect(logits)
-        np.testing.assert_allclose(collected, everything[np.array(wanted)], atol=1e-5)
+    wanted = np.array([True, False, True, True, False, True, True])
+    everything = run(
+        drawn(""), make_batch(tokens, sequences=sequences, outputs=[True] * 7), ubatch_size=4
+    )[1]
+    for outputs, rows in ((wanted, wanted), (None, np.array([5, 6]))):
+        for split_by in ("simple", "sequence"):
+            batch = make_batch(tokens, sequences=sequences, outputs=outputs)
+            plan = jaxkv.init_batch(drawn(""), batch, ubatch_size=4, split_by=split_by)
+            memory, logits = drawn(""), []
+            for ubatch in plan.ubatches:
+                memory, out = think(memory, ubatch)
+                logits.append(out)
+            np.testing.assert_allclose(plan.collect(logits), everything[rows], atol=1e-5)
 
 
-def test_trap_50_a_retry_gives_what_it_would_have_given():
-    memory = filled(5, 5)
-    batch = make_batch([1, 2, 3, 4], sequences=2)
-    refused = jaxkv.init_batch(memory, batch, ubatch_size=4)
-    assert not refused.ok
-    tried = memory
-    for ubatch in refused.ubatches:
-        tried, _ = think(tried, ubatch)
-    with_room, _ = jaxkv.seq_rm(memory, 0)
-    after_a_try, _ = jaxkv.seq_rm(tried, 0)
-    assert_identical(run(after_a_try, batch), run(with_room, batch))
+@pytest.mark.core
+def test_init_batch_retried_after_refusal_leaves_no_trace():
+    """Trap 50."""
+    memory = jaxkv.seq_cp(told(5, 3), 0, 2)
+    refused = plan_of(memory, range(1, 6), 1)
+    assert reasons(refused) == ["FITS", "NO_ROOM", "FITS"]
+    tried, _ = think(memory, refused.ubatches[0])
+    assert_identical(tried, memory)
+
+
+@pytest.mark.core
+def test_init_batch_sets_share_the_very_same_cells():
+    """Traps 40 and 41: llama.cpp compares the ends of sequences alone."""
+    for cells, sets, answer in (
+        ("0{0,1} 1{0,1}", [[0, 1]], ["FITS", "FITS"]),
+        ("0{0} 1{0,1}", [[0, 1]], ["FITS", "DIVERGED"]),
+        ("0{0} 1{0} 0{1} 1{1}", [[0, 1]], ["FITS", "DIVERGED"]),
+        ("", [[0, 1, 2], [0, 1], [0]], ["FITS", "FITS"]),
+        ("", [[0, 1], [0, 2]], ["FITS", "FITS", "DIVERGED"]),
+        ("", [[0, 1, 2], [0, 1], [1, 2]], ["FITS", "FITS", "DIVERGED"]),
+    ):
+        memory = drawn(cells)
+        plan = plan_of(memory, len(sets), sets=sets)
+        assert reasons(plan) == [*answer, "FITS"][:3]
+        if not plan.ok:
+            assert_identical(jaxkv.apply(memory, plan), memory)
+
+
+def test_init_batch_sets_across_streams_raise():
+    """Trap 39: llama.cpp answers that it has no memory slot."""
+    memory = jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2, streams=2)
+    with pytest.raises(ValueError, match=r"sequences of a token in one stream, got \[0, 1\]"):
+        jaxkv.init_batch(memory, make_batch([5], sequences=[[0, 1]]))
+
+
+@pytest.mark.core
+def test_init_batch_sets_in_any_order_are_one_plan():
+    """Trap 52: llama.cpp's mask follows the sequence that is named first."""
+    memory = drawn("0{0,1,2} 1{0,1,2}")
+    plans = [plan_of(memory, 2, sets=sets) for sets in ([[0, 1], [1]], [[1, 0], [1]])]
+    assert plans[0].ok
+    assert_identical(*plans)
+
+
+@pytest.mark.core
+def test_go_back_takes_a_token_from_all_its_sequences():
+    """Trap 70: llama.cpp cuts an aborted token back in one of its sequences."""
+    memory = drawn("0{0,1} 1{0,1}")
+    later = jaxkv.apply(memory, plan_of(memory, 1, sets=[[0, 1]]))
+    assert jaxkv.seq_pos_max(later, [0, 1]).tolist() == [2, 2]
+    back, ok = jaxkv.go_back(jaxkv.split(memory)[0], later)
+    assert ok and drawing(back) == drawing(memory)
 
 
 # ----------------------------------------------------------------------------------------- masks
@@ -285,70 +305,55 @@ def test_trap_50_a_retry_gives_what_it_would_have_given():
 
 def look(memory, seq, position):
     """The cells that a token of a sequence would see."""
-    table, _ = jaxkv.split(memory)
-    (ubatch,) = plan(drawn(""), [position, position + 1, position + 2], seq).ubatches
-    return np.flatnonzero(visible(table, ubatch)[0, 0]).tolist()
+    (ubatch,) = plan_of(drawn(""), 1, seq, positions=[position]).ubatches
+    return np.flatnonzero(mask(memory.table, ubatch)[0, 0]).tolist()
 
 
-def test_trap_51_a_token_sees_its_own_sequence_alone():
+def test_visible_shows_the_own_sequence_alone():
+    """Trap 51."""
     memory = drawn("0{0} 0{1} 1{0}")
-    assert look(memory, 0, 1) == [0, 2]
-    assert look(memory, 0, 0) == [0]
-    assert look(memory, 1, 1) == [1]
-    assert look(memory, 2, 1) == []
+    seen = [look(memory, seq, position) for seq, position in ((0, 1), (0, 0), (1, 1), (2, 1))]
+    assert seen == [[0, 2], [0], [1], []]
 
 
-def test_trap_58_every_cell_can_be_seen_wherever_it_lies():
-    """No bound on how much of the memory is read may leave out the last cell, or follow a hole."""
+def test_visible_reaches_every_cell_behind_holes():
+    """Trap 58: no bound on how much is read may leave out the last cell."""
     for first in range(12):
         cells = [f"{i}{{0}}" if i >= first else "." for i in range(12)]
         assert look(drawn(" ".join(cells)), 0, 11) == list(range(first, 12))
-    assert look(drawn(" ".join(["."] * 11 + ["0{0}"])), 1, 5) == []
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_trap_59_what_is_hidden_is_not_read_even_if_it_is_no_number(value):
-    memory, _ = jaxkv.seq_rm(filled(4, 3), 0, 3, -1)
+@pytest.mark.core
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_attend_ignores_what_hidden_cells_hold(value):
+    """Trap 59, and ollama's edge 04: a cell that was left, a neighbour's, and unused ones."""
+    memory, _ = jaxkv.seq_rm(told(4, 3), 0, 3, -1)
     table, buffers = jaxkv.split(memory)
-    # All that is not sequence 0's: a cell it has left, another sequence's, and those never used.
     # Stored values are always finite; 3e38 times anything but 0 would show.
     k = tuple(x.at[:, :, 3:].set(value) for x in buffers.k)
     v = tuple(x.at[:, :, 3:].set(3e38) for x in buffers.v)
     spoilt = jaxkv.join(table, replace(buffers, k=k, v=v))
-    _, clean = run(memory, make_batch([9]))
-    _, beside = run(spoilt, make_batch([9]))
-    np.testing.assert_allclose(beside, clean, rtol=1e-6)
+    np.testing.assert_allclose(tell(spoilt, [9])[1], tell(memory, [9])[1], rtol=1e-6)
 
 
 # -------------------------------------------------------------------------- failures, and numbers
 
 
-def test_trap_74_what_was_computed_before_a_failure_is_known():
-    """Of three ubatches two were computed: the last positions tell exactly those tokens."""
+@pytest.mark.core
+def test_seq_pos_max_counts_ubatches_that_were_applied():
+    """Trap 74: of three ubatches two were computed before a failure."""
     sequences = [0, 1, 0, 1, 0, 0, 1, 0, 0, 1, 1]
     plan = jaxkv.init_batch(drawn(""), make_batch(range(1, 12), sequences=sequences), ubatch_size=4)
-    memory = drawn("")
-    counts = []
+    memory, counts = drawn(""), []
     for ubatch in plan.ubatches:
-        memory, _ = think(memory, ubatch)
+        memory = jaxkv.apply(memory, ubatch)
         counts.append((jaxkv.seq_pos_max(memory, [0, 1]) + 1).tolist())
     assert counts == [[2, 2], [5, 3], [6, 5]]
 
 
-def test_trap_87_room_is_counted_in_cells_and_what_follows_in_positions():
-    """There an image takes more cells than positions; here several tokens of one position do."""
-    memory = drawn("0{0} 0{0} 0{0} 1{0} 1{0} 1{0} 2{0} 2{0} 2{0} 3{0}")
-    assert jaxkv.used(memory) == 10
-    assert reason(memory, [4, 5]) == "FITS" and reason(memory, [10, 11]) == "NOT_NEXT"
-    refused = plan(memory, 3)
-    assert Reason(refused.reason[0].item()) == Reason.NO_ROOM
-    assert (refused.expected[0].item(), refused.found[0].item()) == (3, 2)
-    assert ends(jaxkv.apply(memory, plan(memory, 2)), 0) == (0, 5)
-
-
-def test_trap_95_sliding_keeps_values_and_moves_positions():
-    """A context shift is not a recomputation: values stay bit for bit, keys are turned."""
-    memory = filled(8)
+def test_seq_add_keeps_values_and_turns_keys():
+    """Trap 95: a context shift is no recomputation."""
+    memory = noisy(" ".join(f"{i}{{0}}" for i in range(8)))
     slid, _ = jaxkv.seq_rm(memory, 0, 1, 4)
     slid = jaxkv.seq_add(slid, 0, 4, -1, -3)
     slid = jaxkv.apply(slid, jaxkv.init_update(slid))
@@ -359,14 +364,3 @@ def test_trap_95_sliding_keeps_values_and_moves_positions():
     for k, old, rope in zip(after.k, before.k, before.ropes, strict=True):
         turned = jaxkv.rotate(old[0].transpose(1, 0, 2), by, rope).transpose(1, 0, 2)
         np.testing.assert_allclose(k[0], turned, atol=1e-6)
-
-
-def test_one_cell():
-    """The smallest memory there is."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=1, kv_heads=1, head_dim=2)
-    assert not jaxkv.init_batch(memory, make_batch([1, 2])).ok
-    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1])))
-    assert jaxkv.show(memory).split() == ["owner", "0", "position", "0"]
-    assert not jaxkv.init_batch(memory, make_batch([1])).ok
-    memory, _ = jaxkv.seq_rm(memory, 0)
-    assert jaxkv.used(memory).item() == 0

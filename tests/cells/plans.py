@@ -1,0 +1,59 @@
+"""Plans of up to 8 tokens, padded to as many, so that a memory needs one program."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxkv
+from jaxkv import make_batch
+from jaxkv.kv.mask import visible
+from tests.memories import SMALL, think
+
+COUNT = 8
+mask = jax.jit(visible)
+
+
+def plan_of(
+    memory: Any,
+    tokens: int | Sequence[int],
+    sequences: int | Sequence[int] = 0,
+    *,
+    positions: Sequence[int] | None = None,
+    sets: Sequence[Sequence[int]] | None = None,
+) -> jaxkv.Plan:
+    """Plan tokens, or so many of them; `sets` gives each token up to 3 sequences."""
+    tokens = [1] * tokens if isinstance(tokens, int) else tokens
+    if sets is None:
+        ids = np.broadcast_to(sequences, len(tokens))
+    else:
+        ids = [[*one, *[-1] * (3 - len(one))] for one in sets]
+    positions = None if positions is None else _padded(positions)
+    return _planned(memory, _padded(tokens), _padded(ids), _padded([1] * len(tokens)), positions)
+
+
+def tell(memory: Any, tokens: int | Sequence[int], sequences: Any = 0) -> tuple[Any, jax.Array]:
+    """Run tokens that fit; the memory, and the logits of the last of each sequence."""
+    plan = plan_of(memory, tokens, sequences).check()
+    memory, logits = think(memory, plan.ubatches[0])
+    return memory, plan.collect([logits])
+
+
+@cache
+def told(*counts: int) -> Any:
+    """Make a small memory with so many tokens for sequences 0, 1, ...; 8 in all at most."""
+    sequences = np.repeat(np.arange(len(counts)), counts)
+    return tell(SMALL.make(), range(1, 1 + len(sequences)), sequences)[0]
+
+
+def _padded(values: Any) -> np.ndarray:
+    values = np.asarray(values, np.int32)
+    return np.pad(values, [(0, COUNT - len(values)), *[(0, 0)] * (values.ndim - 1)])
+
+
+@jax.jit
+def _planned(memory: Any, tokens: Any, sequences: Any, valid: Any, positions: Any) -> jaxkv.Plan:
+    batch = make_batch(tokens, sequences=sequences, positions=positions, valid=valid != 0)
+    return jaxkv.init_batch(memory, batch)
