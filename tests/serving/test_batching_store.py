@@ -169,17 +169,6 @@ def test_engine_store_gives_way_before_any_text():
     assert longest == len(ids)
 
 
-@pytest.mark.core
-def test_engine_store_has_a_limit_of_cells():
-    engine = engine_of(ROOMY, [4, 5], cells=25)
-    ask(engine, tokens(20, 1))
-    ask(engine, tokens(20, 2))
-    assert kept(engine) == [tokens(20, 2)]
-    ask(engine, tokens(30, 3))
-    assert kept(engine) == [tokens(20, 2)]  # too long for it
-    assert ask(engine, tokens(20, 1)).found == (0, Miss.EVICTED)
-
-
 # ---- streams
 
 

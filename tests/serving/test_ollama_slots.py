@@ -2,10 +2,10 @@
 
 Cases of its `runner/ollamarunner/cache_test.go`, until v0.30, and of a list made from its code.
 A slot there is a holder here and, while it runs, a sequence. Where jaxkv decides differently the
-test says so. Others are elsewhere: a checkpoint before the common prefix and a window that has slid
-too far in `test_prefix.py` (`needs`); requests that wait where every slot is busy (edge 20) in
-`test_batching.py`; what is discarded (ShiftDiscard, edge 24) in `test_sliding.py`, where the caller
-says how much. These cannot be expressed:
+test says so. In `test_prefix.py` are a checkpoint before the common prefix, a window that has slid
+too far (`needs`), and a text that runs and is forked (edge 21, `in_groups`); in `test_batching.py`
+requests that wait where every slot is busy (edge 20); in `test_sliding.py` what is discarded
+(ShiftDiscard, edge 24), where the caller says how much. These cannot be expressed:
 
 - inputs that must stay in one batch (SameBatch, edge 19), and a prompt that is cut to fit: a prompt
   that never fits is refused here;
@@ -76,15 +76,6 @@ def test_conversations_in_turn_find_their_own_text(holders, found):
             assert server.ask(text, user) == (found if turn else (0, Miss.UNKNOWN))
             server.remember(text, user)
     assert len(server.texts) == len(holders)
-
-
-def test_edge_21_text_that_runs_is_forked():
-    server = serving(POOL.make(), [3])
-    server.ask([1, 2, 3, 4])
-    server.go_on([5, 6])
-    assert server.remember([1, 2, 3]) is Miss.NONE  # it runs on
-    assert server.ask([1, 2, 3, 9], 1) == (3, Miss.NONE)
-    assert jaxkv.used(server.memory) == 6 + 1
 
 
 @pytest.mark.core
