@@ -1,7 +1,7 @@
 """Beam search: the beams of a search that computes every text anew, on any memory."""
 
 from functools import cache, partial
-from pathlib import Path
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +9,16 @@ import numpy as np
 import pytest
 
 import jaxkv
-import models
 from jaxkv import loops, make_batch
 from tests.cases import mostly_nightly
-from tests.memories import VOCABULARY, Kind, assert_identical, think
+from tests.generation.tiny import CLOSE, assert_sound, ends, load
+from tests.memories import VOCABULARY, Kind, think
 
-DATA = Path(__file__).parent.parent / "data"
-MODELS = [("llama_tied", 1), ("llama_tied", 4), ("mamba2", 4), ("granite_hybrid", 1)]
-MODELS += [("recurrent_gemma", 4)]
-CLOSE = dict(rtol=0, atol=2e-4)
 POOL = Kind("pool", cells=30, sequences=5)
 SPLIT = Kind("split", cells=16, sequences=5, streams=5)
 PROMPT = (7, 3, 11, 5)
 WIDTH, STEPS = 3, 5
-
-load = cache(lambda name: models.load(DATA / name))
+name = attrgetter("name")
 
 
 def forward(weights, memory, ubatch):
@@ -111,23 +106,20 @@ def prompted(kind, seq=0):
 
 
 search = partial(loops.beam, forward, FREE, width=WIDTH, steps=STEPS)
-over_memories = pytest.mark.parametrize(
-    "kind", [POOL, pytest.param(SPLIT, marks=pytest.mark.core)], ids=lambda kind: kind.name
-)
 STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
 NONE = (-1, -1, -1)
 
 
 @pytest.mark.core
-@over_memories
-@pytest.mark.parametrize("penalty", [1.0, 0.0, 3.0, -1.0])
-@pytest.mark.parametrize("stop", STOPS, ids=str)
-def test_beams_are_those_of_a_search_without_a_cache(kind, penalty, stop):
+@pytest.mark.parametrize("kind", mostly_nightly([POOL, SPLIT], few=[POOL]), ids=name)
+def test_beam_matches_search_without_cache(kind):
     memory, logits = prompted(kind)
-    after, beams = search(memory, logits[0], stop=stop, penalty=penalty)
-    assert_found(beams, searched(tiny(), stop=stop, penalty=penalty))
-    assert beams.reason == jaxkv.Reason.FITS
-    assert not sum(jaxkv.check_invariants(after).values())
+    for penalty, number in ((1.0, 0), (0.0, 1), (3.0, 2), (-1.0, 0), (0.0, 2), (1.0, 2)):
+        stop = STOPS[number]
+        after, beams = search(memory, logits[0], stop=stop, penalty=penalty)
+        assert_found(beams, searched(tiny(), stop=stop, penalty=penalty))
+        assert beams.reason == jaxkv.Reason.FITS
+        assert_sound(after)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -141,8 +133,7 @@ def assert_held(memory, beams, sequences, logits_after, forward=forward, weights
     """Each sequence goes on where it is said to be, as if its text had been computed anew."""
     held, lengths = np.asarray(beams.held), np.asarray(beams.lengths)
     assert (held < lengths).all() and (held >= 0).all()
-    ends = jaxkv.seq_pos_max(memory, sequences)
-    np.testing.assert_array_equal(ends, len(PROMPT) - 1 + held)
+    assert ends(memory, sequences) == (len(PROMPT) - 1 + held).tolist()
     texts = np.asarray(beams.tokens)
     found, ok = fed(forward, weights, memory, texts[np.arange(WIDTH), held], jnp.asarray(sequences))
     wanted = [
@@ -154,14 +145,15 @@ def assert_held(memory, beams, sequences, logits_after, forward=forward, weights
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", [POOL, pytest.param(SPLIT, marks=pytest.mark.core)])
-def test_a_search_touches_its_own_sequences_and_leaves_beginnings_of_the_texts_there(kind):
+@pytest.mark.parametrize("kind", mostly_nightly([POOL, SPLIT], few=[SPLIT]), ids=name)
+def test_beam_leaves_texts_in_its_own_sequences(kind):
+    """As far as `held` says; what other sequences hold stays."""
     memory, logits = prompted(kind, seq=3)
     batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])
-    memory, _ = jaxkv.prefill(forward, FREE, memory, batch)
+    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch))
     after, beams = search(memory, logits, stop=STOPS[0], sequences=[3, 1, 4])
     assert_found(beams, searched(tiny(), stop=STOPS[0]))
-    assert jaxkv.seq_pos_max(after, [0, 2]).tolist() == [1, 0]
+    assert ends(after, [0, 2]) == [1, 0]
     ended = [set(row) & {4, 7} != set() for row in beams.tokens.tolist()]
     assert any(ended) and not all(ended)
     held = beams.held.tolist()
@@ -180,29 +172,29 @@ def crowded(left):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("fed", range(STEPS - 1))
-def test_a_full_memory_ends_a_search(fed):
+@pytest.mark.parametrize("steps", range(STEPS - 1))
+def test_beam_full_memory_ends_search(steps):
     """There is room for some steps; the last token of each beam needs no cell yet."""
-    after, beams = search(*crowded(fed * WIDTH), stop=NONE)
-    assert beams.reason == jaxkv.Reason.NO_ROOM and beams.lengths.tolist() == [fed + 1] * WIDTH
-    assert_found(beams, searched(tiny(), steps=fed + 1))
-    assert not sum(jaxkv.check_invariants(after).values())
-    assert beams.held.tolist() == [fed] * WIDTH
+    after, beams = search(*crowded(steps * WIDTH), stop=NONE)
+    assert beams.reason == jaxkv.Reason.NO_ROOM and beams.lengths.tolist() == [steps + 1] * WIDTH
+    assert_found(beams, searched(tiny(), steps=steps + 1))
+    assert_sound(after)
+    assert beams.held.tolist() == [steps] * WIDTH
     assert_held(jaxkv.seq_rm(after, 4)[0], beams, [0, 1, 2], tiny())
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(("penalty", "reason"), [(0.0, "FITS"), (-1.0, "FITS"), (1.0, "NO_ROOM")])
-def test_a_search_ends_once_nothing_better_can_come(penalty, reason):
+def test_beam_ends_once_nothing_better_can_come(penalty, reason):
     """There is no room for a step; where length counts for nothing or against, none is wanted."""
     after, beams = search(*crowded(0), stop=STOPS[2], penalty=penalty)
     assert beams.reason == jaxkv.Reason[reason]
     assert_found(beams, searched(tiny(), stop=STOPS[2], penalty=penalty, steps=1))
-    assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [len(PROMPT) - 1] * WIDTH
+    assert ends(after, [0, 1, 2]) == [len(PROMPT) - 1] * WIDTH
 
 
 @pytest.mark.core
-def test_what_a_window_let_go_of_is_not_held():
+def test_beam_text_that_left_the_window_is_not_held():
     """An ended text is cut back to what it shares with the last step; its window went further."""
     kind = Kind("window", cells=4, sequences=2, streams=2, windows=(jaxkv.window.sliding(3),))
     gone = 0
@@ -219,7 +211,7 @@ def test_what_a_window_let_go_of_is_not_held():
 
 
 @pytest.mark.core
-def test_fewer_texts_than_beams():
+def test_beam_fewer_texts_than_width():
     """Only 6 and 9 may be said, and after 9 nothing at all; there is room for 6 6 6 6, and a 9."""
     memory, logits = crowded(5)
     only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
@@ -233,14 +225,13 @@ def test_fewer_texts_than_beams():
         assert len(wanted) == found
         assert_found(beams, wanted + none)
         assert beams.reason == jaxkv.Reason.FITS
-        ends = jaxkv.seq_pos_max(after, range(WIDTH))
-        np.testing.assert_array_equal(ends, len(PROMPT) - 1 + beams.held)
-        assert not sum(jaxkv.check_invariants(after).values())
+        assert ends(after, range(WIDTH)) == (len(PROMPT) - 1 + beams.held).tolist()
+        assert_sound(after)
 
 
 @pytest.mark.core
-def test_a_model_that_goes_wrong_is_seen():
-    """After one token alone, and whatever the sign of its NaN."""
+def test_beam_nan_logits_have_nan_score():
+    """After one token alone, of either sign."""
     memory, logits = prompted(POOL)
     second = int(np.argsort(logits[0])[-2])
     for nan in (np.nan, -np.nan):
@@ -251,107 +242,15 @@ def test_a_model_that_goes_wrong_is_seen():
         assert np.isnan(beams.scores[0]) and beams.tokens[0, 0] == second
 
 
-@pytest.mark.core
-def test_a_search_inside_of_a_program_is_that_outside():
-    memory, logits = prompted(POOL)
-    inside = jax.jit(partial(search, stop=STOPS[0]))
-    assert_identical(inside(memory, logits), search(memory, logits, stop=STOPS[0]))
-    text = inside.lower(memory, logits).as_text()
-    assert "while" in text and "callback" not in text
-
-
-@pytest.mark.core
-def test_many_searches_at_once():
-    """Of one memory with other logits, and of several memories; outside of `jit`, too."""
-    memory, logits = prompted(POOL)
-    other = jaxkv.prefill(forward, FREE, POOL.make(), make_batch([2, 9], sequences=0))
-    runs = [(memory, logits), (memory, logits[:, ::-1]), other]
-    one = partial(search, stop=STOPS[0], steps=3)
-    wanted = [one(*each)[1] for each in runs]
-    rows = jnp.stack([row for _, row in runs])
-    found = jax.vmap(lambda row: one(memory, row)[1])(rows[:2])
-    memories = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(each for each, _ in runs))
-    together = jax.vmap(lambda memory, row: one(memory, row)[1])(memories, rows)
-    for several in (found, together):
-        for i, beams in enumerate(zip(*several, strict=True)):
-            alone = wanted[i]
-            assert beams[0].tolist() == alone.tokens.tolist()
-            np.testing.assert_allclose(beams[1], alone.scores, **CLOSE)
-            assert beams[3].tolist() == alone.held.tolist()
-
-
-@pytest.mark.core
-def test_a_score_has_a_derivative():
-    """Forwards: a loop whose length depends on data cannot be run backwards."""
-    memory, logits = prompted(POOL)
-
-    def score(row):
-        return search(memory, row, steps=2)[1].scores[0]
-
-    value, slope = jax.jvp(score, (logits,), (jnp.eye(VOCABULARY)[:1],))
-    _, beams = search(memory, logits, steps=2)
-    wanted = (beams.tokens[0, 0] == 0) - jax.nn.softmax(logits[0])[0]
-    assert value == beams.scores[0]
-    np.testing.assert_allclose(slope, wanted, atol=1e-5)
-
-
-@pytest.mark.core
-def test_a_search_is_a_part_of_a_scan():
-    memory, logits = prompted(POOL)
-
-    def turn(memory, _):
-        after, beams = search(memory, logits, steps=2)
-        return memory, beams.tokens
-
-    _, tokens = jax.lax.scan(turn, memory, length=2)
-    assert tokens.tolist() == [search(memory, logits, steps=2)[1].tokens.tolist()] * 2
-
-
-@pytest.mark.core
-@over_memories
-def test_the_memory_that_is_passed_in_stays_unless_it_is_donated(kind):
-    memory, logits = jax.tree.map(jnp.copy, prompted(kind))
-    wanted = search(memory, logits, stop=STOPS[0])
-    assert_identical(memory, prompted(kind)[0])
-    assert_identical(search(memory, logits, stop=STOPS[0], donate=True), wanted)
-    assert all(one.is_deleted() for one in jax.tree.leaves(jaxkv.split(memory)[1]))
-    with pytest.raises(ValueError, match="whose buffers were donated"):
-        search(memory, logits, stop=STOPS[0])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(logits=np.zeros((2, 8), np.float32)), r"wanted logits \[V\] or \[1, V\].*\[2, 8\]"),
-        (dict(logits=np.zeros(8, np.int32)), "wanted logits of floats, got int32"),
-        (dict(penalty=[1, 2]), r"wanted one finite number for penalty, got \[1, 2\]"),
-        (dict(penalty=np.nan), "wanted one finite number for penalty, got nan"),
-        (dict(width=0), "wanted width of at least 1, got 0"),
-        (dict(steps=0), "wanted steps of at least 1, got 0"),
-        (dict(width=6), "wanted a width of at most 5, a sequence for each beam, got 6"),
-        (dict(sequences=[0, 1]), r"wanted sequences \[3\], one for each beam, got \(2,\)"),
-        (dict(sequences=[0, 1, 1]), r"wanted each sequence at most once, got \[0, 1, 1\]"),
-        (dict(stop=[[1]]), r"wanted stop tokens \[n\], got the shape \(1, 1\)"),
-        (dict(stop=[0.5]), "wanted integers for stop"),
-        (dict(memory=(1, 2)), "wanted a memory, got a tuple"),
-    ],
-    ids=str,
-)
-def test_mistakes_are_named(change, message):
-    memory, logits = prompted(POOL)
-    options = dict(memory=memory, logits=logits, width=3, steps=2) | change
-    with pytest.raises((TypeError, ValueError), match=message):
-        loops.beam(forward, FREE, **options)
-
-
 # ---- real models
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "streams"), mostly_nightly(MODELS, few=[("llama_tied", 4), ("granite_hybrid", 1)])
+    ("name", "streams"),
+    [("llama_tied", 4), ("mamba2", 4), ("granite_hybrid", 1), ("recurrent_gemma", 4)],
 )
-def test_beams_of_a_model(name, streams):
+def test_beam_of_a_model_matches_search_without_cache(name, streams):
     """States are kept for one step back, so texts that ended may leave nothing."""
     model = load(name)
     make = partial(model.make_memory, cells=48, sequences=4, streams=streams)
@@ -368,8 +267,7 @@ def test_beams_of_a_model(name, streams):
     after, beams = loops.beam(*run, memory, logits, stop=stop, **options)
     assert_found(beams, searched(anew, stop=stop))
     held = np.asarray(beams.held)
-    ends = np.where(held < 0, -1, len(PROMPT) - 1 + held)
-    np.testing.assert_array_equal(jaxkv.seq_pos_max(after, [2, 0, 3]), ends)
+    assert ends(after, [2, 0, 3]) == np.where(held < 0, -1, len(PROMPT) - 1 + held).tolist()
     if name == "llama_tied":
         assert_held(after, beams, [2, 0, 3], anew, *run)
-    assert not sum(jaxkv.check_invariants(after).values())
+    assert_sound(after)

@@ -1,11 +1,12 @@
-"""After a warm-up nothing is traced or compiled again.
+"""After a first call, or a warm-up, nothing is traced or compiled again.
 
 Lengths within a bucket, how full the memory is, ids, positions and answers are all values: they may
 change from call to call without a new program. JAX itself tells what it traces and compiles.
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,27 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch
+from jaxkv import loops, make_batch, prefix
+from jaxkv.loops.batching import Engine, Request
 from models.compiling import counting
 from tests.cases import mostly_nightly
-from tests.memories import SMALL, SPLIT, TWO, VOCABULARY, WIDE, assert_identical, filled, run, think
+from tests.generation.tiny import forward
+from tests.memories import (
+    GROUPS,
+    SMALL,
+    SPLIT,
+    TWO,
+    VOCABULARY,
+    WIDE,
+    Kind,
+    assert_identical,
+    filled,
+    think,
+)
 from tests.twins import lived_in
 
 pytestmark = pytest.mark.core
+POOL = Kind("pool", cells=24, sequences=4)
 
 
 def numbers(kind, i):
@@ -32,9 +47,8 @@ def numbers(kind, i):
     return seq, other, -1, -1
 
 
-def think_with(weights, memory, ubatch):
-    """`think` as the loops call a model."""
-    return think(memory, ubatch)
+def updated(memory):
+    return jaxkv.apply(memory, jaxkv.init_update(memory))
 
 
 VERBS: dict[str, Callable] = {
@@ -49,18 +63,15 @@ VERBS: dict[str, Callable] = {
     "used": lambda m, seq, other, p0, p1: jaxkv.used(m),
     "can_resume": lambda m, seq, other, p0, p1: jaxkv.can_resume(m, seq, p0),
     "defrag": lambda m, seq, other, p0, p1: jaxkv.apply(m, jaxkv.defrag_plan(m)),
-    "update": lambda m, seq, other, p0, p1: jaxkv.apply(
-        *(lambda moved: (moved, jaxkv.init_update(moved)))(jaxkv.seq_add(m, seq, p0, p1, 1))
-    ),
+    "update": lambda m, seq, other, p0, p1: updated(jaxkv.seq_add(m, seq, p0, p1, 1)),
 }
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_verbs(verb):
+def test_verb_other_arguments_trace_nothing(verb):
     memories = [lived_in(SMALL, seed) for seed in range(3)]
     for i in range(3):  # one call for each way that callers write numbers
-        for memory in memories[:1]:
-            VERBS[verb](memory, *numbers(SMALL, i))
+        VERBS[verb](memories[0], *numbers(SMALL, i))
     if verb in ("defrag", "update"):  # the first may have had nothing to do
         VERBS[verb](jaxkv.seq_rm(filled(4, 3), 0, 1, 2)[0], 1, 0, -1, -1)
     with counting(traces=True) as heard:
@@ -69,46 +80,7 @@ def test_verbs(verb):
     assert heard() == 0
 
 
-def test_concrete_numbers_of_every_kind_share_one_program():
-    """A Python int, a NumPy and a JAX integer are all one int32 to a verb."""
-    memory = lived_in(WIDE)
-    jaxkv.seq_rm(memory, 0, 1, 2)
-    with counting(traces=True) as heard:
-        for seq, p0, p1 in ((3, 0, 5), (np.int64(39), np.int32(1), -1), (np.int32(31), -1, 0)):
-            jaxkv.seq_rm(memory, seq, p0, p1)
-    assert heard() == 0
-
-
-def test_generating():
-    """Prompts of any length in a bucket, whatever the memory holds and whichever sequence asks."""
-    memory = filled(4)
-    run(memory, make_batch([1, 2, 3], sequences=1), ubatch_size=4)
-    run(memory, make_batch([1], sequences=1), ubatch_size=4)
-    step = jax.jit(jaxkv.plan_step)
-    tokens, ids, valid = np.arange(3), np.arange(3), np.ones(3, bool)
-    think(memory, step(memory, tokens, ids, valid)[0])
-    others = [filled(4, 3), jaxkv.seq_rm(filled(4), 0, 1, 3)[0], SMALL.make(), filled(8, 4)]
-    with counting(traces=True) as heard:
-        for i, other in enumerate(others):
-            for count in (3, 4, 1):
-                batch = make_batch(range(count), sequences=(i + count) % 3)
-                plan = jaxkv.init_batch(other, batch, ubatch_size=4)
-                for ubatch in plan.ubatches:
-                    plan.collect([think(other, ubatch)[1]])
-            ubatch, _ = step(other, tokens + i, (ids + i) % 3, valid & (ids != i))
-            think(other, ubatch)
-    assert heard() == 0
-
-
-def test_prefill_of_more_or_fewer_ubatches():
-    """From 3 to 4 ubatches of the same size nothing is new, up to the logits that come out."""
-    memory = WIDE.make()
-    jaxkv.prefill(think_with, None, memory, make_batch([1] * 12), ubatch_size=4)
-    with counting(traces=True) as heard:
-        for count in (15, 11, 16):
-            batch = make_batch([1] * count, sequences=count)
-            jaxkv.prefill(think_with, None, memory, batch, ubatch_size=4)
-    assert heard() == 0
+# ---- loops: the first call, and others
 
 
 class Thinker:
@@ -118,125 +90,180 @@ class Thinker:
 
 THINKER = Thinker()
 BY_PARTIAL = partial(Thinker.run, THINKER)
-KINDS = {
-    "function": lambda: think_with,
-    "method": lambda: THINKER.run,  # a new object each time that it is asked for
-    "partial": lambda: BY_PARTIAL,
+step = jax.jit(jaxkv.plan_step)
+
+
+@cache
+def memories(kind=SMALL):
+    """Four memories with one or two sequences in use."""
+    return [filled(*counts, kind=kind) for counts in ((4, 1), (3, 2), (5, 2), (2, 2))]
+
+
+def plan(i):
+    """Batches of 3, 4 and 1 tokens, of one sequence or several, and steps."""
+    memory = memories()[i]
+    for ids in ([i % 3] * 3, [0, 1, 2], [0, 0, 0, 1], [2, 1, 2, 0], [i % 3]):
+        made = jaxkv.init_batch(memory, make_batch(range(len(ids)), sequences=ids), ubatch_size=4)
+        made.collect([think(memory, ubatch)[1] for ubatch in made.ubatches])
+    ids, tokens = np.arange(3), np.arange(3) + i
+    think(memory, step(memory, tokens, (ids + i) % 3, ids != i)[0])
+
+
+def ubatches(i):
+    """From 3 to 4 ubatches of the same size, up to the logits that come out."""
+    batch = make_batch([1] * (12, 15, 11, 16)[i], sequences=i)
+    jaxkv.prefill(forward, None, WIDE.make(), batch, ubatch_size=4)
+
+
+def chat(given, i):
+    """Other prompts, memories, sequences, seeds, stop tokens and temperatures; donated or not."""
+    memory, tokens = jax.tree.map(jnp.copy, memories()[i]), [[1, 2, 3], [1, 2, 3, 4]][i % 2]
+    batch, donate = make_batch(tokens, sequences=2), i in (1, 2)
+    memory, logits = jaxkv.prefill(given(), None, memory, batch, ubatch_size=4, donate=donate)
+    sampler = loops.sampling.make_sampler(temperature=1.0 + i)
+    state, _ = loops.begin(sampler, memory, logits, [i], [2], seed=i)
+    for _ in range(2):
+        memory, state, _ = jaxkv.decode(
+            given(), sampler, None, memory, state, [i], steps=2, donate=donate
+        )
+
+
+def search_and_slide(kind, i):
+    """Other memories, sequences, penalties and numbers of tokens."""
+    memory, sequences = memories(kind)[i], [[0, 2], [1, 0], [0, 1], [0, 2]][i]
+    logits = jnp.arange(VOCABULARY)[None] * jnp.float32(i + 1)
+    options = dict(width=2, steps=3, stop=[i], sequences=sequences, penalty=0.1 * i)
+    loops.beam(forward, None, memory, logits, **options)
+    loops.slide(memory, sequences[0], keep=i % 2, drop=1)
+    loops.extend(memory, sequences[0], 0, group=2, width=2)
+
+
+def speculate(i):
+    """Other memories, tokens, sequences, seeds, limits and texts to look up."""
+    memory = memories()[i]
+    state = loops.start(memory, [i], [i % 2], limit=i, seed=i)
+    draft = loops.lookup([[i, 1, 2]], recent=8)
+    loops.speculate(forward, draft, loops.sampling.make_sampler(), None, memory, state, steps=6)
+
+
+LOOPS: dict[str, Callable] = {
+    "plan": plan,
+    "ubatches": ubatches,
+    "function": partial(chat, lambda: forward),
+    "method": partial(chat, lambda: THINKER.run),  # a new object each time that it is asked for
+    "partial": partial(chat, lambda: BY_PARTIAL),
+    "speculate": speculate,
+    "search": partial(search_and_slide, SMALL),
+    "search-streams": partial(search_and_slide, SPLIT),
 }
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("function", KINDS)
-def test_a_loop_compiles_itself_once(function, donate):
-    """Other prompts, fills, sequences, seeds and stop tokens are no new programs."""
-    given = KINDS[function]
-
-    def chat(memory, seq, tokens, seed, stop):
-        memory = jax.tree.map(jnp.copy, memory)
-        batch = make_batch(tokens, sequences=seq)
-        memory, logits = jaxkv.prefill(given(), None, memory, batch, ubatch_size=4, donate=donate)
-        sampler = loops.sampling.make_sampler(temperature=1.0 + seed)
-        state, _ = loops.begin(sampler, memory, logits, [stop], [seq], seed=seed)
-        for _ in range(2):
-            memory, state, picked = jaxkv.decode(
-                given(), sampler, None, memory, state, [stop], steps=2, donate=donate
-            )
-        return picked
-
-    others = filled(2), filled(1, 1)
-    chat(SMALL.make(), 0, [1, 2, 3], 0, 1)
+@pytest.mark.parametrize("loop", mostly_nightly(LOOPS, few=[*LOOPS][:-1]))
+def test_loop_other_values_trace_nothing(loop):
+    LOOPS[loop](0)
     with counting(traces=True) as heard:
-        chat(others[0], 1, [1, 2, 3, 4], 1, 2)
-        chat(others[1], 2, [5, 4, 3], 2, 3)
+        for i in range(1, 4):
+            LOOPS[loop](i)
     assert heard() == 0
 
 
-def test_batches_of_several_sequences_share_the_bucket():
-    """Which sequences are in a batch, and how many, are values too."""
-    memory = filled(4, 3)
-    jaxkv.init_batch(memory, make_batch([1, 2, 3]), ubatch_size=4)
-    with counting(traces=True) as heard:
-        for ids in ([0, 0, 0, 1], [0, 1, 2], [2, 1, 2, 0], [1, 1, 1, 1]):
-            jaxkv.init_batch(memory, make_batch([1] * len(ids), sequences=ids), ubatch_size=4)
-    assert heard() == 0
+# ---- warm-ups
 
 
-def test_a_warm_up_for_no_sequence_is_refused():
-    with pytest.raises(ValueError, match="at least one sequence"):
-        loops.warm_up(think_with, None, SMALL.make(), sequences=())
-
-
-@pytest.mark.parametrize("donate", mostly_nightly([False, True], few=[True]))
-def test_a_warm_up_for_more_sequences_than_a_ubatch_has_tokens(donate):
-    memory = lived_in(SPLIT)
-    given = jax.tree.map(jnp.copy, memory)
-    warm = loops.warm_up(think_with, None, given, ubatch_size=2, sequences=(0, 1, 2), donate=donate)
-    assert_identical(warm, memory)
-    assert all(one.is_deleted() == donate for one in jax.tree.leaves(jaxkv.split(given)[1]))
-
-
-@pytest.mark.parametrize(
-    "kind", mostly_nightly([SMALL, SPLIT, TWO], few=[SPLIT]), ids=lambda kind: kind.name
-)
-def test_a_warm_up_compiles_what_prompts_need(kind):
-    """Also in a memory that is nearly full; not a bit of it changes."""
-    memory = lived_in(kind)
-    groups = [(0,), (0, 1)] if kind.streams > 1 else [(0,)]
-    for sequences in groups:
-        warm = loops.warm_up(think_with, None, memory, ubatch_size=6, sequences=sequences)
+def prompts(kind):
+    """Prompts of some ubatches, and two at once; the memory that is warm stays as it was."""
+    memory, several = filled(2, 3, kind=kind), kind.streams > 1
+    for sequences in [(0,), (0, 1)][: 1 + several]:
+        warm = loops.warm_up(forward, None, memory, ubatch_size=2, sequences=sequences)
         assert_identical(warm, memory)
     empty = jaxkv.clear(memory)
-    with counting(traces=True) as heard:
-        for count in (1, 2, 3, 5, 6):
-            batch = make_batch([1] * count, sequences=2)
-            jaxkv.prefill(think_with, None, empty, batch, ubatch_size=6)
-        if kind.streams > 1:
-            batch = make_batch([[1] * 3, [2] * 3], sequences=[2, 0])
-            jaxkv.prefill(think_with, None, empty, batch, ubatch_size=6)
-    assert heard() == 0
+
+    def use():
+        batches = [make_batch([1] * count, sequences=2) for count in (1, 2)]
+        batches += [make_batch([[1], [2]], sequences=[2, 0])][:several]
+        for batch in batches:
+            jaxkv.prefill(forward, None, empty, batch, ubatch_size=2)
+
+    return use
 
 
-LONGEST = 21
-
-
-def test_nothing_compiles_after_a_warm_up_for_the_longest_prompt():
-    """Prompts of every length, cut in ubatches or not, and the loops after them."""
-    memory = WIDE.make()
+def longest():
+    """Prompts of every length, cut in ubatches or not, and the loop after them."""
+    memory, loop = POOL.make(), THINKER.run
     sampler = loops.sampling.make_sampler(temperature=0.7, top_p=0.9, repeat_penalty=1.1)
-    loop = THINKER.run
 
-    def text(tokens, seed, limit):
+    def text(length, limit=2):
+        tokens = list(range(length))
         after, logits = jaxkv.prefill(loop, None, memory, make_batch(tokens), ubatch_size=4)
-        options = dict(limit=limit, seed=seed, prompts=[tokens])
+        options = dict(limit=limit, seed=length, prompts=[tokens])
         state, _ = loops.begin(sampler, after, logits, [1], **options)
-        draft = loops.lookup([tokens], recent=16)
         jaxkv.decode(loop, sampler, None, after, state, [1], steps=4)
-        loops.speculate(loop, draft, sampler, None, after, state, [1], steps=4)
-        cut, _ = jaxkv.seq_rm(after, 0, len(tokens) // 2)
-        return cut
+        jaxkv.seq_rm(after, 0, length // 2)
 
-    loops.warm_up(loop, None, memory, ubatch_size=4, longest=LONGEST)
-    text([1, 2], 0, 0)
-    with counting(traces=True) as heard:
-        for length in range(1, LONGEST + 1):
-            text(list(range(length)), length, 2)
+    loops.warm_up(loop, None, memory, ubatch_size=4, longest=21)
+    text(2, limit=0)
+    return lambda: [text(length) for length in range(1, 22)]
+
+
+def store(kind):
+    """In a loop of one's own; the second text is longer than any before, and copied twice."""
+    memory = kind.make()
+    kept = prefix.make_store(memory, holders=[kind.sequences - 1])
+    memory = loops.warm_up(forward, None, memory, ubatch_size=4, longest=9)
+    memory = prefix.warm_up(memory, kept)
+
+    def use(memory=memory, kept=kept):
+        for text in ([1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [5]):
+            memory, kept, found = prefix.reuse(memory, kept, text, 0)
+            batch = make_batch(text[found.length :])
+            memory, _ = jaxkv.prefill(forward, None, memory, batch, ubatch_size=4)
+            memory, kept, _ = prefix.remember(memory, kept, text, 0)
+        memory, kept = prefix.evict(memory, kept, cells=0)
+        assert jaxkv.used(memory) == 1
+
+    return use
+
+
+def engine():
+    """Prompts that begin alike, and one that is longer than any before."""
+    memory = POOL.make()
+    kept = prefix.make_store(memory, holders=[2, 3])
+    made = Engine(forward, None, memory, stop=[5], chunk=8, steps=4, store=kept)
+    made.warm_up()
+
+    def use():
+        common = [9, 8, 7, 6, 5, 4, 3, 2]
+        for prompts in ([[*common, i] for i in range(4)], [[*common, *range(12)]]):
+            for prompt in prompts:
+                made.submit(Request(prompt=prompt, limit=3))
+            assert len(list(made.results())) == len(prompts)
+
+    return use
+
+
+WARMED: dict[str, Callable] = {
+    "prompts-streams": partial(prompts, SPLIT),
+    "prompts-hybrid": partial(prompts, TWO),
+    "longest": longest,
+    "store": partial(store, SMALL),
+    "store-streams": partial(store, replace(SPLIT, cells=12)),
+    "store-groups": partial(store, GROUPS),
+    "engine": engine,
+}
+QUICK = ["prompts-streams", "longest", "store", "store-groups", "engine"]
+
+
+@pytest.mark.parametrize("what", mostly_nightly(WARMED, few=QUICK))
+def test_warm_up_leaves_nothing_to_compile(what):
+    use = WARMED[what]()
+    with counting(traces=what.startswith(("prompts", "longest"))) as heard:
+        use()
     assert heard() == 0
 
 
-@pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=lambda kind: kind.name)
-def test_other_searches_and_slides_compile_nothing(kind):
-    """Other prompts, fills, sequences, penalties and numbers of tokens are values."""
-    memories = [filled(*counts, kind=kind) for counts in ((4, 1), (3, 2), (5, 2), (2, 2))]
-
-    def all_of_it(memory, sequences, penalty, keep):
-        logits = jnp.arange(VOCABULARY)[None] * jnp.float32(penalty)
-        options = dict(width=2, steps=3, stop=[1], sequences=sequences, penalty=penalty)
-        loops.beam(think_with, None, memory, logits, **options)
-        loops.slide(memory, sequences[0], keep=keep, drop=1)
-        loops.extend(memory, sequences[0], 0, group=2, width=2)
-
-    all_of_it(memories[0], [0, 2], 0.5, 0)
-    with counting(traces=True) as heard:
-        for memory, sequences in zip(memories[1:], ([1, 0], [0, 1], [0, 2]), strict=True):
-            all_of_it(memory, sequences, 0.1 * sequences[1], 1)
-    assert heard() == 0
+def test_warm_up_more_sequences_than_tokens_donated():
+    memory = filled(2, 3, kind=SPLIT)
+    given = jax.tree.map(jnp.copy, memory)
+    warm = loops.warm_up(forward, None, given, ubatch_size=2, sequences=(0, 1, 2), donate=True)
+    assert_identical(warm, memory)
+    assert all(one.is_deleted() for one in jax.tree.leaves(jaxkv.split(given)[1]))

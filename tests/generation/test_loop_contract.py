@@ -1,0 +1,183 @@
+"""What holds for every loop: what it gives up, and that it may be a part of any program."""
+
+from functools import partial
+from operator import itemgetter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import loops, make_batch, prefix
+from tests.cases import in_lanes
+from tests.generation.tiny import BEST, buffers_of, ends, forward, load
+from tests.memories import SPLIT, VOCABULARY, assert_identical, filled
+
+LOGITS = jnp.sin(jnp.arange(VOCABULARY, dtype=jnp.float32))[None]
+BATCH = make_batch([1, 2, 3, 4, 5, 6])
+TEXT = [1, 2, 3]
+
+
+def prefilled(memory, **options):
+    return jaxkv.prefill(forward, None, memory, BATCH, ubatch_size=4, **options)
+
+
+def decoded(memory, **options):
+    state = loops.start(memory, [3], limit=2)
+    memory, state, picked = jaxkv.decode(forward, BEST, None, memory, state, steps=3, **options)
+    return memory, picked, state.left
+
+
+def speculated(memory, **options):
+    draft, state = loops.lookup([[1, 2, 1, 2]], recent=8), loops.start(memory, [1], limit=5)
+    run = partial(loops.speculate, forward, draft, BEST, None)
+    memory, state, _, made = run(memory, state, steps=6, **options)
+    return memory, made, state.left
+
+
+def searched(memory, **options):
+    options |= dict(width=2, steps=3, stop=[4])
+    return loops.beam(forward, None, memory, LOGITS, **options)
+
+
+def held(memory, tokens, seq):
+    return jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch(tokens, sequences=seq)))
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """A store with a text in stream 1, which is copied to other streams, and its memory."""
+    memory = held(SPLIT.make(), TEXT, 0)
+    store = prefix.make_store(memory, holders=[1])
+    return prefix.remember(memory, store, TEXT, 0)[:2]
+
+
+LOOPS = {"prefill": prefilled, "decode": decoded, "speculate": speculated, "beam": searched}
+
+
+def assert_gives_up(call, memory):
+    """Only a call that is told to takes the buffers; it returns what it returns without."""
+    before = jax.tree.map(np.array, memory)
+    given = jax.tree.map(jnp.copy, memory)
+    wanted = call(memory)
+    assert_identical(memory, before)
+    assert_identical(call(given, donate=True), wanted)
+    assert all(one.is_deleted() for one in buffers_of(given))
+    assert_identical(jaxkv.split(given)[0], jaxkv.split(before)[0])
+    with pytest.raises(ValueError, match="buffers were donated"):
+        call(given)
+
+
+@pytest.mark.parametrize("loop", in_lanes(LOOPS, fast=["prefill"], core=[*LOOPS][1:]))
+def test_loop_donated_memory_same_result(loop):
+    assert_gives_up(LOOPS[loop], filled(2, 1))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("verb", ["reuse", "remember"])
+def test_store_donated_memory_same_result(verb, kept):
+    memory, store = kept
+    memory = held(memory, [4, 5], 2)
+    cases = {"reuse": ([*TEXT, 4], 0), "remember": ([4, 5], 2)}
+
+    def call(memory, **options):
+        return getattr(prefix, verb)(memory, store, *cases[verb], **options)[0]
+
+    assert_gives_up(call, memory)
+
+
+def assert_same(found, wanted):
+    """What a traced loop returns is what it returns outside of a program, but for padded logits."""
+    (after, made, *rest), (memory, others, *_) = found, wanted
+    assert_identical(jaxkv.split(after)[0], jaxkv.split(memory)[0])
+    if isinstance(made, jax.Array):
+        made = made[: len(others)]
+        assert rest[0]  # ok
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), made, others)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loop_in_jit_same_result_without_host(loop):
+    inside = jax.jit(LOOPS[loop]).lower(filled(2, 1))
+    assert_same(inside.compile()(filled(2, 1)), LOOPS[loop](filled(2, 1)))
+    text = inside.as_text()
+    assert "callback" not in text and "infeed" not in text
+
+
+@pytest.mark.core
+def test_prefill_in_jit_refused_returns_memory():
+    inside = jax.jit(lambda m, t: jaxkv.prefill(forward, None, m, make_batch(t)))
+    after, _, ok = inside(filled(4), jnp.ones(9, jnp.int32))
+    assert not ok
+    assert_identical(after, filled(4))
+
+
+@pytest.mark.core
+def test_speculate_in_scan_carries_all_that_it_returns():
+    memory, state = filled(4), loops.start(filled(4), [1])
+
+    def turn(carry, _):
+        memory, state, draft = carry
+        *carry, made = loops.speculate(forward, draft, BEST, None, memory, state, steps=3)
+        return tuple(carry), made.tokens[0]
+
+    begun = memory, state, loops.lookup([[1, 2, 1, 2]], recent=8)
+    (after, _, _), tokens = jax.lax.scan(turn, begun, length=2)
+    for made in tokens:
+        memory, state, wanted = jaxkv.decode(forward, BEST, None, memory, state, steps=3)
+        assert made.tolist() == wanted.tokens[0].tolist()
+    assert ends(after, [0]) == ends(memory, [0])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loop", ["prefill", "beam"])
+def test_loop_in_vmap_same_result(loop):
+    """Outside of `jit`, over several memories."""
+    memories = [filled(2, 3), filled(4, 1)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
+    together = jax.vmap(LOOPS[loop])(stacked)
+    for i, memory in enumerate(memories):
+        assert_same(jax.tree.map(itemgetter(i), together), LOOPS[loop](memory))
+
+
+@pytest.mark.nightly
+def test_beam_score_derivative_is_that_of_softmax():
+    """Forwards: a loop whose length depends on data cannot be run backwards."""
+
+    def score(row):
+        return loops.beam(forward, None, filled(2, 1), row, width=2, steps=2)[1].scores[0]
+
+    value, slope = jax.jvp(score, (LOGITS,), (jnp.eye(VOCABULARY)[:1],))
+    _, beams = loops.beam(forward, None, filled(2, 1), LOGITS, width=2, steps=2)
+    wanted = (beams.tokens[0, 0] == 0) - jax.nn.softmax(LOGITS[0])[0]
+    assert value == beams.scores[0]
+    np.testing.assert_allclose(slope, wanted, atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_prefill_derivative_same_in_jit():
+    """Outside of `jit` a refusal is raised, and no `ok` is returned."""
+    model = load("llama_tied")
+    memory = model.make_memory(cells=32)
+
+    def loss(weights):
+        _, logits, *ok = jaxkv.prefill(model.forward, weights, memory, make_batch([7, 3, 11]))
+        return jnp.sum(logits[0] ** 2), ok
+
+    slope = jax.value_and_grad(loss, has_aux=True)
+    (value, (ok,)), slopes = jax.jit(slope)(model.weights)
+    assert np.isfinite(value) and ok and all(map(jnp.any, jax.tree.leaves(slopes)))
+    (plain, none), others = slope(model.weights)
+    assert none == []
+    np.testing.assert_allclose(value, plain, rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), slopes, others)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_prefill_refused_leaves_memory(donate):
+    memory = jax.tree.map(jnp.copy, filled(4))
+    with pytest.raises(jaxkv.RefusedError, match="NO_ROOM"):
+        jaxkv.prefill(forward, None, memory, make_batch([1] * 99), ubatch_size=4, donate=donate)
+    assert_identical(memory, filled(4))

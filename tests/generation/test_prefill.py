@@ -1,0 +1,131 @@
+"""Prompts: their logits, plans that are made already, and how long programs of models live."""
+
+import gc
+import weakref
+from functools import cache, partial
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+import models
+from jaxkv import loops, make_batch
+from jaxkv.loops import programs
+from tests.cases import in_lanes
+from tests.generation.tiny import BEST, CLOSE, DATA, ends, forward, load
+from tests.memories import assert_identical, filled
+
+MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
+TOKENS = np.array([7, 3, 11, 5, 2, 9, 13, 4, 6, 1, 8], np.int32)
+BATCH = make_batch(TOKENS, outputs=np.ones(len(TOKENS), bool))
+
+
+@cache
+def whole(name):
+    """Logits after each token of a text, all computed at once in a step written by hand."""
+    model = load(name)
+    memory = model.make_memory(cells=32)
+    (ubatch,) = jaxkv.init_batch(memory, BATCH).check().ubatches
+    step = jax.jit(lambda w, m, u: model.forward(w, jaxkv.apply(m, u), u))
+    return np.asarray(step(model.weights, memory, ubatch)[1])[: len(TOKENS)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["plain", "compiled", "applies the ubatch itself"])
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_in_parts_gives_logits_of_the_whole(name, kind):
+    model = load(name)
+    run = {
+        "plain": model.forward,
+        "compiled": jax.jit(model.forward),
+        "applies the ubatch itself": lambda w, m, u: model.forward(w, jaxkv.apply(m, u), u),
+    }[kind]
+    memory = model.make_memory(cells=32)
+    after, logits = jaxkv.prefill(run, model.weights, memory, BATCH, ubatch_size=4)
+    np.testing.assert_allclose(logits, whole(name), **CLOSE)
+    assert ends(after, [0]) == [len(TOKENS) - 1] and ends(memory, [0]) == [-1]
+
+
+@pytest.mark.core
+def test_prefill_with_plan_does_not_plan_again():
+    """What admission has planned is carried out; a stale plan is not."""
+    memory, batch = filled(2), make_batch([1, 2, 3, 4, 5], sequences=1)
+    plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
+    wanted = jaxkv.prefill(forward, None, memory, batch, ubatch_size=4)
+    after, logits = jaxkv.prefill(forward, None, memory, batch, plan=plan)
+    assert_identical((after, logits), wanted)
+    for memory_, batch_, options, error, message in [
+        (after, batch, dict(plan=plan), ValueError, "got a stale one: plan again"),
+        (memory, make_batch([1, 2]), dict(plan=plan), ValueError, "of the batch's 2 tokens, got"),
+        (memory, make_batch([[1], [2] * 5]), dict(plan=plan), ValueError, "6 tokens, got one of 5"),
+        (memory, None, dict(plan=plan), TypeError, "wanted a batch, .* got .*NoneType"),
+        (memory, batch, dict(plan="x"), TypeError, "wanted a plan, init_batch makes it, got .*str"),
+        (memory, batch, dict(plan=plan, ubatch_size=4), ValueError, "got both"),
+    ]:
+        with pytest.raises(error, match=message):
+            jaxkv.prefill(forward, None, memory_, batch_, **options)
+
+
+# ---- programs
+
+
+class Shifted:
+    """A model with a method, whose logits are those of `forward` and a number."""
+
+    def __init__(self, by=0):
+        self.by = by
+
+    def run(self, weights, memory, ubatch):
+        memory, logits = forward(weights, memory, ubatch)
+        return memory, logits + self.by
+
+
+@pytest.fixture
+def collected_soon():
+    """Let garbage be looked for in what the test makes, not in all that JAX holds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.core
+def test_program_dies_with_its_function(collected_soon):
+    """A method, a lambda, a partial and a compiled function; all give the same logits."""
+    _, wanted = jaxkv.prefill(forward, None, filled(4), make_batch([1, 2]))
+    before = len(programs._kept)
+    shifted, others = Shifted(), [lambda *args: forward(*args), partial(forward)]
+    others.append(jax.jit(others[0]))
+    for one in (*others, shifted.run):
+        memory, logits = jaxkv.prefill(one, None, filled(4), make_batch([1, 2]))
+        np.testing.assert_allclose(logits, wanted, atol=1e-5)
+    jaxkv.decode(shifted.run, BEST, None, memory, loops.start(memory, [1]), steps=1)
+    dead = [weakref.ref(each) for each in (shifted, *others)]
+    assert len(programs._kept) == before + 5  # for a prompt of each, and a loop
+    del shifted, others, one
+    gc.collect()
+    assert [ref() for ref in dead] == [None] * 4
+    assert len(programs._kept) == before
+
+
+@pytest.mark.parametrize("name", in_lanes(MODELS, fast=[], core=MODELS[:1]))
+def test_weights_of_a_model_die_with_it(name, collected_soon):
+    model = models.load(DATA / name)
+    jaxkv.prefill(model.forward, model.weights, model.make_memory(cells=8), make_batch([1]))
+    dead = [weakref.ref(one) for one in (model, model.forward, *jax.tree.leaves(model.weights))]
+    del model
+    gc.collect()
+    assert not any(ref() is not None for ref in dead)
+
+
+def test_step_of_dead_function_raises():
+    step = loops.step_of(lambda *args: forward(*args))
+    (ubatch,) = jaxkv.init_batch(filled(4), make_batch([1])).ubatches
+    with pytest.raises(ReferenceError, match="is gone: keep it"):
+        step(None, *jaxkv.split(filled(4)), ubatch)
+
+
+def test_prefill_methods_of_two_objects_differ():
+    shifts = [Shifted(0), Shifted(1)]
+    one, two = (jaxkv.prefill(each.run, None, filled(4), make_batch([1, 2]))[1] for each in shifts)
+    np.testing.assert_allclose(two, one + 1, atol=1e-5)

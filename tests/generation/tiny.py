@@ -1,0 +1,71 @@
+"""What the tests of loops share: tiny models as loops call them, and readings of results."""
+
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+import models
+from jaxkv import make_batch
+from jaxkv.loops.sampling import make_sampler
+from tests.memories import think
+
+DATA = Path(__file__).parent.parent / "data"
+BEST = make_sampler()
+CLOSE = dict(rtol=0, atol=2e-4)
+CHANCES = np.random.default_rng(1).dirichlet(np.ones(4), size=(2, 4)).astype(np.float32)
+
+load = cache(lambda name: models.load(DATA / name))
+
+
+def forward(weights, memory, ubatch):
+    """A tiny transformer; it applies the ubatch once more, which does no harm."""
+    del weights
+    return think(memory, ubatch)
+
+
+def by_table(weights, memory, ubatch):
+    """Say the chances of a table, `[4, 4]`, that each token comes after the last one."""
+    x = jnp.zeros((*ubatch.valid.shape, 1, 1))
+    memory, _ = jaxkv.attend(memory, 0, ubatch, x, x, x)
+    return memory, jnp.log(weights)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
+
+
+def table_memory(texts, *, each=1):
+    """A memory of `by_table` in which each text has a stream of some sequences, and a token."""
+    memory = jaxkv.make_kv_cache(
+        layers=1, cells=16, kv_heads=1, head_dim=1, sequences=each * texts, streams=texts
+    )
+    batch = make_batch([[0]] * texts, sequences=np.arange(0, each * texts, each))
+    return jaxkv.prefill(by_table, CHANCES[0], memory, batch)[0]
+
+
+def buffers_of(memory):
+    return jax.tree.leaves(jaxkv.split(memory)[1])
+
+
+def ends(memory, sequences):
+    """The last position of each sequence."""
+    return jaxkv.seq_pos_max(memory, sequences).tolist()
+
+
+def texts(made):
+    """The tokens of each text, without what pads them."""
+    return [row[row >= 0].tolist() for row in np.asarray(made.tokens)]
+
+
+def assert_sound(memory):
+    assert not sum(map(int, jaxkv.check_invariants(memory).values()))
+
+
+def assert_chances(found, count, temperature=1.0):
+    """Counted texts of three tokens, `[4, 4, 4]`, have the chances of `by_table`: chi-square."""
+    chances = CHANCES[0] ** (1 / temperature)
+    chances = chances / chances.sum(axis=1, keepdims=True)
+    wanted = count * chances[0][:, None, None] * chances[:, :, None] * chances[None]
+    assert found.sum() == count
+    statistic = ((found - wanted) ** 2 / wanted).sum()
+    assert statistic < 106  # the 99.95 % point of 63 degrees of freedom is 106.4

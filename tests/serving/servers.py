@@ -1,0 +1,240 @@
+"""What tests of servers share: requests, what each says alone, engines, and a server by hand."""
+
+import random
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import loops, make_batch, prefix
+from jaxkv.loops.batching import Engine, Finish, Request, Rule
+from jaxkv.loops.sampling import OPTIONS, Filters, constrained
+from jaxkv.prefix import Miss
+from tests.memories import VOCABULARY, Kind, think
+
+DATA = Path(__file__).parent.parent / "data"
+POOL = Kind("pool", cells=24, sequences=4)
+STREAMS = Kind("streams", cells=12, sequences=4, streams=4)
+ROOMY = Kind("roomy", cells=64, sequences=6)
+GROUPS = Kind("groups", cells=48, sequences=6, streams=2)
+ALONE = Kind("alone", cells=64, sequences=1)
+STOP = [5]
+RULE = Rule(  # what may come next depends on all tokens so far
+    first=0,
+    allowed=lambda state: jnp.arange(VOCABULARY) % 3 == state,
+    advance=lambda state, token: (state + token + 1) % 3,
+)
+
+
+def forward(weights, memory, ubatch):
+    del weights
+    return think(memory, ubatch)
+
+
+def tokens(count, seed=0, vocabulary=VOCABULARY):
+    return np.random.default_rng(seed).integers(0, vocabulary, count).tolist()
+
+
+# ---- requests
+
+
+def mixed(count, *, seed=0, most=12):
+    """Requests of many lengths, some greedy, each with a seed and some with a stop of their own."""
+    rng = random.Random(seed)
+    made = []
+    for i in range(count):
+        length = rng.randint(1, most - 4)
+        sampling = dict(temperature=rng.choice([0.8, 1.5])) if i % 2 else {}
+        if i % 4 == 3:
+            sampling |= dict(top_k=5, top_p=0.9, min_p=0.05)
+        made.append(
+            Request(
+                prompt=[rng.randrange(VOCABULARY) for _ in range(length)],
+                limit=rng.randint(1, most - length),
+                stop=[rng.randrange(VOCABULARY)] if i % 3 == 0 else (),
+                seed=i,
+                sampling=sampling,
+                tag=i,
+            )
+        )
+    return made
+
+
+def begun_alike(requests, *, most):
+    """Requests whose prompts begin with more or less of one text."""
+    lengths = [0, 30, 9, 28] * len(requests)
+    return [
+        replace(one, prompt=tokens(length, 99)[: most - len(one.prompt)] + one.prompt)
+        for one, length in zip(requests, lengths, strict=False)
+    ]
+
+
+@cache
+def in_one_piece(model):
+    """A prompt in a memory of one sequence: one program for all lengths."""
+
+    @jax.jit
+    def fed(weights, memory, tokens, valid):
+        return jaxkv.prefill(model, weights, memory, make_batch(tokens, valid=valid))
+
+    return fed
+
+
+def alone(request, *, model=forward, weights=None, memory=None, stop=STOP, last_n=64):
+    """A text by the loops themselves, in a memory of its own: tokens, log-probabilities, reason."""
+    memory = ALONE.make() if memory is None else memory
+    stop = np.array([*stop, *request.stop] + [-1] * (2 - len(stop) - len(request.stop)), np.int32)
+    # Filters that are there and off: one program for all requests.
+    filters = {
+        name: option.dtype(request.sampling.get(name, option.off))
+        for name, option in OPTIONS.items()
+    }
+    sampler = Filters(**filters, last_n=last_n)
+    if request.rule_state is not None:
+        rule = dict(allowed=RULE.allowed, advance=RULE.advance)
+        sampler = constrained(sampler, first=jnp.int32(request.rule_state), **rule)
+    tokens, valid = np.zeros((1, 48), np.int32), np.zeros((1, 48), bool)
+    tokens[0, : len(request.prompt)], valid[0, : len(request.prompt)] = request.prompt, True
+    memory, logits, ok = in_one_piece(model)(weights, memory, tokens, valid)
+    assert ok
+    recent = np.full((1, 64), -1)
+    recent[0, 64 - len(request.prompt) :] = request.prompt
+    options = dict(limit=request.limit, seed=[request.seed], sequences=[0], prompts=recent)
+    state, first = loops.begin(sampler, memory, logits[:1], stop, **options)
+    _, state, rest = jaxkv.decode(model, sampler, weights, memory, state, stop, steps=40)
+    tokens, logprobs = (
+        np.concatenate([np.asarray(a)[0], np.asarray(b)[0]])
+        for a, b in zip(first, rest, strict=True)
+    )
+    logprobs, tokens = logprobs[tokens >= 0], tokens[tokens >= 0]
+    reason = Finish.STOP if tokens[-1] in stop else Finish.LENGTH
+    return tokens, logprobs, reason
+
+
+def assert_as_alone(results, requests, **options):
+    for result, request in zip(results, requests, strict=True):
+        tokens, logprobs, reason = alone(request, **options)
+        assert result.tokens.tolist() == tokens.tolist(), request
+        assert result.reason == reason and result.request.tag == request.tag
+        np.testing.assert_allclose(result.logprobs, logprobs, atol=2e-4)
+
+
+# ---- engines
+
+
+def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
+    """An engine, with a store if there are holders."""
+    memory = kind.make()
+    store = holders and prefix.make_store(memory, holders=holders, cells=cells)
+    options = dict(stop=STOP, chunk=8, steps=4, store=store) | options
+    return Engine(model, None, memory, **options)
+
+
+@cache
+def warm(kind, **options):
+    """An engine that is warm, and empty whenever a test ends."""
+    engine = engine_of(kind, **options)
+    engine.warm_up()
+    return engine
+
+
+def run(engine, requests):
+    """Run requests; results by the place of each request."""
+    ids = [engine.submit(request) for request in requests]
+    found = {result.id: result for result in engine.results()}
+    assert sorted(found) == ids
+    return [found[one] for one in ids]
+
+
+def ask(engine, prompt, limit=1, **options):
+    (result,) = run(engine, [Request(prompt=prompt, limit=limit, **options)])
+    return result
+
+
+def kept(engine):
+    """The texts of the store, the least recently used first."""
+    return [text.tokens.tolist() for text in engine.store.texts]
+
+
+def placed(engine):
+    """How many requests have a sequence."""
+    return sum(one is not None for one in engine._schedule._placed)
+
+
+def assert_only_kept(engine):
+    """Nothing but the store's texts is left, if there is a store."""
+    held = prefix.held(engine.memory, engine.store) if engine.store else 0
+    assert jaxkv.used(engine.memory) == held and not engine.busy
+    assert not sum(jaxkv.check_invariants(engine.memory).values())
+
+
+# ---- a store without an engine
+
+
+def states(rollback=0):
+    return jaxkv.make_recurrent_cache(
+        layers=1, states={"x": ((), jnp.float32)}, sequences=6, rollback=rollback
+    )
+
+
+def told(memory, tokens, seq):
+    """Apply tokens four at a time, so that few shapes are planned."""
+    for start in range(0, len(tokens), 4):
+        part = list(tokens[start : start + 4])
+        valid = np.arange(4) < len(part)
+        batch = make_batch(part + [0] * (4 - len(part)), sequences=seq, valid=valid)
+        for ubatch in jaxkv.init_batch(memory, batch).check().ubatches:
+            memory = jaxkv.apply(memory, ubatch)
+    return memory
+
+
+@dataclass
+class Server:
+    """A memory with a store, and how many tokens it was told."""
+
+    memory: Any
+    store: prefix.Store
+    computed: int = 0
+    tell: Any = field(default=told)
+
+    def ask(self, tokens, seq=0):
+        """Reuse what there is of a prompt and compute the rest."""
+        self.memory, self.store, found = prefix.reuse(self.memory, self.store, tokens, seq)
+        self.go_on(tokens[found.length :], seq)
+        return found
+
+    def go_on(self, tokens, seq=0):
+        self.memory = self.tell(self.memory, tokens, seq)
+        self.computed += len(tokens)
+
+    def remember(self, tokens, seq=0):
+        self.memory, self.store, miss = prefix.remember(self.memory, self.store, tokens, seq)
+        return miss
+
+    def forget(self, seq=0):
+        self.memory, _ = jaxkv.seq_rm(self.memory, seq)
+
+    @property
+    def held(self):
+        return prefix.held(self.memory, self.store)
+
+    @property
+    def texts(self):
+        """What is held, the least recently used first, as lists."""
+        return [text.tokens.tolist() for text in self.store.texts]
+
+
+def serving(memory, holders, *texts, cells=None, **options):
+    """A server that holds texts, each told anew, and nothing else."""
+    server = Server(memory, prefix.make_store(memory, holders=holders, cells=cells), **options)
+    for text in texts:
+        server.ask(text)
+        assert server.remember(text) is Miss.NONE
+    server.forget()
+    server.computed = 0
+    return server
