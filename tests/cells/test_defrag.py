@@ -3,72 +3,26 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxkv
+from tests import hlo
+from tests.cells.pools import noisy, texts_of
+from tests.memories import Kind, assert_identical, drawing, drawn
+
+core = pytest.mark.core
+POOL = Kind("pool", cells=24, sequences=2)
 
 
-def holed(keep, *, cells=24, sequences=2):
-    """A cache filled to the brim, of which the cells in `keep` stay; each key tells its token."""
-    memory = jaxkv.make_kv_cache(layers=2, cells=cells, kv_heads=2, head_dim=4, sequences=sequences)
-    half = cells // 2
-    batch = jaxkv.make_batch([list(range(half)), list(range(cells - half))])
-    plan = jaxkv.init_batch(memory, batch, ubatch_size=cells)
-    (ubatch,) = plan.ubatches
-    cell = np.arange(cells, dtype=np.int32)
-    kept = np.isin(cell, [*keep])
-    return forget(marked(memory, ubatch), cell // half, cell % half, ~kept)
+def holed(keep, kind=POOL):
+    """A memory of which the cells in `keep` are used, the first half of the cells by sequence 0."""
+    half = kind.cells // 2
+    cells = [f"{i % half}{{{i // half}}}" if i in keep else "." for i in range(kind.cells)]
+    return noisy(" ".join(cells), kind)
 
 
-@jax.jit
-def marked(memory, ubatch):
-    """Run a ubatch whose keys and values tell their tokens."""
-    memory = jaxkv.apply(memory, ubatch)
-    for layer in (0, 1):
-        mark = (ubatch.positions + 1000 * ubatch.sequences + 5000 * layer)[..., None, None]
-        keys = jnp.broadcast_to(mark.astype(jnp.float32), (*ubatch.valid.shape, 2, 4))
-        memory, _ = jaxkv.attend(memory, layer, ubatch, keys, keys, -keys)
-    return memory
-
-
-@jax.jit
-def forget(memory, sequences, positions, gone):
-    """Remove one position after another, where they are to go: one program for every pattern."""
-
-    def one(table, where):
-        seq, start, gone = where
-        memory, _ = jaxkv.seq_rm(jaxkv.join(table, buffers), seq, start, start + gone)
-        return jaxkv.split(memory)[0], None
-
-    table, buffers = jaxkv.split(memory)
-    table, _ = jax.lax.scan(one, table, (sequences, positions, gone))
-    return jaxkv.join(table, buffers)
-
-
-def content(memory):
-    """What is held, wherever it lies: position, owners and the marks of its keys and values."""
-    table, buffers = jax.tree.map(np.asarray, (memory.table, memory.buffers))
-    there = np.flatnonzero(table.position[0] >= 0)
-    return sorted(
-        (
-            int(table.position[0, c]),
-            int(table.owners[0, 0, c]),
-            *(
-                float(x[0, h, c, d])
-                for x in (*buffers.k, *buffers.v)
-                for h in (0, 1)
-                for d in (0, 3)
-            ),
-        )
-        for c in there
-    )
-
-
-def compact(memory):
-    taken = np.asarray(memory.table.position[0]) >= 0
-    return taken[: taken.sum()].all()
+def is_compact(memory):
+    return "." not in drawing(memory).split()
 
 
 PATTERNS = {
@@ -82,90 +36,61 @@ PATTERNS = {
 }
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(
-    "max_moves", [2, *(pytest.param(most, marks=pytest.mark.core) for most in (None, 1))]
-)
-@pytest.mark.parametrize("name", PATTERNS)
-def test_repeated_until_there_is_nothing_to_move_no_gap_is_left(name, max_moves):
-    memory = holed(PATTERNS[name])
-    before, rounds = content(memory), 0
-    while (plan := jaxkv.defrag_plan(memory, max_moves=max_moves)).count.any():
-        memory = jaxkv.apply(memory, plan)
-        assert content(memory) == before
-        assert not any(jaxkv.check_invariants(memory).values())
-        rounds += 1
-        assert rounds <= 24
-    assert compact(memory)
-    if max_moves is None:
-        assert rounds <= 1
-    assert jaxkv.apply(memory, plan) is memory  # nothing to do costs nothing
+@pytest.mark.parametrize("max_moves", [2, *(pytest.param(most, marks=core) for most in (None, 1))])
+def test_defrag_repeated_closes_all_gaps(max_moves):
+    for keep in PATTERNS.values():
+        memory = holed(keep)
+        before, rounds = texts_of(memory), 0
+        while (plan := jaxkv.defrag_plan(memory, max_moves=max_moves)).count.any():
+            memory = jaxkv.apply(memory, plan)
+            assert texts_of(memory) == before
+            assert not any(jaxkv.check_invariants(memory).values())
+            rounds += 1
+            assert rounds <= (1 if max_moves is None else 24)
+        assert is_compact(memory)
+        assert jaxkv.apply(memory, plan) is memory  # nothing to do costs nothing
 
 
-@pytest.mark.core
-def test_runs_are_merged_and_come_from_the_end():
-    memory = holed({0, 3, 4, 5, 10, 11, 12})
-    plan = jaxkv.defrag_plan(memory)
-    moves = [
-        tuple(int(x[0, i]) for x in (plan.source, plan.destination, plan.length))
-        for i in range(int(plan.count[0]))
-    ]
-    assert moves == [(12, 6, 1), (10, 1, 2)]
+def test_defrag_plan_merges_runs_and_begins_at_the_end():
+    plan = jaxkv.defrag_plan(holed({0, 3, 4, 5, 10, 11, 12}), max_moves=2)
+    moves = [x[0, :2].tolist() for x in (plan.source, plan.destination, plan.length)]
+    assert plan.count[0] == 2 and moves == [[12, 10], [6, 1], [1, 2]]
 
 
-@pytest.mark.core
-def test_more_cells_than_a_chunk_move():
-    memory = holed(range(0, 1200, 2), cells=1200)
-    before = content(memory)
-    memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
-    assert compact(memory) and content(memory) == before
+@core
+def test_defrag_moves_more_cells_than_a_chunk():
+    memory = holed(range(0, 1200, 2), Kind("long", cells=1200, sequences=2))
+    after = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
+    assert is_compact(after) and texts_of(after) == texts_of(memory)
 
 
-@pytest.mark.core
-def test_a_plan_whose_cells_have_changed_changes_nothing():
+def test_defrag_of_another_table_changes_nothing():
     memory = holed({0, 5, 15})
-    plan = jaxkv.defrag_plan(memory)
+    plan = jaxkv.defrag_plan(memory, max_moves=2)
     other, _ = jaxkv.seq_rm(memory, 1, 3, 4)  # cell 15, a source
-    filled = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([1] * 8)))
-    for table in (other, filled):
-        after = jaxkv.apply(table, plan)
-        for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(table), strict=True):
-            np.testing.assert_array_equal(a, b)
+    filled = drawn("0{0} 1{0} . . . 5{0} . . . . . . . . . 3{1}", POOL)
+    for edited in (other, filled):
+        assert_identical(jaxkv.apply(edited, plan), edited)
 
 
-@pytest.mark.core
-def test_pending_shifts_move_with_their_cells():
-    memory = holed({0, 5})
-    memory = jaxkv.seq_add(memory, 0, 5, -1, 2)
-    memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
-    assert memory.table.position[0, :3].tolist() == [0, 7, -1]
-    assert memory.table.shift[0, :3].tolist() == [0, 2, 0]
+def test_defrag_moves_pending_shifts_with_their_cells():
+    memory = drawn("0{0} . . 7{0}+2", POOL)
+    memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory, max_moves=2))
+    assert drawing(memory) == "0{0} 7{0}+2"
 
 
-def test_max_moves_below_one_is_refused():
+def test_defrag_plan_max_moves_below_one_raises():
     with pytest.raises(ValueError, match="max_moves of at least 1, got 0"):
-        jaxkv.defrag_plan(holed([]), max_moves=0)
+        jaxkv.defrag_plan(POOL.make(), max_moves=0)
 
 
-def large():
-    """The shapes of a cache whose keys of one layer are 8 MB."""
-    rope = jaxkv.make_rope(64)
-    make = partial(jaxkv.make_kv_cache, layers=4, cells=16384, kv_heads=2, head_dim=64, rope=rope)
-    return jax.eval_shape(make)
-
-
-def test_keys_are_moved_in_chunks_not_all_at_once():
-    """What a defrag holds beside its arguments does not grow with what it moves."""
-    memory = large()
-    plan = jax.eval_shape(jaxkv.defrag_plan, memory)
+@core
+@pytest.mark.parametrize("plan_of", [jaxkv.defrag_plan, jaxkv.init_update])
+def test_apply_moves_and_rotates_keys_in_chunks(plan_of):
+    """What it holds beside its arguments does not grow with what it moves."""
+    sizes = dict(layers=2, cells=16384, kv_heads=2, head_dim=64, rope=jaxkv.make_rope(64))
+    memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes))
+    plan = jax.eval_shape(plan_of, memory)
     compiled = jax.jit(jaxkv.apply, donate_argnums=0).lower(memory, plan).compile()
     one_layer = 16384 * 2 * 64 * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < one_layer / 2
-
-
-def test_an_update_rotates_in_chunks_not_all_at_once():
-    memory = large()
-    plan = jax.eval_shape(jaxkv.init_update, memory)
-    compiled = jax.jit(jaxkv.apply, donate_argnums=0).lower(memory, plan).compile()
-    one_layer = 16384 * 2 * 64 * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < one_layer / 2
+    assert hlo.temporary_bytes(compiled) < one_layer / 2

@@ -1,0 +1,53 @@
+"""Memories of four sequences in one stream, in two and in four, and what their sequences hold."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from tests.memories import Kind, cells_of, drawn, think
+
+ONE = Kind("one-stream", cells=24, sequences=4)
+TWO = Kind("two-streams", cells=12, sequences=4, streams=2)
+FOUR = Kind("four-streams", cells=8, sequences=4, streams=4)
+
+
+@cache
+def fed(kind, *lengths):
+    """A memory in which sequences 0, 1, 2 ... have so many tokens, 8 at most; none may donate it.
+
+    One program for texts of any lengths.
+    """
+    tokens = np.random.default_rng(0).integers(1, 9, (kind.sequences, 8))
+    valid = np.arange(8) < np.pad(lengths, (0, kind.sequences - len(lengths)))[:, None]
+    return _run_rows(kind.make(), tokens, valid)
+
+
+@jax.jit
+def _run_rows(memory, tokens, valid):
+    sequences = jnp.broadcast_to(jnp.arange(len(tokens))[:, None], tokens.shape)
+    batch = jaxkv.make_batch(tokens, sequences=sequences, valid=valid)
+    return think(memory, jaxkv.init_batch(memory, batch).ubatches[0])[0]
+
+
+def noisy(cells, kind):
+    """A memory from a drawing (`drawn`), whose cells all have other keys and values."""
+    table, buffers = jaxkv.split(drawn(cells, kind))
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(buffers))))
+    return jaxkv.join(
+        table, jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), buffers)
+    )
+
+
+def texts_of(memory):
+    """For each sequence the position, shift, keys and values of its tokens, sorted."""
+    table, buffers = jaxkv.split(memory)
+    arrays = [np.asarray(x) for x in (*buffers.k, *buffers.v)]
+    texts = [[] for _ in range(table.sequences)]
+    for (stream, cell), (position, owners, shift) in cells_of(table).items():
+        numbers = [x[stream, :, cell].tobytes() for x in arrays]
+        for seq in owners:
+            texts[seq].append((position, shift, *numbers))
+    return [sorted(text) for text in texts]
