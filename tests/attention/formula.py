@@ -1,0 +1,208 @@
+"""Attention written down in NumPy and float64, and arrays for it.
+
+P lists of T tokens look at S streams of N cells; the arrays are those of `jaxkv.ops.attention.api`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+
+from jaxkv.ops.attention.bias import OfPlaces
+from jaxkv.ops.attention.live import TILE
+from jaxkv.ops.attention.sight import Sight
+from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.latent import Latent
+from jaxkv.ops.quantised import decoded, encoded, zeros
+from jaxkv.ops.stacked import each_array, is_of_layer, part_of_all
+
+LAYER, LAYERS = 1, 3
+"""Of a stacked array of so many layers, the one that is looked at."""
+
+MOST = {"int8": 127, "float8_e4m3fn": 448}
+"""The largest code."""
+
+PLAIN = Options()
+
+
+def formula(
+    q: Any, k: Any, v: Any, mask: Any, options: Options = PLAIN, bias: Any = 0.0, xp: Any = np
+) -> Any:
+    """Attend; `[P, T, H, Dv]`, in float64, or with `xp=jax.numpy` in a form with derivatives.
+
+    k, v: `[P, K, N, D]` and `[P, K, N, Dv]`, those of the stream of each list, as numbers.
+    mask: `[P, T, N]` bool.
+    bias: broadcasts to `[P, H, T, N]`; hides a cell where it is -inf.
+    """
+    if xp is np:
+        q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    heads, size = q.shape[2:]
+    k, v = (xp.repeat(x, heads // k.shape[1], axis=1) for x in (k, v))
+    scale, cap = options.scale or size**-0.5, options.softcap
+    logits = xp.einsum("pthd,phnd->phtn", q, k) * scale
+    logits = (cap * xp.tanh(logits / cap) if cap else logits) + bias
+    sees = xp.broadcast_to(mask[:, None] & (bias != -np.inf), logits.shape)
+    sinks = xp.full(heads, -np.inf) if options.sinks is None else options.sinks
+    highest = xp.max(logits, axis=3, initial=-1e30, where=sees)
+    highest = xp.maximum(highest, sinks[None, :, None])
+    weights = xp.where(sees, xp.exp(xp.where(sees, logits - highest[..., None], 0.0)), 0.0)
+    total = weights.sum(3) + xp.exp(sinks[None, :, None] - highest)
+    weights = weights / xp.where(total == 0, 1.0, total)[..., None]
+    return xp.einsum("phtn,phnd->pthd", weights, v)
+
+
+def visible(sight: Sight) -> np.ndarray:
+    """Return which cells each token sees, `[P, T, N]` bool: by owner, position and window."""
+    streams, at = np.asarray(sight.streams), np.asarray(sight.at, np.int64)[..., None]
+    position = np.asarray(sight.position, np.int64)[streams][:, None]
+    owners = np.asarray(sight.owners)[streams]
+    owners = np.take_along_axis(owners, np.asarray(sight.word)[..., None], axis=1)
+    sees = owners & np.asarray(sight.bit)[..., None] != 0
+    if sight.until is not None:
+        sees &= position <= np.asarray(sight.until)[..., None]
+    elif sight.causal:
+        sees &= position <= at
+    if sight.window is None:
+        return sees
+    width = sight.window.width
+    inside = {
+        "sliding": position > at - width,
+        "chunked": position >= at // width * width,
+        "symmetric": abs(position - at) <= width // 2,
+    }
+    return sees & inside[sight.window.rule]
+
+
+def bias_between(sight: Sight) -> Any:
+    """Return the bias of a sight, in a shape that broadcasts to `[P, H, T, N]`."""
+    if isinstance(sight.bias, OfPlaces):
+        at, position = sight.at[:, None, :, None], sight.position[sight.streams][:, None, None]
+        position = jnp.where(visible(sight)[:, None], position, at)  # a number, with a derivative
+        return sight.bias.function(at, position, sight.bias.heads[None, :, None, None])
+    return 0.0 if sight.bias is None else sight.bias.swapaxes(1, 2)
+
+
+def numbers(stored: Any) -> jax.Array:
+    """Return keys or values of all streams, `[S, K, N, D]`, in whatever form they are stored."""
+    one = each_array(lambda x: x.all[LAYER::LAYERS] if is_of_layer(x) else x, stored)
+    return decoded(one)
+
+
+def coded(x: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the codes and scales of numbers `[..., D]`: a scale for each 128 numbers."""
+    x, most, codes, scales = np.asarray(x, np.float32), MOST[dtype], [], []
+    for first in range(0, x.shape[-1], 128):
+        group = x[..., first : first + 128]
+        scale = np.abs(group).max(-1, keepdims=True) * np.float32(1 / most)
+        scale[~np.isfinite(x).all(-1)] = np.nan
+        there = scale > 0
+        code = np.where(there, group, np.float32(0)) / np.where(there, scale, np.float32(1))
+        code = np.clip(np.rint(code) if dtype == "int8" else code, -most, most)
+        codes.append(code.astype(jnp.dtype(dtype)))
+        scales.append(scale)
+    return np.concatenate(codes, axis=-1), np.concatenate(scales, axis=-1)
+
+
+def rounded(x: Any, dtype: str) -> np.ndarray:
+    """Return what is read of numbers that were stored in 8 bits."""
+    codes, scales = coded(x, dtype)
+    return codes.astype(np.float32) * np.repeat(scales, 128, axis=-1)[..., : codes.shape[-1]]
+
+
+class Case(NamedTuple):
+    """What an implementation is given."""
+
+    q: jax.Array
+    k: Any
+    v: Any
+    sight: Sight
+
+    def wanted(self, options: Options = PLAIN) -> np.ndarray:
+        """Attend by the formula."""
+        keys = numbers(self.k)
+        values = self.v.of(keys) if isinstance(self.v, Latent) else numbers(self.v)
+        keys, values = (np.asarray(x)[np.asarray(self.sight.streams)] for x in (keys, values))
+        bias = np.asarray(bias_between(self.sight), np.float64)
+        return formula(self.q, keys, values, visible(self.sight), options, bias)
+
+
+def slope(weights: jax.Array, query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
+    """A bias with weights `[H]`: neither a number nor a derivative where a cell lies far ahead."""
+    return weights[head] * jnp.log1p((query - key).astype(jnp.float32))
+
+
+def places(weights: jax.Array) -> OfPlaces:
+    """The bias `slope` with weights `[H]`."""
+    return OfPlaces(function=Partial(slope, weights), heads=jnp.arange(len(weights)))
+
+
+def sight(
+    seed=0, *, streams=3, lists=None, tokens=3, cells=40, holes=0.3, last=60, bias=None, heads=4,
+    window=None, causal=True, until=False,
+) -> Sight:  # fmt: skip
+    """Make random tokens and cells: any positions, two words of owners, whole tiles empty.
+
+    The last token of the last list is padding. `bias`: "function", "array", "array of all heads".
+    """
+    rng = np.random.default_rng(seed)
+    lists = np.arange(streams) if lists is None else np.array(lists)
+    shape, run = (len(lists), tokens), TILE if cells > TILE else 8
+    owners = rng.integers(0, 8, (streams, 2, cells)).astype(np.uint32)
+    empty = np.repeat(rng.random((streams, -(-cells // run))) < holes, run, axis=1)[:, :cells]
+    owners[np.broadcast_to(empty[:, None], owners.shape)] = 0
+    bit = np.uint32(1) << rng.integers(0, 3, shape).astype(np.uint32)
+    bit[-1, -1] = 0
+    at = rng.integers(0, last, shape)
+    added = rng.normal(size=(*shape, heads, cells)).astype(np.float32)
+    added[rng.random(added.shape) < 0.2], added[0, 0, 0] = -np.inf, -np.inf
+    biases = {
+        "function": places(jnp.linspace(-1, 1, heads)),
+        "array": added,
+        "array of all heads": added[:, :, :1],
+    }
+    ahead = (at + rng.integers(-9, 1 if bias == "function" else 9, shape)).astype(np.int32)
+    return jax.tree.map(
+        jnp.asarray,
+        Sight(
+            position=rng.integers(0, last, (streams, cells)).astype(np.int32),
+            owners=owners,
+            streams=lists.astype(np.int32),
+            at=at.astype(np.int32),
+            word=rng.integers(0, 2, shape).astype(np.int32),
+            bit=bit,
+            window=window,
+            causal=causal,
+            all_streams=len(lists) == streams,
+            until=ahead if until else None,
+            bias=biases.get(bias),
+        ),
+    )
+
+
+def case(
+    seed=0, *, heads=4, groups=2, size=8, value_dim=None, dtype="float32", queries="float32",
+    factor=1.0, stacked=False, **options,
+) -> Case:  # fmt: skip
+    """Make random queries, keys and values for a random sight.
+
+    value_dim: the numbers of a value, or `Latent`.
+    factor: what queries are multiplied by.
+    """
+    rng = np.random.default_rng(seed)
+    looks = sight(seed, heads=heads, **options)
+    streams, cells = looks.position.shape
+    q = jnp.asarray(factor * rng.normal(size=(*looks.at.shape, heads, size)), queries)
+
+    def stored(numbers):
+        shape = (streams * (LAYERS if stacked else 1), groups, cells, numbers)
+        x = jnp.asarray(rng.normal(size=shape), jnp.float32)
+        like = zeros((1,), dtype)
+        x = encoded(x, like) if jnp.dtype(dtype).itemsize == 1 else x.astype(dtype)
+        return jax.tree.map(lambda y: part_of_all(y, LAYER, LAYERS), x) if stacked else x
+
+    k = stored(size)
+    return Case(
+        q, k, value_dim if isinstance(value_dim, Latent) else stored(value_dim or size), looks
+    )

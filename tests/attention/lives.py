@@ -1,0 +1,65 @@
+"""Memories that have lived, a ubatch of two tokens more, and what these see by the formula."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from tests.attention.formula import formula
+from tests.memories import HEADS, SIZE, drawn
+
+CLOSE = dict(rtol=0, atol=2e-6)
+
+
+def lived_in(kind):
+    """A memory with cells that sequences share, holes, and random keys and values."""
+    share = kind.sequences // kind.streams
+    lines = []
+    for one in range(0, kind.sequences, share):
+        other = one + min(1, share - 1)
+        both = f"{one},{other}" if share > 1 else one
+        lines.append(f"0{{{one}}} . 3{{{one}}} 5{{{both}}} 6{{{other}}} . 1{{{other}}}")
+    table, buffers = jaxkv.split(drawn("|".join(lines), kind))
+    rng = np.random.default_rng(1)
+    k, v = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), (buffers.k, buffers.v)
+    )
+    return jaxkv.join(table, replace(buffers, k=k, v=v))
+
+
+def applied(memory, sequences=(0, 1)):
+    """A memory with two tokens more for some sequences, and their ubatch."""
+    batch = jaxkv.make_batch([[1, 2]] * len(sequences), sequences=[*sequences])
+    (ubatch,) = jaxkv.init_batch(memory, batch).check().ubatches
+    return jaxkv.apply(memory, ubatch), ubatch
+
+
+def arrays_for(ubatch, seed=0, dtype=jnp.float32):
+    """Queries, keys and values."""
+    rng = np.random.default_rng(seed)
+    heads = (2 * HEADS, HEADS, HEADS)
+    return [jnp.asarray(rng.normal(size=(*ubatch.valid.shape, h, SIZE)), dtype) for h in heads]
+
+
+def between(bias, memory, ubatch, until=None):
+    """A bias for tokens and cells, `[P, H, T, N]`; a NaN where a token does not see the cell."""
+    _, _, mask, positions = jaxkv.view(memory, 0, ubatch, until=until)
+    at = ubatch.positions.reshape(mask.shape[:2])[:, None, :, None]
+    added = bias(at, positions[:, None, None], jnp.arange(2 * HEADS)[None, :, None, None])
+    return np.asarray(jnp.where(mask[:, None], added, jnp.nan))
+
+
+def seen(memory, layer, ubatch, q, bias=0.0, **options):
+    """What tokens see of a layer by the formula, `[R, T, H, Dv]`; bias is `[P, H, T, N]`."""
+    k, v, mask, positions = map(np.asarray, jaxkv.view(memory, layer, ubatch, **options))
+    if not options:  # itself, and nothing later; padding sees nothing
+        at, valid = (
+            np.asarray(x).reshape(mask.shape[:2]) for x in (ubatch.positions, ubatch.valid)
+        )
+        last = np.where(mask, positions[:, None], -1).max(-1)
+        np.testing.assert_array_equal(last, np.where(valid, at, -1))
+    q = np.asarray(q)
+    out = formula(q.reshape(*mask.shape[:2], *q.shape[2:]), k, v, mask, bias=bias)
+    return out.reshape(*q.shape[:3], -1)

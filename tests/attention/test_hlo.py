@@ -1,0 +1,210 @@
+"""Compiled programs of attention: what they hold, what they copy, and what layers share.
+
+Compiled only; nothing runs.
+"""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv.ops.attention.api import attend
+from jaxkv.ops.attention.live import BLOCK, TILE
+from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.quantised import dtype_of
+from tests import hlo
+from tests.attention.formula import case
+from tests.cases import in_lanes
+
+core = pytest.mark.core
+CELLS = 16384
+
+
+def of_attention(implementation=None, **options):
+    """Compile attention over random arrays, as shapes."""
+    arrays = jax.eval_shape(partial(case, **options))
+    return attend.lower(*arrays, Options(), implementation).compile()
+
+
+@core
+@pytest.mark.parametrize("lists", [[1], [3, 0]])
+def test_attend_reads_streams_that_take_part_in_place(lists):
+    """A gather of their keys would hold as many bytes again."""
+    one_stream, shapes = 2 * 8192 * 8 * 4, {"streams": 4, "lists": lists, "cells": 8192}
+    assert hlo.temporary_bytes(of_attention(**shapes)) < one_stream / 2
+    assert hlo.temporary_bytes(of_attention("whole", **shapes)) > one_stream / 2  # it can fail
+
+
+def test_attend_long_prompt_holds_no_logits_of_all_pairs():
+    program = of_attention(streams=1, tokens=64, cells=8192)
+    assert hlo.temporary_bytes(program) < 64 * 4 * 8192  # a byte for each; logits have four
+
+
+@core
+def test_attend_long_prompt_holds_no_bias_of_all_pairs():
+    program = of_attention(streams=1, tokens=2 * BLOCK, cells=64 * TILE, bias="function")
+    assert hlo.temporary_bytes(program) < 2 * BLOCK * 64 * TILE  # a byte for each pair
+
+
+@core
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_attend_latent_step_copies_no_keys(tokens):
+    """Neither for the values that are a part of them, nor for a loop over tiles."""
+    memory = jax.eval_shape(
+        partial(
+            jaxkv.make_kv_cache, layers=1, cells=8192, kv_heads=1, head_dim=576,
+            value_dim=slice(64, 576),
+        )
+    )  # fmt: skip
+    (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
+    q, k = (jax.ShapeDtypeStruct((1, tokens, n, 576), jnp.float32) for n in (2, 1))
+    step = jax.jit(lambda m, u, q, k: jaxkv.attend(m, 0, u, q, k), donate_argnums=0)
+    program = step.lower(memory, ubatch, q, k).compile()
+    assert hlo.temporary_bytes(program) < 8192 * 576 * 4 // 2
+
+
+def test_view_and_write_in_program_keep_buffers_in_place():
+    """What is not written is passed through."""
+    memory = jax.eval_shape(
+        partial(jaxkv.make_kv_cache, layers=2, cells=64, kv_heads=2, head_dim=4)
+    )
+    (ubatch,) = jaxkv.init_full(memory, ubatch_size=2).ubatches
+    q, k = (jax.ShapeDtypeStruct((1, 2, n, 4), jnp.float32) for n in (4, 2))
+
+    def step(table, buffers, ubatch, q, k):
+        memory = jaxkv.write(jaxkv.join(table, buffers), 0, ubatch, k, k)
+        memory, out = jaxkv.attend(memory, 0, ubatch, q)
+        return memory.buffers, out
+
+    program = jax.jit(step, donate_argnums=1).lower(*jaxkv.split(memory), ubatch, q, k).compile()
+    assert program.memory_analysis().alias_size_in_bytes == jaxkv.nbytes(memory.buffers)
+
+
+# ------------------------------------------------------------------------------ stacked layers
+
+DEEP = 8
+
+
+def step(memory, ubatch):
+    """What a model does with a memory in a scan, and nothing besides."""
+    memory = jaxkv.apply(memory, ubatch)
+    x = jnp.ones((*ubatch.valid.shape, 4, 64), dtype_of(memory.buffers.k[0]))
+
+    def layer(carry, number):
+        memory, x = carry
+        memory, out = jaxkv.attend(memory, number, ubatch, x, x[:, :, :2], x[:, :, 2:])
+        return (memory, x + out), None
+
+    return jax.lax.scan(layer, (memory, x), jnp.arange(DEEP))[0]
+
+
+BYTES = {
+    "step": step,
+    "update": lambda memory, _: jaxkv.apply(memory, jaxkv.init_update(memory)),
+    "defrag": lambda memory, _: jaxkv.apply(memory, jaxkv.defrag_plan(memory)),
+    "seq_cp": lambda memory, _: jaxkv.seq_cp(memory, 0, [1, 7]),
+}
+PROGRAMS = [
+    *(("step", dtype, tokens) for dtype in ("float32", "bfloat16", "int8") for tokens in (1, 8)),
+    *((verb, dtype, 1) for verb in ("update", "defrag") for dtype in ("float32", "int8")),
+    ("seq_cp", "float32", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tokens"),
+    in_lanes(PROGRAMS, fast=[PROGRAMS[1]], core=[one for one in PROGRAMS if one[2] == 1]),
+)
+def test_stacked_program_holds_less_than_half_a_layer(name, dtype, tokens):
+    """All layers are donated, written in place, and read tile by tile."""
+    make = partial(
+        jaxkv.make_kv_cache, layers=DEEP, cells=CELLS, kv_heads=2, head_dim=64, sequences=8,
+        rope=jaxkv.make_rope(64), dtype=dtype, stacked=True, streams=8 if name == "seq_cp" else 1,
+    )  # fmt: skip
+    memory = jax.eval_shape(make)
+    (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
+    compiled = jax.jit(BYTES[name], donate_argnums=0).lower(memory, ubatch).compile()
+    keys = CELLS * 2 * 64 * jnp.dtype(dtype).itemsize
+    assert hlo.temporary_bytes(compiled) < keys / 2
+    assert compiled.memory_analysis().alias_size_in_bytes > 2 * DEEP * keys
+    if dtype != "bfloat16":  # which a processor's compiler rewrites, in place
+        assert hlo.large_moves(compiled, keys) == []
+
+
+# ------------------------------------------------------------------------- what layers share
+
+
+def test_attend_layers_share_mask_and_list_of_tiles():
+    """In the programs that the compiler makes of 1 layer and of 4."""
+    arrays = jax.eval_shape(partial(case, streams=1, tokens=8, cells=8 * TILE))
+
+    def layers(q, k, v, sight, count):
+        for _ in range(count):
+            q = q + attend(q, k, v, sight, Options())
+        return q
+
+    def made(count):
+        text = jax.jit(layers, static_argnums=4).lower(*arrays, count).compile().as_text()
+        entry = text[text.index("\nENTRY") :]
+        masks = len(re.findall(r"= pred\[1,8,4096\]\S* (?!get-tuple|param)", entry))
+        return masks, text.count(" while("), entry.count(" conditional(")
+
+    one, four = made(1), made(4)
+    assert one[0] == four[0] == 1
+    # Each layer has its choice and the loop over tiles in it; what lists the tiles is there once.
+    assert (four[1] - one[1], four[2] - one[2]) == (3, 3)
+
+
+def look(memory, layer, ubatch, x):
+    return jaxkv.attend(memory, layer, ubatch, x, x, x)
+
+
+def go_on(memory, layer, ubatch, x):
+    state = jaxkv.read_states(memory, layer, ubatch)["sum"] + jnp.sum(x, axis=1)
+    return jaxkv.write_states(memory, layer, ubatch, {"sum": state}), x + state[:, None]
+
+
+cells = partial(jaxkv.make_kv_cache, cells=64, kv_heads=2, head_dim=8)
+states = partial(jaxkv.make_recurrent_cache, states={"sum": ((2, 8), jnp.float32)})
+HASHES = {
+    "one sequence": (look, cells, 1),
+    "several in a pool": (look, cells, 3),
+    "a stream each": (look, partial(cells, streams=3), 3),
+    "window": (look, partial(cells, window=jaxkv.window.sliding(16)), 1),
+    "states of one sequence": (go_on, states, 1),
+    "states of several": (go_on, states, 3),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    in_lanes(HASHES, fast=["one sequence"], core=["a stream each", "states of one sequence"]),
+)
+def test_step_layers_hash_nothing(name):
+    """What hashes are made of, and nothing else is, does not grow with the number of layers.
+
+    A compiler computes what is cheap again wherever it is used, and of one token of one sequence
+    all is cheap: left to itself, it puts the whole plan into each layer.
+    """
+    of_layer, make, sequences = HASHES[name]
+
+    def step(memory, tokens, layers):
+        ubatch, _ = jaxkv.plan_step(
+            memory, tokens, jnp.arange(sequences), jnp.ones(sequences, bool)
+        )
+        memory, x = jaxkv.apply(memory, ubatch), jnp.ones((*ubatch.valid.shape, 2, 8))
+        for layer in range(layers):
+            memory, out = of_layer(memory, layer, ubatch, x)
+            x = x + out
+        return memory, x
+
+    def mixes(layers):
+        memory = jax.eval_shape(partial(make, layers=layers, sequences=sequences))
+        tokens = jax.ShapeDtypeStruct((sequences,), jnp.int32)
+        compiled = jax.jit(partial(step, layers=layers)).lower(memory, tokens).compile()
+        return len(re.findall(r" xor\(", compiled.as_text()))
+
+    assert mixes(1) == mixes(3) > 0
