@@ -1,0 +1,169 @@
+"""Speculation with whole models, tiny and real: guesses, and trees of them, are checked.
+
+Everything runs at night; `test_speculation.py` has quick cases, with branches too.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import loops, make_batch
+from tests.generation.tiny import BEST, assert_sound, ends, load, texts
+
+pytestmark = pytest.mark.nightly
+
+DRAWN = np.random.default_rng(5)
+TWENTY = [
+    *([7, 3, 11, 5, 7, 3, 11, 5, 7, 3], [2, 9, 13, 2, 9, 13, 2], [4, 6, 1, 8, 4, 6]),
+    *(DRAWN.integers(1, 14, DRAWN.integers(2, 10)).tolist() for _ in range(17)),
+]
+BRANCHING = [[7, 3, 11, 5, 7, 3, 9, 5, 7, 3], [2, 9, 13, 2, 9, 4, 2, 9]]
+SENTENCES = [
+    "One, two, three, one, two,",
+    "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",
+    "1 + 1 = 2\n2 + 2 = 4\n3 + 3 =",
+    "Once upon a time there was a little",
+    "The quick brown fox jumps over the lazy dog. The quick brown",
+    "To make tea, first boil the water. To make coffee, first",
+    "My name is Anna. My name is",
+    "Monday, Tuesday, Wednesday,",
+]
+
+
+def prefilled(model, prompts, *, ids=None, weights=None, **options):
+    """A memory after prompts in some sequences, and their logits."""
+    memory = model.make_memory(**{"sequences": len(prompts), "cells": 1024} | options)
+    batch = make_batch(prompts, sequences=[*(ids or range(len(prompts)))])
+    return jaxkv.prefill(model.forward, weights or model.weights, memory, batch)
+
+
+def begun(model, prompts, *, ids=None, **options):
+    """A memory after prompts, and the state of their texts."""
+    memory, logits = prefilled(model, prompts, ids=ids, **options)
+    options = dict(limit=24, sequences=ids, prompts=prompts)
+    return memory, loops.begin(BEST, memory, logits, **options)[0]
+
+
+def drafting(model, prompts, *, noise=0.0, make=loops.draft_model, **options):
+    """A draft by a model whose weights are nearly those of another: it is right now and then."""
+    rng = np.random.default_rng(0)
+
+    def near(x):
+        return x + (noise * jnp.std(x) * rng.normal(size=x.shape)).astype(x.dtype)
+
+    weights = jax.tree.map(near, model.weights)
+    own, _ = prefilled(model, prompts, weights=weights, **options)
+    return make(model.forward, weights, own, texts=len(prompts))
+
+
+def assert_says_the_same(model, draft, memory, state, *, atol=2e-4):
+    """Texts, states and memories after 24 tokens are those of `decode`; returns all four."""
+    run = dict(memory=memory, state=state, steps=24)
+    after, ended, wanted = jaxkv.decode(model.forward, BEST, model.weights, **run)
+    found, now, draft, made = loops.speculate(model.forward, draft, BEST, model.weights, **run)
+    assert texts(made) == texts(wanted)
+    np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=atol)
+    assert now.token.tolist() == ended.token.tolist()
+    assert now.active.tolist() == ended.active.tolist()
+    picked = made.turns + made.accepted  # no text ends with a guess: none has a stop token
+    assert picked.tolist() == [len(text) for text in texts(made)]
+    every = range(jaxkv.split(memory)[0].facts.sequences)
+    for one in (found, getattr(draft, "memory", found)):  # nothing is left of what was guessed
+        assert ends(one, every) == ends(after, every)
+        assert_sound(one)
+    assert jaxkv.used(found) == jaxkv.used(after)
+    return found, after, made
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "pools"),
+    [
+        ("llama_tied", "itself", "pool"),
+        ("llama_tied", "lookup", "split"),
+        ("gemma3", "another", "split"),
+        ("mamba2", "itself", "pool"),
+        ("mamba2", "lookup", "split"),
+        ("granite_hybrid", "lookup", "pool"),
+        ("granite_hybrid", "another", "split"),
+        ("recurrent_gemma", "another", "pool"),
+    ],
+)
+def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
+    """Twenty texts; then the memory goes on as if nothing had been guessed."""
+    model, count = load(name), len(TWENTY)
+    cells, streams = (40 * count, 1) if pools == "pool" else (40, count)
+    memory, state = begun(model, TWENTY, cells=cells, streams=streams, rollback=4)
+    if kind == "lookup":
+        draft = loops.lookup(TWENTY)
+    else:
+        draft = drafting(model, TWENTY, noise=0.02 * (kind == "another"), rollback=4)
+    found, after, made = assert_says_the_same(model, draft, memory, state)
+    if kind == "itself":
+        assert (made.accepted >= made.tried - 1).all() and (made.turns <= 7).all()
+    step = partial(jaxkv.prefill, model.forward, model.weights, batch=make_batch([[1]] * count))
+    np.testing.assert_allclose(step(memory=found)[1], step(memory=after)[1], atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "streams", "ids", "kind"),
+    [("gemma3", 2, (2, 4), "lookup"), ("llama_tied", 1, (3, 0), "model")],
+    ids=["groups of windows", "model"],
+)
+def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
+    model, six = load(name), dict(cells=160, sequences=6)
+    memory, state = begun(model, BRANCHING, ids=ids, streams=streams, **six)
+    if kind == "lookup":
+        tree, most = loops.lookup(BRANCHING, ngram=1, branches=3), 24 + 24
+    else:
+        draft = partial(drafting, model, BRANCHING, noise=0.05, ids=ids, **six)
+        _, _, chain = assert_says_the_same(model, draft(), memory, state)
+        most = chain.turns.sum()
+        tree = draft(make=partial(loops.draft_tree, branches=3))
+    _, _, made = assert_says_the_same(model, tree, memory, state)
+    assert made.turns.sum() < most
+
+
+def test_tree_full_memory_leaves_other_sequences_alone():
+    """Of three branches there is room for two; and the cells end in the middle of a guess."""
+    model = load("llama_tied")
+    memory, state = begun(model, BRANCHING, cells=45, sequences=6)
+    kept = make_batch([[1], [2], [3]], sequences=[2, 4, 5])
+    run = model.forward, model.weights
+    memory, _ = jaxkv.prefill(*run, memory, kept)
+    _, ended, wanted = jaxkv.decode(run[0], BEST, run[1], memory, state, steps=24)
+    assert wanted.tokens.min() < 0  # it ends early
+    draft = loops.lookup(BRANCHING, ngram=1, branches=3)
+    found, now, _, made = loops.speculate(run[0], draft, BEST, run[1], memory, state, steps=24)
+    assert now.reason.tolist() == ended.reason.tolist() and made.accepted.sum() > 0
+    for got, whole in zip(texts(made), texts(wanted), strict=True):  # who gets the last cells
+        assert got[: len(whole)] == whole[: len(got)]
+    assert ends(found, [2, 3, 4, 5]) == [0, -1, 0, 0]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("lookup", len(SENTENCES)), ("model", 4), ("tree", 3)])
+def test_speculate_of_real_weights_says_what_decode_says(smollm2, kind, count):
+    tokens = [smollm2.tokenizer.prompt(prompt) for prompt in SENTENCES[:count]]
+    memory, state = begun(smollm2, tokens, cells=1024, sequences=3 * count, rollback=3)
+    if kind == "lookup":
+        draft = loops.lookup(tokens)
+    elif kind == "tree":
+        draft = loops.lookup(tokens, ngram=1, branches=3)
+    else:
+        draft = drafting(smollm2, tokens, noise=0.02, sequences=3 * count)
+    _, _, made = assert_says_the_same(smollm2, draft, memory, state, atol=1e-2)
+    assert 0 < made.accepted.sum() < made.tried.sum()
+
+
+@pytest.mark.parametrize("length", [None, 530])
+def test_speculate_in_windows_takes_guesses_back(gemma3, length):
+    """With cells for the windows alone: before they wrap, and as they do."""
+    prompts = [gemma3.tokenizer.prompt(prompt) for prompt in SENTENCES[:3]]
+    tokens = [(prompt * (length or 1))[:length] for prompt in prompts]
+    cells = len(tokens) * ((length or 32) + 24)
+    memory, state = begun(gemma3, tokens, cells=cells, ubatch_size=64, rollback=3)
+    _, _, made = assert_says_the_same(gemma3, loops.lookup(tokens), memory, state, atol=1e-2)
+    assert made.tried.sum() > 0
