@@ -4,7 +4,7 @@ A tiny encoder-decoder without positions, so that what a token says is a formula
 its sequence holds and of its source, whatever was done to them before.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,9 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.hybrid import parts_of
+from tests.cases import in_lanes, mostly_nightly
 from tests.memories import assert_identical
+from tests.meshes import mesh_of, placed
 
 SIZE, VOCABULARY, Q = 8, 12, 4
 TEXT, CROSS = 0, 1  # layers
@@ -79,13 +81,15 @@ def said(source, text):
     return x @ w["embedding"].T
 
 
-def make(streams=1, text=32, sources=24, **options):
+def make(streams=1):
     sizes = dict(layers=1, kv_heads=2, head_dim=SIZE // 2, sequences=Q, streams=streams)
-    both = (
-        jaxkv.make_kv_cache(cells=text, **sizes, **options),
-        jaxkv.make_source_cache(cells=sources, **sizes),
-    )
-    return jaxkv.make_hybrid_cache((both[0], (TEXT,)), (both[1], (CROSS,)))
+    text = jaxkv.make_kv_cache(cells=32, **sizes)
+    sources = jaxkv.make_source_cache(cells=24, **sizes)
+    return jaxkv.make_hybrid_cache((text, (TEXT,)), (sources, (CROSS,)))
+
+
+A, B, C, D = SOURCES = [[3, 4, 5, 6, 7], [8], [], [9, 2]]
+TEXTS = [[0, 5], [0, 3, 4], [0], []]
 
 
 def encode(memory, lists, sequences):
@@ -120,19 +124,17 @@ def lengths(memory):
     return (jaxkv.seq_pos_max(parts_of(memory)[1], range(Q)) + 1).tolist()
 
 
-SOURCES = [[3, 4, 5, 6, 7], [8], [], [9, 2]]
-TEXTS = [[0, 5], [0, 3, 4], [0], []]
-
-
-def filled(**options):
+@cache
+def filled(streams=1):
     """Sources of several lengths, and a sequence without one; and one without a text."""
-    memory = encode(make(**options), [SOURCES[q] for q in (0, 1, 3)], [0, 1, 3])
+    memory = encode(make(streams), [A, B, D], [0, 1, 3])
     return tell(memory, TEXTS[:3], [0, 1, 2])[0]
 
 
 @pytest.mark.core
-def test_tokens_see_all_of_their_own_source_and_zeros_where_there_is_none():
-    memory = encode(make(), [SOURCES[q] for q in (0, 1, 3)], [0, 1, 3])
+def test_encode_and_prefill_see_all_of_their_source():
+    """And zeros where a sequence has none."""
+    memory = encode(make(), [A, B, D], [0, 1, 3])
     memory, logits = tell(memory, TEXTS[:3], [0, 1, 2])
     for row, *both in zip(logits, SOURCES[:3], TEXTS[:3], strict=True):
         np.testing.assert_allclose(row, said(*both), atol=2e-4)
@@ -141,30 +143,31 @@ def test_tokens_see_all_of_their_own_source_and_zeros_where_there_is_none():
     assert jaxkv.used(memory).item() == 6 + 8
 
 
-A, B, C, D = SOURCES
+# ------------------------------------------------------------------------------------------ edits
+
+
+def settled(memory):
+    return jaxkv.apply(memory, jaxkv.init_update(memory))
+
+
+SWAPPED = [B, A, C, D], [TEXTS[1], TEXTS[0], *TEXTS[2:]]
 EDITS = {
     # The sources and texts of sequences 0 to 3 after each edit of `filled`.
     "fork a part": (lambda m: jaxkv.seq_cp(m, 0, 3, 0, 1), [A, B, C, A], [*TEXTS[:3], [0]]),
     "fork where no text is": (lambda m: jaxkv.seq_cp(m, 0, 3, 5, 9), [A, B, C, A], TEXTS),
     "fork nothing": (lambda m: jaxkv.seq_cp(m, 0, 3, 2, 2), SOURCES, TEXTS),
     "fork to none": (lambda m: jaxkv.seq_cp(m, 2, 3), [A, B, C, C], [*TEXTS[:3], [0]]),
-    "change places": (
-        lambda m: jaxkv.seq_select(m, [1, 0], [0, 1]),
-        [B, A, C, D],
-        [TEXTS[1], TEXTS[0], *TEXTS[2:]],
-    ),
+    "change places": (lambda m: jaxkv.seq_select(m, [1, 0], [0, 1]), *SWAPPED),
     "forget": (lambda m: jaxkv.seq_rm(m, 0)[0], [[], B, C, D], [[], *TEXTS[1:]]),
     "forget the text": (lambda m: jaxkv.seq_rm(m, 0, 0, 9)[0], SOURCES, [[], *TEXTS[1:]]),
     "forget its end": (lambda m: jaxkv.seq_rm(m, 1, 1)[0], SOURCES, [[0, 5], [0], *TEXTS[2:]]),
     "forget a first token of all": (
         lambda m: jaxkv.seq_rm(m, -1, 0, 1)[0],
-        SOURCES,
-        [[5], [3, 4], [], []],
+        *(SOURCES, [[5], [3, 4], [], []]),
     ),
     "several cuts": (
         lambda m: jaxkv.seq_rm(m, [0, 1], 0, [-1, 1])[0],
-        [[], B, C, D],
-        [[], [3, 4], *TEXTS[2:]],
+        *([[], B, C, D], [[], [3, 4], *TEXTS[2:]]),
     ),
     "move": (lambda m: settled(jaxkv.seq_add(m, 1, 0, -1, 5)), SOURCES, TEXTS),
     "divide": (lambda m: settled(jaxkv.seq_div(m, 1, 0, -1, 2)), SOURCES, TEXTS),
@@ -172,58 +175,44 @@ EDITS = {
     "clear": (jaxkv.clear, [[]] * 4, [[]] * 4),
     "close gaps": (
         lambda m: jaxkv.apply(m := jaxkv.seq_rm(m, 0)[0], jaxkv.defrag_plan(m)),
-        [[], B, C, D],
-        [[], *TEXTS[1:]],
+        *([[], B, C, D], [[], *TEXTS[1:]]),
     ),
 }
 
 
-def settled(memory):
-    return jaxkv.apply(memory, jaxkv.init_update(memory))
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("streams", in_lanes([1, 2, Q], fast=[], core=[2]))
+def test_edits_move_sources_with_whole_sequences(streams, name):
+    """A part of a text leaves its source alone."""
+    edit, sources, texts = EDITS[name]
+    check(edit(filled(streams)), sources, texts)
 
 
 @pytest.mark.core
-def test_whole_sequences_take_their_sources_along_and_parts_leave_them_alone():
-    memory = filled()
-    for verb, sources, texts in EDITS.values():
-        check(verb(memory), sources, texts)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("streams", [1, 2])
-def test_a_traced_id_that_is_none_takes_no_source_from_the_last_sequence(streams):
-    memory = filled(streams=streams)
+@pytest.mark.parametrize("streams", mostly_nightly([1, 2], few=[2]))
+def test_seq_cp_traced_unknown_id_moves_no_source(streams):
+    memory = filled(streams)
     copy = jax.jit(jaxkv.seq_cp)
     for wrong in (-1, Q, -Q):
         forked = copy(memory, 0, jnp.array([wrong, Q - 1]))
-        assert_identical(forked, jaxkv.seq_cp(memory, 0, [Q - 1]))
-        check(forked, [*SOURCES[:-1], SOURCES[0]], [*TEXTS[:-1], TEXTS[0]])
+        check(forked, [*SOURCES[:-1], A], [*TEXTS[:-1], TEXTS[0]])
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("streams", [2, pytest.param(Q, marks=pytest.mark.nightly)])
-def test_in_several_streams(streams):
-    memory = filled(streams=streams)
-    check(memory, SOURCES, TEXTS)
-    for verb, sources, texts in EDITS.values():
-        check(verb(memory), sources, texts)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("streams", [1, Q])
-def test_each_source_has_a_row_of_its_own(streams):
-    batch = make_batch([SOURCES[q] for q in (0, 1, 3)], sequences=[0, 1, 3])
+@pytest.mark.parametrize("streams", in_lanes([1, Q], fast=[], core=[1]))
+def test_init_source_has_a_row_for_each_source(streams):
+    """And not one row for all: an encoder compares tokens of a row."""
+    batch = make_batch([A, B, D], sequences=[0, 1, 3])
     (ubatch,) = jaxkv.init_source(make(streams), batch).ubatches
     traced = jax.jit(lambda memory: jaxkv.init_source(memory, batch).ubatches[0])(make(streams))
-    assert ubatch.valid.shape == (4, 8)  # and not [1, 8]: an encoder compares tokens of a row
+    assert ubatch.valid.shape == (4, 8)
     assert_identical(traced, ubatch)  # the tokens are known there too
     rows = zip(ubatch.sequences, ubatch.valid, strict=True)
     assert sorted(sorted({*row[there].tolist()}) for row, there in rows) == [[], [0], [1], [3]]
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("streams", [1, 2, pytest.param(Q, marks=pytest.mark.nightly)])
-def test_a_life(streams):
+@pytest.mark.nightly
+@pytest.mark.parametrize("streams", [1, 2, Q])
+def test_sources_follow_random_edits(streams):
     """Any edits one after another; `check` computes all anew from what should be there."""
     random = np.random.default_rng(streams)
     memory, sources, texts = make(streams), [[]] * Q, [[]] * Q
@@ -232,19 +221,17 @@ def test_a_life(streams):
         match random.integers(6):
             case 0 if not sources[q]:
                 new = random.integers(VOCABULARY, size=random.integers(1, 5)).tolist()
-                plan = jaxkv.init_source(memory, make_batch([new], sequences=[q]))
-                if plan.ok:
+                if jaxkv.init_source(memory, make_batch([new], sequences=[q])).ok:
                     memory, sources[q] = encode(memory, [new], [q]), new
             case 1 if len(texts[q]) < 5:
                 memory, _ = tell(memory, [[turn % VOCABULARY, 2]], [q])
                 texts[q] = [*texts[q], turn % VOCABULARY, 2]
             case 2 if q != other:
                 memory, _ = jaxkv.seq_rm(memory, other)
+                sources[other], texts[other] = [], []
                 if jaxkv.can_seq_cp(memory, q, other):
                     memory = jaxkv.seq_cp(memory, q, other)
                     sources[other], texts[other] = sources[q], texts[q]
-                else:
-                    sources[other], texts[other] = [], []
             case 3 if jaxkv.can_seq_select(memory, [q, q], [0, 3]):
                 memory = jaxkv.seq_select(memory, [q, q], [0, 3])
                 sources[0] = sources[3] = sources[q]
@@ -260,93 +247,91 @@ def test_a_life(streams):
     assert any(sources)
 
 
-@pytest.mark.core
-def test_what_is_wrong_is_named():
-    memory = filled()
-    with pytest.raises(jaxkv.RefusedError, match="HAS_SOURCE, it has a source of 5 tokens"):
-        encode(memory, [[1]], [0])
-    plan = jaxkv.init_source(memory, make_batch([[1] * 30, [2]], sequences=[2, 0]))
-    assert [jaxkv.Reason(int(one)).name for one in plan.reason] == [
-        "HAS_SOURCE",
-        "FITS",
-        "NO_ROOM",
-        "FITS",
-    ]
-    assert jax.tree.all(jax.tree.map(np.array_equal, jaxkv.apply(memory, plan), memory))
-    alone = parts_of(memory)[0]
-    for error, text, call in [
-        (TypeError, "make_source_cache, got kind 'attention'", lambda: encode(alone, [[1]], [0])),
-        (ValueError, "stand at 0", lambda: source_of([1], positions=[3])),
-        (ValueError, "one sequence each", lambda: source_of([1], sequences=[[0, 1]])),
-        (TypeError, "wanted a batch", lambda: jaxkv.init_source(memory, [1])),
-        (ValueError, "one part for sources at most", lambda: with_parts(1, 1)),
-        (ValueError, "one part for sources at most", lambda: with_parts(1)),
-        (
-            ValueError,
-            "a part of its own",
-            lambda: jaxkv.make_hybrid_cache((memory, (0, 1)), (alone, (2,))),
-        ),
-        (ValueError, "texts that begin alike", lambda: store(memory)),
-        (ValueError, "requests do not bring", lambda: loops.batching.Engine(forward, 0, memory)),
-        (ValueError, "got <class 'int'>", lambda: encode_by(lambda *_: 3)),
-        (ValueError, "nothing written", lambda: encode_by(lambda w, m, u: m)),
-        (ValueError, "queries alone", lambda: written(jaxkv.write, memory)),
-        (ValueError, "queries alone", lambda: written(jaxkv.attend, memory)),
-        (ValueError, "wanted no until", lambda: until(memory)),
-        *(
-            (ValueError, "part 0, which is of the text, got one of init_source", call)
-            for call in [
-                lambda: of_the_text(jaxkv.attend, 3),
-                lambda: of_the_text(jaxkv.write, 2),
-                lambda: of_the_text(jaxkv.view, 0),
-            ]
-        ),
-    ]:
-        with pytest.raises(error, match=text):
-            call()
+# --------------------------------------------------------------------------------------- mistakes
 
 
 def source_of(tokens, **options):
     return jaxkv.init_source(make(), make_batch(tokens, **options))
 
 
-def with_parts(*cells):
-    sources = [jaxkv.make_source_cache(layers=1, cells=n, kv_heads=1, head_dim=2) for n in cells]
-    return jaxkv.make_hybrid_cache(*((one, (i,)) for i, one in enumerate(sources)))
-
-
-def store(memory):
-    return jaxkv.prefix.make_store(memory, holders=[3])
-
-
 def encode_by(one):
     return jaxkv.encode(one, WEIGHTS, make(), make_batch([1]))
 
 
-def of_the_text(verb, arrays):
-    def one(weights, memory, ubatch):
-        return verb(memory, TEXT, ubatch, *[jnp.zeros((1, 1, 2, SIZE // 2))] * arrays)
-
-    return encode_by(one)
-
-
-def a_reader(memory):
-    (ubatch,) = jaxkv.init_batch(memory, make_batch([1])).ubatches
-    return jaxkv.apply(memory, ubatch), ubatch, jnp.zeros((1, 1, 2, SIZE // 2))
+def as_encoder(verb, arrays):
+    """Call a verb on the layer of the text, for a ubatch of sources."""
+    x = jnp.zeros((1, 1, 2, SIZE // 2))
+    return encode_by(lambda weights, memory, ubatch: verb(memory, TEXT, ubatch, *[x] * arrays))
 
 
-def written(verb, memory):
-    memory, ubatch, x = a_reader(memory)
-    return verb(memory, CROSS, ubatch, *(x, x, x)[: 2 if verb is jaxkv.write else 3])
+def as_reader(verb, arrays, **options):
+    """Call a verb on the layer of sources, for a token of a text."""
+    (ubatch,) = jaxkv.init_batch(make(), make_batch([1])).ubatches
+    x = jnp.zeros((1, 1, 2, SIZE // 2))
+    return verb(jaxkv.apply(make(), ubatch), CROSS, ubatch, *[x] * arrays, **options)
 
 
-def until(memory):
-    memory, ubatch, q = a_reader(memory)
-    return jaxkv.attend(memory, CROSS, ubatch, q, until=jnp.zeros((1, 1), jnp.int32))
+def with_sources(*cells):
+    sources = [jaxkv.make_source_cache(layers=1, cells=n, kv_heads=1, head_dim=2) for n in cells]
+    return jaxkv.make_hybrid_cache(*((one, (i,)) for i, one in enumerate(sources)))
+
+
+@pytest.mark.parametrize(
+    ("call", "exception", "match"),
+    [
+        (
+            lambda: encode(parts_of(make())[0], [[1]], [0]),
+            TypeError,
+            "make_source_cache, got kind 'attention'",
+        ),
+        (lambda: source_of([1], positions=[3]), ValueError, "stand at 0"),
+        (lambda: source_of([1], sequences=[[0, 1]]), ValueError, "one sequence each"),
+        (lambda: jaxkv.init_source(make(), [1]), TypeError, "wanted a batch"),
+        (lambda: with_sources(1, 1), ValueError, "one part for sources at most"),
+        (lambda: with_sources(1), ValueError, "one part for sources at most"),
+        (
+            lambda: jaxkv.make_hybrid_cache((make(), (0, 1)), (parts_of(make())[0], (2,))),
+            ValueError,
+            "a part of its own",
+        ),
+        (lambda: jaxkv.prefix.make_store(make(), holders=[3]), ValueError, "that begin alike"),
+        (lambda: loops.batching.Engine(forward, 0, make()), ValueError, "requests do not bring"),
+        (lambda: encode_by(lambda *_: 3), ValueError, "got <class 'int'>"),
+        (lambda: encode_by(lambda weights, memory, _: memory), ValueError, "nothing written"),
+        (lambda: as_reader(jaxkv.write, 2), ValueError, "queries alone"),
+        (lambda: as_reader(jaxkv.attend, 3), ValueError, "queries alone"),
+        (
+            lambda: as_reader(jaxkv.attend, 1, until=jnp.zeros((1, 1), jnp.int32)),
+            ValueError,
+            "wanted no until",
+        ),
+        *(
+            (lambda args=args: as_encoder(*args), ValueError, "part 0, which is of the text, got")
+            for args in ((jaxkv.attend, 3), (jaxkv.write, 2), (jaxkv.view, 0))
+        ),
+    ],
+)
+def test_sources_bad_call_raises(call, exception, match):
+    with pytest.raises(exception, match=match):
+        call()
 
 
 @pytest.mark.core
-def test_a_view_shows_the_source_and_padding_sees_nothing():
+def test_init_source_refused_names_reasons_and_changes_nothing():
+    memory = filled()
+    with pytest.raises(jaxkv.RefusedError, match="HAS_SOURCE, it has a source of 5 tokens"):
+        encode(memory, [[1]], [0])
+    plan = jaxkv.init_source(memory, make_batch([[1] * 30, [2]], sequences=[2, 0]))
+    reasons = [jaxkv.Reason(int(one)).name for one in plan.reason]
+    assert reasons == ["HAS_SOURCE", "FITS", "NO_ROOM", "FITS"]
+    assert_identical(jaxkv.apply(memory, plan), memory)
+
+
+# ----------------------------------------------------------------------------- plans and loops
+
+
+@pytest.mark.core
+def test_view_shows_the_source_and_padding_sees_nothing():
     memory = filled()
     (ubatch,) = jaxkv.init_batch(memory, make_batch([[1], [1, 2], [3]])).ubatches
     memory = jaxkv.apply(memory, ubatch)
@@ -359,13 +344,12 @@ def test_a_view_shows_the_source_and_padding_sees_nothing():
 
 
 @pytest.mark.core
-def test_plans_are_stale_after_an_edit_of_a_source():
+def test_edit_of_a_source_makes_plans_stale():
     memory = filled()
-    batch = make_batch([1], sequences=2)
-    (ubatch,) = jaxkv.init_batch(memory, batch).ubatches
+    (ubatch,) = jaxkv.init_batch(memory, make_batch([1], sequences=2)).ubatches
     read = encode(memory, [[7]], [2])
     assert jaxkv.is_current(memory, ubatch) and not jaxkv.is_current(read, ubatch)
-    q = jnp.zeros((*ubatch.valid.shape, 2, SIZE // 2))
+    q = jnp.ones((*ubatch.valid.shape, 2, SIZE // 2))
     after = jaxkv.apply(memory, ubatch)
     assert not np.isnan(jaxkv.attend(after, CROSS, ubatch, q)[1]).any()
     # Between apply and the last layer: of the source, and of the text.
@@ -373,83 +357,99 @@ def test_plans_are_stale_after_an_edit_of_a_source():
         assert np.isnan(jaxkv.attend(edited, CROSS, ubatch, q)[1]).all()
     plan = jaxkv.init_source(memory, make_batch([7], sequences=2))
     assert not jaxkv.is_current(tell(memory, [[3]], [2])[0], plan.ubatches[0])
-    # A refused reader sees nothing, and is told so.
-    refused = jaxkv.init_batch(memory, make_batch([1] * 40, sequences=2)).ubatches[0]
+
+
+@pytest.mark.core
+def test_attend_of_refused_reader_sees_nothing():
+    memory = filled()
+    refused = jaxkv.init_batch(memory, make_batch([1] * 40, sequences=0)).ubatches[0]
     q = jnp.ones((*refused.valid.shape, 2, SIZE // 2))
     assert not jaxkv.attend(memory, CROSS, refused, q)[1].any()
 
 
 @pytest.mark.core
-def test_a_tree_of_tokens_looks_where_its_sequences_do():
+def test_token_of_several_sequences_looks_at_their_one_source():
     memory = jaxkv.seq_cp(filled(), 0, 3)
     tree = make_batch([[6], [7], [8]], sequences=[[0, 3], [0], [3]], outputs=[True] * 3)
     _, logits = jaxkv.prefill(forward, WEIGHTS, memory, tree)
     for row, text in zip(logits, ([0, 5, 6], [0, 5, 6, 7], [0, 5, 6, 8]), strict=True):
-        np.testing.assert_allclose(row, said(SOURCES[0], text), atol=2e-4)
-    # The same text, and another source.
-    apart = encode(make(), [[3, 4], [5]], [0, 1])
+        np.testing.assert_allclose(row, said(A, text), atol=2e-4)
+    apart = encode(make(), [[3, 4], [5]], [0, 1])  # the same text, and another source
     plan = jaxkv.init_batch(apart, make_batch([[6]], sequences=[[0, 1]]))
     assert jaxkv.Reason(int(plan.reason[1])) == jaxkv.Reason.DIVERGED
 
 
+def begun():
+    """Two texts of one token, and what the model says then."""
+    memory, logits = tell(encode(make(), [A, B], [0, 1]), [[0], [0]], [0, 1])
+    return memory, logits, loops.begin(BEST, memory, logits)
+
+
+def best(source, text, count):
+    """The likeliest tokens that follow a text."""
+    text = [*text]
+    for _ in range(count):
+        text.append(int(np.argmax(said(source, text))))
+    return text[-count:]
+
+
 @pytest.mark.core
-def test_loops():
-    """Greedy texts, guesses and beams, each as the formula says."""
-    memory = encode(make(), SOURCES[:2], [0, 1])
-    memory, logits = tell(memory, [[0], [0]], [0, 1])
-    state, first = loops.begin(BEST, memory, logits)
+def test_decode_with_sources_is_greedy():
+    memory, _, (state, first) = begun()
     after, _, picked = jaxkv.decode(forward, BEST, WEIGHTS, memory, state, steps=4)
     for q in range(2):
-        text = [0]
-        for _ in range(5):
-            text.append(int(np.argmax(said(SOURCES[q], text))))
-        assert text[1:] == [*first.tokens[q].tolist(), *picked.tokens[q].tolist()]
+        assert [*first.tokens[q], *picked.tokens[q]] == best(SOURCES[q], [0], 5)
     assert lengths(after)[:2] == [5, 1]
+
+
+@pytest.mark.nightly
+def test_speculate_with_sources_is_greedy():
+    memory, _, (state, first) = begun()
     guesses = loops.lookup([[0], [0]])
     *_, made = loops.speculate(forward, guesses, BEST, WEIGHTS, memory, state, steps=4)
-    np.testing.assert_array_equal(made.tokens[:, :4], picked.tokens)
+    for q in range(2):
+        assert [*first.tokens[q], *made.tokens[q, :4]] == best(SOURCES[q], [0], 5)
 
+
+@pytest.mark.core
+def test_beam_with_sources_scores_as_the_formula():
+    memory, logits, _ = begun()
     after, beams = loops.beam(
         forward, WEIGHTS, memory, logits[1:], width=2, steps=3, sequences=[1, 3]
     )
     assert lengths(after) == [5, 1, 0, 1]
     for tokens, score in zip(beams.tokens.tolist(), beams.scores, strict=True):
-        rows = [said(SOURCES[1], [0, *tokens[:i]]) for i in range(3)]
-        shares = [
-            row[one] - np.log(np.exp(row).sum()) for row, one in zip(rows, tokens, strict=True)
-        ]
+        rows = [said(B, [0, *tokens[:i]]) for i in range(3)]
+        shares = [row[t] - np.log(np.exp(row).sum()) for row, t in zip(rows, tokens, strict=True)]
         np.testing.assert_allclose(score, sum(shares), atol=1e-3)
 
 
-@pytest.mark.core
-def test_branches_leave_a_source_without_a_text_alone():
-    memory, logits = tell(encode(make(), SOURCES[:2], [0, 1]), [[0, 0]], [0])
+@pytest.mark.nightly
+def test_speculate_branches_leave_other_sources_alone():
+    """Sequence 1 has a source and no text."""
+    memory, logits = tell(encode(make(), [A, B], [0, 1]), [[0, 0]], [0])
     state, _ = loops.begin(BEST, memory, logits)
-    begun = int(np.argmax(logits))
-    guesses = loops.lookup([[begun, 1, begun, 2]], ngram=1, branches=2)
+    token = int(np.argmax(logits))
+    guesses = loops.lookup([[token, 1, token, 2]], ngram=1, branches=2)
     after, _, _, made = loops.speculate(forward, guesses, BEST, WEIGHTS, memory, state, steps=2)
     assert lengths(after) == [5, 1, 0, 0]
-    text = [0, 0, begun]
-    for token in made.tokens[0, :2].tolist():
-        assert token == int(np.argmax(said(SOURCES[0], text)))
-        text.append(token)
+    assert made.tokens[0, :2].tolist() == best(A, [0, 0, token], 2)
 
 
 @pytest.mark.core
-def test_sliding_leaves_the_source_where_it_is():
+def test_slide_leaves_the_source():
+    """As by hand: forget a part of the text, and move what follows it."""
     memory, _ = tell(filled(), [[6, 7, 8]], [0])
     slid, ok = loops.slide(memory, 0, keep=1, drop=2)
     assert ok
-    check(slid, SOURCES, [[0, 7, 8], *TEXTS[1:]])
-    # By hand, with the same question first.
     memory, _ = jaxkv.seq_rm(memory, 0, 1, 3)
     assert jaxkv.can_seq_add(memory, 0, 3, -1, -2)
-    memory = jaxkv.seq_add(memory, 0, 3, -1, -2)
-    check(jaxkv.apply(memory, jaxkv.init_update(memory)), SOURCES, [[0, 7, 8], *TEXTS[1:]])
+    for one in (slid, settled(jaxkv.seq_add(memory, 0, 3, -1, -2))):
+        check(one, SOURCES, [[0, 7, 8], *TEXTS[1:]])
 
 
 @pytest.mark.core
-def test_going_back_and_snapshots():
+def test_go_back_knows_whether_the_source_is_still_there():
     memory = filled()
     table, _ = jaxkv.split(memory)
     later, ok = jaxkv.go_back(table, tell(memory, [[3]], [0])[0])
@@ -458,59 +458,68 @@ def test_going_back_and_snapshots():
     gone, _ = jaxkv.seq_rm(memory, 1)
     _, ok = jaxkv.go_back(table, encode(gone, [[1]], [2]))
     assert not ok  # the cells of the source were written over
-    saved = jaxkv.snapshot.to_bytes(memory)
-    check(jaxkv.snapshot.load(saved), SOURCES, TEXTS)
-    into = jaxkv.snapshot.load_into(saved, encode(make(2), [[1]], [3]), sequences={0: 3, 1: 0})
-    check(into, [B, [], [], A], [TEXTS[1], [], [], TEXTS[0]])
 
 
 @pytest.mark.core
-def test_traced_and_in_one_program():
-    @partial(jax.jit, static_argnames="count")
-    def run(memory, source, text, count):
-        memory, ok = jaxkv.encode(encoder, WEIGHTS, memory, make_batch(source, sequences=1))
-        memory, logits, there = jaxkv.prefill(
-            forward, WEIGHTS, memory, make_batch(text, sequences=1)
-        )
-        return logits[:count], ok, there
+def test_snapshot_keeps_sources():
+    saved = jaxkv.snapshot.to_bytes(filled())
+    check(jaxkv.snapshot.load(saved), SOURCES, TEXTS)
+    into = jaxkv.snapshot.load_into(saved, filled(), sequences={0: 3, 1: 0, 3: 1})
+    check(into, [B, D, C, A], [TEXTS[1], [], TEXTS[2], TEXTS[0]])
 
-    logits, ok, there = run(make(), jnp.array([4, 5, 6]), jnp.array([0, 2]), 1)
+
+@pytest.mark.core
+def test_encode_and_prefill_in_one_traced_program():
+    @jax.jit
+    def run(memory, source, text):
+        memory, ok = jaxkv.encode(encoder, WEIGHTS, memory, make_batch(source, sequences=1))
+        _, logits, there = jaxkv.prefill(forward, WEIGHTS, memory, make_batch(text, sequences=1))
+        return logits, ok, there
+
+    logits, ok, there = run(make(), jnp.array([4, 5, 6]), jnp.array([0, 2]))
     assert ok and there
     np.testing.assert_allclose(logits[0], said([4, 5, 6], [0, 2]), atol=2e-4)
-    _, ok, _ = run(filled(), jnp.array([4, 5, 6]), jnp.array([0, 2]), 1)
+    _, ok, _ = run(filled(), jnp.array([4, 5, 6]), jnp.array([0, 2]))
     assert not ok
 
 
 @pytest.mark.core
-def test_beside_states():
+def test_sources_beside_states():
     """Rows of one sequence each, though there is one pool."""
     states = jaxkv.make_recurrent_cache(layers=1, states={"n": ((), jnp.float32)}, sequences=Q)
-    memory = jaxkv.make_hybrid_cache(
-        *((part, (i,)) for i, part in enumerate(parts_of(make()))), (states, (2,))
+    parts = [*parts_of(make(1)), states]
+    memory = encode(
+        jaxkv.make_hybrid_cache(*((part, (i,)) for i, part in enumerate(parts))), [A, B], [0, 1]
     )
-    memory = encode(memory, SOURCES[:2], [0, 1])
-    plan = jaxkv.init_batch(memory, make_batch([[0], [0, 3]]))
-    for ubatch in plan.ubatches:
+
+    @jax.jit
+    def step(memory, ubatch):
         memory, logits = forward(WEIGHTS, jaxkv.apply(memory, ubatch), ubatch)
-        before = jaxkv.read_states(memory, 2, ubatch)["n"]
-        after = before + ubatch.valid.sum(axis=1)
-        memory = jaxkv.write_states(memory, 2, ubatch, {"n": after[:, None]})
-    np.testing.assert_allclose(logits[0], said(SOURCES[1], [0, 3]), atol=2e-4)
+        after = jaxkv.read_states(memory, 2, ubatch)["n"] + ubatch.valid.sum(axis=1)
+        return jaxkv.write_states(memory, 2, ubatch, {"n": after[:, None]}), logits
+
+    plan = jaxkv.init_batch(memory, make_batch([[0, 1], [0, 3]]))
+    (ubatch,) = plan.ubatches
+    memory, logits = step(memory, ubatch)
+    for row, source, text in zip(plan.collect([logits]), (A, B), ([0, 1], [0, 3]), strict=True):
+        np.testing.assert_allclose(row, said(source, text), atol=2e-4)
     assert lengths(memory)[:2] == [5, 1]
-    assert jaxkv.seq_pos_max(memory, range(Q)).tolist() == [0, 1, -1, -1]
+    assert jaxkv.seq_pos_max(memory, range(Q)).tolist() == [1, 1, -1, -1]
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.nightly), Q])
-def test_on_a_mesh(streams):
-    axes = ("data",) if streams > 1 else ("cells",)
-    mesh = jax.make_mesh((4,), axes, axis_types=(jax.sharding.AxisType.Auto,))
-    rules = jaxkv.sharding.Rules(**{"streams" if streams > 1 else "cells": axes[0]})
+def test_sources_on_a_mesh():
+    with jax.set_mesh(mesh_of(data=2, cells=2)):
+        memory = placed(filled(2), jaxkv.sharding.Rules(streams="data", cells="cells"))
+        check(jaxkv.seq_select(memory, [1, 0], [0, 1]), *SWAPPED)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("streams", [1, Q])
+def test_encode_and_prefill_on_a_mesh(streams):
+    axis = "streams" if streams > 1 else "cells"
+    mesh, rules = mesh_of(here=4), jaxkv.sharding.Rules(**{axis: "here"})
     with jax.set_mesh(mesh):
         memory = jaxkv.sharding.allocate(partial(make, streams), mesh, rules)
-        memory = encode(memory, [SOURCES[q] for q in (0, 1, 3)], [0, 1, 3])
-        memory, _ = tell(memory, TEXTS[:3], [0, 1, 2])
+        memory, _ = tell(encode(memory, [A, B, D], [0, 1, 3]), TEXTS[:3], [0, 1, 2])
         check(memory, SOURCES, TEXTS)
-        check(
-            jaxkv.seq_select(memory, [1, 0], [0, 1]), [B, A, C, D], [TEXTS[1], TEXTS[0], *TEXTS[2:]]
-        )

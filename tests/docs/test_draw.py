@@ -17,8 +17,10 @@ from jaxkv.draw.colours import PALETTE
 from jaxkv.draw.html import html_of
 from jaxkv.draw.runs import folded
 from jaxkv.kv.mask import visible
+from tests.memories import Kind, drawn
 
 STATES = {"x": ((3,), jnp.float32)}
+POOL = Kind("", cells=24, sequences=40)
 
 
 def put(memory, tokens, sequences):
@@ -30,17 +32,16 @@ def put(memory, tokens, sequences):
 
 @cache
 def pool():
-    """Sequences 0 and 1 beside each other, 2 a fork of 0, and a hole in 1."""
-    memory = jaxkv.make_kv_cache(layers=2, cells=24, kv_heads=1, head_dim=2, sequences=40)
-    memory, _ = put(memory, [[1] * 8, [2] * 6, [3]], [0, 1, 33])
-    memory, _ = jaxkv.seq_rm(jaxkv.seq_cp(memory, 0, 2, 0, 5), 1, 2, 4)
-    return memory
+    """Sequences 0 and 1 beside each other, 2 a fork of 0, a hole in 1, and 33 in a second word."""
+    return drawn(
+        "0{0,2} 1{0,2} 2{0,2} 3{0,2} 4{0,2} 5{0} 6{0} 7{0} 0{1} 1{1} . . 4{1} 5{1} 0{33}", POOL
+    )
 
 
 @cache
 def streams():
-    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=4, streams=2)
-    return jaxkv.seq_cp(put(memory, [[1] * 3, [2] * 3], [1, 3])[0], 1, 0)
+    cells = "0{0,1} 1{0,1} 2{0,1} | 0{3} 1{3} 2{3}"
+    return drawn(cells, Kind("", cells=8, sequences=4, streams=2))
 
 
 @cache
@@ -73,15 +74,18 @@ def donated(memory, *, table=True):
 
 
 @cache
-def interleaved(cells=300):
-    """A table that runs do not make short: owners and positions as they come."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=cells, kv_heads=1, head_dim=2, sequences=4)
-    rng = np.random.default_rng(0)
-    return put(memory, np.zeros(cells - 9, int), rng.integers(0, 4, cells - 9).tolist())[0]
+def interleaved():
+    """A table that runs do not make short: owners as they come, in all cells but nine."""
+    owners, counts = np.random.default_rng(0).integers(0, 4, 291), [0] * 4
+    cells = []
+    for seq in owners:
+        cells.append(f"{counts[seq]}{{{seq}}}")
+        counts[seq] += 1
+    return drawn(" ".join(cells), Kind("", cells=300, sequences=4))
 
 
 @pytest.mark.parametrize("width", [40, 100])
-def test_folded_lines_fit_and_name_every_cell(width):
+def test_show_folded_lines_fit_and_name_every_cell(width):
     lines = jaxkv.show(interleaved(), width=width).splitlines()
     assert max(map(len, lines)) <= width
     spans = [list(map(int, one.split("-"))) for one in lines[0].split()[1:]]
@@ -91,7 +95,7 @@ def test_folded_lines_fit_and_name_every_cell(width):
 
 
 @pytest.mark.core
-def test_what_fits_is_drawn_cell_by_cell_and_runs_are_what_they_say():
+def test_show_draws_cells_or_runs_by_width():
     memory = pool()
     assert jaxkv.show(memory, width=None) == jaxkv.show(memory, width=100)
     assert jaxkv.show(memory, width=50).splitlines() == [
@@ -103,7 +107,7 @@ def test_what_fits_is_drawn_cell_by_cell_and_runs_are_what_they_say():
     assert jaxkv.show(states(), width=14).splitlines()[0] == "sequence 0 0-2"
 
 
-def test_what_is_dead_fits_its_lines():
+def test_show_of_lost_states_fits_its_lines():
     memory = states()
     dead = replace(
         memory.table,
@@ -122,7 +126,7 @@ def test_what_is_dead_fits_its_lines():
 
 
 @pytest.mark.parametrize("make", [pool, streams, states], ids=lambda make: make.__name__)
-def test_cells_of_says_what_the_verbs_say(make):
+def test_cells_of_agrees_with_verbs(make):
     memory = make()
     view = draw.cells_of(memory)
     held = np.stack([view.held(seq) for seq in range(view.sequences)])
@@ -138,7 +142,7 @@ def test_cells_of_says_what_the_verbs_say(make):
 
 
 @pytest.mark.core
-def test_what_cannot_be_looked_at_is_named():
+def test_draw_of_no_memory_with_values_raises():
     with pytest.raises(TypeError, match="got a hybrid one: look at each of"):
         draw.cells_of(hybrid())
     with pytest.raises(TypeError, match="got a traced one"):
@@ -153,7 +157,7 @@ def test_what_cannot_be_looked_at_is_named():
 
 
 @over_all
-def test_every_memory_is_one_line(make):
+def test_repr_of_memory_is_one_line(make):
     memory, lines = make(), []
     used = jaxkv.hybrid.parts_of(memory)
     counts = " + ".join(str(jaxkv.used(part)) for part in used)
@@ -174,7 +178,7 @@ def batched(memory):
 
 
 @pytest.mark.core
-def test_plans_batches_and_texts_are_one_line():
+def test_repr_of_plans_batches_and_states_is_one_line():
     memory = pool()
     plan = jaxkv.init_batch(memory, make_batch([[1], [2, 3]], sequences=[1, 5]))
     assert repr(plan) == "Plan(ok, 1 ubatch: 1 x 4 tokens)"
@@ -189,7 +193,7 @@ def test_plans_batches_and_texts_are_one_line():
 
 
 @over_all
-def test_a_table_of_html_has_text_and_no_script(make):
+def test_repr_html_has_text_and_no_script(make):
     html = make()._repr_html_()
     assert html.count("<div") == html.count("</div>") and "<script" not in html
     texts = re.sub(r"<[^>]*>", " ", html.split("</code>")[1]).split()
@@ -199,22 +203,14 @@ def test_a_table_of_html_has_text_and_no_script(make):
     assert all(one.count("<div") == 1 for one in lost)
 
 
-def test_a_long_table_of_html_is_folded():
+def test_repr_html_of_long_table_is_folded():
     html = html_of(interleaved())
     assert html.count("title=") <= 32 and "cells 291 to 299: empty" in html
     many = jaxkv.make_kv_cache(layers=1, cells=2, kv_heads=1, head_dim=2, sequences=40, streams=40)
     assert "and 24 more streams" in html_of(many)
 
 
-@over_all
-def test_a_batch_of_memories_is_no_memory_to_look_at(make):
-    for look in (draw.show, draw.cells_of):
-        if make is not hybrid or look is draw.show:
-            with pytest.raises(ValueError, match="got a batch of them: .*take each"):
-                look(batched(make()))
-
-
-def test_a_table_without_neighbours_is_folded_as_fast():
+def test_folded_without_neighbours_builds_one_fold():
     """In 100,000 cells of which no two go on from each other, not every way of folding is built."""
     memory = jaxkv.make_kv_cache(layers=1, cells=100_000, kv_heads=1, head_dim=1)
     view = replace(draw.cells_of(memory), position=np.arange(100_000, 0, -1, dtype=np.int32)[None])
@@ -246,7 +242,7 @@ def sequences_in(image):
     return np.where(near.min(-1) < 1e-6, near.argmin(-1), -1)
 
 
-def test_a_plot_of_cells_has_the_colours_of_owners(agg):
+def test_plot_cells_has_colours_of_owners(agg):
     ax = plot.cells(pool())
     wanted = draw.cells_of(pool()).owner[0]
     (image,) = ax.images
@@ -261,7 +257,7 @@ def test_a_plot_of_cells_has_the_colours_of_owners(agg):
 
 
 @pytest.mark.core
-def test_a_plot_of_sight_is_the_mask(agg):
+def test_plot_sight_is_the_mask(agg):
     memory, ubatch = put(pool(), [[1, 2], [3]], [2, 1])
     ax = plot.sight(memory, ubatch)
     mask = np.asarray(visible(memory.table, ubatch))[0, :3]
@@ -279,8 +275,8 @@ def test_a_plot_of_sight_is_the_mask(agg):
         plot.sight(*put(states(), [[1]], [0]))
 
 
-def test_plots_of_occupancy_and_bytes_add_up(agg):
-    before = jaxkv.make_kv_cache(layers=2, cells=24, kv_heads=1, head_dim=2, sequences=40)
+def test_plot_occupancy_and_nbytes_add_up(agg):
+    before = POOL.make()
     ax = plot.occupancy([before, pool()])
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in ax.collections]
     assert max(tops) == jaxkv.used(pool()) and ax.texts[0].get_text() == "24 cells"
@@ -295,7 +291,7 @@ def test_plots_of_occupancy_and_bytes_add_up(agg):
             plot.occupancy(steps)
 
 
-def test_every_sequence_that_is_drawn_is_in_the_legend(agg):
+def test_plot_legends_name_every_sequence(agg):
     def names(ax):
         return [text.get_text() for text in ax.get_legend().get_texts()]
 
@@ -309,38 +305,7 @@ def test_every_sequence_that_is_drawn_is_in_the_legend(agg):
     assert plot._labels([1, 8]) == [(PALETTE[1], "sequence 1, 8")]
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match="not installed: pip install matplotlib"):
         plot.nbytes(pool())
-
-
-# ---------------------------------------------------------------------------------------- donated
-
-USES = {
-    "used": jaxkv.used,
-    "check_invariants": jaxkv.check_invariants,
-    "seq_pos_max": lambda memory: jaxkv.seq_pos_max(memory, 0),
-    "seq_rm": lambda memory: jaxkv.seq_rm(memory, 0),
-    "seq_cp": lambda memory: jaxkv.seq_cp(memory, 0, 1),
-    "clear": jaxkv.clear,
-    "init_batch": lambda memory: jaxkv.init_batch(memory, make_batch([1])),
-    "init_update": jaxkv.init_update,
-    "show": jaxkv.show,
-}
-
-
-@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_a_donated_memory_is_named(use):
-    with pytest.raises(ValueError, match="got one whose buffers were donated: go on with"):
-        use(donated(pool()))
-
-
-def test_layers_name_buffers_that_were_donated():
-    memory, ubatch = put(pool(), [1, 2], 0)
-    lost, x = donated(memory, table=False), jnp.ones((1, 2, 1, 2))
-    with pytest.raises(ValueError, match="whose buffers were donated"):
-        jaxkv.attend(lost, 0, ubatch, x, x, x)
-    memory, ubatch = put(states(), [[1]], [0])
-    with pytest.raises(ValueError, match="whose buffers were donated"):
-        jaxkv.read_states(donated(memory, table=False), 0, ubatch)

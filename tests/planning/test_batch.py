@@ -1,4 +1,6 @@
-"""Batches: what is checked, how they are cut, and how their outputs come back in order."""
+"""Batches: how they are made and cut, and how their outputs come back in order."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,95 +14,64 @@ from jaxkv import Reason, make_batch
 from jaxkv.places import NOWHERE, bucket
 from jaxkv.planning.layout import layout, rank
 from jaxkv.planning.splits import equal_split, sequence_split, simple_split
-from tests.memories import SMALL, filled, think
+from tests.memories import SMALL, drawn
 
 SPLITS = [simple_split, equal_split, sequence_split]
+
+
+def started():
+    """Sequence 0 of four tokens."""
+    return drawn("0{0} 1{0} 2{0} 3{0}")
 
 
 # --------------------------------------------------------------------------------------- making
 
 
-def test_lists_of_lists_are_sequences():
-    batch = make_batch([[1, 2], [3]])
-    assert batch.tokens.tolist() == [1, 2, 3]
-    assert batch.sequences.tolist() == [0, 0, 1]
-    batch = make_batch([[1, 2], [3]], sequences=[7, 4])
-    assert batch.sequences.tolist() == [7, 7, 4]
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "wanted"),
+    [
+        ([[1, 2], [3]], None, [0, 0, 1]),
+        ([[1, 2], [3]], [7, 4], [7, 7, 4]),
+        ([1, 2, 3], None, [0, 0, 0]),
+        ([1, 2, 3], 5, [5, 5, 5]),
+        (np.array([1, 2, 3], np.uint8), np.int64(5), [5, 5, 5]),
+    ],
+)
+def test_make_batch_fills_in_sequences(tokens, sequences, wanted):
+    batch = make_batch(tokens, sequences=sequences)
+    assert batch.tokens.tolist() == [1, 2, 3] and batch.sequences.tolist() == wanted
+    assert batch.tokens.dtype == batch.sequences.dtype == np.int32
+    assert isinstance(batch.tokens, np.ndarray)
 
 
-def test_a_list_without_tokens_is_refused():
-    """Its sequence would have no logits, and rows of logits would be taken for those of others."""
-    with pytest.raises(ValueError, match=r"got none for sequences \[4\]: leave those lists out"):
-        make_batch([[1, 2], []], sequences=[7, 4])
+def test_make_batch_device_arrays_stay_on_device():
+    batch = make_batch(jnp.array([1, 2]), sequences=jnp.array([0, 1]))
+    assert isinstance(batch.tokens, jax.Array) and isinstance(batch.sequences, jax.Array)
 
 
-def test_negative_tokens_are_padding_or_a_mistake():
-    with pytest.raises(ValueError, match="wanted tokens of at least 0, got a negative one"):
-        make_batch([1, -1])
+def test_make_batch_negative_token_may_be_padding():
     assert make_batch([1, -1], valid=[True, False]).tokens.tolist() == [1, -1]
 
 
-def test_one_id_is_for_all():
-    assert make_batch([1, 2, 3], sequences=5).sequences.tolist() == [5, 5, 5]
-    assert make_batch([1, 2, 3]).sequences.tolist() == [0, 0, 0]
-
-
-def test_host_stays_host_and_device_device():
-    assert isinstance(make_batch([1, 2]).tokens, np.ndarray)
-    batch = make_batch(jnp.array([1, 2]), sequences=jnp.array([0, 1]))
-    assert isinstance(batch.tokens, jax.Array)
-    assert isinstance(batch.sequences, jax.Array)
-
-
 @pytest.mark.core
-def test_embeddings_in_place_of_tokens():
+def test_make_batch_embeddings_replace_tokens():
     batch = make_batch(embeddings=np.ones((3, 8), np.float32))
-    assert batch.tokens is None
-    assert batch.valid.shape == (3,)
-    (ubatch,) = jaxkv.init_batch(filled(4), batch, ubatch_size=4).ubatches
-    assert ubatch.embeddings.shape == (1, 4, 8)
-    assert ubatch.tokens is None
+    assert batch.tokens is None and batch.valid.shape == (3,)
+    (ubatch,) = jaxkv.init_batch(started(), batch, ubatch_size=4).ubatches
+    assert ubatch.tokens is None and ubatch.embeddings.shape == (1, 4, 8)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({}, "either tokens or embeddings"),
-        ({"tokens": [1], "embeddings": np.ones((1, 2))}, "either tokens or embeddings"),
-        ({"tokens": [1, 2], "sequences": [0]}, r"sequences .* wanted \(2,\), got \(1,\)"),
-        ({"tokens": [1, 2], "positions": [0, 1, 2]}, r"positions .* wanted \(2,\), got \(3,\)"),
-        ({"tokens": [1, 2], "outputs": [True]}, r"outputs .* wanted \(2,\), got \(1,\)"),
-        ({"tokens": [1, 2], "valid": [[True, True]]}, r"valid .* wanted \(2,\), got \(1, 2\)"),
-        ({"tokens": [[1, 2], [3]], "sequences": [0]}, "sequences"),
-        ({"tokens": [[1, 2], [3]], "sequences": [0, 1, 2]}, "sequences"),
-    ],
-)
-def test_what_does_not_fit_together(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        make_batch(**wrong)
-
-
-def test_one_id_for_lists_of_lists_is_not_ignored():
-    """Two lists cannot be the one sequence 3; whatever happens, it is not 0 and 1 in silence."""
-    try:
-        batch = make_batch([[1, 2], [3]], sequences=3)
-    except ValueError:
-        return
-    assert set(batch.sequences.tolist()) == {3}
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_only_drops_tokens_and_keeps_shapes(traced):
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "plain"])
+def test_only_drops_tokens_and_keeps_shapes(transform):
     batch = make_batch([[1, 2], [3], [4, 5]])
-    only = jax.jit(lambda b, fits: b.only(fits)) if traced else lambda b, fits: b.only(fits)
-    rest = only(batch, np.array([True, False, True]))
+    rest = transform(jaxkv.Batch.only)(batch, np.array([True, False, True]))
     assert rest.valid.tolist() == [True, True, False, True, True]
     assert rest.tokens.shape == (5,)
 
 
 @pytest.mark.core
-def test_what_fits_goes_in_and_the_rest_later():
-    memory = filled(7)
+def test_only_of_plan_fits_is_planned():
+    memory = drawn(" ".join(f"{i}{{0}}" for i in range(7)))
     batch = make_batch([[1, 2, 3], [4, 5, 6, 7]], sequences=[1, 2])
     plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
     assert plan.fits.tolist() == [True, True, False]
@@ -116,18 +87,15 @@ def numbered(sequences, valid):
     """`rank`, one token at a time."""
     seen, ranks, before = {}, [], []
     for i, (seq, there) in enumerate(zip(sequences, valid, strict=True)):
-        if there:
-            ranks.append(len(seen.get(seq, [])))
-            before.append(seen[seq][-1] if seq in seen else i)
-            seen.setdefault(seq, []).append(i)
-        else:
-            ranks.append(None)
-            before.append(None)
+        mine = seen.setdefault(seq, []) if there else []
+        ranks.append(len(mine) if there else None)
+        before.append((mine[-1] if mine else i) if there else None)
+        mine.append(i)
     return ranks, before
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=6, max_size=6))
-def test_rank(tokens):
+def test_rank_matches_counting(tokens):
     sequences, valid = np.array([s for s, _ in tokens], np.int32), np.array([v for _, v in tokens])
     expected = numbered(sequences.tolist(), valid.tolist())
     for answer in (rank(sequences, valid), jax.jit(rank)(sequences, valid)):
@@ -135,19 +103,12 @@ def test_rank(tokens):
             assert [int(g) if v else None for g, v in zip(got, valid, strict=True)] == wanted
 
 
-def test_bucket():
-    for count in range(1, 70):
-        assert bucket(count) >= count
-        assert bucket(count) < 2 * count
-        assert bin(bucket(count)).count("1") == 1
-
-
 # ---------------------------------------------------------------------------------------- cutting
 
 
 @pytest.mark.parametrize("split_by", SPLITS, ids=lambda f: f.__name__)
 @given(sequences=st.lists(st.integers(0, 3), min_size=1, max_size=40), size=st.integers(1, 9))
-def test_splits_take_every_token_once_in_order_and_never_too_many(split_by, sequences, size):
+def test_split_takes_every_token_once_in_order(split_by, sequences, size):
     sequences = np.array(sequences, np.int32)
     parts = split_by(sequences, size)
     taken = [part[part != NOWHERE].tolist() for part in parts]
@@ -161,33 +122,49 @@ def test_splits_take_every_token_once_in_order_and_never_too_many(split_by, sequ
         assert part.shape[1] <= size
         assert part.shape[1] == size or part.shape[1] == bucket(part.shape[1])
         ids = [set(sequences[row[row != NOWHERE]].tolist()) for row in part]
-        if split_by is simple_split:
-            assert part.shape[0] == 1
-            assert tokens == list(range(tokens[0], tokens[-1] + 1))
-        if split_by is sequence_split:
-            assert part.shape[0] == 1
-            assert len(ids[0]) == 1
         if split_by is equal_split:
             assert all(len(row) == 1 for row in ids)
             assert len(set.union(*ids)) == part.shape[0]
             assert len({(row != NOWHERE).sum() for row in part}) == 1
+        else:
+            assert part.shape[0] == 1
+        if split_by is simple_split:
+            assert tokens == list(range(tokens[0], tokens[-1] + 1))
+        if split_by is sequence_split:
+            assert len(ids[0]) == 1
 
 
-def test_simple_split_fills_ubatches():
-    sizes = [(part != NOWHERE).sum() for part in simple_split(np.zeros(11, np.int32), 4)]
-    assert sizes == [4, 4, 3]
+def test_layout_pads_tokens_and_outputs_to_buckets():
+    batch = make_batch(np.ones(20, np.int32), outputs=np.arange(20) == 3)
+    flat, parts, outputs = layout(SMALL.make().table.facts, batch, 512, None)
+    assert flat.tokens.shape == (32,) and [part.shape for part in parts] == [(1, 32)]
+    assert outputs == 8
+
+
+def test_layout_rows_are_padded_but_never_past_the_sequences():
+    sizes = dict(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=3, streams=3)
+    memory = jaxkv.make_kv_cache(**sizes)
+    facts = jaxkv.split(memory)[0].facts
+    for prompts, rows in (([[1]], 1), ([[1], [2]], 2), ([[1], [2], [3]], 3)):
+        _, (part,), _ = layout(facts, make_batch(prompts), 512, None)
+        assert part.shape == (rows, 1)
+    for size, tokens in ((2, 1), (7, 2)):
+        shapes = jax.eval_shape(partial(jaxkv.init_full, memory, ubatch_size=size))
+        assert shapes.ubatches[0].tokens.shape == (3, tokens)
 
 
 # ------------------------------------------------------------------------------- collecting again
 
 
-@pytest.mark.parametrize("split_by", ["simple", "equal", "sequence"])
-def test_outputs_come_back_in_the_order_of_the_batch(split_by):
+@pytest.mark.parametrize(
+    "split_by", ["simple", "sequence", pytest.param("equal", marks=pytest.mark.core)]
+)
+def test_collect_restores_the_order_of_the_batch(split_by):
     """Two sequences are dealt; each token asks for the logits of its own number."""
     tokens, sequences = np.array([5, 1, 4, 2, 6, 3, 7]), np.array([2, 0, 2, 0, 0, 2, 0])
     outputs = np.array([False, True, True, False, True, True, False])
     batch = make_batch(tokens, sequences=sequences, outputs=outputs)
-    plan = jaxkv.init_batch(filled(4), batch, ubatch_size=4, split_by=split_by).check()
+    plan = jaxkv.init_batch(started(), batch, ubatch_size=4, split_by=split_by).check()
     assert len(plan.ubatches) > 1
     logits = []
     for ubatch in plan.ubatches:  # a model whose logits are the token itself
@@ -196,7 +173,13 @@ def test_outputs_come_back_in_the_order_of_the_batch(split_by):
     assert plan.collect(logits)[:, 0].tolist() == tokens[outputs].tolist()
 
 
-def test_a_traced_list_has_room_for_every_output_that_it_may_mark():
+def test_collect_without_outputs_is_empty():
+    plan = jaxkv.init_batch(started(), make_batch([1, 2, 3], outputs=[False] * 3), ubatch_size=4)
+    (ubatch,) = plan.ubatches
+    assert plan.collect([jnp.ones((*ubatch.outputs.shape, 2))]).shape == (0, 2)
+
+
+def test_init_batch_traced_list_has_room_for_every_output():
     """Which are marked is not known, so it may be each of them; else each sequence has one."""
 
     @jax.jit
@@ -209,102 +192,93 @@ def test_a_traced_list_has_room_for_every_output_that_it_may_mark():
     assert chosen(SMALL.make(), tokens, None)[:1].tolist() == [10]
 
 
-def test_a_batch_without_outputs():
-    plan = jaxkv.init_batch(filled(4), make_batch([1, 2, 3], outputs=[False] * 3), ubatch_size=4)
-    _, logits = think(filled(4), plan.ubatches[0])
-    assert plan.collect([logits]).shape[0] == 0
+@pytest.mark.parametrize(
+    ("transform", "tokens", "sequences", "valid", "positions", "ends"),
+    [
+        (lambda f: f, [1, 99, 2, 3], [0, 77, 0, 1], [1, 0, 1, 1], [4, 5, 0], [5, 0, -1]),
+        pytest.param(
+            jax.jit,  # rows of one sequence each
+            *([[1, 2], [3, 4]], [[1, 1], [2, 2]], [[1, 1], [1, 0]], [0, 1, 0], [3, 1, 0]),
+            marks=pytest.mark.core,
+        ),
+    ],
+    ids=["list", "traced rows"],
+)
+def test_init_batch_padding_goes_nowhere(transform, tokens, sequences, valid, positions, ends):
+    def plan(memory, tokens, sequences, valid):
+        return jaxkv.init_batch(memory, make_batch(tokens, sequences=sequences, valid=valid))
 
-
-def test_padding_inside_a_batch_goes_nowhere():
-    valid = [True, False, True, True]
-    batch = make_batch([1, 99, 2, 3], sequences=[0, 77, 0, 1], valid=valid)
-    memory = filled(4)
-    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch, ubatch_size=4))
-    assert jaxkv.seq_pos_max(memory, [0, 1]).tolist() == [5, 0]
-    assert jaxkv.used(memory).item() == 7
+    arrays = np.array(tokens), np.array(sequences), np.array(valid, bool)
+    done = transform(plan)(started(), *arrays)
+    (ubatch,) = done.ubatches
+    assert ubatch.slots[ubatch.valid].tolist() == [4, 5, 6]
+    assert ubatch.positions[ubatch.valid].tolist() == positions
+    memory = jaxkv.apply(started(), done)
+    assert jaxkv.seq_pos_max(memory, [0, 1, 2]).tolist() == ends
 
 
 @pytest.mark.core
-def test_a_traced_token_of_no_sequence_refuses_all_and_counts_as_padding():
+@pytest.mark.parametrize("unknown", [-1, 3])
+def test_init_batch_traced_unknown_sequence_refuses_all(unknown):
+    """`batch.only(plan.fits)` leaves nothing then, and its tokens count as padding."""
+
     @jax.jit
     def plan(memory, sequences):
         return jaxkv.init_batch(memory, make_batch(jnp.array([5, 6, 7]), sequences=sequences))
 
-    for unknown in (-1, 3):
-        refused = plan(SMALL.make(), jnp.array([0, unknown, 1]))
-        assert not refused.ok and set(refused.reason.tolist()) == {Reason.UNKNOWN_SEQUENCE}
-        assert refused.ubatches[0].valid[0, :3].tolist() == [True, False, True]
+    refused = plan(SMALL.make(), jnp.array([0, unknown, 1]))
+    assert not refused.ok and not refused.fits.any()
+    assert set(refused.reason.tolist()) == {Reason.UNKNOWN_SEQUENCE}
+    assert refused.ubatches[0].valid[0, :3].tolist() == [True, False, True]
+    with pytest.raises(jaxkv.RefusedError, match="names a sequence that the memory does not have"):
+        refused.check()
 
 
-def test_rows_that_come_ready_are_computed_at_once():
-    """`[R, T]` tokens inside of jit: each row is a sequence here, and one is padded."""
-
-    @jax.jit
-    def plan(memory, tokens, sequences, valid):
-        return jaxkv.init_batch(memory, make_batch(tokens, sequences=sequences, valid=valid))
-
-    tokens = jnp.array([[1, 2], [3, 4]])
-    sequences = jnp.array([[1, 1], [2, 2]])
-    valid = jnp.array([[True, True], [True, False]])
-    memory = filled(4)
-    done = plan(memory, tokens, sequences, valid)
-    (ubatch,) = done.ubatches
-    assert ubatch.slots[valid].tolist() == [4, 5, 6]
-    assert ubatch.positions[valid].tolist() == [0, 1, 0]
-    after = jaxkv.apply(memory, done)
-    assert jaxkv.seq_pos_max(after, [0, 1, 2]).tolist() == [3, 1, 0]
+# ------------------------------------------------------------------------------------------ extra
 
 
-def test_padding_asks_for_no_outputs():
-    batch = make_batch(np.ones(20, np.int32), outputs=np.arange(20) == 3)
-    flat, parts, outputs = layout(SMALL.make().table.facts, batch, 512, None)
-    assert flat.tokens.shape == (32,) and [part.shape for part in parts] == [(1, 32)]
-    assert outputs == 8
-
-
-# ----------------------------------------------------------------------------- what else is told
-
-
-def told(batch):
+def extra_of(tokens):
     """The same of each token: twice the token, and where it is odd."""
-    tokens = np.asarray(batch)
+    tokens = np.asarray(tokens)
     return {"twice": np.stack([tokens, 2 * tokens], axis=-1).astype(float), "odd": tokens % 2 == 1}
 
 
 @pytest.mark.parametrize(
     ("kind", "traced"),
     [
-        ("pool", False),
-        pytest.param("pool", True, marks=pytest.mark.core),
+        ("cells", False),
+        pytest.param("cells", True, marks=pytest.mark.core),
         pytest.param("states", False, marks=pytest.mark.core),
     ],
 )
-def test_what_else_is_told_goes_with_its_token(kind, traced):
+def test_extra_goes_with_its_token(kind, traced):
     """However a batch is cut, padded and brought into rows."""
-    sizes = dict(sequences=3, streams=1)
+    states = {"x": ((), jnp.float32)}
     memory = (
-        jaxkv.make_kv_cache(layers=1, cells=20, kv_heads=1, head_dim=2, **sizes)
-        if kind == "pool"
-        else jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, **sizes)
+        jaxkv.make_kv_cache(layers=1, cells=20, kv_heads=1, head_dim=2, sequences=3)
+        if kind == "cells"
+        else jaxkv.make_recurrent_cache(layers=1, states=states, sequences=3)
     )
     tokens = [5, 6, 7, 8, 9, 10, 11, 12]
     valid = np.array([1, 1, 0, 1, 1, 1, 1, 1], bool)
-    batch = make_batch(tokens, sequences=[0, 1, 2, 0, 2, 2, 0, 2], valid=valid, extra=told(tokens))
-    plan = jax.jit if traced else lambda f: f
-    ubatches = plan(
-        lambda memory, batch: jaxkv.init_batch(memory, batch, ubatch_size=512 if traced else 3)
-    )(memory, batch).ubatches
+    sequences = [0, 1, 2, 0, 2, 2, 0, 2]
+    batch = make_batch(tokens, sequences=sequences, valid=valid, extra=extra_of(tokens))
+
+    def plan(memory, batch):
+        return jaxkv.init_batch(memory, batch, ubatch_size=512 if traced else 3)
+
     found = []
-    for ubatch in ubatches:
+    for ubatch in (jax.jit(plan) if traced else plan)(memory, batch).ubatches:
         there = np.asarray(ubatch.valid)
         assert ubatch.extra["twice"].shape == (*there.shape, 2)
-        for name, wanted in told(ubatch.tokens).items():
+        for name, wanted in extra_of(ubatch.tokens).items():
             np.testing.assert_array_equal(np.asarray(ubatch.extra[name])[there], wanted[there])
         found += np.asarray(ubatch.tokens)[there].tolist()
     assert sorted(found) == sorted(np.array(tokens)[valid])
 
 
-def test_what_else_is_told_is_a_part_of_the_content():
+@pytest.mark.core
+def test_extra_is_part_of_the_content():
     """Keys of another place are not those that an earlier table knew."""
     memory = jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
     after = [
@@ -316,28 +290,19 @@ def test_what_else_is_told_is_a_part_of_the_content():
         assert [bool(jaxkv.go_back(table, one)[1]) for one in after] == [i == j for j in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("extra", "error", "message"),
-    [
-        ({"a": [1, 2]}, ValueError, r"extra\['a'\] must have one entry a token: wanted \(3,\)"),
-        ({"a": ["x", "y", "z"]}, TypeError, "wanted integers, floats or bools"),
-        ({1: [1, 2, 3]}, TypeError, "wanted extra as arrays by name"),
-        ([1, 2, 3], TypeError, "wanted extra as arrays by name"),
-    ],
-)
-def test_what_else_is_told_has_an_entry_a_token(extra, error, message):
-    with pytest.raises(error, match=message):
-        make_batch([1, 2, 3], extra=extra)
+def test_extra_of_64_bits_becomes_32_where_it_fits():
+    given = {"edge": np.array([2**31 - 1, -(2**31)]), "none": np.zeros((2, 0))}
+    extra = make_batch([1, 2], extra=given).extra
+    assert extra["edge"].dtype == np.int32 and extra["edge"].tolist() == [2**31 - 1, -(2**31)]
+    assert extra["none"].shape == (2, 0)
 
 
 @pytest.mark.core
-def test_a_model_is_told_in_prefill_and_by_derivatives():
+def test_extra_reaches_prefill_and_its_derivative():
     """A prompt in ubatches, and the derivative of what stands beside tokens."""
-    place = jnp.arange(6.0).reshape(6, 1)
 
     def forward(weights, memory, ubatch):
-        x = weights[ubatch.tokens] * ubatch.extra["at"]
-        x = x[:, :, None]
+        x = (weights[ubatch.tokens] * ubatch.extra["at"])[:, :, None]
         memory, out = jaxkv.attend(memory, 0, ubatch, x, x, x)
         return memory, out.reshape(-1, 2)[ubatch.outputs]
 
@@ -348,6 +313,7 @@ def test_a_model_is_told_in_prefill_and_by_derivatives():
         batch = make_batch([1, 2, 3, 4, 5, 6], extra={"at": place})
         return jnp.sum(jaxkv.prefill(forward, weights, memory, batch, ubatch_size=size)[1])
 
-    np.testing.assert_allclose(last(place, 2), last(place, 512), rtol=1e-6)
-    grad = jax.grad(lambda place: last(place, 512))(place)
+    place = jnp.arange(6.0).reshape(6, 1)
+    value, grad = jax.value_and_grad(last)(place, 512)
+    np.testing.assert_allclose(last(place, 3), value, rtol=1e-6)
     assert np.isfinite(grad).all() and np.any(grad != 0)

@@ -191,10 +191,24 @@ def safetensors_case(here, rng):
     return here
 
 
-CASES = (config_case, metadata_case, gguf_case, safetensors_case)
+def test_load_of_untouched_files_is_a_model(tmp_path):
+    assert outcome(write_metadata(tmp_path / "tiny.gguf", METADATA), True) == "model"
+    path = write_metadata(tmp_path / "other.gguf", METADATA | SENTENCEPIECE)
+    assert outcome(path, True) == "model"
+    assert outcome(write_folder(tmp_path / "folder", plain_tensors()), True) == "model"
 
 
-def check(case, tmp_path, seeds, deep):
+@pytest.mark.parametrize(
+    ("seeds", "deep"),
+    [
+        (range(8), False),
+        pytest.param(range(8, 60), False, marks=pytest.mark.core),
+        pytest.param(range(60, 360), True, marks=pytest.mark.nightly),
+    ],
+    ids=["8", "52", "300 traced"],
+)
+@pytest.mark.parametrize("case", [config_case, metadata_case, gguf_case, safetensors_case])
+def test_load_of_damaged_file_is_a_sentence_or_a_model(case, seeds, deep, tmp_path):
     found = Counter()
     for seed in seeds:
         here = tmp_path / str(seed)
@@ -204,21 +218,3 @@ def check(case, tmp_path, seeds, deep):
         except Exception as error:
             raise AssertionError(f"seed {seed} is neither a model nor a sentence") from error
     assert found["refused"] > len(seeds) / 4, found
-
-
-def test_untouched_files_are_models(tmp_path):
-    assert outcome(write_metadata(tmp_path / "tiny.gguf", METADATA), True) == "model"
-    path = write_metadata(tmp_path / "other.gguf", METADATA | SENTENCEPIECE)
-    assert outcome(path, True) == "model"
-    assert outcome(write_folder(tmp_path / "folder", plain_tensors()), True) == "model"
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_sentence_or_a_model(case, tmp_path):
-    check(case, tmp_path, range(60), deep=False)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", CASES)
-def test_a_sentence_or_a_model_that_can_be_traced(case, tmp_path):
-    check(case, tmp_path, range(60, 360), deep=True)
