@@ -153,6 +153,7 @@ def test_can_resume_matches_oracle_all_positions():
         assert answers.tolist() == [oracle.can_resume(*one) for one in asked]
 
 
+@pytest.mark.core
 def test_plan_dead_sequence_is_lost_until_forgotten():
     """At each end that a copy may leave it with, the first one too."""
     twin, batch = histories.told(0, [3]), jaxkv.make_batch([5], sequences=1)

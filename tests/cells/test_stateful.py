@@ -43,7 +43,7 @@ def test_verbs_match_oracle_of_one_pool():
 
 
 def test_verbs_match_oracles_of_a_hybrid_with_states():
-    run(lambda: StateVerbs(STATES["hybrid with a window"]), runs=4, steps=25)
+    run(lambda: StateVerbs(STATES["hybrid with a window"]), runs=3, steps=20)
 
 
 @pytest.mark.core
