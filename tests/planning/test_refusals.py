@@ -196,7 +196,7 @@ def test_commitment_stale_in_one_part_changes_no_part():
     full = jaxkv.make_kv_cache(cells=16, **sizes)
     window = jaxkv.make_kv_cache(cells=8, window=sliding(3), **sizes)
     memory = jaxkv.make_hybrid_cache((full, (0,)), (window, (1,)))
-    for text in [range(6)] * 2:  # the window gives up what is hidden
+    for text in [range(4)] * 3:  # the window gives up what is hidden
         memory, _ = run(memory, make_batch(text, sequences=0))
     memory = jaxkv.seq_add(memory, 0, 0, -1, 4)
     update = jaxkv.init_update(memory)
