@@ -13,7 +13,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxkv
 from jaxkv.batch import part_of
@@ -23,6 +22,7 @@ from jaxkv.kv.mask import visible
 from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import Quantised, Stored, decoded
 from tests.oracle import Content, Fault, Oracle, Place, Plan, Token
+from tests.rules import Side, numbered
 
 LAYERS = 2
 HEADS = 2  # of keys and values; queries have twice as many
@@ -161,7 +161,6 @@ GROUPS_TILES = Kind(
     placement="tiled",
     windows=(None, jaxkv.window.sliding(3)),
 )
-RUNS_WIDE = Kind("contiguous-two-owner-words", cells=40, sequences=40, placement="contiguous")
 CODES = Kind("groups-int8", cells=10, sequences=4, streams=2, dtype="int8")
 LATENT = Kind("groups-latent", cells=10, sequences=4, streams=2, latent=(1, 4))
 STACKED = Kind("stacked-groups", cells=10, sequences=4, streams=2, stacked=True)
@@ -174,8 +173,6 @@ WIDTH = 8
 
 COUNTS = [1, 7]
 """Tokens of a batch: one alone, and a full ubatch with a padded one. Few shapes are compiled."""
-
-over_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 # ------------------------------------------------------------------------------- two tiny models
@@ -201,14 +198,6 @@ def sway(query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
     return jnp.sin((query + 2 * key + head).astype(jnp.float32))
 
 
-def masks_of(memory: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None) -> list[jax.Array]:
-    """What the tokens of a ubatch that was applied see of each part, `[R, T, N]`."""
-    tables = [table for table, _ in parts_of(memory)]
-    if len(tables) == 1:
-        return [visible(*tables, ubatch, until=until)]
-    return [visible(table, part_of(ubatch, i), until=until) for i, table in enumerate(tables)]
-
-
 @partial(jax.jit, static_argnames="biased")
 def sign(
     memory: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None = None, *, biased: bool = False
@@ -223,20 +212,34 @@ def sign(
       The memory; the mask of each part, `[R, T, N]`; and what the tokens saw in each layer,
       `[R, T, H, Dv]`.
     """
-    latent = any(is_latent(buffers) for _, buffers in parts_of(memory))
     memory = jaxkv.apply(memory, ubatch)
-    q = jnp.zeros((*ubatch.valid.shape, 2 * HEADS, SIZE))
     saw = []
     for layer in range(LAYERS):
-        fields = (ubatch.sequences + 1, ubatch.positions, ubatch.tokens)
-        keys = [
-            jnp.stack([*fields, 0 * ubatch.tokens + layer * HEADS + h], -1) for h in range(HEADS)
-        ]
-        k = jnp.stack(keys, axis=-2).astype(jnp.float32)
-        v, bias = None if latent else -k, sway if biased else None
-        memory, seen = jaxkv.attend(memory, layer, ubatch, q, k, v, bias=bias, until=until)
+        memory, seen = attend_signed(memory, layer, ubatch, until, biased=biased)
         saw.append(seen)
-    return memory, masks_of(memory, ubatch, until), saw
+    parts = [table for table, _ in parts_of(memory)]
+    own = [ubatch] if len(parts) == 1 else [part_of(ubatch, i) for i in range(len(parts))]
+    masks = [visible(table, one, until=until) for table, one in zip(parts, own, strict=True)]
+    return memory, masks, saw
+
+
+def attend_signed(
+    memory: Any,
+    layer: int,
+    ubatch: jaxkv.Ubatch,
+    until: jax.Array | None = None,
+    *,
+    biased: bool = False,
+) -> tuple[Any, jax.Array]:
+    """Attend with signatures in one layer; the memory, and what was seen, `[R, T, H, Dv]`."""
+    latent = any(is_latent(buffers) for _, buffers in parts_of(memory))
+    fields = (ubatch.sequences + 1, ubatch.positions, ubatch.tokens)
+    labels = [0 * ubatch.tokens + layer * HEADS + h for h in range(HEADS)]
+    k = jnp.stack([jnp.stack([*fields, label], -1) for label in labels], axis=-2)
+    k = k.astype(jnp.float32)
+    q = jnp.zeros((*ubatch.valid.shape, 2 * HEADS, SIZE))
+    v, bias = None if latent else -k, sway if biased else None
+    return jaxkv.attend(memory, layer, ubatch, q, k, v, bias=bias, until=until)
 
 
 @jax.jit
@@ -250,7 +253,7 @@ def plan_rows(memory: Any, tokens: Any, valid: Any, positions: Any = None) -> ja
 def parts_of(memory: Any) -> list[tuple[Cells, Buffers]]:
     """List the tables and buffers of a memory, whether it is a hybrid one or not."""
     table, buffers = jaxkv.split(memory)
-    if isinstance(table, Cells):
+    if not hasattr(table, "parts"):
         return [(table, buffers)]
     return [*zip(table.parts, buffers, strict=True)]
 
@@ -355,12 +358,6 @@ def drawing(memory: Any) -> str:
 # ------------------------------------------------------------------------------------- comparing
 
 
-def table_of(memory: Any) -> dict[int, tuple[int, set[int], int]]:
-    """Read the one table, of one stream: for each cell in use its position, owners and shift."""
-    ((table, _),) = parts_of(memory)
-    return {index: cell for (_, index), cell in cells_of(table).items()}
-
-
 def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
     """Read a table bit by bit: for each cell in use its position, owners and shift."""
     position, owners, shift = (
@@ -397,9 +394,9 @@ def contents_of(buffers: Buffers, layers: Sequence[int]) -> dict[Place, Content]
     }
 
 
-def is_latent(buffers: Buffers) -> bool:
+def is_latent(buffers: Any) -> bool:
     """Whether values are numbers of the keys."""
-    return isinstance(buffers.v[0], Latent)
+    return isinstance(buffers, Buffers) and isinstance(buffers.v[0], Latent)
 
 
 def by_layer(half: Sequence[Stored], depth: int) -> np.ndarray:
@@ -425,7 +422,7 @@ def bits(array: Any) -> np.ndarray:
     return np.atleast_1d(np.asarray(array)).view(np.uint8)
 
 
-class Oracles(list[Oracle]):
+class Oracles(list[Side]):
     """The oracles of the parts of a memory, and how their answers become one."""
 
     def fork(self) -> "Oracles":
@@ -442,13 +439,22 @@ class Oracles(list[Oracle]):
         return -1 if min(found) < 0 else max(found)
 
     def reached(self, seq: int) -> int:
-        """Where a sequence goes on, less one. All parts agree."""
-        (found,) = {oracle.reached(seq) for oracle in self}
-        return found
+        """Where a sequence goes on, less one."""
+        return max(oracle.reached(seq) for oracle in self)
+
+    def ends_apart(self, seq: int) -> bool:
+        """Whether parts do not end alike, as after moving what one of them no longer holds."""
+        return len({oracle.reached(seq) for oracle in self}) > 1
+
+    def numbered(self, tokens: Sequence[Token]) -> list[Token]:
+        """Give positions to tokens that have none."""
+        return numbered(tokens, self.reached)
 
     def plan(self, tokens: Sequence[Token], *, ubatch_size: int | None) -> tuple[dict, list[Plan]]:
         """Plan in every part: all faults, with the reason that counts; and the parts' ubatches."""
-        plans = [oracle.plan(tokens, ubatch_size=ubatch_size) for oracle in self]
+        lost = {seq for token in tokens for seq in token.owners if self.ends_apart(seq)}
+        options = dict(ubatch_size=ubatch_size, reached=self.reached, lost=lost)
+        plans = [oracle.plan(tokens, **options) for oracle in self]
         # Faults are looked for in this order, in all parts before the next: a sequence refused
         # for one reason never gets to the next, and then no sequence gets cells.
         stages = (

@@ -1,4 +1,4 @@
-"""The rules of a cache in plain Python, for the real one to be compared with.
+"""The rules of an attention cache in plain Python, for the real one to be compared with.
 
 A cell is an entry of a dict and its owners are a set. Nothing here is packed, padded, cached or
 clever, nothing is shared with `jaxkv` but the names, and no rule is derived from another where it
@@ -11,25 +11,11 @@ One difference remains by necessity: the real cache is a value, and an `Oracle` 
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-Place = tuple[int, int]
-"""A cell: its stream, and its index there."""
-
-
-class Token(NamedTuple):
-    """A token of a batch."""
-
-    sequence: int  # of several, the lowest
-    position: int | None  # None: one past the last of its sequence
-    token: int
-    others: tuple[int, ...] = ()
-
-    @property
-    def owners(self) -> set[int]:
-        """All sequences that it belongs to."""
-        return {self.sequence, *self.others}
+from tests import rules
+from tests.rules import Fault, Part, Place, Plan, Side, Token, in_range
 
 
 class Content(NamedTuple):
@@ -40,14 +26,6 @@ class Content(NamedTuple):
     token: int
 
 
-class Fault(NamedTuple):
-    """Why a sequence is refused, what was expected and what was found."""
-
-    reason: str
-    expected: int
-    found: int
-
-
 @dataclass
 class Cell:
     """A cell that is in use."""
@@ -55,27 +33,6 @@ class Cell:
     position: int
     owners: set[int]
     shift: int = 0  # the position now, less the position that its key was rotated for
-
-
-@dataclass
-class Part:
-    """A ubatch: tokens with the cells chosen for them, and what their streams held just before."""
-
-    tokens: list[tuple[Place, Token]]
-    found: dict[int, tuple]
-
-
-@dataclass
-class Plan:
-    """An answer to a batch: the parts to compute in turn, or a fault for each refused sequence."""
-
-    parts: list[Part] = field(default_factory=list)
-    faults: dict[int, Fault] = field(default_factory=dict)
-
-    @property
-    def ok(self) -> bool:
-        """Whether every token has a place: all or nothing."""
-        return not self.faults
 
 
 class Move(NamedTuple):
@@ -91,7 +48,7 @@ def _copied(cells: dict[Place, Cell]) -> dict[Place, Cell]:
     return {place: replace(cell, owners={*cell.owners}) for place, cell in cells.items()}
 
 
-class Oracle:
+class Oracle(Side):
     """`streams` streams of `size` cells, among which sequences are dealt out in equal runs.
 
     order: the cells in the order in which they are taken.
@@ -112,6 +69,7 @@ class Oracle:
         tiled: bool = False,
         streams: int = 1,
         window: tuple[str, int] | None = None,
+        in_rows: bool | None = None,
     ) -> None:
         self.size = size
         self.sequences = sequences
@@ -120,6 +78,7 @@ class Oracle:
         self.tiles = _tiles(size) if tiled else []
         self.streams = streams
         self.window = window
+        self.in_rows = streams > 1 if in_rows is None else in_rows
         self.cells: dict[Place, Cell] = {}
         self.contents: dict[Place, Content] = {}
         self.written: Counter[Place] = Counter()
@@ -134,10 +93,6 @@ class Oracle:
         return other
 
     # ------------------------------------------------------------------------------- questions
-
-    def stream(self, seq: int) -> int:
-        """The stream of a sequence."""
-        return seq // (self.sequences // self.streams)
 
     def holds(self, seq: int) -> dict[Place, Cell]:
         """List the cells of a sequence."""
@@ -158,6 +113,25 @@ class Oracle:
     def used(self) -> int:
         """How many cells are in use; a shared one counts once."""
         return len(self.cells)
+
+    def is_pending(self, seq: int) -> bool:
+        """Whether a key of a sequence is owed a rotation."""
+        return any(cell.shift for cell in self.holds(seq).values())
+
+    def is_lost(self, seq: int) -> bool:
+        """Whether the next token of a sequence would see a cell that was taken from it."""
+        return self.evicted_below[seq] > self.window_begins(self.reached(seq) + 1)
+
+    def seen_next(self, seq: int) -> tuple:
+        """What the next token of a sequence sees, wherever that lies."""
+        low = self.window_begins(self.reached(seq) + 1)
+        held = self.holds(seq).items()
+        seen = [(cell.position, self.contents[p]) for p, cell in held if cell.position >= low]
+        return self.reached(seq), self.is_lost(seq), sorted(seen)
+
+    def sharing(self, seq: int) -> set[int]:
+        """The sequences that own a cell of a sequence, itself among them."""
+        return {seq}.union(*(cell.owners for cell in self.holds(seq).values()))
 
     def free(self, stream: int) -> list[int]:
         """The cells of a stream that are free, in the order in which they are taken."""
@@ -212,7 +186,7 @@ class Oracle:
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         """Take a sequence (-1: every sequence) off its cells in a range; free what has no owner."""
         for place, cell in list(self.cells.items()):
-            if not _in_range(cell.position, p0, p1):
+            if not in_range(cell.position, p0, p1):
                 continue
             if seq == -1:
                 cell.owners.clear()
@@ -222,12 +196,8 @@ class Oracle:
                 del self.cells[place]
         # What was evicted and lies in the range is no longer missed.
         for one in self.evicted_below if seq == -1 else [seq]:
-            while self.evicted_below[one] and _in_range(self.evicted_below[one] - 1, p0, p1):
+            while self.evicted_below[one] and in_range(self.evicted_below[one] - 1, p0, p1):
                 self.evicted_below[one] -= 1
-
-    def can_seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> bool:
-        """Whether there are cells for all copies: tried, and thrown away."""
-        return self.fork().seq_cp(src, dsts, p0, p1)
 
     def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> bool:
         """Let others own the cells of a sequence in a range, and keep what they have.
@@ -235,25 +205,40 @@ class Oracle:
         In other streams they get copies instead, and nothing else. False, and all as it was, where
         there are no cells for these.
         """
+        return self._give([(src, dst) for dst in dsts], p0, p1, keeps=True)
+
+    def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> bool:
+        """Let sequences have what others held, each its parent, in place of their own.
+
+        False, and all as it was, where there are no cells for copies between streams.
+        """
+        return self._give([*zip(parents, seqs, strict=True)], 0, -1, keeps=False)
+
+    def _give(self, pairs: list[tuple[int, int]], p0: int, p1: int, *, keeps: bool) -> bool:
+        """Give a range of each parent to its sequence, which keeps what it has or loses it."""
+        pairs = [(parent, seq) for parent, seq in pairs if parent != seq]
         before = self.fork()
-        marks = [p + 1 for p in range(self.evicted_below[src]) if _in_range(p, p0, p1)]
-        mark = max(marks, default=0)
-        apart = []
-        for dst in dsts:
-            if dst == src:
+        if self.streams == self.sequences:
+            self._give_streams(before, pairs, p0, p1)
+            return True
+        apart = [(p, seq) for p, seq in pairs if self.stream(p) != self.stream(seq)]
+        for parent, seq in pairs:
+            if (parent, seq) in apart:
                 continue
-            if self.streams == self.sequences:
-                self._copy_stream(src, dst, p0, p1)
-                self.evicted_below[dst] = mark
-                continue
-            if self.stream(dst) != self.stream(src):
-                apart.append((src, dst))
-                continue
-            for cell in self.holds(src).values():
-                if _in_range(cell.position, p0, p1):
-                    cell.owners.add(dst)
-            self.evicted_below[dst] = max(self.evicted_below[dst], mark)
+            if not keeps:
+                self.seq_rm(seq)
+            mark = before._mark(parent, p0, p1)
+            self.evicted_below[seq] = max(self.evicted_below[seq], mark)
+            for place, cell in before.holds(parent).items():
+                if in_range(cell.position, p0, p1):
+                    again = Cell(cell.position, set(), cell.shift)
+                    self.cells.setdefault(place, again).owners.add(seq)
         return self._copy_apart(before, apart, p0, p1)
+
+    def _mark(self, seq: int, p0: int, p1: int) -> int:
+        """One past the highest position in a range that was evicted from a sequence."""
+        lost = range(self.evicted_below[seq])
+        return max((p + 1 for p in lost if in_range(p, p0, p1)), default=0)
 
     def _copy_apart(self, before: "Oracle", pairs: list[tuple[int, int]], p0: int, p1: int) -> bool:
         """Let sequences have copies of what others held, in place of their own, or undo all.
@@ -267,7 +252,7 @@ class Oracle:
             parent: [
                 place
                 for place, cell in sorted(before.holds(parent).items())
-                if _in_range(cell.position, p0, p1)
+                if in_range(cell.position, p0, p1)
             ]
             for parent, _ in pairs
         }
@@ -299,8 +284,7 @@ class Oracle:
                 self.contents[place] = before.contents[source]
             self.written[place] += 1
         for parent, seq in pairs:
-            marks = [p + 1 for p in range(before.evicted_below[parent]) if _in_range(p, p0, p1)]
-            self.evicted_below[seq] = max(marks, default=0)
+            self.evicted_below[seq] = before._mark(parent, p0, p1)
         return True
 
     def _find(self, usable: list[int], count: int) -> list[int] | None:
@@ -321,69 +305,28 @@ class Oracle:
 
         return sorted(usable, key=rank) if self.tiles else usable
 
-    def _copy_stream(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """Replace a stream by a range of another; contents as they lie, of free cells too."""
-        self.seq_rm(dst)
-        shared = {
-            index: cell
-            for (_, index), cell in self.holds(src).items()
-            if _in_range(cell.position, p0, p1)
+    def _give_streams(
+        self, before: "Oracle", pairs: list[tuple[int, int]], p0: int, p1: int
+    ) -> None:
+        """Replace streams of one sequence each; contents as they lie, of free cells too."""
+        given = {
+            parent: {
+                index: cell
+                for (_, index), cell in before.holds(parent).items()
+                if in_range(cell.position, p0, p1)
+            }
+            for parent, _ in pairs
         }
-        if not shared:
-            return
-        for index in range(self.size):
-            self.written[dst, index] += 1
-            self.contents.pop((dst, index), None)
-            if (src, index) in self.contents:
-                self.contents[dst, index] = self.contents[src, index]
-        for index, cell in shared.items():
-            self.cells[dst, index] = Cell(cell.position, {dst}, cell.shift)
-
-    def can_seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> bool:
-        """Whether there are cells for all copies: tried, and thrown away."""
-        return self.fork().seq_select(parents, seqs)
-
-    def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> bool:
-        """Let sequences have what others held, each its parent, in place of their own.
-
-        False, and all as it was, where there are no cells for copies between streams.
-        """
-        pairs = [(parent, seq) for parent, seq in zip(parents, seqs, strict=True) if parent != seq]
-        before = self.fork()
-        if self.streams == self.sequences:
-            for parent, seq in pairs:
-                self.evicted_below[seq] = before.evicted_below[parent]
-            self._select_streams(before, pairs)
-            return True
-        apart = [(p, seq) for p, seq in pairs if self.stream(p) != self.stream(seq)]
         for parent, seq in pairs:
-            if (parent, seq) in apart:
-                continue
-            self.evicted_below[seq] = before.evicted_below[parent]
-            for place, cell in before.cells.items():
-                if place in self.cells:
-                    self.cells[place].owners.discard(seq)
-                if parent in cell.owners:
-                    again = Cell(cell.position, set(), cell.shift)
-                    self.cells.setdefault(place, again).owners.add(seq)
-        for place in [place for place, cell in self.cells.items() if not cell.owners]:
-            del self.cells[place]
-        return self._copy_apart(before, apart, 0, -1)
-
-    def _select_streams(self, before: "Oracle", pairs: list[tuple[int, int]]) -> None:
-        """Replace streams by others, contents as they lie, if one of those holds anything."""
-        some = any(before.holds(parent) for parent, _ in pairs)
-        for parent, seq in pairs:
-            for index in range(self.size):
-                self.cells.pop((seq, index), None)
-                if (parent, index) in before.cells:
-                    cell = before.cells[parent, index]
-                    self.cells[seq, index] = Cell(cell.position, {seq}, cell.shift)
-                if some:
-                    self.written[seq, index] += 1
-                    self.contents.pop((seq, index), None)
-                    if (parent, index) in before.contents:
-                        self.contents[seq, index] = before.contents[parent, index]
+            self.seq_rm(seq)
+            self.evicted_below[seq] = before._mark(parent, p0, p1)
+            for index, cell in given[parent].items():
+                self.cells[seq, index] = Cell(cell.position, {seq}, cell.shift)
+            for index in range(self.size) if any(given.values()) else ():
+                self.written[seq, index] += 1
+                self.contents.pop((seq, index), None)
+                if (parent, index) in before.contents:
+                    self.contents[seq, index] = before.contents[parent, index]
 
     def seq_keep(self, seq: int) -> None:
         """Free every cell that a sequence does not own; the others are its alone."""
@@ -459,12 +402,12 @@ class Oracle:
         """Move cells for all their owners, and of each what was evicted in the range."""
         owners = {seq}
         for place, cell in self.holds(seq).items():
-            if _in_range(cell.position, p0, p1):
+            if in_range(cell.position, p0, p1):
                 owners |= cell.owners
                 self._move(place, to(cell.position))
         for owner in owners:
             mark = self.evicted_below[owner]
-            highest = max((p for p in range(mark) if _in_range(p, p0, p1)), default=-1)
+            highest = self._mark(owner, p0, p1) - 1
             if highest >= 0:
                 moved = max(to(highest) + 1, 0)
                 self.evicted_below[owner] = moved if highest == mark - 1 else max(moved, mark)
@@ -478,17 +421,24 @@ class Oracle:
 
     # ---------------------------------------------------------------------------------- batches
 
-    def plan(self, batch: Sequence[Token], *, ubatch_size: int | None) -> Plan:
+    def plan(
+        self,
+        batch: Sequence[Token],
+        *,
+        ubatch_size: int | None,
+        reached: Callable[[int], int] | None = None,
+        lost: Iterable[int] = (),
+    ) -> Plan:
         """Check a batch, then find a cell for every token or for none.
-
-        Without a size all of it is one part, one sequence after another.
 
         Faults of position come before a pending rotation, that before a window that was left, and
         that before room. A sequence at fault asks for no room. Of the others the smallest come
         first, and the lower id where two ask for the same. Those that share a token ask together.
+        See `Side.faults` and `Side.cut` for the options.
         """
-        batch = self.numbered(batch)
-        faults = self._faults(batch)
+        reached = reached or self.reached
+        batch = rules.numbered(batch, reached)
+        faults = self.faults(batch, reached, [*lost])
         groups = self._groups(batch, faults)
         asks = Counter(
             next(seq for seq, group in groups.items() if token.owners & group)
@@ -513,18 +463,16 @@ class Oracle:
             return Plan(faults=self._apart(asks, room, groups) | faults)
 
         after, plan = self.fork(), Plan()
-        in_rows = [sorted(batch, key=lambda token: token.sequence)]
-        for tokens in self._cut(batch, ubatch_size) if ubatch_size else in_rows:
+        for tokens in self.cut(batch, ubatch_size):
             slots, unplaced = after._slots(tokens)
             for token, reason in unplaced:
                 leader = next(seq for seq, group in groups.items() if token.owners & group)
                 fault = Fault(reason, asks[leader], room[leader])
                 plan.faults |= dict.fromkeys(token.owners, fault)
-            found = {self.stream(token.sequence): None for token in tokens}
-            found = {stream: after.digest(stream) for stream in found}
-            part = Part(list(zip(slots, tokens, strict=True)) if not unplaced else [], found)
+            placed = [] if unplaced else [*zip(slots, tokens, strict=True)]
+            part = Part(placed, after.digests(tokens))
             plan.parts.append(part)
-            if not unplaced:
+            if placed:
                 assert after.apply(part)
         if plan.faults:
             return Plan(faults=self._apart(asks, room, groups) | plan.faults)
@@ -557,40 +505,6 @@ class Oracle:
             if left[self.stream(seq)] < 0:
                 apart |= dict.fromkeys(groups[seq], Fault("FRAGMENTED", asks[seq], room[seq]))
         return apart
-
-    def _cut(self, batch: list[Token], ubatch_size: int) -> list[list[Token]]:
-        """Cut a batch in its order; with several streams, in equal parts of the sequences.
-
-        A sequence whose next token follows one of another sequence that is not computed waits.
-        """
-        if self.streams == 1:
-            return [batch[i : i + ubatch_size] for i in range(0, len(batch), ubatch_size)]
-        left: dict[int, list[Token]] = {}
-        for token in batch:
-            left.setdefault(token.sequence, []).append(token)
-        parts = []
-        while left:
-            first = {seq: batch.index(tokens[0]) for seq, tokens in left.items()}
-            taking = sorted(left, key=first.__getitem__)[:ubatch_size]
-            while True:
-                count = min(ubatch_size // len(taking), *(len(left[seq]) for seq in taking))
-                here = [token for seq in taking for token in left[seq][:count]]
-                later = [token for tokens in left.values() for token in tokens if token not in here]
-                waits = [seq for seq in taking if self._follows(batch, left[seq][0]) in later]
-                if not waits:
-                    break
-                taking = [seq for seq in taking if seq not in waits]
-            parts.append([token for seq in taking for token in left[seq][:count]])
-            left = {
-                seq: tokens[count:] if seq in taking else tokens for seq, tokens in left.items()
-            }
-            left = {seq: tokens for seq, tokens in left.items() if tokens}
-        return parts
-
-    def _follows(self, batch: list[Token], token: Token) -> Token | None:
-        """The token of a batch that comes before another in its sequence."""
-        before = batch[: batch.index(token)]
-        return next((one for one in reversed(before) if token.sequence in one.owners), None)
 
     def _slots(self, tokens: list[Token]) -> tuple[list[Place], list[tuple[Token, str]]]:
         """The cell of each token; and those that find none, with the reason."""
@@ -638,10 +552,6 @@ class Oracle:
         found |= zip(others, left, strict=False)
         return [found[token] for token in tokens if token in found]
 
-    def fits(self, part: Part) -> bool:
-        """Whether the streams of a part are still as they were when it was planned."""
-        return all(self.digest(stream) == found for stream, found in part.found.items())
-
     def digest(self, stream: int) -> tuple:
         """All that a plan on a stream depends on, spelled out, to be compared."""
         cells = {
@@ -677,59 +587,6 @@ class Oracle:
                     if not cell.owners:
                         del self.cells[one]
 
-    def numbered(self, batch: Sequence[Token]) -> list[Token]:
-        """Give each token without a position the one after the last of its sequence."""
-        last = {seq: self.reached(seq) for seq in range(self.sequences)}
-        numbered = []
-        for token in batch:
-            if token.position is None:
-                token = token._replace(position=last[token.sequence] + 1)
-                for seq in token.owners:
-                    last[seq] += 1
-            numbered.append(token)
-        return numbered
-
-    def _faults(self, batch: Sequence[Token]) -> dict[int, Fault]:
-        """Find the first fault of each sequence: what comes next is one past what came before.
-
-        And all sequences of a token hold the same cells, and had the same token before it.
-        """
-        faults: dict[int, Fault] = {}
-        before: dict[int, int] = {}
-        previous: dict[int, Token] = {}
-        claims = [(token, seq) for token in batch for seq in sorted(token.owners)]
-        for token, seq in claims:
-            lowest, position = token.sequence, token.position
-            if seq == lowest:  # what each of its sequences had before it
-                had = {one: previous.get(one) for one in token.owners}
-                previous |= dict.fromkeys(token.owners, token)
-            if seq in faults:
-                continue
-            begins = had[seq] is None and had[lowest] is None
-            if had[seq] != had[lowest] or (begins and self.holds(seq) != self.holds(lowest)):
-                faults[seq] = Fault("DIVERGED", lowest, position)
-            elif seq in before:
-                expected = before[seq] + 1
-                if position == before[seq]:
-                    faults[seq] = Fault("DUPLICATE", expected, position)
-                elif position < before[seq]:
-                    faults[seq] = Fault("DECREASING", expected, position)
-                elif position > expected:
-                    faults[seq] = Fault("GAP", expected, position)
-            elif self.reached(seq) >= 0:
-                expected = self.reached(seq) + 1
-                if position != expected:
-                    faults[seq] = Fault("NOT_NEXT", expected, position)
-            elif position < 0:  # a sequence that is empty starts anywhere, but there is no before 0
-                faults[seq] = Fault("NOT_NEXT", 0, position)
-            before[seq] = position
-        for seq in set().union(*(token.owners for token in batch)) - set(faults):
-            if any(cell.shift for cell in self.holds(seq).values()):
-                faults[seq] = Fault("UPDATE_PENDING", 0, 0)
-            elif self.evicted_below[seq] > self.window_begins(self.reached(seq) + 1):
-                faults[seq] = Fault("LOST", 0, self.reached(seq) + 1)
-        return faults
-
 
 def _in_turn(size: int, shards: int) -> list[int]:
     """Deal cells: so many of the first share, so many of the next one, and round again."""
@@ -762,8 +619,3 @@ def _tiles(size: int) -> list[tuple[int, ...]]:
     fits = (n for n in (64, 32, 16, 8, 4, 2, 1) if size % n == 0 and (4 * n <= size or n == 1))
     tile = next(fits)
     return [(*range(i, i + tile),) for i in range(0, size, tile)]
-
-
-def _in_range(position: int, p0: int, p1: int) -> bool:
-    """Whether a position lies in [p0, p1), where a negative p1 means no end."""
-    return p0 <= position and (p1 < 0 or position < p1)

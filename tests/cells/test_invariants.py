@@ -1,31 +1,32 @@
-"""What is wrong with a table is counted by name: each invariant broken once, and nothing else."""
+"""`check_invariants` counts what is wrong with a table by name; and what sharing spares."""
 
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
+from tests import histories
 from tests.histories import told
 from tests.memories import GROUPS, SMALL, WIDE, WINDOW, drawn, filled
+
+ROTATED = "rotated for a negative position"
 
 
 def counted(memory):
     return {name: int(n) for name, n in jaxkv.check_invariants(memory).items() if n}
 
 
-ROTATED = "rotated for a negative position"
-
-
-def put(array, *where, value):
-    return array.at[where].set(value)
+def broken(memory, field, where, value):
+    """Write a value into a field of a table."""
+    table, buffers = jaxkv.split(memory)
+    array = getattr(table, field).at[where].set(value)
+    return jaxkv.join(replace(table, **{field: array}), buffers)
 
 
 @pytest.mark.parametrize(
     ("field", "where", "value", "wrong"),
     [
-        ("position", (0, 5), -2, "position below -1"),
         ("position", (0, 5), 3, "position without an owner"),
         ("owners", (0, 0, 5), 1, "owner without a position"),
         ("owners", (0, 0, 1), 1 | 1 << 3, "owner that is no sequence"),
@@ -34,67 +35,58 @@ def put(array, *where, value):
         ("evicted_below", (2,), -1, "evicted below a negative position"),
     ],
 )
-def test_what_is_wrong_with_cells_is_named(field, where, value, wrong):
+def test_check_invariants_names_what_is_wrong_with_cells(field, where, value, wrong):
     memory = filled(2, 1)
-    assert counted(memory) == {}
-    table, buffers = jaxkv.split(memory)
-    broken = replace(table, **{field: put(getattr(table, field), *where, value=value)})
-    found = counted(jaxkv.join(broken, buffers))
-    if value == -2:  # a position at all is too much there, and it is less than what is owed
-        assert found.pop("position without an owner") == found.pop(ROTATED) == 1
-    assert found == {wrong: 1}
+    assert counted(SMALL.make()) == counted(memory) == {}
+    assert counted(broken(memory, field, where, value)) == {wrong: 1}
+
+
+def test_check_invariants_names_a_position_below_empty():
+    names = ("position below -1", "position without an owner", ROTATED)
+    assert counted(broken(filled(2, 1), "position", (0, 5), -2)) == dict.fromkeys(names, 1)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("changes", "wrong"),
+    ("field", "where", "value", "wrong"),
     [
-        ([("position", (0, 0), -2)], "position below -1"),
-        ([("cell", (0, 0), 9)], "position without a cell"),
-        ([("cell", (1, 0), 5)], "cell without a position"),
-        ([("cell", (0, 0), -1)], "cell before the first"),
-        ([("position", (0, 0), 3)], "positions that do not rise"),
-        ([("position", (0, 0), 4)], "positions that do not rise"),
-        ([("cell", (0, 0), None)], "one cell twice"),
-        ([("dead_until", (0,), -1)], "dead until a negative position"),
-        ([("dead_until", (0,), 2)], "state of a dead sequence"),
+        ("position", (0, 0), -2, "position below -1"),
+        ("cell", (0, 0), 9, "position without a cell"),
+        ("cell", (1, 0), 5, "cell without a position"),
+        ("cell", (0, 0), -1, "cell before the first"),
+        ("position", (0, 0), 3, "positions that do not rise"),
+        ("position", (0, 0), 4, "positions that do not rise"),
+        ("cell", (0, 0), None, "one cell twice"),
+        ("dead_until", (0,), -1, "dead until a negative position"),
+        ("dead_until", (0,), 2, "state of a dead sequence"),
     ],
 )
-def test_what_is_wrong_with_states_is_named(changes, wrong):
+def test_check_invariants_names_what_is_wrong_with_states(field, where, value, wrong):
     memory = told(2, [4]).memory  # states after 1, 2 and 3
-    assert counted(memory) == {}
-    table, buffers = jaxkv.split(memory)
-    for field, where, value in changes:
-        value = table.cell[0, 1] if value is None else value
-        table = replace(table, **{field: put(getattr(table, field), *where, value=value)})
-    assert counted(jaxkv.join(table, buffers))[wrong] >= 1
+    assert counted(histories.make()) == counted(memory) == {}
+    value = memory.table.cell[0, 1] if value is None else value
+    assert counted(broken(memory, field, where, value))[wrong] >= 1
 
 
-def test_a_state_shared_at_two_positions_is_named():
+@pytest.mark.core
+def test_check_invariants_names_a_shared_state_at_two_positions():
     memory = jaxkv.seq_cp(told(0, [4]).memory, 0, 1)
-    assert counted(memory) == {}
-    table, buffers = jaxkv.split(memory)
-    table = replace(table, position=put(table.position, 1, 0, value=2))
-    assert counted(jaxkv.join(table, buffers)) == {"shared cell with two positions": 1}
+    wrong = {"shared cell with two positions": 1}
+    assert counted(memory) == {} and counted(broken(memory, "position", (1, 0), 2)) == wrong
 
 
-def test_nothing_is_wrong_with_an_empty_table():
-    assert counted(SMALL.make()) == {}
-    assert jnp.array(0) == sum(jaxkv.check_invariants(told(0, [0]).memory).values())
-
-
-def test_sharing_spares_a_cell_for_each_owner_but_one():
+def test_spared_counts_each_owner_of_a_cell_but_one():
     """By stream, and in words beside the first; an engine promises cells by it."""
     table = drawn("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", GROUPS).table
     assert table.spared().tolist() == [1, 2]
     assert drawn("0{0,1,39} 1{0,39}", WIDE).table.spared().tolist() == [3]
-    # 8 tokens and 3, of which 2 are shared; a window looks back at 2 of each, beside 4 at once.
-    lengths, spared = np.array([8, 3, 0]), np.array([2])
-    for kind, cells, fits in (
-        (SMALL, 9, True),
-        (SMALL, 8, False),
-        (WINDOW, 8, True),
-        (WINDOW, 7, False),
-    ):
-        small = replace(kind, cells=cells).make().table
-        assert small.can_hold(lengths, 4, spared) == fits
+
+
+@pytest.mark.parametrize(
+    ("kind", "cells", "fits"),
+    [(SMALL, 9, True), (SMALL, 8, False), (WINDOW, 8, True), (WINDOW, 7, False)],
+)
+def test_can_hold_counts_shared_cells_once(kind, cells, fits):
+    """8 tokens and 3, 2 of them shared; a window looks back at 2 of each, beside 4 at once."""
+    table = replace(kind, cells=cells).make().table
+    assert table.can_hold(np.array([8, 3, 0]), 4, np.array([2])) == fits

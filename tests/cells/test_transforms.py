@@ -11,7 +11,8 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
-from tests.memories import SMALL, assert_identical, filled, over_kinds, run, think
+from tests.cases import mostly_nightly
+from tests.memories import SMALL, STRIPES, WIDE, assert_identical, filled, run, think
 from tests.twins import lived_in
 
 pytestmark = pytest.mark.core
@@ -40,50 +41,43 @@ def everything(memory, seq, other, p0, p1):
     }
 
 
-def arguments(kind):
+def stacked(trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def item(tree, i):
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+@pytest.mark.parametrize(
+    "kind", mostly_nightly([SMALL, WIDE, STRIPES], few=[SMALL]), ids=lambda kind: kind.name
+)
+def test_verbs_under_jit_and_vmap_equal_calls(kind):
     last = kind.sequences - 1
-    return [(0, 1, 1, 3), (last, 0, -1, -1), (last // 2, last, 0, 0), (1, 1, 2, -1)]
-
-
-compiled = jax.jit(everything)
-
-
-@over_kinds
-def test_compiled_with_traced_arguments_is_as_called(kind):
-    memory = lived_in(kind)
-    for args in arguments(kind):
-        plain = everything(memory, *args)
-        for name, result in compiled(memory, *args).items():
-            assert_identical(result, plain[name]), name
-
-
-def test_op_by_op_is_as_called():
-    memory = lived_in(SMALL)
-    args = (0, 1, 1, 3)
-    plain = everything(memory, *args)
-    with jax.disable_jit():
-        for name, result in everything(memory, *args).items():
-            assert_identical(result, plain[name]), name
-
-
-@over_kinds
-def test_vmap_over_whole_memories_is_a_loop(kind):
     memories = [lived_in(kind, seed) for seed in range(3)]
-    args = arguments(kind)[:3]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
-    together = jax.jit(jax.vmap(everything))(stacked, *map(jnp.array, zip(*args, strict=True)))
+    args = [(0, 1, 1, 3), (last, 0, -1, -1), (last // 2, last, 0, 0)]
+    compiled, mapped = jax.jit(everything), jax.jit(jax.vmap(everything))
+    together = mapped(stacked(memories), *map(jnp.array, zip(*args, strict=True)))
     for i, (memory, one) in enumerate(zip(memories, args, strict=True)):
-        alone = compiled(memory, *one)
-        for name in alone:
-            assert_identical(jax.tree.map(lambda x, i=i: x[i], together[name]), alone[name])
+        wanted, traced = everything(memory, *one), compiled(memory, *one)
+        for name, value in wanted.items():
+            assert_identical(traced[name], value), name
+            assert_identical(item(together[name], i), value), name
+
+
+def test_verbs_without_jit_equal_calls():
+    args = (lived_in(SMALL), 0, 1, 1, 3)
+    wanted = everything(*args)
+    with jax.disable_jit():
+        assert_identical(everything(*args), wanted)
 
 
 # ---------------------------------------------------------------- planning, and a step of a model
 
 
-def decode(memory, tokens, sequences, valid):
+def decode(memory, step):
     """One token for each sequence: plan, apply, compute."""
-    ubatch, ok = jaxkv.plan_step(memory, tokens, sequences, valid)
+    ubatch, ok = jaxkv.plan_step(memory, *step)
     memory, logits = think(memory, ubatch)
     return memory, (logits, ok, ubatch.slots)
 
@@ -104,50 +98,32 @@ def assert_close(one, other):
             np.testing.assert_array_equal(a, b)
 
 
-def looped(memory):
-    outs = []
-    for step in zip(*STEPS, strict=True):
-        memory, out = decode(memory, *step)
-        outs.append(out)
-    return memory, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+def test_plan_step_under_scan_and_vmap_equals_a_loop():
+    """Each memory has its own fill; one is full, and its second and fourth step are refused."""
+    memories = [filled(4), filled(3, 4), filled(8)]
+
+    def scanned(memory):
+        return jax.lax.scan(decode, memory, STEPS)
+
+    together, granted = jax.jit(jax.vmap(scanned))(stacked(memories)), []
+    for i, memory in enumerate(memories):
+        outs = []
+        for step in zip(*STEPS, strict=True):
+            memory, out = decode(memory, step)
+            outs.append(out)
+        assert_close(item(together, i), (memory, stacked(outs)))
+        granted.append(jnp.stack([ok for _, ok, _ in outs]).tolist())
+    assert granted[0] == [True] * 4 and granted[2] == [True, False, True, False]
 
 
-def test_scan_is_unrolled():
-    """The fourth step has two tokens too many: it is refused inside the loop as outside."""
-    memory = filled(4)
-
-    def body(memory, step):
-        return decode(memory, *step)
-
-    plain = looped(memory)
-    assert plain[1][1].tolist() == [True, True, True, True]
-    assert_close(jax.jit(lambda memory: jax.lax.scan(body, memory, STEPS))(memory), plain)
-    full = filled(8)
-    refused = looped(full)
-    assert refused[1][1].tolist() == [True, False, True, False]
-    assert_close(jax.jit(lambda memory: jax.lax.scan(body, memory, STEPS))(full), refused)
-
-
-def test_vmap_of_a_step_is_a_loop():
-    """Each memory has its own fill and its own tokens, and one of them is full."""
-    memories = [filled(4), filled(3, 4), filled(4, 4, 3)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
-    steps = [tuple(x[i] for x in STEPS) for i in (0, 1, 3)]
-    together = jax.jit(jax.vmap(decode))(stacked, *map(jnp.stack, zip(*steps, strict=True)))
-    for i, (memory, step) in enumerate(zip(memories, steps, strict=True)):
-        alone = decode(memory, *step)
-        assert_close(jax.tree.map(lambda x, i=i: x[i], together), alone)
-    assert together[1][1].tolist() == [True, True, False]
-
-
-def test_planning_with_traced_tokens_ids_and_positions_is_as_called():
+def test_init_batch_with_traced_arrays_equals_a_call():
     @jax.jit
     def traced(memory, tokens, sequences, positions):
         batch = make_batch(tokens, sequences=sequences, positions=positions)
         return jaxkv.init_batch(memory, batch, ubatch_size=4)
 
     memory = filled(4, 3)
-    ids, tokens = np.array([0, 1, 1, 2], np.int32), np.array([1, 2, 3, 4], np.int32)
+    tokens, ids = np.array([[1, 2, 3, 4], [0, 1, 1, 2]], np.int32)
     for positions in ([4, 3, 4, 0], [4, 3, 4, 100], [4, 4, 5, 0], [5, 3, 3, 0]):
         positions = np.array(positions, np.int32)
         batch = make_batch(tokens, sequences=ids, positions=positions)
@@ -160,10 +136,8 @@ def test_planning_with_traced_tokens_ids_and_positions_is_as_called():
             assert_identical(getattr(one, name), getattr(other, name))
 
 
-@pytest.mark.parametrize("ubatch_size", [1, 4])
-def test_ubatches_of_any_size_give_the_same(ubatch_size):
-    tokens = [1, 2, 3, 4, 5, 6, 7]
-    outputs = [True] * 7
-    _, whole = run(filled(3), make_batch(tokens, outputs=outputs), ubatch_size=8)
-    _, parts = run(filled(3), make_batch(tokens, outputs=outputs), ubatch_size=ubatch_size)
-    np.testing.assert_allclose(parts, whole, rtol=1e-4, atol=1e-5)
+def test_logits_do_not_depend_on_ubatch_size():
+    batch = make_batch([1, 2, 3, 4, 5, 6, 7], outputs=[True] * 7)
+    one, few, whole = (run(filled(3), batch, ubatch_size=size)[1] for size in (1, 4, 8))
+    np.testing.assert_allclose(one, whole, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(few, whole, rtol=1e-4, atol=1e-5)

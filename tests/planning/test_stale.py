@@ -16,10 +16,9 @@ from tests.memories import HEADS, SIZE, assert_identical
 
 MEMORIES = {
     "pool": {},
+    "contiguous": {"placement": "contiguous"},
     "split": {"streams": 3},
     "recurrent": {"kinds": "rr"},
-    "hybrid": {"kinds": "ar"},
-    "hybrid with a window": {"kinds": "ra", "window": jaxkv.window.sliding(8)},
     "hybrid of streams": {"kinds": "ar", "streams": 3},
 }
 """Options of `make_kv_cache`, or of `Twin` where there are states."""
@@ -54,67 +53,6 @@ def written(memory, ubatch, kinds):
     return compute(memory, ubatch, kinds)[0]
 
 
-FAST = "pool", "hybrid with a window"
-over_all = pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in FAST else pytest.mark.core) for kind in MEMORIES],
-)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind == "pool" else pytest.mark.core) for kind in MEMORIES],
-)
-def test_two_pasts_never_give_one_right_to_write(kind):
-    """Same positions, same cells, same token: another text before it makes it another's."""
-    one, other = filled(kind), filled(kind, text=(5, 4, 3, 2, 1))
-    mine, foreign = planned(one, [11, 12]), planned(other, [11, 12])
-    assert same(places_of(mine), places_of(foreign))
-    settled = jaxkv.apply(one, mine)
-    assert_identical(written(settled, foreign, layers_of(kind)), settled)
-    assert not same(written(settled, mine, layers_of(kind)), settled)
-
-
-@pytest.mark.core
-@over_all
-def test_a_rival_that_begins_alike_writes_nothing(kind):
-    """Not even the token that both begin with: the ubatch was not taken in as a whole."""
-    memory = filled(kind)
-    mine, rival = planned(memory, [11, 12]), planned(memory, [11, 13])
-    settled = jaxkv.apply(memory, mine)
-    assert_identical(jaxkv.apply(settled, rival), settled)
-    assert_identical(written(settled, rival, layers_of(kind)), settled)
-
-
-@pytest.mark.core
-@over_all
-def test_what_followed_another_past_is_another_s(kind):
-    """Same cells, positions and tokens, and the past is gone by now; yet the numbers differ."""
-    one, other = (
-        told(kind, told(kind, filled(kind, text), [11]), [12])
-        for text in ((1, 2, 3, 4, 5), (2, 1, 3, 4, 5))
-    )
-    one, other = (jaxkv.seq_rm(jaxkv.seq_keep(memory, 0), 0, 0, 5)[0] for memory in (one, other))
-    table, _ = jaxkv.split(one)
-    assert jaxkv.go_back(table, one)[1]
-    back, ok = jaxkv.go_back(table, other)
-    assert not ok
-    assert_identical(back, other)
-
-
-@pytest.mark.core
-@over_all
-def test_what_was_computed_beside_others_is_another_s(kind):
-    """The token before may have looked at them, as attention that is not causal does."""
-    memory = filled(kind)
-    one, other = (told(kind, memory, [11, last]) for last in (12, 13))
-    one, other = (jaxkv.seq_rm(memory, 0, 6)[0] for memory in (one, other))
-    table, _ = jaxkv.split(one)
-    assert jaxkv.go_back(table, one)[1]
-    assert not jaxkv.go_back(table, other)[1]
-
-
 def places_of(ubatch):
     """The cells that were chosen, without what the table held there."""
     return [leaf for leaf in jax.tree.leaves(ubatch.slots) if leaf.dtype == np.int32]
@@ -124,113 +62,102 @@ def same(one, other):
     return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
+# ------------------------------------------------------------------------------ rivals and texts
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["pool", "contiguous", "recurrent", "hybrid of streams"])
+def test_ubatch_of_another_text_writes_nothing(kind):
+    """It brings the same tokens to the same positions and cells, or a rival that begins alike."""
+    one, other = filled(kind), filled(kind, text=(5, 4, 3, 2, 1))
+    mine, foreign, rival = planned(one, [11, 12]), planned(other, [11, 12]), planned(one, [11, 13])
+    assert same(places_of(mine), places_of(foreign)) and same(places_of(mine), places_of(rival))
+    settled = jaxkv.apply(one, mine)
+    assert_identical(jaxkv.apply(settled, rival), settled)
+    for late in (foreign, rival):
+        assert_identical(written(settled, late, layers_of(kind)), settled)
+    assert not same(written(settled, mine, layers_of(kind)), settled)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["pool", "recurrent", "hybrid of streams"])
+def test_go_back_after_another_text_is_refused(kind):
+    """Same cells, positions and tokens are held; what came before them, or beside them, differs."""
+    texts = (1, 2, 3, 4, 5), (2, 1, 3, 4, 5)
+    pasts = [told(kind, told(kind, filled(kind, text), [11]), [12]) for text in texts]
+    pasts = [jaxkv.seq_rm(jaxkv.seq_keep(memory, 0), 0, 0, 5)[0] for memory in pasts]
+    beside = [told(kind, filled(kind), [11, last]) for last in (12, 13)]
+    beside = [jaxkv.seq_rm(memory, 0, 6)[0] for memory in beside]
+    for one, other in (pasts, beside):
+        table, _ = jaxkv.split(one)
+        assert jaxkv.go_back(table, one)[1]
+        back, ok = jaxkv.go_back(table, other)
+        assert not ok
+        assert_identical(back, other)
+
+
 # ------------------------------------------------------------------------ before an edit and after
 
 
-def cut_and_told_anew(memory, kind):
-    """The end goes, and another token comes to the same position."""
-    memory, ok = jaxkv.seq_rm(memory, 0, 4)
-    assert ok
-    return told(kind, memory, [15])
+def rm(memory, *args):
+    return jaxkv.seq_rm(memory, *args)[0]
 
 
-def anew(memory, kind):
-    """All goes, and another text of the same length comes."""
-    memory, ok = jaxkv.seq_rm(memory, 0)
-    assert ok
-    return told(kind, memory, [16, 17, 18, 19, 20])
-
-
-def another_s(memory, kind):
-    """Sequence 0 becomes a fork of 1, which ends at the same position."""
-    memory, _ = jaxkv.seq_rm(memory, 0)
-    return jaxkv.seq_cp(memory, 1, 0)
-
-
-def merged(memory, kind):
-    return jaxkv.seq_cp(memory, 1, 0)
-
-
-def shared(memory, kind):
-    """Another sequence owns its cells too; in streams of their own it gets copies."""
-    return jaxkv.seq_cp(memory, 0, 2)
-
-
-def without_a_middle(memory, kind):
-    return jaxkv.seq_rm(memory, 0, 1, 3)[0]
-
-
-def with_a_token_moved(memory, kind):
-    """The last position stays; keys are owed a rotation."""
-    return jaxkv.seq_add(without_a_middle(memory, kind), 0, 0, 1, 1)
-
-
-def divided(memory, kind):
-    """All but the last stand at half their positions."""
-    return jaxkv.seq_div(memory, 0, 0, 4, 2)
-
-
-def rotated(memory, kind):
-    memory = with_a_token_moved(memory, kind)
+def updated(memory):
     return jaxkv.apply(memory, jaxkv.init_update(memory))
 
 
-def cut(memory, kind):
-    memory, ok = jaxkv.seq_rm(memory, 0, 4)
-    assert ok
-    return memory
+def moved(memory):
+    """A token comes to another position, and the last position stays."""
+    return jaxkv.seq_add(rm(memory, 0, 1, 3), 0, 0, 1, 1)
 
 
-def gone(memory, kind):
-    return jaxkv.seq_keep(memory, 1)
+EDITS = {
+    "cut": lambda memory, kind: rm(memory, 0, 4),
+    "told another end": lambda memory, kind: told(kind, rm(memory, 0, 4), [15]),
+    "told another text": lambda memory, kind: told(kind, rm(memory, 0), [16, 17, 18, 19, 20]),
+    "became a fork": lambda memory, kind: jaxkv.seq_cp(rm(memory, 0), 1, 0),
+    "merged": lambda memory, kind: jaxkv.seq_cp(memory, 1, 0),
+    "shared": lambda memory, kind: jaxkv.seq_cp(memory, 0, 2),
+    "lost its middle": lambda memory, kind: rm(memory, 0, 1, 3),
+    "moved": lambda memory, kind: moved(memory),
+    "rotated": lambda memory, kind: updated(moved(memory)),
+    "divided": lambda memory, kind: jaxkv.seq_div(memory, 0, 0, 4, 2),
+    "forgotten": lambda memory, kind: jaxkv.seq_keep(memory, 1),
+    "cleared": lambda memory, kind: jaxkv.clear(memory),
+}
+"""Edits of sequence 0, which ends where it did after most: positions alone do not tell."""
 
-
-def cleared(memory, kind):
-    return jaxkv.clear(memory)
-
-
-EDITS = [
-    cut_and_told_anew, anew, another_s, merged, shared, without_a_middle, with_a_token_moved,
-    divided, rotated, cut, gone, cleared,
-]  # fmt: skip
-"""The sequence ends where it did after most of them: positions alone do not tell."""
-
-NOTHING = {
-    "recurrent": {without_a_middle, with_a_token_moved, rotated},
-    "split": {shared},
-    "hybrid of streams": {shared},
+UNCHANGED = {
+    "recurrent": {"lost its middle", "moved", "rotated"},
+    "hybrid of streams": {"shared"},
 }
 """Edits that change nothing where there are states alone, or in another stream only."""
 
-CASES = [
-    pytest.param(
-        kind,
-        edit,
-        id=f"{kind}-{edit.__name__}",
-        marks=() if kind == "pool" else pytest.mark.core,
-    )
-    for kind in MEMORIES
-    for edit in EDITS
-    if edit not in NOTHING.get(kind, ())
-]
 
-
-@pytest.mark.parametrize(("kind", "edit"), CASES)
-def test_a_plan_made_before_an_edit_is_not_carried_out_after_it(kind, edit):
+@pytest.mark.parametrize(
+    ("kind", "edit"),
+    [
+        pytest.param(kind, edit, marks=() if kind == "pool" else pytest.mark.core)
+        for kind in ("pool", "recurrent", "hybrid of streams")
+        for edit in EDITS
+        if edit not in UNCHANGED.get(kind, ())
+    ],
+)
+def test_plan_made_before_an_edit_changes_nothing(kind, edit):
     memory = filled(kind)
     late = planned(memory, [11, 12])
-    edited = edit(memory, kind)
+    edited = EDITS[edit](memory, kind)
     assert not same(memory, edited)
     after = jaxkv.apply(edited, late)
     assert_identical(after, edited)
     assert_identical(written(after, late, layers_of(kind)), edited)
 
 
-@pytest.mark.parametrize(
-    "kind", ["split", pytest.param("hybrid of streams", marks=pytest.mark.core)]
-)
-def test_an_edit_of_another_stream_leaves_a_plan_as_it_was(kind):
-    """Told before or after it, the sequence holds the same."""
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["split", "hybrid of streams"])
+def test_plan_outlives_an_edit_of_another_stream(kind):
+    """Carried out before it or after it, the sequence holds the same."""
     memory = filled(kind)
     late = planned(memory, [11, 12])
     edited, ok = jaxkv.seq_rm(memory, 1)
@@ -241,10 +168,10 @@ def test_an_edit_of_another_stream_leaves_a_plan_as_it_was(kind):
     assert_identical(after, first)
 
 
-@pytest.mark.parametrize("names", [("row", "col"), ("a b", "b c")])
-def test_what_else_a_token_is_told_is_known_by_its_name(names):
+@pytest.mark.core
+def test_content_of_a_token_has_the_names_of_its_extras():
     memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=HEADS, head_dim=SIZE)
-    told = [{name: np.array([i, i]) for i, name in enumerate(each.split())} for each in names]
+    told = [{name: np.array([i, i]) for i, name in enumerate(names)} for names in ("ab", "bc")]
     batches = [jaxkv.make_batch([1, 2], extra=extra) for extra in told]
     one, other = (jaxkv.init_batch(memory, batch).check().ubatches[0] for batch in batches)
     assert (jax.tree.leaves(one.after)[0] != jax.tree.leaves(other.after)[0]).all()

@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv import sharding
 from jaxkv.sharding import Rules
 from tests.cases import mostly_nightly
-from tests.cells import test_recurrent_verbs, test_stateful
+from tests.cells import state_machine
 from tests.memories import assert_identical
 from tests.meshes import KINDS, RULES, edited, mesh_of, near, placed
 
@@ -32,14 +32,14 @@ def test_verbs_on_a_mesh(name):
     (kind,) = (kind for kind in KINDS if kind.name == name)
     with jax.set_mesh(mesh_of(**dict(kind.axes))):
         run_state_machine_as_test(
-            lambda: test_stateful.Verbs(
+            lambda: state_machine.Verbs(
                 kind, counts=(3, 7), moves=(2, 2), in_rows=kind.streams > 1
             ),
             settings=settings(max_examples=10, stateful_step_count=20, derandomize=True),
         )
 
 
-class StateVerbs(test_recurrent_verbs.Verbs):
+class StateVerbs(state_machine.StateVerbs):
     """The verbs of memories with states, on the mesh at hand."""
 
     def __init__(self, options):

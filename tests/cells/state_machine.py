@@ -1,0 +1,239 @@
+"""Random verbs on a memory and its oracles, which say the same after each.
+
+Every token signs its key and value with its sequence, position, number, layer and head, and every
+state names all tokens that it has seen. So what is in the wrong place, left over or lost is found,
+and so is a wrong mask. See `tests.twins` and `tests.histories`.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from tests import histories, twins
+from tests.memories import LOOKS, Kind, Look
+from tests.sets import nearly_right
+
+edges = st.integers(-1, 9)
+ids = st.integers(0, 10**6)
+two = st.lists(ids, min_size=2, max_size=2)
+seven = st.lists(ids, min_size=7, max_size=7)
+looks = st.integers(0, 5)
+
+FEW = [0, 1, 2, 31, 32, 39]
+"""Sequences of many: those on both sides of the border between two words of owners."""
+
+
+class Machine(RuleBasedStateMachine):
+    """The verbs, in any order. Sequence numbers are drawn large and taken modulo Q.
+
+    counts: the tokens of a batch, few and many.
+    moves: the runs of cells that a defrag moves at most, in part and as a whole.
+    looks: how tokens look, of which one is drawn.
+    sets: whether there are tokens of several sequences.
+    parts: whether tokens of one sequence are cut in parts, where all go into one ubatch otherwise.
+    """
+
+    def __init__(
+        self,
+        twin: twins.Twin,
+        *,
+        counts: tuple[int, int] = (1, 7),
+        moves: tuple[int, int | None] = (2, None),
+        looks: Sequence[Look] = LOOKS[:1],
+        sets: bool = False,
+        parts: bool = False,
+    ) -> None:
+        super().__init__()
+        self.twin, self.counts, self.moves = twin, counts, moves
+        self.looks, self.sets, self.parts = looks, sets, parts
+        self.kept = None  # a plan that was made earlier and may be stale
+        self.past = twin.fork()
+
+    def seq(self, number: int) -> int:
+        return FEW[number % len(FEW)] % self.twin.kind.sequences
+
+    def look(self, number: int) -> Look:
+        return self.looks[number % len(self.looks)]
+
+    @contextmanager
+    def only(self, *named: int) -> Iterator[None]:
+        """Sequences that a verb does not name see the same before and after it."""
+        others = set(range(self.twin.kind.sequences)) - set(named)
+
+        def seen() -> list[Any]:
+            return [[one.seen_next(seq) for seq in others] for one in self.twin.oracles]
+
+        before = seen()
+        yield
+        assert seen() == before
+
+    def sharing(self, seq: int) -> set[int]:
+        return set().union(*(oracle.sharing(seq) for oracle in self.twin.oracles))
+
+    # ---------------------------------------------------------------------------------- batches
+
+    @rule(many=st.booleans(), numbers=seven, look=looks)
+    def decode(self, many: bool, numbers: list[int], look: int) -> None:
+        sequences = [*map(self.seq, numbers[: self.counts[many]])]
+        with self.only(*sequences):
+            self.twin.decode(sequences, look=self.look(look))
+
+    @initialize(numbers=seven)
+    def begin(self, numbers: list[int]) -> None:
+        self.decode(many=True, numbers=numbers, look=0)
+
+    @rule(number=ids, many=st.booleans(), in_parts=st.booleans())
+    def decode_one(self, number: int, many: bool, in_parts: bool) -> None:
+        sequences = [self.seq(number)] * self.counts[many]
+        with self.only(self.seq(number)):
+            self.twin.decode(sequences, in_parts=True if in_parts and self.parts else None)
+
+    @rule(
+        numbers=seven,
+        slips=st.lists(st.sampled_from([0, 0, 0, 0, 0, -1, 1, -3, 4]), min_size=7, max_size=7),
+        look=looks,
+    )
+    def decode_at(self, numbers: list[int], slips: list[int], look: int) -> None:
+        """Positions that are right or nearly so."""
+        sequences = [*map(self.seq, numbers)]
+        positions: list[int] = []
+        for i, (seq, slip) in enumerate(zip(sequences, slips, strict=True)):
+            before = [p for s, p in zip(sequences[:i], positions, strict=True) if s == seq]
+            positions.append((before[-1] if before else self.twin.oracles.reached(seq)) + 1 + slip)
+        with self.only(*sequences):
+            self.twin.decode(sequences, positions, self.look(look))
+
+    @precondition(lambda self: self.sets)
+    @rule(number=ids, seed=ids, later=st.booleans())
+    def decode_sets(self, number: int, seed: int, later: bool) -> None:
+        """Tokens of several sequences that agree so far, or nearly so; or a plan of them."""
+        rng, stream = random.Random(seed), self.twin.oracles[0].stream
+        few = {self.seq(i) for i in range(len(FEW))}
+        beside = sorted(seq for seq in few if stream(seq) == stream(self.seq(number)))
+        pool = rng.sample(beside, min(3, len(beside)))
+        sets = nearly_right(self.twin, rng, pool, self.counts[1])
+        if later:
+            self.kept = self.twin.plan(sets)
+            return
+        with self.only(*pool):
+            self.twin.decode(sets)
+
+    @rule(many=st.booleans(), numbers=seven, in_parts=st.booleans())
+    def plan(self, many: bool, numbers: list[int], in_parts: bool) -> None:
+        """Plan, and leave it for later."""
+        sequences = [*map(self.seq, numbers[: self.counts[many]])]
+        if in_parts and self.parts:
+            self.kept = self.twin.plan([sequences[0]] * 7, in_parts=True)
+        else:
+            self.kept = self.twin.plan(sequences)
+
+    @precondition(lambda self: self.kept is not None)
+    @rule(late=st.booleans(), look=looks)
+    def try_kept_plan(self, late: bool, look: int) -> None:
+        """Run an old plan, perhaps from its last ubatch: what is stale changes nothing."""
+        plan, parts = self.kept
+        steps = [*zip(plan.ubatches, parts, strict=True)] if plan.ok else []
+        for ubatch, part in reversed(steps) if late else steps:
+            of_sets = ubatch.others is not None  # these look no further than themselves
+            self.twin.step(ubatch, part, LOOKS[0] if of_sets else self.look(look))
+
+    # ------------------------------------------------------------------------------------ verbs
+
+    @rule(number=ids, p0=edges, p1=edges)
+    def seq_rm(self, number: int, p0: int, p1: int) -> None:
+        with self.only(self.seq(number)):
+            self.twin.seq_rm(self.seq(number), p0, p1)
+
+    @rule(number=ids, back=st.integers(0, 5))
+    def cut(self, number: int, back: int) -> None:
+        """Take back the last few tokens."""
+        start = max(self.twin.oracles.reached(self.seq(number)) + 1 - back, 0)
+        self.seq_rm(number, start, -1)
+
+    @rule(src=ids, dsts=two, p0=edges, p1=edges)
+    def seq_cp(self, src: int, dsts: list[int], p0: int, p1: int) -> None:
+        with self.only(*map(self.seq, dsts)):
+            self.twin.seq_cp(self.seq(src), [*map(self.seq, dsts)], p0, p1)
+
+    @rule(src=ids, dst=ids)
+    def fork(self, src: int, dst: int) -> None:
+        """What callers do with `seq_cp`: a whole sequence, onto one that is forgotten first."""
+        if self.seq(src) != self.seq(dst):
+            self.seq_rm(dst, 0, -1)
+            self.seq_cp(src, [dst, dst], 0, -1)
+
+    @rule(parents=two, numbers=two)
+    def seq_select(self, parents: list[int], numbers: list[int]) -> None:
+        pairs = {
+            self.seq(number): self.seq(parent)
+            for number, parent in zip(numbers, parents, strict=True)
+        }
+        with self.only(*pairs):
+            self.twin.copied("seq_select", [*pairs.values()], [*pairs])
+
+    @rule(number=ids, p0=edges, p1=edges, by=st.integers(-5, 5), divides=st.booleans())
+    def move(self, number: int, p0: int, p1: int, by: int, divides: bool) -> None:
+        verb, by = ("seq_div", abs(by) or 2) if divides else ("seq_add", by)
+        with self.only(*self.sharing(self.seq(number))):
+            self.twin.both(verb, self.seq(number), p0, p1, by)
+
+    @rule(how=st.sampled_from(["range", "others", "all"]), number=ids, p0=edges, p1=edges)
+    def forget(self, how: str, number: int, p0: int, p1: int) -> None:
+        """Take something from several sequences."""
+        if how == "range":
+            self.twin.seq_rm(-1, p0, p1)
+        elif how == "others":
+            self.twin.both("seq_keep", self.seq(number))
+        else:
+            self.twin.both("clear")
+
+    @rule()
+    def update(self) -> None:
+        with self.only():
+            self.twin.update()
+
+    @rule(whole=st.booleans())
+    def defrag(self, whole: bool) -> None:
+        with self.only():
+            self.twin.defrag(self.moves[whole])
+
+    @rule()
+    def remember(self) -> None:
+        self.past = self.twin.fork()
+
+    @rule()
+    def go_back(self) -> None:
+        self.twin.go_back(self.past)
+
+    @rule()
+    def back_to_the_value(self) -> None:
+        """An old memory is a value: it is still there, buffers and all."""
+        self.twin.return_to(self.past)
+
+    @invariant()
+    def agree(self) -> None:
+        self.twin.compare()
+
+
+class Verbs(Machine):
+    """The machine of a memory that attends alone."""
+
+    def __init__(self, kind: Kind, *, in_rows: bool = False, **options: Any) -> None:
+        super().__init__(twins.Twin(kind, in_rows=in_rows), **{"looks": LOOKS} | options)
+
+
+class StateVerbs(Machine):
+    """The machine of a memory with states, whose options are those of `histories.Twin`."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(histories.Twin(**options), parts=True)

@@ -1,0 +1,253 @@
+"""The rules of a recurrent memory in plain Python, for the real one to be compared with.
+
+The oracle keeps no state: it remembers the tokens that came before.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from tests.rules import Part, Plan, Side, Token, in_range, numbered
+
+
+@dataclass(eq=False)
+class Kept:
+    """A state, by the tokens it has seen. Sequences that share it share this very object."""
+
+    position: int
+    history: tuple[int, ...]
+    number: int  # of all states that were ever made, so that a copy is told from what it is of
+
+
+class Histories(Side):
+    """What `sequences` sequences remember, the newest `kept` + 1 states of each.
+
+    written: for each stream how often states were written there, by tokens or as copies.
+    """
+
+    in_rows = True
+
+    def __init__(self, sequences: int, kept: int, *, streams: int = 1) -> None:
+        self.size = kept + 1
+        self.sequences, self.streams = sequences, streams
+        self.states: dict[int, list[Kept]] = {seq: [] for seq in range(sequences)}
+        self.dead_until = dict.fromkeys(self.states, 0)
+        self.written: Counter[int] = Counter()
+        self.made = 0
+
+    def fork(self) -> "Histories":
+        """Copy it; what is shared stays shared."""
+        return copy.deepcopy(self)
+
+    # ------------------------------------------------------------------------------- questions
+
+    def last(self, seq: int) -> int:
+        """Where the current state stands."""
+        return self.states[seq][-1].position if self.states[seq] else -1
+
+    def first(self, seq: int) -> int:
+        """Where the oldest state stands."""
+        return self.states[seq][0].position if self.states[seq] else -1
+
+    def reached(self, seq: int) -> int:
+        """The last position of a sequence, though its states may be gone."""
+        return max(self.last(seq), self.dead_until[seq] - 1)
+
+    def used(self) -> int:
+        """How many states there are, shared ones once."""
+        return len({state for states in self.states.values() for state in states})
+
+    def can_resume(self, seq: int, pos: int) -> bool:
+        """Whether a token at a position has a state to go on from, or needs none."""
+        if pos == 0 or self.reached(seq) < 0:
+            return pos >= 0
+        return any(state.position == pos - 1 for state in self.states[seq])
+
+    def holds(self, seq: int) -> list[Kept]:
+        """The states of a sequence."""
+        return self.states[seq]
+
+    def is_pending(self, seq: int) -> bool:
+        """Whether anything is left to be done for a move: never."""
+        return False
+
+    def is_lost(self, seq: int) -> bool:
+        """Whether no state is left of a sequence that has tokens."""
+        return self.dead_until[seq] > 0
+
+    def seen_next(self, seq: int) -> tuple:
+        """What the next token of a sequence goes on from, or can be cut back to."""
+        return self.reached(seq), [(s.position, s.history) for s in self.states[seq]]
+
+    def sharing(self, seq: int) -> set[int]:
+        """The sequences that have a state of a sequence, itself among them."""
+        mine = set(self.states[seq])
+        return {seq} | {other for other, states in self.states.items() if mine & set(states)}
+
+    def digest(self, stream: int) -> tuple:
+        """All that a plan on a stream depends on, spelled out, to be compared."""
+        mine = [seq for seq in self.states if self.stream(seq) == stream]
+        states = [[(s.position, s.number) for s in self.states[seq]] for seq in mine]
+        return states, [self.dead_until[seq] for seq in mine], self.written[stream]
+
+    # ----------------------------------------------------------------------------------- verbs
+
+    def _cut(self, seq: int, p0: int, p1: int) -> str:
+        """What a range means to one sequence: nothing, the whole of it, a cut, or a refusal."""
+        p0, end = max(p0, 0), self.reached(seq)
+        if p0 > end or 0 <= p1 <= end:
+            return "nothing"
+        if p0 == 0:
+            return "whole"
+        stands = any(state.position == p0 - 1 for state in self.states[seq])
+        return "cut" if stands else "refused"
+
+    def _forget(self, *seqs: int) -> None:
+        for seq in seqs:
+            self.states[seq], self.dead_until[seq] = [], 0
+
+    def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
+        """Forget a range of a sequence; -1 is every sequence, all or none."""
+        asked = list(self.states) if seq == -1 else [seq]
+        cuts = {one: self._cut(one, p0, p1) for one in asked}
+        if "refused" in cuts.values():
+            return False
+        for one, what in cuts.items():
+            if what == "whole":
+                self._forget(one)
+            if what == "cut":
+                self.states[one] = [s for s in self.states[one] if s.position < p0]
+        return True
+
+    def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> None:
+        """Share the states of a sequence as it was at the end of a range.
+
+        Targets in another stream get copies, which those of one stream share.
+        """
+        copies = self._copies()
+        there = [p for p in range(self.reached(src) + 1) if in_range(p, p0, p1)]
+        for dst in dsts:
+            same_stream = self.stream(dst) == self.stream(src)
+            if dst == src or (same_stream and not there):
+                continue
+            self._forget(dst)
+            if not there:
+                continue
+            if any(state.position == there[-1] for state in self.states[src]):
+                shared = [s for s in self.states[src] if s.position <= there[-1]]
+                self.states[dst] = copies(dst, src, shared)
+            else:
+                self.dead_until[dst] = there[-1] + 1
+
+    def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
+        """Let sequences have the states of others, each those of its parent."""
+        states, dead_until, copies = dict(self.states), dict(self.dead_until), self._copies()
+        for parent, seq in zip(parents, seqs, strict=True):
+            if parent != seq:
+                self.states[seq] = copies(seq, parent, states[parent])
+                self.dead_until[seq] = dead_until[parent]
+
+    def _copies(self) -> Callable[[int, int, list[Kept]], list[Kept]]:
+        """Make what gives states: shared in a stream, and copied once to each other stream."""
+        made: dict[tuple[int, int], list[Kept]] = {}
+
+        def given(seq: int, parent: int, states: list[Kept]) -> list[Kept]:
+            stream = self.stream(seq)
+            if stream == self.stream(parent):
+                return list(states)
+            if (stream, parent) not in made:
+                made[stream, parent] = [self._new(s.position, s.history) for s in states]
+                self.written[stream] += len(states)
+            return list(made[stream, parent])
+
+        return given
+
+    def _new(self, position: int, history: tuple[int, ...]) -> Kept:
+        self.made += 1
+        return Kept(position, history, self.made)
+
+    def seq_keep(self, seq: int) -> None:
+        """Forget all others."""
+        self._forget(*(other for other in self.states if other != seq))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._forget(*self.states)
+
+    def update(self) -> int:
+        """Nothing is ever pending."""
+        return 0
+
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move what stands in a range, for every sequence that shares it."""
+        self._move(seq, p0, p1, lambda position: position + delta, drops=False)
+
+    def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Divide what stands in a range; what is not current cannot be returned to any more."""
+        if divisor > 1:
+            self._move(seq, p0, p1, lambda position: position // divisor, drops=True)
+
+    def _move(self, seq: int, p0: int, p1: int, move: Callable[[int], int], *, drops: bool) -> None:
+        """Move states, drop earlier ones if asked, and what has left the line.
+
+        That is what stands before 0, or not before all that came later.
+        """
+        moved = [s for s in self.states[seq] if in_range(s.position, p0, p1)]
+        start, end = max(p0, 0), self.dead_until[seq] - 1
+        if in_range(end, start, p1):
+            self.dead_until[seq] = max(0, move(end) + 1)
+        for state in moved:
+            state.position = move(state.position)
+        for one, states in self.states.items():
+            stays = [
+                state
+                for i, state in enumerate(states)
+                if state.position >= 0
+                and not any(0 <= later.position <= state.position for later in states[i + 1 :])
+                and not (drops and state in moved and state is not states[-1])
+            ]
+            if states and states[-1].position < 0:  # the end is gone, from where the range begins
+                stays = [state for state in stays if state.position < start]
+                if not any(state.position == start - 1 for state in stays):
+                    stays, self.dead_until[one] = [], start
+            self.states[one] = stays
+
+    def can_return_to(self, past: "Histories") -> bool | None:
+        """Whether a past table can be taken back; None where cells would tell, which none has."""
+        return True if self.written == past.written else None
+
+    def return_to(self, past: "Histories") -> None:
+        """Take a past table back, though what was written since stays written."""
+        then = past.fork()
+        self.states, self.dead_until = then.states, then.dead_until
+
+    # ---------------------------------------------------------------------------------- batches
+
+    def plan(
+        self,
+        batch: Sequence[Token],
+        *,
+        ubatch_size: int | None,
+        reached: Callable[[int], int],
+        lost: Collection[int],
+    ) -> Plan:
+        """Check a batch; there is always room."""
+        batch = numbered(batch, reached)
+        plan, after = Plan(faults=self.faults(batch, reached, lost)), self.fork()
+        for tokens in self.cut(batch, ubatch_size) if plan.ok else []:
+            plan.parts.append(Part([((0, 0), token) for token in tokens], after.digests(tokens)))
+            after.apply(plan.parts[-1])
+        return plan
+
+    def apply(self, part: Part) -> bool:
+        """Let sequences see the tokens of a part, or change nothing."""
+        if not self.fits(part):
+            return False
+        for _, (seq, position, token, _) in part.tokens:
+            states = self.states[seq]
+            history = states[-1].history if states else ()
+            new = self._new(position, (*history, token))
+            self.states[seq] = [*states, new][-self.size :]
+            self.written[self.stream(seq)] += 1
+        return True
