@@ -243,7 +243,7 @@ class Twin(twins.Twin):
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
         """Forget a range on both sides, or on neither, as is said before."""
-        can = jaxkv.can_seq_rm(self.memory, seq, p0, p1).item()
+        can = jaxkv.seq_rm(self.memory, seq, p0, p1)[1].item()
         assert super().seq_rm(seq, p0, p1) == can
         return can
 

@@ -1,7 +1,7 @@
 """Meshes of virtual devices, and memories that lie on them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -43,57 +43,25 @@ class OnMesh(Kind):
 near = jaxkv.window.sliding(3)
 
 
+def _kind(name, axes, **options):
+    return OnMesh(name, sequences=4, axes=tuple(axes.items()), **options)
+
+
+DATA_CELLS, TENSOR_CELLS = {"data": 2, "cells": 2}, {"tensor": 2, "cells": 2}
+STRIPED = {"placement": "striped", "shards": 2}
 KINDS = [
-    OnMesh("data", cells=8, sequences=4, streams=4, axes=(("data", 4),)),
-    OnMesh("tensor", cells=12, sequences=3, axes=(("tensor", 2),)),
-    OnMesh("cells", cells=12, sequences=3, placement="striped", shards=4, axes=(("cells", 4),)),
-    OnMesh(
-        "all",
-        cells=8,
-        sequences=4,
-        streams=4,
-        placement="striped",
-        shards=2,
-        axes=(("data", 2), ("tensor", 2), ("cells", 2)),
-    ),
-    OnMesh("window", cells=12, sequences=3, windows=(near,), axes=(("tensor", 2), ("cells", 2))),
-    OnMesh(
-        "full-and-window",
-        cells=14,
-        sequences=4,
-        streams=4,
-        windows=(None, near),
-        axes=(("data", 2), ("cells", 2)),
-    ),
-    OnMesh("groups", cells=10, sequences=4, streams=2, axes=(("data", 2), ("tensor", 2))),
-    OnMesh(
-        "groups-contiguous",
-        cells=10,
-        sequences=4,
-        streams=2,
-        placement="contiguous",
-        axes=(("data", 2), ("cells", 2)),
-    ),
-    OnMesh(
-        "groups-striped-window",
-        cells=16,
+    _kind("all", {"data": 2, **TENSOR_CELLS}, cells=8, streams=4, **STRIPED),
+    _kind("data", {"data": 4}, cells=8, streams=4),
+    _kind("window", TENSOR_CELLS, cells=12, windows=(near,)),
+    _kind("full-and-window", DATA_CELLS, cells=14, streams=4, windows=(None, near)),
+    _kind("groups", {"data": 2, "tensor": 2}, cells=10, streams=2),
+    _kind("groups-contiguous", DATA_CELLS, cells=10, streams=2, placement="contiguous"),
+    replace(
+        _kind("groups-striped-window", DATA_CELLS, cells=16, streams=4, windows=(near,), **STRIPED),
         sequences=8,
-        streams=4,
-        placement="striped",
-        shards=2,
-        windows=(near,),
-        axes=(("data", 2), ("cells", 2)),
     ),
-    OnMesh("tiled", cells=16, sequences=4, placement="tiled", axes=(("tensor", 2), ("cells", 2))),
-    OnMesh(
-        "groups-tiled",
-        cells=16,
-        sequences=8,
-        streams=4,
-        placement="tiled",
-        windows=(None, near),
-        axes=(("data", 2), ("cells", 2)),
-    ),
+    _kind("tiled", TENSOR_CELLS, cells=16, placement="tiled"),
+    _kind("groups-tiled", DATA_CELLS, cells=16, streams=2, windows=(None, near), placement="tiled"),
 ]
 
 

@@ -13,6 +13,8 @@ from jaxkv import sharding
 
 LAYERS = 2
 RULES = sharding.Rules(cells="cells")
+MESSAGES = 9
+"""The most small messages of a step: what a plan asks and tells, and the rows of the logits."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,22 @@ class Pod:
         ubatch, ok = jaxkv.plan_step(memory, tokens, jnp.arange(len(tokens)), valid)
         memory = jaxkv.apply(memory, ubatch)
         return *self.forward(weights, memory, ubatch), ok
+
+    def lower_step(self, count=None, platform="cpu"):
+        """Lower a step of all sequences or of some on the mesh at hand; the memory is donated."""
+        step = jax.jit(self.step, donate_argnums=1)
+        traced = step.trace(self.weights(), self.memory(), *self.next_tokens(count))
+        return traced.lower(lowering_platforms=(platform,))
+
+    def lower_attention(self, tokens, platform="cpu"):
+        """Lower attention of one layer on the mesh at hand; the memory is donated."""
+
+        def attend(memory, ubatch, q, k, v):
+            return jaxkv.attend(memory, 0, ubatch, q, k, v)
+
+        ubatch = self.ubatch(tokens)
+        traced = jax.jit(attend, donate_argnums=0).trace(self.memory(), ubatch, *self.new(ubatch))
+        return traced.lower(lowering_platforms=(platform,))
 
 
 def shape(sizes, dtype, *spec):

@@ -1,5 +1,6 @@
-"""Memories on meshes: the same values as on one device, and no more sent than is said."""
+"""Memories on meshes: the same values as on one device."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,22 +14,16 @@ from jax.sharding import AxisType
 import jaxkv
 from jaxkv import sharding
 from jaxkv.sharding import Rules
-from tests.cases import mostly_nightly
+from tests.cases import in_lanes
 from tests.cells import state_machine
-from tests.memories import assert_identical
-from tests.meshes import KINDS, RULES, edited, mesh_of, near, placed
+from tests.memories import Kind, assert_identical, drawn
+from tests.meshes import KINDS, RULES, edited, mesh_of, near, placed, weigh
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "name",
-    mostly_nightly(
-        [kind.name for kind in KINDS],
-        few=["all", "groups-striped-window"],
-    ),
-)
-def test_verbs_on_a_mesh(name):
+@pytest.mark.parametrize("name", [kind.name for kind in KINDS])
+def test_random_verbs_on_mesh_match_oracle(name):
     (kind,) = (kind for kind in KINDS if kind.name == name)
     with jax.set_mesh(mesh_of(**dict(kind.axes))):
         run_state_machine_as_test(
@@ -50,9 +45,8 @@ class StateVerbs(state_machine.StateVerbs):
 
 STATES = {
     "recurrent": ({"kinds": "rr", "kept": 1, "sequences": 4, "streams": 4}, {"data": 4}),
-    "in groups": ({"kinds": "r", "kept": 2, "sequences": 4, "streams": 2}, {"data": 2}),
     "hybrid": (
-        {"kinds": "ar", "kept": 1, "sequences": 4, "streams": 2, "cells": 12},
+        {"kinds": "ar", "kept": 2, "sequences": 4, "streams": 2, "cells": 12},
         {"data": 2, "tensor": 2},
     ),
     "hybrid with a window": (
@@ -64,8 +58,8 @@ STATES = {
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", mostly_nightly(STATES, few=["hybrid with a window"]))
-def test_verbs_of_states_on_a_mesh(name):
+@pytest.mark.parametrize("name", STATES)
+def test_random_verbs_of_states_on_mesh_match_oracle(name):
     options, axes = STATES[name]
     with jax.set_mesh(mesh_of(**axes)):
         run_state_machine_as_test(
@@ -74,20 +68,74 @@ def test_verbs_of_states_on_a_mesh(name):
         )
 
 
-# ------------------------------------------------------------------------- modes, by one device
+# ----------------------------------------------------------------- one verb, against one device
 
-LAYOUTS = [
-    (2, {"data": 2, "tensor": 2, "cells": 2}),
-    (4, {"data": 4, "tensor": 2}),
-    (1, {"cells": 4, "tensor": 2}),
-]
-SIZES = {"layers": 2, "cells": 16, "kv_heads": 2, "head_dim": 4, "rope": jaxkv.make_rope(4)}
+GROUPS = Kind("groups", cells=8, sequences=4, streams=2)
+CELLS = "0{0} 1{0,1} . 2{0}+1 . 2{1} | . 0{2} 1{2} . 0{3} ."
+"""What two streams hold: gaps, a cell of two sequences, and a key that is not rotated yet."""
+
+VERBS = {
+    "seq_rm": lambda m: jaxkv.seq_rm(m, [0, 2], [1, 0], [2, 1]),
+    "seq_add": lambda m: jaxkv.seq_add(m, 2, 1, -1, 3),
+    "seq_cp": lambda m: jaxkv.seq_cp(m, 0, [1, 2]),
+    "seq_select": lambda m: jaxkv.seq_select(m, [3, 0], [0, 3]),
+    "init_batch": lambda m: jaxkv.init_batch(m, jaxkv.make_batch([[1], [2]], sequences=[3, 2])),
+    "update": lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
+    "defrag": lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
+}
 
 
-@pytest.mark.nightly
-def test_a_device_with_one_stream_chooses_the_cells_of_any_other():
+def plain(cells=CELLS):
+    """A memory on one device with these cells, and random keys and values."""
+    rng, memory = np.random.default_rng(0), drawn(cells, GROUPS)
+    table, buffers = jaxkv.split(memory)
+    buffers = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), buffers)
+    return jaxkv.join(table, buffers)
+
+
+def assert_close(got, wanted, atol=1e-6):
+    """Compare leaf by leaf, floats nearly: memories on a mesh know rules, others do not."""
+    for one, other in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("verb", in_lanes(VERBS, fast=["update"], core=set(VERBS) - {"seq_select"}))
+def test_verb_on_mesh_matches_one_device(verb):
+    memory = plain()
+    wanted = VERBS[verb](memory)
+    with jax.set_mesh(mesh_of(data=2, cells=2)):
+        assert_close(VERBS[verb](placed(memory)), wanted)
+
+
+def stepped(memory):
+    """Plan a token of some sequences whose rows are not in order, and attend with it."""
+    ids, valid = jnp.array([3, 1, 0, 2]), jnp.array([True, True, False, True])
+    ubatch, ok = jaxkv.plan_step(memory, jnp.arange(4), ids, valid)
+    q = jax.random.normal(jax.random.key(0), (*ubatch.valid.shape, 4, 4))
+    return *weigh(memory, ubatch, q, q[:, :, ::2]), ubatch, ok
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("mode", "axes"),
+    [(AxisType.Auto, {"data": 2, "cells": 2}), (AxisType.Explicit, {"data": 2, "tensor": 2})],
+    ids=str,
+)
+def test_step_on_mesh_matches_one_device(mode, axes):
+    memory = plain()
+    wanted = stepped(memory)
+    with jax.set_mesh(mesh_of(mode, **axes)):
+        on_mesh = placed(memory)
+        got = stepped(on_mesh)
+        where = on_mesh.buffers.k[0].sharding
+        assert got[0].buffers.k[0].sharding.is_equivalent_to(where, 4)
+    assert_close(got, wanted, atol=1e-5)
+
+
+@pytest.mark.core
+def test_init_batch_one_stream_each_device_same_slots():
     """Sequences of a stream come first by their number, in whatever order their rows are."""
-    memory = jaxkv.make_kv_cache(sequences=4, streams=2, **SIZES)
+    memory = GROUPS.make()
     batch = jaxkv.make_batch([[1], [2]], sequences=[3, 2])
     (wanted,) = jaxkv.init_batch(memory, batch).ubatches
     assert wanted.slots.tolist() == [[1], [0]]
@@ -98,81 +146,103 @@ def test_a_device_with_one_stream_chooses_the_cells_of_any_other():
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "streams", "axes"),
-    mostly_nightly(
-        [
-            (mode, streams, axes)
-            for mode in (AxisType.Auto, AxisType.Explicit)
-            for streams, axes in LAYOUTS
-        ],
-        few=[(AxisType.Explicit, *LAYOUTS[0])],
-    ),
+    [
+        (AxisType.Explicit, 2, {"data": 2, "tensor": 2, "cells": 2}),
+        (AxisType.Auto, 4, {"data": 4, "tensor": 2}),
+        (AxisType.Explicit, 1, {"cells": 4, "tensor": 2}),
+    ],
     ids=str,
 )
-def test_axes_may_be_automatic_or_explicit(mode, streams, axes):
-    plain = jaxkv.make_kv_cache(sequences=4, streams=streams, **SIZES)
+def test_many_verbs_on_mesh_match_one_device(mode, streams, axes):
+    plain = Kind("plain", cells=16, sequences=4, streams=streams).make()
     wanted, outs = edited(plain)
     with jax.set_mesh(mesh_of(mode, **axes)):
         memory = placed(plain)
         got, theirs = edited(memory)
         assert got.buffers.k[0].sharding.is_equivalent_to(memory.buffers.k[0].sharding, 4)
-    for one, other in zip(outs, theirs, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert_close(theirs, outs, atol=1e-5)
     assert_identical(jaxkv.split(got)[0].with_rules(None), wanted.table)
-    for one, other in zip(*map(jax.tree.leaves, (got.buffers, wanted.buffers)), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert_close(got.buffers, wanted.buffers)
 
 
-def test_a_memory_with_rules_asks_for_its_mesh():
-    mesh = mesh_of(tensor=2)
-    memory = sharding.allocate(partial(jaxkv.make_kv_cache, **SIZES), mesh, RULES)
-    step = jnp.array([1]), jnp.array([0]), jnp.array([True])
-    with jax.set_mesh(mesh):
-        ubatch, _ = jaxkv.plan_step(memory, *step)
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("streams", "axes"), [(4, {"data": 2, "tensor": 2, "cells": 2}), (1, {"cells": 4})], ids=str
+)
+def test_derivatives_on_mesh_match_one_device(streams, axes):
+    def loss(arrays, memory, ubatch):
+        q, k, v, sinks = arrays
+        memory = jaxkv.apply(memory, ubatch)
+        for layer in range(2):
+            memory, out = jaxkv.attend(memory, layer, ubatch, q, k, v, sinks=sinks)
+            q, v = q + out, v + out[:, :, ::2]
+        return jnp.sum(jnp.where(ubatch.valid[..., None, None], jnp.sin(q), 0.0))
+
+    # So few cells that all devices hold some that are used.
+    memory = Kind("full", cells=32 // streams, sequences=4, streams=streams).make()
+    texts = [list(range(i, 6 + i)) for i in range(4)]
+    (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch(texts)).check().ubatches
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (*ubatch.valid.shape, 4, 4))
+    k, v = (jax.random.normal(key, (*ubatch.valid.shape, 2, 4)) for key in keys[1:3])
+    arrays = q, k, v, jax.random.normal(keys[3], (4,))
+    wanted = jax.jit(jax.value_and_grad(loss))(arrays, memory, ubatch)
+    with jax.set_mesh(mesh_of(**axes)):
+        found = jax.jit(jax.value_and_grad(loss))(arrays, placed(memory), ubatch)
+    assert all(np.abs(x).max() > 0.1 for x in jax.tree.leaves(wanted[1]))
+    assert_close(found, wanted, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------- arguments
+
+SIZES = {"layers": 2, "cells": 16, "kv_heads": 2, "head_dim": 4}
+
+
+def test_attend_and_plans_with_rules_want_a_mesh():
+    table, buffers = jaxkv.split(jaxkv.make_kv_cache(**SIZES))
+    memory = jaxkv.join(table.with_rules(RULES), buffers)
+    with pytest.raises(ValueError, match=r"wanted a mesh .* got none: .*jax.set_mesh"):
+        jaxkv.plan_step(memory, jnp.array([1]), jnp.array([0]), jnp.array([True]))
+    (ubatch,) = jaxkv.init_full(jaxkv.join(table, buffers), ubatch_size=1).ubatches
     q = jnp.ones((1, 1, 2, 4))
     with pytest.raises(ValueError, match=r"wanted a mesh .* got none: .*jax.set_mesh"):
         jaxkv.attend(memory, 0, ubatch, q, q, q)
 
 
-def test_processes_agree_about_one_memory_with_values():
-    memory = sharding.allocate(partial(jaxkv.make_kv_cache, **SIZES), mesh_of(tensor=2), RULES)
-    sharding.agree(jax.device_get(memory))
-    with pytest.raises(TypeError, match="wanted values to compare, got traced ones: .* of jit"):
-        jax.jit(sharding.agree)(memory)
-    with pytest.raises(TypeError, match="wanted a memory with values, got the shapes of one"):
-        sharding.agree(jax.eval_shape(lambda: memory))
-    with pytest.raises(ValueError, match="wanted one memory, got a batch of them"):
-        sharding.agree(jax.tree.map(lambda x: x[None], memory))
-    memory.table.stamp.delete()
-    with pytest.raises(ValueError, match="whose buffers were donated"):
-        sharding.agree(memory)
-
-
-def test_cells_that_do_not_divide_are_refused_with_a_number_that_does():
+def test_allocate_refuses_cells_that_do_not_divide():
     make = partial(jaxkv.make_kv_cache, **{**SIZES, "cells": 18})
     with pytest.raises(ValueError, match="cells that 4 devices divide .* got 18: take 20"):
         sharding.allocate(make, mesh_of(cells=4), RULES)
 
 
-def test_heads_that_do_not_divide_are_whole_and_fitted_finds_room_for_the_rest():
-    make = partial(jaxkv.make_kv_cache, **{**SIZES, "kv_heads": 6})
+def test_fitted_splits_cells_of_heads_that_do_not_divide():
+    memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **{**SIZES, "kv_heads": 6}))
     mesh = mesh_of(tensor=4)
-    layout = sharding.layout(jax.eval_shape(make), mesh, RULES)
-    assert "kv_heads (6) are not split by tensor" in str(layout)
-    assert layout.buffers == jaxkv.nbytes(jax.eval_shape(make).buffers)
-    finer, rules = sharding.fitted(jax.eval_shape(make), mesh, RULES)
-    assert dict(finer.shape) == {"tensor": 2, "cells": 2} and rules.cells == "cells"
-    assert sharding.layout(jax.eval_shape(make), finer, rules).buffers == layout.buffers // 4
+    layout = sharding.layout(memory, mesh, RULES)
+    assert layout.whole == ("kv_heads (6) are not split by tensor",)
+    assert layout.buffers == jaxkv.nbytes(memory.buffers)
+    finer, rules = sharding.fitted(memory, mesh, RULES)
+    assert dict(finer.shape) == {"tensor": 2, "cells": 2} and rules == RULES
+    assert sharding.layout(memory, finer, rules).buffers == layout.buffers // 4
+    copies, rules = sharding.fitted(memory, mesh, RULES, surplus="replicate")
+    assert dict(copies.shape) == {"tensor": 2, "copies": 2} and rules == RULES
     with pytest.raises(ValueError, match="surplus='cells'"):
-        sharding.fitted(jax.eval_shape(make), mesh, RULES, surplus="refuse")
+        sharding.fitted(memory, mesh, RULES, surplus="refuse")
 
 
-def test_a_hybrid_memory_of_parts_that_are_on_a_mesh():
-    """It has their rules, and all of them have the same."""
+def test_layout_check_refuses_more_than_there_is_room():
+    memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **SIZES))
+    layout = sharding.layout(memory, mesh_of(tensor=2), RULES)
+    assert layout.check(layout.total) is layout
+    with pytest.raises(ValueError, match="wanted at most .* on each of 2 devices"):
+        layout.check(layout.total - 1)
+    with pytest.raises(ValueError, match=r"wanted heads a multiple of kv_heads \[2\], got 3"):
+        sharding.layout(memory, mesh_of(tensor=2), RULES, heads=3)
 
-    def make():
-        return jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=2, head_dim=2)
 
-    part = sharding.allocate(make, mesh_of(tensor=2), Rules())
+def test_make_hybrid_cache_wants_parts_with_the_same_rules():
+    table, buffers = jaxkv.split(jaxkv.make_kv_cache(**{**SIZES, "layers": 1}))
+    part = jaxkv.join(replace(table, rules=Rules()), buffers)
     assert jaxkv.make_hybrid_cache((part, (0,)), (part, (1,))).table.rules == Rules()
     with pytest.raises(ValueError, match="wanted parts that a mesh splits by the same rules"):
-        jaxkv.make_hybrid_cache((part, (0,)), (make(), (1,)))
+        jaxkv.make_hybrid_cache((part, (0,)), (jaxkv.join(table, buffers), (1,)))

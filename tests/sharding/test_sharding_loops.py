@@ -1,103 +1,42 @@
-"""Loops on a mesh whose axes are explicit, as `jax.make_mesh` makes them, and on one device."""
+"""Loops and stores on a mesh give what they give on one device, and compile nothing late."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv import loops
-from tests.cases import mostly_nightly
-from tests.generation.test_compiles_once import counting
-from tests.meshes import mesh_of, placed
+from jaxkv import loops, prefix
+from jaxkv.loops.batching import Engine, Request
+from models.compiling import counting
+from tests.meshes import placed
+from tests.sharding.tiny import KINDS, assert_close, make, model_of, weights, whole
 
-Q, KEPT = 4, 1
 AXES = {"data": 2, "tensor": 2, "cells": 2}
+AUTO, EXPLICIT = (AxisType.Auto,) * 3, (AxisType.Explicit,) * 3
+HOLDERS = [1, 3]
+
+pytestmark = pytest.mark.nightly
+over_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def attending(**options):
-    sizes = {"layers": 1, "cells": 16, "kv_heads": 2, "head_dim": 4, "sequences": Q}
-    return jaxkv.make_kv_cache(**{**sizes, **options})
-
-
-def recurring(streams):
-    states = {"x": ((4,), jnp.float32)}
-    sizes = {"layers": 1, "sequences": Q, "rollback": KEPT, "streams": streams}
-    return jaxkv.make_recurrent_cache(states=states, splits={"x": (0, 4)}, **sizes)
-
-
-KINDS = {
-    "striped": ("a", lambda: attending(placement="striped", shards=2)),
-    "groups": ("a", lambda: attending(streams=2, window=jaxkv.window.sliding(6))),
-    "hybrid": (
-        "ar",
-        lambda: jaxkv.make_hybrid_cache((attending(streams=4), (0,)), (recurring(4), (1,))),
-    ),
-}
-
-
-def whole(x):
-    """A model's own arrays are whole on each device: explicit axes want to be told."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.sharding.reshard(x, P()) if AxisType.Explicit in mesh.axis_types else x
-
-
-def model_of(layers):
-    def forward(weights, memory, ubatch):
-        x = weights[whole(ubatch.tokens)]
-        for layer, kind in enumerate(layers):
-            if kind == "a":
-                heads = jnp.stack([x, -x], axis=2)
-                memory, out = jaxkv.attend(memory, layer, ubatch, heads, heads, heads)
-                x = x + jnp.sum(whole(out), axis=2)
-                continue
-            before = whole(jaxkv.read_states(memory, layer, ubatch)["x"])
-            every = jnp.cumsum(jnp.where(whole(ubatch.valid)[..., None], x, 0), axis=1)
-            every = before[:, None] + jnp.pad(every, [(0, 0), (1, 0), (0, 0)])
-            keep = whole(jaxkv.steps_to_keep(ubatch, KEPT + 1))
-            states = jnp.take_along_axis(every, keep[..., None], axis=1)
-            memory = jaxkv.write_states(memory, layer, ubatch, {"x": states})
-            x = x + every[:, 1:]
-        return memory, x.reshape(-1, 4)[whole(ubatch.outputs)] @ weights.T
-
-    return forward
-
-
-def after_a_warm_up(layers, make, place):
-    """What prompts give, and how much was compiled for them."""
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
-    forward, memory, weights = model_of(layers), place(make()), whole(weights)
+def after_a_warm_up(forward, weights, memory):
+    """The logits of prompts, and how many functions were traced or compiled for them."""
     memory = loops.warm_up(forward, weights, memory, ubatch_size=4, longest=6)
     memory = loops.warm_up(forward, weights, memory, ubatch_size=4, donate=True)
     logits = []
-    with counting(traces=True) as heard:
+    with counting(traces=True) as compiled:
         for seq, prompt in enumerate([[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]):
             batch = jaxkv.make_batch(prompt, sequences=seq)
             memory, out = jaxkv.prefill(forward, weights, memory, batch, ubatch_size=4)
             logits.append(np.asarray(out))
-    return np.concatenate(logits), heard()
+        assert compiled() == 0
+    return logits
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", mostly_nightly(KINDS, few=["hybrid"]))
-def test_a_warm_up_with_explicit_axes(kind):
-    """Nothing compiles for the prompts that come after it, and they give what they gave."""
-    logits, _ = after_a_warm_up(*KINDS[kind], lambda memory: memory)
-    with jax.set_mesh(mesh_of(AxisType.Explicit, **AXES)):
-        others, compiled = after_a_warm_up(*KINDS[kind], placed)
-    np.testing.assert_allclose(others, logits, atol=1e-4)
-    assert compiled == 0
-
-
-def after_loops(place):
-    """What beams, a slide and an extension give, of a memory in groups."""
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
-    forward, weights = model_of("a"), whole(weights)
-    memory = place(attending(sequences=4, streams=2, rope=jaxkv.make_rope(4)))
-    prompts, sequences = [[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]], [0, 2]
-    batch = jaxkv.make_batch(prompts, sequences=sequences)
+def after_beams_and_slides(forward, weights, memory):
+    """Tokens of beams, and the memories after a search, a slide and an extension."""
+    batch = jaxkv.make_batch([[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]], sequences=[0, 2])
     memory, logits = jaxkv.prefill(forward, weights, memory, batch)
     search = {"width": 2, "steps": 2, "sequences": [0, 1]}
     searched, beams = loops.beam(forward, weights, memory, logits[:1], **search)
@@ -106,15 +45,65 @@ def after_loops(place):
     assert ok and well
     found = [beams.tokens, beams.held, done]
     for one in (searched, slid, extended):
-        found += [one.table.position, one.table.owners, *one.buffers.k, *one.buffers.v]
-    return [np.asarray(x) for x in found]
+        found += [one.table.position, one.table.owners, one.buffers]
+    return found
 
 
-@pytest.mark.nightly
-def test_loops_where_some_axes_are_explicit():
-    types = (AxisType.Explicit, AxisType.Auto, AxisType.Explicit)
-    wanted = after_loops(lambda memory: memory)
-    with jax.set_mesh(jax.make_mesh((*AXES.values(),), (*AXES,), types)):
-        found = after_loops(placed)
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+def after_a_store(forward, weights, memory):
+    """Logits after a prefix that another stream may hold, and what a store tells of it."""
+    store = prefix.make_store(memory, holders=HOLDERS)
+    batch = jaxkv.make_batch([1, 2, 3, 4])
+    memory, _ = jaxkv.prefill(forward, weights, memory, batch)
+    memory, store, miss = prefix.remember(memory, store, [1, 2, 3, 4], 0)
+    seen = [miss, prefix.held(memory, store)]
+    for seq in (0, 2):
+        memory, store, found = prefix.reuse(memory, store, [1, 2, 3, 4, 5, 6], seq)
+        batch = jaxkv.make_batch([5, 6], sequences=seq)
+        memory, logits = jaxkv.prefill(forward, weights, memory, batch)
+        seen += [found, logits]
+    memory, store = prefix.evict(memory, store, cells=0)
+    return [*seen, jaxkv.used(memory)]
+
+
+def after_requests(forward, weights, memory):
+    """The tokens of requests that begin alike."""
+    store = prefix.make_store(memory, holders=HOLDERS)
+    engine = Engine(forward, weights, memory, chunk=8, steps=2, allow=(), store=store)
+    engine.warm_up()
+    found = []
+    with counting() as compiled:
+        for last in ([], [5], [5, 6], [7]):
+            engine.submit(Request(prompt=[1, 2, 3, 4, *last], limit=2))
+            (result,) = engine.results()
+            found.append((result.found, result.tokens))
+        assert compiled() == 0
+    return found
+
+
+def check(story, kind, modes):
+    """A story of a memory on the mesh ends as it does on one device."""
+    layers, options = kind
+    forward = model_of(layers)
+    wanted = story(forward, weights(), make(layers, **options))
+    with jax.set_mesh(jax.make_mesh((*AXES.values(),), (*AXES,), modes)):
+        assert_close(story(forward, whole(weights()), placed(make(layers, **options))), wanted)
+
+
+@over_kinds
+def test_warm_up_on_explicit_mesh_compiles_all_prompts(kind):
+    check(after_a_warm_up, KINDS[kind], EXPLICIT)
+
+
+def test_beam_slide_extend_on_mixed_mesh_match_one_device():
+    kind = "a", {"streams": 2, "rope": jaxkv.make_rope(4)}
+    check(after_beams_and_slides, kind, (EXPLICIT[0], AUTO[0], EXPLICIT[0]))
+
+
+@over_kinds
+def test_store_on_mesh_matches_one_device(kind):
+    check(after_a_store, KINDS[kind], AUTO)
+
+
+@over_kinds
+def test_engine_with_store_on_explicit_mesh_matches(kind):
+    check(after_requests, KINDS[kind], EXPLICIT)

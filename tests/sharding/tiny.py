@@ -1,0 +1,82 @@
+"""A tiny model, and memories for it, that run on one device, on meshes and in several processes."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+
+KINDS = {
+    "striped": ("a", {"placement": "striped", "shards": 2}),
+    "groups": ("a", {"streams": 2, "window": jaxkv.window.sliding(6)}),
+    "hybrid": ("ar", {"streams": 4}),
+}
+"""The layers of the model, see `make`, and options of the memory."""
+
+
+def make(layers, *, sequences=4, streams=1, **attention):
+    """Make a memory of layers that attend, `a`, or are recurrent, `r`."""
+    sizes = {"sequences": sequences, "streams": streams}
+    places = {kind: [i for i, one in enumerate(layers) if one == kind] for kind in sorted(layers)}
+    parts = []
+    for kind, own in places.items():
+        if kind == "a":
+            options = {"cells": 16, "kv_heads": 2, "head_dim": 4, **attention}
+            part = jaxkv.make_kv_cache(layers=len(own), **options, **sizes)
+        else:
+            states = {"states": {"x": ((4,), jnp.float32)}, "splits": {"x": (0, 4)}}
+            part = jaxkv.make_recurrent_cache(layers=len(own), rollback=1, **states, **sizes)
+        parts.append((part, tuple(own)))
+    return parts[0][0] if len(parts) == 1 else jaxkv.make_hybrid_cache(*parts)
+
+
+def weights():
+    """Make the weights of the model, `[V, 4]`, always the same."""
+    return np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+
+
+def whole(x):
+    """Ask for arrays that are whole on each device: a model with explicit axes has to."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.sharding.reshard(x, P()) if AxisType.Explicit in mesh.axis_types else x
+
+
+@cache
+def model_of(layers):
+    """Return the forward function of the model, the same one for the same layers."""
+
+    def forward(weights, memory, ubatch):
+        x = weights[whole(ubatch.tokens)]
+        for layer, kind in enumerate(layers):
+            if kind == "a":
+                heads = jnp.stack([x, -x], axis=2)
+                memory, out = jaxkv.attend(memory, layer, ubatch, heads, heads, heads)
+                x = x + jnp.sum(whole(out), axis=2)
+                continue
+            before = whole(jaxkv.read_states(memory, layer, ubatch)["x"])
+            every = jnp.cumsum(jnp.where(whole(ubatch.valid)[..., None], x, 0), axis=1)
+            every = before[:, None] + jnp.pad(every, [(0, 0), (1, 0), (0, 0)])
+            keep = whole(jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, layer) + 1))
+            states = jnp.take_along_axis(every, keep[..., None], axis=1)
+            memory = jaxkv.write_states(memory, layer, ubatch, {"x": states})
+            x = x + every[:, 1:]
+        return memory, x.reshape(-1, 4)[whole(ubatch.outputs)] @ weights.T
+
+    return forward
+
+
+def assert_close(got, wanted, atol=1e-4):
+    """Compare two trees: floats nearly, all else exactly."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for (path, one), other in zip(
+        jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True
+    ):
+        one, other = np.asarray(one), np.asarray(other)
+        floats = one.dtype.kind == "f"
+        np.testing.assert_allclose(
+            one, other, rtol=0, atol=atol if floats else 0, err_msg=jax.tree_util.keystr(path)
+        )
