@@ -13,7 +13,7 @@ from models.chat import chat as edits
 from models.chat.conversation import ChatError
 from models.chat.saved import load, save
 from models.fingerprint import fingerprint
-from tests.models.speaking import copied, next_answer, said
+from tests.models.speaking import CELLS, copied, next_answer, said
 
 
 @pytest.mark.core
@@ -21,13 +21,12 @@ def test_load_saved_chat_goes_on_with_nothing_computed(speaker, twice, tmp_path)
     chat = edits.fork(copied(twice), "b")
     path = tmp_path / "chat.safetensors"
     save(path, chat, speaker.model)
-    empty = speaker.begin(conversations=2, cells=200)
-    loaded = load(path, empty, speaker.model)
+    loaded = load(path, speaker.begin(conversations=3, cells=CELLS), speaker.model)
     assert (loaded.conversations, loaded.current) == (chat.conversations, "main")
     assert loaded.computed == 0 and loaded.held == twice.held
     assert next_answer(speaker, loaded) == next_answer(speaker, twice)
-    undone, _ = edits.undo(said(speaker, loaded, "3" * 30))
-    save(tmp_path / "undone", undone, speaker.model)
+    undone, _ = edits.undo(said(speaker, loaded, "3" * 20))
+    save(tmp_path / "undone", undone, speaker.model)  # fits into fewer cells and sequences
     few = load(tmp_path / "undone", speaker.begin(conversations=2, cells=32), speaker.model)
     assert few.now == undone.now and few.held == undone.held and not few.store.texts
     info = snapshot.inspect(path)
