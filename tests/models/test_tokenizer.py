@@ -6,7 +6,7 @@ import random
 from datetime import datetime
 from io import BytesIO
 
-import gguf
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
@@ -16,6 +16,7 @@ from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from models.text.token_bytes import from_letters, from_pieces
 from models.text.tokenizer import Tokenizer
+from tests.models import tiny_files
 from tests.models.golden import golden
 
 TEXT = """Once upon a time there was a little table of cells. It's 2024, and the cells remember
@@ -57,14 +58,14 @@ def check_recorded(tokenizer, model):
     assert tokenizer.prompt(tokenizer.decode(tokens)) == tokens
 
 
-def test_smollm2_as_recorded(smollm2):
+def test_tokenizer_smollm2_matches_recorded(smollm2):
     check_recorded(smollm2, "smollm2")
     assert (smollm2.bos, smollm2.eos, smollm2.add_bos) == (1, 2, False)
     assert smollm2.stop_tokens == {0, 2} and smollm2.size == 49152
 
 
 @pytest.mark.nightly
-def test_gemma3_as_recorded():
+def test_tokenizer_gemma3_matches_recorded():
     tokenizer = gemma3()
     check_recorded(tokenizer, "gemma3")
     assert (tokenizer.bos, tokenizer.eos, tokenizer.add_bos) == (2, 1, True)
@@ -77,45 +78,36 @@ def test_gemma3_as_recorded():
 # ---- decoding
 
 
-def test_text_comes_back(smollm2):
+def test_decode_gives_back_encoded_text(smollm2):
     rng = random.Random(0)
     noise = ["".join(chr(rng.randrange(1, 0xD800)) for _ in range(50)) for _ in range(50)]
     for text in [*HARD, TEXT, *noise]:
         assert smollm2.decode(smollm2.encode(text)) == text
 
 
-def test_streams_give_whole_characters(smollm2):
+def test_stream_gives_whole_characters(smollm2):
     text = "".join(HARD)
-    ids = smollm2.encode(text)
-    stream, parts = smollm2.stream(), []
-    for id in ids:
-        parts.append(stream.feed(id))
-        assert "\ufffd" not in parts[-1]
-    assert "" in parts and "".join(parts) == text and stream.end() == ""
-
-
-def test_a_cut_character_shows_at_the_end_only(smollm2):
-    ids = smollm2.encode("🗝")
-    assert len(ids) > 1
     stream = smollm2.stream()
+    parts = [stream.feed(id) for id in smollm2.encode(text)]
+    assert "\ufffd" not in "".join(parts) and "" in parts
+    assert "".join(parts) == text and stream.end() == ""
+
+    ids, stream = smollm2.encode("🗝"), smollm2.stream()  # one that is cut shows at the end
+    assert len(ids) > 1
     assert [stream.feed(id) for id in ids[:-1]] == [""] * (len(ids) - 1)
-    assert stream.end() == "\ufffd"
-    assert smollm2.decode(ids[:-1]) == "\ufffd"
+    assert stream.end() == "\ufffd" == smollm2.decode(ids[:-1])
 
 
-def test_any_ids_stream_as_they_decode(smollm2):
+def test_stream_random_ids_equal_decode(smollm2):
     rng = random.Random(1)
     for _ in range(100):
         ids = [rng.randrange(smollm2.size) for _ in range(20)]
         stream = smollm2.stream()
         assert "".join(map(stream.feed, ids)) + stream.end() == smollm2.decode(ids)
+    assert smollm2.decode([10**6, -1]) == ""  # no tokens
 
 
-def test_ids_without_a_token_are_silent(smollm2):
-    assert smollm2.decode([10**6, -1]) == ""
-
-
-def test_control_tokens_are_read_and_written_on_request(smollm2):
+def test_encode_control_tokens_on_request(smollm2):
     text = "<|im_start|>user\nhi<|im_end|>"
     plain, special = smollm2.encode(text), smollm2.encode(text, special=True)
     assert not {1, 2} & set(plain) and smollm2.decode(plain) == text
@@ -125,7 +117,7 @@ def test_control_tokens_are_read_and_written_on_request(smollm2):
     assert smollm2.encode(text) == plain  # asking for one leaves the next call alone
 
 
-def test_every_byte_has_its_letter():
+def test_from_letters_gives_every_byte():
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for text in ("".join(map(chr, range(0x300))), "鍵🗝"):
         ((spelled, _),) = letters.pre_tokenize_str(text)
@@ -136,22 +128,10 @@ def test_every_byte_has_its_letter():
 # ---- vocabularies trained here, written to files and read back
 
 
-def write_gguf(path, fields, template=None):
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_embedding_length(8)
-    writer.add_feed_forward_length(8)
-    writer.add_block_count(1)
-    writer.add_head_count(1)
-    for key, value in fields.items():
-        name = f"tokenizer.ggml.{key}"
-        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
-    if template:
-        writer.add_chat_template(template)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+def write_gguf(path, fields):
+    """A file with a tokenizer and no tensors."""
+    named = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    return tiny_files.write_gguf(path, {}, fields=named)
 
 
 def train_byte_level(cut):
@@ -173,12 +153,8 @@ def train_byte_level(cut):
 
 
 def write_folder(folder, inner=None, **settings):
-    folder.mkdir()
-    config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8}
-    config |= {"num_hidden_layers": 1, "num_attention_heads": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    weights = {"none": np.zeros(1, np.float32)}
+    tiny_files.write_folder(folder, weights, tokenizer_config=settings)
     if inner is not None:
         inner.save(str(folder / "tokenizer.json"))
     return open_checkpoint(folder)
@@ -207,7 +183,7 @@ NEWER = (
         ("llama-bpe", split(NEWER % r"\p{N}{1,3}")),
     ],
 )
-def test_byte_level_folders_and_files_agree(tmp_path, pre, cut):
+def test_byte_level_folder_and_gguf_match_library(tmp_path, pre, cut):
     inner = train_byte_level(cut)
     folder = write_folder(
         tmp_path / "hf", inner, bos_token={"content": "<|begin|>"}, eos_token="<|im_end|>"
@@ -237,7 +213,7 @@ def test_byte_level_folders_and_files_agree(tmp_path, pre, cut):
 
 
 @pytest.mark.parametrize("space_first", [True, False])
-def test_sentencepiece_files_give_the_library_s_ids(tmp_path, space_first):
+def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
     trained = BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines() * 3),
@@ -281,7 +257,7 @@ def test_sentencepiece_files_give_the_library_s_ids(tmp_path, space_first):
     assert ours.stream().feed(theirs.piece_to_id("▁t")) == " t"
 
 
-def test_folders_with_sentencepiece_rules(tmp_path):
+def test_folder_with_sentencepiece_rules(tmp_path):
     vocabulary = {"<unk>": 0, "<s>": 1, "▁": 2, "a": 3, "b": 4, "▁a": 5}
     vocabulary |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
     inner = tokenizers.Tokenizer(
@@ -309,7 +285,7 @@ def test_folders_with_sentencepiece_rules(tmp_path):
 # ---- chat
 
 
-def test_chat_of_smollm2(smollm2):
+def test_chat_smollm2_template(smollm2):
     text = smollm2.chat([{"role": "user", "content": "What is gravity?"}])
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")
     assert text.endswith("<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\n")
@@ -332,7 +308,7 @@ def chatting(template):
     )
 
 
-def test_what_templates_may_use():
+def test_chat_template_functions():
     messages = [{"role": "user", "content": "é<"}]
     template = (
         "{{ bos_token }}{% for m in messages %}\n    {{ m.content | tojson }}\n"
@@ -343,22 +319,22 @@ def test_what_templates_may_use():
     assert chatting(template).chat(messages, tools=3) == f'<b>    "é<"\n<e>3{year}True'
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "no chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.append(1) }}", "does not take these messages"),
-        ("{{ messages.__class__.__mro__ }}", "does not take these messages"),
-        ("{% if %}", "does not take these messages"),
-    ],
-)
-def test_refused_chats(template, message):
-    with pytest.raises(ModelError, match=message):
-        chatting(template).chat([{"role": "user", "content": "hi"}])
+REFUSED = [
+    (None, "no chat template"),
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{{ messages.append(1) }}", "does not take these messages"),
+    ("{{ messages.__class__.__mro__ }}", "does not take these messages"),
+    ("{% if %}", "does not take these messages"),
+]
 
 
-def test_where_folders_keep_their_template(tmp_path):
+def test_chat_refused_templates_raise():
+    for template, message in REFUSED:
+        with pytest.raises(ModelError, match=message):
+            chatting(template).chat([{"role": "user", "content": "hi"}])
+
+
+def test_folder_chat_template_places(tmp_path):
     inner = train_byte_level(pre_tokenizers.ByteLevel())
     several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     assert write_folder(tmp_path / "a", inner, chat_template="s").tokenizer().chat([]) == "s"
@@ -372,7 +348,7 @@ def test_where_folders_keep_their_template(tmp_path):
 # ---- refusals
 
 
-def test_refusals(tmp_path):
+def test_tokenizer_refused_files_raise(tmp_path):
     def file(**fields):
         return open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields))
 

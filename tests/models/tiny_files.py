@@ -1,12 +1,14 @@
-"""A tiny llama without meaning, written as a Hugging Face folder and as a GGUF file."""
+"""A tiny llama without meaning as a Hugging Face folder and as a GGUF file; recorded models."""
 
 import json
+from pathlib import Path
 
 import gguf
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+DATA = Path(__file__).parent.parent / "data"
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, VOCAB, LAYERS = 4, 2, 8, 32, 64, 40, 2
 CONFIG = {
     "model_type": "llama",
@@ -55,6 +57,14 @@ def tiny_tensors(dtype=np.float32):
     return {name: random.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
 
 
+def config_at(folder, name, **changes):
+    """A folder with the config of a recorded model, changed, and no weights; None leaves out."""
+    config = json.loads((DATA / name / "config.json").read_text()) | changes
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
 def write_folder(folder, tensors, config=CONFIG, **files):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -63,6 +73,12 @@ def write_folder(folder, tensors, config=CONFIG, **files):
     if tensors:
         save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def interleaved(array, heads):
+    """The rows of q or k as llama.cpp has them: the halves of each head in turns."""
+    halves = array.reshape(heads, 2, -1, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 def write_gguf(path, tensors, arch="llama", kind=None, fields=None):
@@ -76,15 +92,13 @@ def write_gguf(path, tensors, arch="llama", kind=None, fields=None):
     writer.add_context_length(128)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(50000.0)
-    writer.add_eos_token_id(7)
-    for key, value in (fields or {}).items():
+    for key, value in ({"tokenizer.ggml.eos_token_id": 7} | (fields or {})).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     names = tiny_names()
     for name, array in tensors.items():
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = HEADS if ".q_proj." in name else KV_HEADS
-            halves = array.reshape(heads, 2, SIZE // 2, *array.shape[1:])
-            array = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+            array = np.ascontiguousarray(interleaved(array, heads))
         packed = kind is not None and array.ndim == 2
         if packed:
             array = gguf.quants.quantize(array.astype(np.float32), kind)

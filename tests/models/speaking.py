@@ -1,0 +1,56 @@
+"""Tiny models of the test data that talk in letters: what they say makes no sense, and need not."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import models
+from models.chat.speaker import Speaker
+from models.text.tokenizer import Tokenizer
+from tests.models.tiny_files import DATA
+
+CELLS = 64  # mostly: what is compiled for one size is shared
+
+
+@cache
+def tiny(name):
+    model = models.load(DATA / name)
+    size = model.checkpoint.config["vocab_size"]
+    vars(model)["stop_tokens"] = frozenset()
+    vars(model)["tokenizer"] = Tokenizer(
+        to_ids=lambda text, special: [ord(letter) % size for letter in text],
+        to_bytes=lambda id: bytes([97 + id % 26]),
+        size=size,
+        control={},
+        template="{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:",
+    )
+    return model
+
+
+@pytest.fixture(scope="session")
+def speaker():
+    return Speaker(model=tiny("llama_tied"), max_tokens=6, ubatch_size=32)
+
+
+@pytest.fixture(scope="session")
+def twice(speaker):
+    """A chat of two turns; `copied` before anything goes on from it, which donates its memory."""
+    return said(speaker, speaker.begin(conversations=3, cells=CELLS), "One", "Two")
+
+
+def said(speaker, chat, *messages, **options):
+    for message in messages:
+        chat = speaker.answer(speaker.ask(chat, message), **options)
+    return chat
+
+
+def copied(chat):
+    return replace(chat, memory=jax.tree.map(jnp.copy, chat.memory))
+
+
+def next_answer(speaker, chat):
+    """What is said next, which depends on all that is in the memory."""
+    return said(speaker, copied(chat), "And then").now.turns[-1].answer

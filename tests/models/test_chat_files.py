@@ -1,0 +1,100 @@
+"""Chats in files: they go on with nothing computed, and what is none is refused."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import snapshot
+from models.chat import chat as edits
+from models.chat.conversation import ChatError
+from models.chat.saved import load, save
+from models.fingerprint import fingerprint
+from tests.models.speaking import CELLS, copied, next_answer, said
+
+
+@pytest.mark.core
+def test_load_saved_chat_goes_on_with_nothing_computed(speaker, twice, tmp_path):
+    chat = edits.fork(copied(twice), "b")
+    path = tmp_path / "chat.safetensors"
+    save(path, chat, speaker.model)
+    loaded = load(path, speaker.begin(conversations=3, cells=CELLS), speaker.model)
+    assert (loaded.conversations, loaded.current) == (chat.conversations, "main")
+    assert loaded.computed == 0 and loaded.held == twice.held
+    assert next_answer(speaker, loaded) == next_answer(speaker, twice)
+    undone, _ = edits.undo(said(speaker, loaded, "3" * 20))
+    save(tmp_path / "undone", undone, speaker.model)  # fits into fewer cells and sequences
+    few = load(tmp_path / "undone", speaker.begin(conversations=2, cells=32), speaker.model)
+    assert few.now == undone.now and few.held == undone.held and not few.store.texts
+    info = snapshot.inspect(path)
+    assert info.model == fingerprint(speaker.model)
+    assert info.sequences == (0, 1, *(text.holder for text in twice.store.texts))
+
+
+def test_fingerprint_other_weights_differ(speaker):
+    model = speaker.model
+    weights = {**model.weights, "norm": jax.tree.map(lambda x: x + 1, model.weights["norm"])}
+    same, other = replace(model), replace(model, weights=weights)
+    assert fingerprint(same) == fingerprint(model) != fingerprint(other)
+    assert json.loads(json.dumps(fingerprint(model))) == fingerprint(model)
+
+
+@pytest.mark.core
+def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
+    chat, path = copied(twice), tmp_path / "chat.safetensors"
+    save(path, edits.fork(edits.fork(chat, "b"), "c"), speaker.model)
+
+    def refused(message, *, chat=chat, model=speaker.model, path=path):
+        before = np.asarray(chat.memory.table.position)
+        with pytest.raises(ChatError, match=message):
+            load(path, chat, model)
+        np.testing.assert_array_equal(chat.memory.table.position, before)
+        assert not chat.memory.buffers.k[0].is_deleted()
+
+    refused("cannot be read: No such file", path=tmp_path / "none")
+    small_one = speaker.begin(conversations=2, cells=64)
+    refused("holds 3 conversations, and 2 may be here", chat=small_one)
+    few_cells = speaker.begin(conversations=3, cells=9)
+    refused("does not fit: .* start with more --cells", chat=few_cells)
+    other = replace(speaker.model, dtype=jnp.dtype("bfloat16"))
+    refused("is of another model, llama float32", model=other)
+    snapshot.save(tmp_path / "plain", chat.memory, model=fingerprint(speaker.model))
+    refused("is a snapshot and no chat", path=tmp_path / "plain")
+    data = path.read_bytes()
+    (tmp_path / "cut").write_bytes(data[:-9])
+    refused("cannot be loaded: wanted a snapshot", path=tmp_path / "cut")
+    (tmp_path / "bent").write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    refused("cannot be loaded: wanted .* with the checksum", path=tmp_path / "bent")
+    assert next_answer(speaker, chat) == next_answer(speaker, twice)
+    with pytest.raises(ChatError, match="cannot be written"):
+        save(tmp_path / "none" / "chat", chat, speaker.model)
+
+
+NOTES = {"kind": "models.chat", "current": "main", "kept": [], "conversations": {}}
+TURN = {"message": "a", "start": 0, "asked": 1, "answer": "b", "finish": "stop"}
+ONE = {"sequence": 0, "frame": {"keep": 0, "closing": 0}, "system": None, "turns": [TURN], "gap": 0}
+LIES = [
+    ONE | {"sequence": "0"},
+    ONE | {"turns": [TURN | {"start": 9}]},
+    ONE | {"turns": [TURN | {"finish": "tired"}]},
+    ONE | {"turns": [TURN | {"message": 7}]},
+    ONE | {"turns": [{}]},
+    ONE | {"system": []},
+    ONE | {"gap": -1},
+    ONE | {"frame": None},
+    {},
+    None,
+]
+
+
+@pytest.mark.core
+def test_load_notes_that_lie_raises(speaker, twice, tmp_path):
+    for i, one in enumerate(LIES):
+        notes = NOTES | {"conversations": {"main": one}}
+        tokens, mark = {0: [1, 2, 3]}, fingerprint(speaker.model)
+        snapshot.save(tmp_path / f"{i}", twice.memory, tokens=tokens, model=mark, notes=notes)
+        with pytest.raises(ChatError, match="cannot be loaded"):
+            load(tmp_path / f"{i}", twice, speaker.model)

@@ -1,0 +1,116 @@
+"""Conversations of models with windows and states, whose tokens cannot be taken back one by one."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from models.chat import chat as edits
+from models.chat.conversation import ChatError
+from models.chat.room import cells_of, slide
+from models.chat.saved import load, save
+from models.chat.speaker import Speaker
+from tests.models.speaking import CELLS, copied, next_answer, said, tiny
+
+
+@pytest.fixture(scope="module", params=["granite_hybrid", "mamba2", "recurrent_gemma"])
+def stateful(request):
+    return Speaker(model=tiny(request.param), max_tokens=4, ubatch_size=16)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gemma3", "granite_hybrid", "mamba2", "recurrent_gemma"])
+def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
+    """Turns longer than a window holds, whose states are gone: what is kept is never computed."""
+    speaker = Speaker(model=tiny(name), max_tokens=4, ubatch_size=16)
+    chat = speaker.begin(conversations=2, cells=900, holders=6, system="s" * 40)
+    for i in range(20):
+        chat = said(speaker, chat, f"Turn {i}")
+    assert chat.computed == chat.held == len(chat.now.tokens) - 1 and chat.reused == 0
+    chat = said(speaker, edits.drop(chat, "main"), "You")
+    assert chat.spent.read <= chat.now.turns[0].asked - chat.now.frame.keep
+    chat = edits.drop(chat, "main")
+    for letter in "1234":
+        chat = said(speaker, chat, letter * 150)
+    before, answers = chat.computed, [turn.answer for turn in chat.now.turns]
+    chat, why = edits.unanswered(chat)
+    assert why == "" and chat.held == len(chat.now.tokens) - 1
+    chat = speaker.answer(chat)
+    assert (chat.spent.read, [turn.answer for turn in chat.now.turns]) == (1, answers)
+    for turns in (1, 2):
+        for _ in range(turns):
+            chat, why = edits.undo(chat)
+            assert why == "" and chat.held >= len(chat.now.tokens) - 1
+        chat = said(speaker, chat, str(5 - turns) * 150)
+        assert chat.spent.read == 1  # that message was kept, too
+        assert [turn.answer for turn in chat.now.turns] == answers[: 5 - turns]
+    assert chat.computed == before + 3 * 4  # three answers, and the token before each
+    save(tmp_path / "chat", chat, speaker.model)
+    elsewhere = speaker.begin(conversations=4, cells=900, holders=4)
+    back, why = edits.undo(load(tmp_path / "chat", elsewhere, speaker.model))
+    assert why == "" and back.held >= len(back.now.tokens) - 1
+    chat, why = edits.undo(edits.undo(chat)[0])  # further than there are holders
+    assert why in (
+        "a window of 12 has let go of what it would see, and so has what was kept",
+        "a recurrent state cannot forget what it has seen, and no state was kept from there",
+    )
+    assert said(speaker, chat, "2" * 150).now.turns[-1].answer == answers[1]
+
+
+@pytest.mark.nightly
+def test_undo_window_recomputes_without_what_was_forgotten():
+    """As a conversation would be that never had the passage."""
+    speaker = Speaker(model=tiny("gemma3"), max_tokens=4, ubatch_size=16)
+    begun = speaker.begin(conversations=2, cells=900, holders=6, system="sys")
+    chat = slide(said(speaker, copied(begun), "1" * 30, "2" * 30))
+    for letter in "34567":
+        chat = said(speaker, chat, letter * 150)
+    for _ in range(4):
+        chat, _ = edits.undo(chat)
+    now = chat.now
+    assert chat.held == 0 < now.gap
+    rest = now.tokens[: now.frame.keep] + now.tokens[now.frame.keep + now.gap :]
+    never = begun.going_on(replace(begun.now.ask("", rest), frame=now.frame), begun.memory)
+    (chat, found), (_, wanted) = (speaker._read_message(one) for one in (chat, never))
+    assert chat.held == len(now.tokens)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_undo_full_memory_of_states_goes_back_to_kept(stateful):
+    """What shares the cells of the conversation would free none; what was taken back does."""
+    chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One")
+    again, why = edits.unanswered(said(stateful, copied(chat), "Two"))
+    assert why == "" and again.held == chat.held  # a short message is one pass as well
+    chat = said(stateful, chat, "2" * 30)
+    full = said(stateful, copied(chat), "3" * 30)
+    assert full.now.turns[-1].finish == "full"
+    back, why = edits.undo(full)
+    assert why == "" and back.now == chat.now
+    chat, _ = edits.undo(chat)
+    assert cells_of(chat.memory)[0] > cells_of(chat.without_kept)[0] + 20
+    chat = said(stateful, chat, "4" * 30)
+    assert chat.now.turns[-1].finish == "length" and cells_of(chat.memory)[0] <= CELLS
+
+
+@pytest.mark.nightly
+def test_fork_and_saved_states_go_on_alike(stateful, tmp_path):
+    chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One", "Two")
+    chat = edits.fork(stateful.settle(chat), "b")
+    told = next_answer(stateful, chat)
+    b = said(stateful, edits.switch(chat, "b"), "Elsewhere")
+    assert next_answer(stateful, edits.switch(b, "main")) == told
+    save(tmp_path / "chat", b, stateful.model)
+    empty = stateful.begin(conversations=3, cells=80)
+    loaded = load(tmp_path / "chat", empty, stateful.model)
+    assert loaded.current == "b" and next_answer(stateful, loaded) == next_answer(stateful, b)
+    back, why = edits.undo(loaded)
+    assert why == "" and next_answer(stateful, back) == told
+    with pytest.raises(ChatError, match="a recurrent state cannot forget"):
+        slide(back)
+
+
+def test_begin_sliding_states_raises():
+    speaker = Speaker(model=tiny("mamba2"), on_full="slide")
+    with pytest.raises(ChatError, match="leave --on-full slide out"):
+        speaker.begin(conversations=1, cells=64)

@@ -1,0 +1,144 @@
+"""What a config says: which models are refused, and what a memory for the others takes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+import models
+from models.costs import abstract_mesh, costs_of
+from models.meshes import RULES
+from tests.models.tiny_files import DATA, config_at
+
+REFUSED = [
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True where False is wanted"),
+    ("deepseek_v2", {"attention_bias": True}, "attention_bias = True where False is wanted"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' where one of greedy"),
+    ("deepseek_v2", {"kv_lora_rank": None}, "config has no kv_lora_rank"),
+    ("deepseek_v2", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 where 1 to 8 experts"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' where 'sigmoid'"),
+    ("deepseek_v3", {"n_group": 3}, "n_group = 3 where a divisor of n_routed_experts .8. with 2"),
+    ("deepseek_v3", {"n_group": 8}, "n_group = 8 where a divisor of n_routed_experts .8. with 2"),
+    ("deepseek_v3", {"topk_group": 5}, "topk_group = 5 where 1 to 4 groups"),
+    ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 where 1 to 4 experts"),
+    ("deepseek_v3", {"qk_rope_head_dim": 3}, "turns 3 numbers of each head"),
+    ("falcon_h1", {"attention_bias": True}, "attention_bias = True where False is wanted"),
+    ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act = 'gelu' where 'silu' is wanted"),
+    ("falcon_h1", {"mamba_proj_bias": True}, "mamba_proj_bias"),
+    ("falcon_h1", {"mlp_bias": True}, "mlp_bias"),
+    ("falcon_h1", {"projectors_bias": True}, "projectors_bias"),
+    ("falcon_h1", {"mamba_d_ssm": 48}, r"mamba_d_ssm = 48 where .* \(32\)"),
+    ("falcon_h1", {"mamba_n_groups": 3}, "mamba_n_heads = 4 where a multiple of mamba_n_groups"),
+    ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers"),
+    ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers = .* where a list of 5"),
+    ("falcon_h1", {"layer_types": ["full_attention", "conv"]}, "layer_types"),
+    ("falcon_h1_norm", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate = True where"),
+    ("gemma3", {"use_bidirectional_attention": True}, "can be run"),
+    ("gemma3", {"model_type": "gemma2"}, "gemma2.*known are"),
+    ("lfm2", {"conv_bias": True}, "conv_bias = True where False is wanted"),
+    ("lfm2", {"sliding_window": 8}, "sliding_window = 8 where None is wanted"),
+    ("lfm2", {"conv_L_cache": 1}, "conv_L_cache = 1"),
+    ("lfm2", {"layer_types": ["conv", "chunked_attention", "conv"]}, "layer_types"),
+    ("lfm2", {"block_ffn_dim_multiplier": 1e6}, "intermediate_size = 20000000"),
+    ("qwen2", {"model_type": "gpt_neox"}, "gpt_neox.*known are"),
+    ("t5_gated", {"feed_forward_proj": "gated-silu"}, "= 'gated-silu' where 'relu' or"),
+    ("t5_gated", {"relative_attention_max_distance": 4}, "more than half the buckets"),
+    ("t5_gated", {"num_layers": None}, "no num_layers"),
+    ("t5_gated", {"d_kv": None}, "no head_dim"),
+]
+
+
+def config_of(folder, name, **changes):
+    return models.load_shapes(config_at(folder, name, **changes)).config
+
+
+def test_config_unsupported_field_raises(tmp_path):
+    for name, changes, message in REFUSED:
+        with pytest.raises(models.ModelError, match=message):
+            config_of(tmp_path, name, **changes)
+
+
+def test_load_weights_of_another_size_raises(tmp_path):
+    data = (DATA / "qwen2" / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(models.ModelError, match=r"blocks\.0\.feed\.down\.weight"):
+        models.load(config_at(tmp_path, "qwen2", intermediate_size=40))
+
+
+def test_config_older_keys_mean_the_same(tmp_path):
+    plain = config_of(tmp_path, "falcon_h1")  # its mixer has no norm that could be before the gate
+    changes = {"mamba_norm_before_gate": True, "mamba_rms_norm": None}
+    assert config_of(tmp_path, "falcon_h1", **changes) == plain
+
+    wanted = config_of(tmp_path, "lfm2")  # the class of the family takes these keys first
+    older = {"block_ff_dim": 30, "intermediate_size": 7, "tie_embedding": True}
+    older |= {"tie_word_embeddings": False, "full_attn_idxs": [1], "layer_types": None}
+    assert config_of(tmp_path, "lfm2", **older) == wanted
+    assert wanted.hidden == 24  # 0.9 of two thirds of 30, in eights
+    assert config_of(tmp_path, "lfm2", block_auto_adjust_ff_dim=False).hidden == 30
+
+    for name, tied in [("t5_gated", False), ("t5_tied", None)]:
+        older = {"scale_decoder_outputs": None, "tie_word_embeddings": tied}
+        assert config_of(tmp_path, name, **older) == config_of(tmp_path, name)
+    as_encoder = config_of(tmp_path, "t5_gated", num_decoder_layers=None)
+    assert as_encoder.layers == 3
+
+
+@pytest.mark.parametrize("name", ["t5_gated", "t5_tied", "granite_hybrid", "gemma3"])
+def test_load_shapes_equals_load(name):
+    shapes, loaded = models.load_shapes(DATA / name), models.load(DATA / name)
+    assert shapes.config == loaded.config
+    sizes = [jax.tree.map(jnp.shape, model.weights) for model in (shapes, loaded)]
+    assert sizes[0] == sizes[1]
+
+
+# ---- memories
+
+
+def bytes_of(name, **options):
+    model = models.load_shapes(DATA / name)
+    memory = model.memory_shapes(**options)
+    return jaxkv.nbytes(jaxkv.split(memory)[1]), len(jaxkv.hybrid.parts_of(memory))
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "windows", "parts"),
+    [
+        ("mistral_window", 2 * 4 * 2 * 8, 2, 1),
+        ("qwen2_window", 2 * 4 * 2 * 8, 1, 2),
+        ("gemma3", 2 * 4 * 16, 3, 2),
+    ],
+)
+def test_make_memory_windows_hold_no_more_than_needed(name, cell, windows, parts):
+    config = models.load_shapes(DATA / name).config
+    whole = len(config.windows) - windows
+    assert cell == 2 * 4 * config.kv_heads * config.head_dim
+    for streams in (1, 2):
+        options = dict(cells=1024, sequences=2, streams=streams, ubatch_size=16, rollback=4)
+        for full_windows, cells in [(False, 2 * (12 + 16 + 4)), (True, 1024 * streams)]:
+            found = bytes_of(name, full_windows=full_windows, **options)
+            assert found == (cell * (whole * 1024 * streams + windows * cells), parts)
+
+
+def test_make_memory_of_states_needs_no_cells():
+    assert bytes_of("mamba2", sequences=2, rollback=3)[0] == 4 * bytes_of("mamba2", sequences=2)[0]
+    assert bytes_of("recurrent_gemma", sequences=2)
+    with pytest.raises(ValueError, match="told its cells"):
+        bytes_of("granite_hybrid", sequences=2)
+
+
+def test_make_memory_of_sources_has_cells_of_their_own():
+    sizes = models.load_shapes(DATA / "t5_tied").memory_shapes(cells=8, source_cells=16)
+    keys = [part.buffers.k[0].shape for part in jaxkv.hybrid.parts_of(sizes)]
+    assert keys == [(1, 3, 8, 8), (1, 3, 16, 8)]
+
+
+def test_costs_of_deepseek_are_one_latent_a_token():
+    """Those of DeepSeek V3: 61 layers of 512 numbers and 64 that turn, in bfloat16."""
+    model = models.load_shapes(DATA / "deepseek_v3", dtype=jnp.bfloat16)
+    model = models.on_mesh(model, abstract_mesh({"tensor": 2}), RULES)
+    (part,) = costs_of(model, cells=64, sequences=1, streams=1).parts
+    config = model.checkpoint.config
+    numbers = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    assert part.each == 2 * config["num_hidden_layers"] * numbers
+    assert part.on_device == 64 * part.each  # one head is whole on each

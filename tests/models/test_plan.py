@@ -1,0 +1,97 @@
+"""The command `plan`: its numbers are those of models that are there."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+import models
+from models.cli.main import main
+from models.costs import abstract_mesh, costs_of, most_sequences
+from models.meshes import RULES, make_mesh
+from models.model import load_shapes, on_mesh
+from tests.cases import in_lanes
+from tests.models.tiny_files import DATA
+
+
+def bytes_on_a_device(tree):
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    in_lanes(
+        ["llama_tied", "gemma3", "granite_hybrid", "recurrent_gemma"],
+        fast=["granite_hybrid"],
+        core=["gemma3"],
+    ),
+)
+def test_plan_bytes_equal_those_of_loaded_model(name, capsys):
+    sizes = {"sequences": 4, "streams": 2, "cells": 64}
+    options = [str(x) for one, size in sizes.items() for x in (f"--{one}", size)]
+    plan = ["plan", "--model", str(DATA / name), "--json", "--mesh", "data=2,tensor=2", *options]
+    assert main(plan) == 0
+    told = json.loads(capsys.readouterr().out)
+    model = models.load(DATA / name, mesh=make_mesh(told["mesh"]), rules=RULES)
+    table, buffers = jaxkv.split(model.make_memory(**sizes))
+    assert told["memory"] == sizes
+    assert told["weights"] == sum(x.size for x in jax.tree.leaves(model.weights))
+    assert told["layout"]["weights"] == bytes_on_a_device(model.weights)
+    assert told["layout"]["table"] == bytes_on_a_device(table)
+    assert told["layout"]["buffers"] == bytes_on_a_device(buffers)
+    assert told["layout"]["total"] == sum(map(bytes_on_a_device, (model.weights, table, buffers)))
+    assert sum(part["on_device"] for part in told["parts"]) == told["layout"]["buffers"]
+    assert sum(part["layers"] for part in told["parts"]) == table.num_layers(buffers)
+    assert set(told["whole"]) == set(model.whole_weights().values())
+
+
+@pytest.mark.parametrize("dtype", in_lanes(["int8", "float8_e4m3fn", "float16"], fast=["int8"]))
+def test_costs_of_cache_dtype_equal_those_of_memory(dtype):
+    """Of a hybrid, whose states have no codes."""
+    sizes = {"sequences": 2, "streams": 2, "cells": 64}
+    model = load_shapes(DATA / "granite_hybrid", cache_dtype=dtype)
+    layout = costs_of(on_mesh(model, abstract_mesh({"data": 1}), RULES), **sizes).layout
+    memory = models.load(DATA / "granite_hybrid", cache_dtype=dtype).make_memory(**sizes)
+    table, buffers = jaxkv.split(memory)
+    assert (layout.buffers, layout.table) == (jaxkv.nbytes(buffers), jaxkv.nbytes(table))
+    assert dtype in {str(x.dtype) for x in jax.tree.leaves(buffers)}
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma3", "granite_hybrid", "recurrent_gemma"])
+def test_costs_of_one_sequence_equal_its_own_memory(name):
+    """Of a window it is as many tokens as there are cells for, of states one."""
+    model = load_shapes(DATA / name)
+    costs = costs_of(
+        on_mesh(model, abstract_mesh({"data": 1}), RULES), cells=600, sequences=1, streams=1
+    )
+    shapes = model.memory_shapes(cells=600)
+    assert costs.a_sequence(600) == jaxkv.nbytes(jaxkv.split(shapes)[1])
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "recurrent_gemma"])
+def test_most_sequences_one_more_would_not_fit(name):
+    model = load_shapes(DATA / name, dtype=jnp.bfloat16)
+    model = on_mesh(model, abstract_mesh({"data": 2, "tensor": 2}), RULES)
+    length = 50 if name == "llama_tied" else None
+
+    def takes(sequences):
+        cells = None if length is None else sequences // 2 * length
+        return costs_of(model, sequences=sequences, streams=2, cells=cells).layout.total
+
+    room = takes(12)
+    same = dict(length=length, streams=2)
+    assert most_sequences(model, room=room, **same) == 12
+    assert most_sequences(model, room=room - 1, **same) == 10
+    assert most_sequences(model, room=takes(2) - 1, **same) == 0
+
+
+def test_most_sequences_stream_has_fewer_than_2_to_30_cells():
+    model = load_shapes(DATA / "llama_tied", dtype=jnp.bfloat16)
+    model = on_mesh(model, abstract_mesh({"tensor": 1}), RULES)
+    assert most_sequences(model, room=2**60, length=2**29, streams=1) == 1
+    assert most_sequences(model, room=2**60, length=2**30, streams=1) == 0

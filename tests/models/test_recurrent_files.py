@@ -1,0 +1,154 @@
+"""Recurrent and hybrid models in GGUF files, as llama.cpp's converter writes them."""
+
+import dataclasses
+
+import gguf
+import jax
+import numpy as np
+import pytest
+
+import models
+from tests.models.tiny_files import DATA, interleaved
+
+ARCHITECTURES = {
+    "mamba2": gguf.MODEL_ARCH.MAMBA2,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
+}
+# A key of the config, and the one of the file after the architecture's name.
+FIELDS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "conv_L_cache": "shortconv.l_cache",
+    "conv_kernel": "ssm.conv_kernel",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "state_size": "ssm.state_size",
+    "mamba_d_state": "ssm.state_size",
+    "n_groups": "ssm.group_count",
+    "mamba_n_groups": "ssm.group_count",
+    "num_heads": "ssm.time_step_rank",
+    "mamba_n_heads": "ssm.time_step_rank",
+}
+
+
+def fields_of(config):
+    kind = config["model_type"]
+    fields = {FIELDS[key]: config[key] for key in FIELDS if config.get(key) is not None}
+    if kind == "mamba2":
+        fields |= {"feed_forward_length": 0, "attention.head_count": 0}
+        return fields | {"ssm.inner_size": config["num_heads"] * config["head_dim"]}
+    groups = config["num_key_value_heads"]
+    if kind == "falcon_h1":
+        del fields["embedding_scale"]  # all that it multiplies by is in the weights
+        fields |= {"attention.head_count_kv": groups, "attention.key_length": config["head_dim"]}
+    else:
+        attends = [layer == "full_attention" for layer in config["layer_types"]]
+        fields["attention.head_count_kv"] = [groups if one else 0 for one in attends]
+    if kind == "granitemoehybrid":
+        fields["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
+    if kind != "lfm2":
+        fields["ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
+    return fields
+
+
+def multiplied(name, array, config):
+    """A tensor of Falcon-H1 with what the config multiplies by in it."""
+    c = config
+    shared, heads = c["mamba_n_groups"] * c["mamba_d_state"], c["mamba_n_heads"]
+    gate, x, into, out_of, steps = c["ssm_multipliers"]
+    inner = heads * c["mamba_d_head"]
+    rows = [gate] * inner + [x] * inner + [into] * shared + [out_of] * shared + [steps] * heads
+    factors = {
+        "q_proj": c["attention_in_multiplier"],
+        "k_proj": c["attention_in_multiplier"] * c["key_multiplier"],
+        "v_proj": c["attention_in_multiplier"],
+        "o_proj": c["attention_out_multiplier"],
+        "in_proj": c["ssm_in_multiplier"] * np.array(rows, np.float32)[:, None],
+        "out_proj": c["ssm_out_multiplier"],
+        "gate_proj": c["mlp_multipliers"][0],
+        "down_proj": c["mlp_multipliers"][1],
+        "embed_tokens": c["embedding_multiplier"],
+        "lm_head": c["lm_head_multiplier"],
+    }
+    return array * np.float32(factors.get(name.split(".")[-2], 1))
+
+
+def stored(name, array, config):
+    """A tensor as files hold it."""
+    kind = config["model_type"]
+    if kind == "falcon_h1":
+        array = multiplied(name, array, config)
+    for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        if kind == "granitemoehybrid" and f".{part}." in name:
+            return interleaved(array, config[heads])
+    if name.endswith((".conv1d.weight", ".conv.conv.weight")):
+        return array[:, 0]
+    if name.endswith((".mixer.norm.weight", ".mamba.norm.weight")):
+        return array.reshape(config.get("n_groups") or config["mamba_n_groups"], -1)
+    if name.endswith(".A_log"):
+        return -np.exp(array)[:, None]
+    return array[:, None] if name.endswith(".D") else array
+
+
+def write_gguf(path, checkpoint):
+    config, arch = checkpoint.config, ARCHITECTURES[checkpoint.architecture]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    for key, value in fields_of(config).items():
+        key = f"{gguf.MODEL_ARCH_NAMES[arch]}.{key}"
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for name in checkpoint.names():
+        array = stored(name, checkpoint.tensor(name), config)
+        parts = {name: array}
+        if ".input_linear." in name:  # the halves of a gated product are two tensors
+            gate, up = np.split(array, 2, axis=-2)
+            down = name.replace("input_linear", "output_linear")
+            parts = {(down, "gate"): gate, (down, "up"): up}
+        for part, values in parts.items():
+            known, half = part if isinstance(part, tuple) else (part, "down")
+            known = known.replace("dt_bias", "dt_proj.bias")
+            where = names.get_name(known, (".weight", ".bias")).replace("down", half)
+            if not config.get("num_local_experts"):
+                where = where.replace("_shexp", "")
+            writer.add_tensor(where, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+NAMES = ["mamba2", "granite_hybrid", "granite_hybrid_experts_rope", "lfm2", "falcon_h1"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_load_gguf_recurrent_model_equals_folder(tmp_path, name):
+    folder = models.load(DATA / name)
+    file = models.load(write_gguf(tmp_path / "tiny.gguf", folder.checkpoint))
+    assert file.family is folder.family
+    wanted, found = (dataclasses.asdict(model.config) for model in (folder, file))
+    for sizes in (wanted, found):  # numbers rounded to float32 in the file
+        sizes["eps"] = np.float32(sizes["eps"])
+        if "mixer" in sizes:
+            sizes["mixer"]["eps"] = np.float32(sizes["mixer"]["eps"])
+    weights = folder.weights
+    if name == "falcon_h1":  # these two are all that the folder leaves to the model
+        for one, factor in {"embedding": "embedding_factor", "head": "logits_factor"}.items():
+            weights["vocabulary"][one] *= wanted[factor]
+            assert found.pop(factor) == 1 and wanted.pop(factor) != 1
+    assert found == wanted
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), file.weights, weights)

@@ -1,0 +1,75 @@
+"""Templates of chats: which tokens a turn adds, and what stays when turns are forgotten."""
+
+from dataclasses import replace
+
+import pytest
+
+from models.checkpoints.open import open_checkpoint
+from models.errors import ModelError
+from models.text.turns import frame_of, tokens_of_turn
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """That of SmolLM2; its weights are not read."""
+    return open_checkpoint("smollm2").tokenizer()
+
+
+def test_tokens_of_turn_together_are_those_of_template(tokenizer):
+    """The answers are given as the tokenizer cuts them: what a model says may be cut otherwise."""
+    messages = [{"role": "system", "content": "Be brief."}]
+    tokens = []
+    for question, answer in (("Who are you?", "A model."), ("Since when?", ""), ("Ah", "Yes, 7.")):
+        messages.append({"role": "user", "content": question})
+        tokens += tokens_of_turn(tokenizer, messages) + tokenizer.encode(answer)
+        messages.append({"role": "assistant", "content": answer})
+    messages.append({"role": "user", "content": "Go on"})
+    tokens += tokens_of_turn(tokenizer, messages)
+    assert tokens == tokenizer.prompt(tokenizer.chat(messages), special=True)
+
+
+TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    # As Gemma's: no system role of its own, and contents are stripped.
+    "folded": "{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set first, rest = '', messages %}{% endif %}"
+    "{% for m in rest %}<|im_start|>{{ m.role }}\n{{ first if loop.first else '' }}"
+    "{{ m.content | trim }}<|im_end|>\n{% endfor %}<|im_start|>model\n",
+    # As of Llama 2: no control token stands before an answer.
+    "brackets": "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}",
+}
+BRIEF = ({"role": "system", "content": "Be brief."},)
+
+
+@pytest.mark.parametrize(
+    ("name", "system"),
+    [(name, ()) for name in TEMPLATES] + [("chatml", BRIEF), ("folded", BRIEF)],
+    ids=str,
+)
+def test_frame_of_without_first_turn_is_a_conversation(tokenizer, name, system):
+    """Without the first turn the rest is what the template writes for the second one alone."""
+    tokenizer = replace(tokenizer, template=TEMPLATES[name])
+    frame = frame_of(tokenizer, system)
+    first = [*system, {"role": "user", "content": "One"}]
+    both = [*first, {"role": "assistant", "content": "Uno"}, {"role": "user", "content": "Two"}]
+    one, two = tokens_of_turn(tokenizer, first), tokens_of_turn(tokenizer, both)
+    rest = one[: frame.keep] + two[frame.closing :]
+    assert rest == tokens_of_turn(tokenizer, [*system, {"role": "user", "content": "Two"}])
+
+
+REFUSED = [
+    (None, "has no chat template, so it is not one to chat with"),
+    ("{{ messages[-1].content }}", "leaves out messages of a conversation"),
+    ("{{ raise_exception('roles') }}", "does not take these messages: roles"),
+]
+
+
+def test_begin_model_that_cannot_chat_raises(speaker):
+    """It is said before a memory is made."""
+    for template, message in REFUSED:
+        bare = replace(speaker.model)
+        vars(bare)["tokenizer"] = replace(speaker.model.tokenizer, template=template)
+        with pytest.raises(ModelError, match=message):
+            replace(speaker, model=bare).begin(conversations=1, cells=10**12)
