@@ -98,6 +98,7 @@ for i, (prompt, _) in enumerate(ASKED):
 # promised to no other. So nothing is ever refused on the way, and cells that are promised stand
 # empty until they are written.
 
+
 # %%
 def picture(cells, tokens, results, title):
     fig, (above, below) = plt.subplots(

@@ -132,7 +132,6 @@ ANSWERS = {
     "seq_pos_max": lambda m: jaxkv.seq_pos_max(m, jnp.arange(SEQUENCES)),
     "used": jaxkv.used,
     "can_resume": lambda m: jaxkv.can_resume(m, 0, 3),
-    "can_seq_rm": lambda m: jaxkv.seq_rm(m, 0)[1],
     "init_update": jaxkv.init_update,
     "defrag_plan": jaxkv.defrag_plan,
     "check_invariants": jaxkv.check_invariants,

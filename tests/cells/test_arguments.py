@@ -92,7 +92,7 @@ NO_INTEGERS = [1.9, -0.9, "1", None, True, jnp.float32("nan"), np.float64(1)]
 INTEGERS = [
     *(
         bad("wanted (sequence ids from|one sequence id|seq, p0)", verb, small, wrong)
-        for verb in (jaxkv.seq_rm, jaxkv.seq_keep, jaxkv.can_seq_rm)
+        for verb in (jaxkv.seq_rm, jaxkv.seq_keep)
         for wrong in WRONG_IDS
     ),
     bad(f"wanted sequence ids from 0 to 2, got {2**70}", jaxkv.seq_pos_max, small, [0, 2**70]),
@@ -115,7 +115,6 @@ INTEGERS = [
             (jaxkv.seq_rm, 0, -2),
             (jaxkv.seq_rm, [0, 1], [0, -2]),
             (jaxkv.seq_rm, 0, 0, -2),
-            (jaxkv.can_seq_rm, 0, -2),
             (jaxkv.seq_cp, 0, 1, -2),
             (jaxkv.seq_add, 0, -2, -1, 1),
             (jaxkv.seq_div, 0, 0, -2, 2),

@@ -32,7 +32,6 @@ def everything(memory, seq, other, p0, p1):
         "seq_pos_min": jaxkv.seq_pos_min(memory, seq),
         "seq_pos_max": jaxkv.seq_pos_max(memory, seq),
         "used": jaxkv.used(memory),
-        "can_seq_rm": jaxkv.seq_rm(memory, seq, p0, p1)[1],
         "can_resume": jaxkv.can_resume(memory, seq, p0),
         "check_invariants": jaxkv.check_invariants(memory),
         "init_update": jaxkv.init_update(moved),
