@@ -24,7 +24,7 @@ from models.families.memories import Attends, make_memory
 from models.meshes import RULES, WHOLE, Split, make_mesh
 from models.model import functional, splits_of
 from models.room import make_with_room
-from tests.cases import mostly_nightly
+from tests.cases import in_lanes
 from tests.hlo import collectives
 
 DATA = Path(__file__).parent.parent / "data"
@@ -41,33 +41,32 @@ FAMILIES = [
     "falcon_h1",
     "deepseek_v3",
 ]
-MESHES = {"tensor": {"tensor": 2}, "data-tensor": {"data": 2, "tensor": 2}}
+TENSOR, DATA_TENSOR = {"tensor": 2}, {"data": 2, "tensor": 2}
+over_families = pytest.mark.parametrize(
+    "name", in_lanes(FAMILIES, fast=["llama_tied"], core=["granite_hybrid_experts", "deepseek_v3"])
+)
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+
+# -------------------------------------------------------------------------- arguments, and splits
 
 
-def test_a_mesh_of_too_many_devices_is_a_sentence():
+def test_make_mesh_of_too_many_devices_raises():
     with pytest.raises(models.ModelError, match="takes 64 devices.*JAX_NUM_CPU_DEVICES=64"):
         make_mesh({"data": 8, "tensor": 8})
 
 
-def test_sizes_of_a_mesh_are_read():
+def test_mesh_argument_is_read_as_axes_and_sizes():
     args = parser().parse_args(["generate", "hello", "--mesh", "data=2,tensor=4"])
     assert args.mesh == {"data": 2, "tensor": 4}
-
-
-@pytest.mark.parametrize(
-    "text", ["", "4", "tensor", "tensor=0", "tensor=x", "a=2,a=2", "=2", "a=2,"]
-)
-def test_other_texts_are_no_mesh(text):
-    with pytest.raises(InputError, match="such as data=2,tensor=2"):
-        parser().parse_args(["generate", "hello", "--mesh", text])
+    for text in ("", "4", "tensor", "tensor=0", "tensor=x", "a=2,a=2", "=2", "a=2,"):
+        with pytest.raises(InputError, match="such as data=2,tensor=2"):
+            parser().parse_args(["generate", "hello", "--mesh", text])
 
 
 @pytest.mark.parametrize(("kv_heads", "times"), [(4, 1), (3, 2)])
-def test_what_each_device_has_whole_counts_for_each_of_them(kv_heads, times):
+def test_make_with_room_counts_whole_arrays_on_each_device(kv_heads, times):
     """Three heads are whole on both devices; tables are too."""
-    cells, size, mesh = 10**9, 8_000, make_mesh({"tensor": 2})
+    cells, size, mesh = 10**9, 8_000, make_mesh(TENSOR)
 
     def allocated(**options):
         layer = Attends(kv_heads=kv_heads, head_dim=size, rope=None)
@@ -80,7 +79,7 @@ def test_what_each_device_has_whole_counts_for_each_of_them(kv_heads, times):
     assert f"takes {wanted} GB and the 2 devices have" in str(error.value)
 
 
-def test_sizes_that_do_not_fit_the_mesh_are_a_sentence():
+def test_make_with_room_streams_that_do_not_divide_raise():
     def allocated(**options):
         layer = Attends(kv_heads=1, head_dim=8, rope=None)
         make = partial(make_memory, [layer], sequences=3, **options)
@@ -90,17 +89,179 @@ def test_sizes_that_do_not_fit_the_mesh_are_a_sentence():
         make_with_room(allocated, cells=16, streams=3)
 
 
-def test_a_split_that_devices_do_not_divide_is_none():
-    mesh = make_mesh({"data": 2, "tensor": 2})
-    three, four = (Split(axis=1, parts=parts, of="heads") for parts in (3, 4))
-    assert four.over(mesh, Rules()).spec == P(None, ("tensor",))
-    assert four.over(mesh, Rules(kv_heads=("data", "tensor"))).spec == P(None, ("data", "tensor"))
-    assert three.over(mesh, Rules()).spec == four.over(mesh, Rules(kv_heads=None)).spec == P()
-    assert three.why_whole(mesh, Rules()) == "3 heads, which 2 devices do not divide"
-    one = Split(axis=0, parts=1, of="groups of heads")
-    assert one.why_whole(mesh, Rules()) == "1 group of heads, which 2 devices do not divide"
-    assert four.why_whole(mesh, Rules(kv_heads=None)) == "no axis of the mesh splits weights"
-    assert four.why_whole(mesh, Rules()) is None
+ALL = jax.sharding.AbstractMesh((2, 2, 4), ("data", "tensor", "cells"))
+BOTH = Rules(kv_heads=("data", "tensor"))
+UNSPLIT, CELLS_ALONE = Rules(kv_heads=None), Rules(kv_heads=None, cells="cells")
+
+
+@pytest.mark.parametrize(
+    ("parts", "with_cells", "rules", "axes", "why"),
+    [
+        (4, False, Rules(), ("tensor",), None),
+        (4, False, BOTH, ("data", "tensor"), None),
+        (3, False, Rules(), None, "3 heads, which 2 devices do not divide"),
+        (1, False, Rules(), None, "1 head, which 2 devices do not divide"),
+        (4, False, UNSPLIT, None, "no axis of the mesh splits weights"),
+        (4, False, CELLS_ALONE, None, "no axis of the mesh splits heads"),
+        (24, True, RULES, ("tensor", "cells"), None),
+        (24, True, Rules(), ("tensor",), None),
+        (24, False, RULES, ("tensor",), None),
+        (6, True, RULES, ("tensor",), None),
+        (3, True, RULES, None, "3 heads, which 8 devices do not divide"),
+    ],
+)
+def test_split_takes_axes_that_divide_its_parts(parts, with_cells, rules, axes, why):
+    split = Split(axis=1, parts=parts, of="heads", with_cells=with_cells)
+    assert split.over(ALL, rules).spec == (P() if axes is None else P(None, axes))
+    assert split.why_whole(ALL, rules) == why
+    for some in (RULES, CELLS_ALONE):
+        assert WHOLE.why_whole(ALL, some) == "every device needs all of it"
+
+
+# --------------------------------------------------------------------------------------- weights
+
+
+@cache
+def on_data_tensor(name):
+    """A model in bfloat16, so that the host rounds as a device would."""
+    return models.load(DATA / name, dtype=jnp.bfloat16, mesh=make_mesh(DATA_TENSOR))
+
+
+@over_families
+def test_load_on_mesh_gives_each_device_its_share(name):
+    plain, model = models.load(DATA / name, dtype=jnp.bfloat16), on_data_tensor(name)
+    whole = model.whole_weights()
+    for (path, wanted), got in zip(
+        jax.tree_util.tree_leaves_with_path(plain.weights),
+        jax.tree.leaves(model.weights),
+        strict=True,
+    ):
+        key = models.model.name_of(path)
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+        np.testing.assert_array_equal(got, wanted, err_msg=key)
+        devices = 1 if key in whole else 2
+        assert all(x.data.size * devices == wanted.size for x in got.addressable_shards), key
+
+
+@over_families
+def test_load_shapes_of_a_config_match_load(name, tmp_path):
+    (tmp_path / "config.json").write_text((DATA / name / "config.json").read_text())
+    sizes = dict(cells=64, sequences=2, streams=2, ubatch_size=8)
+    model = on_data_tensor(name)
+    shapes = models.load_shapes(tmp_path, dtype=jnp.bfloat16)
+    shapes = models.on_mesh(shapes, make_mesh(DATA_TENSOR), Rules())
+    pairs = (
+        (shapes.weights, model.weights),
+        (shapes.memory_shapes(**sizes), model.make_memory(**sizes)),
+    )
+    for some, others in pairs:
+        assert jax.tree.structure(some) == jax.tree.structure(others)
+        for shape, array in zip(jax.tree.leaves(some), jax.tree.leaves(others), strict=True):
+            assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
+            assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
+    assert shapes.whole_weights() == model.whole_weights()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "without vocab_size"),
+        ({"vocab_size": 40, "model_type": "bert"}, "is a 'bert' model; known are deepseek_v2"),
+    ],
+)
+def test_load_shapes_of_too_little_config_raises(config, message, tmp_path):
+    known = json.loads((DATA / "llama_tied" / "config.json").read_text())
+    del known["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(known | config))
+    with pytest.raises(models.ModelError, match=message):
+        models.load_shapes(tmp_path)
+
+
+def test_whole_weights_say_why_they_are_whole():
+    model = models.on_mesh(models.load_shapes(DATA / "gemma3"), make_mesh(TENSOR), Rules())
+    whole = model.whole_weights()
+    heads = "1 key/value head, which 2 devices do not divide"
+    assert whole["blocks.0.attention.qkv.weight"] == heads
+    assert whole["norm.weight"] == "every device needs all of it"
+    assert "blocks.0.feed.down.weight" not in whole and "vocabulary.head" not in whole
+    with pytest.raises(ValueError, match="got one without"):
+        models.load_shapes(DATA / "gemma3").whole_weights()
+
+
+# ----------------------------------------------------------------------------------------- steps
+
+
+def step(forward, weights, memory, tokens):
+    """A decode step of two sequences."""
+    ubatch, _ = jaxkv.plan_step(memory, tokens, jnp.arange(2), jnp.ones(2, bool))
+    return forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+
+
+def sent_by(compiled):
+    """How often a program calls each collective instruction."""
+    return Counter(one.name for one in collectives(compiled))
+
+
+@pytest.mark.parametrize("name", in_lanes(FAMILIES, fast=[], core=["llama_tied"]))
+def test_model_step_on_mesh_matches_and_sends_sums(name):
+    """A sum for each part of a layer that is split, and that of the embedding."""
+    mesh = make_mesh(TENSOR)
+    plain, model = models.load(DATA / name), models.load(DATA / name, mesh=mesh)
+    run = jax.jit(partial(step, model.forward), donate_argnums=1)
+    sizes = dict(cells=64, sequences=2, streams=2, ubatch_size=8)
+    wanted = plain.make_memory(**sizes)
+    tokens = jax.device_put(jnp.array([5, 12]), NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        memory = model.make_memory(**sizes)
+        compiled = run.lower(model.weights, memory, tokens).compile()
+    counts = sent_by(compiled)
+    layers = len(model.family.layers_of(model.config, model.dtype))
+    assert set(counts) == {"all-reduce"} and counts["all-reduce"] <= 2 * layers + 1
+    for turn in range(3):
+        tokens = jax.device_put(jnp.array([5, 12]) + turn, tokens.sharding)
+        wanted, logits = run(plain.weights, wanted, np.asarray(tokens))
+        memory, got = compiled(model.weights, memory, tokens)
+        np.testing.assert_allclose(got, logits, atol=1e-4)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        (dict(heads=8, kv_heads=4, bias=True, norms=True, tied=False), 2),  # attention and feed
+        (dict(heads=4, kv_heads=1), 1),  # feed alone: heads that do not divide are whole
+    ],
+    ids=["heads divide", "heads are whole"],
+)
+def test_llama_step_sends_a_sum_for_each_split_part(sizes, parts):
+    """One for each of these in each layer, and one for the embedding."""
+    mesh = make_mesh({"tensor": 4})
+    config = llama.Config(
+        width=64,
+        hidden=128,
+        head_dim=16,
+        vocabulary=256,
+        eps=1e-5,
+        rope=jaxkv.make_rope(16),
+        windows=(None, None),
+        **sizes,
+    )
+    forward, shapes = functional(llama, config, jnp.float32)
+    weights = jax.tree.map(
+        lambda shape, split: shape.update(sharding=split.over(mesh, Rules())),
+        shapes,
+        splits_of(llama, config),
+    )
+    make = partial(
+        make_memory, llama.layers_of(config, jnp.float32), cells=64, sequences=2, streams=2
+    )
+    memory = jaxkv.sharding.shapes(make, mesh, Rules())
+    tokens = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        run = jax.jit(partial(step, forward), donate_argnums=1)
+        compiled = run.lower(weights, memory, tokens).compile()
+    assert sent_by(compiled) == {"all-reduce": 2 * parts + 1}
+    assert sum("linear" in one.purpose for one in collectives(compiled)) == 2 * parts
 
 
 # --------------------------------------------------------------------------------- whole models
@@ -126,58 +287,30 @@ def run(model):
     return np.asarray(logits), np.asarray(picked.tokens)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_each_device_has_its_share_of_the_same_weights(name):
-    """In bfloat16, so that the host rounds as a device would."""
-    plain = models.load(DATA / name, dtype=jnp.bfloat16)
-    model = models.load(DATA / name, dtype=jnp.bfloat16, mesh=make_mesh(MESHES["data-tensor"]))
-    whole = model.whole_weights()
-    for (path, wanted), got in zip(
-        jax.tree_util.tree_leaves_with_path(plain.weights),
-        jax.tree.leaves(model.weights),
-        strict=True,
-    ):
-        key = models.model.name_of(path)
-        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-        np.testing.assert_array_equal(got, wanted, err_msg=key)
-        devices = 1 if key in whole else 2
-        assert all(x.data.size * devices == wanted.size for x in got.addressable_shards), key
-
-
-def test_what_is_whole_is_told():
-    mesh = make_mesh(MESHES["tensor"])
-    whole = models.load(DATA / "gemma3", mesh=mesh).whole_weights()
-    heads = "1 key/value head, which 2 devices do not divide"
-    assert whole["blocks.0.attention.qkv.weight"] == heads
-    assert whole["norm.weight"] == "every device needs all of it"
-    assert "blocks.0.feed.down.weight" not in whole and "vocabulary.head" not in whole
-    with pytest.raises(ValueError, match="got one without"):
-        models.load(DATA / "gemma3").whole_weights()
+TENSOR_CELLS = {"tensor": 2, "cells": 2}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "mesh"),
-    mostly_nightly(
-        [
-            (name, mesh)
-            for mesh in MESHES
-            for name in (FAMILIES if mesh == "data-tensor" else ["gemma3", "granite_hybrid"])
-        ],
-        few=[
-            ("gemma3", "tensor"),
-            ("qwen3_window", "data-tensor"),
-            ("mamba2", "data-tensor"),
-            ("granite_hybrid_experts", "data-tensor"),
-            ("recurrent_gemma", "data-tensor"),
-        ],
-    ),
+    ("name", "sizes"),
+    [
+        ("gemma3", TENSOR),
+        *((name, DATA_TENSOR) for name in FAMILIES if name not in ("qwen2", "granite_hybrid")),
+        ("llama_tied", TENSOR_CELLS),
+        ("granite_hybrid_experts", TENSOR_CELLS),
+    ],
+    ids=str,
 )
-def test_a_mesh_gives_what_one_device_gives(name, mesh):
-    sizes = MESHES[mesh]
+def test_prompts_and_tokens_on_mesh_match_one_device(name, sizes):
     logits, tokens = one_device(name)
     mesh = make_mesh(sizes)
-    model = models.load(DATA / name, mesh=mesh)
+    model = models.load(DATA / name, mesh=mesh, rules=RULES)
+    if "cells" in sizes:
+        down = model.weights["blocks"][0]["feed"]["down"]["weight"]
+        assert down.addressable_shards[0].data.size * 4 == down.size
+        tables = [part.table for part in parts_of(model.memory_shapes(cells=64))]
+        dealt = [(table.placement, table.shards) for table in tables if isinstance(table, Cells)]
+        assert dealt == [("striped", 2)]
     with jax.set_mesh(mesh):
         got, picked = run(model)
     np.testing.assert_allclose(got, logits, atol=1e-4)
@@ -185,172 +318,14 @@ def test_a_mesh_gives_what_one_device_gives(name, mesh):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("axes", "size"), [("tensor=3", "179.4 MB"), ("tensor=1,cells=2", "322.2 MB")]
-)
-def test_the_command_line_on_a_mesh(axes, size, capsys):
+def test_generate_on_mesh_writes_the_same_tokens(capsys):
     """Key/value heads of SmolLM2 are three; nothing is compiled after the warm-up."""
     command = ["generate", "--json", "--max-tokens", "10", "The capital of France is", "One, two,"]
     assert main(command) == 0
-    wanted = capsys.readouterr().out
-    assert main([*command, "--mesh", axes]) == 0
-    out, err = capsys.readouterr()
-    assert [json.loads(line)["tokens"] for line in out.splitlines()] == [
-        json.loads(line)["tokens"] for line in wanted.splitlines()
-    ]
-    assert f"mesh {axes}: {size} of weights on each device" in err
-    assert "compiles after warm-up: 0" in err
-
-
-# ------------------------------------------------------------------------------ what a step sends
-
-
-def step_on(mesh, **sizes):
-    """A decode step of two layers of the Llama family."""
-    config = llama.Config(
-        width=64,
-        hidden=128,
-        head_dim=16,
-        vocabulary=256,
-        eps=1e-5,
-        rope=jaxkv.make_rope(16),
-        windows=(None, None),
-        **sizes,
-    )
-    rules = Rules()
-    forward, shapes = functional(llama, config, jnp.float32)
-    weights = jax.tree.map(
-        lambda shape, split: shape.update(sharding=split.over(mesh, rules)),
-        shapes,
-        splits_of(llama, config),
-    )
-    make = partial(
-        make_memory, llama.layers_of(config, jnp.float32), cells=64, sequences=2, streams=2
-    )
-    return compiled_step(forward, weights, jaxkv.sharding.allocate(make, mesh, rules), mesh)
-
-
-def compiled_step(forward, weights, memory, mesh):
-    """A decode step of two sequences."""
-
-    def step(weights, memory, tokens):
-        ubatch, _ = jaxkv.plan_step(memory, tokens, jnp.arange(2), jnp.ones(2, bool))
-        return forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-
-    tokens = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=NamedSharding(mesh, P()))
-    with jax.set_mesh(mesh):
-        return jax.jit(step, donate_argnums=1).lower(weights, memory, tokens).compile()
-
-
-def test_a_step_sums_twice_a_layer_and_moves_no_weight():
-    """The outcomes of attention and of the feed-forward part, and once what tokens stand for."""
-    compiled = step_on(
-        make_mesh({"tensor": 4}), heads=8, kv_heads=4, bias=True, norms=True, tied=False
-    )
-    sent = collectives(compiled)
-    assert Counter(one.name for one in sent) == {"all-reduce": 2 * 2 + 1}
-    assert sum("linear" in one.purpose for one in sent) == 2 * 2
-
-
-def test_key_value_heads_that_do_not_divide_are_whole_and_send_nothing():
-    """What is left are the sums of the feed-forward parts and of the embedding."""
-    compiled = step_on(make_mesh({"tensor": 4}), heads=4, kv_heads=1)
-    assert Counter(one.name for one in collectives(compiled)) == {"all-reduce": 2 + 1}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "name",
-    mostly_nightly(
-        FAMILIES, few=["gemma3", "granite_hybrid_experts", "recurrent_gemma", "deepseek_v3"]
-    ),
-)
-def test_a_step_of_no_family_sends_more_than_sums(name):
-    """One for each part of a layer that is split, and that of the embedding."""
-    mesh = make_mesh({"tensor": 2})
-    model = models.load(DATA / name, mesh=mesh)
-    memory = model.make_memory(cells=64, sequences=2, streams=2, ubatch_size=8)
-    compiled = compiled_step(model.forward, model.weights, memory, mesh)
-    counts = Counter(one.name for one in collectives(compiled))
-    assert set(counts) == {"all-reduce"}
-    layers = len(model.family.layers_of(model.config, model.dtype))
-    assert counts["all-reduce"] <= 2 * layers + 1
-
-
-# ------------------------------------------------------------------------- models without weights
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("qwen2", "gemma3") else pytest.param(name, marks=pytest.mark.nightly)
-        for name in FAMILIES
-    ],
-)
-def test_a_config_alone_tells_the_shapes_of_weights_and_memory(name, tmp_path):
-    (tmp_path / "config.json").write_text((DATA / name / "config.json").read_text())
-    sizes = dict(cells=64, sequences=2, streams=2, ubatch_size=8)
-    mesh = make_mesh(MESHES["data-tensor"])
-    model = models.load(DATA / name, dtype=jnp.bfloat16, mesh=mesh)
-    shapes = models.on_mesh(models.load_shapes(tmp_path, dtype=jnp.bfloat16), mesh, Rules())
-    assert_same_places(shapes.weights, model.weights)
-    assert_same_places(shapes.memory_shapes(**sizes), model.make_memory(**sizes))
-    assert shapes.whole_weights() == model.whole_weights()
-
-
-def assert_same_places(shapes, arrays):
-    assert jax.tree.structure(shapes) == jax.tree.structure(arrays)
-    for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(arrays), strict=True):
-        assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
-        assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({}, "without vocab_size"),
-        ({"vocab_size": 40, "model_type": "bert"}, "is a 'bert' model; known are deepseek_v2"),
-    ],
-)
-def test_a_config_alone_may_tell_too_little(config, message, tmp_path):
-    known = json.loads((DATA / "llama_tied" / "config.json").read_text())
-    del known["vocab_size"]
-    (tmp_path / "config.json").write_text(json.dumps(known | config))
-    with pytest.raises(models.ModelError, match=message):
-        models.load_shapes(tmp_path)
-
-
-# ------------------------------------------------------------------------ weights with split cells
-
-
-def test_devices_that_split_cells_split_what_belongs_to_no_head():
-    mesh = jax.sharding.AbstractMesh((2, 4), ("tensor", "cells"))
-    split = partial(Split, axis=0, of="things")
-    inside, head = split(parts=24, with_cells=True), split(parts=24)
-    assert inside.over(mesh, RULES).spec == P(("tensor", "cells"))
-    assert inside.over(mesh, Rules()).spec == head.over(mesh, RULES).spec == P(("tensor",))
-    assert split(parts=6, with_cells=True).over(mesh, RULES).spec == P(("tensor",))
-    three = split(parts=3, with_cells=True)
-    assert three.over(mesh, RULES).is_fully_replicated
-    assert three.why_whole(mesh, RULES) == "3 things, which 8 devices do not divide"
-    mesh = jax.sharding.AbstractMesh((4,), ("cells",))
-    assert head.why_whole(mesh, RULES) == "no axis of the mesh splits things"
-    assert WHOLE.why_whole(mesh, RULES) == "every device needs all of it"
-    assert inside.why_whole(mesh, RULES) is None
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["llama_tied", "granite_hybrid_experts"])
-def test_a_mesh_that_splits_cells_gives_what_one_device_gives(name):
-    logits, tokens = one_device(name)
-    mesh = make_mesh({"tensor": 2, "cells": 2})
-    model = models.load(DATA / name, mesh=mesh, rules=RULES)
-    down = model.weights["blocks"][0]["feed"]["down"]["weight"]
-    assert down.addressable_shards[0].data.size * 4 == down.size
-    tables = [part.table for part in parts_of(model.memory_shapes(cells=64))]
-    dealt = [(table.placement, table.shards) for table in tables if isinstance(table, Cells)]
-    assert dealt == [("striped", 2)]
-    with jax.set_mesh(mesh):
-        got, picked = run(model)
-    np.testing.assert_allclose(got, logits, atol=1e-4)
-    np.testing.assert_array_equal(picked, tokens)
+    wanted = [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
+    for axes, size in {"tensor=3": "179.4 MB", "tensor=1,cells=2": "322.2 MB"}.items():
+        assert main([*command, "--mesh", axes]) == 0
+        out, err = capsys.readouterr()
+        assert [json.loads(line)["tokens"] for line in out.splitlines()] == wanted
+        assert f"mesh {axes}: {size} of weights on each device" in err
+        assert "compiles after warm-up: 0" in err
