@@ -27,14 +27,9 @@ def kernels():
     return asked("tests.compilers.gpu_kernel")
 
 
-over_dtypes = pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
-
-
 @pytest.mark.parametrize(("dtype", "size"), CASES)
-def test_the_kernel_spills_nothing_and_keys_and_values_are_read_where_they_lie(
-    kernels, dtype, size
-):
-    """Nothing else than the kernel takes them; less than a hundredth of 32 layers is held."""
+def test_kernel_reads_in_place_and_spills_nothing(kernels, dtype, size):
+    """Nothing else takes keys and values; less than a hundredth of 32 layers is held."""
     found = {name: x for name, x in kernels.items() if name.startswith(f"{dtype} {size} ")}
     for name, x in found.items():
         print(name, "registers and spilled bytes:", x["assembled"])
@@ -45,8 +40,8 @@ def test_the_kernel_spills_nothing_and_keys_and_values_are_read_where_they_lie(
     assert len(found) >= 2
 
 
-@over_dtypes
-def test_a_step_does_nothing_with_keys_and_values_but_write_and_run_the_kernel(kernels, dtype):
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+def test_step_writes_in_place_and_runs_the_kernel(kernels, dtype):
     """It holds less than a hundredth of 32 layers, so nothing as large as a layer is copied."""
     found = kernels[f"{dtype} step"]
     assert found["kernels"] == KERNELS * LAYERS
@@ -55,5 +50,5 @@ def test_a_step_does_nothing_with_keys_and_values_but_write_and_run_the_kernel(k
     assert found["aliased"] >= found["memory"]
 
 
-def test_each_share_of_a_mesh_runs_the_kernel(kernels):
+def test_step_on_mesh_runs_the_kernel_on_each_share(kernels):
     assert kernels["mesh"]["kernels"] == KERNELS

@@ -10,7 +10,7 @@ import pytest
 
 from tests.compilers.compilers import asked
 from tests.kernels import CASES
-from tests.pods import LAYERS, OF_8B
+from tests.pods import LAYERS, MESSAGES, OF_8B
 
 pytestmark = [
     pytest.mark.nightly,
@@ -20,9 +20,6 @@ pytestmark = [
         reason="the wheel libtpu is not installed: pip install libtpu==0.0.42 fits jax 0.10.2",
     ),
 ]
-
-MB = 1_000_000
-MESSAGES = 9  # as in tests/sharding/test_sharding_bytes.py
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +33,11 @@ def kernels():
 
 
 over_layouts = pytest.mark.parametrize("name", OF_8B)
+over_chips = pytest.mark.parametrize("chip", ("v5e:2x2", "v6e:2x2", "v5p:2x2x1"))
 
 
 @over_layouts
-def test_a_step_sends_what_its_layout_says(steps, name):
+def test_step_on_pod_sends_what_its_layout_says(steps, name):
     """An all-reduce a layer, of the output projection; a join a layer of cells; else scalars.
 
     The rows of the logits are the last and largest of those. A model with a feed-forward has
@@ -64,41 +62,25 @@ def test_a_step_sends_what_its_layout_says(steps, name):
 
 
 @over_layouts
-def test_a_step_writes_into_its_memory_and_holds_little(steps, name):
+def test_step_on_pod_runs_the_kernel_and_holds_little(steps, name):
+    """The forms for TPUs are lowered, though a processor is all that there is here."""
     step = steps[name]
+    assert step["kernels"] == LAYERS and step["barriers"] == 0
     assert step["share"] <= step["aliased"] <= 1.01 * step["share"]  # it pads small arrays
-    assert step["temporaries"] < 4 * MB
+    assert step["temporaries"] < 4_000_000
 
 
 @over_layouts
 @pytest.mark.parametrize("ubatch", ["decode", "prompt"])
-def test_attention_over_many_cells_holds_two_hundredths(steps, name, ubatch):
+def test_attend_over_many_cells_holds_two_hundredths(steps, name, ubatch):
     """A token for each sequence over 131,072 cells, and 64 tokens over a million."""
     temporaries, share = steps[name][ubatch]
     assert temporaries <= share * 0.02
 
 
-@over_layouts
-def test_the_forms_for_a_tpu_are_lowered(steps, name):
-    """Not those for a processor, though one is all that there is here."""
-    assert steps[name]["barriers"] == 0
-
-
-@over_layouts
-def test_each_layer_on_a_mesh_runs_the_kernel(steps, name):
-    assert steps[name]["kernels"] == LAYERS
-
-
-CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
-over_chips = pytest.mark.parametrize("chip", CHIPS)
-over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-
-
 @over_chips
 @pytest.mark.parametrize(("dtype", "size"), CASES)
-def test_the_kernel_is_accepted_and_keys_and_values_are_read_where_they_lie(
-    kernels, chip, dtype, size
-):
+def test_kernel_reads_keys_and_values_in_place(kernels, chip, dtype, size):
     """Nothing else than the kernel takes them; less than a hundredth of 32 layers is held."""
     found = kernels[f"{chip} {dtype} {size}"]
     assert found["kernels"] == LAYERS and not found["works"]
@@ -106,10 +88,8 @@ def test_the_kernel_is_accepted_and_keys_and_values_are_read_where_they_lie(
 
 
 @over_chips
-@over_dtypes
-def test_a_step_does_nothing_with_keys_and_values_but_write_and_run_the_kernel(
-    kernels, chip, dtype
-):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_step_writes_in_place_and_runs_the_kernel(kernels, chip, dtype):
     """It holds less than a hundredth of 32 layers."""
     found = kernels[f"{chip} {dtype} step"]
     assert found["kernels"] == LAYERS
@@ -117,8 +97,7 @@ def test_a_step_does_nothing_with_keys_and_values_but_write_and_run_the_kernel(
     assert found["temporaries"] < 0.01 * 32 * found["layer"]
 
 
-def test_planning_over_eight_devices_takes_a_tenth():
+def test_plan_over_eight_devices_takes_a_tenth(steps):
     """64 streams of 131,072 cells: a tenth of the 2.35 million cycles that a whole table took."""
-    found = asked("tests.compilers.tpu_planning")["eight devices"]
-    assert found["updates"] <= 64
-    assert found["cycles"] <= 235_000
+    assert steps["planning"]["updates"] <= 64
+    assert steps["planning"]["cycles"] <= 235_000
