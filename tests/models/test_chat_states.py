@@ -10,15 +10,10 @@ from models.chat.conversation import ChatError
 from models.chat.room import cells_of, slide
 from models.chat.saved import load, save
 from models.chat.speaker import Speaker
-from tests.cases import in_lanes
 from tests.models.speaking import CELLS, copied, next_answer, said, tiny
 
-STATEFUL = in_lanes(
-    ["granite_hybrid", "mamba2", "recurrent_gemma"], fast=[], core=["granite_hybrid"]
-)
 
-
-@pytest.fixture(scope="module", params=STATEFUL)
+@pytest.fixture(scope="module", params=["granite_hybrid", "mamba2", "recurrent_gemma"])
 def stateful(request):
     return Speaker(model=tiny(request.param), max_tokens=4, ubatch_size=16)
 
@@ -98,6 +93,7 @@ def test_undo_full_memory_of_states_goes_back_to_kept(stateful):
     assert chat.now.turns[-1].finish == "length" and cells_of(chat.memory)[0] <= CELLS
 
 
+@pytest.mark.nightly
 def test_fork_and_saved_states_go_on_alike(stateful, tmp_path):
     chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One", "Two")
     chat = edits.fork(stateful.settle(chat), "b")
@@ -112,5 +108,9 @@ def test_fork_and_saved_states_go_on_alike(stateful, tmp_path):
     assert why == "" and next_answer(stateful, back) == told
     with pytest.raises(ChatError, match="a recurrent state cannot forget"):
         slide(back)
+
+
+def test_begin_sliding_states_raises():
+    speaker = Speaker(model=tiny("mamba2"), on_full="slide")
     with pytest.raises(ChatError, match="leave --on-full slide out"):
-        replace(stateful, on_full="slide").begin(conversations=1, cells=64)
+        speaker.begin(conversations=1, cells=64)

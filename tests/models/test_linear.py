@@ -14,7 +14,7 @@ from models.families.linear import FEW, linear
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (1, FEW + 1)])
-def test_the_plain_product(shape, dtype):
+def test_linear_equals_plain_product(shape, dtype):
     rng = np.random.default_rng(0)
     x, weights = (jnp.asarray(rng.normal(size=size), dtype) for size in ((*shape, 24), (40, 24)))
     out = jax.jit(linear)(x, weights)
@@ -25,19 +25,19 @@ def test_the_plain_product(shape, dtype):
     )
 
 
-def test_one_row_does_not_convert_the_weights():
+def test_linear_one_row_converts_no_weights():
     """One row of bfloat16 would have them all turned into float32, at every step."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 1, 512), (2048, 512))]
     compiled = jax.jit(linear).lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2048 * 512
 
 
-@pytest.mark.parametrize(("platform", "barriers"), [("cpu", 1), ("tpu", 0), ("cuda", 0)])
-def test_what_is_tuned_for_processors_stays_there(platform, barriers):
+def test_linear_barrier_is_for_cpu_alone():
     """Wherever it is traced: what a program is lowered for decides."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1, 64), (96, 64))]
-    lowered = jax.jit(linear).trace(*shapes).lower(lowering_platforms=(platform,))
-    assert lowered.as_text().count("optimization_barrier") == barriers
+    for platform, barriers in [("cpu", 1), ("tpu", 0), ("cuda", 0)]:
+        lowered = jax.jit(linear).trace(*shapes).lower(lowering_platforms=(platform,))
+        assert lowered.as_text().count("optimization_barrier") == barriers
 
 
 ALONE = """
@@ -53,7 +53,8 @@ print(compiled.memory_analysis().temp_size_in_bytes, weights.nbytes)
 """
 
 
-def test_a_device_alone_does_not_transpose_weights():
+@pytest.mark.nightly
+def test_linear_single_device_transposes_no_weights():
     """Those of several dimensions were copied for each product, all layers' at once."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
     run = subprocess.run(

@@ -1,0 +1,156 @@
+"""`generate_texts`: prompts side by side, when a text ends, and what is compiled."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv.loops.sampling import make_sampler
+from models.compiling import counting
+from models.generate import generate_texts
+from models.room import cells_for
+from models.run import Options
+
+PROMPTS = ["once upon", "a time", "one two"]
+DRAWN = make_sampler(temperature=0.9, top_k=40, repeat_penalty=1.1)
+
+
+@pytest.fixture
+def texts(letters_model):
+    """Continue prompts, 9 tokens each."""
+
+    def texts(prompts, *, model=letters_model, on_text=None, on_compile=None, **options):
+        tokens = [letters_model.tokenizer.prompt(prompt) for prompt in prompts]
+        options = Options(**({"max_tokens": 9, "cells": 256} | options))
+        return generate_texts(model, tokens, options, on_text=on_text, on_compile=on_compile)
+
+    return texts
+
+
+WAYS = {
+    "greedy": {},
+    "drawn": {"sampler": DRAWN, "seed": 4},
+    "samples": {"sampler": DRAWN, "seed": 4, "samples": 2},
+    "split": {"streams": "split"},
+    "guessed": {"tries": 3, "max_tokens": 30},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
+def test_generate_texts_together_equal_each_alone(texts, way):
+    options = WAYS[way]
+    made = texts(PROMPTS, **options)
+    assert made.compiles == 0
+    samples = options.get("samples", 1)
+    alone = {name: options[name] for name in ("sampler", "max_tokens") if name in options}
+    for i, text in enumerate(made.texts):
+        seed = options.get("seed", 0) + i % samples  # a sample is the text of the next seed
+        assert texts([PROMPTS[i // samples]], seed=seed, **alone).texts == [text]
+    if way == "split":  # each prompt has as many cells as all of them share otherwise
+        assert (made.cells, made.used) == (3 * 256, sum(map(len, PROMPTS)) + 3 * 8)
+    if way == "samples":  # they share the cells of their prompt
+        assert made.used == sum(map(len, PROMPTS)) + 6 * 8
+        assert len({tuple(text.tokens) for text in made.texts}) == 6
+    assert (made.tried > 0) == (way == "guessed")
+
+
+@pytest.mark.core
+def test_generate_texts_same_sizes_compile_nothing(texts):
+    texts(PROMPTS)
+    with counting() as compiles:
+        texts([*PROMPTS[1:], PROMPTS[0]])
+        assert compiles() == 0
+
+
+def test_counting_counts_and_leaves_no_listener():
+    with counting() as before:
+        with counting() as inner, counting(traces=True) as heard:
+            jax.jit(lambda x: x * 5 + 1)(jnp.ones(3))
+            assert 0 < inner() < heard()
+        jax.jit(lambda x: x * 7 + 1)(jnp.ones(3))
+        assert 0 < inner() < before()
+    after = before()
+    jax.jit(lambda x: x * 9 + 1)(jnp.ones(3))
+    assert before() == after
+
+
+# ---- ends
+
+
+@pytest.mark.nightly
+def test_generate_texts_stop_token_ends_its_text_alone(texts, letters_model):
+    plain = texts(PROMPTS).texts
+    stop = next(t for t in plain[0].tokens[2:] if t not in plain[0].tokens[:2])
+    at = plain[0].tokens.index(stop)
+    model = replace(letters_model)
+    vars(model)["stop_tokens"] = frozenset({stop, plain[1].tokens[0]})
+    ended = texts(PROMPTS, model=model).texts
+    assert (ended[0].tokens, ended[0].finish) == (plain[0].tokens[:at], "stop")
+    assert ended[0].text == letters_model.tokenizer.decode(ended[0].tokens)
+    assert (ended[1].tokens, ended[1].text, ended[1].finish) == ([], "", "stop")
+    if not model.stop_tokens & set(plain[2].tokens):
+        assert ended[2] == plain[2]
+
+
+@pytest.mark.nightly
+def test_generate_texts_full_memory_ends_texts(texts):
+    """The last token of a text needs no cell, so there is one more than there are cells."""
+    whole = texts(PROMPTS).texts
+    cells = max(map(len, PROMPTS)) + 4
+    for text, full in zip(texts(PROMPTS, streams="split", cells=cells).texts, whole, strict=True):
+        room = cells - len(text.prompt_tokens) + 1
+        assert text.tokens == full.tokens[:room]
+        assert text.finish == ("full" if room < len(full.tokens) else "length")
+
+
+@pytest.mark.nightly
+def test_generate_texts_last_token_needs_no_cell(texts):
+    """Nine more tokens take two dispatches of five, and the tenth finds no cell."""
+    made = texts(["once upo"], max_tokens=10, cells=8 + 9)
+    (text,) = made.texts
+    assert (len(text.tokens), text.finish, made.used) == (10, "length", 17)
+    made = texts(["once upo"], max_tokens=1)
+    assert (len(made.texts[0].tokens), made.texts[0].finish, made.decoded) == (1, "length", 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_generate_texts_no_allowed_token_ends_text(texts, letters_model, max_tokens):
+    def mute(weights, memory, ubatch):
+        memory, logits = letters_model.forward(weights, memory, ubatch)
+        return memory, jnp.full_like(logits, -jnp.inf)
+
+    mute_model = replace(letters_model, forward=mute)
+    (text,) = texts(PROMPTS[:1], model=mute_model, max_tokens=max_tokens).texts
+    assert (text.tokens, text.finish) == ([], "no token")
+
+
+@pytest.mark.nightly
+def test_generate_texts_interrupted_keeps_what_there_is(texts):
+    def on_text(which, piece, ended):
+        heard.append(which)
+        if len(heard) == 4:
+            raise KeyboardInterrupt
+
+    heard = []
+    made = texts(PROMPTS[:2], max_tokens=90, on_text=on_text)
+    whole = texts(PROMPTS[:2], max_tokens=90)
+    assert made.interrupted and not whole.interrupted
+    for part, text in zip(made.texts, whole.texts, strict=True):
+        assert part.finish == "interrupted"
+        assert part.tokens and part.tokens == text.tokens[: len(part.tokens)]
+
+
+def test_generate_texts_too_long_is_refused_before_compiling(texts):
+    with pytest.raises(jaxkv.RefusedError):
+        texts(PROMPTS, cells=10, on_compile=lambda done, total: pytest.fail("compiling"))
+
+
+def test_cells_for_rounds_up_to_256():
+    assert cells_for([[0] * 100, [0] * 28], 65) == 256
+    assert cells_for([[0] * 100, [0] * 29], 65) == 512
+    assert cells_for([[0] * 192, [0] * 192], 65, "split") == 256
+    assert cells_for([[0] * 193, [0] * 29], 65, "split") == 512
