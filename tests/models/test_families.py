@@ -1,0 +1,297 @@
+"""Every family of models on tiny weights, against logits that transformers computed."""
+
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxkv
+import models
+from jaxkv import loops, make_batch
+from models.meshes import RULES, make_mesh
+from tests.cases import in_lanes
+from tests.models.tiny_files import DATA, config_at
+
+SEQUENCES = (2, 0, 3)  # of the texts; one of the four stays empty
+LLAMAS = ["llama_linear", "llama_llama3", "llama_tied", "llama_yarn", "mistral", "mistral_window"]
+LLAMAS += ["qwen2", "qwen2_window", "qwen3", "qwen3_window"]
+DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
+LATENT = dict(rtol=0, atol=2e-5)
+BEST = loops.sampling.make_sampler()
+
+
+class Record(NamedTuple):
+    """A model, and what transformers computed with it.
+
+    tokens: of each text.
+    logits: after each token of each text, NaN where they are not recorded.
+    sources: what an encoder reads for each text.
+    steps: so many tokens at the end of each text are fed one by one.
+    within: how far logits may lie apart.
+    """
+
+    model: Any
+    tokens: list
+    logits: list
+    sources: list
+    steps: int
+    within: float
+
+
+@cache
+def recorded(name):
+    model = models.load(DATA / name)
+    file = dict(np.load(next((DATA / name).glob("*.npz"))))
+    if "sources" in file:
+        sources = np.split(file["sources"], file["lengths"][:1])
+        return Record(model, list(file["greedy"]), list(file["logits"]), sources, 8, 2e-5)
+    tokens, outputs, steps = file["tokens"], file.get("outputs"), 32
+    latent = name in DEEPSEEKS
+    if outputs is None:
+        outputs, steps = np.arange(len(tokens)) % (1 if latent else 9) == 0, 0
+    if "greedy" in file:  # each of the best tokens was fed, too, but the last
+        outputs[-1], steps = True, 23
+        tokens = np.append(tokens, file["greedy"][:-1])
+        outputs = np.append(outputs, np.ones(steps, bool))
+    logits = np.full((len(tokens), file["logits"].shape[1]), np.nan, np.float32)
+    logits[outputs] = file["logits"]
+    cut = np.cumsum(file.get("lengths", [len(tokens)]))[:-1]
+    within = 2e-5 if latent else 2e-4
+    return Record(model, np.split(tokens, cut), np.split(logits, cut), [], steps, within)
+
+
+class Way(NamedTuple):
+    """How texts are fed.
+
+    ubatch_size: of the prompts, which are fed first.
+    steps: whether the rest is fed token by token, or is a part of the prompts.
+    together: whether texts are fed side by side, or each into a memory of its own.
+    rollback: so many tokens of the prompts are taken back, and fed one by one.
+    options: of the memory.
+    """
+
+    ubatch_size: int
+    steps: bool = True
+    together: bool = True
+    rollback: int = 0
+    streams: int = 1
+    options: tuple = ()
+
+
+@cache
+def step_of(model):
+    @jax.jit
+    def step(weights, memory, token, there):
+        ubatch, ok = jaxkv.plan_step(memory, token, jnp.asarray(SEQUENCES), there)
+        memory, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+        return memory, logits, ok
+
+    return step
+
+
+def agree(found, wanted, within):
+    known = ~np.isnan(wanted[:, 0])
+    np.testing.assert_allclose(np.asarray(found)[known], wanted[known], rtol=0, atol=within)
+
+
+def prefill(model, memory, lists, sequences, **options):
+    """The memory and the logits after each token."""
+    batch = make_batch(lists, sequences=sequences, outputs=np.ones(sum(map(len, lists)), bool))
+    return jaxkv.prefill(model.forward, model.weights, memory, batch, **options)
+
+
+def follow(record, memory, which, way):
+    """Feed some texts to their sequences, and compare the logits."""
+    model, steps = record.model, record.steps * way.steps
+    back = steps + way.rollback
+    sequences = [SEQUENCES[i] for i in which]
+    if record.sources:
+        batch = make_batch([record.sources[i] for i in which], sequences=sequences)
+        memory = jaxkv.encode(model.encoder, model.weights, memory, batch)
+    prompts = [record.tokens[i][: len(record.tokens[i]) - steps] for i in which]
+    memory, found = prefill(model, memory, prompts, sequences, ubatch_size=way.ubatch_size)
+    known = [record.logits[i][: len(prompt)] for i, prompt in zip(which, prompts, strict=True)]
+    agree(found, np.concatenate(known), record.within)
+    for sequence, prompt in zip(sequences, prompts, strict=True) if way.rollback else ():
+        memory, ok = jaxkv.seq_rm(memory, sequence, len(prompt) - way.rollback)
+        assert ok
+    there = np.isin(SEQUENCES, sequences)
+    rest = np.zeros((back, there.size), int)
+    for i in which:
+        rest[:, i] = record.tokens[i][len(record.tokens[i]) - back :]
+    found = []
+    for token in rest:
+        memory, out, ok = step_of(model)(model.weights, memory, token, there)
+        assert ok
+        found.append(out)
+    for i in which if back else ():
+        agree(np.stack(found)[:, i], record.logits[i][-back:], record.within)
+
+
+ONE_BY_ONE = Way(1, rollback=2, streams=4)
+IN_UBATCHES = Way(64, rollback=2, streams=4)
+SHORT_UBATCHES = Way(3, rollback=2, streams=4)
+ALONE = Way(512, together=False, rollback=2, streams=4)
+POOLED = Way(5)
+WHOLE = Way(16, steps=False)  # one program
+# A window cache is smaller than the text then, so that its cells are used again and again.
+SMALL = dict.fromkeys(LLAMAS, (("cells", 128), ("ubatch_size", 20), ("rollback", 4)))
+SMALL["gemma3"] = (("cells", 96), ("ubatch_size", 16), ("rollback", 4))
+SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], (("cells", 96), ("source_cells", 56)))
+CORE = ["deepseek_v2_groups", "gemma3", "t5_tied", "mamba2", "recurrent_gemma"]
+CORE = [(name, WHOLE) for name in [*CORE, "granite_hybrid_experts_rope", "lfm2", "falcon_h1"]]
+NIGHTLY = [
+    *[(name, Way(20)) for name in LLAMAS if name != "llama_tied"],
+    ("gemma3", Way(4)),
+    ("gemma3", Way(1, streams=4, options=(("full_windows", True),))),
+    ("t5_gated", Way(16)),
+    ("t5_tied", Way(16, streams=4)),
+    ("mamba2", POOLED),
+    ("mamba2", ALONE),
+    ("mamba2_biased", ONE_BY_ONE),
+    ("recurrent_gemma", IN_UBATCHES),
+    ("recurrent_gemma", ALONE),
+    ("granite_hybrid", ONE_BY_ONE),
+    ("granite_hybrid", POOLED),
+    ("granite_hybrid_experts", POOLED),
+    ("granite_hybrid_experts_rope", IN_UBATCHES),
+    ("granite_hybrid_rope", ALONE),
+    ("lfm2", SHORT_UBATCHES),
+    ("lfm2", ALONE),
+    ("falcon_h1", SHORT_UBATCHES),
+    ("falcon_h1", ALONE),
+    ("falcon_h1_norm", IN_UBATCHES),
+]
+
+
+def name_of(value):
+    return value if isinstance(value, str) else f"{value.ubatch_size}x{value.streams}"
+
+
+FAST = ("llama_tied", Way(20))
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), in_lanes([FAST, *CORE, *NIGHTLY], fast=[FAST], core=CORE), ids=name_of
+)
+def test_logits_match_transformers(name, way):
+    record = recorded(name)
+    which = range(len(record.tokens))
+    options = dict(cells=512, rollback=way.rollback) | dict(SMALL.get(name, ()) + way.options)
+    for group in [which] if way.together else [[i] for i in which]:
+        memory = record.model.make_memory(sequences=4, streams=way.streams, **options)
+        follow(record, memory, group, way)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "t5_gated", "t5_tied"])
+def test_decode_picks_recorded_greedy_tokens(name):
+    """The prompts together, then all texts side by side in the loop on the device."""
+    record = recorded(name)
+    model, steps = record.model, 24 if record.sources else 32
+    sources = {"source_cells": 56} if record.sources else {}
+    memory = model.make_memory(cells=512, sequences=4, **sources)
+    sequences = SEQUENCES[: len(record.tokens)]
+    if record.sources:
+        batch = make_batch(record.sources, sequences=sequences)
+        memory = jaxkv.encode(model.encoder, model.weights, memory, batch)
+    batch = make_batch([ids[:-steps] for ids in record.tokens], sequences=sequences)
+    memory, logits = jaxkv.prefill(model.forward, model.weights, memory, batch, ubatch_size=64)
+    state, first = loops.begin(BEST, memory, logits, sequences=list(sequences))
+    run = model.forward, BEST, model.weights
+    *_, picked = jaxkv.decode(*run, memory, state, steps=steps - 1)
+    found = np.concatenate([first.tokens, picked.tokens], axis=1)
+    np.testing.assert_array_equal(found, [ids[-steps:] for ids in record.tokens])
+
+
+# ---- T5: sources
+
+
+def read_sources(record):
+    memory = record.model.make_memory(cells=96, source_cells=56, sequences=4)
+    batch = make_batch(record.sources, sequences=[0, 1])
+    return jaxkv.encode(record.model.encoder, record.model.weights, memory, batch)
+
+
+@pytest.mark.nightly
+def test_seq_cp_shares_the_source_of_its_sequence():
+    record = recorded("t5_tied")
+    greedy, logits = np.stack(record.tokens), np.stack(record.logits)
+    memory, _ = prefill(record.model, read_sources(record), greedy[:, :12].tolist(), [0, 1])
+    memory = jaxkv.seq_cp(memory, 0, [2, 3], 0, 8)  # as it was after 8 tokens
+    memory, _ = jaxkv.seq_rm(memory, 1, 10)
+    memory, _ = jaxkv.seq_rm(memory, 0)  # the source of its forks stays
+    lists = [greedy[1, 10:14].tolist(), greedy[0, 8:12].tolist()]
+    _, found = prefill(record.model, memory, lists, [1, 3])
+    np.testing.assert_allclose(found[:4], logits[1, 10:14], **LATENT)
+    np.testing.assert_allclose(found[4:], logits[0, 8:12], **LATENT)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["t5_gated", "t5_tied"])
+def test_beam_matches_generate_of_transformers(name):
+    record, run = recorded(name), np.load(DATA / name / "run.npz")
+    memory, logits = prefill(record.model, read_sources(record), [[0]], [0])
+    one = partial(loops.beam, record.model.forward, record.model.weights)
+    _, beams = one(memory, logits, width=3, steps=8, sequences=[0, 2, 3])
+    np.testing.assert_array_equal(beams.tokens[0], run["beam"][1:])
+    np.testing.assert_allclose(beams.scores[0], run["score"], atol=1e-4)
+
+
+# ---- DeepSeek: latents
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DEEPSEEKS)
+def test_deepseek_logits_match_after_fork_and_shift(name):
+    model, run = models.load(DATA / name), np.load(DATA / name / "run.npz")
+    tokens, wanted, prompt, (first, last) = run["tokens"], run["logits"], 30, (4, 12)
+    memory = model.make_memory(cells=64, sequences=2)
+    memory, logits = prefill(model, memory, [tokens[:prompt]], [0], ubatch_size=8)
+    np.testing.assert_allclose(logits, wanted[:prompt], **LATENT)
+
+    memory = jaxkv.seq_cp(memory, 0, 1)
+    memory, logits = prefill(model, memory, [tokens[prompt:]], [1], ubatch_size=1)
+    np.testing.assert_allclose(logits, wanted[prompt:], **LATENT)
+    memory, ok = jaxkv.seq_rm(memory, 1)
+    assert ok
+
+    memory, ok = jaxkv.seq_rm(memory, 0, first, last)
+    assert ok
+    memory = jaxkv.seq_add(memory, 0, last, -1, first - last)
+    memory = jaxkv.apply(memory, jaxkv.init_update(memory))
+    memory, logits = prefill(model, memory, [tokens[prompt:]], [0], ubatch_size=8)
+    np.testing.assert_allclose(logits, run["shifted"], **LATENT)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"tensor": 2, "cells": 2}], ids=str)
+def test_deepseek_on_mesh_splits_heads_of_one_latent(axes):
+    mesh = make_mesh(axes)
+    model = models.load(DATA / "deepseek_v3", mesh=mesh, rules=RULES)
+    run = np.load(DATA / "deepseek_v3" / "run.npz")
+    attention = model.weights["blocks"][1]["attention"]
+    for part in (attention["query"]["weight"], attention["to_keys"], attention["to_values"]):
+        assert part.addressable_shards[0].data.size * axes["tensor"] == part.size
+    memory = model.make_memory(cells=64, sequences=2)
+    with jax.set_mesh(mesh):
+        memory, logits = prefill(model, memory, [run["tokens"][:30]], [0], ubatch_size=8)
+        np.testing.assert_allclose(logits, run["logits"][:30], **LATENT)
+
+
+@pytest.mark.nightly
+def test_deepseek_layers_for_further_tokens_are_left_out(tmp_path):
+    """Published files of V3 have them behind the others."""
+    tensors = load_file(DATA / "deepseek_v3" / "model.safetensors")
+    more = {name.replace(".2.", ".3.", 1): x for name, x in tensors.items() if "layers.2." in name}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    config_at(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    wanted = models.load(DATA / "deepseek_v3").weights
+    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path).weights, wanted)
+    config_at(tmp_path, "deepseek_v3", num_nextn_predict_layers=0)
+    with pytest.raises(models.ModelError, match="4 layers where its config says 3"):
+        models.load(tmp_path)
