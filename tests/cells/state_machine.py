@@ -11,13 +11,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from tests import histories, twins
 from tests.memories import LOOKS, Kind, Look
 from tests.sets import nearly_right
 
-edges = st.integers(-1, 14)
+edges = st.integers(-1, 9)
 ids = st.integers(0, 10**6)
 two = st.lists(ids, min_size=2, max_size=2)
 seven = st.lists(ids, min_size=7, max_size=7)
@@ -82,11 +88,15 @@ class Machine(RuleBasedStateMachine):
         with self.only(*sequences):
             self.twin.decode(sequences, look=self.look(look))
 
-    @precondition(lambda self: self.parts)
-    @rule(number=ids)
-    def decode_in_parts(self, number: int) -> None:
+    @initialize(numbers=seven)
+    def begin(self, numbers: list[int]) -> None:
+        self.decode(many=True, numbers=numbers, look=0)
+
+    @rule(number=ids, many=st.booleans(), in_parts=st.booleans())
+    def decode_one(self, number: int, many: bool, in_parts: bool) -> None:
+        sequences = [self.seq(number)] * self.counts[many]
         with self.only(self.seq(number)):
-            self.twin.decode([self.seq(number)] * 7, in_parts=True)
+            self.twin.decode(sequences, in_parts=True if in_parts and self.parts else None)
 
     @rule(
         numbers=seven,
@@ -150,10 +160,6 @@ class Machine(RuleBasedStateMachine):
         start = max(self.twin.oracles.reached(self.seq(number)) + 1 - back, 0)
         self.seq_rm(number, start, -1)
 
-    @rule(p0=edges, p1=edges)
-    def seq_rm_of_all(self, p0: int, p1: int) -> None:
-        self.twin.seq_rm(-1, p0, p1)
-
     @rule(src=ids, dsts=two, p0=edges, p1=edges)
     def seq_cp(self, src: int, dsts: list[int], p0: int, p1: int) -> None:
         with self.only(*map(self.seq, dsts)):
@@ -175,19 +181,21 @@ class Machine(RuleBasedStateMachine):
         with self.only(*pairs):
             self.twin.copied("seq_select", [*pairs.values()], [*pairs])
 
-    @rule(number=ids)
-    def seq_keep(self, number: int) -> None:
-        self.twin.both("seq_keep", self.seq(number))
-
-    @rule(number=ids, p0=edges, p1=edges, delta=st.integers(-5, 5))
-    def seq_add(self, number: int, p0: int, p1: int, delta: int) -> None:
+    @rule(number=ids, p0=edges, p1=edges, by=st.integers(-5, 5), divides=st.booleans())
+    def move(self, number: int, p0: int, p1: int, by: int, divides: bool) -> None:
+        verb, by = ("seq_div", abs(by) or 2) if divides else ("seq_add", by)
         with self.only(*self.sharing(self.seq(number))):
-            self.twin.both("seq_add", self.seq(number), p0, p1, delta)
+            self.twin.both(verb, self.seq(number), p0, p1, by)
 
-    @rule(number=ids, p0=edges, p1=edges, divisor=st.integers(1, 4))
-    def seq_div(self, number: int, p0: int, p1: int, divisor: int) -> None:
-        with self.only(*self.sharing(self.seq(number))):
-            self.twin.both("seq_div", self.seq(number), p0, p1, divisor)
+    @rule(how=st.sampled_from(["range", "others", "all"]), number=ids, p0=edges, p1=edges)
+    def forget(self, how: str, number: int, p0: int, p1: int) -> None:
+        """Take something from several sequences."""
+        if how == "range":
+            self.twin.seq_rm(-1, p0, p1)
+        elif how == "others":
+            self.twin.both("seq_keep", self.seq(number))
+        else:
+            self.twin.both("clear")
 
     @rule()
     def update(self) -> None:
@@ -198,10 +206,6 @@ class Machine(RuleBasedStateMachine):
     def defrag(self, whole: bool) -> None:
         with self.only():
             self.twin.defrag(self.moves[whole])
-
-    @rule()
-    def clear(self) -> None:
-        self.twin.both("clear")
 
     @rule()
     def remember(self) -> None:

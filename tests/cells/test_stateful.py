@@ -39,11 +39,11 @@ def run(machine, runs, steps):
 
 
 def test_verbs_match_oracle_of_one_pool():
-    run(lambda: Verbs(SMALL, counts=(3, 7), moves=(2, 2), looks=LOOKS[:1]), runs=5, steps=20)
+    run(lambda: Verbs(SMALL, counts=(3, 7), moves=(2, 2), looks=LOOKS[:1]), runs=15, steps=20)
 
 
 def test_verbs_match_oracles_of_a_hybrid_with_states():
-    run(lambda: StateVerbs(STATES["hybrid with a window"]), runs=3, steps=20)
+    run(lambda: StateVerbs(STATES["hybrid with a window"]), runs=10, steps=20)
 
 
 @pytest.mark.core
@@ -58,13 +58,13 @@ def test_verbs_match_oracles_of_a_hybrid_with_states():
 )
 def test_verbs_match_oracles_in_rows(name):
     """All ubatches have one shape, so that little is compiled."""
-    run(lambda: Verbs(KINDS[name], moves=(2, 2), in_rows=True), runs=8, steps=25)
+    run(lambda: Verbs(KINDS[name], moves=(2, 2), in_rows=True), runs=15, steps=25)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["hybrid in groups with a window", "both in a layer"])
 def test_verbs_match_oracles_of_states(name):
-    run(lambda: StateVerbs(STATES[name]), runs=8, steps=30)
+    run(lambda: StateVerbs(STATES[name]), runs=15, steps=25)
 
 
 @pytest.mark.nightly
