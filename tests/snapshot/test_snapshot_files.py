@@ -22,7 +22,7 @@ import safetensors.numpy
 import jaxkv
 from jaxkv import snapshot
 from tests import histories
-from tests.memories import assert_identical, bits, filled
+from tests.memories import assert_identical, bits, drawn
 
 OVERHEAD = 200_000
 """Bytes that reading may take beside what a file holds: its header, parsed, and messages."""
@@ -85,29 +85,27 @@ def check_refused(memory, data, words):
         assert peak < room + OVERHEAD
 
 
-def check_mutations(saved, tmp_path, seeds):
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(10),
+        pytest.param(range(10, 100), marks=pytest.mark.core),
+        pytest.param(range(1000, 2000), marks=pytest.mark.nightly),
+    ],
+    ids=len,
+)
+def test_load_of_damaged_file_raises(seeds, saved, tmp_path):
     memory, data = saved
     before = jax.tree.map(bits, memory)
     for seed in seeds:
         damaged, path = changed(data, random.Random(seed)), tmp_path / "damaged"
-        if damaged == data:
-            continue
         path.write_bytes(damaged)
-        for source in (path, damaged):
+        for source in (path, damaged) if damaged != data else ():
             check_refused(memory, source, "wanted .* got ")
     assert_identical(jax.tree.map(bits, memory), before)
 
 
-def test_what_is_damaged_is_refused(saved, tmp_path):
-    check_mutations(saved, tmp_path, range(40))
-
-
-@pytest.mark.core
-def test_500_damaged_files_are_refused(saved, tmp_path):
-    check_mutations(saved, tmp_path, range(1000, 1500))
-
-
-def test_foreign_and_newer_files_are_refused(saved, tmp_path):
+def test_load_of_foreign_or_newer_file_raises(saved, tmp_path):
     memory, data = saved
     check_refused(memory, described(data, lambda known: known.update(version="2")), "version 1")
     foreign = safetensors.numpy.save({"x": np.zeros(3)})
@@ -120,21 +118,38 @@ def test_foreign_and_newer_files_are_refused(saved, tmp_path):
         snapshot.load(tmp_path / "nowhere")
 
 
-def test_damage_in_the_data_is_named_and_left_to_loading(saved):
+def test_load_of_damaged_data_changes_nothing_donated(saved):
+    """The header is read all the same; `inspect` looks at no data."""
     memory, data = saved
-    damaged = bytearray(data)
-    damaged[-1] ^= 1
-    assert snapshot.inspect(bytes(damaged)).model == {"name": "tiny"}
-    check_refused(memory, bytes(damaged), "checksum .* the snapshot is damaged")
+    damaged = bytes([*data[:-1], data[-1] ^ 1])
+    assert snapshot.inspect(damaged).model == {"name": "tiny"}
+    with pytest.raises(ValueError, match="checksum .* the snapshot is damaged"):
+        snapshot.load_into(damaged, memory, donate=True)
+    full = drawn(" ".join(f"{i}{{0}}" for i in range(12)))
+    with pytest.raises(jaxkv.NoRoomError):
+        snapshot.load_into(snapshot.to_bytes(full, sequences=[0]), full, sequences=[1], donate=True)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((memory, full)))
 
 
-def test_other_tools_read_what_is_saved(tmp_path):
-    memory = filled(5, 3)
-    snapshot.save(tmp_path / "memory.safetensors", memory)
-    arrays = safetensors.numpy.load_file(tmp_path / "memory.safetensors")
-    table, buffers = jaxkv.split(memory)
-    assert arrays["table.position"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert_identical(arrays["buffers.v.1"], np.asarray(buffers.v[1])[0].swapaxes(0, 1)[:8])
+def test_inspect_tells_all_of_the_header(saved, tmp_path):
+    memory, data = saved
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    for source in (path, str(path), data):
+        info = snapshot.inspect(source)
+        assert (info.version, info.sequences, info.tokens) == (1, (0, 1), {0: [1] * 30})
+        assert info.arrays["buffers.v.2"] == ("bfloat16", (50, 8, 128))
+        assert jax.tree.structure(info.memory) == jax.tree.structure(memory)
+        assert jaxkv.nbytes(info.memory) == jaxkv.nbytes(memory)
+
+
+def test_save_is_read_by_safetensors(tmp_path):
+    table, buffers = jaxkv.split(drawn("0{0} 1{0} . 0{1}"))
+    buffers = jax.tree.map(lambda x: jnp.arange(float(x.size)).reshape(x.shape), buffers)
+    snapshot.save(tmp_path / "memory", jaxkv.join(table, buffers))
+    arrays = safetensors.numpy.load_file(tmp_path / "memory")
+    assert arrays["table.position"].tolist() == [0, 1, 0]
+    assert_identical(arrays["buffers.v.1"], np.asarray(buffers.v[1])[0].swapaxes(0, 1)[[0, 1, 3]])
 
 
 # ------------------------------------------------------------------------------------- by name
@@ -177,12 +192,12 @@ def hybrid(layers=(0, 1), **changes):
         (lambda: hybrid(dtype=jnp.float16), hybrid, "dtype in part 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(saved, memory, words):
+def test_load_into_a_memory_that_differs_raises(saved, memory, words):
     with pytest.raises(ValueError, match=f"wanted a snapshot of a memory with the {words}"):
         snapshot.load_into(snapshot.to_bytes(saved()), memory())
 
 
-def test_models_are_compared_where_both_are_known():
+def test_load_compares_models_where_both_are_known():
     memory = make()
     data, unnamed = snapshot.to_bytes(memory, model=("a", 1)), snapshot.to_bytes(memory)
     for model in (None, ["a", 1], ("a", 1)):
@@ -196,51 +211,53 @@ def test_models_are_compared_where_both_are_known():
             named(model=object())
 
 
-def test_notes_come_back_as_json_has_them():
-    memory = make()
+def test_inspect_returns_notes_as_json_has_them():
     for notes in (None, {"names": ["a", "b"], "n": {"1": 2.5}}, "text"):
-        assert snapshot.inspect(snapshot.to_bytes(memory, notes=notes)).notes == notes
-    with pytest.raises(TypeError, match="wanted notes that JSON holds"):
-        snapshot.to_bytes(memory, notes={1, 2})
+        assert snapshot.inspect(snapshot.to_bytes(make(), notes=notes)).notes == notes
+
+
+def load_into(**options):
+    return snapshot.load_into(snapshot.to_bytes(make(), model="a"), make(), **options)
+
+
+def save(*, memory=make, **options):
+    return snapshot.save("/nowhere/file", memory(), **options)
+
+
+def on_a_mesh():
+    table, buffers = jaxkv.split(make())
+    return jaxkv.join(table.with_rules(jaxkv.sharding.Rules()), buffers)
 
 
 @pytest.mark.parametrize(
-    ("sequences", "words"),
+    ("call", "exception", "match"),
     [
-        ([0], "a target for each of the saved sequences"),
-        ([0, 5], "wanted sequence ids from 0 to 1"),
-        ([1, 1], "each sequence at most once"),
-        ({3: 0}, "some of the saved sequences"),
+        (partial(load_into, sequences=[0]), ValueError, "a target for each of the saved sequences"),
+        (partial(load_into, sequences=1), ValueError, r"saved sequences \[0, 1\], got \[1\]"),
+        (partial(load_into, sequences=[0, 5]), ValueError, "wanted sequence ids from 0 to 1"),
+        (partial(load_into, sequences=[1, 1]), ValueError, "each sequence at most once"),
+        (partial(load_into, sequences={3: 0}), ValueError, "some of the saved sequences"),
+        (partial(load_into, model=object()), TypeError, "wanted model that JSON holds"),
+        (partial(save, sequences=[2]), ValueError, "wanted sequence ids from 0 to 1"),
+        (partial(save, sequences=[0, 0]), ValueError, "each sequence at most once"),
+        (partial(save, sequences=[0], tokens={1: []}), ValueError, "wanted"),
+        (partial(save, tokens={0: 5}), ValueError, "wanted"),
+        (partial(save, tokens={0: [[1, 2]]}), ValueError, "wanted"),
+        (partial(save, model=object()), TypeError, "wanted model that JSON holds"),
+        (partial(save, notes={1, 2}), TypeError, "wanted notes that JSON holds"),
+        (partial(save, memory=lambda: (make(), True)), TypeError, "a memory, got a tuple"),
+        (partial(save, memory=on_a_mesh), ValueError, "Orbax"),
+        (lambda: jax.jit(snapshot.to_bytes)(make()), ValueError, "on one device, outside of jit"),
     ],
 )
-def test_ids_that_are_none_are_refused(sequences, words):
-    with pytest.raises(ValueError, match=words):
-        snapshot.load_into(snapshot.to_bytes(make()), make(), sequences=sequences)
-
-
-def test_what_cannot_be_saved_is_refused(tmp_path):
-    for options in (
-        {"sequences": [2]},
-        {"sequences": [0, 0]},
-        {"sequences": [0], "tokens": {1: []}},
-        {"tokens": {0: 5}},
-        {"tokens": {0: [[1, 2]]}},
-    ):
-        with pytest.raises(ValueError, match="wanted"):
-            snapshot.save(tmp_path / "file", make(), **options)
-    with pytest.raises(TypeError, match="wanted a memory, got a tuple"):
-        snapshot.to_bytes(jaxkv.seq_rm(make(), 0))
-    with pytest.raises(ValueError, match="wanted a memory on one device, outside of jit"):
-        jax.jit(snapshot.to_bytes)(make())
-    table, buffers = jaxkv.split(make())
-    with pytest.raises(ValueError, match="Orbax"):
-        snapshot.to_bytes(jaxkv.join(table.with_rules(jaxkv.sharding.Rules()), buffers))
-    assert not [*tmp_path.iterdir()]
+def test_snapshot_bad_argument_raises(call, exception, match):
+    with pytest.raises(exception, match=match):
+        call()
 
 
 @pytest.mark.parametrize("make", [make, recurrent, hybrid], ids=["cells", "states", "hybrid"])
-def test_what_is_no_memory_with_values_is_refused_by_name(make):
-    def gone(memory, donated):
+def test_snapshot_of_memory_without_values_raises(make):
+    def gone(donated):
         table, buffers = jaxkv.split(jax.tree.map(jnp.copy, memory))
         for leaf in jax.tree.leaves(buffers if donated == "buffers" else table):
             leaf.delete()
@@ -253,22 +270,22 @@ def test_what_is_no_memory_with_values_is_refused_by_name(make):
             use(jax.tree.map(lambda x: jnp.stack([x, x]), memory))
         for donated in ("table", "buffers"):
             with pytest.raises(ValueError, match="got one whose buffers were donated: go on with"):
-                use(gone(memory, donated))
+                use(gone(donated))
         with pytest.raises(TypeError, match="wanted a memory with values, got the shapes of one"):
             use(jax.eval_shape(lambda: memory))
 
 
-def test_one_sequence_may_be_a_number(saved):
+def test_load_into_sequence_may_be_a_number(saved):
     memory, _ = saved
     data = snapshot.to_bytes(memory, sequences=1)
     loaded = snapshot.load_into(data, memory, sequences=0)
     assert_identical(loaded, snapshot.load_into(data, memory, sequences=[0]))
     assert jaxkv.seq_pos_max(loaded, 0).item() == 19
-    with pytest.raises(ValueError, match=r"each of the saved sequences \[0, 1\], got \[1\]"):
-        snapshot.load_into(snapshot.to_bytes(make()), make(), sequences=1)
 
 
-def test_a_file_from_before_there_were_notes_is_read():
+def test_load_of_file_without_notes_is_read():
+    """Files from before there were notes."""
+
     def without(known):
         said = json.loads(known["description"])
         del said["notes"]
@@ -280,10 +297,15 @@ def test_a_file_from_before_there_were_notes_is_read():
     snapshot.load(data)
 
 
-@pytest.mark.parametrize("wide", [make, recurrent], ids=["cells", "states"])
-def test_64_bits_are_not_halved(wide):
-    options = {"dtype": "float64"} if wide is make else {"states": {"x": ((2,), "int64")}}
-    name = "buffers.k.0 of float64" if wide is make else "buffers.0.x of int64"
+@pytest.mark.parametrize(
+    ("wide", "options", "name"),
+    [
+        (make, {"dtype": "float64"}, "buffers.k.0 of float64"),
+        (recurrent, {"states": {"x": ((2,), "int64")}}, "buffers.0.x of int64"),
+    ],
+    ids=["cells", "states"],
+)
+def test_load_of_64_bits_needs_x64(wide, options, name):
     with jax.enable_x64(True):
         memory = wide(**options)
         data = snapshot.to_bytes(memory)
@@ -293,7 +315,18 @@ def test_64_bits_are_not_halved(wide):
             use(data)
 
 
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+@pytest.mark.parametrize("donate", [False, True])
+def test_load_into_donate_gives_up_buffers(donate):
+    memory = drawn("0{0}")
+    loaded = snapshot.load_into(snapshot.to_bytes(memory), memory, donate=donate)
+    assert not loaded.buffers.k[0].is_deleted()
+    assert memory.buffers.k[0].is_deleted() == donate
+
+
+# ---------------------------------------------------------------------------------- file systems
+
+
+def test_save_replaces_a_file_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     for name in ("old", "new"):
         snapshot.save(path, make(), model=name)
@@ -304,7 +337,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_a_link_is_followed_and_a_device_is_left_where_it_is(tmp_path):
+def test_save_follows_links_and_leaves_devices(tmp_path):
     """Renaming a file over a link would lose the link, and over a device, the device."""
     target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
     link.symlink_to(target)
@@ -319,7 +352,7 @@ def test_a_link_is_followed_and_a_device_is_left_where_it_is(tmp_path):
     assert link.is_symlink() and pipe.is_fifo()
 
 
-def test_a_full_disk_is_an_error_of_the_system_and_leaves_the_old_file(tmp_path):
+def test_save_on_full_disk_leaves_the_old_file(tmp_path):
     path = tmp_path / "file"
     snapshot.save(path, make(), model="old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -333,42 +366,7 @@ def test_a_full_disk_is_an_error_of_the_system_and_leaves_the_old_file(tmp_path)
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+def test_save_without_safetensors_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)  # how Python notes what is not there
     with pytest.raises(ImportError, match="got none: pip install safetensors"):
         snapshot.to_bytes(make())
-
-
-def test_inspecting_tells_all_of_the_header(saved, tmp_path):
-    memory, data = saved
-    path = tmp_path / "file"
-    path.write_bytes(data)
-    for source in (path, str(path), data):
-        info = snapshot.inspect(source)
-        assert (info.version, info.sequences, info.tokens) == (1, (0, 1), {0: [1] * 30})
-        assert info.arrays["buffers.v.2"] == ("bfloat16", (50, 8, 128))
-        assert jax.tree.structure(info.memory) == jax.tree.structure(memory)
-        assert jaxkv.nbytes(info.memory) == jaxkv.nbytes(memory)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_buffers_are_given_up_only_where_that_is_asked(donate):
-    memory = make()
-    loaded = snapshot.load_into(snapshot.to_bytes(memory), memory, donate=donate)
-    assert not loaded.buffers.k[0].is_deleted()
-    filled_one = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([1])))
-    snapshot.load_into(snapshot.to_bytes(filled_one), filled_one, donate=donate)
-    assert filled_one.buffers.k[0].is_deleted() == donate
-
-
-def test_a_refusal_leaves_donated_buffers_where_they_are(saved):
-    memory, data = saved
-    damaged = bytearray(data)
-    damaged[-1] ^= 1
-    with pytest.raises(ValueError, match="damaged"):
-        snapshot.load_into(bytes(damaged), memory, donate=True)
-    full = filled(12, 0)
-    with pytest.raises(jaxkv.NoRoomError):
-        snapshot.load_into(snapshot.to_bytes(full, sequences=[0]), full, sequences=[1], donate=True)
-    for one in (memory, full):
-        assert not any(x.is_deleted() for x in jax.tree.leaves(one))
