@@ -21,7 +21,7 @@ DATA = ROOT / "tests" / "data"
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["BNKD", "BKND"])
-def test_a_cache_by_hand_gives_the_same_logits(layout):
+def test_cache_by_hand_gives_the_same_logits(layout):
     """Three tokens of two sequences; the model is the same, the memory is not."""
     model = models.load(DATA / "llama_tied")
     c = model.config
@@ -62,7 +62,7 @@ it took so long in two
 
 
 @pytest.mark.core
-def test_checkouts_take_turns_and_are_compared_by_name(tmp_path):
+def test_checkouts_take_turns_and_compare_by_name(tmp_path):
     for here, sides in {"one": "step plan last", "two": "step planned"}.items():
         (tmp_path / here / "jaxkv").mkdir(parents=True)
         (tmp_path / here / "jaxkv" / "__init__.py").touch()

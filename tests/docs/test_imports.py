@@ -80,11 +80,11 @@ def test_imports_go_down_the_ladder(package):
 
 
 @pytest.mark.parametrize("package", LADDERS)
-def test_no_module_imports_itself_by_way_of_others(package):
+def test_imports_have_no_circle(package):
     TopologicalSorter(arrows(package)).prepare()  # raises CycleError
 
 
-def test_kinds_of_memory_know_nothing_of_each_other():
+def test_imports_of_kinds_stay_apart():
     """Nor does planning know any of them: `jaxkv.memory.Table` is all that they share."""
     kinds = {"planning", "kv", "recurrent", "hybrid"}
     for module, others in arrows("jaxkv").items():
@@ -94,6 +94,6 @@ def test_kinds_of_memory_know_nothing_of_each_other():
             assert met <= mine, f"{module} imports {met - mine}"
 
 
-def test_the_library_does_not_import_the_models():
+def test_imports_of_jaxkv_leave_models_out():
     names = {name for _, name in modules("models")}
     assert not [path for path, _ in modules("jaxkv") if imported(path, names)]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import jaxkv
-from tests import support
 
 DOCS = Path(__file__).parents[2] / "docs"
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (jaxkv[.\w]*)$", re.M)
@@ -31,7 +30,7 @@ def modules(thing=jaxkv):
             yield from modules(inner)
 
 
-def test_every_public_name_is_on_a_page_of_the_reference():
+def test_reference_pages_list_every_public_name():
     """A module's page lists its `__all__` by itself."""
     pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     written = {name: kind for kind, name in DIRECTIVE.findall(pages)}
@@ -41,7 +40,7 @@ def test_every_public_name_is_on_a_page_of_the_reference():
         assert (kind == "module") == inspect.ismodule(found(name)), name
 
 
-def test_every_reason_and_every_exception_is_on_the_page_of_errors():
+def test_errors_page_lists_reasons_and_exceptions():
     page = (DOCS / "reference" / "errors.md").read_text()
     rows = re.findall(r"^\| `(\w+)`", page, re.M)
     assert set(jaxkv.Reason.__members__) <= set(rows)
@@ -53,7 +52,7 @@ def test_every_reason_and_every_exception_is_on_the_page_of_errors():
     assert own and own <= set(rows)
 
 
-def test_what_the_translations_lead_to_is_there():
+def test_names_page_leads_to_names_that_exist():
     """In each table the last column is jaxkv's: code there begins with a name, or an option."""
     page = (DOCS / "reference" / "names.md").read_text()
     values = {"plan": jaxkv.Plan, "ubatch": jaxkv.Ubatch}
@@ -79,6 +78,8 @@ def test_what_the_translations_lead_to_is_there():
 
 
 @pytest.mark.nightly
-def test_the_support_matrix_is_what_trying_gives():
+def test_support_page_shows_the_matrix_of_today():
+    from tests import support
+
     _, table, _ = support.parted(support.PAGE.read_text())
     assert table == support.matrix()
