@@ -9,21 +9,28 @@ import pytest
 
 import jaxkv
 
+QKV = np.random.default_rng(0).normal(size=(3, 1, 6, 2, 4)).astype(np.float32)
+
+
+def make(cells=16):
+    return jaxkv.make_kv_cache(layers=1, cells=cells, kv_heads=2, head_dim=4)
+
+
+def attended(memory, q, k, v, **options):
+    """A memory after one ubatch, and what its tokens read."""
+    plan = jaxkv.init_batch(memory, jaxkv.make_batch([1] * q.shape[1]))
+    memory = jaxkv.apply(memory, plan)
+    return jaxkv.attend(memory, 0, plan.ubatches[0], q, k, v, **options)
+
 
 @pytest.mark.core
-def test_gradients_reach_keys_and_values_of_an_earlier_ubatch():
-    """Through writes and attention, equal to differentiating plain attention over all keys."""
-    k, v, q = (jax.random.normal(jax.random.key(i), (1, 6, 2, 4)) for i in range(3))
+def test_grad_reaches_keys_and_values_of_earlier_ubatch():
+    """Equal to differentiating plain attention over all keys."""
+    q, k, v = QKV
 
     def through_the_cache(k, v):
-        memory = jaxkv.make_kv_cache(layers=1, cells=16, kv_heads=2, head_dim=4)
-        for half in (slice(0, 4), slice(4, 6)):
-            tokens = jnp.zeros(half.stop - half.start, jnp.int32)
-            batch = jaxkv.make_batch(tokens)
-            plan = jaxkv.init_batch(memory, batch)
-            memory = jaxkv.apply(memory, plan)
-            (ubatch,) = plan.ubatches
-            memory, out = jaxkv.attend(memory, 0, ubatch, q[:, half], k[:, half], v[:, half])
+        memory, _ = attended(make(), q[:, :4], k[:, :4], v[:, :4])
+        _, out = attended(memory, q[:, 4:], k[:, 4:], v[:, 4:])
         return jnp.sum(out[:, :2] ** 2)
 
     def plainly(k, v):
@@ -41,21 +48,14 @@ def test_gradients_reach_keys_and_values_of_an_earlier_ubatch():
 
 @pytest.mark.core
 @pytest.mark.parametrize("implementation", ["whole", "tiles"])
-def test_what_no_token_sees_does_not_reach_a_gradient(implementation):
-    """Not even where it is no number: keys and values that were written, and forgotten."""
-    k, v, q = (jax.random.normal(jax.random.key(i), (1, 2, 2, 4)) for i in range(3))
+def test_grad_of_forgotten_nan_is_unchanged(implementation):
+    """Keys and values that were written, and that no token sees, do not reach a gradient."""
+    q, k, v = (x[:, :2] for x in QKV)
 
     def learn(q, k, v, rest):
-        memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=2, head_dim=4)
-        plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2]))
-        (ubatch,) = plan.ubatches
-        memory, _ = jaxkv.attend(jaxkv.apply(memory, plan), 0, ubatch, q, k + rest, v + rest)
-        memory = jaxkv.clear(memory)
-        plan = jaxkv.init_batch(memory, jaxkv.make_batch([3]))
-        (ubatch,) = plan.ubatches
+        memory, _ = attended(make(8), q, k + rest, v + rest)
         now = (x[:, :1] for x in (q, k, v))
-        memory = jaxkv.apply(memory, plan)
-        _, out = jaxkv.attend(memory, 0, ubatch, *now, implementation=implementation)
+        _, out = attended(jaxkv.clear(memory), *now, implementation=implementation)
         return jnp.sum(out**2)
 
     derive = jax.jit(jax.grad(learn, argnums=(0, 1, 2)))
@@ -65,50 +65,42 @@ def test_what_no_token_sees_does_not_reach_a_gradient(implementation):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("cells", [8, 4096], ids=["whole", "by tiles"])
-def test_a_step_may_be_jitted_scanned_or_computed_again_inside_of_grad(cells):
+@pytest.mark.parametrize("cells", [8, 4096], ids=["whole", "tiles"])
+def test_grad_of_jit_checkpoint_and_scan_agree(cells):
     """The step is traced first then, and derived when that trace has ended."""
-    k, v, q = (jax.random.normal(jax.random.key(i), (1, 4, 2, 4)) for i in range(3))
 
     def learn(q, k, v):
-        memory = jaxkv.make_kv_cache(layers=1, cells=cells, kv_heads=2, head_dim=4)
-        plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2, 3, 4]))
-        memory, out = jaxkv.attend(jaxkv.apply(memory, plan), 0, plan.ubatches[0], q, k, v)
-        return jnp.sum(out**2)
+        return jnp.sum(attended(make(cells), q, k, v)[1] ** 2)
 
     def scanned(*arrays):
         _, losses = jax.lax.scan(lambda _, x: (_, learn(*arrays) * x), None, jnp.arange(2.0))
         return jnp.sum(losses)
 
-    wanted = jax.jit(jax.grad(learn, argnums=(0, 1, 2)))(q, k, v)
+    arrays = [x[:, :4] for x in QKV]
+    wanted = jax.jit(jax.grad(learn, argnums=(0, 1, 2)))(*arrays)
     assert all((jnp.abs(x) > 1e-3).any() for x in wanted)
     for staged in (jax.jit(learn), jax.checkpoint(learn), scanned):
-        for a, b in zip(jax.grad(staged, argnums=(0, 1, 2))(q, k, v), wanted, strict=True):
+        for a, b in zip(jax.grad(staged, argnums=(0, 1, 2))(*arrays), wanted, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 @pytest.mark.nightly
-def test_a_soft_prefix_trained_through_the_cache_lowers_the_loss(small):
+def test_soft_prefix_trained_through_the_cache_lowers_loss(small):
     """Eight embeddings before a text, the only thing that is trained, make it likelier.
 
     To two layers of the model, that is: through all thirty it compiles for a minute.
     """
-    text = jnp.asarray(small.tokenizer.encode("The zebra plays chess with a purple submarine."))
-    text = text[:8]
+    text = jnp.asarray(small.tokenizer.encode("The zebra plays chess with a purple submarine."))[:8]
     prefix = small.weights["vocabulary"]["head"][jnp.arange(100, 108)]
 
     def loss(prefix, weights):
-        memory = small.make_memory(cells=32)
-        parts = (
+        memory, logits = small.make_memory(cells=32), []
+        for batch in (
             jaxkv.make_batch(embeddings=prefix, outputs=jnp.arange(8) == 7),
             jaxkv.make_batch(text, outputs=jnp.ones(8, bool)),
-        )
-        logits = []
-        for batch in parts:
-            plan = jaxkv.init_batch(memory, batch)
-            (ubatch,) = plan.ubatches
-            memory = jaxkv.apply(memory, ubatch)
-            memory, out = small.forward(weights, memory, ubatch)
+        ):
+            (ubatch,) = jaxkv.init_batch(memory, batch).ubatches
+            memory, out = small.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
             logits.append(out)
         logits = jnp.concatenate([logits[0][7:8], logits[1][:-1]])
         return optax.softmax_cross_entropy_with_integer_labels(logits, text).mean()
