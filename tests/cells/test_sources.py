@@ -213,38 +213,33 @@ def test_init_source_has_a_row_for_each_source(streams):
 @pytest.mark.nightly
 @pytest.mark.parametrize("streams", [1, 2, Q])
 def test_sources_follow_random_edits(streams):
-    """Any edits one after another; `check` computes all anew from what should be there."""
-    random = np.random.default_rng(streams)
-    memory, sources, texts = make(streams), [[]] * Q, [[]] * Q
+    """Edits one after another; `check` computes all anew from what should be there."""
+    random, memory = np.random.default_rng(streams), make(streams)
+    held, compared = [([], [])] * Q, 0  # the source and the text of each sequence
     for turn in range(40):
         q, other = (int(n) for n in random.integers(Q, size=2))
+        source, text = held[q]
         match random.integers(6):
-            case 0 if not sources[q]:
+            case 0 | 5 if not source:
                 new = random.integers(VOCABULARY, size=random.integers(1, 5)).tolist()
                 if jaxkv.init_source(memory, make_batch([new], sequences=[q])).ok:
-                    memory, sources[q] = encode(memory, [new], [q]), new
-            case 1 if len(texts[q]) < 5:
+                    memory, held[q] = encode(memory, [new], [q]), (new, text)
+            case 1 if len(text) < 5:
                 memory, _ = tell(memory, [[turn % VOCABULARY, 2]], [q])
-                texts[q] = [*texts[q], turn % VOCABULARY, 2]
-            case 2 if q != other:
-                memory, _ = jaxkv.seq_rm(memory, other)
-                sources[other], texts[other] = [], []
-                if jaxkv.can_seq_cp(memory, q, other):
-                    memory = jaxkv.seq_cp(memory, q, other)
-                    sources[other], texts[other] = sources[q], texts[q]
-            case 3 if jaxkv.can_seq_select(memory, [q, q], [0, 3]):
-                memory = jaxkv.seq_select(memory, [q, q], [0, 3])
-                sources[0] = sources[3] = sources[q]
-                texts[0] = texts[3] = texts[q]
-            case 4:
+                held[q] = source, [*text, turn % VOCABULARY, 2]
+            case 2 if jaxkv.can_seq_select(memory, [q, q], [other, (other + 1) % Q]):
+                memory = jaxkv.seq_select(memory, [q, q], [other, (other + 1) % Q])
+                held[other] = held[(other + 1) % Q] = held[q]
+            case 3:
                 memory, _ = jaxkv.seq_rm(memory, q)
-                sources[q], texts[q] = [], []
-            case 5 if len(texts[q]) > 1:
+                held[q] = [], []
+            case 4 if len(text) > 1:
                 memory, _ = jaxkv.seq_rm(memory, q, int(jaxkv.seq_pos_max(memory, q)))
-                texts[q] = texts[q][:-1]
+                held[q] = source, text[:-1]
         if turn % 4 == 0:
-            check(memory, sources, texts)
-    assert any(sources)
+            check(memory, *zip(*held, strict=True))
+            compared += any(source for source, _ in held)
+    assert compared > 5
 
 
 # --------------------------------------------------------------------------------------- mistakes

@@ -5,7 +5,6 @@ What a sequence has is compared position by position, with the bytes of its keys
 """
 
 import random
-import re
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -315,20 +314,6 @@ def test_load_returns_states_of_any_dtype_and_name():
 # --------------------------------------------------------------------------------- other layouts
 
 
-def moved(source, target, seed):
-    """Some sequences of a memory moved into others of another: both, the result, and the moves."""
-    rng = random.Random(seed)
-    memory, other = scattered(source, seed), scattered(target, 100 + seed)
-    olds, news = rng.sample(range(4), 4), rng.sample(range(4), 4)
-    moves = dict([*zip(olds, news, strict=True)][: rng.randrange(5)])
-    data = snapshot.to_bytes(memory, sequences=[*moves])
-    try:
-        return memory, other, snapshot.load_into(data, other, sequences=[*moves.values()]), moves
-    except jaxkv.NoRoomError:
-        assert target.placement == "contiguous"
-        return memory, other, None, {}
-
-
 @pytest.mark.parametrize(
     ("source", "target"),
     in_lanes(
@@ -340,38 +325,21 @@ def moved(source, target, seed):
 )
 def test_load_into_another_layout_moves_all_of_a_sequence(source, target):
     for seed in range(5):
-        memory, other, loaded, moves = moved(source, target, seed)
-        if loaded is None:
-            continue
+        memory, other, rng = (
+            scattered(source, seed),
+            scattered(target, 100 + seed),
+            random.Random(seed),
+        )
+        pairs = zip(rng.sample(range(4), 4), rng.sample(range(4), 4), strict=True)
+        moves = dict([*pairs][: rng.randrange(5)])
+        data = snapshot.to_bytes(memory, sequences=[*moves])
+        loaded = snapshot.load_into(data, other, sequences=[*moves.values()])
         assert_sound(loaded)
         for old, new in moves.items():
             assert belongings(loaded, new) == belongings(memory, old)
         if target.windows == (None,):
             for seq in set(range(4)) - set(moves.values()):
                 assert belongings(loaded, seq) == belongings(other, seq)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kinds", [FULL, WINDOWS], ids=["full", "window"])
-def test_load_into_another_layout_goes_on(kinds):
-    compared = 0
-    for seed, (source, target) in enumerate(product(kinds, kinds)):
-        memory, _, loaded, moves = moved(source, target, seed)
-        memory, loaded = (jaxkv.apply(m, jaxkv.init_update(m)) for m in (memory, loaded or memory))
-        for old, new in moves.items():
-            pairs = [
-                (m, jaxkv.make_batch([1, 2, 3], sequences=s))
-                for m, s in ((memory, old), (loaded, new))
-            ]
-            plans = [jaxkv.init_batch(*pair, ubatch_size=4) for pair in pairs]
-            reasons = [int(plan.reason[seq]) for plan, seq in zip(plans, (old, new), strict=True)]
-            if jaxkv.Reason.NO_ROOM not in reasons:
-                assert reasons[0] == reasons[1]
-            if all(plan.ok for plan in plans):
-                (memory, wanted), (loaded, found) = (memories.run(*pair) for pair in pairs)
-                np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-                compared += 1
-    assert compared > 3
 
 
 @pytest.mark.core
@@ -396,7 +364,7 @@ def test_load_goes_on_as_the_saved_memory():
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize(("seed", "streams", "kept"), [(0, 1, 0), (1, 4, 2), (2, 1, 2), (0, 4, 0)])
-def test_load_into_another_layout_of_states_goes_on(name, seed, streams, kept):
+def test_load_into_another_layout_takes_newest_states(name, seed, streams, kept):
     options = STATES[name]
     memory, kinds = lived(name, seed), options["kinds"]
     other = {"sequences": 4, "streams": streams, "kept": kept, "cells": 40}
@@ -406,13 +374,3 @@ def test_load_into_another_layout_of_states_goes_on(name, seed, streams, kept):
     assert_sound(loaded)
     for old, new in {0: 2, 1: 0, 2: 1}.items():
         assert belongings(loaded, new) == belongings(memory, old, kept + 1)
-        try:
-            there = run(memory, kinds, old, 3)
-        except jaxkv.RefusedError as error:
-            if "NO_ROOM" in str(error):  # that is a matter of sizes, and the other has more
-                continue
-            with pytest.raises(jaxkv.RefusedError, match=re.escape(str(error)[:20])):
-                run(loaded, kinds, new, 3)
-            continue
-        here = run(loaded, kinds, new, 3)
-        assert belongings(here, new, 1)[-1] == belongings(there, old, 1)[-1]
