@@ -241,12 +241,6 @@ class Twin(twins.Twin):
         assert kept_of(table, buffers) == expected, jaxkv.show(self.memory)
         assert table.dead_until.tolist() == [*oracle.dead_until.values()], jaxkv.show(self.memory)
 
-    def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
-        """Forget a range on both sides, or on neither, as is said before."""
-        can = jaxkv.seq_rm(self.memory, seq, p0, p1)[1].item()
-        assert super().seq_rm(seq, p0, p1) == can
-        return can
-
     def run(self, memory: Any, ubatch: jaxkv.Ubatch, look: Any = None) -> tuple[Any, ...]:
         """Run the model; what its tokens see of attention is not compared."""
         memory, _ = walk(memory, ubatch, self.kinds)
