@@ -39,24 +39,25 @@ PATIENCE = 5
 """How many times as long as without a mistake tests may take: what loops for ever is noticed."""
 
 KNOWN_BY = {
-    "jaxkv/window.py": "evictions window ollama stateful",
+    "jaxkv/window.py": "evictions window limits ollama stateful",
     "jaxkv/stamp.py": "arguments stale going_back refusals batch recurrent_going_back",
-    "jaxkv/kv/cells.py": "arguments invariants evictions traps isolation ollama streams window "
-    "shift stale going_back stateful refusals permutation sets every_argument",
-    "jaxkv/kv/reuse.py": "evictions window ollama groups stateful every_argument",
-    "jaxkv/kv/slots.py": "arguments traps ollama window streams groups refusals going_back stale "
-    "evictions stateful recurrent_ubatches every_argument sharding",
+    "jaxkv/kv/cells.py": "arguments limits invariants evictions traps isolation ollama streams "
+    "copies window shift stale going_back stateful refusals permutation sets every_argument",
+    "jaxkv/kv/reuse.py": "evictions window ollama copies stateful every_argument",
+    "jaxkv/kv/slots.py": "arguments limits traps ollama window streams copies refusals going_back "
+    "stale evictions stateful recurrent_ubatches every_argument sharding",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
-    "jaxkv/kv/source.py": "sources t5",
-    "jaxkv/kv/transfer.py": "groups stateful every_argument sharding",
-    "jaxkv/kv/arrivals.py": "groups stateful every_argument",
-    "jaxkv/recurrent/s*.py": "arguments groups invariants recurrent recurrent_going_back "
-    "recurrent_ubatches stale every_argument",
-    "jaxkv/recurrent/copy.py": "groups recurrent recurrent_going_back stale every_argument",
-    "jaxkv/hybrid.py": "arguments window recurrent stale refusals recurrent_ubatches stateful "
-    "sources groups",
-    "jaxkv/planning/*.py": "arguments traps refusals batch step sets streams window "
+    "jaxkv/kv/source.py": "sources families",
+    "jaxkv/kv/transfer.py": "copies stateful every_argument sharding",
+    "jaxkv/kv/arrivals.py": "copies stateful every_argument",
+    "jaxkv/recurrent/s*.py": "arguments limits copies invariants recurrent recurrent_going_back "
+    "recurrent_ubatches stale stateful every_argument",
+    "jaxkv/recurrent/copy.py": "copies recurrent recurrent_going_back stale stateful "
+    "every_argument",
+    "jaxkv/hybrid.py": "arguments limits window recurrent stale refusals recurrent_ubatches "
+    "stateful sources copies",
+    "jaxkv/planning/*.py": "arguments limits traps refusals batch step sets streams window "
     "recurrent_ubatches stale stateful sources every_argument",
 }
 """The core, as patterns of its files, and the tests that know each, the quickest first."""
