@@ -175,8 +175,13 @@ LIVES = [
     ("form", "sizes"),
     in_lanes(
         LIVES,
-        fast=[("int8", "groups")],
-        core=[("latent", "window"), ("stacked", "groups"), ("stacked int8", "tiled")],
+        fast=[],
+        core=[
+            ("int8", "groups"),
+            ("latent", "window"),
+            ("stacked", "groups"),
+            ("stacked int8", "tiled"),
+        ],
     ),
 )
 def test_storage_form_life_matches_plain_memory(form, sizes):

@@ -42,6 +42,7 @@ def test_verbs_match_oracle_of_one_pool():
     run(lambda: Verbs(SMALL, counts=(3, 7), moves=(2, 2), looks=LOOKS[:1]), runs=15, steps=20)
 
 
+@pytest.mark.core
 def test_verbs_match_oracles_of_a_hybrid_with_states():
     run(lambda: StateVerbs(STATES["hybrid with a window"]), runs=10, steps=20)
 

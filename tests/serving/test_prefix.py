@@ -70,6 +70,7 @@ def test_reuse_by_5_prompts_holds_common_tokens_once(kind):
     assert jaxkv.used(server.memory) == alone + 5 * each
 
 
+@pytest.mark.core
 def test_remember_texts_that_part_share_their_beginning():
     server = serving(POOL.make(), [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 8])
     assert server.held == jaxkv.used(server.memory) == 5 + 1 + 2
