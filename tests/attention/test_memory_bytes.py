@@ -165,8 +165,8 @@ NARROW = [*product(["seq_cp"], [BF16, F16, I8], [SEQUENCES])]
     ("name", "dtype", "streams"),
     in_lanes(
         [*IN_STREAM, *BETWEEN, *NARROW],
-        fast=[("update", F32, 1), ("defrag", F32, 1)],
-        core=[("update", I8, 1), ("defrag", BF16, 1), *BETWEEN[:3], NARROW[2]],
+        fast=[("update", F32, 1)],
+        core=[("defrag", F32, 1), ("update", I8, 1), ("defrag", BF16, 1), *BETWEEN[:3], NARROW[2]],
     ),
 )
 def test_move_copies_no_layer(name, dtype, streams):

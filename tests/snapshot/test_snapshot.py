@@ -159,7 +159,13 @@ def lived(name, seed=0):
 
 
 @pytest.mark.parametrize(
-    "kind", [SMALL, WIDE, SPLIT, GROUPS, WINDOW, FULL[1]], ids=lambda kind: kind.name
+    "kind",
+    in_lanes(
+        [SMALL, WIDE, SPLIT, GROUPS, WINDOW, FULL[1]],
+        fast=[SMALL, GROUPS],
+        core=[WIDE, SPLIT, WINDOW, FULL[1]],
+    ),
+    ids=lambda kind: kind.name,
 )
 def test_load_returns_the_saved_memory(kind, tmp_path):
     memory = scattered(kind, 0)
@@ -184,6 +190,7 @@ def test_load_of_states_goes_on_as_the_saved_memory(name):
         assert_same_memory(run(loaded, kinds, seq, 3), there)
 
 
+@pytest.mark.core
 def test_load_of_states_never_written_holds_none():
     memory = jaxkv.make_recurrent_cache(layers=2, states=histories.STATES, sequences=2)
     memory = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([1])))
@@ -288,7 +295,12 @@ def test_load_into_fewer_states_takes_the_newest():
 
 
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3"]
+    "dtype",
+    in_lanes(
+        ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3"],
+        fast=["bfloat16", "float8_e4m3"],
+        core=["float16", "float8_e4m3fn", "float8_e5m2"],
+    ),
 )
 def test_load_returns_every_bit_of_a_dtype(dtype):
     kind = Kind("", cells=5, sequences=1, dtype=dtype)
@@ -298,6 +310,7 @@ def test_load_returns_every_bit_of_a_dtype(dtype):
     assert_identical(loaded.buffers, memory.buffers)
 
 
+@pytest.mark.core
 def test_load_returns_states_of_any_dtype_and_name():
     shapes = {"a.b": ((2,), jnp.int8), "c": ((), bool), "d": ((1, 3), jnp.complex64)}
     shapes |= {"e": ((2,), jnp.bfloat16), "0": ((3,), jnp.uint16)}
