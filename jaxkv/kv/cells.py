@@ -217,8 +217,8 @@ def copy(cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.A
 
 def inherited(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Return the eviction mark that a copy of a range of a sequence begins with; `[]` int32."""
-    mark = cells.evicted_below[seq]
-    return jnp.where(jnp.maximum(start, 0) < mark, jnp.minimum(mark, end_of(stop)), 0)
+    mark = jnp.minimum(cells.evicted_below[seq], end_of(stop))
+    return jnp.where(jnp.maximum(start, 0) < mark, mark, 0)
 
 
 def select(cells: C, parents: jax.Array, targets: jax.Array) -> C:
