@@ -150,7 +150,8 @@ def test_beam_leaves_texts_in_its_own_sequences(kind):
     """As far as `held` says; what other sequences hold stays."""
     memory, logits = prompted(kind, seq=3)
     batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])
-    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch))
+    for ubatch in jaxkv.init_batch(memory, batch).ubatches:
+        memory = jaxkv.apply(memory, ubatch)
     after, beams = search(memory, logits, stop=STOPS[0], sequences=[3, 1, 4])
     assert_found(beams, searched(tiny(), stop=STOPS[0]))
     assert ends(after, [0, 2]) == [1, 0]

@@ -214,6 +214,7 @@ def store(kind):
     kept = prefix.make_store(memory, holders=[kind.sequences - 1])
     memory = loops.warm_up(forward, None, memory, ubatch_size=4, longest=9)
     memory = prefix.warm_up(memory, kept)
+    assert jaxkv.used(memory) == 0  # the question below is compiled, too
 
     def use(memory=memory, kept=kept):
         for text in ([1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [5]):
