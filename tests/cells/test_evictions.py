@@ -67,7 +67,7 @@ def test_apply_plan_made_before_marks_changed_is_stale():
         (-1, -1, [5, 6, 7, 8]),
         (0, 4, []),  # its next token, at 4, would miss 1
         (0, 1, []),
-        (1, 1, [*range(9)]),  # nothing is copied, though 0 and 1 are lost
+        (1, 1, [*range(10)]),  # nothing is copied, though 0 and 1 are lost
         (4, 8, [*range(9)]),
     ],
 )
