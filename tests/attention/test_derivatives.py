@@ -119,6 +119,7 @@ def stack(*trees):
     return jax.tree.map(lambda *x: jnp.stack(x), *trees)
 
 
+@core
 def test_vmap_over_memories_computes_once_and_matches_each():
     """Both sides of a choice would be computed, if `vmap` made it one between two results."""
     cases = [

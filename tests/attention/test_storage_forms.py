@@ -301,7 +301,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(
     ("form", "half", "bad", "where"),
-    in_lanes(BROKEN, fast=[BROKEN[1], BROKEN[4], BROKEN[7]], core=BROKEN),
+    in_lanes(BROKEN, fast=[], core=BROKEN),
     ids=str,
 )
 def test_attend_nonfinite_head_becomes_nan_key_and_zero_value(form, half, bad, where):

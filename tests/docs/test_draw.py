@@ -107,6 +107,7 @@ def test_show_draws_cells_or_runs_by_width():
     assert jaxkv.show(states(), width=14).splitlines()[0] == "sequence 0 0-2"
 
 
+@pytest.mark.core
 def test_show_of_lost_states_fits_its_lines():
     memory = states()
     dead = replace(

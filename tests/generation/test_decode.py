@@ -39,6 +39,7 @@ class Counting(loops.sampling.Sampler):
 # ---- how a text begins
 
 
+@pytest.mark.core
 def test_begin_accepts_lists_and_sets():
     state, first = loops.begin(BEST, filled(2), [[0.0, 2.0, 1.0]], stop=frozenset([1, 2]))
     assert first.tokens.tolist() == [[1]] and not state.active.any()

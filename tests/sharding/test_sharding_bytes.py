@@ -51,7 +51,7 @@ def without(found, expected):
 
 @pytest.mark.parametrize(
     ("name", "window"),
-    in_lanes([(name, None) for name in PODS] + [("all", 1000)], fast=[("all", None)]),
+    in_lanes([(name, None) for name in PODS] + [("all", 1000)], fast=[], core=[("all", None)]),
 )
 def test_step_sends_no_keys_and_no_tables(name, window):
     pod = replace(PODS[name], window=window)
@@ -155,6 +155,7 @@ def test_copies_between_streams_send_chunks_and_a_line(name, verb):
     assert 0 < others <= (8 * CHUNK + 32 * pod.streams if groups else 4)
 
 
+@pytest.mark.core
 def test_collectives_finds_what_the_compiler_sends():
     """So that the tests above can fail: attention left to the compiler gathers keys."""
     pod = PODS["all"]

@@ -272,6 +272,7 @@ def test_load_into_too_few_cells_raises():
         snapshot.load_into(data, GROUPS.make(), sequences={0: 0})
 
 
+@pytest.mark.core
 def test_load_into_takes_cells_hidden_by_a_window():
     window = Kind("", cells=6, sequences=2, windows=(jaxkv.window.sliding(2),))
     data = snapshot.to_bytes(drawn("0{0} 1{0}", window), sequences=[0])
