@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.mesh import Rules, Shares, first_of, from_owner, on_shares, own, shares
 from jaxkv.ops.latent import Latent, Values
-from jaxkv.ops.quantised import Stored, decoded, dtype_of, encoded
+from jaxkv.ops.quantised import Stored, dtype_of, encoded
 from jaxkv.ops.stacked import OfLayer, each_array, flat, part_of_all
 from jaxkv.places import END, nowhere
 from jaxkv.rope import Rope
@@ -208,11 +208,6 @@ def store(
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     streams = streams[:, None]
     return write(keys, streams, slots, k), write(values, streams, slots, v)
-
-
-def read(stored: Stored, streams: jax.Array, slots: jax.Array) -> jax.Array:
-    """Read keys or values of cells as numbers, `[..., K, D]`; the arguments are as of `gather`."""
-    return decoded(each_array(lambda array: gather(array, streams, slots), stored))
 
 
 def write(stored: Stored, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Stored:

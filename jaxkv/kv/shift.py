@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.facts import Facts
-from jaxkv.kv.buffers import Buffers, Halves, alike, on_halves, read, write
+from jaxkv.kv.buffers import Buffers, Halves, alike, gather, on_halves, scatter
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -32,8 +32,10 @@ from jaxkv.kv.cells import (
 from jaxkv.memory import Commitment
 from jaxkv.mesh import first_of
 from jaxkv.ops.quantised import Stored
+from jaxkv.ops.rotation import turn
+from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, END, divided, end_of
-from jaxkv.rope import Rope, rotate
+from jaxkv.rope import Rope
 
 CHUNK = 256
 """Cells whose keys and values are held at a time while many are rotated or moved."""
@@ -177,7 +179,8 @@ def rotate_pending(cells: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffer
     owed = (cells.shift != 0) & ok
     by = jnp.where(owed, cells.shift, 0)
     ropes = buffers.ropes[: len(buffers.k)]
-    buffers = on_halves(cells.rules, buffers, partial(_rotate, ropes), by, by_stream=1)
+    start = cells.position - cells.shift
+    buffers = on_halves(cells.rules, buffers, partial(_rotate, ropes), start, by, by_stream=2)
     cells = replace(
         cells,
         shift=jnp.where(owed, 0, cells.shift),
@@ -186,29 +189,34 @@ def rotate_pending(cells: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffer
     return cells, buffers
 
 
-def _rotate(ropes: tuple[Rope | None, ...], split: Halves, by: jax.Array, arrays: Any) -> Any:
-    """Turn the keys of cells by so many positions, `[S, N]`, where that is not 0."""
+def _rotate(
+    ropes: tuple[Rope | None, ...], split: Halves, start: jax.Array, by: jax.Array, arrays: Any
+) -> Any:
+    """Turn the keys of cells by so many positions, `[S, N]`, where that is not 0.
+
+    start: `[S, N]` int32, the position that each was rotated for.
+    """
     keys, values = arrays
     axes, size = alike(split).cells, keys[0].shape[2]
     if axes:  # a device turns those that it holds
         first = first_of(axes, size)
-        by = jax.lax.dynamic_slice_in_dim(by, first, size, axis=1)
-    by = by.reshape(-1)
+        start, by = (jax.lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in (start, by))
+    start, by = start.reshape(-1), by.reshape(-1)
     count = jnp.cumsum(by != 0, dtype=jnp.int32)  # up to and with each cell
 
     def chunk(i: jax.Array, keys: tuple[Stored, ...]) -> tuple[Stored, ...]:
-        turn = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
-        cell = jnp.searchsorted(count, turn).astype(jnp.int32)
+        number = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
+        cell = jnp.searchsorted(count, number).astype(jnp.int32)
         stream, slot = divided(cell, size)
-        turns = by.at[cell].get(mode="fill", fill_value=0)
+        begin, turns = (x.at[cell].get(mode="fill", fill_value=0) for x in (start, by))
         # A cell that only fills the chunk up goes past the end, each to a place of its own.
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
         turned = []
         for k, rope in zip(keys, ropes, strict=True):
             if rope is not None:
-                key = read(k, stream, slot)  # [CHUNK, K, D]
-                key = rotate(key, turns, replace(rope, attention_factor=1.0))
-                k = write(k, stream, slot, key)
+                key = each_array(lambda x: gather(x, stream, slot), k)  # [CHUNK, K, D]
+                key = turn(key, begin, begin + turns, rope)
+                k = each_array(lambda x, new: scatter(x, stream, slot, new), k, key)
             turned.append(k)
         return tuple(turned)
 

@@ -82,7 +82,7 @@ def has_one_scale(x: Stored) -> bool:
     return not isinstance(x, Quantised) or x.scales.shape[-1] == 1
 
 
-def _spread(scales: jax.Array, size: int) -> jax.Array:
+def spread(scales: jax.Array, size: int) -> jax.Array:
     """Return the scale of each number, `[..., D]`, of scales `[..., G]`; D is `size`.
 
     Where one scale is for all numbers, it is returned as it is, `[..., 1]`.
@@ -119,20 +119,34 @@ def encoded(numbers: jax.Array, like: Stored) -> Stored:
     if not isinstance(like, Quantised):
         return numbers
     numbers, dtype = jax.lax.stop_gradient(numbers), like.codes.dtype
-    whole = jnp.issubdtype(dtype, jnp.integer)
-    most = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
     # Some compilers turn a division by a constant into this product; written so, all agree.
     size = numbers.shape[-1]
-    largest = [jnp.max(jnp.abs(numbers[..., one]), -1, keepdims=True) for one in groups_of(size)]
-    scales = jnp.concatenate(largest, axis=-1) * np.float32(1 / most)
+    highest = [jnp.max(jnp.abs(numbers[..., one]), -1, keepdims=True) for one in groups_of(size)]
+    scales = jnp.concatenate(highest, axis=-1) * np.float32(1 / largest(dtype))
     # The maximum of a compiler may forget a NaN; a sum does not.
     scales += jnp.sum(numbers - numbers, axis=-1, keepdims=True)
-    spread = _spread(scales, size)
-    there = spread > 0  # False where all numbers are zero, and for NaN
-    codes = jnp.where(there, numbers, 0) / jnp.where(there, spread, 1)
+    return Quantised(codes=codes_of(numbers, scales, dtype), scales=scales)
+
+
+def codes_of(numbers: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return the codes of numbers `[..., D]` by scales `[..., G]`; 0 where a scale is 0 or NaN."""
+    by = spread(scales, numbers.shape[-1])
+    there = by > 0
+    codes = jnp.where(there, numbers, 0) / jnp.where(there, by, 1)
+    most = largest(dtype)
     # A scale of very small numbers is rounded, so that a code may come out larger than the largest.
-    codes = jnp.clip(jnp.round(codes) if whole else codes, -most, most)
-    return Quantised(codes=codes.astype(dtype), scales=scales)
+    codes = jnp.clip(jnp.round(codes) if is_whole(dtype) else codes, -most, most)
+    return codes.astype(dtype)
+
+
+def largest(dtype: jnp.dtype) -> float:
+    """Return the largest code of a dtype."""
+    return float((jnp.iinfo if is_whole(dtype) else jnp.finfo)(dtype).max)
+
+
+def is_whole(dtype: jnp.dtype) -> bool:
+    """Return whether codes are integers."""
+    return jnp.issubdtype(dtype, jnp.integer)
 
 
 def decoded(x: Stored) -> jax.Array:
@@ -144,7 +158,7 @@ def decoded(x: Stored) -> jax.Array:
     """
     if not isinstance(x, Quantised):
         return x
-    return x.codes.astype(x.scales.dtype) * _spread(x.scales, x.shape[-1])
+    return x.codes.astype(x.scales.dtype) * spread(x.scales, x.shape[-1])
 
 
 def scored(q: jax.Array, k: Stored, dtype: jnp.dtype, *, keys_first: bool = False) -> jax.Array:

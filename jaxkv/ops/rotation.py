@@ -1,0 +1,98 @@
+"""Turning stored keys from one position to another, so that errors of many moves do not add up.
+
+A key of 16 or 8 bits that is turned is rounded. Turned from what the last move left, it would be
+off by one rounding more with each move. So a move looks at what the key is at position 0 and puts
+its pairs on a grid there, wide enough for the rounding at any position to be undone: the first move
+brings them onto the grid, and every later one finds them there again.
+
+Letters: C cells, K heads of keys, D numbers of a head.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.ops.quantised import (
+    Quantised,
+    Stored,
+    codes_of,
+    decoded,
+    groups_of,
+    is_whole,
+    largest,
+    spread,
+)
+from jaxkv.rope import Rope, rotate
+
+WIDTH = np.float32(2**0.5)
+"""Of the grid, in units of the last place. Rounding takes each number of a pair half a unit away,
+so the pair by less than half of the grid's width."""
+
+
+def turn(keys: Stored, start: jax.Array, stop: jax.Array, rope: Rope) -> Stored:
+    """Return keys that were rotated for some positions, rotated for others.
+
+    Args:
+      keys: `[C, K, D]`; they are multiplied by the rope's `attention_factor` already.
+      start: `[C]` int32, the position that each key was rotated for.
+      stop: `[C]` int32, the position that it is rotated for in the result.
+      rope: the rotary embedding.
+    """
+    rope, size = replace(rope, attention_factor=1.0), 2 * len(rope.frequencies)
+    if not isinstance(keys, Quantised) and keys.dtype.itemsize > 2:
+        return rotate(keys, stop - start, rope)
+    plain = rotate(decoded(keys).astype(jnp.float32), -start, rope)
+    lengths = _of_pairs(jnp.hypot, jnp.abs(plain), rope)
+    if isinstance(keys, Quantised):
+        scales = _scales(keys, lengths)
+        scale = _of_pairs(jnp.maximum, spread(scales, plain.shape[-1]) + jnp.zeros_like(plain), rope)
+    else:
+        scale = jnp.ones_like(plain)
+    scale = jnp.where(scale > 0, scale, 1)
+    width = WIDTH * scale * _unit(lengths / scale, keys.dtype)
+    moved = jnp.concatenate(
+        [(jnp.round(plain / width) * width)[..., :size], plain[..., size:]], axis=-1
+    )
+    moved = rotate(moved, stop, rope)
+    if not isinstance(keys, Quantised):
+        return moved.astype(keys.dtype)
+    return Quantised(codes=codes_of(moved, scales, keys.dtype), scales=scales)
+
+
+def _of_pairs(
+    combine: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, rope: Rope
+) -> jax.Array:
+    """Return for each number what its pair gives; what no pair turns stays; `[..., D]`."""
+    pairs = len(rope.frequencies)
+    axis = -1 if rope.interleaved else -2
+    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    ab = turned.reshape(*x.shape[:-1], *((pairs, 2) if rope.interleaved else (2, pairs)))
+    both = combine(ab, jnp.flip(ab, axis)).reshape(turned.shape)
+    return jnp.concatenate([both, rest], axis=-1)
+
+
+def _unit(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return what a number of such a size, at least 0, is a multiple of in a dtype; float32."""
+    if is_whole(dtype):
+        return jnp.ones_like(x)
+    info = jnp.finfo(dtype)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000  # the exponent alone
+    power = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.maximum(power, np.float32(info.smallest_normal)) * np.float32(info.eps)
+
+
+def _scales(keys: Quantised, lengths: jax.Array) -> jax.Array:
+    """Return scales by which the codes of all pairs have room at every position.
+
+    Scales that give it stay as they are, or each move would round by others.
+    """
+    most = largest(keys.dtype)
+    unit = _unit(jnp.float32(most), keys.dtype)
+    groups = groups_of(lengths.shape[-1])
+    longest = [jnp.max(lengths[..., one], axis=-1, keepdims=True) for one in groups]
+    longest = jnp.concatenate(longest, axis=-1)
+    fits = longest <= keys.scales * (most + 0.75 * unit)
+    return jnp.where(fits, keys.scales, longest / (most - unit))
