@@ -81,6 +81,11 @@ class Reason(IntEnum):
         "it has a source of {expected} tokens already, and one is written once: forget the "
         "sequence (seq_rm), which takes its source along",
     )
+    NONFINITE_LOGITS = (
+        13,
+        "its logits hold NaN or +inf, so that no token can be picked: look at the weights, and at "
+        "what `forward` computes",
+    )
 
 
 class RefusedError(RuntimeError):

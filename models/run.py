@@ -14,7 +14,7 @@ from jaxkv.loops.sampling import Sampler, make_sampler
 from models.compiling import compile_all, lower_steps
 from models.model import Model
 from models.room import Streams
-from models.texts import Writer
+from models.texts import Writer, finish_of
 
 RECENT = 1024
 """The last tokens of a text that guesses are looked up in."""
@@ -196,13 +196,13 @@ class Run:
 
 def write(writers: Sequence[Writer], rows: np.ndarray, state: loops.DecodeState) -> int:
     """Give texts their tokens, `[T, n]`, and end those that do not go on; returns how many."""
-    taken, refused = 0, np.asarray(state.reason) != jaxkv.Reason.FITS
-    for writer, row, goes_on, full in zip(
-        writers, rows, np.asarray(state.active), refused, strict=True
+    taken = 0
+    for writer, row, goes_on, reason in zip(
+        writers, rows, np.asarray(state.active), np.asarray(state.reason), strict=True
     ):
         taken += writer.write(row[row >= 0])
         if writer.finish is None and not goes_on:
-            writer.end("full" if full else "no token")
+            writer.end(finish_of(int(reason)))
     return taken
 
 

@@ -17,6 +17,7 @@ FINISH: dict[batching.Finish, Finish] = {
     batching.Finish.LENGTH: "length",
     batching.Finish.FULL: "full",
     batching.Finish.NO_TOKEN: "no token",
+    batching.Finish.NONFINITE_LOGITS: "nonfinite logits",
     batching.Finish.CANCELLED: "interrupted",
 }
 """Why a text ended, in the words of `Text`."""

@@ -4,11 +4,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+import jaxkv
 from models.text.tokenizer import Tokenizer
 
-Finish = Literal["stop", "length", "full", "no token", "interrupted"]
+Finish = Literal["stop", "length", "full", "no token", "nonfinite logits", "interrupted"]
 """Why a text ends: a stop token came, it has all the tokens asked for, the memory is full, no token
-was allowed to come next, or the run was interrupted."""
+was allowed to come next, its logits hold NaN or +inf, or the run was interrupted."""
+
+
+def finish_of(reason: int) -> Finish:
+    """Return why a text ended that has neither a stop token nor all of its tokens.
+
+    reason: of its `DecodeState`.
+    """
+    others: dict[int, Finish] = {
+        jaxkv.Reason.FITS: "no token",
+        jaxkv.Reason.NONFINITE_LOGITS: "nonfinite logits",
+    }
+    return others.get(reason, "full")
+
 
 OnText = Callable[[int, str, bool], None]
 """`(which text, what is new of it, whether it ends there)`."""

@@ -351,6 +351,8 @@ which this memory never has: ask for less, or make a larger one
                 ended.append((text, Finish.STOP))
             elif text.left == 0:
                 ended.append((text, Finish.LENGTH))
+            elif outcome.reasons[row] == Reason.NONFINITE_LOGITS:
+                ended.append((text, Finish.NONFINITE_LOGITS))
             elif outcome.reasons[row]:
                 refused.append(text)
             elif len(new) < allowed[row]:

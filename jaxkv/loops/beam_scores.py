@@ -3,11 +3,13 @@
 In this file W is the width of a search, the number of its beams, and n the most tokens of a text.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv.loops.drawing import are_broken
 from jaxkv.plan import Reason
 
 
@@ -46,7 +48,7 @@ def begun(width: int, steps: int) -> Search:
 
 
 def exist(texts: Texts) -> jax.Array:
-    """Return which texts exist, `[W]` bool. A NaN score counts, so that it reaches the caller."""
+    """Return which texts exist, `[W]` bool."""
     return texts.scores != -jnp.inf
 
 
@@ -81,15 +83,15 @@ def choose(
     """Continue the living texts by one token, with the logits of each, `[W, V]`.
 
     Returns:
-      `[W]` int32, for each text that lives now the one that it continues; and the search.
+      `[W]` int32, for each text that lives now the one that it continues; and the search. Where
+      the logits of a living text are broken, the search is as it was, with that as its reason.
     """
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
+    broken = jnp.any(exist(living) & are_broken(logits))
     logprobs = jax.nn.log_softmax(logits)
-    # Some processors make NaN with a sign, which is ordered last; this one comes first and is seen.
-    logprobs = jnp.where(jnp.isnan(logprobs), jnp.nan, logprobs)
     # If no token is allowed, log_softmax is NaN; -inf ends the text.
-    logprobs = jnp.where(logits == -jnp.inf, -jnp.inf, logprobs)
+    logprobs = jnp.where(exist(living)[:, None] & (logits > -jnp.inf), logprobs, -jnp.inf)
     scores = living.scores[:, None] + logprobs
     # Of one text no more than these can be wanted: W that go on, and those that end.
     size = min(width + stop.size, scores.shape[1])
@@ -109,4 +111,10 @@ def choose(
     parents, living_now = grown(going, going)
     _, ended_now = grown(scores, jnp.where(ended, scores, -jnp.inf))
     kept = best(search.ended, ended_now, penalty)
-    return parents, Search(living_now, kept, search.length + 1, search.reason)
+    grown_search = Search(living_now, kept, search.length + 1, search.reason)
+    reason = jnp.int32(Reason.NONFINITE_LOGITS)
+    return jax.tree.map(
+        partial(jnp.where, broken),
+        (jnp.arange(width, dtype=jnp.int32), search._replace(reason=reason)),
+        (parents, grown_search),
+    )

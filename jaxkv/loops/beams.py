@@ -36,8 +36,8 @@ class Beams(NamedTuple):
     lengths: `[W]` int32, the tokens of each text, its stop token included.
     held: `[W]` int32, how many tokens of a text its sequence holds after the prompt; -1 where the
       sequence holds nothing, not even the prompt.
-    reason: `[]` int32, a `Reason`: why the memory refused a step, which ended the search; FITS
-      while it did not.
+    reason: `[]` int32, a `Reason`: why the memory refused a step, or NONFINITE_LOGITS of a beam,
+      either of which ended the search; else FITS.
     """
 
     tokens: jax.Array

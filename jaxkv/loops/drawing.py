@@ -61,12 +61,16 @@ def a_sampler(sampler: Any) -> Sampler:
 
 
 def adjusted_by(sampler: Sampler, logits: jax.Array, state: Any) -> jax.Array:
-    """Return what a sampler leaves of logits, `[T, V]`; NaN for a text that has one among them.
+    """Return what a sampler leaves of logits, `[T, V]`; NaN for a text whose logits are broken.
 
-    A filter may hide it, and a text would go on with what its model has no answer to.
+    A filter could hide a NaN, and the text would go on with what its model has no answer to.
     """
-    broken = jnp.any(jnp.isnan(logits), axis=1, keepdims=True)
-    return jnp.where(broken, jnp.nan, sampler.adjust(logits, state))
+    return jnp.where(are_broken(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
+
+
+def are_broken(logits: jax.Array) -> jax.Array:
+    """Return for which texts logits, `[..., V]`, hold NaN or +inf; `[...]` bool."""
+    return jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
 
 
 def draw_key(key: jax.Array, numbers: jax.Array, use: int = 0) -> jax.Array:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.drawing import Sampler, a_sampler, adjusted_by, draw, draw_key
+from jaxkv.loops.drawing import Sampler, a_sampler, adjusted_by, are_broken, draw, draw_key
 from jaxkv.loops.rows import chosen, listed
 from jaxkv.loops.state import DecodeState, ends, resume
 from jaxkv.memory import Memory, split
 from jaxkv.places import integers, is_traced
+from jaxkv.plan import Reason
 from jaxkv.tables import program
 
 
@@ -22,7 +23,7 @@ class Picked(NamedTuple):
     tokens: `[T, n]` int32, -1 where a text had ended.
     logprobs: `[T, n]` float32, the logarithms of their probabilities by the model alone, before a
       sampler adjusted anything; 0 where a text had ended, so that their sum is that of the text.
-      NaN where logits are, which ends a text without a token.
+      NaN where logits hold NaN or +inf, which ends a text without a token.
     """
 
     tokens: jax.Array
@@ -153,6 +154,7 @@ def advance(
         token=jnp.where(picked, token, state.token),
         active=state.active & ~(active & ended),
         left=left,
+        reason=reason_after(logits, active, state.reason),
         draw=state.draw + picked,
         adjusting=chosen(picked, followed, state.adjusting),
     )
@@ -162,11 +164,20 @@ def advance(
 def logprob_of(logits: jax.Array, tokens: jax.Array, active: jax.Array) -> jax.Array:
     """Return the logarithms of the probability of tokens, `[T]`; 0 for texts that have ended.
 
-    NaN for a text that goes on where logits are, so that its end is not taken for another one.
+    NaN for a text that goes on where its logits are broken.
     """
     own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
-    every = jax.nn.logsumexp(logits, axis=1)
-    return jnp.where(active & ((tokens >= 0) | jnp.isnan(every)), own - every, 0)
+    # Less the largest first: of large logits a sum in float32 would lose what they differ by.
+    largest = jnp.max(logits, axis=1)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    every = jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=1))
+    logprob = jnp.where(tokens >= 0, own - largest - every, 0)
+    return jnp.where(active, jnp.where(are_broken(logits), jnp.nan, logprob), 0)
+
+
+def reason_after(logits: jax.Array, active: jax.Array, reason: jax.Array) -> jax.Array:
+    """Return the reasons of texts, `[T]`: NONFINITE_LOGITS for an active one with broken logits."""
+    return jnp.where(active & are_broken(logits), Reason.NONFINITE_LOGITS, reason)
 
 
 def stops(stop: Any, count: int) -> Any:

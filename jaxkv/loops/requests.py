@@ -28,7 +28,8 @@ class Finish(Enum):
     STOP: its last token is one of its stop tokens.
     LENGTH: it has as many tokens as its limit.
     FULL: no cell is left and no other text can give way. Never with reservations.
-    NO_TOKEN: no token was allowed to come next, or logits were NaN.
+    NO_TOKEN: no token was allowed to come next.
+    NONFINITE_LOGITS: its logits hold NaN or +inf.
     CANCELLED: it was cancelled.
     """
 
@@ -36,6 +37,7 @@ class Finish(Enum):
     LENGTH = "length"
     FULL = "full"
     NO_TOKEN = "no token"
+    NONFINITE_LOGITS = "nonfinite logits"
     CANCELLED = "cancelled"
 
 

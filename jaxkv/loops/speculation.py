@@ -24,7 +24,7 @@ from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import DecodeState, check_sampler, checked, ends
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_traced
-from jaxkv.plan import Plan
+from jaxkv.plan import Plan, Reason
 from jaxkv.planning.step import plan_next
 from jaxkv.tables import whole
 from jaxkv.verbs.edit import seq_rm
@@ -328,6 +328,7 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
     ended = jnp.min(jnp.where(stopped & held, turn, width), axis=1)
     held &= turn <= ended[:, None]
     picked = jnp.sum(held & (tokens >= 0), axis=1, dtype=jnp.int32)
+    broken = jnp.any(held & jnp.isnan(logprobs), axis=1)
     as_guessed = held[:, :-1] & guess.valid & (tokens[:, :-1] == guess.tokens)
     last = jnp.take_along_axis(tokens, jnp.maximum(picked - 1, 0)[:, None], axis=1)[:, 0]
     left = state.left - picked
@@ -346,7 +347,11 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
         token=jnp.where(picked > 0, last, state.token),
         active=state.active & ~(ok & ((ended < width) | (left <= 0))) & ~dead,
         left=left,
-        reason=jnp.where(dead, plan.reason[state.sequence], state.reason),
+        reason=jnp.where(
+            dead,
+            plan.reason[state.sequence],
+            jnp.where(broken, Reason.NONFINITE_LOGITS, state.reason),
+        ),
         draw=state.draw + picked,
         adjusting=adjusting,
     )

@@ -30,8 +30,8 @@ class DecodeState:
     sequence: `[T]` int32, the sequence of each text, each at most once.
     active: `[T]` bool, the texts that go on.
     left: `[T]` int32, how many more tokens of a text may be picked.
-    reason: `[T]` int32, a `Reason`: why the memory refused a text's token, which ended it; FITS
-      while it did not.
+    reason: `[T]` int32, a `Reason`: why the memory refused a text's token, or NONFINITE_LOGITS,
+      either of which ended it; else FITS.
     key: `[T]`, the random key of each text; each draw folds a number of its own into it.
     draw: `[T]` int32, the number of the next draw. It begins as the position of the token that is
       drawn, and counts tokens from then on, so that no draw repeats where positions come again.

@@ -48,7 +48,9 @@ def turn(keys: Stored, start: jax.Array, stop: jax.Array, rope: Rope) -> Stored:
     lengths = _of_pairs(jnp.hypot, jnp.abs(plain), rope)
     if isinstance(keys, Quantised):
         scales = _scales(keys, lengths)
-        scale = _of_pairs(jnp.maximum, spread(scales, plain.shape[-1]) + jnp.zeros_like(plain), rope)
+        scale = _of_pairs(
+            jnp.maximum, spread(scales, plain.shape[-1]) + jnp.zeros_like(plain), rope
+        )
     else:
         scale = jnp.ones_like(plain)
     scale = jnp.where(scale > 0, scale, 1)

@@ -29,7 +29,7 @@ from models.compiling import compile_all
 from models.model import Model
 from models.room import make_with_room
 from models.text.turns import frame_of, tokens_of_turn
-from models.texts import Writer
+from models.texts import Writer, finish_of
 
 SHORT = 32
 """Tokens of a message that are computed at once where it has few; all else is padding."""
@@ -228,8 +228,8 @@ class Speaker:
             if writer.finish is None and stopped():
                 writer.end("interrupted")
             elif writer.finish is None and not np.asarray(state.active)[0]:
-                if np.asarray(state.reason)[0] == jaxkv.Reason.FITS:
-                    writer.end("no token")
+                if (finish := finish_of(int(np.asarray(state.reason)[0]))) != "full":
+                    writer.end(finish)
                 elif (roomier := self._more_room(chat, 1)) is None:
                     writer.end("full")
                 else:

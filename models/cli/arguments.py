@@ -142,7 +142,7 @@ def add_prompts(add: Callable[..., Any]) -> None:
         action="store_true",
         help="print one JSON object a line for each text, in the order of the prompts, with --file "
         "in that of their ends and with index: prompt, prompt_tokens, tokens, text, and finish: "
-        '"stop", "length", "full", "no token" or "interrupted"',
+        '"stop", "length", "full", "no token", "nonfinite logits" or "interrupted"',
     )
 
 

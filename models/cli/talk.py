@@ -88,6 +88,8 @@ class Talk:
             note("note: the answer ends there and stays as it is; /retry for another")
         elif turn.finish == "no token":
             note("note: the model allows no token to come next")
+        elif turn.finish == "nonfinite logits":
+            note("note: the model's logits hold NaN or infinity, so no token can be picked")
 
     def describe(self) -> str:
         """Write where the conversation stands."""

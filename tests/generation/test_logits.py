@@ -1,0 +1,73 @@
+"""Logits that are very large, and those that hold NaN or +inf: one answer in all loops."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import Reason, loops, make_batch
+from jaxkv.loops import Request
+from jaxkv.loops.batching import Finish, serve
+from jaxkv.loops.sampling import make_sampler
+from tests.generation.tiny import by_table
+
+BEST, WARM = make_sampler(), make_sampler(temperature=1.0)
+TABLE = jnp.roll(jnp.eye(4), 1, axis=1) + 0.01
+
+
+def prompted(table=TABLE, prompt=(1, 2), sequences=2):
+    memory = jaxkv.make_kv_cache(
+        layers=1, cells=32, kv_heads=1, head_dim=1, sequences=sequences, streams=sequences
+    )
+    return jaxkv.prefill(by_table, table, memory, make_batch([list(prompt)]))
+
+
+@pytest.mark.parametrize("more", [0.0, 1e3, 4e6, -4e6])
+def test_logprobs_large_logits_are_exact(more):
+    """All steps of 0.5 are exact in float32."""
+    memory, _ = prompted()
+    logits = jnp.array([[0.0, 0.5, 1.0, 1.5]]) + more
+    _, picked = loops.begin(BEST, memory, logits)
+    assert picked.logprobs[0, 0] == pytest.approx(1.5 - np.log(np.exp([0, 0.5, 1, 1.5]).sum()))
+
+
+@pytest.mark.parametrize("wrong", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("sampler", [BEST, WARM], ids=["best", "drawn"])
+def test_begin_broken_logits_end_the_text_by_name(sampler, wrong):
+    """A logit of -inf only forbids a token."""
+    memory, _ = prompted()
+    logits = jnp.array([[0.0, wrong, 1.0, 2.0], [0.0, -jnp.inf, 1.0, 2.0]])
+    state, picked = loops.begin(sampler, jaxkv.seq_cp(memory, 0, 1), logits)
+    assert state.reason.tolist() == [Reason.NONFINITE_LOGITS, Reason.FITS]
+    assert state.active.tolist() == [False, True]
+    assert picked.tokens[0, 0] == -1 and picked.tokens[1, 0] in (0, 2, 3)
+    assert np.isnan(picked.logprobs).tolist() == [[True], [False]]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("wrong", [jnp.nan, jnp.inf])
+def test_loops_broken_logits_end_the_text_by_name(wrong):
+    """After token 3, which the third step feeds."""
+    table = jnp.log(TABLE).at[3, 0].set(wrong)
+
+    def forward(weights, memory, ubatch):
+        memory, _ = by_table(jnp.ones((4, 4)), memory, ubatch)
+        return memory, table[ubatch.tokens.reshape(-1)[ubatch.outputs]]
+
+    memory, logits = prompted(prompt=(0,))
+    state, _ = loops.begin(BEST, memory, logits)
+    _, after, picked = jaxkv.decode(forward, BEST, None, memory, state, steps=5)
+    made = jaxkv.speculate(
+        forward, loops.lookup([[0]], ngram=1), BEST, None, memory, state, steps=5
+    )
+    for state, found in ((after, picked), (made[2], made[3])):
+        assert found.tokens[0].tolist() == [2, 3, -1, -1, -1]
+        assert np.isnan(found.logprobs[0]).tolist()[:3] == [False, False, True]
+        assert state.reason[0] == Reason.NONFINITE_LOGITS and not state.active[0]
+
+    _, beams = loops.beam(forward, None, memory, logits, width=2, steps=5)
+    assert beams.reason == Reason.NONFINITE_LOGITS
+    assert beams.tokens[0].tolist() == [1, 2, 3, -1, -1] and np.isfinite(beams.scores[0])
+    memory, _ = prompted()
+    (result,) = serve(forward, None, jaxkv.clear(memory), [Request(prompt=[0], limit=9)], chunk=8)
+    assert result.reason == Finish.NONFINITE_LOGITS and result.tokens.tolist() == [1, 2, 3]
