@@ -192,9 +192,9 @@ def can_resume(states: States, seq: jax.Array, pos: jax.Array) -> jax.Array:
 def remove(states: T, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[T, jax.Array]:
     """Forget a range of one sequence, of every sequence if `seq` is -1; or refuse.
 
-    A range that ends before the end of a sequence, or begins beyond it, is granted and changes
-    nothing: what a state has seen stays in it. An end is cut off where a state stands right before
-    it, and that becomes the current one. A whole sequence can always go. All else is refused.
+    A range in which the sequence has no token is granted and changes nothing. An end is cut off
+    where a state stands right before it, and that becomes the current one. A whole sequence can
+    always go. All else is refused: what a state has seen stays in it.
 
     Args:
       states: the table.
@@ -218,11 +218,12 @@ def _cut(
     asked = (seq == -1) | (jnp.arange(states.sequences) == seq)
     end = reached(states, asked)
     start, stop = jnp.maximum(start, 0), end_of(stop)
-    cut = (start <= end) & (end < stop)  # never where nothing is asked for or held
+    touched = (start <= end) & (start < stop)  # never where nothing is asked for or held
+    cut = touched & (end < stop)
     whole = cut & (start == 0)
-    stands = jnp.any(states.position == start - 1, axis=1)
+    stands = cut & jnp.any(states.position == start - 1, axis=1)
     stays = ~cut[:, None] | (states.position < start)
-    return stays, whole, jnp.all(~cut | whole | stands)
+    return stays, whole, jnp.all(~touched | whole | stands)
 
 
 def keep(states: T, seq: jax.Array) -> T:
