@@ -36,9 +36,12 @@ def heads(size):
 
 
 @jax.jit
-def moved(memory, delta):
-    memory = jaxkv.seq_add(memory, 0, 0, -1, delta)
-    return jaxkv.apply(memory, jaxkv.init_update(memory))
+def moved(memory, delta, times=1):
+    def once(_, memory):
+        memory = jaxkv.seq_add(memory, 0, 0, -1, delta)
+        return jaxkv.apply(memory, jaxkv.init_update(memory))
+
+    return jax.lax.fori_loop(0, times, once, memory)
 
 
 def keys_of(memory):
@@ -67,14 +70,15 @@ ROPES = {
 FORMS = ["bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("dtype", "rope"),
     in_lanes(
-        [*((dtype, "halves") for dtype in FORMS), *(("int8", rope) for rope in ROPES)][:-4]
-        + [("int8", "two scales"), ("int8", "partial neighbours"), ("bfloat16", "yarn")],
+        [
+            *((dtype, "halves") for dtype in FORMS),
+            *(("int8", rope) for rope in ("two scales", "partial neighbours", "yarn")),
+        ],
         fast=[],
-        core=[("bfloat16", "halves"), ("int8", "two scales"), ("float8_e4m3fn", "halves")],
+        core=[("bfloat16", "halves"), ("int8", "partial neighbours")],
     ),
 )
 def test_update_500_times_is_as_exact_as_once(dtype, rope):
@@ -84,10 +88,8 @@ def test_update_500_times_is_as_exact_as_once(dtype, rope):
     q, k, v = heads(size)
     memory, _ = written(1000, q, k, v, rope=rope, dtype=dtype)
     errors = {}
-    for move in range(1, 501):
-        memory = moved(memory, -2)
-        if move in (1, 500):
-            positions = 1000 - 2 * move + jnp.arange(TOKENS)
-            wanted = rotate(k, positions, rope)
-            errors[move] = np.linalg.norm(keys_of(memory) - wanted)
+    for times in (1, 500):
+        positions = 1000 - 2 * times + jnp.arange(TOKENS)
+        wanted = rotate(k, positions, rope)
+        errors[times] = np.linalg.norm(keys_of(moved(memory, -2, times)) - wanted)
     assert 0 < errors[500] < 1.5 * errors[1]

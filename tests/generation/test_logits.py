@@ -6,8 +6,8 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, loops, make_batch
-from jaxkv.loops import Request
-from jaxkv.loops.batching import Finish, serve
+from jaxkv.loops.batching import serve
+from jaxkv.loops.requests import Finish, Request
 from jaxkv.loops.sampling import make_sampler
 from tests.generation.tiny import by_table
 
@@ -57,7 +57,7 @@ def test_loops_broken_logits_end_the_text_by_name(wrong):
     memory, logits = prompted(prompt=(0,))
     state, _ = loops.begin(BEST, memory, logits)
     _, after, picked = jaxkv.decode(forward, BEST, None, memory, state, steps=5)
-    made = jaxkv.speculate(
+    made = loops.speculate(
         forward, loops.lookup([[0]], ngram=1), BEST, None, memory, state, steps=5
     )
     for state, found in ((after, picked), (made[2], made[3])):
