@@ -235,13 +235,15 @@ def _speculate(
             after = turn.tokens[:, :-1]
         fed = jnp.concatenate([now.state.token[:, None], after], axis=1)
         tried = jnp.where(turn.picked > 0, tried, 0)
+        # The log-probability that names the end has no token.
+        broken = active & (turn.state.reason == Reason.NONFINITE_LOGITS)
         return _Progress(
             memory=memory,
             state=turn.state,
             draft=draft.follow(now.state.sequence, now.at, fed, turn.picked),
             made=Speculated(
                 tokens=_appended(made.tokens, done, turn.tokens, turn.picked),
-                logprobs=_appended(made.logprobs, done, turn.logprobs, turn.picked),
+                logprobs=_appended(made.logprobs, done, turn.logprobs, turn.picked + broken),
                 turns=made.turns + active,
                 tried=made.tried + tried,
                 accepted=made.accepted + turn.accepted,

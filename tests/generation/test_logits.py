@@ -60,7 +60,7 @@ def test_loops_broken_logits_end_the_text_by_name(wrong):
     made = loops.speculate(
         forward, loops.lookup([[0]], ngram=1), BEST, None, memory, state, steps=5
     )
-    for state, found in ((after, picked), (made[2], made[3])):
+    for state, found in ((after, picked), (made[1], made[3])):
         assert found.tokens[0].tolist() == [2, 3, -1, -1, -1]
         assert np.isnan(found.logprobs[0]).tolist()[:3] == [False, False, True]
         assert state.reason[0] == Reason.NONFINITE_LOGITS and not state.active[0]
