@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxkv
 from jaxkv.recurrent.states import States
@@ -257,17 +256,3 @@ def told(kept: int = 0, counts: Sequence[int] = (10,), **options: Any) -> Twin:
         counts = [count - some for count, some in zip(counts, now, strict=True)]
     twin.compare()
     return twin
-
-
-KINDS = {
-    "recurrent": {"kinds": "rr"},
-    "attention": {"kinds": "ar"},
-    "window": {"kinds": "ra", "window": jaxkv.window.sliding(4)},
-    "parallel": {"kinds": "ba"},
-}
-"""A recurrent memory alone, and beside attention: options of `Twin`."""
-
-over_kinds = pytest.mark.parametrize(
-    "kind",
-    [kind if kind == "attention" else pytest.param(kind, marks=pytest.mark.core) for kind in KINDS],
-)

@@ -1,6 +1,6 @@
 """The memories under test, and two tiny models to run through them.
 
-A test of a property is written once and runs over `KINDS`: a new kind is a new entry there.
+A test of a property is written once and runs over `ALL_KINDS`: a new kind is a new entry there.
 """
 
 import re
@@ -21,6 +21,7 @@ from jaxkv.kv.cells import Cells, Placement
 from jaxkv.kv.mask import visible
 from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import Quantised, Stored, decoded
+from jaxkv.window import chunked, sliding, symmetric
 from tests.oracle import Content, Fault, Oracle, Place, Plan, Token
 from tests.rules import Side, numbered
 
@@ -107,66 +108,33 @@ class Kind:
 
 
 SMALL = Kind("small", cells=12, sequences=3)
-RUNS = Kind("contiguous", cells=12, sequences=3, placement="contiguous")
+RUNS = replace(SMALL, name="contiguous", placement="contiguous")
 WIDE = Kind("two-owner-words", cells=40, sequences=40)
 SPLIT = Kind("split", cells=8, sequences=3, streams=3)
-WINDOW = Kind("window", cells=12, sequences=3, windows=(jaxkv.window.sliding(3),))
-CHUNKS = Kind("chunks", cells=10, sequences=3, streams=3, windows=(jaxkv.window.chunked(4),))
-TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, jaxkv.window.sliding(4)))
+WINDOW = replace(SMALL, name="window", windows=(sliding(3),))
+CHUNKS = replace(SPLIT, name="chunks", cells=10, windows=(chunked(4),))
+TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, sliding(4)))
 TWO_SPLIT = Kind(
-    "full-and-window-split",
-    cells=10,
-    sequences=3,
-    streams=3,
-    placement="contiguous",
-    windows=(None, jaxkv.window.symmetric(5)),
+    "full-and-window-split", 10, 3, "contiguous", streams=3, windows=(None, symmetric(5))
 )
 GROUPS = Kind("groups", cells=10, sequences=4, streams=2)
-GROUPS_WINDOW = Kind(
-    "groups-window", cells=9, sequences=4, streams=2, windows=(jaxkv.window.sliding(3),)
-)
+GROUPS_WINDOW = replace(GROUPS, name="groups-window", cells=9, windows=(sliding(3),))
 GROUPS_RUNS = Kind(
-    "groups-contiguous-full-and-window",
-    cells=12,
-    sequences=8,
-    streams=4,
-    placement="contiguous",
-    windows=(None, jaxkv.window.chunked(4)),
+    "groups-contiguous-full-and-window", 12, 8, "contiguous", streams=4, windows=(None, chunked(4))
 )
 STRIPES = Kind("striped", cells=16, sequences=3, placement="striped", shards=2)
-STRIPES_SPLIT = Kind(
-    "striped-split-full-and-window",
-    cells=12,
-    sequences=3,
-    streams=3,
-    placement="striped",
-    shards=3,
-    windows=(None, jaxkv.window.sliding(4)),
-)
 GROUPS_STRIPES = Kind(
-    "groups-striped-window",
-    cells=9,
-    sequences=4,
-    streams=2,
-    placement="striped",
-    shards=3,
-    windows=(jaxkv.window.sliding(3),),
+    "groups-striped-window", 9, 4, "striped", shards=3, streams=2, windows=(sliding(3),)
 )
 TILES = Kind("tiled", cells=16, sequences=4, placement="tiled")
-GROUPS_TILES = Kind(
-    "groups-tiled-full-and-window",
-    cells=16,
-    sequences=4,
-    streams=2,
-    placement="tiled",
-    windows=(None, jaxkv.window.sliding(3)),
+GROUPS_TILES = replace(
+    TILES, name="groups-tiled-full-and-window", streams=2, windows=(None, sliding(3))
 )
-CODES = Kind("groups-int8", cells=10, sequences=4, streams=2, dtype="int8")
-LATENT = Kind("groups-latent", cells=10, sequences=4, streams=2, latent=(1, 4))
-STACKED = Kind("stacked-groups", cells=10, sequences=4, streams=2, stacked=True)
-KINDS = [SMALL, RUNS, WIDE, STRIPES]
-ALL_KINDS = [*KINDS, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS, GROUPS_WINDOW, GROUPS_RUNS]
-ALL_KINDS += [STRIPES_SPLIT, GROUPS_STRIPES, TILES, GROUPS_TILES, STACKED]
+CODES = replace(GROUPS, name="groups-int8", dtype="int8")
+LATENT = replace(GROUPS, name="groups-latent", latent=(1, 4))
+STACKED = replace(GROUPS, name="stacked-groups", stacked=True)
+ALL_KINDS = [SMALL, RUNS, WIDE, STRIPES, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS]
+ALL_KINDS += [GROUPS_WINDOW, GROUPS_RUNS, GROUPS_STRIPES, TILES, GROUPS_TILES, STACKED]
 
 WIDTH = 8
 """Tokens of a row where all sequences are told something at once."""

@@ -122,6 +122,11 @@ class Oracle(Side):
         """Whether the next token of a sequence would see a cell that was taken from it."""
         return self.evicted_below[seq] > self.window_begins(self.reached(seq) + 1)
 
+    def can_resume(self, seq: int, pos: int) -> bool:
+        """Whether a token at a position would see all that it should."""
+        follows = self.reached(seq) < 0 or pos <= self.reached(seq) + 1
+        return pos >= 0 and follows and self.evicted_below[seq] <= self.window_begins(pos)
+
     def seen_next(self, seq: int) -> tuple:
         """What the next token of a sequence sees, wherever that lies."""
         low = self.window_begins(self.reached(seq) + 1)

@@ -99,15 +99,10 @@ class Twin:
         *,
         in_parts: bool | None = None,
     ) -> tuple[jaxkv.Plan, list[list[Part]]]:
-        """Plan new tokens on both sides; the answers are the same.
+        """Plan new tokens, of a sequence or several each, on both sides; the answers are the same.
 
-        Args:
-          sequences: of each token one, or several.
-          positions: of the tokens; None for those that come next.
-          in_parts: whether the batch is cut in ubatches of 4, if not as `in_rows` says.
-
-        Returns:
-          The plan, and for each of its ubatches what the oracles would do.
+        `in_parts` is whether they are cut in ubatches of 4, if not as `in_rows` says. Returned are
+        the plan, and for each of its ubatches what the oracles would do.
         """
         in_parts = not self.in_rows if in_parts is None else in_parts
         tokens = self.batch(sequences, positions)

@@ -210,7 +210,7 @@ def kv(**changes):
 
 
 def recurrent(states=STATE, **changes):
-    return make_recurrent_cache(layers=1, states=states, **changes)
+    return make_recurrent_cache(**{"layers": 1, "states": states} | changes)
 
 
 def with_layers(*layers, pair=tuple):
@@ -224,7 +224,6 @@ MEMORIES = [
     bad("cells that 3 shards divide, got 8: take 9", kv, placement="striped", shards=3),
     bad("shards only with placement='striped', got 1 and 'scattered'", kv, shards=1),
     bad("a floating dtype .* or int8 .*, got int16: .* take int8", kv, dtype=jnp.int16),
-    bad("wanted a floating dtype .* or int8 .*, got uint8", kv, dtype="uint8"),
     bad("floating dtype with signs and NaN .*, got float8", kv, dtype=jnp.float8_e8m0fnu),
     bad("a dtype .*, got 'float31'", kv, dtype="float31", error=TypeError),
     bad("wanted value_dim of at least 1, got 0", kv, value_dim=0),
@@ -243,12 +242,27 @@ MEMORIES = [
     bad("fewer than 2..60 numbers of keys", kv, kv_heads=BIG, head_dim=BIG),
     bad("wanted a window's rule of .*, got 'std'", jaxkv.window.Window, 4, "std"),
     bad("integer for the width of a window", jaxkv.window.sliding, 2.5, error=TypeError),
+    bad("positions, of at least 1, got 0", jaxkv.window.sliding, 0),
+    bad("needs to be told its cells", kv, cells=None),
     bad("wanted states as a mapping", recurrent, ["x"], error=TypeError),
     *(
         bad(r"wanted \(shape, dtype\) for the state x, got \(3,", recurrent, x, error=TypeError)
         for x in ({"x": (3,)}, {"x": (3, jnp.float32)})
     ),
     bad("states of a stream of at most 1073741823", recurrent, rollback=2**30),
+    bad("layers of at least 1, got 0", recurrent, layers=0),
+    bad("sequences of at least 1, got 0", recurrent, sequences=0),
+    bad("rollback of at least 0, got -1", recurrent, rollback=-1),
+    bad("at least one state", recurrent, {}),
+    bad(r"deal out 3 .*, one of \[1, 3\], got 2", recurrent, sequences=3, streams=2),
+    bad("at least one part", make_hybrid_cache),
+    *(  # a fork shares cells in one stream and copies them between several
+        bad(wanted, lambda one: make_hybrid_cache((kv(), (0, 1)), (one, (2,))), cache(one))
+        for wanted, one in (
+            (r"same number of streams, got \[1, 3\]", lambda: recurrent(sequences=3, streams=3)),
+            (r"same number of sequences, got \[3, 1\]", recurrent),
+        )
+    ),
     bad("wanted a layer of at least 0, got -1", with_layers, -1, 0),
     bad("wanted an integer for a layer, got 0.5", with_layers, 0.5, 1, error=TypeError),
     *(
@@ -306,6 +320,14 @@ def states_applied():
     return jaxkv.apply(states(), plan), plan.ubatches[0]
 
 
+@cache
+def apart():
+    """A memory whose parts serve layers 0 and 2, and a ubatch."""
+    parts = ((kv(layers=1), (layer,)) for layer in (0, 2))
+    memory = make_hybrid_cache(*parts)
+    return memory, *jaxkv.init_batch(memory, make_batch([1])).ubatches
+
+
 def on_lost_buffers(verb, applied, *args):
     memory, ubatch = applied
     table, buffers = jaxkv.split(memory)
@@ -327,7 +349,9 @@ LAYERS = [
         lambda: jax.lax.fori_loop(0, 1, lambda i, _: attend(i)[1], X),
         error=TypeError,
     ),
+    bad(r"of \[0, 2\], got 1", lambda one: jaxkv.attend(one[0], 1, one[1], X, X, X), apart),
     *(bad("wanted.* softcap above 0", attend, softcap=cap) for cap in (0.0, np.inf)),
+    bad(r"wanted sinks \(2,\)", attend, sinks=np.zeros(3, np.float32)),
     bad("wanted causal as True or False", attend, causal=None, error=TypeError),
     bad("wanted an array for sinks", attend, sinks=[0.0], error=TypeError),
     bad(
