@@ -240,7 +240,7 @@ class Twin(twins.Twin):
         assert kept_of(table, buffers) == expected, jaxkv.show(self.memory)
         assert table.dead_until.tolist() == [*oracle.dead_until.values()], jaxkv.show(self.memory)
 
-    def run(self, memory: Any, ubatch: jaxkv.Ubatch, look: Any = None) -> tuple[Any, ...]:
+    def run(self, memory: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
         """Run the model; what its tokens see of attention is not compared."""
         memory, _ = walk(memory, ubatch, self.kinds)
         return memory, [], []

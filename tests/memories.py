@@ -6,7 +6,7 @@ A test of a property is written once and runs over `ALL_KINDS`: a new kind is a 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import chex
@@ -146,35 +146,14 @@ COUNTS = [1, 7]
 # ------------------------------------------------------------------------------- two tiny models
 
 
-@dataclass(frozen=True)
-class Look:
-    """How the tokens of a step look.
-
-    biased: whether `sway` is added to their logits.
-    ahead: how many positions past its own each sees, as `until` tells; None where it is left out.
-    """
-
-    biased: bool = False
-    ahead: int | None = None
-
-
-LOOKS = [Look(), Look(biased=True, ahead=0), Look(biased=True, ahead=3)]
-
-
-def sway(query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
-    """A bias that tells positions of queries, those of keys and heads apart."""
-    return jnp.sin((query + 2 * key + head).astype(jnp.float32))
-
-
-@partial(jax.jit, static_argnames="biased")
+@jax.jit
 def sign(
-    memory: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None = None, *, biased: bool = False
+    memory: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None = None
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
     """Apply a ubatch and let every token sign its key and value; `contents_of` reads them.
 
-    Queries are zero, so that the output of a token is the mean of the signatures it sees, weighed
-    by the bias if there is one. Values are what `Kind.value` says: keys with the other sign, or
-    numbers of theirs.
+    Queries are zero, so that the output of a token is the mean of the signatures it sees. Values
+    are what `Kind.value` says: keys with the other sign, or numbers of theirs.
 
     Returns:
       The memory; the mask of each part, `[R, T, N]`; and what the tokens saw in each layer,
@@ -183,7 +162,7 @@ def sign(
     memory = jaxkv.apply(memory, ubatch)
     saw = []
     for layer in range(LAYERS):
-        memory, seen = attend_signed(memory, layer, ubatch, until, biased=biased)
+        memory, seen = attend_signed(memory, layer, ubatch, until)
         saw.append(seen)
     parts = [table for table, _ in parts_of(memory)]
     own = [ubatch] if len(parts) == 1 else [part_of(ubatch, i) for i in range(len(parts))]
@@ -192,12 +171,7 @@ def sign(
 
 
 def attend_signed(
-    memory: Any,
-    layer: int,
-    ubatch: jaxkv.Ubatch,
-    until: jax.Array | None = None,
-    *,
-    biased: bool = False,
+    memory: Any, layer: int, ubatch: jaxkv.Ubatch, until: jax.Array | None = None
 ) -> tuple[Any, jax.Array]:
     """Attend with signatures in one layer; the memory, and what was seen, `[R, T, H, Dv]`."""
     latent = any(is_latent(buffers) for _, buffers in parts_of(memory))
@@ -206,8 +180,7 @@ def attend_signed(
     k = jnp.stack([jnp.stack([*fields, label], -1) for label in labels], axis=-2)
     k = k.astype(jnp.float32)
     q = jnp.zeros((*ubatch.valid.shape, 2 * HEADS, SIZE))
-    v, bias = None if latent else -k, sway if biased else None
-    return jaxkv.attend(memory, layer, ubatch, q, k, v, bias=bias, until=until)
+    return jaxkv.attend(memory, layer, ubatch, q, k, None if latent else -k, until=until)
 
 
 @jax.jit
@@ -228,19 +201,14 @@ def parts_of(memory: Any) -> list[tuple[Cells, Buffers]]:
 
 def random_weights() -> dict[str, jax.Array]:
     """Make the weights of `think`, always the same."""
-    rng = np.random.default_rng(0)
-    width = 2 * HEADS * SIZE
+    rng, width, narrow = np.random.default_rng(0), 2 * HEADS * SIZE, HEADS * SIZE
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
 
-    return {
-        "embedding": normal(VOCABULARY, width) * 4,
-        "q": normal(LAYERS, width, width),
-        "k": normal(LAYERS, width, HEADS * SIZE),
-        "v": normal(LAYERS, width, HEADS * SIZE),
-        "out": normal(LAYERS, width, width),
-    }
+    weights = {"embedding": normal(VOCABULARY, width) * 4}
+    sizes = {"q": width, "k": narrow, "v": narrow, "out": width}
+    return weights | {name: normal(LAYERS, width, size) for name, size in sizes.items()}
 
 
 WEIGHTS = random_weights()

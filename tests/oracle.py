@@ -431,8 +431,8 @@ class Oracle(Side):
         batch: Sequence[Token],
         *,
         ubatch_size: int | None,
-        reached: Callable[[int], int] | None = None,
-        lost: Iterable[int] = (),
+        reached: Callable[[int], int],
+        lost: Iterable[int],
     ) -> Plan:
         """Check a batch, then find a cell for every token or for none.
 
@@ -441,7 +441,6 @@ class Oracle(Side):
         first, and the lower id where two ask for the same. Those that share a token ask together.
         See `Side.faults` and `Side.cut` for the options.
         """
-        reached = reached or self.reached
         batch = rules.numbered(batch, reached)
         faults = self.faults(batch, reached, [*lost])
         groups = self._groups(batch, faults)

@@ -1,5 +1,7 @@
 """The edges of what numbers, positions, sequences and bits of stamps may be, where all is well."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,7 +96,8 @@ def test_spared_counts_each_owner_of_a_cell_but_one():
         (SMALL, [6, 4, 3], 4, [1], [True]),
         (SPLIT, [8, 9, 0], 1, [0, 0, 0], [True, False, True]),
         (WINDOW, [99, 99, 99], 6, [0], [True]),  # of each, the two tokens that the next one sees
-        (WINDOW, [99, 99, 99], 7, [1], [True]),
+        (replace(WINDOW, cells=8), [8, 3, 0], 4, [2], [True]),
+        (replace(WINDOW, cells=7), [8, 3, 0], 4, [2], [False]),
         (WINDOW, [5, 5, 2], 99, [0], [True]),  # never more than the texts are long
     ],
 )

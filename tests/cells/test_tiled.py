@@ -212,7 +212,7 @@ def test_run_tiled_matches_scattered():
         for seq, tokens in ((0, [1, 2, 3]), (2, [1, 2, 5])):
             memory, _ = run(memory, jaxkv.make_batch(tokens, sequences=seq))
         memory = jaxkv.seq_cp(memory, 0, 1)
-        for batch, wanted in ([[[4]] * 3, tile], [[[1, 2, 3, 4]], None]):
+        for batch, wanted in ([[[4]] * 3, tile], [[[5] * 8], None]):
             plan = jaxkv.init_batch(memory, jaxkv.make_batch(batch))
             assert jaxkv.kv.mask.sight_of(memory.table, plan.ubatches[0]).tile == wanted
         said.append(run(memory, jaxkv.make_batch([[4]] * 3, sequences=[0, 1, 2]))[1])
