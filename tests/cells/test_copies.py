@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import jaxkv
+from jaxkv.kv.shift import CHUNK
 from tests.cells.pools import FOUR, ONE, TWO, fed, noisy, texts_of
 from tests.memories import Kind, assert_identical, drawing, drawn
 
@@ -103,10 +104,11 @@ def test_seq_cp_donated_is_the_same_and_deletes():
 def test_seq_cp_more_cells_than_a_chunk(kind):
     memory = noisy(" ".join(f"{i}{{0}}" for i in range(520)), kind)
     targets = [1] if kind.sequences == 2 else [5, 2, 4]
-    copied = jaxkv.seq_cp(memory, 0, targets, 3, 519)
-    assert_copied(memory, copied, dict.fromkeys(targets, 0), 3, 519)
-    assert len(texts_of(copied)[targets[0]]) == 516
-    assert jaxkv.used(copied) == 520 + 516 * (1 if kind.sequences == 2 else 2)
+    for end in (CHUNK + 1, 519):  # the first cell of the second chunk is the last one, or is not
+        copied = jaxkv.seq_cp(memory, 0, targets, 3, end)
+        assert_copied(memory, copied, dict.fromkeys(targets, 0), 3, end)
+        assert len(texts_of(copied)[targets[0]]) == end - 3
+        assert jaxkv.used(copied) == 520 + (end - 3) * (1 if kind.sequences == 2 else 2)
 
 
 # ---- seq_cp, where streams are shared: room
