@@ -35,6 +35,7 @@ def run(machine, runs, steps):
     )
 
 
+@pytest.mark.core
 def test_verbs_match_oracle_of_one_pool():
     run(lambda: Verbs(SMALL, counts=(3, 7), moves=(2, 2), looks_ahead=False), runs=15, steps=20)
 
