@@ -17,7 +17,7 @@ stage() {
   local limit=$1 heading=$2 start=$SECONDS status word=ok
   shift 2
   printf '\n=== %s\n' "$heading"
-  timeout --kill-after=30 "$limit" "$@" </dev/null
+  timeout --signal=INT --kill-after=30 "$limit" "$@" </dev/null
   status=$?
   if ((status == 124 || status == 137)); then
     word="out of time"

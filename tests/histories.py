@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxkv
 from jaxkv.recurrent.states import States
@@ -241,7 +240,7 @@ class Twin(twins.Twin):
         assert kept_of(table, buffers) == expected, jaxkv.show(self.memory)
         assert table.dead_until.tolist() == [*oracle.dead_until.values()], jaxkv.show(self.memory)
 
-    def run(self, memory: Any, ubatch: jaxkv.Ubatch, look: Any = None) -> tuple[Any, ...]:
+    def run(self, memory: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
         """Run the model; what its tokens see of attention is not compared."""
         memory, _ = walk(memory, ubatch, self.kinds)
         return memory, [], []
@@ -257,17 +256,3 @@ def told(kept: int = 0, counts: Sequence[int] = (10,), **options: Any) -> Twin:
         counts = [count - some for count, some in zip(counts, now, strict=True)]
     twin.compare()
     return twin
-
-
-KINDS = {
-    "recurrent": {"kinds": "rr"},
-    "attention": {"kinds": "ar"},
-    "window": {"kinds": "ra", "window": jaxkv.window.sliding(4)},
-    "parallel": {"kinds": "ba"},
-}
-"""A recurrent memory alone, and beside attention: options of `Twin`."""
-
-over_kinds = pytest.mark.parametrize(
-    "kind",
-    [kind if kind == "attention" else pytest.param(kind, marks=pytest.mark.core) for kind in KINDS],
-)

@@ -1,12 +1,12 @@
 """The memories under test, and two tiny models to run through them.
 
-A test of a property is written once and runs over `KINDS`: a new kind is a new entry there.
+A test of a property is written once and runs over `ALL_KINDS`: a new kind is a new entry there.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import chex
@@ -21,6 +21,7 @@ from jaxkv.kv.cells import Cells, Placement
 from jaxkv.kv.mask import visible
 from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import Quantised, Stored, decoded
+from jaxkv.window import chunked, sliding, symmetric
 from tests.oracle import Content, Fault, Oracle, Place, Plan, Token
 from tests.rules import Side, numbered
 
@@ -107,66 +108,33 @@ class Kind:
 
 
 SMALL = Kind("small", cells=12, sequences=3)
-RUNS = Kind("contiguous", cells=12, sequences=3, placement="contiguous")
+RUNS = replace(SMALL, name="contiguous", placement="contiguous")
 WIDE = Kind("two-owner-words", cells=40, sequences=40)
 SPLIT = Kind("split", cells=8, sequences=3, streams=3)
-WINDOW = Kind("window", cells=12, sequences=3, windows=(jaxkv.window.sliding(3),))
-CHUNKS = Kind("chunks", cells=10, sequences=3, streams=3, windows=(jaxkv.window.chunked(4),))
-TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, jaxkv.window.sliding(4)))
+WINDOW = replace(SMALL, name="window", windows=(sliding(3),))
+CHUNKS = replace(SPLIT, name="chunks", cells=10, windows=(chunked(4),))
+TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, sliding(4)))
 TWO_SPLIT = Kind(
-    "full-and-window-split",
-    cells=10,
-    sequences=3,
-    streams=3,
-    placement="contiguous",
-    windows=(None, jaxkv.window.symmetric(5)),
+    "full-and-window-split", 10, 3, "contiguous", streams=3, windows=(None, symmetric(5))
 )
 GROUPS = Kind("groups", cells=10, sequences=4, streams=2)
-GROUPS_WINDOW = Kind(
-    "groups-window", cells=9, sequences=4, streams=2, windows=(jaxkv.window.sliding(3),)
-)
+GROUPS_WINDOW = replace(GROUPS, name="groups-window", cells=9, windows=(sliding(3),))
 GROUPS_RUNS = Kind(
-    "groups-contiguous-full-and-window",
-    cells=12,
-    sequences=8,
-    streams=4,
-    placement="contiguous",
-    windows=(None, jaxkv.window.chunked(4)),
+    "groups-contiguous-full-and-window", 12, 8, "contiguous", streams=4, windows=(None, chunked(4))
 )
 STRIPES = Kind("striped", cells=16, sequences=3, placement="striped", shards=2)
-STRIPES_SPLIT = Kind(
-    "striped-split-full-and-window",
-    cells=12,
-    sequences=3,
-    streams=3,
-    placement="striped",
-    shards=3,
-    windows=(None, jaxkv.window.sliding(4)),
-)
 GROUPS_STRIPES = Kind(
-    "groups-striped-window",
-    cells=9,
-    sequences=4,
-    streams=2,
-    placement="striped",
-    shards=3,
-    windows=(jaxkv.window.sliding(3),),
+    "groups-striped-window", 9, 4, "striped", shards=3, streams=2, windows=(sliding(3),)
 )
 TILES = Kind("tiled", cells=16, sequences=4, placement="tiled")
-GROUPS_TILES = Kind(
-    "groups-tiled-full-and-window",
-    cells=16,
-    sequences=4,
-    streams=2,
-    placement="tiled",
-    windows=(None, jaxkv.window.sliding(3)),
+GROUPS_TILES = replace(
+    TILES, name="groups-tiled-full-and-window", streams=2, windows=(None, sliding(3))
 )
-CODES = Kind("groups-int8", cells=10, sequences=4, streams=2, dtype="int8")
-LATENT = Kind("groups-latent", cells=10, sequences=4, streams=2, latent=(1, 4))
-STACKED = Kind("stacked-groups", cells=10, sequences=4, streams=2, stacked=True)
-KINDS = [SMALL, RUNS, WIDE, STRIPES]
-ALL_KINDS = [*KINDS, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS, GROUPS_WINDOW, GROUPS_RUNS]
-ALL_KINDS += [STRIPES_SPLIT, GROUPS_STRIPES, TILES, GROUPS_TILES, STACKED]
+CODES = replace(GROUPS, name="groups-int8", dtype="int8")
+LATENT = replace(GROUPS, name="groups-latent", latent=(1, 4))
+STACKED = replace(GROUPS, name="stacked-groups", stacked=True)
+ALL_KINDS = [SMALL, RUNS, WIDE, STRIPES, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, GROUPS]
+ALL_KINDS += [GROUPS_WINDOW, GROUPS_RUNS, GROUPS_STRIPES, TILES, GROUPS_TILES, STACKED]
 
 WIDTH = 8
 """Tokens of a row where all sequences are told something at once."""
@@ -178,35 +146,14 @@ COUNTS = [1, 7]
 # ------------------------------------------------------------------------------- two tiny models
 
 
-@dataclass(frozen=True)
-class Look:
-    """How the tokens of a step look.
-
-    biased: whether `sway` is added to their logits.
-    ahead: how many positions past its own each sees, as `until` tells; None where it is left out.
-    """
-
-    biased: bool = False
-    ahead: int | None = None
-
-
-LOOKS = [Look(), Look(biased=True, ahead=0), Look(biased=True, ahead=3)]
-
-
-def sway(query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
-    """A bias that tells positions of queries, those of keys and heads apart."""
-    return jnp.sin((query + 2 * key + head).astype(jnp.float32))
-
-
-@partial(jax.jit, static_argnames="biased")
+@jax.jit
 def sign(
-    memory: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None = None, *, biased: bool = False
+    memory: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None = None
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
     """Apply a ubatch and let every token sign its key and value; `contents_of` reads them.
 
-    Queries are zero, so that the output of a token is the mean of the signatures it sees, weighed
-    by the bias if there is one. Values are what `Kind.value` says: keys with the other sign, or
-    numbers of theirs.
+    Queries are zero, so that the output of a token is the mean of the signatures it sees. Values
+    are what `Kind.value` says: keys with the other sign, or numbers of theirs.
 
     Returns:
       The memory; the mask of each part, `[R, T, N]`; and what the tokens saw in each layer,
@@ -215,7 +162,7 @@ def sign(
     memory = jaxkv.apply(memory, ubatch)
     saw = []
     for layer in range(LAYERS):
-        memory, seen = attend_signed(memory, layer, ubatch, until, biased=biased)
+        memory, seen = attend_signed(memory, layer, ubatch, until)
         saw.append(seen)
     parts = [table for table, _ in parts_of(memory)]
     own = [ubatch] if len(parts) == 1 else [part_of(ubatch, i) for i in range(len(parts))]
@@ -224,12 +171,7 @@ def sign(
 
 
 def attend_signed(
-    memory: Any,
-    layer: int,
-    ubatch: jaxkv.Ubatch,
-    until: jax.Array | None = None,
-    *,
-    biased: bool = False,
+    memory: Any, layer: int, ubatch: jaxkv.Ubatch, until: jax.Array | None = None
 ) -> tuple[Any, jax.Array]:
     """Attend with signatures in one layer; the memory, and what was seen, `[R, T, H, Dv]`."""
     latent = any(is_latent(buffers) for _, buffers in parts_of(memory))
@@ -238,8 +180,7 @@ def attend_signed(
     k = jnp.stack([jnp.stack([*fields, label], -1) for label in labels], axis=-2)
     k = k.astype(jnp.float32)
     q = jnp.zeros((*ubatch.valid.shape, 2 * HEADS, SIZE))
-    v, bias = None if latent else -k, sway if biased else None
-    return jaxkv.attend(memory, layer, ubatch, q, k, v, bias=bias, until=until)
+    return jaxkv.attend(memory, layer, ubatch, q, k, None if latent else -k, until=until)
 
 
 @jax.jit
@@ -260,19 +201,14 @@ def parts_of(memory: Any) -> list[tuple[Cells, Buffers]]:
 
 def random_weights() -> dict[str, jax.Array]:
     """Make the weights of `think`, always the same."""
-    rng = np.random.default_rng(0)
-    width = 2 * HEADS * SIZE
+    rng, width, narrow = np.random.default_rng(0), 2 * HEADS * SIZE, HEADS * SIZE
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
 
-    return {
-        "embedding": normal(VOCABULARY, width) * 4,
-        "q": normal(LAYERS, width, width),
-        "k": normal(LAYERS, width, HEADS * SIZE),
-        "v": normal(LAYERS, width, HEADS * SIZE),
-        "out": normal(LAYERS, width, width),
-    }
+    weights = {"embedding": normal(VOCABULARY, width) * 4}
+    sizes = {"q": width, "k": narrow, "v": narrow, "out": width}
+    return weights | {name: normal(LAYERS, width, size) for name, size in sizes.items()}
 
 
 WEIGHTS = random_weights()

@@ -122,6 +122,11 @@ class Oracle(Side):
         """Whether the next token of a sequence would see a cell that was taken from it."""
         return self.evicted_below[seq] > self.window_begins(self.reached(seq) + 1)
 
+    def can_resume(self, seq: int, pos: int) -> bool:
+        """Whether a token at a position would see all that it should."""
+        follows = self.reached(seq) < 0 or pos <= self.reached(seq) + 1
+        return pos >= 0 and follows and self.evicted_below[seq] <= self.window_begins(pos)
+
     def seen_next(self, seq: int) -> tuple:
         """What the next token of a sequence sees, wherever that lies."""
         low = self.window_begins(self.reached(seq) + 1)
@@ -426,8 +431,8 @@ class Oracle(Side):
         batch: Sequence[Token],
         *,
         ubatch_size: int | None,
-        reached: Callable[[int], int] | None = None,
-        lost: Iterable[int] = (),
+        reached: Callable[[int], int],
+        lost: Iterable[int],
     ) -> Plan:
         """Check a batch, then find a cell for every token or for none.
 
@@ -436,7 +441,6 @@ class Oracle(Side):
         first, and the lower id where two ask for the same. Those that share a token ask together.
         See `Side.faults` and `Side.cut` for the options.
         """
-        reached = reached or self.reached
         batch = rules.numbered(batch, reached)
         faults = self.faults(batch, reached, [*lost])
         groups = self._groups(batch, faults)

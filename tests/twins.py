@@ -13,10 +13,8 @@ import jaxkv
 from tests.memories import (
     COUNTS,
     HEADS,
-    LOOKS,
     WIDTH,
     Kind,
-    Look,
     Oracles,
     assert_identical,
     cells_of,
@@ -29,18 +27,10 @@ from tests.oracle import Oracle
 from tests.rules import Fault, Part, Place, Token
 
 
-def mean_of_keys(
-    oracle: Oracle, token: Token, places: Iterable[Place], layer: int, look: Look
-) -> np.ndarray:
-    """The mean of the keys that a token sees in a layer, as each head weighs them; `[H, D]`."""
-    places = [*places]
-    keys = np.array([oracle.contents[place] for place in places]) + [1, 0, 0]
-    heads = np.arange(2 * HEADS)[:, None]
-    label = layer * HEADS + heads // 2
-    at = np.array([oracle.cells[place].position for place in places])
-    logits = np.sin(token.position + 2 * at + heads) if look.biased else 0 * (heads + at)
-    weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    return np.concatenate([weights @ keys, label], axis=1)
+def mean_of_keys(oracle: Oracle, places: Iterable[Place], layer: int) -> np.ndarray:
+    """The mean of the keys in some cells of a layer, as each query head reads them; `[H, D]`."""
+    mean = np.mean([oracle.contents[place] for place in places], axis=0) + [1, 0, 0]
+    return np.array([[*mean, layer * HEADS + head // 2] for head in range(2 * HEADS)])
 
 
 class Twin:
@@ -99,15 +89,10 @@ class Twin:
         *,
         in_parts: bool | None = None,
     ) -> tuple[jaxkv.Plan, list[list[Part]]]:
-        """Plan new tokens on both sides; the answers are the same.
+        """Plan new tokens, of a sequence or several each, on both sides; the answers are the same.
 
-        Args:
-          sequences: of each token one, or several.
-          positions: of the tokens; None for those that come next.
-          in_parts: whether the batch is cut in ubatches of 4, if not as `in_rows` says.
-
-        Returns:
-          The plan, and for each of its ubatches what the oracles would do.
+        `in_parts` is whether they are cut in ubatches of 4, if not as `in_rows` says. Returned are
+        the plan, and for each of its ubatches what the oracles would do.
         """
         in_parts = not self.in_rows if in_parts is None else in_parts
         tokens = self.batch(sequences, positions)
@@ -160,15 +145,18 @@ class Twin:
         self,
         sequences: Sequence[Any],
         positions: Sequence[int] | None = None,
-        look: Look = LOOKS[0],
+        ahead: int | None = None,
         *,
         in_parts: bool | None = None,
     ) -> bool:
-        """Plan new tokens and run them on both sides, if there is room on either."""
+        """Plan new tokens and run them on both sides, if there is room on either.
+
+        Each sees so many positions `ahead` of its own, as `until` tells; None leaves that out.
+        """
         plan, parts = self.plan(sequences, positions, in_parts=in_parts)
         if plan.ok:
             for ubatch, part in zip(plan.ubatches, parts, strict=True):
-                assert self.step(ubatch, part, look)
+                assert self.step(ubatch, part, ahead)
         else:  # computed all the same, a refused plan changes nothing
             memory = self.memory
             for ubatch in plan.ubatches:
@@ -176,10 +164,10 @@ class Twin:
             assert_identical(memory, self.memory)
         return plan.ok.item()
 
-    def step(self, ubatch: jaxkv.Ubatch, parts: Sequence[Part], look: Look = LOOKS[0]) -> bool:
+    def step(self, ubatch: jaxkv.Ubatch, parts: Sequence[Part], ahead: int | None = None) -> bool:
         """Run one ubatch on both sides; a stale one changes nothing on either."""
         before = self.memory
-        self.memory, masks, saw = self.run(before, ubatch, look)
+        self.memory, masks, saw = self.run(before, ubatch, ahead)
         pairs = [*zip(self.oracles, parts, strict=True)]
         if not all(oracle.fits(part) for oracle, part in pairs):
             assert_identical(self.memory, before)
@@ -188,13 +176,12 @@ class Twin:
             assert oracle.apply(part)
         for i, mask in enumerate(masks):
             seen = {layer: np.asarray(saw[layer]) for layer in self.kind.layers[i]}
-            self.compare_seen(ubatch, *pairs[i], np.asarray(mask), seen, look)
+            self.compare_seen(ubatch, *pairs[i], np.asarray(mask), seen, ahead or 0)
         return True
 
-    def run(self, memory: Any, ubatch: jaxkv.Ubatch, look: Look = LOOKS[0]) -> tuple[Any, ...]:
+    def run(self, memory: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
         """Run a model: the memory, the masks of parts, and what was seen in each layer."""
-        until = None if look.ahead is None else ubatch.positions + look.ahead
-        return sign(memory, ubatch, until, biased=look.biased)
+        return sign(memory, ubatch, None if ahead is None else ubatch.positions + ahead)
 
     def compare_seen(
         self,
@@ -203,7 +190,7 @@ class Twin:
         part: Part,
         mask: np.ndarray,
         saw: dict[int, np.ndarray],
-        look: Look,
+        ahead: int,
     ) -> None:
         """What the tokens of a ubatch see of a part, and what they read there, agree."""
         streams, valid = np.asarray(ubatch.row_stream), np.asarray(ubatch.valid)
@@ -216,9 +203,9 @@ class Twin:
                 assert not any(seen[r, t].any() for seen in saw.values())
                 continue
             token = owner.pop(int(numbers[r, t]))
-            assert cells == oracle.sees(token, look.ahead or 0)
+            assert cells == oracle.sees(token, ahead)
             for layer, seen in saw.items():
-                wanted = self.kind.value(mean_of_keys(oracle, token, cells, layer, look))
+                wanted = self.kind.value(mean_of_keys(oracle, cells, layer))
                 np.testing.assert_allclose(seen[r, t], wanted, rtol=1e-5, atol=within)
         assert not owner
 

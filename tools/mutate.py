@@ -39,13 +39,13 @@ PATIENCE = 5
 """How many times as long as without a mistake tests may take: what loops for ever is noticed."""
 
 KNOWN_BY = {
-    "jaxkv/window.py": "evictions window limits ollama stateful",
+    "jaxkv/window.py": "window limits stateful",
     "jaxkv/stamp.py": "arguments stale going_back refusals batch recurrent_going_back",
-    "jaxkv/kv/cells.py": "arguments limits invariants evictions traps isolation ollama streams "
+    "jaxkv/kv/cells.py": "arguments limits invariants traps streams "
     "copies window shift stale going_back stateful refusals permutation sets every_argument",
-    "jaxkv/kv/reuse.py": "evictions window ollama copies stateful every_argument",
-    "jaxkv/kv/slots.py": "arguments limits traps ollama window streams copies refusals going_back "
-    "stale evictions stateful recurrent_ubatches every_argument sharding",
+    "jaxkv/kv/reuse.py": "window copies stateful every_argument",
+    "jaxkv/kv/slots.py": "arguments limits traps window streams copies refusals going_back "
+    "stale stateful recurrent_ubatches every_argument sharding",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/source.py": "sources families",

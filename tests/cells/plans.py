@@ -1,4 +1,4 @@
-"""Plans of up to 8 tokens, padded to as many, so that a memory needs one program."""
+"""Plans of up to 8 tokens, padded to as many, so that a memory of one stream needs one program."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,15 +10,16 @@ import numpy as np
 import jaxkv
 from jaxkv import make_batch
 from jaxkv.kv.mask import visible
-from tests.memories import SMALL, think
+from tests.memories import SMALL, Kind, think
 
 COUNT = 8
+NEAR = Kind("near", cells=6, sequences=3, windows=(jaxkv.window.sliding(4),))
 mask = jax.jit(visible)
 
 
 def plan_of(
     memory: Any,
-    tokens: int | Sequence[int],
+    tokens: int | Sequence[int] = 1,
     sequences: int | Sequence[int] = 0,
     *,
     positions: Sequence[int] | None = None,
@@ -46,6 +47,23 @@ def told(*counts: int) -> Any:
     """Make a small memory with so many tokens for sequences 0, 1, ...; 8 in all at most."""
     sequences = np.repeat(np.arange(len(counts)), counts)
     return tell(SMALL.make(), range(1, 1 + len(sequences)), sequences)[0]
+
+
+def one_by_one(memory: Any, count: int, seq: int = 0) -> Any:
+    """Apply so many tokens of a sequence in turn; keys and values are not written."""
+    for _ in range(count):
+        memory = jaxkv.apply(memory, plan_of(memory, 1, seq).check())
+    return memory
+
+
+def resumable(memory: Any, seq: int = 0, until: int = 10) -> list[int]:
+    """List the positions at which a token of a sequence would see all that it should."""
+    return [pos for pos in range(until) if jaxkv.can_resume(memory, seq, pos)]
+
+
+def starts_at(memory: Any, seq: int = 0) -> int:
+    """Where a plan puts the next token of a sequence."""
+    return plan_of(memory, 1, seq).check().ubatches[0].positions[0, 0].item()
 
 
 def _padded(values: Any) -> np.ndarray:

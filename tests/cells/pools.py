@@ -3,11 +3,10 @@
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from tests.memories import Kind, cells_of, drawn, think
+from tests.memories import Kind, cells_of, drawn, plan_rows, think
 
 ONE = Kind("one-stream", cells=24, sequences=4)
 TWO = Kind("two-streams", cells=12, sequences=4, streams=2)
@@ -16,20 +15,11 @@ FOUR = Kind("four-streams", cells=8, sequences=4, streams=4)
 
 @cache
 def fed(kind, *lengths):
-    """A memory in which sequences 0, 1, 2 ... have so many tokens, 8 at most; none may donate it.
-
-    One program for texts of any lengths.
-    """
-    tokens = np.random.default_rng(0).integers(1, 9, (kind.sequences, 8))
+    """A memory in which sequences 0, 1, 2 ... have up to 8 tokens; none may donate it."""
+    tokens = np.random.default_rng(0).integers(1, 9, (kind.sequences, 8), np.int32)
     valid = np.arange(8) < np.pad(lengths, (0, kind.sequences - len(lengths)))[:, None]
-    return _run_rows(kind.make(), tokens, valid)
-
-
-@jax.jit
-def _run_rows(memory, tokens, valid):
-    sequences = jnp.broadcast_to(jnp.arange(len(tokens))[:, None], tokens.shape)
-    batch = jaxkv.make_batch(tokens, sequences=sequences, valid=valid)
-    return think(memory, jaxkv.init_batch(memory, batch).ubatches[0])[0]
+    (ubatch,) = plan_rows(kind.make(), tokens, valid).ubatches
+    return think(kind.make(), ubatch)[0]
 
 
 def noisy(cells, kind):

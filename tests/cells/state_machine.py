@@ -6,7 +6,7 @@ and so is a wrong mask. See `tests.twins` and `tests.histories`.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,14 +20,14 @@ from hypothesis.stateful import (
 )
 
 from tests import histories, twins
-from tests.memories import LOOKS, Kind, Look
+from tests.memories import Kind
 from tests.sets import nearly_right
 
 edges = st.integers(-1, 9)
 ids = st.integers(0, 10**6)
 two = st.lists(ids, min_size=2, max_size=2)
 seven = st.lists(ids, min_size=7, max_size=7)
-looks = st.integers(0, 5)
+aheads = st.sampled_from([None, 0, 3])
 
 FEW = [0, 1, 2, 31, 32, 39]
 """Sequences of many: those on both sides of the border between two words of owners."""
@@ -38,7 +38,7 @@ class Machine(RuleBasedStateMachine):
 
     counts: the tokens of a batch, few and many.
     moves: the runs of cells that a defrag moves at most, in part and as a whole.
-    looks: how tokens look, of which one is drawn.
+    looks_ahead: whether tokens may look ahead of themselves.
     sets: whether there are tokens of several sequences.
     parts: whether tokens of one sequence are cut in parts, where all go into one ubatch otherwise.
     """
@@ -49,26 +49,23 @@ class Machine(RuleBasedStateMachine):
         *,
         counts: tuple[int, int] = (1, 7),
         moves: tuple[int, int | None] = (2, None),
-        looks: Sequence[Look] = LOOKS[:1],
+        looks_ahead: bool = False,
         sets: bool = False,
         parts: bool = False,
     ) -> None:
         super().__init__()
         self.twin, self.counts, self.moves = twin, counts, moves
-        self.looks, self.sets, self.parts = looks, sets, parts
+        self.looks_ahead, self.sets, self.parts = looks_ahead, sets, parts
         self.kept = None  # a plan that was made earlier and may be stale
         self.past = twin.fork()
 
     def seq(self, number: int) -> int:
         return FEW[number % len(FEW)] % self.twin.kind.sequences
 
-    def look(self, number: int) -> Look:
-        return self.looks[number % len(self.looks)]
-
     @contextmanager
     def only(self, *named: int) -> Iterator[None]:
         """Sequences that a verb does not name see the same before and after it."""
-        others = set(range(self.twin.kind.sequences)) - set(named)
+        others = {*map(self.seq, range(len(FEW)))} - {*named}
 
         def seen() -> list[Any]:
             return [[one.seen_next(seq) for seq in others] for one in self.twin.oracles]
@@ -82,15 +79,15 @@ class Machine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------------------------- batches
 
-    @rule(many=st.booleans(), numbers=seven, look=looks)
-    def decode(self, many: bool, numbers: list[int], look: int) -> None:
+    @rule(many=st.booleans(), numbers=seven, ahead=aheads)
+    def decode(self, many: bool, numbers: list[int], ahead: int | None) -> None:
         sequences = [*map(self.seq, numbers[: self.counts[many]])]
         with self.only(*sequences):
-            self.twin.decode(sequences, look=self.look(look))
+            self.twin.decode(sequences, ahead=ahead if self.looks_ahead else None)
 
     @initialize(numbers=seven)
     def begin(self, numbers: list[int]) -> None:
-        self.decode(many=True, numbers=numbers, look=0)
+        self.decode(many=True, numbers=numbers, ahead=None)
 
     @rule(number=ids, many=st.booleans(), in_parts=st.booleans())
     def decode_one(self, number: int, many: bool, in_parts: bool) -> None:
@@ -101,9 +98,9 @@ class Machine(RuleBasedStateMachine):
     @rule(
         numbers=seven,
         slips=st.lists(st.sampled_from([0, 0, 0, 0, 0, -1, 1, -3, 4]), min_size=7, max_size=7),
-        look=looks,
+        ahead=aheads,
     )
-    def decode_at(self, numbers: list[int], slips: list[int], look: int) -> None:
+    def decode_at(self, numbers: list[int], slips: list[int], ahead: int | None) -> None:
         """Positions that are right or nearly so."""
         sequences = [*map(self.seq, numbers)]
         positions: list[int] = []
@@ -111,14 +108,14 @@ class Machine(RuleBasedStateMachine):
             before = [p for s, p in zip(sequences[:i], positions, strict=True) if s == seq]
             positions.append((before[-1] if before else self.twin.oracles.reached(seq)) + 1 + slip)
         with self.only(*sequences):
-            self.twin.decode(sequences, positions, self.look(look))
+            self.twin.decode(sequences, positions, ahead if self.looks_ahead else None)
 
     @precondition(lambda self: self.sets)
     @rule(number=ids, seed=ids, later=st.booleans())
     def decode_sets(self, number: int, seed: int, later: bool) -> None:
         """Tokens of several sequences that agree so far, or nearly so; or a plan of them."""
         rng, stream = random.Random(seed), self.twin.oracles[0].stream
-        few = {self.seq(i) for i in range(len(FEW))}
+        few = {*map(self.seq, range(len(FEW)))}
         beside = sorted(seq for seq in few if stream(seq) == stream(self.seq(number)))
         pool = rng.sample(beside, min(3, len(beside)))
         sets = nearly_right(self.twin, rng, pool, self.counts[1])
@@ -138,14 +135,14 @@ class Machine(RuleBasedStateMachine):
             self.kept = self.twin.plan(sequences)
 
     @precondition(lambda self: self.kept is not None)
-    @rule(late=st.booleans(), look=looks)
-    def try_kept_plan(self, late: bool, look: int) -> None:
+    @rule(late=st.booleans(), ahead=aheads)
+    def try_kept_plan(self, late: bool, ahead: int | None) -> None:
         """Run an old plan, perhaps from its last ubatch: what is stale changes nothing."""
         plan, parts = self.kept
         steps = [*zip(plan.ubatches, parts, strict=True)] if plan.ok else []
         for ubatch, part in reversed(steps) if late else steps:
             of_sets = ubatch.others is not None  # these look no further than themselves
-            self.twin.step(ubatch, part, LOOKS[0] if of_sets else self.look(look))
+            self.twin.step(ubatch, part, ahead if self.looks_ahead and not of_sets else None)
 
     # ------------------------------------------------------------------------------------ verbs
 
@@ -229,7 +226,7 @@ class Verbs(Machine):
     """The machine of a memory that attends alone."""
 
     def __init__(self, kind: Kind, *, in_rows: bool = False, **options: Any) -> None:
-        super().__init__(twins.Twin(kind, in_rows=in_rows), **{"looks": LOOKS} | options)
+        super().__init__(twins.Twin(kind, in_rows=in_rows), **{"looks_ahead": True} | options)
 
 
 class StateVerbs(Machine):

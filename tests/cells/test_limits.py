@@ -1,5 +1,7 @@
 """The edges of what numbers, positions, sequences and bits of stamps may be, where all is well."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import jaxkv
 from jaxkv import make_batch
 from jaxkv.kv import slots
 from jaxkv.stamp import content
-from tests.memories import SMALL, SPLIT, WINDOW, assert_identical, drawn
+from tests.memories import GROUPS, SMALL, SPLIT, WIDE, WINDOW, assert_identical, drawn
 
 BIG = 2**31 - 1
 STATES = {"x": ((), jnp.float32)}
@@ -28,12 +30,11 @@ def test_traced_bound_below_open_is_open():
     assert_identical(cut(-2), cut(-1))
 
 
-@pytest.mark.parametrize("seq", [2**32 - 1, 2**31, 3])
-def test_traced_unsigned_id_out_of_range_changes_nothing(seq):
+def test_traced_unsigned_id_out_of_range_changes_nothing():
     memory = drawn("0{0} 1{0} 0{1}")
-    after, ok = jax.jit(lambda seq: jaxkv.seq_rm(memory, seq))(jnp.uint32(seq))
-    assert ok
-    assert_identical(after, memory)
+    cut = jax.jit(lambda seq: jaxkv.seq_rm(memory, seq)[0])
+    for seq in (2**32 - 1, 2**31, 3):
+        assert_identical(cut(jnp.uint32(seq)), memory)
 
 
 @pytest.mark.parametrize(
@@ -57,24 +58,16 @@ def test_init_batch_at_int32_max_is_refused():
 
 @pytest.mark.core
 def test_seq_add_of_lost_states_moves_where_they_ended():
-    memory = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=2)
+    memory = states()
     memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1] * 8)))
     memory = jaxkv.seq_cp(memory, 0, 1, 0, 5)  # no state stands after position 4
-    assert memory.table.dead_until.tolist() == [0, 5]
+    assert memory.table.dead_until.tolist() == [0, 5, 0]
     assert jaxkv.can_seq_add(memory, 1, 0, -1, BIG - 5)
     assert not jaxkv.can_seq_add(memory, 1, 0, -1, BIG - 4)
-    assert jaxkv.seq_add(memory, 1, 0, -1, 3).table.dead_until.tolist() == [0, 8]
+    assert jaxkv.can_seq_add(memory, 2, 0, -1, BIG)  # which is empty
 
 
 # ------------------------------------------------------------------------------------- sizes
-
-
-def test_make_kv_cache_sizes_differ_by_layer():
-    memory = jaxkv.make_kv_cache(
-        layers=2, cells=4, kv_heads=(1, 2), head_dim=(4, 6), value_dim=(2, 3)
-    )
-    assert [k.shape for k in memory.buffers.k] == [(1, 1, 4, 4), (1, 2, 4, 6)]
-    assert [v.shape for v in memory.buffers.v] == [(1, 1, 4, 2), (1, 2, 4, 3)]
 
 
 def test_make_hybrid_cache_takes_smallest_limits_of_parts():
@@ -88,23 +81,30 @@ def test_make_hybrid_cache_takes_smallest_limits_of_parts():
     assert (facts.ubatch_size, facts.rollback) == (4, 3)
 
 
+def test_spared_counts_each_owner_of_a_cell_but_one():
+    """By stream, and in words beside the first; an engine promises cells by it."""
+    table = drawn("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", GROUPS).table
+    assert table.spared().tolist() == [1, 2]
+    assert drawn("0{0,1,39} 1{0,39}", WIDE).table.spared().tolist() == [3]
+
+
 @pytest.mark.parametrize(
-    ("kind", "lengths", "at_once", "wanted"),
+    ("kind", "lengths", "at_once", "spared", "wanted"),
     [
-        (SMALL, [12, 0, 0], 1, [True]),
-        (SMALL, [6, 4, 2], 4, [True]),
-        (SMALL, [6, 4, 3], 4, [False]),
-        (SPLIT, [8, 9, 0], 1, [True, False, True]),
-        (WINDOW, [99, 99, 99], 6, [True]),  # of each, the two tokens that the next one sees
-        (WINDOW, [99, 99, 99], 7, [False]),
-        (WINDOW, [99, 99, 1], 7, [True]),
-        (WINDOW, [5, 5, 2], 99, [True]),  # never more than the texts are long
-        (WINDOW, [5, 5, 3], 99, [False]),
+        (SMALL, [6, 4, 2], 4, [0], [True]),
+        (SMALL, [6, 4, 3], 4, [0], [False]),
+        (SMALL, [6, 4, 3], 4, [1], [True]),
+        (SPLIT, [8, 9, 0], 1, [0, 0, 0], [True, False, True]),
+        (WINDOW, [99, 99, 99], 6, [0], [True]),  # of each, the two tokens that the next one sees
+        (replace(WINDOW, cells=8), [8, 3, 0], 4, [2], [True]),
+        (replace(WINDOW, cells=7), [8, 3, 0], 4, [2], [False]),
+        (WINDOW, [5, 5, 2], 99, [0], [True]),  # never more than the texts are long
     ],
 )
-def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, wanted):
+def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wanted):
+    """Shared ones once."""
     table, _ = jaxkv.split(kind.make())
-    assert table.can_hold(np.array(lengths), at_once, table.spared()).tolist() == wanted
+    assert table.can_hold(np.array(lengths), at_once, np.array(spared)).tolist() == wanted
 
 
 @pytest.mark.core

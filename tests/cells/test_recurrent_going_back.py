@@ -14,7 +14,6 @@ import pytest
 import jaxkv
 from tests.cases import in_lanes
 from tests.histories import (
-    KINDS,
     bytes_of,
     kept_of,
     make,
@@ -27,7 +26,12 @@ from tests.histories import (
 )
 from tests.memories import WIDTH, assert_identical, plan_rows
 
-over_kinds = pytest.mark.parametrize("kind", in_lanes(KINDS, fast=[], core=["recurrent", "window"]))
+core = pytest.mark.core
+HYBRID = {"kinds": "ra", "window": jaxkv.window.sliding(4)}
+alone_or_beside_attention = pytest.mark.parametrize(
+    "options",
+    [pytest.param({"kinds": "rr"}, marks=core), pytest.param(HYBRID, marks=pytest.mark.nightly)],
+)
 
 # ---------------------------------------------------------------------------------------- rollback
 
@@ -48,7 +52,7 @@ def test_seq_rm_rollback_is_exact_or_refused(kept):
             twin.compare()
 
 
-@pytest.mark.core
+@core
 def test_seq_pos_min_of_hybrid_is_where_it_can_be_cut():
     """Trap 86."""
     twin = told(kept=1, counts=(10,), kinds="ar")
@@ -57,14 +61,7 @@ def test_seq_pos_min_of_hybrid_is_where_it_can_be_cut():
     twin.compare()
 
 
-def test_can_resume_where_a_state_stands_before():
-    twin = told(kept=3, counts=(6, 0))
-    for pos in range(-1, 9):
-        assert jaxkv.can_resume(twin.memory, 0, pos).item() == (pos in (0, 3, 4, 5, 6))
-        assert jaxkv.can_resume(twin.memory, 1, pos).item() == (pos >= 0)
-
-
-@pytest.mark.core
+@core
 def test_seq_rm_before_the_first_position_is_refused():
     """A sequence may begin anywhere, and its first state is the first that can be returned to."""
     tokens, places = np.full((3, WIDTH), 5), np.broadcast_to(np.arange(WIDTH), (3, WIDTH))
@@ -79,10 +76,10 @@ def test_seq_rm_before_the_first_position_is_refused():
 # ------------------------------------------------------------------------------------ steps undone
 
 
-@pytest.mark.parametrize("kind", in_lanes(KINDS, fast=[], core=["recurrent"]))
-def test_go_back_after_an_abort_is_exact_or_refused(kind):
+@alone_or_beside_attention
+def test_go_back_after_an_abort_is_exact_or_refused(options):
     """Traps 71 and 72; and the memory before is a value."""
-    twin = told(kept=1, counts=(3, 2, 0), **KINDS[kind])
+    twin = told(kept=1, counts=(3, 2, 0), **options)
     past = twin.fork()
     plan, parts = twin.plan([0] * 11, in_parts=True)
     for ubatch, part in [*zip(plan.ubatches, parts, strict=True)][:2]:
@@ -93,7 +90,6 @@ def test_go_back_after_an_abort_is_exact_or_refused(kind):
         twin.compare()
         twin.return_to(failed)
     twin.return_to(past)
-    twin.compare()
     assert twin.decode([0] * 5 + [1] * 3)
     twin.compare()
 
@@ -105,7 +101,7 @@ def step(table, buffers, ubatch, kinds):
     return jaxkv.split(memory)
 
 
-@pytest.mark.core
+@core
 def test_go_back_with_donated_buffers_finds_shared_states():
     """Trap 71: states that a second sequence holds are never written over."""
     twin = told(kept=1, counts=(3, 0, 0), kinds="ar")
@@ -124,15 +120,6 @@ def test_go_back_with_donated_buffers_finds_shared_states():
     assert ok  # the same cells: what is shared is there for all
 
 
-@pytest.mark.core
-def test_go_back_to_states_written_over_is_refused():
-    memory = tell(make(0), [1, 2], [1], [1])  # no cell is free
-    later = tell(memory, [3])
-    back, ok = jaxkv.go_back(jaxkv.split(memory)[0], later)
-    assert not ok
-    assert_identical(back, later)
-
-
 def test_go_back_then_the_same_step_gives_the_same():
     memory = tell(make(3), [1, 2])
     ubatch = planned(memory, [3])
@@ -145,7 +132,7 @@ def test_go_back_then_the_same_step_gives_the_same():
     assert states_of(again) == states_of(later)
 
 
-@pytest.mark.core
+@core
 def test_go_back_ignores_writes_in_other_streams():
     memory = tell(make(3, streams=3), [1, 2])
     back, ok = jaxkv.go_back(jaxkv.split(memory)[0], tell(memory, [], [3]))
@@ -162,14 +149,13 @@ def consume(memory, ubatch, kinds="rr"):
     return walk(memory, ubatch, kinds)[0]
 
 
-@pytest.mark.parametrize("kind", in_lanes(KINDS, fast=[], core=["recurrent", "attention"]))
-def test_a_kept_memory_goes_on_as_if_nothing_came_between(kind):
+@alone_or_beside_attention
+def test_a_kept_memory_goes_on_as_if_nothing_came_between(options):
     """Also trap 90: no edit of a memory that came of another is seen in that one."""
-    kinds = KINDS[kind]["kinds"]
-    memory, other = (told(kept=1, counts=(3, 2, 0), **KINDS[kind]).memory for _ in range(2))
+    kinds = options["kinds"]
+    checkpoint, other = (told(kept=1, counts=(3, 2, 0), **options).memory for _ in range(2))
     wanted = tell(other, [50, 51], [60], kinds=kinds)
-    checkpoint = memory
-    memory, ok = jaxkv.seq_rm(memory, 0, 2)
+    memory, ok = jaxkv.seq_rm(checkpoint, 0, 2)
     assert ok
     memory = tell(jaxkv.seq_cp(memory, 0, 2), [70], [], [71], kinds=kinds)
     for token in (72, 73):  # what a step without donation returned may be donated
@@ -181,13 +167,3 @@ def test_a_kept_memory_goes_on_as_if_nothing_came_between(kind):
     forked = jaxkv.seq_cp(checkpoint, 0, 2)  # it has the same buffers
     consume(forked, planned(forked, [80]), kinds)
     assert all(x.is_deleted() for x in jax.tree.leaves(jaxkv.split(checkpoint)[1]))
-
-
-@pytest.mark.core
-def test_seq_cp_to_idle_sequence_keeps_state_through_donation():
-    memory = jaxkv.seq_cp(told(kept=1, counts=(3, 0, 0)).memory, 0, 1)
-    for token in range(4):
-        memory = consume(memory, planned(memory, [token]))
-    assert positions_of(memory) == [5, 6]
-    memory = tell(jaxkv.seq_cp(memory, 1, 0), [9])
-    assert states_of(memory)[-1] == (3, bytes_of([1, 2, 3, 9], (0, 1)))

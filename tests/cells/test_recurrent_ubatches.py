@@ -15,54 +15,20 @@ from jaxkv import Reason, make_batch
 from tests import hlo
 from tests.histories import (
     bytes_of,
-    compute,
     kept_of,
     make,
     planned,
     run,
     states_of,
     tell,
-    told,
     walk,
 )
 from tests.memories import WIDTH, assert_identical, plan_rows
 
-
-def unchanged_by(memory, ubatch):
-    """Neither applying a ubatch nor computing it changes a bit."""
-    assert_identical(jaxkv.apply(memory, ubatch), memory)
-    assert_identical(walk(memory, ubatch)[0], memory)
+core = pytest.mark.core
 
 
 # -------------------------------------------------------------------------- stale and refused ones
-
-
-@pytest.mark.parametrize(("kept", "count"), [(3, 4), pytest.param(0, 1, marks=pytest.mark.core)])
-def test_apply_stale_ubatch_changes_nothing(kept, count):
-    """Twice, late, after another one of the same plan, on other memories."""
-    memory = tell(make(kept), [1, 2, 3])
-    ubatch, rival = (planned(memory, [token] * count) for token in (7, 8))
-    after, _ = walk(memory, ubatch)
-    unchanged_by(after, ubatch)
-    unchanged_by(after, rival)
-    unchanged_by(tell(after, [9]), ubatch)
-    unchanged_by(jaxkv.seq_rm(memory, 0)[0], ubatch)
-    unchanged_by(make(kept), ubatch)
-    forked = jaxkv.seq_cp(memory, 0, [1, 2])
-    for token in (5, 6):  # the cells that were free are taken
-        forked = tell(forked, [], [token] * 4, [token] * 4)
-    unchanged_by(forked, ubatch)
-
-
-@pytest.mark.core
-def test_apply_ubatches_out_of_order_changes_nothing():
-    memory = tell(make(1), [1])
-    first, second = jaxkv.init_batch(memory, make_batch([2] * 8), ubatch_size=4).ubatches
-    unchanged_by(memory, second)
-    memory, _ = walk(memory, first)
-    unchanged_by(memory, first)
-    memory, _ = walk(memory, second)
-    assert states_of(memory)[-1] == (8, bytes_of([1] + [2] * 8, (0, 1)))
 
 
 def test_read_states_of_an_unapplied_ubatch_is_nan():
@@ -74,7 +40,7 @@ def test_read_states_of_an_unapplied_ubatch_is_nan():
     assert_identical(jaxkv.write_states(memory, 0, ubatch, written), memory)
 
 
-@pytest.mark.core
+@core
 def test_read_states_of_a_refused_plan_is_zero():
     """Also those of sequences that have a state."""
     memory, tokens = tell(make(3), [1, 2], [3]), np.full((3, WIDTH), 4)
@@ -86,7 +52,7 @@ def test_read_states_of_a_refused_plan_is_zero():
     assert not any(np.any(x[:, 0]) for x in jax.tree.leaves(passed))
 
 
-@pytest.mark.core
+@core
 def test_init_batch_two_rows_of_one_sequence_is_refused():
     """In a memory of one sequence, where rows name no stream."""
     memory, rows = make(1, sequences=1), jnp.zeros((2, 2), jnp.int32)
@@ -109,19 +75,7 @@ def test_read_states_of_a_new_sequence_ignores_old_bytes():
         assert states_of(memory, 1) == [(0, bytes_of([4], (0, 1)))]
 
 
-def test_write_states_padding_advances_nothing():
-    """Rows of 5 tokens are padded to 8, and a row may be empty."""
-    memory = make(3)
-    memory, passed = walk(memory, planned(memory, [1] * 5, [2] * 5))
-    for seq in range(2):
-        wanted = [(p, bytes_of([seq + 1] * (p + 1), (0, 1))) for p in range(1, 5)]
-        assert states_of(memory, seq) == wanted
-    assert states_of(memory, 2) == []
-    after = np.asarray(passed[0]["hash"])[:, 5:]
-    np.testing.assert_array_equal(after, np.broadcast_to(after[:, :1], after.shape))
-
-
-@pytest.mark.core
+@core
 def test_steps_to_keep_skips_holes_in_a_row():
     """Rows that the caller lays out may have padding anywhere."""
     memory = make(3)
@@ -135,68 +89,20 @@ def test_steps_to_keep_skips_holes_in_a_row():
     assert np.asarray(table.stamp)[0, table.cell[0]].tolist() == stamps[0, :4].tolist()
 
 
-@pytest.mark.core
+@core
 def test_init_batch_any_split_leaves_the_same_states():
-    """Together in rows, cut into ubatches of one token each, or one sequence after another."""
+    """Together in rows, or cut into ubatches of one token of each."""
     tokens = [[1, 2, 3], [8, 9, 10], [11, 12, 13]]
-    wanted = kept_of(*jaxkv.split(tell(make(1), *tokens)))
-    for seq, history in enumerate(tokens):
-        assert wanted[seq][-1][1] == bytes_of(history, (0, 1))
     memory = run(make(1), make_batch(tokens), ubatch_size=3)
-    assert kept_of(*jaxkv.split(memory)) == wanted
-    alone = make(1)
-    for seq in (2, 0, 1):
-        alone = tell(alone, *[tokens[seq] if s == seq else [] for s in range(3)])
-    assert kept_of(*jaxkv.split(alone)) == wanted
-
-
-@pytest.mark.core
-def test_init_batch_lengths_of_a_bucket_share_a_program():
-    """Lengths, ids and fills are values: ubatches differ in nothing that is compiled for."""
-    memory, found = make(3), set()
-    for i, count in enumerate((5, 6, 8)):
-        batch = make_batch([1] * count, sequences=i)
-        (ubatch,) = jaxkv.init_batch(memory, batch, ubatch_size=8).ubatches
-        leaves, structure = jax.tree.flatten((memory, ubatch))
-        found.add((structure, tuple((x.shape, x.dtype) for x in leaves)))
-        memory = jaxkv.apply(memory, ubatch)
-    assert len(found) == 1
+    for seq, history in enumerate(tokens):
+        assert states_of(memory, seq)[-1] == (2, bytes_of(history, (0, 1)))
+    assert kept_of(*jaxkv.split(memory)) == kept_of(*jaxkv.split(tell(make(1), *tokens)))
 
 
 # --------------------------------------------------------------------------------- transformations
 
 
-def decode(memory, tokens, valid):
-    """One token for each sequence: plan, apply, compute."""
-    ubatch, ok = jaxkv.plan_step(memory, tokens, jnp.arange(3), valid)
-    memory, passed = compute(jaxkv.apply(memory, ubatch), ubatch)
-    return memory, (passed, ok)
-
-
-def looked_at(memory):
-    """What `test_every_argument` does not ask of many memories at once."""
-    ends = (jaxkv.seq_pos_min(memory, 0), jaxkv.seq_pos_max(memory, 1), jaxkv.used(memory))
-    back = jaxkv.go_back(jaxkv.split(memory)[0], jaxkv.clear(memory))
-    return memory, ends, back, jaxkv.check_invariants(memory)
-
-
-@pytest.mark.nightly
-def test_plan_step_in_vmap_of_scan_is_a_loop():
-    tokens = jnp.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    valid = jnp.array([[1, 1, 1], [1, 0, 1], [0, 0, 0]], bool)
-    memories = [told(kept=3, counts=counts).memory for counts in ((6, 2, 3), (5, 1, 0))]
-    memories.append(jaxkv.seq_cp(memories[0], 0, 1))
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
-    steps = partial(jax.lax.scan, lambda m, x: decode(m, *x), xs=(tokens, valid))
-    together = jax.jit(jax.vmap(lambda m: looked_at(steps(m)[0])))(stacked)
-    step = jax.jit(lambda *args: decode(*args)[0])
-    for i, memory in enumerate(memories):
-        for row in zip(tokens, valid, strict=True):
-            memory = step(memory, *row)
-        assert_identical(jax.tree.map(lambda x, i=i: x[i], together), looked_at(memory))
-
-
-@pytest.mark.core
+@core
 def test_write_states_passes_gradients():
     memory = make(0)
     (ubatch,) = jaxkv.init_batch(memory, make_batch([1])).ubatches
@@ -220,7 +126,7 @@ def test_write_states_passes_gradients():
 LARGE = {"x": ((64, 1024), jnp.float32)}  # 256 KB a state
 
 
-@pytest.mark.core
+@core
 def test_write_states_donated_copies_no_layer():
     """A step holds the states of its rows, and never those of all cells; a verb none."""
     kept = 3
@@ -260,7 +166,7 @@ def adds(weight, memory, ubatch):
     return jaxkv.write_states(memory, 0, ubatch, {"x": total}), logits[ubatch.outputs]
 
 
-@pytest.mark.core
+@core
 @pytest.mark.parametrize("streams", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_prefill_of_forgotten_tokens_computes_them_anew(streams):
     """States of an earlier run are not those of this one, though all tokens are."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,13 +17,13 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.planning.layout import follows
 from jaxkv.planning.splits import split_known
-from tests.cells.plans import mask, plan_of, tell, told
-from tests.memories import assert_identical, drawing, drawn, run, think
+from tests.cells.plans import NEAR, mask, plan_of, tell, told
+from tests.cells.pools import noisy
+from tests.memories import RUNS, SMALL, assert_identical, drawing, drawn
 
 ROOT = Path(__file__).parents[2]
 FIVE = "0{0} 1{0} 2{0} 3{0} 4{0}"
 FULL = " ".join(f"{position}{{0}}" for position in range(12))
-SPLITS = ("simple", "equal", "sequence")
 
 
 def test_traps_page_lists_1_to_97_with_tests_that_exist():
@@ -49,14 +48,6 @@ def ends(memory, seq):
     return jaxkv.seq_pos_min(memory, seq).item(), jaxkv.seq_pos_max(memory, seq).item()
 
 
-def noisy(cells):
-    """A drawn memory whose buffers hold numbers of their own everywhere."""
-    table, buffers = jaxkv.split(drawn(cells))
-    rng = np.random.default_rng(0)
-    buffers = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), buffers)
-    return jaxkv.join(table, buffers)
-
-
 def reasons(plan):
     return [Reason(one).name for one in plan.reason.tolist()]
 
@@ -69,12 +60,9 @@ EDITS = [
     ("seq_rm", (0, -1, 2), FIVE, ". . 2{0} 3{0} 4{0}"),  # trap 02: -1 is an open end
     ("seq_rm", (0, 3, -1), FIVE, "0{0} 1{0} 2{0}"),
     ("seq_rm", (0, -1, -1), FIVE, ""),
-    ("seq_rm", (0, 2, 9), FIVE, "0{0} 1{0}"),
-    ("seq_rm", (1,), FIVE, FIVE),
     ("seq_rm", (0, 3, 3), FIVE, FIVE),  # trap 03: empty and reversed ranges
     ("seq_rm", (0, 4, 2), FIVE, FIVE),
     ("seq_rm", (0, 2, 0), FIVE, FIVE),  # trap 04: an end of 0 is no open end
-    ("seq_rm", (-1, -1, 0), FIVE, FIVE),
     ("seq_rm", (-1, 1, 2), "0{0} 1{0,1} 2{1}", "0{0} . 2{1}"),  # trap 05
     ("seq_rm", (0,), "0{0,1} 1{0,1}", "0{1} 1{1}"),  # trap 06
     ("seq_rm", (0, 1, 2), "0{0,1} 1{0,1} 2{0,1}", "0{0,1} 1{1} 2{0,1}"),
@@ -82,18 +70,15 @@ EDITS = [
     ("seq_cp", (0, 1, 1, 3), "0{0} 1{0} 2{0} 0{1} 1{1}", "0{0} 1{0,1} 2{0,1} 0{1} 1{1}"),
     ("seq_cp", (0, 1), "0{0,1} 1{0,1}", "0{0,1} 1{0,1}"),  # trap 08: twice is once
     ("seq_cp", (0, 0, 0, 5), FIVE, FIVE),  # trap 09: to itself
-    ("seq_cp", (2, 1), "0{0} 1{0} 0{1}", "0{0} 1{0} 0{1}"),
     ("seq_keep", (1,), "0{0} 1{0,1} 2{1} 0{2}", ". 1{1} 2{1}"),  # trap 17
     ("seq_add", (0, 2, -1, -1), "0{0,1} 1{1} 2{0,1} 3{0,1}", "0{0,1} 1{1} 1{0,1}-1 2{0,1}-1"),
-    ("seq_add", (0, 1, 1, 3), "0{0} 1{0} 2{0,1}", "0{0} 1{0} 2{0,1}"),
-    ("seq_add", (0, 1, -1, 0), "0{0} 1{0} 2{0,1}", "0{0} 1{0} 2{0,1}"),
     ("clear", (), "0{0} 1{0,1} 2{1} 0{2}", ""),
 ]
 
 
 @pytest.mark.parametrize(("verb", "args", "cells", "after"), EDITS)
 def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
-    before = noisy(cells)
+    before = noisy(cells, SMALL)
     memory = getattr(jaxkv, verb)(before, *args)
     if verb == "seq_rm":
         memory, ok = memory
@@ -136,14 +121,12 @@ ANSWERS = [
     (FULL, 0, [2, 3, 4], "NOT_NEXT", (12, 2)),  # trap 23: the past is not overwritten
     ("8{0} 9{0}", 0, [10, 11, 12], "FITS", (0, 0)),  # trap 42
     ("8{0} 9{0}", 0, [11, 12, 13], "NOT_NEXT", (10, 11)),
-    ("8{0} 9{0}", 0, [9, 10, 11], "NOT_NEXT", (10, 9)),
     ("8{0} 9{0}", 0, [10, 11, 13], "GAP", (12, 13)),
     ("8{0} 9{0}", 0, [10, 10, 11], "DUPLICATE", (11, 10)),  # llama.cpp takes it
     ("8{0} 9{0}", 0, [10, 11, 12, 11], "DECREASING", (13, 11)),
     ("8{0} 9{0}", 1, [100, 101, 102], "FITS", (0, 0)),  # an empty sequence starts anywhere
     ("8{0} 9{0}", 1, [0, 1, 3], "GAP", (2, 3)),
     (TEN, 0, [4, 5, 6], "NO_ROOM", (3, 2)),  # trap 87: room is counted in cells
-    (TEN, 0, [4, 5], "FITS", (0, 0)),
     (TEN, 0, [10, 11], "NOT_NEXT", (4, 10)),  # and what follows in positions
 ]
 
@@ -159,6 +142,15 @@ def test_init_batch_answers_and_refused_changes_nothing(cells, seq, positions, r
         assert jaxkv.seq_pos_max(after, seq) == positions[-1]
     else:
         assert_identical(after, memory)
+
+
+@pytest.mark.core
+def test_init_batch_contiguous_refuses_holes_until_defrag():
+    """As ollama does; scattered placement takes such holes."""
+    memory = drawn("0{0} . 2{0} . 4{0} . 6{0} . 8{0} . 10{0} .", RUNS)
+    assert plan_of(memory, 3).reason[0] == Reason.FRAGMENTED
+    memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
+    assert plan_of(memory, 3).ok
 
 
 def test_make_kv_cache_cells_are_exact_and_all_usable():
@@ -187,98 +179,26 @@ def test_make_batch_without_positions_follows_the_last():
         assert last == [12, 12 if sets else -1]
 
 
-@pytest.mark.parametrize("split_by", SPLITS)
-def test_split_by_never_exceeds_ubatch_size(split_by):
-    """Trap 46."""
-    for sequences in ([0, 1, 2], [0, 0, 1, 2, 2], [2, 0, 1, 0, 2, 0, 0]):
-        for size in (1, 2, 3):
-            parts = split_known(split_by, np.asarray(sequences, np.int32), size)
-            taken = [part[part < len(sequences)].tolist() for part in parts]
-            assert max(map(len, taken)) <= size
-            assert sorted(sum(taken, [])) == list(range(len(sequences)))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "size", "wanted"),
-    [
-        ([4, 2], 8, [[0, 0, 1, 1], [0, 0]]),
-        ([3, 3], 4, [[0, 0, 1, 1], [0, 1]]),
-        ([5], 4, [[0] * 4, [0]]),
-    ],
-)
-def test_equal_split_takes_as_many_of_each_sequence(lengths, size, wanted):
-    """Trap 47."""
-    sequences = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    parts = split_known("equal", sequences, size)
-    assert [sequences[part[part < len(sequences)]].tolist() for part in parts] == wanted
-
-
-@pytest.mark.parametrize(("split_by", "size"), [*product(SPLITS[:2], (1, 2, 3, 8))])
-def test_split_by_keeps_order_of_tokens_with_several_sequences(split_by, size):
+def test_split_by_keeps_order_of_tokens_with_several_sequences():
     """Trap 48: llama.cpp does not cut such a batch into equal parts."""
     sets = [[0, 1, 2], [0, 1, 2], [0, 1], [2], [0], [1], [2]]
     others = np.array([[*one[1:], -1, -1][:2] for one in sets])
     lowest = np.array([one[0] for one in sets], np.int32)
-    parts = split_known(split_by, lowest, size, follows(lowest, others))
-    turns = [(int(i), turn) for turn, part in enumerate(parts) for i in part[part < len(sets)]]
-    assert sorted(i for i, _ in turns) == [*range(len(sets))]
-    turns = dict(turns)
-    for (i, one), (j, other) in product(enumerate(sets), repeat=2):
-        assert i >= j or not {*one} & {*other} or turns[i] <= turns[j]
+    for split_by, size in product(("simple", "equal"), (1, 2, 3, 8)):
+        parts = split_known(split_by, lowest, size, follows(lowest, others))
+        turn = {int(i): n for n, part in enumerate(parts) for i in part[part < len(sets)]}
+        assert sorted(turn) == [*range(len(sets))]
+        for (i, one), (j, other) in product(enumerate(sets), repeat=2):
+            assert i >= j or not {*one} & {*other} or turn[i] <= turn[j]
 
 
-@pytest.mark.core
-def test_collect_puts_logits_in_order_of_the_batch():
-    """Traps 45 and 49: by default of the last token of each sequence; in every split."""
-    tokens, sequences = [1, 2, 3, 4, 5, 6, 7], [0, 1, 0, 1, 0, 1, 0]
-    wanted = np.array([True, False, True, True, False, True, True])
-    everything = run(
-        drawn(""), make_batch(tokens, sequences=sequences, outputs=[True] * 7), ubatch_size=4
-    )[1]
-    for outputs, rows in ((wanted, wanted), (None, np.array([5, 6]))):
-        for split_by in ("simple", "sequence"):
-            batch = make_batch(tokens, sequences=sequences, outputs=outputs)
-            plan = jaxkv.init_batch(drawn(""), batch, ubatch_size=4, split_by=split_by)
-            memory, logits = drawn(""), []
-            for ubatch in plan.ubatches:
-                memory, out = think(memory, ubatch)
-                logits.append(out)
-            np.testing.assert_allclose(plan.collect(logits), everything[rows], atol=1e-5)
-
-
-@pytest.mark.core
-def test_init_batch_retried_after_refusal_leaves_no_trace():
-    """Trap 50."""
-    memory = jaxkv.seq_cp(told(5, 3), 0, 2)
-    refused = plan_of(memory, range(1, 6), 1)
-    assert reasons(refused) == ["FITS", "NO_ROOM", "FITS"]
-    tried, _ = think(memory, refused.ubatches[0])
-    assert_identical(tried, memory)
-
-
-@pytest.mark.core
-def test_init_batch_sets_share_the_very_same_cells():
-    """Traps 40 and 41: llama.cpp compares the ends of sequences alone."""
-    for cells, sets, answer in (
-        ("0{0,1} 1{0,1}", [[0, 1]], ["FITS", "FITS"]),
-        ("0{0} 1{0,1}", [[0, 1]], ["FITS", "DIVERGED"]),
-        ("0{0} 1{0} 0{1} 1{1}", [[0, 1]], ["FITS", "DIVERGED"]),
-        ("", [[0, 1, 2], [0, 1], [0]], ["FITS", "FITS"]),
-        ("", [[0, 1], [0, 2]], ["FITS", "FITS", "DIVERGED"]),
-        ("", [[0, 1, 2], [0, 1], [1, 2]], ["FITS", "FITS", "DIVERGED"]),
-    ):
-        memory = drawn(cells)
-        plan = plan_of(memory, len(sets), sets=sets)
-        assert reasons(plan) == [*answer, "FITS"][:3]
-        if not plan.ok:
-            assert_identical(jaxkv.apply(memory, plan), memory)
-
-
-def test_init_batch_sets_across_streams_raise():
-    """Trap 39: llama.cpp answers that it has no memory slot."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2, streams=2)
-    with pytest.raises(ValueError, match=r"sequences of a token in one stream, got \[0, 1\]"):
-        jaxkv.init_batch(memory, make_batch([5], sequences=[[0, 1]]))
+def test_make_batch_outputs_are_the_last_of_each_sequence():
+    """Trap 45: where none are chosen."""
+    batch = make_batch([1, 2, 3, 4, 5, 6, 7], sequences=[0, 1, 0, 1, 0, 1, 0])
+    plan = jaxkv.init_batch(drawn(""), batch, ubatch_size=8)
+    (ubatch,) = plan.ubatches
+    logits = ubatch.tokens.reshape(-1)[ubatch.outputs]  # of a model that says what it is told
+    assert plan.collect([logits[:, None]])[:, 0].tolist() == [6, 7]
 
 
 @pytest.mark.core
@@ -336,6 +256,16 @@ def test_attend_ignores_what_hidden_cells_hold(value):
     np.testing.assert_allclose(tell(spoilt, [9])[1], tell(memory, [9])[1], rtol=1e-6)
 
 
+def test_visible_tokens_of_one_batch_have_windows_of_their_own():
+    """Of two sequences in turns. ollama shows W + 1 positions, here it is W."""
+    memory = drawn("0{0} . 1{0} 0{1} 2{0}", replace(NEAR, cells=8))
+    plan = plan_of(memory, 4, [0, 1, 0, 1])
+    table = jaxkv.apply(memory, plan).table
+    rows = np.asarray(mask(table, plan.ubatches[0]))[0, :4]
+    seen = [sorted(np.asarray(table.position)[0][row].tolist()) for row in rows]
+    assert seen == [[0, 1, 2, 3], [0, 1], [1, 2, 3, 4], [0, 1, 2]]
+
+
 # -------------------------------------------------------------------------- failures, and numbers
 
 
@@ -353,7 +283,7 @@ def test_seq_pos_max_counts_ubatches_that_were_applied():
 
 def test_seq_add_keeps_values_and_turns_keys():
     """Trap 95: a context shift is no recomputation."""
-    memory = noisy(" ".join(f"{i}{{0}}" for i in range(8)))
+    memory = noisy(" ".join(f"{i}{{0}}" for i in range(8)), SMALL)
     slid, _ = jaxkv.seq_rm(memory, 0, 1, 4)
     slid = jaxkv.seq_add(slid, 0, 4, -1, -3)
     slid = jaxkv.apply(slid, jaxkv.init_update(slid))

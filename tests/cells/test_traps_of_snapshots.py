@@ -11,15 +11,7 @@ from jaxkv import make_batch, snapshot
 from tests import histories
 from tests.cells.plans import plan_of, tell, told
 from tests.histories import states_of
-from tests.memories import SMALL, SPLIT, WINDOW, drawing, drawn
-
-
-def test_load_brings_back_every_stream():
-    """Trap 75: in llama.cpp each stream that is loaded empties the others."""
-    memory = drawn("0{0} 1{0} | 0{1} | 4{2}", SPLIT)
-    data = snapshot.to_bytes(memory)
-    for loaded in (snapshot.load(data), snapshot.load_into(data, SPLIT.make())):
-        assert drawing(loaded) == drawing(memory)
+from tests.memories import SMALL, SPLIT, drawing, drawn
 
 
 @pytest.mark.core
@@ -57,16 +49,6 @@ def test_load_into_refused_leaves_the_memory():
         assert drawing(memory) == before and plan_of(memory, 1).ok
     split = snapshot.to_bytes(drawn("0{0} 1{0} | 0{1} | 4{2}", SPLIT))
     assert jaxkv.seq_pos_max(snapshot.load_into(split, memory), [0, 1, 2]).tolist() == [1, 0, 4]
-
-
-def test_load_keeps_cells_that_a_window_hides():
-    """Trap 79: llama.cpp drops them, so that less can be rolled back than before."""
-    memory = drawn("0{0} 1{0} 2{0} 3{0} 4{0} 5{0}", WINDOW)
-    data = snapshot.to_bytes(memory)
-    for loaded in (snapshot.load(data), snapshot.load_into(data, WINDOW.make())):
-        assert drawing(loaded) == drawing(memory)
-        for pos in range(7):
-            assert jaxkv.can_resume(loaded, 0, pos) == jaxkv.can_resume(memory, 0, pos)
 
 
 @pytest.mark.core
