@@ -96,8 +96,10 @@ class Histories(Side):
     def _cut(self, seq: int, p0: int, p1: int) -> str:
         """What a range means to one sequence: nothing, the whole of it, a cut, or a refusal."""
         p0, end = max(p0, 0), self.reached(seq)
-        if p0 > end or 0 <= p1 <= end:
+        if p0 > end or 0 <= p1 <= p0:
             return "nothing"
+        if 0 <= p1 <= end:
+            return "refused"
         if p0 == 0:
             return "whole"
         stands = any(state.position == p0 - 1 for state in self.states[seq])

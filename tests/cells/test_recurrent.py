@@ -34,9 +34,10 @@ def test_seq_rm_granted_where_a_state_stands():
     """Trap 60."""
     twin = told(kept=3)  # positions 0 to 9
     assert not twin.seq_rm(0, 6)
-    assert twin.seq_rm(0, 10) and twin.seq_rm(0, 0, 5) and twin.seq_rm(0, 3, 6)
-    # llama.cpp refuses this; here -1 is every sequence, and to each the range changes nothing.
-    assert twin.seq_rm(-1, 0, 5)
+    assert twin.seq_rm(0, 10) and twin.seq_rm(0, 4, 4) and twin.seq_rm(-1, 10)
+    # What a state has seen stays in it.
+    for start, stop in ((0, 5), (3, 6), (8, 9)):
+        assert not twin.seq_rm(0, start, stop) and not twin.seq_rm(-1, start, stop)
     assert not twin.seq_rm(-1, 5)
     assert positions_of(twin.memory) == [6, 7, 8, 9]
     assert twin.seq_rm(0, 0, 10)
@@ -141,10 +142,9 @@ def test_seq_add_moves_all_parts_or_none():
     """One part alone holds the position that would reach the last integer."""
     twin = told(kept=1, counts=(6, 0), kinds="ar")
     twin.both("seq_cp", 0, [1])
-    assert twin.seq_rm(0, 4, 5) and twin.seq_rm(1, 4, 5)  # the state after it stays
-    far = 2**31 - 1 - 4
-    assert not jaxkv.can_seq_add(twin.memory, 0, 0, 5, far)
-    assert_identical(jaxkv.seq_add(twin.memory, 0, 0, 5, far), twin.memory)
+    far = 2**31 - 1 - 3  # states stand after positions 4 and 5
+    assert not jaxkv.can_seq_add(twin.memory, 0, 0, 4, far)
+    assert_identical(jaxkv.seq_add(twin.memory, 0, 0, 4, far), twin.memory)
     twin.both("seq_add", 0, 0, -1, 3)  # for both that share
     assert jaxkv.seq_pos_max(twin.memory, [0, 1]).tolist() == [8, 8]
     twin.update()

@@ -230,19 +230,6 @@ def test_beam_fewer_texts_than_width():
         assert_sound(after)
 
 
-@pytest.mark.core
-def test_beam_nan_logits_have_nan_score():
-    """After one token alone, of either sign."""
-    memory, logits = prompted(POOL)
-    second = int(np.argsort(logits[0])[-2])
-    for nan in (np.nan, -np.nan):
-        broken = FREE.at[second].set(nan)
-        _, beams = loops.beam(
-            forward, broken, memory, logits, width=WIDTH, steps=STEPS, stop=STOPS[0]
-        )
-        assert np.isnan(beams.scores[0]) and beams.tokens[0, 0] == second
-
-
 # ---- real models
 
 

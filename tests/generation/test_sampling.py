@@ -140,7 +140,7 @@ def test_filters_hide_at_any_temperature():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("odd", "wanted"), [(jnp.inf, 1), (jnp.nan, -1)])
+@pytest.mark.parametrize(("odd", "wanted"), [(jnp.inf, -1), (jnp.nan, -1)])
 def test_filters_turned_off_for_one_text_leave_it_alone(odd, wanted):
     """Beside texts with other filters, and with logits that are infinite or NaN."""
     logits = jnp.array([[0.0, odd, 2.0, 3.0, 1.0]] * 2)
