@@ -85,13 +85,22 @@ MATRIX = [
 ]
 FAST = [("default", name) for name in ("plain", "all options", "bias array", "few tiles", "int8")]
 DTYPES = ("bfloat16", "bfloat16 queries, bias", "float16 buffers", "float8_e5m2")
+APART = {
+    "on masks": ("plain", "all options", "ahead, large logits"),
+    "tiles": ("plain", "all options", "bias", "few tiles", "no tiles", "biased tiles", "blocks"),
+}
+"""Cases in which the default way runs another program than this one."""
 
 
 def in_core(way, name):
     """Whether a way has code of its own for a case, or refuses it."""
+    if way == "default" or (way, name) in REFUSED:
+        return True
+    if way in APART:
+        return name in APART[way]
     if any(word in name for word in ("tile", "block", "large mask")):
-        return way in ("default", "tiles", "tpu", "gpu")  # which depend on the number of cells
-    return way == "default" or name not in DTYPES or (way, name) in REFUSED
+        return way in ("tpu", "gpu")  # whose programs depend on the number of cells
+    return name not in DTYPES
 
 
 @pytest.mark.parametrize(

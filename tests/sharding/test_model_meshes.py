@@ -204,15 +204,19 @@ def run(model):
 
 
 TENSOR_CELLS = {"tensor": 2, "cells": 2}
-RUNS = [
-    ("llama_tied", TENSOR_CELLS),
-    ("granite_hybrid_experts", TENSOR_CELLS),
-    ("gemma3", TENSOR),
-    *((name, DATA_TENSOR) for name in FAMILIES if name not in ("qwen2", "granite_hybrid")),
-]
 
 
-@pytest.mark.parametrize(("name", "sizes"), in_lanes(RUNS, fast=[], core=RUNS[:1]), ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama_tied", TENSOR_CELLS),
+        ("granite_hybrid_experts", TENSOR_CELLS),
+        ("gemma3", TENSOR),
+        *((name, DATA_TENSOR) for name in FAMILIES if name not in ("qwen2", "granite_hybrid")),
+    ],
+    ids=str,
+)
 def test_prompts_and_tokens_on_mesh_match_one_device(name, sizes):
     logits, tokens = run(models.load(DATA / name))
     mesh = make_mesh(sizes)

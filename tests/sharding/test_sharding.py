@@ -75,8 +75,6 @@ def test_random_verbs_of_states_on_mesh_match_oracle(name):
 # --------------------------------------------------------------------------- against one device
 
 MODES = [
-    (AxisType.Auto, 2, {"data": 2, "cells": 2}),
-    (AxisType.Explicit, 2, {"data": 2, "tensor": 2}),
     (AxisType.Explicit, 2, {"data": 2, "tensor": 2, "cells": 2}),
     (AxisType.Auto, 4, {"data": 4, "tensor": 2}),
     (AxisType.Explicit, 1, {"cells": 4, "tensor": 2}),
@@ -84,7 +82,7 @@ MODES = [
 
 
 @pytest.mark.parametrize(
-    ("mode", "streams", "axes"), in_lanes(MODES, fast=[], core=MODES[:2]), ids=str
+    ("mode", "streams", "axes"), in_lanes(MODES, fast=[], core=MODES[:1]), ids=str
 )
 def test_verbs_and_steps_on_mesh_match_one_device(mode, streams, axes):
     plain = Kind("plain", cells=16, sequences=4, streams=streams).make()
