@@ -231,7 +231,7 @@ def requests() -> None:
             engine.submit(Request(prompt=prompt, limit=2 + i % 7, seed=i, tag=i, **some))
         results = {result.request.tag: result for result in engine.results()}
         assert not jaxkv.used(engine.memory)
-        return {tag: (one.tokens, one.logprobs, one.reason) for tag, one in results.items()}
+        return {tag: (one.tokens, one.logprobs, one.reason.name) for tag, one in results.items()}
 
     with jax.set_mesh(mesh_of("hybrid")):
         got = served(placed(make("hybrid")), weights())
