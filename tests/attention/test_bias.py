@@ -80,7 +80,7 @@ MESHES = [
     ("function", AUTO, EVERYTHING, GROUPS, ALL),
     ("function", EXPLICIT, EVERYTHING, GROUPS, (3, 0)),
     ("array", EXPLICIT, {"data": 2, "tensor": 2}, GROUPS, ALL),
-    ("array", AUTO, {"tensor": 2, "cells": 4}, Kind("pool", cells=12, sequences=4), ALL),
+    ("array", AUTO, {"tensor": 2, "cells": 4}, Kind("pool", cells=16, sequences=4), ALL),
 ]
 
 
