@@ -283,6 +283,7 @@ def test_attend_nonfinite_head_becomes_nan_key_and_zero_value(form, half, bad, w
     (ubatch,) = jaxkv.init_batch(memory, make_batch([[1, 2, 3], [4, 5, 6]])).ubatches
     q, (k, v), _ = arrays_for(ubatch, form)
     clean, wanted = attended(memory, ubatch, q, k, v)
+    k, v = k.copy(), None if latent else v.copy()  # those that were passed may still be read
     {"k": k, "v": v}[half][0, 0, 4, 1, where] = bad  # layer 0, token 1 of sequence 1, head 1
     broken, out = attended(memory, ubatch, q, k, v)
 
