@@ -107,7 +107,7 @@ def test_vmap_over_memories_computes_once_and_matches_each():
 @core
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("bias", ["function", "array"])
-def test_vmap_derivatives_match_each(bias, shared):
+def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
     """Biases have weights or numbers which memories share, so that derivatives add up, or not."""
     cases = [case(seed, lists=[2, 0], until=True, bias=bias) for seed in range(2)]
     together, first = stack(*cases), weights_of(cases[0].sight.bias)
@@ -131,6 +131,8 @@ def test_vmap_derivatives_match_each(bias, shared):
     )
     for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    alone = jax.jit(at_once)(weights, *together[:3])  # another program than with derivatives
+    np.testing.assert_allclose(alone, wanted[0], rtol=1e-5)
 
 
 # ----------------------------------------------------------------------------------- memories
