@@ -1,9 +1,9 @@
 """Record what Hugging Face transformers computes with tiny random models of DeepSeek's kinds.
 
-Run where torch and transformers are installed: `python tests/data/make_deepseek.py`. It writes to the
-folder of each variant: `tokens`, and the `logits` after each; and `shifted`, those after each token
-from PROMPT on where the tokens of GAP were forgotten before it, and those behind them moved up. It
-is computed in float64, but for what transformers computes in float32 always.
+Run where torch and transformers are installed: `python tests/data/make_deepseek.py`. It writes to
+the folder of each variant: `tokens`, and the `logits` after each; and `shifted`, those after each
+token from PROMPT on where the tokens of GAP were forgotten before it, and those behind them moved
+up. It is computed in float64, but for what transformers computes in float32 always.
 """
 
 import recording

@@ -2,9 +2,9 @@
 
 Run where torch and transformers are installed: `python tests/data/make_recurrent.py`, with the
 names of variants where not all are wanted. It writes to the folder of each: prompts of three
-lengths with the 32 tokens that are generated greedily after each, one list after the other (`tokens`,
-`lengths`), which of them have a logit recorded (`outputs`: every fifth of the prompt, and all from
-its last on), and those `logits`.
+lengths with the 32 tokens that are generated greedily after each, one list after the other
+(`tokens`, `lengths`), which of them have a logit recorded (`outputs`: every fifth of the prompt,
+and all from its last on), and those `logits`.
 """
 
 import sys
