@@ -70,7 +70,7 @@ def donated(memory, *, table=True):
     return copy
 
 
-# ------------------------------------------------------------------------------------------- text
+# ---- text
 
 
 @cache
@@ -84,77 +84,71 @@ def interleaved():
     return drawn(" ".join(cells), Kind("", cells=300, sequences=4))
 
 
-@pytest.mark.parametrize("width", [40, 100])
-def test_show_folded_lines_fit_and_name_every_cell(width):
-    lines = jaxkv.show(interleaved(), width=width).splitlines()
-    assert max(map(len, lines)) <= width
-    spans = [list(map(int, one.split("-"))) for one in lines[0].split()[1:]]
-    assert [i for one in spans for i in range(one[0], one[-1] + 1)] == [*range(300)]
-    assert lines[0].split()[-1] == "291-299" and lines[1].split()[-1] == "."
-    assert "~4" in lines[1] and len(jaxkv.show(interleaved(), width=None)) > 600
+def dying():
+    """States of which those of sequence 1 are lost."""
+    table, buffers = jaxkv.split(states())
+    cell = table.cell.at[1].set(table.num_cells)
+    position, dead = table.position.at[1].set(-1), table.dead_until.at[1].set(27)
+    return jaxkv.join(replace(table, position=position, cell=cell, dead_until=dead), buffers)
 
 
-@pytest.mark.core
-def test_show_draws_cells_or_runs_by_width():
-    memory = pool()
-    assert jaxkv.show(memory, width=None) == jaxkv.show(memory, width=100)
-    assert jaxkv.show(memory, width=50).splitlines() == [
-        "cells    0-4 5-7 8-9 10-11 12-13 14 15-23",
-        "owner      +   0   1     .     1 33     .",
-        "position 0-4 5-7 0-1     .   4-5  0     .",
-    ]
-    assert "owed" in jaxkv.show(jaxkv.seq_add(memory, 1, 4, -1, 3), width=50)
-    assert jaxkv.show(states(), width=14).splitlines()[0] == "sequence 0 0-2"
+POOL_SHOWN = """
+owner    + + + + + 0 0 0 1 1 . . 1 1 33 . . . . . . . . .
+position 0 1 2 3 4 5 6 7 0 1 . . 4 5  0 . . . . . . . . .
+"""
+RUNS = """
+cells    0-4 5-7 8-9 10-11 12-13 14 15-23
+owner      +   0   1     .     1 33     .
+position 0-4 5-7 0-1     .   7-8  0     .
+owed       0   0   0     .     3  0     .
+"""
+FOLDED = """
+cells           0-267 268-272      273-290 291-299
+owner    ~4 sequences       1 ~4 sequences       .
+position        ~0-78   60-64       ~63-84       .
+"""
+PARTS = """
+part 0, layers 0
+owner    0 0 1 1 . . . .
+position 0 1 0 1 . . . .
+part 1, layers 1
+sequence 0 0 1
+sequence 1 0 1
+"""
+DYING = """
+sequence 0 . 0 1 2
+sequence 1 . . . ., dead until 27
+sequence 2 . 0 1 2
+"""
+SHOWN = [
+    (pool, 53, POOL_SHOWN),
+    (lambda: jaxkv.seq_add(pool(), 1, 4, -1, 3), 50, RUNS),
+    (interleaved, 100, FOLDED),
+    (hybrid, 100, PARTS),
+    (dying, 33, DYING),
+    (dying, 32, "\nsequence 0 0-2\nsequence 1 ., dead until 27\nsequence 2 0-2\n"),
+    (dying, 16, "\nsequence 0 0-2\nsequence 1 .\ndead until 27\nsequence 2 0-2\n"),
+]
 
 
-@pytest.mark.core
-def test_show_of_lost_states_fits_its_lines():
-    memory = states()
-    dead = replace(
-        memory.table,
-        position=memory.table.position.at[1].set(-1),
-        cell=memory.table.cell.at[1].set(memory.table.num_cells),
-        dead_until=memory.table.dead_until.at[1].set(27),
-    )
-    memory = jaxkv.join(dead, memory.buffers)
-    whole = jaxkv.show(memory).splitlines()
-    assert whole[1] == "sequence 1 . . . ., dead until 27"
-    assert jaxkv.show(memory, width=33).splitlines() == whole
-    for width, second in ((32, ["., dead until 27"]), (16, [".", "dead until 27"])):
-        lines = jaxkv.show(memory, width=width).splitlines()
-        assert lines[1:-1] == [f"sequence 1 {second[0]}", *second[1:]]
-        assert max(map(len, lines)) <= width
-
-
-@pytest.mark.parametrize("make", [pool, streams, states], ids=lambda make: make.__name__)
-def test_cells_of_agrees_with_verbs(make):
-    memory = make()
-    view = draw.cells_of(memory)
-    held = np.stack([view.held(seq) for seq in range(view.sequences)])
-    np.testing.assert_array_equal(held.max(1), jaxkv.seq_pos_max(memory, range(len(held))))
-    first = np.where(held < 0, 99, held).min(1)
-    wanted = jaxkv.seq_pos_min(memory, range(len(held)))
-    np.testing.assert_array_equal(np.where(first == 99, -1, first), wanted)
-    assert (view.position >= 0).sum() == jaxkv.used(memory)
-    by_stream = (held >= 0).reshape(len(view.position), view.sharing, -1)
-    np.testing.assert_array_equal(view.owners, by_stream.sum(1))
-    first = by_stream.argmax(1) + view.sharing * np.arange(len(by_stream))[:, None]
-    np.testing.assert_array_equal(view.owner, np.where(view.owners > 0, first, -1))
+def test_show_prints_recorded():
+    for make, width, wanted in SHOWN:
+        assert f"\n{jaxkv.show(make(), width=width)}\n" == wanted
 
 
 @pytest.mark.core
 def test_draw_of_no_memory_with_values_raises():
-    with pytest.raises(TypeError, match="got a hybrid one: look at each of"):
-        draw.cells_of(hybrid())
-    with pytest.raises(TypeError, match="got a traced one"):
-        jax.eval_shape(lambda memory: jaxkv.show(memory), pool())
-    with pytest.raises(TypeError, match="got the shapes of one"):
-        jaxkv.show(jax.eval_shape(pool))
-    with pytest.raises(ValueError, match="from 0 to 39, got 40"):
-        draw.cells_of(pool()).held(40)
+    for look, error, message in [
+        (lambda: draw.cells_of(hybrid()), TypeError, "got a hybrid one: look at each of"),
+        (lambda: jax.eval_shape(jaxkv.show, pool()), TypeError, "got a traced one"),
+        (lambda: jaxkv.show(jax.eval_shape(pool)), TypeError, "got the shapes of one"),
+        (lambda: draw.cells_of(pool()).held(40), ValueError, "from 0 to 39, got 40"),
+    ]:
+        with pytest.raises(error, match=message):
+            look()
 
 
-# ------------------------------------------------------------------------------- lines and tables
+# ---- lines and tables
 
 
 @over_all
@@ -169,7 +163,7 @@ def test_repr_of_memory_is_one_line(make):
     assert repr(jax.eval_shape(make)).endswith(": shapes alone)")
     assert repr(donated(memory)).endswith(": donated)")
     assert repr(donated(memory, table=False)).endswith(f": {counts} used, buffers donated)")
-    odd = [jax.tree.map(lambda x, leaf=leaf: leaf, memory) for leaf in (None, 1, "a", object())]
+    odd = [jax.tree.map(lambda x, leaf=leaf: leaf, memory) for leaf in (None, "a")]
     lines += map(repr, [memory, memory.table, batched(memory), *odd])
     assert all("\n" not in line and line.count("(") == line.count(")") for line in lines)
 
@@ -207,20 +201,18 @@ def test_repr_html_has_text_and_no_script(make):
 def test_repr_html_of_long_table_is_folded():
     html = html_of(interleaved())
     assert html.count("title=") <= 32 and "cells 291 to 299: empty" in html
-    many = jaxkv.make_kv_cache(layers=1, cells=2, kv_heads=1, head_dim=2, sequences=40, streams=40)
-    assert "and 24 more streams" in html_of(many)
+    assert "and 24 more streams" in html_of(Kind("", cells=2, sequences=40, streams=40).make())
 
 
 def test_folded_without_neighbours_builds_one_fold():
-    """In 100,000 cells of which no two go on from each other, not every way of folding is built."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=100_000, kv_heads=1, head_dim=1)
-    view = replace(draw.cells_of(memory), position=np.arange(100_000, 0, -1, dtype=np.int32)[None])
+    """Not every way of folding: that would take long in a large table."""
+    view = replace(draw.cells_of(interleaved()), position=np.arange(300, 0, -1)[None])
     asked = []
     folded(view, 0, 50, lambda runs: asked.append(len(runs)) or True)
     assert asked == [1]
 
 
-# ------------------------------------------------------------------------------------------ plots
+# ---- plots
 
 
 @pytest.fixture
@@ -249,12 +241,10 @@ def test_plot_cells_has_colours_of_owners(agg):
     (image,) = ax.images
     drawn = sequences_in(image.get_array()).ravel()[:24]
     np.testing.assert_array_equal(drawn, np.where(wanted < 0, -1, wanted % 7))
-    assert [text.get_text() for text in ax.texts][:8] == list("01234567")
     (hatched,) = ax.collections  # the cells that 0 and 2 share
     assert [path.get_extents().bounds for path in hatched.get_paths()] == [(-0.5, -0.5, 5, 1)]
     _, given = agg.subplots()
     assert plot.cells(streams(), given) is given
-    assert given.images[0].get_array().shape == (2, 8, 3)
 
 
 @pytest.mark.core
@@ -267,8 +257,6 @@ def test_plot_sight_is_the_mask(agg):
     assert set(drawn[0][mask[0]]) == {2} and set(drawn[2][mask[2]]) == {1}
     at = sequences_in(plot.sight(memory, ubatch, by_position=True).images[0].get_array())
     assert (at[0] >= 0).tolist() == [True] * 6 + [False] * (at.shape[1] - 6)
-    with pytest.raises(ValueError, match="that the ubatch was applied to"):
-        plot.sight(pool(), jaxkv.init_batch(pool(), make_batch([1])).ubatches[0])
     stale = jaxkv.init_batch(pool(), make_batch([1])).ubatches[0]
     with pytest.raises(ValueError, match="that the ubatch was applied to"):
         plot.sight(jaxkv.seq_rm(pool(), 0, 7)[0], stale)
@@ -276,35 +264,29 @@ def test_plot_sight_is_the_mask(agg):
         plot.sight(*put(states(), [[1]], [0]))
 
 
-def test_plot_occupancy_and_nbytes_add_up(agg):
-    before = POOL.make()
-    ax = plot.occupancy([before, pool()])
-    tops = [area.get_paths()[0].vertices[:, 1].max() for area in ax.collections]
-    assert max(tops) == jaxkv.used(pool()) and ax.texts[0].get_text() == "24 cells"
-    counts = plot.occupancy([jaxkv.used(one) for one in (before, pool())])
-    assert counts.collections[0].get_paths()[0].vertices[:, 1].max() == max(tops)
-    bars = plot.nbytes(hybrid()).containers[0]
-    assert sum(bar.get_width() for bar in bars) == jaxkv.nbytes(hybrid())
-    with pytest.raises(ValueError, match="got none"):
-        plot.occupancy([])
-    for steps in ([before, 3], [jaxkv.used(before), before]):
-        with pytest.raises(ValueError, match="got both: pass jaxkv.used of each"):
-            plot.occupancy(steps)
-
-
 @pytest.mark.core
 def test_plot_legends_name_every_sequence(agg):
     def names(ax):
         return [text.get_text() for text in ax.get_legend().get_texts()]
 
-    memory = jaxkv.make_kv_cache(layers=1, cells=16, kv_heads=1, head_dim=2, sequences=16)
-    memory, ubatch = put(memory, [[1]] * 9, [*range(8), 14])
+    memory, ubatch = put(Kind("", cells=16, sequences=16).make(), [[1]] * 9, [*range(8), 14])
     wanted = ["0, 7, …", *"123456"]
     assert names(plot.cells(memory))[:-1] == [f"sequence {one}" for one in wanted]
     assert names(plot.occupancy([memory])) == [f"sequence {one}" for one in wanted]
     seen = names(plot.sight(memory, ubatch))
     assert seen[:-2] == [f"seen by sequence {one}" for one in wanted]
     assert plot._labels([1, 8]) == [(PALETTE[1], "sequence 1, 8")]
+
+
+def test_plot_occupancy_and_nbytes_add_up(agg):
+    ax = plot.occupancy([POOL.make(), pool()])
+    tops = [area.get_paths()[0].vertices[:, 1].max() for area in ax.collections]
+    assert max(tops) == jaxkv.used(pool()) and ax.texts[0].get_text() == "24 cells"
+    bars = plot.nbytes(hybrid()).containers[0]
+    assert sum(bar.get_width() for bar in bars) == jaxkv.nbytes(hybrid())
+    for steps, message in [([], "got none"), ([pool(), 3], "got both: pass jaxkv.used of each")]:
+        with pytest.raises(ValueError, match=message):
+            plot.occupancy(steps)
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch):

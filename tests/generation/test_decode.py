@@ -11,10 +11,8 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.loops.sampling import constrained, make_sampler
-from tests.generation.tiny import BEST, assert_sound, ends, forward, load
+from tests.generation.tiny import BEST, assert_sound, ends, forward
 from tests.memories import SMALL, SPLIT, VOCABULARY, assert_identical, filled
-
-TOKENS = np.array([7, 3, 11, 5], np.int32)
 
 
 def decoded(memory, state, stop=(), *, steps, sampler=BEST, model=forward):
@@ -40,18 +38,13 @@ class Counting(loops.sampling.Sampler):
 
 
 @pytest.mark.core
-def test_begin_accepts_lists_and_sets():
+def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
     state, first = loops.begin(BEST, filled(2), [[0.0, 2.0, 1.0]], stop=frozenset([1, 2]))
     assert first.tokens.tolist() == [[1]] and not state.active.any()
-
-
-@pytest.mark.core
-def test_begin_empty_sequence_has_no_logits():
-    memory = filled(0, 2)
-    state, _ = loops.begin(BEST, memory, jnp.zeros((1, 5)), sequences=[1])
-    assert state.active.all()
-    state, _ = loops.begin(BEST, memory, jnp.zeros((2, 5)), sequences=[0, 1], limit=[0, 1])
-    assert not state.active.any()  # nothing is asked of the empty one
+    for sequences, limit in (([1], 3), ([0, 1], [0, 1])):  # sequence 1 has no logits of its own
+        logits = jnp.zeros((len(sequences), 5))
+        state, _ = loops.begin(BEST, filled(0, 2), logits, sequences=sequences, limit=limit)
+        assert state.active.tolist() == [limit == 3] * len(sequences)
 
 
 @pytest.mark.core
@@ -109,25 +102,6 @@ def test_decode_in_pieces_has_logprobs_of_the_model():
     _, logits = jaxkv.prefill(forward, None, filled(), batch)
     wanted = jax.nn.log_softmax(logits)[np.arange(2, len(text) + 2), text]
     np.testing.assert_allclose(logprobs, wanted, atol=1e-5)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"])
-def test_decode_of_a_model_picks_its_best_tokens(name):
-    """The tokens of a loop, fed once more as a prompt, are each the best one of their logits."""
-    model = load(name)
-    memory, logits = jaxkv.prefill(
-        model.forward, model.weights, model.make_memory(cells=32), make_batch(TOKENS)
-    )
-    first = np.asarray(logits).argmax(-1)
-    memory, state, picked = jaxkv.decode(
-        model.forward, BEST, model.weights, memory, loops.start(memory, first), steps=5
-    )
-    text = np.concatenate([TOKENS, first, picked.tokens[0]])
-    batch = make_batch(text, outputs=np.ones(len(text), bool))
-    _, logits = jaxkv.prefill(model.forward, model.weights, model.make_memory(cells=32), batch)
-    assert np.asarray(logits)[3:-1].argmax(-1).tolist() == text[4:].tolist()
-    assert jaxkv.seq_pos_max(memory, 0) == len(text) - 2 and state.token[0] == text[-1]
 
 
 def down(state, token):

@@ -143,20 +143,6 @@ def test_loop_in_vmap_same_result(loop):
 
 
 @pytest.mark.nightly
-def test_beam_score_derivative_is_that_of_softmax():
-    """Forwards: a loop whose length depends on data cannot be run backwards."""
-
-    def score(row):
-        return loops.beam(forward, None, filled(2, 1), row, width=2, steps=2)[1].scores[0]
-
-    value, slope = jax.jvp(score, (LOGITS,), (jnp.eye(VOCABULARY)[:1],))
-    _, beams = loops.beam(forward, None, filled(2, 1), LOGITS, width=2, steps=2)
-    wanted = (beams.tokens[0, 0] == 0) - jax.nn.softmax(LOGITS[0])[0]
-    assert value == beams.scores[0]
-    np.testing.assert_allclose(slope, wanted, atol=1e-5)
-
-
-@pytest.mark.nightly
 def test_prefill_derivative_same_in_jit():
     """Outside of `jit` a refusal is raised, and no `ok` is returned."""
     model = load("llama_tied")

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from jaxkv.loops.drawing import adjusted_by
 from jaxkv.loops.sampling import OPTIONS, constrained, draw, make_sampler
@@ -48,25 +48,24 @@ def test_draws_have_probabilities_at_any_temperature():
         np.testing.assert_allclose(draws(temperature=temperature), wanted, atol=0.015)
 
 
+ALLOWED = [
+    ({"top_k": 1}, {0}),
+    ({"top_k": 3}, {0, 2, 3}),
+    ({"top_k": 99}, {0, 1, 2, 3, 4}),
+    ({"top_p": 0.35}, {0}),  # the best alone has enough
+    ({"top_p": 0.6}, {0, 2}),
+    ({"top_p": 0.86}, {0, 2, 3, 4}),
+    ({"min_p": 0.5}, {0, 2}),
+    ({"min_p": 1.0}, {0}),
+    ({"top_k": 2, "top_p": 0.5}, {0}),  # of 0.4 and 0.3 the best has more than half
+    ({"top_k": 3, "min_p": 0.3, "temperature": 5.0}, {0, 2, 3}),
+]
+
+
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("options", "allowed"),
-    [
-        ({"top_k": 1}, {0}),
-        ({"top_k": 3}, {0, 2, 3}),
-        ({"top_k": 99}, {0, 1, 2, 3, 4}),
-        ({"top_p": 0.35}, {0}),  # the best alone has enough
-        ({"top_p": 0.6}, {0, 2}),
-        ({"top_p": 0.86}, {0, 2, 3, 4}),
-        ({"min_p": 0.5}, {0, 2}),
-        ({"min_p": 1.0}, {0}),
-        ({"top_k": 2, "top_p": 0.5}, {0}),  # of 0.4 and 0.3 the best has more than half
-        ({"top_k": 3, "min_p": 0.3, "temperature": 5.0}, {0, 2, 3}),
-    ],
-    ids=str,
-)
-def test_filters_leave_exactly(options, allowed):
-    assert set(np.flatnonzero(draws(**options))) == allowed
+def test_filters_leave_exactly():
+    for options, allowed in ALLOWED:
+        assert set(np.flatnonzero(draws(**options))) == allowed, options
 
 
 @pytest.mark.core
@@ -83,7 +82,6 @@ def test_filters_each_text_has_its_own_numbers(options):
 
 
 @pytest.mark.core
-@settings(deadline=None, max_examples=25, derandomize=True)
 @given(
     logits=st.lists(
         st.sampled_from([-np.inf, -3.0, -0.0, 0.0, 1e-30, 0.5, 0.5000001, 2.0, 1e30]),

@@ -16,21 +16,14 @@ from tests.generation.tiny import BEST, assert_sound, ends, load, texts
 
 pytestmark = pytest.mark.nightly
 
-DRAWN = np.random.default_rng(5)
-TWENTY = [
-    *([7, 3, 11, 5, 7, 3, 11, 5, 7, 3], [2, 9, 13, 2, 9, 13, 2], [4, 6, 1, 8, 4, 6]),
-    *(DRAWN.integers(1, 14, DRAWN.integers(2, 10)).tolist() for _ in range(17)),
-]
+EIGHT = [[7, 3, 11, 5, 7, 3, 11, 5, 7, 3], [2, 9, 13, 2, 9, 13, 2], [4, 6, 1, 8, 4, 6]]
+EIGHT += [np.random.default_rng(i).integers(1, 14, 2 + i).tolist() for i in range(5)]
 BRANCHING = [[7, 3, 11, 5, 7, 3, 9, 5, 7, 3], [2, 9, 13, 2, 9, 4, 2, 9]]
 SENTENCES = [
     "One, two, three, one, two,",
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",
     "1 + 1 = 2\n2 + 2 = 4\n3 + 3 =",
     "Once upon a time there was a little",
-    "The quick brown fox jumps over the lazy dog. The quick brown",
-    "To make tea, first boil the water. To make coffee, first",
-    "My name is Anna. My name is",
-    "Monday, Tuesday, Wednesday,",
 ]
 
 
@@ -93,14 +86,14 @@ def assert_says_the_same(model, draft, memory, state, *, atol=2e-4):
     ],
 )
 def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
-    """Twenty texts; then the memory goes on as if nothing had been guessed."""
-    model, count = load(name), len(TWENTY)
+    """Eight texts; then the memory goes on as if nothing had been guessed."""
+    model, count = load(name), len(EIGHT)
     cells, streams = (40 * count, 1) if pools == "pool" else (40, count)
-    memory, state = begun(model, TWENTY, cells=cells, streams=streams, rollback=4)
+    memory, state = begun(model, EIGHT, cells=cells, streams=streams, rollback=4)
     if kind == "lookup":
-        draft = loops.lookup(TWENTY)
+        draft = loops.lookup(EIGHT)
     else:
-        draft = drafting(model, TWENTY, noise=0.02 * (kind == "another"), rollback=4)
+        draft = drafting(model, EIGHT, noise=0.02 * (kind == "another"), rollback=4)
     found, after, made = assert_says_the_same(model, draft, memory, state)
     if kind == "itself":
         assert (made.accepted >= made.tried - 1).all() and (made.turns <= 7).all()
