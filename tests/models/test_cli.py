@@ -21,7 +21,7 @@ from jaxkv.loops import batching
 from models.chat import chat as edits
 from models.chat.saved import save
 from models.chat.speaker import Speaker
-from models.cli import generate, modes
+from models.cli import modes
 from models.cli.arguments import InputError
 from models.cli.interrupts import noticed
 from models.cli.main import main
@@ -31,7 +31,6 @@ from models.serving import FINISH, Serving
 from models.texts import Finish
 from tests.cases import in_lanes
 from tests.models.command_line import CONFIG, DATA, objects, transcript
-from tests.models.golden import golden
 from tests.models.speaking import said, tiny
 from tests.models.tiny_files import tiny_tensors, write_gguf
 
@@ -96,7 +95,7 @@ def write_chat(folder):
     in_lanes(
         sorted(file.stem for file in (DATA / "cli").glob("*.txt")),
         fast=["errors", "plan"],
-        core=["errors_of_models", "generate", "inspect"],
+        core=["chat", "errors_of_models", "generate", "inspect"],
     ),
 )
 def test_command_line_prints_recorded(name, command, files, monkeypatch):
@@ -158,24 +157,6 @@ def test_main_closed_streams_read_and_write_nothing(files, monkeypatch):
     assert main(["inspect", str(files / "no_weights")]) == 0
     for name in names:
         getattr(sys, name).close()
-
-
-def test_generate_file_passes_only_given_sizes(command, files, monkeypatch):
-    """What is not given is left to the mode."""
-    heard = []
-
-    def serving(*args, **options):
-        heard.append(options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(modes, "Serving", serving)
-    base = "generate", "--model", "letters", "--file", "prompts.txt"
-    sizes = {"sequences": 2, "cells": 300, "ubatch_size": 16, "streams": "unified"}
-    named = [("--" + name.replace("_", "-"), value) for name, value in sizes.items()]
-    assert command(*base, *(part for pair in named for part in pair))[0] == 130
-    assert command(*base)[0] == 130
-    fixed = {"sampling": {}, "seed": 0, "max_tokens": 128}
-    assert heard == [{**fixed, **sizes}, fixed]
 
 
 def test_finish_has_a_word_for_every_end_of_an_engine():
@@ -246,16 +227,6 @@ def test_generate_file_interrupted_keeps_texts(interrupted, command, files):
     assert summary.startswith("prompts: 1 of 3, 15 tokens | generation: 21 tokens")
 
 
-@pytest.mark.nightly
-def test_generate_beams_interrupted_keeps_texts(interrupted):
-    options = "--beams", 2, "--max-tokens", 3, "once upon", "a time"
-    status, out, err = interrupted(1, *options)
-    assert status == 130 and out.startswith("=== 1 of 2\nonce upon") and "a time" not in out
-    note, summary = err.splitlines()[-2:]
-    assert note == "note: interrupted with 1 of 2 prompts done"
-    assert summary.startswith("prompts: 1 of 2, 9 tokens, ")
-
-
 PROCESS = [sys.executable, "-m", "models"]
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
@@ -288,30 +259,3 @@ def test_chat_process_interrupted_ends_pipe(letters):
         out, err = one.communicate(timeout=120)
     assert one.returncode == 130 and "Traceback" not in err
     assert out.count("\n") == 1 and "the answer ends there and stays" in err
-
-
-# ---- real weights
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "prompts", "options"),
-    [
-        ("smollm2", ["The capital of France is", "Once upon a time there was a little"], []),
-        ("gemma3", ["Once upon a time", "Two, four,"], ["--streams", "split"]),
-    ],
-)
-def test_generate_real_weights_prints_recorded_text(
-    name, prompts, options, command, request, monkeypatch
-):
-    model = request.getfixturevalue(name)
-    monkeypatch.setattr(generate, "load", lambda name, **options: model)
-    status, out, err = command("generate", "--json", "--max-tokens", 24, *options, *prompts)
-    assert status == 0 and err.endswith("compiles after warm-up: 0\n")
-    texts, records = objects(out), {one["prompt"]: one for one in golden("models")[name]}
-    assert [one["prompt"] for one in texts] == prompts
-    for one in texts:
-        if record := records.get(one["prompt"]):
-            assert one["prompt_tokens"] == record["tokens"]
-            assert one["tokens"] == record["greedy"][:24] and record["text"].startswith(one["text"])
-            assert one["finish"] == "length"

@@ -12,7 +12,6 @@ from safetensors.numpy import load_file, save_file
 import jaxkv
 import models
 from jaxkv import loops, make_batch
-from models.meshes import RULES, make_mesh
 from tests.cases import in_lanes
 from tests.models.tiny_files import DATA, config_at
 
@@ -187,27 +186,6 @@ def test_logits_match_transformers(name, way):
         follow(record, memory, group, way)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "t5_gated", "t5_tied"])
-def test_decode_picks_recorded_greedy_tokens(name):
-    """The prompts together, then all texts side by side in the loop on the device."""
-    record = recorded(name)
-    model, steps = record.model, 24 if record.sources else 32
-    sources = {"source_cells": 56} if record.sources else {}
-    memory = model.make_memory(cells=512, sequences=4, **sources)
-    sequences = SEQUENCES[: len(record.tokens)]
-    if record.sources:
-        batch = make_batch(record.sources, sequences=sequences)
-        memory = jaxkv.encode(model.encoder, model.weights, memory, batch)
-    batch = make_batch([ids[:-steps] for ids in record.tokens], sequences=sequences)
-    memory, logits = jaxkv.prefill(model.forward, model.weights, memory, batch, ubatch_size=64)
-    state, first = loops.begin(BEST, memory, logits, sequences=list(sequences))
-    run = model.forward, BEST, model.weights
-    *_, picked = jaxkv.decode(*run, memory, state, steps=steps - 1)
-    found = np.concatenate([first.tokens, picked.tokens], axis=1)
-    np.testing.assert_array_equal(found, [ids[-steps:] for ids in record.tokens])
-
-
 # ---- T5: sources
 
 
@@ -266,21 +244,6 @@ def test_deepseek_logits_match_after_fork_and_shift(name):
     memory = jaxkv.apply(memory, jaxkv.init_update(memory))
     memory, logits = prefill(model, memory, [tokens[prompt:]], [0], ubatch_size=8)
     np.testing.assert_allclose(logits, run["shifted"], **LATENT)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("axes", [{"tensor": 4}, {"tensor": 2, "cells": 2}], ids=str)
-def test_deepseek_on_mesh_splits_heads_of_one_latent(axes):
-    mesh = make_mesh(axes)
-    model = models.load(DATA / "deepseek_v3", mesh=mesh, rules=RULES)
-    run = np.load(DATA / "deepseek_v3" / "run.npz")
-    attention = model.weights["blocks"][1]["attention"]
-    for part in (attention["query"]["weight"], attention["to_keys"], attention["to_values"]):
-        assert part.addressable_shards[0].data.size * axes["tensor"] == part.size
-    memory = model.make_memory(cells=64, sequences=2)
-    with jax.set_mesh(mesh):
-        memory, logits = prefill(model, memory, [run["tokens"][:30]], [0], ubatch_size=8)
-        np.testing.assert_allclose(logits, run["logits"][:30], **LATENT)
 
 
 @pytest.mark.nightly

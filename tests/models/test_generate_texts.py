@@ -57,14 +57,6 @@ def test_generate_texts_together_equal_each_alone(texts, way):
     assert (made.tried > 0) == (way == "guessed")
 
 
-@pytest.mark.core
-def test_generate_texts_same_sizes_compile_nothing(texts):
-    texts(PROMPTS)
-    with counting() as compiles:
-        texts([*PROMPTS[1:], PROMPTS[0]])
-        assert compiles() == 0
-
-
 def test_counting_counts_and_leaves_no_listener():
     with counting() as before:
         with counting() as inner, counting(traces=True) as heard:
@@ -93,27 +85,6 @@ def test_generate_texts_stop_token_ends_its_text_alone(texts, letters_model):
     assert (ended[1].tokens, ended[1].text, ended[1].finish) == ([], "", "stop")
     if not model.stop_tokens & set(plain[2].tokens):
         assert ended[2] == plain[2]
-
-
-@pytest.mark.nightly
-def test_generate_texts_full_memory_ends_texts(texts):
-    """The last token of a text needs no cell, so there is one more than there are cells."""
-    whole = texts(PROMPTS).texts
-    cells = max(map(len, PROMPTS)) + 4
-    for text, full in zip(texts(PROMPTS, streams="split", cells=cells).texts, whole, strict=True):
-        room = cells - len(text.prompt_tokens) + 1
-        assert text.tokens == full.tokens[:room]
-        assert text.finish == ("full" if room < len(full.tokens) else "length")
-
-
-@pytest.mark.nightly
-def test_generate_texts_last_token_needs_no_cell(texts):
-    """Nine more tokens take two dispatches of five, and the tenth finds no cell."""
-    made = texts(["once upo"], max_tokens=10, cells=8 + 9)
-    (text,) = made.texts
-    assert (len(text.tokens), text.finish, made.used) == (10, "length", 17)
-    made = texts(["once upo"], max_tokens=1)
-    assert (len(made.texts[0].tokens), made.texts[0].finish, made.decoded) == (1, "length", 0)
 
 
 @pytest.mark.nightly
