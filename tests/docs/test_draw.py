@@ -63,7 +63,6 @@ over_all = pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
 
 
 def donated(memory, *, table=True):
-    """A copy whose buffers, or the table as well, were given to a program."""
     copy = jax.tree.map(jnp.copy, memory)
     for x in jax.tree.leaves(copy if table else copy.buffers):
         x.delete()  # what donation does to an array
@@ -75,7 +74,6 @@ def donated(memory, *, table=True):
 
 @cache
 def interleaved():
-    """A table that runs do not make short: owners as they come, in all cells but nine."""
     owners, counts = np.random.default_rng(0).integers(0, 4, 291), [0] * 4
     cells = []
     for seq in owners:
@@ -121,7 +119,7 @@ sequence 1 . . . ., dead until 27
 sequence 2 . 0 1 2
 """
 SHOWN = [
-    (pool, 53, POOL_SHOWN),
+    (pool, None, POOL_SHOWN),
     (lambda: jaxkv.seq_add(pool(), 1, 4, -1, 3), 50, RUNS),
     (interleaved, 100, FOLDED),
     (hybrid, 100, PARTS),

@@ -39,14 +39,12 @@ LADDERS = {
 
 
 def modules(package):
-    """Path -> module, for all files of a package."""
     for path in sorted((ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imported(path, names):
-    """Those of `names` that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -58,7 +56,6 @@ def imported(path, names):
 
 
 def arrows(package):
-    """Module -> the modules of the package that it imports."""
     names = {name for _, name in modules(package)}
     return {name: imported(path, names) - {name} for path, name in modules(package)}
 
@@ -85,7 +82,6 @@ def test_imports_have_no_circle(package):
 
 
 def test_imports_of_kinds_stay_apart():
-    """Nor does planning know any of them: `jaxkv.memory.Table` is all that they share."""
     kinds = {"planning", "kv", "recurrent", "hybrid"}
     for module, others in arrows("jaxkv").items():
         mine = {module.split(".")[1]} if "." in module else kinds

@@ -89,7 +89,6 @@ def searched(logits_after, *, width=WIDTH, steps=STEPS, stop=(), penalty=1.0):
 
 
 def assert_found(beams, wanted):
-    """The texts and scores are those of the other search."""
     rows = zip(beams.tokens.tolist(), beams.lengths.tolist(), strict=True)
     texts = [(row[:length], set(row[length:])) for row, length in rows]
     assert [text for text, _ in texts] == [list(text) for text, _ in wanted]
@@ -147,7 +146,6 @@ def assert_held(memory, beams, sequences, logits_after, forward=forward, weights
 @pytest.mark.core
 @pytest.mark.parametrize("kind", mostly_nightly([POOL, SPLIT], few=[SPLIT]), ids=name)
 def test_beam_leaves_texts_in_its_own_sequences(kind):
-    """As far as `held` says; what other sequences hold stays."""
     memory, logits = prompted(kind, seq=3)
     batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])
     for ubatch in jaxkv.init_batch(memory, batch).ubatches:
@@ -166,7 +164,6 @@ def test_beam_leaves_texts_in_its_own_sequences(kind):
 
 
 def crowded(left):
-    """A memory with the prompt, and so many cells left for its continuations."""
     memory, logits = prompted(POOL)
     others = make_batch([1] * (POOL.cells - len(PROMPT) - left), sequences=4)
     return jaxkv.apply(memory, jaxkv.init_batch(memory, others)), logits

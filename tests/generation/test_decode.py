@@ -22,8 +22,6 @@ def decoded(memory, state, stop=(), *, steps, sampler=BEST, model=forward):
 @partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
 @dataclass(frozen=True, eq=False)
 class Counting(loops.sampling.Sampler):
-    """Picks 0, 1, 2 and so on: how often it was told of a token."""
-
     def start(self, prompts):
         return np.zeros(len(prompts), np.int32)
 
@@ -66,7 +64,6 @@ def test_start_and_begin_count_the_first_token(sampler):
 
 @pytest.mark.core
 def test_start_draws_are_numbered_by_position():
-    """So a text is the same where it is started again."""
     sampler = make_sampler(temperature=1.0)
     memory = filled(3, 2)
     state = loops.start(memory, [1, 2], seed=[7, 8], limit=[4, 1])
@@ -86,7 +83,6 @@ def test_start_draws_are_numbered_by_position():
 
 @pytest.mark.core
 def test_decode_in_pieces_has_logprobs_of_the_model():
-    """Log-probabilities are those of the model, whatever a sampler makes of its logits."""
     sampler = make_sampler(temperature=3.0, top_k=5, repeat_penalty=1.3, last_n=4)
     memory, logits = jaxkv.prefill(forward, None, filled(), make_batch([1, 2, 3]))
     options = dict(seed=3, prompts=[[1, 2, 3]], limit=7)
@@ -102,33 +98,6 @@ def test_decode_in_pieces_has_logprobs_of_the_model():
     _, logits = jaxkv.prefill(forward, None, filled(), batch)
     wanted = jax.nn.log_softmax(logits)[np.arange(2, len(text) + 2), text]
     np.testing.assert_allclose(logprobs, wanted, atol=1e-5)
-
-
-def down(state, token):
-    """A matcher that counts down, and knows no token that is none."""
-    assert 0 <= token < VOCABULARY
-    return state - np.int32(token == state - 1)
-
-
-@pytest.mark.core
-def test_decode_asks_a_rule_on_the_host():
-    """Two texts that end at different steps; where nothing is allowed they end."""
-
-    def allowed(state):
-        mask = jax.ShapeDtypeStruct((VOCABULARY,), bool)
-        ask = partial(jax.pure_callback, lambda state: np.arange(VOCABULARY) == state - 1)
-        return ask(mask, state, vmap_method="sequential")
-
-    def advance(state, token):
-        after = jax.ShapeDtypeStruct((), jnp.int32)
-        return jax.pure_callback(down, after, state, token, vmap_method="sequential")
-
-    rule = constrained(BEST, first=jnp.int32(3), allowed=allowed, advance=advance)
-    memory = filled(2, 3)
-    state = loops.start(memory, [1, 1], sampler=rule, limit=[2, 9])
-    _, state, picked = decoded(memory, state, steps=5, sampler=rule)
-    assert picked.tokens.tolist() == [[2, 1, -1, -1, -1], [2, 1, 0, -1, -1]]
-    assert state.adjusting[0].tolist() == [1, 0] and not state.active.any()
 
 
 # ---- where it ends
@@ -150,8 +119,6 @@ def test_decode_ends_by_limit_or_own_stop_token():
 
 @pytest.mark.core
 def test_decode_nan_logits_end_one_text():
-    """NaN is no token: the text ends, its log-probability is NaN, and the others go on."""
-
     def broken(weights, memory, ubatch):
         memory, logits = forward(weights, memory, ubatch)
         return memory, logits.at[1].set(jnp.nan)
@@ -198,8 +165,6 @@ def test_decode_refused_text_has_reason():
 
 @pytest.mark.core
 def test_decode_bad_traced_sequences_end_texts():
-    """Outside of `jit` they raise."""
-
     @jax.jit
     def loop(memory, sequences):
         return decoded(memory, loops.start(memory, jnp.array([1, 2]), sequences, limit=2), steps=2)

@@ -47,7 +47,6 @@ def held(memory, tokens, seq):
 
 @pytest.fixture(scope="module")
 def kept():
-    """A store with a text in stream 1, which is copied to other streams, and its memory."""
     memory = held(SPLIT.make(), TEXT, 0)
     store = prefix.make_store(memory, holders=[1])
     return prefix.remember(memory, store, TEXT, 0)[:2]
@@ -134,7 +133,6 @@ def test_speculate_in_scan_carries_all_that_it_returns():
 @pytest.mark.nightly
 @pytest.mark.parametrize("loop", ["prefill", "beam"])
 def test_loop_in_vmap_same_result(loop):
-    """Outside of `jit`, over several memories."""
     memories = [filled(2, 3), filled(4, 1)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
     together = jax.vmap(LOOPS[loop])(stacked)

@@ -21,7 +21,6 @@ MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
 
 @pytest.mark.core
 def test_prefill_with_plan_does_not_plan_again():
-    """What admission has planned is carried out; a stale plan is not."""
     memory, batch = filled(2), make_batch([1, 2, 3, 4, 5], sequences=1)
     plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
     wanted = jaxkv.prefill(forward, None, memory, batch, ubatch_size=4)
@@ -43,8 +42,6 @@ def test_prefill_with_plan_does_not_plan_again():
 
 
 class Shifted:
-    """A model with a method, whose logits are those of `forward` and a number."""
-
     def __init__(self, by=0):
         self.by = by
 

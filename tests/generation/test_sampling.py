@@ -34,7 +34,6 @@ def counted(numbers):
 
 
 def draws(**options):
-    """The share of each token, for options of `make_sampler`."""
     numbers = {"temperature": 1.0, **options}
     numbers = {name: one.dtype(numbers.get(name, one.off)) for name, one in OPTIONS.items()}
     return np.asarray(counted(numbers)) / 20_000
@@ -105,7 +104,6 @@ def test_keep_best_matches_sort(logits, k, p):
 
 @pytest.mark.core
 def test_penalties_are_those_of_llama_cpp():
-    """Logits of the tokens that came among the last n, of the prompt too."""
     options = dict(repeat_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0)
     sampler = make_sampler(**options, last_n=4)
     state = jnp.asarray(sampler.start(np.array([[9, 1, 2, 1], [-1, -1, -1, 3]])))
@@ -118,19 +116,15 @@ def test_penalties_are_those_of_llama_cpp():
     assert state.tolist() == [[1, 0, 0, 0], [3, 0, 0, 0]]
 
 
-def test_penalties_start_with_the_ends_of_prompts():
+def test_make_sampler_reads_bfloat16_and_starts_with_ends_of_prompts():
+    assert make_sampler(temperature=jnp.bfloat16(0.5)).temperature == 0.5
     sampler = make_sampler(presence_penalty=1.0, last_n=3)
     assert sampler.start(np.array([[1], [2]])).tolist() == [[-1, -1, 1], [-1, -1, 2]]
     assert sampler.start(np.arange(5)[None]).tolist() == [[2, 3, 4]]
     assert sampler.start(NONE).tolist() == [[-1] * 3] * 2
 
 
-def test_make_sampler_accepts_bfloat16():
-    assert make_sampler(temperature=jnp.bfloat16(0.5)).temperature == 0.5
-
-
 def test_filters_hide_at_any_temperature():
-    """Divided by a number that is very large, what is hidden would be NaN."""
     sampler = make_sampler(temperature=1e38, top_k=2)
     left = jax.jit(lambda sampler: sampler.adjust(LOGITS[None], ()))(sampler)
     assert np.isneginf(left).tolist() == [[False, True, False, True, True]]
@@ -166,7 +160,6 @@ def parity_on_host(state):
 
 
 def strict(state, token):
-    """A matcher on the host: it raises on what is no token."""
     assert 0 <= token < 5
     return np.int32(1 - token % 2)
 
@@ -177,23 +170,16 @@ def other_on_host(state, token):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("allowed", "advance"), [(parity, other), (parity_on_host, other_on_host)], ids=["jax", "host"]
-)
-def test_constrained_sees_each_text_alone(allowed, advance):
+def test_constrained_sees_each_text_alone():
     """It is never shown what is no token, and stays where none came."""
-    rule = constrained(make_sampler(), first=jnp.int32(1), allowed=allowed, advance=advance)
-    state = rule.start(NONE)
     rows = jnp.broadcast_to(LOGITS, (2, 5))
-    assert pick(rule, rows, keys_of(2), state).tolist() == [3, 3]  # the best odd one
-    state = rule.follow(state, jnp.array([3, -1]))
-    assert pick(rule, rows, keys_of(2), state).tolist() == [0, 3]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_constrained_nothing_allowed_draws_nothing(temperature):
-    sampler = make_sampler(temperature=temperature, top_p=0.9, min_p=0.1)
-    rule = constrained(sampler, first=7, allowed=parity, advance=other)
-    rows = jnp.broadcast_to(LOGITS, (2, 5))
-    assert pick(rule, rows, keys_of(2), rule.start(NONE)).tolist() == [-1, -1]
+    for allowed, advance in ((parity, other), (parity_on_host, other_on_host)):
+        rule = constrained(make_sampler(), first=jnp.int32(1), allowed=allowed, advance=advance)
+        state = rule.start(NONE)
+        assert pick(rule, rows, keys_of(2), state).tolist() == [3, 3]  # the best odd one
+        state = rule.follow(state, jnp.array([3, -1]))
+        assert pick(rule, rows, keys_of(2), state).tolist() == [0, 3]
+    for temperature in (0.0, 1.0):  # nothing is allowed
+        sampler = make_sampler(temperature=temperature, top_p=0.9, min_p=0.1)
+        rule = constrained(sampler, first=7, allowed=parity, advance=other)
+        assert pick(rule, rows, keys_of(2), rule.start(NONE)).tolist() == [-1, -1]

@@ -31,7 +31,6 @@ one_more = partial(make_batch, [1] * 4, valid=np.arange(4) < 1)
 
 
 def noisy(memory):
-    """The same table beside random keys and values."""
     table, buffers = jaxkv.split(memory)
     rng = np.random.default_rng(0)
     draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)  # noqa: E731
@@ -40,7 +39,6 @@ def noisy(memory):
 
 @cache
 def told(*counts, kind=POOL):
-    """A memory whose sequences were told so many tokens, beside random keys and values."""
     memory = noisy(kind.make())
     for seq, count in enumerate(counts):
         for _ in range(0, count, 4):
@@ -104,7 +102,6 @@ def test_slide_puts_keys_where_they_would_have_been_written():
 
 
 def test_slide_short_sequence_changes_nothing():
-    """Keys that were moved before stay unrotated, too."""
     memory = jaxkv.seq_add(told(3, 8), 0, 0, -1, 2)
     for keep, drop in ((1, 8), (8, 1), (0, 9), (0, 2**31 - 1)):
         after, ok = loops.slide(memory, 1, keep=keep, drop=drop)
@@ -156,7 +153,6 @@ def test_slide_donated_is_the_same_and_deletes():
 
 
 def flat(weights, memory, ubatch):
-    """All tokens are as good, whatever came before."""
     memory, x = jaxkv.apply(memory, ubatch), jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
     for layer in range(LAYERS):
         memory = jaxkv.write(memory, layer, ubatch, x, x)
@@ -211,25 +207,6 @@ def test_extend_equals_the_verbs_by_hand(group, width):
     assert ok and same == done
     assert_identical(again, after)
     assert jaxkv.init_batch(again, one_more(sequences=1), ubatch_size=4).ok
-
-
-@core
-def test_extend_while_a_text_grows_equals_the_verbs_by_hand():
-    """Two tokens at a time, in windows too; a position is what llama.cpp's would be."""
-    ends = []
-    for by_hand in (False, True):
-        memory, done, places = noisy(TWO.make()), jnp.int32(0), []
-        for _ in range(6):
-            memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1, 2])).check())
-            if by_hand:
-                memory, done = extended_by_hand(memory, 0, int(done), 2, 4)
-            else:
-                memory, done, ok = loops.extend(memory, 0, done, group=2, width=4)
-                assert ok
-            places.append(jaxkv.seq_pos_max(memory, 0).item())
-        assert places == [1, 1, 3, 3, 5, 5] and done == 6
-        ends.append(memory)
-    assert_identical(*ends)
 
 
 def test_extend_that_cannot_be_changes_nothing():

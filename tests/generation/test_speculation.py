@@ -105,7 +105,6 @@ def test_speculate_ends_texts_as_decode_does(kind):
 
 @pytest.mark.core
 def test_speculate_sampler_follows_only_accepted_tokens():
-    """Penalties and rules see the tokens of the text, and none that was guessed wrong."""
     prompts = [[1, 2, 1, 2], [3, 4, 3, 4]]
     rule = constrained(
         make_sampler(repeat_penalty=1.5, last_n=6),
@@ -124,7 +123,6 @@ def test_speculate_sampler_follows_only_accepted_tokens():
 
 @pytest.mark.core
 def test_speculate_texts_in_any_sequences():
-    """One that has ended stays as it is."""
     memory = filled(2, 2, 2)
     state = loops.start(memory, [1, 5, 3], [2, 0, 1], limit=[4, 0, 4])
     after, _, wanted = plainly(memory, state, steps=4)
@@ -138,8 +136,6 @@ def test_speculate_texts_in_any_sequences():
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Hiding(loops.sampling.Sampler):
-    """Allows all tokens but the first, and takes the best."""
-
     draws = False
 
     def adjust(self, logits, state):
@@ -149,7 +145,6 @@ class Hiding(loops.sampling.Sampler):
 @pytest.mark.core
 @pytest.mark.parametrize("branches", mostly_nightly([1, 2], few=[1]))
 def test_speculate_nan_logit_of_hidden_token_ends_text(branches):
-    """After token 3 a logit is NaN, of a token that is not allowed."""
     weights = jnp.roll(jnp.eye(4), 1, axis=1) + 0.01
     weights = weights.at[3, 0].set(jnp.nan)
     prompt = [1, 2, 3, 1]
@@ -173,7 +168,6 @@ WAYS_TO_DRAW = [("model", 1.0), ("lookup", 1.0), ("model", 0.6)]
     mostly_nightly([*WAYS_TO_DRAW, ("tree", 1.0)], few=WAYS_TO_DRAW),
 )
 def test_speculate_draws_have_chances_of_the_model(kind, temperature):
-    """Of 4,096 texts of three tokens."""
     count, rounds, each = 256, 16, 1 + (kind == "tree")
     sampler, memory = make_sampler(temperature=temperature), table_memory(count, each=each)
     found = np.zeros((4, 4, 4))
@@ -233,7 +227,6 @@ def test_speculate_guess_that_ends_a_text_is_accepted():
 @pytest.mark.core
 @pytest.mark.parametrize("held", [(), (1,), (2, 4)], ids=["empty", "short", "other sequence"])
 def test_draft_model_of_another_text_guesses_nothing(held):
-    """The texts are the same, each token a step of its own."""
     memory = filled(4)
     state = loops.start(memory, [1])
     wanted = plainly(memory, state, steps=4)[2]
@@ -244,7 +237,6 @@ def test_draft_model_of_another_text_guesses_nothing(held):
 
 
 def half_right(weights, memory, ubatch):
-    """Guesses right in sequence 0 and wrong in all others."""
     memory, logits = forward(weights, memory, ubatch)
     sequences = ubatch.sequences.reshape(-1)[ubatch.outputs]
     return memory, jnp.where(sequences[:, None] == 0, logits, -logits)
@@ -252,7 +244,6 @@ def half_right(weights, memory, ubatch):
 
 @pytest.mark.core
 def test_draft_model_goes_on_where_a_text_pauses():
-    """A text that has its steps earlier than another one waits for it, and loses no token."""
     memory = filled(2, 3, kind=Kind("roomy", cells=48, sequences=2))
     draft = loops.draft_model(half_right, None, memory, texts=2, tries=3)
     state = loops.start(memory, [1, 5])

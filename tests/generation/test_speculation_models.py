@@ -28,14 +28,12 @@ SENTENCES = [
 
 
 def prefilled(model, prompts, *, ids=None, weights=None, **options):
-    """A memory after prompts in some sequences, and their logits."""
     memory = model.make_memory(**{"sequences": len(prompts), "cells": 1024} | options)
     batch = make_batch(prompts, sequences=[*(ids or range(len(prompts)))])
     return jaxkv.prefill(model.forward, weights or model.weights, memory, batch)
 
 
 def begun(model, prompts, *, ids=None, **options):
-    """A memory after prompts, and the state of their texts."""
     memory, logits = prefilled(model, prompts, ids=ids, **options)
     options = dict(limit=24, sequences=ids, prompts=prompts)
     return memory, loops.begin(BEST, memory, logits, **options)[0]
@@ -76,10 +74,8 @@ def assert_says_the_same(model, draft, memory, state, *, atol=2e-4):
     ("name", "kind", "pools"),
     [
         ("llama_tied", "itself", "pool"),
-        ("llama_tied", "lookup", "split"),
         ("gemma3", "another", "split"),
         ("mamba2", "itself", "pool"),
-        ("mamba2", "lookup", "split"),
         ("granite_hybrid", "lookup", "pool"),
         ("granite_hybrid", "another", "split"),
         ("recurrent_gemma", "another", "pool"),
@@ -149,14 +145,3 @@ def test_speculate_of_real_weights_says_what_decode_says(smollm2, kind, count):
         draft = drafting(smollm2, tokens, noise=0.02, sequences=3 * count)
     _, _, made = assert_says_the_same(smollm2, draft, memory, state, atol=1e-2)
     assert 0 < made.accepted.sum() < made.tried.sum()
-
-
-@pytest.mark.parametrize("length", [None, 530])
-def test_speculate_in_windows_takes_guesses_back(gemma3, length):
-    """With cells for the windows alone: before they wrap, and as they do."""
-    prompts = [gemma3.tokenizer.prompt(prompt) for prompt in SENTENCES[:3]]
-    tokens = [(prompt * (length or 1))[:length] for prompt in prompts]
-    cells = len(tokens) * ((length or 32) + 24)
-    memory, state = begun(gemma3, tokens, cells=cells, ubatch_size=64, rollback=3)
-    _, _, made = assert_says_the_same(gemma3, loops.lookup(tokens), memory, state, atol=1e-2)
-    assert made.tried.sum() > 0

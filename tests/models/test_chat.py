@@ -3,8 +3,6 @@
 from contextlib import nullcontext
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import jaxkv
@@ -15,37 +13,6 @@ from models.chat.room import cells_of, slide
 from models.cli.talk import Talk
 from models.compiling import counting
 from tests.models.speaking import CELLS, copied, next_answer, said
-
-
-@pytest.mark.nightly
-def test_chat_computes_each_token_of_turns_and_forks_once(speaker):
-    """The model is asked for as many tokens as there are, of all conversations together.
-
-    The forks ask as their sources do: what the template writes there is found in what was kept.
-    """
-    seen, model = [], speaker.model
-
-    def forward(weights, memory, ubatch):
-        jax.debug.callback(lambda count: seen.append(int(count)), jnp.sum(ubatch.valid))
-        return model.forward(weights, memory, ubatch)
-
-    speaker = replace(speaker, model=replace(model, forward=forward))
-    chat, shared = speaker.begin(conversations=3, cells=1024), 0
-    for i in range(20):
-        chat = said(speaker, chat, f"Turn {i}")
-        if i in (4, 9):
-            chat = edits.fork(speaker.settle(chat), f"fork{i}")
-            shared += len(chat.now.tokens)
-            chat = said(speaker, edits.switch(chat, f"fork{i}"), "Another way", "and on")
-            chat = edits.switch(chat, "main")
-    jax.effects_barrier()
-    conversations = chat.conversations.values()
-    own = sum(len(one.tokens) for one in conversations) - shared
-    held = sum(edits.held_in(chat.memory, one.sequence) for one in conversations) - shared
-    assert sum(seen) == chat.computed == held - chat.reused
-    # The last token of each answer was picked, and waits for the next turn.
-    assert held == own - 3 and len(chat.now.turns) == 20
-    assert jaxkv.used(chat.memory) == chat.computed
 
 
 @pytest.mark.core
@@ -123,7 +90,6 @@ REFUSED = [
 
 @pytest.mark.core
 def test_talk_refused_command_leaves_chat_as_it_was(speaker):
-    """Also where a fork had to compute a token first, which gives up the buffers."""
     talk = Talk(speaker, speaker.begin(conversations=3, cells=CELLS))
     for line, message in REFUSED:
         with pytest.raises(ChatError, match=message) if message else nullcontext():
@@ -161,23 +127,6 @@ def test_answer_full_memory_ends_and_keeps_all(speaker):
     assert back.now.turns == () and cells_of(back.without_kept) == (0, CELLS)
 
 
-@pytest.mark.nightly
-def test_on_full_slide_forgets_whole_turns(speaker):
-    """The oldest turns go, and the instructions of the template stay."""
-    sliding = replace(speaker, on_full="slide")
-    chat = sliding.begin(conversations=3, cells=CELLS)
-    for i in range(12):
-        chat = said(sliding, chat, f"Turn {i}")
-        assert chat.now.turns[-1].finish in ("length", "stop")
-    assert chat.now.gap > 0 and cells_of(chat.memory)[0] <= CELLS < len(chat.now.tokens)
-    opens = [turn.start + chat.now.frame.closing for turn in chat.now.turns]
-    assert chat.now.frame.keep + chat.now.gap in opens
-    # As far back as it goes, and further: what was forgotten is computed again.
-    for _ in range(12):
-        chat, _ = edits.undo(chat)
-    assert chat.now.gap == 0 and said(sliding, chat, "Anew").now.turns[-1].answer
-
-
 @pytest.mark.core
 def test_slide_shared_or_empty_conversation_raises(speaker, twice):
     with pytest.raises(ChatError, match="may be shared with b: /drop what is not needed"):
@@ -190,26 +139,11 @@ def test_slide_shared_or_empty_conversation_raises(speaker, twice):
     assert twice.store.texts and not slid.store.texts
 
 
-@pytest.mark.nightly
-def test_slide_into_an_answer_computes_it_anew(speaker):
-    """What was forgotten reaches into the answer that is taken back, or into its message."""
-    speaker = replace(speaker, max_tokens=60, on_full="slide")
-    chat = said(speaker, speaker.begin(conversations=3, cells=CELLS), "Hello")
-    assert chat.now.gap > chat.now.turns[-1].asked
-    before, why = edits.unanswered(copied(chat))
-    assert before.held <= len(before.now.tokens) and before.now.gap == 0 and not why
-    again = speaker.answer(before)
-    assert again.now.turns[-1].answer == chat.now.turns[-1].answer
-    after = said(speaker, again, "And you?")
-    assert after.held <= len(after.now.tokens)
-
-
 # ---- what is kept
 
 
 @pytest.mark.nightly
 def test_kept_texts_give_way_before_turns_are_forgotten(speaker, twice):
-    """The least recently used first, and no more of it than has to."""
     sliding = replace(speaker, on_full="slide")
 
     def sizes(chat):

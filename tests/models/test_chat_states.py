@@ -54,7 +54,6 @@ def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
 
 @pytest.mark.nightly
 def test_undo_window_recomputes_without_what_was_forgotten():
-    """As a conversation would be that never had the passage."""
     speaker = Speaker(model=tiny("gemma3"), max_tokens=4, ubatch_size=16)
     begun = speaker.begin(conversations=2, cells=900, holders=6, system="sys")
     chat = slide(said(speaker, copied(begun), "1" * 30, "2" * 30))

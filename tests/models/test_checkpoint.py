@@ -53,7 +53,6 @@ def test_open_checkpoint_folder_and_gguf_are_equal(tmp_path, dtype):
 
 @pytest.mark.parametrize(("arch", "kind"), [("llama", Q8_0), ("llama", Q4_0), ("qwen2", None)])
 def test_gguf_rows_are_put_back_in_order(tmp_path, arch, kind):
-    """Packed ones, too; those of other kinds than llama were never interleaved."""
     tensors = tiny_tensors()
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, arch, kind))
     assert file.architecture == arch

@@ -26,7 +26,6 @@ BEST = loops.sampling.make_sampler()
 class Record(NamedTuple):
     """A model, and what transformers computed with it.
 
-    tokens: of each text.
     logits: after each token of each text, NaN where they are not recorded.
     sources: what an encoder reads for each text.
     steps: so many tokens at the end of each text are fed one by one.
@@ -98,7 +97,6 @@ def agree(found, wanted, within):
 
 
 def prefill(model, memory, lists, sequences, **options):
-    """The memory and the logits after each token."""
     batch = make_batch(lists, sequences=sequences, outputs=np.ones(sum(map(len, lists)), bool))
     return jaxkv.prefill(model.forward, model.weights, memory, batch, **options)
 
@@ -149,21 +147,12 @@ NIGHTLY = [
     ("gemma3", Way(1, streams=4, options=(("full_windows", True),))),
     ("t5_gated", Way(16)),
     ("t5_tied", Way(16, streams=4)),
-    ("mamba2", POOLED),
-    ("mamba2", ALONE),
-    ("mamba2_biased", ONE_BY_ONE),
-    ("recurrent_gemma", IN_UBATCHES),
-    ("recurrent_gemma", ALONE),
-    ("granite_hybrid", ONE_BY_ONE),
-    ("granite_hybrid", POOLED),
-    ("granite_hybrid_experts", POOLED),
-    ("granite_hybrid_experts_rope", IN_UBATCHES),
-    ("granite_hybrid_rope", ALONE),
-    ("lfm2", SHORT_UBATCHES),
-    ("lfm2", ALONE),
-    ("falcon_h1", SHORT_UBATCHES),
-    ("falcon_h1", ALONE),
-    ("falcon_h1_norm", IN_UBATCHES),
+    *[(name, POOLED) for name in ("mamba2", "granite_hybrid_experts")],
+    *[(name, ALONE) for name in ("mamba2", "recurrent_gemma", "granite_hybrid_rope")],
+    *[(name, ALONE) for name in ("lfm2", "falcon_h1")],
+    *[(name, ONE_BY_ONE) for name in ("mamba2_biased", "granite_hybrid")],
+    *[(name, IN_UBATCHES) for name in ("recurrent_gemma", "falcon_h1_norm")],
+    *[(name, SHORT_UBATCHES) for name in ("lfm2", "falcon_h1")],
 ]
 
 
@@ -248,7 +237,6 @@ def test_deepseek_logits_match_after_fork_and_shift(name):
 
 @pytest.mark.nightly
 def test_deepseek_layers_for_further_tokens_are_left_out(tmp_path):
-    """Published files of V3 have them behind the others."""
     tensors = load_file(DATA / "deepseek_v3" / "model.safetensors")
     more = {name.replace(".2.", ".3.", 1): x for name, x in tensors.items() if "layers.2." in name}
     save_file(tensors | more, tmp_path / "model.safetensors")

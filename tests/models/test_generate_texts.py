@@ -19,8 +19,6 @@ DRAWN = make_sampler(temperature=0.9, top_k=40, repeat_penalty=1.1)
 
 @pytest.fixture
 def texts(letters_model):
-    """Continue prompts, 9 tokens each."""
-
     def texts(prompts, *, model=letters_model, on_text=None, on_compile=None, **options):
         tokens = [letters_model.tokenizer.prompt(prompt) for prompt in prompts]
         options = Options(**({"max_tokens": 9, "cells": 256} | options))

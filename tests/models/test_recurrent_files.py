@@ -88,7 +88,6 @@ def multiplied(name, array, config):
 
 
 def stored(name, array, config):
-    """A tensor as files hold it."""
     kind = config["model_type"]
     if kind == "falcon_h1":
         array = multiplied(name, array, config)

@@ -122,13 +122,11 @@ def test_from_letters_gives_every_byte():
 
 
 def write_gguf(path, fields):
-    """A file with a tokenizer and no tensors."""
     named = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
     return tiny_files.write_gguf(path, {}, fields=named)
 
 
 def train_byte_level(cut):
-    """A byte-level vocabulary of 400, as Hugging Face folders hold them."""
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = cut
     inner.decoder = decoders.ByteLevel()
@@ -270,7 +268,6 @@ def test_chat_smollm2_template(smollm2):
 
 
 def chatting(template):
-    """A tokenizer that asks nothing but its template."""
     named = dict(control={"<b>": 1, "<e>": 2}, bos=1, eos=2)
     return Tokenizer(to_ids=None, to_bytes=None, size=256, template=template, **named)
 
@@ -308,7 +305,7 @@ def test_folder_chat_template_places(tmp_path):
         held = write_folder(tmp_path / "a", inner, chat_template=template)
         assert held.tokenizer().chat([]) == said
     (tmp_path / "a" / "chat_template.jinja").write_text("f")  # goes before both
-    assert held.tokenizer().chat([]) == "f"
+    assert open_checkpoint(tmp_path / "a").tokenizer().chat([]) == "f"
 
 
 # ---- refusals
@@ -316,7 +313,7 @@ def test_folder_chat_template_places(tmp_path):
 
 def test_tokenizer_refused_files_raise(tmp_path):
     def file(**fields):
-        return open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields))
+        return open_checkpoint(write_gguf(tmp_path / f"{fields.get('model')}.gguf", fields))
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     broken = write_folder(tmp_path / "broken")

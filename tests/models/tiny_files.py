@@ -76,13 +76,11 @@ def write_folder(folder, tensors, config=CONFIG, **files):
 
 
 def interleaved(array, heads):
-    """The rows of q or k as llama.cpp has them: the halves of each head in turns."""
     halves = array.reshape(heads, 2, -1, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 def write_gguf(path, tensors, arch="llama", kind=None, fields=None):
-    """Writes as llama.cpp's converter does: for llama, the halves of q and k interleaved."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(LAYERS)
     writer.add_embedding_length(HIDDEN)

@@ -94,7 +94,6 @@ def test_engine_texts_that_give_way_are_as_each_alone():
 
 @pytest.mark.core
 def test_engine_without_reservations_fills_a_stream():
-    """A text has what fits: its last token takes no cell."""
     engine = engine_of(STREAMS, reserve=False)
     (result,) = run(engine, [Request(prompt=[1, 2, 3], limit=99)])
     assert result.reason == Finish.FULL and len(result.tokens) == STREAMS.cells - 3 + 1
@@ -130,7 +129,6 @@ def test_cancel_frees_cells_at_once():
 
 @pytest.mark.core
 def test_engine_running_texts_get_a_token_per_chunk():
-    """While a long prompt is on its way in."""
     engine = engine_of(STREAMS)
     short = engine.submit(Request(prompt=[1], limit=11))
     engine.step()
@@ -145,7 +143,6 @@ def test_engine_running_texts_get_a_token_per_chunk():
 
 @pytest.mark.core
 def test_results_not_taken_are_handed_out_later():
-    """Three texts end in one step, and the iterator is dropped after the first."""
     engine = warm(POOL)
     ids = [engine.submit(Request(prompt=[1], limit=1)) for _ in range(3)]
     taken = [next(engine.results()).id]
@@ -157,7 +154,6 @@ def test_results_not_taken_are_handed_out_later():
 
 @pytest.mark.core
 def test_submit_copies_options_and_prompt():
-    """The caller may go on with its dict, and its arrays."""
     engine = engine_of(POOL, stop=())
     options, prompt = {}, np.array([1, 2, 3])
     for temperature in (0.0, 3.0):
@@ -326,9 +322,7 @@ def test_engine_contiguous_closes_gaps(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "streams", "reserve", "holders"),
     [
-        ("llama_tied", 10, False, None),
         ("llama_tied", 10, True, (4, 9)),
-        ("mistral_window", 10, True, None),
         ("gemma3", 1, True, (4, 9)),
         ("mamba2", 10, False, (4, 9)),
         ("granite_hybrid", 1, False, None),

@@ -100,6 +100,7 @@ def test_engine_takes_memory_and_store_of_another():
 
 @pytest.mark.core
 def test_engine_store_gives_way_to_a_request_and_no_sooner():
+    """At last one that takes all cells runs at once, beginning with what was kept."""
     engine = engine_of(POOL, [2, 3])
     ask(engine, tokens(8, 1))
     ask(engine, tokens(8, 2))
@@ -111,6 +112,8 @@ def test_engine_store_gives_way_to_a_request_and_no_sooner():
     assert placed(engine) == 2 and not kept(engine)
     results = list(engine.results())
     assert_as_alone(results, [result.request for result in results])
+    text = kept(engine)[-1]
+    assert ask(engine, [*text, 1], limit=POOL.cells - len(text)).found == (len(text), Miss.NONE)
     assert_only_kept(engine)
 
 
@@ -129,7 +132,6 @@ def test_engine_store_keeps_what_a_request_cannot_use():
 
 @pytest.mark.core
 def test_engine_store_promises_shared_cells_once():
-    """Three texts of 15 tokens, of which 12 are common, run beside each other in 24 cells."""
     engine, common = engine_of(POOL, [3], stop=()), tokens(12)
     ask(engine, common)
     requests = [Request(prompt=[*common, last], limit=3) for last in (1, 2, 3)]
@@ -144,19 +146,7 @@ def test_engine_store_promises_shared_cells_once():
 
 
 @pytest.mark.core
-def test_engine_store_leaves_every_cell_to_a_request():
-    """One that takes all cells runs at once, whatever was kept."""
-    engine = engine_of(ROOMY, [4, 5], stop=())
-    ask(engine, tokens(30, 1))
-    ask(engine, tokens(30, 2))
-    result = ask(engine, tokens(30, 1) + tokens(10, 3), limit=25)  # 64 cells
-    assert result.found == (30, Miss.NONE) and result.reason.name == "LENGTH"
-    assert_only_kept(engine)
-
-
-@pytest.mark.core
 def test_engine_store_gives_way_before_any_text():
-    """Without reservations."""
     engine = engine_of(ROOMY, [4, 5], stop=(), reserve=False)
     ask(engine, tokens(20, 1))
     ask(engine, tokens(20, 2))
@@ -204,8 +194,6 @@ def test_engine_store_prefers_the_stream_of_the_text():
 
 
 class Counting:
-    """An engine with a store over a tiny model, which counts the tokens that it computes."""
-
     def __init__(self, name, *, holders, **sizes):
         self.model, self.computed = models.load(DATA / name), 0
         memory = self.model.make_memory(ubatch_size=64, **sizes)

@@ -25,7 +25,6 @@ def changed(data, rng, stop):
 
 
 def with_numbers(memory, seed=0):
-    """The same table, beside random keys and values."""
     table, buffers = jaxkv.split(memory)
     rng = np.random.default_rng(seed)
     draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)  # noqa: E731

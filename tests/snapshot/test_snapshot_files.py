@@ -43,7 +43,6 @@ def saved():
 
 
 def described(data, change):
-    """A file whose metadata are changed, and well-formed."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     change(header["__metadata__"])
@@ -99,7 +98,6 @@ def test_load_of_foreign_or_newer_file_raises(saved, tmp_path):
 
 
 def test_load_into_donates_where_nothing_is_refused(saved):
-    """The header is read all the same; `inspect` looks at no data."""
     memory, data = saved
     damaged = bytes([*data[:-1], data[-1] ^ 1])
     assert snapshot.inspect(damaged).model == {"name": "tiny"}
@@ -154,16 +152,13 @@ def hybrid(layers=(0, 1), **changes):
 @pytest.mark.parametrize(
     ("saved", "memory", "words"),
     [
-        (make, recurrent, "kind of this one, recurrent, got one with attention"),
         (make, hybrid, "kind of this one, hybrid, got one with attention"),
         (lambda: make(layers=3), make, "layers of this one, 2, got one with 3"),
         (lambda: make(kv_heads=[2, 1]), make, r"kv_heads .* \[2, 2\], got one with \[2, 1\]"),
         (lambda: make(head_dim=8, value_dim=4), make, "head_dim"),
-        (lambda: make(value_dim=8), make, "value_dim"),
         (lambda: make(dtype=jnp.bfloat16), make, "dtype of this one, float32, got one with bfl"),
         (lambda: make(window=jaxkv.window.sliding(4)), make, "window of this one, None, got .*=4"),
         (lambda: make(rope=(None, jaxkv.make_rope(4))), make, "rope of layer 1 of this one, None"),
-        (lambda: recurrent(layers=1), recurrent, "layers of this one, 2, got one with 1"),
         (lambda: recurrent(states={"x": ((), jnp.float32)}), recurrent, "states"),
         (lambda: hybrid(layers=(1, 0)), hybrid, "layers of parts"),
         (lambda: hybrid(dtype=jnp.float16), hybrid, "dtype in part 0"),
@@ -240,15 +235,14 @@ def test_snapshot_bad_argument_raises(call, exception, match):
         call()
 
 
-@pytest.mark.parametrize("make", [make, recurrent, hybrid], ids=["cells", "states", "hybrid"])
-def test_snapshot_of_memory_without_values_raises(make):
+def test_snapshot_of_memory_without_values_raises():
     def gone(donated):
         table, buffers = jaxkv.split(jax.tree.map(jnp.copy, memory))
         for leaf in jax.tree.leaves(buffers if donated == "buffers" else table):
             leaf.delete()
         return jaxkv.join(table, buffers)
 
-    memory = make()
+    memory = hybrid()
     data = snapshot.to_bytes(memory)
     for use in (snapshot.to_bytes, partial(snapshot.load_into, data)):
         with pytest.raises(ValueError, match="wanted one memory, got a batch of them: .*take each"):
