@@ -4,6 +4,7 @@ import re
 import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +70,6 @@ def donated(memory, *, table=True):
     return copy
 
 
-# ---- text
-
-
 @cache
 def interleaved():
     owners, counts = np.random.default_rng(0).integers(0, 4, 291), [0] * 4
@@ -90,48 +88,17 @@ def dying():
     return jaxkv.join(replace(table, position=position, cell=cell, dead_until=dead), buffers)
 
 
-POOL_SHOWN = """
-owner    + + + + + 0 0 0 1 1 . . 1 1 33 . . . . . . . . .
-position 0 1 2 3 4 5 6 7 0 1 . . 4 5  0 . . . . . . . . .
-"""
-RUNS = """
-cells    0-4 5-7 8-9 10-11 12-13 14 15-23
-owner      +   0   1     .     1 33     .
-position 0-4 5-7 0-1     .   7-8  0     .
-owed       0   0   0     .     3  0     .
-"""
-FOLDED = """
-cells           0-267 268-272      273-290 291-299
-owner    ~4 sequences       1 ~4 sequences       .
-position        ~0-78   60-64       ~63-84       .
-"""
-PARTS = """
-part 0, layers 0
-owner    0 0 1 1 . . . .
-position 0 1 0 1 . . . .
-part 1, layers 1
-sequence 0 0 1
-sequence 1 0 1
-"""
-DYING = """
-sequence 0 . 0 1 2
-sequence 1 . . . ., dead until 27
-sequence 2 . 0 1 2
-"""
-SHOWN = [
-    (pool, None, POOL_SHOWN),
-    (lambda: jaxkv.seq_add(pool(), 1, 4, -1, 3), 50, RUNS),
-    (interleaved, 100, FOLDED),
-    (hybrid, 100, PARTS),
-    (dying, 33, DYING),
-    (dying, 32, "\nsequence 0 0-2\nsequence 1 ., dead until 27\nsequence 2 0-2\n"),
-    (dying, 16, "\nsequence 0 0-2\nsequence 1 .\ndead until 27\nsequence 2 0-2\n"),
-]
+def moved():
+    return jaxkv.seq_add(pool(), 1, 4, -1, 3)
 
 
 def test_show_prints_recorded():
-    for make, width, wanted in SHOWN:
-        assert f"\n{jaxkv.show(make(), width=width)}\n" == wanted
+    recorded = (Path(__file__).parent.parent / "data" / "shown.txt").read_text()
+    cases = re.findall(r"^# (\w+) (\w+)\n((?:[^#].*\n)+)", recorded, re.M)
+    assert len(cases) == recorded.count("# ")
+    for name, width, wanted in cases:
+        shown = jaxkv.show(globals()[name](), width=None if width == "None" else int(width))
+        assert shown + "\n" == wanted, (name, width)
 
 
 @pytest.mark.core
@@ -146,28 +113,27 @@ def test_draw_of_no_memory_with_values_raises():
             look()
 
 
-# ---- lines and tables
+def batched(memory):
+    return jax.tree.map(lambda x: jnp.stack([x, x]), memory)
 
 
 @over_all
 def test_repr_of_memory_is_one_line(make):
-    memory, lines = make(), []
-    used = jaxkv.hybrid.parts_of(memory)
-    counts = " + ".join(str(jaxkv.used(part)) for part in used)
-    assert repr(memory).endswith(f": {counts} used)")
-    jax.eval_shape(lambda memory: lines.append(repr(memory)), memory)
-    jax.eval_shape(jax.vmap(lambda memory: lines.append(repr(memory))), batched(memory))
-    assert all(line.endswith(": traced)") for line in lines) and len(lines) == 2
-    assert repr(jax.eval_shape(make)).endswith(": shapes alone)")
-    assert repr(donated(memory)).endswith(": donated)")
-    assert repr(donated(memory, table=False)).endswith(f": {counts} used, buffers donated)")
+    memory = make()
+    counts = " + ".join(str(jaxkv.used(part)) for part in jaxkv.hybrid.parts_of(memory))
+    traced = []
+    jax.eval_shape(lambda memory: traced.append(memory), memory)
     odd = [jax.tree.map(lambda x, leaf=leaf: leaf, memory) for leaf in (None, "a")]
-    lines += map(repr, [memory, memory.table, batched(memory), *odd])
-    assert all("\n" not in line and line.count("(") == line.count(")") for line in lines)
-
-
-def batched(memory):
-    return jax.tree.map(lambda x: jnp.stack([x, x]), memory)
+    for one, end in [
+        (memory, f": {counts} used)"),
+        (traced[0], ": traced)"),
+        (jax.eval_shape(make), ": shapes alone)"),
+        (donated(memory), ": donated)"),
+        (donated(memory, table=False), f": {counts} used, buffers donated)"),
+        *((one, ")") for one in (memory.table, batched(memory), *odd)),
+    ]:
+        line = repr(one)
+        assert line.endswith(end) and "\n" not in line and line.count("(") == line.count(")")
 
 
 @pytest.mark.core

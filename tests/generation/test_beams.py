@@ -14,6 +14,8 @@ from tests.cases import mostly_nightly
 from tests.generation.tiny import CLOSE, assert_sound, ends, load
 from tests.memories import VOCABULARY, Kind, think
 
+pytestmark = pytest.mark.core
+
 POOL = Kind("pool", cells=30, sequences=5)
 SPLIT = Kind("split", cells=16, sequences=5, streams=5)
 PROMPT = (7, 3, 11, 5)
@@ -109,7 +111,6 @@ STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
 NONE = (-1, -1, -1)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", mostly_nightly([POOL, SPLIT], few=[POOL]), ids=name)
 def test_beam_matches_search_without_cache(kind):
     memory, logits = prompted(kind)
@@ -143,7 +144,6 @@ def assert_held(memory, beams, sequences, logits_after, forward=forward, weights
     np.testing.assert_allclose(found, wanted, **CLOSE)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", mostly_nightly([POOL, SPLIT], few=[SPLIT]), ids=name)
 def test_beam_leaves_texts_in_its_own_sequences(kind):
     memory, logits = prompted(kind, seq=3)
@@ -169,7 +169,6 @@ def crowded(left):
     return jaxkv.apply(memory, jaxkv.init_batch(memory, others)), logits
 
 
-@pytest.mark.core
 def test_beam_full_memory_ends_search():
     """There is room for some steps; the last token of each beam needs no cell yet."""
     for steps in range(STEPS - 1):
@@ -181,7 +180,6 @@ def test_beam_full_memory_ends_search():
         assert_held(jaxkv.seq_rm(after, 4)[0], beams, [0, 1, 2], tiny())
 
 
-@pytest.mark.core
 def test_beam_ends_once_nothing_better_can_come():
     """There is no room for a step; where length counts for nothing or against, none is wanted."""
     for penalty, reason in ((0.0, "FITS"), (-1.0, "FITS"), (1.0, "NO_ROOM")):
@@ -191,7 +189,6 @@ def test_beam_ends_once_nothing_better_can_come():
         assert ends(after, [0, 1, 2]) == [len(PROMPT) - 1] * WIDTH
 
 
-@pytest.mark.core
 def test_beam_text_that_left_the_window_is_not_held():
     """An ended text is cut back to what it shares with the last step; its window went further."""
     kind = Kind("window", cells=4, sequences=2, streams=2, windows=(jaxkv.window.sliding(3),))
@@ -206,7 +203,6 @@ def test_beam_text_that_left_the_window_is_not_held():
     assert gone
 
 
-@pytest.mark.core
 def test_beam_fewer_texts_than_width():
     """Only 6 and 9 may be said, and after 9 nothing at all; there is room for 6 6 6 6, and a 9."""
     memory, logits = crowded(5)
@@ -225,7 +221,6 @@ def test_beam_fewer_texts_than_width():
         assert_sound(after)
 
 
-@pytest.mark.core
 def test_beam_nan_logits_have_nan_score():
     """After one token alone, of either sign."""
     memory, logits = prompted(POOL)

@@ -14,7 +14,6 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch, prefix
-from jaxkv.loops.batching import Engine, Request
 from models.compiling import counting
 from tests.cases import mostly_nightly
 from tests.generation.tiny import forward
@@ -92,8 +91,8 @@ step = jax.jit(jaxkv.plan_step)
 
 
 @cache
-def memories(kind=SMALL):
-    return [filled(*counts, kind=kind) for counts in ((4, 1), (3, 2), (5, 2), (2, 2))]
+def memories():
+    return [filled(*counts) for counts in ((4, 1), (3, 2), (5, 2), (2, 2))]
 
 
 def plan(i):
@@ -122,8 +121,8 @@ def chat(given, i):
         )
 
 
-def search_and_slide(kind, i):
-    memory, sequences = memories(kind)[i], [[0, 2], [1, 0], [0, 1], [0, 2]][i]
+def search_and_slide(i):
+    memory, sequences = memories()[i], [[0, 2], [1, 0], [0, 1], [0, 2]][i]
     logits = jnp.arange(VOCABULARY)[None] * jnp.float32(i + 1)
     options = dict(width=2, steps=3, stop=[i], sequences=sequences, penalty=0.1 * i)
     loops.beam(forward, None, memory, logits, **options)
@@ -145,8 +144,7 @@ LOOPS: dict[str, Callable] = {
     "function": partial(chat, lambda: forward),
     "method": partial(chat, lambda: THINKER.run),  # a new object each time that it is asked for
     "speculate": speculate,
-    "search": partial(search_and_slide, SMALL),
-    "search-streams": partial(search_and_slide, SPLIT),
+    "search": search_and_slide,
 }
 
 
@@ -218,34 +216,16 @@ def store(kind):
     return use
 
 
-def engine():
-    memory = POOL.make()
-    kept = prefix.make_store(memory, holders=[2, 3])
-    made = Engine(forward, None, memory, stop=[5], chunk=8, steps=4, store=kept)
-    made.warm_up()
-
-    def use():
-        common = [9, 8, 7, 6, 5, 4, 3, 2]
-        for prompts in ([[*common, i] for i in range(4)], [[*common, *range(12)]]):
-            for prompt in prompts:
-                made.submit(Request(prompt=prompt, limit=3))
-            assert len(list(made.results())) == len(prompts)
-
-    return use
-
-
 WARMED: dict[str, Callable] = {
     "prompts-streams": partial(prompts, SPLIT),
     "prompts-hybrid": partial(prompts, TWO),
     "longest": longest,
-    "store": partial(store, SMALL),
-    "store-groups": partial(store, GROUPS),
-    "engine": engine,
+    "store": partial(store, GROUPS),
 }
 
 
 @pytest.mark.parametrize(
-    "what", mostly_nightly(WARMED, few=["prompts-streams", "longest", "store-groups", "engine"])
+    "what", mostly_nightly(WARMED, few=["prompts-streams", "longest", "store"])
 )
 def test_warm_up_leaves_nothing_to_compile(what):
     use = WARMED[what]()

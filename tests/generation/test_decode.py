@@ -14,6 +14,8 @@ from jaxkv.loops.sampling import constrained, make_sampler
 from tests.generation.tiny import BEST, assert_sound, ends, forward
 from tests.memories import SMALL, SPLIT, VOCABULARY, assert_identical, filled
 
+pytestmark = pytest.mark.core
+
 
 def decoded(memory, state, stop=(), *, steps, sampler=BEST, model=forward):
     return jaxkv.decode(model, sampler, None, memory, state, stop, steps=steps)
@@ -32,10 +34,6 @@ class Counting(loops.sampling.Sampler):
         return state + 1
 
 
-# ---- how a text begins
-
-
-@pytest.mark.core
 def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
     state, first = loops.begin(BEST, filled(2), [[0.0, 2.0, 1.0]], stop=frozenset([1, 2]))
     assert first.tokens.tolist() == [[1]] and not state.active.any()
@@ -45,7 +43,6 @@ def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
         assert state.active.tolist() == [limit == 3] * len(sequences)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("sampler", ["rule", "penalties"])
 def test_start_and_begin_count_the_first_token(sampler):
     if sampler == "rule":
@@ -62,7 +59,6 @@ def test_start_and_begin_count_the_first_token(sampler):
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.core
 def test_start_draws_are_numbered_by_position():
     sampler = make_sampler(temperature=1.0)
     memory = filled(3, 2)
@@ -78,10 +74,6 @@ def test_start_draws_are_numbered_by_position():
     assert rest == same and rest[0][0] >= 0
 
 
-# ---- what it says
-
-
-@pytest.mark.core
 def test_decode_in_pieces_has_logprobs_of_the_model():
     sampler = make_sampler(temperature=3.0, top_k=5, repeat_penalty=1.3, last_n=4)
     memory, logits = jaxkv.prefill(forward, None, filled(), make_batch([1, 2, 3]))
@@ -100,10 +92,6 @@ def test_decode_in_pieces_has_logprobs_of_the_model():
     np.testing.assert_allclose(logprobs, wanted, atol=1e-5)
 
 
-# ---- where it ends
-
-
-@pytest.mark.core
 def test_decode_ends_by_limit_or_own_stop_token():
     memory = filled(1, 1, 1)
     state = loops.start(memory, [9, 8, 7], [2, 0, 1], limit=[2, 9, 9], sampler=Counting())
@@ -117,7 +105,6 @@ def test_decode_ends_by_limit_or_own_stop_token():
     assert state.left.tolist() == [0, 7, 5]
 
 
-@pytest.mark.core
 def test_decode_nan_logits_end_one_text():
     def broken(weights, memory, ubatch):
         memory, logits = forward(weights, memory, ubatch)
@@ -131,7 +118,6 @@ def test_decode_nan_logits_end_one_text():
     assert state.active.tolist() == [True, False]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=["pool", "streams"])
 def test_decode_full_memory_ends_texts_without_room(kind):
     """The others go on, each as it would alone; where there is one pool, the first ones do."""
@@ -153,7 +139,6 @@ def test_decode_full_memory_ends_texts_without_room(kind):
         np.testing.assert_allclose(text.logprobs[0], picked.logprobs[seq], atol=1e-5)
 
 
-@pytest.mark.core
 def test_decode_refused_text_has_reason():
     memory = jaxkv.seq_add(filled(3, 3), 1, 0, -1, 2)
     state = loops.start(memory, [1, 2], limit=2)
@@ -163,7 +148,6 @@ def test_decode_refused_text_has_reason():
     assert jaxkv.seq_pos_max(memory, 1) == 4 and state.token[1] == 2
 
 
-@pytest.mark.core
 def test_decode_bad_traced_sequences_end_texts():
     @jax.jit
     def loop(memory, sequences):

@@ -49,6 +49,18 @@ def prefill(m, model):
     return jaxkv.prefill(model, None, m, make_batch([1]), donate=True)
 
 
+def slide(m, seq=0, **options):
+    return loops.slide(m, seq, **dict(keep=0, drop=1, donate=True) | options)
+
+
+def extend(m, done=0, **options):
+    return loops.extend(m, 0, done, **dict(group=2, width=4, donate=True) | options)
+
+
+def states():
+    return jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
+
+
 def draft(m, **options):
     return loops.draft_model(forward, None, m, **options)
 
@@ -124,6 +136,23 @@ LOOPS = [
     (lambda m: beam(m, sequences=[0]), ValueError, r"sequences \[2\], one for each .* got \(1,\)"),
     (lambda m: beam(m, stop=[[1]]), ValueError, r"stop tokens \[n\], got the shape \(1, 1\)"),
     (lambda m: beam(m, sequences=[2, 0]), ValueError, "nothing in sequence 2"),
+    # texts longer than a memory
+    (lambda m: slide(states()), ValueError, "alone, got kind 'recurrent': a state cannot forget"),
+    (
+        lambda m: extend(jaxkv.make_hybrid_cache((PAIR.make(), [0, 1]), (states(), [2]))),
+        ValueError,
+        r"got kind 'hybrid' \(attention, recurrent\): a state does not know",
+    ),
+    (lambda m: slide(m, keep=-1), ValueError, "wanted keep from 0 .*got -1"),
+    (lambda m: slide(m, drop=0), ValueError, "wanted drop from 1 .*got 0"),
+    (lambda m: slide(m, keep=[0, 0]), ValueError, r"one integer for keep, got the shape \(2,\)"),
+    (lambda m: slide(m, 7), ValueError, "sequence ids from 0 to 2, got 7"),
+    (lambda m: slide(donated(m)), ValueError, DONATED),
+    (lambda m: extend(donated(m)), ValueError, DONATED),
+    (lambda m: extend(m, [0, 0]), ValueError, r"one integer for done, got the shape \(2,\)"),
+    (lambda m: extend(m, 0.5), TypeError, "wanted integers for done"),
+    (lambda m: extend(m, group=0), ValueError, "group of at least 1, got 0"),
+    (lambda m: extend(m, width=5), ValueError, "multiple of group=2, got 5"),
     # drafts
     (lambda m: loops.lookup([[1]], ngram=0), ValueError, "ngram of at least 1, got 0"),
     (lambda m: loops.lookup([[1]], branches=0), ValueError, "branches of at least 1, got 0"),
@@ -164,8 +193,6 @@ def test_speculate_too_few_states_raises(name):
     with pytest.raises(ValueError, match="attention alone for branches=2, since a state belongs"):
         speculate(memory, loops.lookup([[1]], tries=2, branches=2))
 
-
-# ---- samplers
 
 NUMBERS = {
     "temperature": [-1.0, float("inf"), [1.0, -1.0]],
@@ -209,8 +236,6 @@ SAMPLERS = [
     (lambda: ruled().adjust(LOGITS, ruled().start(NONE)), ValueError, r"\(8,\) .*, got \(5,\)"),
 ]
 
-
-# ---- engines and stores
 
 RULE = Rule(first=0, allowed=lambda s: jnp.arange(VOCABULARY) > s, advance=lambda s, token: token)
 REQUESTS = [

@@ -1,7 +1,6 @@
 """What holds for every loop: what it gives up, and that it may be a part of any program."""
 
 from functools import partial
-from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -128,16 +127,6 @@ def test_speculate_in_scan_carries_all_that_it_returns():
         memory, state, wanted = jaxkv.decode(forward, BEST, None, memory, state, steps=3)
         assert made.tolist() == wanted.tokens[0].tolist()
     assert ends(after, [0]) == ends(memory, [0])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("loop", ["prefill", "beam"])
-def test_loop_in_vmap_same_result(loop):
-    memories = [filled(2, 3), filled(4, 1)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
-    together = jax.vmap(LOOPS[loop])(stacked)
-    for i, memory in enumerate(memories):
-        assert_same(jax.tree.map(itemgetter(i), together), LOOPS[loop](memory))
 
 
 @pytest.mark.nightly

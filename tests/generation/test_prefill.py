@@ -38,9 +38,6 @@ def test_prefill_with_plan_does_not_plan_again():
             jaxkv.prefill(forward, None, memory_, batch_, **options)
 
 
-# ---- programs
-
-
 class Shifted:
     def __init__(self, by=0):
         self.by = by

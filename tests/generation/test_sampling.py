@@ -11,6 +11,8 @@ from jaxkv.loops.drawing import adjusted_by
 from jaxkv.loops.sampling import OPTIONS, constrained, draw, make_sampler
 from jaxkv.loops.thresholds import keep_best
 
+pytestmark = pytest.mark.core
+
 LOGITS = jnp.log(jnp.array([0.4, 0.05, 0.3, 0.15, 0.1]))  # best first: 0, 2, 3, 4, 1
 NONE = np.zeros((2, 0), np.int32)
 
@@ -39,7 +41,6 @@ def draws(**options):
     return np.asarray(counted(numbers)) / 20_000
 
 
-@pytest.mark.core
 def test_draws_have_probabilities_at_any_temperature():
     assert draws(temperature=0.0).tolist() == [1, 0, 0, 0, 0]
     for temperature in (1.0, 0.3, 3.0):
@@ -61,13 +62,11 @@ ALLOWED = [
 ]
 
 
-@pytest.mark.core
 def test_filters_leave_exactly():
     for options, allowed in ALLOWED:
         assert set(np.flatnonzero(draws(**options))) == allowed, options
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("options", [{"top_k": [1, 3, 0]}, {"top_p": [0.35, 0.86, 1.0]}], ids=str)
 def test_filters_each_text_has_its_own_numbers(options):
     (name, values), rows = *options.items(), np.broadcast_to(LOGITS, (3, 5))
@@ -80,7 +79,6 @@ def test_filters_each_text_has_its_own_numbers(options):
     assert pick(mixed, rows, keys_of(3)).tolist()[::2] == [0, 0]
 
 
-@pytest.mark.core
 @given(
     logits=st.lists(
         st.sampled_from([-np.inf, -3.0, -0.0, 0.0, 1e-30, 0.5, 0.5000001, 2.0, 1e30]),
@@ -102,7 +100,6 @@ def test_keep_best_matches_sort(logits, k, p):
         np.testing.assert_array_equal(kept, row >= max(enough))
 
 
-@pytest.mark.core
 def test_penalties_are_those_of_llama_cpp():
     options = dict(repeat_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0)
     sampler = make_sampler(**options, last_n=4)
@@ -131,7 +128,6 @@ def test_filters_hide_at_any_temperature():
     assert not np.isnan(left).any()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("odd", "wanted"), [(jnp.inf, 1), (jnp.nan, -1)])
 def test_filters_turned_off_for_one_text_leave_it_alone(odd, wanted):
     """Beside texts with other filters, and with logits that are infinite or NaN."""
@@ -140,9 +136,6 @@ def test_filters_turned_off_for_one_text_leave_it_alone(odd, wanted):
     token = draw(both, adjusted_by(both, logits, ()), keys_of(2))
     alone = draw(make_sampler(), adjusted_by(make_sampler(), logits[:1], ()), keys_of(1))
     assert token[0] == alone[0] == wanted
-
-
-# ---- rules
 
 
 def parity(state):
@@ -169,7 +162,6 @@ def other_on_host(state, token):
     return jax.pure_callback(strict, shape, state, token, vmap_method="sequential")
 
 
-@pytest.mark.core
 def test_constrained_sees_each_text_alone():
     """It is never shown what is no token, and stays where none came."""
     rows = jnp.broadcast_to(LOGITS, (2, 5))

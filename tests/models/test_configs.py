@@ -92,9 +92,6 @@ def test_load_shapes_equals_load(name):
     assert sizes[0] == sizes[1]
 
 
-# ---- memories
-
-
 def bytes_of(name, **options):
     model = models.load_shapes(DATA / name)
     memory = model.memory_shapes(**options)

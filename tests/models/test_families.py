@@ -20,7 +20,6 @@ LLAMAS = ["llama_linear", "llama_llama3", "llama_tied", "llama_yarn", "mistral",
 LLAMAS += ["qwen2", "qwen2_window", "qwen3", "qwen3_window"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 LATENT = dict(rtol=0, atol=2e-5)
-BEST = loops.sampling.make_sampler()
 
 
 class Record(NamedTuple):

@@ -7,14 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv.loops.sampling import make_sampler
 from models.compiling import counting
 from models.generate import generate_texts
 from models.room import cells_for
 from models.run import Options
 
 PROMPTS = ["once upon", "a time", "one two"]
-DRAWN = make_sampler(temperature=0.9, top_k=40, repeat_penalty=1.1)
 
 
 @pytest.fixture
@@ -27,34 +25,6 @@ def texts(letters_model):
     return texts
 
 
-WAYS = {
-    "greedy": {},
-    "drawn": {"sampler": DRAWN, "seed": 4},
-    "samples": {"sampler": DRAWN, "seed": 4, "samples": 2},
-    "split": {"streams": "split"},
-    "guessed": {"tries": 3, "max_tokens": 30},
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("way", WAYS)
-def test_generate_texts_together_equal_each_alone(texts, way):
-    options = WAYS[way]
-    made = texts(PROMPTS, **options)
-    assert made.compiles == 0
-    samples = options.get("samples", 1)
-    alone = {name: options[name] for name in ("sampler", "max_tokens") if name in options}
-    for i, text in enumerate(made.texts):
-        seed = options.get("seed", 0) + i % samples  # a sample is the text of the next seed
-        assert texts([PROMPTS[i // samples]], seed=seed, **alone).texts == [text]
-    if way == "split":  # each prompt has as many cells as all of them share otherwise
-        assert (made.cells, made.used) == (3 * 256, sum(map(len, PROMPTS)) + 3 * 8)
-    if way == "samples":  # they share the cells of their prompt
-        assert made.used == sum(map(len, PROMPTS)) + 6 * 8
-        assert len({tuple(text.tokens) for text in made.texts}) == 6
-    assert (made.tried > 0) == (way == "guessed")
-
-
 def test_counting_counts_and_leaves_no_listener():
     with counting() as before:
         with counting() as inner, counting(traces=True) as heard:
@@ -65,9 +35,6 @@ def test_counting_counts_and_leaves_no_listener():
     after = before()
     jax.jit(lambda x: x * 9 + 1)(jnp.ones(3))
     assert before() == after
-
-
-# ---- ends
 
 
 @pytest.mark.nightly

@@ -17,7 +17,7 @@ import pytest
 import jaxkv
 import models
 from tests.cases import in_lanes
-from tests.models.tiny_files import CONFIG, DATA, tiny_names, tiny_tensors, write_folder
+from tests.models.tiny_files import DATA, FIELDS, VOCAB, tiny_tensors, write_folder, write_gguf
 from tests.snapshot.saved import changed
 
 FOLDERS = sorted(path.parent for path in DATA.glob("*/config.json"))
@@ -41,16 +41,7 @@ ADDED = {
     "partial_rotary_factor": [0, 0.01, 2],
     "eos_token_id": [[[1]], -1, "a"],
 }
-VOCAB = CONFIG["vocab_size"]
-METADATA = {
-    "llama.block_count": CONFIG["num_hidden_layers"],
-    "llama.embedding_length": CONFIG["hidden_size"],
-    "llama.feed_forward_length": CONFIG["intermediate_size"],
-    "llama.attention.head_count": CONFIG["num_attention_heads"],
-    "llama.attention.head_count_kv": CONFIG["num_key_value_heads"],
-    "llama.context_length": 128,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.freq_base": 10000.0,
+METADATA = {f"llama.{key}": value for key, value in FIELDS.items()} | {
     "llama.rope.scaling.type": "yarn",
     "llama.rope.scaling.factor": 2.0,
     "tokenizer.ggml.model": "gpt2",
@@ -92,26 +83,6 @@ def mutated(values, rng, added=None):
     return values
 
 
-def write_metadata(path, metadata):
-    """A file with these values, as far as such a file can hold them."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in metadata.items():
-        large = type(value) is int and abs(value) >= 2**31
-        try:
-            kind = gguf.GGUFValueType.UINT64 if large else gguf.GGUFValueType.get_type(value)
-            writer._pack_val(value, kind, add_vtype=True)
-        except Exception:  # the format has no nulls, no dicts, no numbers of that size
-            value, kind = repr(value), gguf.GGUFValueType.STRING
-        writer.add_key_value(key, value, kind)
-    for name, array in TENSORS.items():
-        writer.add_tensor(tiny_names()[name][0], array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def outcome(path, deep):
     """Says "model" or "refused"; anything else is raised."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -143,11 +114,12 @@ def config_case(here, rng):
 
 def metadata_case(here, rng):
     metadata = rng.choice([METADATA, SENTENCEPIECE])
-    return write_metadata(here / "tiny.gguf", mutated(metadata, rng))
+    return write_gguf(here / "tiny.gguf", TENSORS, fields=mutated(metadata, rng), base={})
 
 
 def gguf_case(here, rng):
-    path = write_metadata(here / "tiny.gguf", rng.choice([METADATA, SENTENCEPIECE]))
+    metadata = rng.choice([METADATA, SENTENCEPIECE])
+    path = write_gguf(here / "tiny.gguf", TENSORS, fields=metadata)
     path.write_bytes(changed(path.read_bytes(), rng, gguf.GGUFReader(path).data_offset))
     return path
 
@@ -167,7 +139,8 @@ def safetensors_case(here, rng):
 
 def test_load_of_untouched_files_is_a_model(tmp_path):
     for metadata in (METADATA, SENTENCEPIECE):
-        assert outcome(write_metadata(tmp_path / "tiny.gguf", metadata), True) == "model"
+        path = write_gguf(tmp_path / "tiny.gguf", TENSORS, fields=metadata)
+        assert outcome(path, True) == "model"
     assert outcome(write_folder(tmp_path / "folder", TENSORS), True) == "model"
 
 

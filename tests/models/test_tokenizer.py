@@ -14,7 +14,6 @@ from tokenizers import decoders, normalizers, pre_tokenizers, processors, traine
 
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
-from models.text.token_bytes import from_letters, from_pieces
 from models.text.tokenizer import Tokenizer
 from tests.models import tiny_files
 from tests.models.golden import golden
@@ -71,9 +70,6 @@ def test_tokenizer_gemma3_matches_recorded():
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-# ---- decoding
-
-
 def streamed(tokenizer, ids):
     stream = tokenizer.stream()
     return [stream.feed(id) for id in ids], stream.end()
@@ -108,17 +104,6 @@ def test_encode_control_tokens_on_request(smollm2):
     assert smollm2.decode(special) == "user\nhi"
     assert smollm2.decode(special, special=True) == text
     assert smollm2.encode(text) == plain  # asking for one leaves the next call alone
-
-
-def test_from_letters_gives_every_byte():
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for text in ("".join(map(chr, range(0x300))), "鍵🗝"):
-        ((spelled, _),) = letters.pre_tokenize_str(text)
-        assert from_letters(spelled) == text.encode()
-    assert from_pieces("▁a▁") == b" a " and from_pieces("<0xE9>") == b"\xe9"
-
-
-# ---- vocabularies trained here, written to files and read back
 
 
 def write_gguf(path, fields):
@@ -258,15 +243,6 @@ def test_folder_with_sentencepiece_rules(tmp_path):
         assert tokenizer.decode(tokenizer.prompt(text)) == text
 
 
-# ---- chat
-
-
-def test_chat_smollm2_template(smollm2):
-    text = smollm2.chat([{"role": "user", "content": "What is gravity?"}])
-    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")
-    assert text.endswith("<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\n")
-
-
 def chatting(template):
     named = dict(control={"<b>": 1, "<e>": 2}, bos=1, eos=2)
     return Tokenizer(to_ids=None, to_bytes=None, size=256, template=template, **named)
@@ -306,9 +282,6 @@ def test_folder_chat_template_places(tmp_path):
         assert held.tokenizer().chat([]) == said
     (tmp_path / "a" / "chat_template.jinja").write_text("f")  # goes before both
     assert open_checkpoint(tmp_path / "a").tokenizer().chat([]) == "f"
-
-
-# ---- refusals
 
 
 def test_tokenizer_refused_files_raise(tmp_path):

@@ -35,16 +35,17 @@ from tests.serving.servers import (
     warm,
 )
 
+pytestmark = pytest.mark.core
+
 GROUPS_WINDOW = replace(GROUPS, windows=(None, jaxkv.window.sliding(4)))
 RUNS = replace(ROOMY, placement="contiguous")
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("kind", "holders"),
     mostly_nightly(
         [(POOL, None), (STREAMS, None), (GROUPS_WINDOW, (5,)), (RUNS, (5,))],
-        few=[(POOL, None)],
+        few=[(GROUPS_WINDOW, (5,))],
     ),
     ids=["pool", "streams", "store-groups-window", "store-contiguous"],
 )
@@ -67,7 +68,6 @@ def test_engine_texts_are_as_each_alone(kind, holders):
     assert not holders or sum(result.found.length for result in results) > 20
 
 
-@pytest.mark.core
 def test_engine_texts_that_give_way_are_as_each_alone():
     """Without reservations the youngest wait again, and no text is another, with a rule or not.
 
@@ -92,7 +92,6 @@ def test_engine_texts_that_give_way_are_as_each_alone():
     assert_only_kept(engine)
 
 
-@pytest.mark.core
 def test_engine_without_reservations_fills_a_stream():
     engine = engine_of(STREAMS, reserve=False)
     (result,) = run(engine, [Request(prompt=[1, 2, 3], limit=99)])
@@ -102,7 +101,6 @@ def test_engine_without_reservations_fills_a_stream():
     assert_only_kept(engine)
 
 
-@pytest.mark.core
 def test_cancel_frees_cells_at_once():
     """Of a request that waits, one that runs, and one in the middle of its prompt."""
     engine = warm(POOL)
@@ -127,7 +125,6 @@ def test_cancel_frees_cells_at_once():
     assert_only_kept(engine)
 
 
-@pytest.mark.core
 def test_engine_running_texts_get_a_token_per_chunk():
     engine = engine_of(STREAMS)
     short = engine.submit(Request(prompt=[1], limit=11))
@@ -141,7 +138,6 @@ def test_engine_running_texts_get_a_token_per_chunk():
     assert_only_kept(engine)
 
 
-@pytest.mark.core
 def test_results_not_taken_are_handed_out_later():
     engine = warm(POOL)
     ids = [engine.submit(Request(prompt=[1], limit=1)) for _ in range(3)]
@@ -152,7 +148,6 @@ def test_results_not_taken_are_handed_out_later():
     assert_only_kept(engine)
 
 
-@pytest.mark.core
 def test_submit_copies_options_and_prompt():
     engine = engine_of(POOL, stop=())
     options, prompt = {}, np.array([1, 2, 3])
@@ -167,7 +162,6 @@ def test_submit_copies_options_and_prompt():
         np.testing.assert_array_equal(result.tokens, alone(one, stop=())[0])
 
 
-@pytest.mark.core
 def test_serve_penalties_count_prompts():
     options = dict(repeat_penalty=1.6, presence_penalty=0.5)
     requests = [replace(one, sampling=options) for one in mixed(6, seed=3)]
@@ -184,13 +178,9 @@ def mute(weights, memory, ubatch):
     return memory, jnp.full_like(logits, -jnp.inf)
 
 
-@pytest.mark.core
 def test_serve_no_allowed_token_ends_text():
     (result,) = serve(mute, None, POOL.make(), [Request(prompt=[1, 2], limit=3)], chunk=8)
     assert result.reason == Finish.NO_TOKEN and result.tokens.size == 0
-
-
-# ---- errors while a model runs
 
 
 class Broken:
@@ -210,7 +200,6 @@ class Broken:
         return logits
 
 
-@pytest.mark.core
 def test_engine_error_while_tracing_changes_nothing():
     model = Broken()
     engine = engine_of(POOL, model=model.forward)
@@ -228,7 +217,6 @@ LOST = "got one that has lost it: .* Make a new engine with a new memory; result
 BROKEN = Broken()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("moment", ["program", "fetched", "donated"])
 def test_engine_that_lost_its_memory_raises(moment, monkeypatch):
     """Cut short while a program runs, or while its results are fetched; or donated elsewhere."""
@@ -265,10 +253,6 @@ def test_engine_that_lost_its_memory_raises(moment, monkeypatch):
         next(results)
 
 
-# ---- cells
-
-
-@pytest.mark.core
 @pytest.mark.parametrize("rule", ["sliding", "chunked", "symmetric"])
 @pytest.mark.parametrize(
     "split", mostly_nightly([False, True], few=[True]), ids=["pool", "streams"]
@@ -300,7 +284,6 @@ def test_can_hold_is_exact_for_windows(rule, split):
         assert refused == (cells < enough)
 
 
-@pytest.mark.core
 def test_engine_contiguous_closes_gaps(monkeypatch):
     """Where there is no run of cells they are brought together, and no text gives way for that."""
     requests = mixed(24, seed=4)

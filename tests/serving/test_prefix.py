@@ -34,9 +34,6 @@ MAKES = {"full": POOL.make, "window": WINDOW.make, "states": states, "hybrid": h
 over_kinds = pytest.mark.parametrize("kind", mostly_nightly(MAKES, few=["full", "hybrid"]))
 
 
-# ---- computed once, held once
-
-
 @pytest.mark.core
 @over_kinds
 def test_reuse_in_a_conversation_computes_each_token_once(kind):
@@ -68,9 +65,6 @@ def test_reuse_by_5_prompts_holds_common_tokens_once(kind):
     assert server.held == alone
     each = {"full": 2, "window": 2, "states": 1, "hybrid": 2 + 1}[kind]  # its tokens, its state
     assert jaxkv.used(server.memory) == alone + 5 * each
-
-
-# ---- what is reused is what it was
 
 
 @pytest.mark.core
@@ -147,9 +141,6 @@ def test_conversations_in_turn_find_their_own_text(holders, found):
     assert len(server.texts) == len(holders)
 
 
-# ---- the reason for a miss
-
-
 @pytest.mark.core
 def test_reuse_needs_what_the_window_of_a_text_shows():
     kind = Kind("", cells=10, sequences=2, windows=(jaxkv.window.sliding(3),))
@@ -194,9 +185,6 @@ def test_reuse_tells_evicted_from_unknown_and_lost():
     assert server.ask([5, 6, 7]) == (0, Miss.LOST)
 
 
-# ---- what is let go
-
-
 def test_remember_takes_the_least_recently_used_holder():
     server = serving(POOL.make(), [1, 2], [1, 1], [2, 2])
     server.ask([1, 1, 1])
@@ -224,9 +212,6 @@ def test_remember_too_long_or_held_text_displaces_nothing():
     assert server.remember(range(10, 14)) is Miss.NONE
     assert server.remember(range(10, 12)) is Miss.NONE
     assert server.texts == [[10, 11, 12, 13]] and server.held == 4
-
-
-# ---- streams
 
 
 @pytest.mark.core
@@ -263,9 +248,6 @@ def test_reuse_copy_without_room_is_a_miss():
     assert small.memory is before and not small.texts
 
 
-# ---- values
-
-
 def test_store_is_a_value_with_tokens_of_its_own():
     text = np.array([1, 2, 3], np.int32)
     server = serving(POOL.make(), [3], text)
@@ -275,8 +257,6 @@ def test_store_is_a_value_with_tokens_of_its_own():
     server.remember([5, 6])
     assert prefix.reuse(memory, store, [1, 2, 3, 4], 0)[2] == (3, Miss.NONE)
 
-
-# ---- random
 
 RANDOM = {
     "full": POOL.make,

@@ -111,18 +111,6 @@ def test_load_into_donates_where_nothing_is_refused(saved):
     assert full.buffers.k[0].is_deleted() and jaxkv.used(kept) == 12
 
 
-def test_inspect_tells_all_of_the_header(saved, tmp_path):
-    memory, data = saved
-    path = tmp_path / "file"
-    path.write_bytes(data)
-    for source in (path, str(path), data):
-        info = snapshot.inspect(source)
-        assert (info.version, info.sequences, info.tokens) == (1, (0, 1), {0: [1] * 30})
-        assert info.arrays["buffers.v.2"] == ("bfloat16", (50, 8, 128))
-        assert jax.tree.structure(info.memory) == jax.tree.structure(memory)
-        assert jaxkv.nbytes(info.memory) == jaxkv.nbytes(memory)
-
-
 def test_save_is_read_by_safetensors(tmp_path):
     memory = with_numbers(drawn("0{0} 1{0} . 0{1}"))
     snapshot.save(tmp_path / "memory", memory)
@@ -130,9 +118,6 @@ def test_save_is_read_by_safetensors(tmp_path):
     assert arrays["table.position"].tolist() == [0, 1, 0]
     wanted = np.asarray(memory.buffers.v[1])[0].swapaxes(0, 1)[[0, 1, 3]]
     assert_identical(arrays["buffers.v.1"], wanted)
-
-
-# ---- by name
 
 
 def make(**changes):
@@ -147,26 +132,6 @@ def recurrent(**changes):
 
 def hybrid(layers=(0, 1), **changes):
     return jaxkv.make_hybrid_cache((make(**changes), layers), (recurrent(), (2, 3)))
-
-
-@pytest.mark.parametrize(
-    ("saved", "memory", "words"),
-    [
-        (make, hybrid, "kind of this one, hybrid, got one with attention"),
-        (lambda: make(layers=3), make, "layers of this one, 2, got one with 3"),
-        (lambda: make(kv_heads=[2, 1]), make, r"kv_heads .* \[2, 2\], got one with \[2, 1\]"),
-        (lambda: make(head_dim=8, value_dim=4), make, "head_dim"),
-        (lambda: make(dtype=jnp.bfloat16), make, "dtype of this one, float32, got one with bfl"),
-        (lambda: make(window=jaxkv.window.sliding(4)), make, "window of this one, None, got .*=4"),
-        (lambda: make(rope=(None, jaxkv.make_rope(4))), make, "rope of layer 1 of this one, None"),
-        (lambda: recurrent(states={"x": ((), jnp.float32)}), recurrent, "states"),
-        (lambda: hybrid(layers=(1, 0)), hybrid, "layers of parts"),
-        (lambda: hybrid(dtype=jnp.float16), hybrid, "dtype in part 0"),
-    ],
-)
-def test_load_into_a_memory_that_differs_raises(saved, memory, words):
-    with pytest.raises(ValueError, match=f"wanted a snapshot of a memory with the {words}"):
-        snapshot.load_into(snapshot.to_bytes(saved()), memory())
 
 
 def test_load_compares_models_where_both_are_known():
@@ -198,12 +163,12 @@ def test_inspect_reads_notes_and_files_from_before_there_were_any():
     snapshot.load(data)
 
 
-def load_into(**options):
-    return snapshot.load_into(snapshot.to_bytes(make(), model="a"), make(), **options)
+def into(memory, saved, **options):
+    return partial(snapshot.load_into, snapshot.to_bytes(saved), memory, **options)
 
 
-def save(*, memory=make, **options):
-    return snapshot.save("/nowhere/file", memory(), **options)
+def save(memory=None, **options):
+    return partial(snapshot.save, "/nowhere/file", make() if memory is None else memory, **options)
 
 
 def on_a_mesh():
@@ -211,28 +176,45 @@ def on_a_mesh():
     return jaxkv.join(table.with_rules(jaxkv.sharding.Rules()), buffers)
 
 
-@pytest.mark.parametrize(
-    ("call", "exception", "match"),
-    [
-        (partial(load_into, sequences=[0]), ValueError, "a target for each of the saved sequences"),
-        (partial(load_into, sequences=1), ValueError, r"saved sequences \[0, 1\], got \[1\]"),
-        (partial(load_into, sequences=[0, 5]), ValueError, "wanted sequence ids from 0 to 1"),
-        (partial(load_into, sequences=[1, 1]), ValueError, "each sequence at most once"),
-        (partial(load_into, sequences={3: 0}), ValueError, "some of the saved sequences"),
-        (partial(save, sequences=[2]), ValueError, "wanted sequence ids from 0 to 1"),
-        (partial(save, sequences=[0, 0]), ValueError, "each sequence at most once"),
-        (partial(save, sequences=[0], tokens={1: []}), ValueError, "wanted"),
-        (partial(save, tokens={0: 5}), ValueError, "wanted"),
-        (partial(save, tokens={0: [[1, 2]]}), ValueError, "wanted"),
-        (partial(save, notes={1, 2}), TypeError, "wanted notes that JSON holds"),
-        (partial(save, memory=lambda: (make(), True)), TypeError, "a memory, got a tuple"),
-        (partial(save, memory=on_a_mesh), ValueError, "Orbax"),
-        (lambda: jax.jit(snapshot.to_bytes)(make()), ValueError, "on one device, outside of jit"),
-    ],
-)
-def test_snapshot_bad_argument_raises(call, exception, match):
-    with pytest.raises(exception, match=match):
-        call()
+def test_load_into_a_memory_that_differs_raises():
+    window, ropes = jaxkv.window.sliding(4), (None, jaxkv.make_rope(4))
+    states = recurrent(states={"x": ((), jnp.float32)})
+    for memory, saved, words in [
+        (hybrid(), make(), "kind of this one, hybrid, got one with attention"),
+        (make(), make(layers=3), "layers of this one, 2, got one with 3"),
+        (make(), make(kv_heads=[2, 1]), r"kv_heads .* \[2, 2\], got one with \[2, 1\]"),
+        (make(), make(head_dim=8, value_dim=4), "head_dim"),
+        (make(), make(dtype=jnp.bfloat16), "dtype of this one, float32, got one with bfl"),
+        (make(), make(window=window), "window of this one, None, got .*=4"),
+        (make(), make(rope=ropes), "rope of layer 1 of this one, None"),
+        (recurrent(), states, "states"),
+        (hybrid(), hybrid(layers=(1, 0)), "layers of parts"),
+        (hybrid(), hybrid(dtype=jnp.float16), "dtype in part 0"),
+    ]:
+        with pytest.raises(ValueError, match=f"wanted a snapshot of a memory with the {words}"):
+            into(memory, saved)()
+
+
+def test_snapshot_bad_argument_raises():
+    known = partial(into, make(), make())
+    for call, exception, match in [
+        (known(sequences=[0]), ValueError, "a target for each of the saved sequences"),
+        (known(sequences=1), ValueError, r"saved sequences \[0, 1\], got \[1\]"),
+        (known(sequences=[0, 5]), ValueError, "wanted sequence ids from 0 to 1"),
+        (known(sequences=[1, 1]), ValueError, "each sequence at most once"),
+        (known(sequences={3: 0}), ValueError, "some of the saved sequences"),
+        (save(sequences=[2]), ValueError, "wanted sequence ids from 0 to 1"),
+        (save(sequences=[0, 0]), ValueError, "each sequence at most once"),
+        (save(sequences=[0], tokens={1: []}), ValueError, "wanted"),
+        (save(tokens={0: 5}), ValueError, "wanted"),
+        (save(tokens={0: [[1, 2]]}), ValueError, "wanted"),
+        (save(notes={1, 2}), TypeError, "wanted notes that JSON holds"),
+        (save((make(), True)), TypeError, "a memory, got a tuple"),
+        (save(on_a_mesh()), ValueError, "Orbax"),
+        (partial(jax.jit(snapshot.to_bytes), make()), ValueError, "on one device, outside of jit"),
+    ]:
+        with pytest.raises(exception, match=match):
+            call()
 
 
 def test_snapshot_of_memory_without_values_raises():
@@ -254,25 +236,18 @@ def test_snapshot_of_memory_without_values_raises():
             use(jax.eval_shape(lambda: memory))
 
 
-@pytest.mark.parametrize(
-    ("wide", "options", "name"),
-    [
+def test_load_of_64_bits_needs_x64():
+    for wide, options, name in [
         (make, {"dtype": "float64"}, "buffers.k.0 of float64"),
         (recurrent, {"states": {"x": ((2,), "int64")}}, "buffers.0.x of int64"),
-    ],
-    ids=["cells", "states"],
-)
-def test_load_of_64_bits_needs_x64(wide, options, name):
-    with jax.enable_x64(True):
-        memory = wide(**options)
-        data = snapshot.to_bytes(memory)
-        assert_identical(snapshot.load(data), memory)
-    for use in (snapshot.load, partial(snapshot.load_into, memory=wide()), snapshot.inspect):
-        with pytest.raises(ValueError, match=f"wanted {name} as saved, got a JAX without 64 bits"):
-            use(data)
-
-
-# ---- file systems
+    ]:
+        with jax.enable_x64(True):
+            memory = wide(**options)
+            data = snapshot.to_bytes(memory)
+            assert_identical(snapshot.load(data), memory)
+        for use in (snapshot.load, partial(snapshot.load_into, memory=wide()), snapshot.inspect):
+            with pytest.raises(ValueError, match=f"wanted {name} as saved, got a JAX without 64"):
+                use(data)
 
 
 def test_save_replaces_a_file_whole_or_not_at_all(tmp_path):
