@@ -113,7 +113,7 @@ def test_penalties_are_those_of_llama_cpp():
     assert state.tolist() == [[1, 0, 0, 0], [3, 0, 0, 0]]
 
 
-def test_make_sampler_reads_bfloat16_and_starts_with_ends_of_prompts():
+def test_sampler_reads_bfloat16_and_starts_with_ends_of_prompts():
     assert make_sampler(temperature=jnp.bfloat16(0.5)).temperature == 0.5
     sampler = make_sampler(presence_penalty=1.0, last_n=3)
     assert sampler.start(np.array([[1], [2]])).tolist() == [[-1, -1, 1], [-1, -1, 2]]

@@ -10,6 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.loops.sampling import make_sampler
+from tests.cases import mostly_nightly
 from tests.generation.tiny import assert_sound
 from tests.memories import (
     HEADS,
@@ -146,9 +147,11 @@ def flat(weights, memory, ubatch):
     return memory, jnp.zeros((*ubatch.outputs.shape, 16))
 
 
+WAYS = [("slide", False), ("extend", True), ("slide", True), ("extend", False)]
+
+
 @core
-@pytest.mark.parametrize("tidy", ["slide", "extend"])
-@pytest.mark.parametrize("drafted", [False, True], ids=["decode", "speculate"])
+@pytest.mark.parametrize(("tidy", "drafted"), mostly_nightly(WAYS, few=WAYS[:2]))
 def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
     """A text that is tidied up between its turns is that of a memory that is not."""
     sampler = make_sampler(temperature=1.0)

@@ -89,7 +89,7 @@ def test_speculate_ends_texts_as_decode_does(kind):
         for stop in ([-1], [int(free.tokens[0, 2])]):
             after, ended, wanted = plainly(memory, state, stop, steps=8)
             now, at, draft, pieces = memory, state, Known.make(free.tokens), []
-            for steps in (3, 5):
+            for steps in (4, 4):
                 now, at, draft, made = guessing(draft, now, at, stop, steps=steps)
                 pieces.append(made)
             found = [sum(both, []) for both in zip(*map(texts, pieces), strict=True)]
@@ -150,12 +150,11 @@ def test_speculate_nan_logit_of_hidden_token_ends_text(branches):
     assert made.tokens[0].tolist() == [3, -1, -1, -1, -1, -1]
 
 
-WAYS_TO_DRAW = [("model", 1.0), ("lookup", 1.0), ("model", 0.6)]
+WAYS_TO_DRAW = [("lookup", 1.0), ("model", 0.6), ("model", 1.0), ("tree", 1.0)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "temperature"),
-    mostly_nightly([*WAYS_TO_DRAW, ("tree", 1.0)], few=WAYS_TO_DRAW),
+    ("kind", "temperature"), mostly_nightly(WAYS_TO_DRAW, few=WAYS_TO_DRAW[:2])
 )
 def test_speculate_draws_have_chances_of_the_model(kind, temperature):
     count, rounds, each = 256, 16, 1 + (kind == "tree")

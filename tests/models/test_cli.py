@@ -6,6 +6,7 @@ RECORD_CLI=1 writes the transcripts anew; a new line `$ ...` in one is a new cas
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -185,18 +186,8 @@ def test_generate_file_interrupted_keeps_texts(command, files, monkeypatch):
         if next(looks, False):
             raise KeyboardInterrupt
 
-    line = [
-        "generate",
-        "--model",
-        "letters",
-        "--json",
-        "--file",
-        "prompts.txt",
-        "--sequences",
-        "1",
-        "--max-tokens",
-        "12",
-    ]
+    options = "--json --file prompts.txt --sequences 1 --max-tokens 12"
+    line = shlex.split(f"generate --model letters {options}")
     _, out, _ = command(*line)
     whole = [one["tokens"] for one in objects(out)]
     monkeypatch.setattr("models.cli.main.noticed", lambda: nullcontext(look))

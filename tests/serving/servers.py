@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,9 +14,9 @@ from jaxkv import loops, make_batch, prefix
 from jaxkv.loops.batching import Engine, Finish, Request, Rule
 from jaxkv.loops.sampling import OPTIONS, Filters, constrained
 from jaxkv.prefix import Miss
-from tests.memories import VOCABULARY, Kind, think
+from tests.generation.tiny import assert_sound, forward
+from tests.memories import VOCABULARY, Kind
 
-DATA = Path(__file__).parent.parent / "data"
 POOL = Kind("pool", cells=24, sequences=4)
 STREAMS = Kind("streams", cells=12, sequences=4, streams=4)
 ROOMY = Kind("roomy", cells=64, sequences=6)
@@ -29,11 +28,6 @@ RULE = Rule(  # what may come next depends on all tokens so far
     allowed=lambda state: jnp.arange(VOCABULARY) % 3 == state,
     advance=lambda state, token: (state + token + 1) % 3,
 )
-
-
-def forward(weights, memory, ubatch):
-    del weights
-    return think(memory, ubatch)
 
 
 def tokens(count, seed=0, vocabulary=VOCABULARY):
@@ -164,7 +158,7 @@ def placed(engine):
 def assert_only_kept(engine):
     held = prefix.held(engine.memory, engine.store) if engine.store else 0
     assert jaxkv.used(engine.memory) == held and not engine.busy
-    assert not sum(jaxkv.check_invariants(engine.memory).values())
+    assert_sound(engine.memory)
 
 
 # ---- a store without an engine

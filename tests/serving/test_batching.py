@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 import jaxkv
-import models
 from jaxkv import prefix
 from jaxkv.loops.batching import Engine, Finish, Request, serve
 from models.compiling import counting
 from tests.cases import mostly_nightly
+from tests.generation.tiny import forward, load
 from tests.memories import Kind
 from tests.serving.servers import (
     ALONE,
-    DATA,
     GROUPS,
     POOL,
     ROOMY,
@@ -29,7 +28,6 @@ from tests.serving.servers import (
     assert_only_kept,
     begun_alike,
     engine_of,
-    forward,
     mixed,
     run,
     warm,
@@ -313,7 +311,7 @@ def test_engine_contiguous_closes_gaps(monkeypatch):
     ],
 )
 def test_engine_64_requests_of_a_model_are_as_alone(name, streams, reserve, holders):
-    model = models.load(DATA / name)
+    model = load(name)
     requests = begun_alike(mixed(64, most=40), most=40)
     cells = 40 * max(10 // streams // 2, 2)
     memory = model.make_memory(cells=cells, sequences=10, streams=streams, ubatch_size=16)

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import models
 from jaxkv import prefix
 from jaxkv.loops.batching import Engine, Request
 from jaxkv.prefix import Miss
 from tests.cases import mostly_nightly
+from tests.generation.tiny import forward, load
 from tests.serving.servers import (
-    DATA,
     GROUPS,
     POOL,
     ROOMY,
@@ -22,7 +21,6 @@ from tests.serving.servers import (
     assert_as_alone,
     assert_only_kept,
     engine_of,
-    forward,
     kept,
     placed,
     run,
@@ -177,7 +175,7 @@ def test_engine_store_prefers_the_stream_of_the_text():
 
 class Counting:
     def __init__(self, name, *, holders, **sizes):
-        self.model, self.computed = models.load(DATA / name), 0
+        self.model, self.computed = load(name), 0
         memory = self.model.make_memory(ubatch_size=64, **sizes)
         store = prefix.make_store(memory, holders=holders)
         options = dict(store=store, chunk=64, steps=4)

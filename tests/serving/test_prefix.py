@@ -31,7 +31,7 @@ def hybrid(rollback=0):
 
 
 MAKES = {"full": POOL.make, "window": WINDOW.make, "states": states, "hybrid": hybrid}
-over_kinds = pytest.mark.parametrize("kind", mostly_nightly(MAKES, few=["full", "hybrid"]))
+over_kinds = pytest.mark.parametrize("kind", mostly_nightly(MAKES, few=["hybrid"]))
 
 
 @pytest.mark.core

@@ -148,7 +148,7 @@ def test_load_compares_models_where_both_are_known():
             named(model=object())
 
 
-def test_inspect_reads_notes_and_files_from_before_there_were_any():
+def test_inspect_reads_notes_and_files_from_before_them():
     for notes in (None, {"names": ["a", "b"], "n": {"1": 2.5}}, "text"):
         assert snapshot.inspect(snapshot.to_bytes(make(), notes=notes)).notes == notes
 
