@@ -3,6 +3,8 @@
 from contextlib import nullcontext
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxkv
@@ -15,6 +17,24 @@ from models.compiling import counting
 from tests.models.speaking import CELLS, copied, next_answer, said
 
 pytestmark = pytest.mark.core
+
+
+@pytest.mark.nightly
+def test_chat_computes_each_token_of_turns_and_forks_once(speaker):
+    seen, model = [], speaker.model
+
+    def forward(weights, memory, ubatch):
+        jax.debug.callback(lambda count: seen.append(int(count)), jnp.sum(ubatch.valid))
+        return model.forward(weights, memory, ubatch)
+
+    counted = replace(model, forward=forward)
+    vars(counted).update(tokenizer=model.tokenizer, stop_tokens=frozenset())
+    speaker = replace(speaker, model=counted)
+    chat = said(speaker, speaker.begin(conversations=3, cells=1024), "One", "Two", "Three")
+    chat = edits.switch(edits.fork(speaker.settle(chat), "b"), "b")
+    chat = said(speaker, chat, "Another way", "and on")
+    jax.effects_barrier()
+    assert sum(seen) == chat.computed == jaxkv.used(chat.memory)
 
 
 def test_speaker_compile_leaves_nothing_to_compile(speaker):
