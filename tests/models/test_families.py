@@ -138,7 +138,7 @@ WHOLE = Way(16, steps=False)  # one program
 SMALL = dict.fromkeys(LLAMAS, (("cells", 128), ("ubatch_size", 20), ("rollback", 4)))
 SMALL["gemma3"] = (("cells", 96), ("ubatch_size", 16), ("rollback", 4))
 SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], (("cells", 96), ("source_cells", 56)))
-CORE = ["deepseek_v2_groups", "gemma3", "t5_tied", "mamba2", "recurrent_gemma"]
+CORE = ["deepseek_v2_groups", "gemma3", "t5_tied", "recurrent_gemma"]
 CORE = [(name, WHOLE) for name in [*CORE, "granite_hybrid_experts_rope", "lfm2"]]
 NIGHTLY = [
     *[(name, Way(20)) for name in LLAMAS if name != "llama_tied"],
