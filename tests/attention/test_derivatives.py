@@ -7,18 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.tree_util import Partial
 
 import jaxkv
 from jaxkv.ops.attention.bias import OfPlaces
 from jaxkv.ops.attention.live import TILE
 from jaxkv.ops.attention.softmax import Options
-from tests.attention.formula import PLAIN, bias_between, case, formula, places, slope, visible
-from tests.attention.lives import applied, arrays_for, lived_in
+from tests.attention.formula import PLAIN, bias_between, case, formula, places, visible
 from tests.attention.ways import WAYS
 from tests.cases import in_lanes
-from tests.memories import GROUPS
-from tests.meshes import RULES, mesh_of, placed
 
 core = pytest.mark.core
 ALL = Options(scale=0.7, softcap=2.0, sinks=jnp.linspace(-1.0, 1.0, 4))
@@ -45,24 +41,20 @@ def weights_of(bias):
     return bias.function.args[0] if isinstance(bias, OfPlaces) else bias
 
 
-def with_weights(bias, weights):
-    return places(weights) if isinstance(bias, OfPlaces) else weights
+def with_weights(sight, weights):
+    return replace(sight, bias=places(weights) if isinstance(sight.bias, OfPlaces) else weights)
 
 
-def derived(way, one, options, k=None, v=None):
+def derived(way, q, k, v, sight, options):
     """Derivatives by queries, keys, values, sinks and the bias: backwards, and along one way."""
-    q, _, _, sight = one
-    arrays = q, one.k if k is None else k, one.v if v is None else v
-    arrays += options.sinks, weights_of(sight.bias)
+    arrays = q, k, v, options.sinks, weights_of(sight.bias)
 
     def loss(q, k, v, sinks, weights):
-        looks = replace(sight, bias=with_weights(sight.bias, weights))
-        return weighted(way(q, k, v, looks, replace(options, sinks=sinks)))
+        return weighted(way(q, k, v, with_weights(sight, weights), replace(options, sinks=sinks)))
 
-    every = tuple(range(len(arrays)))
     along = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0) + 1, arrays)
-    both = jax.jit(lambda *x: (jax.grad(loss, every)(*x), jax.jvp(loss, x, along)))
-    return both(*arrays)
+    every = jax.grad(loss, range(len(arrays)))
+    return jax.jit(lambda *x: (every(*x), jax.jvp(loss, x, along)[1]))(*arrays)
 
 
 MATRIX = [
@@ -79,37 +71,15 @@ MATRIX = [
 def test_attend_derivatives_match_formula(way, name):
     """Backwards and forwards; they read nothing of what is hidden from all tokens."""
     arguments, options = CASES[name]
-    one = case(**arguments)
+    q, k, v, sight = case(**arguments)
+    wanted = derived(by_formula, q, k, v, sight, options)
     seen = np.zeros((3, 40), bool)
-    seen[np.asarray(one.sight.streams)] = visible(one.sight).any(1)
-    hidden = ~seen[:, None, :, None]
-    k, v = (jnp.where(hidden, jnp.nan, x) for x in (one.k, one.v))
-    got = derived(partial(WAYS[way]), one, options, k=k, v=None if way == "xla" else v)[0]
-    wanted, forward = derived(by_formula, one, options)
-    assert all(np.abs(x).max() > 1e-2 for x in jax.tree.leaves(wanted))
-    for one_leaf, other in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-        np.testing.assert_allclose(one_leaf, other, rtol=1e-4, atol=1e-5)
-    along = derived(WAYS[way], one, options)[1]
-    np.testing.assert_allclose(along, forward, rtol=1e-4)
-
-
-@core
-def test_formula_derivatives_are_finite_differences():
-    one, rng = case(lists=[2, 0]), np.random.default_rng(0)
-    mask, streams = visible(one.sight), np.asarray(one.sight.streams)
-    arrays = [np.asarray(one.q, np.float64), *(np.asarray(x)[streams] for x in one[1:3])]
-    of = jax.grad(lambda *arrays: weighted(formula(*arrays, mask, ALL, xp=jnp)), (0, 1, 2))
-    grads = jax.jit(of)(*(jnp.asarray(x, jnp.float32) for x in arrays))
-    for i, grad in enumerate(grads):
-        along = rng.normal(size=arrays[i].shape)
-
-        def at(step, i=i, along=along):
-            moved = [x + step * along if i == j else x for j, x in enumerate(arrays)]
-            out = formula(*moved, mask, ALL)
-            return np.sum(np.sin(out) * np.linspace(1, 2, out.size).reshape(out.shape))
-
-        difference = (at(1e-4) - at(-1e-4)) / 2e-4
-        np.testing.assert_allclose(np.sum(grad * along), difference, rtol=1e-3)
+    seen[np.asarray(sight.streams)] = visible(sight).any(1)
+    k, dirty = (jnp.where(seen[:, None, :, None], x, jnp.nan) for x in (k, v))
+    found = derived(WAYS[way], q, k, v if way == "xla" else dirty, sight, options)
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert np.abs(other).max() > 1e-2
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------ batches
@@ -137,101 +107,106 @@ def test_vmap_over_memories_computes_once_and_matches_each():
 @core
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("bias", ["function", "array"])
-def test_vmap_over_biases_matches_each(bias, shared):
-    """Weights of a function or an array, which memories share or have of their own."""
+def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
+    """Biases have weights or numbers which memories share, so that derivatives add up, or not."""
     cases = [case(seed, lists=[2, 0], until=True, bias=bias) for seed in range(2)]
-    first = cases[0].sight.bias
-    weights = [weights_of(one.sight.bias) * (1 if shared else i + 1) for i, one in enumerate(cases)]
-    weights = [weights[0]] * 2 if shared else weights
-    cases = [
-        one._replace(sight=replace(one.sight, bias=with_weights(first, own)))
-        for one, own in zip(cases, weights, strict=True)
-    ]
+    together, first = stack(*cases), weights_of(cases[0].sight.bias)
+    weights = first if shared else jnp.stack([first, 2 * weights_of(cases[1].sight.bias)])
 
-    def alone(q, k, v, sight, weights):
-        sight = replace(sight, bias=with_weights(first, weights))
-        return WAYS["default"](q, k, v, sight, PLAIN)
+    def loss(way, q, k, v, sight, weights):
+        return weighted(way(q, k, v, with_weights(sight, weights), PLAIN))
 
-    axes = (0, 0, 0, 0, None if shared else 0)
-    bare = [(*one[:3], replace(one.sight, bias=None)) for one in cases]
-    given = weights[0] if shared else stack(*weights)
-    got = jax.jit(jax.vmap(alone, axes))(*stack(*bare), given)
-    for found, one in zip(got, cases, strict=True):
-        np.testing.assert_allclose(found, one.wanted(), rtol=1e-5, atol=2e-6)
+    def at_once(weights, *arrays):
+        axes = (0, 0, 0, 0, None if shared else 0)
+        alone = partial(loss, WAYS["default"])
+        return jnp.sum(jax.vmap(alone, axes)(*arrays, together.sight, weights))
 
-    if bias == "function":  # derivatives of what memories share add up
+    def apart(weights, *arrays):
+        own = [weights] * 2 if shared else weights
+        rows = zip(*arrays, [one.sight for one in cases], own, strict=True)
+        return sum(loss(by_formula, *row) for row in rows)
 
-        def loss(weights):
-            return weighted(jax.vmap(alone, axes)(*stack(*bare), weights))
-
-        def apart(weights):
-            own = [weights] * 2 if shared else weights
-            outs = [
-                by_formula(*one[:3], replace(one.sight, bias=places(w)), PLAIN)
-                for one, w in zip(cases, own, strict=True)
-            ]
-            return weighted(jnp.stack(outs))
-
-        found, wanted = (jax.jit(jax.grad(f))(given) for f in (loss, apart))
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
-
-
-@core
-def test_vmap_of_derivatives_matches_each():
-    cases = [case(seed, lists=[2, 0]) for seed in range(2)]
-
-    def derive(way, *one):
-        of = jax.grad(lambda *arrays: weighted(way(*arrays, one[3], PLAIN)), (0, 1, 2))
-        return jax.jit(of)(*one[:3])
-
-    together = jax.jit(jax.vmap(partial(derive, WAYS["default"])))(*stack(*cases))
-    for i, one in enumerate(cases):
-        for got, wanted in zip(together, derive(by_formula, *one), strict=True):
-            np.testing.assert_allclose(got[i], wanted, rtol=1e-4, atol=1e-5)
+    found, wanted = (
+        jax.jit(jax.value_and_grad(f, range(4)))(weights, *together[:3]) for f in (at_once, apart)
+    )
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    alone = jax.jit(at_once)(weights, *together[:3])  # another program than with derivatives
+    np.testing.assert_allclose(alone, wanted[0], rtol=1e-5)
 
 
 # ----------------------------------------------------------------------------------- memories
 
-
-def by_hand(memory, layer, ubatch, q, k, v):
-    """Write, look, and attend to what is seen."""
-    memory = jaxkv.write(memory, layer, ubatch, k, v)
-    keys, values, mask, _ = jaxkv.view(memory, layer, ubatch)
-    lists = q.reshape(*mask.shape[:2], *q.shape[2:])
-    return memory, jaxkv.ops.attention.attention(lists, keys, values, mask).reshape(q.shape)
+QKV = np.random.default_rng(0).normal(size=(3, 1, 6, 2, 4)).astype(np.float32)
 
 
-@core
-def test_view_derivatives_match_attend():
-    memory, ubatch = applied(lived_in(GROUPS))
-    arrays = arrays_for(ubatch)
+def told(memory, q, k, v):
+    """A memory after one ubatch, and what its tokens read."""
+    memory = memory or jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=2, head_dim=4)
+    plan = jaxkv.init_batch(memory, jaxkv.make_batch([1] * q.shape[1]))
+    return jaxkv.attend(jaxkv.apply(memory, plan), 0, plan.ubatches[0], q, k, v)
 
-    def loss(way, *arrays):
-        out = way(memory, 0, ubatch, *arrays)[1]
-        return jnp.sum(jnp.where(ubatch.valid[..., None, None], out, 0) ** 2)
 
-    found, wanted = (
-        jax.jit(jax.grad(partial(loss, way), (0, 1, 2)))(*arrays) for way in (by_hand, jaxkv.attend)
-    )
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+def told_by_hand(memory, q, k, v):
+    """Do the same by writing, looking, and attending to what is seen."""
+    plan = jaxkv.init_batch(memory, jaxkv.make_batch([1] * q.shape[1]))
+    memory = jaxkv.write(jaxkv.apply(memory, plan), 0, plan.ubatches[0], k, v)
+    view = jaxkv.view(memory, 0, plan.ubatches[0])
+    q = jnp.pad(q, [(0, 0), (0, view.mask.shape[1] - q.shape[1]), (0, 0), (0, 0)])
+    return memory, jaxkv.ops.attention.attention(q, view.k, view.v, view.mask)
 
 
 @core
-@pytest.mark.parametrize("kind", ["function", "array"])
-def test_attend_bias_derivatives_on_mesh_match_one_device(kind):
-    memory, ubatch = applied(lived_in(GROUPS), (0, 1, 2, 3))
-    q, *_ = arrays_for(ubatch)
-    array = jax.random.normal(jax.random.key(1), (*ubatch.valid.shape, 4, GROUPS.cells))
-    bias = array if kind == "array" else Partial(slope, jnp.linspace(-1, 1, 4))
+@pytest.mark.parametrize("way", [told, told_by_hand])
+def test_grad_reaches_keys_and_values_of_earlier_ubatch(way):
+    """Equal to differentiating plain attention over all keys."""
+    q, k, v = QKV
 
-    def loss(bias, memory, ubatch, q):
-        out = jaxkv.attend(memory, 0, ubatch, q, bias=bias)[1]
-        return jnp.sum(jnp.where(ubatch.valid[..., None, None], jnp.sin(out), 0.0))
+    def through_the_cache(k, v):
+        memory, _ = told(None, q[:, :4], k[:, :4], v[:, :4])
+        return jnp.sum(way(memory, q[:, 4:], k[:, 4:], v[:, 4:])[1][:, :2] ** 2)
 
-    wanted = jax.jit(jax.grad(loss))(bias, memory, ubatch, q)
-    with jax.set_mesh(mesh_of(data=2, tensor=2, cells=2)):
-        found = jax.jit(jax.grad(loss))(bias, placed(memory, RULES), ubatch, q)
-    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-        assert np.abs(other).max() > 1e-3
-        np.testing.assert_allclose(np.asarray(one), other, rtol=1e-5, atol=1e-5)
+    def plainly(k, v):
+        mask = np.arange(6)[None] <= np.arange(4, 6)[:, None]
+        return jnp.sum(
+            formula(q[:, 4:], *(x.swapaxes(1, 2) for x in (k, v)), mask[None], xp=jnp) ** 2
+        )
+
+    got, want = (jax.jit(jax.grad(f, argnums=(0, 1)))(k, v) for f in (through_the_cache, plainly))
+    for a, b in zip(got, want, strict=True):
+        assert (jnp.abs(b[:, :4]) > 1e-4).any()
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@core
+def test_grad_of_forgotten_nan_is_unchanged():
+    """Keys and values that were written, and that no token sees, do not reach a gradient."""
+    arrays = [x[:, :2] for x in QKV]
+
+    def learn(q, k, v, rest):
+        memory, _ = told(None, q, k + rest, v + rest)
+        return jnp.sum(told(jaxkv.clear(memory), q[:, :1], k[:, :1], v[:, :1])[1] ** 2)
+
+    derive = jax.jit(jax.grad(learn, argnums=(0, 1, 2)))
+    for a, b in zip(derive(*arrays, jnp.nan), derive(*arrays, 0.0), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.abs(b).max() > 1e-3
+
+
+@core
+def test_grad_of_jit_checkpoint_and_scan_agree():
+    """The step is traced first then, and derived when that trace has ended."""
+    arrays = [x[:, :4] for x in QKV]
+
+    def learn(q, k, v):
+        return jnp.sum(told(None, q, k, v)[1] ** 2)
+
+    def scanned(*arrays):
+        _, losses = jax.lax.scan(lambda _, x: (_, learn(*arrays) * x), None, jnp.arange(2.0))
+        return jnp.sum(losses)
+
+    wanted = jax.jit(jax.grad(learn, argnums=(0, 1, 2)))(*arrays)
+    assert all((jnp.abs(x) > 1e-3).any() for x in wanted)
+    for staged in (jax.jit(learn), jax.checkpoint(learn), scanned):
+        for a, b in zip(jax.grad(staged, argnums=(0, 1, 2))(*arrays), wanted, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)

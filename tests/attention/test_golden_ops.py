@@ -21,16 +21,10 @@ def memory_of(model, script, placement):
     else:
         sequences, cells = SEQUENCES, 256 if script["n_ctx"] == 256 else 1024
     # Rows of few tokens come in few shapes, each of which is a program.
-    ubatch_size = 64 if gemma else (4 if split else 8)
-    memory = model.make_memory(
-        cells=cells,
-        sequences=sequences,
-        streams=sequences if split else 1,
-        ubatch_size=ubatch_size,
-        rollback=64,
-        placement=placement,
-    )
-    return memory, ubatch_size
+    size = 64 if gemma else (4 if split else 8)
+    streams = sequences if split else 1
+    sizes = dict(cells=cells, sequences=sequences, streams=streams, ubatch_size=size, rollback=64)
+    return model.make_memory(**sizes, placement=placement), size
 
 
 def replay(model, script, *, placement="scattered", defrag=False):
@@ -42,43 +36,36 @@ def replay(model, script, *, placement="scattered", defrag=False):
       How often that helped.
     """
     gemma, helps = script["model"] == "gemma3", 0
-    memory, ubatch_size = memory_of(model, script, placement)
+    memory, size = memory_of(model, script, placement)
     for step in script["steps"]:
-        if step["op"] == "decode":
+        if step["op"] == "seq_rm":
+            memory, ok = jaxkv.seq_rm(memory, *step["args"])
+            assert bool(ok) == step["ret"]
+        elif step["op"] != "decode":
+            memory = getattr(jaxkv, step["op"])(memory, *step["args"])
+        else:
             memory = jaxkv.apply(memory, jaxkv.init_update(memory), donate=True)
             if defrag:
                 memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory), donate=True)
+            last = np.arange(len(step["tokens"])) == len(step["tokens"]) - 1
             batch = jaxkv.make_batch(
                 step["tokens"],
                 positions=step["pos"],
                 sequences=step["seq"],
-                outputs=wanted(step),
+                outputs=np.array(step.get("want", last), bool),
             )
-            plan = jaxkv.init_batch(memory, batch, ubatch_size=ubatch_size)
+            plan = jaxkv.init_batch(memory, batch, ubatch_size=size)
             if placement == "contiguous":
                 refused = plan.reason
-                memory, plan, helped = jaxkv.make_room(
-                    memory, batch, ubatch_size=ubatch_size, donate=True
-                )
+                memory, plan, helped = jaxkv.make_room(memory, batch, ubatch_size=size, donate=True)
                 assert not helped or jaxkv.Reason.FRAGMENTED in refused.tolist()
                 helps += helped
             assert bool(plan.ok) == (step["rc"] == 0), (plan.reason, step["rc"])
             if plan.ok:
-                memory, logits = jaxkv.prefill(
-                    model.forward,
-                    model.weights,
-                    memory,
-                    batch,
-                    ubatch_size=ubatch_size,
-                    donate=True,
-                )
+                rest = dict(ubatch_size=size, donate=True)
+                memory, logits = jaxkv.prefill(model.forward, model.weights, memory, batch, **rest)
                 for row, record in zip(np.asarray(logits), step["logits"], strict=True):
                     check_logits(row, record, script["sample_ids"], within=3e-2 if gemma else 1e-3)
-        elif step["op"] == "seq_rm":
-            memory, ok = jaxkv.seq_rm(memory, *step["args"])
-            assert bool(ok) == step["ret"]
-        else:
-            memory = getattr(jaxkv, step["op"])(memory, *step["args"])
         check_positions(memory, step, exactly=not gemma)
     return helps
 
@@ -94,12 +81,6 @@ def check_positions(memory, step, *, exactly):
         needed = np.maximum(np.asarray(last) + 2 - 512, 0)
         assert np.all(first <= np.where(last >= 0, needed, -1))
     assert not any(jax.tree.leaves(jaxkv.check_invariants(memory)))
-
-
-def wanted(step):
-    if "want" in step:
-        return np.array(step["want"], bool)
-    return np.arange(len(step["tokens"])) == len(step["tokens"]) - 1
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

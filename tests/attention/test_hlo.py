@@ -14,13 +14,10 @@ import jaxkv
 from jaxkv.ops.attention.api import attend
 from jaxkv.ops.attention.live import BLOCK, TILE
 from jaxkv.ops.attention.softmax import Options
-from jaxkv.ops.quantised import dtype_of
 from tests import hlo
 from tests.attention.formula import case
-from tests.cases import in_lanes
 
 core = pytest.mark.core
-CELLS = 16384
 
 
 def of_attention(implementation=None, **options):
@@ -39,15 +36,12 @@ def test_attend_reads_streams_that_take_part_in_place(lists):
 
 
 @core
-def test_attend_long_prompt_holds_no_logits_of_all_pairs():
+def test_attend_long_prompt_holds_nothing_of_all_pairs():
+    """Neither logits nor a bias: less than a byte for each pair, where these have four."""
     program = of_attention(streams=1, tokens=64, cells=8192)
-    assert hlo.temporary_bytes(program) < 64 * 4 * 8192  # a byte for each; logits have four
-
-
-@core
-def test_attend_long_prompt_holds_no_bias_of_all_pairs():
+    assert hlo.temporary_bytes(program) < 64 * 4 * 8192
     program = of_attention(streams=1, tokens=2 * BLOCK, cells=64 * TILE, bias="function")
-    assert hlo.temporary_bytes(program) < 2 * BLOCK * 64 * TILE  # a byte for each pair
+    assert hlo.temporary_bytes(program) < 2 * BLOCK * 64 * TILE
 
 
 @core
@@ -65,75 +59,6 @@ def test_attend_latent_step_copies_no_keys(tokens):
     step = jax.jit(lambda m, u, q, k: jaxkv.attend(m, 0, u, q, k), donate_argnums=0)
     program = step.lower(memory, ubatch, q, k).compile()
     assert hlo.temporary_bytes(program) < 8192 * 576 * 4 // 2
-
-
-@core
-def test_view_and_write_in_program_keep_buffers_in_place():
-    """What is not written is passed through."""
-    memory = jax.eval_shape(
-        partial(jaxkv.make_kv_cache, layers=2, cells=64, kv_heads=2, head_dim=4)
-    )
-    (ubatch,) = jaxkv.init_full(memory, ubatch_size=2).ubatches
-    q, k = (jax.ShapeDtypeStruct((1, 2, n, 4), jnp.float32) for n in (4, 2))
-
-    def step(table, buffers, ubatch, q, k):
-        memory = jaxkv.write(jaxkv.join(table, buffers), 0, ubatch, k, k)
-        memory, out = jaxkv.attend(memory, 0, ubatch, q)
-        return memory.buffers, out
-
-    program = jax.jit(step, donate_argnums=1).lower(*jaxkv.split(memory), ubatch, q, k).compile()
-    assert program.memory_analysis().alias_size_in_bytes == jaxkv.nbytes(memory.buffers)
-
-
-# ------------------------------------------------------------------------------ stacked layers
-
-DEEP = 8
-
-
-def step(memory, ubatch):
-    """What a model does with a memory in a scan, and nothing besides."""
-    memory = jaxkv.apply(memory, ubatch)
-    x = jnp.ones((*ubatch.valid.shape, 4, 64), dtype_of(memory.buffers.k[0]))
-
-    def layer(carry, number):
-        memory, x = carry
-        memory, out = jaxkv.attend(memory, number, ubatch, x, x[:, :, :2], x[:, :, 2:])
-        return (memory, x + out), None
-
-    return jax.lax.scan(layer, (memory, x), jnp.arange(DEEP))[0]
-
-
-BYTES = {
-    "step": step,
-    "update": lambda memory, _: jaxkv.apply(memory, jaxkv.init_update(memory)),
-    "defrag": lambda memory, _: jaxkv.apply(memory, jaxkv.defrag_plan(memory)),
-    "seq_cp": lambda memory, _: jaxkv.seq_cp(memory, 0, [1, 7]),
-}
-PROGRAMS = [
-    *(("step", dtype, tokens) for dtype in ("float32", "bfloat16", "int8") for tokens in (1, 8)),
-    *((verb, dtype, 1) for verb in ("update", "defrag") for dtype in ("float32", "int8")),
-    ("seq_cp", "float32", 1),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "tokens"),
-    in_lanes(PROGRAMS, fast=[], core=[PROGRAMS[1], *(one for one in PROGRAMS if one[2] == 1)]),
-)
-def test_stacked_program_holds_less_than_half_a_layer(name, dtype, tokens):
-    """All layers are donated, written in place, and read tile by tile."""
-    make = partial(
-        jaxkv.make_kv_cache, layers=DEEP, cells=CELLS, kv_heads=2, head_dim=64, sequences=8,
-        rope=jaxkv.make_rope(64), dtype=dtype, stacked=True, streams=8 if name == "seq_cp" else 1,
-    )  # fmt: skip
-    memory = jax.eval_shape(make)
-    (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
-    compiled = jax.jit(BYTES[name], donate_argnums=0).lower(memory, ubatch).compile()
-    keys = CELLS * 2 * 64 * jnp.dtype(dtype).itemsize
-    assert hlo.temporary_bytes(compiled) < keys / 2
-    assert compiled.memory_analysis().alias_size_in_bytes > 2 * DEEP * keys
-    if dtype != "bfloat16":  # which a processor's compiler rewrites, in place
-        assert hlo.large_moves(compiled, keys) == []
 
 
 # ------------------------------------------------------------------------- what layers share
@@ -174,18 +99,13 @@ cells = partial(jaxkv.make_kv_cache, cells=64, kv_heads=2, head_dim=8)
 states = partial(jaxkv.make_recurrent_cache, states={"sum": ((2, 8), jnp.float32)})
 HASHES = {
     "one sequence": (look, cells, 1),
-    "several in a pool": (look, cells, 3),
     "a stream each": (look, partial(cells, streams=3), 3),
-    "window": (look, partial(cells, window=jaxkv.window.sliding(16)), 1),
     "states of one sequence": (go_on, states, 1),
-    "states of several": (go_on, states, 3),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    in_lanes(HASHES, fast=[], core=["one sequence", "a stream each", "states of one sequence"]),
-)
+@core
+@pytest.mark.parametrize("name", HASHES)
 def test_step_layers_hash_nothing(name):
     """What hashes are made of, and nothing else is, does not grow with the number of layers.
 

@@ -16,12 +16,12 @@ import pytest
 
 from jaxkv.ops.attention import pallas_gpu, pallas_tpu
 from jaxkv.ops.attention.live import TILE, live_of
-from jaxkv.ops.attention.sight import Sight
 from jaxkv.ops.attention.softmax import Options
 from jaxkv.window import chunked, sliding, symmetric
 from tests.attention.formula import case, visible
 from tests.attention.ways import attended
 from tests.cases import in_lanes
+from tests.sights import sight_of_mask
 
 core = pytest.mark.core
 # Said by jax from 0.11 on, about what the kernel for GPUs is written with.
@@ -30,23 +30,18 @@ pytestmark = pytest.mark.filterwarnings(
 )
 LONG = 2 * TILE + 40
 KERNELS = ("tpu", "gpu")
-WINDOWS = [None, sliding(90), chunked(128), symmetric(64)]
 TABLES = [
-    (way, window, causal)
-    for way in (*KERNELS, "tiles")
-    for window in WINDOWS
-    for causal in (True, False)
+    ("tpu", symmetric(64), False),
+    ("gpu", chunked(128), True),
+    ("tpu", sliding(90), True),
+    ("gpu", symmetric(64), False),
+    ("tiles", sliding(90), True),
+    *((way, None, causal) for way in (*KERNELS, "tiles") for causal in (True, False)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("way", "window", "causal"),
-    in_lanes(
-        TABLES,
-        fast=[],
-        core=[("tpu", symmetric(64), False), ("gpu", chunked(128), True)],
-    ),
-    ids=str,
+    ("way", "window", "causal"), in_lanes(TABLES, fast=[], core=TABLES[:2]), ids=str
 )
 @hypothesis.given(
     seed=st.integers(0, 1 << 30),
@@ -60,24 +55,16 @@ def test_attend_matches_formula_random_tables(way, window, causal, seed, holes, 
 
 
 SIZES = [(64, 128), (80, 80), (96, 128), (128, 128), (256, 128), (256, 256)]
-HEADS = [(way, x, s) for way in KERNELS for x in ("float32", "bfloat16") for s in SIZES]
-HEADS += [(way, "int8", (128, 128)) for way in KERNELS]
-SOME = [
-    ("float32", (80, 80)),
-    ("bfloat16", (128, 128)),
-    ("float32", (256, 128)),
-    ("int8", (128, 128)),
-]
+HEADS = [(dtype, sizes) for dtype in ("float32", "bfloat16") for sizes in SIZES]
+HEADS += [("int8", (128, 128))]
+SOME = [("float32", (80, 80)), ("bfloat16", (128, 128)), ("float32", (256, 128)), HEADS[-1]]
 
 
-@pytest.mark.parametrize(
-    ("way", "dtype", "sizes"),
-    in_lanes(HEADS, fast=[], core=[one for one in HEADS if one[1:] in SOME]),
-)
+@pytest.mark.parametrize("way", KERNELS)
+@pytest.mark.parametrize(("dtype", "sizes"), in_lanes(HEADS, fast=[], core=SOME))
 def test_kernel_head_sizes_match_formula(way, dtype, sizes):
-    size, value_dim = sizes
     queries = "float32" if dtype == "int8" else dtype
-    options = {"dtype": dtype, "queries": queries, "size": size, "value_dim": value_dim}
+    options = {"dtype": dtype, "queries": queries, "size": sizes[0], "value_dim": sizes[1]}
     one = case(1, streams=1, cells=TILE + 8, **options)
     close = 2e-2 if dtype == "bfloat16" else 5e-6
     got = np.asarray(attended(way, *one), np.float32)
@@ -125,24 +112,11 @@ def fetched(q, k, v, sight):
 @pytest.mark.parametrize("forks", [1, 32])
 def test_kernel_fetches_live_tiles_once_for_all_forks(forks):
     """A prompt of 700 tokens in a pool of 8 tiles, its forks with a token each in the last one."""
-    cells, length = 8 * TILE, 700
-    position, owners = np.zeros((1, cells), np.int32), np.zeros((1, 1, cells), np.uint32)
-    position[0, :length] = np.arange(length)
-    owners[0, 0, :length] = (1 << forks) - 1
-    last = cells - 40
-    position[0, last : last + forks] = length
-    owners[0, 0, last : last + forks] = 1 << np.arange(forks)
-    seen = Sight(
-        position=jnp.asarray(position),
-        owners=jnp.asarray(owners),
-        streams=jnp.zeros(1, jnp.int32),
-        at=jnp.full((1, forks), length),
-        word=jnp.zeros((1, forks), jnp.int32),
-        bit=jnp.uint32(1) << jnp.arange(forks, dtype=jnp.uint32)[None],
-        window=None,
-        causal=True,
-        all_streams=True,
-    )
+    cells, length, last = 8 * TILE, 700, 8 * TILE - 40
+    mask = np.zeros((1, forks, cells), bool)
+    mask[:, :, :length] = True
+    mask[0, range(forks), range(last, last + forks)] = True
+    seen = sight_of_mask(mask, [0], 1)
     q, k = (jnp.zeros((1, *shape, 128), jnp.bfloat16) for shape in ((forks, 32), (8, cells)))
     live, tile = 3, 8 * TILE * 128 * 2
     assert fetched(q, k, k, seen) == live * 2 * tile

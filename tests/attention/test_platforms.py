@@ -10,7 +10,6 @@ import pytest
 import jaxkv
 from jaxkv.ops.attention.api import attend
 from jaxkv.ops.attention.softmax import Options
-from tests.cases import in_lanes
 from tests.pods import Pod
 from tests.sights import sight_of_mask
 
@@ -38,13 +37,9 @@ def step_for(platform, *, tokens=1, size=64, dtype="float32", implementation=Non
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
+@core
 @pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    in_lanes(
-        [(way, dtype) for way in (None, "tiles", "whole") for dtype in ("float32", "bfloat16")],
-        fast=[],
-        core=[(None, "float32"), ("tiles", "bfloat16"), ("whole", "float32")],
-    ),
+    ("implementation", "dtype"), [(None, "float32"), ("tiles", "bfloat16"), ("whole", "float32")]
 )
 def test_lowered_tuning_for_processor_is_in_no_other_program(implementation, dtype):
     options = {"dtype": dtype, "implementation": implementation}
@@ -104,8 +99,7 @@ def test_lowered_elsewhere_last_positions_take_one_pass():
 def test_lowered_for_tpu_mesh_shares_run_kernel():
     pod = Pod((("data", 2), ("tensor", 2), ("cells", 2)), streams=8, cells=2048)
     with jax.set_mesh(pod.mesh(np.array(jax.devices()))):
-        traced = jax.jit(pod.step).trace(pod.weights(), pod.memory(), *pod.next_tokens())
-        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert "tpu_custom_call" in pod.lower_step(platform="tpu").as_text()
 
 
 @core

@@ -22,7 +22,6 @@ DATA = ROOT / "tests" / "data"
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["BNKD", "BKND"])
 def test_cache_by_hand_gives_the_same_logits(layout):
-    """Three tokens of two sequences; the model is the same, the memory is not."""
     model = models.load(DATA / "llama_tied")
     c = model.config
     sizes = {"layers": len(c.windows), "kv_heads": c.kv_heads, "head_dim": c.head_dim}
@@ -46,9 +45,6 @@ def main():
     turns.table(turns.take_turns(sides, int(sys.argv[1])))
     print("it took so long in HERE")
 """
-"""A benchmark whose sides take as many milliseconds as their names have letters."""
-
-
 SHOWN = """\
   step
         4.000 ms  one

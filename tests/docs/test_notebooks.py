@@ -15,7 +15,6 @@ def stored(source):
 
 
 def texts(cell):
-    """The outputs of a cell, pictures left out."""
     found = []
     for output in cell.get("outputs", []):
         data = {"text": output["text"]} if "text" in output else dict(output["data"])

@@ -12,7 +12,6 @@ DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (jaxkv[.\w]*)$", re.M)
 
 
 def found(name):
-    """Find what a dotted name stands for."""
     thing = jaxkv
     for part in name.split(".")[1:]:
         thing = getattr(thing, part)
@@ -20,7 +19,6 @@ def found(name):
 
 
 def modules(thing=jaxkv):
-    """List the public modules inside of one, at any depth."""
     for name in getattr(thing, "__all__", ()):
         inner = getattr(thing, name)
         if inspect.ismodule(inner):
@@ -29,7 +27,6 @@ def modules(thing=jaxkv):
 
 
 def test_reference_pages_list_every_public_name():
-    """A module's page lists its `__all__` by itself."""
     pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     written = {name: kind for kind, name in DIRECTIVE.findall(pages)}
     public = {f"jaxkv.{name}" for name in jaxkv.__all__}

@@ -5,7 +5,6 @@ change from call to call without a new program. JAX itself tells what it traces 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -15,7 +14,6 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch, prefix
-from jaxkv.loops.batching import Engine, Request
 from models.compiling import counting
 from tests.cases import mostly_nightly
 from tests.generation.tiny import forward
@@ -54,15 +52,15 @@ def updated(memory):
 VERBS: dict[str, Callable] = {
     "seq_rm": lambda m, seq, other, p0, p1: jaxkv.seq_rm(m, seq, p0, p1),
     "seq_cp": lambda m, seq, other, p0, p1: jaxkv.seq_cp(m, seq, other, p0, p1),
-    "seq_keep": lambda m, seq, other, p0, p1: jaxkv.seq_keep(m, seq),
     "seq_add": lambda m, seq, other, p0, p1: jaxkv.seq_add(m, seq, p0, p1, 1),
     "seq_div": lambda m, seq, other, p0, p1: jaxkv.seq_div(m, seq, p0, p1, 2),
-    "clear": lambda m, seq, other, p0, p1: jaxkv.clear(m),
-    "seq_pos_min": lambda m, seq, other, p0, p1: jaxkv.seq_pos_min(m, seq),
-    "seq_pos_max": lambda m, seq, other, p0, p1: jaxkv.seq_pos_max(m, seq),
-    "used": lambda m, seq, other, p0, p1: jaxkv.used(m),
+    "seq_keep": lambda m, seq, *_: jaxkv.seq_keep(m, seq),
+    "seq_pos_min": lambda m, seq, *_: jaxkv.seq_pos_min(m, seq),
+    "seq_pos_max": lambda m, seq, *_: jaxkv.seq_pos_max(m, seq),
     "can_resume": lambda m, seq, other, p0, p1: jaxkv.can_resume(m, seq, p0),
-    "defrag": lambda m, seq, other, p0, p1: jaxkv.apply(m, jaxkv.defrag_plan(m)),
+    "clear": lambda m, *_: jaxkv.clear(m),
+    "used": lambda m, *_: jaxkv.used(m),
+    "defrag": lambda m, *_: jaxkv.apply(m, jaxkv.defrag_plan(m)),
     "update": lambda m, seq, other, p0, p1: updated(jaxkv.seq_add(m, seq, p0, p1, 1)),
 }
 
@@ -89,18 +87,15 @@ class Thinker:
 
 
 THINKER = Thinker()
-BY_PARTIAL = partial(Thinker.run, THINKER)
 step = jax.jit(jaxkv.plan_step)
 
 
 @cache
-def memories(kind=SMALL):
-    """Four memories with one or two sequences in use."""
-    return [filled(*counts, kind=kind) for counts in ((4, 1), (3, 2), (5, 2), (2, 2))]
+def memories():
+    return [filled(*counts) for counts in ((4, 1), (3, 2), (5, 2), (2, 2))]
 
 
 def plan(i):
-    """Batches of 3, 4 and 1 tokens, of one sequence or several, and steps."""
     memory = memories()[i]
     for ids in ([i % 3] * 3, [0, 1, 2], [0, 0, 0, 1], [2, 1, 2, 0], [i % 3]):
         made = jaxkv.init_batch(memory, make_batch(range(len(ids)), sequences=ids), ubatch_size=4)
@@ -110,13 +105,11 @@ def plan(i):
 
 
 def ubatches(i):
-    """From 3 to 4 ubatches of the same size, up to the logits that come out."""
     batch = make_batch([1] * (12, 15, 11, 16)[i], sequences=i)
     jaxkv.prefill(forward, None, WIDE.make(), batch, ubatch_size=4)
 
 
 def chat(given, i):
-    """Other prompts, memories, sequences, seeds, stop tokens and temperatures; donated or not."""
     memory, tokens = jax.tree.map(jnp.copy, memories()[i]), [[1, 2, 3], [1, 2, 3, 4]][i % 2]
     batch, donate = make_batch(tokens, sequences=2), i in (1, 2)
     memory, logits = jaxkv.prefill(given(), None, memory, batch, ubatch_size=4, donate=donate)
@@ -128,9 +121,8 @@ def chat(given, i):
         )
 
 
-def search_and_slide(kind, i):
-    """Other memories, sequences, penalties and numbers of tokens."""
-    memory, sequences = memories(kind)[i], [[0, 2], [1, 0], [0, 1], [0, 2]][i]
+def search_and_slide(i):
+    memory, sequences = memories()[i], [[0, 2], [1, 0], [0, 1], [0, 2]][i]
     logits = jnp.arange(VOCABULARY)[None] * jnp.float32(i + 1)
     options = dict(width=2, steps=3, stop=[i], sequences=sequences, penalty=0.1 * i)
     loops.beam(forward, None, memory, logits, **options)
@@ -151,17 +143,14 @@ LOOPS: dict[str, Callable] = {
     "ubatches": ubatches,
     "function": partial(chat, lambda: forward),
     "method": partial(chat, lambda: THINKER.run),  # a new object each time that it is asked for
-    "partial": partial(chat, lambda: BY_PARTIAL),
     "speculate": speculate,
-    "search": partial(search_and_slide, SMALL),
-    "search-streams": partial(search_and_slide, SPLIT),
+    "search": search_and_slide,
 }
 
 
-QUICK_LOOPS = [name for name in LOOPS if name not in ("speculate", "search-streams")]
-
-
-@pytest.mark.parametrize("loop", mostly_nightly(LOOPS, few=QUICK_LOOPS))
+@pytest.mark.parametrize(
+    "loop", mostly_nightly(LOOPS, few=["plan", "ubatches", "method", "search"])
+)
 def test_loop_other_values_trace_nothing(loop):
     LOOPS[loop](0)
     with counting(traces=True) as heard:
@@ -174,9 +163,9 @@ def test_loop_other_values_trace_nothing(loop):
 
 
 def prompts(kind):
-    """Prompts of some ubatches, and two at once; the memory that is warm stays as it was."""
+    """Prompts of some ubatches, and several at once; the memory that is warm stays as it was."""
     memory, several = filled(2, 3, kind=kind), kind.streams > 1
-    for sequences in [(0,), (0, 1)][: 1 + several]:
+    for sequences in [(0,), (0, 1), (0, 1, 2)] if several else [(0,)]:  # more than two tokens
         warm = loops.warm_up(forward, None, memory, ubatch_size=2, sequences=sequences)
         assert_identical(warm, memory)
     empty = jaxkv.clear(memory)
@@ -191,7 +180,6 @@ def prompts(kind):
 
 
 def longest():
-    """Prompts of every length, cut in ubatches or not, and the loop after them."""
     memory, loop = POOL.make(), THINKER.run
     sampler = loops.sampling.make_sampler(temperature=0.7, top_p=0.9, repeat_penalty=1.1)
 
@@ -228,46 +216,19 @@ def store(kind):
     return use
 
 
-def engine():
-    """Prompts that begin alike, and one that is longer than any before."""
-    memory = POOL.make()
-    kept = prefix.make_store(memory, holders=[2, 3])
-    made = Engine(forward, None, memory, stop=[5], chunk=8, steps=4, store=kept)
-    made.warm_up()
-
-    def use():
-        common = [9, 8, 7, 6, 5, 4, 3, 2]
-        for prompts in ([[*common, i] for i in range(4)], [[*common, *range(12)]]):
-            for prompt in prompts:
-                made.submit(Request(prompt=prompt, limit=3))
-            assert len(list(made.results())) == len(prompts)
-
-    return use
-
-
 WARMED: dict[str, Callable] = {
     "prompts-streams": partial(prompts, SPLIT),
     "prompts-hybrid": partial(prompts, TWO),
     "longest": longest,
-    "store": partial(store, SMALL),
-    "store-streams": partial(store, replace(SPLIT, cells=12)),
-    "store-groups": partial(store, GROUPS),
-    "engine": engine,
+    "store": partial(store, GROUPS),
 }
-QUICK = ["prompts-streams", "longest", "store", "store-groups", "engine"]
 
 
-@pytest.mark.parametrize("what", mostly_nightly(WARMED, few=QUICK))
+@pytest.mark.parametrize(
+    "what", mostly_nightly(WARMED, few=["prompts-streams", "longest", "store"])
+)
 def test_warm_up_leaves_nothing_to_compile(what):
     use = WARMED[what]()
     with counting(traces=what.startswith(("prompts", "longest"))) as heard:
         use()
     assert heard() == 0
-
-
-def test_warm_up_more_sequences_than_tokens_donated():
-    memory = filled(2, 3, kind=SPLIT)
-    given = jax.tree.map(jnp.copy, memory)
-    warm = loops.warm_up(forward, None, given, ubatch_size=2, sequences=(0, 1, 2), donate=True)
-    assert_identical(warm, memory)
-    assert all(one.is_deleted() for one in jax.tree.leaves(jaxkv.split(given)[1]))

@@ -11,10 +11,10 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.loops.sampling import constrained, make_sampler
-from tests.generation.tiny import BEST, assert_sound, ends, forward, load
+from tests.generation.tiny import BEST, assert_sound, ends, forward
 from tests.memories import SMALL, SPLIT, VOCABULARY, assert_identical, filled
 
-TOKENS = np.array([7, 3, 11, 5], np.int32)
+pytestmark = pytest.mark.core
 
 
 def decoded(memory, state, stop=(), *, steps, sampler=BEST, model=forward):
@@ -24,8 +24,6 @@ def decoded(memory, state, stop=(), *, steps, sampler=BEST, model=forward):
 @partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
 @dataclass(frozen=True, eq=False)
 class Counting(loops.sampling.Sampler):
-    """Picks 0, 1, 2 and so on: how often it was told of a token."""
-
     def start(self, prompts):
         return np.zeros(len(prompts), np.int32)
 
@@ -36,25 +34,15 @@ class Counting(loops.sampling.Sampler):
         return state + 1
 
 
-# ---- how a text begins
-
-
-@pytest.mark.core
-def test_begin_accepts_lists_and_sets():
+def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
     state, first = loops.begin(BEST, filled(2), [[0.0, 2.0, 1.0]], stop=frozenset([1, 2]))
     assert first.tokens.tolist() == [[1]] and not state.active.any()
+    for sequences, limit in (([1], 3), ([0, 1], [0, 1])):  # sequence 1 has no logits of its own
+        logits = jnp.zeros((len(sequences), 5))
+        state, _ = loops.begin(BEST, filled(0, 2), logits, sequences=sequences, limit=limit)
+        assert state.active.tolist() == [limit == 3] * len(sequences)
 
 
-@pytest.mark.core
-def test_begin_empty_sequence_has_no_logits():
-    memory = filled(0, 2)
-    state, _ = loops.begin(BEST, memory, jnp.zeros((1, 5)), sequences=[1])
-    assert state.active.all()
-    state, _ = loops.begin(BEST, memory, jnp.zeros((2, 5)), sequences=[0, 1], limit=[0, 1])
-    assert not state.active.any()  # nothing is asked of the empty one
-
-
-@pytest.mark.core
 @pytest.mark.parametrize("sampler", ["rule", "penalties"])
 def test_start_and_begin_count_the_first_token(sampler):
     if sampler == "rule":
@@ -71,9 +59,7 @@ def test_start_and_begin_count_the_first_token(sampler):
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.core
 def test_start_draws_are_numbered_by_position():
-    """So a text is the same where it is started again."""
     sampler = make_sampler(temperature=1.0)
     memory = filled(3, 2)
     state = loops.start(memory, [1, 2], seed=[7, 8], limit=[4, 1])
@@ -88,12 +74,7 @@ def test_start_draws_are_numbered_by_position():
     assert rest == same and rest[0][0] >= 0
 
 
-# ---- what it says
-
-
-@pytest.mark.core
 def test_decode_in_pieces_has_logprobs_of_the_model():
-    """Log-probabilities are those of the model, whatever a sampler makes of its logits."""
     sampler = make_sampler(temperature=3.0, top_k=5, repeat_penalty=1.3, last_n=4)
     memory, logits = jaxkv.prefill(forward, None, filled(), make_batch([1, 2, 3]))
     options = dict(seed=3, prompts=[[1, 2, 3]], limit=7)
@@ -111,56 +92,6 @@ def test_decode_in_pieces_has_logprobs_of_the_model():
     np.testing.assert_allclose(logprobs, wanted, atol=1e-5)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"])
-def test_decode_of_a_model_picks_its_best_tokens(name):
-    """The tokens of a loop, fed once more as a prompt, are each the best one of their logits."""
-    model = load(name)
-    memory, logits = jaxkv.prefill(
-        model.forward, model.weights, model.make_memory(cells=32), make_batch(TOKENS)
-    )
-    first = np.asarray(logits).argmax(-1)
-    memory, state, picked = jaxkv.decode(
-        model.forward, BEST, model.weights, memory, loops.start(memory, first), steps=5
-    )
-    text = np.concatenate([TOKENS, first, picked.tokens[0]])
-    batch = make_batch(text, outputs=np.ones(len(text), bool))
-    _, logits = jaxkv.prefill(model.forward, model.weights, model.make_memory(cells=32), batch)
-    assert np.asarray(logits)[3:-1].argmax(-1).tolist() == text[4:].tolist()
-    assert jaxkv.seq_pos_max(memory, 0) == len(text) - 2 and state.token[0] == text[-1]
-
-
-def down(state, token):
-    """A matcher that counts down, and knows no token that is none."""
-    assert 0 <= token < VOCABULARY
-    return state - np.int32(token == state - 1)
-
-
-@pytest.mark.core
-def test_decode_asks_a_rule_on_the_host():
-    """Two texts that end at different steps; where nothing is allowed they end."""
-
-    def allowed(state):
-        mask = jax.ShapeDtypeStruct((VOCABULARY,), bool)
-        ask = partial(jax.pure_callback, lambda state: np.arange(VOCABULARY) == state - 1)
-        return ask(mask, state, vmap_method="sequential")
-
-    def advance(state, token):
-        after = jax.ShapeDtypeStruct((), jnp.int32)
-        return jax.pure_callback(down, after, state, token, vmap_method="sequential")
-
-    rule = constrained(BEST, first=jnp.int32(3), allowed=allowed, advance=advance)
-    memory = filled(2, 3)
-    state = loops.start(memory, [1, 1], sampler=rule, limit=[2, 9])
-    _, state, picked = decoded(memory, state, steps=5, sampler=rule)
-    assert picked.tokens.tolist() == [[2, 1, -1, -1, -1], [2, 1, 0, -1, -1]]
-    assert state.adjusting[0].tolist() == [1, 0] and not state.active.any()
-
-
-# ---- where it ends
-
-
-@pytest.mark.core
 def test_decode_ends_by_limit_or_own_stop_token():
     memory = filled(1, 1, 1)
     state = loops.start(memory, [9, 8, 7], [2, 0, 1], limit=[2, 9, 9], sampler=Counting())
@@ -174,10 +105,7 @@ def test_decode_ends_by_limit_or_own_stop_token():
     assert state.left.tolist() == [0, 7, 5]
 
 
-@pytest.mark.core
 def test_decode_nan_logits_end_one_text():
-    """NaN is no token: the text ends, its log-probability is NaN, and the others go on."""
-
     def broken(weights, memory, ubatch):
         memory, logits = forward(weights, memory, ubatch)
         return memory, logits.at[1].set(jnp.nan)
@@ -190,7 +118,6 @@ def test_decode_nan_logits_end_one_text():
     assert state.active.tolist() == [True, False]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=["pool", "streams"])
 def test_decode_full_memory_ends_texts_without_room(kind):
     """The others go on, each as it would alone; where there is one pool, the first ones do."""
@@ -212,7 +139,6 @@ def test_decode_full_memory_ends_texts_without_room(kind):
         np.testing.assert_allclose(text.logprobs[0], picked.logprobs[seq], atol=1e-5)
 
 
-@pytest.mark.core
 def test_decode_refused_text_has_reason():
     memory = jaxkv.seq_add(filled(3, 3), 1, 0, -1, 2)
     state = loops.start(memory, [1, 2], limit=2)
@@ -222,10 +148,7 @@ def test_decode_refused_text_has_reason():
     assert jaxkv.seq_pos_max(memory, 1) == 4 and state.token[1] == 2
 
 
-@pytest.mark.core
 def test_decode_bad_traced_sequences_end_texts():
-    """Outside of `jit` they raise."""
-
     @jax.jit
     def loop(memory, sequences):
         return decoded(memory, loops.start(memory, jnp.array([1, 2]), sequences, limit=2), steps=2)

@@ -1,7 +1,6 @@
 """What holds for every loop: what it gives up, and that it may be a part of any program."""
 
 from functools import partial
-from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,6 @@ def held(memory, tokens, seq):
 
 @pytest.fixture(scope="module")
 def kept():
-    """A store with a text in stream 1, which is copied to other streams, and its memory."""
     memory = held(SPLIT.make(), TEXT, 0)
     store = prefix.make_store(memory, holders=[1])
     return prefix.remember(memory, store, TEXT, 0)[:2]
@@ -129,31 +127,6 @@ def test_speculate_in_scan_carries_all_that_it_returns():
         memory, state, wanted = jaxkv.decode(forward, BEST, None, memory, state, steps=3)
         assert made.tolist() == wanted.tokens[0].tolist()
     assert ends(after, [0]) == ends(memory, [0])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("loop", ["prefill", "beam"])
-def test_loop_in_vmap_same_result(loop):
-    """Outside of `jit`, over several memories."""
-    memories = [filled(2, 3), filled(4, 1)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
-    together = jax.vmap(LOOPS[loop])(stacked)
-    for i, memory in enumerate(memories):
-        assert_same(jax.tree.map(itemgetter(i), together), LOOPS[loop](memory))
-
-
-@pytest.mark.nightly
-def test_beam_score_derivative_is_that_of_softmax():
-    """Forwards: a loop whose length depends on data cannot be run backwards."""
-
-    def score(row):
-        return loops.beam(forward, None, filled(2, 1), row, width=2, steps=2)[1].scores[0]
-
-    value, slope = jax.jvp(score, (LOGITS,), (jnp.eye(VOCABULARY)[:1],))
-    _, beams = loops.beam(forward, None, filled(2, 1), LOGITS, width=2, steps=2)
-    wanted = (beams.tokens[0, 0] == 0) - jax.nn.softmax(LOGITS[0])[0]
-    assert value == beams.scores[0]
-    np.testing.assert_allclose(slope, wanted, atol=1e-5)
 
 
 @pytest.mark.nightly

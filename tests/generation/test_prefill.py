@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from functools import cache, partial
+from functools import partial
 
 import jax
 import numpy as np
@@ -12,44 +12,15 @@ import jaxkv
 import models
 from jaxkv import loops, make_batch
 from jaxkv.loops import programs
-from tests.cases import in_lanes
-from tests.generation.tiny import BEST, CLOSE, DATA, ends, forward, load
+from tests.cases import mostly_nightly
+from tests.generation.tiny import BEST, DATA, forward
 from tests.memories import assert_identical, filled
 
 MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
-TOKENS = np.array([7, 3, 11, 5, 2, 9, 13, 4, 6, 1, 8], np.int32)
-BATCH = make_batch(TOKENS, outputs=np.ones(len(TOKENS), bool))
-
-
-@cache
-def whole(name):
-    """Logits after each token of a text, all computed at once in a step written by hand."""
-    model = load(name)
-    memory = model.make_memory(cells=32)
-    (ubatch,) = jaxkv.init_batch(memory, BATCH).check().ubatches
-    step = jax.jit(lambda w, m, u: model.forward(w, jaxkv.apply(m, u), u))
-    return np.asarray(step(model.weights, memory, ubatch)[1])[: len(TOKENS)]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["plain", "compiled", "applies the ubatch itself"])
-@pytest.mark.parametrize("name", MODELS)
-def test_prefill_in_parts_gives_logits_of_the_whole(name, kind):
-    model = load(name)
-    run = {
-        "plain": model.forward,
-        "compiled": jax.jit(model.forward),
-        "applies the ubatch itself": lambda w, m, u: model.forward(w, jaxkv.apply(m, u), u),
-    }[kind]
-    memory = model.make_memory(cells=32)
-    after, logits = jaxkv.prefill(run, model.weights, memory, BATCH, ubatch_size=4)
-    np.testing.assert_allclose(logits, whole(name), **CLOSE)
-    assert ends(after, [0]) == [len(TOKENS) - 1] and ends(memory, [0]) == [-1]
 
 
 @pytest.mark.core
 def test_prefill_with_plan_does_not_plan_again():
-    """What admission has planned is carried out; a stale plan is not."""
     memory, batch = filled(2), make_batch([1, 2, 3, 4, 5], sequences=1)
     plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
     wanted = jaxkv.prefill(forward, None, memory, batch, ubatch_size=4)
@@ -67,12 +38,7 @@ def test_prefill_with_plan_does_not_plan_again():
             jaxkv.prefill(forward, None, memory_, batch_, **options)
 
 
-# ---- programs
-
-
 class Shifted:
-    """A model with a method, whose logits are those of `forward` and a number."""
-
     def __init__(self, by=0):
         self.by = by
 
@@ -108,7 +74,8 @@ def test_program_dies_with_its_function(collected_soon):
     assert len(programs._kept) == before
 
 
-@pytest.mark.parametrize("name", in_lanes(MODELS, fast=[], core=MODELS[:1]))
+@pytest.mark.core
+@pytest.mark.parametrize("name", mostly_nightly(MODELS, few=MODELS[:1]))
 def test_weights_of_a_model_die_with_it(name, collected_soon):
     model = models.load(DATA / name)
     jaxkv.prefill(model.forward, model.weights, model.make_memory(cells=8), make_batch([1]))

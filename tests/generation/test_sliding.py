@@ -1,7 +1,6 @@
 """Texts longer than a memory: `slide` and `extend` do what verbs do by hand, all or nothing."""
 
 from functools import cache, partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,13 @@ import numpy as np
 import pytest
 
 import jaxkv
-import models
 from jaxkv import loops, make_batch
 from jaxkv.loops.sampling import make_sampler
+from tests.cases import mostly_nightly
+from tests.generation.tiny import assert_sound
 from tests.memories import (
     HEADS,
     LAYERS,
-    ROPE,
     SIZE,
     SPLIT,
     TWO,
@@ -24,35 +23,17 @@ from tests.memories import (
     drawing,
     filled,
     run,
-    think,
 )
+from tests.snapshot.saved import with_numbers
 
-DATA = Path(__file__).parent.parent / "data"
-BEST = make_sampler()
 POOL = Kind("pool", cells=24, sequences=3)
-CLOSE = dict(rtol=0, atol=2e-4)
 core = pytest.mark.core
-
-load = cache(lambda name: models.load(DATA / name))
-
-
-def forward(weights, memory, ubatch):
-    del weights
-    return think(memory, ubatch)
-
-
-def noisy(memory):
-    """The same table beside random keys and values."""
-    table, buffers = jaxkv.split(memory)
-    rng = np.random.default_rng(0)
-    draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)  # noqa: E731
-    return jaxkv.join(table, jax.tree.map(draw, buffers))
+one_more = partial(make_batch, [1] * 4, valid=np.arange(4) < 1)
 
 
 @cache
 def told(*counts, kind=POOL):
-    """A memory whose sequences were told so many tokens, beside random keys and values."""
-    memory = noisy(kind.make())
+    memory = with_numbers(kind.make())
     for seq, count in enumerate(counts):
         for _ in range(0, count, 4):
             valid = np.arange(4) < count
@@ -86,9 +67,6 @@ def extended_by_hand(memory, seq, done, group, width):
     return updated(memory), done
 
 
-# ---- slide
-
-
 @pytest.mark.parametrize(
     "kind", [POOL, *(pytest.param(kind, marks=core) for kind in (TWO, SPLIT))], ids=lambda k: k.name
 )
@@ -100,9 +78,8 @@ def test_slide_equals_the_verbs_by_hand(kind):
         assert ok
         assert_identical(after, slid_by_hand(memory, 1, keep, drop))
         assert jaxkv.seq_pos_max(after, [0, 1]).tolist() == [2, 7 - drop]
-        assert not sum(jaxkv.check_invariants(after).values())
-        batch = make_batch([1] * 4, sequences=1, valid=np.arange(4) < 1)
-        assert jaxkv.init_batch(after, batch, ubatch_size=4).ok
+        assert_sound(after)
+        assert jaxkv.init_batch(after, one_more(sequences=1), ubatch_size=4).ok
 
 
 @core
@@ -115,25 +92,21 @@ def test_slide_puts_keys_where_they_would_have_been_written():
     np.testing.assert_allclose(moved[:, :, [0, 1, 6, 7]], wanted[:, :, :4], atol=1e-5)
 
 
-@pytest.mark.parametrize(("keep", "drop"), [(1, 8), (8, 1), (0, 9), (0, 2**31 - 1)])
-def test_slide_short_sequence_changes_nothing(keep, drop):
-    """Keys that were moved before stay unrotated, too."""
+def test_slide_short_sequence_changes_nothing():
     memory = jaxkv.seq_add(told(3, 8), 0, 0, -1, 2)
-    after, ok = loops.slide(memory, 1, keep=keep, drop=drop)
-    assert not ok
-    assert_identical(after, memory)
+    for keep, drop in ((1, 8), (8, 1), (0, 9), (0, 2**31 - 1)):
+        after, ok = loops.slide(memory, 1, keep=keep, drop=drop)
+        assert not ok, (keep, drop)
+        assert_identical(after, memory)
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "ok"), [(0, 2, True), (0, 5, True), (0, 6, False), (6, 8, False)]
-)
-def test_slide_cells_that_another_sequence_shares_are_not_moved(first, last, ok):
-    shared = jaxkv.seq_cp(told(8), 0, 2, first, last)
-    after, found = loops.slide(shared, 0, keep=2, drop=3)
-    assert found == ok
-    assert_identical(after, slid_by_hand(shared, 0, 2, 3) if ok else shared)
-    other = [jaxkv.seq_keep(each, 2) for each in (shared, after)]
-    assert drawing(other[0]) == drawing(other[1])
+def test_slide_cells_that_another_sequence_shares_are_not_moved():
+    for first, last, ok in ((0, 2, True), (0, 5, True), (0, 6, False), (6, 8, False)):
+        shared = jaxkv.seq_cp(told(8), 0, 2, first, last)
+        after, found = loops.slide(shared, 0, keep=2, drop=3)
+        assert found == ok, (first, last)
+        assert_identical(after, slid_by_hand(shared, 0, 2, 3) if ok else shared)
+        assert drawing(jaxkv.seq_keep(after, 2)) == drawing(jaxkv.seq_keep(shared, 2))
 
 
 @core
@@ -145,8 +118,7 @@ def test_slide_does_not_show_what_a_window_let_go_of():
         assert ok.item() is wanted
         if not ok:
             assert_identical(after, memory)
-        batch = make_batch([1] * 4, valid=np.arange(4) < 1)
-        assert jaxkv.init_batch(after, batch, ubatch_size=4).ok
+        assert jaxkv.init_batch(after, one_more(), ubatch_size=4).ok
 
 
 def test_slide_wrong_traced_numbers_change_nothing():
@@ -168,66 +140,23 @@ def test_slide_donated_is_the_same_and_deletes():
     assert_identical(after, loops.slide(told(8), 0, keep=2, drop=3)[0])
 
 
-# ---- endless texts
-
-
-def generated(forward, weights, memory, logits, *, turns, steps, tidy):
-    """Decode some tokens and tidy up, again and again, in Python: tokens, and cells in use."""
-    state, first = loops.begin(BEST, memory, logits)
-    texts, used = [first.tokens], []
-    for _ in range(turns):
-        memory, state, picked = jaxkv.decode(forward, BEST, weights, memory, state, steps=steps)
-        texts.append(picked.tokens)
-        used.append(jaxkv.used(memory).item())
-        memory = tidy(memory)
-    return memory, np.concatenate(texts, axis=1)[0], used
-
-
-def begun(forward):
-    """A memory with a prompt of four tokens, and its logits."""
-    kind = Kind("endless", cells=24, sequences=1)
-    return jaxkv.prefill(forward, None, kind.make(), make_batch([1, 2, 3, 4]))
-
-
-@pytest.mark.nightly
-def test_slide_and_decode_in_a_scan_match_a_python_loop():
-    memory, logits = begun(forward)
-    options = dict(keep=2, drop=4)
-
-    @jax.jit
-    def endless(memory, logits):
-        def turn(carry, _):
-            memory, state, picked = jaxkv.decode(forward, BEST, None, *carry, steps=4)
-            memory, ok = loops.slide(memory, 0, **options)
-            return (memory, state), (picked.tokens[0], ok)
-
-        state, first = loops.begin(BEST, memory, logits)
-        (memory, _), (tokens, ok) = jax.lax.scan(turn, (memory, state), length=8)
-        return memory, jnp.concatenate([first.tokens[0], tokens.reshape(-1)]), ok
-
-    after, text, ok = endless(memory, logits)
-    tidy = lambda memory: loops.slide(memory, 0, **options)[0]  # noqa: E731
-    wanted, tokens, used = generated(forward, None, memory, logits, turns=8, steps=4, tidy=tidy)
-    assert ok.all() and text.tolist() == tokens.tolist() and (text >= 0).all()
-    assert_identical(jaxkv.split(after)[0], jaxkv.split(wanted)[0])
-    assert max(used) == 8 and len(text) == 33
-
-
 def flat(weights, memory, ubatch):
-    """All tokens are as good, whatever came before."""
     memory, x = jaxkv.apply(memory, ubatch), jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
     for layer in range(LAYERS):
         memory = jaxkv.write(memory, layer, ubatch, x, x)
     return memory, jnp.zeros((*ubatch.outputs.shape, 16))
 
 
+WAYS = [("slide", False), ("extend", True), ("slide", True), ("extend", False)]
+
+
 @core
-@pytest.mark.parametrize("tidy", ["slide", "extend"])
-@pytest.mark.parametrize("drafted", [False, True], ids=["decode", "speculate"])
+@pytest.mark.parametrize(("tidy", "drafted"), mostly_nightly(WAYS, few=WAYS[:2]))
 def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
     """A text that is tidied up between its turns is that of a memory that is not."""
     sampler = make_sampler(temperature=1.0)
-    memory, logits = begun(flat)
+    kind, batch = Kind("endless", cells=24, sequences=1), make_batch([1, 2, 3, 4])
+    memory, logits = jaxkv.prefill(flat, None, kind.make(), batch)
     begin, _ = loops.begin(sampler, memory, logits, seed=3)
     draft = loops.lookup([[]], ngram=7, recent=8)  # it guesses nothing
 
@@ -252,38 +181,6 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
     assert text(drafted, True) == text(False, False)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("name", "streams"), [("llama_tied", 1), ("gemma3", 2)])
-def test_slide_of_a_model_matches_the_verbs_by_hand(name, streams):
-    """The logits at the end are those of the verbs by hand, and no more cells are used."""
-    model = load(name)
-    run = model.forward, model.weights
-    memory = model.make_memory(cells=24, sequences=2, streams=streams, ubatch_size=8, rollback=0)
-    prompt = make_batch([7, 3, 11, 5, 2, 9, 13, 4], sequences=0)
-    memory, logits = jaxkv.prefill(*run, memory, prompt, ubatch_size=8)
-    options = dict(turns=6, steps=8)
-    after, text, used = generated(
-        *run,
-        memory,
-        logits,
-        tidy=lambda memory: loops.slide(memory, 0, keep=3, drop=8)[0],
-        **options,
-    )
-    by_hand, wanted, _ = generated(
-        *run, memory, logits, tidy=lambda memory: slid_by_hand(memory, 0, 3, 8), **options
-    )
-    assert text.tolist() == wanted.tolist() and (text >= 0).all() and len(text) == 49
-    assert len(set(used)) == 1 and jaxkv.seq_pos_max(after, 0) == 7
-    assert_identical(after, by_hand)
-    found, wanted = (
-        jaxkv.prefill(*run, each, make_batch([text[-1]]))[1] for each in (after, by_hand)
-    )
-    np.testing.assert_allclose(found, wanted, **CLOSE)
-
-
-# ---- extend
-
-
 @pytest.mark.parametrize(("group", "width"), [(2, 4), (4, 4), (3, 6), (1, 2)])
 def test_extend_equals_the_verbs_by_hand(group, width):
     memory = told(3, 16)
@@ -291,34 +188,12 @@ def test_extend_equals_the_verbs_by_hand(group, width):
     wanted, expected = extended_by_hand(memory, 1, 0, group, width)
     assert ok and done == expected
     assert_identical(after, wanted)
-    assert jaxkv.used(after) == 19 and not sum(jaxkv.check_invariants(after).values())
+    assert jaxkv.used(after) == 19
+    assert_sound(after)
     again, same, ok = loops.extend(after, 1, done, group=group, width=width)
     assert ok and same == done
     assert_identical(again, after)
-    batch = make_batch([1] * 4, sequences=1, valid=np.arange(4) < 1)
-    assert jaxkv.init_batch(again, batch, ubatch_size=4).ok
-
-
-@core
-@pytest.mark.parametrize("kind", [POOL, TWO], ids=lambda kind: kind.name)
-def test_extend_while_a_text_grows_equals_the_verbs_by_hand(kind):
-    """Two tokens at a time; a position is what llama.cpp's would be."""
-    ends = []
-    for by_hand in (False, True):
-        memory, done, places = noisy(kind.make()), jnp.int32(0), []
-        for _ in range(6):
-            memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1, 2])).check())
-            if by_hand:
-                memory, done = extended_by_hand(memory, 0, int(done), 2, 4)
-            else:
-                memory, done, ok = loops.extend(memory, 0, done, group=2, width=4)
-                assert ok
-            places.append(jaxkv.seq_pos_max(memory, 0).item())
-        assert places == [1, 1, 3, 3, 5, 5] and done == 6
-        ends.append(memory)
-    assert_identical(*ends)
-    if kind is POOL:
-        assert drawing(memory) == " ".join(f"{i // 2}{{0}}" for i in range(12))
+    assert jaxkv.init_batch(again, one_more(sequences=1), ubatch_size=4).ok
 
 
 def test_extend_that_cannot_be_changes_nothing():
@@ -338,56 +213,3 @@ def test_extend_that_cannot_be_changes_nothing():
     after, now, ok = extend(short, 0, 0)
     assert ok and now == 0  # there is nothing to group yet, so sharing is no hindrance
     assert_identical(after, short)
-
-
-# ---- errors
-
-
-def states():
-    return jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
-
-
-def given_up():
-    memory = jax.tree.map(jnp.copy, told(8))
-    loops.slide(memory, 0, keep=0, drop=1, donate=True)
-    return memory
-
-
-def mixed():
-    kv = jaxkv.make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=4, sequences=2, rope=ROPE)
-    return jaxkv.make_hybrid_cache((kv, (0,)), (states(), (1,)))
-
-
-CUT, GROUP = dict(keep=0, drop=1), dict(done=0, group=2, width=4)
-
-
-@pytest.mark.parametrize(
-    ("make", "seq", "options", "message"),
-    [
-        (states, 0, CUT, "wanted .* attention alone, got kind 'recurrent': a state cannot forget"),
-        (mixed, 0, CUT, r"got kind 'hybrid' \(attention, recurrent\): a state cannot forget"),
-        (mixed, 0, GROUP, r"got kind 'hybrid' \(attention, recurrent\): a state does not know"),
-        (POOL.make, 0, CUT | {"keep": -1}, "wanted keep from 0 .*got -1"),
-        (POOL.make, 0, CUT | {"drop": 0}, "wanted drop from 1 .*got 0"),
-        (POOL.make, 0, CUT | {"keep": 0.5}, "wanted integers for keep"),
-        (POOL.make, 0, CUT | {"keep": [0, 0]}, r"one integer for keep, got the shape \(2,\)"),
-        (POOL.make, 0, CUT | {"drop": [1]}, r"one integer for drop, got the shape \(1,\)"),
-        (POOL.make, 0, GROUP | {"done": [0, 0]}, r"one integer for done, got the shape \(2,\)"),
-        (given_up, 0, CUT, "whose buffers were donated"),
-        (given_up, 0, GROUP, "whose buffers were donated"),
-        (POOL.make, 7, CUT, "sequence ids from 0 to 2, got 7"),
-        (lambda: (1, 2), 0, CUT, "wanted a memory, got a tuple"),
-        (POOL.make, 0, GROUP | {"group": 0}, "group of at least 1, got 0"),
-        (POOL.make, 0, GROUP | {"width": 5}, "multiple of group=2, got 5"),
-        (POOL.make, 0, GROUP | {"done": 0.5}, "wanted integers for done"),
-    ],
-)
-def test_slide_and_extend_wrong_arguments_raise(make, seq, options, message):
-    verb = loops.slide if "keep" in options else loops.extend
-    with pytest.raises((TypeError, ValueError), match=message):
-        verb(make(), seq, **options)
-
-
-def test_slide_traced_memory_with_states_raises():
-    with pytest.raises(ValueError, match="a state cannot forget"):
-        jax.eval_shape(partial(loops.slide, keep=0, drop=1), mixed(), 0)

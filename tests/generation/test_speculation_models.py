@@ -16,33 +16,18 @@ from tests.generation.tiny import BEST, assert_sound, ends, load, texts
 
 pytestmark = pytest.mark.nightly
 
-DRAWN = np.random.default_rng(5)
-TWENTY = [
-    *([7, 3, 11, 5, 7, 3, 11, 5, 7, 3], [2, 9, 13, 2, 9, 13, 2], [4, 6, 1, 8, 4, 6]),
-    *(DRAWN.integers(1, 14, DRAWN.integers(2, 10)).tolist() for _ in range(17)),
-]
+EIGHT = [[7, 3, 11, 5, 7, 3, 11, 5, 7, 3], [2, 9, 13, 2, 9, 13, 2], [4, 6, 1, 8, 4, 6]]
+EIGHT += [np.random.default_rng(i).integers(1, 14, 2 + i).tolist() for i in range(5)]
 BRANCHING = [[7, 3, 11, 5, 7, 3, 9, 5, 7, 3], [2, 9, 13, 2, 9, 4, 2, 9]]
-SENTENCES = [
-    "One, two, three, one, two,",
-    "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",
-    "1 + 1 = 2\n2 + 2 = 4\n3 + 3 =",
-    "Once upon a time there was a little",
-    "The quick brown fox jumps over the lazy dog. The quick brown",
-    "To make tea, first boil the water. To make coffee, first",
-    "My name is Anna. My name is",
-    "Monday, Tuesday, Wednesday,",
-]
 
 
 def prefilled(model, prompts, *, ids=None, weights=None, **options):
-    """A memory after prompts in some sequences, and their logits."""
     memory = model.make_memory(**{"sequences": len(prompts), "cells": 1024} | options)
     batch = make_batch(prompts, sequences=[*(ids or range(len(prompts)))])
     return jaxkv.prefill(model.forward, weights or model.weights, memory, batch)
 
 
 def begun(model, prompts, *, ids=None, **options):
-    """A memory after prompts, and the state of their texts."""
     memory, logits = prefilled(model, prompts, ids=ids, **options)
     options = dict(limit=24, sequences=ids, prompts=prompts)
     return memory, loops.begin(BEST, memory, logits, **options)[0]
@@ -83,24 +68,22 @@ def assert_says_the_same(model, draft, memory, state, *, atol=2e-4):
     ("name", "kind", "pools"),
     [
         ("llama_tied", "itself", "pool"),
-        ("llama_tied", "lookup", "split"),
         ("gemma3", "another", "split"),
         ("mamba2", "itself", "pool"),
-        ("mamba2", "lookup", "split"),
         ("granite_hybrid", "lookup", "pool"),
         ("granite_hybrid", "another", "split"),
         ("recurrent_gemma", "another", "pool"),
     ],
 )
 def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
-    """Twenty texts; then the memory goes on as if nothing had been guessed."""
-    model, count = load(name), len(TWENTY)
+    """Eight texts; then the memory goes on as if nothing had been guessed."""
+    model, count = load(name), len(EIGHT)
     cells, streams = (40 * count, 1) if pools == "pool" else (40, count)
-    memory, state = begun(model, TWENTY, cells=cells, streams=streams, rollback=4)
+    memory, state = begun(model, EIGHT, cells=cells, streams=streams, rollback=4)
     if kind == "lookup":
-        draft = loops.lookup(TWENTY)
+        draft = loops.lookup(EIGHT)
     else:
-        draft = drafting(model, TWENTY, noise=0.02 * (kind == "another"), rollback=4)
+        draft = drafting(model, EIGHT, noise=0.02 * (kind == "another"), rollback=4)
     found, after, made = assert_says_the_same(model, draft, memory, state)
     if kind == "itself":
         assert (made.accepted >= made.tried - 1).all() and (made.turns <= 7).all()
@@ -142,28 +125,3 @@ def test_tree_full_memory_leaves_other_sequences_alone():
     for got, whole in zip(texts(made), texts(wanted), strict=True):  # who gets the last cells
         assert got[: len(whole)] == whole[: len(got)]
     assert ends(found, [2, 3, 4, 5]) == [0, -1, 0, 0]
-
-
-@pytest.mark.parametrize(("kind", "count"), [("lookup", len(SENTENCES)), ("model", 4), ("tree", 3)])
-def test_speculate_of_real_weights_says_what_decode_says(smollm2, kind, count):
-    tokens = [smollm2.tokenizer.prompt(prompt) for prompt in SENTENCES[:count]]
-    memory, state = begun(smollm2, tokens, cells=1024, sequences=3 * count, rollback=3)
-    if kind == "lookup":
-        draft = loops.lookup(tokens)
-    elif kind == "tree":
-        draft = loops.lookup(tokens, ngram=1, branches=3)
-    else:
-        draft = drafting(smollm2, tokens, noise=0.02, sequences=3 * count)
-    _, _, made = assert_says_the_same(smollm2, draft, memory, state, atol=1e-2)
-    assert 0 < made.accepted.sum() < made.tried.sum()
-
-
-@pytest.mark.parametrize("length", [None, 530])
-def test_speculate_in_windows_takes_guesses_back(gemma3, length):
-    """With cells for the windows alone: before they wrap, and as they do."""
-    prompts = [gemma3.tokenizer.prompt(prompt) for prompt in SENTENCES[:3]]
-    tokens = [(prompt * (length or 1))[:length] for prompt in prompts]
-    cells = len(tokens) * ((length or 32) + 24)
-    memory, state = begun(gemma3, tokens, cells=cells, ubatch_size=64, rollback=3)
-    _, _, made = assert_says_the_same(gemma3, loops.lookup(tokens), memory, state, atol=1e-2)
-    assert made.tried.sum() > 0

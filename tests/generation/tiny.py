@@ -22,7 +22,6 @@ load = cache(lambda name: models.load(DATA / name))
 
 
 def forward(weights, memory, ubatch):
-    """A tiny transformer; it applies the ubatch once more, which does no harm."""
     del weights
     return think(memory, ubatch)
 
@@ -48,12 +47,10 @@ def buffers_of(memory):
 
 
 def ends(memory, sequences):
-    """The last position of each sequence."""
     return jaxkv.seq_pos_max(memory, sequences).tolist()
 
 
 def texts(made):
-    """The tokens of each text, without what pads them."""
     return [row[row >= 0].tolist() for row in np.asarray(made.tokens)]
 
 

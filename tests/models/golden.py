@@ -12,12 +12,10 @@ _FOLDER = Path(__file__).resolve().parent.parent / "data" / "golden"
 
 @functools.cache
 def golden(name: str) -> Any:
-    """Loads one recorded file, "models" or "ops". They are part of the repository."""
     return json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def check_logits(row: np.ndarray, record: dict, ids: list[int], *, within: float) -> None:
-    """Compares the logits of one token, `[V]`, with a record of them."""
     top, at = np.array(record["top"]), np.asarray(record["at"])
     np.testing.assert_allclose(row[ids], at, atol=within)
     np.testing.assert_allclose(row[top[:, 0].astype(int)], top[:, 1], atol=within)

@@ -52,5 +52,4 @@ def copied(chat):
 
 
 def next_answer(speaker, chat):
-    """What is said next, which depends on all that is in the memory."""
     return said(speaker, copied(chat), "And then").now.turns[-1].answer

@@ -15,8 +15,9 @@ from models.chat.saved import load, save
 from models.fingerprint import fingerprint
 from tests.models.speaking import CELLS, copied, next_answer, said
 
+pytestmark = pytest.mark.core
 
-@pytest.mark.core
+
 def test_load_saved_chat_goes_on_with_nothing_computed(speaker, twice, tmp_path):
     chat = edits.fork(copied(twice), "b")
     path = tmp_path / "chat.safetensors"
@@ -42,7 +43,6 @@ def test_fingerprint_other_weights_differ(speaker):
     assert json.loads(json.dumps(fingerprint(model))) == fingerprint(model)
 
 
-@pytest.mark.core
 def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
     chat, path = copied(twice), tmp_path / "chat.safetensors"
     save(path, edits.fork(edits.fork(chat, "b"), "c"), speaker.model)
@@ -90,7 +90,6 @@ LIES = [
 ]
 
 
-@pytest.mark.core
 def test_load_notes_that_lie_raises(speaker, twice, tmp_path):
     for i, one in enumerate(LIES):
         notes = NOTES | {"conversations": {"main": one}}

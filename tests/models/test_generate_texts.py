@@ -7,62 +7,22 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv.loops.sampling import make_sampler
 from models.compiling import counting
 from models.generate import generate_texts
 from models.room import cells_for
 from models.run import Options
 
 PROMPTS = ["once upon", "a time", "one two"]
-DRAWN = make_sampler(temperature=0.9, top_k=40, repeat_penalty=1.1)
 
 
 @pytest.fixture
 def texts(letters_model):
-    """Continue prompts, 9 tokens each."""
-
     def texts(prompts, *, model=letters_model, on_text=None, on_compile=None, **options):
         tokens = [letters_model.tokenizer.prompt(prompt) for prompt in prompts]
         options = Options(**({"max_tokens": 9, "cells": 256} | options))
         return generate_texts(model, tokens, options, on_text=on_text, on_compile=on_compile)
 
     return texts
-
-
-WAYS = {
-    "greedy": {},
-    "drawn": {"sampler": DRAWN, "seed": 4},
-    "samples": {"sampler": DRAWN, "seed": 4, "samples": 2},
-    "split": {"streams": "split"},
-    "guessed": {"tries": 3, "max_tokens": 30},
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("way", WAYS)
-def test_generate_texts_together_equal_each_alone(texts, way):
-    options = WAYS[way]
-    made = texts(PROMPTS, **options)
-    assert made.compiles == 0
-    samples = options.get("samples", 1)
-    alone = {name: options[name] for name in ("sampler", "max_tokens") if name in options}
-    for i, text in enumerate(made.texts):
-        seed = options.get("seed", 0) + i % samples  # a sample is the text of the next seed
-        assert texts([PROMPTS[i // samples]], seed=seed, **alone).texts == [text]
-    if way == "split":  # each prompt has as many cells as all of them share otherwise
-        assert (made.cells, made.used) == (3 * 256, sum(map(len, PROMPTS)) + 3 * 8)
-    if way == "samples":  # they share the cells of their prompt
-        assert made.used == sum(map(len, PROMPTS)) + 6 * 8
-        assert len({tuple(text.tokens) for text in made.texts}) == 6
-    assert (made.tried > 0) == (way == "guessed")
-
-
-@pytest.mark.core
-def test_generate_texts_same_sizes_compile_nothing(texts):
-    texts(PROMPTS)
-    with counting() as compiles:
-        texts([*PROMPTS[1:], PROMPTS[0]])
-        assert compiles() == 0
 
 
 def test_counting_counts_and_leaves_no_listener():
@@ -75,9 +35,6 @@ def test_counting_counts_and_leaves_no_listener():
     after = before()
     jax.jit(lambda x: x * 9 + 1)(jnp.ones(3))
     assert before() == after
-
-
-# ---- ends
 
 
 @pytest.mark.nightly
@@ -93,27 +50,6 @@ def test_generate_texts_stop_token_ends_its_text_alone(texts, letters_model):
     assert (ended[1].tokens, ended[1].text, ended[1].finish) == ([], "", "stop")
     if not model.stop_tokens & set(plain[2].tokens):
         assert ended[2] == plain[2]
-
-
-@pytest.mark.nightly
-def test_generate_texts_full_memory_ends_texts(texts):
-    """The last token of a text needs no cell, so there is one more than there are cells."""
-    whole = texts(PROMPTS).texts
-    cells = max(map(len, PROMPTS)) + 4
-    for text, full in zip(texts(PROMPTS, streams="split", cells=cells).texts, whole, strict=True):
-        room = cells - len(text.prompt_tokens) + 1
-        assert text.tokens == full.tokens[:room]
-        assert text.finish == ("full" if room < len(full.tokens) else "length")
-
-
-@pytest.mark.nightly
-def test_generate_texts_last_token_needs_no_cell(texts):
-    """Nine more tokens take two dispatches of five, and the tenth finds no cell."""
-    made = texts(["once upo"], max_tokens=10, cells=8 + 9)
-    (text,) = made.texts
-    assert (len(text.tokens), text.finish, made.used) == (10, "length", 17)
-    made = texts(["once upo"], max_tokens=1)
-    assert (len(made.texts[0].tokens), made.texts[0].finish, made.decoded) == (1, "length", 0)
 
 
 @pytest.mark.nightly

@@ -9,7 +9,6 @@ import json
 import random
 import resource
 from collections import Counter
-from pathlib import Path
 
 import gguf
 import jax
@@ -17,28 +16,23 @@ import pytest
 
 import jaxkv
 import models
-from tests.models.tiny_files import CONFIG, tiny_names, tiny_tensors, write_folder
+from tests.cases import in_lanes
+from tests.models.tiny_files import DATA, FIELDS, VOCAB, tiny_tensors, write_folder, write_gguf
+from tests.snapshot.saved import changed
 
-DATA = Path(__file__).parent.parent / "data"
 FOLDERS = sorted(path.parent for path in DATA.glob("*/config.json"))
+TENSORS = {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
 VALUES = [
     *(None, True, False, "", "a", "full_attention", [], [1], ["a"], [[]], {}, {"a": 1}),
     *(-1, 0, 1, 2, 3, 7, 64, 4095, 2**20, 2**31 - 1, 2**31, 2**63, 10**40),
     *(-1.5, 0.0, 0.5, 1e-320, 1e308, -1e308, float("inf"), float("nan")),
 ]
+LINEAR = {"type": "linear", "factor": 2.0}
 ADDED = {
-    "text_config": [1, [], "a", {"hidden_size": 0}],
-    "rope_scaling": [
-        1,
-        "yarn",
-        {"type": "yarn", "factor": "a"},
-        {"type": "yarn", "factor": 0},
-        {"type": "linear"},
-        {"rope_type": 3},
-        {"rope_type": "llama3", "factor": 8.0},
-        {"rope_type": "yarn", "factor": 1e300, "original_max_position_embeddings": 64},
-        {"full_attention": 1, "sliding_attention": {"rope_theta": []}},
-    ],
+    "text_config": [1, [], {"hidden_size": 0}],
+    "rope_scaling": [1, "yarn", {"type": "linear"}, {"rope_type": 3}, LINEAR | {"type": "llama3"}]
+    + [LINEAR | {"type": "yarn", "factor": factor} for factor in ("a", 0, 1e300)]
+    + [{"full_attention": 1, "sliding_attention": {"rope_theta": []}}],
     "rope_parameters": [[], {"rope_type": "default", "rope_theta": -1}, {"rope_theta": "a"}],
     "head_dim": [1e308, 2**31, 1, 3, 0],
     "hidden_size": [2**31, 2**20],
@@ -47,16 +41,7 @@ ADDED = {
     "partial_rotary_factor": [0, 0.01, 2],
     "eos_token_id": [[[1]], -1, "a"],
 }
-LAYERS, VOCAB = CONFIG["num_hidden_layers"], CONFIG["vocab_size"]
-METADATA = {
-    "llama.block_count": LAYERS,
-    "llama.embedding_length": CONFIG["hidden_size"],
-    "llama.feed_forward_length": CONFIG["intermediate_size"],
-    "llama.attention.head_count": CONFIG["num_attention_heads"],
-    "llama.attention.head_count_kv": CONFIG["num_key_value_heads"],
-    "llama.context_length": 128,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.freq_base": 10000.0,
+METADATA = {f"llama.{key}": value for key, value in FIELDS.items()} | {
     "llama.rope.scaling.type": "yarn",
     "llama.rope.scaling.factor": 2.0,
     "tokenizer.ggml.model": "gpt2",
@@ -65,10 +50,9 @@ METADATA = {
     "tokenizer.ggml.merges": ["a b"],
     "tokenizer.ggml.eos_token_id": 0,
 }
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-SENTENCEPIECE = {
+SENTENCEPIECE = METADATA | {
     "tokenizer.ggml.model": "llama",
-    "tokenizer.ggml.tokens": ["<unk>", "a", "b", "ab", *BYTES],
+    "tokenizer.ggml.tokens": ["<unk>", "a", "b", "ab", *(f"<0x{i:02X}>" for i in range(256))],
     "tokenizer.ggml.token_type": [2] + [1] * 3 + [6] * 256,
     "tokenizer.ggml.scores": [-1.0] * 260,
 }
@@ -97,45 +81,6 @@ def mutated(values, rng, added=None):
         else:
             at[key] = copy.deepcopy(rng.choice(VALUES))
     return values
-
-
-def changed(data, rng, stop):
-    """Bytes with one place before `stop` overwritten, or cut off there."""
-    data, at = bytearray(data), rng.randrange(stop)
-    match rng.randrange(6):
-        case 0:
-            del data[at:]
-        case 1:
-            data[at : at + 8] = rng.choice([2**64 - 1, 2**62, 2**31, 0, 5]).to_bytes(8, "little")
-        case 2:
-            data[at : at + 4] = rng.choice([2**32 - 1, 2**31, 0, 9]).to_bytes(4, "little")
-        case _:
-            data[at] = rng.randrange(256)
-    return bytes(data)
-
-
-def plain_tensors():
-    return {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
-
-
-def write_metadata(path, metadata):
-    """A file with these values, as far as such a file can hold them."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in metadata.items():
-        large = type(value) is int and abs(value) >= 2**31
-        try:
-            kind = gguf.GGUFValueType.UINT64 if large else gguf.GGUFValueType.get_type(value)
-            writer._pack_val(value, kind, add_vtype=True)
-        except Exception:  # the format has no nulls, no dicts, no numbers of that size
-            value, kind = repr(value), gguf.GGUFValueType.STRING
-        writer.add_key_value(key, value, kind)
-    for name, array in plain_tensors().items():
-        writer.add_tensor(tiny_names()[name][0], array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def outcome(path, deep):
@@ -168,18 +113,19 @@ def config_case(here, rng):
 
 
 def metadata_case(here, rng):
-    whole = METADATA | rng.choice([{}, SENTENCEPIECE])
-    return write_metadata(here / "tiny.gguf", mutated(whole, rng))
+    metadata = rng.choice([METADATA, SENTENCEPIECE])
+    return write_gguf(here / "tiny.gguf", TENSORS, fields=mutated(metadata, rng), base={})
 
 
 def gguf_case(here, rng):
-    path = write_metadata(here / "tiny.gguf", METADATA | rng.choice([{}, SENTENCEPIECE]))
+    metadata = rng.choice([METADATA, SENTENCEPIECE])
+    path = write_gguf(here / "tiny.gguf", TENSORS, fields=metadata)
     path.write_bytes(changed(path.read_bytes(), rng, gguf.GGUFReader(path).data_offset))
     return path
 
 
 def safetensors_case(here, rng):
-    path = write_folder(here, plain_tensors()) / "model.safetensors"
+    path = write_folder(here, TENSORS) / "model.safetensors"
     data = path.read_bytes()
     stop = 8 + int.from_bytes(data[:8], "little")
     if rng.random() < 0.5:
@@ -192,20 +138,20 @@ def safetensors_case(here, rng):
 
 
 def test_load_of_untouched_files_is_a_model(tmp_path):
-    assert outcome(write_metadata(tmp_path / "tiny.gguf", METADATA), True) == "model"
-    path = write_metadata(tmp_path / "other.gguf", METADATA | SENTENCEPIECE)
-    assert outcome(path, True) == "model"
-    assert outcome(write_folder(tmp_path / "folder", plain_tensors()), True) == "model"
+    for metadata in (METADATA, SENTENCEPIECE):
+        path = write_gguf(tmp_path / "tiny.gguf", TENSORS, fields=metadata)
+        assert outcome(path, True) == "model"
+    assert outcome(write_folder(tmp_path / "folder", TENSORS), True) == "model"
 
 
 @pytest.mark.parametrize(
     ("seeds", "deep"),
-    [
-        (range(8), False),
-        pytest.param(range(8, 60), False, marks=pytest.mark.core),
-        pytest.param(range(60, 360), True, marks=pytest.mark.nightly),
-    ],
-    ids=["8", "52", "300 traced"],
+    in_lanes(
+        [(range(8), False), (range(8, 60), False), (range(60, 360), True)],
+        fast=[(range(8), False)],
+        core=[(range(8, 60), False)],
+    ),
+    ids=str,
 )
 @pytest.mark.parametrize("case", [config_case, metadata_case, gguf_case, safetensors_case])
 def test_load_of_damaged_file_is_a_sentence_or_a_model(case, seeds, deep, tmp_path):

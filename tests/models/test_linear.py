@@ -26,7 +26,6 @@ def test_linear_equals_plain_product(shape, dtype):
 
 
 def test_linear_one_row_converts_no_weights():
-    """One row of bfloat16 would have them all turned into float32, at every step."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 1, 512), (2048, 512))]
     compiled = jax.jit(linear).lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2048 * 512
@@ -55,7 +54,6 @@ print(compiled.memory_analysis().temp_size_in_bytes, weights.nbytes)
 
 @pytest.mark.nightly
 def test_linear_single_device_transposes_no_weights():
-    """Those of several dimensions were copied for each product, all layers' at once."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
     run = subprocess.run(
         [sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, check=False

@@ -16,6 +16,12 @@ from models.model import load_shapes, on_mesh
 from tests.cases import in_lanes
 from tests.models.tiny_files import DATA
 
+NAMES = ["granite_hybrid", "gemma3", "llama_tied", "recurrent_gemma"]
+
+
+def shapes_on(name, axes, **options):
+    return on_mesh(load_shapes(DATA / name, **options), abstract_mesh(axes), RULES)
+
 
 def bytes_on_a_device(tree):
     return sum(
@@ -23,14 +29,7 @@ def bytes_on_a_device(tree):
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    in_lanes(
-        ["llama_tied", "gemma3", "granite_hybrid", "recurrent_gemma"],
-        fast=["granite_hybrid"],
-        core=["gemma3"],
-    ),
-)
+@pytest.mark.parametrize("name", in_lanes(NAMES, fast=NAMES[:1], core=NAMES[1:2]))
 def test_plan_bytes_equal_those_of_loaded_model(name, capsys):
     sizes = {"sequences": 4, "streams": 2, "cells": 64}
     options = [str(x) for one, size in sizes.items() for x in (f"--{one}", size)]
@@ -52,31 +51,25 @@ def test_plan_bytes_equal_those_of_loaded_model(name, capsys):
 
 @pytest.mark.parametrize("dtype", in_lanes(["int8", "float8_e4m3fn", "float16"], fast=["int8"]))
 def test_costs_of_cache_dtype_equal_those_of_memory(dtype):
-    """Of a hybrid, whose states have no codes."""
     sizes = {"sequences": 2, "streams": 2, "cells": 64}
-    model = load_shapes(DATA / "granite_hybrid", cache_dtype=dtype)
-    layout = costs_of(on_mesh(model, abstract_mesh({"data": 1}), RULES), **sizes).layout
+    layout = costs_of(shapes_on("granite_hybrid", {"data": 1}, cache_dtype=dtype), **sizes).layout
     memory = models.load(DATA / "granite_hybrid", cache_dtype=dtype).make_memory(**sizes)
     table, buffers = jaxkv.split(memory)
     assert (layout.buffers, layout.table) == (jaxkv.nbytes(buffers), jaxkv.nbytes(table))
     assert dtype in {str(x.dtype) for x in jax.tree.leaves(buffers)}
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gemma3", "granite_hybrid", "recurrent_gemma"])
+@pytest.mark.parametrize("name", NAMES)
 def test_costs_of_one_sequence_equal_its_own_memory(name):
     """Of a window it is as many tokens as there are cells for, of states one."""
-    model = load_shapes(DATA / name)
-    costs = costs_of(
-        on_mesh(model, abstract_mesh({"data": 1}), RULES), cells=600, sequences=1, streams=1
-    )
-    shapes = model.memory_shapes(cells=600)
+    costs = costs_of(shapes_on(name, {"data": 1}), cells=600, sequences=1, streams=1)
+    shapes = load_shapes(DATA / name).memory_shapes(cells=600)
     assert costs.a_sequence(600) == jaxkv.nbytes(jaxkv.split(shapes)[1])
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "recurrent_gemma"])
 def test_most_sequences_one_more_would_not_fit(name):
-    model = load_shapes(DATA / name, dtype=jnp.bfloat16)
-    model = on_mesh(model, abstract_mesh({"data": 2, "tensor": 2}), RULES)
+    model = shapes_on(name, {"data": 2, "tensor": 2}, dtype=jnp.bfloat16)
     length = 50 if name == "llama_tied" else None
 
     def takes(sequences):
@@ -91,7 +84,6 @@ def test_most_sequences_one_more_would_not_fit(name):
 
 
 def test_most_sequences_stream_has_fewer_than_2_to_30_cells():
-    model = load_shapes(DATA / "llama_tied", dtype=jnp.bfloat16)
-    model = on_mesh(model, abstract_mesh({"tensor": 1}), RULES)
+    model = shapes_on("llama_tied", {"tensor": 1}, dtype=jnp.bfloat16)
     assert most_sequences(model, room=2**60, length=2**29, streams=1) == 1
     assert most_sequences(model, room=2**60, length=2**30, streams=1) == 0

@@ -16,38 +16,33 @@ ARCHITECTURES = {
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
 }
-# A key of the config, and the one of the file after the architecture's name.
+# A key of a file after the architecture's name, and those of configs.
 FIELDS = {
-    "num_hidden_layers": "block_count",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "shared_intermediate_size": "expert_shared_feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
-    "norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "conv_L_cache": "shortconv.l_cache",
-    "conv_kernel": "ssm.conv_kernel",
-    "mamba_d_conv": "ssm.conv_kernel",
-    "state_size": "ssm.state_size",
-    "mamba_d_state": "ssm.state_size",
-    "n_groups": "ssm.group_count",
-    "mamba_n_groups": "ssm.group_count",
-    "num_heads": "ssm.time_step_rank",
-    "mamba_n_heads": "ssm.time_step_rank",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps layer_norm_epsilon norm_eps",
+    "rope.freq_base": "rope_theta",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "shortconv.l_cache": "conv_L_cache",
+    "ssm.conv_kernel": "conv_kernel mamba_d_conv",
+    "ssm.state_size": "state_size mamba_d_state",
+    "ssm.group_count": "n_groups mamba_n_groups",
+    "ssm.time_step_rank": "num_heads mamba_n_heads",
 }
 
 
 def fields_of(config):
     kind = config["model_type"]
-    fields = {FIELDS[key]: config[key] for key in FIELDS if config.get(key) is not None}
+    named = [(name, key) for name, keys in FIELDS.items() for key in keys.split()]
+    fields = {name: config[key] for name, key in named if config.get(key) is not None}
     if kind == "mamba2":
         fields |= {"feed_forward_length": 0, "attention.head_count": 0}
         return fields | {"ssm.inner_size": config["num_heads"] * config["head_dim"]}
@@ -88,7 +83,6 @@ def multiplied(name, array, config):
 
 
 def stored(name, array, config):
-    """A tensor as files hold it."""
     kind = config["model_type"]
     if kind == "falcon_h1":
         array = multiplied(name, array, config)

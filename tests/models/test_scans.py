@@ -13,7 +13,6 @@ def counted(lengths, kept):
 
 
 def rows_of(length, seed=0):
-    """Lengths of three rows: full, nearly, and empty; and which tokens are there."""
     lengths = np.array([length, max(length - 3, 0), 0])
     return lengths, np.arange(length)[None] < lengths[:, None], np.random.default_rng(seed)
 

@@ -14,7 +14,6 @@ from tokenizers import decoders, normalizers, pre_tokenizers, processors, traine
 
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
-from models.text.token_bytes import from_letters, from_pieces
 from models.text.tokenizer import Tokenizer
 from tests.models import tiny_files
 from tests.models.golden import golden
@@ -24,9 +23,7 @@ TEXT = """Once upon a time there was a little table of cells. It's 2024, and the
 Der Schlüssel passt überall: größer, schöner. Ключ и значение. 鍵と値 🗝️ — naïve café…
 """
 HARD = [
-    "",
-    " ",
-    "  two spaces",
+    *("", " ", "  two spaces"),
     "I'LL say it's 1234567 o'clock\n\n  and   then ",
     "\r\n\t x\u00a0y\u3000z",
     "👩‍👩‍👧‍👦 flags 🇯🇵 and é e\u0301",
@@ -52,8 +49,6 @@ def check_recorded(tokenizer, model):
         assert tokenizer.prompt(run["prompt"]) == run["tokens"]
         assert tokenizer.decode(run["tokens"]) == run["prompt"]
         assert tokenizer.decode(run["greedy"]) == run["text"]
-        stream = tokenizer.stream()
-        assert "".join(map(stream.feed, run["greedy"])) + stream.end() == run["text"]
     tokens = recorded[f"{model}_nll"]["tokens"]
     assert tokenizer.prompt(tokenizer.decode(tokens)) == tokens
 
@@ -75,35 +70,29 @@ def test_tokenizer_gemma3_matches_recorded():
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-# ---- decoding
+def streamed(tokenizer, ids):
+    stream = tokenizer.stream()
+    return [stream.feed(id) for id in ids], stream.end()
 
 
-def test_decode_gives_back_encoded_text(smollm2):
+def test_decode_and_stream_give_back_encoded_text(smollm2):
     rng = random.Random(0)
     noise = ["".join(chr(rng.randrange(1, 0xD800)) for _ in range(50)) for _ in range(50)]
     for text in [*HARD, TEXT, *noise]:
-        assert smollm2.decode(smollm2.encode(text)) == text
+        ids = smollm2.encode(text)
+        parts, rest = streamed(smollm2, ids)
+        assert smollm2.decode(ids) == text == "".join(parts) and rest == ""
+        assert "\ufffd" not in "".join(parts)  # characters come whole
 
 
-def test_stream_gives_whole_characters(smollm2):
-    text = "".join(HARD)
-    stream = smollm2.stream()
-    parts = [stream.feed(id) for id in smollm2.encode(text)]
-    assert "\ufffd" not in "".join(parts) and "" in parts
-    assert "".join(parts) == text and stream.end() == ""
-
-    ids, stream = smollm2.encode("🗝"), smollm2.stream()  # one that is cut shows at the end
-    assert len(ids) > 1
-    assert [stream.feed(id) for id in ids[:-1]] == [""] * (len(ids) - 1)
-    assert stream.end() == "\ufffd" == smollm2.decode(ids[:-1])
-
-
-def test_stream_random_ids_equal_decode(smollm2):
+def test_stream_of_any_ids_equals_decode(smollm2):
     rng = random.Random(1)
     for _ in range(100):
         ids = [rng.randrange(smollm2.size) for _ in range(20)]
-        stream = smollm2.stream()
-        assert "".join(map(stream.feed, ids)) + stream.end() == smollm2.decode(ids)
+        parts, rest = streamed(smollm2, ids)
+        assert "".join(parts) + rest == smollm2.decode(ids)
+    cut = smollm2.encode("🗝")[:-1]
+    assert streamed(smollm2, cut) == ([""] * len(cut), "\ufffd") and cut
     assert smollm2.decode([10**6, -1]) == ""  # no tokens
 
 
@@ -117,38 +106,21 @@ def test_encode_control_tokens_on_request(smollm2):
     assert smollm2.encode(text) == plain  # asking for one leaves the next call alone
 
 
-def test_from_letters_gives_every_byte():
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for text in ("".join(map(chr, range(0x300))), "鍵🗝"):
-        ((spelled, _),) = letters.pre_tokenize_str(text)
-        assert from_letters(spelled) == text.encode()
-    assert from_pieces("▁a▁") == b" a " and from_pieces("<0xE9>") == b"\xe9"
-
-
-# ---- vocabularies trained here, written to files and read back
-
-
 def write_gguf(path, fields):
-    """A file with a tokenizer and no tensors."""
     named = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
     return tiny_files.write_gguf(path, {}, fields=named)
 
 
 def train_byte_level(cut):
-    """A byte-level vocabulary of 400, as Hugging Face folders hold them."""
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = cut
     inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|begin|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    options = dict(vocab_size=400, special_tokens=["<|begin|>", "<|im_end|>"], show_progress=False)
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(initial_alphabet=letters, **options)
     inner.train_from_iterator([TEXT] * 3, trainer)
-    inner.post_processor = processors.TemplateProcessing(
-        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
-    )
+    before = dict(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    inner.post_processor = processors.TemplateProcessing(**before)
     return inner
 
 
@@ -161,12 +133,9 @@ def write_folder(folder, inner=None, **settings):
 
 
 def split(pattern):
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    cut = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([cut, letters])
 
 
 NEWER = (
@@ -185,9 +154,8 @@ NEWER = (
 )
 def test_byte_level_folder_and_gguf_match_library(tmp_path, pre, cut):
     inner = train_byte_level(cut)
-    folder = write_folder(
-        tmp_path / "hf", inner, bos_token={"content": "<|begin|>"}, eos_token="<|im_end|>"
-    ).tokenizer()
+    named = dict(bos_token={"content": "<|begin|>"}, eos_token="<|im_end|>")
+    folder = write_folder(tmp_path / "hf", inner, **named).tokenizer()
     model = json.loads(inner.to_str())["model"]
     vocabulary = sorted(model["vocab"], key=model["vocab"].get)
     fields = {
@@ -264,17 +232,10 @@ def test_folder_with_sentencepiece_rules(tmp_path):
         tokenizers.models.BPE(vocabulary, [("▁", "a")], byte_fallback=True, unk_token="<unk>")
     )
     inner.add_special_tokens(["<s>"])
-    inner.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    inner.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    inner.normalizer = normalizers.Sequence(spaces)
+    pieces = [decoders.Replace("▁", " "), decoders.ByteFallback()]
+    inner.decoder = decoders.Sequence([*pieces, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     settings = {"bos_token": "<s>", "add_bos_token": True}
     tokenizer = write_folder(tmp_path / "hf", inner, **settings).tokenizer()
     assert tokenizer.prompt("a b") == [1, 5, 2, 4]
@@ -282,30 +243,9 @@ def test_folder_with_sentencepiece_rules(tmp_path):
         assert tokenizer.decode(tokenizer.prompt(text)) == text
 
 
-# ---- chat
-
-
-def test_chat_smollm2_template(smollm2):
-    text = smollm2.chat([{"role": "user", "content": "What is gravity?"}])
-    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")
-    assert text.endswith("<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\n")
-    ids = smollm2.encode(text, special=True)
-    assert ids.count(1) == 3 and ids.count(2) == 2
-
-
 def chatting(template):
-    def spell(text, special):
-        return list(text.encode())
-
-    return Tokenizer(
-        to_ids=spell,
-        to_bytes=lambda id: bytes([id]),
-        size=256,
-        control={"<b>": 1, "<e>": 2},
-        bos=1,
-        eos=2,
-        template=template,
-    )
+    named = dict(control={"<b>": 1, "<e>": 2}, bos=1, eos=2)
+    return Tokenizer(to_ids=None, to_bytes=None, size=256, template=template, **named)
 
 
 def test_chat_template_functions():
@@ -337,35 +277,28 @@ def test_chat_refused_templates_raise():
 def test_folder_chat_template_places(tmp_path):
     inner = train_byte_level(pre_tokenizers.ByteLevel())
     several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
-    assert write_folder(tmp_path / "a", inner, chat_template="s").tokenizer().chat([]) == "s"
-    held = write_folder(tmp_path / "b", inner, chat_template=several)
-    assert held.tokenizer().chat([]) == "d"
-    held = write_folder(tmp_path / "c", inner, chat_template="s")
-    (tmp_path / "c" / "chat_template.jinja").write_text("f")
-    assert held.tokenizer().chat([]) == "f"
-
-
-# ---- refusals
+    for template, said in (("s", "s"), (several, "d")):
+        held = write_folder(tmp_path / "a", inner, chat_template=template)
+        assert held.tokenizer().chat([]) == said
+    (tmp_path / "a" / "chat_template.jinja").write_text("f")  # goes before both
+    assert open_checkpoint(tmp_path / "a").tokenizer().chat([]) == "f"
 
 
 def test_tokenizer_refused_files_raise(tmp_path):
     def file(**fields):
-        return open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields))
+        return open_checkpoint(write_gguf(tmp_path / f"{fields.get('model')}.gguf", fields))
 
-    with pytest.raises(ModelError, match="tokenizer of kind 'bert'"):
-        file(model="bert", tokens=["a"]).tokenizer()
-    with pytest.raises(ModelError, match=r"rule 'odd'.*qwen2"):
-        file(model="gpt2", pre="odd", tokens=["a"]).tokenizer()
-    with pytest.raises(ModelError, match="tokenizer of kind None"):
-        file().tokenizer()
-    assert file(eos_token_id=5).stop_tokens == {5}  # token ids are enough to run on
-
-    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
-        write_folder(tmp_path / "bare").tokenizer()
-    held = write_folder(tmp_path / "broken")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    broken = write_folder(tmp_path / "broken")
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be read"):
-        held.tokenizer()
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
-    with pytest.raises(ModelError, match="decodes by no rule"):
-        write_folder(tmp_path / "words", inner).tokenizer()
+    for held, message in [
+        (file(model="bert", tokens=["a"]), "tokenizer of kind 'bert'"),
+        (file(model="gpt2", pre="odd", tokens=["a"]), r"rule 'odd'.*qwen2"),
+        (file(), "tokenizer of kind None"),
+        (write_folder(tmp_path / "bare"), r"no tokenizer\.json"),
+        (broken, "cannot be read"),
+        (write_folder(tmp_path / "words", words), "decodes by no rule"),
+    ]:
+        with pytest.raises(ModelError, match=message):
+            held.tokenizer()
+    assert file(eos_token_id=5).stop_tokens == {5}  # token ids are enough to run on

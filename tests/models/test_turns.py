@@ -67,7 +67,6 @@ REFUSED = [
 
 
 def test_begin_model_that_cannot_chat_raises(speaker):
-    """It is said before a memory is made."""
     for template, message in REFUSED:
         bare = replace(speaker.model)
         vars(bare)["tokenizer"] = replace(speaker.model.tokenizer, template=template)

@@ -76,24 +76,35 @@ def write_folder(folder, tensors, config=CONFIG, **files):
 
 
 def interleaved(array, heads):
-    """The rows of q or k as llama.cpp has them: the halves of each head in turns."""
     halves = array.reshape(heads, 2, -1, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
-def write_gguf(path, tensors, arch="llama", kind=None, fields=None):
+FIELDS = {
+    "block_count": LAYERS,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": INNER,
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": KV_HEADS,
+    "context_length": 128,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 50000.0,
+}
+
+
+def write_gguf(path, tensors, arch="llama", kind=None, fields=None, base=FIELDS):
     """Writes as llama.cpp's converter does: for llama, the halves of q and k interleaved."""
+    metadata = {f"{arch}.{key}": value for key, value in base.items()}
+    metadata |= {"tokenizer.ggml.eos_token_id": 7} | (fields or {})
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(LAYERS)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_context_length(128)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(50000.0)
-    for key, value in ({"tokenizer.ggml.eos_token_id": 7} | (fields or {})).items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for key, value in metadata.items():
+        large = type(value) is int and abs(value) >= 2**31
+        try:
+            type_ = gguf.GGUFValueType.UINT64 if large else gguf.GGUFValueType.get_type(value)
+            writer._pack_val(value, type_, add_vtype=True)
+        except Exception:  # the format has no nulls, no dicts, no numbers of that size
+            value, type_ = repr(value), gguf.GGUFValueType.STRING
+        writer.add_key_value(key, value, type_)
     names = tiny_names()
     for name, array in tensors.items():
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):

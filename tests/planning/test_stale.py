@@ -4,15 +4,19 @@ Neither does a ubatch of another table, or a rival of the one that was applied, 
 stands in a cell belongs to one text, and the right to write it is given for that text alone.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.hybrid import parts_of
+from jaxkv.window import sliding
+from tests import memories
 from tests.histories import Twin, compute, planned, tell
-from tests.memories import HEADS, SIZE, assert_identical
+from tests.memories import HEADS, ROPE, SIZE, SPLIT, assert_identical, think
 
 MEMORIES = {
     "pool": {},
@@ -38,6 +42,7 @@ def empty(kind):
     )
 
 
+@cache
 def filled(kind, text=(1, 2, 3, 4, 5)):
     """Sequence 0 has a text, sequence 1 another of the same length, sequence 2 none."""
     return told(kind, empty(kind), text, (6, 7, 8, 9, 10))
@@ -168,10 +173,123 @@ def test_plan_outlives_an_edit_of_another_stream(kind):
     assert_identical(after, first)
 
 
+# ------------------------------------------------------------------ one of several that is stale
+
+
+def test_ubatch_out_of_order_or_stale_in_part_changes_nothing():
+    """Neither applied nor computed."""
+
+    def unchanged_by(memory, ubatch):
+        assert_identical(jaxkv.apply(memory, ubatch), memory)
+        assert_identical(think(memory, ubatch)[0], memory)
+
+    memory = memories.filled(1)
+    plan = jaxkv.init_batch(memory, jaxkv.make_batch([7] * 11), ubatch_size=4)
+    first, middle, last = plan.ubatches
+    unchanged_by(memory, middle)
+    memory, _ = think(memory, first)
+    unchanged_by(memory, last)
+    unchanged_by(memory, first)
+    memory, _ = think(memory, middle)
+    memory, _ = think(memory, last)
+    assert jaxkv.seq_pos_max(memory, 0).item() == 11
+    memory = memories.filled(3, 3)
+    (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch([[5, 6], [7]])).ubatches
+    memory, _ = jaxkv.seq_rm(memory, 1, 2, -1)  # one of two sequences has moved on
+    unchanged_by(memory, ubatch)
+
+
+def test_commitment_is_stale_after_an_edit():
+    memory, _ = jaxkv.seq_rm(memories.filled(7), 0, 1, 3)
+    moved = jaxkv.seq_add(memory, 0, 3, -1, -2)
+    moves, update = jaxkv.defrag_plan(memory), jaxkv.init_update(moved)
+    assert jaxkv.is_current(memory, moves) and jaxkv.is_current(moved, update)
+    for plan, edited in (
+        (moves, memories.run(memory, jaxkv.make_batch([1], sequences=2))[0]),  # a destination
+        (moves, rm(memory, 0, 5, -1)),  # a source
+        (moves, rm(memory, 0, 0, 1)),  # a cell that would have stayed
+        (update, jaxkv.seq_add(moved, 0, 1, 2, 1)),
+        (update, jaxkv.apply(moved, update)),
+    ):
+        assert not jaxkv.is_current(edited, plan)
+        assert_identical(jaxkv.apply(edited, plan), edited)
+
+
 @pytest.mark.core
-def test_content_of_a_token_has_the_names_of_its_extras():
-    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=HEADS, head_dim=SIZE)
-    told = [{name: np.array([i, i]) for i, name in enumerate(names)} for names in ("ab", "bc")]
-    batches = [jaxkv.make_batch([1, 2], extra=extra) for extra in told]
-    one, other = (jaxkv.init_batch(memory, batch).check().ubatches[0] for batch in batches)
-    assert (jax.tree.leaves(one.after)[0] != jax.tree.leaves(other.after)[0]).all()
+def test_commitment_stale_in_one_part_changes_no_part():
+    """The later edit is one that the other part has nothing of."""
+    sizes = dict(layers=1, kv_heads=HEADS, head_dim=SIZE, sequences=2, rope=ROPE)
+    full = jaxkv.make_kv_cache(cells=16, **sizes)
+    window = jaxkv.make_kv_cache(cells=8, window=sliding(3), **sizes)
+    memory = jaxkv.make_hybrid_cache((full, (0,)), (window, (1,)))
+    for text in [range(4)] * 3:  # the window gives up what is hidden
+        memory, _ = memories.run(memory, jaxkv.make_batch(text, sequences=0))
+    memory = jaxkv.seq_add(memory, 0, 0, -1, 4)
+    update = jaxkv.init_update(memory)
+    tidied, _ = jaxkv.seq_rm(jaxkv.apply(memory, update), 0, 14, 15)
+    moves = jaxkv.defrag_plan(tidied)
+    for before, plan, edited in (
+        (memory, update, jaxkv.seq_add(memory, 0, 4, 6, -1)),
+        (tidied, moves, jaxkv.seq_rm(tidied, 0, 4, 6)[0]),
+    ):
+        assert all(part.pending for part in plan.parts)
+        assert_identical(parts_of(edited)[1], parts_of(before)[1])
+        assert_identical(jaxkv.apply(edited, plan), edited)
+        assert jaxkv.is_current(before, plan) and not jaxkv.is_current(edited, plan)
+
+
+@pytest.mark.core
+def test_commitment_stale_in_one_stream_changes_no_stream():
+    memory = memories.filled(4, 4, kind=SPLIT)
+    for seq in (0, 1):
+        memory, _ = jaxkv.seq_rm(memory, seq, 1, 2)
+    moves = jaxkv.defrag_plan(memory)
+    assert moves.count.tolist() == [1, 1, 0]
+    edited, _ = jaxkv.seq_rm(memory, 1, 3, 4)
+    assert_identical(jaxkv.apply(edited, moves), edited)
+
+    memory = jaxkv.seq_add(jaxkv.seq_add(memory, 0, 2, -1, -1), 1, 2, -1, -1)
+    update = jaxkv.init_update(memory)
+    assert jnp.any(update.shift != 0, axis=1).tolist() == [True, True, False]
+    edited = jaxkv.seq_add(memory, 1, 1, -1, 1)
+    assert_identical(jaxkv.apply(edited, update), edited)
+
+
+@pytest.mark.core
+def test_plan_for_another_memory_raises():
+    """Other sizes, streams, windows, placements and kinds."""
+    sizes = {"layers": 2, "kv_heads": 2, "head_dim": 4, "sequences": 3}
+    recurrent = {"layers": 2, "states": {"x": ((2,), "float32")}, "sequences": 3}
+
+    def make(cells=12, **options):
+        return jaxkv.make_kv_cache(cells=cells, **sizes | options)
+
+    memory, striped = make(), make(placement="striped", shards=2)
+    states, hybrid = (
+        jaxkv.make_recurrent_cache(**recurrent),
+        jaxkv.make_hybrid_cache((memory, (0, 1))),
+    )
+    others = (
+        *(make(cells=13), make(sequences=4), make(streams=3), make(window=sliding(3))),
+        *(make(placement="contiguous"), striped, states, hybrid),
+    )
+    x = jnp.zeros((1, 2, 2, 4))
+    for one, other in (
+        *((memory, other) for other in others),
+        *((other, memory) for other in (striped, states, hybrid)),
+        (striped, make(placement="striped", shards=3)),
+        (states, jaxkv.make_recurrent_cache(rollback=1, **recurrent)),
+        (states, hybrid),
+        (hybrid, jaxkv.make_hybrid_cache((memory, (0, 1)), (memory, (2, 3)))),
+    ):
+        (ubatch,) = jaxkv.init_full(other, ubatch_size=4).ubatches  # shapes tell the memory too
+        update, moves = (jax.eval_shape(f, other) for f in (jaxkv.init_update, jaxkv.defrag_plan))
+        for verb, *args in (
+            *((jaxkv.apply, one, plan) for plan in (ubatch, update, moves)),
+            (jaxkv.is_current, one, ubatch),
+            (jaxkv.attend, one, 0, ubatch, x, x, x),
+            (jaxkv.read_states, one, 0, ubatch),
+            (jaxkv.go_back, other.table, one),
+        ):
+            with pytest.raises(ValueError, match="for this memory, .* got one for .*: plan again"):
+                verb(*args)

@@ -1,6 +1,5 @@
 """Planning the next tokens of several sequences, and editing several sequences at once."""
 
-from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -17,21 +16,6 @@ from tests.memories import SMALL, SPLIT, WINDOW, assert_identical, drawn
 DATA = Path(__file__).parent.parent / "data"
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
 
-load = cache(lambda name: models.load(DATA / name))
-
-
-@cache
-def feeding(name):
-    model = load(name)
-
-    @jax.jit
-    def feed(memory, tokens, sequences, valid):
-        ubatch, ok = jaxkv.plan_tokens(memory, tokens, sequences, valid)
-        memory, logits = model.forward(model.weights, jaxkv.apply(memory, ubatch), ubatch)
-        return memory, logits.reshape(*valid.shape, -1), ok
-
-    return feed
-
 
 def started(kind):
     """Sequences of three, two and four tokens, beside random keys and values."""
@@ -47,16 +31,23 @@ def started(kind):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_plan_tokens_gives_logits_of_one_by_one(name, streams):
+def test_plan_tokens_gives_logits_of_one_by_one(name):
     """Padding stands before, between and after them; sequences come in any order, or not at all."""
-    feed = feeding(name)
+    model = models.load(DATA / name)
+
+    @jax.jit
+    def feed(memory, tokens, sequences, valid):
+        ubatch, ok = jaxkv.plan_tokens(memory, tokens, sequences, valid)
+        memory, logits = model.forward(model.weights, jaxkv.apply(memory, ubatch), ubatch)
+        return memory, logits.reshape(*valid.shape, -1), ok
+
     tokens = np.array([[7, 3, 9, 5], [2, 8, 4, 6], [1, 1, 1, 1]])
     valid = np.array([[0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]], bool)
-    for sequences in ([2, 0, 1], [1, 2, 0]):
-        start = load(name).make_memory(cells=8 * 3 // streams, sequences=3, streams=streams)
+    for streams, sequences in ((1, [2, 0, 1]), (3, [1, 2, 0])):
+        start = model.make_memory(cells=8 * 3 // streams, sequences=3, streams=streams)
         memory, together, ok = feed(start, tokens, np.array(sequences), valid)
+        assert ok
         alone = start
         for i in range(4):
             column = np.eye(4, dtype=bool)[i][None] & valid
@@ -64,9 +55,8 @@ def test_plan_tokens_gives_logits_of_one_by_one(name, streams):
             where = valid[:, i]
             np.testing.assert_allclose(together[where, i], logits[where, i], atol=2e-4)
             assert fine
-        assert ok
-        ends = partial(jaxkv.seq_pos_max, seq=sequences)
-        assert ends(memory).tolist() == ends(alone).tolist() == [1, 2, -1]
+        for one in (memory, alone):
+            assert jaxkv.seq_pos_max(one, sequences).tolist() == [1, 2, -1]
 
 
 @pytest.mark.core
@@ -85,16 +75,14 @@ def test_plan_tokens_refused_changes_nothing():
 @pytest.mark.core
 def test_plan_next_tells_which_sequences_fit():
     memory = drawn(" ".join(f"{i}{{0}}" for i in range(8)), SPLIT)  # stream 0 is full
-    plan = plan_next(
-        jaxkv.split(memory)[0], jnp.ones((3, 1), int), jnp.arange(3), jnp.ones((3, 1), bool)
-    )
-    assert plan.reason.tolist() == [Reason.NO_ROOM, Reason.FITS, Reason.FITS]
-    assert plan.fits.tolist() == [False, True, True] and not plan.ok
-    plan = plan_next(
-        jaxkv.split(memory)[0], jnp.ones((3, 1), int), jnp.array([1, 1, 2]), jnp.ones((3, 1), bool)
-    )
-    assert plan.reason.tolist() == [Reason.FITS, Reason.DUPLICATE, Reason.FITS]
-    assert plan.fits.tolist() == [True, False, True] and not plan.ok
+    for ids, wanted in (
+        ([0, 1, 2], [Reason.NO_ROOM, Reason.FITS, Reason.FITS]),
+        ([1, 1, 2], [Reason.FITS, Reason.DUPLICATE, Reason.FITS]),
+    ):
+        there = jnp.ones((3, 1), bool)
+        plan = plan_next(memory.table, jnp.ones((3, 1), int), jnp.array(ids), there)
+        assert plan.reason.tolist() == wanted and not plan.ok
+        assert plan.fits.tolist() == [reason == Reason.FITS for reason in wanted]
 
 
 def test_plan_step_flags_may_be_integers():
@@ -141,15 +129,11 @@ def test_seq_rm_many_refuses_each_by_itself():
 def test_seq_select_traced_unknown_ids_change_nothing(kind):
     memory = started(kind)
     select = jax.jit(jaxkv.seq_select)
+    assert_identical(jaxkv.seq_select(memory, [], []), memory)
     for parents, ids in (([3, -1, 1], [0, 1, 1]), ([0, 0, 2], [3, -1, 2])):
         assert_identical(select(memory, jnp.array(parents), jnp.array(ids)), memory)
     last = select(memory, jnp.array([1, 0, 2]), jnp.array([0, 1, 1]))  # of two the last one counts
     assert jaxkv.seq_pos_max(last, [0, 1, 2]).tolist() == [1, 3, 3]
-
-
-def test_seq_select_of_none_changes_nothing():
-    for memory in (started(SMALL), started(SPLIT)):
-        assert_identical(jaxkv.seq_select(memory, [], []), memory)
 
 
 @pytest.mark.core

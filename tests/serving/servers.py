@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,9 +14,9 @@ from jaxkv import loops, make_batch, prefix
 from jaxkv.loops.batching import Engine, Finish, Request, Rule
 from jaxkv.loops.sampling import OPTIONS, Filters, constrained
 from jaxkv.prefix import Miss
-from tests.memories import VOCABULARY, Kind, think
+from tests.generation.tiny import assert_sound, forward
+from tests.memories import VOCABULARY, Kind
 
-DATA = Path(__file__).parent.parent / "data"
 POOL = Kind("pool", cells=24, sequences=4)
 STREAMS = Kind("streams", cells=12, sequences=4, streams=4)
 ROOMY = Kind("roomy", cells=64, sequences=6)
@@ -29,11 +28,6 @@ RULE = Rule(  # what may come next depends on all tokens so far
     allowed=lambda state: jnp.arange(VOCABULARY) % 3 == state,
     advance=lambda state, token: (state + token + 1) % 3,
 )
-
-
-def forward(weights, memory, ubatch):
-    del weights
-    return think(memory, ubatch)
 
 
 def tokens(count, seed=0, vocabulary=VOCABULARY):
@@ -66,7 +60,6 @@ def mixed(count, *, seed=0, most=12):
 
 
 def begun_alike(requests, *, most):
-    """Requests whose prompts begin with more or less of one text."""
     lengths = [0, 30, 9, 28] * len(requests)
     return [
         replace(one, prompt=tokens(length, 99)[: most - len(one.prompt)] + one.prompt)
@@ -128,7 +121,6 @@ def assert_as_alone(results, requests, **options):
 
 
 def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
-    """An engine, with a store if there are holders."""
     memory = kind.make()
     store = holders and prefix.make_store(memory, holders=holders, cells=cells)
     options = dict(stop=STOP, chunk=8, steps=4, store=store) | options
@@ -144,7 +136,6 @@ def warm(kind, **options):
 
 
 def run(engine, requests):
-    """Run requests; results by the place of each request."""
     ids = [engine.submit(request) for request in requests]
     found = {result.id: result for result in engine.results()}
     assert sorted(found) == ids
@@ -157,20 +148,17 @@ def ask(engine, prompt, limit=1, **options):
 
 
 def kept(engine):
-    """The texts of the store, the least recently used first."""
     return [text.tokens.tolist() for text in engine.store.texts]
 
 
 def placed(engine):
-    """How many requests have a sequence."""
     return sum(one is not None for one in engine._schedule._placed)
 
 
 def assert_only_kept(engine):
-    """Nothing but the store's texts is left, if there is a store."""
     held = prefix.held(engine.memory, engine.store) if engine.store else 0
     assert jaxkv.used(engine.memory) == held and not engine.busy
-    assert not sum(jaxkv.check_invariants(engine.memory).values())
+    assert_sound(engine.memory)
 
 
 # ---- a store without an engine
@@ -183,7 +171,6 @@ def states(rollback=0):
 
 
 def told(memory, tokens, seq):
-    """Apply tokens four at a time, so that few shapes are planned."""
     for start in range(0, len(tokens), 4):
         part = list(tokens[start : start + 4])
         valid = np.arange(4) < len(part)
@@ -225,12 +212,10 @@ class Server:
 
     @property
     def texts(self):
-        """What is held, the least recently used first, as lists."""
         return [text.tokens.tolist() for text in self.store.texts]
 
 
 def serving(memory, holders, *texts, cells=None, **options):
-    """A server that holds texts, each told anew, and nothing else."""
     server = Server(memory, prefix.make_store(memory, holders=holders, cells=cells), **options)
     for text in texts:
         server.ask(text)

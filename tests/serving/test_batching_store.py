@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import models
 from jaxkv import prefix
 from jaxkv.loops.batching import Engine, Request
 from jaxkv.prefix import Miss
 from tests.cases import mostly_nightly
+from tests.generation.tiny import forward, load
 from tests.serving.servers import (
-    DATA,
     GROUPS,
     POOL,
     ROOMY,
@@ -22,17 +21,15 @@ from tests.serving.servers import (
     assert_as_alone,
     assert_only_kept,
     engine_of,
-    forward,
     kept,
     placed,
     run,
     tokens,
 )
 
-# ---- what is reused
+pytestmark = pytest.mark.core
 
 
-@pytest.mark.core
 def test_engine_store_reuses_text_that_ended():
     engine, prompt = engine_of(POOL, [3]), tokens(8)
     first = ask(engine, prompt, limit=4)
@@ -46,7 +43,6 @@ def test_engine_store_reuses_text_that_ended():
     assert_only_kept(engine)
 
 
-@pytest.mark.core
 def test_engine_store_reuses_text_that_runs():
     """Its prompt is remembered when another begins with it, so neither waits for the other."""
     engine, common = engine_of(ROOMY, [5]), tokens(30)
@@ -60,21 +56,19 @@ def test_engine_store_reuses_text_that_runs():
     assert_only_kept(engine)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(("shared", "waits"), [(30, True), (15, False)])
-def test_engine_store_prompt_waits_where_that_saves_time(shared, waits):
+def test_engine_store_prompt_waits_where_that_saves_time():
     """For one on its way in: a pass over the weights costs as much as some 24 tokens."""
-    engine, common = engine_of(ROOMY, [5]), tokens(shared)
-    for last in ([1, 2, 3], [2, 3, 4], [3, 4, 1]):
-        engine.submit(Request(prompt=[*common, *last], limit=2))
-    engine.step()
-    assert placed(engine) == (1 if waits else 3)
-    found = [result.found.length for result in engine.results()]
-    assert sorted(found) == ([0, shared, shared] if waits else [0, 0, 0])
-    assert_only_kept(engine)
+    for shared, waits in ((30, True), (15, False)):
+        engine, common = engine_of(ROOMY, [5]), tokens(shared)
+        for last in ([1, 2, 3], [2, 3, 4], [3, 4, 1]):
+            engine.submit(Request(prompt=[*common, *last], limit=2))
+        engine.step()
+        assert placed(engine) == (1 if waits else 3)
+        found = [result.found.length for result in engine.results()]
+        assert sorted(found) == ([0, shared, shared] if waits else [0, 0, 0])
+        assert_only_kept(engine)
 
 
-@pytest.mark.core
 def test_engine_store_keeps_what_a_cancelled_prompt_computed():
     engine, prompt = engine_of(POOL, [3]), tokens(15)
     request = engine.submit(Request(prompt=prompt, limit=4))
@@ -84,7 +78,6 @@ def test_engine_store_keeps_what_a_cancelled_prompt_computed():
     assert ask(engine, prompt).found == (8, Miss.NONE)
 
 
-@pytest.mark.core
 def test_engine_takes_memory_and_store_of_another():
     first, prompt = engine_of(ROOMY, [5]), tokens(20)
     ask(first, prompt)
@@ -95,11 +88,8 @@ def test_engine_takes_memory_and_store_of_another():
         Engine(forward, None, second.memory, **options)
 
 
-# ---- what gives way
-
-
-@pytest.mark.core
 def test_engine_store_gives_way_to_a_request_and_no_sooner():
+    """At last one that takes all cells runs at once, beginning with what was kept."""
     engine = engine_of(POOL, [2, 3])
     ask(engine, tokens(8, 1))
     ask(engine, tokens(8, 2))
@@ -111,10 +101,11 @@ def test_engine_store_gives_way_to_a_request_and_no_sooner():
     assert placed(engine) == 2 and not kept(engine)
     results = list(engine.results())
     assert_as_alone(results, [result.request for result in results])
+    text = kept(engine)[-1]
+    assert ask(engine, [*text, 1], limit=POOL.cells - len(text)).found == (len(text), Miss.NONE)
     assert_only_kept(engine)
 
 
-@pytest.mark.core
 def test_engine_store_keeps_what_a_request_cannot_use():
     """It waits for a text that runs; meanwhile the store keeps what it has."""
     engine = engine_of(ROOMY, [5])
@@ -127,52 +118,32 @@ def test_engine_store_keeps_what_a_request_cannot_use():
     assert len(list(engine.results())) == 2
 
 
-@pytest.mark.core
 def test_engine_store_promises_shared_cells_once():
     """Three texts of 15 tokens, of which 12 are common, run beside each other in 24 cells."""
     engine, common = engine_of(POOL, [3], stop=()), tokens(12)
     ask(engine, common)
-    requests = [Request(prompt=[*common, last], limit=3) for last in (1, 2, 3)]
-    for request in requests:
-        engine.submit(request)
+    for last in (1, 2, 3):
+        engine.submit(Request(prompt=[*common, last], limit=3))
     engine._schedule.admit()
     assert placed(engine) == 3
-    results = list(engine.results())
-    assert [result.found.length for result in results] == [12] * 3
-    assert_as_alone(results, requests, stop=())
+    assert [result.found.length for result in engine.results()] == [12] * 3
     assert_only_kept(engine)
 
 
-@pytest.mark.core
-def test_engine_store_leaves_every_cell_to_a_request():
-    """One that takes all cells runs at once, whatever was kept."""
-    engine = engine_of(ROOMY, [4, 5], stop=())
-    ask(engine, tokens(30, 1))
-    ask(engine, tokens(30, 2))
-    result = ask(engine, tokens(30, 1) + tokens(10, 3), limit=25)  # 64 cells
-    assert result.found == (30, Miss.NONE) and result.reason.name == "LENGTH"
-    assert_only_kept(engine)
-
-
-@pytest.mark.core
 def test_engine_store_gives_way_before_any_text():
-    """Without reservations."""
     engine = engine_of(ROOMY, [4, 5], stop=(), reserve=False)
-    ask(engine, tokens(20, 1))
-    ask(engine, tokens(20, 2))
-    ids = [engine.submit(Request(prompt=tokens(4, i), limit=25)) for i in (5, 6)]
-    longest = 0
+    for seed in (1, 2):
+        ask(engine, tokens(20, seed))
+    for seed in (5, 6):
+        engine.submit(Request(prompt=tokens(4, seed), limit=25))
+    most = 0
     while engine.busy:
         engine.step()
-        longest = max(longest, placed(engine))
+        most = max(most, placed(engine))
         assert not (engine._schedule.any_waits and kept(engine))
-    assert longest == len(ids)
+    assert most == 2
 
 
-# ---- streams
-
-
-@pytest.mark.core
 def test_engine_store_copies_between_streams():
     """The store has one holder, in stream 1: what ends in stream 0 is copied there."""
     engine, common = engine_of(GROUPS, [5], stop=()), tokens(30)
@@ -187,7 +158,6 @@ def test_engine_store_copies_between_streams():
     assert_only_kept(engine)
 
 
-@pytest.mark.core
 def test_engine_store_prefers_the_stream_of_the_text():
     engine, prompt = engine_of(GROUPS, [2, 5], stop=()), tokens(20, 1)
     ask(engine, prompt)
@@ -204,10 +174,8 @@ def test_engine_store_prefers_the_stream_of_the_text():
 
 
 class Counting:
-    """An engine with a store over a tiny model, which counts the tokens that it computes."""
-
     def __init__(self, name, *, holders, **sizes):
-        self.model, self.computed = models.load(DATA / name), 0
+        self.model, self.computed = load(name), 0
         memory = self.model.make_memory(ubatch_size=64, **sizes)
         store = prefix.make_store(memory, holders=holders)
         options = dict(store=store, chunk=64, steps=4)
@@ -248,7 +216,6 @@ def test_engine_store_computes_common_tokens_once(name):
     assert_only_kept(engine)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "miss"),
     mostly_nightly(

@@ -10,56 +10,46 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from tests.cases import in_lanes
 from tests.hlo import collectives
+from tests.meshes import mesh_of
 
-CELLS, HEADS, KV_HEADS, SIZE, Q = 4096, 8, 4, 16, 4
+HEADS, KV_HEADS, SIZE, Q = 8, 4, 16, 4
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-BUFFERS, PROJECTED = P(None, "heads"), P(None, None, "heads")
 
 
 def arguments(streams, dtype=jnp.float32):
-    """A memory with some tokens, a ubatch that it has taken in, and projected arrays."""
-    memory = jaxkv.make_kv_cache(
-        layers=1,
-        cells=CELLS // streams,
-        kv_heads=KV_HEADS,
-        head_dim=SIZE,
-        sequences=Q,
-        streams=streams,
-        rope=jaxkv.make_rope(SIZE),
-        dtype=dtype,
-    )
+    """A memory with some tokens, a ubatch that it has taken in, queries and keys."""
+    rope = jaxkv.make_rope(SIZE)
+    sizes = dict(layers=1, cells=4096 // streams, kv_heads=KV_HEADS, head_dim=SIZE, sequences=Q)
+    memory = jaxkv.make_kv_cache(**sizes, streams=streams, rope=rope, dtype=dtype)
     batch = jaxkv.make_batch([[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]])
     (ubatch,) = jaxkv.init_batch(memory, batch).check().ubatches
-    rng = np.random.default_rng(0)
-    shape = ubatch.valid.shape
+    rng, shape = np.random.default_rng(0), ubatch.valid.shape
     q, k = (jnp.asarray(rng.normal(size=(*shape, n, SIZE)), dtype) for n in (HEADS, KV_HEADS))
     return jaxkv.apply(memory, ubatch), ubatch, q, k
 
 
-def placed(mode, memory, ubatch, q, k):
+def placed(mesh, memory, ubatch, q, k):
     """The same on four devices: heads apart, everything else on each."""
-    mesh = jax.make_mesh((4,), ("heads",), axis_types=(mode,))
 
-    def put(tree, spec):
-        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
+    def put(tree, *spec):
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P(*spec))), tree)
 
     table, buffers = jaxkv.split(memory)
-    memory = jaxkv.join(put(table, P()), put(buffers, BUFFERS))
-    return mesh, (memory, put(ubatch, P()), put(q, PROJECTED), put(k, PROJECTED))
+    memory = jaxkv.join(put(table), put(buffers, None, "heads"))
+    return memory, put(ubatch), *put((q, k), None, None, "heads")
 
 
-def attends(implementation):
-    return jax.jit(
-        lambda memory, ubatch, q, k: jaxkv.attend(
-            memory, 0, ubatch, q, k, k, implementation=implementation
-        )
-    )
+def attends(implementation=None):
+    def attend(memory, ubatch, q, k):
+        return jaxkv.attend(memory, 0, ubatch, q, k, k, implementation=implementation)
+
+    return jax.jit(attend)
 
 
 def check_on_mesh(mode, run, plain, atol):
     """A program on four devices sends nothing, and gives what it gives on one."""
-    wanted = run(*plain)
-    mesh, sharded = placed(mode, *plain)
+    wanted, mesh = run(*plain), mesh_of(mode, heads=4)
+    sharded = placed(mesh, *plain)
     with jax.set_mesh(mesh):
         compiled = run.lower(*sharded).compile()
         got = compiled(*sharded)
@@ -69,18 +59,11 @@ def check_on_mesh(mode, run, plain, atol):
         np.testing.assert_allclose(np.asarray(one, float), np.asarray(other, float), atol=atol)
 
 
+CASES = [(None, Q, AUTO), (None, 1, EXPLICIT), ("whole", Q, EXPLICIT), ("xla", 1, EXPLICIT)]
+
+
 @pytest.mark.parametrize(
-    ("implementation", "streams", "mode"),
-    in_lanes(
-        [
-            *((None, streams, mode) for streams in (1, Q) for mode in (AUTO, EXPLICIT)),
-            ("tiles", 1, EXPLICIT),
-            ("whole", Q, EXPLICIT),
-            ("xla", 1, EXPLICIT),
-        ],
-        fast=[],
-        core=[(None, Q, AUTO)],
-    ),
+    ("implementation", "streams", "mode"), in_lanes(CASES, fast=[], core=CASES[:1])
 )
 def test_attend_with_split_heads_sends_nothing(implementation, streams, mode):
     check_on_mesh(mode, attends(implementation), arguments(streams), atol=1e-5)
@@ -96,13 +79,13 @@ def test_moves_with_split_heads_send_nothing(dtype, mode):
         return jaxkv.apply(memory, jaxkv.defrag_plan(memory)), ()
 
     memory, *rest = arguments(1, dtype)
-    memory, _ = attends(None)(memory, *rest)
+    memory, _ = attends()(memory, *rest)
     check_on_mesh(mode, jax.jit(tidy), (memory, *rest), atol=2e-2)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("mode", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.nightly)])
-def test_attend_pallas_without_rules_raises_on_mesh(mode):
-    mesh, sharded = placed(mode, *arguments(Q))
+def test_attend_pallas_without_rules_raises_on_mesh():
+    mesh = mesh_of(heads=4)
+    sharded = placed(mesh, *arguments(Q))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="'pallas' wants .*with rules"):
         attends("pallas").lower(*sharded)

@@ -20,19 +20,9 @@ from jaxkv.kv.cells import Cells
 from jaxkv.recurrent.states import occupied
 from tests import histories, memories
 from tests.cases import in_lanes, mostly_nightly
-from tests.memories import (
-    GROUPS,
-    RUNS,
-    SMALL,
-    SPLIT,
-    WIDE,
-    WINDOW,
-    Kind,
-    assert_identical,
-    drawing,
-    drawn,
-    parts_of,
-)
+from tests.generation.tiny import assert_sound
+from tests.memories import GROUPS, RUNS, SMALL, Kind, assert_identical, drawing, drawn
+from tests.snapshot.saved import with_numbers
 
 STATES = {
     "states": {"kinds": "rr", "kept": 3},
@@ -52,16 +42,7 @@ FULL = [
 WINDOWS = [replace(one, windows=(jaxkv.window.sliding(3),)) for one in FULL]
 
 
-# --------------------------------------------------------------------------- making and comparing
-
-
-def with_numbers(memory, seed=0):
-    """The same table, beside random keys and values."""
-    table, buffers = jaxkv.split(memory)
-    rng = np.random.default_rng(seed)
-    return jaxkv.join(
-        table, jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), buffers)
-    )
+# ---- making and comparing
 
 
 def scattered(kind, seed):
@@ -92,7 +73,7 @@ def belongings(memory, seq, kept=0):
     """
     is_states = jaxkv.split(memory)[0].facts.kind == "recurrent"
     found = []
-    for table, buffers in [jaxkv.split(memory)] if is_states else parts_of(memory):
+    for table, buffers in [jaxkv.split(memory)] if is_states else memories.parts_of(memory):
         if not isinstance(table, Cells):
             dead = int(table.dead_until[seq])
             found.append((dead, histories.kept_of(table, buffers)[seq][-kept:]))
@@ -122,10 +103,6 @@ def unstamped(memory):
     return fields
 
 
-def assert_sound(memory):
-    assert not any(map(int, jaxkv.check_invariants(memory).values()))
-
-
 def assert_same_memory(loaded, memory):
     assert_identical(unstamped(loaded), unstamped(memory))
     for seq in range(jaxkv.split(memory)[0].facts.sequences):
@@ -140,7 +117,6 @@ def run(memory, kinds, seq, count):
 
 @cache
 def lived(name, seed=0):
-    """A memory with states after a short random life."""
     rng, twin = random.Random(seed), histories.Twin(**STATES[name])
     ids = range(twin.sequences)
     for _ in range(4):
@@ -155,17 +131,11 @@ def lived(name, seed=0):
     return twin.memory
 
 
-# ---------------------------------------------------------------------------------- the same cells
+KINDS = [GROUPS, memories.WIDE, memories.WINDOW, FULL[1]]
 
 
 @pytest.mark.parametrize(
-    "kind",
-    in_lanes(
-        [SMALL, WIDE, SPLIT, GROUPS, WINDOW, FULL[1]],
-        fast=[SMALL, GROUPS],
-        core=[WIDE, SPLIT, WINDOW, FULL[1]],
-    ),
-    ids=lambda kind: kind.name,
+    "kind", in_lanes(KINDS, fast=KINDS[:1], core=KINDS[1:]), ids=lambda kind: kind.name
 )
 def test_load_returns_the_saved_memory(kind, tmp_path):
     memory = scattered(kind, 0)
@@ -204,16 +174,6 @@ def test_load_of_states_never_written_holds_none():
     assert np.isnan(states["trace"]).all()
 
 
-@pytest.mark.core
-def test_load_keeps_owed_rotations_with_their_keys():
-    """llama.cpp saves new positions and keys that were not rotated."""
-    memory = with_numbers(drawn("0{0} 1{0}-1 2{0}-1 0{1}"))
-    loaded = snapshot.load(snapshot.to_bytes(memory))
-    assert not jaxkv.init_batch(loaded, jaxkv.make_batch([1])).ok
-    rotated = [jaxkv.apply(one, jaxkv.init_update(one)) for one in (memory, loaded)]
-    assert_same_memory(rotated[1], rotated[0])
-
-
 def test_load_makes_earlier_plans_and_tables_stale():
     memory = drawn("0{0} 1{0} 0{1}")
     (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch([1])).ubatches
@@ -221,9 +181,6 @@ def test_load_makes_earlier_plans_and_tables_stale():
     for loaded in (snapshot.load(data), snapshot.load_into(data, memory)):
         assert not jaxkv.is_current(loaded, ubatch)
         assert not jaxkv.go_back(jaxkv.split(memory)[0], loaded)[1]
-
-
-# -------------------------------------------------------------------------------------- some of it
 
 
 @pytest.mark.parametrize(
@@ -243,14 +200,8 @@ def test_load_into_takes_cells_and_leaves_others(saved, sequences, target, moves
     assert drawing(snapshot.load_into(data, drawn(target), sequences=moves)) == wanted
 
 
-def test_load_of_one_sequence_keeps_its_cells():
-    loaded = snapshot.load(snapshot.to_bytes(drawn("0{0,1} 1{0} . 1{1} 2{1}"), sequences=[1]))
-    assert drawing(loaded) == "0{1} . . 1{1} 2{1}"
-
-
 def test_load_into_copies_shared_cells_to_each_stream():
     data = snapshot.to_bytes(drawn("0{0,1,2} 1{0,1}"))
-    assert drawing(snapshot.load_into(data, SPLIT.make())) == "0{0} 1{0} | 0{1} 1{1} | 0{2}"
     groups = snapshot.load_into(data, GROUPS.make(), sequences=[3, 1, 2])
     assert drawing(groups) == "0{1} 1{1} | 0{2,3} 1{3}"
 
@@ -266,12 +217,6 @@ def test_load_into_contiguous_needs_a_run():
     assert drawing(loaded).startswith("0{1} 1{1} 2{1} 0{2}")
 
 
-def test_load_into_too_few_cells_raises():
-    data = snapshot.to_bytes(drawn(" ".join(f"{i}{{0}}" for i in range(12))))
-    with pytest.raises(jaxkv.NoRoomError, match="wanted 12 cells of stream 0 .* got 10"):
-        snapshot.load_into(data, GROUPS.make(), sequences={0: 0})
-
-
 @pytest.mark.core
 def test_load_into_takes_cells_hidden_by_a_window():
     window = Kind("", cells=6, sequences=2, windows=(jaxkv.window.sliding(2),))
@@ -281,31 +226,13 @@ def test_load_into_takes_cells_hidden_by_a_window():
     assert loaded.table.evicted_below.tolist() == [0, 1]
 
 
-@pytest.mark.core
-def test_load_into_fewer_states_takes_the_newest():
-    memory = histories.run(histories.make(kept=3), jaxkv.make_batch([1, 2, 3, 4]))
-    data = snapshot.to_bytes(memory, sequences=[0])
-    for kept in (0, 1, 3, 5):
-        loaded = snapshot.load_into(data, histories.make(kept=kept, streams=3), sequences=[2])
-        wanted = histories.states_of(memory, 0)[-kept - 1 :]
-        assert histories.states_of(loaded, 2) == wanted
-        assert jaxkv.used(loaded).item() == len(wanted)
+DTYPES = ["bfloat16", "float8_e4m3", "float16", "float8_e4m3fn", "float8_e5m2"]
 
 
-# ----------------------------------------------------------------------------------------- dtypes
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    in_lanes(
-        ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3"],
-        fast=["bfloat16", "float8_e4m3"],
-        core=["float16", "float8_e4m3fn", "float8_e5m2"],
-    ),
-)
+@pytest.mark.parametrize("dtype", in_lanes(DTYPES, fast=DTYPES[:1], core=DTYPES[1:]))
 def test_load_returns_every_bit_of_a_dtype(dtype):
-    kind = Kind("", cells=5, sequences=1, dtype=dtype)
-    memory = with_numbers(drawn("0{0} 1{0} 2{0} 3{0} 4{0}", kind))
+    kind = Kind("", cells=2, sequences=1, dtype=dtype)
+    memory = with_numbers(drawn("0{0} 1{0}", kind))
     loaded = snapshot.load(snapshot.to_bytes(memory))
     assert loaded.buffers.k[0].dtype == dtype
     assert_identical(loaded.buffers, memory.buffers)
@@ -325,9 +252,6 @@ def test_load_returns_states_of_any_dtype_and_name():
     assert_identical(loaded.buffers, memory.buffers)
 
 
-# --------------------------------------------------------------------------------- other layouts
-
-
 @pytest.mark.parametrize(
     ("source", "target"),
     in_lanes(
@@ -339,11 +263,8 @@ def test_load_returns_states_of_any_dtype_and_name():
 )
 def test_load_into_another_layout_moves_all_of_a_sequence(source, target):
     for seed in range(5):
-        memory, other, rng = (
-            scattered(source, seed),
-            scattered(target, 100 + seed),
-            random.Random(seed),
-        )
+        memory, other = scattered(source, seed), scattered(target, 100 + seed)
+        rng = random.Random(seed)
         pairs = zip(rng.sample(range(4), 4), rng.sample(range(4), 4), strict=True)
         moves = dict([*pairs][: rng.randrange(5)])
         data = snapshot.to_bytes(memory, sequences=[*moves])
@@ -356,29 +277,15 @@ def test_load_into_another_layout_moves_all_of_a_sequence(source, target):
                 assert belongings(loaded, seq) == belongings(other, seq)
 
 
+LAYOUTS = [(*one, name) for one in [(0, 1, 0), (1, 4, 2), (2, 1, 2), (0, 4, 0)] for name in STATES]
+
+
 @pytest.mark.core
-def test_load_goes_on_as_the_saved_memory():
-    """In the same cells, and in another layout."""
-    memory = SPLIT.make()
-    for seq in (0, 1):
-        memory, _ = memories.run(memory, jaxkv.make_batch([1, 2, 3, 4], sequences=seq))
-    memory = jaxkv.seq_cp(memory, 0, 2)
-    data = snapshot.to_bytes(memory)
-    loaded, other = snapshot.load(data), snapshot.load_into(data, replace(SMALL, cells=24).make())
-    for seq in (1, 2):
-        batch = jaxkv.make_batch([5, 6, 7, 8], sequences=seq)
-        (memory, wanted), (loaded, found), (other, near) = (
-            memories.run(one, batch) for one in (memory, loaded, other)
-        )
-        assert_identical(found, wanted)
-        np.testing.assert_allclose(near, wanted, rtol=1e-5, atol=1e-5)
-    assert_same_memory(loaded, memory)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize(("seed", "streams", "kept"), [(0, 1, 0), (1, 4, 2), (2, 1, 2), (0, 4, 0)])
-def test_load_into_another_layout_takes_newest_states(name, seed, streams, kept):
+@pytest.mark.parametrize(
+    ("seed", "streams", "kept", "name"),
+    mostly_nightly(LAYOUTS, few=[(1, 4, 2, "states")]),
+)
+def test_load_into_another_layout_takes_newest_states(seed, streams, kept, name):
     options = STATES[name]
     memory, kinds = lived(name, seed), options["kinds"]
     other = {"sequences": 4, "streams": streams, "kept": kept, "cells": 40}

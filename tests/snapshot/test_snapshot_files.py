@@ -22,7 +22,9 @@ import safetensors.numpy
 import jaxkv
 from jaxkv import snapshot
 from tests import histories
+from tests.cases import in_lanes
 from tests.memories import assert_identical, bits, drawn
+from tests.snapshot.saved import changed, with_numbers
 
 OVERHEAD = 200_000
 """Bytes that reading may take beside what a file holds: its header, parsed, and messages."""
@@ -34,35 +36,13 @@ def saved():
     memory = jaxkv.make_kv_cache(
         layers=3, cells=64, kv_heads=8, head_dim=128, dtype=jnp.bfloat16, sequences=2
     )
-    table, buffers = jaxkv.split(memory)
-    rng = np.random.default_rng(0)
-    buffers = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), buffers)
-    memory = jaxkv.join(table, buffers)
+    memory = with_numbers(memory)
     batch = jaxkv.make_batch([[1] * 30, [2] * 20])
     memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch))
     return memory, snapshot.to_bytes(memory, tokens={0: [1] * 30}, model={"name": "tiny"})
 
 
-def changed(data, rng):
-    """A file with something changed, in the header as often as in the data."""
-    data, end = bytearray(data), 8 + int.from_bytes(data[:8], "little")
-    at = rng.randrange(end) if rng.random() < 0.5 else rng.randrange(end, len(data))
-    match rng.randrange(8):
-        case 0:
-            del data[at:]
-        case 1:
-            data += bytes(rng.randrange(1, 100))
-        case 2:
-            data[at : at + 8] = rng.choice([2**64 - 1, 2**62, 2**31, 0, 5]).to_bytes(8, "little")
-        case 3:
-            del data[at : at + rng.randrange(1, 9)]
-        case _:
-            data[at] ^= 1 << rng.randrange(8)
-    return bytes(data)
-
-
 def described(data, change):
-    """A file whose metadata are changed, and well-formed."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     change(header["__metadata__"])
@@ -87,19 +67,18 @@ def check_refused(memory, data, words):
 
 @pytest.mark.parametrize(
     "seeds",
-    [
-        range(10),
-        pytest.param(range(10, 100), marks=pytest.mark.core),
-        pytest.param(range(1000, 2000), marks=pytest.mark.nightly),
-    ],
-    ids=len,
+    in_lanes(
+        [range(10), range(10, 100), range(1000, 2000)], fast=[range(10)], core=[range(10, 100)]
+    ),
+    ids=str,
 )
 def test_load_of_damaged_file_raises(seeds, saved, tmp_path):
     memory, data = saved
     before = jax.tree.map(bits, memory)
+    stops = 8 + int.from_bytes(data[:8], "little"), len(data)  # in the header as often as behind it
     for seed in seeds:
-        damaged, path = changed(data, random.Random(seed)), tmp_path / "damaged"
-        path.write_bytes(damaged)
+        damaged = changed(data, random.Random(seed), stops[seed % 2]) + bytes(seed % 3 // 2)
+        (path := tmp_path / "damaged").write_bytes(damaged)
         for source in (path, damaged) if damaged != data else ():
             check_refused(memory, source, "wanted .* got ")
     assert_identical(jax.tree.map(bits, memory), before)
@@ -118,8 +97,7 @@ def test_load_of_foreign_or_newer_file_raises(saved, tmp_path):
         snapshot.load(tmp_path / "nowhere")
 
 
-def test_load_of_damaged_data_changes_nothing_donated(saved):
-    """The header is read all the same; `inspect` looks at no data."""
+def test_load_into_donates_where_nothing_is_refused(saved):
     memory, data = saved
     damaged = bytes([*data[:-1], data[-1] ^ 1])
     assert snapshot.inspect(damaged).model == {"name": "tiny"}
@@ -129,30 +107,17 @@ def test_load_of_damaged_data_changes_nothing_donated(saved):
     with pytest.raises(jaxkv.NoRoomError):
         snapshot.load_into(snapshot.to_bytes(full, sequences=[0]), full, sequences=[1], donate=True)
     assert not any(x.is_deleted() for x in jax.tree.leaves((memory, full)))
-
-
-def test_inspect_tells_all_of_the_header(saved, tmp_path):
-    memory, data = saved
-    path = tmp_path / "file"
-    path.write_bytes(data)
-    for source in (path, str(path), data):
-        info = snapshot.inspect(source)
-        assert (info.version, info.sequences, info.tokens) == (1, (0, 1), {0: [1] * 30})
-        assert info.arrays["buffers.v.2"] == ("bfloat16", (50, 8, 128))
-        assert jax.tree.structure(info.memory) == jax.tree.structure(memory)
-        assert jaxkv.nbytes(info.memory) == jaxkv.nbytes(memory)
+    kept = snapshot.load_into(snapshot.to_bytes(full, sequences=0), full, sequences=0, donate=True)
+    assert full.buffers.k[0].is_deleted() and jaxkv.used(kept) == 12
 
 
 def test_save_is_read_by_safetensors(tmp_path):
-    table, buffers = jaxkv.split(drawn("0{0} 1{0} . 0{1}"))
-    buffers = jax.tree.map(lambda x: jnp.arange(float(x.size)).reshape(x.shape), buffers)
-    snapshot.save(tmp_path / "memory", jaxkv.join(table, buffers))
+    memory = with_numbers(drawn("0{0} 1{0} . 0{1}"))
+    snapshot.save(tmp_path / "memory", memory)
     arrays = safetensors.numpy.load_file(tmp_path / "memory")
     assert arrays["table.position"].tolist() == [0, 1, 0]
-    assert_identical(arrays["buffers.v.1"], np.asarray(buffers.v[1])[0].swapaxes(0, 1)[[0, 1, 3]])
-
-
-# ------------------------------------------------------------------------------------- by name
+    wanted = np.asarray(memory.buffers.v[1])[0].swapaxes(0, 1)[[0, 1, 3]]
+    assert_identical(arrays["buffers.v.1"], wanted)
 
 
 def make(**changes):
@@ -169,34 +134,6 @@ def hybrid(layers=(0, 1), **changes):
     return jaxkv.make_hybrid_cache((make(**changes), layers), (recurrent(), (2, 3)))
 
 
-@pytest.mark.parametrize(
-    ("saved", "memory", "words"),
-    [
-        (make, recurrent, "kind of this one, recurrent, got one with attention"),
-        (make, hybrid, "kind of this one, hybrid, got one with attention"),
-        (lambda: make(layers=3), make, "layers of this one, 2, got one with 3"),
-        (lambda: make(kv_heads=[2, 1]), make, r"kv_heads .* \[2, 2\], got one with \[2, 1\]"),
-        (lambda: make(head_dim=8, value_dim=4), make, "head_dim"),
-        (lambda: make(value_dim=8), make, "value_dim"),
-        (lambda: make(dtype=jnp.bfloat16), make, "dtype of this one, float32, got one with bfl"),
-        (lambda: make(window=jaxkv.window.sliding(4)), make, "window of this one, None, got .*=4"),
-        (lambda: make(rope=(None, jaxkv.make_rope(4))), make, "rope of layer 1 of this one, None"),
-        (
-            lambda: make(rope=jaxkv.make_rope(4, base=9.0)),
-            lambda: make(rope=jaxkv.make_rope(4)),
-            "rope of layer 0",
-        ),
-        (lambda: recurrent(layers=1), recurrent, "layers of this one, 2, got one with 1"),
-        (lambda: recurrent(states={"x": ((), jnp.float32)}), recurrent, "states"),
-        (lambda: hybrid(layers=(1, 0)), hybrid, "layers of parts"),
-        (lambda: hybrid(dtype=jnp.float16), hybrid, "dtype in part 0"),
-    ],
-)
-def test_load_into_a_memory_that_differs_raises(saved, memory, words):
-    with pytest.raises(ValueError, match=f"wanted a snapshot of a memory with the {words}"):
-        snapshot.load_into(snapshot.to_bytes(saved()), memory())
-
-
 def test_load_compares_models_where_both_are_known():
     memory = make()
     data, unnamed = snapshot.to_bytes(memory, model=("a", 1)), snapshot.to_bytes(memory)
@@ -211,80 +148,9 @@ def test_load_compares_models_where_both_are_known():
             named(model=object())
 
 
-def test_inspect_returns_notes_as_json_has_them():
+def test_inspect_reads_notes_and_files_from_before_them():
     for notes in (None, {"names": ["a", "b"], "n": {"1": 2.5}}, "text"):
         assert snapshot.inspect(snapshot.to_bytes(make(), notes=notes)).notes == notes
-
-
-def load_into(**options):
-    return snapshot.load_into(snapshot.to_bytes(make(), model="a"), make(), **options)
-
-
-def save(*, memory=make, **options):
-    return snapshot.save("/nowhere/file", memory(), **options)
-
-
-def on_a_mesh():
-    table, buffers = jaxkv.split(make())
-    return jaxkv.join(table.with_rules(jaxkv.sharding.Rules()), buffers)
-
-
-@pytest.mark.parametrize(
-    ("call", "exception", "match"),
-    [
-        (partial(load_into, sequences=[0]), ValueError, "a target for each of the saved sequences"),
-        (partial(load_into, sequences=1), ValueError, r"saved sequences \[0, 1\], got \[1\]"),
-        (partial(load_into, sequences=[0, 5]), ValueError, "wanted sequence ids from 0 to 1"),
-        (partial(load_into, sequences=[1, 1]), ValueError, "each sequence at most once"),
-        (partial(load_into, sequences={3: 0}), ValueError, "some of the saved sequences"),
-        (partial(load_into, model=object()), TypeError, "wanted model that JSON holds"),
-        (partial(save, sequences=[2]), ValueError, "wanted sequence ids from 0 to 1"),
-        (partial(save, sequences=[0, 0]), ValueError, "each sequence at most once"),
-        (partial(save, sequences=[0], tokens={1: []}), ValueError, "wanted"),
-        (partial(save, tokens={0: 5}), ValueError, "wanted"),
-        (partial(save, tokens={0: [[1, 2]]}), ValueError, "wanted"),
-        (partial(save, model=object()), TypeError, "wanted model that JSON holds"),
-        (partial(save, notes={1, 2}), TypeError, "wanted notes that JSON holds"),
-        (partial(save, memory=lambda: (make(), True)), TypeError, "a memory, got a tuple"),
-        (partial(save, memory=on_a_mesh), ValueError, "Orbax"),
-        (lambda: jax.jit(snapshot.to_bytes)(make()), ValueError, "on one device, outside of jit"),
-    ],
-)
-def test_snapshot_bad_argument_raises(call, exception, match):
-    with pytest.raises(exception, match=match):
-        call()
-
-
-@pytest.mark.parametrize("make", [make, recurrent, hybrid], ids=["cells", "states", "hybrid"])
-def test_snapshot_of_memory_without_values_raises(make):
-    def gone(donated):
-        table, buffers = jaxkv.split(jax.tree.map(jnp.copy, memory))
-        for leaf in jax.tree.leaves(buffers if donated == "buffers" else table):
-            leaf.delete()
-        return jaxkv.join(table, buffers)
-
-    memory = make()
-    data = snapshot.to_bytes(memory)
-    for use in (snapshot.to_bytes, partial(snapshot.load_into, data)):
-        with pytest.raises(ValueError, match="wanted one memory, got a batch of them: .*take each"):
-            use(jax.tree.map(lambda x: jnp.stack([x, x]), memory))
-        for donated in ("table", "buffers"):
-            with pytest.raises(ValueError, match="got one whose buffers were donated: go on with"):
-                use(gone(donated))
-        with pytest.raises(TypeError, match="wanted a memory with values, got the shapes of one"):
-            use(jax.eval_shape(lambda: memory))
-
-
-def test_load_into_sequence_may_be_a_number(saved):
-    memory, _ = saved
-    data = snapshot.to_bytes(memory, sequences=1)
-    loaded = snapshot.load_into(data, memory, sequences=0)
-    assert_identical(loaded, snapshot.load_into(data, memory, sequences=[0]))
-    assert jaxkv.seq_pos_max(loaded, 0).item() == 19
-
-
-def test_load_of_file_without_notes_is_read():
-    """Files from before there were notes."""
 
     def without(known):
         said = json.loads(known["description"])
@@ -297,33 +163,91 @@ def test_load_of_file_without_notes_is_read():
     snapshot.load(data)
 
 
-@pytest.mark.parametrize(
-    ("wide", "options", "name"),
-    [
+def into(memory, saved, **options):
+    return partial(snapshot.load_into, snapshot.to_bytes(saved), memory, **options)
+
+
+def save(memory=None, **options):
+    return partial(snapshot.save, "/nowhere/file", make() if memory is None else memory, **options)
+
+
+def on_a_mesh():
+    table, buffers = jaxkv.split(make())
+    return jaxkv.join(table.with_rules(jaxkv.sharding.Rules()), buffers)
+
+
+def test_load_into_a_memory_that_differs_raises():
+    window, ropes = jaxkv.window.sliding(4), (None, jaxkv.make_rope(4))
+    states = recurrent(states={"x": ((), jnp.float32)})
+    for memory, saved, words in [
+        (hybrid(), make(), "kind of this one, hybrid, got one with attention"),
+        (make(), make(layers=3), "layers of this one, 2, got one with 3"),
+        (make(), make(kv_heads=[2, 1]), r"kv_heads .* \[2, 2\], got one with \[2, 1\]"),
+        (make(), make(head_dim=8, value_dim=4), "head_dim"),
+        (make(), make(dtype=jnp.bfloat16), "dtype of this one, float32, got one with bfl"),
+        (make(), make(window=window), "window of this one, None, got .*=4"),
+        (make(), make(rope=ropes), "rope of layer 1 of this one, None"),
+        (recurrent(), states, "states"),
+        (hybrid(), hybrid(layers=(1, 0)), "layers of parts"),
+        (hybrid(), hybrid(dtype=jnp.float16), "dtype in part 0"),
+    ]:
+        with pytest.raises(ValueError, match=f"wanted a snapshot of a memory with the {words}"):
+            into(memory, saved)()
+
+
+def test_snapshot_bad_argument_raises():
+    known = partial(into, make(), make())
+    for call, exception, match in [
+        (known(sequences=[0]), ValueError, "a target for each of the saved sequences"),
+        (known(sequences=1), ValueError, r"saved sequences \[0, 1\], got \[1\]"),
+        (known(sequences=[0, 5]), ValueError, "wanted sequence ids from 0 to 1"),
+        (known(sequences=[1, 1]), ValueError, "each sequence at most once"),
+        (known(sequences={3: 0}), ValueError, "some of the saved sequences"),
+        (save(sequences=[2]), ValueError, "wanted sequence ids from 0 to 1"),
+        (save(sequences=[0, 0]), ValueError, "each sequence at most once"),
+        (save(sequences=[0], tokens={1: []}), ValueError, "wanted"),
+        (save(tokens={0: 5}), ValueError, "wanted"),
+        (save(tokens={0: [[1, 2]]}), ValueError, "wanted"),
+        (save(notes={1, 2}), TypeError, "wanted notes that JSON holds"),
+        (save((make(), True)), TypeError, "a memory, got a tuple"),
+        (save(on_a_mesh()), ValueError, "Orbax"),
+        (partial(jax.jit(snapshot.to_bytes), make()), ValueError, "on one device, outside of jit"),
+    ]:
+        with pytest.raises(exception, match=match):
+            call()
+
+
+def test_snapshot_of_memory_without_values_raises():
+    def gone(donated):
+        table, buffers = jaxkv.split(jax.tree.map(jnp.copy, memory))
+        for leaf in jax.tree.leaves(buffers if donated == "buffers" else table):
+            leaf.delete()
+        return jaxkv.join(table, buffers)
+
+    memory = hybrid()
+    data = snapshot.to_bytes(memory)
+    for use in (snapshot.to_bytes, partial(snapshot.load_into, data)):
+        with pytest.raises(ValueError, match="wanted one memory, got a batch of them: .*take each"):
+            use(jax.tree.map(lambda x: jnp.stack([x, x]), memory))
+        for donated in ("table", "buffers"):
+            with pytest.raises(ValueError, match="got one whose buffers were donated: go on with"):
+                use(gone(donated))
+        with pytest.raises(TypeError, match="wanted a memory with values, got the shapes of one"):
+            use(jax.eval_shape(lambda: memory))
+
+
+def test_load_of_64_bits_needs_x64():
+    for wide, options, name in [
         (make, {"dtype": "float64"}, "buffers.k.0 of float64"),
         (recurrent, {"states": {"x": ((2,), "int64")}}, "buffers.0.x of int64"),
-    ],
-    ids=["cells", "states"],
-)
-def test_load_of_64_bits_needs_x64(wide, options, name):
-    with jax.enable_x64(True):
-        memory = wide(**options)
-        data = snapshot.to_bytes(memory)
-        assert_identical(snapshot.load(data), memory)
-    for use in (snapshot.load, partial(snapshot.load_into, memory=wide()), snapshot.inspect):
-        with pytest.raises(ValueError, match=f"wanted {name} as saved, got a JAX without 64 bits"):
-            use(data)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_load_into_donate_gives_up_buffers(donate):
-    memory = drawn("0{0}")
-    loaded = snapshot.load_into(snapshot.to_bytes(memory), memory, donate=donate)
-    assert not loaded.buffers.k[0].is_deleted()
-    assert memory.buffers.k[0].is_deleted() == donate
-
-
-# ---------------------------------------------------------------------------------- file systems
+    ]:
+        with jax.enable_x64(True):
+            memory = wide(**options)
+            data = snapshot.to_bytes(memory)
+            assert_identical(snapshot.load(data), memory)
+        for use in (snapshot.load, partial(snapshot.load_into, memory=wide()), snapshot.inspect):
+            with pytest.raises(ValueError, match=f"wanted {name} as saved, got a JAX without 64"):
+                use(data)
 
 
 def test_save_replaces_a_file_whole_or_not_at_all(tmp_path):

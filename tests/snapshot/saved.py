@@ -1,0 +1,31 @@
+"""Memories to save, and bytes of files that are damaged at random."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+
+
+def changed(data, rng, stop):
+    """Bytes with something before `stop` overwritten, taken out, or cut off there."""
+    data, at = bytearray(data), rng.randrange(stop)
+    match rng.randrange(8):
+        case 0:
+            del data[at:]
+        case 1:
+            del data[at : at + rng.randrange(1, 9)]
+        case 2:
+            data[at : at + 8] = rng.choice([2**64 - 1, 2**62, 2**31, 0, 5]).to_bytes(8, "little")
+        case 3:
+            data[at : at + 4] = rng.choice([2**32 - 1, 2**31, 0, 9]).to_bytes(4, "little")
+        case _:
+            data[at] = rng.randrange(256)
+    return bytes(data)
+
+
+def with_numbers(memory, seed=0):
+    table, buffers = jaxkv.split(memory)
+    rng = np.random.default_rng(seed)
+    draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)  # noqa: E731
+    return jaxkv.join(table, jax.tree.map(draw, buffers))
