@@ -41,27 +41,30 @@ def turn(keys: Stored, start: jax.Array, stop: jax.Array, rope: Rope) -> Stored:
       stop: `[C]` int32, the position that it is rotated for in the result.
       rope: the rotary embedding.
     """
-    rope, size = replace(rope, attention_factor=1.0), 2 * len(rope.frequencies)
+    rope = replace(rope, attention_factor=1.0)
     if not isinstance(keys, Quantised) and keys.dtype.itemsize > 2:
         return rotate(keys, stop - start, rope)
     plain = rotate(decoded(keys).astype(jnp.float32), -start, rope)
     lengths = _of_pairs(jnp.hypot, jnp.abs(plain), rope)
-    if isinstance(keys, Quantised):
-        scales = _scales(keys, lengths)
-        scale = _of_pairs(
-            jnp.maximum, spread(scales, plain.shape[-1]) + jnp.zeros_like(plain), rope
-        )
-    else:
-        scale = jnp.ones_like(plain)
-    scale = jnp.where(scale > 0, scale, 1)
-    width = WIDTH * scale * _unit(lengths / scale, keys.dtype)
-    moved = jnp.concatenate(
-        [(jnp.round(plain / width) * width)[..., :size], plain[..., size:]], axis=-1
-    )
-    moved = rotate(moved, stop, rope)
     if not isinstance(keys, Quantised):
-        return moved.astype(keys.dtype)
-    return Quantised(codes=codes_of(moved, scales, keys.dtype), scales=scales)
+        moved = _on_grid(plain, _unit(lengths, keys.dtype), rope)
+        return rotate(moved, stop, rope).astype(keys.dtype)
+    scales = _scales(keys, lengths)
+    scale = jnp.broadcast_to(spread(scales, plain.shape[-1]), plain.shape)
+    scale = _of_pairs(jnp.maximum, jnp.where(scale > 0, scale, 1), rope)
+    moved = _on_grid(plain, scale * _unit(lengths / scale, keys.dtype), rope)
+    codes = codes_of(rotate(moved, stop, rope), scales, keys.dtype)
+    return Quantised(codes=codes, scales=scales)
+
+
+def _on_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
+    """Return keys at position 0 with their pairs on the grid; what no pair turns stays.
+
+    unit: `[C, K, D]`, the widest unit of the last place that the pair of a number has anywhere.
+    """
+    size, width = 2 * len(rope.frequencies), WIDTH * unit
+    pairs = jnp.round(plain / width) * width
+    return jnp.concatenate([pairs[..., :size], plain[..., size:]], axis=-1)
 
 
 def _of_pairs(
