@@ -17,7 +17,8 @@ from tests.generation.tiny import BEST, assert_sound, ends, load, texts
 pytestmark = pytest.mark.nightly
 
 EIGHT = [[7, 3, 11, 5, 7, 3, 11, 5, 7, 3], [2, 9, 13, 2, 9, 13, 2], [4, 6, 1, 8, 4, 6]]
-EIGHT += [np.random.default_rng(i).integers(1, 14, 2 + i).tolist() for i in range(5)]
+DRAWN = np.random.default_rng(5)
+EIGHT += [DRAWN.integers(1, 14, DRAWN.integers(2, 10)).tolist() for _ in range(5)]
 BRANCHING = [[7, 3, 11, 5, 7, 3, 9, 5, 7, 3], [2, 9, 13, 2, 9, 4, 2, 9]]
 
 
@@ -57,10 +58,13 @@ def assert_says_the_same(model, draft, memory, state, *, atol=2e-4):
     picked = made.turns + made.accepted  # no text ends with a guess: none has a stop token
     assert picked.tolist() == [len(text) for text in texts(made)]
     every = range(jaxkv.split(memory)[0].facts.sequences)
-    for one in (found, getattr(draft, "memory", found)):  # nothing is left of what was guessed
-        assert ends(one, every) == ends(after, every)
-        assert_sound(one)
+    assert ends(found, every) == ends(after, every)  # nothing is left of what was guessed
     assert jaxkv.used(found) == jaxkv.used(after)
+    assert_sound(found)
+    if hasattr(draft, "memory"):  # it may lack one token
+        own = jaxkv.seq_pos_max(draft.memory, state.sequence) + (draft.unfed >= 0)
+        assert own.tolist() == ends(after, state.sequence)
+        assert_sound(draft.memory)
     return found, after, made
 
 
@@ -102,7 +106,7 @@ def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
     if kind == "lookup":
         tree, most = loops.lookup(BRANCHING, ngram=1, branches=3), 24 + 24
     else:
-        draft = partial(drafting, model, BRANCHING, noise=0.05, ids=ids, **six)
+        draft = partial(drafting, model, BRANCHING, noise=0.4, ids=ids, **six)
         _, _, chain = assert_says_the_same(model, draft(), memory, state)
         most = chain.turns.sum()
         tree = draft(make=partial(loops.draft_tree, branches=3))
