@@ -106,6 +106,16 @@ class HybridTable(Table):
         del buffers
         return 1 + max(layer for layers in self.layers for layer in layers)
 
+    def check_buffers(self, buffers: tuple) -> None:
+        """Raise unless each part has the buffers of one that is like it."""
+        if len(buffers) != len(self.parts):
+            raise ValueError(
+                f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}: join the "
+                f"table and the buffers of one memory"
+            )
+        for part, one in zip(self.parts, buffers, strict=True):
+            part.check_buffers(one)
+
     def with_parts(self, pairs: list[tuple[Any, Any]]) -> tuple["HybridTable", tuple]:
         """Return the table and the buffers, given those of each part."""
         tables, buffers = zip(*pairs, strict=True)

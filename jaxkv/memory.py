@@ -151,6 +151,10 @@ class Table(ABC):
         """L, the layers that the buffers beside the table are of."""
 
     @abstractmethod
+    def check_buffers(self, buffers: Any) -> None:
+        """Raise unless buffers have the streams and the cells of the table."""
+
+    @abstractmethod
     def digest(self) -> Any:
         """Return a number of each stream's content, `[S]` uint32; a tuple of them in a hybrid."""
 
@@ -397,6 +401,7 @@ def join(table: Any, buffers: Any) -> Memory:
 
     Raises:
       TypeError: when the first argument is no table.
+      ValueError: when the buffers have other streams or cells than the table.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
@@ -406,7 +411,19 @@ def join(table: Any, buffers: Any) -> Memory:
     """
     if not isinstance(table, Table):
         raise TypeError(f"wanted the table of a memory, got {type(table)}")
+    if not table.is_batch:
+        table.check_buffers(buffers)
     return Memory(table=table, buffers=buffers)
+
+
+def check_sizes(table: Any, streams: int, cells: int) -> None:
+    """Raise unless buffers have the streams S and the cells N of each that their table has."""
+    wanted = table.streams, table.num_cells
+    if (streams, cells) != wanted:
+        raise ValueError(
+            f"expected buffers of {wanted[0]} streams with {wanted[1]} cells, as the table has, "
+            f"got {streams} with {cells}: join the table and the buffers of one memory"
+        )
 
 
 def check_made_for(table: Table, ubatch: Ubatch) -> None:

@@ -85,7 +85,8 @@ class Rules:
           sizes: by the name of a field, how many there are.
 
         Raises:
-          ValueError: when streams or cells are no multiple of the devices that they are split over.
+          ValueError: when streams or cells are no multiple of the devices that they are split over,
+            or an axis would split two of them.
 
         >>> mesh = jax.make_mesh((4,), ("tensor",))
         >>> Rules().split(mesh, streams=2, kv_heads=8), Rules().split(mesh, kv_heads=6)
@@ -106,6 +107,14 @@ class Rules:
                     f"({', '.join(axes)}), got {size}: take {most}{more}"
                 )
             found[name] = axes if size > 1 and size % devices == 0 else ()
+        split = [axis for axes in found.values() for axis in axes]
+        for axis in split:
+            if split.count(axis) > 1:
+                names = [name for name, axes in found.items() if axis in axes]
+                raise ValueError(
+                    f"expected an axis of the mesh to split one of {', '.join(sizes)}, got "
+                    f"{axis!r} for {' and '.join(names)}: name it once in Rules"
+                )
         return found
 
     def present(self, mesh: Any, name: str) -> tuple[str, ...]:

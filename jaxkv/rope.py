@@ -200,6 +200,8 @@ def rotate(x: jax.Array, positions: jax.Array, rope: Rope | None) -> jax.Array:
         return x
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"wanted queries or keys of floats, got {x.dtype}")
+    if not jnp.issubdtype(jnp.result_type(positions), jnp.integer):
+        raise TypeError(f"expected positions of int32, got {jnp.result_type(positions)}")
     pairs = len(rope.frequencies)
     if np.shape(positions) != x.shape[:-2]:
         raise ValueError(

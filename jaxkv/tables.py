@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, specs_of
 from jaxkv.donation import names_donated
-from jaxkv.memory import Commitment, Memory, Table, join
+from jaxkv.memory import Commitment, Memory, Table
 from jaxkv.mesh import Rules, at_hand, of_type
 
 
@@ -81,7 +81,8 @@ def _specs(out: Any, rules: Rules, mesh: Any) -> Any:
     def of(x: Any) -> Any:
         match x:
             case Memory():
-                return join(*x.table.specs(x.buffers, mesh))
+                table, buffers = x.table.specs(x.buffers, mesh)
+                return Memory(table=table, buffers=buffers)
             case Table():
                 return x.specs(None, mesh)[0]
             case Ubatch():

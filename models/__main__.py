@@ -1,8 +1,28 @@
 """`python -m models`."""
 
+import os
+import signal
 import sys
+from typing import Any
 
-from models.cli.main import main
+
+def leave(signum: int, frame: Any) -> None:
+    """End the process at once: an exception could end in that of an extension that is loaded."""
+    os.write(2, b"\n")
+    os._exit(130)
+
+
+def run() -> int:
+    """Run the command line; its imports take seconds, in which Ctrl-C may come too."""
+    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if default:
+        signal.signal(signal.SIGINT, leave)
+    from models.cli.main import main
+
+    if default:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

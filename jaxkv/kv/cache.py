@@ -15,7 +15,7 @@ from jaxkv.kv.attend import attend, view, write
 from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.by_stream import on_streams, told
 from jaxkv.kv.cells import Cells
-from jaxkv.memory import Commitment, Findings, Need, Room, Table, View, no_need
+from jaxkv.memory import Commitment, Findings, Need, Room, Table, View, check_sizes, no_need
 from jaxkv.mesh import Rules, Shares
 
 
@@ -59,6 +59,11 @@ class CellTable(Cells, Table):
     def num_layers(self, buffers: Buffers) -> int:
         """Return L."""
         return buffers.layers
+
+    def check_buffers(self, buffers: Buffers) -> None:
+        """Raise unless keys have the streams and the cells of the table."""
+        streams, _, size, _ = buffers.k[0].shape
+        check_sizes(self, streams // buffers.depth, size)
 
     def digest(self) -> jax.Array:
         """See `cells.digest`."""

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
 from jaxkv.facts import Facts, checked_streams
-from jaxkv.memory import Commitment, Findings, Memory, Need, Room, Table, join, no_need
+from jaxkv.memory import Commitment, Findings, Memory, Need, Room, Table, check_sizes, join, no_need
 from jaxkv.mesh import Rules
 from jaxkv.places import END, FAR, check_shape, count
 from jaxkv.recurrent import copy, slots, states
@@ -90,6 +90,10 @@ class StateTable(States, Table):
     def num_layers(self, buffers: Buffers) -> int:
         """Return L."""
         return len(buffers)
+
+    def check_buffers(self, buffers: Buffers) -> None:
+        """Raise unless states have the streams and the cells of the table."""
+        check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
     def digest(self) -> jax.Array:
         """See `states.digest`."""

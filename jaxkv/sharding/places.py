@@ -37,7 +37,8 @@ def shardings(memory: Memory, mesh: Mesh | AbstractMesh, rules: Rules) -> Memory
     """
     table, buffers = split(memory)
     specs = table.with_rules(rules).specs(buffers, mesh)
-    return join(*jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec))
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+    return Memory(table=where[0], buffers=where[1])
 
 
 def shapes(make: Callable[[], Memory], mesh: Mesh | AbstractMesh, rules: Rules) -> Memory:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
 from models.chat.speaker import HOLDERS, OnFull
-from models.cli.numbers import bytes_of, mesh_sizes, number, whole
+from models.cli.numbers import MOST_CELLS, bytes_of, mesh_sizes, number, whole
 from models.room import Streams
 
 SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}
@@ -204,7 +204,7 @@ def add_conversations(add: Callable[..., Any]) -> None:
     )
     add(
         "--cells",
-        type=whole(1, 2**30),
+        type=whole(1, MOST_CELLS),
         metavar="N",
         help="tokens that the memory holds, of all conversations together; forks share theirs "
         "(default: 4096, or the longest text of the model)",
@@ -291,7 +291,7 @@ def add_memory(add: Callable[..., Any]) -> None:
     )
     add(
         "--cells",
-        type=whole(1, 2**30),
+        type=whole(1, MOST_CELLS),
         metavar="N",
         help="tokens that the memory holds, prompts and texts together; with --streams split, in "
         "each stream (default: as many as are needed, in steps of 256)",
@@ -328,7 +328,7 @@ def add_plan_memory(add: Callable[..., Any]) -> None:
     )
     add(
         "--cells",
-        type=whole(1, 2**30),
+        type=whole(1, MOST_CELLS),
         metavar="N",
         help="tokens that a stream holds (default: the longest text of the model, for each of its "
         "sequences)",

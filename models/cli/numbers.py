@@ -6,10 +6,17 @@ import math
 import re
 from collections.abc import Callable
 
+from models.cli.screen import brief
 from models.meshes import RULES
 
 AXES = tuple(axis for field in ("streams", "kv_heads", "cells") for axis in RULES.axes(field))
 """The names of axes that split something."""
+
+
+MOST_CELLS = 2**30 - 1
+"""Of a stream, see `jaxkv.make_kv_cache`."""
+
+MOST_DEVICES = 2**20
 
 
 def whole(lowest: int, highest: int) -> Callable[[str], int]:
@@ -20,7 +27,7 @@ def whole(lowest: int, highest: int) -> Callable[[str], int]:
             if lowest <= int(text) <= highest:
                 return int(text)
         wanted = f"a whole number from {lowest} to {highest}"
-        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {brief(text)!r}")
 
     return read
 
@@ -30,15 +37,14 @@ def mesh_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for axis in text.split(","):
         name, _, size = axis.partition("=")
-        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in sizes:
+        if not name.isidentifier() or name in sizes:
             raise argparse.ArgumentTypeError(
-                f"wanted names with a size of at least 1, each once, such as data=2,tensor=2, got "
-                f"{text!r}"
+                f"wanted names with a size, each once, such as data=2,tensor=2, got {brief(text)!r}"
             )
-        sizes[name] = int(size)
+        sizes[name] = whole(1, MOST_DEVICES)(size)
     if not sizes.keys() <= set(AXES):
         wanted = f"axes named {', '.join(AXES)}"
-        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {brief(text)!r}")
     return sizes
 
 
@@ -52,10 +58,11 @@ def bytes_of(text: str) -> int:
     if found is not None:
         amount, letter, binary = found.groups()
         power = "kmgt".index(letter.lower()) + 1 if letter else 0
-        if count := int(float(amount) * (1024 if binary else 1000) ** power):
-            return count
-    wanted = "a number of bytes, such as 16GB or 80GiB"
-    raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
+        count = float(amount) * (1024 if binary else 1000) ** power
+        if 1 <= count < 2**63:
+            return int(count)
+    wanted = "a number of bytes from 1 to 2**63 - 1, such as 16GB or 80GiB"
+    raise argparse.ArgumentTypeError(f"wanted {wanted}, got {brief(text)!r}")
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
@@ -69,6 +76,6 @@ def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[s
             got = float(text)
             if lowest <= got <= highest and math.isfinite(got) and not (above and got == lowest):
                 return got
-        raise argparse.ArgumentTypeError(f"wanted a number {wanted}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"wanted a number {wanted}, got {brief(text)!r}")
 
     return read

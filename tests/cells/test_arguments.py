@@ -324,11 +324,20 @@ def on_lost_buffers(verb, applied, *args):
     return verb(jaxkv.join(table, lost(buffers)), 0, ubatch, *args)
 
 
+def joined(make):
+    """A table with the buffers of a memory for more sequences, each with a stream."""
+    return jaxkv.join(make().table, make(sequences=2, streams=2).buffers)
+
+
 X = np.ones((1, 1, 2, 4), np.float32)
 LAYERS = [
     bad(r"q .* \(1, 1, 'H', 4\), H a multiple of 2, got .* 3\)", attend, q=X[..., :3]),
     bad(r"wanted q .*, got \(1, 2, 4\)", attend, q=X[0]),
     mistyped("wanted an array for q, got <class 'list'>", attend, q=[1.0]),
+    *(
+        bad("expected buffers of 1 streams with .* as the table has", joined, make)
+        for make in (kv, recurrent)
+    ),
     mistyped("wanted floats for q, got int", attend, q=X.astype(int)),
     mistyped("wanted floats for k, got complex", attend, k=X + 0j),
     mistyped("a layer as an integer .*, got 1.0: each layer has arrays", attend, 1.0),
@@ -397,6 +406,7 @@ ROPES = [
     bad("wanted 2 factors, one a pair, got 3", divide, ROPE, [1.0, 2.0, 3.0]),
     bad("needs heads of 16, got 4", rotate, HEADS, PLACES, make_rope(16)),
     mistyped("of floats, got int", rotate, HEADS.astype(int), PLACES, ROPE),
+    mistyped("positions of int32, got float", rotate, HEADS, PLACES + 0.5, ROPE),
     bad(r"\(1, 3\) .* got \(3,\)", rotate, HEADS, PLACES[0], ROPE),
     bad("the other is None", rotate, HEADS[None], PLACES, ROPE),
 ]

@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from typing import get_args
 
@@ -203,6 +204,16 @@ def test_generate_file_interrupted_keeps_texts(command, files, monkeypatch):
 
 PROCESS = [sys.executable, "-m", "models"]
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("seconds", [0.1, 0.4, 1.0])
+def test_process_interrupted_while_importing_ends_quietly(seconds):
+    with subprocess.Popen([*PROCESS, "plan"], text=True, **PIPES) as one:
+        time.sleep(seconds)
+        one.send_signal(signal.SIGINT)
+        out, err = one.communicate(timeout=120)
+    assert (one.returncode, out, err) == (130, "", "\n")
 
 
 @pytest.mark.nightly

@@ -161,6 +161,13 @@ def test_allocate_refuses_cells_that_do_not_divide():
         sharding.allocate(make, mesh_of(cells=4), RULES)
 
 
+def test_allocate_one_axis_for_two_things_raises():
+    make = partial(jaxkv.make_kv_cache, **SIZES, sequences=2, streams=2)
+    rules = sharding.Rules(streams="data", kv_heads="data")
+    with pytest.raises(ValueError, match="got 'data' for streams and kv_heads"):
+        sharding.allocate(make, mesh_of(data=2), rules)
+
+
 def test_fitted_splits_cells_of_heads_that_do_not_divide():
     memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **{**SIZES, "kv_heads": 6}))
     mesh = mesh_of(tensor=4)
