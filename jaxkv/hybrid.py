@@ -379,7 +379,12 @@ class HybridTable(Table):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ForSources(HybridTable):
-    """The table as it answers where sources are planned; no memory has it."""
+    """The table as it answers where sources are planned; no memory has it.
+
+    of_sources: True, static, see `SourceTable`.
+    """
+
+    of_sources: bool = field(default=True, metadata={"static": True})
 
     def _goes_into(self, part: Table) -> bool:
         """Return whether what is planned goes into a part."""

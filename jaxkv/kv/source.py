@@ -6,7 +6,7 @@ stays. What copies or forgets a sequence takes its source along.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
@@ -39,7 +39,12 @@ class SourceTable(CellTable):
 
     Sources go in as a batch does (`init_source`). A ubatch of text is a reader: it takes no cells,
     and each of its tokens sees all cells of its sequence. Arrays have the shapes that `Table` says.
+
+    of_sources: True, static. JAX compares the fields of dataclasses and not their types, so that
+      without it a program compiled for a `CellTable` could be found for this one.
     """
+
+    of_sources: bool = field(default=True, metadata={"static": True})
 
     @property
     def facts(self) -> Facts:
