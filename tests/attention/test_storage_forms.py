@@ -104,14 +104,14 @@ def arrays_for(ubatch, form, seed=0):
     return q, (k, v), (stored(form, k), stored(form, v))
 
 
-def assert_alike(memory, plain, form):
-    """The tables are the same, and so is what the cells in use hold; keys may be stored anew."""
+def assert_alike(memory, plain, atol=2e-6):
+    """The tables are the same, and so is what the cells in use hold."""
     for name in ("position", "owners", "shift"):
         np.testing.assert_array_equal(*(getattr(one.table, name) for one in (memory, plain)))
     used = np.asarray(memory.table.position)[:, None, :, None] >= 0
     for one, other in zip(held(memory), held(plain), strict=True):
-        other = np.where(used, stored(form, other), 0)
-        np.testing.assert_allclose(np.where(used, one, 0), other, rtol=1e-5, atol=2e-6)
+        other = np.where(used, other, 0)
+        np.testing.assert_allclose(np.where(used, one, 0), other, rtol=1e-5, atol=atol)
 
 
 def planned(memory, rows, sequences):
@@ -129,15 +129,22 @@ def told(memory, form, rows=((1, 1), (1, 1)), sequences=(1, 2, 0)):
         memory, out = attended(memory, ubatch, q, *given)
         plain, wanted = attended(plain, other, q, *same)
         np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=5e-6)
-    assert_alike(memory, plain, form)
+    assert_alike(memory, plain)
     return memory
 
+
+def rotated(memory):
+    return jaxkv.apply(memory, jaxkv.init_update(memory))
+
+
+ROUNDED = {"int8": 0.06, "float8_e4m3fn": 0.7}
+"""How far keys of up to 4 may be off once they were moved, see `jaxkv.ops.rotation`."""
 
 VERBS = [
     lambda m: jaxkv.seq_cp(m, 0, [1, 3], 0, 3),
     lambda m: jaxkv.seq_rm(m, 0, 3, -1)[0],
     lambda m: jaxkv.seq_add(m, 1, 1, -1, 2),
-    lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
+    rotated,
     lambda m: jaxkv.seq_select(m, [2, 1], [1, 2]),
     lambda m: jaxkv.seq_rm(m, 0)[0],
     lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
@@ -151,7 +158,8 @@ def live(memory, form):
     for verb in VERBS:
         plain = verb(plain_of(memory))
         memory = verb(memory)
-        assert_alike(memory, plain, form)
+        bound = ROUNDED.get(form.get("dtype"), 2e-6) if verb is rotated else 2e-6
+        assert_alike(memory, plain, bound)
     told(memory, form)
 
 
