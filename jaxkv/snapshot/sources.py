@@ -13,8 +13,10 @@ class SourcePart(CellPart):
 
     @staticmethod
     def describe(table: Any, buffers: Any) -> dict[str, Any]:
-        """Return sizes, static fields and ropes."""
-        return CellPart.describe(table, buffers) | {"kind": "source"}
+        """Return sizes, static fields and ropes; `of_sources` is said by the kind."""
+        found = CellPart.describe(table, buffers)
+        static = {name: x for name, x in found["static"].items() if name != "of_sources"}
+        return found | {"kind": "source", "static": static}
 
     @staticmethod
     def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
