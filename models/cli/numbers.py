@@ -37,11 +37,13 @@ def mesh_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for axis in text.split(","):
         name, _, size = axis.partition("=")
-        if not name.isidentifier() or name in sizes:
+        count = int(size) if size.isdecimal() and len(size) < 10 else 0
+        if not name.isidentifier() or name in sizes or not 1 <= count <= MOST_DEVICES:
             raise argparse.ArgumentTypeError(
-                f"wanted names with a size, each once, such as data=2,tensor=2, got {brief(text)!r}"
+                f"wanted names with a size from 1 to {MOST_DEVICES}, each once, such as "
+                f"data=2,tensor=2, got {brief(text)!r}"
             )
-        sizes[name] = whole(1, MOST_DEVICES)(size)
+        sizes[name] = count
     if not sizes.keys() <= set(AXES):
         wanted = f"axes named {', '.join(AXES)}"
         raise argparse.ArgumentTypeError(f"wanted {wanted}, got {brief(text)!r}")
