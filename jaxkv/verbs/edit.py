@@ -28,8 +28,8 @@ from jaxkv.verbs.room import check_room, need_to_copy, need_to_select, within_st
 def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory, jax.Array]:
     """Forget the positions p0 to p1 - 1 of one sequence, of all, or of each of several.
 
-    A memory that keeps states may refuse a cut, an attention memory never does: what a state has
-    seen stays in it, so that only an end that rollback covers can go, or all. A source
+    An attention memory never refuses a cut. Where states are kept, only a whole sequence can go, or
+    an end that rollback covers, since a state cannot forget what it has seen. A source
     (`make_source_cache`) goes with the whole of its sequence alone, a range from 0 without an end.
 
     Args:
