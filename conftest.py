@@ -1,8 +1,7 @@
 """How every test and doctest runs: on eight virtual CPU devices, strictly, compiling once.
 
-These are environment variables and not `jax.config` calls so that they stand before anything
-imports jax, and so that a test's subprocesses run in the same way. It lies beside `jaxkv/` and not
-in `tests/` so that `pytest jaxkv/kv/cells.py` obeys it too.
+These are environment variables so that they stand before anything imports jax, and so that a test's
+subprocesses run in the same way. `pytest jaxkv/kv/cells.py` obeys it too.
 """
 
 import ctypes
@@ -49,20 +48,15 @@ _EXAMPLES: dict[str, Any] = {
 hypothesis.settings.register_profile("change", max_examples=25, derandomize=True, **_EXAMPLES)
 hypothesis.settings.register_profile("nightly", max_examples=500, print_blob=True, **_EXAMPLES)
 
-
 _ON_THE_CORE = ("loops", "prefix", "sharding", "snapshot", "scans")
 """Folders of `jaxkv/`."""
-
-
-def _profile(chosen: str) -> str:
-    """Return which examples Hypothesis draws, by what `-m` chooses."""
-    return "nightly" if chosen == "nightly" else "change"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000, 10, 10)  # tracing makes millions of objects, and little garbage
     if not config.getoption("--hypothesis-profile"):
-        hypothesis.settings.load_profile(_profile(config.option.markexpr))
+        nightly = config.option.markexpr == "nightly"
+        hypothesis.settings.load_profile("nightly" if nightly else "change")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -108,8 +102,7 @@ _most = 1.5e9
 def pytest_runtest_teardown() -> None:
     """Drop compiled programs when a process has grown, so that two run beside an editor in 8 GB.
 
-    It also stays below the kernel's limit of 65,530 mappings a process, of which each program holds
-    a dozen: the compiler crashes where it cannot have one more.
+    Each holds a dozen mappings of the 65,530 that a process may have.
     """
     global _most
     if not sys.platform.startswith("linux") or _held() < _most:

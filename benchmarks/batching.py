@@ -57,9 +57,11 @@ def together(model: models.Model, memory: Any, requests: list[Request], *, chunk
     """Run requests of equal lengths side by side, by the loops themselves; returns the memory."""
     run, sampler = (model.forward, model.weights), make_sampler()
     batch = jaxkv.make_batch([request.prompt for request in requests])
-    memory, logits = jaxkv.prefill(*run, memory, batch, ubatch_size=chunk, donate=True)
+    memory, logits, sequences, *_ = jaxkv.prefill(
+        *run, memory, batch, ubatch_size=chunk, donate=True
+    )
     limit = requests[0].limit
-    state, _ = loops.begin(sampler, memory, logits, limit=limit)
+    state, _ = loops.begin(sampler, memory, logits, sequences=sequences, limit=limit)
     while np.asarray(state.active).any():
         memory, state, _ = jaxkv.decode(
             model.forward, sampler, model.weights, memory, state, steps=8, donate=True

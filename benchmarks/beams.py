@@ -34,11 +34,11 @@ class Side:
             sequences=width,
             streams=width if split else 1,
         )
-        memory, self.logits = jaxkv.prefill(
+        memory, self.logits, *_ = jaxkv.prefill(
             model.forward, model.weights, memory, jaxkv.make_batch(prompt), donate=True
         )
         self.memory = memory
-        self.forked = jaxkv.seq_cp(memory, 0, list(range(1, width))) if width > 1 else memory
+        self.forked = jaxkv.seq_cp(memory, 0, list(range(1, width))).cache if width > 1 else memory
 
     def search(self) -> jax.Array:
         """Search for W texts; the first tokens need no step."""

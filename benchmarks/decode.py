@@ -29,7 +29,7 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
     memory = model.make_memory(
         cells=cells if split else cells * batch, sequences=batch, streams=streams
     )
-    memory, logits = jaxkv.prefill(
+    memory, logits, *_ = jaxkv.prefill(
         model.forward, model.weights, memory, jaxkv.make_batch(list(prompts)), donate=True
     )
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)

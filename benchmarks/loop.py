@@ -25,7 +25,7 @@ class Side:
         self.model, self.tokens, self.batch = model, tokens, len(prompts)
         cells = prompts.shape[1] + tokens
         memory = model.make_memory(cells=cells, sequences=self.batch, streams=self.batch)
-        memory, logits = jaxkv.prefill(
+        memory, logits, *_ = jaxkv.prefill(
             model.forward, model.weights, memory, jaxkv.make_batch(list(prompts)), donate=True
         )
         self.table, self.buffers = jaxkv.split(memory)

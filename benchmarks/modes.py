@@ -50,7 +50,7 @@ class Case:
             return memory
 
         if shared:
-            memory = jaxkv.seq_cp(fed(memory, [0] * shared), 0, [*range(1, len(lengths))])
+            memory, _ = jaxkv.seq_cp(fed(memory, [0] * shared), 0, [*range(1, len(lengths))])
         for seq, length in enumerate(lengths):
             if length:
                 memory = fed(memory, [seq] * (length - shared - grown))

@@ -22,7 +22,7 @@ def jaxkv_prompt(model: models.Model, prompt: np.ndarray, ubatch_size: int) -> C
     def run() -> jax.Array:
         memory = model.make_memory(cells=len(prompt))
         batch = jaxkv.make_batch(prompt)
-        _, logits = jaxkv.prefill(
+        _, logits, *_ = jaxkv.prefill(
             model.forward, model.weights, memory, batch, ubatch_size=ubatch_size, donate=True
         )
         return logits

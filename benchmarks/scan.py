@@ -46,7 +46,7 @@ def main() -> None:
         def run() -> np.ndarray:
             memory = make_memory(mamba2.layers_of(config, jnp.float32), rollback=args.rollback)
             batch = jaxkv.make_batch(tokens)
-            _, logits = jaxkv.prefill(
+            _, logits, *_ = jaxkv.prefill(
                 forward, weights, memory, batch, ubatch_size=ubatch_size, donate=True
             )
             return np.asarray(logits)

@@ -56,7 +56,7 @@ class Side:
         tokens = model.tokenizer.prompt(text)
         cells = len(tokens) + steps + tries * branches
         memory = model.make_memory(cells=cells, sequences=branches)
-        self.memory, logits = jaxkv.prefill(
+        self.memory, logits, *_ = jaxkv.prefill(
             model.forward, model.weights, memory, jaxkv.make_batch(tokens), donate=True
         )
         self.state, _ = loops.begin(sampler, self.memory, logits)

@@ -40,15 +40,22 @@ from jaxkv.verbs.apply import apply, is_current
 from jaxkv.verbs.ask import (
     can_resume,
     can_seq_add,
-    can_seq_cp,
-    can_seq_select,
     check_invariants,
     nbytes,
     seq_pos_max,
     seq_pos_min,
     used,
 )
-from jaxkv.verbs.edit import clear, seq_add, seq_cp, seq_div, seq_keep, seq_rm, seq_select
+from jaxkv.verbs.edit import (
+    EditResult,
+    clear,
+    seq_add,
+    seq_cp,
+    seq_div,
+    seq_keep,
+    seq_rm,
+    seq_select,
+)
 from jaxkv.verbs.go_back import go_back
 from jaxkv.verbs.layers import attend, read_states, rollback_of, view, write, write_states
 from jaxkv.verbs.tidy import defrag_plan, init_update, make_room
@@ -62,10 +69,10 @@ __all__ += ["init_batch", "init_full", "init_source", "make_batch", "plan_step",
 # Carrying plans out.
 __all__ += ["apply", "defrag_plan", "go_back", "init_update", "is_current", "make_room"]
 # Edits of sequences.
-__all__ += ["NoRoomError", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep", "seq_rm"]
-__all__ += ["seq_select"]
+__all__ += ["EditResult", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep", "seq_rm"]
+__all__ += ["NoRoomError", "seq_select"]
 # Questions.
-__all__ += ["can_resume", "can_seq_add", "can_seq_cp", "can_seq_select"]
+__all__ += ["can_resume", "can_seq_add"]
 __all__ += ["check_invariants", "nbytes"]
 __all__ += ["seq_pos_max", "seq_pos_min", "show", "used"]
 # The side of the model.

@@ -74,6 +74,16 @@ class Facts:
         )
 
 
+def within_streams(facts: "Facts", ids: Any, others: Any) -> bool:
+    """Return whether sequences are known to lie in the streams of others, so that all is shared."""
+    if facts.streams == 1:
+        return True
+    if not is_concrete(ids, others):
+        return False
+    one, other = (np.asarray(x) // facts.sharing for x in (ids, others))
+    return bool(np.all(one == other))
+
+
 def check_once(ids: Any) -> None:
     """Raise a ValueError if a known sequence id comes twice."""
     if is_concrete(ids) and np.unique(ids).size < np.size(ids):

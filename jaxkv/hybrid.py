@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
 from jaxkv.facts import Facts
-from jaxkv.memory import Commitment, Findings, Memory, Need, Room, Table, View, join, split
+from jaxkv.memory import Commitment, Findings, Memory, Room, Table, View, join, split
 from jaxkv.mesh import Rules
 from jaxkv.places import count
 
@@ -226,42 +226,48 @@ class HybridTable(Table):
         return self._all_or_none([part.remove(seq, p0, p1) for part in self.parts])
 
     def _all_or_none(self, answers: list[tuple[Any, jax.Array]]) -> tuple["HybridTable", jax.Array]:
-        """Return the table with what each part answered, if all of them are ok; and whether."""
+        """Return the table with what each part answered, if all of them are ok; and whether.
+
+        It is refused, too, where the text of a sequence would end in one part before it does in
+        another.
+        """
         parts, granted = zip(*answers, strict=True)
-        ok = _all([*granted])
         changed = replace(self, parts=parts)
+        present = jnp.ones(self.facts.sequences, bool)
+        apart = changed.inspect(present).missing & ~self.inspect(present).missing
+        ok = _all([*granted]) & ~jnp.any(apart)
         return jax.tree.map(lambda new, old: jnp.where(ok, new, old), changed, self), ok
 
     def copy(
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple["HybridTable", Any]:
-        """Copy in all parts, or none; within a stream there are no buffers to copy."""
+        """Copy in all parts; within a stream there are no buffers to copy."""
         own = (None,) * len(self.parts) if buffers is None else buffers
-        if buffers is not None:
-            dst = jnp.where(self.need_to_copy(src, dst, p0, p1).ok, dst, self.facts.sequences)
         pairs = zip(self.parts, own, strict=True)
         table, copied = self.with_parts([part.copy(one, src, dst, p0, p1) for part, one in pairs])
         return table, None if buffers is None else copied
 
-    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
-        """Return what the part wants that lacks most."""
-        return _greatest([part.need_to_copy(src, dst, p0, p1) for part in self.parts])
+    def can_copy(
+        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return whether every part can, and all would end alike; and their ends."""
+        found = [(part, *part.can_copy(src, dst, p0, p1)) for part in self.parts]
+        ends = [end for part, _, end in found if self._goes_into(part)]
+        alike = _all([end == ends[0] for end in ends])
+        return _all([ok for _, ok, _ in found]) & jnp.all(alike), ends[0]
 
     def select(
         self, buffers: Any, parents: jax.Array, targets: jax.Array
     ) -> tuple["HybridTable", Any]:
-        """Select in all parts, or none; within a stream there are no buffers to copy."""
+        """Select in all parts; within a stream there are no buffers to copy."""
         own = (None,) * len(self.parts) if buffers is None else buffers
-        if buffers is not None:
-            ok = self.need_to_select(parents, targets).ok
-            targets = jnp.where(ok, targets, self.facts.sequences)
         pairs = zip(self.parts, own, strict=True)
         table, copied = self.with_parts([part.select(one, parents, targets) for part, one in pairs])
         return table, None if buffers is None else copied
 
-    def need_to_select(self, parents: jax.Array, targets: jax.Array) -> Need:
-        """Return what the part wants that lacks most."""
-        return _greatest([part.need_to_select(parents, targets) for part in self.parts])
+    def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
+        """Return whether every part can."""
+        return _all([part.can_select(parents, targets) for part in self.parts])
 
     def keep(self, seq: jax.Array) -> "HybridTable":
         """Keep one sequence in each part."""
@@ -272,10 +278,15 @@ class HybridTable(Table):
         return replace(self, parts=tuple(part.clear() for part in self.parts))
 
     def add(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array
+        self,
+        seq: jax.Array,
+        p0: jax.Array,
+        p1: jax.Array,
+        delta: jax.Array,
+        gap: jax.Array | None = None,
     ) -> tuple["HybridTable", jax.Array]:
         """Move in all parts, or none."""
-        return self._all_or_none([part.add(seq, p0, p1, delta) for part in self.parts])
+        return self._all_or_none([part.add(seq, p0, p1, delta, gap) for part in self.parts])
 
     def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
         """Return whether every part can."""
@@ -283,9 +294,9 @@ class HybridTable(Table):
 
     def divide(
         self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
-    ) -> "HybridTable":
-        """Divide in each part."""
-        return replace(self, parts=tuple(part.divide(seq, p0, p1, divisor) for part in self.parts))
+    ) -> tuple["HybridTable", jax.Array]:
+        """Divide in all parts, or none."""
+        return self._all_or_none([part.divide(seq, p0, p1, divisor) for part in self.parts])
 
     def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
         """Return whether every part can."""
@@ -485,16 +496,6 @@ def parts_of(memory: Memory) -> tuple[Memory, ...]:
 
 def _put(parts: tuple, i: int, part: Any) -> tuple:
     return (*parts[:i], part, *parts[i + 1 :])
-
-
-def _greatest(needs: list[Need]) -> Need:
-    """Return for each stream the need of the part that lacks most; `[S]` int32 each, see `Need`."""
-
-    def greater(one: Need, other: Need) -> Need:
-        more = one.wanted - one.found >= other.wanted - other.found
-        return jax.tree.map(lambda x, y: jnp.where(more, x, y), one, other)
-
-    return reduce(greater, needs)
 
 
 def _all(answers: list[jax.Array]) -> jax.Array:

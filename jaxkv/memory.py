@@ -50,27 +50,6 @@ class Room(NamedTuple):
     left: jax.Array
 
 
-class Need(NamedTuple):
-    """What copies between streams take.
-
-    wanted: `[S]` int32, the cells that they want of each stream.
-    found: `[S]` int32, those that there are for them.
-    """
-
-    wanted: jax.Array
-    found: jax.Array
-
-    @property
-    def ok(self) -> jax.Array:
-        """Whether no stream lacks cells; `[]` bool."""
-        return jnp.all(self.wanted <= self.found)
-
-
-def no_need(streams: int) -> Need:
-    """Return that copies take no cells that could be lacking, in any of S streams."""
-    return Need(jnp.zeros(streams, jnp.int32), jnp.zeros(streams, jnp.int32))
-
-
 class View(NamedTuple):
     """What P lists of T tokens see of a layer. It unpacks into k, v, mask and positions.
 
@@ -251,26 +230,31 @@ class Table(ABC):
     def copy(
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple[Self, Any]:
-        """Do what `seq_cp` says; nothing where `need_to_copy` is not ok.
+        """Do what `seq_cp` says, where `can_copy` says that it can be done.
 
         Buffers are None where all is known to stay within streams: then none is touched.
         """
 
     @abstractmethod
-    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
-        """Return the cells that `copy` would take of the streams of its targets."""
+    def can_copy(
+        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return whether `seq_cp` is granted, `[]` bool; and the ends of its targets after it.
+
+        The ends are positions, `[n]` int32, -1 for a target that would be empty.
+        """
 
     @abstractmethod
     def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
-        """Do what `seq_select` says; nothing where `need_to_select` is not ok.
+        """Do what `seq_select` says, where `can_select` says that it can be done.
 
         Both are `[n]`, and a target of Q is left out. Buffers are None where all is known to stay
         within streams: then none is touched.
         """
 
     @abstractmethod
-    def need_to_select(self, parents: jax.Array, targets: jax.Array) -> Need:
-        """Return the cells that `select` would take of the streams of its targets."""
+    def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
+        """Return whether `seq_select` is granted, `[]` bool."""
 
     @abstractmethod
     def keep(self, seq: jax.Array) -> Self:
@@ -282,11 +266,17 @@ class Table(ABC):
 
     @abstractmethod
     def add(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array
+        self,
+        seq: jax.Array,
+        p0: jax.Array,
+        p1: jax.Array,
+        delta: jax.Array,
+        gap: jax.Array | None = None,
     ) -> tuple[Self, jax.Array]:
         """Do what `seq_add` says; return the table, and `ok`, `[]` bool.
 
-        It is False where a position would reach END, and then nothing moves.
+        `gap`, `[]` int32, is the lowest position from which nothing stands up to the range, taken
+        by a window or not; None where that is not known.
         """
 
     @abstractmethod
@@ -294,8 +284,10 @@ class Table(ABC):
         """Return what `can_seq_add` says, `[]` bool."""
 
     @abstractmethod
-    def divide(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array) -> Self:
-        """Do what `seq_div` says."""
+    def divide(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
+    ) -> tuple[Self, jax.Array]:
+        """Do what `seq_div` says; return the table, and `ok`, `[]` bool."""
 
     @abstractmethod
     def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:

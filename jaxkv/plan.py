@@ -63,8 +63,8 @@ class Reason(IntEnum):
     UNKNOWN_SEQUENCE = (8, "the batch names a sequence that the memory does not have")
     LOST = (
         9,
-        "its next token stands at {found} and would need what a window has given up, or a state "
-        "that is not kept: forget the sequence (seq_rm) and compute it again, or keep more",
+        "its next token stands at {found} and would need what a window has given up: "
+        "forget the sequence (seq_rm) and compute it again, or keep more",
     )
     MIXED_ROW = (
         10,
@@ -93,7 +93,7 @@ class RefusedError(RuntimeError):
 
 
 class NoRoomError(RefusedError, ValueError):
-    """A copy between streams found too few cells, and nothing was changed."""
+    """A snapshot found too few cells, and nothing was changed."""
 
 
 @jax.tree_util.register_dataclass

@@ -192,7 +192,7 @@ def load(
       >>> memory = model.make_memory(cells=512)  # doctest: +SKIP
       >>> batch = jaxkv.make_batch(model.tokenizer.prompt("Hello"))  # doctest: +SKIP
       >>> run = model.forward, model.weights  # doctest: +SKIP
-      >>> memory, logits = jaxkv.prefill(*run, memory, batch)  # doctest: +SKIP
+      >>> memory, logits, *_ = jaxkv.prefill(*run, memory, batch)  # doctest: +SKIP
     """
     checkpoint = open_checkpoint(name_or_path)
     family = _family_of(checkpoint)

@@ -128,7 +128,7 @@ class Run:
 
     def feed(self, memory: Any) -> tuple[Any, loops.DecodeState, np.ndarray]:
         """Put the prompts into the memory; returns it, and the first token of each text."""
-        memory, logits = jaxkv.prefill(
+        memory, logits, *_ = jaxkv.prefill(
             self.model.forward,
             self.model.weights,
             memory,
@@ -146,12 +146,12 @@ class Run:
         if samples > 1:
             for first in range(0, len(self.texts), samples):
                 others = np.arange(first + 1, first + samples)
-                memory = jaxkv.seq_cp(memory, first, others, donate=True)
+                memory, _ = jaxkv.seq_cp(memory, first, others, donate=True)
             logits = jnp.repeat(logits, samples, axis=0)
         seeds = (self.options.seed + np.arange(len(self.texts)) % samples) % 2**32
         options = {"limit": limit, "seed": seeds, "prompts": self.texts}
-        sampler, stop = self.options.sampler, self.stop
-        state, first = loops.begin(sampler, memory, logits, stop, **options)
+        sampler, stop, ids = self.options.sampler, self.stop, np.arange(len(self.texts))
+        state, first = loops.begin(sampler, memory, logits, stop, ids, **options)
         return memory, state, np.asarray(first.tokens)
 
     def draft(self) -> Any:

@@ -91,7 +91,7 @@ class Search:
     def __iter__(self) -> Iterator[Found]:
         for prompt, batch in zip(self._prompts, self._batches, strict=True):
             began = perf_counter()
-            memory, logits = jaxkv.prefill(
+            memory, logits, *_ = jaxkv.prefill(
                 self._model.forward,
                 self._model.weights,
                 jaxkv.clear(self._memory),

@@ -28,7 +28,7 @@ PROMPT = "The old man opened the door of the cellar, and there, in the dark, he 
 prompt = model.tokenizer.prompt(PROMPT)
 
 memory = model.make_memory(cells=96, sequences=4)
-memory, logits = jaxkv.prefill(model.forward, model.weights, memory, jaxkv.make_batch(prompt))
+memory, logits, *_ = jaxkv.prefill(model.forward, model.weights, memory, jaxkv.make_batch(prompt))
 print(len(prompt), "tokens in", jaxkv.used(memory), "cells")
 
 # %% [markdown]
@@ -38,7 +38,7 @@ print(len(prompt), "tokens in", jaxkv.used(memory), "cells")
 # of keys and values is copied, however large the model is.
 
 # %%
-forks = jaxkv.seq_cp(memory, 0, [1, 2, 3])
+forks, ok = jaxkv.seq_cp(memory, 0, [1, 2, 3])
 
 assert jaxkv.used(forks) == len(prompt)
 assert all(new is old for new, old in zip(forks.buffers.k, memory.buffers.k, strict=True))
@@ -52,7 +52,9 @@ print(forks)
 # %%
 TEMPERATURES = [0.0, 0.7, 1.0, 1.3]
 sampler = loops.sampling.make_sampler(temperature=TEMPERATURES, top_p=0.95)
-state, first = loops.begin(sampler, forks, jnp.repeat(logits, 4, axis=0), seed=3)
+state, first = loops.begin(
+    sampler, forks, jnp.repeat(logits, 4, axis=0), sequences=[0, 1, 2, 3], seed=3
+)
 after, state, rest = jaxkv.decode(model.forward, sampler, model.weights, forks, state, steps=11)
 
 tokens = np.concatenate([first.tokens, rest.tokens], axis=1)
@@ -115,7 +117,7 @@ ax.spines[["top", "right"]].set_visible(False)
 # %%
 best, second = np.argsort(-total)[:2]
 parents = [best, best, second, second]
-selected = jaxkv.seq_select(after, parents, [0, 1, 2, 3])
+selected, ok = jaxkv.seq_select(after, parents, [0, 1, 2, 3])
 
 assert jaxkv.used(selected) == len(prompt) + 2 * 11
 ax = plot.cells(selected)

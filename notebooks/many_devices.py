@@ -64,7 +64,7 @@ def program_of(model, memory):
 def texts_of(model):
     """Go on with the prompts, the most probable token each time."""
     prompts = jaxkv.make_batch([model.tokenizer.prompt(text) for text in PROMPTS])
-    memory, logits = jaxkv.prefill(model.forward, model.weights, make(model), prompts)
+    memory, logits, *_ = jaxkv.prefill(model.forward, model.weights, make(model), prompts)
     program = program_of(model, memory)
     tokens = [jnp.argmax(logits, axis=-1).astype(jnp.int32)]
     for _ in range(7):

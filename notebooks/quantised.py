@@ -41,7 +41,7 @@ def read(dtype):
     for start in range(0, 1024, 256):
         part, following = tokens[start : start + 256], tokens[start + 1 : start + 257]
         batch = jaxkv.make_batch(part, outputs=np.ones(256, bool))
-        memory, logits = jaxkv.prefill(
+        memory, logits, *_ = jaxkv.prefill(
             model.forward, model.weights, memory, batch, ubatch_size=256, donate=True
         )
         losses.append(-jax.nn.log_softmax(logits)[np.arange(256), following])
@@ -205,20 +205,21 @@ print(f"{moved} cells have another token; every token has the codes that it had:
 
 # %% [markdown]
 # One thing rounds again: a key that is rotated, because its token has moved. An update decodes the
-# keys that moved, turns them and encodes them. Here the whole text moves up by 8 positions, and
-# back. Values carry no position, and are not touched.
+# keys that moved, turns them and encodes them, with other scales. Further moves add no error: after
+# any number of them a key is as far off as after one. Here the whole text moves up by 8 positions,
+# and back. Values carry no position, and are not touched.
 
 # %%
 back = memory
 for by in (8, -8):
-    back = jaxkv.seq_add(back, 0, 0, -1, by)
+    back, ok = jaxkv.seq_add(back, 0, 0, -1, by)
     back = jaxkv.apply(back, jaxkv.init_update(back))
 for name, before, after in zip(
     ("keys", "values"), by_position(memory), by_position(back), strict=True
 ):
-    off = np.abs(before.astype(int) - after)
-    print(f"{name}: {'some' if off.any() else 'none'} of the codes changed")
-    assert off.max() <= 3
+    changed = np.any(before != after)
+    print(f"{name}: {'some' if changed else 'none'} of the codes changed")
+    assert changed == (name == "keys")
 
 # %% [markdown]
 # `jaxkv.view`, which is for attention of one's own, decodes to float32; and so does `attend` where

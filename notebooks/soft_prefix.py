@@ -74,7 +74,7 @@ def loss(prefix, weights, tokens):
     plan = jaxkv.init_batch(memory, jaxkv.make_batch(embeddings=prefix))
     (ubatch,) = plan.ubatches
     memory, _ = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-    memory = jaxkv.seq_cp(memory, 0, [1, 2, 3])
+    memory, ok = jaxkv.seq_cp(memory, 0, [1, 2, 3])
 
     batch = jaxkv.make_batch(tokens, sequences=sequences, outputs=np.ones(len(sequences), bool))
     plan = jaxkv.init_batch(memory, batch)
@@ -137,11 +137,11 @@ def generate(prefix):
     memory = model.make_memory(cells=64, sequences=4)
     if prefix is not None:
         batch = jaxkv.make_batch(embeddings=prefix)
-        memory, _ = jaxkv.prefill(model.forward, model.weights, memory, batch)
-        memory = jaxkv.seq_cp(memory, 0, [1, 2, 3])
+        memory, *_ = jaxkv.prefill(model.forward, model.weights, memory, batch)
+        memory, ok = jaxkv.seq_cp(memory, 0, [1, 2, 3])
     batch = jaxkv.make_batch([tokenizer.encode(text) for text in BEGINNINGS])
-    memory, logits = jaxkv.prefill(model.forward, model.weights, memory, batch)
-    state, first = loops.begin(best, memory, logits)
+    memory, logits, sequences, *_ = jaxkv.prefill(model.forward, model.weights, memory, batch)
+    state, first = loops.begin(best, memory, logits, sequences=sequences)
     memory, _, more = jaxkv.decode(model.forward, best, model.weights, memory, state, steps=9)
     tokens = np.concatenate([first.tokens, more.tokens], axis=1)
     return [tokenizer.decode(row) for row in tokens], memory

@@ -38,9 +38,10 @@ STEPS = 40
 
 prompts = [tokenizer.prompt(prompt) for prompt in PROMPTS]
 memory = model.make_memory(cells=256, sequences=2)
-memory, logits = jaxkv.prefill(model.forward, model.weights, memory, jaxkv.make_batch(prompts))
+batch = jaxkv.make_batch(prompts)
+memory, logits, sequences, *_ = jaxkv.prefill(model.forward, model.weights, memory, batch)
 best = loops.sampling.make_sampler()  # the most probable token each time
-state, first = loops.begin(best, memory, logits)
+state, first = loops.begin(best, memory, logits, sequences=sequences)
 
 _, _, plain = jaxkv.decode(model.forward, best, model.weights, memory, state, steps=STEPS)
 for row in plain.tokens:
@@ -186,7 +187,7 @@ rough = jax.tree.map(
     lambda weight: weight.astype(jnp.float8_e4m3fn).astype(weight.dtype), model.weights
 )
 own = model.make_memory(cells=256, sequences=2)
-own, _ = jaxkv.prefill(model.forward, rough, own, jaxkv.make_batch(prompts))
+own, *_ = jaxkv.prefill(model.forward, rough, own, jaxkv.make_batch(prompts))
 draft = loops.draft_model(model.forward, rough, own, texts=2, tries=3)
 _, notes, by_model = speculate(draft)
 picture(notes, by_model, "guessed by a rounded model")

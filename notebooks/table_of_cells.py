@@ -26,7 +26,7 @@ memory
 # %%
 PROMPTS = ["The capital of France is", "At night the sky is full of"]
 prompts = [model.tokenizer.prompt(text) for text in PROMPTS]
-memory, logits = jaxkv.prefill(model.forward, model.weights, memory, jaxkv.make_batch(prompts))
+memory, logits, *_ = jaxkv.prefill(model.forward, model.weights, memory, jaxkv.make_batch(prompts))
 
 
 def picture(memory, title):
@@ -50,7 +50,7 @@ print(jaxkv.show(memory))
 # the buffers of both memories are the same arrays.
 
 # %%
-before, memory = memory, jaxkv.seq_cp(memory, 0, [2, 3])
+before, memory = memory, jaxkv.seq_cp(memory, 0, [2, 3]).cache
 assert memory.buffers.k[0] is before.buffers.k[0]
 assert jaxkv.used(memory) == jaxkv.used(before)
 picture(memory, "sequence 0, forked twice")
@@ -69,7 +69,7 @@ def go_on(memory, words):
     sequences = list(words)
     tokens = [model.tokenizer.encode(word) for word in words.values()]
     batch = jaxkv.make_batch(tokens, sequences=sequences)
-    memory, logits = jaxkv.prefill(model.forward, model.weights, memory, batch)
+    memory, logits, *_ = jaxkv.prefill(model.forward, model.weights, memory, batch)
     state, first = jaxkv.loops.begin(greedy, memory, logits, sequences=sequences, limit=5)
     memory, _, picked = jaxkv.decode(model.forward, greedy, model.weights, memory, state, steps=4)
     made = np.concatenate([first.tokens, picked.tokens], axis=1)
@@ -115,7 +115,7 @@ picture(memory, "cells are taken again, the lowest first")
 memory = jaxkv.seq_keep(memory, 2)
 memory, ok = jaxkv.seq_rm(memory, 2, 1, 3)
 assert ok
-memory = jaxkv.seq_add(memory, 2, 3, -1, -2)
+memory, ok = jaxkv.seq_add(memory, 2, 3, -1, -2)
 print(jaxkv.show(memory))
 
 word = jaxkv.make_batch(model.tokenizer.encode(" It"), sequences=2)

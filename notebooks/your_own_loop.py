@@ -98,7 +98,7 @@ def loop(weights, memory, token, active, attend=jaxkv.attend):
 PROMPTS = ["The sun rises in the", "Once upon a time there was"]
 prompts = [model.tokenizer.prompt(text) for text in PROMPTS]
 empty = model.make_memory(cells=48, sequences=2)
-prefilled, logits = jaxkv.prefill(forward, model.weights, empty, jaxkv.make_batch(prompts))
+prefilled, logits, *_ = jaxkv.prefill(forward, model.weights, empty, jaxkv.make_batch(prompts))
 first = jnp.argmax(logits, axis=-1)
 
 # %%
@@ -290,7 +290,7 @@ ax.spines[["top", "right"]].set_visible(False)
 # of them again is an error that says so:
 
 # %%
-fork = jaxkv.seq_cp(large, 0, 1)
+fork, ok = jaxkv.seq_cp(large, 0, 1)
 after, _ = programs["donated"](two_layers, large, text[:1])
 assert large.buffers.k[0].is_deleted() and fork.buffers.k[0].is_deleted()
 print(repr(large))
@@ -370,7 +370,7 @@ def slide_when_full(memory):
     return memory
 
 
-_, logits = jaxkv.prefill(  # all at once, which is the same as chunk by chunk
+_, logits, *_ = jaxkv.prefill(  # all at once, which is the same as chunk by chunk
     forward,
     model.weights,
     model.make_memory(cells=len(story)),

@@ -26,9 +26,6 @@ STATES = {
 """What each layer remembers: a number that tells all orders of all tokens apart, and a float."""
 
 
-# ------------------------------------------------------------------------------------- the model
-
-
 def follow(state: dict[str, Any], token: Any, layer: int, xp: Any) -> dict[str, Any]:
     """Let a state see a token: exact in NumPy as in JAX."""
     number = token.astype(xp.uint32)
@@ -84,12 +81,10 @@ def compute(memory: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, 
 
 @partial(jax.jit, static_argnames="kinds")
 def walk(memory: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, list[dict]]:
-    """Apply a ubatch and run every layer over it."""
     return compute(jaxkv.apply(memory, ubatch), ubatch, kinds)
 
 
 def run(memory: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "rr") -> Any:
-    """Plan a batch that fits and run it."""
     for ubatch in jaxkv.init_batch(memory, batch, ubatch_size=ubatch_size).check().ubatches:
         memory, _ = walk(memory, ubatch, kinds)
     return memory
@@ -117,9 +112,6 @@ def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -
     )
 
 
-# -------------------------------------------------------------------------------------- reading
-
-
 def kept_of(table: States, buffers: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
     """List what each sequence can go on from: positions, and the bytes of all layers' states."""
     position, cell = np.asarray(table.position), np.asarray(table.cell)
@@ -139,20 +131,11 @@ def states_of(memory: Any, seq: int = 0) -> list[tuple[int, tuple[bytes, ...]]]:
     return kept_of(*jaxkv.split(memory))[seq]
 
 
-def positions_of(memory: Any, seq: int = 0) -> list[int]:
-    """List the positions that a sequence's states stand at."""
-    table, _ = jaxkv.split(memory)
-    return [p for p in np.asarray(table.position)[seq].tolist() if p >= 0]
-
-
 def bytes_of(history: Sequence[int], layers: Iterable[int]) -> tuple[bytes, ...]:
     """The bytes that a history leaves in each layer, as `kept_of` lists them."""
     return tuple(
         leaf.tobytes() for layer in layers for leaf in jax.tree.leaves(replay(history, layer))
     )
-
-
-# -------------------------------------------------------------------------------------- together
 
 
 @dataclass(frozen=True)
@@ -168,7 +151,6 @@ class StateKind(Kind):
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
-        """For each part, the layers that it serves."""
         served = (
             tuple(i for i, kind in enumerate(self.model) if kind in "ab"),
             tuple(i for i, kind in enumerate(self.model) if kind in "rb"),
@@ -176,7 +158,6 @@ class StateKind(Kind):
         return tuple(filter(None, served))
 
     def make(self, rope: Any = None) -> Any:
-        """Make an empty one."""
         *attending, recurrent = self.layers
         states = make(self.kept, self.sequences, len(recurrent), self.streams)
         if not attending:
@@ -194,7 +175,6 @@ class StateKind(Kind):
         return jaxkv.make_hybrid_cache((attention, *attending), (states, recurrent))
 
     def oracles(self) -> Oracles:
-        """Make the oracles of its parts."""
         histories = Histories(self.sequences, self.kept, streams=self.streams)
         if len(self.layers) == 1:
             return Oracles([histories])
@@ -204,7 +184,7 @@ class StateKind(Kind):
 
 
 class Twin(twins.Twin):
-    """A memory with states and its oracles, led through the same verbs, compared after each.
+    """A memory with states and its oracles.
 
     All tokens of a batch go into one ubatch, `[Q, WIDTH]`, so that little is compiled; or in parts
     of 4, and then they must be of one sequence.
@@ -214,22 +194,19 @@ class Twin(twins.Twin):
         self,
         kinds: str = "rr",
         *,
-        sequences: int = 3,
-        kept: int = 1,
-        streams: int = 1,
-        window: jaxkv.window.Window | None = None,
         cells: int = 16,
+        sequences: int = 3,
+        window: jaxkv.window.Window | None = None,
+        **options: int,
     ) -> None:
-        sizes = dict(cells=cells, sequences=sequences, streams=streams, windows=(window,))
-        super().__init__(StateKind("states", model=kinds, kept=kept, **sizes), in_rows=True)
+        sizes = dict(cells=cells, sequences=sequences, windows=(window,))
+        super().__init__(StateKind("states", model=kinds, **sizes, **options), in_rows=True)
         self.kinds, self.sequences = kinds, sequences
 
     def parts(self) -> list[Any]:
-        """The recurrent table and buffers, and those of attention."""
         return [x for part in reversed(parts_of(self.memory)) for x in part]
 
     def compare_part(self, table: Any, buffers: Any, layers: Sequence[int], oracle: Any) -> None:
-        """States agree, or cells and their contents."""
         if isinstance(oracle, Oracle):
             super().compare_part(table, buffers, layers, oracle)
             return
@@ -238,7 +215,6 @@ class Twin(twins.Twin):
             for seq, states in oracle.states.items()
         }
         assert kept_of(table, buffers) == expected, jaxkv.show(self.memory)
-        assert table.dead_until.tolist() == [*oracle.dead_until.values()], jaxkv.show(self.memory)
 
     def run(self, memory: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
         """Run the model; what its tokens see of attention is not compared."""

@@ -2,20 +2,13 @@
 
 import math
 import re
-from typing import NamedTuple
 
 # `%name = f32[2,3]{1,0} copy(` or, with several results, `%name = (f32[2]{0}, s32[]) fusion(`.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8}
-_COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    "reduce-scatter",
-)
+_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
+_COLLECTIVES += ("collective-permute", "collective-broadcast")
 # What moves or rewrites whole arrays. A fusion counts unless it writes into its operand.
 _MOVES = ("copy", "transpose", "select", "convert", "fusion", "concatenate", "gather", "broadcast")
 
@@ -43,16 +36,8 @@ def large_moves(compiled, at_least):
     return found
 
 
-class Sent(NamedTuple):
-    """What a program sends between devices: the instruction, the bytes it gives, and what for."""
-
-    name: str
-    bytes: int
-    purpose: str
-
-
 def collectives(compiled):
-    """List what a program sends between devices."""
+    """List what a program sends between devices: the instruction, and the bytes it gives."""
     found = []
     for line in compiled.as_text().splitlines():
         match = _INSTRUCTION.match(line)
@@ -61,8 +46,7 @@ def collectives(compiled):
             arrays = _ARRAY.findall(match[1])
             if match[2] != name and len(arrays) > 1:  # one that only starts gives operands, too
                 arrays = arrays[len(arrays) // 2 :]
-            purpose = re.search(r'op_name="([^"]*)"', line)
-            found.append(Sent(name, sum(map(_bytes, arrays)), purpose[1] if purpose else ""))
+            found.append((name, sum(map(_bytes, arrays))))
     return found
 
 

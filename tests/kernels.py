@@ -6,6 +6,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv.ops.attention.api import attend
@@ -27,6 +30,12 @@ _NO_WORK = ("parameter", "tuple", "get-tuple-element", "bitcast")
 def compiled(platform, function, *shapes, donate=()):
     traced = jax.jit(function, donate_argnums=donate).trace(*shapes)
     return traced.lower(lowering_platforms=(platform,)).compile()
+
+
+def lying_on(devices):
+    """How an array lies on the first of some devices, by its shape and dtype."""
+    where = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), P())
+    return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
 
 def attention_shapes(of, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
@@ -89,32 +98,24 @@ def of_attention(platform, of, size, dtype, tokens=FORKS):
     }
 
 
-def of_a_step(platform, of, dtype, sequences=FORKS):
+def of_a_step(platform, of, dtype, size=128):
     """Plan, apply, write and attend, a token for each sequence of one stream."""
-    size = 128
     of_new = "bfloat16" if dtype == "int8" else dtype
 
-    def make():
-        return jaxkv.make_kv_cache(
-            layers=LAYERS,
-            cells=CELLS,
-            kv_heads=GROUPS,
-            head_dim=size,
-            sequences=sequences,
-            dtype=dtype,
-        )
+    sizes = dict(layers=LAYERS, cells=CELLS, kv_heads=GROUPS, head_dim=size, dtype=dtype)
+    make = partial(jaxkv.make_kv_cache, **sizes, sequences=FORKS)
 
     def step(memory, tokens, q, k, v):
-        valid = jnp.ones(sequences, bool)
-        ubatch, ok = jaxkv.plan_step(memory, tokens, jnp.arange(sequences), valid)
+        valid = jnp.ones(FORKS, bool)
+        ubatch, ok = jaxkv.plan_step(memory, tokens, jnp.arange(FORKS), valid)
         memory = jaxkv.apply(memory, ubatch)
         for layer in range(LAYERS):
             memory, q = jaxkv.attend(memory, layer, ubatch, q, k, v)
         return memory, q, ok
 
     memory = jax.tree.map(lambda x: of(x.shape, x.dtype), jax.eval_shape(make))
-    new = [of((1, sequences, heads, size), of_new) for heads in (GROUPS * QUERIES, GROUPS, GROUPS)]
-    program = compiled(platform, step, memory, of((sequences,), jnp.int32), *new, donate=0)
+    new = [of((1, FORKS, heads, size), of_new) for heads in (GROUPS * QUERIES, GROUPS, GROUPS)]
+    program = compiled(platform, step, memory, of((FORKS,), jnp.int32), *new, donate=0)
     layer = 2 * math.prod(memory.buffers.k[0].shape) * new[0].dtype.itemsize
     return {
         "kernels": kernels(program),

@@ -23,7 +23,7 @@ from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import Quantised, Stored, decoded
 from jaxkv.window import chunked, sliding, symmetric
 from tests.oracle import Content, Fault, Oracle, Place, Plan, Token
-from tests.rules import Side, numbered
+from tests.rules import Side
 
 LAYERS = 2
 HEADS = 2  # of keys and values; queries have twice as many
@@ -51,11 +51,6 @@ class Kind:
     dtype: str = "float32"
     stacked: bool = False
     latent: tuple[int, int] | None = None
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether a signature is rounded: its numbers are told apart up to 127."""
-        return self.dtype == "int8"
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
@@ -92,7 +87,6 @@ class Kind:
         return jaxkv.make_hybrid_cache(*zip(parts, self.layers, strict=True))
 
     def oracles(self) -> "Oracles":
-        """Make the oracles of its parts."""
         return Oracles(
             Oracle(
                 self.cells,
@@ -138,12 +132,6 @@ ALL_KINDS += [GROUPS_WINDOW, GROUPS_RUNS, GROUPS_STRIPES, TILES, GROUPS_TILES, S
 
 WIDTH = 8
 """Tokens of a row where all sequences are told something at once."""
-
-COUNTS = [1, 7]
-"""Tokens of a batch: one alone, and a full ubatch with a padded one. Few shapes are compiled."""
-
-
-# ------------------------------------------------------------------------------- two tiny models
 
 
 @jax.jit
@@ -199,19 +187,18 @@ def parts_of(memory: Any) -> list[tuple[Cells, Buffers]]:
     return [*zip(table.parts, buffers, strict=True)]
 
 
-def random_weights() -> dict[str, jax.Array]:
+def _weights() -> dict[str, jax.Array]:
     """Make the weights of `think`, always the same."""
     rng, width, narrow = np.random.default_rng(0), 2 * HEADS * SIZE, HEADS * SIZE
-
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
-
-    weights = {"embedding": normal(VOCABULARY, width) * 4}
+    shapes = {"embedding": (VOCABULARY, width)}
     sizes = {"q": width, "k": narrow, "v": narrow, "out": width}
-    return weights | {name: normal(LAYERS, width, size) for name, size in sizes.items()}
+    shapes |= {name: (LAYERS, width, size) for name, size in sizes.items()}
+    drawn = {name: rng.normal(size=shape) / shape[-2] ** 0.5 for name, shape in shapes.items()}
+    drawn["embedding"] *= 4
+    return {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}
 
 
-WEIGHTS = random_weights()
+WEIGHTS = _weights()
 
 
 @jax.jit
@@ -291,9 +278,6 @@ def drawing(memory: Any) -> str:
     return " | ".join(lines)
 
 
-# ------------------------------------------------------------------------------------- comparing
-
-
 def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
     """Read a table bit by bit: for each cell in use its position, owners and shift."""
     position, owners, shift = (
@@ -331,20 +315,14 @@ def contents_of(buffers: Buffers, layers: Sequence[int]) -> dict[Place, Content]
 
 
 def is_latent(buffers: Any) -> bool:
-    """Whether values are numbers of the keys."""
     return isinstance(buffers, Buffers) and isinstance(buffers.v[0], Latent)
 
 
 def by_layer(half: Sequence[Stored], depth: int) -> np.ndarray:
-    """Keys or values of all layers, `[L, S, K, N, D]`; each array is of `depth` layers."""
-    arrays = [np.asarray(read(x)) for x in half]
+    """Keys or values of all layers, `[L, S, K, N, D]`, unrounded; arrays are of `depth` layers."""
+    arrays = [np.rint(decoded(x)) if isinstance(x, Quantised) else np.asarray(x) for x in half]
     arrays = [x.reshape(-1, depth, *x.shape[1:]).swapaxes(0, 1) for x in arrays]
     return np.concatenate(arrays)
-
-
-def read(x: Stored) -> np.ndarray:
-    """Keys or values of a layer; of quantised ones the integers that they were."""
-    return np.rint(decoded(x)) if isinstance(x, Quantised) else np.asarray(x)
 
 
 def assert_identical(one: Any, other: Any) -> None:
@@ -362,7 +340,6 @@ class Oracles(list[Side]):
     """The oracles of the parts of a memory, and how their answers become one."""
 
     def fork(self) -> "Oracles":
-        """Copy them."""
         return Oracles(oracle.fork() for oracle in self)
 
     def last(self, seq: int) -> int:
@@ -378,30 +355,16 @@ class Oracles(list[Side]):
         """Where a sequence goes on, less one."""
         return max(oracle.reached(seq) for oracle in self)
 
-    def ends_apart(self, seq: int) -> bool:
-        """Whether parts do not end alike, as after moving what one of them no longer holds."""
-        return len({oracle.reached(seq) for oracle in self}) > 1
-
-    def numbered(self, tokens: Sequence[Token]) -> list[Token]:
-        """Give positions to tokens that have none."""
-        return numbered(tokens, self.reached)
-
     def plan(self, tokens: Sequence[Token], *, ubatch_size: int | None) -> tuple[dict, list[Plan]]:
         """Plan in every part: all faults, with the reason that counts; and the parts' ubatches."""
-        lost = {seq for token in tokens for seq in token.owners if self.ends_apart(seq)}
-        options = dict(ubatch_size=ubatch_size, reached=self.reached, lost=lost)
+        options = dict(ubatch_size=ubatch_size, reached=self.reached)
         plans = [oracle.plan(tokens, **options) for oracle in self]
         # Faults are looked for in this order, in all parts before the next: a sequence refused
         # for one reason never gets to the next, and then no sequence gets cells.
-        stages = (
-            ("NOT_NEXT", "GAP", "DUPLICATE", "DECREASING", "DIVERGED"),
-            ("UPDATE_PENDING",),
-            ("LOST",),
-        )
+        of_order = ["NOT_NEXT", "GAP", "DUPLICATE", "DECREASING", "DIVERGED"]
         faults: dict[int, Fault] = {}
-        for stage in stages:
-            for plan in plans:
-                for seq, fault in plan.faults.items():
-                    if fault.reason in stage:
-                        faults.setdefault(seq, fault)
+        for stage in (of_order, ["UPDATE_PENDING"]):
+            for seq, fault in (pair for plan in plans for pair in plan.faults.items()):
+                if fault.reason in stage:
+                    faults.setdefault(seq, fault)
         return faults, plans

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tests import rules
 from tests.rules import Fault, Part, Place, Plan, Side, Token, in_range
+from tests.whole import Whole
 
 
 class Content(NamedTuple):
@@ -56,7 +57,9 @@ class Oracle(Side):
     cells: the cells in use; one without an entry is free.
     contents: what the buffers hold for a cell, whether it is in use still or not.
     written: how often that was written, rotated or replaced.
-    evicted_below: for each sequence, one past the highest position that window reuse took from it.
+    evicted_below: for each sequence, one past the highest position that window reuse may have taken
+      from it. What edits make of it is told by the memory; `whole` says whether that is right.
+    whole: what the sequences would hold if nothing were ever taken from them.
     """
 
     def __init__(
@@ -83,13 +86,14 @@ class Oracle(Side):
         self.contents: dict[Place, Content] = {}
         self.written: Counter[Place] = Counter()
         self.evicted_below = dict.fromkeys(range(sequences), 0)
+        self.whole = Whole(sequences, streams)
 
     def fork(self) -> "Oracle":
         """Copy it, as no change of a real memory ever needs to."""
         other = copy.copy(self)
         other.cells = _copied(self.cells)
         other.contents, other.written = self.contents.copy(), self.written.copy()
-        other.evicted_below = {**self.evicted_below}
+        other.evicted_below, other.whole = {**self.evicted_below}, self.whole.fork()
         return other
 
     # ------------------------------------------------------------------------------- questions
@@ -108,7 +112,7 @@ class Oracle(Side):
 
     def reached(self, seq: int) -> int:
         """The largest position that a sequence has come to, taken from it since or not."""
-        return max(self.last(seq), self.evicted_below[seq] - 1)
+        return self.whole.end(seq)
 
     def used(self) -> int:
         """How many cells are in use; a shared one counts once."""
@@ -118,21 +122,28 @@ class Oracle(Side):
         """Whether a key of a sequence is owed a rotation."""
         return any(cell.shift for cell in self.holds(seq).values())
 
-    def is_lost(self, seq: int) -> bool:
-        """Whether the next token of a sequence would see a cell that was taken from it."""
-        return self.evicted_below[seq] > self.window_begins(self.reached(seq) + 1)
-
     def can_resume(self, seq: int, pos: int) -> bool:
-        """Whether a token at a position would see all that it should."""
-        follows = self.reached(seq) < 0 or pos <= self.reached(seq) + 1
-        return pos >= 0 and follows and self.evicted_below[seq] <= self.window_begins(pos)
+        """Whether a sequence goes on at a position once what lies from there on is removed."""
+        cut = self.fork()
+        cut.seq_rm(seq, max(pos, 0))
+        return pos >= 0 and cut.reached(seq) in (-1, pos - 1) and cut.is_whole(seq)
+
+    def is_whole(self, seq: int) -> bool:
+        """Whether the next token of a sequence sees what it would if nothing had been taken."""
+        low = self.window_begins(self.reached(seq) + 1)
+        held = self.holds(seq).items()
+        seen = [(cell.position, self.contents[p]) for p, cell in held if cell.position >= low]
+        return sorted(seen) == self.whole.seen(seq, low)
+
+    def has_lost(self, stream: int) -> bool:
+        """Whether anything was taken from a sequence of a stream."""
+        mine = [seq for seq in range(self.sequences) if self.stream(seq) == stream]
+        return any(len(self.whole.of(seq)) > len(self.holds(seq)) for seq in mine)
 
     def seen_next(self, seq: int) -> tuple:
         """What the next token of a sequence sees, wherever that lies."""
         low = self.window_begins(self.reached(seq) + 1)
-        held = self.holds(seq).items()
-        seen = [(cell.position, self.contents[p]) for p, cell in held if cell.position >= low]
-        return self.reached(seq), self.is_lost(seq), sorted(seen)
+        return self.reached(seq), self.whole.seen(seq, low)
 
     def sharing(self, seq: int) -> set[int]:
         """The sequences that own a cell of a sequence, itself among them."""
@@ -190,6 +201,10 @@ class Oracle(Side):
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         """Take a sequence (-1: every sequence) off its cells in a range; free what has no owner."""
+        self._remove(seq, p0, p1)
+        self.whole.seq_rm(seq, p0, p1)
+
+    def _remove(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         for place, cell in list(self.cells.items()):
             if not in_range(cell.position, p0, p1):
                 continue
@@ -199,10 +214,6 @@ class Oracle(Side):
                 cell.owners.discard(seq)
             if not cell.owners:
                 del self.cells[place]
-        # What was evicted and lies in the range is no longer missed.
-        for one in self.evicted_below if seq == -1 else [seq]:
-            while self.evicted_below[one] and in_range(self.evicted_below[one] - 1, p0, p1):
-                self.evicted_below[one] -= 1
 
     def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> bool:
         """Let others own the cells of a sequence in a range, and keep what they have.
@@ -210,14 +221,22 @@ class Oracle(Side):
         In other streams they get copies instead, and nothing else. False, and all as it was, where
         there are no cells for these.
         """
-        return self._give([(src, dst) for dst in dsts], p0, p1, keeps=True)
+        dsts, whole = [*dsts], self.whole.fork()
+        self.whole.seq_cp(src, dsts, p0, p1)
+        if not (given := self._give([(src, dst) for dst in dsts], p0, p1, keeps=True)):
+            self.whole = whole
+        return given
 
     def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> bool:
         """Let sequences have what others held, each its parent, in place of their own.
 
         False, and all as it was, where there are no cells for copies between streams.
         """
-        return self._give([*zip(parents, seqs, strict=True)], 0, -1, keeps=False)
+        whole = self.whole.fork()
+        self.whole.seq_select(parents, seqs)
+        if not (given := self._give([*zip(parents, seqs, strict=True)], 0, -1, keeps=False)):
+            self.whole = whole
+        return given
 
     def _give(self, pairs: list[tuple[int, int]], p0: int, p1: int, *, keeps: bool) -> bool:
         """Give a range of each parent to its sequence, which keeps what it has or loses it."""
@@ -231,19 +250,12 @@ class Oracle(Side):
             if (parent, seq) in apart:
                 continue
             if not keeps:
-                self.seq_rm(seq)
-            mark = before._mark(parent, p0, p1)
-            self.evicted_below[seq] = max(self.evicted_below[seq], mark)
+                self._remove(seq)
             for place, cell in before.holds(parent).items():
                 if in_range(cell.position, p0, p1):
                     again = Cell(cell.position, set(), cell.shift)
                     self.cells.setdefault(place, again).owners.add(seq)
         return self._copy_apart(before, apart, p0, p1)
-
-    def _mark(self, seq: int, p0: int, p1: int) -> int:
-        """One past the highest position in a range that was evicted from a sequence."""
-        lost = range(self.evicted_below[seq])
-        return max((p + 1 for p in lost if in_range(p, p0, p1)), default=0)
 
     def _copy_apart(self, before: "Oracle", pairs: list[tuple[int, int]], p0: int, p1: int) -> bool:
         """Let sequences have copies of what others held, in place of their own, or undo all.
@@ -252,7 +264,7 @@ class Oracle(Side):
         not taken, though they may have come free.
         """
         for _, seq in pairs:
-            self.seq_rm(seq)
+            self._remove(seq)
         copied = {
             parent: [
                 place
@@ -276,7 +288,7 @@ class Oracle(Side):
             usable = [index for index in self.usable(stream) if (stream, index) not in sources]
             found = self._find(self._whole_first(stream, usable), len(wanted))
             if found is None:
-                self.cells, self.evicted_below = before.cells, before.evicted_below
+                self.cells = before.cells
                 return False
             arrivals += [((stream, index), *one) for index, one in zip(found, wanted, strict=True)]
         for place, _, _ in arrivals:
@@ -288,8 +300,6 @@ class Oracle(Side):
             if source in before.contents:
                 self.contents[place] = before.contents[source]
             self.written[place] += 1
-        for parent, seq in pairs:
-            self.evicted_below[seq] = before._mark(parent, p0, p1)
         return True
 
     def _find(self, usable: list[int], count: int) -> list[int] | None:
@@ -323,8 +333,7 @@ class Oracle(Side):
             for parent, _ in pairs
         }
         for parent, seq in pairs:
-            self.seq_rm(seq)
-            self.evicted_below[seq] = before._mark(parent, p0, p1)
+            self._remove(seq)
             for index, cell in given[parent].items():
                 self.cells[seq, index] = Cell(cell.position, {seq}, cell.shift)
             for index in range(self.size) if any(given.values()) else ():
@@ -338,22 +347,22 @@ class Oracle(Side):
         self.cells = self.holds(seq)
         for cell in self.cells.values():
             cell.owners = {seq}
-        for other in self.evicted_below:
-            if other != seq:
-                self.evicted_below[other] = 0
+        self.whole.seq_keep(seq)
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Move the cells of a sequence in a range, for all owners; none stands before 0."""
         self._move_range(seq, p0, p1, lambda position: position + delta)
+        self.whole.seq_add(seq, p0, p1, delta)
 
     def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
         """Divide the positions of a sequence in a range, for all owners."""
         self._move_range(seq, p0, p1, lambda position: position // divisor)
+        self.whole.seq_div(seq, p0, p1, divisor)
 
     def clear(self) -> None:
         """Free every cell. The buffers stay as they are."""
         self.cells.clear()
-        self.evicted_below = dict.fromkeys(self.evicted_below, 0)
+        self.whole.clear()
 
     def update(self) -> int:
         """Rotate every key that is owed it; how many there were."""
@@ -400,22 +409,14 @@ class Oracle(Side):
 
     def return_to(self, past: "Oracle") -> None:
         """Take a past table back, beside the buffers of today."""
-        self.cells = _copied(past.cells)
+        self.cells, self.whole = _copied(past.cells), past.whole.fork()
         self.evicted_below = dict(past.evicted_below)
 
     def _move_range(self, seq: int, p0: int, p1: int, to: Callable[[int], int]) -> None:
-        """Move cells for all their owners, and of each what was evicted in the range."""
-        owners = {seq}
+        """Move cells for all their owners."""
         for place, cell in self.holds(seq).items():
             if in_range(cell.position, p0, p1):
-                owners |= cell.owners
                 self._move(place, to(cell.position))
-        for owner in owners:
-            mark = self.evicted_below[owner]
-            highest = self._mark(owner, p0, p1) - 1
-            if highest >= 0:
-                moved = max(to(highest) + 1, 0)
-                self.evicted_below[owner] = moved if highest == mark - 1 else max(moved, mark)
 
     def _move(self, place: Place, position: int) -> None:
         cell = self.cells[place]
@@ -432,17 +433,16 @@ class Oracle(Side):
         *,
         ubatch_size: int | None,
         reached: Callable[[int], int],
-        lost: Iterable[int],
     ) -> Plan:
         """Check a batch, then find a cell for every token or for none.
 
-        Faults of position come before a pending rotation, that before a window that was left, and
-        that before room. A sequence at fault asks for no room. Of the others the smallest come
-        first, and the lower id where two ask for the same. Those that share a token ask together.
+        Faults of position come before a pending rotation, and that before room. A sequence at fault
+        asks for no room. Of the others the smallest come first, and the lower id where two ask for
+        the same. Those that share a token ask together.
         See `Side.faults` and `Side.cut` for the options.
         """
         batch = rules.numbered(batch, reached)
-        faults = self.faults(batch, reached, [*lost])
+        faults = self.faults(batch, reached)
         groups = self._groups(batch, faults)
         asks = Counter(
             next(seq for seq, group in groups.items() if token.owners & group)
@@ -578,6 +578,7 @@ class Oracle(Side):
             self.cells[place] = Cell(position=token.position, owners=set(token.owners))
             self.contents[place] = Content(token.sequence, token.position, token.token)
             self.written[place] += 1
+            self.whole.append(token.owners, token.position, self.contents[place])
         return True
 
     def _evict(self, place: Place) -> None:

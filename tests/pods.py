@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -53,24 +54,15 @@ class Pod:
 
     def make(self):
         window = None if self.window is None else jaxkv.window.sliding(self.window)
-        return jaxkv.make_kv_cache(
-            layers=LAYERS,
-            cells=self.cells,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            sequences=self.sequences,
-            streams=self.streams,
-            window=window,
-            dtype=self.dtype,
-            rope=jaxkv.make_rope(self.head_dim),
-        )
+        sizes = dict(cells=self.cells, sequences=self.sequences, streams=self.streams)
+        sizes |= dict(layers=LAYERS, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        rope = jaxkv.make_rope(self.head_dim)
+        return jaxkv.make_kv_cache(**sizes, window=window, dtype=self.dtype, rope=rope)
 
     def memory(self):
-        """The shapes of the memory, on the mesh at hand."""
         return sharding.shapes(self.make, jax.sharding.get_mesh(), RULES)
 
     def layout(self):
-        """What the memory costs on the mesh at hand."""
         mesh = jax.sharding.get_mesh()
         return sharding.layout(jax.eval_shape(self.make), mesh, RULES, heads=self.heads)
 
@@ -82,11 +74,6 @@ class Pod:
             "out": shape((heads, group * size, width), self.dtype, tensor),
         }
         return {"embed": shape((self.vocabulary, width), self.dtype), "layers": [layer] * LAYERS}
-
-    def next_tokens(self, count=None):
-        """The shapes of a token for each sequence, or for some, and whether it goes on."""
-        count = self.sequences if count is None else count
-        return shape((count,), "int32"), shape((count,), "bool")
 
     def ubatch(self, tokens):
         """The shapes of a ubatch as a plan lays it out."""
@@ -121,19 +108,18 @@ class Pod:
         return memory, x.reshape(-1, self.width)[ubatch.outputs] @ weights["embed"].T
 
     def step(self, weights, memory, tokens, valid):
-        """Plan a token for each sequence, apply, and run the model."""
         ubatch, ok = jaxkv.plan_step(memory, tokens, jnp.arange(len(tokens)), valid)
         memory = jaxkv.apply(memory, ubatch)
         return *self.forward(weights, memory, ubatch), ok
 
-    def lower_step(self, count=None, platform="cpu"):
-        """Lower a step of all sequences or of some on the mesh at hand; the memory is donated."""
+    def lower_step(self, platform="cpu"):
+        """Lower a step of all sequences on the mesh at hand; the memory is donated."""
+        tokens = [shape((self.sequences,), dtype) for dtype in ("int32", "bool")]
         step = jax.jit(self.step, donate_argnums=1)
-        traced = step.trace(self.weights(), self.memory(), *self.next_tokens(count))
+        traced = step.trace(self.weights(), self.memory(), *tokens)
         return traced.lower(lowering_platforms=(platform,))
 
     def lower_attention(self, tokens, platform="cpu"):
-        """Lower attention of one layer on the mesh at hand; the memory is donated."""
 
         def attend(memory, ubatch, q, k, v):
             return jaxkv.attend(memory, 0, ubatch, q, k, v)
@@ -143,6 +129,14 @@ class Pod:
         return traced.lower(lowering_platforms=(platform,))
 
 
+def placed(memory, rules=RULES):
+    """The same memory on the mesh at hand, which several processes may share."""
+    table, buffers = jaxkv.split(memory)
+    memory = jaxkv.join(table.with_rules(rules), buffers)
+    where = sharding.shardings(memory, jax.sharding.get_mesh(), rules)
+    return jax.device_put(jax.tree.map(np.asarray, memory), where)
+
+
 def shape(sizes, dtype, *spec):
     where = NamedSharding(jax.sharding.get_mesh(), P(*spec))
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
@@ -150,12 +144,11 @@ def shape(sizes, dtype, *spec):
 
 _SIZES = {"group": 4, "head_dim": 128, "width": 4096, "vocabulary": 256, "dtype": "bfloat16"}
 
+_STREAMS = {"sequences": 16, "streams": 16, **_SIZES}
 # By the name of a topology and the axes on it: layers like those of a model of 8B, for TPUs.
 OF_8B = {
-    "v5e:4x4 data=2 tensor=8": Pod(
-        (("data", 2), ("tensor", 8)), sequences=16, streams=16, **_SIZES
-    ),
-    "v5e:4x4 data=16": Pod((("data", 16),), sequences=16, streams=16, **_SIZES),
+    "v5e:4x4 data=2 tensor=8": Pod((("data", 2), ("tensor", 8)), **_STREAMS),
+    "v5e:4x4 data=16": Pod((("data", 16),), **_STREAMS),
     "v5e:4x4 tensor=8 cells=2": Pod((("tensor", 8), ("cells", 2)), sequences=16, **_SIZES),
     "v5e:16x16 data=32 tensor=8": Pod(
         (("data", 32), ("tensor", 8)), sequences=32, streams=32, **_SIZES

@@ -1,6 +1,6 @@
 """The rules of batches in plain Python, the same for the oracles of every kind of memory."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,8 +9,6 @@ Place = tuple[int, int]
 
 
 class Token(NamedTuple):
-    """A token of a batch."""
-
     sequence: int  # of several, the lowest
     position: int | None  # None: one past the last of its sequence
     token: int
@@ -18,7 +16,6 @@ class Token(NamedTuple):
 
     @property
     def owners(self) -> set[int]:
-        """All sequences that it belongs to."""
         return {self.sequence, *self.others}
 
 
@@ -68,13 +65,12 @@ class Side:
     """`sequences` sequences, dealt out in equal runs among `streams` streams.
 
     A kind of memory says what a sequence `holds`, where it goes on after (`reached`), whether it
-    `is_pending` or `is_lost`, and in the `digest` of a stream all that plans depend on.
+    `is_pending`, and in the `digest` of a stream all that plans depend on.
 
     in_rows: whether each sequence of a ubatch has a row of its own.
     """
 
     def stream(self, seq: int) -> int:
-        """The stream of a sequence."""
         return seq // (self.sequences // self.streams)
 
     def fits(self, part: Part) -> bool:
@@ -82,12 +78,9 @@ class Side:
         return all(self.digest(stream) == found for stream, found in part.found.items())
 
     def digests(self, tokens: Iterable[Token]) -> dict[int, tuple]:
-        """The digests of the streams of some tokens."""
         return {s: self.digest(s) for s in {self.stream(token.sequence) for token in tokens}}
 
-    def faults(
-        self, batch: Sequence[Token], reached: Callable[[int], int], lost: Collection[int]
-    ) -> dict[int, Fault]:
+    def faults(self, batch: Sequence[Token], reached: Callable[[int], int]) -> dict[int, Fault]:
         """Find the first fault of each sequence: what comes next is one past what came before.
 
         And all sequences of a token hold the same cells, and had the same token before it.
@@ -95,7 +88,6 @@ class Side:
         Args:
           batch: the tokens, with positions.
           reached: where each sequence goes on after.
-          lost: sequences that are refused whatever they hold here.
         """
         faults: dict[int, Fault] = {}
         before: dict[int, int] = {}
@@ -129,8 +121,6 @@ class Side:
         for seq in set().union(*(token.owners for token in batch)) - set(faults):
             if self.is_pending(seq):
                 faults[seq] = Fault("UPDATE_PENDING", 0, 0)
-            elif seq in lost or self.is_lost(seq):
-                faults[seq] = Fault("LOST", 0, reached(seq) + 1)
         return faults
 
     def cut(self, batch: list[Token], size: int | None) -> list[list[Token]]:

@@ -5,8 +5,9 @@ The oracle keeps no state: it remembers the tokens that came before.
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tests.rules import Part, Plan, Side, Token, in_range, numbered
 
@@ -32,30 +33,23 @@ class Histories(Side):
         self.size = kept + 1
         self.sequences, self.streams = sequences, streams
         self.states: dict[int, list[Kept]] = {seq: [] for seq in range(sequences)}
-        self.dead_until = dict.fromkeys(self.states, 0)
         self.written: Counter[int] = Counter()
         self.made = 0
 
     def fork(self) -> "Histories":
-        """Copy it; what is shared stays shared."""
         return copy.deepcopy(self)
 
-    # ------------------------------------------------------------------------------- questions
-
     def last(self, seq: int) -> int:
-        """Where the current state stands."""
         return self.states[seq][-1].position if self.states[seq] else -1
 
     def first(self, seq: int) -> int:
-        """Where the oldest state stands."""
         return self.states[seq][0].position if self.states[seq] else -1
 
     def reached(self, seq: int) -> int:
-        """The last position of a sequence, though its states may be gone."""
-        return max(self.last(seq), self.dead_until[seq] - 1)
+        """Where a sequence goes on, less one."""
+        return self.last(seq)
 
     def used(self) -> int:
-        """How many states there are, shared ones once."""
         return len({state for states in self.states.values() for state in states})
 
     def can_resume(self, seq: int, pos: int) -> bool:
@@ -65,16 +59,16 @@ class Histories(Side):
         return any(state.position == pos - 1 for state in self.states[seq])
 
     def holds(self, seq: int) -> list[Kept]:
-        """The states of a sequence."""
         return self.states[seq]
 
     def is_pending(self, seq: int) -> bool:
-        """Whether anything is left to be done for a move: never."""
         return False
 
-    def is_lost(self, seq: int) -> bool:
-        """Whether no state is left of a sequence that has tokens."""
-        return self.dead_until[seq] > 0
+    def is_whole(self, seq: int) -> bool:
+        return True
+
+    def has_lost(self, stream: int) -> bool:
+        return False
 
     def seen_next(self, seq: int) -> tuple:
         """What the next token of a sequence goes on from, or can be cut back to."""
@@ -89,9 +83,7 @@ class Histories(Side):
         """All that a plan on a stream depends on, spelled out, to be compared."""
         mine = [seq for seq in self.states if self.stream(seq) == stream]
         states = [[(s.position, s.number) for s in self.states[seq]] for seq in mine]
-        return states, [self.dead_until[seq] for seq in mine], self.written[stream]
-
-    # ----------------------------------------------------------------------------------- verbs
+        return states, self.written[stream]
 
     def _cut(self, seq: int, p0: int, p1: int) -> str:
         """What a range means to one sequence: nothing, the whole of it, a cut, or a refusal."""
@@ -107,7 +99,7 @@ class Histories(Side):
 
     def _forget(self, *seqs: int) -> None:
         for seq in seqs:
-            self.states[seq], self.dead_until[seq] = [], 0
+            self.states[seq] = []
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
         """Forget a range of a sequence; -1 is every sequence, all or none."""
@@ -122,33 +114,29 @@ class Histories(Side):
                 self.states[one] = [s for s in self.states[one] if s.position < p0]
         return True
 
-    def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> None:
-        """Share the states of a sequence as it was at the end of a range.
+    def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> bool:
+        """Share the states of a sequence as it was at the end of a range, if one stands there.
 
         Targets in another stream get copies, which those of one stream share.
         """
         copies = self._copies()
         there = [p for p in range(self.reached(src) + 1) if in_range(p, p0, p1)]
-        for dst in dsts:
-            same_stream = self.stream(dst) == self.stream(src)
-            if dst == src or (same_stream and not there):
-                continue
+        same = [dst for dst in dsts if self.stream(dst) == self.stream(src)]
+        gets = [dst for dst in dsts if dst != src and (there or dst not in same)]
+        shared = [s for s in self.states[src] if there and s.position <= there[-1]]
+        if gets and there and (not shared or shared[-1].position != there[-1]):
+            return False
+        for dst in gets:
             self._forget(dst)
-            if not there:
-                continue
-            if any(state.position == there[-1] for state in self.states[src]):
-                shared = [s for s in self.states[src] if s.position <= there[-1]]
-                self.states[dst] = copies(dst, src, shared)
-            else:
-                self.dead_until[dst] = there[-1] + 1
+            self.states[dst] = copies(dst, src, shared)
+        return True
 
     def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
         """Let sequences have the states of others, each those of its parent."""
-        states, dead_until, copies = dict(self.states), dict(self.dead_until), self._copies()
+        states, copies = dict(self.states), self._copies()
         for parent, seq in zip(parents, seqs, strict=True):
             if parent != seq:
                 self.states[seq] = copies(seq, parent, states[parent])
-                self.dead_until[seq] = dead_until[parent]
 
     def _copies(self) -> Callable[[int, int, list[Kept]], list[Kept]]:
         """Make what gives states: shared in a stream, and copied once to each other stream."""
@@ -170,20 +158,22 @@ class Histories(Side):
         return Kept(position, history, self.made)
 
     def seq_keep(self, seq: int) -> None:
-        """Forget all others."""
         self._forget(*(other for other in self.states if other != seq))
 
     def clear(self) -> None:
-        """Forget all."""
         self._forget(*self.states)
 
     def update(self) -> int:
-        """Nothing is ever pending."""
         return 0
 
-    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
-        """Move what stands in a range, for every sequence that shares it."""
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> bool:
+        """Move what stands in a range, for every sequence that shares it; nothing before 0."""
+        p0 = max(p0, 0)
+        some = p0 <= self.last(seq) and (p1 < 0 or p0 < p1)
+        if some and p0 + delta < 0:
+            return False
         self._move(seq, p0, p1, lambda position: position + delta, drops=False)
+        return True
 
     def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
         """Divide what stands in a range; what is not current cannot be returned to any more."""
@@ -191,29 +181,17 @@ class Histories(Side):
             self._move(seq, p0, p1, lambda position: position // divisor, drops=True)
 
     def _move(self, seq: int, p0: int, p1: int, move: Callable[[int], int], *, drops: bool) -> None:
-        """Move states, drop earlier ones if asked, and what has left the line.
-
-        That is what stands before 0, or not before all that came later.
-        """
+        """Move states, drop earlier ones if asked, and those not before all that came later."""
         moved = [s for s in self.states[seq] if in_range(s.position, p0, p1)]
-        start, end = max(p0, 0), self.dead_until[seq] - 1
-        if in_range(end, start, p1):
-            self.dead_until[seq] = max(0, move(end) + 1)
         for state in moved:
             state.position = move(state.position)
         for one, states in self.states.items():
-            stays = [
+            self.states[one] = [
                 state
                 for i, state in enumerate(states)
-                if state.position >= 0
-                and not any(0 <= later.position <= state.position for later in states[i + 1 :])
+                if not any(later.position <= state.position for later in states[i + 1 :])
                 and not (drops and state in moved and state is not states[-1])
             ]
-            if states and states[-1].position < 0:  # the end is gone, from where the range begins
-                stays = [state for state in stays if state.position < start]
-                if not any(state.position == start - 1 for state in stays):
-                    stays, self.dead_until[one] = [], start
-            self.states[one] = stays
 
     def can_return_to(self, past: "Histories") -> bool | None:
         """Whether a past table can be taken back; None where cells would tell, which none has."""
@@ -221,22 +199,12 @@ class Histories(Side):
 
     def return_to(self, past: "Histories") -> None:
         """Take a past table back, though what was written since stays written."""
-        then = past.fork()
-        self.states, self.dead_until = then.states, then.dead_until
+        self.states = past.fork().states
 
-    # ---------------------------------------------------------------------------------- batches
-
-    def plan(
-        self,
-        batch: Sequence[Token],
-        *,
-        ubatch_size: int | None,
-        reached: Callable[[int], int],
-        lost: Collection[int],
-    ) -> Plan:
-        """Check a batch; there is always room."""
-        batch = numbered(batch, reached)
-        plan, after = Plan(faults=self.faults(batch, reached, lost)), self.fork()
+    def plan(self, batch: Sequence[Token], *, ubatch_size: int | None, **known: Any) -> Plan:
+        """Check a batch; there is always room. What is `known` is told to `Side.faults`."""
+        batch = numbered(batch, known["reached"])
+        plan, after = Plan(faults=self.faults(batch, **known)), self.fork()
         for tokens in self.cut(batch, ubatch_size) if plan.ok else []:
             plan.parts.append(Part([((0, 0), token) for token in tokens], after.digests(tokens)))
             after.apply(plan.parts[-1])

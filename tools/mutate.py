@@ -40,25 +40,23 @@ PATIENCE = 5
 
 KNOWN_BY = {
     "jaxkv/window.py": "window limits stateful",
-    "jaxkv/stamp.py": "arguments stale going_back refusals batch recurrent_going_back",
+    "jaxkv/stamp.py": "arguments stale going_back refusals batch recurrent",
     "jaxkv/kv/cells.py": "arguments limits invariants traps streams "
     "copies window shift stale going_back stateful refusals permutation sets every_argument",
     "jaxkv/kv/reuse.py": "window copies stateful every_argument",
     "jaxkv/kv/slots.py": "arguments limits traps window streams copies refusals going_back "
-    "stale stateful recurrent_ubatches every_argument sharding",
+    "stale stateful recurrent every_argument sharding",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/source.py": "sources families",
     "jaxkv/kv/transfer.py": "copies stateful every_argument sharding",
     "jaxkv/kv/arrivals.py": "copies stateful every_argument",
-    "jaxkv/recurrent/s*.py": "arguments limits copies invariants recurrent recurrent_going_back "
-    "recurrent_ubatches stale stateful every_argument",
-    "jaxkv/recurrent/copy.py": "copies recurrent recurrent_going_back stale stateful "
+    "jaxkv/recurrent/s*.py": "arguments limits copies invariants recurrent stale stateful "
     "every_argument",
-    "jaxkv/hybrid.py": "arguments limits window recurrent stale refusals recurrent_ubatches "
-    "stateful sources copies",
+    "jaxkv/recurrent/copy.py": "copies recurrent stale stateful every_argument",
+    "jaxkv/hybrid.py": "arguments limits window recurrent stale refusals stateful sources copies",
     "jaxkv/planning/*.py": "arguments limits traps refusals batch step sets streams window "
-    "recurrent_ubatches stale stateful sources every_argument",
+    "recurrent stale stateful sources every_argument",
 }
 """The core, as patterns of its files, and the tests that know each, the quickest first."""
 

@@ -106,7 +106,8 @@ class Trial:
         plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
         if not plan.ok:
             raise Refused(jaxkv.Reason(int(plan.reason[seq])).name)
-        return jaxkv.prefill(self.forward, None, memory, batch, plan=plan)
+        memory, logits, *_ = jaxkv.prefill(self.forward, None, memory, batch, plan=plan)
+        return memory, logits
 
     def goes_on(self, memory: Any, last: int, seq: int = 0) -> str:
         """Return that it works where a sequence ends at a position, and takes one more token."""
@@ -116,10 +117,10 @@ class Trial:
         assert jaxkv.seq_pos_max(after, seq).item() == last + 1
         return YES
 
-    def granted(self, memory: Any, ok: Any, last: int) -> str:
+    def granted(self, memory: Any, ok: Any, last: int, seq: int = 0) -> str:
         """Return that it works, or that the verb said no and changed nothing."""
         if ok:
-            return self.goes_on(memory, last)
+            return self.goes_on(memory, last, seq)
         assert self.goes_on(memory, TOKENS - 1) == YES
         raise Refused("ok is False")
 
@@ -158,10 +159,10 @@ def fork(trial: Trial, same_stream: bool = True) -> str:
     dst = trial.other(same_stream)
     if dst is None:
         return NONE
-    memory = jaxkv.seq_cp(trial.memory, 0, dst)
+    memory, ok = jaxkv.seq_cp(trial.memory, 0, dst)
     shared = jaxkv.used(memory) == jaxkv.used(trial.memory)
     assert shared == same_stream
-    return trial.goes_on(memory, TOKENS - 1, dst)
+    return trial.granted(memory, ok, TOKENS - 1, dst)
 
 
 def copy(trial: Trial) -> str:
@@ -170,15 +171,13 @@ def copy(trial: Trial) -> str:
 
 def part_of_it(trial: Trial) -> str:
     dst = trial.other(True) or trial.other(False)
-    memory = jaxkv.seq_cp(trial.memory, 0, dst, 0, TOKENS - 2)
-    trial.told(memory, [7], dst)
-    return trial.goes_on(memory, TOKENS - 3, dst)
+    return trial.granted(*jaxkv.seq_cp(trial.memory, 0, dst, 0, TOKENS - 2), TOKENS - 3, dst)
 
 
 def select(trial: Trial) -> str:
     dst = trial.other(True) or trial.other(False)
     memory, _ = trial.told(trial.memory, [9], dst)
-    memory = jaxkv.seq_select(memory, [dst, 0], [0, dst])
+    memory = jaxkv.seq_select(memory, [dst, 0], [0, dst]).cache
     assert jaxkv.seq_pos_max(memory, dst) == TOKENS - 1
     return trial.goes_on(memory, 0)
 
@@ -192,13 +191,13 @@ def keep(trial: Trial) -> str:
 
 
 def move(trial: Trial) -> str:
-    memory = jaxkv.seq_add(trial.memory, 0, 0, -1, 5)
-    return trial.goes_on(jaxkv.apply(memory, jaxkv.init_update(memory)), TOKENS + 4)
+    memory, ok = jaxkv.seq_add(trial.memory, 0, 0, -1, 5)
+    return trial.granted(jaxkv.apply(memory, jaxkv.init_update(memory)), ok, TOKENS + 4)
 
 
 def divide(trial: Trial) -> str:
-    memory = jaxkv.seq_div(trial.memory, 0, 0, -1, 2)
-    return trial.goes_on(jaxkv.apply(memory, jaxkv.init_update(memory)), (TOKENS - 1) // 2)
+    memory, ok = jaxkv.seq_div(trial.memory, 0, 0, -1, 2)
+    return trial.granted(jaxkv.apply(memory, jaxkv.init_update(memory)), ok, (TOKENS - 1) // 2)
 
 
 def defrag(trial: Trial) -> str:
@@ -268,9 +267,9 @@ def guess(trial: Trial) -> str:
 def shared(trial: Trial) -> str:
     if (seq := trial.other(same_stream=True)) is None:
         return NONE
-    memory = jaxkv.seq_cp(trial.memory, 0, seq)
+    memory = jaxkv.seq_cp(trial.memory, 0, seq).cache
     batch = jaxkv.make_batch([7], sequences=[[0, seq]])
-    memory, _ = jaxkv.prefill(trial.forward, None, memory, batch)
+    memory, *_ = jaxkv.prefill(trial.forward, None, memory, batch)
     assert jaxkv.seq_pos_max(memory, seq) == TOKENS
     return trial.goes_on(memory, TOKENS)
 

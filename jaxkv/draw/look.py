@@ -80,7 +80,7 @@ def cells_of(memory: Memory) -> CellView:
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
       >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3]])))
-      >>> view = draw.cells_of(seq_cp(memory, 0, 2))
+      >>> view = draw.cells_of(seq_cp(memory, 0, 2).cache)
       >>> view.position.tolist(), view.owner.tolist(), view.owners.tolist()
       ([[0, 1, 0, -1, -1]], [[0, 0, 1, -1, -1]], [[2, 2, 1, 0, 0]])
       >>> view.held(2).tolist()

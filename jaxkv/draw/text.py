@@ -26,9 +26,8 @@ def show(memory: Memory, *, width: int | None = 100) -> str:
       A third line, `owed`, appears when keys wait for a rotation. Where even the runs of neighbours
       are too many, short ones are put together: `~` and all their owners, and `~` and the lowest
       and the highest position. For a recurrent memory a line for each sequence, with the positions
-      of the states that are kept, the current one last; `dead until N`, on a line of its own where
-      it does not fit, if none is left of a sequence that has tokens before position N, which must
-      be forgotten (`seq_rm`) and computed again. For a hybrid one its parts, one after another.
+      of the states that are kept, the current one last. For a hybrid one its parts, one after
+      another.
 
     Raises:
       TypeError: when its values are not known: inside a transformation, or shapes alone.
@@ -38,13 +37,13 @@ def show(memory: Memory, *, width: int | None = 100) -> str:
       >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=12)
       >>> batch = make_batch([[1, 2, 3], [4]], sequences=[0, 11])
       >>> memory = apply(memory, init_batch(memory, batch))
-      >>> print(show(seq_cp(memory, 0, 5, 0, 1)))
+      >>> print(show(seq_cp(memory, 0, 5, 0, 1).cache))
       owner    + 0 0 11 . .
       position 0 1 2  0 . .
 
       >>> memory = make_kv_cache(layers=1, cells=4096, kv_heads=1, head_dim=2, sequences=2)
       >>> memory = apply(memory, init_batch(memory, make_batch(np.zeros(300, int))))
-      >>> print(show(seq_cp(memory, 0, 1, 0, 40)))
+      >>> print(show(seq_cp(memory, 0, 1, 0, 40).cache))
       cells    0-39 40-299 300-4095
       owner       +      0        .
       position 0-39 40-299        .
@@ -54,7 +53,7 @@ def show(memory: Memory, *, width: int | None = 100) -> str:
       ... )
       >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]])))
       >>> memory = apply(memory, init_batch(memory, make_batch([5, 6])))
-      >>> print(show(seq_cp(memory, 1, 0, 0, 1)))
+      >>> print(show(seq_cp(memory, 1, 0, 0, 1).cache))
       sequence 0 . . 0
       sequence 1 . 0 1
 
@@ -118,25 +117,16 @@ def _table(columns: dict[str, list[str]]) -> list[str]:
 
 
 def _lines_of_states(table: States, width: int | None) -> list[str]:
-    position, dead = table.position, table.dead_until
+    position = table.position
     marks = np.where(position == EMPTY, ".", position.astype(str))
     ids = [f"sequence {seq}" for seq in range(table.sequences)]
     widths = [max(map(len, column)) for column in marks.T]
     rows = [" ".join(map(str.rjust, row, widths)) for row in marks]
     names = [name.ljust(len(ids[-1])) for name in ids]
-    ends = [f"dead until {until}" if until else "" for until in dead]
-
-    def lines(rows: list[str]) -> list[list[str]]:
-        found = zip(names, rows, ends, strict=True)
-        return [[f"{name} {row}" + f", {end}" * bool(end)] for name, row, end in found]
-
-    found = lines(rows)
+    found = [[f"{name} {row}"] for name, row in zip(names, rows, strict=True)]
     if not _fit(found, width):
         rows = [_runs_of_states(row[row != EMPTY]) for row in position]
-        found = [
-            [f"{name} {row}", end] if end and not _fit([line], width) else line
-            for line, name, row, end in zip(lines(rows), names, rows, ends, strict=True)
-        ]
+        found = [[f"{name} {row}"] for name, row in zip(names, rows, strict=True)]
     return [line for one in found for line in one]
 
 

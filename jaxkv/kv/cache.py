@@ -15,7 +15,7 @@ from jaxkv.kv.attend import attend, view, write
 from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.by_stream import on_streams, told
 from jaxkv.kv.cells import Cells
-from jaxkv.memory import Commitment, Findings, Need, Room, Table, View, check_sizes, no_need
+from jaxkv.memory import Commitment, Findings, Room, Table, View, check_sizes
 from jaxkv.mesh import Rules, Shares
 
 
@@ -116,8 +116,8 @@ class CellTable(Cells, Table):
         return slots.digest_after(self, ubatch)
 
     def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
-        """See `cells.remove`; never refused."""
-        return cells.remove(self, seq, p0, p1), jnp.array(True)
+        """See `cells.remove`; refused where a sequence could not go on, see `reuse.granted`."""
+        return reuse.granted(self, cells.remove(self, seq, p0, p1), self.evicted_below - 1)
 
     def copy(
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
@@ -129,11 +129,14 @@ class CellTable(Cells, Table):
             return copy.copy_between(self, buffers, src, dst, p0, p1)
         return transfer.carry_out(self, buffers, transfer.to_copy(self, src, dst, p0, p1))
 
-    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
-        """Return nothing, but in groups what `transfer.to_copy` finds."""
-        if not self.facts.in_groups:
-            return no_need(self.streams)
-        return transfer.to_copy(self, src, dst, p0, p1).need
+    def can_copy(
+        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `reuse.can_copy`; in groups there must be cells too, see `transfer.to_copy`."""
+        ok, ends = reuse.can_copy(self, src, dst, p0, p1)
+        if self.facts.in_groups:
+            ok &= transfer.to_copy(self, src, dst, p0, p1).need.ok
+        return ok, ends
 
     def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
         """See `cells.select` within a stream; between streams `copy`, and in groups `transfer`."""
@@ -143,11 +146,11 @@ class CellTable(Cells, Table):
             return copy.select_between(self, buffers, parents, targets)
         return transfer.carry_out(self, buffers, transfer.to_select(self, parents, targets))
 
-    def need_to_select(self, parents: jax.Array, targets: jax.Array) -> Need:
-        """Return nothing, but in groups what `transfer.to_select` finds."""
+    def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
+        """Return True, but in groups whether there are cells, see `transfer.to_select`."""
         if not self.facts.in_groups:
-            return no_need(self.streams)
-        return transfer.to_select(self, parents, targets).need
+            return jnp.array(True)
+        return transfer.to_select(self, parents, targets).need.ok
 
     def keep(self, seq: jax.Array) -> "CellTable":
         """See `cells.keep`."""
@@ -158,10 +161,15 @@ class CellTable(Cells, Table):
         return cells.clear(self)
 
     def add(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array
+        self,
+        seq: jax.Array,
+        p0: jax.Array,
+        p1: jax.Array,
+        delta: jax.Array,
+        gap: jax.Array | None = None,
     ) -> tuple["CellTable", jax.Array]:
         """See `shift.add`."""
-        return shift.add(self, seq, p0, p1, delta)
+        return shift.add(self, seq, p0, p1, delta, gap)
 
     def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
         """See `shift.can_add`."""
@@ -169,7 +177,7 @@ class CellTable(Cells, Table):
 
     def divide(
         self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
-    ) -> "CellTable":
+    ) -> tuple["CellTable", jax.Array]:
         """See `shift.divide`."""
         return shift.divide(self, seq, p0, p1, divisor)
 

@@ -27,6 +27,9 @@ C = TypeVar("C", bound="Cells")
 WORD = 32
 """Sequences whose ownership is packed into one word."""
 
+BLOCK = 128
+"""Cells that a CPU compares with all sequences of a word at a time: what its registers hold."""
+
 Placement = Literal["scattered", "contiguous", "striped", "tiled"]
 """Which cells a ubatch may get: any, by their numbers; one run of neighbours; any, in stripes; any,
 in tiles."""
@@ -149,6 +152,57 @@ def first(cells: Cells, seq: jax.Array) -> jax.Array:
 def last(cells: Cells, seq: jax.Array) -> jax.Array:
     """Return the largest position that a sequence holds; `[]` int32, -1 if none."""
     return jnp.max(held(cells, seq))
+
+
+def lasts(cells: Cells, asked: jax.Array) -> jax.Array:
+    """Return the largest position that each sequence asked for holds, -1 if none; `[Q]` int32.
+
+    Args:
+      cells: the table.
+      asked: `[Q]` bool; of others the answer may be -1.
+
+    The sequences of a word lie side by side, so that all are compared with a cell at once: a pass
+    for each word with a sequence that was asked for, instead of one for each sequence.
+    """
+    if cells.sharing == 1:
+        return jnp.max(cells.position, axis=1)
+    streams, words, _ = cells.owners.shape
+    asked = asked.reshape(streams, -1)
+    asked = jnp.pad(asked, [(0, 0), (0, words * WORD - cells.sharing)])
+    asked = jnp.any(asked.reshape(streams, words, WORD), axis=(0, 2))
+    # Elsewhere than on a processor turns of a loop cost more than they save.
+    found = jax.lax.platform_dependent(
+        cells.owners,
+        cells.position,
+        asked,
+        cpu=partial(_lasts_by, min(BLOCK, cells.num_cells)),
+        default=partial(_lasts_by, cells.num_cells),
+    )
+    return found.reshape(streams, -1)[:, : cells.sharing].reshape(-1)
+
+
+def _lasts_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Array) -> jax.Array:
+    """Do it for some words, `[W]` bool, `size` cells at a time; `[S, W, WORD]` int32.
+
+    `owners` and `position` are those of `Cells`.
+    """
+    streams, words, cells = owners.shape
+    bit = jnp.arange(WORD, dtype=jnp.uint32)
+
+    def look(word: jax.Array, found: jax.Array) -> jax.Array:
+        def block(i: jax.Array, highest: jax.Array) -> jax.Array:
+            start = jnp.minimum(i * size, cells - size)  # the last may overlap the one before
+            corner = jnp.int32(0), word, start  # all of one type, also with x64
+            here = jax.lax.dynamic_slice(owners, corner, (streams, 1, size))[:, 0]
+            at = jax.lax.dynamic_slice_in_dim(position, start, size, axis=1)
+            owned = (here[..., None] >> bit[None, None]) & 1 == 1  # [S, size, WORD]
+            return jnp.maximum(highest, jnp.max(jnp.where(owned, at[..., None], EMPTY), axis=1))
+
+        turns = jnp.int32(-(-cells // size))
+        highest = jax.lax.fori_loop(jnp.int32(0), turns, block, found[:, word])
+        return found.at[:, word].set(highest)
+
+    return each(asked, look, jnp.full((streams, words, WORD), EMPTY, jnp.int32))
 
 
 def free(cells: Cells) -> jax.Array:

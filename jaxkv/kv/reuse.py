@@ -11,13 +11,16 @@ from jaxkv.kv.cells import (
     Cells,
     each,
     free,
+    held,
     holders,
+    home,
+    inherited,
     known,
-    last,
+    lasts,
     spread,
     with_owners,
 )
-from jaxkv.places import EMPTY, divided
+from jaxkv.places import EMPTY, divided, end_of
 from jaxkv.window import first_seen
 
 
@@ -89,11 +92,78 @@ def _held_side_by_side(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def can_resume(cells: Cells, seq: jax.Array, pos: jax.Array) -> jax.Array:
-    """Return whether a token of a sequence at a position would see all it should; `[]` bool."""
-    end = jnp.maximum(last(cells, seq), cells.evicted_below[seq] - 1)
-    follows = (end == EMPTY) | (pos <= end + 1)
-    complete = cells.evicted_below[seq] <= first_seen(cells.window, pos)
-    return known(cells, seq) & (pos >= 0) & follows & complete
+    """Return whether a sequence cut at a position goes on there and sees all it should; `[]` bool.
+
+    One that is empty can go on anywhere.
+    """
+    positions, mark = held(cells, seq), cells.evicted_below[seq]
+    highest = jnp.max(positions)
+    left = jnp.max(jnp.where(positions < pos, positions, EMPTY))
+    cut = jnp.minimum(mark, jnp.maximum(pos, 0))
+    goes_on = _goes_on(cells, cut, left, (highest < mark - 1) & (cut == mark))
+    next_one = jnp.maximum(left, cut - 1) + 1
+    return known(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
+
+
+def granted(cells: C, edited: C, tip: jax.Array) -> tuple[C, jax.Array]:
+    """Return the edited table, or the old one if a sequence could not go on after the edit.
+
+    A sequence can where its next token sees nothing of what a window took. Where that token stands
+    must be certain: behind a token that is held, or behind the last one that was taken.
+
+    Args:
+      cells: the table before the edit.
+      edited: the table after it.
+      tip: `[Q]` int32, where the edit brought position `evicted_below - 1`.
+
+    Returns:
+      The table, and `ok`, `[]` bool.
+    """
+    if cells.window is None:
+        return edited, jnp.array(True)
+    everyone = jnp.ones(cells.sequences, bool)
+    before, after = lasts(cells, everyone), lasts(edited, everyone)
+    mark, moved = cells.evicted_below, edited.evicted_below
+    same = (before == after) & (mark == moved)
+    ok = jnp.all(same | _goes_on(cells, moved, after, (before < mark - 1) & (tip == moved - 1)))
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), edited, cells), ok
+
+
+def can_copy(
+    cells: Cells, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return whether targets, `[n]`, could go on after a copy, `[]` bool; and their ends, `[n]`."""
+    dst = jnp.atleast_1d(dst)
+    positions, marks = held(cells, src), cells.evicted_below
+    copied = (positions >= jnp.maximum(start, 0)) & (positions < end_of(stop))
+    highest = jnp.max(jnp.where(copied, positions, EMPTY))
+    mark = inherited(cells, src, start, stop)
+    certain = (jnp.max(positions) < marks[src] - 1) & (mark == marks[src])
+
+    (theirs, *_), (ours, *_) = home(cells, src), home(cells, dst)
+    replaced = theirs != ours
+    own_mark = jnp.where(replaced, 0, marks[dst])
+    own_last = jnp.where(replaced, EMPTY, jax.vmap(lambda seq: jnp.max(held(cells, seq)))(dst))
+    end, below = jnp.maximum(own_last, highest), jnp.maximum(own_mark, mark)
+    certain = jnp.where(mark >= own_mark, certain, own_last < own_mark - 1)
+    untouched = ~known(cells, dst) | ~known(cells, src) | (dst == src)
+    same = (end == own_last) & (below == own_mark)
+    ok = jnp.all(untouched | same | _goes_on(cells, below, end, certain))
+    ok |= cells.window is None
+    return ok, jnp.maximum(end, below - 1)
+
+
+def _goes_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
+    """Return whether sequences can go on; bool, the arguments are of one shape.
+
+    Args:
+      cells: of whose window.
+      mark: int32, one past the highest position that a window may have taken.
+      end: int32, the highest position that is held, EMPTY if none is.
+      certain: bool, whether there was a token right before the mark.
+    """
+    complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
+    return (mark == 0) | (complete & ((end >= mark - 1) | certain))
 
 
 def misses(cells: Cells, position: jax.Array) -> jax.Array:

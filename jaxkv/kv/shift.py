@@ -24,11 +24,14 @@ from jaxkv.kv.cells import (
     each,
     held,
     holders,
+    home,
+    known,
     owned_by,
     restamped,
     with_owners,
     within,
 )
+from jaxkv.kv.reuse import granted
 from jaxkv.memory import Commitment
 from jaxkv.mesh import first_of
 from jaxkv.ops.quantised import Stored
@@ -69,19 +72,32 @@ class Update(Commitment):
 
 
 def add(
-    cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
+    cells: C,
+    seq: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    delta: jax.Array,
+    gap: jax.Array | None = None,
 ) -> tuple[C, jax.Array]:
     """Move the cells of a sequence in a range by `delta`, `[]` int32, for every owner.
 
-    A cell whose position turns negative is freed. Where a position would reach END, nothing moves,
-    and the second answer, `[]` bool, is False.
+    A cell whose position turns negative is freed. Where a position would reach END, or an owner
+    could not go on (`reuse.granted`), nothing moves, and the second answer, `[]` bool, is False.
+
+    `gap`, `[]` int32, is the lowest position from which nothing stands up to the range, taken by a
+    window or not; None where that is not known.
     """
     moves = moving(cells, seq, start, stop)
-    evicted = _highest_evicted(cells, moves, seq, start, stop)
+    evicted = _highest_evicted(cells, seq, start, stop)
     ok = _in_bounds(cells, moves, evicted, delta)
-    evicted_below = _moved_marks(cells, evicted, lambda position: position + delta)
-    cells = replace(cells, evicted_below=jnp.where(ok, evicted_below, cells.evicted_below))
-    return _move(cells, moves & ok, cells.position + delta), ok
+    below = jnp.maximum(start, 0) if gap is None else jnp.minimum(start, gap)
+    marks, tip = _moved_marks(cells, seq, evicted, below, lambda position: position + delta)
+    moved, goes_on = granted(
+        cells,
+        _move(replace(cells, evicted_below=marks), moves, cells.position + delta),
+        tip,
+    )
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, cells), ok & goes_on
 
 
 def can_add(
@@ -95,23 +111,31 @@ def can_add(
         mine = jnp.sort(held(after, seq))
         return ok & ~jnp.any((mine[1:] == mine[:-1]) & (mine[1:] != EMPTY))
 
-    evicted = _highest_evicted(cells, moves, seq, start, stop)
+    evicted = _highest_evicted(cells, seq, start, stop)
     ok = _in_bounds(cells, moves, evicted, delta)
     return each(holders(cells, moves), look, ok)
 
 
-def divide(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array) -> C:
+def divide(
+    cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
+) -> tuple[C, jax.Array]:
     """Divide the positions of a sequence in a range, rounding down, for every owner.
 
-    A divisor, `[]` int32, below 1 changes nothing.
+    Where the divisor, `[]` int32, is below 1, or an owner could not go on (`reuse.granted`),
+    nothing changes, and the second answer, `[]` bool, is False.
     """
-    moves = moving(cells, seq, start, stop) & (divisor >= 1)
+    ok = divisor >= 1
+    moves = moving(cells, seq, start, stop) & ok
     divisor = jnp.maximum(divisor, 1)
-    evicted = _highest_evicted(cells, moves, seq, start, stop)
-    evicted_below = _moved_marks(cells, evicted, lambda position: position // divisor)
-    cells = replace(cells, evicted_below=evicted_below)
+    evicted = _highest_evicted(cells, seq, start, stop)
+    start = jnp.maximum(start, 0)
+    marks, tip = _moved_marks(cells, seq, evicted, start, lambda position: position // divisor)
     # No position that moves is negative, so rounding towards 0 is rounding down, at half the cost.
-    return _move(cells, moves, jax.lax.div(cells.position, jnp.full_like(cells.position, divisor)))
+    position = jax.lax.div(cells.position, jnp.full_like(cells.position, divisor))
+    moved, goes_on = granted(
+        cells, _move(replace(cells, evicted_below=marks), moves, position), tip
+    )
+    return moved, ok & goes_on
 
 
 def moving(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
@@ -130,31 +154,45 @@ def _in_bounds(
 
 
 def _highest_evicted(
-    cells: Cells, moves: jax.Array, seq: jax.Array, start: jax.Array, stop: jax.Array
+    cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest evicted position in a range, `[Q]`; and whether one moves, `[Q]` bool.
+    """Return the highest evicted position in a range, `[Q]`; and whether one may move, `[Q]` bool.
 
-    True for the sequence and for every owner of a moved cell.
+    Others of the stream may have shared what a window took from them, which moves for all owners.
     """
     highest = jnp.minimum(cells.evicted_below, end_of(stop)) - 1
-    whose = jnp.arange(cells.sequences) == seq
-    if cells.window is not None:
-        whose |= holders(cells, moves)
-    return highest, whose & (highest >= jnp.maximum(start, 0))
+    (stream, *_), (own, *_) = home(cells, jnp.arange(cells.sequences)), home(cells, seq)
+    return highest, known(cells, seq) & (stream == own) & (highest >= jnp.maximum(start, 0))
 
 
 def _moved_marks(
     cells: Cells,
+    seq: jax.Array,
     evicted: tuple[jax.Array, jax.Array],
+    below: jax.Array,
     move: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
-    """Return `evicted_below` when what a window took moves as if it were still there; `[Q]`."""
+) -> tuple[jax.Array, jax.Array]:
+    """Return the marks when what a window took moves as if it were still there.
+
+    Args:
+      cells: the table before it.
+      seq: `[]` int32, the sequence whose range moves.
+      evicted: what `_highest_evicted` returns.
+      below: `[]` int32, one past the highest position before the range that may have been taken.
+      move: gives the positions, `[Q]` int32, that others come to; those of the range keep their
+        order.
+
+    Returns:
+      `evicted_below`, `[Q]` int32; and where `evicted_below - 1` is after the move, `[Q]` int32.
+    """
     mark = cells.evicted_below
     highest, inside = evicted
     moved = jnp.maximum(move(highest) + 1, 0)
-    # Where the highest one of all stays, nothing that moved down counts.
-    moved = jnp.where(highest == mark - 1, moved, jnp.maximum(moved, mark))
-    return jnp.where(inside, moved, mark)
+    # The highest one that stays lies below the range, or behind it.
+    all_move = inside & (jnp.arange(cells.sequences) == seq) & (highest == mark - 1)
+    stays = jnp.where(all_move, jnp.minimum(mark, below), mark)
+    marks = jnp.where(inside, jnp.maximum(moved, stays), mark)
+    return marks, jnp.where(all_move, move(highest), mark - 1)
 
 
 def _move(cells: C, moves: jax.Array, position: jax.Array) -> C:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
 from jaxkv.kv.by_stream import gathered, on_rows
-from jaxkv.kv.cells import WORD, C, Cells, digest, each, free, holders, home, of_cells
+from jaxkv.kv.cells import C, Cells, digest, free, holders, home, lasts, of_cells
 from jaxkv.kv.reuse import evict, hidden, misses
 from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.kv.tiles import in_tiles
@@ -19,9 +19,6 @@ from jaxkv.memory import Findings, Room
 from jaxkv.places import EMPTY, END, FAR, nowhere
 from jaxkv.plan import Reason
 from jaxkv.window import looks_back
-
-BLOCK = 128
-"""Cells that a CPU compares with all sequences of a word at a time: what its registers hold."""
 
 
 class Pools(NamedTuple):
@@ -52,58 +49,12 @@ def inspect(cells: Cells, present: jax.Array) -> Findings:
 
     A sequence goes on after the last position that it reached, whether it still holds it or not.
     """
-    found = jnp.max(cells.position, axis=1) if cells.sharing == 1 else _highest(cells, present)
-    last = jnp.where(present, jnp.maximum(found, cells.evicted_below - 1), EMPTY)
+    last = jnp.where(present, jnp.maximum(lasts(cells, present), cells.evicted_below - 1), EMPTY)
     return Findings(
         last=last,
         missing=present & misses(cells, last + 1),
         pending=present & holders(cells, cells.shift != 0),
     )
-
-
-def _highest(cells: Cells, present: jax.Array) -> jax.Array:
-    """Return the last position of sequences that share streams; `[Q]` int32.
-
-    The sequences of a word lie side by side, so that all are compared with a cell at once: a pass
-    for each word with a sequence that was asked for, instead of one for each sequence.
-    """
-    streams, words, _ = cells.owners.shape
-    asked = present.reshape(streams, -1)
-    asked = jnp.pad(asked, [(0, 0), (0, words * WORD - cells.sharing)])
-    asked = jnp.any(asked.reshape(streams, words, WORD), axis=(0, 2))
-    # Elsewhere than on a processor turns of a loop cost more than they save.
-    found = jax.lax.platform_dependent(
-        cells.owners,
-        cells.position,
-        asked,
-        cpu=partial(_highest_by, min(BLOCK, cells.num_cells)),
-        default=partial(_highest_by, cells.num_cells),
-    )
-    return found.reshape(streams, -1)[:, : cells.sharing].reshape(-1)
-
-
-def _highest_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Array) -> jax.Array:
-    """Do it for some words, `[W]` bool, `size` cells at a time; `[S, W, WORD]` int32.
-
-    `owners` and `position` are those of `Cells`.
-    """
-    streams, words, cells = owners.shape
-    bit = jnp.arange(WORD, dtype=jnp.uint32)
-
-    def look(word: jax.Array, found: jax.Array) -> jax.Array:
-        def block(i: jax.Array, highest: jax.Array) -> jax.Array:
-            start = jnp.minimum(i * size, cells - size)  # the last may overlap the one before
-            corner = jnp.int32(0), word, start  # all of one type, also with x64
-            here = jax.lax.dynamic_slice(owners, corner, (streams, 1, size))[:, 0]
-            at = jax.lax.dynamic_slice_in_dim(position, start, size, axis=1)
-            owned = (here[..., None] >> bit[None, None]) & 1 == 1  # [S, size, WORD]
-            return jnp.maximum(highest, jnp.max(jnp.where(owned, at[..., None], EMPTY), axis=1))
-
-        turns = jnp.int32(-(-cells // size))
-        highest = jax.lax.fori_loop(jnp.int32(0), turns, block, found[:, word])
-        return found.at[:, word].set(highest)
-
-    return each(asked, look, jnp.full((streams, words, WORD), EMPTY, jnp.int32))
 
 
 def usable(cells: Cells) -> jax.Array:

@@ -18,8 +18,8 @@ from jaxkv.facts import Facts, changes_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cache import CellTable
 from jaxkv.kv.make import make_kv_cache
-from jaxkv.memory import Memory, Need, View, join, split
-from jaxkv.places import end_of, nowhere
+from jaxkv.memory import Memory, View, join, split
+from jaxkv.places import EMPTY, end_of, nowhere
 
 
 class Reader(NamedTuple):
@@ -81,9 +81,12 @@ class SourceTable(CellTable):
         """Give the targets the source in place of their own, whatever range of the text it is."""
         return self.select(buffers, *self._forked(src, dst, p0, p1))
 
-    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
-        """Return what `copy` takes."""
-        return self.need_to_select(*self._forked(src, dst, p0, p1))
+    def can_copy(
+        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return whether `copy` can; the ends are those of no text, -1."""
+        ok = self.can_select(*self._forked(src, dst, p0, p1))
+        return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
 
     def _forked(
         self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
@@ -94,10 +97,15 @@ class SourceTable(CellTable):
         return changes_of(self.facts, jnp.broadcast_to(parent, targets.shape), targets)
 
     def add(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array
+        self,
+        seq: jax.Array,
+        p0: jax.Array,
+        p1: jax.Array,
+        delta: jax.Array,
+        gap: jax.Array | None = None,
     ) -> tuple["SourceTable", jax.Array]:
         """Return the table as it is: the positions of a text move, and not those of its source."""
-        del seq, p0, p1, delta
+        del seq, p0, p1, delta, gap
         return self, jnp.array(True)
 
     def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
@@ -107,10 +115,10 @@ class SourceTable(CellTable):
 
     def divide(
         self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
-    ) -> "SourceTable":
+    ) -> tuple["SourceTable", jax.Array]:
         """Return the table as it is, see `add`."""
         del seq, p0, p1, divisor
-        return self
+        return self, jnp.array(True)
 
     def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
         """Return True, `[]` bool: a source is there for every position."""
@@ -201,7 +209,7 @@ def make_source_cache(
       >>> memory = make_hybrid_cache((text, (0,)), (sources, (1,)))
       >>> memory = apply(memory, init_source(memory, make_batch([[7, 8, 9], [5]])))
       >>> memory = apply(memory, init_batch(memory, make_batch([0, 3])))
-      >>> print(show(seq_cp(memory, 0, 1)))
+      >>> print(show(seq_cp(memory, 0, 1).cache))
       part 0, layers 0
       owner    + + . . . . . .
       position 0 1 . . . . . .

@@ -33,10 +33,25 @@ from jaxkv.kv.cells import (
 from jaxkv.kv.cells import copy as share
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import usable
-from jaxkv.memory import Need
 from jaxkv.mesh import Shares, looked_up, on_shares, own, shares
 from jaxkv.ops.stacked import each_array
 from jaxkv.places import divided, end_of, nowhere
+
+
+class Need(NamedTuple):
+    """What copies between streams take.
+
+    wanted: `[S]` int32, the cells that they want of each stream.
+    found: `[S]` int32, those that there are for them.
+    """
+
+    wanted: jax.Array
+    found: jax.Array
+
+    @property
+    def ok(self) -> jax.Array:
+        """Whether no stream lacks cells; `[]` bool."""
+        return jnp.all(self.wanted <= self.found)
 
 
 class Transfer(NamedTuple, Generic[C]):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.facts import Facts, check_once
+from jaxkv.facts import Facts, check_once, within_streams
 from jaxkv.loops.beam_scores import Search, Texts, begun, best, choose, exist, goes_on
 from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, take_step
@@ -22,9 +22,8 @@ from jaxkv.loops.state import ends
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, integers, is_concrete, is_traced
 from jaxkv.planning.step import plan_next
-from jaxkv.tables import program, whole
+from jaxkv.tables import whole
 from jaxkv.verbs.edit import seq_rm, seq_select
-from jaxkv.verbs.room import within_streams
 
 
 class Beams(NamedTuple):
@@ -111,7 +110,7 @@ def beam(
       ...     says = 2 * jnp.roll(x, 1, axis=-1) + jnp.roll(x, 2, axis=-1)
       ...     return memory, says.reshape(-1, 4)[ubatch.outputs]
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> memory, logits = prefill(forward, jnp.eye(4), memory, make_batch([0]))
+      >>> memory, logits, *_ = prefill(forward, jnp.eye(4), memory, make_batch([0]))
       >>> memory, beams = loops.beam(
       ...     forward, jnp.eye(4), memory, logits, width=2, steps=3, stop=[3], penalty=0.0
       ... )
@@ -200,7 +199,7 @@ def _search(
     sequences = jnp.asarray(sequences)
     begins = ends(split(memory)[0])[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
-    memory = seq_select(memory, sequences[jnp.zeros_like(rows)], sequences)
+    memory, _ = seq_select(memory, sequences[jnp.zeros_like(rows)], sequences)
 
     def body(carry: tuple[Memory, Search]) -> tuple[Memory, Search]:
         memory, search = carry
@@ -209,7 +208,7 @@ def _search(
         plan = plan_next(table, token[:, None], sequences, exist(search.living)[:, None])
         memory, logits = take_step(forward, weights, memory, plan.ubatches[0])
         parents, chosen = choose(search, logits, stop, penalty)
-        memory = seq_select(memory, sequences[jnp.where(plan.ok, parents, rows)], sequences)
+        memory, _ = seq_select(memory, sequences[jnp.where(plan.ok, parents, rows)], sequences)
         refused = search._replace(reason=jnp.max(plan.reason[sequences]))
         return memory, jax.tree.map(partial(jnp.where, plan.ok), chosen, refused)
 
@@ -244,15 +243,8 @@ def _settled(
     same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]
     shared = jnp.sum(jnp.cumprod(same & fed[:, None], axis=2), axis=2, dtype=jnp.int32)
     held = jnp.max(shared, axis=1)
-    memory = seq_select(memory, sequences[jnp.argmax(shared, axis=1)], sequences)
-    memory, cut = seq_rm(memory, sequences, begins + held)
+    memory, _ = seq_select(memory, sequences[jnp.argmax(shared, axis=1)], sequences)
     # A state that is not kept is not cut back to; a window may have let go of what is seen there.
-    cut &= _can_go_on(split(memory)[0], sequences, begins + held)
+    memory, cut = seq_rm(memory, sequences, begins + held)
     memory, _ = seq_rm(memory, sequences, 0, jnp.where(cut, 0, -1))  # from 0 to 0 is nothing
     return memory, jnp.where(cut, held, -1)
-
-
-@program
-def _can_go_on(table: Any, sequences: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return which sequences can go on at the positions given for them; `[W]` bool."""
-    return jax.vmap(table.can_resume)(sequences, positions)

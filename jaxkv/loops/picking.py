@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.loops.drawing import Sampler, a_sampler, adjusted_by, are_broken, draw, draw_key
+from jaxkv.loops.prompts import PrefillResult
 from jaxkv.loops.rows import chosen, listed
 from jaxkv.loops.state import DecodeState, ends, resume
 from jaxkv.memory import Memory, split
@@ -33,7 +34,7 @@ class Picked(NamedTuple):
 def begin(
     sampler: Sampler,
     memory: Memory,
-    logits: jax.Array,
+    logits: PrefillResult | jax.Array,
     stop: Any = (),
     sequences: Any = None,
     *,
@@ -46,10 +47,11 @@ def begin(
     Args:
       sampler: what adjusts logits, see `jaxkv.loops.sampling`.
       memory: the memory after the prompts.
-      logits: `[T, V]`, a row for each text: those of the last token of its prompt, so that several
-        texts of one prompt have that row each (`jnp.repeat`).
+      logits: what `prefill` returned, or `[T, V]`, a row for each text: those of the last token of
+        its prompt, so that several texts of one prompt have that row each (`jnp.repeat`).
       stop: the tokens that end a text, see `decode`.
-      sequences: `[T]` int32, where each text stands; by default 0, 1, 2 and so on.
+      sequences: `[T]` int32, where each text stands. What `prefill` returned says it; a single text
+        stands in sequence 0 by default.
       limit: `[]` or `[T]` int32, how many tokens of each may be picked, this one included.
       seed: see `start`.
       prompts: see `start`.
@@ -58,22 +60,32 @@ def begin(
       The state for `decode`, and the first tokens, `[T, 1]`.
 
     Raises:
-      ValueError: as `start` does; when the logits are no `[T, V]`, or of more texts than there are
-        sequences, as those of a traced `prefill` are, whose first rows alone count; or when a known
-        memory holds nothing in the sequence of a text.
+      ValueError: as `start` does; when the logits are no `[T, V]`; when rows of several texts come
+        without their sequences, or more rows than there are sequences, as those of a traced
+        `prefill` are, whose first rows alone count; or when a known memory holds nothing in the
+        sequence of a text.
       TypeError: as `start` does.
 
     Examples:
       Two texts of one prompt, the second one a fork; 2 ends a text:
 
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> memory = seq_cp(apply(memory, init_batch(memory, make_batch([1]))), 0, 1)
+      >>> memory = apply(memory, init_batch(memory, make_batch([1])))
+      >>> memory, ok = seq_cp(memory, 0, 1)
       >>> logits = jnp.array([[0.0, 2.0, 1.0, 1.5]])
       >>> sampler = loops.sampling.make_sampler(temperature=1.0)
-      >>> state, first = loops.begin(sampler, memory, jnp.repeat(logits, 2, axis=0), [2], seed=5)
+      >>> both = jnp.repeat(logits, 2, axis=0)
+      >>> state, first = loops.begin(sampler, memory, both, [2], sequences=[0, 1], seed=5)
       >>> first.tokens.tolist(), state.active.tolist()
       ([[2], [1]], [False, True])
     """
+    if isinstance(logits, PrefillResult):
+        if sequences is not None:
+            raise ValueError(
+                "expected the result of prefill, or logits and their sequences, got the result and "
+                "sequences; pass result.logits to pair them otherwise"
+            )
+        sequences, logits = logits.sequences, logits.logits
     logits = jnp.asarray(logits)
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"wanted logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}")
@@ -82,6 +94,11 @@ def begin(
         raise ValueError(
             f"wanted logits of at most {most} texts, a sequence each, got {logits.shape[0]} rows: "
             f"prefill pads them inside of jit, so pass logits[:T]"
+        )
+    if sequences is None and logits.shape[0] > 1:
+        raise ValueError(
+            f"expected the sequence of each of {logits.shape[0]} rows of logits, got none; pass "
+            f"what prefill returned in place of its logits, or sequences="
         )
     none = np.zeros(logits.shape[0], np.int32)
     options = {"limit": limit, "sampler": a_sampler(sampler), "seed": seed, "prompts": prompts}

@@ -6,19 +6,37 @@ its table, which may be gone back to.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Batch, drop_unless, make_batch
+from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
 from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, step_of, take_step
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import bucket, count, is_concrete, is_traced
+from jaxkv.places import NOWHERE, bucket, count, is_concrete, is_traced
 from jaxkv.plan import Plan
 from jaxkv.planning.init import checked_size, init_batch
 from jaxkv.verbs.apply import is_current
+
+
+class PrefillResult(NamedTuple):
+    """What `prefill` returns.
+
+    cache: the memory after the batch.
+    logits: `[n, V]`, those of the output tokens, in the order of the batch.
+    sequences: `[n]` int32, the sequence of each row of logits; of several, the lowest.
+    ok: `[]` bool, whether the batch was computed. Outside of a transformation a refusal is raised.
+    reason: `[Q]` int32, a `Reason` for each sequence, see `Plan`.
+    """
+
+    cache: Memory
+    logits: jax.Array
+    sequences: jax.Array
+    ok: jax.Array
+    reason: jax.Array
 
 
 def prefill(
@@ -30,7 +48,7 @@ def prefill(
     ubatch_size: int | None = None,
     plan: Plan | None = None,
     donate: bool = False,
-) -> tuple[Any, ...]:
+) -> PrefillResult:
     """Run a batch through a model, ubatch by ubatch.
 
     Args:
@@ -49,12 +67,12 @@ def prefill(
         either case. Inside of `jit` nothing is copied, and what is donated is up to the caller.
 
     Returns:
-      The memory after the batch, and the logits of its output tokens, `[n, V]`, in its order.
+      The memory after the batch, the logits of its output tokens, and whose they are.
 
-      Inside of `jit` and other transformations a refusal cannot be raised, and there is a third:
-      `ok`, `[]` bool. When it is False the memory is the one passed in, bit for bit, and the logits
-      mean nothing. There the logits are padded to `[O, V]`: the first n rows are those of the n
-      output tokens, so take `logits[:n]`.
+      Inside of `jit` and other transformations a refusal cannot be raised. When `ok` is False
+      there, the memory is the one passed in, bit for bit, and the logits mean nothing. And there
+      the logits are padded to `[O, V]`: the first n rows are those of the n output tokens, so take
+      `logits[:n]`; the sequence of all others is -1.
 
     Raises:
       RefusedError: when there is no room or the batch is at fault. It is raised before anything
@@ -72,7 +90,7 @@ def prefill(
       ...     memory, x = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
-      >>> memory, logits = prefill(forward, jnp.eye(4), memory, make_batch([1, 2, 3]))
+      >>> memory, logits, *_ = prefill(forward, jnp.eye(4), memory, make_batch([1, 2, 3]))
       >>> logits.shape, used(memory).item()
       ((1, 4), 3)
 
@@ -81,8 +99,8 @@ def prefill(
       >>> @jax.jit
       ... def feed(weights, memory, tokens):
       ...     return prefill(forward, weights, memory, make_batch(tokens))
-      >>> memory, logits, ok = feed(jnp.eye(4), memory, jnp.arange(6))
-      >>> used(memory).item(), ok.item()
+      >>> result = feed(jnp.eye(4), memory, jnp.arange(6))
+      >>> used(result.cache).item(), result.ok.item()
       (3, False)
 
     llama.cpp: `llama_decode`.
@@ -106,7 +124,15 @@ def prefill(
         for ubatch in plan.ubatches:
             memory, out = take_step(forward, weights, memory, ubatch)
             logits.append(out)
-    return memory, plan.collect(logits), *(() if known else (plan.ok,))
+    sequences = plan.collect([_sequences_of(ubatch) for ubatch in plan.ubatches])
+    return PrefillResult(memory, plan.collect(logits), sequences, plan.ok, plan.reason)
+
+
+def _sequences_of(ubatch: Ubatch) -> Any:
+    """Return the sequence of each output of a ubatch, `[O]` int32; -1 where one only pads."""
+    xp = np if is_concrete(ubatch.sequences, ubatch.outputs, ubatch.order) else jnp
+    sequences, outputs, order = map(xp.asarray, (ubatch.sequences, ubatch.outputs, ubatch.order))
+    return xp.where(order == NOWHERE, -1, sequences.reshape(-1)[outputs])
 
 
 def _check_planned(memory: Memory, batch: Any, ubatch_size: int | None, plan: Any) -> None:
@@ -179,7 +205,7 @@ def warm_up(
       ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
       >>> memory = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4)
       >>> memory = warm_up(forward, jnp.eye(4), memory, ubatch_size=8)
-      >>> memory, _ = prefill(forward, jnp.eye(4), memory, make_batch([1, 2, 3]), ubatch_size=8)
+      >>> memory, *_ = prefill(forward, jnp.eye(4), memory, make_batch([1, 2, 3]), ubatch_size=8)
       >>> compiled, used(memory).item()
       ([(1, 1), (1, 2), (1, 4), (1, 8)], 3)
     """

@@ -87,7 +87,8 @@ def extend(
       The memory; `done` for the next call, `[]` int32; and `ok`, `[]` bool, which is True, too,
       where there is nothing to group yet. When it is False nothing has changed: another sequence
       shares a cell that would move, `done` is not what was returned before or the sequence was cut
-      below it, or positions would reach 2**31 - 1 on the way.
+      below it, positions would reach 2**31 - 1 on the way, or a window has let go of tokens that
+      the next one would see again.
 
       No cell becomes free. Tokens that share a position see each other, and are cut (`seq_rm`),
       moved and copied together; `can_seq_add` says False from then on, since it asks for one token
@@ -149,10 +150,9 @@ def _slid(
     ok = (keep >= 0) & (drop >= 1) & (drop <= there - keep)
     moves = jnp.where(ok, keep + drop, 0)
     ok &= _owns_alone(table, seq, moves)
-    cut, _ = table.remove(seq, keep, moves)
-    closed, _ = cut.add(seq, moves, jnp.int32(END), -drop)
-    # A window that let go of the first tokens would see them again.
-    ok &= closed.can_resume(seq, there - drop)
+    cut, removed = table.remove(seq, keep, moves)
+    closed, moved = cut.add(seq, moves, jnp.int32(END), -drop, keep)
+    ok &= removed & moved  # not where a window that let go of the first tokens would see them again
     return *_if(ok, closed, table), ok
 
 
@@ -169,34 +169,38 @@ def _extended(
     short = jax.lax.div(width, group)
     end = jnp.int32(END)
 
-    def one_more(carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
-        table, done, there = carry
+    def one_more(carry: tuple[Any, jax.Array, jax.Array, jax.Array]) -> tuple:
+        table, done, there, ok = carry
         # Moved back to their original positions first, so that groups start at multiples of
         # `group`.
         lift = done * (group - 1)
         first, last = done + lift, done + lift + width
-        table, _ = table.add(seq, done, end, lift)
-        table, _ = table.divide(seq, first, last, group).add(seq, last, end, short - width - lift)
-        return table, done + short, there + short - width
+        lifted, one = table.add(seq, done, end, lift)
+        divided, other = lifted.divide(seq, first, last, group)
+        closed, third = divided.add(seq, last, end, short - width - lift, first + short)
+        return closed, done + short, there + short - width, ok & one & other & third
 
     known = (done >= 0) & (done <= there) & (jax.lax.rem(done, short) == 0)
     ok = known & (there <= jax.lax.div(end, group))
     ok &= (there - width < done) | _owns_alone(table, seq, done)
-    more = (table, jnp.where(ok, done, there), there)
-    grouped, now, _ = jax.lax.while_loop(lambda now: now[2] - width >= now[1], one_more, more)
+    more = (table, jnp.where(ok, done, there), there, ok)
+    grouped, now, _, ok = jax.lax.while_loop(
+        lambda now: (now[2] - width >= now[1]) & now[3], one_more, more
+    )
     return *_if(ok, grouped, table), jnp.where(ok, now, done), ok
 
 
 def _owns_alone(table: Any, seq: jax.Array, start: jax.Array) -> jax.Array:
     """Return whether a sequence shares none of its cells from a position on; `[]` bool.
 
-    Compares the cells freed by removing the range with those freed when no other sequence exists:
-    they differ if a cell is shared.
+    Compares the cells freed by removing them with those freed when no other sequence exists: they
+    differ if a cell is shared.
     """
 
     def freed(table: Any) -> jax.Array:
-        rest, _ = table.remove(seq, start, jnp.int32(END))
-        return table.used() - rest.used()
+        end, _ = table.remove(seq, jnp.int32(0), start)
+        rest, _ = end.remove(seq, jnp.int32(0), jnp.int32(END))
+        return end.used() - rest.used()
 
     return freed(table) == freed(table.keep(seq))
 

@@ -63,7 +63,7 @@ def encode(
       >>> text, sources = make_kv_cache(cells=8, **sizes), make_source_cache(cells=8, **sizes)
       >>> memory = make_hybrid_cache((text, (0,)), (sources, (1,)))
       >>> memory = encode(encoder, jnp.eye(4), memory, make_batch([[2, 2, 2], [3]]))
-      >>> memory, logits = prefill(forward, jnp.eye(4), memory, make_batch([[0], [0, 1]]))
+      >>> memory, logits, *_ = prefill(forward, jnp.eye(4), memory, make_batch([[0], [0, 1]]))
       >>> jnp.argmax(logits, axis=-1).tolist()
       [2, 3]
 

@@ -156,7 +156,7 @@ def speculate(
       ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[ubatch.outputs]
       >>> memory = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=3)
-      >>> memory, logits = prefill(forward, jnp.eye(3), memory, make_batch([0, 1, 2, 0]))
+      >>> memory, logits, *_ = prefill(forward, jnp.eye(3), memory, make_batch([0, 1, 2, 0]))
       >>> sampler = loops.sampling.make_sampler()
       >>> state, _ = loops.begin(sampler, memory, logits)
       >>> draft = loops.lookup([[0, 1, 2, 0]])

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxkv.memory import Memory
+from jaxkv.memory import Memory, split
 from jaxkv.places import count
 from jaxkv.prefix.matching import agreement, longest, resumable
 from jaxkv.prefix.store import (
@@ -20,7 +21,8 @@ from jaxkv.prefix.store import (
     with_text,
     without,
 )
-from jaxkv.verbs.ask import can_seq_cp, seq_pos_max, used
+from jaxkv.tables import program
+from jaxkv.verbs.ask import seq_pos_max, used
 from jaxkv.verbs.edit import seq_cp, seq_keep, seq_rm
 
 
@@ -80,9 +82,9 @@ def fork(
     memory, _ = seq_rm(memory, seq)
     if source is None:
         return memory, store, found
-    if not can_seq_cp(memory, source.holder, seq, 0, found.length):
+    if not _can_copy(memory, source.holder, seq, found.length):
         return memory, store, Found(0, Miss.NO_ROOM)
-    memory = seq_cp(memory, source.holder, seq, 0, found.length, donate=donate)
+    memory, _ = seq_cp(memory, source.holder, seq, 0, found.length, donate=donate)
     return memory, touched(store, source), found
 
 
@@ -101,7 +103,8 @@ def remember(
     Args:
       memory: the memory of the store.
       store: the store.
-      tokens: `[n]` int, what the sequence holds from position 0 on, or the beginning of it.
+      tokens: `[n]` int, what the sequence was told from position 0 on, or the beginning of it. A
+        text that slid (`loops.slide`) holds other tokens than it was told.
       seq: `[]` int, the sequence, which is no holder.
       donate: give up the buffers of the memory passed in where they must be copied, see `seq_cp`.
 
@@ -229,8 +232,8 @@ def warm_up(memory: Memory, store: Store, *, donate: bool = False) -> Memory:
     empty = [seq for seq in others if int(seq_pos_max(memory, seq)) < 0]
     stream = holder // facts.sharing
     for seq in {one // facts.sharing == stream: one for one in empty}.values():
-        can_seq_cp(memory, holder, seq, 0, 0)
-        memory = seq_cp(memory, holder, seq, 0, 0, donate=donate)
+        _can_copy(memory, holder, seq, 0)
+        memory, _ = seq_cp(memory, holder, seq, 0, 0, donate=donate)
     return memory
 
 
@@ -248,12 +251,23 @@ def _kept(
     if not free:
         memory, store = let_go(memory, store, taken[holder])
     memory, _ = seq_rm(memory, holder)
-    if not can_seq_cp(memory, text.holder, holder, 0, size):
+    if not _can_copy(memory, text.holder, holder, size):
         return None
-    memory = seq_cp(memory, text.holder, holder, 0, size, donate=donate)
+    memory, _ = seq_cp(memory, text.holder, holder, 0, size, donate=donate)
     return *evict(
         memory, with_text(store, replace(text, holder=holder)), cells=store.cells
     ), Miss.NONE
+
+
+def _can_copy(memory: Memory, src: int, dst: int, stop: int) -> jax.Array:
+    """Return whether `seq_cp` of the first positions would be granted, asked of the table alone."""
+    return _granted(split(memory)[0], *map(np.int32, (src, dst, 0, stop)))
+
+
+@program
+def _granted(table: Any, *args: jax.Array) -> jax.Array:
+    ok, _ = table.can_copy(*args)
+    return ok
 
 
 def let_go(memory: Memory, store: Store, text: Text) -> tuple[Memory, Store]:

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.hybrid import HybridTable
+from jaxkv.kv.cells import Cells, held, home
 from jaxkv.memory import Memory, split
+from jaxkv.places import EMPTY, END
 from jaxkv.prefix.store import Found, Miss, Store, Text, beside
 from jaxkv.tables import program
 
@@ -58,10 +60,14 @@ def resumable(memory: Memory, seq: int, last: int) -> tuple[np.ndarray, Miss]:
     all_parts, miss = np.ones(last + 1, bool), Miss.NONE
     for table in _tables(split(memory)[0]):
         blocks = [_can_go_on(table, np.int32(seq), start) for start in starts]
-        there = np.concatenate(jax.device_get(blocks))[: last + 1]
+        there, whole = (
+            np.concatenate(x)[: last + 1] for x in zip(*jax.device_get(blocks), strict=True)
+        )
         if not there[last] and miss is Miss.NONE:
             miss = Miss.LOST if table.facts.rollback is None else Miss.NO_STATE
-        all_parts &= there
+        if not whole[last] and miss is Miss.NONE:
+            miss = Miss.INCOMPLETE
+        all_parts &= there & whole
     return all_parts, miss
 
 
@@ -71,9 +77,29 @@ def _tables(table: Any) -> Iterator[Any]:
 
 
 @program
-def _can_go_on(table: Any, seq: jax.Array, start: jax.Array) -> jax.Array:
-    """Return at which positions of a block a sequence can go on; `[BLOCK]` bool."""
+def _can_go_on(table: Any, seq: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return at which positions of a block a sequence can go on; and which are whole up to them.
+
+    Both are `[BLOCK]` bool.
+    """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.last(seq) + 1
     there = jax.vmap(table.can_resume, in_axes=(None, 0))(seq, positions)
-    return (positions == 0) | (holds & there)
+    there = (positions == 0) | (holds & there)
+    if not isinstance(table, Cells):
+        return there, jnp.ones_like(there)
+    return there, _whole(table, seq, positions)
+
+
+def _whole(cells: Cells, seq: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return whether a sequence holds a token that was not moved at each position below others.
+
+    What a window took is left out. `positions` is `[n]` int32, and so is the answer in bool.
+    """
+    mark, (stream, *_) = cells.evicted_below[seq], home(cells, seq)
+    there = jnp.where(cells.shift[stream] == 0, held(cells, seq), EMPTY)
+    there = jnp.sort(jnp.where(there < mark, END, there))
+    first = jnp.concatenate([jnp.ones(1, bool), there[1:] != there[:-1]])
+    below = jnp.cumsum(first, dtype=jnp.int32)[jnp.searchsorted(there, positions) - 1]
+    below = jnp.where(jnp.searchsorted(there, positions) == 0, 0, below)
+    return below == jnp.maximum(positions - mark, 0)

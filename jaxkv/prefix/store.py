@@ -23,6 +23,7 @@ class Miss(IntEnum):
     LOST: a window has taken cells that its next token would see, or they were removed.
     NO_STATE: a recurrent memory keeps no state that stands there.
     NO_ROOM: it takes more cells than the store may hold, or more than a copy finds in its stream.
+    INCOMPLETE: the sequence does not hold a token at each position from 0 on, or some were moved.
     """
 
     NONE = 0
@@ -31,6 +32,7 @@ class Miss(IntEnum):
     LOST = 3
     NO_STATE = 4
     NO_ROOM = 5
+    INCOMPLETE = 6
 
 
 class Found(NamedTuple):

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
 from jaxkv.facts import Facts, checked_streams
-from jaxkv.memory import Commitment, Findings, Memory, Need, Room, Table, check_sizes, join, no_need
+from jaxkv.memory import Commitment, Findings, Memory, Room, Table, check_sizes, join
 from jaxkv.mesh import Rules
 from jaxkv.places import END, FAR, check_shape, count
 from jaxkv.recurrent import copy, slots, states
@@ -149,10 +149,11 @@ class StateTable(States, Table):
         """See `copy.copy`."""
         return copy.copy(self, buffers, src, dst, p0, p1)
 
-    def need_to_copy(self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array) -> Need:
-        """Return nothing: targets let go of as many states as they get."""
-        del src, dst, p0, p1
-        return no_need(self.streams)
+    def can_copy(
+        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `copy.can_copy`."""
+        return copy.can_copy(self, src, dst, p0, p1)
 
     def select(
         self, buffers: Any, parents: jax.Array, targets: jax.Array
@@ -160,10 +161,10 @@ class StateTable(States, Table):
         """See `copy.select`."""
         return copy.select(self, buffers, parents, targets)
 
-    def need_to_select(self, parents: jax.Array, targets: jax.Array) -> Need:
-        """Return nothing: targets let go of as many states as they get."""
+    def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
+        """Return True, `[]` bool: targets let go of as many states as they get."""
         del parents, targets
-        return no_need(self.streams)
+        return jnp.array(True)
 
     def keep(self, seq: jax.Array) -> "StateTable":
         """See `states.keep`."""
@@ -174,9 +175,15 @@ class StateTable(States, Table):
         return states.clear(self)
 
     def add(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array
+        self,
+        seq: jax.Array,
+        p0: jax.Array,
+        p1: jax.Array,
+        delta: jax.Array,
+        gap: jax.Array | None = None,
     ) -> tuple["StateTable", jax.Array]:
-        """See `states.add`."""
+        """See `states.add`; no window takes a state."""
+        del gap
         return states.add(self, seq, p0, p1, delta)
 
     def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
@@ -185,7 +192,7 @@ class StateTable(States, Table):
 
     def divide(
         self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
-    ) -> "StateTable":
+    ) -> tuple["StateTable", jax.Array]:
         """See `states.divide`."""
         return states.divide(self, seq, p0, p1, divisor)
 
@@ -274,13 +281,10 @@ def make_recurrent_cache(
     What its verbs say, where it differs from an attention memory:
 
     - `seq_rm` of an end is granted where a kept state stands right before it, or the whole sequence
-      goes, and refused elsewhere. A range that ends earlier, or begins later, changes nothing and
-      is granted: what a state has seen stays in it.
+      goes, and refused elsewhere: what a state has seen stays in it.
     - `seq_cp` gives the targets the states of the source as they were at the end of the range, in
-      place of what they had. Where none is kept, they are refused (LOST) until they are forgotten.
-    - `seq_add` moves the positions of states. One that turns negative is dropped; if it was the
-      current one, the sequence returns to a state that stands right before the range, or is empty
-      if that began at 0, or is LOST.
+      place of what they had. It is refused where none is kept that stands there.
+    - `seq_add` moves the positions of states. It is refused where a position would turn negative.
     - `seq_div` drops the earlier states of the range, and divides the position of the current one.
     - `seq_pos_max` is the last position, and `seq_pos_min` the lowest that it can be cut back to.
 
@@ -363,7 +367,7 @@ def make_recurrent_cache(
       ...     layers=1, states={"x": ((2,), jnp.float32)}, sequences=4, streams=2
       ... )
       >>> memory = apply(memory, init_batch(memory, make_batch([8])))
-      >>> used(seq_cp(memory, 0, [1, 2, 3])).item()
+      >>> used(seq_cp(memory, 0, [1, 2, 3]).cache).item()
       2
 
     llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `rollback`.

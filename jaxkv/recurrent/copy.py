@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.places import end_of
+from jaxkv.places import EMPTY, end_of
 from jaxkv.recurrent.buffers import copy_cells
-from jaxkv.recurrent.states import States, T, known, occupied, stream_of, with_pairs
+from jaxkv.recurrent.states import States, T, known, last, occupied, stream_of, with_pairs
 from jaxkv.stamp import replaced
 
 
@@ -19,9 +19,9 @@ def copy(
 
     Sequences of one stream share cells from then on, and no buffer is touched. In another stream,
     targets get copies. What comes before the range is in the states already, so where it begins
-    does not matter. Where no state stands at its end, the targets are dead: they are refused until
-    they have been forgotten. What a target held before is replaced, but if the range holds nothing
-    of the source it stays, as it does in an attention memory; unless it lies in another stream.
+    does not matter. A state stands at its end (`can_copy`). What a target held before is replaced,
+    but if the range holds nothing of the source it stays, as it does in an attention memory; unless
+    it lies in another stream.
 
     Args:
       states: the table.
@@ -31,17 +31,38 @@ def copy(
       start: first position of the range.
       stop: one past the last.
     """
-    start, stop = jnp.maximum(start, 0), end_of(stop)
-    end = jnp.maximum(states.position[src, -1], states.dead_until[src] - 1)
-    some = (start <= end) & (start < stop)
-    cut = jnp.where(some, jnp.minimum(stop, end + 1), 0)  # one past the last that is copied
-    stands = jnp.any(states.position[src] == cut - 1) & some
-    fork = with_pairs(states, (states.position < cut) & stands)
+    end = _end(states, src, start, stop)
+    fork = with_pairs(states, states.position <= end)
     dst = jnp.atleast_1d(dst)
-    does = known(states, src) & (some | (stream_of(states, dst) != stream_of(states, src)))
-    dst = jnp.where(does & known(states, dst) & (dst != src), dst, states.sequences)
-    dead_until = jnp.broadcast_to(jnp.where(stands, 0, cut), dst.shape)
-    return _given(fork, buffers, jnp.broadcast_to(src, dst.shape), dst, dead_until, states)
+    does = known(states, src) & _replaced(states, src, dst, end)
+    dst = jnp.where(does & known(states, dst), dst, states.sequences)
+    return _given(fork, buffers, jnp.broadcast_to(src, dst.shape), dst, states)
+
+
+def can_copy(
+    states: States, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return whether a state stands at the end of a range, `[]` bool; and the targets' ends, `[n]`.
+
+    Where no target gets anything, none is needed.
+    """
+    end, dst = _end(states, src, start, stop), jnp.atleast_1d(dst)
+    gets = known(states, src) & known(states, dst) & _replaced(states, src, dst, end)
+    stands = (end == EMPTY) | jnp.any(states.position[src] == end)
+    own = jax.vmap(lambda seq: last(states, seq))(dst)
+    return stands | ~jnp.any(gets), jnp.where(gets, end, own)
+
+
+def _end(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+    """Return the last position of a range that a sequence has, `[]` int32; -1 if there is none."""
+    start, end = jnp.maximum(start, 0), jnp.minimum(end_of(stop) - 1, last(states, src))
+    return jnp.where(start <= end, end, EMPTY)
+
+
+def _replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array) -> jax.Array:
+    """Return which targets, `[n]`, a copy up to a position replaces; `[n]` bool."""
+    apart = stream_of(states, dst) != stream_of(states, src)
+    return (dst != src) & ((end != EMPTY) | apart)
 
 
 def select(states: T, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[T, Any]:
@@ -53,16 +74,13 @@ def select(states: T, buffers: Any, parents: jax.Array, targets: jax.Array) -> t
       parents: `[n]` int32, sequences.
       targets: `[n]` int32, each at most once; one that is no sequence is left out.
     """
-    return _given(states, buffers, parents, targets, states.dead_until[parents], states)
+    return _given(states, buffers, parents, targets, states)
 
 
 def _given(
-    source: States, buffers: Any, src: jax.Array, dst: jax.Array, dead_until: jax.Array, states: T
+    source: States, buffers: Any, src: jax.Array, dst: jax.Array, states: T
 ) -> tuple[T, Any]:
-    """Give targets, `[n]`, the pairs that sequences `src`, `[n]`, have in a table `source`.
-
-    `dead_until`, `[n]` int32, is that of the targets from then on.
-    """
+    """Give targets, `[n]`, the pairs that sequences `src`, `[n]`, have in a table `source`."""
     position, cell = source.position[src], source.cell[src]
     if buffers is not None:
         states, buffers, cell = _copied(states, buffers, src, dst, cell)
@@ -70,7 +88,6 @@ def _given(
         states,
         position=states.position.at[dst].set(position, mode="drop"),
         cell=states.cell.at[dst].set(cell, mode="drop"),
-        dead_until=states.dead_until.at[dst].set(dead_until, mode="drop"),
     )
     return states, buffers
 

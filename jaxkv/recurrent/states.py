@@ -9,7 +9,6 @@ Ranges of positions are `start` to `stop` - 1, `[]` int32: a negative start mean
 no end, and a stop of 0 an empty range. Ids are `[]` int32; one that is no sequence changes nothing.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 from jaxkv.memory import Findings
 from jaxkv.mesh import Rules
 from jaxkv.places import EMPTY, END, divided, end_of
-from jaxkv.stamp import chained, mix, summed
+from jaxkv.stamp import chained, summed
 
 T = TypeVar("T", bound="States")
 
@@ -31,14 +30,12 @@ class States:
 
     Sequence q lives in stream q // (Q // S). The pairs of a sequence are ordered, the oldest first
     and the current one last; where there are fewer, empty ones come before them. Positions rise
-    from pair to pair. A sequence that is dead has no pair.
+    from pair to pair.
 
     position: `[Q, E + 1]` int32, position of the token that a state stands after; EMPTY (-1) if
       there is no state.
     cell: `[Q, E + 1]` int32, the cell of the state in the sequence's stream, which sequences of the
       stream may share; N if there is none.
-    dead_until: `[Q]` int32, one past the last position of a sequence none of whose states is left
-      though it has tokens before that; it must be forgotten (`seq_rm`) and computed again. Else 0.
     stamp: `[S, N]` uint32, the stamp of the token that the state of a cell stands after, see
       `jaxkv.stamp`.
     holds: `[L, S, N]` uint32, the stamp of the state that a layer's buffers really hold. The table
@@ -49,7 +46,6 @@ class States:
 
     position: jax.Array  # [Q, E + 1]
     cell: jax.Array  # [Q, E + 1]
-    dead_until: jax.Array  # [Q]
     stamp: jax.Array  # [S, N]
     holds: jax.Array  # [L, S, N]
     rules: Rules | None = field(default=None, metadata={"static": True})
@@ -105,7 +101,6 @@ def empty_fields(
     return {
         "position": jnp.full(pairs, EMPTY, jnp.int32),
         "cell": jnp.full(pairs, cells, jnp.int32),
-        "dead_until": jnp.zeros((sequences,), jnp.int32),
         "stamp": jnp.zeros((streams, cells), jnp.uint32),
         "holds": jnp.zeros((layers, streams, cells), jnp.uint32),
     }
@@ -152,39 +147,31 @@ def used(states: States) -> jax.Array:
 def digest(states: States) -> jax.Array:
     """Return a number of each stream's content; `[S]` uint32.
 
-    Equal digests, equal table: position and cell of every pair, what is dead, and the stamps of all
-    cells, free ones too, so that the same tokens told anew are stamped anew. What the layers have
-    written does not count.
+    Equal digests, equal table: position and cell of every pair, and the stamps of all cells,
+    free ones too, so that the same tokens told anew are stamped anew. What the layers have written
+    does not count.
     """
     _, own = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sharing)
     pairs = states.earlier + 1
     index = own[:, None] * pairs + jnp.arange(pairs, dtype=jnp.int32)[None]
     pair = chained(index, states.position, states.cell)
-    total = jnp.sum(pair, axis=1, dtype=jnp.uint32) + mix(chained(own, states.dead_until))
+    total = jnp.sum(pair, axis=1, dtype=jnp.uint32)
     cell = jnp.broadcast_to(jnp.arange(states.num_cells, dtype=jnp.int32), states.stamp.shape)
     stamp = jnp.sum(chained(cell, states.stamp), axis=1, dtype=jnp.uint32)
     total = jnp.sum(total.reshape(states.streams, -1), axis=1, dtype=jnp.uint32)
     return summed(total, stamp)
 
 
-def reached(states: States, asked: jax.Array) -> jax.Array:
-    """Return the last position of the sequences asked for, `[Q]` bool; -1 elsewhere; `[Q]`."""
-    end = jnp.maximum(states.position[:, -1], states.dead_until - 1)
-    return jnp.where(asked, end, EMPTY)
-
-
 def inspect(states: States, present: jax.Array) -> Findings:
     """Return what holds of the sequences in a batch, `[Q]` bool."""
-    return Findings(
-        last=reached(states, present),
-        missing=present & (states.dead_until > 0),
-        pending=jnp.zeros_like(present),
-    )
+    nothing = jnp.zeros_like(present)
+    last = jnp.where(present, states.position[:, -1], EMPTY)
+    return Findings(last=last, missing=nothing, pending=nothing)
 
 
 def can_resume(states: States, seq: jax.Array, pos: jax.Array) -> jax.Array:
     """Return whether a state stands before a position, or none is needed; `[]` bool."""
-    empty = (states.position[seq, -1] == EMPTY) & (states.dead_until[seq] == 0)
+    empty = states.position[seq, -1] == EMPTY
     stands = jnp.any(states.position[seq] == pos - 1) & (pos > 0)
     return known(states, seq) & (pos >= 0) & (empty | stands | (pos == 0))
 
@@ -206,39 +193,34 @@ def remove(states: T, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tupl
       The table after it; and `[]` bool, False if one of the sequences had to refuse, and then
       nothing changed.
     """
-    stays, whole, ok = _cut(states, seq, start, stop)
-    cut = replace(with_pairs(states, stays), dead_until=jnp.where(whole, 0, states.dead_until))
-    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), cut, states), ok
+    stays, ok = _cut(states, seq, start, stop)
+    return with_pairs(states, stays | ~ok), ok
 
 
 def _cut(
     states: States, seq: jax.Array, start: jax.Array, stop: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the pairs that stay, `[Q, E + 1]`; which sequences go as a whole, `[Q]`; and `ok`."""
+) -> tuple[jax.Array, jax.Array]:
+    """Return the pairs that stay, `[Q, E + 1]` bool; and `ok`, `[]` bool."""
     asked = (seq == -1) | (jnp.arange(states.sequences) == seq)
-    end = reached(states, asked)
+    end = jnp.where(asked, states.position[:, -1], EMPTY)
     start, stop = jnp.maximum(start, 0), end_of(stop)
     touched = (start <= end) & (start < stop)  # never where nothing is asked for or held
     cut = touched & (end < stop)
     whole = cut & (start == 0)
     stands = cut & jnp.any(states.position == start - 1, axis=1)
     stays = ~cut[:, None] | (states.position < start)
-    return stays, whole, jnp.all(~touched | whole | stands)
+    return stays, jnp.all(~touched | whole | stands)
 
 
 def keep(states: T, seq: jax.Array) -> T:
     """Forget every sequence but one; an integer that is none changes nothing."""
     stays = (jnp.arange(states.sequences) == seq) | ~known(states, seq)
-    return replace(
-        with_pairs(states, stays[:, None]), dead_until=jnp.where(stays, states.dead_until, 0)
-    )
+    return with_pairs(states, stays[:, None])
 
 
 def clear(states: T) -> T:
     """Forget everything."""
-    return replace(
-        with_pairs(states, jnp.array(False)), dead_until=jnp.zeros_like(states.dead_until)
-    )
+    return with_pairs(states, jnp.array(False))
 
 
 def add(
@@ -246,44 +228,39 @@ def add(
 ) -> tuple[T, jax.Array]:
     """Move the positions of a sequence in a range by `delta`, `[]` int32, those of its states too.
 
-    A state whose position turns negative is dropped, as the token is that it stands after. If it is
-    the current one, the end of the sequence goes with it, as in `remove`: an earlier state that
-    stands right before the range becomes the current one; where there is none, the sequence is
-    empty if the range began at 0, and dead if it did not.
-
-    An earlier state is dropped, too, when it no longer stands before all later ones: then there is
-    no end that could be cut off to return to it. Where a position would reach END, nothing moves,
-    and the second answer, `[]` bool, is False.
+    Where a position would reach END, or turn negative, nothing moves, and the second answer, `[]`
+    bool, is False: what a state has seen stays in it. An earlier state is dropped when it no longer
+    stands before all later ones: then there is no end that could be cut off to return to it.
     """
-    moves = _moves(states, seq, start, stop)
     ok = can_add(states, seq, start, stop, delta)
-    delta = jnp.where(ok, delta, 0)
-    moved = _moved(
-        states, seq, start, stop, lambda position: position + delta, moves, jnp.array(False)
-    )
-    return moved, ok
+    moves = _moves(states, seq, start, stop) & ok
+    return _moved(states, states.position + delta, moves, jnp.array(False)), ok
 
 
 def can_add(
     states: States, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
 ) -> jax.Array:
-    """Return whether all that moves by `delta` stays before END; `[]` bool."""
+    """Return whether all that moves by `delta` stays from 0 on and before END; `[]` bool."""
     moves = _moves(states, seq, start, stop)
-    end = jnp.max(jnp.where(_dead_end_moves(states, seq, start, stop), states.dead_until, 0)) - 1
-    highest = jnp.maximum(jnp.max(jnp.where(moves, states.position, EMPTY)), end)
-    return (delta <= 0) | (highest < END - delta)
+    highest = jnp.max(jnp.where(moves, states.position, EMPTY))
+    start = jnp.maximum(start, 0)
+    some = (start <= last(states, seq)) & (start < end_of(stop))
+    return ((delta <= 0) | (highest < END - delta)) & (~some | (start + delta >= 0))
 
 
-def divide(states: T, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array) -> T:
+def divide(
+    states: T, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
+) -> tuple[T, jax.Array]:
     """Divide the positions of a sequence in a range, rounding down.
 
     Several tokens may then share a position, so earlier states in the range cannot be returned to:
-    they are dropped. A divisor, `[]` int32, of 1 or less changes nothing.
+    they are dropped. A divisor, `[]` int32, below 1 changes nothing, and the second answer, `[]`
+    bool, is False.
     """
     moves = _moves(states, seq, start, stop) & (divisor > 1)
-    divisor = jnp.maximum(divisor, 1)
     earlier = moves & (jnp.arange(states.earlier + 1) < states.earlier)[None]
-    return _moved(states, seq, start, stop, lambda position: position // divisor, moves, earlier)
+    position = states.position // jnp.maximum(divisor, 1)
+    return _moved(states, position, moves, earlier), divisor >= 1
 
 
 def _moves(states: States, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
@@ -294,51 +271,20 @@ def _moves(states: States, seq: jax.Array, start: jax.Array, stop: jax.Array) ->
     return cells.at[streams_of(states), states.cell].get(mode="fill", fill_value=False)
 
 
-def _dead_end_moves(states: States, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """Return whether a sequence is dead and its end lies in a range; `[Q]` bool."""
-    end = states.dead_until - 1
-    asked = (jnp.arange(states.sequences) == seq) & (end >= jnp.maximum(start, 0))
-    return asked & (end < end_of(stop))
-
-
-def _moved(
-    states: T,
-    seq: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
-    move: Callable[[jax.Array], jax.Array],
-    moves: jax.Array,
-    drop: jax.Array,
-) -> T:
+def _moved(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
     """Move pairs, drop some of them, and drop those that cannot be returned to any more.
 
     Args:
       states: the table.
-      seq: `[]` int32, the sequence whose range moves.
-      start: first position of the range.
-      stop: one past the last.
-      move: gives the positions, int32 of any shape, that others come to.
+      position: `[Q, E + 1]` int32, where pairs that move come to.
       moves: `[Q, E + 1]` bool, the pairs that move.
       drop: `[]` or `[Q, E + 1]` bool, the pairs that are dropped.
     """
-    start = jnp.maximum(start, 0)
     held = states.position != EMPTY
-    position = jnp.where(moves, move(states.position), states.position)
-    there = held & (position >= 0)
-    later = jax.lax.cummin(jnp.where(there, position, END), axis=1, reverse=True)
+    position = jnp.where(moves, position, states.position)
+    later = jax.lax.cummin(jnp.where(held, position, END), axis=1, reverse=True)
     later = jnp.pad(later[:, 1:], [(0, 0), (0, 1)], constant_values=END)
-    stays = there & ~drop & (position < later)
-    # Where the current state is gone, so is all that stood from `start` on.
-    gone = held[:, -1] & ~there[:, -1]
-    before = stays & (position < start)
-    stands = jnp.any(before & (position == start - 1), axis=1)
-    stays = jnp.where(gone[:, None], before & stands[:, None], stays)
-    # The end of a dead sequence moves as if it were still there.
-    moved = jnp.maximum(move(states.dead_until - 1) + 1, 0)
-    ends_in_it = _dead_end_moves(states, seq, start, stop)
-    dead_until = jnp.where(ends_in_it, moved, states.dead_until)
-    dead_until = jnp.where(gone & ~stands, start, dead_until)
-    return replace(with_pairs(replace(states, position=position), stays), dead_until=dead_until)
+    return with_pairs(replace(states, position=position), ~drop & (position < later))
 
 
 def go_back(states: T, old: T) -> tuple[T, jax.Array]:
@@ -369,8 +315,6 @@ def faults(states: States) -> dict[str, jax.Array]:
         "positions that do not rise": ~rises & held[:, :-1],
         "one cell twice": times(states.cell) > 1,
         "shared cell with two positions": held & celled & ~same,
-        "dead until a negative position": states.dead_until < 0,
-        "state of a dead sequence": (states.dead_until > 0) & held[:, -1],
     }
     return {name: jnp.sum(where, dtype=jnp.int32) for name, where in wrong.items()}
 

@@ -28,7 +28,6 @@ class StatePart(Part):
 
     position: `[q, E + 1]` int32, of each of q saved sequences; EMPTY (-1) if there is no state.
     state: `[q, E + 1]` int32, which of the n states stands there; n if there is none.
-    dead_until: `[q]` int32, as it was.
     stream, cell: `[n]` int32, where the states were.
     written: `[L, n]` bool, whether each layer had written the state.
     """
@@ -84,7 +83,6 @@ class StatePart(Part):
         found = {
             "position": host.position[ids],
             "state": state.astype(np.int32),
-            "dead_until": host.dead_until[ids],
             "stream": stream,
             "cell": cell,
             "written": (host.holds == host.stamp[None])[:, stream, cell],
@@ -99,7 +97,6 @@ class StatePart(Part):
         position, state = _newest(table.earlier + 1, read("position"), read("state"), moves.turn)
         new, kept = np.array(moves.new, int), position != EMPTY
         host.position[new], host.cell[new] = position, host.num_cells
-        host.dead_until[new] = read("dead_until")[moves.turn]
 
         stream = np.broadcast_to((new // host.sharing)[:, None], state.shape)[kept]
         # A state goes once into each stream, where sequences share it.

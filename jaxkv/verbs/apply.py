@@ -78,7 +78,7 @@ def is_current(memory: Memory, plan: Ubatch | Plan | Commitment) -> jax.Array:
 
       >>> memory, _ = seq_rm(apply(memory, ubatch), 0, 0, 1)
       >>> moves = defrag_plan(memory)
-      >>> is_current(seq_add(memory, 0, 1, -1, 3), moves).item()
+      >>> is_current(seq_add(memory, 0, 1, -1, 3).cache, moves).item()
       True
       >>> is_current(clear(memory), moves).item()
       False

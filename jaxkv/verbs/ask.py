@@ -15,8 +15,7 @@ from jaxkv.memory import (
     split,
 )
 from jaxkv.tables import program
-from jaxkv.verbs.ids import Ids, pairs, position, sequence, single_bounds
-from jaxkv.verbs.room import need_to_copy, need_to_select
+from jaxkv.verbs.ids import Ids, position, sequence, single_bounds
 
 
 def seq_pos_min(memory: Memory, seq: Ids) -> jax.Array:
@@ -76,7 +75,7 @@ def used(memory: Memory) -> jax.Array:
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> used(seq_cp(memory, 0, 1)).item()
+      >>> used(seq_cp(memory, 0, 1).cache).item()
       3
 
     llama.cpp: `llama_kv_cells::get_used`.
@@ -105,7 +104,7 @@ def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.A
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
-      >>> fork = seq_cp(memory, 0, 1)
+      >>> fork, _ = seq_cp(memory, 0, 1)
       >>> fork, _ = seq_rm(fork, 0, 0, 2)
       >>> can_seq_add(fork, 0, 2, -1, -2).item()  # sequence 1 still has tokens at 0 and 1
       False
@@ -117,59 +116,12 @@ def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.A
     return _can_add(table, *args)
 
 
-def can_seq_cp(memory: Memory, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1) -> jax.Array:
-    """Return whether `seq_cp` would find the cells that it needs, without doing it; `[]` bool.
-
-    They can be lacking only where it copies between streams that several sequences share.
-
-    Args:
-      memory: any memory.
-      src: `[]` int, the sequence to share.
-      dst: `[]` or `[n]` int, the sequences that would have its cells too.
-      p0: `[]` int, the first position to share.
-      p1: `[]` int, one past the last.
-
-    Raises:
-      ValueError: when an id is known and is none of the memory.
-
-    Examples:
-      >>> memory = make_kv_cache(layers=1, cells=3, sequences=4, streams=2, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
-      >>> [can_seq_cp(memory, 0, dst).item() for dst in (1, 2, 3)]  # 2 lets go of what it holds
-      [True, True, False]
-    """
-    table, _ = split(memory)
-    ids = sequence(table, src), table.facts.sequence_ids(dst)
-    return need_to_copy(table, *ids, *single_bounds(p0, p1)).ok
-
-
-def can_seq_select(memory: Memory, parents: Ids, sequences: Ids) -> jax.Array:
-    """Return whether `seq_select` would find the cells that it needs; `[]` bool, see `can_seq_cp`.
-
-    Args:
-      memory: any memory.
-      parents: `[n]` int, what each sequence would go on from.
-      sequences: `[n]` int, the sequences, each at most once.
-
-    Raises:
-      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
-
-    Examples:
-      Sequences 0 and 2 would change places, each in a stream that has one cell left:
-
-      >>> memory = make_kv_cache(layers=1, cells=3, sequences=4, streams=2, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
-      >>> can_seq_select(memory, [2, 0], [0, 2]).item()
-      False
-    """
-    table, _ = split(memory)
-    return need_to_select(table, *pairs(table, parents, sequences)).ok
-
-
 def can_resume(memory: Memory, seq: Ids, pos: Ids) -> jax.Array:
-    """Return whether a sequence can go on at a position: whether a token there sees all it should.
+    """Return whether a sequence can go on at a position once what lies from there on is removed.
 
-    What lies from there on must be removed first (`seq_rm`).
+    It can where `seq_rm(memory, seq, pos)` is granted and the next token then stands at `pos`: a
+    token there sees all that its window reaches, or a state stands before it. What was removed from
+    the middle of a text is not missed.
 
     Args:
       memory: any memory.
@@ -177,8 +129,7 @@ def can_resume(memory: Memory, seq: Ids, pos: Ids) -> jax.Array:
       pos: `[]` int, where its next token would stand.
 
     Returns:
-      `[]` bool. An empty sequence can start anywhere. One whose first tokens a window took cannot
-      start again at 0 before all of it is removed.
+      `[]` bool. An empty sequence can start anywhere, and any can at 0.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)

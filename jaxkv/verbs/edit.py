@@ -7,30 +7,45 @@ raises ValueError; a traced one that is none changes nothing.
 range. They are counted from the beginning: one that is known and below -1 raises ValueError, and a
 traced one is as -1.
 
+*Refusals.* An edit is granted or changes nothing, and `ok` says which: all that it touches is
+there, and every sequence can go on where it ends (`can_resume`), in all parts of the memory.
+
 An edit that changes a stream makes the ubatches that were planned on that stream stale: plan again.
 What it does to the plans of updates and defrags is said in `is_current`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.facts import changes_of
+from jaxkv.facts import changes_of, within_streams
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import count, is_concrete, is_traced
+from jaxkv.places import count, is_concrete
 from jaxkv.tables import program
 from jaxkv.verbs.ids import Ids, bounds, pairs, position, sequence, single_bounds
-from jaxkv.verbs.room import check_room, need_to_copy, need_to_select, within_streams
 
 
-def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory, jax.Array]:
+class EditResult(NamedTuple):
+    """What an edit returns.
+
+    cache: the next memory.
+    ok: `[]` or `[n]` bool, False where the edit was refused; then that edit changed nothing.
+    """
+
+    cache: Memory
+    ok: jax.Array
+
+
+def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
     """Forget the positions p0 to p1 - 1 of one sequence, of all, or of each of several.
 
-    An attention memory never refuses a cut. Where states are kept, only a whole sequence can go, or
-    an end that rollback covers, since a state cannot forget what it has seen. A source
-    (`make_source_cache`) goes with the whole of its sequence alone, a range from 0 without an end.
+    A whole sequence can always go, and without a window, or before it has taken a cell, any range.
+    Of a text that a window has taken cells from, an end can go where the token that comes in its
+    place would see none of these. Where states are kept, an end can go that rollback covers, since
+    a state cannot forget what it has seen. A source (`make_source_cache`) goes with the whole of
+    its sequence alone, a range from 0 without an end.
 
     Args:
       memory: any memory.
@@ -39,9 +54,8 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
       p1: `[]` or `[n]` int, one past the last; -1 is no end.
 
     Returns:
-      The next memory, and `ok`, bool, `[]` or `[n]`: False if it was refused, and then that cut
-      changed nothing. Several are made one after another. A cell is free as soon as its last owner
-      has let go of it.
+      The next memory, and `ok`, bool, `[]` or `[n]`. Several cuts are made one after another. A
+      cell is free as soon as its last owner has let go of it.
 
     Raises:
       ValueError: when `seq`, `p0` and `p1` are lists of different lengths, or have more dimensions.
@@ -81,12 +95,12 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> tuple[Memory
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
         raise ValueError(f"wanted seq, p0 and p1 of one shape [n], or [], got {axes}")
     table, ok = _rm(table, *cuts)
-    return join(table, buffers), ok
+    return EditResult(join(table, buffers), ok)
 
 
 def seq_cp(
     memory: Memory, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1, *, donate: bool = False
-) -> Memory:
+) -> EditResult:
     """Let one or more sequences have what another holds: fork a conversation.
 
     Sequences of one stream share its cells: nothing is copied. Keys and values that `dst` held stay
@@ -97,8 +111,8 @@ def seq_cp(
 
     With a stream for each sequence a token keeps its cell, and there is always room. Where
     sequences share several streams, a copy takes cells of the stream that it goes to as a batch
-    does. Where they are lacking in any stream, nothing changes at all: outside of `jit` that
-    raises, inside `can_seq_cp` tells beforehand.
+    does. It is refused where these are lacking in any stream, where no state is kept that stands at
+    the end of the range, and where the next token of a `dst` would see what a window has taken.
 
     Args:
       memory: any memory.
@@ -110,15 +124,12 @@ def seq_cp(
         they must be copied outside of `jit`.
 
     Returns:
-      The next memory. Doing it twice is doing it once.
-
-    Raises:
-      NoRoomError: a ValueError, when a stream lacks the cells for a copy, outside of `jit`.
+      The next memory, and `ok`, `[]` bool. Doing it twice is doing it once.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=3, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> memory = seq_cp(memory, 0, [1, 2], 0, 2)
+      >>> memory, ok = seq_cp(memory, 0, [1, 2], 0, 2)
       >>> seq_pos_max(memory, [0, 1, 2]).tolist(), used(memory).item()
       ([2, 1, 1], 3)
 
@@ -126,7 +137,7 @@ def seq_cp(
 
       >>> memory = make_kv_cache(layers=1, cells=4, sequences=2, streams=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> print(show(seq_cp(memory, 0, 1, 1)))
+      >>> print(show(seq_cp(memory, 0, 1, 1).cache))
       owner    0 0 0 .
       position 0 1 2 .
       owner    . 1 1 .
@@ -136,7 +147,7 @@ def seq_cp(
 
       >>> memory = make_kv_cache(layers=1, cells=3, sequences=4, streams=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
-      >>> print(show(seq_cp(memory, 0, [1, 2, 3], 1)))
+      >>> print(show(seq_cp(memory, 0, [1, 2, 3], 1).cache))
       owner    0 + .
       position 0 1 .
       owner    + . .
@@ -144,12 +155,8 @@ def seq_cp(
 
       Sequence 2 let go of what it held. Beside it there is no room for two more:
 
-      >>> seq_cp(memory, 0, 3)
-      Traceback (most recent call last):
-      ...
-      jaxkv.plan.NoRoomError: wanted 2 cells of stream 1 for a copy from another one, got 1, and \
-nothing was changed: remove a sequence there (seq_rm), copy to one of the same stream, which takes \
-none, or where cells must be neighbours close the gaps (defrag_plan)
+      >>> seq_cp(memory, 0, 3).ok.item()
+      False
 
     llama.cpp: `llama_memory_seq_cp`.
     """
@@ -158,19 +165,18 @@ none, or where cells must be neighbours close the gaps (defrag_plan)
     ids = sequence(table, src), facts.sequence_ids(dst)
     args = *ids, *single_bounds(p0, p1)
     if within_streams(facts, *ids):
-        return join(_cp(table, *args), buffers)
-    if facts.in_groups and not is_traced(table, args):
-        check_room(need_to_copy(table, *args))
-    return (_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *args)
+        table, ok = _cp(table, *args)
+        return EditResult(join(table, buffers), ok)
+    return EditResult(*(_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *args))
 
 
-def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = False) -> Memory:
+def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = False) -> EditResult:
     """Let sequences go on from what others hold, all at once: the step of a beam search.
 
     Each sequence lets go of what it held and has what its parent held before. Within a stream that
     is one edit of the table; what comes from another stream is copied, as in `seq_cp`. Where
-    sequences share several streams, cells may be lacking for that (`can_seq_select`): those that
-    are copied come free only afterwards, so that sequences of two streams change places where both
+    sequences share several streams, it is refused where cells are lacking for that: those that are
+    copied come free only afterwards, so that sequences of two streams change places where both
     copies find room beside them.
 
     Args:
@@ -180,24 +186,23 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
       donate: give up the buffers of the memory passed in, see `seq_cp`.
 
     Returns:
-      The next memory.
+      The next memory, and `ok`, `[]` bool.
 
     Raises:
       ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
-      NoRoomError: see `seq_cp`.
 
     Examples:
       Sequence 1 had the two best continuations; both go on, and what 0 had is free:
 
       >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4, 5]])))
-      >>> print(show(seq_select(memory, [1, 1], [0, 1])))
+      >>> print(show(seq_select(memory, [1, 1], [0, 1]).cache))
       owner    . . + + + .
       position . . 0 1 2 .
 
       They may change places:
 
-      >>> seq_pos_max(seq_select(memory, [1, 0], [0, 1]), [0, 1]).tolist()
+      >>> seq_pos_max(seq_select(memory, [1, 0], [0, 1]).cache, [0, 1]).tolist()
       [2, 1]
 
     llama.cpp: none; its beams were a `llama_memory_seq_cp` and a `llama_memory_seq_rm` for each.
@@ -205,13 +210,11 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
     table, buffers = split(memory)
     ids = pairs(table, parents, sequences)
     if not np.size(ids[1]):
-        return memory
+        return EditResult(memory, jnp.array(True))
     if within_streams(table.facts, *ids):
-        return join(_select(table, *ids), buffers)
-    if table.facts.in_groups and not is_traced(table, ids):
-        check_room(need_to_select(table, *ids))
+        return EditResult(join(_select(table, *ids), buffers), jnp.array(True))
     selected = _select_buffers_donated if donate else _select_buffers
-    return selected(table, buffers, *ids)
+    return EditResult(*selected(table, buffers, *ids))
 
 
 def seq_keep(memory: Memory, seq: Ids) -> Memory:
@@ -236,7 +239,7 @@ def seq_keep(memory: Memory, seq: Ids) -> Memory:
     return join(_keep(table, sequence(table, seq)), buffers)
 
 
-def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> Memory:
+def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> EditResult:
     """Move a range of a sequence by some positions; its keys are rotated later, all at once.
 
     The next batch that would see a moved key is refused until `apply(memory, init_update(memory))`
@@ -247,12 +250,13 @@ def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> Memory:
       seq: `[]` int, the sequence.
       p0: `[]` int, the first position that moves.
       p1: `[]` int, one past the last.
-      delta: `[]` int, how far they move. A position that turns negative is forgotten. Where one
-        would reach 2**31 - 1, nothing moves.
+      delta: `[]` int, how far they move. A position that turns negative is forgotten.
 
     Returns:
-      The next memory. Positions belong to cells: a cell that is shared moves for every owner, and
-      `can_seq_add` says beforehand whether that leaves each of them one token a position.
+      The next memory, and `ok`, `[]` bool: False where a position would reach 2**31 - 1, a state
+      would have to forget what it has seen, or a next token would see what a window has taken.
+      Positions belong to cells: a cell that is shared moves for every owner, and `can_seq_add` says
+      beforehand whether that leaves each of them one token a position.
 
     Examples:
       Forget a passage and close the gap:
@@ -260,7 +264,7 @@ def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> Memory:
       >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5])))
       >>> memory, _ = seq_rm(memory, 0, 1, 3)
-      >>> memory = seq_add(memory, 0, 3, -1, -2)
+      >>> memory, ok = seq_add(memory, 0, 3, -1, -2)
       >>> print(show(memory))
       owner    0 . .  0  0 .
       position 0 . .  1  2 .
@@ -275,10 +279,11 @@ def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> Memory:
     """
     table, buffers = split(memory)
     args = sequence(table, seq), *single_bounds(p0, p1), position(delta, "delta")
-    return join(_add(table, *args), buffers)
+    table, ok = _add(table, *args)
+    return EditResult(join(table, buffers), ok)
 
 
-def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> Memory:
+def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> EditResult:
     """Divide the positions of a range of a sequence, rounding down; keys are rotated later.
 
     Args:
@@ -289,16 +294,17 @@ def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> Memory:
       divisor: `[]` int, at least 1.
 
     Returns:
-      The next memory. Several cells of a sequence may then share a position; none is freed. Of
-      states only the last one at a position is kept.
+      The next memory, and `ok`, `[]` bool: False where a traced divisor is below 1, or a next token
+      would see what a window has taken. Several cells of a sequence may then share a position; none
+      is freed. Of states only the last one at a position is kept.
 
     Raises:
-      ValueError: when the divisor is known and below 1. A traced one below 1 changes nothing.
+      ValueError: when the divisor is known and below 1.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
-      >>> print(show(seq_div(memory, 0, 0, -1, 2)))
+      >>> print(show(seq_div(memory, 0, 0, -1, 2).cache))
       owner    0  0  0  0
       position 0  0  1  1
       owed     0 -1 -1 -2
@@ -309,7 +315,8 @@ def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> Memory:
         count(divisor, "divisor")
     table, buffers = split(memory)
     args = sequence(table, seq), *single_bounds(p0, p1), position(divisor, "divisor")
-    return join(_div(table, *args), buffers)
+    table, ok = _div(table, *args)
+    return EditResult(join(table, buffers), ok)
 
 
 def clear(memory: Memory) -> Memory:
@@ -337,14 +344,19 @@ def _rm(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
 
 
 @program
-def _cp(table: Any, *args: jax.Array) -> Any:
+def _cp(table: Any, src: jax.Array, dst: jax.Array, *bounds: jax.Array) -> tuple[Any, jax.Array]:
     """Do what `seq_cp` says within streams, of arguments as `Table.copy` has them."""
-    return table.copy(None, *args)[0]
+    ok, _ = table.can_copy(src, dst, *bounds)
+    return table.copy(None, src, jnp.where(ok, dst, table.facts.sequences), *bounds)[0], ok
 
 
-def _copied(table: Any, buffers: Any, *args: jax.Array) -> Memory:
+def _copied(
+    table: Any, buffers: Any, src: jax.Array, dst: jax.Array, *bounds: jax.Array
+) -> tuple[Memory, jax.Array]:
     """Do what `seq_cp` says between streams, of arguments as `Table.copy` has them."""
-    return join(*table.copy(buffers, *args))
+    ok, _ = table.can_copy(src, dst, *bounds)
+    dst = jnp.where(ok, dst, table.facts.sequences)
+    return join(*table.copy(buffers, src, dst, *bounds)), ok
 
 
 _cp_buffers = program(_copied)
@@ -357,9 +369,14 @@ def _select(table: Any, parents: jax.Array, ids: jax.Array) -> Any:
     return table.select(None, *changes_of(table.facts, parents, ids))[0]
 
 
-def _selected(table: Any, buffers: Any, parents: jax.Array, ids: jax.Array) -> Memory:
+def _selected(
+    table: Any, buffers: Any, parents: jax.Array, ids: jax.Array
+) -> tuple[Memory, jax.Array]:
     """Do what `seq_select` says between streams, of `[n]` int32 each."""
-    return join(*table.select(buffers, *changes_of(table.facts, parents, ids)))
+    parents, ids = changes_of(table.facts, parents, ids)
+    ok = table.can_select(parents, ids)
+    ids = jnp.where(ok, ids, table.facts.sequences)
+    return join(*table.select(buffers, parents, ids)), ok
 
 
 _select_buffers = program(_selected)
@@ -373,14 +390,14 @@ def _keep(table: Any, seq: jax.Array) -> Any:
 
 
 @program
-def _add(table: Any, *args: jax.Array) -> Any:
-    """Do what `seq_add` says of its arguments, `[]` int32 each."""
-    return table.add(*args)[0]
+def _add(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
+    """Do what `seq_add` says of its arguments, `[]` int32 each; the table, and `ok`."""
+    return table.add(*args)
 
 
 @program
-def _div(table: Any, *args: jax.Array) -> Any:
-    """Do what `seq_div` says of its arguments, `[]` int32 each."""
+def _div(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
+    """Do what `seq_div` says of its arguments, `[]` int32 each; the table, and `ok`."""
     return table.divide(*args)
 
 

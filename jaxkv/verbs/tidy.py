@@ -21,7 +21,7 @@ def init_update(memory: Memory) -> Commitment:
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> memory = seq_add(memory, 0, 1, -1, 4)
+      >>> memory, ok = seq_add(memory, 0, 1, -1, 4)
       >>> init_update(memory).pending.item()
       2
 

@@ -152,7 +152,7 @@ def fork(chat: Chat, name: str) -> Chat:
             f"with --conversations {2 * chat.seats}."
         )
     source, target = chat.now.sequence, free[0]
-    memory = jaxkv.seq_cp(chat.memory, source, target)
+    memory, _ = jaxkv.seq_cp(chat.memory, source, target)
     forked = replace(chat.now, sequence=target)
     return replace(chat, memory=memory, conversations={**chat.conversations, name: forked})
 
@@ -233,7 +233,7 @@ def taken_back(chat: Chat, length: int) -> tuple[Chat, str]:
     if held_in(memory, now.sequence) <= end:
         return chat, ""
     cut, ok = jaxkv.seq_rm(memory, now.sequence, end)
-    if ok and jaxkv.can_resume(cut, now.sequence, end):
+    if ok:
         return replace(chat, memory=cut), ""
     chat = replace(chat, memory=jaxkv.seq_rm(memory, now.sequence)[0])
     chat, miss = recall(chat, length)
@@ -249,6 +249,7 @@ NOT_KEPT = {
     prefix.Miss.UNKNOWN: "nothing was kept of it",
     prefix.Miss.EVICTED: "what was kept from there had to give way",
     prefix.Miss.LOST: "so has what was kept",
+    prefix.Miss.INCOMPLETE: "what was kept has lost a passage",
     prefix.Miss.NO_STATE: "no state was kept from there",
 }
 """Why the store has no more of a text, as the end of a sentence; there is one stream, so room."""
@@ -258,10 +259,11 @@ def _refusals(memory: jaxkv.Memory, sequence: int, end: int) -> list[str]:
     """Say which parts of a memory cannot go back to a position."""
     found = []
     for part in parts_of(memory):
-        cut, ok = jaxkv.seq_rm(part, sequence, end)
-        if not ok:
+        if jaxkv.seq_rm(part, sequence, end).ok:
+            continue
+        if has_states(part):
             found.append("a recurrent state cannot forget what it has seen")
-        elif not jaxkv.can_resume(cut, sequence, end):
+        else:
             width = part.table.window.width
             found.append(f"a window of {width:,} has let go of what it would see")
     return found

@@ -61,13 +61,13 @@ def slide(chat: Chat) -> Chat:
             "there is nothing to forget yet: /drop a conversation, or give more --cells."
         )
     if cut >= held:  # the rest of the message is longer than what is there
-        memory, _ = jaxkv.seq_rm(memory, now.sequence, now.frame.keep)
+        memory, ok = jaxkv.seq_rm(memory, now.sequence, now.frame.keep)
     else:
         drop = cut - start
         memory, store = prefix.evict(memory, store, cells=0)
         memory, ok = jaxkv.loops.slide(memory, now.sequence, keep=now.frame.keep, drop=drop)
-        if not ok:
-            raise ChatError(_why_stuck(chat))
+    if not ok:
+        raise ChatError(_why_stuck(chat))
     return replace(chat, store=store).going_on(replace(now, gap=cut - now.frame.keep), memory)
 
 

@@ -1,6 +1,6 @@
 """Attention written down in NumPy and float64, and arrays for it.
 
-P lists of T tokens look at S streams of N cells; the arrays are those of `jaxkv.ops.attention.api`.
+P lists of T tokens look at S streams of N cells, with the arrays of `jaxkv.ops.attention.api`.
 """
 
 from typing import Any, NamedTuple
@@ -112,15 +112,12 @@ def rounded(x: Any, dtype: str) -> np.ndarray:
 
 
 class Case(NamedTuple):
-    """What an implementation is given."""
-
     q: jax.Array
     k: Any
     v: Any
     sight: Sight
 
     def wanted(self, options: Options = PLAIN) -> np.ndarray:
-        """Attend by the formula."""
         keys = numbers(self.k)
         values = self.v.of(keys) if isinstance(self.v, Latent) else numbers(self.v)
         keys, values = (np.asarray(x)[np.asarray(self.sight.streams)] for x in (keys, values))
@@ -134,7 +131,6 @@ def slope(weights: jax.Array, query: jax.Array, key: jax.Array, head: jax.Array)
 
 
 def places(weights: jax.Array) -> OfPlaces:
-    """The bias `slope` with weights `[H]`."""
     return OfPlaces(function=Partial(slope, weights), heads=jnp.arange(len(weights)))
 
 
@@ -157,28 +153,23 @@ def sight(
     at = rng.integers(0, last, shape)
     added = rng.normal(size=(*shape, heads, cells)).astype(np.float32)
     added[rng.random(added.shape) < 0.2], added[0, 0, 0] = -np.inf, -np.inf
-    biases = {
-        "function": places(jnp.linspace(-1, 1, heads)),
-        "array": added,
-        "array of all heads": added[:, :, :1],
-    }
+    biases = {"array": added, "array of all heads": added[:, :, :1]}
+    biases["function"] = places(jnp.linspace(-1, 1, heads))
     ahead = (at + rng.integers(-9, 1 if bias == "function" else 9, shape)).astype(np.int32)
-    return jax.tree.map(
-        jnp.asarray,
-        Sight(
-            position=rng.integers(0, last, (streams, cells)).astype(np.int32),
-            owners=owners,
-            streams=lists.astype(np.int32),
-            at=at.astype(np.int32),
-            word=rng.integers(0, 2, shape).astype(np.int32),
-            bit=bit,
-            window=window,
-            causal=causal,
-            all_streams=len(lists) == streams,
-            until=ahead if until else None,
-            bias=biases.get(bias),
-        ),
+    made = Sight(
+        position=rng.integers(0, last, (streams, cells)).astype(np.int32),
+        owners=owners,
+        streams=lists.astype(np.int32),
+        at=at.astype(np.int32),
+        word=rng.integers(0, 2, shape).astype(np.int32),
+        bit=bit,
+        window=window,
+        causal=causal,
+        all_streams=len(lists) == streams,
+        until=ahead if until else None,
+        bias=biases.get(bias),
     )
+    return jax.tree.map(jnp.asarray, made)
 
 
 def case(
@@ -203,6 +194,5 @@ def case(
         return jax.tree.map(lambda y: part_of_all(y, LAYER, LAYERS), x) if stacked else x
 
     k = stored(size)
-    return Case(
-        q, k, value_dim if isinstance(value_dim, Latent) else stored(value_dim or size), looks
-    )
+    v = value_dim if isinstance(value_dim, Latent) else stored(value_dim or size)
+    return Case(q, k, v, looks)

@@ -8,7 +8,7 @@ import numpy as np
 
 import jaxkv
 from tests.attention.formula import formula
-from tests.memories import HEADS, SIZE, drawn
+from tests.memories import HEADS, ROPE, SIZE, drawn
 
 CLOSE = dict(rtol=0, atol=2e-6)
 
@@ -21,7 +21,8 @@ def lived_in(kind):
         other = one + min(1, share - 1)
         both = f"{one},{other}" if share > 1 else one
         lines.append(f"0{{{one}}} . 3{{{one}}} 5{{{both}}} 6{{{other}}} . 1{{{other}}}")
-    table, buffers = jaxkv.split(drawn("|".join(lines), kind))
+    table, _ = jaxkv.split(drawn("|".join(lines), replace(kind, latent=None)))
+    _, buffers = jaxkv.split(kind.make(rope=None if kind.latent else ROPE))
     rng = np.random.default_rng(1)
     k, v = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), (buffers.k, buffers.v)
@@ -30,14 +31,12 @@ def lived_in(kind):
 
 
 def applied(memory, sequences=(0, 1)):
-    """A memory with two tokens more for some sequences, and their ubatch."""
     batch = jaxkv.make_batch([[1, 2]] * len(sequences), sequences=[*sequences])
     (ubatch,) = jaxkv.init_batch(memory, batch).check().ubatches
     return jaxkv.apply(memory, ubatch), ubatch
 
 
 def arrays_for(ubatch, seed=0, dtype=jnp.float32):
-    """Queries, keys and values."""
     rng = np.random.default_rng(seed)
     heads = (2 * HEADS, HEADS, HEADS)
     return [jnp.asarray(rng.normal(size=(*ubatch.valid.shape, h, SIZE)), dtype) for h in heads]

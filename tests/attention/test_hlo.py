@@ -21,7 +21,6 @@ core = pytest.mark.core
 
 
 def of_attention(implementation=None, **options):
-    """Compile attention over random arrays, as shapes."""
     arrays = jax.eval_shape(partial(case, **options))
     return attend.lower(*arrays, Options(), implementation).compile()
 
@@ -48,12 +47,8 @@ def test_attend_long_prompt_holds_nothing_of_all_pairs():
 @pytest.mark.parametrize("tokens", [1, 12])
 def test_attend_latent_step_copies_no_keys(tokens):
     """Neither for the values that are a part of them, nor for a loop over tiles."""
-    memory = jax.eval_shape(
-        partial(
-            jaxkv.make_kv_cache, layers=1, cells=8192, kv_heads=1, head_dim=576,
-            value_dim=slice(64, 576),
-        )
-    )  # fmt: skip
+    sizes = {"layers": 1, "cells": 8192, "kv_heads": 1, "head_dim": 576}
+    memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes, value_dim=slice(64, 576)))
     (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
     q, k = (jax.ShapeDtypeStruct((1, tokens, n, 576), jnp.float32) for n in (2, 1))
     step = jax.jit(lambda m, u, q, k: jaxkv.attend(m, 0, u, q, k), donate_argnums=0)
@@ -115,9 +110,8 @@ def test_step_layers_hash_nothing(name):
     of_layer, make, sequences = HASHES[name]
 
     def step(memory, tokens, layers):
-        ubatch, _ = jaxkv.plan_step(
-            memory, tokens, jnp.arange(sequences), jnp.ones(sequences, bool)
-        )
+        there = jnp.ones(sequences, bool)
+        ubatch, _ = jaxkv.plan_step(memory, tokens, jnp.arange(sequences), there)
         memory, x = jaxkv.apply(memory, ubatch), jnp.ones((*ubatch.valid.shape, 2, 8))
         for layer in range(layers):
             memory, out = of_layer(memory, layer, ubatch, x)
@@ -128,6 +122,6 @@ def test_step_layers_hash_nothing(name):
         memory = jax.eval_shape(partial(make, layers=layers, sequences=sequences))
         tokens = jax.ShapeDtypeStruct((sequences,), jnp.int32)
         compiled = jax.jit(partial(step, layers=layers)).lower(memory, tokens).compile()
-        return len(re.findall(r" xor\(", compiled.as_text()))
+        return compiled.as_text().count(" xor(")
 
     assert mixes(1) == mixes(3) > 0

@@ -1,6 +1,6 @@
 """A program is that of the platform it is lowered for, wherever it is traced."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,8 @@ core = pytest.mark.core
 def step_for(platform, *, tokens=1, size=64, dtype="float32", implementation=None, gpu=None):
     """Writing and attending in a layer, as text; `gpu` is the one that programs are made for."""
 
-    def make():
-        return jaxkv.make_kv_cache(layers=1, cells=8192, kv_heads=2, head_dim=size, dtype=dtype)
-
-    memory = jax.eval_shape(make)
+    sizes = dict(layers=1, cells=8192, kv_heads=2, head_dim=size, dtype=dtype)
+    memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes))
     (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
     q, k = (jax.ShapeDtypeStruct((1, tokens, heads, size), dtype) for heads in (4, 2))
 
@@ -42,12 +40,11 @@ def step_for(platform, *, tokens=1, size=64, dtype="float32", implementation=Non
     ("implementation", "dtype"), [(None, "float32"), ("tiles", "bfloat16"), ("whole", "float32")]
 )
 def test_lowered_tuning_for_processor_is_in_no_other_program(implementation, dtype):
-    options = {"dtype": dtype, "implementation": implementation}
-    assert "optimization_barrier" in step_for("cpu", **options)
+    lowered = partial(step_for, dtype=dtype, implementation=implementation)
+    assert "optimization_barrier" in lowered("cpu")
     for platform in ("tpu", "cuda"):
         for tokens in (1, 128):
-            text = step_for(platform, tokens=tokens, **options)
-            assert "optimization_barrier" not in text
+            assert "optimization_barrier" not in lowered(platform, tokens=tokens)
 
 
 @core
@@ -84,10 +81,9 @@ def test_lowered_elsewhere_last_positions_take_one_pass():
     def plan(memory):
         return jaxkv.plan_step(memory, jnp.zeros(4, int), jnp.arange(4), jnp.ones(4, bool))
 
-    def make():
-        return jaxkv.make_kv_cache(layers=1, cells=8192, kv_heads=1, head_dim=2, sequences=4)
-
-    traced = jax.jit(plan).trace(jax.eval_shape(make))
+    sizes = dict(layers=1, cells=8192, kv_heads=1, head_dim=2, sequences=4)
+    memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes))
+    traced = jax.jit(plan).trace(memory)
     a_block, all_cells = "tensor<1x128x32xi32>", "tensor<1x8192x32xi32>"
     for platform in ("cpu", "tpu", "cuda"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()

@@ -27,7 +27,7 @@ from tests.memories import (
 )
 
 core = pytest.mark.core
-KINDS = [kind for kind in ALL_KINDS if len(kind.windows) == 1]
+KINDS = [kind for kind in [*ALL_KINDS, LATENT] if len(kind.windows) == 1]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ KINDS = [kind for kind in ALL_KINDS if len(kind.windows) == 1]
     in_lanes(
         [*((kind, True) for kind in KINDS), (SMALL, False), (GROUPS_STRIPES, False)],
         fast=[(SMALL, True)],
-        core=[(TILES, True), (STACKED, True), (GROUPS_STRIPES, False)],
+        core=[(TILES, True), (STACKED, True), (LATENT, True), (GROUPS_STRIPES, False)],
     ),
     ids=lambda x: getattr(x, "name", str(x)),
 )
@@ -43,6 +43,7 @@ def test_attend_is_write_view_and_formula(kind, causal):
     memory, ubatch = applied(lived_in(kind))
     for layer in range(LAYERS):
         q, k, v = arrays_for(ubatch, layer)
+        v = None if kind.latent else v
         look = {} if causal else {"causal": False}
         after, wanted = jaxkv.attend(memory, layer, ubatch, q, k, v, causal=causal)
         memory = jaxkv.write(memory, layer, ubatch, k, v)
@@ -53,27 +54,13 @@ def test_attend_is_write_view_and_formula(kind, causal):
         np.testing.assert_allclose(out, wanted, **CLOSE)
 
 
-@core
-def test_write_and_view_latent_values_are_numbers_of_keys():
-    memory, ubatch = applied(LATENT.make(rope=None))
-    q, k, _ = arrays_for(ubatch)
-    after, out = jaxkv.attend(memory, 0, ubatch, q, k)
-    memory = jaxkv.write(memory, 0, ubatch, k)
-    assert_identical(memory, after)
-    keys, values, *_ = jaxkv.view(memory, 0, ubatch)
-    np.testing.assert_array_equal(values, keys[..., slice(*LATENT.latent)])
-    np.testing.assert_allclose(seen(memory, 0, ubatch, q), out, **CLOSE)
-
-
 def test_write_and_view_stale_ubatch_writes_nothing_and_sees_nan():
     memory, ubatch = applied(lived_in(SMALL), sequences=[0])
     q, k, v = arrays_for(ubatch)
     edited, _ = jaxkv.seq_rm(memory, 0, 0, 1)
     assert_identical(jaxkv.write(edited, 0, ubatch, k, v), edited)
-    valid = np.asarray(ubatch.valid)
-    keys, _, mask, _ = jaxkv.view(edited, 0, ubatch)
-    assert np.isnan(keys).all() and mask[0, : valid.sum()].all()
-    assert np.isnan(jaxkv.attend(edited, 0, ubatch, q)[1][valid]).all()
+    assert np.isnan(jaxkv.view(edited, 0, ubatch).k).all()
+    assert np.isnan(jaxkv.attend(edited, 0, ubatch, q)[1][np.asarray(ubatch.valid)]).all()
 
 
 @core
@@ -103,24 +90,21 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 def test_scatter_gather_and_copy_run_move_bits(dtype):
     rng = np.random.default_rng(0)
     array, many = (jnp.asarray(rng.normal(size=(S, HEADS, N, D)), dtype) for _ in range(2))
-    move, read = jax.jit(scatter), jax.jit(gather)
     for streams, slots in (
         ([2], [5]),  # a single key for each head
         ([0, 2, 2, 1], [39, 0, N, N + 1]),  # of which two go nowhere
         ([[0], [2]], [[1, 4], [1, 1 << 30]]),  # rows of tokens, a stream each
     ):
-        streams, slots = np.array(streams), np.array(slots)
-        keys, wanted = many[0, 0, : slots.size * HEADS], np.array(array)
-        keys = keys.reshape(*slots.shape, HEADS, D)
-        for (where, slot), stream in zip(
-            np.ndenumerate(slots), np.broadcast_to(streams, slots.shape).flat, strict=True
-        ):
+        where = jnp.asarray(streams), jnp.asarray(slots)
+        keys, wanted = many[0, 0, : where[1].size * HEADS], np.array(array)
+        keys = keys.reshape(*where[1].shape, HEADS, D)
+        for place, slot in np.ndenumerate(slots):
             if slot < N:
-                wanted[stream, :, slot] = np.asarray(keys)[where]
-        got = move(array, jnp.asarray(streams), jnp.asarray(slots), keys)
+                wanted[np.broadcast_to(streams, np.shape(slots))[place], :, slot] = keys[place]
+        got = jax.jit(scatter)(array, *where, keys)
         assert_identical(got, jnp.asarray(wanted))
-        found = read(got, jnp.asarray(streams), jnp.asarray(slots))
-        assert_identical(found, jnp.where((slots < N)[..., None, None], keys, 0))
+        found = jax.jit(gather)(got, *where)
+        assert_identical(found, jnp.where((where[1] < N)[..., None, None], keys, 0))
     run = jax.jit(partial(copy_run, WHOLE, size=9))
     src, dst, first, end = map(jnp.int32, (2, 0, 7, 16))
     wanted = array.at[0, :, 7:16].set(array[2, :, 7:16])
@@ -160,13 +144,14 @@ def test_write_and_view_donated_memory_raises():
     """Also in programs that ran before."""
     memory, ubatch = applied(lived_in(SMALL))
     q, k, v = arrays_for(ubatch)
-    calls = [
-        lambda: jaxkv.view(memory, 0, ubatch),
-        lambda: jaxkv.write(memory, 0, ubatch, k, v),
-        lambda: jaxkv.attend(memory, 0, ubatch, q),
-    ]
+    write = partial(jaxkv.write, memory, 0, ubatch, k, v)
+    calls = (
+        write,
+        partial(jaxkv.view, memory, 0, ubatch),
+        partial(jaxkv.attend, memory, 0, ubatch, q),
+    )
     jax.block_until_ready([call() for call in calls])
-    jax.jit(lambda memory: jaxkv.write(memory, 0, ubatch, k, v), donate_argnums=0)(memory)
+    jax.tree.map(lambda x: x.delete(), memory.buffers)
     for call in calls:
         with pytest.raises(ValueError, match="whose buffers were donated"):
             call()
@@ -200,18 +185,18 @@ def test_stacked_memory_takes_traced_layer():
 
 
 def test_attend_bad_traced_layer_raises():
-    memory, ubatch = applied(STACKED.make())
-    q, k, v = arrays_for(ubatch)
-    with pytest.raises(ValueError, match="wanted a layer from 0 to 1, got 2"):
-        jaxkv.attend(memory, 2, ubatch, q, k, v)
-    for bad, error in ((q, ValueError), (q[0, 0, 0, 0], TypeError)):
-        with pytest.raises(error, match="wanted the number of one layer|wanted integers for a l"):
-            jax.jit(jaxkv.attend)(memory, bad, ubatch, q, k, v)
-    for apart in (SMALL.make(), jaxkv.make_hybrid_cache((STACKED.make(), (0, 1)))):
-        apart, ubatch = applied(apart)
-        with pytest.raises(TypeError, match=r"make_kv_cache\(stacked=True\)"):
-            jax.jit(jaxkv.attend)(apart, 0, ubatch, q, k, v)
-    assert np.isfinite(jaxkv.attend(apart, 1, ubatch, q, k, v)[1]).all()  # a number is known
+    for memory, layer, error, message in (
+        (STACKED.make(), 2, ValueError, "wanted a layer from 0 to 1, got 2"),
+        (STACKED.make(), jnp.arange(2), ValueError, "wanted the number of one layer"),
+        (STACKED.make(), jnp.float32(0), TypeError, "wanted integers for a l"),
+        (SMALL.make(), jnp.int32(0), TypeError, r"make_kv_cache\(stacked=True\)"),
+        (jaxkv.make_hybrid_cache((STACKED.make(), (0, 1))), jnp.int32(0), TypeError, "stacked=T"),
+    ):
+        memory, ubatch = applied(memory)
+        attend = jaxkv.attend if type(layer) is int else jax.jit(jaxkv.attend)
+        with pytest.raises(error, match=message):
+            attend(memory, layer, ubatch, *arrays_for(ubatch))
+    assert np.isfinite(jaxkv.attend(memory, 1, ubatch, *arrays_for(ubatch))[1]).all()  # known
 
 
 @pytest.mark.parametrize(

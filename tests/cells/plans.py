@@ -9,12 +9,10 @@ import numpy as np
 
 import jaxkv
 from jaxkv import make_batch
-from jaxkv.kv.mask import visible
 from tests.memories import SMALL, Kind, think
 
 COUNT = 8
 NEAR = Kind("near", cells=6, sequences=3, windows=(jaxkv.window.sliding(4),))
-mask = jax.jit(visible)
 
 
 def plan_of(
@@ -62,7 +60,6 @@ def resumable(memory: Any, seq: int = 0, until: int = 10) -> list[int]:
 
 
 def starts_at(memory: Any, seq: int = 0) -> int:
-    """Where a plan puts the next token of a sequence."""
     return plan_of(memory, 1, seq).check().ubatches[0].positions[0, 0].item()
 
 

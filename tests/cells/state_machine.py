@@ -176,13 +176,13 @@ class Machine(RuleBasedStateMachine):
             for number, parent in zip(numbers, parents, strict=True)
         }
         with self.only(*pairs):
-            self.twin.copied("seq_select", [*pairs.values()], [*pairs])
+            self.twin.edit("seq_select", [*pairs.values()], [*pairs])
 
     @rule(number=ids, p0=edges, p1=edges, by=st.integers(-5, 5), divides=st.booleans())
     def move(self, number: int, p0: int, p1: int, by: int, divides: bool) -> None:
         verb, by = ("seq_div", abs(by) or 2) if divides else ("seq_add", by)
         with self.only(*self.sharing(self.seq(number))):
-            self.twin.both(verb, self.seq(number), p0, p1, by)
+            self.twin.edit(verb, self.seq(number), p0, p1, by)
 
     @rule(how=st.sampled_from(["range", "others", "all"]), number=ids, p0=edges, p1=edges)
     def forget(self, how: str, number: int, p0: int, p1: int) -> None:

@@ -25,7 +25,7 @@ def refilled(memory):
 
 def rotated(memory, *deltas):
     for delta in deltas:
-        memory = jaxkv.seq_add(memory, 0, 0, -1, delta)
+        memory = jaxkv.seq_add(memory, 0, 0, -1, delta).cache
         memory = jaxkv.apply(memory, jaxkv.init_update(memory))
     return memory
 

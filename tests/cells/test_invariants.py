@@ -6,7 +6,6 @@ import pytest
 
 import jaxkv
 from tests import histories
-from tests.histories import told
 from tests.memories import SMALL, filled
 
 
@@ -15,7 +14,6 @@ def counted(memory):
 
 
 def broken(memory, field, where, value):
-    """Write a value into a field of a table."""
     table, buffers = jaxkv.split(memory)
     array = getattr(table, field).at[where].set(value)
     return jaxkv.join(replace(table, **{field: array}), buffers)
@@ -54,12 +52,10 @@ def test_check_invariants_names_what_is_wrong_with_cells(field, where, value, wr
         ("position", (0, 0), 3, "positions that do not rise"),
         ("position", (0, 0), 4, "positions that do not rise"),
         ("cell", (0, 0), None, "one cell twice"),
-        ("dead_until", (0,), -1, "dead until a negative position"),
-        ("dead_until", (0,), 2, "state of a dead sequence"),
     ],
 )
 def test_check_invariants_names_what_is_wrong_with_states(field, where, value, wrong):
-    memory = told(2, [4]).memory  # states after 1, 2 and 3
+    memory = histories.told(2, [4]).memory  # states after 1, 2 and 3
     assert counted(histories.make()) == counted(memory) == {}
     value = memory.table.cell[0, 1] if value is None else value
     assert counted(broken(memory, field, where, value))[wrong] >= 1
@@ -67,6 +63,6 @@ def test_check_invariants_names_what_is_wrong_with_states(field, where, value, w
 
 @pytest.mark.core
 def test_check_invariants_names_a_shared_state_at_two_positions():
-    memory = jaxkv.seq_cp(told(0, [4]).memory, 0, 1)
+    memory = jaxkv.seq_cp(histories.told(0, [4]).memory, 0, 1).cache
     wrong = {"shared cell with two positions": 1}
     assert counted(memory) == {} and counted(broken(memory, "position", (1, 0), 2)) == wrong

@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
-from jaxkv.kv import slots
+from jaxkv.kv import cells
 from jaxkv.stamp import content
 from tests.memories import GROUPS, SMALL, SPLIT, WIDE, WINDOW, assert_identical, drawn
 
@@ -21,63 +21,38 @@ def states():
     return jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=3)
 
 
-# -------------------------------------------------------------------------- ids and positions
-
-
-def test_traced_bound_below_open_is_open():
+def test_seq_rm_traced_bounds_and_unsigned_ids():
+    """A bound below -1 is open, and an id out of range is none."""
     memory = drawn("0{0} 1{0} 0{1}")
-    cut = jax.jit(lambda at: jaxkv.seq_rm(memory, 0, at)[0])
-    assert_identical(cut(-2), cut(-1))
-
-
-def test_traced_unsigned_id_out_of_range_changes_nothing():
-    memory = drawn("0{0} 1{0} 0{1}")
-    cut = jax.jit(lambda seq: jaxkv.seq_rm(memory, seq)[0])
+    cut = jax.jit(lambda seq, at: jaxkv.seq_rm(memory, seq, at)[0])
+    assert_identical(cut(0, -2), cut(0, -1))
     for seq in (2**32 - 1, 2**31, 3):
-        assert_identical(cut(jnp.uint32(seq)), memory)
+        assert_identical(cut(jnp.uint32(seq), -1), memory)
 
 
 @pytest.mark.parametrize(
     "make", [SMALL.make, pytest.param(states, marks=pytest.mark.core)], ids=["cells", "states"]
 )
-def test_seq_add_to_int32_max_is_refused(make):
+def test_seq_add_or_token_to_int32_max_is_refused(make):
     """2**31 - 1 is one past the last position."""
     memory = make()
     memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1], positions=[BIG - 1])))
+    assert not jaxkv.init_batch(memory, make_batch([2])).ok
     for delta in (1, 2, BIG):
         assert not jaxkv.can_seq_add(memory, 0, 0, -1, delta)
-        assert_identical(jaxkv.seq_add(memory, 0, 0, -1, delta), memory)
-    assert jaxkv.can_seq_add(memory, 0, 0, -1, -5)
-    assert jaxkv.seq_pos_max(jaxkv.seq_add(memory, 0, 0, -1, -5), 0) == BIG - 6
-
-
-def test_init_batch_at_int32_max_is_refused():
-    assert not jaxkv.init_batch(drawn(f"{BIG - 1}{{0}}"), make_batch([2])).ok
-    assert not jaxkv.init_batch(SMALL.make(), make_batch([1], positions=[BIG])).ok
-
-
-@pytest.mark.core
-def test_seq_add_of_lost_states_moves_where_they_ended():
-    memory = states()
-    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1] * 8)))
-    memory = jaxkv.seq_cp(memory, 0, 1, 0, 5)  # no state stands after position 4
-    assert memory.table.dead_until.tolist() == [0, 5, 0]
-    assert jaxkv.can_seq_add(memory, 1, 0, -1, BIG - 5)
-    assert not jaxkv.can_seq_add(memory, 1, 0, -1, BIG - 4)
-    assert jaxkv.can_seq_add(memory, 2, 0, -1, BIG)  # which is empty
-
-
-# ------------------------------------------------------------------------------------- sizes
+        same, ok = jaxkv.seq_add(memory, 0, 0, -1, delta)
+        assert not ok
+        assert_identical(same, memory)
+    assert jaxkv.can_seq_add(memory, 0, 9, -1, -5)
+    moved, ok = jaxkv.seq_add(memory, 0, 9, -1, -5)
+    assert ok and jaxkv.seq_pos_max(moved, 0) == BIG - 6
 
 
 def test_make_hybrid_cache_takes_smallest_limits_of_parts():
     one = dict(layers=1, kv_heads=1, head_dim=4, window=jaxkv.window.sliding(4))
-    parts = [
-        *(jaxkv.make_kv_cache(**one, ubatch_size=size) for size in (8, 4)),
-        *(jaxkv.make_recurrent_cache(layers=1, states=STATES, rollback=most) for most in (3, 5)),
-    ]
-    memory = jaxkv.make_hybrid_cache(*((part, (layer,)) for layer, part in enumerate(parts)))
-    facts = jaxkv.split(memory)[0].facts
+    parts = [jaxkv.make_kv_cache(**one, ubatch_size=size) for size in (8, 4)]
+    parts += [jaxkv.make_recurrent_cache(layers=1, states=STATES, rollback=n) for n in (3, 5)]
+    facts = jaxkv.make_hybrid_cache(*((part, (i,)) for i, part in enumerate(parts))).table.facts
     assert (facts.ubatch_size, facts.rollback) == (4, 3)
 
 
@@ -102,7 +77,6 @@ def test_spared_counts_each_owner_of_a_cell_but_one():
     ],
 )
 def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wanted):
-    """Shared ones once."""
     table, _ = jaxkv.split(kind.make())
     assert table.can_hold(np.array(lengths), at_once, np.array(spared)).tolist() == wanted
 
@@ -111,23 +85,19 @@ def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wa
 @pytest.mark.parametrize("size", [1, 5, 99])
 def test_inspect_finds_last_positions_in_any_block_size(size, monkeypatch):
     """With blocks of 5 in 12 cells, the last block overlaps the one before it."""
-    monkeypatch.setattr(slots, "BLOCK", size)
+    monkeypatch.setattr(cells, "BLOCK", size)
     table, _ = jaxkv.split(drawn("0{0} 1{0} 2{0} 3{0} 4{0} . . 0{1} 1{1} 2{1} 0{2}"))
     assert table.inspect(jnp.ones(3, bool)).last.tolist() == [4, 2, 0]
-
-
-# ------------------------------------------------------------------------------------ stamps
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_content_depends_on_every_bit_of_an_embedding(dtype):
     """And on which number a bit stands in; in float64 with JAX's 64 bits enabled."""
-    word = {np.float32: np.uint32, np.float64: np.uint64}[dtype]
     count = 8 * np.dtype(dtype).itemsize
     plain = np.array([1.5, -2.0], dtype)
-    flips = np.array([plain.view(word)] * 2 * count)
-    flips[:count, 0] ^= word(1) << np.arange(count, dtype=word)
-    flips[count:, 1] ^= word(1) << np.arange(count, dtype=word)
+    flips = np.array([plain.view(f"uint{count}")] * 2 * count)
+    for bit, other in enumerate(flips):
+        other[bit // count] ^= other.dtype.type(1 << bit % count)
     tokens = np.concatenate([[plain, plain[::-1]], flips.view(dtype)])
     with jax.enable_x64(dtype is np.float64):
         stamps = np.asarray(content(None, jnp.asarray(tokens[None])))

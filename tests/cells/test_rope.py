@@ -48,13 +48,6 @@ def test_rotate_is_complex_multiplication(rotated, interleaved):
         np.testing.assert_array_equal(found[..., rotated:], heads()[..., rotated:])
 
 
-def test_rotate_twice_adds_up():
-    """Which is why a key can be moved: it is turned by the difference."""
-    x, rope, ones = heads(), make_rope(8), np.ones_like(POSITIONS)
-    twice = rotate(rotate(x, 13 * ones, rope), -30 * ones, rope)
-    np.testing.assert_allclose(twice, rotate(x, -17 * ones, rope), atol=1e-5)
-
-
 def test_rotate_keeps_dtype_and_traces():
     x, rope = jnp.asarray(heads(), jnp.bfloat16), make_rope(8)
     out = jax.jit(rotate, static_argnums=2)(x, POSITIONS, rope)
@@ -64,22 +57,14 @@ def test_rotate_keeps_dtype_and_traces():
     assert rotate(x, POSITIONS, None) is x
 
 
-# ------------------------------------------------------------------------- stretched embeddings
-
-
 def test_llama3_stretches_long_wavelengths():
     """Wavelengths above 8192 become 8 times as long, those below 2048 stay as they are."""
     plain = np.array([500000.0 ** (-2 * i / 128) for i in range(64)])
     smooth = np.clip((8192 * plain / (2 * np.pi) - 1) / (4 - 1), 0, 1)
     expected = (1 - smooth) * plain / 8 + smooth * plain
     assert {0, 1} < {*smooth.tolist()}, "the three ranges are not all there"
-    rope = llama3(
-        make_rope(128, base=500000.0),
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original=8192,
-    )
+    options = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=8192)
+    rope = llama3(make_rope(128, base=500000.0), **options)
     np.testing.assert_allclose(rope.frequencies, expected, rtol=1e-12)
 
 

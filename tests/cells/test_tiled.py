@@ -1,4 +1,4 @@
-"""Tiles for each sequence: where its tokens go, and attention that reads a tile for who sees it.
+"""Tiles for each sequence, and attention that reads a tile for who sees it.
 
 Which cells tokens get is compared with the oracle in `test_stateful`.
 """
@@ -21,7 +21,7 @@ from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import encoded, zeros
 from jaxkv.window import sliding
 from tests import hlo
-from tests.memories import TILES, drawing, drawn, run
+from tests.memories import TILES, drawing, drawn
 from tests.oracle import _tiles
 from tests.sights import sight_of_mask
 
@@ -31,21 +31,9 @@ SCATTERED = replace(TILES, placement="scattered")
 SINKS = jnp.linspace(-1.0, 1.0, K * G)
 
 
-# ---- where tokens go
-
-
 def test_tile_of_matches_oracle():
     for cells in (*range(1, 300), 1000, 4096, 4160):
         assert {tile_of(cells)} == {len(tile) for tile in _tiles(cells)}
-
-
-@core
-def test_init_batch_tiled_rows_take_tiles_of_their_streams():
-    memory = replace(TILES, streams=2).make()
-    batch = jaxkv.make_batch([[1, 2], [3], [4]], sequences=[3, 0, 1])
-    for ubatch in jaxkv.init_batch(memory, batch, ubatch_size=2).check().ubatches:
-        memory = jaxkv.apply(memory, ubatch)
-    assert drawing(memory) == "0{0} . . . 0{1} | 0{3} 1{3}"
 
 
 @core
@@ -76,9 +64,6 @@ def test_make_kv_cache_tiled_cells_are_whole_tiles():
             jax.eval_shape(partial(make, cells=cells))
     for cells in (255, 256, 4160):
         jax.eval_shape(partial(make, cells=cells))
-
-
-# ---- how it is read
 
 
 def case(kind, *, lists=1, cells=2048, size=TILE, seed=0, values=D + 1):
@@ -112,15 +97,10 @@ def bfloat16(q, k, v, sight):
     return q, k.astype("bfloat16"), v.astype("bfloat16"), sight
 
 
-def latent(q, k, v, sight):
-    return q, k, Latent(2, 6), sight
-
-
-def slope(query, key, head):
-    return -(0.1 ** (head + 1.0)) * abs(query - key)
-
-
 def biased(q, k, v, sight):
+    def slope(query, key, head):
+        return -(0.1 ** (head + 1.0)) * abs(query - key)
+
     bias = checked_bias(slope, (1, T, K * G, k.shape[2]))
     position = jnp.arange(k.shape[2])[None] % 50
     return q, k, v, replace(sight, bias=bias, position=position, at=sight.at + 60)
@@ -145,22 +125,22 @@ KINDS = ("own", "few", "shared", "both", "any", "nothing", "one token")
 
 @core
 @pytest.mark.parametrize(
-    ("kinds", "sizes", "change", "options"),
+    ("kinds", "sizes", "change"),
     [
-        (KINDS, {}, None, Options(scale=0.3, softcap=2.0, sinks=SINKS)),
-        (KINDS[:4], {"cells": 2048 + 64}, None, Options()),
-        (("own", "both", "any"), {"size": 8, "cells": 1000}, None, Options()),
-        (("own", "both", "any"), {"lists": 2, "size": 128}, None, Options()),
-        (("own", "few", "both"), {"values": 2 * D}, int8, Options()),
-        (("both",), {"values": 2 * D}, bfloat16, Options()),
-        (("both",), {}, latent, Options()),
-        (("own", "few", "both"), {}, biased, Options()),
-        (("own", "few", "both"), {}, hidden_by_bias, Options()),
-        (("own", "few", "both", "any"), {}, spoilt, Options()),
+        (KINDS, {}, None),
+        (KINDS[:4], {"cells": 2048 + 64}, None),
+        (("own", "both", "any"), {"size": 8, "cells": 1000}, None),
+        (("own", "both", "any"), {"lists": 2, "size": 128}, None),
+        (("own", "few", "both"), {"values": 2 * D}, int8),
+        (("both",), {"values": 2 * D}, bfloat16),
+        (("both",), {}, lambda q, k, v, sight: (q, k, Latent(2, 6), sight)),
+        (("own", "few", "both"), {}, biased),
+        (("own", "few", "both"), {}, hidden_by_bias),
+        (("own", "few", "both", "any"), {}, spoilt),
     ],
 )
-def test_attend_tiled_matches_attention_without_tiles(kinds, sizes, change, options):
-    """That one is compared with the formula in `tests/attention`."""
+def test_attend_tiled_matches_attention_without_tiles(kinds, sizes, change):
+    options = Options() if sizes or change else Options(scale=0.3, softcap=2.0, sinks=SINKS)
     for kind in kinds:
         q, k, v, sight = change(*case(kind, **sizes)) if change else case(kind, **sizes)
         got = attend(q, k, v, sight, options)
@@ -171,7 +151,7 @@ def test_attend_tiled_matches_attention_without_tiles(kinds, sizes, change, opti
 
 
 @core
-def test_attend_tiled_derivatives_in_vmap_match_attention_without_tiles():
+def test_attend_tiled_derivatives_in_vmap_match_those_without():
     batch = jax.tree.map(
         lambda *leaves: jnp.stack(leaves), *(case("both", cells=512, seed=seed) for seed in (0, 1))
     )
@@ -204,16 +184,10 @@ def test_plan_step_tiled_holds_less_than_the_keys_of_a_pool():
 
 
 @core
-def test_run_tiled_matches_scattered():
-    """Tiles are asked for in a step alone; the program of a prompt is that of any pool."""
-    said = []
+def test_sight_has_tiles_in_a_step_alone():
+    """The program of a prompt is that of any pool."""
     for kind, tile in ((TILES, 4), (SCATTERED, None)):
         memory = kind.make()
-        for seq, tokens in ((0, [1, 2, 3]), (2, [1, 2, 5])):
-            memory, _ = run(memory, jaxkv.make_batch(tokens, sequences=seq))
-        memory = jaxkv.seq_cp(memory, 0, 1)
         for batch, wanted in ([[[4]] * 3, tile], [[[5] * 8], None]):
             plan = jaxkv.init_batch(memory, jaxkv.make_batch(batch))
             assert jaxkv.kv.mask.sight_of(memory.table, plan.ubatches[0]).tile == wanted
-        said.append(run(memory, jaxkv.make_batch([[4]] * 3, sequences=[0, 1, 2]))[1])
-    np.testing.assert_allclose(*said, atol=1e-5)

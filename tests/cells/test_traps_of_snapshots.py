@@ -68,11 +68,6 @@ def test_load_into_holes_goes_on_alike():
 @pytest.mark.core
 def test_load_without_logits_computes_the_last_token_again():
     """Trap 83: of states, one before the last token must have been kept."""
-    memory, logits = tell(SMALL.make(), [1, 2, 3])
-    loaded = snapshot.load(snapshot.to_bytes(memory))
-    loaded, ok = jaxkv.seq_rm(loaded, 0, jaxkv.seq_pos_max(loaded, 0))
-    assert ok
-    np.testing.assert_allclose(tell(loaded, [3])[1], logits, rtol=1e-6)
     memory = histories.tell(histories.make(3), [1, 2, 3])
     loaded, ok = jaxkv.seq_rm(snapshot.load(snapshot.to_bytes(memory)), 0, 2)
     assert ok

@@ -1,12 +1,28 @@
 """Asks a compiler in a process of its own, since some can be opened once."""
 
+import importlib.util
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
+
+
+def marks_of(wheel, wanted):
+    """The marks of tests that are skipped where a compiler's wheel is missing."""
+    missing = importlib.util.find_spec(wheel) is None
+    skip = pytest.mark.skipif(
+        missing, reason=f"the compiler is not installed: pip install {wanted}"
+    )
+    return [pytest.mark.nightly, pytest.mark.timeout(900), skip]
+
+
+def tell(name, found):
+    print(json.dumps({"name": name, **found}), flush=True)
 
 
 def asked(module):

@@ -3,7 +3,6 @@
 Run in a process of its own: `python -m tests.compilers.gpu_kernel`. No GPU is wanted, only wheels.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -16,10 +15,10 @@ os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_dump_to={tempfile.mkdte
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from tests.kernels import CASES, DTYPES, FORKS, of_a_step, of_attention
+from tests.compilers.compilers import tell
+from tests.kernels import CASES, DTYPES, FORKS, lying_on, of_a_step, of_attention
 from tests.pods import Pod
 
 DUMP = Path(os.environ["XLA_FLAGS"].split("=")[-1])
@@ -90,26 +89,18 @@ def assembled():
     return sorted(found)
 
 
-def main():
-    where = NamedSharding(Mesh(devices(), ("x",)), P())
+def say(name, found):
+    tell(name, {**found, "assembled": assembled()})
 
-    def of(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
-    def say(name, found):
-        print(json.dumps({"name": name, **found, "assembled": assembled()}), flush=True)
-
+if __name__ == "__main__":
+    of = lying_on(devices())
     with jax.sharding.use_abstract_mesh(NAMED):
         for dtype, size in CASES:
             for tokens in TOKENS[dtype]:
-                found = of_attention("cuda", of, size, dtype, tokens)
-                say(f"{dtype} {size} {tokens}", found)
+                say(f"{dtype} {size} {tokens}", of_attention("cuda", of, size, dtype, tokens))
         for dtype in (*DTYPES, "int8"):
             say(f"{dtype} step", of_a_step("cuda", of, dtype))
     with jax.set_mesh(POD.mesh(devices(POD.devices))):  # whose GPUs split heads and cells
         lowered = POD.lower_step(platform="cuda").as_text()
     say("mesh", {"kernels": lowered.count("xla.gpu.triton")})
-
-
-if __name__ == "__main__":
-    main()

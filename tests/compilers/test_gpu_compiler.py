@@ -4,21 +4,12 @@ Skipped where its wheels are not installed: `pip install "jaxkv[cuda]"`. Its pro
 run on a GPU, so that what is held, donated and spilled is known; how long they take is not.
 """
 
-import importlib.util
-
 import pytest
 
-from tests.compilers.compilers import asked
+from tests.compilers.compilers import asked, marks_of
 from tests.kernels import CASES, DTYPES, LAYERS
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        importlib.util.find_spec("jax_cuda12_plugin") is None,
-        reason="the compiler for GPUs is not installed: pip install 'jaxkv[cuda]'",
-    ),
-]
+pytestmark = marks_of("jax_cuda12_plugin", "'jaxkv[cuda]'")
 KERNELS = 2  # of a layer: what weighs, and what joins
 
 

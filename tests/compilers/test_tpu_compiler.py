@@ -4,22 +4,13 @@ Skipped where the wheel `libtpu` is not installed. Its programs are those that r
 what is sent, held and donated is known; how long they take is not.
 """
 
-import importlib.util
-
 import pytest
 
-from tests.compilers.compilers import asked
+from tests.compilers.compilers import asked, marks_of
 from tests.kernels import CASES
 from tests.pods import LAYERS, MESSAGES, OF_8B
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason="the wheel libtpu is not installed: pip install libtpu==0.0.42 fits jax 0.10.2",
-    ),
-]
+pytestmark = marks_of("libtpu", "libtpu==0.0.42 fits jax 0.10.2")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +35,7 @@ def test_step_on_pod_sends_what_its_layout_says(steps, name):
     another all-reduce a layer.
     """
     step, pod = steps[name], OF_8B[name]
-    axes = dict(pod.axes)
-    print(name, step)
+    axes, sums = dict(pod.axes), ("all-reduce", pod.sequences * pod.width * 2)
     sent = [tuple(one) for one in step["collectives"]]
     assert not [one for one in sent if one[0] == "collective-permute"]
     layer = []
@@ -54,7 +44,7 @@ def test_step_on_pod_sends_what_its_layout_says(steps, name):
         layer.append(("all-reduce", rows * pod.width * 2))
     if "cells" in axes:
         layer.append(("all-gather", step["sent"] // LAYERS))
-    last = [("all-reduce", pod.sequences * pod.width * 2)] if pod.streams > 1 else []
+    last = [sums] if pod.streams > 1 else []
     for one in [*layer * LAYERS, *last]:
         sent.remove(one)
     assert len(sent) + len(last) <= (MESSAGES if pod.streams > 1 else 0)
@@ -90,7 +80,6 @@ def test_kernel_reads_keys_and_values_in_place(kernels, chip, dtype, size):
 @over_chips
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_step_writes_in_place_and_runs_the_kernel(kernels, chip, dtype):
-    """It holds less than a hundredth of 32 layers."""
     found = kernels[f"{chip} {dtype} step"]
     assert found["kernels"] == LAYERS
     assert set(found["works"]) <= {"while", "dynamic-update-slice", "scatter"}  # the write

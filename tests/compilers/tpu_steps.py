@@ -4,7 +4,6 @@ Run in a process of its own, since libtpu can be opened once:
 `python -m tests.compilers.tpu_steps`. No TPU is wanted, only the wheel.
 """
 
-import json
 import os
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from jax.experimental import topologies
 
 from benchmarks.tpu_planning import cost
 from tests import hlo, kernels
+from tests.compilers.compilers import tell
 from tests.pods import LAYERS, OF_8B
 
 
@@ -24,7 +24,7 @@ def step(pod):
     lowered, layout = pod.lower_step(platform="tpu"), pod.layout()
     program = lowered.compile()
     return {
-        "collectives": [(one.name, one.bytes) for one in hlo.collectives(program)],
+        "collectives": hlo.collectives(program),
         "temporaries": hlo.temporary_bytes(program),
         "aliased": program.memory_analysis().alias_size_in_bytes,
         "share": layout.table + layout.buffers,
@@ -41,17 +41,13 @@ def held(pod, tokens):
     return hlo.temporary_bytes(program), pod.layout().buffers // LAYERS
 
 
-def main():
+if __name__ == "__main__":
     for name, pod in OF_8B.items():
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name.split()[0])
         with jax.set_mesh(pod.mesh(np.array(topology.devices))):
             found = step(pod)
             found["decode"] = held(replace(pod, cells=131_072), pod.sequences)
             found["prompt"] = held(replace(pod, cells=1 << 20), 64)
-        print(json.dumps({"name": name, **found}), flush=True)
+        tell(name, found)
     cycles, _, updates = cost("v5e:2x4", 131_072, 8)
-    print(json.dumps({"name": "planning", "cycles": cycles, "updates": updates}))
-
-
-if __name__ == "__main__":
-    main()
+    tell("planning", {"cycles": cycles, "updates": updates})

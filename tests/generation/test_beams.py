@@ -24,19 +24,13 @@ name = attrgetter("name")
 
 
 def forward(weights, memory, ubatch):
-    """A tiny transformer that is unsure of itself and does not repeat itself.
-
-    weights: `[V, V]`, what is added to the logits after each token.
-    """
+    """A tiny transformer that is unsure of itself; `[V, V]` is added to the logits after tokens."""
     memory, logits = think(memory, ubatch)
     token = ubatch.tokens.reshape(-1)[ubatch.outputs]
     return memory, jnp.roll(logits, 5, axis=1) / 8 + weights[token]
 
 
 FREE = jnp.zeros((VOCABULARY, VOCABULARY))
-
-
-# ---- a search without a cache
 
 
 def computed_anew(forward, weights, make):
@@ -98,12 +92,9 @@ def assert_found(beams, wanted):
     np.testing.assert_allclose(beams.scores, [score for _, score in wanted], **CLOSE)
 
 
-# ---- the same search, in a memory
-
-
 @cache
 def prompted(kind, seq=0):
-    return jaxkv.prefill(forward, FREE, kind.make(), make_batch(PROMPT, sequences=seq))
+    return jaxkv.prefill(forward, FREE, kind.make(), make_batch(PROMPT, sequences=seq))[:2]
 
 
 search = partial(loops.beam, forward, FREE, width=WIDTH, steps=STEPS)
@@ -153,14 +144,9 @@ def test_beam_leaves_texts_in_its_own_sequences(kind):
     after, beams = search(memory, logits, stop=STOPS[0], sequences=[3, 1, 4])
     assert_found(beams, searched(tiny(), stop=STOPS[0]))
     assert ends(after, [0, 2]) == [1, 0]
-    ended = [set(row) & {4, 7} != set() for row in beams.tokens.tolist()]
-    assert any(ended) and not all(ended)
-    held = beams.held.tolist()
-    assert all(ended[i] or held[i] == STEPS - 1 for i in range(WIDTH)) and min(held) < STEPS - 1
+    ended = np.isin(beams.tokens, [4, 7]).any(axis=1)
+    assert ended.any() and (beams.held[~ended] == STEPS - 1).all() and min(beams.held) < STEPS - 1
     assert_held(after, beams, [3, 1, 4], tiny())
-    if kind is POOL:
-        one, two = (jaxkv.seq_rm(each, -1)[0] for each in (memory, after))
-        assert jaxkv.used(one) == jaxkv.used(two) == 0
 
 
 def crowded(left):
@@ -170,7 +156,6 @@ def crowded(left):
 
 
 def test_beam_full_memory_ends_search():
-    """There is room for some steps; the last token of each beam needs no cell yet."""
     for steps in range(STEPS - 1):
         after, beams = search(*crowded(steps * WIDTH), stop=NONE)
         assert beams.reason == jaxkv.Reason.NO_ROOM
@@ -181,7 +166,6 @@ def test_beam_full_memory_ends_search():
 
 
 def test_beam_ends_once_nothing_better_can_come():
-    """There is no room for a step; where length counts for nothing or against, none is wanted."""
     for penalty, reason in ((0.0, "FITS"), (-1.0, "FITS"), (1.0, "NO_ROOM")):
         after, beams = search(*crowded(0), stop=STOPS[2], penalty=penalty)
         assert beams.reason == jaxkv.Reason[reason], penalty
@@ -221,13 +205,9 @@ def test_beam_fewer_texts_than_width():
         assert_sound(after)
 
 
-# ---- real models
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "streams"),
-    [("llama_tied", 4), ("mamba2", 4), ("granite_hybrid", 1), ("recurrent_gemma", 4)],
+    ("name", "streams"), [("llama_tied", 4), ("granite_hybrid", 1), ("recurrent_gemma", 4)]
 )
 def test_beam_of_a_model_matches_search_without_cache(name, streams):
     """States are kept for one step back, so texts that ended may leave nothing."""
@@ -236,7 +216,7 @@ def test_beam_of_a_model_matches_search_without_cache(name, streams):
     fresh = partial(model.make_memory, cells=16, sequences=WIDTH, streams=WIDTH)
     anew = computed_anew(model.forward, model.weights, fresh)
     run = model.forward, model.weights
-    memory, logits = jaxkv.prefill(*run, make(), make_batch(PROMPT, sequences=2))
+    memory, logits, *_ = jaxkv.prefill(*run, make(), make_batch(PROMPT, sequences=2))
     options = dict(width=WIDTH, steps=STEPS, sequences=[2, 0, 3])
     after, beams = loops.beam(*run, memory, logits, **options)
     wanted = searched(anew)
@@ -247,6 +227,4 @@ def test_beam_of_a_model_matches_search_without_cache(name, streams):
     assert_found(beams, searched(anew, stop=stop))
     held = np.asarray(beams.held)
     assert ends(after, [2, 0, 3]) == np.where(held < 0, -1, len(PROMPT) - 1 + held).tolist()
-    if name == "llama_tied":
-        assert_held(after, beams, [2, 0, 3], anew, *run)
     assert_sound(after)

@@ -10,6 +10,7 @@ from hypothesis import given
 from jaxkv.loops.drawing import adjusted_by
 from jaxkv.loops.sampling import OPTIONS, constrained, draw, make_sampler
 from jaxkv.loops.thresholds import keep_best
+from tests.generation.tiny import other, parity
 
 pytestmark = pytest.mark.core
 
@@ -67,13 +68,12 @@ def test_filters_leave_exactly():
         assert set(np.flatnonzero(draws(**options))) == allowed, options
 
 
-@pytest.mark.parametrize("options", [{"top_k": [1, 3, 0]}, {"top_p": [0.35, 0.86, 1.0]}], ids=str)
-def test_filters_each_text_has_its_own_numbers(options):
-    (name, values), rows = *options.items(), np.broadcast_to(LOGITS, (3, 5))
-    sampler = make_sampler(temperature=[1.0, 0.5, 2.0], **options)
-    together = sampler.adjust(jnp.asarray(rows), ())
-    for i, value in enumerate(values):
-        alone = make_sampler(temperature=[1.0, 0.5, 2.0][i], **{name: value})
+def test_filters_each_text_has_its_own_numbers():
+    rows = np.broadcast_to(LOGITS, (3, 5))
+    options = dict(temperature=[1.0, 0.5, 2.0], top_k=[1, 3, 0], top_p=[1.0, 0.86, 0.5])
+    together = make_sampler(**options).adjust(jnp.asarray(rows), ())
+    for i in range(3):
+        alone = make_sampler(**{name: values[i] for name, values in options.items()})
         np.testing.assert_allclose(together[i], alone.adjust(LOGITS[None], ())[0], rtol=1e-6)
     mixed = make_sampler(temperature=[0.0, 1.0, 0.0])
     assert pick(mixed, rows, keys_of(3)).tolist()[::2] == [0, 0]
@@ -104,8 +104,7 @@ def test_penalties_are_those_of_llama_cpp():
     options = dict(repeat_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0)
     sampler = make_sampler(**options, last_n=4)
     state = jnp.asarray(sampler.start(np.array([[9, 1, 2, 1], [-1, -1, -1, 3]])))
-    logits = jnp.array([[1.0, 4.0, -2.0, 0.5], [1.0, 4.0, -2.0, 0.5]])
-    found = sampler.adjust(logits, state)
+    found = sampler.adjust(jnp.array([[1.0, 4.0, -2.0, 0.5]] * 2), state)
     wanted = [[1.0, 4 / 2 - 2 * 0.25 - 1, -2 * 2 - 0.25 - 1, 0.5], [1, 4, -2, 0.5 / 2 - 1.25]]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     for token in (0, 0, 0):  # of the first text 9, 1 and 2 are forgotten
@@ -128,28 +127,19 @@ def test_filters_hide_at_any_temperature():
     assert not np.isnan(left).any()
 
 
-@pytest.mark.parametrize(("odd", "wanted"), [(jnp.inf, -1), (jnp.nan, -1)])
-def test_filters_turned_off_for_one_text_leave_it_alone(odd, wanted):
+@pytest.mark.parametrize("odd", [jnp.inf, jnp.nan])
+def test_filters_turned_off_for_one_text_leave_it_alone(odd):
     """Beside texts with other filters, and with logits that are infinite or NaN."""
     logits = jnp.array([[0.0, odd, 2.0, 3.0, 1.0]] * 2)
     both = make_sampler(temperature=[0, 1], top_k=[0, 2], top_p=[1, 0.9], min_p=[0, 0.1])
     token = draw(both, adjusted_by(both, logits, ()), keys_of(2))
     alone = draw(make_sampler(), adjusted_by(make_sampler(), logits[:1], ()), keys_of(1))
-    assert token[0] == alone[0] == wanted
+    assert token[0] == alone[0] == -1
 
 
-def parity(state):
-    return jnp.arange(5) % 2 == state
-
-
-def other(state, token):
-    return 1 - token % 2
-
-
-def parity_on_host(state):
-    shape = jax.ShapeDtypeStruct((5,), bool)
-    ask = lambda state: np.arange(5) % 2 == state  # noqa: E731
-    return jax.pure_callback(ask, shape, state, vmap_method="sequential")
+def on_host(answer, shape, dtype):
+    shape = jax.ShapeDtypeStruct(shape, dtype)
+    return lambda *args: jax.pure_callback(answer, shape, *args, vmap_method="sequential")
 
 
 def strict(state, token):
@@ -157,15 +147,14 @@ def strict(state, token):
     return np.int32(1 - token % 2)
 
 
-def other_on_host(state, token):
-    shape = jax.ShapeDtypeStruct((), jnp.int32)
-    return jax.pure_callback(strict, shape, state, token, vmap_method="sequential")
+PARITY_ON_HOST = on_host(lambda state: np.arange(5) % 2 == state, (5,), bool)
+RULES = [(parity, other), (PARITY_ON_HOST, on_host(strict, (), jnp.int32))]
 
 
 def test_constrained_sees_each_text_alone():
     """It is never shown what is no token, and stays where none came."""
     rows = jnp.broadcast_to(LOGITS, (2, 5))
-    for allowed, advance in ((parity, other), (parity_on_host, other_on_host)):
+    for allowed, advance in RULES:
         rule = constrained(make_sampler(), first=jnp.int32(1), allowed=allowed, advance=advance)
         state = rule.start(NONE)
         assert pick(rule, rows, keys_of(2), state).tolist() == [3, 3]  # the best odd one

@@ -50,7 +50,7 @@ def updated(memory):
 def slid_by_hand(memory, seq, keep, drop):
     memory, ok = jaxkv.seq_rm(memory, seq, keep, keep + drop)
     assert ok
-    return updated(jaxkv.seq_add(memory, seq, keep + drop, -1, -drop))
+    return updated(jaxkv.seq_add(memory, seq, keep + drop, -1, -drop).cache)
 
 
 def extended_by_hand(memory, seq, done, group, width):
@@ -60,9 +60,9 @@ def extended_by_hand(memory, seq, done, group, width):
         ib = group * done // width
         bd = width // group * (group - 1)
         dd = width // group - ib * bd - width
-        memory = jaxkv.seq_add(memory, seq, done, there, ib * bd)
-        memory = jaxkv.seq_div(memory, seq, done + ib * bd, done + ib * bd + width, group)
-        memory = jaxkv.seq_add(memory, seq, done + ib * bd + width, there + ib * bd, dd)
+        memory = jaxkv.seq_add(memory, seq, done, there, ib * bd).cache
+        memory = jaxkv.seq_div(memory, seq, done + ib * bd, done + ib * bd + width, group).cache
+        memory = jaxkv.seq_add(memory, seq, done + ib * bd + width, there + ib * bd, dd).cache
         there, done = there - bd, done + width // group
     return updated(memory), done
 
@@ -93,7 +93,7 @@ def test_slide_puts_keys_where_they_would_have_been_written():
 
 
 def test_slide_short_sequence_changes_nothing():
-    memory = jaxkv.seq_add(told(3, 8), 0, 0, -1, 2)
+    memory = jaxkv.seq_add(told(3, 8), 0, 0, -1, 2).cache
     for keep, drop in ((1, 8), (8, 1), (0, 9), (0, 2**31 - 1)):
         after, ok = loops.slide(memory, 1, keep=keep, drop=drop)
         assert not ok, (keep, drop)
@@ -102,7 +102,7 @@ def test_slide_short_sequence_changes_nothing():
 
 def test_slide_cells_that_another_sequence_shares_are_not_moved():
     for first, last, ok in ((0, 2, True), (0, 5, True), (0, 6, False), (6, 8, False)):
-        shared = jaxkv.seq_cp(told(8), 0, 2, first, last)
+        shared = jaxkv.seq_cp(told(8), 0, 2, first, last).cache
         after, found = loops.slide(shared, 0, keep=2, drop=3)
         assert found == ok, (first, last)
         assert_identical(after, slid_by_hand(shared, 0, 2, 3) if ok else shared)
@@ -156,7 +156,7 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
     """A text that is tidied up between its turns is that of a memory that is not."""
     sampler = make_sampler(temperature=1.0)
     kind, batch = Kind("endless", cells=24, sequences=1), make_batch([1, 2, 3, 4])
-    memory, logits = jaxkv.prefill(flat, None, kind.make(), batch)
+    memory, logits, *_ = jaxkv.prefill(flat, None, kind.make(), batch)
     begin, _ = loops.begin(sampler, memory, logits, seed=3)
     draft = loops.lookup([[]], ngram=7, recent=8)  # it guesses nothing
 
@@ -199,17 +199,17 @@ def test_extend_equals_the_verbs_by_hand(group, width):
 def test_extend_that_cannot_be_changes_nothing():
     extend = partial(loops.extend, group=2, width=4)
     memory = told(3, 8)
-    pending = jaxkv.seq_add(memory, 0, 0, -1, 2)
-    shared = jaxkv.seq_cp(memory, 1, 2, 7, 8)
-    far = jaxkv.seq_add(memory, 1, 0, -1, 2**30)
+    pending = jaxkv.seq_add(memory, 0, 0, -1, 2).cache
+    shared = jaxkv.seq_cp(memory, 1, 2, 7, 8).cache
+    far = jaxkv.seq_add(memory, 1, 0, -1, 2**30).cache
     cases = [(pending, 1, 3), (pending, 1, -2), (pending, 1, 10), (shared, 1, 0), (shared, 2, 0)]
     for memory, seq, done in [*cases, (far, 1, 0), (far, 1, 2**30)]:
         after, now, ok = extend(memory, seq, done)
         assert not ok and now == done, (seq, done)
         assert_identical(after, memory)
-    prefix = jaxkv.seq_cp(told(3, 8), 1, 2, 0, 2)
+    prefix = jaxkv.seq_cp(told(3, 8), 1, 2, 0, 2).cache
     assert extend(prefix, 1, 2)[2] and not extend(prefix, 1, 0)[2]
-    short = jaxkv.seq_cp(told(3), 0, 2)
+    short = jaxkv.seq_cp(told(3), 0, 2).cache
     after, now, ok = extend(short, 0, 0)
     assert ok and now == 0  # there is nothing to group yet, so sharing is no hindrance
     assert_identical(after, short)

@@ -1,7 +1,4 @@
-"""Speculation with whole models, tiny and real: guesses, and trees of them, are checked.
-
-Everything runs at night; `test_speculation.py` has quick cases, with branches too.
-"""
+"""Speculation with whole models, at night; `test_speculation.py` has quick cases."""
 
 from functools import partial
 
@@ -25,12 +22,12 @@ BRANCHING = [[7, 3, 11, 5, 7, 3, 9, 5, 7, 3], [2, 9, 13, 2, 9, 4, 2, 9]]
 def prefilled(model, prompts, *, ids=None, weights=None, **options):
     memory = model.make_memory(**{"sequences": len(prompts), "cells": 1024} | options)
     batch = make_batch(prompts, sequences=[*(ids or range(len(prompts)))])
-    return jaxkv.prefill(model.forward, weights or model.weights, memory, batch)
+    return jaxkv.prefill(model.forward, weights or model.weights, memory, batch)[:2]
 
 
 def begun(model, prompts, *, ids=None, **options):
     memory, logits = prefilled(model, prompts, ids=ids, **options)
-    options = dict(limit=24, sequences=ids, prompts=prompts)
+    options = dict(limit=24, sequences=[*(ids or range(len(prompts)))], prompts=prompts)
     return memory, loops.begin(BEST, memory, logits, **options)[0]
 
 
@@ -54,7 +51,6 @@ def assert_says_the_same(model, draft, memory, state, *, atol=2e-4):
     assert texts(made) == texts(wanted)
     np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=atol)
     assert now.token.tolist() == ended.token.tolist()
-    assert now.active.tolist() == ended.active.tolist()
     picked = made.turns + made.accepted  # no text ends with a guess: none has a stop token
     assert picked.tolist() == [len(text) for text in texts(made)]
     every = range(jaxkv.split(memory)[0].facts.sequences)
@@ -117,14 +113,15 @@ def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
 def test_tree_full_memory_leaves_other_sequences_alone():
     """Of three branches there is room for two; and the cells end in the middle of a guess."""
     model = load("llama_tied")
+    forward, weights = model.forward, model.weights
     memory, state = begun(model, BRANCHING, cells=45, sequences=6)
     kept = make_batch([[1], [2], [3]], sequences=[2, 4, 5])
-    run = model.forward, model.weights
-    memory, _ = jaxkv.prefill(*run, memory, kept)
-    _, ended, wanted = jaxkv.decode(run[0], BEST, run[1], memory, state, steps=24)
+    memory, *_ = jaxkv.prefill(forward, weights, memory, kept)
+    run = dict(memory=memory, state=state, steps=24)
+    _, ended, wanted = jaxkv.decode(forward, BEST, weights, **run)
     assert wanted.tokens.min() < 0  # it ends early
     draft = loops.lookup(BRANCHING, ngram=1, branches=3)
-    found, now, _, made = loops.speculate(run[0], draft, BEST, run[1], memory, state, steps=24)
+    found, now, _, made = loops.speculate(forward, draft, BEST, weights, **run)
     assert now.reason.tolist() == ended.reason.tolist() and made.accepted.sum() > 0
     for got, whole in zip(texts(made), texts(wanted), strict=True):  # who gets the last cells
         assert got[: len(whole)] == whole[: len(got)]

@@ -33,6 +33,14 @@ def by_table(weights, memory, ubatch):
     return memory, jnp.log(weights)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
 
 
+def parity(state):
+    return jnp.arange(5) % 2 == state
+
+
+def other(state, token):
+    return 1 - token % 2
+
+
 def table_memory(texts, *, each=1):
     """A memory of `by_table` in which each text has a stream of some sequences, and a token."""
     memory = jaxkv.make_kv_cache(

@@ -1,6 +1,5 @@
 """Chats in files: they go on with nothing computed, and what is none is refused."""
 
-import json
 from dataclasses import replace
 
 import jax
@@ -40,7 +39,6 @@ def test_fingerprint_other_weights_differ(speaker):
     weights = {**model.weights, "norm": jax.tree.map(lambda x: x + 1, model.weights["norm"])}
     same, other = replace(model), replace(model, weights=weights)
     assert fingerprint(same) == fingerprint(model) != fingerprint(other)
-    assert json.loads(json.dumps(fingerprint(model))) == fingerprint(model)
 
 
 def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
@@ -55,10 +53,9 @@ def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
         assert not chat.memory.buffers.k[0].is_deleted()
 
     refused("cannot be read: No such file", path=tmp_path / "none")
-    small_one = speaker.begin(conversations=2, cells=64)
-    refused("holds 3 conversations, and 2 may be here", chat=small_one)
-    few_cells = speaker.begin(conversations=3, cells=9)
-    refused("does not fit: .* start with more --cells", chat=few_cells)
+    few, narrow = (speaker.begin(conversations=n, cells=cells) for n, cells in ((2, 64), (3, 9)))
+    refused("holds 3 conversations, and 2 may be here", chat=few)
+    refused("does not fit: .* start with more --cells", chat=narrow)
     other = replace(speaker.model, dtype=jnp.dtype("bfloat16"))
     refused("is of another model, llama float32", model=other)
     snapshot.save(tmp_path / "plain", chat.memory, model=fingerprint(speaker.model))
@@ -76,22 +73,12 @@ def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
 NOTES = {"kind": "models.chat", "current": "main", "kept": [], "conversations": {}}
 TURN = {"message": "a", "start": 0, "asked": 1, "answer": "b", "finish": "stop"}
 ONE = {"sequence": 0, "frame": {"keep": 0, "closing": 0}, "system": None, "turns": [TURN], "gap": 0}
-LIES = [
-    ONE | {"sequence": "0"},
-    ONE | {"turns": [TURN | {"start": 9}]},
-    ONE | {"turns": [TURN | {"finish": "tired"}]},
-    ONE | {"turns": [TURN | {"message": 7}]},
-    ONE | {"turns": [{}]},
-    ONE | {"system": []},
-    ONE | {"gap": -1},
-    ONE | {"frame": None},
-    {},
-    None,
-]
+LIES = [{"sequence": "0"}, {"turns": [{}]}, {"system": []}, {"gap": -1}, {"frame": None}]
+LIES += [{"turns": [TURN | one]} for one in ({"start": 9}, {"finish": "tired"}, {"message": 7})]
 
 
 def test_load_notes_that_lie_raises(speaker, twice, tmp_path):
-    for i, one in enumerate(LIES):
+    for i, one in enumerate([*(ONE | lie for lie in LIES), {}, None]):
         notes = NOTES | {"conversations": {"main": one}}
         tokens, mark = {0: [1, 2, 3]}, fingerprint(speaker.model)
         snapshot.save(tmp_path / f"{i}", twice.memory, tokens=tokens, model=mark, notes=notes)

@@ -16,7 +16,6 @@ from tests.models.speaking import CELLS, copied, said, tiny
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["gemma3", "granite_hybrid", "mamba2", "recurrent_gemma"])
 def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
-    """Turns longer than a window holds, whose states are gone: what is kept is never computed."""
     speaker = Speaker(model=tiny(name), max_tokens=4, ubatch_size=16)
     chat = speaker.begin(conversations=2, cells=900, holders=6, system="s" * 40)
     for i in range(20):
@@ -45,10 +44,7 @@ def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
     back, why = edits.undo(load(tmp_path / "chat", elsewhere, speaker.model))
     assert why == "" and back.held >= len(back.now.tokens) - 1
     chat, why = edits.undo(edits.undo(chat)[0])  # further than there are holders
-    assert why in (
-        "a window of 12 has let go of what it would see, and so has what was kept",
-        "a recurrent state cannot forget what it has seen, and no state was kept from there",
-    )
+    assert "a window of 12 has let go of" in why or "a recurrent state cannot forget" in why
     assert said(speaker, chat, "2" * 150).now.turns[-1].answer == answers[1]
 
 
@@ -72,7 +68,6 @@ def test_undo_window_recomputes_without_what_was_forgotten():
 
 @pytest.mark.nightly
 def test_undo_full_memory_of_states_goes_back_to_kept():
-    """What shares the cells of the conversation would free none; what was taken back does."""
     stateful = Speaker(model=tiny("granite_hybrid"), max_tokens=4, ubatch_size=16)
     chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One")
     again, why = edits.unanswered(said(stateful, copied(chat), "Two"))

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import json
 import sys
 import tracemalloc
 
@@ -19,7 +18,6 @@ from tests.models.tiny_files import (
     HIDDEN,
     Q4_0,
     Q8_0,
-    SIZE,
     VOCAB,
     tiny_tensors,
     write_folder,
@@ -59,37 +57,32 @@ def test_gguf_rows_are_put_back_in_order(tmp_path, arch, kind):
 
 
 def test_gguf_gemma_norms_lose_their_one(tmp_path):
-    stored = {
-        "token_embd.weight": np.ones((VOCAB, HIDDEN), np.float32),
-        "output_norm.weight": np.full(HIDDEN, 1.5, np.float32),
-        "blk.0.ffn_norm.weight": np.full(HIDDEN, 3.0, np.float32),
-        "blk.0.post_attention_norm.weight": np.full(HIDDEN, 1.25, np.float32),
-        "blk.0.post_ffw_norm.weight": np.full(HIDDEN, 0.5, np.float32),
-        "blk.0.attn_q_norm.weight": np.full(SIZE, 2.0, np.float32),
+    known = {
+        "token_embd": ("model.embed_tokens", 3.0),
+        "output_norm": ("model.norm", 2.0),
+        "blk.0.ffn_norm": ("model.layers.0.pre_feedforward_layernorm", 2.0),
+        "blk.0.post_attention_norm": ("model.layers.0.post_attention_layernorm", 2.0),
+        "blk.0.post_ffw_norm": ("model.layers.0.post_feedforward_layernorm", 2.0),
+        "blk.0.attn_q_norm": ("model.layers.0.self_attn.q_norm", 2.0),
     }
+    stored = {f"{name}.weight": np.full(HIDDEN, 3.0, np.float32) for name in known}
+    stored["token_embd.weight"] = np.full((VOCAB, HIDDEN), 3.0, np.float32)
     slides = {"gemma3.attention.sliding_window": 16}
     slides |= {"gemma3.attention.sliding_window_pattern": [True, False]}
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", stored, "gemma3", fields=slides))
     assert file.config["layer_types"] == ["sliding_attention", "full_attention"]
     values = {name: float(file.tensor(name).flat[0]) for name in file.names()}
-    assert values == {
-        "model.embed_tokens.weight": 1.0,
-        "model.norm.weight": 0.5,
-        "model.layers.0.pre_feedforward_layernorm.weight": 2.0,
-        "model.layers.0.post_attention_layernorm.weight": 0.25,
-        "model.layers.0.post_feedforward_layernorm.weight": -0.5,
-        "model.layers.0.self_attn.q_norm.weight": 1.0,
-    }
+    assert values == {f"{name}.weight": value for name, value in known.values()}
     assert file.architecture == "gemma3_text" and file.config["tie_word_embeddings"]
 
 
 def test_folder_shards_are_one_checkpoint(tmp_path):
     tensors = tiny_tensors(ml_dtypes.bfloat16)
-    folder = write_folder(tmp_path / "hf", None)
     where = {name: f"part-{at % 2}.safetensors" for at, name in enumerate(tensors)}
+    index = {"model.safetensors.index": {"weight_map": where}}
+    folder = write_folder(tmp_path / "hf", None, **index)
     for part in set(where.values()):
         save_file({n: tensors[n] for n in tensors if where[n] == part}, folder / part)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     held = open_checkpoint(folder)
     assert all(same(held.tensor(name), array) for name, array in tensors.items())
     del held
@@ -104,14 +97,14 @@ def test_folder_of_larger_model_gives_language_part(tmp_path):
         "vision_tower.patch.weight": np.ones(3, np.float32),
     }
     inner = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 8}
-    config = {"model_type": "gemma3", "eos_token_id": [1, 106]}
-    config["text_config"] = inner | {"num_hidden_layers": 7}
+    inner["num_hidden_layers"] = 7
+    config = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": inner}
     held = open_checkpoint(write_folder(tmp_path / "hf", tensors, config))
     assert held.architecture == "gemma3_text" and held.stop_tokens == {1, 106}
     assert "model.norm.weight" in held.names()
     assert held.config["num_attention_heads"] == 8 and held.config["head_dim"] == 256
-    full = [at for at, kind in enumerate(held.config["layer_types"]) if kind == "full_attention"]
-    assert full == [5]
+    wanted = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    assert held.config["layer_types"] == wanted
 
 
 def test_tensor_unpacks_without_second_copy():
@@ -130,7 +123,7 @@ KINDS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 PLAIN = {"rope_theta": 10000.0, "rope_scaling": None}
-SLIDES = {"sliding_window": 16}
+SLIDES, FULL, WINDOW = {"sliding_window": 16}, "full_attention", "sliding_attention"
 CONFIGS = [  # what is added to a config without a base, and what is found
     ({"rope_theta": 5.0}, {"rope_theta": 5.0, "rope_scaling": None}),
     ({}, PLAIN),
@@ -140,15 +133,9 @@ CONFIGS = [  # what is added to a config without a base, and what is found
         {"model_type": "gemma3_text", "rope_parameters": KINDS},
         {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": LINEAR},
     ),
-    (SLIDES, SLIDES | {"layer_types": ["sliding_attention"] * 2}),
-    (
-        SLIDES | {"use_sliding_window": False},
-        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
-    ),
-    (
-        SLIDES | {"use_sliding_window": True, "max_window_layers": 1},
-        SLIDES | {"layer_types": ["full_attention", "sliding_attention"]},
-    ),
+    (SLIDES, SLIDES | {"layer_types": [WINDOW] * 2}),
+    (SLIDES | {"use_sliding_window": False}, {"sliding_window": None, "layer_types": [FULL] * 2}),
+    (SLIDES | {"max_window_layers": 1}, SLIDES | {"layer_types": [FULL, WINDOW]}),
 ]
 
 
@@ -217,9 +204,9 @@ def test_open_checkpoint_hub_id_without_network(tmp_path, monkeypatch):
     refused("some/model", "'some/model'.*the network")
     # What was downloaded once is found without a network.
     repository = tmp_path / "models--some--model"
-    (repository / "refs").mkdir(parents=True)
+    for name in ("refs", "snapshots"):
+        (repository / name).mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
-    (repository / "snapshots").mkdir()
     write_folder(repository / "snapshots" / ("0" * 40), tiny_tensors())
     assert "lm_head.weight" in open_checkpoint("some/model").names()
 

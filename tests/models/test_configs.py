@@ -18,15 +18,12 @@ REFUSED = [
     ("deepseek_v2", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 where 1 to 8 experts"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' where 'sigmoid'"),
     ("deepseek_v3", {"n_group": 3}, "n_group = 3 where a divisor of n_routed_experts .8. with 2"),
-    ("deepseek_v3", {"n_group": 8}, "n_group = 8 where a divisor of n_routed_experts .8. with 2"),
     ("deepseek_v3", {"topk_group": 5}, "topk_group = 5 where 1 to 4 groups"),
     ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 where 1 to 4 experts"),
     ("deepseek_v3", {"qk_rope_head_dim": 3}, "turns 3 numbers of each head"),
     ("falcon_h1", {"attention_bias": True}, "attention_bias = True where False is wanted"),
     ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act = 'gelu' where 'silu' is wanted"),
     ("falcon_h1", {"mamba_proj_bias": True}, "mamba_proj_bias"),
-    ("falcon_h1", {"mlp_bias": True}, "mlp_bias"),
-    ("falcon_h1", {"projectors_bias": True}, "projectors_bias"),
     ("falcon_h1", {"mamba_d_ssm": 48}, r"mamba_d_ssm = 48 where .* \(32\)"),
     ("falcon_h1", {"mamba_n_groups": 3}, "mamba_n_heads = 4 where a multiple of mamba_n_groups"),
     ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers"),
@@ -44,7 +41,6 @@ REFUSED = [
     ("t5_gated", {"feed_forward_proj": "gated-silu"}, "= 'gated-silu' where 'relu' or"),
     ("t5_gated", {"relative_attention_max_distance": 4}, "more than half the buckets"),
     ("t5_gated", {"num_layers": None}, "no num_layers"),
-    ("t5_gated", {"d_kv": None}, "no head_dim"),
 ]
 
 
@@ -80,8 +76,7 @@ def test_config_older_keys_mean_the_same(tmp_path):
     for name, tied in [("t5_gated", False), ("t5_tied", None)]:
         older = {"scale_decoder_outputs": None, "tie_word_embeddings": tied}
         assert config_of(tmp_path, name, **older) == config_of(tmp_path, name)
-    as_encoder = config_of(tmp_path, "t5_gated", num_decoder_layers=None)
-    assert as_encoder.layers == 3
+    assert config_of(tmp_path, "t5_gated", num_decoder_layers=None).layers == 3  # as the encoder
 
 
 @pytest.mark.parametrize("name", ["t5_gated", "t5_tied", "granite_hybrid", "gemma3"])
@@ -98,18 +93,13 @@ def bytes_of(name, **options):
     return jaxkv.nbytes(jaxkv.split(memory)[1]), len(jaxkv.hybrid.parts_of(memory))
 
 
-@pytest.mark.parametrize(
-    ("name", "cell", "windows", "parts"),
-    [
-        ("mistral_window", 2 * 4 * 2 * 8, 2, 1),
-        ("qwen2_window", 2 * 4 * 2 * 8, 1, 2),
-        ("gemma3", 2 * 4 * 16, 3, 2),
-    ],
-)
-def test_make_memory_windows_hold_no_more_than_needed(name, cell, windows, parts):
+WINDOWED = [("mistral_window", 2, 1), ("qwen2_window", 1, 2), ("gemma3", 3, 2)]
+
+
+@pytest.mark.parametrize(("name", "windows", "parts"), WINDOWED)
+def test_make_memory_windows_hold_no_more_than_needed(name, windows, parts):
     config = models.load_shapes(DATA / name).config
-    whole = len(config.windows) - windows
-    assert cell == 2 * 4 * config.kv_heads * config.head_dim
+    whole, cell = len(config.windows) - windows, 2 * 4 * config.kv_heads * config.head_dim
     for streams in (1, 2):
         options = dict(cells=1024, sequences=2, streams=streams, ubatch_size=16, rollback=4)
         for full_windows, cells in [(False, 2 * (12 + 16 + 4)), (True, 1024 * streams)]:

@@ -17,12 +17,11 @@ from models.families.linear import FEW, linear
 def test_linear_equals_plain_product(shape, dtype):
     rng = np.random.default_rng(0)
     x, weights = (jnp.asarray(rng.normal(size=size), dtype) for size in ((*shape, 24), (40, 24)))
-    out = jax.jit(linear)(x, weights)
+    out = linear(x, weights)
     wanted = np.asarray(x, np.float64) @ np.asarray(weights, np.float64).T
     assert out.dtype == dtype
-    np.testing.assert_allclose(
-        np.asarray(out, np.float64), wanted, atol=1e-5 if dtype == jnp.float32 else 0.05, rtol=0.01
-    )
+    atol = 1e-5 if dtype == jnp.float32 else 0.05
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=atol, rtol=0.01)
 
 
 def test_linear_one_row_converts_no_weights():
@@ -32,7 +31,6 @@ def test_linear_one_row_converts_no_weights():
 
 
 def test_linear_barrier_is_for_cpu_alone():
-    """Wherever it is traced: what a program is lowered for decides."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1, 64), (96, 64))]
     for platform, barriers in [("cpu", 1), ("tpu", 0), ("cuda", 0)]:
         lowered = jax.jit(linear).trace(*shapes).lower(lowering_platforms=(platform,))
@@ -54,10 +52,7 @@ print(compiled.memory_analysis().temp_size_in_bytes, weights.nbytes)
 
 @pytest.mark.nightly
 def test_linear_single_device_transposes_no_weights():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    temporary, weights = map(int, run.stdout.split())
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+    said = subprocess.check_output([sys.executable, "-c", ALONE], env=env, text=True)
+    temporary, weights = map(int, said.split())
     assert temporary < weights / 4

@@ -49,19 +49,16 @@ def test_plan_bytes_equal_those_of_loaded_model(name, capsys):
     assert set(told["whole"]) == set(model.whole_weights().values())
 
 
-@pytest.mark.parametrize("dtype", in_lanes(["int8", "float8_e4m3fn", "float16"], fast=["int8"]))
-def test_costs_of_cache_dtype_equal_those_of_memory(dtype):
+def test_costs_of_cache_dtype_equal_those_of_memory():
     sizes = {"sequences": 2, "streams": 2, "cells": 64}
-    layout = costs_of(shapes_on("granite_hybrid", {"data": 1}, cache_dtype=dtype), **sizes).layout
-    memory = models.load(DATA / "granite_hybrid", cache_dtype=dtype).make_memory(**sizes)
+    layout = costs_of(shapes_on("granite_hybrid", {"data": 1}, cache_dtype="int8"), **sizes).layout
+    memory = models.load(DATA / "granite_hybrid", cache_dtype="int8").make_memory(**sizes)
     table, buffers = jaxkv.split(memory)
     assert (layout.buffers, layout.table) == (jaxkv.nbytes(buffers), jaxkv.nbytes(table))
-    assert dtype in {str(x.dtype) for x in jax.tree.leaves(buffers)}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_costs_of_one_sequence_equal_its_own_memory(name):
-    """Of a window it is as many tokens as there are cells for, of states one."""
     costs = costs_of(shapes_on(name, {"data": 1}), cells=600, sequences=1, streams=1)
     shapes = load_shapes(DATA / name).memory_shapes(cells=600)
     assert costs.a_sequence(600) == jaxkv.nbytes(jaxkv.split(shapes)[1])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from tests.models.tiny_files import DATA, interleaved
+from tests.models.tiny_files import DATA, interleaved, written
 
 ARCHITECTURES = {
     "mamba2": gguf.MODEL_ARCH.MAMBA2,
@@ -64,15 +64,14 @@ def multiplied(name, array, config):
     """A tensor of Falcon-H1 with what the config multiplies by in it."""
     c = config
     shared, heads = c["mamba_n_groups"] * c["mamba_d_state"], c["mamba_n_heads"]
-    gate, x, into, out_of, steps = c["ssm_multipliers"]
     inner = heads * c["mamba_d_head"]
-    rows = [gate] * inner + [x] * inner + [into] * shared + [out_of] * shared + [steps] * heads
+    rows = np.repeat(np.float32(c["ssm_multipliers"]), [inner, inner, shared, shared, heads])
     factors = {
         "q_proj": c["attention_in_multiplier"],
         "k_proj": c["attention_in_multiplier"] * c["key_multiplier"],
         "v_proj": c["attention_in_multiplier"],
         "o_proj": c["attention_out_multiplier"],
-        "in_proj": c["ssm_in_multiplier"] * np.array(rows, np.float32)[:, None],
+        "in_proj": c["ssm_in_multiplier"] * rows[:, None],
         "out_proj": c["ssm_out_multiplier"],
         "gate_proj": c["mlp_multipliers"][0],
         "down_proj": c["mlp_multipliers"][1],
@@ -86,9 +85,10 @@ def stored(name, array, config):
     kind = config["model_type"]
     if kind == "falcon_h1":
         array = multiplied(name, array, config)
-    for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-        if kind == "granitemoehybrid" and f".{part}." in name:
-            return interleaved(array, config[heads])
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    part = name.split(".")[-2]
+    if kind == "granitemoehybrid" and part in heads:
+        return interleaved(array, config[heads[part]])
     if name.endswith((".conv1d.weight", ".conv.conv.weight")):
         return array[:, 0]
     if name.endswith((".mixer.norm.weight", ".mamba.norm.weight")):
@@ -100,10 +100,7 @@ def stored(name, array, config):
 
 def write_gguf(path, checkpoint):
     config, arch = checkpoint.config, ARCHITECTURES[checkpoint.architecture]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    for key, value in fields_of(config).items():
-        key = f"{gguf.MODEL_ARCH_NAMES[arch]}.{key}"
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    called, tensors = gguf.MODEL_ARCH_NAMES[arch], []
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for name in checkpoint.names():
         array = stored(name, checkpoint.tensor(name), config)
@@ -118,12 +115,9 @@ def write_gguf(path, checkpoint):
             where = names.get_name(known, (".weight", ".bias")).replace("down", half)
             if not config.get("num_local_experts"):
                 where = where.replace("_shexp", "")
-            writer.add_tensor(where, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+            tensors.append((where, np.ascontiguousarray(values), None))
+    metadata = {f"{called}.{key}": value for key, value in fields_of(config).items()}
+    return written(path, called, metadata, tensors)
 
 
 NAMES = ["mamba2", "granite_hybrid", "granite_hybrid_experts_rope", "lfm2", "falcon_h1"]

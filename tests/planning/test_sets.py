@@ -1,7 +1,5 @@
 """Tokens that belong to several sequences: computed once, and each text reads as if alone."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,21 +37,6 @@ def batch_of(sets, tokens=None):
     return make_batch(tokens, sequences=jnp.asarray(table), valid=there, outputs=[True] * 8)
 
 
-def alone(kind, tokens):
-    """The logits of a text of 8 tokens at most in a memory of its own, `[T, V]`."""
-    there = np.arange(8) < len(tokens)
-    batch = make_batch(np.pad(tokens, (0, 8 - len(tokens))), valid=there, outputs=[True] * 8)
-    return np.asarray(run(kind.make(), batch, ubatch_size=8)[1])[: len(tokens)]
-
-
-def texts_of(sets):
-    """Which tokens of a batch each sequence has."""
-    return {
-        seq: [i for i, one in enumerate(sets) if seq in one]
-        for seq in sorted(set().union(*map(set, sets)))
-    }
-
-
 # ---- batches
 
 
@@ -67,11 +50,9 @@ def test_make_batch_sequences_of_a_token_in_any_form():
     batch = make_batch([[5, 6], [7]], sequences=[[0, 2, 3, 4], 1])  # of a list of lists
     assert batch.sequences.tolist() == [0, 0, 1]
     assert batch.others.tolist() == [[2, 3, 4, -1], [2, 3, 4, -1], [-1] * 4]
-    rows = make_batch(np.array([[5, 6], [7, 8]]), sequences=np.array([[[0, 1]] * 2, [[2, -1]] * 2]))
-    assert rows.sequences.tolist() == [[0, 0], [2, 2]] and rows.others[:, 0].tolist() == [[1], [-1]]
-    # Where each token has one sequence, the batch is that of single ids.
-    assert make_batch([5, 6], sequences=[[0], [1]]).others is None
-    assert make_batch([[5, 6], [7, 8]], sequences=[4, 2]).others is None
+    rows = make_batch(np.array([[5], [7]]), sequences=np.array([[[0, 1]], [[2, -1]]]))
+    assert rows.sequences.tolist() == [[0], [2]] and rows.others.tolist() == [[[1]], [[-1]]]
+    assert make_batch([5, 6], sequences=[[0], [1]]).others is None  # as of single ids
 
 
 @pytest.mark.parametrize(
@@ -107,14 +88,12 @@ def test_init_batch_sequences_that_cannot_share_a_token_raise():
 
 def test_batch_only_keeps_a_token_for_those_that_stay():
     batch = make_batch([5, 6, 7, 8], sequences=[[0, 1, 2], [0, 1], [0], [1]])
-    for fits, wanted in (
-        ([True, False, True], ([0, 0, 0, -1], [[2, -1], [-1, -1], [-1, -1], [-1, -1]])),
-        ([False, True, True], ([1, 1, -1, 1], [[2, -1], [-1, -1], [-1, -1], [-1, -1]])),
-    ):
+    for fits, first in (([True, False, True], [0, 0, 0, -1]), ([False, True, True], [1, 1, -1, 1])):
         for only in (jaxkv.Batch.only, jax.jit(jaxkv.Batch.only)):
             rest = only(batch, np.array(fits))
-            assert (rest.sequences.tolist(), rest.others.tolist()) == wanted
-            assert rest.valid.tolist() == [seq >= 0 for seq in wanted[0]]
+            assert rest.sequences.tolist() == first
+            assert rest.others.tolist() == [[2, -1], [-1, -1], [-1, -1], [-1, -1]]
+            assert rest.valid.tolist() == [seq >= 0 for seq in first]
 
 
 # ---- plans
@@ -169,27 +148,20 @@ def test_init_batch_traced_sets_match_known_ones():
 
     @jax.jit
     def plan(memory, sets):
-        batch = make_batch(np.arange(1, 6, dtype=np.int32), sequences=sets)
+        batch = make_batch(np.ones(sets.shape[:-1], np.int32), sequences=sets)
         return jaxkv.init_batch(memory, batch, ubatch_size=8)
 
     known = jaxkv.init_batch(SMALL.make(), batch_of(sets), ubatch_size=8)
     for one in (plan(SMALL.make(), sets), known):
         after = drawing(jaxkv.apply(SMALL.make(), one))
         assert one.ok and after == "0{0,1,2} 1{0,1} 1{2} 2{1} 2{0}"
-    for wrong, reason in (
-        (np.where(sets == 2, 3, sets), Reason.UNKNOWN_SEQUENCE),
-        (np.where(sets == 1, 0, sets), Reason.DIVERGED),  # a sequence twice at one token
+    for kind, wrong, seq, reason in (
+        (SMALL, np.where(sets == 2, 3, sets), 0, Reason.UNKNOWN_SEQUENCE),
+        (SMALL, np.where(sets == 1, 0, sets), 0, Reason.DIVERGED),  # a sequence twice at one token
+        (GROUPS, np.array([[[0, 3]], [[1, -1]]]), 3, Reason.DIVERGED),  # of two streams
     ):
-        refused = plan(SMALL.make(), wrong)
-        assert not refused.ok and refused.reason[0] == reason
-
-
-@core
-def test_init_batch_traced_sets_of_two_streams_are_refused():
-    batch = partial(make_batch, np.array([[1], [2]]))
-    rows = jax.jit(lambda memory, sets: jaxkv.init_batch(memory, batch(sequences=sets)))
-    refused = rows(GROUPS.make(), np.array([[[0, 3]], [[1, -1]]]))
-    assert refused.reason.tolist() == [0, 0, 0, Reason.DIVERGED]
+        refused = plan(kind.make(), wrong)
+        assert not refused.ok and refused.reason[seq] == reason
 
 
 # ---- what is read
@@ -205,17 +177,18 @@ def test_run_trees_after_a_fork_read_as_if_alone(kind, size):
     for sets in ([[0, 1], [0], [1], [1]], [[1, 0], [0], [1], [0]]):
         tokens = rng.integers(1, 16, len(sets))
         memory, logits = run(memory, batch_of(sets, tokens), ubatch_size=size)
-        for index in texts_of(sets).values():
-            wanted = alone(kind, [*prompt, *tokens[index]])[len(prompt) :]
-            np.testing.assert_allclose(np.asarray(logits)[index], wanted, atol=1e-5)
-        prompt += [token for token, one in zip(tokens, sets, strict=True) if len(one) > 1]
+        for seq in (0, 1):
+            index = [i for i, one in enumerate(sets) if seq in one]
+            alone = batch_of([[0]] * (len(prompt) + len(index)), [*prompt, *tokens[index]])
+            wanted = run(kind.make(), alone, ubatch_size=8)[1][len(prompt) :]
+            np.testing.assert_allclose(logits[np.array(index)], wanted[: len(index)], atol=1e-5)
+        prompt.append(tokens[0])
         memory, _ = jaxkv.seq_rm(memory, [0, 1], len(prompt))  # they go on from what they share
 
 
 @core
 def test_visible_of_shared_tokens_is_causal():
-    batch = batch_of([[0, 1], [0]])
-    (ubatch,) = jaxkv.init_batch(SMALL.make(), batch, ubatch_size=8).ubatches
+    (ubatch,) = jaxkv.init_batch(SMALL.make(), batch_of([[0, 1], [0]])).ubatches
     memory = jaxkv.apply(SMALL.make(), ubatch)
     sees = visible(memory.table, ubatch)[0, :2, :3]
     assert sees.tolist() == [[True, False, False], [True, True, False]]

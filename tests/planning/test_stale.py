@@ -15,37 +15,26 @@ import jaxkv
 from jaxkv.hybrid import parts_of
 from jaxkv.window import sliding
 from tests import memories
-from tests.histories import Twin, compute, planned, tell
-from tests.memories import HEADS, ROPE, SIZE, SPLIT, assert_identical, think
+from tests.histories import StateKind, compute, planned, tell
+from tests.memories import HEADS, ROPE, RUNS, SIZE, SMALL, SPLIT, assert_identical, drawn
 
-MEMORIES = {
-    "pool": {},
-    "contiguous": {"placement": "contiguous"},
-    "split": {"streams": 3},
-    "recurrent": {"kinds": "rr"},
-    "hybrid of streams": {"kinds": "ar", "streams": 3},
+KINDS = {
+    "pool": SMALL,
+    "contiguous": RUNS,
+    "split": SPLIT,
+    "recurrent": StateKind("recurrent", 16, 3),
+    "hybrid of streams": StateKind("hybrid of streams", 16, 3, streams=3, model="ar"),
 }
-"""Options of `make_kv_cache`, or of `Twin` where there are states."""
 
 
 def layers_of(kind):
-    """What the layers of a memory do, as `compute` wants it."""
-    return MEMORIES[kind].get("kinds", "aa")
-
-
-def empty(kind):
-    options = MEMORIES[kind]
-    if "kinds" in options:
-        return Twin(**options).memory
-    return jaxkv.make_kv_cache(
-        layers=2, cells=16, kv_heads=HEADS, head_dim=SIZE, sequences=3, **options
-    )
+    return getattr(KINDS[kind], "model", "aa")
 
 
 @cache
 def filled(kind, text=(1, 2, 3, 4, 5)):
     """Sequence 0 has a text, sequence 1 another of the same length, sequence 2 none."""
-    return told(kind, empty(kind), text, (6, 7, 8, 9, 10))
+    return told(kind, KINDS[kind].make(rope=None), text, (6, 7, 8, 9, 10))
 
 
 def told(kind, memory, *rows):
@@ -56,11 +45,6 @@ def told(kind, memory, *rows):
 def written(memory, ubatch, kinds):
     """Let all layers write what a ubatch brings, applied or not."""
     return compute(memory, ubatch, kinds)[0]
-
-
-def places_of(ubatch):
-    """The cells that were chosen, without what the table held there."""
-    return [leaf for leaf in jax.tree.leaves(ubatch.slots) if leaf.dtype == np.int32]
 
 
 def same(one, other):
@@ -76,7 +60,9 @@ def test_ubatch_of_another_text_writes_nothing(kind):
     """It brings the same tokens to the same positions and cells, or a rival that begins alike."""
     one, other = filled(kind), filled(kind, text=(5, 4, 3, 2, 1))
     mine, foreign, rival = planned(one, [11, 12]), planned(other, [11, 12]), planned(one, [11, 13])
-    assert same(places_of(mine), places_of(foreign)) and same(places_of(mine), places_of(rival))
+    for late in (foreign, rival):  # what the table holds in the cells is compared by stamps
+        pairs = zip(jax.tree.leaves(mine.slots), jax.tree.leaves(late.slots), strict=True)
+        assert all(np.array_equal(x, y) for x, y in pairs if x.dtype == np.int32)
     settled = jaxkv.apply(one, mine)
     assert_identical(jaxkv.apply(settled, rival), settled)
     for late in (foreign, rival):
@@ -108,26 +94,22 @@ def rm(memory, *args):
     return jaxkv.seq_rm(memory, *args)[0]
 
 
-def updated(memory):
-    return jaxkv.apply(memory, jaxkv.init_update(memory))
-
-
 def moved(memory):
     """A token comes to another position, and the last position stays."""
-    return jaxkv.seq_add(rm(memory, 0, 1, 3), 0, 0, 1, 1)
+    return jaxkv.seq_add(rm(memory, 0, 1, 3), 0, 0, 1, 1).cache
 
 
 EDITS = {
     "cut": lambda memory, kind: rm(memory, 0, 4),
     "told another end": lambda memory, kind: told(kind, rm(memory, 0, 4), [15]),
     "told another text": lambda memory, kind: told(kind, rm(memory, 0), [16, 17, 18, 19, 20]),
-    "became a fork": lambda memory, kind: jaxkv.seq_cp(rm(memory, 0), 1, 0),
-    "merged": lambda memory, kind: jaxkv.seq_cp(memory, 1, 0),
-    "shared": lambda memory, kind: jaxkv.seq_cp(memory, 0, 2),
+    "became a fork": lambda memory, kind: jaxkv.seq_cp(rm(memory, 0), 1, 0).cache,
+    "merged": lambda memory, kind: jaxkv.seq_cp(memory, 1, 0).cache,
+    "shared": lambda memory, kind: jaxkv.seq_cp(memory, 0, 2).cache,
     "lost its middle": lambda memory, kind: rm(memory, 0, 1, 3),
     "moved": lambda memory, kind: moved(memory),
-    "rotated": lambda memory, kind: updated(moved(memory)),
-    "divided": lambda memory, kind: jaxkv.seq_div(memory, 0, 0, 4, 2),
+    "rotated": lambda memory, kind: jaxkv.apply(moved(memory), jaxkv.init_update(moved(memory))),
+    "divided": lambda memory, kind: jaxkv.seq_div(memory, 0, 0, 4, 2).cache,
     "forgotten": lambda memory, kind: jaxkv.seq_keep(memory, 1),
     "cleared": lambda memory, kind: jaxkv.clear(memory),
 }
@@ -173,42 +155,19 @@ def test_plan_outlives_an_edit_of_another_stream(kind):
     assert_identical(after, first)
 
 
-# ------------------------------------------------------------------ one of several that is stale
-
-
-def test_ubatch_out_of_order_or_stale_in_part_changes_nothing():
-    """Neither applied nor computed."""
-
-    def unchanged_by(memory, ubatch):
-        assert_identical(jaxkv.apply(memory, ubatch), memory)
-        assert_identical(think(memory, ubatch)[0], memory)
-
-    memory = memories.filled(1)
-    plan = jaxkv.init_batch(memory, jaxkv.make_batch([7] * 11), ubatch_size=4)
-    first, middle, last = plan.ubatches
-    unchanged_by(memory, middle)
-    memory, _ = think(memory, first)
-    unchanged_by(memory, last)
-    unchanged_by(memory, first)
-    memory, _ = think(memory, middle)
-    memory, _ = think(memory, last)
-    assert jaxkv.seq_pos_max(memory, 0).item() == 11
-    memory = memories.filled(3, 3)
-    (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch([[5, 6], [7]])).ubatches
-    memory, _ = jaxkv.seq_rm(memory, 1, 2, -1)  # one of two sequences has moved on
-    unchanged_by(memory, ubatch)
+# ----------------------------------------------------------------------------------- commitments
 
 
 def test_commitment_is_stale_after_an_edit():
     memory, _ = jaxkv.seq_rm(memories.filled(7), 0, 1, 3)
-    moved = jaxkv.seq_add(memory, 0, 3, -1, -2)
+    moved = jaxkv.seq_add(memory, 0, 3, -1, -2).cache
     moves, update = jaxkv.defrag_plan(memory), jaxkv.init_update(moved)
     assert jaxkv.is_current(memory, moves) and jaxkv.is_current(moved, update)
     for plan, edited in (
         (moves, memories.run(memory, jaxkv.make_batch([1], sequences=2))[0]),  # a destination
         (moves, rm(memory, 0, 5, -1)),  # a source
         (moves, rm(memory, 0, 0, 1)),  # a cell that would have stayed
-        (update, jaxkv.seq_add(moved, 0, 1, 2, 1)),
+        (update, jaxkv.seq_add(moved, 0, 1, 2, 1).cache),
         (update, jaxkv.apply(moved, update)),
     ):
         assert not jaxkv.is_current(edited, plan)
@@ -216,69 +175,58 @@ def test_commitment_is_stale_after_an_edit():
 
 
 @pytest.mark.core
-def test_commitment_stale_in_one_part_changes_no_part():
+@pytest.mark.parametrize("window", [0, 1])
+def test_commitment_stale_in_one_part_changes_no_part(window):
     """The later edit is one that the other part has nothing of."""
-    sizes = dict(layers=1, kv_heads=HEADS, head_dim=SIZE, sequences=2, rope=ROPE)
-    full = jaxkv.make_kv_cache(cells=16, **sizes)
-    window = jaxkv.make_kv_cache(cells=8, window=sliding(3), **sizes)
-    memory = jaxkv.make_hybrid_cache((full, (0,)), (window, (1,)))
+    make = partial(jaxkv.make_kv_cache, layers=1, kv_heads=HEADS, head_dim=SIZE, rope=ROPE)
+    parts = [(make(cells=16), (0,))]
+    parts.insert(window, (make(cells=8, window=sliding(3)), (1,)))
+    memory = jaxkv.make_hybrid_cache(*parts)
     for text in [range(4)] * 3:  # the window gives up what is hidden
         memory, _ = memories.run(memory, jaxkv.make_batch(text, sequences=0))
-    memory = jaxkv.seq_add(memory, 0, 0, -1, 4)
+    memory = jaxkv.seq_add(memory, 0, 0, -1, 4).cache
     update = jaxkv.init_update(memory)
     tidied, _ = jaxkv.seq_rm(jaxkv.apply(memory, update), 0, 14, 15)
     moves = jaxkv.defrag_plan(tidied)
     for before, plan, edited in (
-        (memory, update, jaxkv.seq_add(memory, 0, 4, 6, -1)),
+        (memory, update, jaxkv.seq_add(memory, 0, 4, 6, -1).cache),
         (tidied, moves, jaxkv.seq_rm(tidied, 0, 4, 6)[0]),
     ):
         assert all(part.pending for part in plan.parts)
-        assert_identical(parts_of(edited)[1], parts_of(before)[1])
+        assert_identical(parts_of(edited)[window], parts_of(before)[window])
         assert_identical(jaxkv.apply(edited, plan), edited)
         assert jaxkv.is_current(before, plan) and not jaxkv.is_current(edited, plan)
 
 
 @pytest.mark.core
 def test_commitment_stale_in_one_stream_changes_no_stream():
-    memory = memories.filled(4, 4, kind=SPLIT)
-    for seq in (0, 1):
-        memory, _ = jaxkv.seq_rm(memory, seq, 1, 2)
+    memory = drawn("0{0} . 2{0} 3{0} | 0{1} . 2{1} 3{1}", SPLIT)
     moves = jaxkv.defrag_plan(memory)
     assert moves.count.tolist() == [1, 1, 0]
-    edited, _ = jaxkv.seq_rm(memory, 1, 3, 4)
+    edited = rm(memory, 1, 3, 4)
     assert_identical(jaxkv.apply(edited, moves), edited)
-
-    memory = jaxkv.seq_add(jaxkv.seq_add(memory, 0, 2, -1, -1), 1, 2, -1, -1)
+    memory = drawn("0{0} 1{0}-1 | 0{1} 1{1}-1", SPLIT)
     update = jaxkv.init_update(memory)
     assert jnp.any(update.shift != 0, axis=1).tolist() == [True, True, False]
-    edited = jaxkv.seq_add(memory, 1, 1, -1, 1)
+    edited = jaxkv.seq_add(memory, 1, 1, -1, 1).cache
     assert_identical(jaxkv.apply(edited, update), edited)
 
 
 @pytest.mark.core
 def test_plan_for_another_memory_raises():
-    """Other sizes, streams, windows, placements and kinds."""
-    sizes = {"layers": 2, "kv_heads": 2, "head_dim": 4, "sequences": 3}
-    recurrent = {"layers": 2, "states": {"x": ((2,), "float32")}, "sequences": 3}
-
-    def make(cells=12, **options):
-        return jaxkv.make_kv_cache(cells=cells, **sizes | options)
-
-    memory, striped = make(), make(placement="striped", shards=2)
-    states, hybrid = (
-        jaxkv.make_recurrent_cache(**recurrent),
-        jaxkv.make_hybrid_cache((memory, (0, 1))),
-    )
-    others = (
-        *(make(cells=13), make(sequences=4), make(streams=3), make(window=sliding(3))),
-        *(make(placement="contiguous"), striped, states, hybrid),
-    )
+    make = partial(jaxkv.make_kv_cache, layers=2, cells=12, kv_heads=2, head_dim=4, sequences=3)
+    of_states = partial(jaxkv.make_recurrent_cache, layers=2, sequences=3)
+    of_states = partial(of_states, states={"x": ((2,), "float32")})
+    memory, striped, states = make(), make(placement="striped", shards=2), of_states()
+    hybrid = jaxkv.make_hybrid_cache((memory, (0, 1)))
+    unlike = make(cells=13), make(sequences=4), make(streams=3), make(window=sliding(3))
+    others = *unlike, make(placement="contiguous"), striped, states, hybrid
     x = jnp.zeros((1, 2, 2, 4))
     for one, other in (
         *((memory, other) for other in others),
         *((other, memory) for other in (striped, states, hybrid)),
         (striped, make(placement="striped", shards=3)),
-        (states, jaxkv.make_recurrent_cache(rollback=1, **recurrent)),
+        (states, of_states(rollback=1)),
         (states, hybrid),
         (hybrid, jaxkv.make_hybrid_cache((memory, (0, 1)), (memory, (2, 3)))),
     ):

@@ -1,7 +1,6 @@
 """With JAX's 64 bits enabled, as gradient checks want it, dtypes stay as they are."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,10 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch
-from tests import memories
 from tests.attention.lives import applied, arrays_for, lived_in, seen
 from tests.cases import mostly_nightly
-from tests.memories import assert_identical
+from tests.histories import StateKind
+from tests.memories import SMALL, STRIPES, TILES, TWO_SPLIT, WINDOW, assert_identical
 
 
 @pytest.fixture
@@ -26,25 +25,11 @@ def dtypes(tree):
     return [leaf.dtype for leaf in jax.tree.leaves(tree)]
 
 
-def make(**options):
-    return jaxkv.make_kv_cache(
-        layers=1, cells=12, kv_heads=1, head_dim=4, sequences=3, rope=jaxkv.make_rope(4), **options
-    )
-
-
-def make_states(**options):
-    states = {"x": ((2,), jnp.float32), "n": ((), jnp.int32)}
-    return jaxkv.make_recurrent_cache(layers=1, states=states, sequences=3, rollback=2, **options)
-
-
 MEMORIES = {
-    "striped": partial(make, placement="striped", shards=2),
-    "states": make_states,
-    "tiled": partial(make, placement="tiled"),
-    "contiguous": partial(make, placement="contiguous", streams=3),
-    "window": partial(make, window=jaxkv.window.sliding(3)),
-    "states, split": partial(make_states, streams=3),
-    "hybrid": lambda: jaxkv.make_hybrid_cache((make(), (0,)), (make_states(), (0,))),
+    **{kind.name: kind for kind in (STRIPES, TILES, TWO_SPLIT, WINDOW)},
+    "states": StateKind("states", 0, 3, kept=2),
+    "states, split": StateKind("states, split", 0, 3, streams=3, kept=2),
+    "hybrid": StateKind("hybrid", 12, 3, model="ba", kept=2),
 }
 
 
@@ -54,9 +39,9 @@ def tables_of_life(memory):
     step = [7, 8], [2, 1], [True, True]
     for verb in (
         lambda m: jaxkv.apply(m, jaxkv.init_batch(m, make_batch([[1, 2, 3, 4], [5, 6, 7, 8]]))),
-        lambda m: jaxkv.seq_cp(m, 0, [1, 2], 0, 2),
-        lambda m: jaxkv.seq_add(m, 0, 2, -1, 3),
-        lambda m: jaxkv.seq_div(m, 0, 4, -1, 2),
+        lambda m: jaxkv.seq_cp(m, 0, [1, 2], 0, 2).cache,
+        lambda m: jaxkv.seq_add(m, 0, 2, -1, 3).cache,
+        lambda m: jaxkv.seq_div(m, 0, 4, -1, 2).cache,
         lambda m: jaxkv.seq_keep(m, 0),
         lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
         lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
@@ -75,8 +60,8 @@ def tables_of_life(memory):
 @pytest.mark.parametrize("name", mostly_nightly(MEMORIES, few=["striped", "states"]))
 def test_verbs_x64_keep_dtypes_and_tables(name):
     with jax.enable_x64(True):
-        found = tables_of_life(MEMORIES[name]())
-    for one, other in zip(found, tables_of_life(MEMORIES[name]()), strict=True):
+        found = tables_of_life(MEMORIES[name].make())
+    for one, other in zip(found, tables_of_life(MEMORIES[name].make()), strict=True):
         assert_identical(one, other)
 
 
@@ -84,7 +69,7 @@ def test_verbs_x64_keep_dtypes_and_tables(name):
 @pytest.mark.parametrize("implementation", [None, "tiles", "xla"])
 def test_attend_x64_sums_in_float64(implementation, wide):
     """All but JAX's own attention, which rounds its weights."""
-    memory, ubatch = applied(lived_in(replace(memories.SMALL, dtype="float64")))
+    memory, ubatch = applied(lived_in(replace(SMALL, dtype="float64")))
     q, k, v = arrays_for(ubatch, dtype="float64")
     memory, out = jaxkv.attend(memory, 0, ubatch, q, k, v, implementation=implementation)
     assert out.dtype == jnp.float64
@@ -105,24 +90,20 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     weights = jax.random.normal(jax.random.key(0), (12, 8), jnp.float64)
     sizes = dict(layers=1, cells=40, kv_heads=1, head_dim=8, sequences=2, streams=2)
     empty = jaxkv.make_kv_cache(**sizes)
-    memory, logits = jaxkv.prefill(forward, weights, empty, make_batch(prompts))
+    memory, logits, ids, *_ = jaxkv.prefill(forward, weights, empty, make_batch(prompts))
 
-    sampler = loops.sampling.make_sampler(
-        temperature=[0.7, 0.0], top_p=0.9, top_k=5, repeat_penalty=1.1
-    )
-    state, _ = loops.begin(sampler, memory, logits, [0], limit=9, seed=2, prompts=prompts)
+    make_sampler = loops.sampling.make_sampler
+    sampler = make_sampler(temperature=[0.7, 0.0], top_p=0.9, top_k=5, repeat_penalty=1.1)
+    state, _ = loops.begin(sampler, memory, logits, [0], ids, limit=9, seed=2, prompts=prompts)
     _, after, picked = jaxkv.decode(forward, sampler, weights, memory, state, [0], steps=8)
     assert dtypes(after) == dtypes(state) and {*dtypes(picked)} == numbers
 
-    sampler = loops.sampling.make_sampler()
-    state, _ = loops.begin(sampler, memory, logits, limit=9)
-    rest = sampler, weights, memory, state
+    state, _ = loops.begin(make_sampler(), memory, logits, sequences=ids, limit=9)
+    rest = make_sampler(), weights, memory, state
     picked = jaxkv.decode(forward, *rest, steps=8)[2]
-    guesses = (
-        loops.lookup(prompts, ngram=1)
-        if draft == "lookup"
-        else loops.draft_model(forward, weights, memory, texts=2)
-    )
+    guesses = loops.lookup(prompts, ngram=1)
+    if draft == "model":
+        guesses = loops.draft_model(forward, weights, memory, texts=2)
     made = loops.speculate(forward, guesses, *rest, steps=8)[3]
     assert {*dtypes(made)} == numbers
     np.testing.assert_array_equal(made.tokens[:, :8], picked.tokens)
@@ -132,7 +113,6 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     slid, ok = loops.slide(memory, 0, keep=1, drop=1)
     grouped, _, grew = loops.extend(memory, 0, 0, group=2, width=2)
     assert ok and grew and dtypes(slid) == dtypes(grouped) == dtypes(memory)
-
     request = loops.batching.Request(prompt=prompts[1], limit=5)
     (result,) = loops.batching.serve(forward, weights, empty, [request], chunk=8)
     assert len(result.tokens) == 5

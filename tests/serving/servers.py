@@ -34,9 +34,6 @@ def tokens(count, seed=0, vocabulary=VOCABULARY):
     return np.random.default_rng(seed).integers(0, vocabulary, count).tolist()
 
 
-# ---- requests
-
-
 def mixed(count, *, seed=0, most=12):
     """Requests of many lengths, some greedy, each with a seed and some with a stop of their own."""
     rng = random.Random(seed)
@@ -73,7 +70,10 @@ def in_one_piece(model):
 
     @jax.jit
     def fed(weights, memory, tokens, valid):
-        return jaxkv.prefill(model, weights, memory, make_batch(tokens, valid=valid))
+        memory, logits, _, ok, _ = jaxkv.prefill(
+            model, weights, memory, make_batch(tokens, valid=valid)
+        )
+        return memory, logits, ok
 
     return fed
 
@@ -117,9 +117,6 @@ def assert_as_alone(results, requests, **options):
         np.testing.assert_allclose(result.logprobs, logprobs, atol=2e-4)
 
 
-# ---- engines
-
-
 def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
     memory = kind.make()
     store = holders and prefix.make_store(memory, holders=holders, cells=cells)
@@ -161,9 +158,6 @@ def assert_only_kept(engine):
     assert_sound(engine.memory)
 
 
-# ---- a store without an engine
-
-
 def states(rollback=0):
     return jaxkv.make_recurrent_cache(
         layers=1, states={"x": ((), jnp.float32)}, sequences=6, rollback=rollback
@@ -194,6 +188,9 @@ class Server:
         self.memory, self.store, found = prefix.reuse(self.memory, self.store, tokens, seq)
         self.go_on(tokens[found.length :], seq)
         return found
+
+    def found(self, tokens):
+        return prefix.reuse(self.memory, self.store, tokens, 0)[2]
 
     def go_on(self, tokens, seq=0):
         self.memory = self.tell(self.memory, tokens, seq)

@@ -1,14 +1,11 @@
 """Memories on meshes: the same values as on one device."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
 from jax.sharding import AxisType
 from jax.tree_util import Partial
 
@@ -18,16 +15,11 @@ from jaxkv.sharding import Rules
 from tests.attention.formula import slope
 from tests.cases import in_lanes
 from tests.cells import state_machine
+from tests.cells.test_stateful import run
 from tests.memories import Kind, assert_identical
-from tests.meshes import KINDS, RULES, edited, mesh_of, near, placed
+from tests.meshes import KINDS, RULES, mesh_of, near, placed
+from tests.sharding import tiny
 from tests.sharding.tiny import assert_close
-
-
-def run(machine, runs, steps):
-    run_state_machine_as_test(
-        machine,
-        settings=settings(max_examples=runs, stateful_step_count=steps, derandomize=True),
-    )
 
 
 @pytest.mark.nightly
@@ -42,8 +34,6 @@ def test_random_verbs_on_mesh_match_oracle(kind):
 
 
 class StateVerbs(state_machine.StateVerbs):
-    """The verbs of memories with states, on the mesh at hand."""
-
     def __init__(self, options):
         super().__init__(options)
         self.twin.memory = placed(self.twin.memory)
@@ -81,18 +71,37 @@ MODES = [
 ]
 
 
+def edited(weights, memory):
+    """A memory after prompts, verbs of every kind, and a step of all sequences; and all logits."""
+    forward = tiny.model_of("aa")
+    prompts = jaxkv.make_batch([[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]])
+    memory, first, *_ = jaxkv.prefill(forward, weights, memory, prompts, ubatch_size=8)
+    later, _ = jaxkv.seq_rm(memory, 1)
+    memory, ok = jaxkv.go_back(memory.table, later)
+    memory = jaxkv.seq_cp(jaxkv.seq_cp(memory, 0, 1, 0, 2).cache, 2, 0).cache
+    memory, _ = jaxkv.seq_rm(memory, [0, 2], [1, 0], [2, 1])
+    memory = jaxkv.seq_add(memory, 0, 2, -1, -1).cache
+    memory = jaxkv.apply(memory, jaxkv.init_update(memory))
+    memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
+    memory = jaxkv.seq_select(memory, [3, 2], [2, 3]).cache
+    step = jnp.arange(4), jnp.array([3, 1, 0, 2]), jnp.ones(4, bool)
+    ubatch, granted = jaxkv.plan_step(memory, *step)
+    assert ok and granted
+    return *jax.jit(forward)(weights, jaxkv.apply(memory, ubatch), ubatch), first
+
+
 @pytest.mark.parametrize(
     ("mode", "streams", "axes"), in_lanes(MODES, fast=[], core=MODES[:1]), ids=str
 )
 def test_verbs_and_steps_on_mesh_match_one_device(mode, streams, axes):
-    plain = Kind("plain", cells=16, sequences=4, streams=streams).make()
-    wanted, outs = edited(plain)
+    cells, rope = 16 if streams == 1 else 12, jaxkv.make_rope(4, base=100.0)  # all shares are used
+    plain = tiny.make("aa", cells=cells, streams=streams, rope=rope)
+    wanted = edited(tiny.weights(), plain)
     with jax.set_mesh(mesh_of(mode, **axes)):
         memory = placed(plain)
-        got, theirs = edited(memory)
-        assert got.buffers.k[0].sharding.is_equivalent_to(memory.buffers.k[0].sharding, 4)
-    assert_close((theirs, got.buffers), (outs, wanted.buffers), atol=1e-5)
-    assert_identical(jaxkv.split(got)[0].with_rules(None), wanted.table)
+        found = edited(tiny.whole(tiny.weights()), memory)
+    assert found[0].buffers.k[0].sharding.is_equivalent_to(memory.buffers.k[0].sharding, 4)
+    assert_close(found, wanted, atol=1e-5)
 
 
 @pytest.mark.core
@@ -125,12 +134,12 @@ def test_derivatives_on_mesh_match_one_device(streams, axes):
             q, v = q + out, v + out[:, :, ::2]
         return jnp.sum(jnp.where(ubatch.valid[..., None, None], jnp.sin(q), 0.0))
 
-    # So few cells that all devices hold some that are used.
-    memory = Kind("full", cells=32 // streams, sequences=4, streams=streams).make()
+    cells = 32 // streams  # so few that all devices hold some that are used
+    memory = Kind("full", cells=cells, sequences=4, streams=streams).make()
     texts = [list(range(i, 6 + i)) for i in range(4)]
     (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch(texts)).check().ubatches
     shape, rng = ubatch.valid.shape, np.random.default_rng(0)
-    sizes = (*shape, 4, 4), (*shape, 2, 4), (*shape, 2, 4), (4,), (4,), (*shape, 4, 32 // streams)
+    sizes = (*shape, 4, 4), (*shape, 2, 4), (*shape, 2, 4), (4,), (4,), (*shape, 4, cells)
     arrays = [rng.normal(size=size).astype(np.float32) for size in sizes]
     wanted = jax.jit(jax.value_and_grad(loss))(arrays, memory, ubatch)
     with jax.set_mesh(mesh_of(**axes)):
@@ -141,61 +150,62 @@ def test_derivatives_on_mesh_match_one_device(streams, axes):
 
 # ------------------------------------------------------------------------------------- arguments
 
-SIZES = {"layers": 2, "cells": 16, "kv_heads": 2, "head_dim": 4}
+NO_MESH = r"wanted a mesh .* got none: .*jax.set_mesh"
+make = partial(jaxkv.make_kv_cache, layers=2, cells=16, kv_heads=2, head_dim=4)
 
 
-def test_attend_and_plans_with_rules_want_a_mesh():
-    table, buffers = jaxkv.split(jaxkv.make_kv_cache(**SIZES))
-    memory = jaxkv.join(table.with_rules(RULES), buffers)
-    with pytest.raises(ValueError, match=r"wanted a mesh .* got none: .*jax.set_mesh"):
-        jaxkv.plan_step(memory, jnp.array([1]), jnp.array([0]), jnp.array([True]))
-    (ubatch,) = jaxkv.init_full(jaxkv.join(table, buffers), ubatch_size=1).ubatches
+def with_rules():
+    memory = make()
+    return jaxkv.join(memory.table.with_rules(RULES), memory.buffers)
+
+
+def attend_without_mesh():
+    (ubatch,) = jaxkv.init_full(make(), ubatch_size=1).ubatches
     q = jnp.ones((1, 1, 2, 4))
-    with pytest.raises(ValueError, match=r"wanted a mesh .* got none: .*jax.set_mesh"):
-        jaxkv.attend(memory, 0, ubatch, q, q, q)
+    jaxkv.attend(with_rules(), 0, ubatch, q, q, q)
 
 
-def test_allocate_refuses_cells_that_do_not_divide():
-    make = partial(jaxkv.make_kv_cache, **{**SIZES, "cells": 18})
-    with pytest.raises(ValueError, match="cells that 4 devices divide .* got 18: take 20"):
-        sharding.allocate(make, mesh_of(cells=4), RULES)
+def allocate(rules=RULES, **options):
+    sharding.allocate(partial(make, sequences=2, **options), mesh_of(data=2, cells=4), rules)
 
 
-def test_allocate_one_axis_for_two_things_raises():
-    make = partial(jaxkv.make_kv_cache, **SIZES, sequences=2, streams=2)
-    rules = sharding.Rules(streams="data", kv_heads="data")
-    with pytest.raises(ValueError, match="got 'data' for streams and kv_heads"):
-        sharding.allocate(make, mesh_of(data=2), rules)
+def layout(**options):
+    return sharding.layout(jax.eval_shape(make), mesh_of(tensor=2), RULES, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: jaxkv.plan_step(with_rules(), [1], [0], [True]), NO_MESH),
+        (attend_without_mesh, NO_MESH),
+        (lambda: allocate(cells=18), "cells that 4 devices divide .* got 18: take 20"),
+        (
+            lambda: allocate(Rules(streams="data", kv_heads="data"), streams=2),
+            "got 'data' for streams and kv_heads",
+        ),
+        (lambda: layout().check(layout().total - 1), "wanted at most .* on each of 2 devices"),
+        (lambda: layout(heads=3), r"wanted heads a multiple of kv_heads \[2\], got 3"),
+        (
+            lambda: jaxkv.make_hybrid_cache((with_rules(), (0, 1)), (make(), (2, 3))),
+            "wanted parts that a mesh splits by the same rules",
+        ),
+    ],
+)
+def test_sharding_bad_argument_raises(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_fitted_splits_cells_of_heads_that_do_not_divide():
-    memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **{**SIZES, "kv_heads": 6}))
+    memory = jax.eval_shape(partial(make, kv_heads=6))
     mesh = mesh_of(tensor=4)
-    layout = sharding.layout(memory, mesh, RULES)
-    assert layout.whole == ("kv_heads (6) are not split by tensor",)
-    assert layout.buffers == jaxkv.nbytes(memory.buffers)
+    whole = sharding.layout(memory, mesh, RULES)
+    assert whole.whole == ("kv_heads (6) are not split by tensor",)
+    assert whole.check(whole.total).buffers == jaxkv.nbytes(memory.buffers)
     finer, rules = sharding.fitted(memory, mesh, RULES)
     assert dict(finer.shape) == {"tensor": 2, "cells": 2} and rules == RULES
-    assert sharding.layout(memory, finer, rules).buffers == layout.buffers // 4
+    assert sharding.layout(memory, finer, rules).buffers == whole.buffers // 4
     copies, rules = sharding.fitted(memory, mesh, RULES, surplus="replicate")
     assert dict(copies.shape) == {"tensor": 2, "copies": 2} and rules == RULES
     with pytest.raises(ValueError, match="surplus='cells'"):
         sharding.fitted(memory, mesh, RULES, surplus="refuse")
-
-
-def test_layout_check_refuses_more_than_there_is_room():
-    memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **SIZES))
-    layout = sharding.layout(memory, mesh_of(tensor=2), RULES)
-    assert layout.check(layout.total) is layout
-    with pytest.raises(ValueError, match="wanted at most .* on each of 2 devices"):
-        layout.check(layout.total - 1)
-    with pytest.raises(ValueError, match=r"wanted heads a multiple of kv_heads \[2\], got 3"):
-        sharding.layout(memory, mesh_of(tensor=2), RULES, heads=3)
-
-
-def test_make_hybrid_cache_wants_parts_with_the_same_rules():
-    table, buffers = jaxkv.split(jaxkv.make_kv_cache(**{**SIZES, "layers": 1}))
-    part = jaxkv.join(replace(table, rules=Rules()), buffers)
-    assert jaxkv.make_hybrid_cache((part, (0,)), (part, (1,))).table.rules == Rules()
-    with pytest.raises(ValueError, match="wanted parts that a mesh splits by the same rules"):
-        jaxkv.make_hybrid_cache((part, (0,)), (jaxkv.join(table, buffers), (1,)))

@@ -1,7 +1,6 @@
 """Loops and stores on a mesh give what they give on one device, and compile nothing late."""
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import AxisType
 
@@ -17,56 +16,49 @@ AUTO, EXPLICIT = (AxisType.Auto,) * 3, (AxisType.Explicit,) * 3
 HOLDERS = [1, 3]
 
 pytestmark = pytest.mark.nightly
-over_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def after_a_warm_up(forward, weights, memory):
-    """The logits of prompts, and how many functions were traced or compiled for them."""
     memory = loops.warm_up(forward, weights, memory, ubatch_size=4, longest=6)
     memory = loops.warm_up(forward, weights, memory, ubatch_size=4, donate=True)
     logits = []
     with counting(traces=True) as compiled:
         for seq, prompt in enumerate([[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]):
             batch = jaxkv.make_batch(prompt, sequences=seq)
-            memory, out = jaxkv.prefill(forward, weights, memory, batch, ubatch_size=4)
-            logits.append(np.asarray(out))
+            memory, out, *_ = jaxkv.prefill(forward, weights, memory, batch, ubatch_size=4)
+            logits.append(out)
         assert compiled() == 0
     return logits
 
 
 def after_beams_and_slides(forward, weights, memory):
-    """Tokens of beams, and the memories after a search, a slide and an extension."""
     batch = jaxkv.make_batch([[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]], sequences=[0, 2])
-    memory, logits = jaxkv.prefill(forward, weights, memory, batch)
+    memory, logits, *_ = jaxkv.prefill(forward, weights, memory, batch)
     search = {"width": 2, "steps": 2, "sequences": [0, 1]}
     searched, beams = loops.beam(forward, weights, memory, logits[:1], **search)
     slid, ok = loops.slide(memory, 2, keep=1, drop=2)
     extended, done, well = loops.extend(memory, 0, 0, group=2, width=4)
     assert ok and well
-    found = [beams.tokens, beams.held, done]
-    for one in (searched, slid, extended):
-        found += [one.table.position, one.table.owners, one.buffers]
-    return found
+    return beams.tokens, beams.held, done, searched, slid, extended
 
 
 def after_a_store(forward, weights, memory):
     """Logits after a prefix that another stream may hold, and what a store tells of it."""
     store = prefix.make_store(memory, holders=HOLDERS)
     batch = jaxkv.make_batch([1, 2, 3, 4])
-    memory, _ = jaxkv.prefill(forward, weights, memory, batch)
+    memory, *_ = jaxkv.prefill(forward, weights, memory, batch)
     memory, store, miss = prefix.remember(memory, store, [1, 2, 3, 4], 0)
     seen = [miss, prefix.held(memory, store)]
     for seq in (0, 2):
         memory, store, found = prefix.reuse(memory, store, [1, 2, 3, 4, 5, 6], seq)
         batch = jaxkv.make_batch([5, 6], sequences=seq)
-        memory, logits = jaxkv.prefill(forward, weights, memory, batch)
+        memory, logits, *_ = jaxkv.prefill(forward, weights, memory, batch)
         seen += [found, logits]
     memory, store = prefix.evict(memory, store, cells=0)
     return [*seen, jaxkv.used(memory)]
 
 
 def after_requests(forward, weights, memory):
-    """The tokens of requests that begin alike."""
     store = prefix.make_store(memory, holders=HOLDERS)
     engine = Engine(forward, weights, memory, chunk=8, steps=2, allow=(), store=store)
     engine.warm_up()
@@ -89,21 +81,15 @@ def check(story, kind, modes):
         assert_close(story(forward, whole(weights()), placed(make(layers, **options))), wanted)
 
 
-@over_kinds
-def test_warm_up_on_explicit_mesh_compiles_all_prompts(kind):
-    check(after_a_warm_up, KINDS[kind], EXPLICIT)
+@pytest.mark.parametrize(
+    ("story", "modes"),
+    [(after_a_warm_up, EXPLICIT), (after_a_store, AUTO), (after_requests, EXPLICIT)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_loops_on_mesh_match_one_device(story, kind, modes):
+    check(story, KINDS[kind], modes)
 
 
 def test_beam_slide_extend_on_mixed_mesh_match_one_device():
     kind = "a", {"streams": 2, "rope": jaxkv.make_rope(4)}
     check(after_beams_and_slides, kind, (EXPLICIT[0], AUTO[0], EXPLICIT[0]))
-
-
-@over_kinds
-def test_store_on_mesh_matches_one_device(kind):
-    check(after_a_store, KINDS[kind], AUTO)
-
-
-@over_kinds
-def test_engine_with_store_on_explicit_mesh_matches(kind):
-    check(after_requests, KINDS[kind], EXPLICIT)

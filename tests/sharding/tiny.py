@@ -1,6 +1,6 @@
 """A tiny model, and memories for it, that run on one device, on meshes and in several processes."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,6 @@ def make(layers, *, sequences=4, streams=1, **attention):
 
 
 def weights():
-    """Make the weights of the model, `[V, 4]`, always the same."""
     return np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 
 
@@ -53,7 +52,7 @@ def model_of(layers):
         x = weights[whole(ubatch.tokens)]
         for layer, kind in enumerate(layers):
             if kind == "a":
-                heads = jnp.stack([x, -x], axis=2)
+                heads = jnp.stack([x, x[..., ::-1]], axis=2)
                 memory, out = jaxkv.attend(memory, layer, ubatch, heads, heads, heads)
                 x = x + jnp.sum(whole(out), axis=2)
                 continue
@@ -69,14 +68,14 @@ def model_of(layers):
     return forward
 
 
-def assert_close(got, wanted, atol=1e-4):
-    """Compare two trees: floats nearly, all else exactly."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for (path, one), other in zip(
-        jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True
-    ):
-        one, other = np.asarray(one), np.asarray(other)
-        floats = one.dtype.kind == "f"
-        np.testing.assert_allclose(
-            one, other, rtol=0, atol=atol if floats else 0, err_msg=jax.tree_util.keystr(path)
-        )
+def assert_close(got, wanted, name="", atol=1e-4):
+    """Compare what this process holds of a tree with another one: floats nearly, else exactly."""
+    pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
+    for (path, one), other in pairs:
+        shards = one.addressable_shards if isinstance(one, jax.Array) else []
+        for data, index in [(shard.data, shard.index) for shard in shards] or [(one, ...)]:
+            data, where = np.asarray(data), f"{name}{jax.tree_util.keystr(path)}"
+            same = np.testing.assert_array_equal
+            if data.dtype.kind == "f":
+                same = partial(np.testing.assert_allclose, rtol=atol, atol=atol)
+            same(data, np.asarray(other)[index], err_msg=where)

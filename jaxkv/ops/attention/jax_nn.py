@@ -66,12 +66,14 @@ def _weigh(
         mask = mask & (bias != -jnp.inf)
         bias = jnp.where(mask, bias, 0)
     # The kernel may add its mask, and derivatives multiply by what is hidden. So a key that has a
-    # NaN is replaced by zeros, and a token that sees the key gets NaN afterwards.
+    # NaN is replaced by zeros, with its value, which may be a part of it; and a token that sees the
+    # key gets NaN afterwards.
     broken = jnp.any(jnp.isnan(k), axis=3)  # [P, K, N]
+    k, v = (jnp.where(broken[..., None], 0, x).swapaxes(1, 2) for x in (k, v))
     out, highest = jax.nn.dot_product_attention(
         q,
-        jnp.where(broken[..., None], 0, k).swapaxes(1, 2),
-        v.swapaxes(1, 2),
+        k,
+        v,
         bias=bias,
         mask=mask,
         scale=options.scale,

@@ -1,0 +1,225 @@
+"""Record what Hugging Face transformers computes with tiny random models.
+
+Run where torch 2.13 and transformers 5.23 are installed: `python tests/data/record_models.py`.
+
+A folder here is a model as models are published. Its `config.json` was there first, and says how
+large the model is; the weights are random, and each family says below what is recorded with them,
+in `run.npz` or `logits.npz`. Seeds are such that no text is decided by rounding.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+LLAMAS = ["llama_tied", "llama_llama3", "llama_yarn", "llama_linear", "mistral", "qwen2", "qwen3"]
+LLAMAS += ["mistral_window", "qwen2_window", "qwen3_window"]
+RECURRENT = ["mamba2", "mamba2_biased", "granite_hybrid", "granite_hybrid_rope"]
+RECURRENT += ["granite_hybrid_experts", "granite_hybrid_experts_rope", "recurrent_gemma"]
+RECURRENT += ["lfm2", "falcon_h1", "falcon_h1_norm"]
+DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
+# Seeds and gains of which no text repeats itself.
+T5S = {"t5_gated": (48, 1.2), "t5_tied": (64, 1.5)}
+
+
+def make(name: str, seed: int) -> torch.nn.Module:
+    """Make the model of a folder's config, with the random weights that transformers gives it."""
+    config = transformers.AutoConfig.from_pretrained(HERE / name)
+    torch.manual_seed(seed)
+    return getattr(transformers, config.architectures[0])(config).eval()
+
+
+def write(name: str, net: torch.nn.Module) -> None:
+    """Write weights, as they are published."""
+    net.save_pretrained(HERE / name)
+    (HERE / name / "generation_config.json").unlink(missing_ok=True)
+
+
+def record(name: str, file: str = "run.npz", **arrays) -> None:
+    """Write what was computed, in 32 bits."""
+    arrays = {key: np.asarray(array) for key, array in arrays.items()}
+    narrow = {"i": np.int32, "f": np.float32, "b": bool}
+    arrays = {key: array.astype(narrow[array.dtype.kind]) for key, array in arrays.items()}
+    np.savez_compressed(HERE / name / file, **arrays)
+
+
+# Every weight is moved, norms, biases, gates and corrections too, or they would test nothing.
+
+
+def llama(name: str, seed: int) -> torch.nn.Module:
+    """Make a model whose attention is not nearly uniform."""
+    net = make(name, seed)
+    for parameter in net.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        else:
+            parameter.mul_(4.0)
+    return net
+
+
+def recurrent(name: str, seed: int) -> torch.nn.Module:
+    """Make a recurrent or hybrid model."""
+    net = make(name, seed)
+    for key, parameter in net.named_parameters():
+        if parameter.ndim == 1 or key.endswith("gate_bias"):
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        elif "conv" in key and parameter.ndim == 3:
+            parameter.copy_(0.5 * torch.randn_like(parameter))
+        else:
+            parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter.shape[-1] ** -0.5)
+    return net
+
+
+def deepseek(name: str, seed: int) -> torch.nn.Module:
+    """Make a model of DeepSeek's kinds."""
+    net = make(name, seed)
+    for key, values in [*net.named_parameters(), *net.named_buffers()]:
+        if key.endswith("e_score_correction_bias"):
+            values.copy_(0.2 * torch.randn_like(values))
+        elif key.endswith("norm.weight"):
+            values.add_(0.3 * torch.randn_like(values))
+        elif values.ndim > 1:
+            values.copy_(torch.randn_like(values) * values.shape[-1] ** -0.5)
+    return net
+
+
+def t5(name: str, seed: int, gain: float) -> torch.nn.Module:
+    """Make a T5."""
+    net = make(name, seed)
+    if not net.config.tie_word_embeddings:
+        net.lm_head.weight = torch.nn.Parameter(torch.empty_like(net.shared.weight))
+    for key, parameter in net.named_parameters():
+        if parameter.ndim == 1:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        elif "relative" in key:
+            parameter.copy_(torch.randn_like(parameter))
+        elif key == "shared.weight":  # small beside what layers add, or a text repeats itself
+            parameter.copy_(0.2 * torch.randn_like(parameter))
+        else:
+            parameter.copy_(torch.randn_like(parameter) * gain * parameter.shape[-1] ** -0.5)
+        if key.endswith("q.weight"):  # its attention has no scale, which training makes up for
+            parameter.mul_(net.config.d_kv**-0.5)
+    return net
+
+
+def continued(net: torch.nn.Module, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """Tokens `[1, n]` with the best ones after them."""
+    for _ in range(count):
+        logits = net(tokens, use_cache=False).logits[0]
+        tokens = torch.cat([tokens, logits[-1:].argmax(-1)[None]], dim=1)
+    return tokens
+
+
+def record_llamas() -> None:
+    """Record `tokens`, and logits after every ninth."""
+    for seed, name in enumerate(LLAMAS):
+        net = llama(name, seed)
+        tokens = torch.randint(0, 96, (1, 100))
+        logits = net(tokens).logits[0]
+        write(name, net)
+        record(name, "logits.npz", tokens=tokens[0], logits=logits[::9])
+
+
+def record_gemma3(prompt: int = 60) -> None:
+    """Record `tokens`, a prompt, the `greedy` ones after it, and the logits of some of both.
+
+    They are those of every ninth token of the prompt, and of the token before each greedy one.
+    """
+    net = llama("gemma3", 51)
+    tokens = continued(net, torch.randint(0, 96, (1, prompt)), 24)
+    logits = net(tokens[:, :-1], use_cache=False).logits[0]
+    logits = torch.cat([logits[:prompt:9], logits[prompt - 1 :]])
+    write("gemma3", net)
+    record("gemma3", tokens=tokens[0, :prompt], greedy=tokens[0, prompt:], logits=logits)
+
+
+def record_recurrent() -> None:
+    """Record three prompts with the 32 greedy tokens after each, one list after the other.
+
+    Of `tokens`, in lists of some `lengths`, `outputs` says which have a logit recorded: every fifth
+    of a prompt, and all from its last on.
+    """
+    for seed, name in enumerate(RECURRENT):
+        net = recurrent(name, seed)
+        prompts = [torch.randint(1, 96, (length,)) for length in (90, 7, 33)]
+        texts = [continued(net, prompt[None], 32) for prompt in prompts]
+        logits = np.concatenate([net(text, use_cache=False).logits[0] for text in texts])
+        lengths = [len(text[0]) for text in texts]
+        ats = [np.arange(length) for length in lengths]
+        outputs = np.concatenate([(at % 5 == 0) | (at >= len(at) - 33) for at in ats])
+        write(name, net)
+        tokens = np.concatenate([text[0] for text in texts])
+        record(name, tokens=tokens, lengths=lengths, outputs=outputs, logits=logits[outputs])
+
+
+def shifted(
+    net: torch.nn.Module, tokens: torch.Tensor, prompt: int = 30, gap: slice = slice(4, 12)
+) -> torch.Tensor:
+    """The logits after a context shift, by the latents and rotated numbers that its cache holds."""
+    cache = net(tokens[None, :prompt], use_cache=True).past_key_values
+    forgotten = gap.stop - gap.start
+    angles = -forgotten * net.model.rotary_emb.inv_freq
+    neighbours = isinstance(net, transformers.DeepseekV2ForCausalLM)
+    at = -1 if neighbours else -2  # pairs of neighbours, or halves
+    for layer in cache.layers:
+        before, after = layer.values[:, :, : gap.start], layer.values[:, :, gap.stop :]
+        a, b = after.unflatten(-1, (-1, 2) if at == -1 else (2, -1)).unbind(at)
+        turned = a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()
+        layer.values = torch.cat([before, torch.stack(turned, at).flatten(-2)], dim=2)
+        layer.keys = torch.cat([layer.keys[:, :, : gap.start], layer.keys[:, :, gap.stop :]], dim=2)
+    positions = torch.arange(prompt, len(tokens)) - forgotten
+    rest = tokens[None, prompt:]
+    return net(rest, past_key_values=cache, position_ids=positions[None]).logits[0]
+
+
+def record_deepseeks() -> None:
+    """Record `tokens`, the `logits` after each, and those of the later ones after a shift.
+
+    It is computed in float64, but for what transformers computes in float32 always.
+    """
+    for seed, name in enumerate(DEEPSEEKS):
+        net = deepseek(name, seed + 10)
+        write(name, net)
+        net.set_experts_implementation("eager")  # the others lack float64
+        net.double()
+        tokens = torch.randint(1, net.config.vocab_size, (48,))
+        logits = net(tokens[None], use_cache=False).logits[0]
+        record(name, tokens=tokens, logits=logits, shifted=shifted(net, tokens))
+
+
+def record_t5s() -> None:
+    """Record two `sources`, one after the other, and the `greedy` text for each, `[2, 25]`.
+
+    The start token comes first. `logits`, `[2, 25, 96]`, are computed in 64 bits. For the first
+    source also the best of 3 beams, `beam` `[9]`, with its `score`, a sum of log-probabilities.
+    """
+    for name, (seed, gain) in T5S.items():
+        net = t5(name, seed, gain)
+        sources = [torch.randint(1, 96, (length,)) for length in (37, 11)]
+        more = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+        texts, logits = [], []
+        for source in sources:
+            text = net.float().generate(source[None], max_new_tokens=24, **more)[0]
+            rows = net.double()(input_ids=source[None], decoder_input_ids=text[None]).logits[0]
+            assert (rows[:-1].argmax(-1) == text[1:]).all()
+            texts.append(text)
+            logits.append(rows)
+        more |= dict(max_new_tokens=8, num_beams=3, length_penalty=0.0)
+        beam = net.float().generate(sources[0][None], **more)[0]
+        rows = net(input_ids=sources[0][None], decoder_input_ids=beam[None]).logits[0]
+        shares = rows[:-1].log_softmax(-1)[torch.arange(8), beam[1:]]
+        write(name, net.float())
+        found = dict(greedy=torch.stack(texts), logits=torch.stack(logits), beam=beam)
+        arrays = dict(sources=torch.cat(sources), lengths=[37, 11], score=float(shares.sum()))
+        record(name, **arrays, **found)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        record_llamas()
+        record_gemma3()
+        record_recurrent()
+        record_deepseeks()
+        record_t5s()
