@@ -124,7 +124,7 @@ plt.show()
 #
 # To take tokens back, remove them. The next token then stands further back, and its window reaches
 # to tokens that may be gone. `can_resume` says for any position whether a token there would see all
-# that it should.
+# that it should; at position 0 any text can begin anew.
 
 # %%
 length = len(tokens)
@@ -133,9 +133,8 @@ resumes = {
     "windowed": np.asarray(jax.vmap(partial(jaxkv.can_resume, memory, 0))(positions)),
     "full size": np.asarray(jax.vmap(partial(jaxkv.can_resume, full, 0))(positions)),
 }
-lowest = int(np.flatnonzero(resumes["windowed"])[0])
-assert resumes["windowed"][lowest:].all() and resumes["full size"].all()
-assert lowest <= length - 32
+lowest = 1 + int(np.flatnonzero(~resumes["windowed"])[-1])
+assert lowest <= length - 32 and resumes["full size"].all()
 print(f"of {length} tokens the last {length - lowest} can be taken back, at full size all")
 
 fig, ax = plt.subplots(figsize=(6.4, 1.7), layout="constrained")
