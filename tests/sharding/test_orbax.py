@@ -22,7 +22,7 @@ def test_orbax_restores_hybrid_memory_on_another_mesh(tmp_path):
     rng = np.random.default_rng(0)
     table, buffers = jaxkv.split(make())
     buffers = jax.tree.map(lambda x: rng.integers(0, 99, x.shape).astype(x.dtype), buffers)
-    batch = jaxkv.make_batch([[1, 2, 3], [4], [5, 6]])
+    batch = jaxkv.make_batch([[1, 2], [3, 4], [5, 6]])
     memory = jaxkv.join(table, buffers)
     memory = jaxkv.seq_cp(jaxkv.apply(memory, jaxkv.init_batch(memory, batch)), 0, 3).cache
     path = tmp_path / "memory"
