@@ -42,8 +42,11 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
         if step["op"] == "seq_rm":
             memory, ok = jaxkv.seq_rm(memory, *step["args"])
             assert bool(ok) == step["ret"]
-        elif step["op"] != "decode":
+        elif step["op"] in ("seq_keep", "clear"):
             memory = getattr(jaxkv, step["op"])(memory, *step["args"])
+        elif step["op"] != "decode":
+            memory, ok = getattr(jaxkv, step["op"])(memory, *step["args"])
+            assert ok
         else:
             memory = jaxkv.apply(memory, jaxkv.init_update(memory), donate=True)
             if defrag:
