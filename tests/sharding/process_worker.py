@@ -92,8 +92,8 @@ def answers(memory: Any) -> dict[str, Any]:
         "used": jaxkv.used(memory),
         "rm": jaxkv.seq_rm(memory, 0, 2)[1],
         "add": jaxkv.can_seq_add(memory, 0, 1, -1, 2),
-        "cp": jaxkv.can_seq_cp(memory, 0, [1, last]),
-        "select": jaxkv.can_seq_select(memory, [last, 0], [0, last]),
+        "cp": jaxkv.seq_cp(memory, 0, [1, last]).ok,
+        "select": jaxkv.seq_select(memory, [last, 0], [0, last]).ok,
         "resume": jaxkv.can_resume(memory, 0, 3),
         "bytes": jaxkv.nbytes(memory),
         "drawing": jaxkv.show(memory),
@@ -132,30 +132,30 @@ def story(name: str, memory: Any, weights: Any) -> Iterator[tuple[str, Any, Any]
         "more": lambda m: told(m, [1, 2], [3], sequences=[1, last]),
         "go_back": lambda m: jaxkv.go_back(past, m),
         "cuts": lambda m: jaxkv.seq_rm(m, [0, last], [7, -1], [-1, -1]),
-        "cp": lambda m: jaxkv.seq_cp(m, 0, [1, last]).cache,
-        "cp of a range": lambda m: jaxkv.seq_cp(m, 0, [2, last], 0, 3).cache,
-        "select": lambda m: jaxkv.seq_select(m, [last, 0], [0, last]).cache,
+        "cp": lambda m: jaxkv.seq_cp(m, 0, [1, last]),
+        "cp of a range": lambda m: jaxkv.seq_cp(m, 0, [2, last], 0, 3),
+        "select": lambda m: jaxkv.seq_select(m, [last, 0], [0, last]),
         "told": lambda m: told(m, [5, 6], sequences=[last]),
         "cut out": lambda m: jaxkv.seq_rm(m, last, 1, 3),
-        "add": lambda m: jaxkv.seq_add(m, last, 3, -1, -2).cache,
+        "add": lambda m: jaxkv.seq_add(m, last, 3, -1, -2),
         "update missing": lambda m: checked(m, make_batch([1], sequences=last)),
         "update": lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
         "defrag": lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
-        "div": lambda m: jaxkv.seq_div(m, last, 2, -1, 2).cache,
+        "div": lambda m: jaxkv.seq_div(m, last, 2, -1, 2),
         "another update": lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
         "room": lambda m: jaxkv.make_room(m, make_batch([1, 2]))[::2],
         "keep": lambda m: jaxkv.seq_keep(m, last),
         "clear": jaxkv.clear,
         "fill the first": lambda m: told(m, full, sequences=[0]),
         "fill the last": lambda m: told(m, full, sequences=[last]),
-        "cp to little room": lambda m: jaxkv.seq_cp(m, 0, last - 1).cache,
+        "cp to little room": lambda m: jaxkv.seq_cp(m, 0, last - 1),
     }.items():
         try:
             found = verb(memory)
         except jaxkv.RefusedError as error:
             yield f"{step}, refused", memory, str(error)
             continue
-        memory, *rest = found if type(found) is tuple else (found,)
+        memory, *rest = found if isinstance(found, tuple) else (found,)
         yield step, memory, (rest, answers(memory))
 
 
