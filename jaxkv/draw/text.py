@@ -123,11 +123,13 @@ def _lines_of_states(table: States, width: int | None) -> list[str]:
     widths = [max(map(len, column)) for column in marks.T]
     rows = [" ".join(map(str.rjust, row, widths)) for row in marks]
     names = [name.ljust(len(ids[-1])) for name in ids]
-    found = [[f"{name} {row}"] for name, row in zip(names, rows, strict=True)]
-    if not _fit(found, width):
+
+    def lines(rows: list[str]) -> list[str]:
+        return [f"{name} {row}" for name, row in zip(names, rows, strict=True)]
+
+    if not _fit([lines(rows)], width):
         rows = [_runs_of_states(row[row != EMPTY]) for row in position]
-        found = [[f"{name} {row}"] for name, row in zip(names, rows, strict=True)]
-    return [line for one in found for line in one]
+    return lines(rows)
 
 
 def _runs_of_states(positions: np.ndarray) -> str:

@@ -344,19 +344,24 @@ def _rm(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
 
 
 @program
-def _cp(table: Any, src: jax.Array, dst: jax.Array, *bounds: jax.Array) -> tuple[Any, jax.Array]:
+def _cp(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
     """Do what `seq_cp` says within streams, of arguments as `Table.copy` has them."""
-    ok, _ = table.can_copy(src, dst, *bounds)
-    return table.copy(None, src, jnp.where(ok, dst, table.facts.sequences), *bounds)[0], ok
+    table, _, ok = _copied_if_ok(table, None, *args)
+    return table, ok
 
 
-def _copied(
-    table: Any, buffers: Any, src: jax.Array, dst: jax.Array, *bounds: jax.Array
-) -> tuple[Memory, jax.Array]:
+def _copied(table: Any, buffers: Any, *args: jax.Array) -> tuple[Memory, jax.Array]:
     """Do what `seq_cp` says between streams, of arguments as `Table.copy` has them."""
+    table, buffers, ok = _copied_if_ok(table, buffers, *args)
+    return join(table, buffers), ok
+
+
+def _copied_if_ok(
+    table: Any, buffers: Any, src: jax.Array, dst: jax.Array, *bounds: jax.Array
+) -> tuple[Any, Any, jax.Array]:
+    """Return what `Table.copy` does to a table and buffers, both as they were if it cannot."""
     ok, _ = table.can_copy(src, dst, *bounds)
-    dst = jnp.where(ok, dst, table.facts.sequences)
-    return join(*table.copy(buffers, src, dst, *bounds)), ok
+    return *table.copy(buffers, src, jnp.where(ok, dst, table.facts.sequences), *bounds), ok
 
 
 _cp_buffers = program(_copied)
