@@ -332,17 +332,20 @@ class HybridTable(Table):
 
     def attend(
         self, buffers: tuple, layer: int, ubatch: Ubatch, *args: Any, **options: Any
-    ) -> tuple[tuple, jax.Array]:
+    ) -> tuple["HybridTable", tuple, jax.Array]:
         """Attend in the part that serves the layer."""
         i, inner = self._part_serving("attend", layer)
-        own, out = self.parts[i].attend(buffers[i], inner, part_of(ubatch, i), *args, **options)
-        return _put(buffers, i, own), out
+        found = self.parts[i].attend(buffers[i], inner, part_of(ubatch, i), *args, **options)
+        part, own, out = found
+        return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own), out
 
-    def write(self, buffers: tuple, layer: int, ubatch: Ubatch, *new: jax.Array) -> tuple:
+    def write(
+        self, buffers: tuple, layer: int, ubatch: Ubatch, *new: jax.Array
+    ) -> tuple["HybridTable", tuple]:
         """Write into the part that serves the layer."""
         i, inner = self._part_serving("attend", layer)
-        own = self.parts[i].write(buffers[i], inner, part_of(ubatch, i), *new)
-        return _put(buffers, i, own)
+        part, own = self.parts[i].write(buffers[i], inner, part_of(ubatch, i), *new)
+        return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own)
 
     def view(self, buffers: tuple, layer: int, ubatch: Ubatch, **options: Any) -> View:
         """Look at the part that serves the layer."""

@@ -318,12 +318,12 @@ class Table(ABC):
         return False
 
     def attend(self, buffers: Any, layer: int, ubatch: Ubatch, *args: Any, **options: Any) -> Any:
-        """Do what `attend` says; return the buffers, and the output."""
+        """Do what `attend` says; return the table, the buffers, and the output."""
         del buffers, layer, ubatch, args, options
         raise TypeError(f"wanted a memory with attention layers, got kind {self.facts.kind!r}")
 
     def write(self, buffers: Any, layer: int, ubatch: Ubatch, *new: jax.Array) -> Any:
-        """Do what `write` says; return the buffers."""
+        """Do what `write` says; return the table, and the buffers."""
         del buffers, layer, ubatch, new
         raise TypeError(f"wanted a memory with attention layers, got kind {self.facts.kind!r}")
 

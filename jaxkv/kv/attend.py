@@ -20,7 +20,7 @@ from jaxkv.kv.buffers import (
     specs_of_held,
     store,
 )
-from jaxkv.kv.cells import Cells
+from jaxkv.kv.cells import C, Cells
 from jaxkv.kv.mask import sight_of
 from jaxkv.memory import View
 from jaxkv.mesh import Shares, at_hand, first_of, from_owner, looked_up, on_shares, shares
@@ -36,7 +36,7 @@ from jaxkv.places import integers, is_traced
 
 
 def attend(
-    table: Cells,
+    table: C,
     buffers: Buffers,
     layer: int | jax.Array,
     ubatch: Ubatch,
@@ -51,10 +51,11 @@ def attend(
     causal: bool = True,
     until: jax.Array | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Buffers, jax.Array]:
+) -> tuple[C, Buffers, jax.Array]:
     """Write the keys and values of a ubatch, if it brings any, and attend; see `jaxkv.attend`.
 
-    Tokens of a stale ubatch are written nowhere and get NaN.
+    Tokens of a stale ubatch are written nowhere and get NaN, and so do those that look at a layer
+    which lacks tokens of their stream.
     """
     held = _layer_of(buffers, layer)
     new = () if k is None and v is None else _checked(ubatch, held, k, v)
@@ -76,22 +77,27 @@ def attend(
     added = checked_bias(bias, (*q.shape[:3], held[0].shape[2]))
     until = _checked_until(until, ubatch, causal)
     arrays = new, q, options, added, until
-    written, out = _attended(table, ubatch, held, *arrays, causal, implementation)
-    return buffers.with_layer(layer, *written) if new else buffers, out
+    mark = table.written[:, layer]
+    mark, held, out = _attended(table, ubatch, held, mark, *arrays, causal, implementation)
+    if not new:
+        return table, buffers, out
+    return _marked(table, layer, mark), buffers.with_layer(layer, *held), out
 
 
 def write(
-    table: Cells,
+    table: C,
     buffers: Buffers,
     layer: int | jax.Array,
     ubatch: Ubatch,
     k: jax.Array,
     v: jax.Array | None,
-) -> Buffers:
+) -> tuple[C, Buffers]:
     """Write the keys and values of a ubatch, see `jaxkv.write`."""
     held = _layer_of(buffers, layer)
-    written = _written(table, ubatch, held, _checked(ubatch, held, k, v))
-    return buffers.with_layer(layer, *written)
+    mark, held = _written(
+        table, ubatch, held, table.written[:, layer], _checked(ubatch, held, k, v)
+    )
+    return _marked(table, layer, mark), buffers.with_layer(layer, *held)
 
 
 def view(
@@ -105,7 +111,14 @@ def view(
 ) -> View:
     """Return what the tokens of a ubatch see, see `jaxkv.view`."""
     until = _checked_until(until, ubatch, causal)
-    return _viewed(table, ubatch, _layer_of(buffers, layer), until, causal)
+    held = _layer_of(buffers, layer)
+    return _viewed(table, ubatch, held, table.written[:, layer], until, causal)
+
+
+def _marked(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
+    """Return the table with the histories that a layer holds now, `[S]` uint32."""
+    here = jnp.arange(table.written.shape[1]) == layer  # nowhere for a traced one that is no layer
+    return replace(table, written=jnp.where(here, mark[:, None], table.written))
 
 
 def _layer_of(buffers: Buffers, layer: int | jax.Array) -> Held:
@@ -202,7 +215,7 @@ def _sight_in_share(
 
 
 def _committed(table: Cells, ubatch: Ubatch, held: Held) -> tuple[jax.Array, jax.Array]:
-    """Return the slots, `[R, T]` int32, and which rows may be read, `[R]`: none of no layer."""
+    """Return the slots, `[R, T]` int32, and which rows are current, `[R]`: none of no layer."""
     where, current = slots.committed_slots(table, ubatch)
     keys, _ = parts(held[0])
     return where, current & jnp.all(keys.is_there) if isinstance(keys, OfLayer) else current
@@ -214,42 +227,56 @@ def _on_all(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 @jax.jit
-def _written(table: Cells, ubatch: Ubatch, held: Held, new: tuple[jax.Array, ...]) -> Held:
+def _written(
+    table: Cells, ubatch: Ubatch, held: Held, mark: jax.Array, new: tuple[jax.Array, ...]
+) -> tuple[jax.Array, Held]:
     """Write into a layer: on a mesh each device what falls into its share.
 
-    `new` is what `_checked` returns.
+    `mark` is `[S]` uint32, the histories that the layer holds, and `new` what `_checked` returns.
     """
     split = shares(table.rules, **sizes_of(held[0]))
 
-    def of_share(table: Cells, ubatch: Ubatch, held: Held, new: tuple[jax.Array, ...]) -> Held:
+    def of_share(
+        table: Cells, ubatch: Ubatch, held: Held, mark: jax.Array, new: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, Held]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
         where, _ = slots.committed_slots(table, ubatch)
-        return _put(split, held, ubatch, where, new)
+        mark = slots.written_after(table, ubatch, where, mark)
+        return mark, _put(split, held, ubatch, where, new)
 
     of_new = P(rows_of(ubatch, split.streams), None, split.kv_heads)
     of_held = specs_of_held(split, held)
-    in_specs = (P(split.streams), specs_of(ubatch, split.streams), of_held, of_new)
-    return on_shares(table.rules, of_share, in_specs, of_held)(table, ubatch, held, new)
+    streams = P(split.streams)
+    in_specs = (streams, specs_of(ubatch, split.streams), of_held, streams, of_new)
+    run = on_shares(table.rules, of_share, in_specs, (streams, of_held))
+    return run(table, ubatch, held, mark, new)
 
 
 @partial(jax.jit, static_argnames="causal")
 def _viewed(
-    table: Cells, ubatch: Ubatch, held: Held, until: jax.Array | None, causal: bool
+    table: Cells,
+    ubatch: Ubatch,
+    held: Held,
+    mark: jax.Array,
+    until: jax.Array | None,
+    causal: bool,
 ) -> View:
     """Return the keys and values of each list's stream; all NaN, and seen, if it was edited.
 
-    `until` is `[R, T]` int32, see `sight_of`; `View` has the shapes of what is returned.
+    `mark` is as for `_written` and `until` `[R, T]` int32, see `sight_of`; `View` has the shapes of
+    what is returned.
     """
     split = shares(table.rules, **sizes_of(held[0]))
     rows = rows_of(ubatch, split.streams)
     apart = () if rows else split.streams
 
     def of_share(
-        table: Cells, ubatch: Ubatch, held: Held, until: jax.Array | None
+        table: Cells, ubatch: Ubatch, held: Held, mark: jax.Array, until: jax.Array | None
     ) -> tuple[jax.Array, ...]:
         mine = own_rows(ubatch, split.streams, table.streams)
         sight = _sight_in_share(split, table, mine, held, causal, until)
         _, current = _committed(table, mine, held)
+        current &= slots.readable(table, mine, mark)
         mask = mask_of(sight)
         if apart:  # each row is a list, and all devices have all of them
             mask = from_owner(mask.reshape(*ubatch.valid.shape, -1), apart)
@@ -267,8 +294,10 @@ def _viewed(
     of_heads = P(rows, split.kv_heads, split.cells)
     out_specs = of_heads, of_heads, P(rows, None, split.cells), P(rows, split.cells)
     of_held = specs_of_held(split, held)
-    in_specs = P(split.streams), specs_of(ubatch, split.streams), of_held, P(rows)
-    return View(*on_shares(table.rules, of_share, in_specs, out_specs)(table, ubatch, held, until))
+    streams = P(split.streams)
+    in_specs = streams, specs_of(ubatch, split.streams), of_held, streams, P(rows)
+    run = on_shares(table.rules, of_share, in_specs, out_specs)
+    return View(*run(table, ubatch, held, mark, until))
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation"))
@@ -276,6 +305,7 @@ def _attended(
     table: Cells,
     ubatch: Ubatch,
     held: Held,
+    mark: jax.Array,
     new: tuple[jax.Array, ...],
     q: jax.Array,
     options: Options,
@@ -283,7 +313,7 @@ def _attended(
     until: jax.Array | None,
     causal: bool,
     implementation: Implementation | None,
-) -> tuple[tuple[Any, ...], jax.Array]:
+) -> tuple[jax.Array, tuple[Any, ...], jax.Array]:
     """Write into a layer, if there is anything new, and attend.
 
     It is traced and lowered once for all layers.
@@ -296,6 +326,7 @@ def _attended(
       table: the table.
       ubatch: the tokens.
       held: the keys and values of the layer.
+      mark: `[S]` uint32, the histories that the layer holds, see `Cells`.
       new: what `_checked` returns, or nothing.
       q: `[R, T, H, D]`, queries.
       options: of the softmax.
@@ -305,7 +336,8 @@ def _attended(
       implementation: see `jaxkv.attend`.
 
     Returns:
-      The keys and values of the layer, or nothing if nothing was new; and `[R, T, H, Dv]`.
+      The histories that the layer holds then, its keys and values, or nothing if nothing was new;
+      and `[R, T, H, Dv]`.
     """
     split = shares(table.rules, **sizes_of(held[0]))
     heads = axes_of_queries(table.rules, at_hand(table.rules), *held, q.shape[2])
@@ -321,14 +353,18 @@ def _attended(
         table: Cells,
         ubatch: Ubatch,
         held: Held,
+        mark: jax.Array,
         new: tuple[jax.Array, ...],
         q: jax.Array,
         options: Options,
         bias: BiasOfLists | None,
         until: jax.Array | None,
-    ) -> tuple[tuple[Any, ...], jax.Array]:
+    ) -> tuple[jax.Array, tuple[Any, ...], jax.Array]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
         where, current = _committed(table, ubatch, held)
+        if new:
+            mark = slots.written_after(table, ubatch, where, mark)
+        current &= slots.readable(table, ubatch, mark)
         sight = _sight_in_share(split, table, ubatch, held, causal, until)
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*sight.at.shape, *bias.shape[2:])
@@ -340,7 +376,7 @@ def _attended(
         out = attention.finished(sums, lists, options).reshape(*q.shape[:3], -1)
         current = _on_all(current, apart)
         out = jnp.where(current[:, None, None, None], out, jnp.nan)
-        return (held if new else ()), out
+        return mark, (held if new else ()), out
 
     of_new, of_queries = P(rows, None, split.kv_heads), P(rows, None, heads)
     of_held = specs_of_held(split, held)
@@ -348,15 +384,16 @@ def _attended(
         P(split.streams),
         specs_of(ubatch, split.streams),
         of_held,
+        P(split.streams),
         of_new,
         of_queries,
         P(heads),
         _specs_of_bias(bias, rows, heads, split.cells),
         P(rows),
     )
-    out_specs = (of_held if new else ()), of_queries
+    out_specs = P(split.streams), (of_held if new else ()), of_queries
     run = on_shares(table.rules, of_share, in_specs, out_specs)
-    return run(table, ubatch, held, new, q, options, bias, until)
+    return run(table, ubatch, held, mark, new, q, options, bias, until)
 
 
 def _specs_of_bias(

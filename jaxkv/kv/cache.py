@@ -208,11 +208,13 @@ class CellTable(Cells, Table):
 
     def attend(
         self, buffers: Buffers, layer: int, ubatch: Ubatch, *args: Any, **options: Any
-    ) -> Any:
+    ) -> tuple[Self, Buffers, jax.Array]:
         """See `attend.attend`."""
         return attend(self, buffers, layer, ubatch, *args, **options)
 
-    def write(self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array) -> Buffers:
+    def write(
+        self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array
+    ) -> tuple[Self, Buffers]:
         """See `attend.write`."""
         return write(self, buffers, layer, ubatch, *new)
 

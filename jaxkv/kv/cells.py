@@ -49,6 +49,10 @@ class Cells:
       sequence.
     stamp: `[S, N]` uint32, a number for what the buffers hold for the cell, see `jaxkv.stamp`. It
       tells whether that is still what an earlier table knew.
+    history: `[S, 2]` uint32, a number for all ubatches that entered the stream, before the last one
+      of them and with it.
+    written: `[S, L]` uint32, the history that each layer holds. It is another one where a ubatch
+      was applied and the layer was not written.
     placement: which cells a ubatch may get, static.
     shards: among how many runs of equal length cells are dealt, static; 1 unless they are striped.
     window: how far back tokens look, static; a cell that no next token sees may be taken.
@@ -61,6 +65,8 @@ class Cells:
     shift: jax.Array  # [S, N]
     evicted_below: jax.Array  # [Q]
     stamp: jax.Array  # [S, N]
+    history: jax.Array  # [S, 2]
+    written: jax.Array  # [S, L]
     placement: Placement = field(metadata={"static": True})
     shards: int = field(metadata={"static": True})
     window: Window | None = field(metadata={"static": True})
@@ -93,11 +99,12 @@ class Cells:
         return self.sequences // self.streams
 
 
-@partial(jax.jit, static_argnames=("cells", "sequences", "streams"))
-def empty_fields(*, cells: int, sequences: int, streams: int) -> dict[str, jax.Array]:
+@partial(jax.jit, static_argnames=("layers", "cells", "sequences", "streams"))
+def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> dict[str, jax.Array]:
     """Make the arrays of a table with every cell empty.
 
     Args:
+      layers: L, the layers of the buffers.
       cells: N, the cells of each stream.
       sequences: Q, the number of sequence ids, 0 to Q - 1.
       streams: S, a divisor of Q.
@@ -112,6 +119,8 @@ def empty_fields(*, cells: int, sequences: int, streams: int) -> dict[str, jax.A
         "shift": jnp.zeros((streams, cells), jnp.int32),
         "evicted_below": jnp.zeros((sequences,), jnp.int32),
         "stamp": jnp.zeros((streams, cells), jnp.uint32),
+        "history": jnp.zeros((streams, 2), jnp.uint32),
+        "written": jnp.zeros((streams, layers), jnp.uint32),
     }
 
 
@@ -394,7 +403,26 @@ def go_back(cells: C, old: C) -> tuple[C, jax.Array]:
     `ok` is whether nothing that the older table uses was written over or moved.
     """
     ok = jnp.all((cells.stamp == old.stamp) | free(old))
-    return replace(old, stamp=cells.stamp), ok
+    before, now = cells.history[:, :1], cells.history[:, 1:]
+    then, written = old.history[:, 1:], cells.written
+    whole = (written == then) | (written == now) | (written == before) & (then != now)
+    return replace(old, stamp=cells.stamp, written=jnp.where(whole, then, written)), ok
+
+
+def lacks(cells: Cells) -> jax.Array:
+    """Return which layers lack tokens that their stream holds, `[S, L]` bool."""
+    return cells.written != cells.history[:, 1:]
+
+
+def as_whole(source: Cells, history: jax.Array) -> jax.Array:
+    """Return what layers hold whose tokens are a copy, `[S, L]` uint32: as much as the source's.
+
+    Args:
+      source: a table of the S streams that are copied.
+      history: `[S, 2]` uint32, of those that they are copied to.
+    """
+    now = history[:, 1:]
+    return jnp.where(lacks(source), now + 1, now)
 
 
 def restamped(cells: Cells, where: jax.Array) -> jax.Array:

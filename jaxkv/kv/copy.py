@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.kv.buffers import Buffers, Cached, Halves, alike, bring, copy_run, on_halves, put
-from jaxkv.kv.cells import C, Cells, inherited, known, within
+from jaxkv.kv.cells import C, Cells, as_whole, inherited, known, within
 from jaxkv.kv.shift import CHUNK
 from jaxkv.mesh import Shares, first_of, looked_up, on_shares, own, shares
 from jaxkv.ops.stacked import each_array
@@ -90,7 +90,8 @@ def _replaced(
     end = jnp.where(does, jnp.max(jnp.where(shared, index, -1)) + 1, 0)
     count = _in_chunks(cells, end)
     does = does & (dst >= 0) & (dst < cells.streams)
-    old = cells.stamp[jnp.where(does, dst, 0)]
+    of_dst = jnp.where(does, dst, 0)
+    old, history = cells.stamp[of_dst], cells.history[of_dst]
 
     def row(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
@@ -103,6 +104,7 @@ def _replaced(
         shift=row(cells.shift, jnp.where(shared, source.shift[0], 0)),
         evicted_below=row(cells.evicted_below, inherited(source, jnp.int32(0), start, stop)),
         stamp=row(cells.stamp, jnp.where(index < count, stamp, old)),
+        written=row(cells.written, as_whole(source, history[None])[0]),
     )
     return copied, count
 
@@ -166,7 +168,8 @@ def _selected(
     local = jnp.where(does & mine, local, cells.streams)
     old = cells.stamp.at[local].get(mode="fill", fill_value=0)
     stamp = jnp.where(index < count, replaced(old, lines.stamp), old)
-    lines = replace(lines, stamp=stamp)
+    history = cells.history.at[local].get(mode="fill", fill_value=0)
+    lines = replace(lines, stamp=stamp, history=history, written=as_whole(lines, history))
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[local].set(value, mode="drop")

@@ -230,7 +230,7 @@ def make_kv_cache(
         if not isinstance(value, Latent):
             check_shape((*shape, value), "values")
     table = CellTable(
-        **empty_fields(cells=cells, sequences=sequences, streams=streams),
+        **empty_fields(layers=layers, cells=cells, sequences=sequences, streams=streams),
         placement=placement,
         shards=shards,
         window=window,

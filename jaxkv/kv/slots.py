@@ -18,6 +18,7 @@ from jaxkv.kv.tiles import in_tiles
 from jaxkv.memory import Findings, Room
 from jaxkv.places import EMPTY, END, FAR, nowhere
 from jaxkv.plan import Reason
+from jaxkv.stamp import chained
 from jaxkv.window import looks_back
 
 
@@ -294,7 +295,27 @@ def _take(cells: C, ubatch: Ubatch) -> C:
         ),
         shift=cells.shift.at[where].set(0, **put),
         stamp=cells.stamp.at[where].set(ubatch.stamps, **put),
+        history=_history_after(cells, ubatch),
     )
+
+
+def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
+    """Return the histories of streams, `[S, 2]` uint32, once they took a ubatch in."""
+    there = ubatch.slots < cells.num_cells
+    count, total = (
+        _by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
+        for x in (there, jnp.where(there, ubatch.stamps, 0))
+    )
+    last = cells.history[:, 1]
+    after = jnp.stack([last, chained(last, total)], axis=1)
+    return jnp.where(count[:, None] > 0, after, cells.history)
+
+
+def _by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
+    """Add up for each stream, `[S]`, what there is of its rows, `[R]`; modulo 2**32 if unsigned."""
+    if ubatch.in_order:
+        return jnp.sum(x.reshape(cells.streams, -1), axis=1, dtype=x.dtype)
+    return jnp.zeros(cells.streams, x.dtype).at[ubatch.row_stream].add(x)
 
 
 def _owners(cells: Cells, ubatch: Ubatch) -> jax.Array:
@@ -340,9 +361,7 @@ def _digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     change = sign * of_cells(slots[None], *both)
     change = jnp.where(slots[None] < cells.num_cells, change, 0)
     change = jnp.sum(change, axis=(0, 2), dtype=jnp.uint32)
-    if ubatch.in_order:
-        return ubatch.before + jnp.sum(change.reshape(cells.streams, -1), axis=1, dtype=jnp.uint32)
-    return ubatch.before.at[streams].add(change)
+    return ubatch.before + _by_stream(cells, ubatch, change)
 
 
 def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:
@@ -359,3 +378,37 @@ def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]
     current = (digest(cells) == ubatch.after)[stream] | ~jnp.any(placed, axis=1)
     slots = jnp.where(placed & current[:, None], ubatch.slots, nowhere(ubatch.slots))
     return slots, current
+
+
+def written_after(cells: Cells, ubatch: Ubatch, slots: jax.Array, written: jax.Array) -> jax.Array:
+    """Return the histories that a layer holds once it has written a ubatch; `[S]` uint32.
+
+    A layer that lacks tokens which the stream still holds goes on lacking them.
+
+    Args:
+      cells: the table.
+      ubatch: the tokens.
+      slots: `[R, T]` int32, those that are written, see `committed_slots`.
+      written: `[S]` uint32, the histories before.
+    """
+    count = jnp.sum(slots < cells.num_cells, axis=1, dtype=jnp.int32)
+    count = _by_stream(cells, ubatch, count)
+    before, now = cells.history.T
+    alone = jnp.sum(~free(cells), axis=1, dtype=jnp.int32) == count
+    whole = (written == before) | (written == now) | alone
+    return jnp.where((count > 0) & whole, now, written)
+
+
+def readable(cells: Cells, ubatch: Ubatch, written: jax.Array) -> jax.Array:
+    """Return which rows of a ubatch may look at a layer: it holds what the stream does.
+
+    Args:
+      cells: the table.
+      ubatch: the tokens.
+      written: `[S]` uint32, the histories that the layer holds.
+
+    Returns:
+      `[R]` bool; True for rows that look at nothing.
+    """
+    whole = written == cells.history[:, 1]
+    return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < FAR, axis=1)

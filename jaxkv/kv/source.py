@@ -136,7 +136,7 @@ class SourceTable(CellTable):
         *,
         until: jax.Array | None = None,
         **options: Any,
-    ) -> tuple[Buffers, jax.Array]:
+    ) -> tuple[Self, Buffers, jax.Array]:
         """Look at the sources, all of them; a ubatch of sources attends as `jaxkv.attend` says."""
         if not isinstance(ubatch.slots, Reader):
             return super().attend(buffers, layer, ubatch, q, k, v, until=until, **options)
@@ -147,7 +147,9 @@ class SourceTable(CellTable):
             buffers, layer, _as_it_looks(ubatch), q, None, None, **options | {"causal": False}
         )
 
-    def write(self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array) -> Buffers:
+    def write(
+        self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array
+    ) -> tuple[Self, Buffers]:
         """Write the keys and values of sources."""
         if isinstance(ubatch.slots, Reader):
             _refuse_to_write()

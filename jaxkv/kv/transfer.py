@@ -25,6 +25,7 @@ from jaxkv.kv.cells import (
     home,
     inherited,
     known,
+    lacks,
     owned_by,
     select,
     with_owners,
@@ -108,11 +109,17 @@ def to_select(cells: C, parents: jax.Array, targets: jax.Array) -> Transfer[C]:
 
 
 def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buffers]:
-    """Do what was planned, in the table and the buffers; nothing where cells are lacking."""
+    """Do what was planned, in the table and the buffers; nothing where cells are lacking.
+
+    A stream that gets copies lacks afterwards, in each layer, what any stream lacks in it.
+    """
     left, arriving, origin, slots, need = transfer
     gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.wanted[:, None])
     slots = jnp.where(gets, slots, nowhere(slots))
     filled = on_streams(left, settle, slots, arriving)
+    lacking = (need.wanted > 0)[:, None] & jnp.any(lacks(cells), axis=0, keepdims=True)
+    now = cells.history[:, 1:]
+    filled = replace(filled, written=jnp.where(lacking, now + 1, cells.written))
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
     args = origin, slots, jnp.where(need.ok, need.wanted, 0)
     return filled, on_halves(cells.rules, buffers, _fill, *args, by_stream=2)

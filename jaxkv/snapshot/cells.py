@@ -16,7 +16,7 @@ import numpy as np
 from jaxkv.kv.arrivals import choose, room, settle
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cache import CellTable
-from jaxkv.kv.cells import WORD, bits, empty_fields, with_owners
+from jaxkv.kv.cells import WORD, bits, empty_fields, lacks, with_owners
 from jaxkv.kv.slots import usable
 from jaxkv.ops.latent import Latent, Values, value_dim
 from jaxkv.ops.quantised import Stored, zeros
@@ -68,7 +68,7 @@ class CellPart(Part):
         ropes = decoded(description["ropes"])
         sizes = {name: description[name] for name in ("cells", "sequences", "streams")}
         static = {name: decoded(value) for name, value in description["static"].items()}
-        table = CellTable(**empty_fields(**sizes), **static)
+        table = CellTable(**empty_fields(layers=len(ropes), **sizes), **static)
 
         def empty(name: str) -> Stored:
             dtype, (_, heads, size) = entries.get(name) or entries[f"{name}.codes"]
@@ -104,9 +104,16 @@ class CellPart(Part):
         """
         host = fetched(table)
         asked = np.zeros(host.owners.shape[:2], np.uint32)
+        missing = lacks(host)
         for seq in sequences:
             stream, word, bit = _home(host, seq)
             asked[stream, word] |= np.uint32(1 << bit)
+            if missing[stream].any():
+                raise ValueError(
+                    f"expected every layer to hold all tokens of sequence {seq}, got layers "
+                    f"{np.flatnonzero(missing[stream]).tolist()} that were not written after an "
+                    f"apply; go back to the table before it (go_back)"
+                )
         owners = host.owners & asked[..., None]
         stream, cell = (x.astype(np.int32) for x in np.nonzero(owners.any(axis=1)))
         found = {

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -64,9 +63,9 @@ def attend(
       that sees nothing gets zeros, and so does one of a refused plan. A token that sees a key or
       value that is not finite in the buffers' dtype gets NaN, and no other token does. A stale
       ubatch, whose stream was edited since it was planned or applied, is written nowhere and gets
-      NaN, and so does one that was never applied. Edited between `apply` and
-      the last layer, a memory has the tokens in some layers alone: go back to an earlier one, or
-      remove them (`seq_rm`).
+      NaN, and so does one that was never applied. A layer that was not written after an `apply`
+      gives NaN to all tokens of the stream, until the memory goes back to a table from before
+      that `apply` (`go_back`) or all tokens of the stream are removed.
 
     A bias is a function of the position of a token, that of a cell and the number of a query head.
     The three are int32 of four dimensions, `[P, H, T, N]` where not 1, and broadcast together; so
@@ -122,10 +121,10 @@ def attend(
     table, buffers = split(memory)
     check_made_for(table, ubatch)
     number = _numbered(buffers, layer)
-    buffers, out = table.attend(
+    table, buffers, out = table.attend(
         buffers, number, ubatch, q, k, v, implementation=implementation, **options, **sight
     )
-    return replace(memory, buffers=buffers), out
+    return join(table, buffers), out
 
 
 @names_donated
@@ -164,7 +163,7 @@ def write(
     """
     table, buffers = split(memory)
     check_made_for(table, ubatch)
-    return replace(memory, buffers=table.write(buffers, _numbered(buffers, layer), ubatch, k, v))
+    return join(*table.write(buffers, _numbered(buffers, layer), ubatch, k, v))
 
 
 @names_donated
@@ -196,7 +195,8 @@ def view(
       sees may be anything, NaN too: hide it by a choice (`jnp.where`) and not by a product or a
       sum; and where derivatives are wanted, put zeros in its place before the product. A token
       that was not finite has a NaN key. Padding and a refused plan see nothing; tokens of a stale
-      ubatch see all cells, and NaN in each.
+      ubatch, and those of a layer that was not written after an `apply`, see all cells, and NaN in
+      each.
 
     Raises:
       ValueError: as `attend` does.

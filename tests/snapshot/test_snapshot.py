@@ -12,7 +12,7 @@ import pytest
 
 import jaxkv
 from jaxkv import snapshot
-from jaxkv.kv.cells import Cells
+from jaxkv.kv.cells import Cells, lacks
 from jaxkv.recurrent.states import occupied
 from tests import histories, memories
 from tests.cases import in_lanes, mostly_nightly
@@ -84,13 +84,16 @@ def belongings(memory, seq, kept=0):
 
 
 def unstamped(memory):
-    """The tables of a memory without stamps; and which layer holds which state."""
+    """The tables of a memory without stamps; and which layer lacks tokens or holds which state."""
     fields = []
     for part in jaxkv.hybrid.parts_of(memory):
         table, _ = jaxkv.split(part)
         if not isinstance(table, Cells):
             held = (table.holds == table.stamp[None]) & occupied(table, table.cell)[None]
             table = replace(table, holds=held)
+        else:
+            lacking = lacks(table).astype(np.uint32)
+            table = replace(table, history=0 * table.history, written=lacking)
         fields.append(replace(table, stamp=0 * table.stamp))
     return fields
 

@@ -35,9 +35,13 @@ def saved():
     memory = jaxkv.make_kv_cache(
         layers=3, cells=64, kv_heads=8, head_dim=128, dtype=jnp.bfloat16, sequences=2
     )
-    memory = with_numbers(memory)
     batch = jaxkv.make_batch([[1] * 30, [2] * 20])
-    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch))
+    (ubatch,) = jaxkv.init_batch(memory, batch).ubatches
+    memory = jaxkv.apply(memory, ubatch)
+    rng = np.random.default_rng(0)
+    for layer in range(3):
+        k, v = jnp.asarray(rng.normal(size=(2, *ubatch.valid.shape, 8, 128)), jnp.bfloat16)
+        memory = jaxkv.write(memory, layer, ubatch, k, v)
     return memory, snapshot.to_bytes(memory, tokens={0: [1] * 30}, model={"name": "tiny"})
 
 

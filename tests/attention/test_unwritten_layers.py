@@ -1,0 +1,115 @@
+"""A layer that lacks tokens which the table holds is read as NaN, until it lacks none."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import snapshot
+from tests.cases import in_lanes
+from tests.memories import (
+    ALL_KINDS,
+    CODES,
+    GROUPS,
+    LATENT,
+    LAYERS,
+    SMALL,
+    SPLIT,
+    STACKED,
+    TWO,
+    attend_signed,
+    plan_rows,
+    sign,
+)
+
+
+@partial(jax.jit, static_argnames="layers")
+def step(memory, ubatch, layers=(0, 1)):
+    """Apply a ubatch and write some of the layers; the memory, and what all layers give."""
+    memory = jaxkv.apply(memory, ubatch)
+    q = jax.numpy.zeros((*ubatch.valid.shape, 4, 4))
+    saw = []
+    for layer in range(LAYERS):
+        if layer in layers:
+            memory, out = attend_signed(memory, layer, ubatch)
+        else:
+            memory, out = jaxkv.attend(memory, layer, ubatch, q)
+        saw.append(out)
+    return memory, saw
+
+
+def plan(memory, *counts):
+    """Plan as many next tokens, 2 at most, for each of four sequences, in rows of one shape."""
+    shape = jaxkv.split(memory)[0].facts.sequences, 2
+    counts = (np.resize(counts, shape[0]) * (np.arange(shape[0]) < 4))[:, None]
+    return plan_rows(memory, np.ones(shape, int), np.arange(2) < counts).check().ubatches[0]
+
+
+def gives_nan(saw):
+    """Which layers give NaN to any token."""
+    return [bool(np.isnan(out).any()) for out in saw]
+
+
+KINDS = [*ALL_KINDS, CODES, LATENT]
+few = [SMALL, TWO]
+
+
+@pytest.mark.parametrize(
+    "kind", in_lanes(KINDS, fast=few, core=[SPLIT, STACKED, LATENT]), ids=lambda kind: kind.name
+)
+def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
+    memory, saw = step(kind.make(None), plan(kind.make(None), 1, 0))
+    assert gives_nan(saw) == [False, False]
+    whole, table = memory, jaxkv.split(memory)[0]
+
+    lacking, saw = step(memory, plan(memory, 1), (0,))
+    assert gives_nan(saw) == [False, True]
+    with pytest.raises(ValueError, match="expected every layer to hold all tokens of sequence 0"):
+        snapshot.to_bytes(lacking)
+    after, saw = step(lacking, plan(lacking, 1))  # what is written later does not bring them
+    assert gives_nan(saw) == [False, True]
+
+    for later in (lacking, after):
+        back, ok = jaxkv.go_back(table, later)
+        assert ok
+        (_, saw), (_, expected) = (step(one, plan(one, 2)) for one in (back, whole))
+        jax.tree.map(np.testing.assert_array_equal, saw, expected)
+
+    empty = jaxkv.clear(after)
+    assert gives_nan(step(empty, plan(empty, 2))[1]) == [False, False]
+
+
+@pytest.mark.parametrize("kind", [SPLIT, GROUPS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("copy", [jaxkv.seq_cp, jaxkv.seq_select], ids=["seq_cp", "seq_select"])
+def test_copy_between_streams_lacks_what_its_source_lacks(kind, copy):
+    last = kind.sequences - 1
+    first = np.arange(kind.sequences) == 0
+    whole, _ = step(kind.make(None), plan(kind.make(None), *first))
+    lacking, _ = step(whole, plan(whole, *first), (0,))
+    pair = (np.array([0]), np.array([last])) if copy is jaxkv.seq_select else (0, last)
+    for memory, expected in ((whole, [False, False]), (lacking, [False, True])):
+        copied, ok = copy(memory, *pair)[:2]
+        assert np.all(ok)
+        assert gives_nan(step(copied, plan(copied, *first[::-1]))[1]) == expected
+
+
+@pytest.mark.core
+def test_view_of_a_layer_that_lacks_tokens_is_nan():
+    memory = SMALL.make()
+    ubatch = plan(memory, 1)
+    memory = jaxkv.apply(memory, ubatch)
+    for write, expected in ((False, True), (True, False)):
+        if write:
+            memory, _ = attend_signed(memory, 0, ubatch)
+        found = jaxkv.view(memory, 0, ubatch)
+        assert np.isnan(found.k).all() == expected and found.mask.any()
+
+
+@pytest.mark.core
+def test_stream_that_lacks_nothing_goes_on_beside_one_that_does():
+    memory, _, _ = sign(SPLIT.make(), plan(SPLIT.make(), 1))
+    memory, _ = step(memory, plan(memory, 1, 0, 0), (0,))
+    out = step(memory, plan(memory, 1))[1][1]
+    assert np.isnan(out).any(axis=(1, 2, 3)).tolist() == [True, False, False]
