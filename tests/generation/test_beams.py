@@ -152,7 +152,7 @@ def test_beam_leaves_texts_in_its_own_sequences(kind):
 def crowded(left):
     memory, logits = prompted(POOL)
     others = make_batch([1] * (POOL.cells - len(PROMPT) - left), sequences=4)
-    return jaxkv.apply(memory, jaxkv.init_batch(memory, others)), logits
+    return jaxkv.prefill(forward, FREE, memory, others)[0], logits
 
 
 def test_beam_full_memory_ends_search():
