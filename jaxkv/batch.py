@@ -89,6 +89,7 @@ class Ubatch:
     stamps: `[R, T]` uint32, what tells the content of a token's cell from all others, see
       `jaxkv.stamp`.
     valid: `[R, T]` bool, False for padding.
+    more: `[R, T]` bool, whether a later ubatch of the plan has tokens of the token's sequence.
     outputs: `[O]` int32, which of the R * T tokens output logits, in the order of the logits. Some
       only pad, so that few shapes are compiled, and they may come first: `Plan.collect` puts the
       logits that were asked for in the order of the batch.
@@ -115,6 +116,7 @@ class Ubatch:
     slots: Any  # [R, T]
     stamps: jax.Array  # [R, T]
     valid: jax.Array  # [R, T]
+    more: jax.Array  # [R, T]
     outputs: jax.Array  # [O]
     order: jax.Array  # [O]
     before: Any  # [S]

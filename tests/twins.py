@@ -175,6 +175,12 @@ class Twin:
                 continue
             token = owner.pop(int(numbers[r, t]))
             assert cells == oracle.sees(token, ahead)
+            last = max(one.position for _, one in part.tokens if one.sequence == token.sequence)
+            end = oracle.window_ends(token.position)
+            reach = token.position + ahead
+            if last < (reach if end is None else min(reach, end)):  # sees what is not there yet
+                assert all(np.isnan(seen[r, t]).all() for seen in saw.values())
+                continue
             for layer, seen in saw.items():
                 mean = np.mean([oracle.contents[cell] for cell in cells], axis=0) + [1, 0, 0]
                 keys = [[*mean, layer * HEADS + head // 2] for head in range(2 * HEADS)]

@@ -21,7 +21,7 @@ from jaxkv.kv.buffers import (
     store,
 )
 from jaxkv.kv.cells import C, Cells
-from jaxkv.kv.mask import sight_of
+from jaxkv.kv.mask import blind, sight_of
 from jaxkv.memory import View
 from jaxkv.mesh import Shares, at_hand, first_of, from_owner, looked_up, on_shares, shares
 from jaxkv.ops.attention import api as attention
@@ -277,6 +277,8 @@ def _viewed(
         sight = _sight_in_share(split, table, mine, held, causal, until)
         _, current = _committed(table, mine, held)
         current &= slots.readable(table, mine, mark)
+        if (ahead := blind(table, mine, causal=causal, until=until)) is not None:
+            current &= ~jnp.any(ahead, axis=1)
         mask = mask_of(sight)
         if apart:  # each row is a list, and all devices have all of them
             mask = from_owner(mask.reshape(*ubatch.valid.shape, -1), apart)
@@ -364,7 +366,9 @@ def _attended(
         where, current = _committed(table, ubatch, held)
         if new:
             mark = slots.written_after(table, ubatch, where, mark)
-        current &= slots.readable(table, ubatch, mark)
+        current = (current & slots.readable(table, ubatch, mark))[:, None]
+        if (ahead := blind(table, ubatch, causal=causal, until=until)) is not None:
+            current &= ~ahead
         sight = _sight_in_share(split, table, ubatch, held, causal, until)
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*sight.at.shape, *bias.shape[2:])
@@ -375,7 +379,7 @@ def _attended(
         sums = joined_over(sums, (*split.cells, *apart))
         out = attention.finished(sums, lists, options).reshape(*q.shape[:3], -1)
         current = _on_all(current, apart)
-        out = jnp.where(current[:, None, None, None], out, jnp.nan)
+        out = jnp.where(current[..., None, None], out, jnp.nan)
         return mark, (held if new else ()), out
 
     of_new, of_queries = P(rows, None, split.kv_heads), P(rows, None, heads)

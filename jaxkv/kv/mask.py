@@ -13,6 +13,7 @@ from jaxkv.kv.slots import pools
 from jaxkv.kv.tiles import tile_of
 from jaxkv.ops.attention.sight import Sight, mask_of
 from jaxkv.places import FAR
+from jaxkv.window import last_seen
 
 
 def sight_of(
@@ -62,6 +63,34 @@ def sight_of(
         until=None if until is None else until.reshape(at.shape),
         tile=tile_of(cells.num_cells) if tiled else None,
     )
+
+
+def blind(
+    cells: Cells, ubatch: Ubatch, *, causal: bool, until: jax.Array | None
+) -> jax.Array | None:
+    """Return which tokens should see one that no ubatch has brought yet, `[R, T]` bool.
+
+    With `until`, the ubatch ends before it; without causal attention, the sequence goes on in a
+    later ubatch of the plan, within the window.
+
+    Args:
+      cells: the table.
+      ubatch: the tokens that look.
+      causal: False lets them see what comes after them too.
+      until: `[R, T]` int32, the last position that each token sees; None for its own.
+
+    Returns:
+      None where no token sees ahead.
+    """
+    if causal and until is None:
+        return None
+    looks = ubatch.valid & (ubatch.slots < FAR)
+    count, ids = ubatch.facts.sequences, ubatch.sequences
+    last = jnp.full(count, -1, jnp.int32)
+    last = last.at[jnp.where(looks, ids, count)].max(ubatch.positions, mode="drop")
+    ahead = last_seen(cells.window, ubatch.positions, causal=causal, until=until)
+    ahead = looks & (ahead > last.at[ids].get(mode="fill", fill_value=-1))
+    return ahead if until is not None else ahead & ubatch.more
 
 
 def visible(

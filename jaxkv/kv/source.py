@@ -246,7 +246,8 @@ def _as_it_looks(ubatch: Ubatch) -> Ubatch:
 
     Sequences that share a token own the same source, or the plan was refused: one looks for all.
     """
-    return replace(ubatch, slots=ubatch.slots.looks, others=None)
+    no_more = jnp.zeros_like(ubatch.more)  # the source is whole, however the text is cut
+    return replace(ubatch, slots=ubatch.slots.looks, others=None, more=no_more)
 
 
 def _check_until(until: Any) -> None:

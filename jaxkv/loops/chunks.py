@@ -164,7 +164,11 @@ def _chunk_program(forward: Callable[[], Forward]) -> Any:
         index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
         most = min(shape[0] if table.facts.one_sequence_a_row else count, chunk.valid.size)
         ranks = rank(batch.sequences, batch.valid)
-        plan = plan_one(table, batch, ranks, index, outputs=most)
+        held, ended = (
+            jnp.zeros(count, bool).at[batch.sequences].max(which, mode="drop")
+            for which in (batch.valid, batch.outputs)
+        )
+        plan = plan_one(table, batch, ranks, index, held & ~ended, outputs=most)
         ubatch = plan.ubatches[0]
         memory, logits = take_step(forward(), weights, join(table, buffers), ubatch)
         whose = batch.sequences.at[ubatch.order].get(mode="fill", fill_value=count)

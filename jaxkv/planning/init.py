@@ -79,8 +79,8 @@ def init_batch(
     # One program for each shape of a ubatch, however many there are and in whatever order.
     draft = check(table, flat, ranks)
     ubatches = []
-    for part in parts:
-        draft, ubatch = place(draft, part, outputs=outputs)
+    for part, more in zip(parts, _more(table.facts, flat, parts), strict=True):
+        draft, ubatch = place(draft, part, more, outputs=outputs)
         ubatches.append(ubatch)
     plan = verdict(draft)
     return replace(plan, ubatches=tuple(_drop_unless(table, plan.ok, one) for one in ubatches))
@@ -127,6 +127,18 @@ def init_full(
     ranks = rank(flat.sequences, flat.valid)
     plan = partial(plan_one, index=index, outputs=bucket(max(wanted, FEW)))
     return jax.eval_shape(lambda table: plan(table, flat, ranks), table)
+
+
+def _more(facts: Facts, flat: Batch, parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Return for each ubatch which sequences go on in a later one, `[Q]` bool each.
+
+    `parts` are indices into the flat batch, see `layout`.
+    """
+    later, found = np.zeros(facts.sequences, bool), []
+    for part in reversed(parts):
+        found.append(later.copy())
+        later[flat.sequences[part[part != NOWHERE]]] = True
+    return found[::-1]
 
 
 def checked_size(facts: Facts, ubatch_size: int | None) -> int:

@@ -18,7 +18,15 @@ from jaxkv.tables import program
 
 
 @program(static_argnames="outputs")
-def plan_one(table: Any, batch: Batch, ranks: tuple, index: jax.Array, *, outputs: int) -> Plan:
+def plan_one(
+    table: Any,
+    batch: Batch,
+    ranks: tuple,
+    index: jax.Array,
+    more: jax.Array | None = None,
+    *,
+    outputs: int,
+) -> Plan:
     """Plan a batch that is one ubatch.
 
     Args:
@@ -26,19 +34,23 @@ def plan_one(table: Any, batch: Batch, ranks: tuple, index: jax.Array, *, output
       batch: the tokens, flat.
       ranks: see `layout.rank`; of the members of the batch, see `sets`.
       index: `[R, T]` int32, which token stands where, NOWHERE for padding.
+      more: `[Q]` bool, the sequences that go on in a later ubatch; None for none.
       outputs: O, static.
     """
-    draft, ubatch = place(check(table, batch, ranks), index, outputs=outputs)
+    draft, ubatch = place(check(table, batch, ranks), index, more, outputs=outputs)
     plan = verdict(draft)
     return replace(plan, ubatches=(drop_unless(plan.ok, ubatch),))
 
 
 @program(static_argnames="outputs")
-def place(draft: Draft, index: jax.Array, *, outputs: int) -> tuple[Draft, Ubatch]:
+def place(
+    draft: Draft, index: jax.Array, more: jax.Array | None = None, *, outputs: int
+) -> tuple[Draft, Ubatch]:
     """Choose cells for a ubatch, see `plan_one`, and let it into the table of the draft."""
     table, batch = draft.table, draft.batch
     index, mixed = _arranged(table.facts, batch, index)
-    ubatch = _lay_out(table, batch, index, outputs)
+    more = jnp.zeros(table.facts.sequences, bool) if more is None else more
+    ubatch = _lay_out(table, batch, index, more, outputs)
     slots, fault = table.choose_slots(ubatch)
     ubatch = replace(ubatch, slots=slots)
     occupied = table.occupy(ubatch)
@@ -101,7 +113,7 @@ def _row_sequence(part: Batch) -> jax.Array:
     return jnp.max(jnp.where(part.valid, part.sequences, -1), axis=1)
 
 
-def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch:
+def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, outputs: int) -> Ubatch:
     """Lay the tokens of one ubatch out in rows, `[R, T]`; it has no slots yet."""
     facts, part = table.facts, in_rows(batch, index)
     in_order = facts.one_sequence_a_row and index.shape[0] == facts.sequences
@@ -130,6 +142,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, outputs: int) -> Ubatch
             _context(before, stream, in_order),
         ),
         valid=part.valid,
+        more=part.valid & more.at[part.sequences].get(mode="fill", fill_value=False),
         outputs=pick,
         order=order,
         before=before,

@@ -50,11 +50,12 @@ def attend(
       sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
       bias: what is added to products that are scaled and capped, before the softmax; see below.
       causal: False lets tokens see those that come after them; of windows only a symmetric one
-        limits that.
+        limits that. A token that would see one of a later ubatch of its plan gets NaN: plan with a
+        larger `ubatch_size`.
       until: `[R, T]` int32, the last position that each token sees; by default its own. It may lie
-        after the token, as for images and prefixes, or before it, and may be traced. Tokens after
-        it must be in the same ubatch. A window reaches back from the token's own position as ever,
-        and a symmetric one ahead no further than without it.
+        after the token, as for images and prefixes, or before it, and may be traced. A token gets
+        NaN where its ubatch ends before that position. A window reaches back from the token's own
+        position as ever, and a symmetric one ahead no further than without it.
       implementation: how attention is computed, "tiles", "whole", "pallas", "xla" or "cudnn",
         see `jaxkv.ops.attention.api`; None leaves it to jaxkv.
 

@@ -74,7 +74,12 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
         q, k, v = arrays_for(ubatch)
         after = jaxkv.write(memory, 0, ubatch, k, v)
         ahead = jnp.arange(ubatch.valid.size, dtype=jnp.int32).reshape(ubatch.valid.shape) % 3 - 1
-        for until in (None, ubatch.positions + ahead):
+        last = (
+            jnp.full(kind.sequences, -1)
+            .at[ubatch.sequences]
+            .max(jnp.where(ubatch.valid, ubatch.positions, -1))[ubatch.sequences]
+        )
+        for until in (None, jnp.minimum(ubatch.positions + ahead, last)):
             added = between(T5, memory, ubatch, until)
             array = added.swapaxes(1, 2).reshape(*ubatch.valid.shape, H, -1)
             bias = T5 if form == "function" else array

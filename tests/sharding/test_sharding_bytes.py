@@ -104,5 +104,6 @@ def test_copies_between_streams_send_chunks_and_a_line(name, verb):
     line = 16 * pod.cells  # of a table of 32 sequences at most
     others = sum(size for _, size in hlo.collectives(program)) - 2 * LAYERS * chunk - line
     groups = pod.streams < pod.sequences
-    # The slots of a chunk, and counts and flags; or what a window took of the sequence.
-    assert 0 < others <= (8 * CHUNK + 32 * pod.streams if groups else 4)
+    # The slots of a chunk, and counts and flags; or what layers hold, and what a window took.
+    marks = 4 * LAYERS + 8
+    assert 0 < others <= (8 * CHUNK + 32 * pod.streams if groups else marks + 4)

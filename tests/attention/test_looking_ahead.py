@@ -1,0 +1,72 @@
+"""Tokens that see ahead of themselves: all that they see is in their ubatch, or they get NaN."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.window import sliding, symmetric
+from tests.cases import in_lanes
+
+SIZE, COUNT = 4, 12
+X = np.random.default_rng(0).normal(size=(COUNT, SIZE)).astype(np.float32)
+IMAGE = np.arange(COUNT, dtype=np.int32)
+IMAGE[3:9] = 8  # these see each other
+
+
+def model(how, window):
+    """A layer whose tokens see ahead; and the positions that each token should see, `[B, B]`."""
+    at = np.arange(COUNT)
+    last = IMAGE if how == "until" else np.full(COUNT, COUNT - 1)
+    ahead = SIZE // 2 if window == symmetric(SIZE) else COUNT
+    last = np.minimum(last, at + ahead)
+    first = jaxkv.window.first_seen(window, jnp.arange(COUNT))
+    sees = (at >= np.asarray(first)[:, None]) & (at <= last[:, None])
+
+    def forward(weights, memory, ubatch):
+        options = {"until": ubatch.extra["until"]} if how == "until" else {"causal": False}
+        x = ubatch.embeddings[:, :, None]
+        memory, out = jaxkv.attend(memory, 0, ubatch, x, x, x, **options)
+        return memory, out.reshape(-1, SIZE)[ubatch.outputs]
+
+    return forward, sees
+
+
+def wanted(sees):
+    """Attention in float64."""
+    x = X.astype(np.float64)
+    logits = np.where(sees, x @ x.T / np.sqrt(SIZE), -np.inf)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return weights @ x / weights.sum(axis=1, keepdims=True)
+
+
+CASES = [
+    (how, window, streams)
+    for how in ("until", "causal=False")
+    for window in (None, symmetric(SIZE), sliding(SIZE))
+    for streams in (1, 2)
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "window", "streams"), in_lanes(CASES, fast=[CASES[0], CASES[9]], core=CASES), ids=str
+)
+def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):
+    forward, sees = model(how, window)
+    last = np.flatnonzero(sees.any(axis=0))[-1]
+    assert last == COUNT - 1
+    for size in (16, 8, 4):
+        memory = jaxkv.make_kv_cache(
+            layers=1, cells=32, kv_heads=1, head_dim=SIZE, window=window, sequences=2,
+            streams=streams,
+        )  # fmt: skip
+        batch = jaxkv.make_batch(
+            embeddings=X, outputs=np.ones(COUNT, bool), extra={"until": IMAGE}, sequences=1
+        )
+        _, out = jaxkv.prefill(forward, None, memory, batch, ubatch_size=size)[:2]
+        ends = np.minimum(np.arange(COUNT) // size * size + size, COUNT) - 1
+        reach = np.max(np.where(sees, np.arange(COUNT), -1), axis=1)
+        whole = reach <= ends
+        assert whole.all() == (size == 16)
+        np.testing.assert_array_equal(np.isnan(out).all(axis=1), ~whole)
+        np.testing.assert_allclose(out[whole], wanted(sees)[whole], atol=1e-5)
