@@ -195,7 +195,7 @@ def load(
       >>> memory, logits, *_ = jaxkv.prefill(*run, memory, batch)  # doctest: +SKIP
     """
     checkpoint = open_checkpoint(name_or_path)
-    family = _family_of(checkpoint)
+    family = FAMILIES[checkpoint.architecture]
     config = family.config_of(checkpoint)
     if implementation is not None:
         if not hasattr(config, "implementation"):
@@ -254,7 +254,7 @@ def load_shapes(
       >>> memory = model.memory_shapes(cells=512)  # doctest: +SKIP
     """
     checkpoint = open_checkpoint(name_or_path, weights=False)
-    family = _family_of(checkpoint)
+    family = FAMILIES[checkpoint.architecture]
     config = family.config_of(checkpoint)
     _check_cache(checkpoint, family, config, cache_dtype)
     forward, shapes = functional(family, config, dtype)
@@ -274,16 +274,6 @@ def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: Rules) -> Model:
     """Return a model of `load_shapes` on a mesh: its weights are shapes with their shardings."""
     weights = _split(model.weights, splits_of(model.family, model.config), mesh, rules)
     return replace(model, weights=weights, mesh=mesh, rules=rules)
-
-
-def _family_of(checkpoint: Checkpoint) -> ModuleType:
-    family = FAMILIES.get(checkpoint.architecture)
-    if family is None:
-        raise ModelError(
-            f"{checkpoint.source} is a {checkpoint.architecture!r} model; known are "
-            f"{', '.join(sorted(FAMILIES))}."
-        )
-    return family
 
 
 def _split(shapes: Any, splits: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:

@@ -3,53 +3,40 @@
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoints.fields import check_config, check_rope
+from models.checkpoints.fields import check_config
+from models.checkpoints.stretches import lift_rope
 from models.errors import ModelError
 from models.kinds import refusal
 
 # What a family means when its config.json is silent. Files of Gemma 3 leave out most keys.
 _FAMILY = {
     "deepseek_v2": {
-        "attention_bias": False,
         "first_k_dense_replace": 0,
-        "hidden_act": "silu",
-        "mlp_bias": False,
-        "moe_layer_freq": 1,
         "n_group": 1,
         "norm_topk_prob": False,
         "rope_interleave": True,
         "routed_scaling_factor": 1.0,
-        "scoring_func": "softmax",
         "topk_group": 1,
         "topk_method": "greedy",
     },
     "deepseek_v3": {
-        "attention_bias": False,
         "first_k_dense_replace": 3,
-        "hidden_act": "silu",
-        "moe_layer_freq": 1,
         "n_group": 8,
         "norm_topk_prob": True,
         "rope_interleave": True,
         "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
         "topk_group": 4,
         "topk_method": "noaux_tc",
     },
     "falcon_h1": {
-        "attention_bias": False,
         "attention_in_multiplier": 1.0,
         "attention_out_multiplier": 1.0,
         "embedding_multiplier": 1.0,
-        "hidden_act": "silu",
         "key_multiplier": 1.0,
         "lm_head_multiplier": 1.0,
         "mamba_conv_bias": True,
         "mamba_norm_before_gate": True,
-        "mamba_proj_bias": False,
-        "mlp_bias": False,
         "mlp_multipliers": (1.0, 1.0),
-        "projectors_bias": False,
         "ssm_in_multiplier": 1.0,
         "ssm_multipliers": (1.0,) * 5,
         "ssm_out_multiplier": 1.0,
@@ -59,7 +46,6 @@ _FAMILY = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 131072,
         "query_pre_attn_scalar": 256,
         "rope_local_base_freq": 10000.0,
@@ -83,7 +69,6 @@ _FAMILY = {
         "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 256,
         "conv_L_cache": 3,
-        "conv_bias": False,
         "norm_eps": 1e-5,
         "rope_theta": 1000000.0,
     },
@@ -113,31 +98,6 @@ _OLDER = {
         "num_layers": "num_hidden_layers",
         "num_decoder_layers": "num_hidden_layers",
     },
-}
-# What the class of a family can do otherwise, and its model here cannot.
-_ONLY = {
-    "deepseek_v2": {
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "mlp_bias": False,
-        "moe_layer_freq": 1,
-        "norm_topk_prob": False,  # transformers does not look at it, and llama.cpp does
-        "scoring_func": "softmax",
-    },
-    "deepseek_v3": {
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-    },
-    "falcon_h1": {
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "mamba_proj_bias": False,
-        "mlp_bias": False,
-        "projectors_bias": False,
-    },
-    "lfm2": {"conv_bias": False, "sliding_window": None},
 }
 # What the class of a family means when tie_word_embeddings is left out, and there are no tensors.
 _TIED = {"gemma3_text", "lfm2", "recurrent_gemma"}
@@ -179,6 +139,7 @@ _NEEDED_BY = {
     "recurrent_gemma": ("attention_window_size", "conv1d_width", "logits_soft_cap", *_NEEDED),
     "t5": ("num_layers", "head_dim", *_NEEDED),
 }
+_EXPANDS = [("expand", "num_heads", "head_dim"), ("mamba_expand", "mamba_n_heads", "mamba_d_head")]
 _KINDS = {
     "attention": "full_attention",
     "conv": "linear_attention",
@@ -218,7 +179,7 @@ def complete(
         ModelError: when a key is missing, is not what it may be, or does not agree with another.
     """
     out = {key: value for key, value in _renamed(config).items() if value is not None}
-    _lift_rope(out, source)
+    lift_rope(out, source)
     out = _ANY | _FAMILY.get(out["model_type"], {}) | out
     check_config({key: value for key, value in out.items() if value is not None}, source)
     for key in _NEEDED_BY.get(out["model_type"], _NEEDED):
@@ -307,33 +268,12 @@ def _adjust_hidden(config: dict[str, Any], source: str) -> None:
     check_config({"intermediate_size": c["intermediate_size"]}, source)
 
 
-def _lift_rope(config: dict[str, Any], source: str) -> None:
-    """Brings the newer `rope_parameters`, and the older `type`, to one form, in place."""
-    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.get(name) or {}
-    check_rope(rope, name, source)
-    if "full_attention" in rope:  # one set of parameters for each kind of layer
-        local = rope.get("sliding_attention") or {}
-        for key, one in (("sliding_attention", local), ("full_attention", rope["full_attention"])):
-            check_rope(one, f"{name}.{key}", source)
-        if local.get("rope_theta") is not None:
-            config["rope_local_base_freq"] = local["rope_theta"]
-        rope = rope["full_attention"]
-    rope = {key: value for key, value in rope.items() if value is not None}
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if key in rope:
-            config[key] = rope.pop(key)
-    kind = rope.pop("type", None)
-    rope.setdefault("rope_type", kind or "default")
-    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-
-
 def _layer_types(config: dict[str, Any]) -> list[str]:
     layers = range(config["num_hidden_layers"])
     if kinds := config.get("block_types"):  # of RecurrentGemma, over and over
         kinds = [kinds[layer % len(kinds)] for layer in layers]
         return [_SLIDING if kind == "attention" else kind for kind in kinds]
-    if config["model_type"] == "mamba2":
+    if config["model_type"] in ("granitemoehybrid", "mamba2"):
         return [_LINEAR for _ in layers]
     if config["model_type"] == "lfm2":
         attends = config.get("full_attn_idxs", layers)
@@ -350,9 +290,6 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
 def _check_agreement(config: dict[str, Any], source: str) -> None:
     """Compare fields with one another, as far as their model uses them."""
     c, family = config, config["model_type"]
-    for key, only in _ONLY.get(family, {}).items():
-        if c[key] != only:
-            raise refusal(c[key], repr(only), key, source)
     known = _KINDS_OF.get(family, {_FULL, _SLIDING})
     for kind in c["layer_types"]:
         if kind not in known:
@@ -381,17 +318,24 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
         if experts and "intermediate_size" not in c:
             raise refusal(None, "a width of experts", "intermediate_size", source)
     elif family == "t5":
-        if c["feed_forward_proj"] not in ("relu", "gated-gelu"):
-            wanted = "'relu' or 'gated-gelu'"
-            raise refusal(c["feed_forward_proj"], wanted, "feed_forward_proj", source)
         name, exact = "relative_attention_max_distance", c["relative_attention_num_buckets"] // 2
         if c[name] <= exact:
             raise refusal(c[name], f"more than half the buckets ({exact})", name, source)
     elif family in ("deepseek_v2", "deepseek_v3"):
         _check_routing(c, source)
     elif family == "recurrent_gemma":
+        if c["head_dim"] * c["num_attention_heads"] != c["hidden_size"]:
+            wanted = "hidden_size divided by num_attention_heads"
+            raise refusal(c["head_dim"], wanted, "head_dim", source)
         c.setdefault("lru_width", c["hidden_size"])
         whole_parts.append(("lru_width", "num_attention_heads"))
+    for key, *sizes in _EXPANDS:
+        if key in c and "mamba_d_ssm" not in c:
+            inner = c[sizes[0]] * c[sizes[1]]
+            if int(c[key] * c["hidden_size"]) != inner:
+                raise refusal(
+                    c[key], f"{' times '.join(sizes)} ({inner}) divided by hidden_size", key, source
+                )
     for all_, part in whole_parts:
         if c[all_] % c[part]:
             raise refusal(c[all_], f"a multiple of {part} ({c[part]})", all_, source)
@@ -403,9 +347,6 @@ def _check_routing(config: dict[str, Any], source: str) -> None:
     """Compare the numbers by which tokens of DeepSeek's models choose their experts."""
     c, experts = config, config["n_routed_experts"]
     newer = c["model_type"] == "deepseek_v3"
-    known = ("noaux_tc",) if newer else ("greedy", "group_limited_greedy")
-    if c["topk_method"] not in known:
-        raise refusal(c["topk_method"], f"one of {', '.join(known)}", "topk_method", source)
     groups, least = c["n_group"], 2 if newer else 1  # the experts by which a group is ranked
     if experts % groups or experts // groups < least:
         wanted = f"a divisor of n_routed_experts ({experts}) with {least} or more for each"

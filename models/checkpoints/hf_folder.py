@@ -8,6 +8,7 @@ import numpy as np
 
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.config import complete, implied
+from models.checkpoints.keys import check_keys
 from models.errors import ModelError, brief
 from models.json_file import read_json
 from models.kinds import TOKEN, check, either, refusal, several
@@ -45,6 +46,7 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
             f"{folder} holds weights that are packed for another program (quantization_config in "
             "its config.json); give the model's unpacked folder or a .gguf file."
         )
+    check_keys(config["model_type"], inner or top, str(folder / "config.json"))
     tensors = _tensors(folder) if weights else {}
     if weights:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}

@@ -115,10 +115,10 @@ class Gemma3(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the sizes of a model of this family from its checkpoint."""
     c = checkpoint.config
-    if c.get("use_bidirectional_attention") or not c["tie_word_embeddings"]:
+    if not c["tie_word_embeddings"]:
         raise ModelError(
-            f"{checkpoint.source} looks ahead or has a head of its own; only Gemma 3 models that "
-            "continue texts, with their embedding as the head, can be run."
+            f"{checkpoint.source} has a head of its own; only Gemma 3 models with their embedding "
+            "as the head can be run."
         )
     # Only layers that see the whole text have their positions stretched.
     rope, local = rope_of(checkpoint), plain_rope(checkpoint, c["rope_local_base_freq"])

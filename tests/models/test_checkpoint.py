@@ -124,6 +124,7 @@ KINDS = {
 }
 PLAIN = {"rope_theta": 10000.0, "rope_scaling": None}
 SLIDES, FULL, WINDOW = {"sliding_window": 16}, "full_attention", "sliding_attention"
+MISTRAL, QWEN = SLIDES | {"model_type": "mistral"}, SLIDES | {"model_type": "qwen2"}
 CONFIGS = [  # what is added to a config without a base, and what is found
     ({"rope_theta": 5.0}, {"rope_theta": 5.0, "rope_scaling": None}),
     ({}, PLAIN),
@@ -133,9 +134,9 @@ CONFIGS = [  # what is added to a config without a base, and what is found
         {"model_type": "gemma3_text", "rope_parameters": KINDS},
         {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": LINEAR},
     ),
-    (SLIDES, SLIDES | {"layer_types": [WINDOW] * 2}),
-    (SLIDES | {"use_sliding_window": False}, {"sliding_window": None, "layer_types": [FULL] * 2}),
-    (SLIDES | {"max_window_layers": 1}, SLIDES | {"layer_types": [FULL, WINDOW]}),
+    (MISTRAL, SLIDES | {"layer_types": [WINDOW] * 2}),
+    (QWEN | {"use_sliding_window": False}, {"sliding_window": None, "layer_types": [FULL] * 2}),
+    (QWEN | {"max_window_layers": 1}, SLIDES | {"layer_types": [FULL, WINDOW]}),
 ]
 
 
@@ -177,7 +178,7 @@ def test_open_checkpoint_refused_files_raise(tmp_path):
     refused(tmp_path / "empty", r"no config\.json")
     refused(folder(CONFIG), r"no \*\.safetensors")
     refused(folder({"hidden_size": 1}), "no model_type")
-    refused(folder({"model_type": "gpt2"}, tiny_tensors()), "hidden_size")
+    refused(folder({"model_type": "gpt2"}, tiny_tensors()), "gpt2")
     refused(folder(CONFIG | {"quantization_config": {"bits": 4}}), "quantization_config")
     broken = folder(CONFIG)
     (broken / "model.safetensors").write_bytes(b"12345")
