@@ -207,13 +207,14 @@ def load(
     _check_layers(checkpoint)
     _check_cache(checkpoint, family, config, cache_dtype)
     sources = family.weights_of(checkpoint, config)
+    checkpoint.check_all_asked()
     forward, shapes = functional(family, config, dtype)
     _check_shapes(checkpoint, shapes, sources)
     if mesh is not None:
         shapes = _split(shapes, splits_of(family, config), mesh, rules)
     return Model(
         config=config,
-        weights=_read(checkpoint, shapes, sources, progress),
+        weights=_read(shapes, sources, progress),
         forward=forward,
         encoder=encoder_of(family, config, dtype),
         checkpoint=checkpoint,
@@ -365,27 +366,19 @@ def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
     jax.tree_util.tree_map_with_path(check, shapes, sources)
 
 
-def _read(
-    checkpoint: Checkpoint, shapes: Any, sources: Any, progress: Callable[[int, int], None] | None
-) -> Any:
+def _read(shapes: Any, sources: Any, progress: Callable[[int, int], None] | None) -> Any:
     """Read weights one after another, each onto its devices before the next."""
     done, total = 0, len(jax.tree.leaves(shapes))
 
-    def put(path: Any, wanted: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:
+    def put(wanted: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:
         nonlocal done
-        values = source.read()
-        if not jnp.issubdtype(values.dtype, jnp.floating):
-            raise ModelError(
-                f"{checkpoint.source} has {values.dtype} for {name_of(path)} where floating-point "
-                "numbers are wanted; give the model's unpacked weights or a .gguf file."
-            )
+        array = _placed(source.read(), wanted)
         done += 1
-        array = _placed(values, wanted)
         if progress is not None:
             progress(done, total)
         return array
 
-    return jax.tree_util.tree_map_with_path(put, shapes, sources)
+    return jax.tree.map(put, shapes, sources)
 
 
 def _placed(values: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:

@@ -8,12 +8,13 @@ its weights came from.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from models.checkpoints.left_out import left_out
 from models.errors import ModelError
 from models.text.tokenizer import Tokenizer
 
@@ -69,6 +70,20 @@ def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
     )
 
 
+def checked_numbers(values: np.ndarray, name: str, source: str) -> np.ndarray:
+    """Returns the values of a tensor, which are to be floating-point numbers.
+
+    Raises:
+        ModelError: for integers, which mean nothing without the scales of their program.
+    """
+    if values.dtype.kind in "biuc":  # NumPy does not count bfloat16 among floating-point numbers
+        raise ModelError(
+            f"{source}: expected floating-point numbers in {name}, got {values.dtype}; give the "
+            "model's unpacked weights or a .gguf file."
+        )
+    return values
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Checkpoint:
     """Weights that are read when asked for, beside what is needed to run them.
@@ -80,6 +95,7 @@ class Checkpoint:
         tensors: the tensors by their Hugging Face names.
         end_tokens: the ids that the files themselves declare to end a text.
         load_tokenizer: builds the tokenizer, or raises `ModelError` when the files hold none.
+        asked: the names of the tensors that were asked for so far.
     """
 
     source: str
@@ -88,6 +104,7 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     end_tokens: frozenset[int]
     load_tokenizer: Callable[[], Tokenizer]
+    asked: set[str] = field(default_factory=set)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.architecture}, {len(self.tensors)} tensors, {self.source!r})"
@@ -128,7 +145,22 @@ class Checkpoint:
                 f"{self.source} has no tensor {name!r} among its {len(self.tensors)}; "
                 "look at names() for those it holds."
             )
+        self.asked.add(name)
         return self.tensors[name]
+
+    def check_all_asked(self) -> None:
+        """Compare the tensors with those that were asked for.
+
+        Raises:
+            ModelError: for the first that was not, and is not known to be without effect.
+        """
+        for name, tensor in self.tensors.items():
+            if name not in self.asked and not left_out(name, self.config):
+                raise ModelError(
+                    f"{self.source}: expected tensors that a {self.architecture!r} model reads, "
+                    f"got {name} of shape {tensor.shape}; what it does is not computed, so give "
+                    "another model."
+                )
 
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer, built at the first call."""

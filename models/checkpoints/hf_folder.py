@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.checkpoints.checkpoint import Checkpoint, Tensor, checked_numbers
 from models.checkpoints.config import complete, implied
 from models.checkpoints.keys import check_keys
 from models.errors import ModelError, brief
@@ -134,12 +134,13 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
 
 def _read(held: Any, name: str, shard: Path) -> np.ndarray:
     try:
-        return held.get_tensor(name)
+        values = held.get_tensor(name)
     except Exception as error:  # the library raises many kinds, for dtypes that NumPy lacks too
         raise ModelError(
             f"{shard} holds {name} in a form that cannot be read ({brief(error)}); give weights in "
             "float32, float16 or bfloat16."
         ) from error
+    return checked_numbers(values, name, str(shard))
 
 
 def _plain(name: str) -> str:

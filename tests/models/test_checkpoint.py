@@ -9,16 +9,20 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+import models
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
 from tests.models.tiny_files import (
     CONFIG,
+    DATA,
+    FIELDS,
     HIDDEN,
     Q4_0,
     Q8_0,
     VOCAB,
+    config_at,
     tiny_tensors,
     write_folder,
     write_gguf,
@@ -160,6 +164,92 @@ def test_config_rope_scaling_of_gguf(tmp_path):
         named = {f"llama.rope.{key}": value for key, value in fields.items()}
         path = write_gguf(tmp_path / "tiny.gguf", tiny_tensors() | extra, fields=named)
         assert open_checkpoint(path).config["rope_scaling"] == scaling
+
+
+MEANINGLESS = {"vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned"}
+KEYS = [getattr(gguf.Keys, part) for part in ("LLM", "Attention", "Rope", "SSM", "ShortConv")]
+KEYS = [key for keys in KEYS for key in vars(keys).values() if str(key).startswith("{arch}.")]
+BASES = {"llama": {}, "gemma3": {"attention.sliding_window_pattern": 2}, "lfm2": {}}
+BASES["gemma3"] |= {"attention.sliding_window": 5, "attention.key_length": 8}
+BASES["lfm2"] |= {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3}
+
+
+@pytest.mark.parametrize("arch", BASES)
+def test_gguf_key_is_read_or_refused_or_means_nothing(tmp_path, arch):
+    def config(**more):
+        base = FIELDS | yarn | BASES[arch] | more
+        return open_checkpoint(write_gguf(tmp_path / "tiny.gguf", {}, arch, base=base)).config
+
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}
+    plain = config()
+    for key in KEYS:
+        name = key.removeprefix("{arch}.")
+        try:
+            assert (config(**{name: 16}) == plain) == (name in MEANINGLESS), name
+        except ModelError as error:
+            assert name not in MEANINGLESS
+            assert "expected" not in str(error) or f"expected {arch}.{name} " in str(error)
+
+
+def test_gguf_stretches_are_those_of_llama_cpp(tmp_path):
+    tensors = tiny_tensors()
+    for fields, wanted in [
+        ({"factor": 8.0}, LINEAR),  # where no rule is named
+        ({"factor": 8.0, "type": "none"}, None),
+        ({"attn_factor": 1.0, "factor": 1.0}, None),
+        ({"attn_factor": 1.5}, "expected llama.rope.scaling.attn_factor 1, got 1.5"),
+        ({"factor": 8.0, "freqs": 1}, "left out beside rope_freqs.weight, got 8.0"),
+    ]:
+        factors = {"rope_freqs.weight": np.ones(4, np.float32)} if fields.pop("freqs", 0) else {}
+        named = {f"llama.rope.scaling.{key}": value for key, value in fields.items()}
+        path = write_gguf(tmp_path / "tiny.gguf", tensors | factors, fields=named)
+        if isinstance(wanted, str):
+            refused(path, wanted)
+        else:
+            assert open_checkpoint(path).config["rope_scaling"] == wanted
+
+
+CROSS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+UNREAD = {
+    "model.layers.1.mlp.up_proj.bias": "blk.1.ffn_up.bias",
+    "model.layers.1.self_attn.q_norm.weight": "blk.1.attn_q_norm.weight",
+}
+LEFT_OUT = [
+    ("llama_linear", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ("llama_linear", "vision_tower.patch.weight"),
+    ("llama_tied", "lm_head.weight"),
+    ("t5_tied", "encoder.embed_tokens.weight"),
+    ("t5_tied", CROSS),
+]
+
+
+@pytest.mark.parametrize(("name", "extra"), LEFT_OUT)
+def test_tensor_without_effect_is_left_out(tmp_path, name, extra):
+    tensors = load_file(DATA / name / "model.safetensors") | {extra: np.ones(4, np.float32)}
+    save_file(tensors, config_at(tmp_path, name) / "model.safetensors")
+    models.load(tmp_path)
+
+
+@pytest.mark.parametrize("write", [write_folder, write_gguf])
+def test_tensor_that_is_not_read_or_has_no_scale_is_refused(tmp_path, write):
+    tensors = {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
+
+    def refused(more, message):
+        with pytest.raises(ModelError, match=message):
+            models.load(write(tmp_path / "tiny.gguf", tensors | more))
+
+    for name, short in UNREAD.items():
+        stored = name if write is write_folder else short
+        refused({stored: np.ones(4, np.float32)}, rf"reads, got {name} of shape \(4,\)")
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+        ints = {name: np.ones(tensors[name].shape, np.int8)}
+        refused(ints, "expected floating-point numbers in .*, got int8")
+
+
+def test_gguf_tokenizer_key_that_is_not_computed_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", {}, fields={"tokenizer.ggml.add_eos_token": True})
+    with pytest.raises(ModelError, match="expected tokenizer.ggml.add_eos_token false, got true"):
+        open_checkpoint(path).tokenizer()
 
 
 def refused(name, message):

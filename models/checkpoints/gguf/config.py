@@ -1,9 +1,11 @@
 """The metadata of a GGUF file in the words of Hugging Face's `config.json`."""
 
+from collections.abc import Container, Mapping
 from typing import Any
 
 from models.checkpoints.gguf import recurrent
 from models.checkpoints.gguf.metadata import Metadata
+from models.checkpoints.keys import brief_json, refused_key
 from models.kinds import whole
 
 # Config key of Hugging Face -> key of the file, after the architecture's name.
@@ -17,16 +19,54 @@ _CONFIG = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
-    "rope_local_base_freq": "rope.freq_base_swa",
-    "sliding_window": "attention.sliding_window",
 }
 _SCALING = {
     "factor": "factor",
     "original_max_position_embeddings": "original_context_length",
-    "attention_factor": "attn_factor",
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
 }
+
+_READ = {*_CONFIG.values(), *(f"rope.scaling.{name}" for name in _SCALING.values())} | {
+    "rope.dimension_count",
+    "rope.scale_linear",
+    "rope.scaling.type",
+}
+"""The keys of the file that every architecture reads, after its name."""
+_READ_IN = {
+    "gemma3": {
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "rope.freq_base_swa",
+    },
+    **recurrent.READ,
+}
+# The values that are computed; llama.cpp has others, too.
+_ONLY = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "nextn_predict_layers": (0,),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (-1, 1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "ssm.dt_b_c_rms": (False,),
+}
+# Said by the tensors, of embeddings alone, how the file was made, and of training.
+_MEANINGLESS = {"vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned"}
+_TOKENIZER = frozenset(
+    # Read, and then of prompts with a gap, padding, classifiers, and other kinds of tokenizers.
+    [
+        *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token"),
+        *("add_space_prefix", "bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"),
+        *("unknown_token_id", "padding_token_id", "mask_token_id", "cls_token_id"),
+        *("seperator_token_id", "separator_token_id", "token_type_count"),
+        *("precompiled_charsmap", "remove_extra_whitespaces"),
+        *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
+        *(f"{part}_token_id" for part in ("prefix", "suffix", "middle")),
+    ]
+)
 
 
 def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> dict[str, Any]:
@@ -40,6 +80,8 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
     Raises:
         ModelError: when a value that others are computed from is out of its range.
     """
+    known = _READ | _READ_IN.get(arch, set()) | _MEANINGLESS | {"attention.value_length"}
+    _check(f"{arch}.", known, _ONLY, get)  # llama.cpp computes from no other keys
     config = {key: get(f"{arch}.{name}") for key, name in _CONFIG.items()}
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = get(f"tokenizer.ggml.{key}_token_id")
@@ -53,6 +95,8 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
         # Only the largest Gemma 3 (62 layers) scales its queries by something else than head_dim.
         largest = config["num_hidden_layers"] == 62 and hidden and heads
         config["query_pre_attn_scalar"] = hidden // heads if largest else config["head_dim"]
+        config["rope_local_base_freq"] = get(f"{arch}.rope.freq_base_swa")
+        config["sliding_window"] = get(f"{arch}.attention.sliding_window")
         pattern = get(f"{arch}.attention.sliding_window_pattern")
         if isinstance(pattern, list):  # newer files say it layer by layer
             kinds = ("full_attention", "sliding_attention")
@@ -61,6 +105,10 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
             config["sliding_window_pattern"] = pattern
     if arch in recurrent.ARCHITECTURES:
         config |= recurrent.config_from_gguf(arch, get, config)
+    values = get(f"{arch}.attention.value_length")
+    if values not in (None, config["head_dim"]):
+        wanted = f"{config['head_dim']}, as many numbers as a key has"
+        raise refused_key(f"{arch}.attention.value_length", wanted, values, get.source)
     config["rope_scaling"] = _scaling(arch, get, factors)
     turned = get.checked(f"{arch}.rope.dimension_count", count)
     if turned and config["head_dim"] and turned != config["head_dim"]:
@@ -75,13 +123,39 @@ def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any] |
     That is given as `{"rope_type": "factors", "factors": [...]}`: D/2 numbers, by which the
     frequencies are divided one by one.
     """
+    kind, name = get(f"{arch}.rope.scaling.type"), f"{arch}.rope.scaling.factor"
+    factor = get(name) or get(f"{arch}.rope.scale_linear")  # how it was written at first
+    if kind is None and factor not in (None, 0, 1):  # what llama.cpp means where no rule is named
+        kind = "linear"
     if factors is not None:
+        if kind not in (None, "none"):
+            raise refused_key(name, "left out beside rope_freqs.weight", factor, get.source)
         return {"rope_type": "factors", "factors": factors}
-    kind = get(f"{arch}.rope.scaling.type")
-    old = get(f"{arch}.rope.scale_linear")  # how linear stretching was written at first
-    if kind is None and old not in (None, 1.0):
-        return {"rope_type": "linear", "factor": old}
     if kind in (None, "none"):
         return None
+    if kind == "linear":
+        return {"rope_type": kind, "factor": factor}
     found = {key: get(f"{arch}.rope.scaling.{name}") for key, name in _SCALING.items()}
     return {"rope_type": kind} | {key: value for key, value in found.items() if value is not None}
+
+
+def check_tokenizer(get: Metadata) -> None:
+    """Compare the keys of a file's tokenizer with those that one is made of.
+
+    Raises:
+        ModelError: for the first key that is unknown, or has a value that is not computed.
+    """
+    _check(
+        "tokenizer.ggml.", _TOKENIZER, {"add_eos_token": (False,), "add_sep_token": (False,)}, get
+    )
+
+
+def _check(prefix: str, known: Container[str], only: Mapping[str, tuple], get: Metadata) -> None:
+    for key in get.keys(prefix):
+        name = key.removeprefix(prefix)
+        if name in known:
+            continue
+        value = get(key)
+        if value not in only.get(name, ()):
+            wanted = " or ".join(map(brief_json, only.get(name, ()))) or "left out"
+            raise refused_key(key, wanted, value, get.source)

@@ -16,10 +16,10 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.checkpoints.checkpoint import Checkpoint, Tensor, checked_numbers
 from models.checkpoints.config import complete
 from models.checkpoints.gguf import recurrent
-from models.checkpoints.gguf.config import config_from_gguf
+from models.checkpoints.gguf.config import check_tokenizer, config_from_gguf
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.gguf.reader import Reader
 from models.errors import ModelError, brief
@@ -75,8 +75,10 @@ def open_gguf(path: Path) -> Checkpoint:
 
     stored = {tensor.name: tensor for tensor in reader.tensors}
     factors = stored.pop("rope_freqs.weight", None)
+    if factors is not None:
+        factors = checked_numbers(np.asarray(factors.data), factors.name, str(path)).tolist()
     named = _named(path, arch, stored)
-    config = config_from_gguf(arch, get, None if factors is None else factors.data.tolist())
+    config = config_from_gguf(arch, get, factors)
     config["model_type"] = _FAMILIES[arch]
     config = complete(config, {n: _shape(t) for n, t in named.items()}, str(path))
     tensors = {
@@ -88,6 +90,7 @@ def open_gguf(path: Path) -> Checkpoint:
     def load_tokenizer():
         from models.text.from_gguf import tokenizer_from_gguf
 
+        check_tokenizer(get)
         return tokenizer_from_gguf(get, str(path))
 
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -148,9 +151,7 @@ def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Ten
             )
         rows = _halves(shape[0], heads)
     less = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0
-    return Tensor(
-        shape=shape, read=partial(_read, tensor.data, Kind(tensor.tensor_type), rows, less)
-    )
+    return Tensor(shape=shape, read=partial(_read, tensor, rows, less, source))
 
 
 def _plain(name: str, arch: str) -> str | None:
@@ -172,14 +173,15 @@ def _halves(rows: int, heads: int) -> np.ndarray:
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _read(data: np.ndarray, kind: Kind, rows: np.ndarray | None, less: float) -> np.ndarray:
-    raw = np.asarray(data)  # a plain view of the map
+def _read(tensor: Any, rows: np.ndarray | None, less: float, source: str) -> np.ndarray:
+    raw, kind = np.asarray(tensor.data), Kind(tensor.tensor_type)  # a plain view of the map
     if kind == Kind.BF16:
         raw = raw.view(ml_dtypes.bfloat16)
     if rows is not None:
         raw = raw[rows]  # whole rows, so packed ones can be moved as they are
     if raw.dtype == np.uint8:
         raw = _unpack(raw, kind)
+    raw = checked_numbers(raw, tensor.name, source)
     return raw - raw.dtype.type(less) if less else raw
 
 

@@ -11,7 +11,7 @@ class Metadata:
     """Values by key; call it, or ask for a value of a certain kind."""
 
     def __init__(self, reader: Reader, source: str):
-        self._reader, self._source = reader, source
+        self._reader, self.source = reader, source
 
     def __call__(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key, or `default` where there is none.
@@ -26,9 +26,13 @@ class Metadata:
             return field.contents()
         except Exception as error:  # of bytes that are no text, or not there
             raise ModelError(
-                f"{self._source} has a value for {key} that cannot be read ({brief(error)}); it is "
+                f"{self.source} has a value for {key} that cannot be read ({brief(error)}); it is "
                 "damaged, so download it again."
             ) from error
+
+    def keys(self, prefix: str) -> list[str]:
+        """Returns the keys that begin with a prefix, in the order of the file."""
+        return [key for key in self._reader.fields if key.startswith(prefix)]
 
     def checked(self, key: str, kind: Kind, default: Any = None) -> Any:
         """Returns the value of a key, which must be of a kind, or `default` where there is none.
@@ -39,5 +43,5 @@ class Metadata:
         value = self(key)
         if value is None:
             return default
-        check(value, kind, key, self._source)
+        check(value, kind, key, self.source)
         return value

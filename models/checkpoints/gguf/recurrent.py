@@ -17,7 +17,27 @@ from models.checkpoints.gguf.metadata import Metadata
 from models.errors import ModelError
 from models.kinds import number, several, whole
 
-ARCHITECTURES = ("mamba2", "granitehybrid", "lfm2", "falcon-h1")
+_SSM = {
+    f"ssm.{name}"
+    for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
+}
+READ = {
+    "mamba2": _SSM,
+    "granitehybrid": _SSM
+    | {
+        "attention.scale",
+        "embedding_scale",
+        "expert_count",
+        "expert_shared_feed_forward_length",
+        "expert_used_count",
+        "logit_scale",
+        "residual_scale",
+    },
+    "lfm2": {"shortconv.l_cache"},
+    "falcon-h1": _SSM,
+}
+"""The keys of a file that an architecture reads, after its name, beside those that any reads."""
+ARCHITECTURES = tuple(READ)
 
 _WHOLE = {
     "mamba2": {
