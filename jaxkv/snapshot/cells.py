@@ -17,21 +17,25 @@ from jaxkv.kv.arrivals import choose, room, settle
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cache import CellTable
 from jaxkv.kv.cells import WORD, bits, empty_fields, lacks, with_owners
+from jaxkv.kv.make import make_kv_cache
 from jaxkv.kv.slots import usable
 from jaxkv.ops.latent import Latent, Values, value_dim
 from jaxkv.ops.quantised import Stored, zeros
 from jaxkv.ops.stacked import each_array
-from jaxkv.places import EMPTY, fetched, nowhere
+from jaxkv.places import EMPTY, END, count, fetched, nowhere
 from jaxkv.plan import NoRoomError
 from jaxkv.snapshot.chunks import put_in, taken_out
 from jaxkv.snapshot.parts import (
     Entries,
+    Form,
     Moves,
     Part,
     Placed,
     Read,
+    check_places,
     decoded,
     encoded,
+    expect,
     names,
     static_fields,
 )
@@ -68,10 +72,15 @@ class CellPart(Part):
         ropes = decoded(description["ropes"])
         sizes = {name: description[name] for name in ("cells", "sequences", "streams")}
         static = {name: decoded(value) for name, value in description["static"].items()}
+
+        def form(name: str) -> tuple[np.dtype, tuple[int, ...]]:
+            return entries.get(name) or entries[f"{name}.codes"]
+
+        _check_made(sizes, static, ropes, description["latent"], form)
         table = CellTable(**empty_fields(layers=len(ropes), **sizes), **static)
 
         def empty(name: str) -> Stored:
-            dtype, (_, heads, size) = entries.get(name) or entries[f"{name}.codes"]
+            dtype, (_, heads, size) = form(name)
             return zeros((table.streams, heads, table.num_cells, size), dtype)
 
         k = tuple(empty(f"k.{i}") for i in range(len(ropes)))
@@ -103,18 +112,16 @@ class CellPart(Part):
         Keys and values are `[n, K, ...]`, in a tree like the buffers.
         """
         host = fetched(table)
-        asked = np.zeros(host.owners.shape[:2], np.uint32)
         missing = lacks(host)
         for seq in sequences:
-            stream, word, bit = _home(host, seq)
-            asked[stream, word] |= np.uint32(1 << bit)
+            stream, _, _ = _home(host, seq)
             if missing[stream].any():
                 raise ValueError(
                     f"expected every layer to hold all tokens of sequence {seq}, got layers "
                     f"{np.flatnonzero(missing[stream]).tolist()} that were not written after an "
                     f"apply; go back to the table before it (go_back)"
                 )
-        owners = host.owners & asked[..., None]
+        owners = host.owners & _words(host, sequences)[..., None]
         stream, cell = (x.astype(np.int32) for x in np.nonzero(owners.any(axis=1)))
         found = {
             "position": host.position[stream, cell],
@@ -126,6 +133,30 @@ class CellPart(Part):
         }
         take = partial(taken_out, streams=stream, cells=cell, read=gather, size=CHUNK)
         return found, each_array(take, _layers_apart(buffers))
+
+    @staticmethod
+    def forms(table: Any, buffers: Any, count: int, saved: int) -> tuple[dict[str, Form], Any]:
+        """Return the forms of the arrays that the class lists, and of keys and values."""
+        each = jax.ShapeDtypeStruct((count,), jnp.int32)
+        found = dict.fromkeys(("position", "shift", "stream", "cell"), each)
+        found["owners"] = jax.ShapeDtypeStruct((count, table.owners.shape[1]), jnp.uint32)
+        found["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
+        of = partial(jax.eval_shape, gather)
+        return found, each_array(lambda x: of(x, each, each), _layers_apart(buffers))
+
+    @staticmethod
+    def check(table: Any, read: Read, sequences: list[int]) -> None:
+        """Compare positions, what is owed, owners and marks with those of a table."""
+        check_places(read, table.streams, table.num_cells)
+        position, shift = (read(name).astype(np.int64) for name in ("position", "shift"))
+        expect((position >= 0) & (position < END), "position", position, f"from 0 to {END - 1}")
+        was = position - shift
+        expect((was >= 0) & (was < END), "shift", shift, "from a position to another")
+        owners, known = read("owners"), _words(table, sequences)[read("stream")]
+        expect(owners & ~known == 0, "owners", owners, "among the saved sequences of the stream")
+        expect(np.any(owners != 0, axis=1), "owners", owners[:, 0], "of each cell")
+        marks = read("evicted_below")
+        expect(marks >= 0, "evicted_below", marks, "of at least 0")
 
     @staticmethod
     def place(table: Any, saved: Any, read: Read, moves: Moves, seed: int, anew: bool) -> Placed:
@@ -172,6 +203,41 @@ def _layers_apart(buffers: Buffers) -> Buffers:
     """Return the buffers with something for each layer, which is how a file holds them."""
     k, v = zip(*(buffers.layer(i) for i in range(buffers.layers)), strict=True)
     return replace(buffers, k=k, v=v, stacked=False)
+
+
+def _words(table: Any, sequences: list[int]) -> np.ndarray:
+    """Return the bits of some sequences, as words that can be laid over owners; `[S, W]` uint32."""
+    found = np.zeros(table.owners.shape[:2], np.uint32)
+    for seq in sequences:
+        stream, word, bit = _home(table, seq)
+        found[stream, word] |= np.uint32(1 << bit)
+    return found
+
+
+def _check_made(
+    sizes: dict[str, int], static: dict[str, Any], ropes: Any, latent: Any, form: Callable
+) -> None:
+    """Raise as `make_kv_cache` does for sizes and static fields that no memory has."""
+    layers = range(len(ropes))
+    heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
+    values = [slice(*latent[i]) if latent[i] else form(f"v.{i}")[1][2] for i in layers]
+    placement, shards, size = (static[name] for name in ("placement", "shards", "ubatch_size"))
+    if size is not None:
+        count(size, "ubatch_size")
+    make = partial(
+        make_kv_cache,
+        **sizes,
+        layers=len(ropes),
+        kv_heads=heads,
+        head_dim=keys,
+        value_dim=values,
+        window=static["window"],
+        dtype=form("k.0")[0],
+        rope=ropes,
+        placement=placement,
+        shards=None if placement != "striped" and shards == 1 else shards,
+    )
+    jax.eval_shape(make)
 
 
 def _home(table: Any, seq: int) -> tuple[int, int, int]:

@@ -68,7 +68,7 @@ def inspect(source: Source) -> Info:
       ('attention', True)
     """
     with opened(source) as file:
-        said = file.description
+        said, memory = file.description, shapes(file)
         pairs = zip(said["sequences"], said["tokens"], strict=True)
         return Info(
             version=VERSION,
@@ -76,7 +76,7 @@ def inspect(source: Source) -> Info:
             tokens={seq: tokens for seq, tokens in pairs if tokens is not None},
             model=said["model"],
             notes=said.get("notes"),  # files of this version from before there were notes lack them
-            memory=shapes(file),
+            memory=memory,
             arrays={name: (dtype.name, shape) for name, (dtype, shape) in file.arrays.items()},
         )
 
@@ -116,7 +116,6 @@ cut short, or something else
     """
     with opened(source) as file:
         saved = _checked(file, model)
-        file.check()
         ids = file.description["sequences"]
         moves = Moves([*range(len(ids))], ids, ids)
         return _restored(file, saved, make(file), moves, anew=False)
@@ -192,7 +191,6 @@ def load_into(
         saved = _checked(file, model)
         check_fits(saved, memory)
         moves = _moves(file.description["sequences"], memory, sequences)
-        file.check()
         return _restored(file, saved, memory, moves, anew=True, donate=donate)
 
 
@@ -232,7 +230,10 @@ def _moves(
 def _restored(
     file: File, saved: Memory, memory: Memory, moves: Moves, *, anew: bool, donate: bool = True
 ) -> Memory:
-    """Return a memory that has taken in what was saved."""
+    """Return a memory that has taken in what was saved, which is compared before."""
+    file.check()
+    for part, own, table, _ in parts(saved):
+        part.check(own.table, lambda name, at=table: file[at + name], file.description["sequences"])
     pairs = [*zip(parts(memory), parts(saved), strict=True)]
     places = [
         own.part.place(

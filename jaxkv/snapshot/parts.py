@@ -15,6 +15,9 @@ from jaxkv.window import Window
 Entries = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 """By name, the dtype and the shape of what a snapshot holds for the buffers of a part."""
 
+Form = jax.ShapeDtypeStruct
+"""The dtype and the shape of an array."""
+
 Read = Callable[[str], np.ndarray]
 """Reads an array of a part by its name."""
 
@@ -79,6 +82,23 @@ class Part(ABC):
 
     @staticmethod
     @abstractmethod
+    def forms(table: Any, buffers: Any, count: int, saved: int) -> tuple[dict[str, Form], Any]:
+        """Return the forms of what `take` returns, of `count` cells and `saved` sequences.
+
+        Of the table and the buffers only shapes are read.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def check(table: Any, read: Read, sequences: list[int]) -> None:
+        """Compare the saved arrays of a table with what a table may hold.
+
+        Raises:
+          ValueError: when a memory with this content would break an invariant.
+        """
+
+    @staticmethod
+    @abstractmethod
     def place(table: Any, saved: Any, read: Read, moves: Moves, seed: int, anew: bool) -> Placed:
         """Let sequences of a table go, and give them what was saved.
 
@@ -103,6 +123,31 @@ class Part(ABC):
     @abstractmethod
     def write(array: Any, placed: Placed, new: np.ndarray) -> Any:
         """Write what was saved of an array of the buffers, `[n, ...]`; the array is donated."""
+
+
+def expect(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> None:
+    """Raise a ValueError with the first of some values that does not follow a rule.
+
+    >>> expect(np.array([True, False]), "cell", np.array([1, 9]), "from 0 to 3")
+    Traceback (most recent call last):
+    ...
+    ValueError: expected cell from 0 to 3, got 9: the snapshot was changed after it was saved, ...
+    """
+    if not np.all(ok):
+        found = np.broadcast_to(values, ok.shape)[~ok][0]
+        raise ValueError(
+            f"expected {name} {rule}, got {found}: the snapshot was changed after it was saved, "
+            f"save it again"
+        )
+
+
+def check_places(read: Read, streams: int, cells: int) -> None:
+    """Raise a ValueError unless the saved cells are cells of a table, each once and in order."""
+    stream, cell = (read(name).astype(np.int64) for name in ("stream", "cell"))
+    expect((stream >= 0) & (stream < streams), "stream", stream, f"from 0 to {streams - 1}")
+    expect((cell >= 0) & (cell < cells), "cell", cell, f"from 0 to {cells - 1}")
+    place = stream * cells + cell
+    expect(place[1:] > place[:-1], "cell", cell[1:], "after the one before it")
 
 
 def names(buffers: Any, prefix: str) -> Any:

@@ -12,11 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.places import EMPTY, fetched
-from jaxkv.recurrent.cache import StateTable
+from jaxkv.places import EMPTY, END, fetched
+from jaxkv.recurrent.cache import StateTable, make_recurrent_cache
 from jaxkv.recurrent.states import empty_fields
 from jaxkv.snapshot.chunks import put_in, taken_out
-from jaxkv.snapshot.parts import Entries, Moves, Part, Placed, Read, decoded, static_fields
+from jaxkv.snapshot.parts import (
+    Entries,
+    Form,
+    Moves,
+    Part,
+    Placed,
+    Read,
+    check_places,
+    decoded,
+    expect,
+    static_fields,
+)
 from jaxkv.stamp import chained, replaced
 
 CHUNK = 8
@@ -54,6 +65,9 @@ class StatePart(Part):
         for name, (dtype, (_, *shape)) in entries.items():
             layer, _, state = name.partition(".")
             layers[int(layer)][state] = jnp.zeros((*table.stamp.shape, *shape), dtype)
+        states = {name: (x.shape[2:], x.dtype) for name, x in layers[0].items()}
+        splits = {name: split for name, *split in static["splits"]}
+        jax.eval_shape(partial(make_recurrent_cache, **sizes, states=states, splits=splits))
         return table, layers
 
     @staticmethod
@@ -89,6 +103,34 @@ class StatePart(Part):
         }
         take = partial(taken_out, streams=stream, cells=cell, read=_read, size=CHUNK)
         return found, jax.tree.map(take, buffers)
+
+    @staticmethod
+    def forms(table: Any, buffers: Any, count: int, saved: int) -> tuple[dict[str, Form], Any]:
+        """Return the forms of the arrays that the class lists, and of states."""
+        each = jax.ShapeDtypeStruct((count,), jnp.int32)
+        pairs = jax.ShapeDtypeStruct((saved, table.earlier + 1), jnp.int32)
+        found = {"position": pairs, "state": pairs, "stream": each, "cell": each}
+        found["written"] = jax.ShapeDtypeStruct((table.holds.shape[0], count), jnp.bool_)
+        return found, jax.tree.map(lambda x: jax.eval_shape(_read, x, each, each), buffers)
+
+    @staticmethod
+    def check(table: Any, read: Read, sequences: list[int]) -> None:
+        """Compare positions, and which state is there, with those of a table."""
+        check_places(read, table.streams, table.num_cells)
+        position, state, stream = read("position"), read("state"), read("stream")
+        size, kept = len(stream), position != EMPTY
+        expect((position >= EMPTY) & (position < END), "position", position, f"of -1 to {END - 1}")
+        rises = (position[:, 1:] > position[:, :-1]) | ~kept[:, :-1]
+        expect(rises, "position", position[:, 1:], "above the one before it")
+        known = (state >= 0) & (state < size)
+        expect(np.where(kept, known, state == size), "state", state, "that has a position")
+        home = np.array(sequences, int)[:, None] // table.sharing
+        same = np.append(stream, EMPTY)[state] == home
+        expect(~kept | same, "state", state, "in the stream of its sequence")
+        stands = np.full(size + 1, EMPTY, np.int32)
+        stands[state] = position
+        expect(stands[state] == position, "position", position, "that the state has in all places")
+        expect(stands[:-1] != EMPTY, "state", np.arange(size), "that a sequence keeps")
 
     @staticmethod
     def place(table: Any, saved: Any, read: Read, moves: Moves, seed: int, anew: bool) -> Placed:

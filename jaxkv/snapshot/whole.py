@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from jaxkv.hybrid import HybridTable, parts_of
+from jaxkv.facts import check_once
+from jaxkv.hybrid import HybridTable, make_hybrid_cache, parts_of
 from jaxkv.memory import Memory, join, split
-from jaxkv.places import is_concrete
+from jaxkv.places import integers, is_concrete
 from jaxkv.snapshot.cells import CellPart
 from jaxkv.snapshot.file import File
 from jaxkv.snapshot.parts import Part, decoded, encoded, names
@@ -68,29 +70,45 @@ def make(file: File) -> Memory:
     if description["kind"] != "hybrid":
         return join(*_made(file, description, "buffers."))
     pairs = [_made(file, one, f"buffers.{i}.") for i, one in enumerate(description["parts"])]
-    tables, buffers = zip(*pairs, strict=True)
-    return join(HybridTable(parts=tables, layers=decoded(description["layers"])), buffers)
+    layers = decoded(description["layers"])
+    return make_hybrid_cache(*zip([join(*pair) for pair in pairs], layers, strict=True))
 
 
 def shapes(file: File) -> Memory:
     """Return the memory that a snapshot describes, of shapes alone.
 
     Raises:
-      ValueError: when no memory is like that, its keys, values or states are not all there, or JAX
-        would make its arrays of other dtypes.
+      ValueError: when no memory is like that, its arrays are others, the sequences are none of it,
+        or JAX would make its arrays of other dtypes.
     """
     check_dtypes(file)
     try:
         memory = jax.eval_shape(partial(make, file))
-        for one in parts(memory):
-            for name in jax.tree.leaves(names(one.memory.buffers, one.buffers)):
-                file.arrays[name]
+        _check_arrays(file, memory)
         return memory
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ValueError(
             f"wanted a snapshot that describes a memory, got one that does not "
             f"({type(error).__name__}: {error}): it was not written by jaxkv.snapshot"
         ) from None
+
+
+def _check_arrays(file: File, memory: Memory) -> None:
+    """Raise a ValueError unless a file has the arrays of a memory, and texts of its sequences."""
+    saved, tokens = file.description["sequences"], file.description["tokens"]
+    check_once(memory.table.facts.sequence_ids(saved))
+    for text in tokens:
+        integers([] if text is None else text, "tokens")
+    wanted: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    for part, own, table, buffers in parts(memory):
+        (count,) = file.arrays[f"{table}cell"][1]
+        forms, held = part.forms(*split(own), count, len(saved))
+        pairs = zip(jax.tree.leaves(names(held, buffers)), jax.tree.leaves(held), strict=True)
+        for name, form in [*((table + name, form) for name, form in forms.items()), *pairs]:
+            wanted[name] = form.dtype, form.shape
+    if len(tokens) != len(saved) or wanted != file.arrays:
+        odd = sorted(set(wanted.items()) ^ set(file.arrays.items()), key=str)
+        raise ValueError(f"other arrays than those of the memory, {_short(odd[:2])}")
 
 
 def assembled(memory: Memory, pairs: list[tuple[Any, Any]]) -> Memory:

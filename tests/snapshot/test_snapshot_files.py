@@ -10,7 +10,7 @@ import random
 import resource
 import sys
 import tracemalloc
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import safetensors.numpy
 
 import jaxkv
 from jaxkv import snapshot
+from jaxkv.snapshot.file import opened, written
 from tests import histories
 from tests.cases import in_lanes
 from tests.memories import assert_identical, drawn
@@ -154,6 +155,135 @@ def test_inspect_reads_files_from_before_notes():
     data = described(snapshot.to_bytes(make(), model="old"), without)
     assert snapshot.inspect(data).notes is None and snapshot.inspect(data).model == "old"
     snapshot.load(data)
+
+
+def resigned(data, change):
+    """A file whose description and arrays are changed, with checksums that are right."""
+    with opened(data) as file:
+        arrays = {name: np.array(file[name]) for name in file.arrays}
+    said = {name: value for name, value in file.description.items() if name != "arrays"}
+    change(said, arrays)
+    return written(said, arrays)
+
+
+@cache
+def of_each_kind():
+    """A hybrid memory with a window, states, shared cells and a source, and its file."""
+    sizes = {"sequences": 4, "streams": 2}
+    text = make(window=jaxkv.window.sliding(3), **sizes)
+    states = recurrent(rollback=1, **sizes)
+    sources = jaxkv.make_source_cache(layers=1, cells=6, kv_heads=2, head_dim=4, **sizes)
+    memory = jaxkv.make_hybrid_cache((text, (0, 1)), (states, (2, 3)), (sources, (4,)))
+    for tokens in ([[1], [2]], [[3], [4]], [[5], [6]]):
+        batch = jaxkv.make_batch(tokens, sequences=[0, 2])
+        memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch).check())
+    memory = jaxkv.apply(memory, jaxkv.init_source(memory, jaxkv.make_batch([[6, 7]])).check())
+    memory = jaxkv.seq_add(jaxkv.seq_cp(memory, 0, 1).cache, 2, 0, -1, 2).cache
+    return with_numbers(memory), snapshot.to_bytes(with_numbers(memory), sequences=[0, 1, 2])
+
+
+VALUES = [-(2**31), -1, 0, 4, 2**31 - 1]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
+    memory, data = of_each_kind()
+    before, refused = jax.tree.map(np.asarray, memory), set()
+    with opened(data) as file:
+        sizes = {n: file[n].size for n in file.arrays if n.startswith(f"table.parts.{part}.")}
+    for name, i, value in [
+        (name, i, value)
+        for name, size in sizes.items()
+        for i in {0, size // 2, size - 1}
+        for value in VALUES
+    ]:
+
+        def change(said, arrays, name=name, i=i, value=value):
+            arrays[name].reshape(-1)[i] = np.int64(value).astype(arrays[name].dtype)
+
+        there = resigned(data, change)
+        try:
+            loaded = snapshot.load(there)
+        except ValueError as error:
+            assert str(error).startswith("expected ") and "\n" not in str(error)
+            if name not in refused:
+                with pytest.raises(ValueError, match="expected "):
+                    snapshot.load_into(there, memory, donate=True)
+            refused.add(name)
+            continue
+        assert not any(map(int, jaxkv.check_invariants(loaded).values())), (name, i, value)
+        with opened(snapshot.to_bytes(loaded, sequences=[0, 1, 2])) as one, opened(there) as other:
+            assert all(np.array_equal(one[n], other[n]) for n in sizes), (name, i, value)
+    assert refused == {name for name in sizes if not name.endswith("written")}
+    assert_identical(memory, before)
+
+
+TOGETHER = [  # what is wrong in several arrays alone: part, new values by name, and the message
+    (0, {"position": lambda x: [-1, *x[1:]], "shift": lambda x: [-1, *x[1:]]}, "position from 0"),
+    (1, {"position": lambda x: [*x[:2], [0, 2**31 - 1]]}, "position of -1 to 2147483646, got"),
+    (1, {name: lambda x: x[[2, 2, 0]] for name in ("position", "state")}, "in the stream of its"),
+    (1, {"position": lambda x: [*x[:2], [-1] * 2], "state": lambda x: [*x[:2], [4] * 2]}, "keeps"),
+]
+
+
+@pytest.mark.parametrize(("part", "changes", "message"), TOGETHER)
+def test_load_of_arrays_that_are_wrong_together_raises(part, changes, message):
+    def change(said, arrays):
+        for name, new in changes.items():
+            array = arrays[f"table.parts.{part}.{name}"]
+            array[:] = new(array.copy())
+
+    with pytest.raises(ValueError, match=f"expected .*{message}"):
+        snapshot.load(resigned(of_each_kind()[1], change))
+
+
+def put(path, value):
+    """A change of one value of a description."""
+    *places, last = path
+
+    def change(said, arrays):
+        at = said
+        for place in places:
+            at = at[place]
+        at[last] = value
+
+    return change
+
+
+MEMORY = ["memory", "parts", 0]
+SAID = [
+    *((["sequences"], value) for value in ([0, 1], [0, 1, 1], [0, 1, 4], [0, 1, -1])),
+    *((["tokens"], value) for value in ([None], [None, None, ["a"]])),
+    *(([*MEMORY, "cells"], value) for value in (0, -8, 2**40, 4.5)),
+    *(([*MEMORY, "sequences"], value) for value in (0, 3, 8)),
+    *(([*MEMORY, "streams"], value) for value in (0, 3)),
+    ([*MEMORY, "static", "placement"], "anywhere"),
+    ([*MEMORY, "static", "shards"], 3),
+    ([*MEMORY, "static", "ubatch_size"], -1),
+    ([*MEMORY, "static", "window", "Window", "width"], 0),
+    ([*MEMORY, "ropes"], [None]),
+    ([*MEMORY, "latent"], [[0, 9], None]),
+    (["memory", "parts", 1, "rollback"], 2),
+    (["memory", "parts", 1, "layers"], 3),
+    (["memory", "parts", 1, "static", "splits"], [["none", 0, 2]]),
+    (["memory", "layers"], [[0, 1], [1, 1], [4]]),
+]
+
+
+def test_load_of_changed_description_raises():
+    memory, data = of_each_kind()
+
+    def narrow(said, arrays):
+        arrays["buffers.0.k.0"] = arrays["buffers.0.k.0"][:-1]
+
+    def more(said, arrays):
+        arrays["table.parts.0.more"] = np.zeros(3, np.int32)
+
+    for change in (narrow, more, *(put(*one) for one in SAID)):
+        there = resigned(data, change)
+        for load in (snapshot.load, snapshot.inspect, partial(snapshot.load_into, memory=memory)):
+            with pytest.raises(ValueError, match="wanted a snapshot that describes a memory, got"):
+                load(there)
 
 
 def into(memory, saved, **options):
