@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import sys
 import tracemalloc
 
@@ -121,27 +122,8 @@ def test_tensor_unpacks_without_second_copy():
 
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
-YARN = {"rope_type": "yarn", "factor": 2.0}
-KINDS = {
-    "full_attention": LINEAR | {"rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-PLAIN = {"rope_theta": 10000.0, "rope_scaling": None}
-SLIDES, FULL, WINDOW = {"sliding_window": 16}, "full_attention", "sliding_attention"
-MISTRAL, QWEN = SLIDES | {"model_type": "mistral"}, SLIDES | {"model_type": "qwen2"}
-CONFIGS = [  # what is added to a config without a base, and what is found
-    ({"rope_theta": 5.0}, {"rope_theta": 5.0, "rope_scaling": None}),
-    ({}, PLAIN),
-    ({"rope_scaling": {"type": "linear", "factor": 8.0}}, PLAIN | {"rope_scaling": LINEAR}),
-    ({"rope_parameters": YARN | {"rope_theta": 6.0}}, {"rope_theta": 6.0, "rope_scaling": YARN}),
-    (
-        {"model_type": "gemma3_text", "rope_parameters": KINDS},
-        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": LINEAR},
-    ),
-    (MISTRAL, SLIDES | {"layer_types": [WINDOW] * 2}),
-    (QWEN | {"use_sliding_window": False}, {"sliding_window": None, "layer_types": [FULL] * 2}),
-    (QWEN | {"max_window_layers": 1}, SLIDES | {"layer_types": [FULL, WINDOW]}),
-]
+CONFIGS = json.loads((DATA / "configs_in_one_form.json").read_text())
+"""What is added to a config without a base, and what is found."""
 
 
 @pytest.mark.parametrize(("given", "wanted"), CONFIGS, ids=str)
@@ -158,32 +140,42 @@ def test_config_rope_scaling_of_gguf(tmp_path):
     for fields, extra, scaling in [
         ({}, {}, None),
         ({"scale_linear": 8.0}, {}, LINEAR),
+        ({"scaling.factor": 8.0}, {}, LINEAR),  # where no rule is named
+        ({"scaling.factor": 8.0, "scaling.type": "none"}, {}, None),
+        ({"scaling.attn_factor": 1.0, "scaling.factor": 1.0}, {}, None),
+        ({"scaling.attn_factor": 1.5}, {}, "expected llama.rope.scaling.attn_factor 1, got 1.5"),
+        ({"scaling.factor": 8.0}, factors, "left out beside rope_freqs.weight, got 8.0"),
         (yarn, {}, wanted),
         ({}, factors, {"rope_type": "factors", "factors": [1.0, 1.0, 2.0, 8.0]}),
     ]:
         named = {f"llama.rope.{key}": value for key, value in fields.items()}
         path = write_gguf(tmp_path / "tiny.gguf", tiny_tensors() | extra, fields=named)
-        assert open_checkpoint(path).config["rope_scaling"] == scaling
+        if isinstance(scaling, str):
+            refused(path, scaling)
+        else:
+            assert open_checkpoint(path).config["rope_scaling"] == scaling
 
 
 MEANINGLESS = {"vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned"}
 KEYS = [getattr(gguf.Keys, part) for part in ("LLM", "Attention", "Rope", "SSM", "ShortConv")]
 KEYS = [key for keys in KEYS for key in vars(keys).values() if str(key).startswith("{arch}.")]
-BASES = {"llama": {}, "gemma3": {"attention.sliding_window_pattern": 2}, "lfm2": {}}
-BASES["gemma3"] |= {"attention.sliding_window": 5, "attention.key_length": 8}
-BASES["lfm2"] |= {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3}
+FORM = FIELDS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}
+GEMMA = {"sliding_window": 5, "sliding_window_pattern": 2, "key_length": 8}
+FORMS = {
+    "llama": FORM,
+    "gemma3": FORM | {f"attention.{key}": value for key, value in GEMMA.items()},
+    "lfm2": FORM | {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
+}
 
 
-@pytest.mark.parametrize("arch", BASES)
+@pytest.mark.parametrize("arch", FORMS)
 def test_gguf_key_is_read_or_refused_or_means_nothing(tmp_path, arch):
     def config(**more):
-        base = FIELDS | yarn | BASES[arch] | more
-        return open_checkpoint(write_gguf(tmp_path / "tiny.gguf", {}, arch, base=base)).config
+        path = write_gguf(tmp_path / "tiny.gguf", {}, arch, base=FORMS[arch] | more)
+        return open_checkpoint(path).config
 
-    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}
     plain = config()
-    for key in KEYS:
-        name = key.removeprefix("{arch}.")
+    for name in (key.removeprefix("{arch}.") for key in KEYS):
         try:
             assert (config(**{name: 16}) == plain) == (name in MEANINGLESS), name
         except ModelError as error:
@@ -191,65 +183,43 @@ def test_gguf_key_is_read_or_refused_or_means_nothing(tmp_path, arch):
             assert "expected" not in str(error) or f"expected {arch}.{name} " in str(error)
 
 
-def test_gguf_stretches_are_those_of_llama_cpp(tmp_path):
-    tensors = tiny_tensors()
-    for fields, wanted in [
-        ({"factor": 8.0}, LINEAR),  # where no rule is named
-        ({"factor": 8.0, "type": "none"}, None),
-        ({"attn_factor": 1.0, "factor": 1.0}, None),
-        ({"attn_factor": 1.5}, "expected llama.rope.scaling.attn_factor 1, got 1.5"),
-        ({"factor": 8.0, "freqs": 1}, "left out beside rope_freqs.weight, got 8.0"),
-    ]:
-        factors = {"rope_freqs.weight": np.ones(4, np.float32)} if fields.pop("freqs", 0) else {}
-        named = {f"llama.rope.scaling.{key}": value for key, value in fields.items()}
-        path = write_gguf(tmp_path / "tiny.gguf", tensors | factors, fields=named)
-        if isinstance(wanted, str):
-            refused(path, wanted)
-        else:
-            assert open_checkpoint(path).config["rope_scaling"] == wanted
-
-
-CROSS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-UNREAD = {
-    "model.layers.1.mlp.up_proj.bias": "blk.1.ffn_up.bias",
-    "model.layers.1.self_attn.q_norm.weight": "blk.1.attn_q_norm.weight",
-}
-LEFT_OUT = [
-    ("llama_linear", "model.layers.0.self_attn.rotary_emb.inv_freq"),
-    ("llama_linear", "vision_tower.patch.weight"),
-    ("llama_tied", "lm_head.weight"),
-    ("t5_tied", "encoder.embed_tokens.weight"),
-    ("t5_tied", CROSS),
-]
-
-
-@pytest.mark.parametrize(("name", "extra"), LEFT_OUT)
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("llama_linear", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("llama_linear", "vision_tower.patch.weight"),
+        ("llama_tied", "lm_head.weight"),
+        ("t5_tied", "encoder.embed_tokens.weight"),
+        ("t5_tied", "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
+    ],
+)
 def test_tensor_without_effect_is_left_out(tmp_path, name, extra):
     tensors = load_file(DATA / name / "model.safetensors") | {extra: np.ones(4, np.float32)}
     save_file(tensors, config_at(tmp_path, name) / "model.safetensors")
     models.load(tmp_path)
 
 
-@pytest.mark.parametrize("write", [write_folder, write_gguf])
-def test_tensor_that_is_not_read_or_has_no_scale_is_refused(tmp_path, write):
-    tensors = {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
+UP = "model.layers.1.mlp.up_proj"
 
-    def refused(more, message):
+
+@pytest.mark.parametrize(
+    ("write", "names"),
+    [
+        (write_folder, (f"{UP}.bias", "model.layers.1.self_attn.q_norm.weight")),
+        (write_gguf, ("blk.1.ffn_up.bias", "blk.1.attn_q_norm.weight")),
+    ],
+)
+def test_tensor_that_is_not_read_or_has_no_scale_is_refused(tmp_path, write, names):
+    tensors = {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
+    unread = [({name: np.ones(4, np.float32)}, r"reads, got .* of shape \(4,\)") for name in names]
+    ints = [
+        {name: np.ones_like(tensors[name], np.int8)}
+        for name in (f"{UP}.weight", "model.norm.weight")
+    ]
+    ints = [(more, "expected floating-point numbers in .*, got int8") for more in ints]
+    for more, message in unread + ints:
         with pytest.raises(ModelError, match=message):
             models.load(write(tmp_path / "tiny.gguf", tensors | more))
-
-    for name, short in UNREAD.items():
-        stored = name if write is write_folder else short
-        refused({stored: np.ones(4, np.float32)}, rf"reads, got {name} of shape \(4,\)")
-    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
-        ints = {name: np.ones(tensors[name].shape, np.int8)}
-        refused(ints, "expected floating-point numbers in .*, got int8")
-
-
-def test_gguf_tokenizer_key_that_is_not_computed_is_refused(tmp_path):
-    path = write_gguf(tmp_path / "tiny.gguf", {}, fields={"tokenizer.ggml.add_eos_token": True})
-    with pytest.raises(ModelError, match="expected tokenizer.ggml.add_eos_token false, got true"):
-        open_checkpoint(path).tokenizer()
 
 
 def refused(name, message):
@@ -281,6 +251,9 @@ def test_open_checkpoint_refused_files_raise(tmp_path):
     whole = write_gguf(tmp_path / "whole.gguf", tiny_tensors())
     with pytest.raises(ModelError, match=r"has no tensor 'model\.nothing'"):
         open_checkpoint(whole).tensor("model.nothing")
+    ends = write_gguf(tmp_path / "ends.gguf", {}, fields={"tokenizer.ggml.add_eos_token": True})
+    with pytest.raises(ModelError, match="expected tokenizer.ggml.add_eos_token false, got true"):
+        open_checkpoint(ends).tokenizer()
     (tmp_path / "cut.gguf").write_text("once upon a time")
     refused(tmp_path / "cut.gguf", "not a GGUF file.*once")
     for length in (10, 300, 5000):
