@@ -138,7 +138,7 @@ class CellPart(Part):
     def forms(table: Any, buffers: Any, count: int, saved: int) -> tuple[dict[str, Form], Any]:
         """Return the forms of the arrays that the class lists, and of keys and values."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
-        found = dict.fromkeys(("position", "shift", "stream", "cell"), each)
+        found: dict[str, Form] = dict.fromkeys(("position", "shift", "stream", "cell"), each)
         found["owners"] = jax.ShapeDtypeStruct((count, table.owners.shape[1]), jnp.uint32)
         found["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
         of = partial(jax.eval_shape, gather)

@@ -210,7 +210,9 @@ def test_snapshot_storage_form_goes_on_as_plain_memory(name):
 def test_snapshot_codes_without_scales_raises():
     codes = np.zeros((0, HEADS, SIZE), np.int8)
     arrays = {f"buffers.{half}.{i}": codes for half in "kv" for i in (0, 1)}
+    arrays["table.cell"] = np.zeros(0, np.int32)
     description = {"memory": describe(make(dtype="int8")), "model": None}
+    description |= {"sequences": [], "tokens": []}
     with pytest.raises(ValueError, match="a snapshot that describes a memory, .*buffers.k.0.codes"):
         snapshot.load(written(description, arrays))
 

@@ -127,7 +127,7 @@ def test_load_on_mesh_gives_each_device_its_share(name, tmp_path):
     ("config", "message"),
     [
         ({"vocab_size": None}, "without vocab_size"),
-        ({"model_type": "bert"}, "is a 'bert' model; known are deepseek_v2"),
+        ({"model_type": "bert"}, 'model_type "bert"; known are deepseek_v2'),
     ],
 )
 def test_load_shapes_of_too_little_config_raises(config, message, tmp_path):
