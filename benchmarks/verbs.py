@@ -23,7 +23,8 @@ STREAMS = 8
 
 def filled(cells: int) -> jaxkv.Memory:
     """Make a pool, three quarters full, with as many tokens of each sequence."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=cells, kv_heads=1, head_dim=2, sequences=SEQUENCES)
+    sizes = {"kv_heads": 1, "head_dim": 2, "sequences": SEQUENCES}
+    memory = jaxkv.make_kv_cache(layers=1, cells=cells, rope=None, **sizes)
     batch = jaxkv.make_batch(
         np.zeros(cells * 3 // 4, np.int32), sequences=np.arange(cells * 3 // 4) % SEQUENCES
     )

@@ -121,6 +121,11 @@ class HybridTable(Table):
         tables, buffers = zip(*pairs, strict=True)
         return replace(self, parts=tables), buffers
 
+    def check_moves(self, buffers: tuple) -> None:
+        """Raise unless every part can."""
+        for part, own in zip(self.parts, buffers, strict=True):
+            part.check_moves(own)
+
     def digest(self) -> tuple:
         """Return the digests of each part."""
         return tuple(part.digest() for part in self.parts)

@@ -133,6 +133,10 @@ class Table(ABC):
     def check_buffers(self, buffers: Any) -> None:
         """Raise unless buffers have the streams and the cells of the table."""
 
+    def check_moves(self, buffers: Any) -> None:
+        """Raise unless the positions of what buffers hold can be changed."""
+        del buffers
+
     @abstractmethod
     def digest(self) -> Any:
         """Return a number of each stream's content, `[S]` uint32; a tuple of them in a hybrid."""

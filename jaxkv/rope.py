@@ -32,6 +32,14 @@ class Rope:
             )
 
 
+@dataclass(frozen=True)
+class NotGiven:
+    """The rope of a layer whose cache was made without `rope=`: its keys cannot be moved."""
+
+
+NOT_GIVEN = NotGiven()
+
+
 def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) -> Rope:
     """Make the plain rotary embedding.
 

@@ -14,7 +14,7 @@ from jaxkv.ops.latent import Latent, Values
 from jaxkv.ops.quantised import Stored, dtype_of, encoded
 from jaxkv.ops.stacked import OfLayer, each_array, flat, part_of_all
 from jaxkv.places import END, nowhere
-from jaxkv.rope import Rope
+from jaxkv.rope import NotGiven, Rope
 
 Held = tuple[Stored, Values]
 """The keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
@@ -40,13 +40,14 @@ class Buffers:
     k: L arrays `[S, K, N, D]`, keys as they were rotated for the cell's position less its shift;
       stacked, a single `[S * L, K, N, D]`, of which number s * L + l is stream s of layer l.
     v: L arrays `[S, K, N, Dv]`, values; stacked, a single `[S * L, K, N, Dv]`.
-    ropes: the rotary embedding of each layer's keys; None where keys carry no position.
+    ropes: the rotary embedding of each layer's keys; None where keys carry no position,
+      `NotGiven` where that was not said.
     stacked: whether one array holds all layers, which are alike then, static.
     """
 
     k: tuple[Stored, ...]
     v: tuple[Values, ...]
-    ropes: tuple[Rope | None, ...] = field(metadata={"static": True})
+    ropes: tuple[Rope | NotGiven | None, ...] = field(metadata={"static": True})
     stacked: bool = field(default=False, metadata={"static": True})
 
     @property

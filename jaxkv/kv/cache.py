@@ -17,6 +17,7 @@ from jaxkv.kv.by_stream import on_streams, told
 from jaxkv.kv.cells import Cells
 from jaxkv.memory import Commitment, Findings, Room, Table, View, check_sizes
 from jaxkv.mesh import Rules, Shares
+from jaxkv.rope import NotGiven
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +65,14 @@ class CellTable(Cells, Table):
         """Raise unless keys have the streams and the cells of the table."""
         streams, _, size, _ = buffers.k[0].shape
         check_sizes(self, streams // buffers.depth, size)
+
+    def check_moves(self, buffers: Buffers) -> None:
+        """Raise unless it is known of all layers how keys turn with position."""
+        if any(isinstance(rope, NotGiven) for rope in buffers.ropes):
+            raise ValueError(
+                "expected a cache made with rope= to move keys, got one made without; make it with "
+                "rope=make_rope(...), or rope=None if keys have no positions"
+            )
 
     def digest(self) -> jax.Array:
         """See `cells.digest`."""

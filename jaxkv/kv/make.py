@@ -16,7 +16,7 @@ from jaxkv.memory import Memory, join
 from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import zeros
 from jaxkv.places import FAR, check_shape, count
-from jaxkv.rope import Rope
+from jaxkv.rope import NOT_GIVEN, NotGiven, Rope
 from jaxkv.window import Window, cells_for
 
 
@@ -33,7 +33,7 @@ def make_kv_cache(
     ubatch_size: int | None = None,
     rollback: int | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    rope: Rope | tuple[Rope | None, ...] | None = None,
+    rope: Rope | tuple[Rope | None, ...] | NotGiven | None = NOT_GIVEN,
     placement: Placement = "scattered",
     shards: int | None = None,
     stacked: bool = False,
@@ -68,7 +68,8 @@ def make_kv_cache(
         differentiated through that: derivatives by queries are right, and those by the keys and
         values that are written are zero. Take another dtype to train.
       rope: how keys were rotated when they come in, for all layers or one for each; None where
-        keys carry no position.
+        keys carry no position. Left out, all works that moves no keys: `seq_add`, `seq_div`,
+        `loops.slide` and `loops.extend` raise.
       placement: which cells a ubatch may get: "scattered", any, the lowest first; "contiguous", one
         run of neighbours, which is refused when there is room but no run (see `make_room`);
         "striped", any, a few from each of `shards` runs in turn, so that on a mesh that splits
@@ -199,18 +200,18 @@ def make_kv_cache(
     ropes = rope if isinstance(rope, tuple) else (rope,) * layers
     if len(ropes) != layers:
         raise ValueError(f"wanted one rope for all layers or {layers}, one each, got {len(ropes)}")
-    for one, size in zip(ropes, keys, strict=True):
-        if one is not None and not isinstance(one, Rope):
+    sizes = [2 * len(one.frequencies) if isinstance(one, Rope) else 0 for one in ropes]
+    for one, turned, size in zip(ropes, sizes, keys, strict=True):
+        if not isinstance(one, Rope | NotGiven | None):
             raise TypeError(
                 f"wanted a rope, such as make_rope(head_dim, base=10000.0), got {one!r}"
             )
-        if one is not None and 2 * len(one.frequencies) > size:
+        if turned > size:
             raise ValueError(
                 f"wanted a rope of {size // 2} pairs at most for keys of {size}, got one of "
-                f"{len(one.frequencies)}: make it for the head, make_rope({size})"
+                f"{turned // 2}: make it for the head, make_rope({size})"
             )
-    for one, value in zip(ropes, values, strict=True):
-        turned = 0 if one is None else 2 * len(one.frequencies)
+    for turned, value in zip(sizes, values, strict=True):
         if isinstance(value, Latent) and value.first < turned:
             raise ValueError(
                 f"wanted values after the {turned} numbers of a key that its rope turns, got "

@@ -38,7 +38,7 @@ from jaxkv.ops.quantised import Stored
 from jaxkv.ops.rotation import turn
 from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, END, divided, end_of
-from jaxkv.rope import Rope
+from jaxkv.rope import NotGiven, Rope
 
 CHUNK = 256
 """Cells whose keys and values are held at a time while many are rotated or moved."""
@@ -228,7 +228,11 @@ def rotate_pending(cells: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffer
 
 
 def _rotate(
-    ropes: tuple[Rope | None, ...], split: Halves, start: jax.Array, by: jax.Array, arrays: Any
+    ropes: tuple[Rope | NotGiven | None, ...],
+    split: Halves,
+    start: jax.Array,
+    by: jax.Array,
+    arrays: Any,
 ) -> Any:
     """Turn the keys of cells by so many positions, `[S, N]`, where that is not 0.
 
@@ -251,7 +255,7 @@ def _rotate(
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
         turned = []
         for k, rope in zip(keys, ropes, strict=True):
-            if rope is not None:
+            if isinstance(rope, Rope):
                 key = each_array(lambda x: gather(x, stream, slot), k)  # [CHUNK, K, D]
                 key = turn(key, begin, begin + turns, rope)
                 k = each_array(lambda x, new: scatter(x, stream, slot, new), k, key)

@@ -231,6 +231,7 @@ def make_source_cache(
             sequences=sequences,
             streams=streams,
             dtype=dtype,
+            rope=None,  # no verb of positions reaches a source
         )
     )
     return join(as_source_table(table), buffers)

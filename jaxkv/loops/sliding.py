@@ -41,9 +41,9 @@ def slide(
       let go of the first tokens would see them again.
 
     Raises:
-      ValueError: when the memory has recurrent states, `keep` is known and below 0, `drop` is known
-        and below 1, one of them is several numbers, the sequence is known and is none of the
-        memory, or the memory was donated.
+      ValueError: when the memory has recurrent states or was made without `rope=`, `keep`
+        is known and below 0, `drop` is known and below 1, one of them is several numbers, the
+        sequence is known and is none of the memory, or the memory was donated.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
@@ -59,6 +59,7 @@ def slide(
     """
     table, buffers = split(memory)
     _check_cells(table.facts, "a state cannot forget what it has seen")
+    table.check_moves(buffers)
     check_there(memory)
     bounds = _one(keep, "keep", low=0), _one(drop, "drop", low=1)
     table, plan, ok = _slid(table, sequence(table, seq), *bounds)
@@ -95,9 +96,9 @@ def extend(
       a position.
 
     Raises:
-      ValueError: when the memory has recurrent states, `group` or `width` is below 1 or above
-        2**31 - 1, `width` is no multiple of `group`, `done` is several numbers, the sequence is
-        known and is none of the memory, or the memory was donated.
+      ValueError: when the memory has recurrent states or was made without `rope=`, `group`
+        or `width` is below 1 or above 2**31 - 1, `width` is no multiple of `group`, `done` is
+        several numbers, the sequence is known and is none of the memory, or the memory was donated.
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, rope=make_rope(2))
@@ -116,6 +117,7 @@ def extend(
     group, width = count(group, "group"), count(width, "width")
     if width % group:
         raise ValueError(f"wanted a width that is a multiple of group={group}, got {width}")
+    table.check_moves(buffers)
     check_there(memory)
     args = _one(done, "done"), jnp.int32(group), jnp.int32(width)
     table, plan, now, ok = _extended(table, sequence(table, seq), *args)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxkv.ops.stacked import is_of_layer
-from jaxkv.rope import Rope
+from jaxkv.rope import NotGiven, Rope
 from jaxkv.window import Window
 
 Entries = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
@@ -21,7 +21,7 @@ Form = jax.ShapeDtypeStruct
 Read = Callable[[str], np.ndarray]
 """Reads an array of a part by its name."""
 
-_VALUES = {"Window": Window, "Rope": Rope}
+_VALUES = {"Window": Window, "Rope": Rope, "NotGiven": NotGiven}
 """Values among static fields, by the name that they have in a file."""
 
 

@@ -69,7 +69,7 @@ def is_current(memory: Memory, plan: Ubatch | Plan | Commitment) -> jax.Array:
       ValueError: as `apply` does.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=None)
       >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
       >>> is_current(memory, ubatch).item(), is_current(apply(memory, ubatch), ubatch).item()
       (True, False)

@@ -102,7 +102,7 @@ def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.A
       position each, nothing else can go wrong.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
+      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2, rope=None)
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
       >>> fork, _ = seq_cp(memory, 0, 1)
       >>> fork, _ = seq_rm(fork, 0, 0, 2)
@@ -111,7 +111,8 @@ def can_seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.A
       >>> can_seq_add(seq_keep(fork, 0), 0, 2, -1, -2).item()
       True
     """
-    table, _ = split(memory)
+    table, buffers = split(memory)
+    table.check_moves(buffers)
     args = sequence(table, seq), *single_bounds(p0, p1), position(delta, "delta")
     return _can_add(table, *args)
 

@@ -258,6 +258,9 @@ def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> EditResul
       Positions belong to cells: a cell that is shared moves for every owner, and `can_seq_add` says
       beforehand whether that leaves each of them one token a position.
 
+    Raises:
+      ValueError: when the memory was made without `rope=`, so that its keys cannot be rotated.
+
     Examples:
       Forget a passage and close the gap:
 
@@ -278,6 +281,7 @@ def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> EditResul
     llama.cpp: `llama_memory_seq_add`.
     """
     table, buffers = split(memory)
+    table.check_moves(buffers)
     args = sequence(table, seq), *single_bounds(p0, p1), position(delta, "delta")
     table, ok = _add(table, *args)
     return EditResult(join(table, buffers), ok)
@@ -299,10 +303,10 @@ def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> EditRes
       is freed. Of states only the last one at a position is kept.
 
     Raises:
-      ValueError: when the divisor is known and below 1.
+      ValueError: when the divisor is known and below 1, or the memory was made without `rope=`.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
       >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
       >>> print(show(seq_div(memory, 0, 0, -1, 2).cache))
       owner    0  0  0  0
@@ -314,6 +318,7 @@ def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> EditRes
     if is_concrete(divisor):
         count(divisor, "divisor")
     table, buffers = split(memory)
+    table.check_moves(buffers)
     args = sequence(table, seq), *single_bounds(p0, p1), position(divisor, "divisor")
     table, ok = _div(table, *args)
     return EditResult(join(table, buffers), ok)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -131,3 +132,25 @@ def test_seq_add_and_seq_div_move_positions(before, verb, after):
     assert moved.buffers.k[0] is memory.buffers.k[0]
     if after == before:  # nothing to do costs nothing
         assert updated(moved) is moved and jaxkv.init_batch(moved, jaxkv.make_batch([1])).ok
+
+
+def test_moves_of_a_cache_without_a_rope_are_refused():
+    """Saved or not, and as a part of a hybrid one; `rope=None` is said on purpose."""
+    sizes = dict(layers=1, kv_heads=1, head_dim=2, cells=8)
+    made, free = jaxkv.make_kv_cache(**sizes), jaxkv.make_kv_cache(**sizes, rope=None)
+    parts = (free, (0,)), (made, (1,))
+    moves = [
+        lambda m: jaxkv.seq_add(m, 0, 0, -1, 1),
+        lambda m: jax.jit(jaxkv.seq_div)(m, 0, 0, -1, 2),
+        lambda m: jaxkv.can_seq_add(m, 0, 0, -1, 1),
+        lambda m: jaxkv.loops.slide(m, 0, keep=0, drop=1),
+        lambda m: jaxkv.loops.extend(m, 0, 0, group=2, width=4),
+    ]
+    for move, memory in product(moves, [made, jaxkv.make_hybrid_cache(*parts), loaded(made)]):
+        with pytest.raises(ValueError, match="^expected a cache made with rope= to move keys"):
+            move(memory)
+        move(loaded(free))
+
+
+def loaded(memory):
+    return jaxkv.snapshot.load(jaxkv.snapshot.to_bytes(memory))

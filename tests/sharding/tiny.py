@@ -25,7 +25,7 @@ def make(layers, *, sequences=4, streams=1, **attention):
     parts = []
     for kind, own in places.items():
         if kind == "a":
-            options = {"cells": 16, "kv_heads": 2, "head_dim": 4, **attention}
+            options = {"cells": 16, "kv_heads": 2, "head_dim": 4, "rope": None, **attention}
             part = jaxkv.make_kv_cache(layers=len(own), **options, **sizes)
         else:
             states = {"states": {"x": ((4,), jnp.float32)}, "splits": {"x": (0, 4)}}
