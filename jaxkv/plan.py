@@ -86,6 +86,11 @@ class Reason(IntEnum):
         "its logits hold NaN or +inf, so that no token can be picked: look at the weights, and at "
         "what `forward` computes",
     )
+    NEGATIVE_TOKEN = (
+        14,
+        "its token at {found} is negative, which JAX would count from the end of the vocabulary: "
+        "pass ids from 0, and valid=False for padding",
+    )
 
 
 class RefusedError(RuntimeError):

@@ -40,7 +40,7 @@ def norm(x, w):
 
 def forward(weights, memory, ubatch, attend=jaxkv.attend):
     embedding = weights["vocabulary"]["head"]
-    x = embedding[ubatch.tokens]  # [R, T, 576]
+    x = jnp.take(embedding, ubatch.tokens, axis=0)  # [R, T, 576]
     rows, length, width = x.shape
     for layer, w in weights["blocks"].items():
         qkv = norm(x, w["attention_norm"]) @ w["attention"]["qkv"]["weight"].reshape(-1, width).T

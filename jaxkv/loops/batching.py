@@ -86,7 +86,7 @@ class Engine:
       A model that says the next number; 3 ends a text:
 
       >>> def forward(weights, memory, ubatch):
-      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
       ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)

@@ -105,7 +105,7 @@ def beam(
       does not count:
 
       >>> def forward(weights, memory, ubatch):
-      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
       ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
       ...     says = 2 * jnp.roll(x, 1, axis=-1) + jnp.roll(x, 2, axis=-1)
       ...     return memory, says.reshape(-1, 4)[ubatch.outputs]

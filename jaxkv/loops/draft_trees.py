@@ -151,7 +151,7 @@ def draft_tree(
       A memory of six sequences has room for two texts of three branches each:
 
       >>> def forward(weights, memory, ubatch):
-      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
       ...     memory, x = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
       >>> memory = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4, sequences=6)

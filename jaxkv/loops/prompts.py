@@ -86,7 +86,7 @@ def prefill(
       A model of one layer, whose tokens look at those before them:
 
       >>> def forward(weights, memory, ubatch):
-      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
       ...     memory, x = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
       >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
@@ -200,7 +200,7 @@ def warm_up(
       >>> compiled = []
       >>> def forward(weights, memory, ubatch):
       ...     compiled.append(ubatch.valid.shape)
-      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
       ...     memory, x = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
       >>> memory = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4)

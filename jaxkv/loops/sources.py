@@ -52,10 +52,10 @@ def encode(
       An encoder whose tokens do not even see each other, and a decoder that repeats its source:
 
       >>> def encoder(weights, memory, ubatch):
-      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
       ...     return write(memory, 1, ubatch, x, x)
       >>> def forward(weights, memory, ubatch):
-      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
       ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
       ...     memory, x = attend(memory, 1, ubatch, x)
       ...     return memory, x.reshape(-1, 4)[ubatch.outputs]

@@ -152,7 +152,7 @@ def speculate(
       A model that says 1, 2, 3, 1, 2, 3 and so on; nine tokens take three steps:
 
       >>> def forward(weights, memory, ubatch):
-      ...     x = weights[ubatch.tokens][:, :, None]
+      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
       ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
       ...     return memory, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[ubatch.outputs]
       >>> memory = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=3)

@@ -121,7 +121,7 @@ def _faults(
     last: jax.Array,
     apart: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Check the positions of a batch, and that the sequences of a token share what is before it.
+    """Check the tokens and positions of a batch, and that the sequences of a token share what is before it.
 
     Args:
       batch: the tokens, flat.
@@ -141,9 +141,13 @@ def _faults(
     previous = jnp.where(ranks == 0, after, position[before])
     anywhere = (ranks == 0) & (after < 0) & (position >= 0)  # an empty sequence starts anywhere
     right = ~valid | ((anywhere | (position == previous + 1)) & (position < END))
+    negative = jnp.zeros_like(valid)
+    if batch.tokens is not None:
+        negative = valid & (per_member(batch.tokens, batch) < 0)
+    right &= ~negative
     reason = jnp.select(
-        [right, ranks == 0, position == previous, position < previous],
-        [Reason.FITS, Reason.NOT_NEXT, Reason.DUPLICATE, Reason.DECREASING],
+        [right, negative, ranks == 0, position == previous, position < previous],
+        [Reason.FITS, Reason.NEGATIVE_TOKEN, Reason.NOT_NEXT, Reason.DUPLICATE, Reason.DECREASING],
         Reason.GAP,
     ).astype(jnp.int32)
     wanted = previous + 1

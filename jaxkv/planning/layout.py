@@ -195,10 +195,15 @@ def follows(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def in_rows(batch: Batch, index: jax.Array) -> Batch:
-    """Lay tokens of a flat batch out in rows; `index`, `[R, T]`, is NOWHERE for padding."""
+    """Lay tokens of a flat batch out in rows; `index`, `[R, T]`, is NOWHERE for padding.
+
+    Padding is token 0: that of another text may be one which the vocabulary has not.
+    """
 
     def take(field: jax.Array) -> jax.Array:
         return field[jnp.minimum(index, field.shape[0] - 1)]
 
     laid = jax.tree.map(take, batch)
-    return replace(laid, valid=laid.valid & (index != NOWHERE))
+    valid = laid.valid & (index != NOWHERE)
+    tokens = None if laid.tokens is None else jnp.where(valid, laid.tokens, 0)
+    return replace(laid, tokens=tokens, valid=valid)

@@ -89,8 +89,8 @@ class Vocabulary(nnx.Module):
             self.embedding = make(split=split)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Turn tokens, `[R, T]`, into what stands for them, `[R, T, width]`."""
-        return (self.head if self.tied else self.embedding)[...][tokens]
+        """Turn tokens, `[R, T]`, into what stands for them, `[R, T, width]`; NaN for no token."""
+        return jnp.take((self.head if self.tied else self.embedding)[...], tokens, axis=0)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Turn what the last layer makes of O tokens, `[O, width]`, into logits `[O, V]`."""

@@ -170,6 +170,17 @@ def test_logits_match_transformers(name, way):
         follow(record, memory, group, way)
 
 
+@pytest.mark.parametrize(
+    "name", in_lanes(["llama_tied", "granite_hybrid"], fast=["llama_tied"], core=["granite_hybrid"])
+)
+def test_token_beyond_the_vocabulary_is_nan_for_its_text_alone(name):
+    model, there = recorded(name).model, np.ones(3, bool)
+    memory = model.make_memory(cells=32, sequences=4)
+    for token in ([3, 10**6, 4], [5, 6, 7]):
+        memory, logits, ok = step_of(model)(model.weights, memory, jnp.array(token), there)
+        assert ok and np.isnan(logits).any(axis=1).tolist() == [False, True, False]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["t5_gated", "t5_tied"])
 def test_beam_matches_generate_of_transformers(name):

@@ -136,6 +136,24 @@ def test_init_batch_of_unknown_sequences_raises_or_is_refused():
     assert traced(memory, jnp.array([0, 2, 1]))[0].ok
 
 
+def test_traced_negative_tokens_are_refused_and_padding_is_token_0():
+    memory = filled(4, 3)
+
+    @jax.jit
+    def traced(memory, tokens, valid):
+        batch = make_batch(tokens, sequences=jnp.array([0, 1]), valid=valid)
+        step, ok = jaxkv.plan_step(memory, tokens, jnp.array([0, 1]), valid)
+        return init_batch(memory, batch), step, ok
+
+    plan, step, ok = traced(memory, jnp.array([1, -1]), jnp.array([True, True]))
+    assert plan.reason.tolist() == [Reason.FITS, Reason.NEGATIVE_TOKEN, Reason.FITS]
+    assert not ok and (step.slots >= 12).all()
+    with pytest.raises(jaxkv.RefusedError, match="sequence 1: NEGATIVE_TOKEN, its token at 3 is"):
+        plan.check()
+    plan, step, ok = traced(memory, jnp.array([1, -1]), jnp.array([True, False]))
+    assert plan.ok and ok and plan.ubatches[0].tokens.min() == step.tokens.min() == 0
+
+
 def eleven(memory, tokens=(7,) * 11, size=4):
     return init_batch(memory, make_batch(tokens), ubatch_size=size)
 
