@@ -18,6 +18,7 @@ from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_traced
 from jaxkv.planning.step import plan_next
 from jaxkv.tables import whole
+from jaxkv.typed import Typed, typed
 
 
 def decode(
@@ -82,7 +83,8 @@ def decode(
         return _decode(forward, sampler, weights, memory, state, stop, steps)
     table, buffers = given(memory, donate)
     loop = program_of(_decoding, forward)
-    table, buffers, now, picked = loop(sampler, weights, table, buffers, state, stop, steps=steps)
+    args = typed(sampler), weights, table, buffers, state, stop
+    table, buffers, now, picked = loop(*args, steps=steps)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
     return join(table, buffers), replace(now, sequence=state.sequence), picked
 
@@ -90,7 +92,7 @@ def decode(
 def _decoding(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
     def loop(
-        sampler: Sampler,
+        sampler: Typed[Sampler],
         weights: Any,
         table: Any,
         buffers: Any,
@@ -100,7 +102,7 @@ def _decoding(forward: Callable[[], Forward]) -> Any:
         steps: int,
     ) -> tuple:
         memory = join(table, buffers)
-        memory, *rest = _decode(forward(), sampler, weights, memory, state, stop, steps)
+        memory, *rest = _decode(forward(), sampler.value, weights, memory, state, stop, steps)
         return *split(memory), *rest
 
     return loop

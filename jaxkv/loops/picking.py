@@ -16,6 +16,7 @@ from jaxkv.memory import Memory, split
 from jaxkv.places import integers, is_traced
 from jaxkv.plan import Reason
 from jaxkv.tables import program
+from jaxkv.typed import Typed, typed
 
 
 class Picked(NamedTuple):
@@ -128,15 +129,22 @@ def check_begun(table: Any, sequences: Any, active: Any) -> None:
 _ends = program(ends)
 
 
-@program
 def pick_first(
-    table: Any, sampler: Sampler, logits: jax.Array, stop: jax.Array, state: DecodeState
+    table: Any, sampler: Sampler, logits: jax.Array, stop: Any, state: DecodeState
 ) -> tuple[DecodeState, Picked]:
     """Pick the first token of each text of a state that has none yet; see `begin`, `advance`."""
+    return _pick_first(table, typed(sampler), logits, stop, state)
+
+
+@program
+def _pick_first(
+    table: Any, sampler: Typed[Sampler], logits: jax.Array, stop: jax.Array, state: DecodeState
+) -> tuple[DecodeState, Picked]:
+    """Do what `pick_first` says."""
     del table  # by which the mesh is known
     # Where the token of a started text would stand, there stands the one that is picked here.
     state = replace(state, draw=state.draw - 1)
-    state, token, logprob = advance(sampler, logits, state, stop, state.left > 0)
+    state, token, logprob = advance(sampler.value, logits, state, stop, state.left > 0)
     return state, Picked(token[:, None], logprob[:, None])
 
 

@@ -27,6 +27,7 @@ from jaxkv.places import count, is_traced
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.step import plan_next
 from jaxkv.tables import whole
+from jaxkv.typed import Typed, typed
 from jaxkv.verbs.edit import seq_rm
 
 
@@ -180,12 +181,13 @@ def speculate(
         raise ValueError(f"wanted a draft of {texts} texts, got one of {draft.texts}")
     draft.check(memory)
     stop = stops(stop, texts)
-    fixed = sampler, weights, stop
-    if is_traced(draft, memory, state, fixed):
-        return _speculate(_Setup(forward, *fixed), draft, memory, state, steps)
+    fixed = weights, stop
+    if is_traced(sampler, draft, memory, state, fixed):
+        return _speculate(_Setup(forward, sampler, *fixed), draft, memory, state, steps)
     table, buffers = given(memory, donate)
     loop = program_of(_speculating, forward)
-    table, buffers, now, draft, made = loop(fixed, draft, table, buffers, state, steps=steps)
+    args = typed((draft, sampler)), fixed, table, buffers, state
+    table, buffers, now, draft, made = loop(*args, steps=steps)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
     return join(table, buffers), replace(now, sequence=state.sequence), draft, made
 
@@ -193,9 +195,16 @@ def speculate(
 def _speculating(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
     def loop(
-        fixed: tuple, draft: Draft, table: Any, buffers: Any, state: DecodeState, *, steps: int
+        by: Typed[tuple[Draft, Sampler]],
+        fixed: tuple,
+        table: Any,
+        buffers: Any,
+        state: DecodeState,
+        *,
+        steps: int,
     ) -> tuple:
-        setup = _Setup(forward(), *fixed)
+        draft, sampler = by.value
+        setup = _Setup(forward(), sampler, *fixed)
         memory, *rest = _speculate(setup, draft, join(table, buffers), state, steps)
         return *split(memory), *rest
 

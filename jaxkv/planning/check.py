@@ -121,7 +121,7 @@ def _faults(
     last: jax.Array,
     apart: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Check the tokens and positions of a batch, and that the sequences of a token share what is before it.
+    """Check tokens and positions, and that the sequences of a token share what is before it.
 
     Args:
       batch: the tokens, flat.

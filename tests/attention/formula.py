@@ -80,7 +80,7 @@ def bias_between(sight: Sight) -> Any:
     if isinstance(sight.bias, OfPlaces):
         at, position = sight.at[:, None, :, None], sight.position[sight.streams][:, None, None]
         position = jnp.where(visible(sight)[:, None], position, at)  # a number, with a derivative
-        return sight.bias.function(at, position, sight.bias.heads[None, :, None, None])
+        return sight.bias.function.value(at, position, sight.bias.heads[None, :, None, None])
     return 0.0 if sight.bias is None else sight.bias.swapaxes(1, 2)
 
 

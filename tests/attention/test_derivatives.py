@@ -33,7 +33,7 @@ def by_formula(q, k, v, sight, options):
 
 
 def weights_of(bias):
-    return bias.function.args[0] if isinstance(bias, OfPlaces) else bias
+    return bias.function.value.args[0] if isinstance(bias, OfPlaces) else bias
 
 
 def loss(way, q, k, v, sight, weights, options=PLAIN):

@@ -1,6 +1,7 @@
 """What holds for every loop: what it gives up, and that it may be a part of any program."""
 
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, partialmethod
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch, prefix
+from jaxkv.loops.drawing import Sampler
+from jaxkv.ops.attention.bias import checked_bias
 from tests.cases import in_lanes
 from tests.generation.tiny import BEST, buffers_of, ends, forward, load
 from tests.memories import SPLIT, VOCABULARY, assert_identical, filled
@@ -152,3 +155,40 @@ def test_prefill_refused_leaves_memory(donate):
     with pytest.raises(jaxkv.RefusedError, match="NO_ROOM"):
         jaxkv.prefill(forward, None, memory, make_batch([1] * 99), ubatch_size=4, donate=donate)
     assert_identical(memory, filled(4))
+
+
+def of_equal_fields(count, bases, name, method):
+    """Registered dataclasses with one field, and a method that is given the number of its class."""
+    for i in range(count):
+        body = {"__annotations__": {"x": jax.Array}, name: partialmethod(method, i)}
+        made = dataclass(frozen=True)(type("Made", bases, body))
+        yield i, jax.tree_util.register_dataclass(made, ["x"], [])(jnp.float32(0))
+
+
+LOOPS_OF_SAMPLERS = {
+    "begin": lambda m, s, _: loops.begin(s, m, LOGITS, sequences=[0])[1].tokens,
+    "decode": lambda m, s, state: jaxkv.decode(forward, s, None, m, state, steps=1)[2].tokens,
+    "speculate": lambda m, s, state: (
+        loops.speculate(forward, loops.lookup([[1]]), s, None, m, state, steps=1)[3].tokens
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", in_lanes(LOOPS_OF_SAMPLERS, fast=[], core=["begin"]))
+def test_samplers_of_equal_fields_share_no_program(loop):
+    """JAX compares the fields of dataclasses and not their types, and takes some for others."""
+    memory = filled(3, kind=SPLIT)
+    state = loops.start(memory, [1])
+
+    def only(_, i, logits, state):
+        return jnp.full_like(logits, -jnp.inf).at[:, i % 16].set(0)
+
+    for i, sampler in of_equal_fields(60, (Sampler,), "adjust", only):
+        assert LOOPS_OF_SAMPLERS[loop](memory, sampler, state)[0, 0] == i % 16
+
+
+def test_biases_of_equal_fields_share_no_program():
+    one, other = of_equal_fields(2, (), "__call__", lambda _, i, at, key, head: i * 1.0 * key)
+    assert jax.tree.structure(one[1]) == jax.tree.structure(other[1])  # fixed in JAX: do without
+    one, other = (checked_bias(bias, (1, 1, 1, 2)) for _, bias in (one, other))
+    assert jax.tree.structure(one) != jax.tree.structure(other)

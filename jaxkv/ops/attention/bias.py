@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.places import is_concrete
+from jaxkv.typed import Typed, typed
 
 Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """What is added to a logit: a function of the position of a token, that of a cell, and the number
@@ -30,11 +31,11 @@ Bias = Function | jax.Array
 class OfPlaces:
     """A bias that is computed where it is read.
 
-    function: see `Function`.
+    function: see `Function`; with its types, see `typed`.
     heads: `[H]` int32, the numbers of the query heads; on a mesh those in the share of a device.
     """
 
-    function: Function
+    function: Typed[Function]
     heads: jax.Array
 
     def between(self, at: jax.Array, position: jax.Array) -> jax.Array:
@@ -43,7 +44,7 @@ class OfPlaces:
         It is `[P, H or 1, T, N]`.
         """
         key = position[:, None]
-        added = self.function(at[:, None, :, None], key, self.heads[None, :, None, None])
+        added = self.function.value(at[:, None, :, None], key, self.heads[None, :, None, None])
         shape = (at.shape[0], added.shape[1], at.shape[1], key.shape[3])
         return jnp.broadcast_to(added, shape)
 
@@ -91,7 +92,7 @@ def checked_bias(bias: Any, shape: tuple[int, ...]) -> BiasOfLists | None:
     if len(traced.out_avals) != 1:
         raise TypeError(f"wanted a bias that returns an array, got {len(traced.out_avals)} of them")
     _check_fit("R, H, T, N", traced.out_avals[0], (rows, heads, tokens, cells))
-    return OfPlaces(function=function, heads=jnp.arange(heads, dtype=jnp.int32))
+    return OfPlaces(function=typed(function), heads=jnp.arange(heads, dtype=jnp.int32))
 
 
 def _check_fit(letters: str, x: Any, shape: tuple[int, ...]) -> None:

@@ -1,0 +1,34 @@
+"""Arguments of programs whose types count: samplers, drafts and functions that callers write.
+
+JAX compares the fields of registered dataclasses and not their types, so a program that was
+compiled for one class is now and then found for another one with the same fields.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import jax
+
+X = TypeVar("X")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Typed(Generic[X]):
+    """A tree, and the types of its nodes, which are static: two that differ share no program."""
+
+    value: X
+    types: tuple[type, ...] = field(metadata={"static": True})
+
+
+def typed(value: X) -> Typed[X]:
+    """Return a tree with the types of its nodes."""
+    return Typed(value=value, types=(*_types(jax.tree.structure(value)),))
+
+
+def _types(node: Any) -> Iterator[type]:
+    if (data := node.node_data()) is not None:  # None for a leaf
+        yield data[0]
+        for child in node.children():
+            yield from _types(child)
