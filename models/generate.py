@@ -9,7 +9,7 @@ from models.compiling import counting
 from models.model import Model
 from models.room import cells_for, make_with_room
 from models.run import Options, Run, used_of
-from models.texts import OnText, Text, Writer
+from models.texts import OnText, Text, Writer, check_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,7 @@ def generate_texts(
       ModelError: when the memory does not fit the device, before it is made.
       ValueError: when there is no prompt, or one is empty.
     """
-    if not prompts or not all(map(len, prompts)):
-        raise ValueError("wanted prompts of at least one token each, got none, or one without any")
+    check_prompts(prompts)
     run = Run(model, prompts, options)
     texts, streams = len(run.texts), options.streams
     cells = options.cells or cells_for(

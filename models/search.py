@@ -13,7 +13,7 @@ from jaxkv import loops
 from models.compiling import compile_all, lower_steps
 from models.model import Model
 from models.room import cells_for, make_with_room
-from models.texts import Text
+from models.texts import Text, check_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class Search:
 
     Raises:
       RefusedError: when a prompt does not fit the memory.
+      ValueError: when there is no prompt, or one is empty.
       ModelError: when the memory does not fit the device.
     """
 
@@ -60,6 +61,7 @@ class Search:
         cells: int | None = None,
         ubatch_size: int = 512,
     ):
+        check_prompts(prompts)
         self.cells = cells or max(cells_for([one], max_tokens, samples=width) for one in prompts)
         self._model, self._prompts = model, prompts
         self._ubatch_size = ubatch_size

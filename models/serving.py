@@ -7,7 +7,7 @@ import jaxkv
 from jaxkv.loops import batching
 from models.model import Model
 from models.room import Streams, cells_for, make_with_room
-from models.texts import Finish, Text
+from models.texts import Finish, Text, check_prompts
 
 CHUNK = 128
 """The most tokens of prompts that are computed at once, where the caller does not say."""
@@ -51,6 +51,7 @@ class Serving:
 
     Raises:
       TooLongError: when a prompt and its text do not fit the memory.
+      ValueError: when there is no prompt, or one is empty.
       ModelError: when the memory does not fit the device.
     """
 
@@ -67,6 +68,7 @@ class Serving:
         ubatch_size: int | None = None,
         streams: Streams = "split",
     ):
+        check_prompts(prompts)
         self.sequences = min(sequences, len(prompts))
         longest = sorted(prompts, key=len)[-self.sequences :]
         enough = cells_for(longest, max_tokens, streams)

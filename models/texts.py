@@ -24,6 +24,16 @@ def finish_of(reason: int) -> Finish:
     return others.get(reason, "full")
 
 
+def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    """Raise a ValueError unless there are prompts, of at least one token each."""
+    short = [i for i, prompt in enumerate(prompts, 1) if not len(prompt)]
+    if short or not len(prompts):
+        got = f"none in prompt {short[0]}" if short else "no prompts"
+        raise ValueError(
+            f"expected prompts of at least one token each, got {got}; leave empty ones out"
+        )
+
+
 OnText = Callable[[int, str, bool], None]
 """`(which text, what is new of it, whether it ends there)`."""
 

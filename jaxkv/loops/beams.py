@@ -143,7 +143,7 @@ def beam(
 def _row(logits: Any) -> Any:
     """Return logits as a row, `[1, V]`."""
     shape = np.shape(logits)
-    if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)):
+    if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)) or not shape[-1]:
         raise ValueError(f"wanted logits [V] or [1, V], those of one token, got {list(shape)}")
     logits = jnp.asarray(logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):

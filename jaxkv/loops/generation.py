@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxkv.loops.donation import given
 from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.picking import Picked, advance, stops
+from jaxkv.loops.picking import Picked, advance, nothing_picked, stops
 from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import DecodeState, check_sampler, checked
 from jaxkv.memory import Memory, join, split
@@ -78,6 +78,8 @@ def decode(
     steps = count(steps, "steps")
     state = checked(split(memory)[0].facts, state)
     check_sampler(sampler, state)
+    if not state.token.shape[0]:
+        return memory, state, nothing_picked(0, steps)
     stop = stops(stop, state.token.shape[0])
     if is_traced(sampler, weights, memory, state, stop):
         return _decode(forward, sampler, weights, memory, state, stop, steps)
@@ -142,9 +144,7 @@ def _decode(
         )
         return memory, state, picked, i + plan.ok
 
-    shape = state.token.shape[0], steps
-    none = Picked(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
     state = jax.tree.map(jnp.asarray, state)
-    begun = memory, state, none, jnp.int32(0)
+    begun = memory, state, nothing_picked(state.token.shape[0], steps), jnp.int32(0)
     memory, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
     return memory, *whole(split(memory)[0], (state, picked))

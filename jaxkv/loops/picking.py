@@ -88,7 +88,7 @@ def begin(
             )
         sequences, logits = logits.sequences, logits.logits
     logits = jnp.asarray(logits)
-    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
+    if logits.ndim != 2 or not logits.shape[1] or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"wanted logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}")
     most = split(memory)[0].facts.sequences
     if logits.shape[0] > most:
@@ -106,6 +106,12 @@ def begin(
     state = resume(memory, none, sequences, **options)
     check_begun(split(memory)[0], state.sequence, state.active)
     return pick_first(split(memory)[0], sampler, logits, stops(stop, len(none)), state)
+
+
+def nothing_picked(texts: int, steps: int) -> Picked:
+    """Return what loops fill in: -1 for tokens that were not picked, `[T, steps]`."""
+    shape = texts, steps
+    return Picked(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
 def check_begun(table: Any, sequences: Any, active: Any) -> None:

@@ -19,7 +19,7 @@ from jaxkv.loops.donation import given
 from jaxkv.loops.drafts import Draft, Guess, check_rollback
 from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.picking import stops
+from jaxkv.loops.picking import nothing_picked, stops
 from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import DecodeState, check_sampler, checked, ends
 from jaxkv.memory import Memory, join, split
@@ -180,6 +180,8 @@ def speculate(
     if draft.texts != texts:
         raise ValueError(f"wanted a draft of {texts} texts, got one of {draft.texts}")
     draft.check(memory)
+    if not texts:
+        return memory, state, draft, _nothing_made(0, steps)
     stop = stops(stop, texts)
     fixed = weights, stop
     if is_traced(sampler, draft, memory, state, fixed):
@@ -261,20 +263,18 @@ def _speculate(
             drafting=turn.drafting,
         )
 
-    none = jnp.zeros(texts, jnp.int32)
-    made = Speculated(
-        tokens=jnp.full((texts, steps), -1, jnp.int32),
-        logprobs=jnp.zeros((texts, steps), jnp.float32),
-        turns=none,
-        tried=none,
-        accepted=none,
-    )
+    made = _nothing_made(texts, steps)
     state, draft = jax.tree.map(jnp.asarray, (state, draft))
     at = ends(split(memory)[0])[state.sequence] + 1
     begun = _Progress(memory, state, draft, made, at, jnp.ones(texts, bool))
     now = jax.lax.while_loop(goes_on, body, begun)
     state, made = whole(split(now.memory)[0], (now.state, now.made))
     return now.memory, state, now.draft, made
+
+
+def _nothing_made(texts: int, steps: int) -> Speculated:
+    none = jnp.zeros(texts, jnp.int32)
+    return Speculated(*nothing_picked(texts, steps), turns=none, tried=none, accepted=none)
 
 
 def _made(made: Speculated) -> jax.Array:

@@ -42,6 +42,7 @@ def layout(
         split_by = "equal" if facts.one_sequence_a_row else "simple"
     if is_concrete(batch):
         return _layout_known(facts, batch, ubatch_size, split_by)
+    _check_some(batch.valid.size)
     if batch.valid.ndim == 2:
         index = jnp.arange(batch.valid.size, dtype=jnp.int32).reshape(batch.valid.shape)
         index = jnp.take_along_axis(index, tokens_first(batch.valid), axis=1)
@@ -114,13 +115,17 @@ def _known(facts: Facts, batch: Batch) -> tuple[Batch, np.ndarray]:
     axes, count = batch.valid.ndim, batch.valid.size
     batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)
     there = np.flatnonzero(batch.valid)
-    if not there.size:
+    _check_some(there.size)
+    facts.sequence_ids(batch.sequences[there])
+    return batch, there
+
+
+def _check_some(tokens: int) -> None:
+    if not tokens:
         raise ValueError(
             "nothing to plan: the batch has no valid token (batch.only(plan.fits) has none left "
             "where no sequence fits)"
         )
-    facts.sequence_ids(batch.sequences[there])
-    return batch, there
 
 
 def _indices(there: np.ndarray, part: np.ndarray) -> np.ndarray:

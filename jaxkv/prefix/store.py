@@ -156,7 +156,9 @@ def checked(memory: Memory, store: Store, tokens: Any, seq: Any) -> tuple[np.nda
         raise ValueError(f"wanted a sequence that is no holder of the store, got {seq}")
     tokens = np.array(integers(tokens, "tokens"), np.int32)  # a copy, since the store keeps it
     if tokens.ndim != 1 or not tokens.size:
-        raise ValueError(f"wanted tokens [n] of one prompt, got the shape {tokens.shape}")
+        raise ValueError(
+            f"wanted one prompt of at least one token, [n], got the shape {tokens.shape}"
+        )
     return tokens, seq
 
 

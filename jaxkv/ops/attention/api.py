@@ -262,6 +262,8 @@ def attention(
     wanted = (*q.shape[:2], k.shape[2])
     if k.shape[0] != q.shape[0] or mask.shape != wanted:
         raise ValueError(f"wanted a mask {wanted}, and k for as many rows, got {mask.shape}")
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     return finished(_by_mask(q, k, v, mask, options), q, options)
 
 
@@ -277,7 +279,7 @@ def check(q: jax.Array, k: Stored, v: Stored, options: Options) -> None:
     cap = options.softcap
     if cap is not None and not 0 < cap < math.inf:
         raise ValueError(f"wanted a finite softcap above 0, or None for no bound, got {cap}")
-    if heads % k.shape[1] or k.shape[:3] != v.shape[:3] or k.shape[3] != size:
+    if heads % max(k.shape[1], 1) or k.shape[:3] != v.shape[:3] or k.shape[3] != size:
         raise ValueError(
             f"wanted q [R, T, H, D], k [R, K, N, D] and v [R, K, N, Dv] with H a multiple of K, "
             f"got {q.shape}, {k.shape} and {v.shape}"
