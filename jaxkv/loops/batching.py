@@ -300,8 +300,8 @@ which this memory never has: ask for less, or make a larger one
     def _run_chunk(self, texts: list[Progress]) -> None:
         """Compute a chunk of the prompts of texts, and take the first token of those that end."""
         counts, outcome = self._runner.run_chunk(texts)
-        refused = [text for text in texts if outcome.reasons[text.sequence]]
-        if refused:
+        if not any(counts):
+            refused = [text for text in texts if outcome.reasons[text.sequence]]
             self._preempt(refused, outcome.reasons)
             return
         for text, n in zip(texts, counts, strict=True):

@@ -31,7 +31,8 @@ class Outcome(NamedTuple):
     """What came of a call, by sequence, on the host.
 
     picked: `[Q, n]`, the tokens that were generated; n is 0 where none could be.
-    reasons: `[Q]` int32, a `Reason` for each sequence that was refused a cell.
+    reasons: `[Q]` int32, a `Reason` for each sequence that was refused a cell, or whose logits are
+      broken.
     rule_states: a tree of arrays `[Q, ...]`, what the rule has come to; nothing where there is no
       rule or no token.
     """
@@ -96,11 +97,12 @@ class Runner:
             text for text, n in zip(texts, counts, strict=True) if text.placed + n == text.wanted
         ]
         none = np.zeros((self._facts.sequences, 0), np.int32)
-        picked, states = (
-            self._pick(ready, logits, turns=1) if ready else (Picked._make([none] * 2), ())
-        )
-        (ok, reasons), picked, states = jax.device_get((plan, picked, states))
-        return counts if ok else [0] * len(counts), Outcome(picked, reasons, states)
+        nothing = Outcome(Picked(none, none), None, ())
+        first = self._pick(ready, logits, turns=1) if ready else nothing
+        (ok, reasons), first = jax.device_get((plan, first))
+        if ok and ready:  # else what is picked is dropped
+            return counts, first
+        return counts if ok else [0] * len(counts), first._replace(reasons=reasons)
 
     def generate(self, texts: Sequence[Progress], turns: int) -> Outcome:
         """Generate at most so many tokens of texts."""
@@ -146,14 +148,13 @@ class Runner:
         self.memory = join(table, buffers)
         return logits, plan
 
-    def _pick(self, texts: Sequence[Progress], logits: jax.Array, turns: int) -> tuple[Picked, Any]:
-        """Pick the first token of texts, of logits `[Q, V]`; and the states of the rule then."""
+    def _pick(self, texts: Sequence[Progress], logits: jax.Array, turns: int) -> Outcome:
+        """Pick the first token of texts, of logits `[Q, V]`."""
         sampler, stop, options = self._options(texts, turns)
-        # Where a chunk was refused the prompt is not there, and what is picked is dropped.
         none = np.zeros(self._facts.sequences, np.int32)
         state = resume(self.memory, none, None, sampler=sampler, **options)
         state, picked = pick_first(split(self.memory)[0], sampler, logits, stop, state)
-        return picked, self._rule_states(state)
+        return Outcome(picked, state.reason, self._rule_states(state))
 
     def _rule_states(self, state: DecodeState) -> Any:
         """Return what the rule has come to, `[Q, ...]`; nothing without a rule."""
