@@ -201,7 +201,10 @@ def make_batch(
         got = "neither" if tokens is None else "both"
         raise ValueError(f"wanted either tokens or embeddings, got {got}")
     if isinstance(tokens, str | Mapping | Set | Iterator):
-        raise TypeError(f"wanted tokens as integers in a list or an array, got {type(tokens)}")
+        raise TypeError(
+            f"wanted tokens as integers in a list or an array, got {type(tokens)}: encode texts by "
+            f"a tokenizer"
+        )
     if isinstance(tokens, Sequence) and any(np.ndim(row) == 1 for row in tokens):
         if not all(np.ndim(row) == 1 for row in tokens):
             raise ValueError("wanted tokens as a list or as a list of lists, got both in one")

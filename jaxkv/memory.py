@@ -386,8 +386,14 @@ def split(memory: Memory) -> tuple[Any, Any]:
     """
     if isinstance(memory, Memory):
         return memory.table, memory.buffers
-    what = "a tuple (was `memory, ok = seq_rm(...)` not unpacked?)"
-    raise TypeError(f"wanted a memory, got {what if isinstance(memory, tuple) else type(memory)}")
+    if isinstance(memory, tuple):
+        raise TypeError(
+            "wanted a memory, got a tuple (was `memory, ok = seq_rm(...)` not unpacked?)"
+        )
+    raise TypeError(
+        f"wanted a memory, got {type(memory)}: pass what make_kv_cache or the last call returned, "
+        f"in its place among the arguments"
+    )
 
 
 def join(table: Any, buffers: Any) -> Memory:

@@ -150,7 +150,7 @@ def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice:
     >>> integers([0, 1.5], "positions")
     Traceback (most recent call last):
     ...
-    TypeError: wanted integers for positions, got float64
+    TypeError: wanted integers for positions, got float64: cast them
     """
     if type(value) is int and low <= value <= high:  # what callers mostly pass, answered at once
         return np.int32(value)
@@ -162,7 +162,8 @@ def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice:
     if isinstance(array, np.ndarray) and array.dtype == object:
         large = all(isinstance(one, int) for one in array.flat)
     if not large and not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"wanted integers for {name}, got {array.dtype}")
+        what = "encode texts by a tokenizer" if array.dtype.kind == "U" else "cast them"
+        raise TypeError(f"wanted integers for {name}, got {array.dtype}: {what}")
     if not isinstance(array, np.ndarray):
         return _narrowed(array, low, high)
     wrong = array[(array < low) | (array > high)]

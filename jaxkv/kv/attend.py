@@ -71,7 +71,7 @@ def attend(
     ):
         raise ValueError(
             f"wanted q [R, T, H, D] of {(*ubatch.valid.shape, 'H', size)}, H a multiple of "
-            f"{heads}, got {q.shape}"
+            f"{heads}, got {q.shape}: tokens come before heads"
         )
     options = Options(scale=scale, softcap=softcap, sinks=sinks)
     added = checked_bias(bias, (*q.shape[:3], held[0].shape[2]))
@@ -124,7 +124,10 @@ def _marked(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
 def _layer_of(buffers: Buffers, layer: int | jax.Array) -> Held:
     """Return the keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer, see `Held`."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
-        raise ValueError(f"wanted a layer from 0 to {buffers.layers - 1}, got {layer}")
+        raise ValueError(
+            f"wanted a layer from 0 to {buffers.layers - 1}, got {layer}: make the memory with "
+            f"layers= of the model"
+        )
     return buffers.layer(layer)
 
 
@@ -132,7 +135,7 @@ def _check_array(name: str, x: Any) -> None:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"wanted an array for {name}, got {type(x)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"wanted floats for {name}, got {x.dtype}")
+        raise TypeError(f"wanted floats for {name}, got {x.dtype}: cast them")
 
 
 def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, ...]:
@@ -159,7 +162,10 @@ def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, ...
         _check_array(name, new)
         wanted = (*ubatch.valid.shape, old.shape[1], old.shape[3])
         if new.shape != wanted:
-            raise ValueError(f"wanted {name} [R, T, K, {size}] of {wanted}, got {new.shape}")
+            raise ValueError(
+                f"wanted {name} [R, T, K, {size}] of {wanted}, got {new.shape}: tokens come before "
+                f"heads, whose sizes are those of make_kv_cache"
+            )
     return tuple(new for _, _, new, _ in given)
 
 

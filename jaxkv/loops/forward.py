@@ -5,9 +5,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
+from jaxkv.hybrid import parts_of
 from jaxkv.loops.programs import program_of
 from jaxkv.memory import Memory, join, split
 from jaxkv.verbs.apply import apply
@@ -54,7 +56,10 @@ def take_step(
             what = f"({', '.join(type(one).__name__ for one in given)})"
         elif isinstance(given, jax.Array):
             what = f"an array of shape {given.shape}"
-        raise ValueError(f"wanted a pair from forward, memory and logits, got {what}")
+        raise ValueError(
+            f"wanted a pair from forward, memory and logits, got {what}: end it with `return "
+            f"memory, logits`"
+        )
     after, logits = given
     old, new = (jax.tree.leaves(split(one)[1]) for one in (memory, after))
     if old and all(a is b for a, b in zip(old, new, strict=False)):
@@ -62,12 +67,36 @@ def take_step(
             "forward gave back the memory it was given, with nothing written: it must return the "
             "memory that attend (or write_states) of its last layer returned"
         )
-    if np.ndim(logits) != 2 or logits.shape[0] != ubatch.outputs.shape[0]:
+    _check_layers(memory, after)
+    shape, rows = np.shape(logits), ubatch.outputs.shape[0]
+    if len(shape) != 2 or shape[0] != rows or not shape[1]:
         raise ValueError(
-            f"wanted logits [O, V] from forward, a row for each of the {ubatch.outputs.shape[0]} "
-            f"ubatch.outputs, got {np.shape(logits)}"
+            f"wanted logits [O, V] from forward, a row for each of the {rows} ubatch.outputs, got "
+            f"{shape}: flatten the rows of the last layer, and take x.reshape(-1, width)"
+            f"[ubatch.outputs]"
         )
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"wanted logits of floats from forward, got {logits.dtype}: cast them")
     return after, logits
+
+
+def _check_layers(before: Memory, after: Memory) -> None:
+    """Raise unless keys were written in each layer that is known to keep those of a text."""
+    pairs = zip(parts_of(before), parts_of(after), strict=True)
+    every = getattr(before.table, "layers", None)
+    for i, (old, new) in enumerate(pairs):
+        if old.table.facts.kind != "attention" or old.buffers.stacked:
+            continue
+        keys = zip(old.buffers.k, new.buffers.k, strict=True)
+        left = [
+            n for n, (a, b) in enumerate(keys) if jax.tree.leaves(a)[0] is jax.tree.leaves(b)[0]
+        ]
+        if left:
+            layers = [every[i][n] for n in left] if every else left
+            raise ValueError(
+                f"wanted keys from forward in each layer of the memory, got none in layers "
+                f"{layers}: call attend once for each layer, with its number"
+            )
 
 
 def _stepping(forward: Callable[[], Forward]) -> Any:

@@ -27,7 +27,7 @@ def program_of(build: Callable[..., Any], *functions: Callable) -> Any:
     """
     for one in functions:
         if not callable(one):
-            raise TypeError(f"wanted a function, got {type(one)}")
+            raise TypeError(f"wanted a function, got {type(one)}: pass forward first")
     parts = [
         (one.__func__, one.__self__) if isinstance(one, types.MethodType) else (one,)
         for one in functions

@@ -390,8 +390,18 @@ def _fed(
     plan = plan_next(table, fed, state.sequence, valid)
     memory, logits = take_step(setup.forward, setup.weights, now.memory, plan.ubatches[0])
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
+    _check_vocabulary(guess, logits)
     ok = active & plan.ok
     return memory, plan, ok, verify(setup.sampler, logits, guess, state, ok), guess
+
+
+def _check_vocabulary(guess: Guess, logits: jax.Array) -> None:
+    """Raise unless what a guess was drawn from, if it was, is as wide as the logits."""
+    if guess.adjusted is not None and guess.adjusted.shape[-1] != logits.shape[-1]:
+        raise ValueError(
+            f"expected a draft of {logits.shape[-1]} tokens, the vocabulary of the model, got one "
+            f"of {guess.adjusted.shape[-1]}; take a draft model with that vocabulary, or lookup"
+        )
 
 
 def _fed_branches(
@@ -409,6 +419,7 @@ def _fed_branches(
     memory = join(table, buffers)
     memory, logits = take_step(setup.forward, setup.weights, memory, plan.ubatches[0])
     logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
+    _check_vocabulary(guess, logits)
     ok = active & plan.ok
     *found, branch = verify_branches(setup.sampler, logits, guess, state, ok)
     table, buffers = split(memory)

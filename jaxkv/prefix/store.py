@@ -157,7 +157,7 @@ def checked(memory: Memory, store: Store, tokens: Any, seq: Any) -> tuple[np.nda
     tokens = np.array(integers(tokens, "tokens"), np.int32)  # a copy, since the store keeps it
     if tokens.ndim != 1 or not tokens.size:
         raise ValueError(
-            f"wanted one prompt of at least one token, [n], got the shape {tokens.shape}"
+            f"wanted tokens [n] of one prompt of at least one token, got the shape {tokens.shape}"
         )
     return tokens, seq
 
