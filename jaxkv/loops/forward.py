@@ -87,10 +87,8 @@ def _check_layers(before: Memory, after: Memory) -> None:
     for i, (old, new) in enumerate(pairs):
         if old.table.facts.kind != "attention" or old.buffers.stacked:
             continue
-        keys = zip(old.buffers.k, new.buffers.k, strict=True)
-        left = [
-            n for n, (a, b) in enumerate(keys) if jax.tree.leaves(a)[0] is jax.tree.leaves(b)[0]
-        ]
+        first, last = ([jax.tree.leaves(k)[0] for k in one.buffers.k] for one in (old, new))
+        left = [n for n, (a, b) in enumerate(zip(first, last, strict=True)) if a is b]
         if left:
             layers = [every[i][n] for n in left] if every else left
             raise ValueError(

@@ -97,7 +97,7 @@ class Runner:
             text for text, n in zip(texts, counts, strict=True) if text.placed + n == text.wanted
         ]
         none = np.zeros((self._facts.sequences, 0), np.int32)
-        nothing = Outcome(Picked(none, none), None, ())
+        nothing = Outcome(Picked._make([none] * 2), None, ())
         first = self._pick(ready, logits, turns=1) if ready else nothing
         (ok, reasons), first = jax.device_get((plan, first))
         if ok and ready:  # else what is picked is dropped

@@ -1,4 +1,4 @@
-"""What newcomers get wrong: each raises one sentence, of what was wanted, what came and what to do."""
+"""What newcomers get wrong raises a sentence: what was wanted, what came, and what to do."""
 
 import jax.numpy as jnp
 import pytest
@@ -79,7 +79,7 @@ MISTAKES = [
     (lambda: run(end=lambda m, x, _: m), "a pair from forward, .* got <class .*Memory'>: end it"),
     (lambda: run(end=lambda m, x, old: (old, x)), "gave back the memory it was given, .* it must"),
     (lambda: jaxkv.prefill(model(), make(), W, make_batch([1])), "wanted a memory, got .*: pass"),
-    (lambda: jaxkv.decode(model(), W, BEST, make(), None, steps=1), "a sampler, such as .*, got"),
+    (lambda: loops.begin(W, run().cache, W[:1]), "a sampler, such as loops.sampling.make_sampler"),
     (lambda: run(k=lambda x: x.astype(int)), "wanted floats for k, got int32: cast them"),
 ]
 
