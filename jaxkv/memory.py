@@ -382,7 +382,7 @@ def split(memory: Memory) -> tuple[Any, Any]:
     Examples:
       >>> table, buffers = split(make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2))
       >>> nbytes(table), nbytes(buffers)
-      (68, 64)
+      (80, 64)
     """
     if isinstance(memory, Memory):
         return memory.table, memory.buffers

@@ -1,10 +1,13 @@
 """Memories to save, and bytes of files that are damaged at random."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv.kv.cells import Cells
 
 
 def changed(data, rng, stop):
@@ -25,7 +28,16 @@ def changed(data, rng, stop):
 
 
 def with_numbers(memory, seed=0):
+    """A memory whose layers all hold random numbers for every cell."""
+
+    def written(table):
+        if not isinstance(table, Cells):
+            return table
+        return replace(table, written=table.history[:, 1:] + 0 * table.written)
+
     table, buffers = jaxkv.split(memory)
+    parts = tuple(map(written, getattr(table, "parts", ())))
+    table = replace(table, parts=parts) if parts else written(table)
     rng = np.random.default_rng(seed)
     draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)  # noqa: E731
     return jaxkv.join(table, jax.tree.map(draw, buffers))

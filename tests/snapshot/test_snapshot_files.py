@@ -39,12 +39,7 @@ def saved():
         layers=3, cells=64, kv_heads=8, head_dim=128, dtype=jnp.bfloat16, sequences=2
     )
     batch = jaxkv.make_batch([[1] * 30, [2] * 20])
-    (ubatch,) = jaxkv.init_batch(memory, batch).ubatches
-    memory = jaxkv.apply(memory, ubatch)
-    rng = np.random.default_rng(0)
-    for layer in range(3):
-        k, v = jnp.asarray(rng.normal(size=(2, *ubatch.valid.shape, 8, 128)), jnp.bfloat16)
-        memory = jaxkv.write(memory, layer, ubatch, k, v)
+    memory = with_numbers(jaxkv.apply(memory, jaxkv.init_batch(memory, batch)))
     return memory, snapshot.to_bytes(memory, tokens={0: [1] * 30}, model={"name": "tiny"})
 
 
@@ -174,7 +169,7 @@ def resigned(data, changes):
 def of_each_kind():
     """A hybrid memory with a window, states, shared cells and a source, and its file."""
     sizes = {"sequences": 4, "streams": 2}
-    text = make(window=jaxkv.window.sliding(3), **sizes)
+    text = make(window=jaxkv.window.sliding(3), rope=None, **sizes)
     states = recurrent(rollback=1, **sizes)
     sources = jaxkv.make_source_cache(layers=1, cells=6, kv_heads=2, head_dim=4, **sizes)
     memory = jaxkv.make_hybrid_cache((text, (0, 1)), (states, (2, 3)), (sources, (4,)))
