@@ -228,7 +228,7 @@ def _committed(table: Cells, ubatch: Ubatch, held: Held) -> tuple[jax.Array, jax
 
 
 def _on_all(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return which flags, `[R]` bool, are True on all devices along some axes; `[R]` bool."""
+    """Return which flags, of any shape, are True on all devices along some axes; bool."""
     return jax.lax.pmin(flags.astype(jnp.int32), axes) == 1 if axes else flags
 
 
@@ -269,6 +269,8 @@ def _viewed(
 ) -> View:
     """Return the keys and values of each list's stream; all NaN, and seen, if it was edited.
 
+    All NaN, too, where a token of the list would see what the layer or the ubatch lacks.
+
     `mark` is as for `_written` and `until` `[R, T]` int32, see `sight_of`; `View` has the shapes of
     what is returned.
     """
@@ -282,9 +284,9 @@ def _viewed(
         mine = own_rows(ubatch, split.streams, table.streams)
         sight = _sight_in_share(split, table, mine, held, causal, until)
         _, current = _committed(table, mine, held)
-        current &= slots.readable(table, mine, mark)
+        whole = current & slots.readable(table, mine, mark)
         if (ahead := blind(table, mine, causal=causal, until=until)) is not None:
-            current &= ~jnp.any(ahead, axis=1)
+            whole &= ~jnp.any(ahead, axis=1)
         mask = mask_of(sight)
         if apart:  # each row is a list, and all devices have all of them
             mask = from_owner(mask.reshape(*ubatch.valid.shape, -1), apart)
@@ -292,11 +294,11 @@ def _viewed(
             held, positions = jax.tree.map(lists, (of_streams(held, None), sight.position))
         else:
             held, positions = sight.of_lists((held, sight.position))
-        current = _on_all(current, apart).reshape(mask.shape[0], -1)
-        current = jnp.all(current, axis=1)[:, None, None]
+        flags = _on_all(jnp.stack([current, whole]), apart).reshape(2, mask.shape[0], -1)
+        current, whole = jnp.all(flags, axis=2)[..., None, None]
         keys, values = decoded(held[0]), held[1]
         values = values.of(keys) if isinstance(values, Latent) else decoded(values)
-        keys = jnp.where(current[..., None], keys, jnp.nan)
+        keys = jnp.where(whole[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
 
     of_heads = P(rows, split.kv_heads, split.cells)

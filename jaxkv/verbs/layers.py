@@ -196,8 +196,8 @@ def view(
       sees may be anything, NaN too: hide it by a choice (`jnp.where`) and not by a product or a
       sum; and where derivatives are wanted, put zeros in its place before the product. A token
       that was not finite has a NaN key. Padding and a refused plan see nothing; tokens of a stale
-      ubatch, and those of a layer that was not written after an `apply`, see all cells, and NaN in
-      each.
+      ubatch see all cells, and NaN in each. Where `attend` gives NaN for another reason, all keys
+      of the list are NaN.
 
     Raises:
       ValueError: as `attend` does.
