@@ -52,8 +52,8 @@ def settle(cells: C, slots: jax.Array, arriving: C) -> C:
     Args:
       cells: the table.
       slots: `[S, N]` int32, the cell of each turn.
-      arriving: a table of what comes, in turn: positions, owners and shifts, and stamps that tell
-        apart what is written.
+      arriving: a table of what comes, in turn: positions, owners, shifts and contents, and stamps
+        that tell apart what is written.
     """
     stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
     if cells.window is not None:
@@ -73,4 +73,5 @@ def settle(cells: C, slots: jax.Array, arriving: C) -> C:
         owners=jnp.stack(owners, axis=1),
         shift=taken(cells.shift, arriving.shift),
         stamp=taken(cells.stamp, replaced(there, arriving.stamp)),
+        content=taken(cells.content, arriving.content),
     )

@@ -49,6 +49,8 @@ class Cells:
       sequence.
     stamp: `[S, N]` uint32, a number for what the buffers hold for the cell, see `jaxkv.stamp`. It
       tells whether that is still what an earlier table knew.
+    content: `[S, N]` uint32, a hash of the cell's token and of the position at which its key was
+      computed. Copies and moves carry it along, so that it tells which text a sequence holds.
     history: `[S, 2]` uint32, a number for all ubatches that entered the stream, before the last one
       of them and with it.
     written: `[S, L]` uint32, the history that each layer holds. It is another one where a ubatch
@@ -65,6 +67,7 @@ class Cells:
     shift: jax.Array  # [S, N]
     evicted_below: jax.Array  # [Q]
     stamp: jax.Array  # [S, N]
+    content: jax.Array  # [S, N]
     history: jax.Array  # [S, 2]
     written: jax.Array  # [S, L]
     placement: Placement = field(metadata={"static": True})
@@ -119,6 +122,7 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
         "shift": jnp.zeros((streams, cells), jnp.int32),
         "evicted_below": jnp.zeros((sequences,), jnp.int32),
         "stamp": jnp.zeros((streams, cells), jnp.uint32),
+        "content": jnp.zeros((streams, cells), jnp.uint32),
         "history": jnp.zeros((streams, 2), jnp.uint32),
         "written": jnp.zeros((streams, layers), jnp.uint32),
     }

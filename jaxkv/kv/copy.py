@@ -104,6 +104,7 @@ def _replaced(
         shift=row(cells.shift, jnp.where(shared, source.shift[0], 0)),
         evicted_below=row(cells.evicted_below, inherited(source, jnp.int32(0), start, stop)),
         stamp=row(cells.stamp, jnp.where(index < count, stamp, old)),
+        content=row(cells.content, source.content[0]),
         written=row(cells.written, as_whole(source, history[None])[0]),
     )
     return copied, count

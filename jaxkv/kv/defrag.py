@@ -155,6 +155,7 @@ def move_cells(cells: C, buffers: Buffers, plan: Defrag, ok: jax.Array) -> tuple
             owners=jnp.stack(owners, axis=1),
             shift=moved(cells.shift, 0),
             stamp=_put(cells.stamp, destination, stamp),
+            content=_put(cells.content, destination, _taken(cells.content, source)),
         )
 
     buffers = on_halves(cells.rules, buffers, partial(_move, size), plan, chunks, by_stream=2)

@@ -18,7 +18,7 @@ from jaxkv.kv.tiles import in_tiles
 from jaxkv.memory import Findings, Room
 from jaxkv.places import EMPTY, END, FAR, nowhere
 from jaxkv.plan import Reason
-from jaxkv.stamp import chained
+from jaxkv.stamp import chained, content
 from jaxkv.window import looks_back
 
 
@@ -295,8 +295,15 @@ def _take(cells: C, ubatch: Ubatch) -> C:
         ),
         shift=cells.shift.at[where].set(0, **put),
         stamp=cells.stamp.at[where].set(ubatch.stamps, **put),
+        content=cells.content.at[where].set(_contents(ubatch), **put),
         history=_history_after(cells, ubatch),
     )
+
+
+def _contents(ubatch: Ubatch) -> jax.Array:
+    """Return hashes of the tokens and of their positions, `[R, T]` uint32."""
+    found = content(ubatch.tokens, ubatch.embeddings, ubatch.extra)
+    return chained(found, ubatch.positions)
 
 
 def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:

@@ -61,8 +61,8 @@ class Transfer(NamedTuple, Generic[C]):
     Each stream gets the first `wanted` of N cells in turn.
 
     left: the table once the targets own what they share, and have let go of all else.
-    arriving: a table of copies, in turn: positions, shifts and stamps as they were, and the owners
-      that they will have.
+    arriving: a table of copies, in turn: positions, shifts, stamps and contents as they were, and
+      the owners that they will have.
     origin: `[S, N]` int32, the cell that is copied, numbered through all streams.
     slots: `[S, N]` int32, the cell that it goes to.
     need: how many cells are wanted of each stream, and how many there are.
@@ -240,8 +240,9 @@ def _queue(
     def add(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
         """Let the cells of a parent follow those that its target's stream gets already."""
         arriving, origin, wanted = queue
-        line = [cells.position, cells.owners, cells.shift, cells.stamp]
-        position, owners, shift, stamp = (looked_up(field, axes, theirs[i]) for field in line)
+        line = [cells.position, cells.owners, cells.shift, cells.stamp, cells.content]
+        line = [looked_up(field, axes, theirs[i]) for field in line]
+        position, owners, shift, stamp, content = line
         mine = (owners[word[i]] >> bit[i]) & 1 == 1
         mine &= (position >= jnp.maximum(start, 0)) & (position < end_of(stop))
         count = jnp.cumsum(mine, dtype=jnp.int32)
@@ -260,6 +261,7 @@ def _queue(
             owners=put(arriving.owners, whose[:, None]),
             shift=put(arriving.shift, shift[cell]),
             stamp=put(arriving.stamp, stamp[cell]),
+            content=put(arriving.content, content[cell]),
         )
         origin = put(origin, theirs[i] * cells.num_cells + cell)
         return arriving, origin, wanted.at[stream].add(jnp.where(is_own, count[-1], 0))

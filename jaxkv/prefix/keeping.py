@@ -137,7 +137,7 @@ def remember(
             f"wanted a sequence that holds these {tokens.size} tokens, got sequence {seq}, which "
             f"goes on at {end}: compute them first"
         )
-    mine, whole = resumable(memory, seq, tokens.size)
+    mine, whole = resumable(memory, seq, tokens)
     if whole is not Miss.NONE:
         return memory, store, whole
     text = Text(holder=seq, tokens=tokens)
@@ -146,7 +146,7 @@ def remember(
         common = agreement(text.tokens, other.tokens)
         if common < min(tokens.size, other.tokens.size):
             continue
-        theirs, _ = resumable(memory, other.holder, other.tokens.size)
+        theirs, _ = resumable(memory, other.holder, other.tokens)
         both = slice(0, common + 1)
         if common == tokens.size and np.all(theirs[both] | ~mine[both]):
             return memory, touched(store, other), Miss.NONE
@@ -227,7 +227,7 @@ def warm_up(memory: Memory, store: Store, *, donate: bool = False) -> Memory:
     held(memory, store)
     facts, holder = store.facts, store.holders[0]
     others = [seq for seq in range(facts.sequences) if seq not in store.holders]
-    resumable(memory, holder, 0)
+    resumable(memory, holder, np.zeros(0, np.int32))
     seq_rm(seq_keep(memory, holder), holder, 0)
     empty = [seq for seq in others if int(seq_pos_max(memory, seq)) < 0]
     stream = holder // facts.sharing

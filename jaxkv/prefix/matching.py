@@ -12,6 +12,7 @@ from jaxkv.kv.cells import Cells, held, home
 from jaxkv.memory import Memory, split
 from jaxkv.places import EMPTY, END
 from jaxkv.prefix.store import Found, Miss, Store, Text, beside
+from jaxkv.stamp import chained, mix
 from jaxkv.tables import program
 
 BLOCK = 1024
@@ -30,7 +31,7 @@ def longest(
     for i, (common, text) in enumerate(agreeing):
         if common <= best:
             break
-        there, why = resumable(memory, text.holder, common)
+        there, why = resumable(memory, text.holder, text.tokens[:common])
         miss = why if i == 0 else miss  # of the one that agrees furthest
         if (furthest := int(np.flatnonzero(there)[-1])) > best:
             source, best = text, furthest
@@ -50,24 +51,33 @@ def agreement(one: np.ndarray, other: np.ndarray) -> int:
     return int(apart[0]) if apart.size else size
 
 
-def resumable(memory: Memory, seq: int, last: int) -> tuple[np.ndarray, Miss]:
-    """Return at which positions a sequence can go on, and why it cannot at the last one.
+def resumable(memory: Memory, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, Miss]:
+    """Return where a sequence can go on from `n` tokens, and why it cannot after the last one.
 
     Returns:
-      `[last + 1]` bool, True for 0, where nothing is needed.
+      `[n + 1]` bool, True for 0, where nothing is needed.
     """
+    last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
+    padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
     all_parts, miss = np.ones(last + 1, bool), Miss.NONE
     for table in _tables(split(memory)[0]):
-        blocks = [_can_go_on(table, np.int32(seq), start) for start in starts]
-        there, whole = (
+        blocks = [
+            _can_go_on(table, np.int32(seq), padded[start : start + BLOCK], start)
+            for start in starts
+        ]
+        there, whole, same = (
             np.concatenate(x)[: last + 1] for x in zip(*jax.device_get(blocks), strict=True)
         )
-        if not there[last] and miss is Miss.NONE:
-            miss = Miss.LOST if table.facts.rollback is None else Miss.NO_STATE
-        if not whole[last] and miss is Miss.NONE:
-            miss = Miss.INCOMPLETE
-        all_parts &= there & whole
+        same = np.logical_and.accumulate(np.append(True, same[:last]))
+        reasons = [
+            (there, Miss.LOST if table.facts.rollback is None else Miss.NO_STATE),
+            (whole, Miss.INCOMPLETE),
+            (same, Miss.OTHER_TEXT),
+        ]
+        for can, reason in reasons:
+            miss = reason if miss is Miss.NONE and not can[last] else miss
+            all_parts &= can
     return all_parts, miss
 
 
@@ -77,18 +87,38 @@ def _tables(table: Any) -> Iterator[Any]:
 
 
 @program
-def _can_go_on(table: Any, seq: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return at which positions of a block a sequence can go on; and which are whole up to them.
+def _can_go_on(
+    table: Any, seq: jax.Array, tokens: jax.Array, start: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return at which positions of a block a sequence can go on.
 
-    Both are `[BLOCK]` bool.
+    Args:
+      table: of a part.
+      seq: `[]` int32, the sequence.
+      tokens: `[BLOCK]` int32, those that should stand at the positions.
+      start: `[]` int32, the first position.
+
+    Returns:
+      Where it can go on as `can_resume` says, up to where it holds all, and where it holds no
+      other token; `[BLOCK]` bool each.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.last(seq) + 1
     there = jax.vmap(table.can_resume, in_axes=(None, 0))(seq, positions)
     there = (positions == 0) | (holds & there)
     if not isinstance(table, Cells):
-        return there, jnp.ones_like(there)
-    return there, _whole(table, seq, positions)
+        return there, jnp.ones_like(there), jnp.ones_like(there)
+    return there, _whole(table, seq, positions), _same(table, seq, tokens, start)
+
+
+def _same(cells: Cells, seq: jax.Array, tokens: jax.Array, start: jax.Array) -> jax.Array:
+    """Return at which positions of a block a sequence holds no other token; `[BLOCK]` bool."""
+    stream, *_ = home(cells, seq)
+    index = held(cells, seq) - start  # below 0 for a cell that it does not hold
+    wanted = chained(mix(tokens.astype(jnp.uint32)), start + jnp.arange(BLOCK, dtype=jnp.int32))
+    wanted = wanted.at[index].get(mode="fill", fill_value=0)
+    other = (index >= 0) & (index < BLOCK) & (cells.content[stream] != wanted)
+    return jnp.ones(BLOCK, bool).at[jnp.where(other, index, BLOCK)].set(False, mode="drop")
 
 
 def _whole(cells: Cells, seq: jax.Array, positions: jax.Array) -> jax.Array:

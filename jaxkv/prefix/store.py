@@ -24,6 +24,8 @@ class Miss(IntEnum):
     NO_STATE: a recurrent memory keeps no state that stands there.
     NO_ROOM: it takes more cells than the store may hold, or more than a copy finds in its stream.
     INCOMPLETE: the sequence does not hold a token at each position from 0 on, or some were moved.
+    OTHER_TEXT: the sequence holds other tokens than the text has, tokens with embeddings or `extra`,
+      or tokens that were computed at other positions, as in a text that slid.
     """
 
     NONE = 0
@@ -33,6 +35,7 @@ class Miss(IntEnum):
     NO_STATE = 4
     NO_ROOM = 5
     INCOMPLETE = 6
+    OTHER_TEXT = 7
 
 
 class Found(NamedTuple):

@@ -49,6 +49,7 @@ class CellPart(Part):
     """An attention memory, of whose table a snapshot holds what follows.
 
     position, shift, stream, cell: `[n]` int32, as they were.
+    content: `[n]` uint32, as it was.
     owners: `[n, W]` uint32, the saved sequences that own the cell, a bit each as in its stream.
     evicted_below: `[q]` int32, of each of q saved sequences.
     """
@@ -126,6 +127,7 @@ class CellPart(Part):
         found = {
             "position": host.position[stream, cell],
             "shift": host.shift[stream, cell],
+            "content": host.content[stream, cell],
             "stream": stream,
             "cell": cell,
             "owners": owners[stream, :, cell],
@@ -139,6 +141,7 @@ class CellPart(Part):
         """Return the forms of the arrays that the class lists, and of keys and values."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
         found: dict[str, Form] = dict.fromkeys(("position", "shift", "stream", "cell"), each)
+        found["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
         found["owners"] = jax.ShapeDtypeStruct((count, table.owners.shape[1]), jnp.uint32)
         found["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
         of = partial(jax.eval_shape, gather)
@@ -174,11 +177,12 @@ class CellPart(Part):
         turn = np.arange(table.num_cells)[None] < wanted[:, None]
 
         def of_origin(name: str) -> np.ndarray:
-            return np.append(read(name), np.int32(0))[origin]
+            field = read(name)
+            return np.append(field, np.zeros(1, field.dtype))[origin]
 
         slots = _choose(left, open_cells, wanted) if anew else jnp.asarray(of_origin("cell"))
         slots = np.where(turn, slots, np.asarray(nowhere(slots)))
-        fields = of_origin("position"), of_origin("shift"), owners
+        fields = of_origin("position"), of_origin("shift"), of_origin("content"), owners
         table = _fill(left, slots, *fields, origin, np.uint32(seed))
         streams = np.broadcast_to(np.arange(table.streams, dtype=np.int32)[:, None], turn.shape)
         return Placed(table=table, streams=streams[turn], cells=slots[turn], origin=origin[turn])
@@ -304,16 +308,19 @@ def _fill(
     slots: jax.Array,
     position: jax.Array,
     shift: jax.Array,
+    content: jax.Array,
     owners: jax.Array,
     origin: jax.Array,
     seed: jax.Array,
 ) -> Any:
     """Take cells in, with a stamp for each cell of the file.
 
-    Owners are `[S, W, N]` uint32, the other fields `[S, N]` int32, and the seed `[]` uint32.
+    Owners are `[S, W, N]` uint32, contents `[S, N]` uint32, the other fields `[S, N]` int32, and
+    the seed `[]` uint32.
     """
     stamp = chained(jnp.broadcast_to(seed, origin.shape), origin)
-    arriving = replace(left, position=position, owners=owners, shift=shift, stamp=stamp)
+    fields = {"position": position, "shift": shift, "content": content, "owners": owners}
+    arriving = replace(left, stamp=stamp, **fields)
     return settle(left, slots, arriving)
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FORMAT = "jaxkv.snapshot"
-VERSION = 1
+VERSION = 2
 
 Source = str | os.PathLike | bytes
 """Where a snapshot is: the path of a file, or bytes."""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 import jaxkv
-from jaxkv import prefix
+from jaxkv import loops, prefix
 from jaxkv.prefix import Miss
 from jaxkv.prefix.matching import agreement
 from tests import histories
@@ -67,6 +67,35 @@ def test_store_keeps_no_text_with_a_hole_or_a_move():
     for cut, found in (((2, 4), (2, Miss.INCOMPLETE)), ((0, -1), (0, Miss.LOST))):
         memory, _ = jaxkv.seq_rm(memory, 3, *cut)
         assert prefix.reuse(memory, store, [*text, 7], 1)[2] == found
+
+
+def test_store_knows_the_text_that_a_sequence_holds():
+    """By the token and the position of each key, however cells were moved, copied or saved."""
+
+    def told(memory, some, seq=0, **more):
+        batch = jaxkv.make_batch(some, sequences=seq, **more)
+        return jaxkv.apply(memory, jaxkv.init_batch(memory, batch).check())
+
+    text, empty = [1, 2, 3, 4, 5, 6], POOL.make(None)
+    slid, ok = loops.slide(told(empty, text), 0, keep=2, drop=2)
+    slid = jaxkv.apply(slid, jaxkv.init_update(slid))
+    placed = told(empty, text, extra={"place": np.zeros(6)})
+    store = prefix.make_store(empty, holders=[3])
+    assert ok
+    for other, claimed in (
+        (slid, [1, 2, 5, 6]),
+        (told(empty, [1, 2, 3, 9]), text[:4]),
+        (placed, text),
+    ):
+        assert prefix.remember(other, store, claimed, 0)[2] is Miss.OTHER_TEXT
+    memory, _ = jaxkv.seq_cp(told(told(empty, [9, 9], 1), text), 0, 2)
+    memory = jaxkv.apply(jaxkv.seq_rm(memory, 1)[0], jaxkv.defrag_plan(jaxkv.seq_rm(memory, 1)[0]))
+    memory, store, miss = prefix.remember(memory, store, text, 2)
+    assert miss is Miss.NONE
+    refilled = told(jaxkv.seq_rm(memory, 3)[0], [1, 2, 9, 4, 5, 6], 3)
+    for holding in (refilled, told(empty, [1, 2, 9, 4, 5, 6], 3)):
+        assert prefix.reuse(holding, store, [*text, 7], 1)[2] == (2, Miss.OTHER_TEXT)
+    assert prefix.reuse(memory, store, [*text, 7], 1)[2] == (6, Miss.NONE)
 
 
 @pytest.mark.core

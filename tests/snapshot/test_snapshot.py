@@ -93,7 +93,8 @@ def unstamped(memory):
             table = replace(table, holds=held)
         else:
             lacking = lacks(table).astype(np.uint32)
-            table = replace(table, history=0 * table.history, written=lacking)
+            content = jnp.where(table.position < 0, 0, table.content)
+            table = replace(table, history=0 * table.history, written=lacking, content=content)
         fields.append(replace(table, stamp=0 * table.stamp))
     return fields
 
