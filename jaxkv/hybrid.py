@@ -154,6 +154,11 @@ class HybridTable(Table):
         """Return the largest position that all parts hold of a text; `[]` int32."""
         return _smallest([part.last(seq) for part in self._planned])
 
+    def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Ask a part of attention, whose cells tell tokens apart, or if there is none, any part."""
+        parts = sorted(self._planned, key=lambda part: part.facts.kind != "attention")
+        return parts[0].endings(sequences, contents)
+
     def holding(self) -> jax.Array:
         """Return which sequences hold anything in any part; `[Q]` bool."""
         return _any([part.holding() for part in self.parts])

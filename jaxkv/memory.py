@@ -149,6 +149,16 @@ class Table(ABC):
     def last(self, seq: jax.Array) -> jax.Array:
         """Return the largest position of a sequence, `[]` int32; -1 if it holds none."""
 
+    def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return what tells the last token of each sequence from others, and whether it is so.
+
+        `sequences` is `[T]` int32, and `contents`, those asked about, `[T]` uint32; what is
+        returned is `[T]` uint32 and `[T]` bool.
+        """
+        last = self.inspect(jnp.ones(self.facts.sequences, bool)).last
+        found = last[sequences].astype(jnp.uint32)
+        return found, found == contents
+
     def holding(self) -> jax.Array:
         """Return which sequences hold anything, `[Q]` bool: a text, or a source without one."""
         return self.inspect(jnp.ones(self.facts.sequences, bool)).last >= 0
@@ -382,7 +392,7 @@ def split(memory: Memory) -> tuple[Any, Any]:
     Examples:
       >>> table, buffers = split(make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2))
       >>> nbytes(table), nbytes(buffers)
-      (80, 64)
+      (96, 64)
     """
     if isinstance(memory, Memory):
         return memory.table, memory.buffers

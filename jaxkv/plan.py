@@ -91,6 +91,11 @@ class Reason(IntEnum):
         "its token at {found} is negative, which JAX would count from the end of the vocabulary: "
         "pass ids from 0, and valid=False for padding",
     )
+    EDITED = (
+        15,
+        "its last tokens were removed or replaced since the state was made, so that the next token "
+        "does not follow them: compute the logits again, and begin anew (loops.begin)",
+    )
 
 
 class RefusedError(RuntimeError):

@@ -7,12 +7,12 @@ that a notebook displays for a memory, are attached to their classes here.
 Examples:
   >>> memory = make_kv_cache(layers=2, cells=8, kv_heads=1, head_dim=4, sequences=3)
   >>> memory
-  Memory(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 668 bytes: 0 used)
+  Memory(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: 0 used)
   >>> plan = init_batch(memory, make_batch([[1, 2, 3], [4] * 9]))
   >>> plan
   Plan(refused: sequence 1 NO_ROOM)
   >>> jax.eval_shape(lambda: memory)
-  Memory(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 668 bytes: shapes
+  Memory(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: shapes
   alone)
 """
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, rows_of, specs_of
-from jaxkv.kv.cells import Cells
-from jaxkv.mesh import on_shares, shares
+from jaxkv.kv.cells import Cells, home, known
+from jaxkv.mesh import from_owner, on_shares, own, shares
+from jaxkv.places import EMPTY
 
 T = TypeVar("T")
 
@@ -47,6 +48,40 @@ def told(cells: Cells, work: Callable[..., T], *args: jax.Array) -> T:
         return gathered(work(*args), axes)
 
     return on_shares(cells.rules, of_share, P(axes), P())(cells, *args)
+
+
+def endings(cells: Cells, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what the last cells of some sequences hold.
+
+    Args:
+      cells: the table.
+      sequences: `[T]` int32.
+      contents: `[T]` uint32, one asked about for each sequence.
+
+    Returns:
+      The content of a cell at the last position, `[T]` uint32, 0 if there is none; and whether one
+      of those cells (`seq_div` may bring two to a position) has the content that was asked about,
+      `[T]` bool. On all devices.
+    """
+    axes = shares(cells.rules, streams=cells.streams).streams
+    does = known(cells, sequences)
+
+    def of_share(
+        cells: Cells, sequences: jax.Array, does: jax.Array, contents: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        stream, word, bit = home(cells, sequences)
+        stream, mine = own(stream, axes, cells.streams)
+        owns = (cells.owners[stream, word] >> bit[:, None]) & 1 == 1
+        at = jnp.where(owns & (does & mine)[:, None], cells.position[stream], EMPTY)
+        last, held = jnp.max(at, axis=1), cells.content[stream]
+        found = jnp.take_along_axis(held, jnp.argmax(at, axis=1)[:, None], axis=1)[:, 0]
+        same = (at == last[:, None]) & (held == contents[:, None])
+        found = jnp.where(last >= 0, found, 0)
+        same = mine & jnp.where(last >= 0, jnp.any(same, axis=1), contents == 0)
+        return from_owner(found, axes), from_owner(same, axes)
+
+    run = on_shares(cells.rules, of_share, (P(axes), P(), P(), P()), P())
+    return run(cells, jnp.where(does, sequences, 0), does, contents)
 
 
 def on_rows(

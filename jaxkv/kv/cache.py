@@ -13,7 +13,7 @@ from jaxkv.facts import Facts
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
 from jaxkv.kv.attend import attend, view, write
 from jaxkv.kv.buffers import Buffers, sizes_of
-from jaxkv.kv.by_stream import on_streams, told
+from jaxkv.kv.by_stream import endings, on_streams, told
 from jaxkv.kv.cells import Cells
 from jaxkv.memory import Commitment, Findings, Room, Table, View, check_sizes
 from jaxkv.mesh import Rules, Shares
@@ -85,6 +85,10 @@ class CellTable(Cells, Table):
     def last(self, seq: jax.Array) -> jax.Array:
         """See `cells.last`."""
         return cells.last(self, seq)
+
+    def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `by_stream.endings`."""
+        return endings(self, sequences, contents)
 
     def used(self) -> jax.Array:
         """See `cells.used`."""

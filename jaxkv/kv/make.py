@@ -110,7 +110,7 @@ def make_kv_cache(
     Examples:
       >>> memory = make_kv_cache(layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8)
       >>> memory.buffers.k[0].shape, nbytes(memory)
-      ((1, 3, 512, 64), 1581104)
+      ((1, 3, 512, 64), 1583152)
 
       Of 8 bits, with scales:
 
@@ -119,7 +119,7 @@ def make_kv_cache(
       ... )
       >>> keys = small.buffers.k[0]
       >>> keys.dtype, keys.codes.shape, keys.scales.shape, nbytes(small)
-      (dtype('int8'), (1, 3, 512, 64), (1, 3, 512, 1), 426032)
+      (dtype('int8'), (1, 3, 512, 64), (1, 3, 512, 1), 428080)
 
       A window of 128 positions, for two sequences with a stream each:
 

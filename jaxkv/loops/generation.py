@@ -13,7 +13,7 @@ from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.picking import Picked, advance, nothing_picked, stops
 from jaxkv.loops.programs import program_of
-from jaxkv.loops.state import DecodeState, check_sampler, checked
+from jaxkv.loops.state import DecodeState, check_sampler, checked, followed, going_on
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_traced
 from jaxkv.planning.step import plan_next
@@ -144,7 +144,8 @@ def _decode(
         )
         return memory, state, picked, i + plan.ok
 
-    state = jax.tree.map(jnp.asarray, state)
+    state = going_on(split(memory)[0], jax.tree.map(jnp.asarray, state))
     begun = memory, state, nothing_picked(state.token.shape[0], steps), jnp.int32(0)
     memory, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
-    return memory, *whole(split(memory)[0], (state, picked))
+    table, _ = split(memory)
+    return memory, *whole(table, (followed(table, state), picked))

@@ -21,7 +21,7 @@ from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.picking import nothing_picked, stops
 from jaxkv.loops.programs import program_of
-from jaxkv.loops.state import DecodeState, check_sampler, checked, ends
+from jaxkv.loops.state import DecodeState, check_sampler, checked, ends, followed, going_on
 from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_traced
 from jaxkv.plan import Plan, Reason
@@ -265,10 +265,12 @@ def _speculate(
 
     made = _nothing_made(texts, steps)
     state, draft = jax.tree.map(jnp.asarray, (state, draft))
+    state = going_on(split(memory)[0], state)
     at = ends(split(memory)[0])[state.sequence] + 1
     begun = _Progress(memory, state, draft, made, at, jnp.ones(texts, bool))
     now = jax.lax.while_loop(goes_on, body, begun)
-    state, made = whole(split(now.memory)[0], (now.state, now.made))
+    table, _ = split(now.memory)
+    state, made = whole(table, (followed(table, now.state), now.made))
     return now.memory, state, now.draft, made
 
 

@@ -30,11 +30,12 @@ class DecodeState:
     sequence: `[T]` int32, the sequence of each text, each at most once.
     active: `[T]` bool, the texts that go on.
     left: `[T]` int32, how many more tokens of a text may be picked.
-    reason: `[T]` int32, a `Reason`: why the memory refused a text's token, or NONFINITE_LOGITS,
-      either of which ended it; else FITS.
+    reason: `[T]` int32, a `Reason`: why the memory refused a text's token, NONFINITE_LOGITS, or
+      EDITED, each of which ended it; else FITS.
     key: `[T]`, the random key of each text; each draw folds a number of its own into it.
     draw: `[T]` int32, the number of the next draw. It begins as the position of the token that is
       drawn, and counts tokens from then on, so that no draw repeats where positions come again.
+    follows: `[T]` uint32, what tells the token of the memory that `token` comes after from others.
     adjusting: the state of the sampler.
     """
 
@@ -45,6 +46,7 @@ class DecodeState:
     reason: jax.Array  # [T]
     key: jax.Array  # [T]
     draw: jax.Array  # [T]
+    follows: jax.Array  # [T]
     adjusting: Any
 
     def __repr__(self) -> str:
@@ -118,7 +120,7 @@ def resume(
     if np.shape(ids) != (count,):
         raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
     left = _each(END if limit is None else limit, count, "limit")
-    key, draw = _draws(table, _seed(seed, count), ids)
+    key, draw, follows = _draws(table, _seed(seed, count), ids)
     state = DecodeState(
         token=tokens,
         sequence=ids,
@@ -127,6 +129,7 @@ def resume(
         reason=jnp.full(count, Reason.FITS, jnp.int32),
         key=key,
         draw=draw,
+        follows=follows,
         adjusting=sampler.start(_of_all(prompts, count)),
     )
     state = checked(table.facts, state)
@@ -136,6 +139,25 @@ def resume(
 def ends(table: Any) -> jax.Array:
     """Return the last position of every sequence, `[Q]` int32; -1 if it holds none."""
     return table.inspect(jnp.ones(table.facts.sequences, bool)).last
+
+
+def going_on(table: Any, state: DecodeState) -> DecodeState:
+    """Return a state whose texts have ended, as EDITED, where the table ends otherwise.
+
+    A text that slid or was moved ends with the same token as before.
+    """
+    _, same = table.endings(state.sequence, state.follows)
+    edited = state.active & ~same
+    reason = jnp.where(edited, Reason.EDITED, state.reason)
+    return replace(state, active=state.active & ~edited, reason=reason)
+
+
+def followed(table: Any, state: DecodeState) -> DecodeState:
+    """Return a state whose tokens come after the last ones of a table."""
+    edited = state.reason == Reason.EDITED
+    follows, _ = table.endings(state.sequence, state.follows)
+    follows = jnp.where(edited, state.follows, follows)
+    return replace(state, follows=follows)
 
 
 def check_sampler(sampler: Any, state: DecodeState) -> None:
@@ -170,6 +192,7 @@ def checked(facts: Facts, state: DecodeState) -> DecodeState:
         reason=integers(state.reason, "reason"),
         key=state.key,
         draw=integers(state.draw, "draw"),
+        follows=state.follows,
         adjusting=state.adjusting,
     )
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
@@ -220,13 +243,14 @@ def _seed(seed: Any, count: int) -> Any:
 
 
 @program
-def _draws(table: Any, seed: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the key of each text, `[T]`, and the position of what is picked next, `[T]` int32.
+def _draws(table: Any, seed: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the key of each text, the position of what is picked next, and what it follows.
 
-    The seed is `[]` or `[T]`, and `ids`, the sequences, are `[T]` int32.
+    The seed is `[]` or `[T]`, `ids`, the sequences, are `[T]` int32, and the three arrays `[T]`.
     """
     if jnp.ndim(seed):
         keys = jax.vmap(jax.random.key)(seed)
     else:
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), ids)
-    return keys, ends(table)[ids] + 2
+    follows, _ = table.endings(ids, jnp.zeros(ids.shape, jnp.uint32))
+    return keys, ends(table)[ids] + 2, follows

@@ -107,6 +107,33 @@ def test_loop_in_jit_same_result_without_host(loop):
     assert "callback" not in text and "infeed" not in text
 
 
+EDITS = {  # what is done to a text of 5 tokens after a state was made, and whether that can go on
+    "nothing": (lambda memory: memory, True),
+    "another text is removed": (lambda memory: jaxkv.seq_rm(memory, 1)[0], True),
+    "it slid": (lambda memory: loops.slide(memory, 0, keep=1, drop=2)[0], True),
+    "its end is removed": (lambda memory: jaxkv.seq_rm(memory, 0, 4)[0], False),
+    "it is removed": (lambda memory: jaxkv.seq_rm(memory, 0)[0], False),
+    "its end is told anew": (lambda memory: held(jaxkv.seq_rm(memory, 0, 4)[0], [9], 0), False),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("edit", EDITS)
+def test_state_from_before_an_edit_ends_its_text(edit):
+    """A token that does not follow what the sequence holds is not put there."""
+    change, goes_on = EDITS[edit]
+    memory, state = filled(5, 2), loops.start(filled(5, 2), [3, 3])
+    memory = jaxkv.apply(change(memory), jaxkv.init_update(change(memory)))
+    draft = loops.lookup([[1, 2, 1], [1, 2, 1]], recent=8)
+    after, now, _ = jaxkv.decode(forward, BEST, None, memory, state, steps=1)
+    assert (now.reason[0] == jaxkv.Reason.EDITED) != goes_on
+    assert ends(after, [0]) == [position + goes_on for position in ends(memory, [0])]
+    _, other, *_ = loops.speculate(forward, draft, BEST, None, memory, state, steps=1)
+    assert other.reason.tolist() == now.reason.tolist()
+    _, again, _ = jaxkv.decode(forward, BEST, None, after, now, steps=1)
+    assert again.reason.tolist() == now.reason.tolist()
+
+
 @pytest.mark.core
 def test_prefill_in_jit_refused_returns_memory():
     inside = jax.jit(lambda m, t: jaxkv.prefill(forward, None, m, make_batch(t)))
