@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.cells import C, Cells
+from jaxkv.kv.cells import C, Cells, begun, lacks
 from jaxkv.kv.reuse import evict
 from jaxkv.kv.slots import in_turn, longest_run
 from jaxkv.kv.tiles import whole_first
@@ -46,7 +46,7 @@ def choose(cells: Cells, open_cells: jax.Array, wanted: jax.Array) -> jax.Array:
     return jax.vmap(of_stream)(open_cells, cells.position, wanted)
 
 
-def settle(cells: C, slots: jax.Array, arriving: C) -> C:
+def settle(cells: C, slots: jax.Array, arriving: C, lacking: jax.Array) -> C:
     """Mark slots, `[S, N]`, as taken; those past the last cell are none.
 
     Args:
@@ -54,7 +54,10 @@ def settle(cells: C, slots: jax.Array, arriving: C) -> C:
       slots: `[S, N]` int32, the cell of each turn.
       arriving: a table of what comes, in turn: positions, owners, shifts and contents, and stamps
         that tell apart what is written.
+      lacking: `[S, L]` bool, the layers that lack some of what comes.
     """
+    gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
+    marks = begun(cells.history, lacking | lacks(cells))
     stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
@@ -74,4 +77,5 @@ def settle(cells: C, slots: jax.Array, arriving: C) -> C:
         shift=taken(cells.shift, arriving.shift),
         stamp=taken(cells.stamp, replaced(there, arriving.stamp)),
         content=taken(cells.content, arriving.content),
+        **{name: jnp.where(gets, new, getattr(cells, name)) for name, new in marks.items()},
     )

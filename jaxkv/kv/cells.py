@@ -51,8 +51,8 @@ class Cells:
       tells whether that is still what an earlier table knew.
     content: `[S, N]` uint32, a hash of the cell's token and of the position at which its key was
       computed. Copies and moves carry it along, so that it tells which text a sequence holds.
-    history: `[S, 2]` uint32, a number for all ubatches that entered the stream, before the last one
-      of them and with it.
+    history: `[S, 2]` uint32, a number for all that entered the stream, before the last ubatch and
+      with it; twice the same where a copy or a snapshot came last.
     written: `[S, L]` uint32, the history that each layer holds. It is another one where a ubatch
       was applied and the layer was not written.
     placement: which cells a ubatch may get, static.
@@ -407,26 +407,29 @@ def go_back(cells: C, old: C) -> tuple[C, jax.Array]:
     `ok` is whether nothing that the older table uses was written over or moved.
     """
     ok = jnp.all((cells.stamp == old.stamp) | free(old))
-    before, now = cells.history[:, :1], cells.history[:, 1:]
-    then, written = old.history[:, 1:], cells.written
-    whole = (written == then) | (written == now) | (written == before) & (then != now)
-    return replace(old, stamp=cells.stamp, written=jnp.where(whole, then, written)), ok
+    then, still = old.history[:, 1:], jnp.all(free(old) | ~free(cells), axis=1, keepdims=True)
+    # The older table may know more than this one, which then cannot tell what is written of it.
+    whole = (cells.written == then) | ~lacks(cells) & still
+    return replace(old, stamp=cells.stamp, written=jnp.where(whole, then, old.written)), ok
 
 
 def lacks(cells: Cells) -> jax.Array:
     """Return which layers lack tokens that their stream holds, `[S, L]` bool."""
-    return cells.written != cells.history[:, 1:]
+    return (cells.written != cells.history[:, 1:]) & ~free(cells).all(axis=1, keepdims=True)
 
 
-def as_whole(source: Cells, history: jax.Array) -> jax.Array:
-    """Return what layers hold whose tokens are a copy, `[S, L]` uint32: as much as the source's.
+def begun(history: jax.Array, lacking: jax.Array) -> dict[str, jax.Array]:
+    """Return the fields `history` and `written` of streams that tokens came to by no ubatch.
 
     Args:
-      source: a table of the S streams that are copied.
-      history: `[S, 2]` uint32, of those that they are copied to.
+      history: `[S, 2]` uint32, what it was.
+      lacking: `[S, L]` bool, the layers that lack tokens from now on.
     """
-    now = history[:, 1:]
-    return jnp.where(lacks(source), now + 1, now)
+    now = chained(*history.T)[:, None]
+    return {
+        "history": jnp.broadcast_to(now, history.shape),
+        "written": jnp.where(lacking, now + 1, now),
+    }
 
 
 def restamped(cells: Cells, where: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.kv.buffers import Buffers, Cached, Halves, alike, bring, copy_run, on_halves, put
-from jaxkv.kv.cells import C, Cells, as_whole, inherited, known, within
+from jaxkv.kv.cells import C, Cells, begun, inherited, known, lacks, within
 from jaxkv.kv.shift import CHUNK
 from jaxkv.mesh import Shares, first_of, looked_up, on_shares, own, shares
 from jaxkv.ops.stacked import each_array
@@ -91,7 +91,8 @@ def _replaced(
     count = _in_chunks(cells, end)
     does = does & (dst >= 0) & (dst < cells.streams)
     of_dst = jnp.where(does, dst, 0)
-    old, history = cells.stamp[of_dst], cells.history[of_dst]
+    old = cells.stamp[of_dst]
+    marks = begun(cells.history[of_dst][None], lacks(source))
 
     def row(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
@@ -105,7 +106,7 @@ def _replaced(
         evicted_below=row(cells.evicted_below, inherited(source, jnp.int32(0), start, stop)),
         stamp=row(cells.stamp, jnp.where(index < count, stamp, old)),
         content=row(cells.content, source.content[0]),
-        written=row(cells.written, as_whole(source, history[None])[0]),
+        **{name: row(getattr(cells, name), value[0]) for name, value in marks.items()},
     )
     return copied, count
 
@@ -170,7 +171,7 @@ def _selected(
     old = cells.stamp.at[local].get(mode="fill", fill_value=0)
     stamp = jnp.where(index < count, replaced(old, lines.stamp), old)
     history = cells.history.at[local].get(mode="fill", fill_value=0)
-    lines = replace(lines, stamp=stamp, history=history, written=as_whole(lines, history))
+    lines = replace(lines, stamp=stamp, **begun(history, lacks(lines)))
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[local].set(value, mode="drop")

@@ -111,15 +111,16 @@ def to_select(cells: C, parents: jax.Array, targets: jax.Array) -> Transfer[C]:
 def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buffers]:
     """Do what was planned, in the table and the buffers; nothing where cells are lacking.
 
-    A stream that gets copies lacks afterwards, in each layer, what any stream lacks in it.
+    A stream that gets copies lacks afterwards, in each layer, what those that they come from lack.
     """
     left, arriving, origin, slots, need = transfer
     gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.wanted[:, None])
     slots = jnp.where(gets, slots, nowhere(slots))
-    filled = on_streams(left, settle, slots, arriving)
-    lacking = (need.wanted > 0)[:, None] & jnp.any(lacks(cells), axis=0, keepdims=True)
-    now = cells.history[:, 1:]
-    filled = replace(filled, written=jnp.where(lacking, now + 1, cells.written))
+    source, _ = divided(origin, cells.num_cells)
+    comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
+    comes = jnp.any(comes, axis=1)  # [S, S], from the second to the first
+    lacking = jnp.any(comes[..., None] & lacks(cells)[None], axis=1)
+    filled = on_streams(left, settle, slots, arriving, lacking)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
     args = origin, slots, jnp.where(need.ok, need.wanted, 0)
     return filled, on_halves(cells.rules, buffers, _fill, *args, by_stream=2)

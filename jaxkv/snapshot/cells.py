@@ -321,7 +321,7 @@ def _fill(
     stamp = chained(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
     arriving = replace(left, stamp=stamp, **fields)
-    return settle(left, slots, arriving)
+    return settle(left, slots, arriving, jnp.zeros(left.written.shape, bool))
 
 
 def _part_of_keys(v: Values) -> list[int] | None:

@@ -76,9 +76,14 @@ def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
         assert ok
         (_, saw), (_, expected) = (step(one, plan(one, 2)) for one in (back, whole))
         jax.tree.map(np.testing.assert_array_equal, saw, expected)
+        again, ok = jaxkv.go_back(jaxkv.split(later)[0], back)
+        assert ok
+        assert gives_nan(step(again, plan(again, 1))[1]) == [False, True]
 
     empty = jaxkv.clear(after)
-    assert gives_nan(step(empty, plan(empty, 2))[1]) == [False, False]
+    none, data = snapshot.to_bytes(empty), snapshot.to_bytes(whole)
+    for one in (empty, snapshot.load(none), snapshot.load_into(data, empty)):
+        assert gives_nan(step(one, plan(one, 2))[1]) == [False, False]
 
 
 @pytest.mark.parametrize("kind", [SPLIT, GROUPS], ids=lambda kind: kind.name)
@@ -114,3 +119,15 @@ def test_stream_that_lacks_nothing_goes_on_beside_one_that_does():
     memory, _ = step(memory, plan(memory, 1, 0, 0), (0,))
     out = step(memory, plan(memory, 1))[1][1]
     assert np.isnan(out).any(axis=(1, 2, 3)).tolist() == [True, False, False]
+
+
+@pytest.mark.core
+def test_copy_brings_nothing_that_its_source_does_not_lack():
+    ids = np.arange(GROUPS.sequences)
+    whole, _ = step(GROUPS.make(None), plan(GROUPS.make(None), *(ids == 0)))
+    lacking, _ = step(whole, plan(whole, *(ids == ids[-1])), (0,))
+    emptied, _ = jaxkv.seq_rm(lacking, ids[-1])
+    for memory, expected in ((emptied, [False, False]), (lacking, [False, True])):
+        copied, ok = jaxkv.seq_cp(memory, 0, ids[-2])
+        assert ok
+        assert gives_nan(step(copied, plan(copied, *(ids == ids[-2])))[1]) == expected
