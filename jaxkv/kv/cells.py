@@ -407,10 +407,12 @@ def go_back(cells: C, old: C) -> tuple[C, jax.Array]:
     `ok` is whether nothing that the older table uses was written over or moved.
     """
     ok = jnp.all((cells.stamp == old.stamp) | free(old))
-    then, still = old.history[:, 1:], jnp.all(free(old) | ~free(cells), axis=1, keepdims=True)
+    before, now, then = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
+    whole = (cells.written == then) | ~lacks(cells) | (cells.written == before) & (then != now)
+    written = jnp.where(whole, then, cells.written)
     # The older table may know more than this one, which then cannot tell what is written of it.
-    whole = (cells.written == then) | ~lacks(cells) & still
-    return replace(old, stamp=cells.stamp, written=jnp.where(whole, then, old.written)), ok
+    still = jnp.all(free(old) | ~free(cells), axis=1, keepdims=True)
+    return replace(old, stamp=cells.stamp, written=jnp.where(still, written, old.written)), ok
 
 
 def lacks(cells: Cells) -> jax.Array:

@@ -66,6 +66,10 @@ def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
 
     lacking, saw = step(memory, plan(memory, 1), (0,))
     assert gives_nan(saw) == [False, True]
+    written, _ = step(memory, plan(memory, 1))  # the same tokens, in other buffers
+    mixed, ok = jaxkv.go_back(jaxkv.split(written)[0], lacking)
+    assert ok
+    assert gives_nan(step(mixed, plan(mixed, 1))[1]) == [False, True]
     with pytest.raises(ValueError, match="expected every layer to hold all tokens of sequence 0"):
         snapshot.to_bytes(lacking)
     after, saw = step(lacking, plan(lacking, 1))  # what is written later does not bring them
