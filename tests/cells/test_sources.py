@@ -18,6 +18,7 @@ from tests.attention.formula import formula
 from tests.cases import in_lanes
 from tests.memories import assert_identical
 from tests.meshes import mesh_of
+from tests.mistakes import assert_raises, mistakes
 
 core = pytest.mark.core
 SIZE, VOCABULARY, Q = 8, 12, 4
@@ -253,33 +254,9 @@ def part(i):
     return parts_of(make())[i]
 
 
-UNTIL = jnp.zeros((1, 1), jnp.int32)
-OF_TEXT = "part 0, which is of the text, got"
-MISTAKES = [
-    ("make_source_cache, got kind 'attention'", lambda: encode(part(0), [[1]], [0])),
-    ("stand at 0", lambda: jaxkv.init_source(make(), make_batch([1], positions=[3]))),
-    ("one sequence each", lambda: jaxkv.init_source(make(), make_batch([1], sequences=[[0, 1]]))),
-    ("wanted a batch", lambda: jaxkv.init_source(make(), [1])),
-    ("part for sources at most", lambda: jaxkv.make_hybrid_cache((part(1), [0]), (part(1), [1]))),
-    ("part for sources at most", lambda: jaxkv.make_hybrid_cache((part(1), [0]))),
-    ("a part of its own", lambda: jaxkv.make_hybrid_cache((make(), [0, 1]), (part(0), [2]))),
-    ("that begin alike", lambda: jaxkv.prefix.make_store(make(), holders=[3])),
-    ("requests do not bring", lambda: loops.batching.Engine(forward, 0, make())),
-    ("got <class 'int'>", lambda: encode_by(lambda *_: 3)),
-    ("nothing written", lambda: encode_by(lambda weights, memory, _: memory)),
-    ("queries alone", lambda: as_reader(jaxkv.write, 2)),
-    ("queries alone", lambda: as_reader(jaxkv.attend, 3)),
-    ("wanted no until", lambda: as_reader(jaxkv.attend, 1, until=UNTIL)),
-    (OF_TEXT, lambda: as_encoder(jaxkv.attend, 3)),
-    (OF_TEXT, lambda: as_encoder(jaxkv.write, 2)),
-    (OF_TEXT, lambda: as_encoder(jaxkv.view, 0)),
-]
-
-
-@pytest.mark.parametrize(("match", "call"), MISTAKES)
-def test_sources_bad_call_raises(match, call):
-    with pytest.raises((TypeError, ValueError), match=match):
-        call()
+@pytest.mark.parametrize(("call", "outcome"), mistakes("sources"))
+def test_sources_bad_call_raises(call, outcome):
+    assert_raises(call, outcome, globals())
 
 
 @core

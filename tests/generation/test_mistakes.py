@@ -5,6 +5,7 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch
+from tests.mistakes import assert_raises, mistakes
 
 W = jnp.eye(8)
 
@@ -58,33 +59,6 @@ def drafted():
     return loops.speculate(model(), draft, warm, W, memory, state, steps=2)
 
 
-MISTAKES = [
-    (lambda: run(end=lambda m, x, _: (m, x[:, :0])), r"logits \[O, V\] .* got \(4, 0\): flatten"),
-    (lambda: run(end=lambda m, x, _: (m, x[None])), r"logits \[O, V\] .* got \(1, 4, 8\): flatten"),
-    (lambda: run(end=lambda m, x, _: (m, x[:1])), r"a row for each of the 4 .* got \(1, 8\): flat"),
-    (lambda: run(end=lambda m, x, _: (m, x.astype(int))), "logits of floats .* got int32: cast"),
-    (drafted, "a draft of 8 tokens, .* got one of 5; take a draft model with that vocabulary"),
-    (lambda: run(q=lambda x: x.swapaxes(1, 2)), r"got \(1, 2, 4, 4\): tokens come before heads"),
-    (lambda: run(k=lambda x: x.swapaxes(1, 2)), r"got \(1, 2, 4, 4\): tokens come before heads"),
-    (lambda: run(memory=make(head_dim=8)), r"of \(1, 4, 2, 8\), got \(1, 4, 2, 4\): tokens"),
-    (lambda: run(layers=(0, 0)), r"in each layer .* got none in layers \[1\]: call attend once"),
-    (lambda: run(layers=(1,)), r"in each layer .* got none in layers \[0\]: call attend once"),
-    (lambda: run(layers=(0, 2)), "wanted a layer from 0 to 1, got 2: make the memory with layers="),
-    (lambda: run(make_batch([1], sequences=5)), "ids from 0 to 1, got 5; a memory is made for a"),
-    (stale, "wanted a plan of this memory as it is, got a stale one: plan again"),
-    (beside_an_engine, "a memory with its buffers, got one whose buffers were donated: go on with"),
-    (lambda: make_batch([1.0, 2.0]), "wanted integers for tokens, got float64: cast them"),
-    (lambda: make_batch("hello"), "wanted tokens as integers .* got <class 'str'>: encode texts"),
-    (lambda: make_batch(["hello"]), "wanted integers for tokens, got <U5: encode texts by a token"),
-    (lambda: run(end=lambda m, x, _: m), "a pair from forward, .* got <class .*Memory'>: end it"),
-    (lambda: run(end=lambda m, x, old: (old, x)), "gave back the memory it was given, .* it must"),
-    (lambda: jaxkv.prefill(model(), make(), W, make_batch([1])), "wanted a memory, got .*: pass"),
-    (lambda: loops.begin(W, run().cache, W[:1]), "a sampler, such as loops.sampling.make_sampler"),
-    (lambda: run(k=lambda x: x.astype(int)), "wanted floats for k, got int32: cast them"),
-]
-
-
-@pytest.mark.parametrize(("mistake", "words"), MISTAKES, ids=range(len(MISTAKES)))
-def test_newcomers_mistake_raises_a_sentence(mistake, words):
-    with pytest.raises((TypeError, ValueError), match=words):
-        mistake()
+@pytest.mark.parametrize(("call", "outcome"), mistakes("newcomers"))
+def test_newcomers_mistake_raises_a_sentence(call, outcome):
+    assert_raises(call, outcome, globals())

@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import Reason, apply, init_batch, make_batch, seq_rm
 from tests.memories import RUNS, SMALL, assert_identical, filled, think
+from tests.mistakes import assert_raises, mistakes
 
 FAULTS = {
     # name: the batch's sequences, its positions, and which are refused, and how. Sequence 0 holds 5
@@ -158,25 +159,9 @@ def eleven(memory, tokens=(7,) * 11, size=4):
     return init_batch(memory, make_batch(tokens), ubatch_size=size)
 
 
-MISTAKES = [
-    (lambda m: jaxkv.seq_div(m, 0, 0, -1, 0), ValueError, "wanted divisor of at least 1, got 0"),
-    (lambda m: init_batch(m, make_batch([1], valid=[False])), ValueError, "no valid token"),
-    (lambda m: eleven(m, size=0), ValueError, "at least 1, got 0"),
-    (lambda m: apply(m, eleven(m)), ValueError, "3 ubatches cannot be applied at once"),
-    (lambda m: jax.jit(eleven)(m, jnp.arange(5)), ValueError, "at most 4 tokens, got 5"),
-    (lambda m: jaxkv.defrag_plan(m, max_moves=0), ValueError, "max_moves of at least 1"),
-    (lambda m: jaxkv.used(seq_rm(m, 0)), TypeError, "was `memory, ok = seq_rm"),
-    (lambda m: jax.jit(lambda m: eleven(m).check())(m), TypeError, "plan.ok"),
-    (lambda m: jaxkv.attend(m, 0, eleven(m), 0, 0, 0), TypeError, "wanted a ubatch, such as plan"),
-    (lambda m: apply(m, m.table), TypeError, "wanted a ubatch or a plan, got"),
-    (lambda m: jaxkv.go_back(m, m), TypeError, "wanted the table of an earlier memory"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "match"), MISTAKES)
-def test_what_cannot_be_planned_or_applied_raises(call, error, match):
-    with pytest.raises(error, match=match):
-        call(filled(1))
+@pytest.mark.parametrize(("call", "outcome"), mistakes("planning"))
+def test_what_cannot_be_planned_or_applied_raises(call, outcome):
+    assert_raises(call, outcome, globals() | {"m": filled(1)})
 
 
 def test_seq_rm_forgets_largest_position_that_is_accepted():

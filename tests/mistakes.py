@@ -1,0 +1,35 @@
+"""Calls that raise, as data: what each raises, as `tests/data/mistakes` has it.
+
+A case is an expression and, indented below it, its exception with a pattern of the sentence.
+"""
+
+import builtins
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+
+DATA = Path(__file__).parent / "data" / "mistakes"
+NAMES = vars(jaxkv) | dict(jax=jax, jnp=jnp, np=np, jaxkv=jaxkv, partial=partial)
+"""What expressions may name beside what their test names."""
+
+
+def mistakes(name):
+    """Pairs of a call and of what it raises."""
+    lines = (DATA / f"{name}.txt").read_text().splitlines()
+    lines = [line for line in lines if line and not line.startswith("#")]
+    assert not any(line.startswith(" ") for line in lines[::2]), name
+    return [*zip(lines[::2], map(str.strip, lines[1::2]), strict=True)]
+
+
+def assert_raises(call, outcome, names):
+    """One sentence, in one line."""
+    error, _, message = outcome.partition(": ")
+    with pytest.raises(getattr(builtins, error), match=message) as raised:
+        eval(call, NAMES | names)
+    assert "\n" not in str(raised.value).split("\n---")[0]
