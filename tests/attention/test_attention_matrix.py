@@ -21,6 +21,7 @@ from jaxkv.window import chunked, sliding, symmetric
 from tests.attention.formula import PLAIN, case, formula, visible
 from tests.attention.ways import WAYS, WEIGH, attended
 from tests.cases import in_lanes
+from tests.mistakes import assert_raises, mistakes
 
 DATA = Path(__file__).parent.parent / "data"
 core = pytest.mark.core
@@ -248,15 +249,8 @@ def test_weigh_open_sums_of_parts_join(name):
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN may be there")
 def test_attend_unknown_or_unfit_implementation_raises():
     half = {"dtype": "bfloat16", "queries": "bfloat16"}
-    for name, options, error, match in (
-        ("flash", {}, ValueError, r"wanted an implementation of \('tiles', .*got 'flash'"),
-        ("cudnn", half, RuntimeError, "cuDNN"),
-        ("cudnn", {"dtype": "bfloat16"}, ValueError, "got float32, bfloat16 and bfloat16"),
-        ("cudnn", {"dtype": "int8"}, ValueError, "'cudnn' wants .* float32, int8 and int8: leave"),
-        ("cudnn", {"bias": "array", **half}, ValueError, "'cudnn' adds no bias"),
-    ):
-        with pytest.raises(error, match=match):
-            api.attend(*case(**options), Options(), name)
+    for row in mistakes("attention"):
+        assert_raises(*row, globals() | {"half": half})
 
 
 def test_attention_bad_shapes_raise():

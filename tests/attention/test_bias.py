@@ -19,6 +19,7 @@ from tests.attention.lives import CLOSE, applied, arrays_for, between, lived_in,
 from tests.cases import in_lanes
 from tests.memories import GROUPS, SMALL, SPLIT, WINDOW, Kind
 from tests.meshes import mesh_of, placed
+from tests.mistakes import assert_raises, mistakes
 
 core = pytest.mark.core
 H, BUCKETS, FARTHEST = 4, 8, 20
@@ -121,27 +122,10 @@ def test_attend_bad_bias_or_until_raises():
     def call(**options):
         return jaxkv.attend(memory, 0, ubatch, q, **options)
 
-    zeros = jnp.zeros((1, 1, H, SMALL.cells))
-    until = jnp.zeros(ubatch.valid.shape, jnp.int32)
-    for error, message, options in (
-        (ValueError, r"\[R, T, H, N\] of \(1, \d, 4, 12\), got \(1, 1, 2, 12\)",
-         {"bias": zeros[:, :, :2]}),
-        (ValueError, r"broadcasts to \[R, H, T, N\] of \(1, 4, 4, 12\), got \(\)",
-         {"bias": lambda query, key, head: 1.0 * jnp.max(key)}),
-        (TypeError, "a bias of floats, got int32", {"bias": lambda query, key, head: query - key}),
-        (TypeError, "a bias of floats, got bool", {"bias": zeros > 0}),
-        (TypeError, "a function or as an array, got <class 'float'>", {"bias": 1.0}),
-        (TypeError, "returns an array, got 2", {"bias": lambda query, key, head: (query, key)}),
-        (ValueError, "until or causal=False, got both", {"until": until, "causal": False}),
-        (ValueError, r"until \[R, T\] of .*, got \(1, 1\)", {"until": until[:, :1]}),
-        (TypeError, "integers for until, got float32", {"until": until * 1.0}),
-    ):  # fmt: skip
-        with pytest.raises(error, match=message):
-            call(**options)
-
     def of(weights):
         return call(bias=lambda query, key, head: weights[head] * (query - key))[1].sum()
 
-    for transformed in (jax.jit(of), jax.grad(of)):
-        with pytest.raises(TypeError, match="closes over traced arrays: pass .*Partial"):
-            transformed(TABLE[0])
+    zeros = jnp.zeros((1, 1, H, SMALL.cells))
+    until = jnp.zeros(ubatch.valid.shape, jnp.int32)
+    for row in mistakes("biases"):
+        assert_raises(*row, globals() | locals())

@@ -24,6 +24,7 @@ from jaxkv.snapshot.whole import describe
 from tests.attention.formula import MOST, coded, rounded
 from tests.cases import in_lanes
 from tests.meshes import mesh_of, placed
+from tests.mistakes import assert_raises, mistakes
 
 DATA = Path(__file__).parent.parent / "data"
 core = pytest.mark.core
@@ -345,28 +346,10 @@ def test_model_int8_memory_keeps_dtype_of_states():
     assert found == {"int8", "float32"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"value_dim": slice(0, 8)}, "some and not all, got slice"),
-        ({"value_dim": slice(4, 4)}, "some and not all"),
-        ({"value_dim": slice(0, 8, 2)}, "neighbouring numbers"),
-        ({"value_dim": (PART,)}, "all layers or 2, one each, got 1"),
-        ({"value_dim": PART, "dtype": "int8"}, "16 bits or more"),
-        ({"value_dim": slice(3, 8)}, "after the 4 numbers of a key that its rope turns"),
-    ],
-)
-def test_make_kv_cache_bad_latent_values_raise(options, message):
-    with pytest.raises(ValueError, match=message):
-        make(**options)
-
-
-def test_attend_latent_memory_with_values_raises():
-    """And one without, where a layer has values of its own."""
+def test_latent_bad_values_raise():
+    """Also where a layer is given values, or a layer with values of its own is not."""
     memory = make(value_dim=(PART, 5))
     (ubatch,) = jaxkv.init_full(memory, ubatch_size=1).ubatches
     q, k = (jnp.ones((*ubatch.valid.shape, n, SIZE)) for n in (2 * HEADS, HEADS))
-    with pytest.raises(TypeError, match="numbers 4 to 7 are the values.*leave v out"):
-        jaxkv.attend(memory, 0, ubatch, q, k, k[..., PART])
-    with pytest.raises(TypeError, match="got keys alone"):
-        jaxkv.attend(memory, 1, ubatch, q, k)
+    for row in mistakes("latents"):
+        assert_raises(*row, globals() | locals())

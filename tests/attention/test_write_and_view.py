@@ -25,6 +25,7 @@ from tests.memories import (
     TILES,
     assert_identical,
 )
+from tests.mistakes import assert_raises, mistakes
 
 core = pytest.mark.core
 KINDS = [kind for kind in [*ALL_KINDS, LATENT] if len(kind.windows) == 1]
@@ -121,23 +122,19 @@ def test_scatter_single_key_of_single_head():
 # ------------------------------------------------------------------------------------ arguments
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m, u, q, k, v: jaxkv.attend(m, 0, u, q, k), "to look alone, got keys"),
-        (lambda m, u, q, k, v: jaxkv.attend(m, 0, u, q, v=v), "to look alone, got values"),
-        (lambda m, u, q, k, v: jaxkv.attend(m, 0, u, q, softcap=-1.0), "a finite softcap above 0"),
-        (lambda m, u, q, k, v: jaxkv.write(m, 0, u, k[:, :1], v), r"wanted k \[R, T, K, D\] of"),
-        (lambda m, u, q, k, v: jaxkv.write(m, 2, u, k, v), "wanted a layer from 0 to 1, got 2"),
-        (lambda m, u, q, k, v: jaxkv.view(m, -1, u), "wanted a layer from 0 to 1, got -1"),
-        (lambda m, u, q, k, v: jaxkv.view(m, q[0, 0, 0, 0], u), "known while tracing"),
-        (lambda m, u, q, k, v: jaxkv.view(SMALL.make(), 0, m), "wanted a ubatch"),
-    ],
-)
-def test_write_and_view_bad_arguments_raise(call, message):
+def look(memory, layer):
+    """Attend in a layer that is known as an integer, and traced else."""
+    memory, ubatch = applied(memory)
+    attend = jaxkv.attend if type(layer) is int else jax.jit(jaxkv.attend)
+    return attend(memory, layer, ubatch, *arrays_for(ubatch))[1]
+
+
+def test_write_and_view_bad_arguments_raise():
     memory, ubatch = applied(lived_in(SMALL))
-    with pytest.raises((TypeError, ValueError), match=message):
-        call(memory, ubatch, *arrays_for(ubatch))
+    names = dict(zip("qkv", arrays_for(ubatch), strict=True), m=memory, u=ubatch)
+    for call, outcome in mistakes("layers"):
+        assert_raises(call, outcome, globals() | names)
+    assert np.isfinite(look(STACKED.make(), 1)).all()  # a layer that is known
 
 
 def test_write_and_view_donated_memory_raises():
@@ -182,21 +179,6 @@ def test_stacked_memory_takes_traced_layer():
     _, together = jax.vmap(look)(jnp.arange(LAYERS))
     for layer in range(LAYERS):
         np.testing.assert_allclose(together[layer], look(layer)[1], **CLOSE)
-
-
-def test_attend_bad_traced_layer_raises():
-    for memory, layer, error, message in (
-        (STACKED.make(), 2, ValueError, "wanted a layer from 0 to 1, got 2"),
-        (STACKED.make(), jnp.arange(2), ValueError, "wanted the number of one layer"),
-        (STACKED.make(), jnp.float32(0), TypeError, "wanted integers for a l"),
-        (SMALL.make(), jnp.int32(0), TypeError, r"make_kv_cache\(stacked=True\)"),
-        (jaxkv.make_hybrid_cache((STACKED.make(), (0, 1))), jnp.int32(0), TypeError, "stacked=T"),
-    ):
-        memory, ubatch = applied(memory)
-        attend = jaxkv.attend if type(layer) is int else jax.jit(jaxkv.attend)
-        with pytest.raises(error, match=message):
-            attend(memory, layer, ubatch, *arrays_for(ubatch))
-    assert np.isfinite(jaxkv.attend(memory, 1, ubatch, *arrays_for(ubatch))[1]).all()  # known
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,11 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visible
-from tests import histories
 from tests.memories import (
     GROUPS,
     HEADS,
     SIZE,
     SMALL,
-    SPLIT,
     WINDOW,
     assert_identical,
     drawing,
@@ -22,6 +20,7 @@ from tests.memories import (
     run,
     think,
 )
+from tests.mistakes import assert_raises, mistakes
 
 core = pytest.mark.core
 
@@ -55,35 +54,13 @@ def test_make_batch_sequences_of_a_token_in_any_form():
     assert make_batch([5, 6], sequences=[[0], [1]]).others is None  # as of single ids
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sequences", "message"),
-    [
-        ([5, 6], [[0, 1], []], "a sequence at least in each"),
-        ([5, 6], [[0, 1], [2, 2]], r"once, got \[2, 2\]"),
-        ([5, 6], [[0, -1], [0]], "sequences from 0 to .*-1"),
-        ([5, 6], [[0, 1]], r"wanted \(2,\), got \(1, 2\)"),
-        ([[5], [6]], [[0, 1]], "or list of ids, for each of 2"),
-        ([5], [[[0, 1]]], "sequences"),
-        (np.ones((2, 2), int), [[0, 1], [2]], "filled up with -1, got"),
-    ],
-)
-def test_make_batch_wrong_sequences_of_a_token_raise(tokens, sequences, message):
-    with pytest.raises(ValueError, match=message):
-        make_batch(tokens, sequences=sequences)
+def shared(memory, *ids):
+    return jaxkv.init_batch(memory, make_batch([5], sequences=[[*ids]]))
 
 
-def test_init_batch_sequences_that_cannot_share_a_token_raise():
-    states = histories.make()
-    hybrid = jaxkv.make_hybrid_cache((states, (0, 1)), (SMALL.make(), (2, 3)))
-    for memory, ids, message in (
-        (GROUPS.make(), [1, 2], r"sequences of a token in one stream, got \[1, 2\]"),
-        (SPLIT.make(), [0, 1], r"in one stream, got \[0, 1\]"),
-        (SMALL.make(), [0, 3], "sequence ids from 0 to 2, got 3"),
-        (states, [0, 1], "a state belongs to one text, .* a memory of kind 'recurrent'"),
-        (hybrid, [0, 1], "of kind 'hybrid'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            jaxkv.init_batch(memory, make_batch([5], sequences=[ids]))
+@pytest.mark.parametrize(("call", "outcome"), mistakes("sets"))
+def test_sequences_that_cannot_share_a_token_raise(call, outcome):
+    assert_raises(call, outcome, globals())
 
 
 def test_batch_only_keeps_a_token_for_those_that_stay():

@@ -11,13 +11,13 @@ from jax.tree_util import Partial
 
 import jaxkv
 from jaxkv import sharding
-from jaxkv.sharding import Rules
 from tests.attention.formula import slope
 from tests.cases import in_lanes
 from tests.cells import state_machine
 from tests.cells.test_stateful import run
 from tests.memories import Kind, assert_identical
 from tests.meshes import KINDS, RULES, mesh_of, near, placed
+from tests.mistakes import assert_raises, mistakes
 from tests.sharding import tiny
 from tests.sharding.tiny import assert_close
 
@@ -150,7 +150,6 @@ def test_derivatives_on_mesh_match_one_device(streams, axes):
 
 # ------------------------------------------------------------------------------------- arguments
 
-NO_MESH = r"wanted a mesh .* got none: .*jax.set_mesh"
 make = partial(jaxkv.make_kv_cache, layers=2, cells=16, kv_heads=2, head_dim=4)
 
 
@@ -173,27 +172,9 @@ def layout(**options):
     return sharding.layout(jax.eval_shape(make), mesh_of(tensor=2), RULES, **options)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: jaxkv.plan_step(with_rules(), [1], [0], [True]), NO_MESH),
-        (attend_without_mesh, NO_MESH),
-        (lambda: allocate(cells=18), "cells that 4 devices divide .* got 18: take 20"),
-        (
-            lambda: allocate(Rules(streams="data", kv_heads="data"), streams=2),
-            "got 'data' for streams and kv_heads",
-        ),
-        (lambda: layout().check(layout().total - 1), "wanted at most .* on each of 2 devices"),
-        (lambda: layout(heads=3), r"wanted heads a multiple of kv_heads \[2\], got 3"),
-        (
-            lambda: jaxkv.make_hybrid_cache((with_rules(), (0, 1)), (make(), (2, 3))),
-            "wanted parts that a mesh splits by the same rules",
-        ),
-    ],
-)
-def test_sharding_bad_argument_raises(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+@pytest.mark.parametrize(("call", "outcome"), mistakes("sharding"))
+def test_sharding_bad_argument_raises(call, outcome):
+    assert_raises(call, outcome, globals())
 
 
 def test_fitted_splits_cells_of_heads_that_do_not_divide():
@@ -202,6 +183,8 @@ def test_fitted_splits_cells_of_heads_that_do_not_divide():
     whole = sharding.layout(memory, mesh, RULES)
     assert whole.whole == ("kv_heads (6) are not split by tensor",)
     assert whole.check(whole.total).buffers == jaxkv.nbytes(memory.buffers)
+    with pytest.raises(ValueError, match="wanted at most .* on each of 4 devices"):
+        whole.check(whole.total - 1)
     finer, rules = sharding.fitted(memory, mesh, RULES)
     assert dict(finer.shape) == {"tensor": 2, "cells": 2} and rules == RULES
     assert sharding.layout(memory, finer, rules).buffers == whole.buffers // 4

@@ -25,6 +25,7 @@ from jaxkv.snapshot.file import opened, written
 from tests import histories
 from tests.cases import in_lanes
 from tests.memories import assert_identical, drawn
+from tests.mistakes import assert_raises, mistakes
 from tests.models.tiny_files import DATA
 from tests.snapshot.saved import changed, with_numbers
 
@@ -220,11 +221,11 @@ def test_load_of_content_that_no_memory_has_raises():
 
 
 def into(memory, saved, **options):
-    return partial(snapshot.load_into, snapshot.to_bytes(saved), memory, **options)
+    return snapshot.load_into(snapshot.to_bytes(saved), memory, **options)
 
 
 def save(memory=None, **options):
-    return partial(snapshot.save, "/nowhere/file", make() if memory is None else memory, **options)
+    snapshot.save("/nowhere/file", make() if memory is None else memory, **options)
 
 
 def on_a_mesh():
@@ -232,44 +233,9 @@ def on_a_mesh():
     return jaxkv.join(table.with_rules(jaxkv.sharding.Rules()), buffers)
 
 
-def test_load_into_a_memory_that_differs_raises():
-    window, ropes = jaxkv.window.sliding(4), (None, jaxkv.make_rope(4))
-    states = recurrent(states={"x": ((), jnp.float32)})
-    for memory, saved, words in [
-        (hybrid(), make(), "kind of this one, hybrid, got one with attention"),
-        (make(), make(layers=3), "layers of this one, 2, got one with 3"),
-        (make(), make(kv_heads=[2, 1]), r"kv_heads .* \[2, 2\], got one with \[2, 1\]"),
-        (make(), make(dtype=jnp.bfloat16), "dtype of this one, float32, got one with bfl"),
-        (make(), make(window=window), "window of this one, None, got .*=4"),
-        (make(rope=None), make(rope=ropes), "rope of layer 1 of this one, None"),
-        (make(rope=None), make(), "rope of layer 0 of this one, None, got one with NotGiven"),
-        (recurrent(), states, "states"),
-        (hybrid(), hybrid(layers=(1, 0)), "layers of parts"),
-        (hybrid(), hybrid(dtype=jnp.float16), "dtype in part 0"),
-    ]:
-        with pytest.raises(ValueError, match=f"wanted a snapshot of a memory with the {words}"):
-            into(memory, saved)()
-
-
-def test_snapshot_bad_argument_raises():
-    known = partial(into, make(), make())
-    for call, exception, match in [
-        (known(sequences=[0]), ValueError, "a target for each of the saved sequences"),
-        (known(sequences=1), ValueError, r"saved sequences \[0, 1\], got \[1\]"),
-        (known(sequences=[0, 5]), ValueError, "wanted sequence ids from 0 to 1"),
-        (known(sequences=[1, 1]), ValueError, "each sequence at most once"),
-        (known(sequences={3: 0}), ValueError, "some of the saved sequences"),
-        (save(sequences=[0, 0]), ValueError, "each sequence at most once"),
-        (save(sequences=[0], tokens={1: []}), ValueError, "wanted"),
-        (save(tokens={0: 5}), ValueError, "wanted"),
-        (save(tokens={0: [[1, 2]]}), ValueError, "wanted"),
-        (save(notes={1, 2}), TypeError, "wanted notes that JSON holds"),
-        (save((make(), True)), TypeError, "a memory, got a tuple"),
-        (save(on_a_mesh()), ValueError, "Orbax"),
-        (partial(jax.jit(snapshot.to_bytes), make()), ValueError, "on one device, outside of jit"),
-    ]:
-        with pytest.raises(exception, match=match):
-            call()
+@pytest.mark.parametrize(("call", "outcome"), mistakes("snapshots"))
+def test_snapshot_bad_argument_raises(call, outcome):
+    assert_raises(call, outcome, globals())
 
 
 def test_snapshot_of_memory_without_values_raises():
