@@ -241,6 +241,11 @@ def filled(*counts: int, kind: Kind = SMALL) -> Any:
     return memory
 
 
+def updated(memory: Any) -> Any:
+    """Rotate keys by what they are owed."""
+    return jaxkv.apply(memory, jaxkv.init_update(memory))
+
+
 def drawn(cells: str, kind: Kind = SMALL) -> Any:
     """Make a memory from a drawing: `0{0} 1{0,1} .`, positions with their owners, or empty cells.
 

@@ -23,6 +23,7 @@ from jaxkv.snapshot.file import written
 from jaxkv.snapshot.whole import describe
 from tests.attention.formula import MOST, coded, rounded
 from tests.cases import in_lanes
+from tests.memories import updated
 from tests.meshes import mesh_of, placed
 from tests.mistakes import assert_raises, mistakes
 
@@ -129,10 +130,6 @@ def told(memory, form, rows=((1, 1), (1, 1)), sequences=(1, 2)):
     return memory
 
 
-def rotated(memory):
-    return jaxkv.apply(memory, jaxkv.init_update(memory))
-
-
 ROUNDED = {"int8": 0.06, "float8_e4m3fn": 0.7}
 """How far keys of up to 4 may be off once they were moved, see `jaxkv.ops.rotation`."""
 
@@ -140,7 +137,7 @@ VERBS = [
     lambda m: jaxkv.seq_cp(m, 0, [1, 3], 0, 3).cache,
     lambda m: jaxkv.seq_rm(m, 0, 3, -1)[0],
     lambda m: jaxkv.seq_add(m, 1, 1, -1, 2).cache,
-    rotated,
+    updated,
     lambda m: jaxkv.seq_select(m, [2, 1], [1, 2]).cache,
     lambda m: jaxkv.seq_rm(m, 0)[0],
     lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
@@ -179,7 +176,7 @@ def test_storage_form_life_matches_plain_memory(form, sizes, mode, axes):
         for verb in VERBS:
             plain = verb(plain_of(memory))
             memory = verb(memory)
-            bound = ROUNDED.get(form.get("dtype"), 2e-6) if verb is rotated else 2e-6
+            bound = ROUNDED.get(form.get("dtype"), 2e-6) if verb is updated else 2e-6
             assert_alike(memory, plain, bound)
         told(memory, form)
 
@@ -292,7 +289,7 @@ def test_attend_nonfinite_head_becomes_nan_key_and_zero_value(form, half, bad, w
     np.testing.assert_allclose(out, wanted, atol=2e-6)
 
     moved = jaxkv.seq_add(broken, 1, 0, -1, 3).cache
-    keys, values = held(jaxkv.apply(moved, jaxkv.init_update(moved)))
+    keys, values = held(updated(moved))
     assert np.isnan(keys[place][: PART.start]).all() and np.isfinite(values).all()
     assert np.isnan(keys).any(-1).sum() == 1
 

@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv.rope import linear, yarn
-from tests.memories import Kind, assert_identical, drawing, drawn
+from tests.memories import Kind, assert_identical, drawing, drawn, updated
 
 core = pytest.mark.core
 PLAIN = jaxkv.make_rope(6, base=100.0)
@@ -49,10 +49,6 @@ def turned(keys, positions, rope):
 
 def keys_of(memory, layer, count=6):
     return np.asarray(memory.buffers.k[layer])[0, :, :count].transpose(1, 0, 2)
-
-
-def updated(memory):
-    return jaxkv.apply(memory, jaxkv.init_update(memory))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jaxkv import loops, make_batch
 from jaxkv.hybrid import parts_of
 from tests.attention.formula import formula
 from tests.cases import in_lanes
-from tests.memories import assert_identical
+from tests.memories import assert_identical, updated
 from tests.meshes import mesh_of
 from tests.mistakes import assert_raises, mistakes
 
@@ -151,10 +151,6 @@ def test_encode_and_prefill_see_all_of_their_source():
 # ---- edits
 
 
-def settled(memory):
-    return jaxkv.apply(memory, jaxkv.init_update(memory))
-
-
 def packed(memory):
     memory, _ = jaxkv.seq_rm(memory, 0)
     return jaxkv.apply(memory, jaxkv.defrag_plan(memory))
@@ -191,8 +187,8 @@ EDITS = {
     "forget its end": (lambda m: jaxkv.seq_rm(m, 1, 1)[0], "ABCD", "acc."),
     "forget a first token of all": (lambda m: jaxkv.seq_rm(m, -1, 0, 1)[0], "ABCD", "ed.."),
     "several cuts": (lambda m: jaxkv.seq_rm(m, [0, 1], 0, [-1, 1])[0], "CBCD", ".dc."),
-    "move": (lambda m: settled(jaxkv.seq_add(m, 1, 0, -1, 5).cache), "ABCD", "abc."),
-    "divide": (lambda m: settled(jaxkv.seq_div(m, 1, 0, -1, 2).cache), "ABCD", "abc."),
+    "move": (lambda m: updated(jaxkv.seq_add(m, 1, 0, -1, 5).cache), "ABCD", "abc."),
+    "divide": (lambda m: updated(jaxkv.seq_div(m, 1, 0, -1, 2).cache), "ABCD", "abc."),
     "keep": (lambda m: jaxkv.seq_keep(m, 1), "CBCC", ".b.."),
     "clear": (jaxkv.clear, "CCCC", "...."),
     "close gaps": (packed, "CBCD", ".bc."),

@@ -23,6 +23,7 @@ from tests.memories import (
     assert_identical,
     filled,
     think,
+    updated,
 )
 from tests.twins import lived_in
 
@@ -38,10 +39,6 @@ def numbers(kind, i):
     if i % 3 == 2:
         return jnp.int32(seq), jnp.int32(other), -1, jnp.int32(i)
     return seq, other, -1, -1
-
-
-def updated(memory):
-    return jaxkv.apply(memory, jaxkv.init_update(memory))
 
 
 VERBS: dict[str, Callable] = {

@@ -23,6 +23,7 @@ from tests.memories import (
     drawing,
     filled,
     run,
+    updated,
 )
 from tests.snapshot.saved import with_numbers
 
@@ -41,10 +42,6 @@ def told(*counts, kind=POOL):
             memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch, ubatch_size=4).check())
             count -= 4
     return memory
-
-
-def updated(memory):
-    return jaxkv.apply(memory, jaxkv.init_update(memory))
 
 
 def slid_by_hand(memory, seq, keep, drop):
