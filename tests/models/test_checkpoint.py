@@ -121,9 +121,11 @@ def test_tensor_unpacks_without_second_copy():
     assert size < peak < 1.3 * size
 
 
-LINEAR = {"rope_type": "linear", "factor": 8.0}
 CONFIGS = json.loads((DATA / "configs_in_one_form.json").read_text())
 """What is added to a config without a base, and what is found."""
+
+SCALINGS = json.loads((DATA / "scalings_of_gguf.json").read_text())
+"""Keys of a rope, factors beside them, and what is found, or the sentence that refuses them."""
 
 
 @pytest.mark.parametrize(("given", "wanted"), CONFIGS, ids=str)
@@ -133,27 +135,15 @@ def test_config_of_folder_is_brought_to_one_form(tmp_path, given, wanted):
     assert {key: found[key] for key in wanted} == wanted
 
 
-def test_config_rope_scaling_of_gguf(tmp_path):
-    yarn = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 64}
-    wanted = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    factors = {"rope_freqs.weight": np.array([1, 1, 2, 8], np.float32)}
-    for fields, extra, scaling in [
-        ({}, {}, None),
-        ({"scale_linear": 8.0}, {}, LINEAR),
-        ({"scaling.factor": 8.0}, {}, LINEAR),  # where no rule is named
-        ({"scaling.factor": 8.0, "scaling.type": "none"}, {}, None),
-        ({"scaling.attn_factor": 1.0, "scaling.factor": 1.0}, {}, None),
-        ({"scaling.attn_factor": 1.5}, {}, "expected llama.rope.scaling.attn_factor 1, got 1.5"),
-        ({"scaling.factor": 8.0}, factors, "left out beside rope_freqs.weight, got 8.0"),
-        (yarn, {}, wanted),
-        ({}, factors, {"rope_type": "factors", "factors": [1.0, 1.0, 2.0, 8.0]}),
-    ]:
-        named = {f"llama.rope.{key}": value for key, value in fields.items()}
-        path = write_gguf(tmp_path / "tiny.gguf", tiny_tensors() | extra, fields=named)
-        if isinstance(scaling, str):
-            refused(path, scaling)
-        else:
-            assert open_checkpoint(path).config["rope_scaling"] == scaling
+@pytest.mark.parametrize(("fields", "factors", "scaling"), SCALINGS, ids=str)
+def test_config_rope_scaling_of_gguf(tmp_path, fields, factors, scaling):
+    named = {f"llama.rope.{key}": value for key, value in fields.items()}
+    extra = {"rope_freqs.weight": np.array(factors, np.float32)} if factors else {}
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_tensors() | extra, fields=named)
+    if isinstance(scaling, str):
+        refused(path, scaling)
+    else:
+        assert open_checkpoint(path).config["rope_scaling"] == scaling
 
 
 MEANINGLESS = {"vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned"}
