@@ -21,25 +21,9 @@ from tests.snapshot.saved import changed
 
 FOLDERS = sorted(path.parent for path in DATA.glob("*/config.json"))
 TENSORS = {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
-VALUES = [
-    *(None, True, False, "", "a", "full_attention", [], [1], ["a"], [[]], {}, {"a": 1}),
-    *(-1, 0, 1, 2, 3, 7, 64, 4095, 2**20, 2**31 - 1, 2**31, 2**63, 10**40),
-    *(-1.5, 0.0, 0.5, 1e-320, 1e308, -1e308, float("inf"), float("nan")),
-]
-LINEAR = {"type": "linear", "factor": 2.0}
-ADDED = {
-    "text_config": [1, [], {"hidden_size": 0}],
-    "rope_scaling": [1, "yarn", {"type": "linear"}, {"rope_type": 3}, LINEAR | {"type": "llama3"}]
-    + [LINEAR | {"type": "yarn", "factor": factor} for factor in ("a", 0, 1e300)]
-    + [{"full_attention": 1, "sliding_attention": {"rope_theta": []}}],
-    "rope_parameters": [[], {"rope_type": "default", "rope_theta": -1}, {"rope_theta": "a"}],
-    "head_dim": [1e308, 2**31, 1, 3, 0],
-    "hidden_size": [2**31, 2**20],
-    "layer_types": [["full_attention"] * 2, ["chunked_attention"] * 2, 1],
-    "sliding_window": [0, 2**40, "a", 3],
-    "partial_rotary_factor": [0, 0.01, 2],
-    "eos_token_id": [[[1]], -1, "a"],
-}
+VALUES, ADDED = json.loads((DATA / "hostile_values.json").read_text())
+"""What is put anywhere, and what is put into the top of a config."""
+
 METADATA = {f"llama.{key}": value for key, value in FIELDS.items()} | {
     "llama.rope.scaling.type": "yarn",
     "llama.rope.scaling.factor": 2.0,
