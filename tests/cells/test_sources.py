@@ -4,7 +4,9 @@ What a token says is a formula of the tokens that its sequence holds and of its 
 done to them before.
 """
 
+import json
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,9 @@ from jaxkv import loops, make_batch
 from jaxkv.hybrid import parts_of
 from tests.attention.formula import formula
 from tests.cases import in_lanes
-from tests.memories import assert_identical, updated
+from tests.memories import assert_identical
 from tests.meshes import mesh_of
-from tests.mistakes import assert_raises, mistakes
+from tests.mistakes import NAMES, assert_raises, mistakes
 
 core = pytest.mark.core
 SIZE, VOCABULARY, Q = 8, 12, 4
@@ -172,39 +174,19 @@ def loaded(memory, **options):
 
 
 traced_cp = jax.jit(lambda *args: jaxkv.seq_cp(*args).cache)
-EDITS = {
-    # The sources and texts of sequences 0 to 3 after each edit of `filled`, which has ABCD and abc.
-    "fork a part": (lambda m: jaxkv.seq_cp(m, 0, 3, 0, 1).cache, "ABCA", "abcc"),
-    "fork where no text is": (lambda m: jaxkv.seq_cp(m, 0, 3, 5, 9).cache, "ABCA", "abc."),
-    "fork nothing": (lambda m: jaxkv.seq_cp(m, 0, 3, 2, 2).cache, "ABCD", "abc."),
-    "fork to none": (lambda m: jaxkv.seq_cp(m, 2, 3).cache, "ABCC", "abcc"),
-    "fork to -1 too, traced": (lambda m: traced_cp(m, 0, jnp.array([-1, 3])), "ABCA", "abca"),
-    "fork to Q too, traced": (lambda m: traced_cp(m, 0, jnp.array([Q, 3])), "ABCA", "abca"),
-    "fork to -Q too, traced": (lambda m: traced_cp(m, 0, jnp.array([-Q, 3])), "ABCA", "abca"),
-    "change places": (lambda m: jaxkv.seq_select(m, [1, 0], [0, 1]).cache, "BACD", "bac."),
-    "forget": (lambda m: jaxkv.seq_rm(m, 0)[0], "CBCD", ".bc."),
-    "forget the text": (lambda m: jaxkv.seq_rm(m, 0, 0, 9)[0], "ABCD", ".bc."),
-    "forget its end": (lambda m: jaxkv.seq_rm(m, 1, 1)[0], "ABCD", "acc."),
-    "forget a first token of all": (lambda m: jaxkv.seq_rm(m, -1, 0, 1)[0], "ABCD", "ed.."),
-    "several cuts": (lambda m: jaxkv.seq_rm(m, [0, 1], 0, [-1, 1])[0], "CBCD", ".dc."),
-    "move": (lambda m: updated(jaxkv.seq_add(m, 1, 0, -1, 5).cache), "ABCD", "abc."),
-    "divide": (lambda m: updated(jaxkv.seq_div(m, 1, 0, -1, 2).cache), "ABCD", "abc."),
-    "keep": (lambda m: jaxkv.seq_keep(m, 1), "CBCC", ".b.."),
-    "clear": (jaxkv.clear, "CCCC", "...."),
-    "close gaps": (packed, "CBCD", ".bc."),
-    "slide": (slid, "ABCD", "fbc."),
-    "go back": (gone_back, "ABCD", "abc."),
-    "save and load": (loaded, "ABCD", "abc."),
-    "load as others": (partial(loaded, sequences={0: 3, 1: 0, 3: 1}), "BDCA", "b.ca"),
-}
+EDITS = json.loads((Path(__file__).parents[1] / "data" / "edits_of_sources.json").read_text())
+"""Edits of `filled`, which has ABCD and abc, with the sources and texts of all sequences then."""
+
+
+def edited(memory, name):
+    return eval(EDITS[name][0], NAMES | globals() | {"m": memory})
 
 
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("streams", in_lanes([1, 2, Q], fast=[], core=[2]))
 def test_edits_move_sources_with_whole_sequences(streams, name):
     """A part of a text leaves its source alone."""
-    edit, *wanted = EDITS[name]
-    check(edit(filled(streams)), *wanted)
+    check(edited(filled(streams), name), *EDITS[name][1:])
 
 
 @core
@@ -367,9 +349,9 @@ def test_sources_beside_states():
 
 @core
 def test_encode_prefill_and_select_on_a_mesh():
-    mesh, (edit, *wanted) = mesh_of(streams=2, cells=2), EDITS["change places"]
+    mesh, name = mesh_of(streams=2, cells=2), "change places"
     with jax.set_mesh(mesh):
         rules = jaxkv.sharding.Rules(streams="streams", cells="cells")
         memory = jaxkv.sharding.allocate(partial(make, 2), mesh, rules)
         memory, _ = tell(encode(memory, [A, B, D], [0, 1, 3]), ABC, [0, 1, 2])
-        check(edit(memory), *wanted)
+        check(edited(memory, name), *EDITS[name][1:])
