@@ -15,6 +15,7 @@ from jaxkv.loops import programs
 from tests.cases import mostly_nightly
 from tests.generation.tiny import BEST, DATA, forward
 from tests.memories import assert_identical, filled
+from tests.mistakes import assert_raises, mistakes
 
 MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
 
@@ -23,19 +24,12 @@ MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
 def test_prefill_with_plan_does_not_plan_again():
     memory, batch = filled(2), make_batch([1, 2, 3, 4, 5], sequences=1)
     plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
-    wanted = jaxkv.prefill(forward, None, memory, batch, ubatch_size=4)
-    after, *rest = jaxkv.prefill(forward, None, memory, batch, plan=plan)
+    prefill = partial(jaxkv.prefill, forward, None)
+    wanted = prefill(memory, batch, ubatch_size=4)
+    after, *rest = prefill(memory, batch, plan=plan)
     assert_identical((after, *rest), tuple(wanted))
-    for memory_, batch_, options, error, message in [
-        (after, batch, dict(plan=plan), ValueError, "got a stale one: plan again"),
-        (memory, make_batch([1, 2]), dict(plan=plan), ValueError, "of the batch's 2 tokens, got"),
-        (memory, make_batch([[1], [2] * 5]), dict(plan=plan), ValueError, "6 tokens, got one of 5"),
-        (memory, None, dict(plan=plan), TypeError, "wanted a batch, .* got .*NoneType"),
-        (memory, batch, dict(plan="x"), TypeError, "wanted a plan, init_batch makes it, got .*str"),
-        (memory, batch, dict(plan=plan, ubatch_size=4), ValueError, "got both"),
-    ]:
-        with pytest.raises(error, match=message):
-            jaxkv.prefill(forward, None, memory_, batch_, **options)
+    for row in mistakes("prefill"):
+        assert_raises(*row, globals() | locals())
 
 
 class Shifted:

@@ -1,5 +1,6 @@
 """Conversations without a terminal: each token once, undone, forked, and past a full memory."""
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from models.chat.room import cells_of, slide
 from models.cli.talk import Talk
 from models.compiling import counting
 from tests.models.speaking import CELLS, copied, next_answer, said
+from tests.models.tiny_files import DATA
 
 pytestmark = pytest.mark.core
 
@@ -69,27 +71,9 @@ def test_unanswered_computes_one_token_and_draws_anew(speaker, twice):
     assert same.now == chat.now
 
 
-REFUSED = [
-    ("/undo", "nothing has been said yet"),
-    ("Hello", None),
-    ("/fork main", "there is a conversation main already"),
-    ("/fork b c", "a fork needs a name of one word"),
-    ("/save", "a file is wanted: /save FILE"),
-    ("/save a\0b", "a.b cannot be written"),
-    ("/load /nowhere/x", "/nowhere/x cannot be read: No such file or directory"),
-    ("/switch \x1b[2J", "no conversation .*; there are main"),
-    ("/undo now", "this command takes nothing, got 'now'"),
-    ("/nope", "no command /nope: /help lists them"),
-    ("next", None),
-    ("/fork b", None),
-    ("/fork c", None),
-    ("/fork d", "there are 3 conversations, .* start with --conversations 6"),
-]
-
-
 def test_talk_refused_command_leaves_chat_as_it_was(speaker):
     talk = Talk(speaker, speaker.begin(conversations=3, cells=CELLS))
-    for line, message in REFUSED:
+    for line, message in json.loads((DATA / "chat_lines.json").read_text()):
         with pytest.raises(ChatError, match=message) if message else nullcontext():
             talk.take(line)
     assert len(talk.chat.now.turns) == 2 and [*talk.chat.conversations] == ["main", "b", "c"]

@@ -1,6 +1,7 @@
 """Recurrent and hybrid models in GGUF files, as llama.cpp's converter writes them."""
 
 import dataclasses
+import json
 
 import gguf
 import jax
@@ -16,27 +17,8 @@ ARCHITECTURES = {
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
 }
-# A key of a file after the architecture's name, and those of configs.
-FIELDS = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "expert_shared_feed_forward_length": "shared_intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps layer_norm_epsilon norm_eps",
-    "rope.freq_base": "rope_theta",
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "shortconv.l_cache": "conv_L_cache",
-    "ssm.conv_kernel": "conv_kernel mamba_d_conv",
-    "ssm.state_size": "state_size mamba_d_state",
-    "ssm.group_count": "n_groups mamba_n_groups",
-    "ssm.time_step_rank": "num_heads mamba_n_heads",
-}
+FIELDS = json.loads((DATA / "fields_of_gguf.json").read_text())
+"""A key of a file after the architecture's name, and those of configs."""
 
 
 def fields_of(config):
