@@ -67,7 +67,9 @@ def with_source() -> Any:
     memory = jaxkv.make_hybrid_cache(
         (text, (0,)), (jaxkv.make_source_cache(cells=8, **sizes), (1,))
     )
-    return jaxkv.apply(memory, jaxkv.init_source(memory, jaxkv.make_batch([1, 2, 3])))
+    (ubatch,) = jaxkv.init_source(memory, jaxkv.make_batch([1, 2, 3])).ubatches
+    zeros = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
+    return jaxkv.write(jaxkv.apply(memory, ubatch), 1, ubatch, zeros, zeros)
 
 
 @cache
