@@ -427,7 +427,7 @@ def begun(history: jax.Array, lacking: jax.Array) -> dict[str, jax.Array]:
       history: `[S, 2]` uint32, what it was.
       lacking: `[S, L]` bool, the layers that lack tokens from now on.
     """
-    now = chained(*history.T)[:, None]
+    now = chained(history[:, 0], history[:, 1] + 1)[:, None]  # another one than 0 after two zeros
     return {
         "history": jnp.broadcast_to(now, history.shape),
         "written": jnp.where(lacking, now + 1, now),
