@@ -17,6 +17,7 @@ from jaxkv.ops.attention.softmax import Options
 from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import decoded, encoded, zeros
 from jaxkv.ops.stacked import each_array, is_of_layer, part_of_all
+from jaxkv.typed import typed
 
 LAYER, LAYERS = 1, 3
 """Of a stacked array of so many layers, the one that is looked at."""
@@ -131,7 +132,7 @@ def slope(weights: jax.Array, query: jax.Array, key: jax.Array, head: jax.Array)
 
 
 def places(weights: jax.Array) -> OfPlaces:
-    return OfPlaces(function=Partial(slope, weights), heads=jnp.arange(len(weights)))
+    return OfPlaces(function=typed(Partial(slope, weights)), heads=jnp.arange(len(weights)))
 
 
 def sight(

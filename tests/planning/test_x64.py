@@ -89,7 +89,7 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     prompts, numbers = [[1, 2, 1, 2], [3, 4, 3]], {np.dtype(np.int32), np.dtype(np.float32)}
     weights = jax.random.normal(jax.random.key(0), (12, 8), jnp.float64)
     sizes = dict(layers=1, cells=40, kv_heads=1, head_dim=8, sequences=2, streams=2)
-    empty = jaxkv.make_kv_cache(**sizes)
+    empty = jaxkv.make_kv_cache(rope=None, **sizes)
     memory, logits, ids, *_ = jaxkv.prefill(forward, weights, empty, make_batch(prompts))
 
     make_sampler = loops.sampling.make_sampler
