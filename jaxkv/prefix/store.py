@@ -24,8 +24,7 @@ class Miss(IntEnum):
     NO_STATE: a recurrent memory keeps no state that stands there.
     NO_ROOM: it takes more cells than the store may hold, or more than a copy finds in its stream.
     INCOMPLETE: the sequence does not hold a token at each position from 0 on, or some were moved.
-    OTHER_TEXT: the sequence holds other tokens than the text has, embeddings, tokens with `extra`,
-      or keys that were computed at other positions, as those of a text that slid.
+    OTHER_TEXT: the sequence holds tokens that are not the text's, or were computed elsewhere in it.
     """
 
     NONE = 0
