@@ -195,6 +195,8 @@ def test_answers_read_no_buffers():
 
 @core
 def test_edits_outside_of_jit_keep_the_same_buffers():
-    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=SEQUENCES)
+    memory = jaxkv.make_kv_cache(
+        layers=1, cells=8, kv_heads=1, head_dim=2, rope=None, sequences=SEQUENCES
+    )
     for name, edit in EDITS.items():
         assert edit(memory).buffers.k[0] is memory.buffers.k[0], name
