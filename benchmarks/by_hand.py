@@ -86,6 +86,7 @@ def step_ubatch(tokens: jax.Array, position: jax.Array) -> jaxkv.Ubatch:
         slots=at,
         stamps=jnp.zeros((batch, 1), jnp.uint32),
         valid=jnp.ones((batch, 1), bool),
+        more=jnp.zeros((batch, 1), bool),
         outputs=everyone,
         order=everyone,
         before=None,
