@@ -41,7 +41,7 @@ class ByHand:
         bias: None = None,
         until: None = None,
         **options: Any,
-    ) -> tuple[tuple, jax.Array]:
+    ) -> tuple["ByHand", tuple, jax.Array]:
         """Write a token of each sequence, and attend to all before it."""
         del implementation, causal, bias, until  # the layout decides, and the model has no more
         position, axis = ubatch.slots[:, 0], 1 if self.layout == "BNKD" else 2
@@ -57,8 +57,8 @@ class ByHand:
         )
         buffers = (*buffers[:layer], new, *buffers[layer + 1 :])
         if self.layout == "BNKD":
-            return buffers, jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
-        return buffers, attention(q, k, v, mask, **options)
+            return self, buffers, jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+        return self, buffers, attention(q, k, v, mask, **options)
 
 
 def make(
