@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -125,7 +126,7 @@ def attend(
     table, buffers, out = table.attend(
         buffers, number, ubatch, q, k, v, implementation=implementation, **options, **sight
     )
-    return join(table, buffers), out
+    return replace(memory, table=table, buffers=buffers), out
 
 
 @names_donated
@@ -164,7 +165,8 @@ def write(
     """
     table, buffers = split(memory)
     check_made_for(table, ubatch)
-    return join(*table.write(buffers, _numbered(buffers, layer), ubatch, k, v))
+    table, buffers = table.write(buffers, _numbered(buffers, layer), ubatch, k, v)
+    return replace(memory, table=table, buffers=buffers)
 
 
 @names_donated
