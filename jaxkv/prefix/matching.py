@@ -12,7 +12,7 @@ from jaxkv.kv.cells import Cells, held, home
 from jaxkv.memory import Memory, split
 from jaxkv.places import EMPTY, END
 from jaxkv.prefix.store import Found, Miss, Store, Text, beside
-from jaxkv.stamp import chained, mix
+from jaxkv.stamp import chained, content
 from jaxkv.tables import program
 
 BLOCK = 1024
@@ -115,7 +115,7 @@ def _same(cells: Cells, seq: jax.Array, tokens: jax.Array, start: jax.Array) -> 
     """Return at which positions of a block a sequence holds no other token; `[BLOCK]` bool."""
     stream, *_ = home(cells, seq)
     index = held(cells, seq) - start  # below 0 for a cell that it does not hold
-    wanted = chained(mix(tokens.astype(jnp.uint32)), start + jnp.arange(BLOCK, dtype=jnp.int32))
+    wanted = chained(content(tokens, None), start + jnp.arange(BLOCK, dtype=jnp.int32))
     wanted = wanted.at[index].get(mode="fill", fill_value=0)
     other = (index >= 0) & (index < BLOCK) & (cells.content[stream] != wanted)
     return jnp.ones(BLOCK, bool).at[jnp.where(other, index, BLOCK)].set(False, mode="drop")
