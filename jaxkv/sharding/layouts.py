@@ -97,10 +97,10 @@ def layout(
       ... )
       >>> print(sharding.layout(jax.eval_shape(make), mesh, sharding.Rules()))
       on each of 4 devices
-      table                         65,552 bytes
+      table                         82,000 bytes
       buffers                    8,388,608 bytes
       weights                            0 bytes
-      in all                     8,454,160 bytes
+      in all                     8,470,608 bytes
       sent in a step                     0 bytes
 
       Where cells are split, it tells whether all devices hold as much of a short text:

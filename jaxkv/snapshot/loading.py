@@ -59,7 +59,9 @@ def inspect(source: Source) -> Info:
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2, 3], [4, 5]])))
+      >>> (ubatch,) = init_batch(memory, make_batch([[1, 2, 3], [4, 5]])).ubatches
+      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
+      >>> memory = write(apply(memory, ubatch), 0, ubatch, keys, keys)
       >>> data = snapshot.to_bytes(memory, tokens={1: [4, 5]}, notes={"names": ["a", "b"]})
       >>> info = snapshot.inspect(data)
       >>> info.sequences, info.tokens, info.notes, info.arrays["buffers.k.0"]
@@ -99,7 +101,9 @@ def load(source: Source, *, model: Any = None) -> Memory:
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
+      >>> (ubatch,) = init_batch(memory, make_batch([1, 2, 3])).ubatches
+      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
+      >>> memory = write(apply(memory, ubatch), 0, ubatch, keys, keys)
       >>> memory, _ = seq_rm(memory, 0, 1, 2)
       >>> data = snapshot.to_bytes(memory, model={"name": "tiny", "layers": 1})
       >>> print(show(snapshot.load(data)))
@@ -163,7 +167,9 @@ def load_into(
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2])))
+      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
+      >>> memory = write(apply(memory, ubatch), 0, ubatch, keys, keys)
       >>> data = snapshot.to_bytes(memory)
       >>> other = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
       >>> other = apply(other, init_batch(other, make_batch([[3], [4, 5]])))

@@ -52,7 +52,9 @@ def save(
     Examples:
       >>> import tempfile
       >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2, 3], [4, 5]])))
+      >>> (ubatch,) = init_batch(memory, make_batch([[1, 2, 3], [4, 5]])).ubatches
+      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
+      >>> memory = write(apply(memory, ubatch), 0, ubatch, keys, keys)
       >>> path = tempfile.mkdtemp() + "/chat.safetensors"
       >>> snapshot.save(path, memory, sequences=[1], tokens={1: [4, 5]}, model="tiny")
       >>> print(show(snapshot.load(path)))
@@ -76,7 +78,9 @@ def to_bytes(
 
     Examples:
       >>> memory = make_kv_cache(layers=1, cells=600, kv_heads=1, head_dim=2)
-      >>> data = snapshot.to_bytes(apply(memory, init_batch(memory, make_batch([1, 2]))))
+      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
+      >>> data = snapshot.to_bytes(write(apply(memory, ubatch), 0, ubatch, keys, keys))
       >>> used(snapshot.load(data)).item(), len(data) < nbytes(memory)
       (2, True)
 
