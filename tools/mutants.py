@@ -5,7 +5,10 @@ was written. Left alone are docstrings and other text, type hints, decorators, a
 """
 
 import ast
+import difflib
+import hashlib
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 SWAPS: dict[type, tuple[str, str]] = {
@@ -74,6 +77,12 @@ class Mutant:
         lines = source[begin : self.start] + self.text + source[self.stop : end]
         return self.file, self.where, " ".join(lines.split())
 
+    def diff(self, source: str) -> str:
+        """The lines that change, before and after."""
+        sides = (text.splitlines() for text in (source, self.applied(source)))
+        lines = difflib.unified_diff(*sides, lineterm="", n=0)
+        return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+
 
 def mutants_of(file: str, source: str) -> list[Mutant]:
     """List all mutants of a file that still parse, in their order."""
@@ -83,6 +92,17 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
     return [
         m for m in sorted(unique.values(), key=lambda m: (m.start, m.stop)) if _parses(m, source)
     ]
+
+
+def sample(every: list[Mutant], sources: dict[str, str], seed: int) -> list[Mutant]:
+    """Draw an order of all mutants, in which an edit of the code moves only those it touches."""
+    seen: Counter[tuple[str, str, str]] = Counter()
+    order = {}
+    for mutant in every:
+        key = mutant.key(sources[mutant.file])
+        order[mutant] = hashlib.sha256(repr((seed, key, seen[key])).encode()).digest()
+        seen[key] += 1
+    return sorted(every, key=order.__getitem__)
 
 
 def _parses(mutant: Mutant, source: str) -> bool:

@@ -4,39 +4,55 @@
 
 It fails where fewer than 95 % are noticed and chance does not explain it. A seeded sample of all
 mutants (`tools.mutants`) is run, each in a copy of the tree and never in place: the doctests and
-tests that know the file, the quickest first, until one fails; not those that `.ci/run` leaves out.
-Survivors are printed with their diffs, and at the end the share killed with its 95 % interval. A
-survivor is a test that is missing, or it changes nothing that can be observed; the latter are
-listed in `equivalents.toml`, each with its reason, and counted apart.
+tests that know the file, until one fails; not those that `.ci/run` leaves out. Tests that killed
+many mutants of the same function or file in little time go first. Survivors are printed with their
+diffs, and at the end the share killed with its 95 % interval. A survivor is a test that is missing,
+or it changes nothing that can be observed; the latter are listed in `equivalents.toml`, each with
+its reason, and counted apart.
+
+Each mutant has a process of its own, forked from one that has imported what all of them need, but
+neither `jaxkv` nor any device of JAX, whose threads would not survive it.
 
 mutmut and cosmic-ray were looked at. mutmut leaves decorated functions alone, which here are those
-under `jax.jit`, and forks one process, which JAX's threads do not survive. cosmic-ray mutates in
-place and has one test command for all modules. Neither draws a seeded sample.
+under `jax.jit`. cosmic-ray mutates in place and has one test command for all modules. Neither draws
+a seeded sample.
 """
 
 import argparse
-import difflib
-import hashlib
+import gc
+import importlib
 import importlib.util
 import math
 import os
-import queue
+import runpy
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
-from tools.mutants import Mutant, mutants_of
+import hypothesis
+import pytest
+
+from tools.mutants import Mutant, mutants_of, sample
 
 ROOT = Path(__file__).resolve().parent.parent
-CARRIED = ("jaxkv", "models", "tests", "conftest.py", "pyproject.toml")
+CARRIED = ("jaxkv", "models", "tests", "docs/reference", "conftest.py", "pyproject.toml")
 PATIENCE = 5
-"""How many times as long as without a mistake tests may take: what loops for ever is noticed."""
+"""How many times as long as without a mistake a test may take: what loops for ever is noticed."""
+
+OPTIONS = [
+    "-n", "0", "-x", "-q", "-m", "not nightly", "-p", "no:cacheprovider", "-o", "timeout=0",
+    "--assert=plain", "--hypothesis-profile=mutants",
+]  # fmt: skip
+"""What pytest is given: nobody reads why a test fails, so nothing is spent on it."""
 
 KNOWN_BY = {
     "jaxkv/window.py": "window limits stateful",
@@ -58,10 +74,7 @@ KNOWN_BY = {
     "jaxkv/planning/*.py": "arguments limits traps refusals batch step sets streams window "
     "recurrent stale stateful sources every_argument",
 }
-"""The core, as patterns of its files, and the tests that know each, the quickest first."""
-
-PARTS = ("not core and not nightly", "core and not nightly")
-"""What is run one after the other: a mistake that a quick test notices costs no slow one."""
+"""The core, as patterns of its files, and the tests that know each."""
 
 DOCTESTS = ("jaxkv/verbs", "jaxkv/kv/make.py", "jaxkv/recurrent/cache.py", "jaxkv/planning")
 """Examples that go through the whole core."""
@@ -96,123 +109,185 @@ def main() -> int:
     drawn = [m for m in chosen if not excuse(m, sources[m.file], excused)]
     print(f"{len(chosen)} of {len(every)} mutants, {len(chosen) - len(drawn)} known as equivalent")
 
-    with Trees(options.workers) as trees, ThreadPoolExecutor(options.workers) as pool:
-        tests = sorted({t for m in drawn for t in runs_of(m.file)})
-        outcomes = list(pool.map(lambda test: trees.run(None, [test], 3600), tests))
-        takes = {test: seconds for test, (_, seconds) in zip(tests, outcomes, strict=True)}
-        print(f"without a mistake: {sum(takes.values()):.0f} s", flush=True)
-        if broken := [test for test, (how, _) in zip(tests, outcomes, strict=True) if how]:
-            print("these fail already:", *broken)
+    with tempfile.TemporaryDirectory(prefix="jaxkv-mutants-") as folder:
+        trees = [copied(Path(folder) / f"tree{i}") for i in range(options.workers)]
+        prepare(Path(folder) / "xla")
+        history = History()
+        tests = sorted({test for m in drawn for test in runs_of(m.file)})
+        ((_, how, test, seconds),) = outcomes([(None, tests)], sources, trees, history)
+        print(f"without a mistake: {seconds:.0f} s", flush=True)
+        if how:
+            print(f"{test} fails already:\n{(trees[-1] / 'printed').read_text()}")
             return 2
         end = start + options.seconds
-        outcomes = pool.map(lambda m: verdict(trees, m, sources[m.file], takes, end), drawn)
-        verdicts = [how for how in outcomes if how is not None]
+        tried = []
+        jobs = [(m, runs_of(m.file)) for m in drawn]
+        for mutant, how, test, seconds in outcomes(jobs, sources, trees, history, end):
+            tried.append(how)
+            line = f"{how or 'SURVIVED':8} {seconds:4.0f} s  {mutant.file}:{mutant.line} "
+            line += f"{mutant.where}  {test}" if how else mutant.where
+            print(line if how else f"{line}\n{mutant.diff(sources[mutant.file])}", flush=True)
 
-    killed, all_ = sum(map(bool, verdicts)), len(verdicts)
+    killed, all_ = sum(map(bool, tried)), len(tried)
     low, high = (100 * bound for bound in wilson(killed, all_))
     print(
         f"\nkilled {killed} of {all_}: {100 * killed / max(all_, 1):.1f} %, 95 % interval "
-        f"{low:.1f} to {high:.1f} %; {verdicts.count('too slow')} of them by taking too long"
+        f"{low:.1f} to {high:.1f} %; {tried.count('too slow')} of them by taking too long"
     )
     return 0 if high >= 95 else 1
 
 
-def sample(every: list[Mutant], sources: dict[str, str], seed: int) -> list[Mutant]:
-    """Draw an order of all mutants, in which an edit of the code moves only those it touches."""
-    seen: Counter[tuple[str, str, str]] = Counter()
-    order = {}
-    for mutant in every:
-        key = mutant.key(sources[mutant.file])
-        order[mutant] = hashlib.sha256(repr((seed, key, seen[key])).encode()).digest()
-        seen[key] += 1
-    return sorted(every, key=order.__getitem__)
+class History:
+    """How long tests take without a mistake, and which mutants they were run on and killed."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.runs: Counter[tuple[str, str]] = Counter()
+        self.kills: Counter[tuple[str, str]] = Counter()
+
+    def add(self, mutant: Mutant | None, began: list[tuple[float, str]], killed: bool) -> None:
+        """Note tests in the order in which they began; the last killed, or is the end, unnamed."""
+        if mutant is None:
+            for (start, test), (stop, _) in zip(began, began[1:], strict=False):
+                self.seconds[test] = stop - start
+            return
+        for group in groups(mutant):
+            self.runs.update((group, test) for _, test in began)
+            self.kills.update((group, test) for _, test in began[-1:] if killed)
+
+    def rate(self, mutant: Mutant | None, test: str) -> float:
+        """How many such mutants a test is likely to kill each second."""
+        if mutant is None:
+            return 0.0
+        share = 0.3 if test.startswith(mutant.file) else 0.03
+        for group in groups(mutant):  # what is known of the wider group counts as one mutant
+            share = (self.kills[group, test] + share) / (self.runs[group, test] + 1)
+        return share / (self.seconds.get(test, 1.0) + 0.02)
 
 
-def verdict(
-    trees: "Trees", mutant: Mutant, source: str, takes: dict[str, float], end: float
-) -> str | None:
-    """How a mutant is noticed, nothing if it is not; printed, a survivor with its diff.
+def groups(mutant: Mutant) -> tuple[str, str]:
+    """Which mutants are alike: those of a file, and those of a function."""
+    return mutant.file, f"{mutant.file} {mutant.where}"
 
-    None where it is later than `end`: it was not tried.
+
+def outcomes(
+    jobs: list[tuple[Mutant | None, list[str]]],
+    sources: dict[str, str],
+    trees: list[Path],
+    history: History,
+    end: float = math.inf,
+) -> Iterator[tuple[Mutant | None, str, str, float]]:
+    """Run tests on mutants, one in each tree at a time; none begins after `end`.
+
+    Yields each mutant, how it is noticed, the test that did, and seconds of a core.
     """
-    if time.monotonic() > end:
-        return None
-    tests = runs_of(mutant.file)
-    limit = 60 + PATIENCE * sum(takes[test] for test in tests)
-    how, seconds = trees.run((mutant, source), tests, limit)
-    line = f"{how or 'SURVIVED':8} {seconds:4.0f} s  {mutant.file}:{mutant.line} {mutant.where}"
-    print(line if how else f"{line}\n{diff(mutant, source)}", flush=True)
-    return how
+    free, busy = list(trees), {}
+
+    def finished() -> tuple[Mutant | None, str, str, float]:
+        pid, status, used = os.wait4(-1, 0)
+        mutant, tree = busy.pop(pid)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what tests started and left
+        if mutant:
+            write(tree / mutant.file, sources[mutant.file])
+        free.append(tree)
+        how = noticed(os.waitstatus_to_exitcode(status), tree)
+        lines = (tree / "began").read_text(encoding="utf-8").splitlines()
+        began = [(float(when), test) for when, _, test in (line.partition(" ") for line in lines)]
+        history.add(mutant, began, bool(how))
+        return mutant, how, began[-1][1] if began else "", used.ru_utime + used.ru_stime
+
+    for mutant, tests in jobs:
+        if not free:
+            yield finished()
+        if time.monotonic() > end:
+            break
+        tree = free.pop()
+        if mutant:
+            write(tree / mutant.file, mutant.applied(sources[mutant.file]))
+        pid = os.fork()
+        if not pid:
+            run(tree, tests, mutant, history)
+        busy[pid] = mutant, tree
+    while busy:
+        yield finished()
 
 
-class Trees:
-    """Copies of the tree, one for each worker, and a cache of programs that they share."""
+def noticed(code: int, tree: Path) -> str:
+    """What an exit of pytest says: "killed", "too slow", or nothing where all tests passed."""
+    if code == -signal.SIGALRM:
+        return "too slow"
+    if code in (3, 4):
+        raise RuntimeError(f"pytest could not run:\n{(tree / 'printed').read_text()}")
+    return "" if code in (0, 5) else "killed"  # 5: nothing to run. Below 0: it crashed.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.free: queue.Queue[Path] = queue.Queue()
 
-    def __enter__(self) -> "Trees":
-        self.folder = Path(tempfile.mkdtemp(prefix="jaxkv-mutants-"))
-        for i in range(self.count):
-            tree = self.folder / f"tree{i}"
-            for name in CARRIED:
-                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-                (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                copy(ROOT / name, tree / name)
-            self.free.put(tree)
-        return self
+def run(tree: Path, tests: list[str], mutant: Mutant | None, history: History) -> None:
+    """Be a process that runs tests in a tree, and end."""
+    code = 1
+    try:
+        os.setsid()
+        os.chdir(tree)
+        printed = os.open("printed", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        sys.path[:] = [str(tree), *(p for p in sys.path if p not in ("", str(ROOT)))]
+        with open("began", "w", encoding="utf-8") as began:
+            signal.alarm(60)
+            importlib.import_module("jaxkv")
+            code = pytest.main([*OPTIONS, *tests], plugins=[Watch(mutant, history, began)])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
-    def __exit__(self, *error: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def run(
-        self, planted: tuple[Mutant, str] | None, tests: list[str], limit: float
-    ) -> tuple[str, float]:
-        """Run tests on a free tree, with a mistake or none: how one fails, and the seconds."""
-        tree, start = self.free.get(), time.monotonic()
-        try:
-            if planted:
-                mutant, source = planted
-                write(tree / mutant.file, mutant.applied(source))
-            how = fails(tree, tests, self.folder / "xla", limit)
-            return how, time.monotonic() - start
-        finally:
-            if planted:
-                write(tree / mutant.file, source)
-            self.free.put(tree)
+class Watch:
+    """A plugin that orders tests, notes when each begins, and bounds how long it may take."""
+
+    def __init__(self, mutant: Mutant | None, history: History, began: TextIO) -> None:
+        self.mutant, self.history, self.began = mutant, history, began
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:  # noqa: D102
+        items.sort(key=lambda item: self.history.rate(self.mutant, item.nodeid), reverse=True)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:  # noqa: D102
+        print(time.process_time(), nodeid, file=self.began, flush=True)
+        signal.alarm(30 + int(PATIENCE * self.history.seconds.get(nodeid, 600)))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:  # noqa: D102
+        if not session.testsfailed:
+            print(time.process_time(), "", file=self.began, flush=True)
+
+
+def copied(tree: Path) -> Path:
+    """Copy what tests need into a folder."""
+    for name in CARRIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, tree / name)
+    return tree
+
+
+def prepare(cache: Path) -> None:
+    """Set what tests are run with, and import what no mutant changes."""
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    runpy.run_path(str(ROOT / "conftest.py"))
+    phases = set(hypothesis.Phase) - {hypothesis.Phase.shrink, hypothesis.Phase.explain}
+    change = hypothesis.settings.get_profile("change")
+    hypothesis.settings.register_profile("mutants", change, phases=phases)
+    for name in ("jax", "chex", "flax", "hypothesis.stateful"):
+        importlib.import_module(name)
+    gc.freeze()
 
 
 def write(path: Path, text: str) -> None:
     """Write a module, and forget what was compiled of it: edits come faster than clocks tick."""
     path.write_text(text, encoding="utf-8")
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
-
-
-def fails(tree: Path, tests: list[str], cache: Path, limit: float) -> str:
-    """How a test or an import fails: "killed", "too slow", or nothing if none does."""
-    start = time.monotonic()
-    settings = {
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONDONTWRITEBYTECODE": "",
-    }
-    for part in PARTS:
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider"]
-        command += ["-m", part, "-k", "not at_length", *tests]
-        left = limit - (time.monotonic() - start)
-        try:
-            done = subprocess.run(
-                command, cwd=tree, env={**os.environ, **settings}, timeout=max(left, 1),
-                capture_output=True, text=True,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return "too slow"
-        if done.returncode in (3, 4):
-            raise RuntimeError(f"pytest could not run:\n{done.stdout}\n{done.stderr}")
-        if done.returncode not in (0, 5):  # 5: nothing to run. Below 0: it crashed.
-            return "killed"
-    return ""
 
 
 def files_of(pattern: str) -> list[Path]:
@@ -248,13 +323,6 @@ def excuse(mutant: Mutant, source: str, listed: list[dict[str, str]]) -> str:
         if (entry["file"], entry["function"]) == (file, where) and entry.get("line", line) == line:
             return entry["reason"]
     return ""
-
-
-def diff(mutant: Mutant, source: str) -> str:
-    """The lines that a mutant changes, before and after."""
-    sides = (text.splitlines() for text in (source, mutant.applied(source)))
-    lines = difflib.unified_diff(*sides, lineterm="", n=0)
-    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
 
 
 def wilson(hits: int, count: int) -> tuple[float, float]:
