@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.mesh import own
 from jaxkv.places import END, FAR, bucket, flags, integers, is_concrete, nowhere
+from jaxkv.stamp import chained, content
 
 
 @jax.tree_util.register_dataclass
@@ -354,6 +355,12 @@ def _lowest_first(sets: Any, xp: Any) -> Any:
     """Sort sets of ids, `[..., n]`, the lowest first; -1 last, for each that is negative."""
     ids = xp.sort(xp.where(sets < 0, END, sets), axis=-1)
     return xp.where(ids == END, -1, ids)
+
+
+def contents(ubatch: Ubatch) -> jax.Array:
+    """Return hashes of the tokens and of their positions, `[R, T]` uint32."""
+    found = content(ubatch.tokens, ubatch.embeddings, ubatch.extra)
+    return chained(found, ubatch.positions)
 
 
 def drop_unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:

@@ -149,15 +149,13 @@ class Table(ABC):
     def last(self, seq: jax.Array) -> jax.Array:
         """Return the largest position of a sequence, `[]` int32; -1 if it holds none."""
 
+    @abstractmethod
     def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return what tells the last token of each sequence from others, and whether it is so.
 
         `sequences` is `[T]` int32, and `contents`, those asked about, `[T]` uint32; what is
         returned is `[T]` uint32 and `[T]` bool.
         """
-        last = self.inspect(jnp.ones(self.facts.sequences, bool)).last
-        found = last[sequences].astype(jnp.uint32)
-        return found, found == contents
 
     def holding(self) -> jax.Array:
         """Return which sequences hold anything, `[Q]` bool: a text, or a source without one."""

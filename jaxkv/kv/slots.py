@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch
+from jaxkv.batch import Ubatch, contents
 from jaxkv.kv.by_stream import gathered, on_rows
 from jaxkv.kv.cells import C, Cells, digest, free, holders, home, lasts, of_cells
 from jaxkv.kv.reuse import evict, hidden, misses
@@ -18,7 +18,7 @@ from jaxkv.kv.tiles import in_tiles
 from jaxkv.memory import Findings, Room
 from jaxkv.places import EMPTY, END, FAR, nowhere
 from jaxkv.plan import Reason
-from jaxkv.stamp import chained, content
+from jaxkv.stamp import chained
 from jaxkv.window import looks_back
 
 
@@ -295,15 +295,9 @@ def _take(cells: C, ubatch: Ubatch) -> C:
         ),
         shift=cells.shift.at[where].set(0, **put),
         stamp=cells.stamp.at[where].set(ubatch.stamps, **put),
-        content=cells.content.at[where].set(_contents(ubatch), **put),
+        content=cells.content.at[where].set(contents(ubatch), **put),
         history=_history_after(cells, ubatch),
     )
-
-
-def _contents(ubatch: Ubatch) -> jax.Array:
-    """Return hashes of the tokens and of their positions, `[R, T]` uint32."""
-    found = content(ubatch.tokens, ubatch.embeddings, ubatch.extra)
-    return chained(found, ubatch.positions)
 
 
 def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:

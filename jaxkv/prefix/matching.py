@@ -12,6 +12,7 @@ from jaxkv.kv.cells import Cells, held, home
 from jaxkv.memory import Memory, split
 from jaxkv.places import EMPTY, END
 from jaxkv.prefix.store import Found, Miss, Store, Text, beside
+from jaxkv.recurrent.states import States, stream_of
 from jaxkv.stamp import chained, content
 from jaxkv.tables import program
 
@@ -62,10 +63,12 @@ def resumable(memory: Memory, seq: int, tokens: np.ndarray) -> tuple[np.ndarray,
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
     all_parts, miss = np.ones(last + 1, bool), Miss.NONE
     for table in _tables(split(memory)[0]):
-        blocks = [
-            _can_go_on(table, np.int32(seq), padded[start : start + BLOCK], start)
-            for start in starts
-        ]
+        blocks, total = [], jnp.uint32(0)
+        for start in starts:
+            *block, total = _can_go_on(
+                table, np.int32(seq), padded[start : start + BLOCK], start, total
+            )
+            blocks.append(block)
         there, whole, same = (
             np.concatenate(x)[: last + 1] for x in zip(*jax.device_get(blocks), strict=True)
         )
@@ -88,7 +91,7 @@ def _tables(table: Any) -> Iterator[Any]:
 
 @program
 def _can_go_on(
-    table: Any, seq: jax.Array, tokens: jax.Array, start: jax.Array
+    table: Any, seq: jax.Array, tokens: jax.Array, start: jax.Array, before: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Return at which positions of a block a sequence can go on.
 
@@ -97,27 +100,37 @@ def _can_go_on(
       seq: `[]` int32, the sequence.
       tokens: `[BLOCK]` int32, those that should stand at the positions.
       start: `[]` int32, the first position.
+      before: `[]` uint32, the sum of the contents of all tokens before it.
 
     Returns:
       Where it can go on as `can_resume` says, up to where it holds all, and where it holds no
-      other token; `[BLOCK]` bool each.
+      other token; `[BLOCK]` bool each. And the sum of the contents up to the end of the block.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.last(seq) + 1
     there = jax.vmap(table.can_resume, in_axes=(None, 0))(seq, positions)
     there = (positions == 0) | (holds & there)
-    if not isinstance(table, Cells):
-        return there, jnp.ones_like(there), jnp.ones_like(there)
-    return there, _whole(table, seq, positions), _same(table, seq, tokens, start)
+    wanted = chained(content(tokens, None), positions)
+    total = before + jnp.cumsum(wanted, dtype=jnp.uint32)
+    if isinstance(table, States):
+        place = stream_of(table, seq), table.cell[seq]
+        same = _same(table.position[seq] - start, table.content[place], total)
+        return there, jnp.ones_like(there), same, total[-1]
+    stream, *_ = home(table, seq)
+    same = _same(held(table, seq) - start, table.content[stream], wanted)
+    return there, _whole(table, seq, positions), same, total[-1]
 
 
-def _same(cells: Cells, seq: jax.Array, tokens: jax.Array, start: jax.Array) -> jax.Array:
-    """Return at which positions of a block a sequence holds no other token; `[BLOCK]` bool."""
-    stream, *_ = home(cells, seq)
-    index = held(cells, seq) - start  # below 0 for a cell that it does not hold
-    wanted = chained(content(tokens, None), start + jnp.arange(BLOCK, dtype=jnp.int32))
-    wanted = wanted.at[index].get(mode="fill", fill_value=0)
-    other = (index >= 0) & (index < BLOCK) & (cells.content[stream] != wanted)
+def _same(index: jax.Array, found: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Return at which positions of a block no other content was found; `[BLOCK]` bool.
+
+    Args:
+      index: `[n]` int32, where in the block each content was found; outside of it none is there.
+      found: `[n]` uint32, the contents.
+      wanted: `[BLOCK]` uint32, those that should be found.
+    """
+    here = (index >= 0) & (index < BLOCK)
+    other = here & (found != wanted.at[index].get(mode="fill", fill_value=0))
     return jnp.ones(BLOCK, bool).at[jnp.where(other, index, BLOCK)].set(False, mode="drop")
 
 

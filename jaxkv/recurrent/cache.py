@@ -107,6 +107,10 @@ class StateTable(States, Table):
         """See `states.last`."""
         return states.last(self, seq)
 
+    def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `states.endings`."""
+        return states.endings(self, sequences, contents)
+
     def used(self) -> jax.Array:
         """See `states.used`."""
         return states.used(self)

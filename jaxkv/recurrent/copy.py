@@ -113,9 +113,11 @@ def _copied(
     )  # [L, n, E + 1]
     holds = jnp.where(held, stamp[None], 0)
 
+    content = states.content.at[there].get(mode="fill", fill_value=0)
     states = replace(
         states,
         stamp=states.stamp.at[where].set(stamp, mode="drop"),
+        content=states.content.at[where].set(content, mode="drop"),
         holds=states.holds.at[:, *where].set(holds, mode="drop"),
     )
     return states, copy_cells(states, buffers, there, where), own

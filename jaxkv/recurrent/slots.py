@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Ubatch
+from jaxkv.batch import Ubatch, contents
 from jaxkv.places import FAR, nowhere
 from jaxkv.places import count as checked_count
 from jaxkv.plan import Reason
@@ -85,13 +85,17 @@ def occupy(states: T, ubatch: Ubatch) -> T:
         old = jnp.take_along_axis(old, shifted, axis=1)
         return old.at[seq, pair].set(value, mode="drop")
 
-    stamp = _after(states, ubatch, ubatch.stamps)
+    before = states.content.at[ubatch.row_stream, slots.source].get(mode="fill", fill_value=0)
+    told = jnp.where(ubatch.valid, contents(ubatch), 0)
+    content = before[:, None] + jnp.cumsum(told, axis=1, dtype=jnp.uint32)
     where = (ubatch.row_stream[:, None], slots.cells)
+    put = {"mode": "drop", "unique_indices": True}
     return replace(
         states,
         position=taken(states.position, _after(states, ubatch, ubatch.positions)),
         cell=taken(states.cell, slots.cells),
-        stamp=states.stamp.at[where].set(stamp, mode="drop", unique_indices=True),
+        stamp=states.stamp.at[where].set(_after(states, ubatch, ubatch.stamps), **put),
+        content=states.content.at[where].set(_after(states, ubatch, content), **put),
     )
 
 

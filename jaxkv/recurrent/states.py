@@ -38,6 +38,8 @@ class States:
       stream may share; N if there is none.
     stamp: `[S, N]` uint32, the stamp of the token that the state of a cell stands after, see
       `jaxkv.stamp`.
+    content: `[S, N]` uint32, the sum of the hashes of all tokens that the state of a cell has seen,
+      of each with the position that it had. Copies and moves carry it along, as `Cells.content`.
     holds: `[L, S, N]` uint32, the stamp of the state that a layer's buffers really hold. The table
       takes a state in before it is computed, and each layer writes it once.
     rules: which axes of a mesh split the memory, static; None where it is on one device.
@@ -47,6 +49,7 @@ class States:
     position: jax.Array  # [Q, E + 1]
     cell: jax.Array  # [Q, E + 1]
     stamp: jax.Array  # [S, N]
+    content: jax.Array  # [S, N]
     holds: jax.Array  # [L, S, N]
     rules: Rules | None = field(default=None, metadata={"static": True})
     splits: tuple[tuple[str, int, int], ...] = field(default=(), metadata={"static": True})
@@ -102,6 +105,7 @@ def empty_fields(
         "position": jnp.full(pairs, EMPTY, jnp.int32),
         "cell": jnp.full(pairs, cells, jnp.int32),
         "stamp": jnp.zeros((streams, cells), jnp.uint32),
+        "content": jnp.zeros((streams, cells), jnp.uint32),
         "holds": jnp.zeros((layers, streams, cells), jnp.uint32),
     }
 
@@ -132,6 +136,25 @@ def first(states: States, seq: jax.Array) -> jax.Array:
 def last(states: States, seq: jax.Array) -> jax.Array:
     """Return the position of the current state of a sequence, `[]` int32; -1 if none."""
     return jnp.where(known(states, seq), states.position[seq, -1], EMPTY)
+
+
+def endings(
+    states: States, sequences: jax.Array, contents: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the contents of the current states of some sequences, and whether they are as asked.
+
+    Args:
+      states: the table.
+      sequences: `[T]` int32.
+      contents: `[T]` uint32, one asked about for each sequence.
+
+    Returns:
+      `[T]` uint32, 0 where there is no state; and `[T]` bool.
+    """
+    place = stream_of(states, sequences), states.cell[sequences, -1]
+    found = states.content.at[place].get(mode="fill", fill_value=0)
+    found = jnp.where(known(states, sequences), found, 0)
+    return found, found == contents
 
 
 def occupied(states: States, cell: jax.Array) -> jax.Array:

@@ -40,6 +40,7 @@ class StatePart(Part):
     position: `[q, E + 1]` int32, of each of q saved sequences; EMPTY (-1) if there is no state.
     state: `[q, E + 1]` int32, which of the n states stands there; n if there is none.
     stream, cell: `[n]` int32, where the states were.
+    content: `[n]` uint32, as it was.
     written: `[L, n]` bool, whether each layer had written the state.
     """
 
@@ -99,6 +100,7 @@ class StatePart(Part):
             "state": state.astype(np.int32),
             "stream": stream,
             "cell": cell,
+            "content": host.content[stream, cell],
             "written": (host.holds == host.stamp[None])[:, stream, cell],
         }
         take = partial(taken_out, streams=stream, cells=cell, read=_read, size=CHUNK)
@@ -110,6 +112,7 @@ class StatePart(Part):
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
         pairs = jax.ShapeDtypeStruct((saved, table.earlier + 1), jnp.int32)
         found = {"position": pairs, "state": pairs, "stream": each, "cell": each}
+        found["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
         found["written"] = jax.ShapeDtypeStruct((table.holds.shape[0], count), jnp.bool_)
         return found, jax.tree.map(lambda x: jax.eval_shape(_read, x, each, each), buffers)
 
@@ -153,6 +156,7 @@ class StatePart(Part):
         mark = chained(jnp.full(origin.shape, seed, jnp.uint32), jnp.asarray(origin))
         stamp = np.asarray(replaced(there, mark))
         host.stamp[streams, cells] = stamp
+        host.content[streams, cells] = read("content")[origin]
         host.holds[:, streams, cells] = np.where(read("written")[:, origin], stamp, 0)
         table = jax.tree.map(jnp.asarray, host)
         return Placed(table=table, streams=streams, cells=cells, origin=origin)

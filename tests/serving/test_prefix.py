@@ -98,6 +98,26 @@ def test_store_knows_the_text_that_a_sequence_holds():
     assert prefix.reuse(memory, store, [*text, 7], 1)[2] == (6, Miss.NONE)
 
 
+def test_store_knows_the_text_that_a_state_has_seen():
+    """However states were forked, copied between streams, saved or moved."""
+    text = [1, 2, 3, 4, 5, 6]
+    memory = histories.make(kept=1, streams=3)
+    store = prefix.make_store(memory, holders=[2])
+    for part in (text[:2], text[2:3], text[3:]):
+        memory = histories.run(memory, jaxkv.make_batch(part, sequences=0))
+    for claimed in ([1, 2, 3, 4, 5, 7], [2, 1, 3, 4, 5, 6]):
+        assert prefix.remember(memory, store, claimed, 0)[2] is Miss.OTHER_TEXT
+    moved, _ = jaxkv.seq_add(memory, 0, 0, -1, 1)
+    moved, ok = jaxkv.seq_add(moved, 0, 1, -1, -1)  # back again: what it has seen is the same
+    memory = jaxkv.snapshot.load(jaxkv.snapshot.to_bytes(moved))
+    memory, kept, miss = prefix.remember(memory, store, text, 0)
+    assert ok and miss is Miss.NONE
+    assert prefix.reuse(memory, kept, [*text, 7], 1)[2] == (6, Miss.NONE)
+    memory, _ = jaxkv.seq_rm(memory, 2)
+    refilled = histories.run(memory, jaxkv.make_batch([9, *text[1:]], sequences=2))
+    assert prefix.reuse(refilled, kept, [*text, 7], 1)[2] == (0, Miss.OTHER_TEXT)
+
+
 @pytest.mark.core
 @over_kinds
 def test_reuse_by_5_prompts_holds_common_tokens_once(kind):

@@ -89,8 +89,9 @@ def unstamped(memory):
     for part in jaxkv.hybrid.parts_of(memory):
         table, _ = jaxkv.split(part)
         if not isinstance(table, Cells):
-            held = (table.holds == table.stamp[None]) & occupied(table, table.cell)[None]
-            table = replace(table, holds=held)
+            live = occupied(table, table.cell)
+            held = (table.holds == table.stamp[None]) & live[None]
+            table = replace(table, holds=held, content=jnp.where(live, table.content, 0))
         else:
             lacking = lacks(table).astype(np.uint32)
             content = jnp.where(table.position < 0, 0, table.content)
