@@ -8,8 +8,8 @@ written to one first, as float32 or as Q8_0:
 
 import argparse
 import ctypes
+import functools
 import tempfile
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def write(source: Path, target: Path, kind: str) -> None:
     writer.close()
 
 
-@cache
+@functools.cache
 def weights_file(model: str, kind: str) -> Path:
     """Write the weights of a model into a temporary file, once in a process."""
     target = Path(tempfile.mkdtemp()) / f"{model}-{kind}.gguf"

@@ -33,8 +33,8 @@ from jaxkv.plan import NoRoomError, Plan, Reason, RefusedError
 from jaxkv.planning.init import init_batch, init_full
 from jaxkv.planning.source import init_source
 from jaxkv.planning.step import plan_step, plan_tokens
-from jaxkv.recurrent.cache import make_recurrent_cache
 from jaxkv.recurrent.slots import steps_to_keep
+from jaxkv.recurrent.table import make_recurrent_cache
 from jaxkv.rope import make_rope, rotate
 from jaxkv.verbs.apply import apply, is_current
 from jaxkv.verbs.ask import (

@@ -3,10 +3,10 @@
 A test of a property is written once and runs over `ALL_KINDS`: a new kind is a new entry there.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import chex
@@ -227,7 +227,7 @@ def run(memory: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, 
     return memory, plan.collect(logits)
 
 
-@cache
+@functools.cache
 def filled(*counts: int, kind: Kind = SMALL) -> Any:
     """Make a memory with so many tokens for sequences 0, 1, 2 ..., buffers and all.
 

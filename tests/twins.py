@@ -1,8 +1,8 @@
 """A memory and its oracles, led through the same life: what the one says the others say too."""
 
+import functools
 import random
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -273,7 +273,7 @@ class Twin:
         return True
 
 
-@cache
+@functools.cache
 def lived_in(kind: Kind, seed: int = 0) -> Any:
     """Lead a memory through a short random life: holes, forks, several sequences, old keys.
 

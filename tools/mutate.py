@@ -76,7 +76,7 @@ KNOWN_BY = {
 }
 """The core, as patterns of its files, and the tests that know each."""
 
-DOCTESTS = ("jaxkv/verbs", "jaxkv/kv/make.py", "jaxkv/recurrent/cache.py", "jaxkv/planning")
+DOCTESTS = ("jaxkv/verbs", "jaxkv/kv/make.py", "jaxkv/recurrent/table.py", "jaxkv/planning")
 """Examples that go through the whole core."""
 
 

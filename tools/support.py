@@ -7,9 +7,9 @@ text goes on. Else it is refused, by a name. Anything between the two is a mista
 if __name__ == "__main__":  # compiled as in the tests, which must be said before jax comes in
     import conftest  # noqa: F401
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def with_source() -> Any:
     return jaxkv.write(jaxkv.apply(memory, ubatch), 1, ubatch, zeros, zeros)
 
 
-@cache
+@functools.cache
 def model(layers: str) -> Callable[..., Any]:
     """Make a model that writes every layer and says the number after that of the token."""
 

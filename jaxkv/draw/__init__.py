@@ -27,14 +27,14 @@ from jaxkv.draw.look import CellView, cells_of
 from jaxkv.draw.text import show
 from jaxkv.hybrid import HybridCommitment, HybridTable
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.cache import CellTable
 from jaxkv.kv.defrag import Defrag
 from jaxkv.kv.shift import Update
 from jaxkv.kv.source import SourceTable
+from jaxkv.kv.table import CellTable
 from jaxkv.memory import Memory
 from jaxkv.plan import Plan
-from jaxkv.recurrent.cache import NoOp, StateTable
 from jaxkv.recurrent.slots import StateSlots
+from jaxkv.recurrent.table import NoOp, StateTable
 
 __all__ = ["CellView", "cells_of", "plot", "show"]
 

@@ -13,7 +13,7 @@ from jaxkv.batch import Ubatch
 from jaxkv.donation import is_donated
 from jaxkv.facts import Facts
 from jaxkv.hybrid import HybridTable
-from jaxkv.kv.cache import CellTable
+from jaxkv.kv.table import CellTable
 from jaxkv.memory import Memory
 from jaxkv.ops.quantised import Quantised
 from jaxkv.places import EMPTY, is_concrete, is_traced

@@ -18,8 +18,8 @@ from jaxkv.draw.lines import human
 from jaxkv.draw.look import CellView, cells_of, view_of
 from jaxkv.hybrid import HybridTable, parts_of
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.cache import CellTable
 from jaxkv.kv.mask import visible
+from jaxkv.kv.table import CellTable
 from jaxkv.memory import Memory, check_made_for, split
 from jaxkv.places import EMPTY, fetched
 from jaxkv.verbs.ask import nbytes as nbytes_of

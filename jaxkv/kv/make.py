@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxkv.facts import checked_streams
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.cache import CellTable
 from jaxkv.kv.cells import Placement, empty_fields
+from jaxkv.kv.table import CellTable
 from jaxkv.kv.tiles import TILE, check_cells
 from jaxkv.memory import Memory, join
 from jaxkv.ops.latent import Latent

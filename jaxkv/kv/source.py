@@ -16,8 +16,8 @@ import numpy as np
 from jaxkv.batch import Ubatch
 from jaxkv.facts import Facts, changes_of
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.cache import CellTable
 from jaxkv.kv.make import make_kv_cache
+from jaxkv.kv.table import CellTable
 from jaxkv.memory import Memory, View, join, split
 from jaxkv.places import EMPTY, end_of, nowhere
 

@@ -1,8 +1,9 @@
 """Parts of waiting prompts that are computed at once: in few shapes, in one program for each."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -76,7 +77,7 @@ def shapes_of(facts: Facts, size: int) -> list[Shape]:
     return shapes
 
 
-@cache
+@functools.cache
 def _least(lengths: tuple[int, ...], count: int) -> int:
     """Return what tokens of one prompt cost at least, in rows of these lengths, one a chunk.
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxkv.kv.arrivals import choose, room, settle
 from jaxkv.kv.buffers import Buffers, gather, scatter
-from jaxkv.kv.cache import CellTable
 from jaxkv.kv.cells import WORD, bits, empty_fields, lacks, with_owners
 from jaxkv.kv.make import make_kv_cache
 from jaxkv.kv.slots import usable
+from jaxkv.kv.table import CellTable
 from jaxkv.ops.latent import Latent, Values, value_dim
 from jaxkv.ops.quantised import Stored, zeros
 from jaxkv.ops.stacked import each_array

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.places import EMPTY, END, fetched
-from jaxkv.recurrent.cache import StateTable, make_recurrent_cache
 from jaxkv.recurrent.states import empty_fields
+from jaxkv.recurrent.table import StateTable, make_recurrent_cache
 from jaxkv.snapshot.chunks import put_in, taken_out
 from jaxkv.snapshot.parts import (
     Entries,

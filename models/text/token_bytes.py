@@ -1,12 +1,12 @@
 """What bytes a vocabulary's entries stand for: two ways of writing bytes as text."""
 
+import functools
 import re
-from functools import cache
 
 from tokenizers.pre_tokenizers import ByteLevel
 
 
-@cache
+@functools.cache
 def _byte_letters() -> dict[str, int]:
     """The byte that each letter of a byte-level vocabulary stands for.
 

@@ -1,6 +1,7 @@
 """A program is that of the platform it is lowered for, wherever it is traced."""
 
-from functools import cache, partial
+import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from tests.sights import sight_of_mask
 core = pytest.mark.core
 
 
-@cache
+@functools.cache
 def step_for(platform, *, tokens=1, size=64, dtype="float32", implementation=None, gpu=None):
     """Writing and attending in a layer, as text; `gpu` is the one that programs are made for."""
 

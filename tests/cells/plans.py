@@ -1,7 +1,7 @@
 """Plans of up to 8 tokens, padded to as many, so that a memory of one stream needs one program."""
 
+import functools
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ def tell(memory: Any, tokens: int | Sequence[int], sequences: Any = 0) -> tuple[
     return memory, plan.collect([logits])
 
 
-@cache
+@functools.cache
 def told(*counts: int) -> Any:
     """Make a small memory with so many tokens for sequences 0, 1, ...; 8 in all at most."""
     sequences = np.repeat(np.arange(len(counts)), counts)

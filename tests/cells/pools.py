@@ -1,6 +1,6 @@
 """Memories of four sequences in one stream, in two and in four, and what their sequences hold."""
 
-from functools import cache
+import functools
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ TWO = Kind("two-streams", cells=12, sequences=4, streams=2)
 FOUR = Kind("four-streams", cells=8, sequences=4, streams=4)
 
 
-@cache
+@functools.cache
 def fed(kind, *lengths):
     """A memory in which sequences 0, 1, 2 ... have up to 8 tokens; none may donate it."""
     tokens = np.random.default_rng(0).integers(1, 9, (kind.sequences, 8), np.int32)

@@ -1,6 +1,7 @@
 """What callers pass is checked before it is cast: mistakes, with what each raises."""
 
-from functools import cache, partial
+import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,13 @@ from tests.mistakes import assert_raises, mistakes
 STATE = {"x": ((), jnp.float32)}
 
 
-@cache
+@functools.cache
 def small():
     """Sequence 0 of two tokens and 1 of one; sequence 2 is empty."""
     return drawn("0{0} 1{0} 0{1}")
 
 
-@cache
+@functools.cache
 def states():
     return make_recurrent_cache(layers=1, states=STATE, sequences=3)
 
@@ -33,12 +34,12 @@ def lost(tree):
     return copy
 
 
-@cache
+@functools.cache
 def donated():
     return lost(small())
 
 
-@cache
+@functools.cache
 def applied():
     """A memory of one layer with two heads of 4 numbers, and the ubatch of its first token."""
     memory = make_kv_cache(layers=1, cells=4, kv_heads=2, head_dim=4)
@@ -46,7 +47,7 @@ def applied():
     return jaxkv.apply(memory, plan), plan.ubatches[0]
 
 
-@cache
+@functools.cache
 def twice(make):
     return jax.tree.map(lambda x: jnp.stack([x, x]), make())
 
@@ -77,13 +78,13 @@ def attend(layer=0, q=None, k=None, v=None, **options):
     return jaxkv.attend(memory, layer, ubatch, q, k, v, **options)
 
 
-@cache
+@functools.cache
 def states_applied():
     plan = jaxkv.init_batch(states(), make_batch([1]))
     return jaxkv.apply(states(), plan), plan.ubatches[0]
 
 
-@cache
+@functools.cache
 def apart():
     """A memory whose parts serve layers 0 and 2, and a ubatch."""
     memory = make_hybrid_cache((kv(layers=1), (0,)), (kv(layers=1), (2,)))

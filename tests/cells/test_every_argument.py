@@ -5,8 +5,8 @@ computed for all of them at once, traced, and the tables that come of it are com
 the oracle. Buffers are not compared.
 """
 
+import functools
 import random
-from functools import cache
 from itertools import permutations, product
 
 import jax
@@ -48,7 +48,7 @@ def pairs_of(count):
     return [*map(list, permutations(range(count), 2))]
 
 
-@cache
+@functools.cache
 def every(verb):
     """Compute a verb for many arguments at once: the tables, and whether each was granted."""
 

@@ -1,7 +1,7 @@
 """Moving positions, and rotating keys by what they are owed."""
 
+import functools
 from dataclasses import replace
-from functools import cache
 from itertools import product
 
 import jax
@@ -28,7 +28,7 @@ SHIFT = Kind("shift", cells=8, sequences=2)
 rotate = jax.jit(jaxkv.rotate, static_argnames="rope")
 
 
-@cache
+@functools.cache
 def rotated(*, tokens=6, cells=8, ropes=(PLAIN,)):
     """A memory of tokens 0, 1, 2 ... of sequence 0, and their keys before rotation, `[T, K, D]`."""
     sizes = dict(layers=len(ropes), cells=cells, kv_heads=2, head_dim=6, sequences=2)

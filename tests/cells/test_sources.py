@@ -4,8 +4,9 @@ What a token says is a formula of the tokens that its sequence holds and of its 
 done to them before.
 """
 
+import functools
 import json
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -120,7 +121,7 @@ def lengths(memory):
     return (jaxkv.seq_pos_max(parts_of(memory)[1], range(Q)) + 1).tolist()
 
 
-@cache
+@functools.cache
 def filled(streams=1):
     """Sources of several lengths, and a sequence without one; and one without a text."""
     memory = encode(make(streams), [A, B, D], [0, 1, 3])

@@ -1,9 +1,9 @@
 """Memories to look at: text that fits, lines that never fail, tables, plots, and donated ones."""
 
+import functools
 import re
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import jax
@@ -31,7 +31,7 @@ def put(memory, tokens, sequences):
     return memory, plan.ubatches[-1]
 
 
-@cache
+@functools.cache
 def pool():
     """Sequences 0 and 1 beside each other, 2 a fork of 0, a hole in 1, and 33 in a second word."""
     return drawn(
@@ -39,20 +39,20 @@ def pool():
     )
 
 
-@cache
+@functools.cache
 def streams():
     cells = "0{0,1} 1{0,1} 2{0,1} | 0{3} 1{3} 2{3}"
     return drawn(cells, Kind("", cells=8, sequences=4, streams=2))
 
 
-@cache
+@functools.cache
 def states():
     memory = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=3, rollback=3)
     memory, _ = put(memory, [[1] * 3, [2] * 3], [0, 2])
     return jaxkv.seq_cp(memory, 0, 1).cache
 
 
-@cache
+@functools.cache
 def hybrid():
     cells = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=2)
     state = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=2, rollback=1)
@@ -70,7 +70,7 @@ def donated(memory, *, table=True):
     return copy
 
 
-@cache
+@functools.cache
 def interleaved():
     owners = np.random.default_rng(0).integers(0, 4, 291).tolist()
     cells = [f"{owners[:i].count(seq)}{{{seq}}}" for i, seq in enumerate(owners)]

@@ -1,6 +1,7 @@
 """Beam search: the beams of a search that computes every text anew, on any memory."""
 
-from functools import cache, partial
+import functools
+from functools import partial
 from operator import attrgetter
 
 import jax
@@ -53,7 +54,7 @@ def computed_anew(forward, weights, make):
     return logits_after
 
 
-@cache
+@functools.cache
 def tiny():
     return computed_anew(forward, FREE, Kind("", cells=16, sequences=WIDTH, streams=WIDTH).make)
 
@@ -92,7 +93,7 @@ def assert_found(beams, wanted):
     np.testing.assert_allclose(beams.scores, [score for _, score in wanted], **CLOSE)
 
 
-@cache
+@functools.cache
 def prompted(kind, seq=0):
     return jaxkv.prefill(forward, FREE, kind.make(), make_batch(PROMPT, sequences=seq))[:2]
 

@@ -1,7 +1,8 @@
 """After a first call, or a warm-up, nothing is traced or compiled again, whatever the values."""
 
+import functools
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ THINKER = Thinker()
 step = jax.jit(jaxkv.plan_step)
 
 
-@cache
+@functools.cache
 def memories():
     return [filled(*counts) for counts in ((4, 1), (3, 2), (5, 2), (2, 2))]
 

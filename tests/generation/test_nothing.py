@@ -1,8 +1,8 @@
 """Calls with nothing in them return nothing, or raise one sentence; none fails on the device."""
 
+import functools
 import inspect
 import re
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def make(streams=1):
     return jaxkv.make_kv_cache(cells=16, streams=streams, rope=None, **SIZES)
 
 
-@cache
+@functools.cache
 def prompted():
     """Sequence 0 of three tokens, and 1 of none."""
     return jaxkv.prefill(*MODEL, make(), make_batch([1, 2, 3])).cache

@@ -1,6 +1,7 @@
 """Texts longer than a memory: `slide` and `extend` do what verbs do by hand, all or nothing."""
 
-from functools import cache, partial
+import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ core = pytest.mark.core
 one_more = partial(make_batch, [1] * 4, valid=np.arange(4) < 1)
 
 
-@cache
+@functools.cache
 def told(*counts, kind=POOL):
     memory = with_numbers(kind.make())
     for seq, count in enumerate(counts):

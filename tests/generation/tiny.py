@@ -1,6 +1,6 @@
 """What the tests of loops share: tiny models as loops call them, and readings of results."""
 
-from functools import cache
+import functools
 from pathlib import Path
 
 import jax
@@ -18,7 +18,7 @@ BEST = make_sampler()
 CLOSE = dict(rtol=0, atol=2e-4)
 CHANCES = np.random.default_rng(1).dirichlet(np.ones(4), size=(2, 4)).astype(np.float32)
 
-load = cache(lambda name: models.load(DATA / name))
+load = functools.cache(lambda name: models.load(DATA / name))
 
 
 def forward(weights, memory, ubatch):

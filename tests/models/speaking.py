@@ -1,7 +1,7 @@
 """Tiny models of the test data that talk in letters: what they say makes no sense, and need not."""
 
+import functools
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from tests.models.tiny_files import DATA
 CELLS = 64  # mostly: what is compiled for one size is shared
 
 
-@cache
+@functools.cache
 def tiny(name):
     model = models.load(DATA / name)
     size = model.checkpoint.config["vocab_size"]

@@ -1,6 +1,7 @@
 """Every family of models on tiny weights, against logits that transformers computed."""
 
-from functools import cache, partial
+import functools
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ class Record(NamedTuple):
     within: float
 
 
-@cache
+@functools.cache
 def recorded(name):
     model = models.load(DATA / name)
     file = dict(np.load(next((DATA / name).glob("*.npz"))))
@@ -74,7 +75,7 @@ class Way(NamedTuple):
     full_windows: bool = False
 
 
-@cache
+@functools.cache
 def step_of(model):
     @jax.jit
     def step(weights, memory, token, there):

@@ -4,7 +4,8 @@ Neither does a ubatch of another table, or a rival of the one that was applied, 
 stands in a cell belongs to one text, and the right to write it is given for that text alone.
 """
 
-from functools import cache, partial
+import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def layers_of(kind):
     return getattr(KINDS[kind], "model", "aa")
 
 
-@cache
+@functools.cache
 def filled(kind, text=(1, 2, 3, 4, 5)):
     """Sequence 0 has a text, sequence 1 another of the same length, sequence 2 none."""
     return told(kind, KINDS[kind].make(rope=None), text, (6, 7, 8, 9, 10))

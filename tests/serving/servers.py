@@ -1,8 +1,8 @@
 """What tests of servers share: requests, what each says alone, engines, and a server by hand."""
 
+import functools
 import random
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import jax
@@ -64,7 +64,7 @@ def begun_alike(requests, *, most):
     ]
 
 
-@cache
+@functools.cache
 def in_one_piece(model):
     """A prompt in a memory of one sequence: one program for all lengths."""
 
@@ -124,7 +124,7 @@ def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
     return Engine(model, None, memory, **options)
 
 
-@cache
+@functools.cache
 def warm(kind, **options):
     """An engine that is warm, and empty whenever a test ends."""
     engine = engine_of(kind, **options)

@@ -1,6 +1,7 @@
 """A tiny model, and memories for it, that run on one device, on meshes and in several processes."""
 
-from functools import cache, partial
+import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def whole(x):
     return jax.sharding.reshard(x, P()) if AxisType.Explicit in mesh.axis_types else x
 
 
-@cache
+@functools.cache
 def model_of(layers):
     """Return the forward function of the model, the same one for the same layers."""
 

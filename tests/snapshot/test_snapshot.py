@@ -1,8 +1,9 @@
 """Snapshots: what is loaded goes on as if it had stayed, in the same cells or in others."""
 
+import functools
 import random
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 
 import jax
@@ -112,7 +113,7 @@ def run(memory, kinds, seq, count):
     return histories.run(memory, batch, kinds=kinds)
 
 
-@cache
+@functools.cache
 def lived(name, seed=0):
     rng, twin = random.Random(seed), histories.Twin(**STATES[name])
     ids = range(twin.sequences)

@@ -3,6 +3,7 @@
 What is changed at random is refused, since a checksum covers the whole file.
 """
 
+import functools
 import itertools
 import json
 import operator
@@ -11,7 +12,7 @@ import random
 import resource
 import sys
 import tracemalloc
-from functools import cache, partial, reduce
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +167,7 @@ def resigned(data, changes):
     return written(said, arrays)
 
 
-@cache
+@functools.cache
 def of_each_kind():
     """A hybrid memory with a window, states, shared cells and a source, and its file."""
     sizes = {"sequences": 4, "streams": 2}
