@@ -1,4 +1,4 @@
-"""How near to the memory's speed is attention alone? Arrays only.
+"""How near to the cache's speed is attention alone? Arrays only.
 
 Run `python -m benchmarks.attention`. Keys and values of SmolLM2's shape, 3 heads of 64 in groups of
 3, or `--shape 8b` for 8 heads of 128 in groups of 4 in bfloat16, which says something on a GPU,

@@ -1,9 +1,9 @@
-"""How much does an engine get out of the sequences of a memory? SmolLM2 in float32, best tokens.
+"""How much does an engine get out of the sequences of a cache? SmolLM2 in float32, best tokens.
 
 Run `python -m benchmarks.batching`. Requests of mixed lengths go through `loops.batching.Engine`
 with a stream for each sequence, and are compared with two sides that do the same work per token:
 
-- one by one: each request alone, in a memory of one sequence; 8 requests of the same spread, since
+- one by one: each request alone, in a cache of one sequence; 8 requests of the same spread, since
   the rate does not depend on how many there are;
 - all busy: requests that all have the mean prompt and the mean limit, as many as sequences. None
   ever waits, so this is what the sequences give at best, prompts included.
@@ -53,20 +53,18 @@ def through_engine(engine: Engine, requests: list[Request]) -> float:
     return 1e3 * (time.perf_counter() - start) / got
 
 
-def together(model: models.Model, memory: Any, requests: list[Request], *, chunk: int) -> Any:
-    """Run requests of equal lengths side by side, by the loops themselves; returns the memory."""
+def together(model: models.Model, cache: Any, requests: list[Request], *, chunk: int) -> Any:
+    """Run requests of equal lengths side by side, by the loops themselves; returns the cache."""
     run, sampler = (model.forward, model.weights), make_sampler()
     batch = jaxkv.make_batch([request.prompt for request in requests])
-    memory, logits, sequences, *_ = jaxkv.prefill(
-        *run, memory, batch, ubatch_size=chunk, donate=True
-    )
+    cache, logits, sequences, *_ = jaxkv.prefill(*run, cache, batch, ubatch_size=chunk, donate=True)
     limit = requests[0].limit
-    state, _ = loops.begin(sampler, memory, logits, sequences=sequences, limit=limit)
+    state, _ = loops.begin(sampler, cache, logits, sequences=sequences, limit=limit)
     while np.asarray(state.active).any():
-        memory, state, _ = jaxkv.decode(
-            model.forward, sampler, model.weights, memory, state, steps=8, donate=True
+        cache, state, _ = jaxkv.decode(
+            model.forward, sampler, model.weights, cache, state, steps=8, donate=True
         )
-    return jaxkv.clear(memory)
+    return jaxkv.clear(cache)
 
 
 def side_of(
@@ -74,13 +72,13 @@ def side_of(
 ) -> Callable:
     """A side that runs groups of requests one after another; milliseconds a token."""
     rows = len(groups[0])
-    memory = model.make_memory(cells=cells, sequences=rows, streams=rows)
+    cache = model.make_cache(cells=cells, sequences=rows, streams=rows)
 
     def side() -> float:
-        nonlocal memory
+        nonlocal cache
         start = time.perf_counter()
         for group in groups:
-            memory = together(model, memory, group, chunk=chunk)
+            cache = together(model, cache, group, chunk=chunk)
         return 1e3 * (time.perf_counter() - start) / sum(map(tokens_of, groups))
 
     return side
@@ -103,9 +101,9 @@ def main() -> None:
     model = models.load(args.model)
     requests = requests_of(args.requests, prompt=args.prompt, limit=args.limit)
     cells = -(-(args.prompt + args.limit) // 64) * 64
-    memory = model.make_memory(cells=cells, sequences=args.sequences, streams=args.sequences)
+    cache = model.make_cache(cells=cells, sequences=args.sequences, streams=args.sequences)
     options = {"chunk": args.chunk, "steps": args.steps, "allow": ()}
-    engine = Engine(model.forward, model.weights, memory, **options)
+    engine = Engine(model.forward, model.weights, cache, **options)
     engine.warm_up()
     with counting() as compiled:
         through_engine(engine, requests[: 2 * args.sequences])

@@ -22,30 +22,30 @@ BEST = loops.sampling.make_sampler()
 
 
 class Side:
-    """A prompt in a memory for W sequences, from which both ways go on."""
+    """A prompt in a cache for W sequences, from which both ways go on."""
 
     def __init__(
         self, model: models.Model, prompt: np.ndarray, width: int, steps: int, split: bool
     ):
         self.model, self.width, self.steps = model, width, steps
         cells = len(prompt) + steps
-        memory = model.make_memory(
+        cache = model.make_cache(
             cells=cells if split else len(prompt) + width * steps,
             sequences=width,
             streams=width if split else 1,
         )
-        memory, self.logits, *_ = jaxkv.prefill(
-            model.forward, model.weights, memory, jaxkv.make_batch(prompt), donate=True
+        cache, self.logits, *_ = jaxkv.prefill(
+            model.forward, model.weights, cache, jaxkv.make_batch(prompt), donate=True
         )
-        self.memory = memory
-        self.forked = jaxkv.seq_cp(memory, 0, list(range(1, width))).cache if width > 1 else memory
+        self.cache = cache
+        self.forked = jaxkv.seq_cp(cache, 0, list(range(1, width))).cache if width > 1 else cache
 
     def search(self) -> jax.Array:
         """Search for W texts; the first tokens need no step."""
         _, beams = loops.beam(
             self.model.forward,
             self.model.weights,
-            self.memory,
+            self.cache,
             self.logits,
             width=self.width,
             steps=self.steps + 1,

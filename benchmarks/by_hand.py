@@ -63,12 +63,12 @@ class ByHand:
 
 def make(
     layout: Layout, *, batch: int, layers: int, cells: int, kv_heads: int, head_dim: int
-) -> jaxkv.Memory:
+) -> jaxkv.Cache:
     """Make an empty cache."""
     shape = (batch, cells, kv_heads) if layout == "BNKD" else (batch, kv_heads, cells)
     buffers = tuple((jnp.zeros((*shape, head_dim)),) * 2 for _ in range(layers))
     buffers = jax.tree.map(jnp.copy, buffers)  # each its own, so that all can be donated
-    return jaxkv.Memory(table=ByHand(layout=layout), buffers=buffers)
+    return jaxkv.Cache(table=ByHand(layout=layout), buffers=buffers)
 
 
 def step_ubatch(tokens: jax.Array, position: jax.Array) -> jaxkv.Ubatch:

@@ -4,7 +4,7 @@
     python -m benchmarks.checkouts loop ../before . ../before -- --batch 1 --rounds 10
 
 runs `benchmarks.loop` of each checkout, with its own library and the arguments after `--`, in a
-process of its own. Two runs one after the other differ by the minute and by the memory that they
+process of its own. Two runs one after the other differ by the minute and by the cache that they
 were given; processes that stay alive and take turns do so less. A checkout that is named twice
 shows how much is noise: above, the last.
 

@@ -26,15 +26,15 @@ def attention_alone(tokens: int, cells: int) -> tuple[Callable, tuple]:
     sizes = {"kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     make = partial(jaxkv.make_kv_cache, layers=LAYERS, cells=cells, sequences=tokens, **sizes)
 
-    def step(memory: object, token: jax.Array) -> tuple:
+    def step(cache: object, token: jax.Array) -> tuple:
         everyone = jnp.arange(tokens, dtype=jnp.int32)
-        ubatch, _ = jaxkv.plan_step(memory, token, everyone, jnp.ones(tokens, bool))
-        memory, x = jaxkv.apply(memory, ubatch), jnp.ones((*ubatch.valid.shape, HEADS, HEAD_DIM))
+        ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(tokens, bool))
+        cache, x = jaxkv.apply(cache, ubatch), jnp.ones((*ubatch.valid.shape, HEADS, HEAD_DIM))
         for layer in range(LAYERS):
             k, v = x[:, :, :KV_HEADS], x[:, :, KV_HEADS : 2 * KV_HEADS]
-            memory, out = jaxkv.attend(memory, layer, ubatch, x, k, v)
+            cache, out = jaxkv.attend(cache, layer, ubatch, x, k, v)
             x = x + out
-        return memory, x
+        return cache, x
 
     return step, (jax.eval_shape(make), jax.ShapeDtypeStruct((tokens,), jnp.int32))
 
@@ -43,21 +43,21 @@ def whole_model(name: str, tokens: int, cells: int) -> tuple[Callable, tuple]:
     """The same of a model, with its weights."""
     model = models.load(name)
 
-    def step(weights: object, memory: object, token: jax.Array) -> tuple:
+    def step(weights: object, cache: object, token: jax.Array) -> tuple:
         everyone = jnp.arange(tokens, dtype=jnp.int32)
-        ubatch, _ = jaxkv.plan_step(memory, token, everyone, jnp.ones(tokens, bool))
-        return model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+        ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(tokens, bool))
+        return model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
 
-    memory = jax.eval_shape(lambda: model.make_memory(cells=cells, sequences=tokens))
+    cache = jax.eval_shape(lambda: model.make_cache(cells=cells, sequences=tokens))
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.weights)
-    return step, (weights, memory, jax.ShapeDtypeStruct((tokens,), jnp.int32))
+    return step, (weights, cache, jax.ShapeDtypeStruct((tokens,), jnp.int32))
 
 
 def one_turn(step: Callable, shapes: tuple) -> tuple[list[float], int]:
     """Seconds of each part, and the lines of the lowered program."""
     jax.clear_caches()
     times = [time.perf_counter()]
-    # The memory is donated, as in a loop; it is the argument before the tokens.
+    # The cache is donated, as in a loop; it is the argument before the tokens.
     traced = jax.jit(step, donate_argnums=len(shapes) - 2).trace(*shapes)
     times.append(time.perf_counter())
     lowered = traced.lower()

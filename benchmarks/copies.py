@@ -29,7 +29,7 @@ def main() -> None:
     print(f"one layer's keys are {bytes_of.LAYER / 1e6:.1f} MB; temporaries are a share of that:")
     for name, verb in (programs | bytes_of.EDITS | moves | bytes_of.ANSWERS).items():
         donated = () if name in bytes_of.ANSWERS else (0,)
-        lowered = jax.jit(verb, donate_argnums=donated).lower(bytes_of.memory_shapes())
+        lowered = jax.jit(verb, donate_argnums=donated).lower(bytes_of.cache_shapes())
         compiled = lowered.compile()
         held = hlo.temporary_bytes(compiled)
         found = hlo.large_moves(compiled, bytes_of.LAYER // 2)
@@ -38,11 +38,11 @@ def main() -> None:
         )
 
 
-def planned_step(memory: Any, tokens: jax.Array) -> Any:
+def planned_step(cache: Any, tokens: jax.Array) -> Any:
     """Plan one token for each of the first sequences, and run the layers."""
     ids, there = jnp.arange(len(tokens)), jnp.ones(len(tokens), bool)
-    ubatch, _ = jaxkv.plan_step(memory, tokens, ids, there)
-    return bytes_of.step(memory, ubatch)
+    ubatch, _ = jaxkv.plan_step(cache, tokens, ids, there)
+    return bytes_of.step(cache, ubatch)
 
 
 if __name__ == "__main__":

@@ -26,23 +26,23 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
     """The step through jaxkv: plan, apply, run, pick. Returns what does one and gives its token."""
     batch, length = prompts.shape
     streams = batch if split else 1
-    memory = model.make_memory(
+    cache = model.make_cache(
         cells=cells if split else cells * batch, sequences=batch, streams=streams
     )
-    memory, logits, *_ = jaxkv.prefill(
-        model.forward, model.weights, memory, jaxkv.make_batch(list(prompts)), donate=True
+    cache, logits, *_ = jaxkv.prefill(
+        model.forward, model.weights, cache, jaxkv.make_batch(list(prompts)), donate=True
     )
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     everyone = jnp.arange(batch, dtype=jnp.int32)
     # The table stays that of the prompt, so that each step is the first one after it.
-    table, buffers = jaxkv.split(memory)
+    table, buffers = jaxkv.split(cache)
 
     @partial(jax.jit, donate_argnames="buffers")
     def step(weights: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
-        memory = jaxkv.join(table, buffers)
-        ubatch, ok = jaxkv.plan_step(memory, token, everyone, jnp.ones(batch, bool))
-        memory, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-        return jaxkv.split(memory)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
+        cache = jaxkv.join(table, buffers)
+        ubatch, ok = jaxkv.plan_step(cache, token, everyone, jnp.ones(batch, bool))
+        cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+        return jaxkv.split(cache)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
 
     def again() -> np.ndarray:
         nonlocal buffers
@@ -60,16 +60,16 @@ def by_hand_step(
     batch, length = prompts.shape
     c = model.config
     sizes = {"layers": len(c.windows), "kv_heads": c.kv_heads, "head_dim": c.head_dim}
-    memory = by_hand.make(layout, batch=batch, cells=cells, **sizes)
+    cache = by_hand.make(layout, batch=batch, cells=cells, **sizes)
 
-    @partial(jax.jit, donate_argnames="memory")
-    def step(weights: Any, memory: Any, token: jax.Array, position: jax.Array) -> tuple:
-        memory, logits = model.forward(weights, memory, by_hand.step_ubatch(token, position))
-        return memory, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    @partial(jax.jit, donate_argnames="cache")
+    def step(weights: Any, cache: Any, token: jax.Array, position: jax.Array) -> tuple:
+        cache, logits = model.forward(weights, cache, by_hand.step_ubatch(token, position))
+        return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def again() -> np.ndarray:
-        nonlocal memory
-        memory, chosen = step(model.weights, memory, jnp.zeros(batch, jnp.int32), length)
+        nonlocal cache
+        cache, chosen = step(model.weights, cache, jnp.zeros(batch, jnp.int32), length)
         return np.asarray(chosen)
 
     return again

@@ -17,24 +17,24 @@ import jaxkv
 from benchmarks import machine
 
 
-def gappy(cells: int, layers: int) -> jaxkv.Memory:
+def gappy(cells: int, layers: int) -> jaxkv.Cache:
     """Make a cache of SmolLM2's shape in which every second cell is empty."""
-    memory = jaxkv.make_kv_cache(layers=layers, cells=cells, kv_heads=3, head_dim=64, sequences=2)
+    cache = jaxkv.make_kv_cache(layers=layers, cells=cells, kv_heads=3, head_dim=64, sequences=2)
     batch = jaxkv.make_batch(np.zeros(cells, np.int32), sequences=np.arange(cells) % 2)
-    for ubatch in jaxkv.init_batch(memory, batch, ubatch_size=512).check().ubatches:
-        memory = jaxkv.apply(memory, ubatch)
-    return jaxkv.seq_rm(memory, 1)[0]
+    for ubatch in jaxkv.init_batch(cache, batch, ubatch_size=512).check().ubatches:
+        cache = jaxkv.apply(cache, ubatch)
+    return jaxkv.seq_rm(cache, 1)[0]
 
 
-def defragged(memory: jaxkv.Memory, max_moves: int | None) -> tuple[jaxkv.Memory, int, float]:
-    """Close all gaps; the memory, the plans that it took, and the seconds."""
+def defragged(cache: jaxkv.Cache, max_moves: int | None) -> tuple[jaxkv.Cache, int, float]:
+    """Close all gaps; the cache, the plans that it took, and the seconds."""
     plans, start = 0, time.perf_counter()
     while True:
-        plan = jaxkv.defrag_plan(memory, max_moves=max_moves)
+        plan = jaxkv.defrag_plan(cache, max_moves=max_moves)
         if not int(plan.count.sum()):
-            jax.block_until_ready(memory)
-            return memory, plans, time.perf_counter() - start
-        memory = jaxkv.apply(memory, plan, donate=True)
+            jax.block_until_ready(cache)
+            return cache, plans, time.perf_counter() - start
+        cache = jaxkv.apply(cache, plan, donate=True)
         plans += 1
 
 
@@ -65,16 +65,16 @@ def main() -> None:
         for chunk in chunks if turn % 2 else chunks[::-1]:
             if chunk == 1 and turn > 1:  # a thousand plans: once is enough
                 continue
-            memory = gappy(args.cells, args.layers)
-            used = int(jaxkv.used(memory))
-            jax.block_until_ready(memory)
-            memory, plans, seconds = defragged(memory, chunk)
-            assert bool(jnp.all(memory.table.position[0, :used] >= 0)), "a gap is left"
+            cache = gappy(args.cells, args.layers)
+            used = int(jaxkv.used(cache))
+            jax.block_until_ready(cache)
+            cache, plans, seconds = defragged(cache, chunk)
+            assert bool(jnp.all(cache.table.position[0, :used] >= 0)), "a gap is left"
             took[chunk].append((seconds, plans))
             start = time.perf_counter()
-            buffers = jax.block_until_ready(copied(memory.buffers))
+            buffers = jax.block_until_ready(copied(cache.buffers))
             plain.append(time.perf_counter() - start)
-            del memory, buffers
+            del cache, buffers
     moved = args.cells // 4
     size = moved * args.layers * 2 * 3 * 64 * 4
     base = 1e3 * np.median(plain[1:])

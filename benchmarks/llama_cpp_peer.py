@@ -96,14 +96,14 @@ class LlamaCppPeer:
         options.type_k = options.type_v = int(KINDS["f32"])
         options.kv_unified = False
         self.context = api.llama_init_from_model(self.model, options)
-        self.memory = api.llama_get_memory(self.context)
+        self.cache = api.llama_get_memory(self.context)
         self.width = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
         self.batch, self.ubatch, self.prompt = batch, ubatch, 0
         self._batch = api.llama_batch_init(max(ubatch, batch), 0, 1)
 
     def prefill(self, tokens: np.ndarray) -> None:
         """Empty the cache and feed a prompt to each sequence, `[B, P]`."""
-        self.api.llama_memory_clear(self.memory, True)
+        self.api.llama_memory_clear(self.cache, True)
         self.prompt, self._position = tokens.shape[1], tokens.shape[1]
         self.chosen = np.zeros(self.batch, np.int64)
         for seq, row in enumerate(tokens.tolist()):
@@ -125,7 +125,7 @@ class LlamaCppPeer:
     def rewind(self) -> None:
         """Take back what was generated since the prompt."""
         for seq in range(self.batch):
-            self.api.llama_memory_seq_rm(self.memory, seq, self.prompt, -1)
+            self.api.llama_memory_seq_rm(self.cache, seq, self.prompt, -1)
         self._position, self.chosen = self.prompt, self._first.copy()
 
     def _decode(self, tokens: list[tuple[int, int, int]], last: bool, each: bool = False) -> None:

@@ -19,16 +19,16 @@ BEST = loops.sampling.make_sampler()
 
 
 class Side:
-    """B prompts in a memory of their own, from which generation starts again and again."""
+    """B prompts in a cache of their own, from which generation starts again and again."""
 
     def __init__(self, model: models.Model, prompts: np.ndarray, *, tokens: int):
         self.model, self.tokens, self.batch = model, tokens, len(prompts)
         cells = prompts.shape[1] + tokens
-        memory = model.make_memory(cells=cells, sequences=self.batch, streams=self.batch)
-        memory, logits, *_ = jaxkv.prefill(
-            model.forward, model.weights, memory, jaxkv.make_batch(list(prompts)), donate=True
+        cache = model.make_cache(cells=cells, sequences=self.batch, streams=self.batch)
+        cache, logits, *_ = jaxkv.prefill(
+            model.forward, model.weights, cache, jaxkv.make_batch(list(prompts)), donate=True
         )
-        self.table, self.buffers = jaxkv.split(memory)
+        self.table, self.buffers = jaxkv.split(cache)
         self.first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def in_python(self) -> np.ndarray:
@@ -36,8 +36,8 @@ class Side:
         table, token, chosen = self.table, np.asarray(self.first), []
         step = loops.step_of(self.model.forward)
         for _ in range(self.tokens):
-            memory = jaxkv.join(table, self.buffers)
-            plan = jaxkv.init_batch(memory, jaxkv.make_batch(token[:, None])).check()
+            cache = jaxkv.join(table, self.buffers)
+            plan = jaxkv.init_batch(cache, jaxkv.make_batch(token[:, None])).check()
             table, self.buffers, logits = step(
                 self.model.weights, table, self.buffers, plan.ubatches[0]
             )
@@ -49,20 +49,20 @@ class Side:
         """`steps` tokens a dispatch."""
 
         def run() -> np.ndarray:
-            memory, chosen = jaxkv.join(self.table, self.buffers), []
-            state = loops.start(memory, self.first)
+            cache, chosen = jaxkv.join(self.table, self.buffers), []
+            state = loops.start(cache, self.first)
             for _ in range(self.tokens // steps):
-                memory, state, picked = jaxkv.decode(
+                cache, state, picked = jaxkv.decode(
                     self.model.forward,
                     BEST,
                     self.model.weights,
-                    memory,
+                    cache,
                     state,
                     steps=steps,
                     donate=True,
                 )
                 chosen.append(np.asarray(picked.tokens))
-            self.buffers = jaxkv.split(memory)[1]
+            self.buffers = jaxkv.split(cache)[1]
             return np.concatenate(chosen, 1)
 
         return run

@@ -1,4 +1,4 @@
-"""The machine behind a number: its processor, its versions, and how fast it reads memory.
+"""The machine behind a number: its processor, its versions, and how fast it reads cache.
 
 A decode step reads every weight and every visible key and value once, so bytes divided by the read
 bandwidth is the time that no program beats. Run `python -m benchmarks.machine`.

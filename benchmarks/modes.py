@@ -23,7 +23,7 @@ from benchmarks import machine, turns
 
 
 class Case:
-    """A memory with sequences of given lengths, of which some take part in a step.
+    """A cache with sequences of given lengths, of which some take part in a step.
 
     The first `shared` tokens of all are the same, in the same cells if in one pool. The last ones,
     `grown`, came side by side, as they do where texts go on together.
@@ -40,31 +40,31 @@ class Case:
         **options: Any,
     ):
         self.model, self.active = model, jnp.asarray(active, jnp.int32)
-        memory = model.make_memory(sequences=len(lengths), **options)
+        cache = model.make_cache(sequences=len(lengths), **options)
 
-        def fed(memory: Any, sequences: Sequence[int]) -> Any:
+        def fed(cache: Any, sequences: Sequence[int]) -> Any:
             # The table is all that counts for time: the buffers stay zeros.
             batch = jaxkv.make_batch(np.zeros(len(sequences), np.int32), sequences=sequences)
-            for ubatch in jaxkv.init_batch(memory, batch).check().ubatches:
-                memory = jaxkv.apply(memory, ubatch)
-            return memory
+            for ubatch in jaxkv.init_batch(cache, batch).check().ubatches:
+                cache = jaxkv.apply(cache, ubatch)
+            return cache
 
         if shared:
-            memory, _ = jaxkv.seq_cp(fed(memory, [0] * shared), 0, [*range(1, len(lengths))])
+            cache, _ = jaxkv.seq_cp(fed(cache, [0] * shared), 0, [*range(1, len(lengths))])
         for seq, length in enumerate(lengths):
             if length:
-                memory = fed(memory, [seq] * (length - shared - grown))
+                cache = fed(cache, [seq] * (length - shared - grown))
         if grown:
-            memory = fed(memory, [*range(len(lengths))] * grown)
-        self.table, self.buffers = jaxkv.split(memory)
+            cache = fed(cache, [*range(len(lengths))] * grown)
+        self.table, self.buffers = jaxkv.split(cache)
 
         @partial(jax.jit, donate_argnames="buffers")
         def step(weights: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
-            memory = jaxkv.join(table, buffers)
+            cache = jaxkv.join(table, buffers)
             valid = jnp.ones(token.shape, bool)
-            ubatch, ok = jaxkv.plan_step(memory, token, self.active, valid)
-            memory, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-            return jaxkv.split(memory)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
+            ubatch, ok = jaxkv.plan_step(cache, token, self.active, valid)
+            cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+            return jaxkv.split(cache)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
 
         self._step = step
         self.token = jnp.zeros(len(active), jnp.int32)

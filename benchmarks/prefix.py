@@ -33,9 +33,9 @@ def tokens_of(seed: int, size: int) -> np.ndarray:
 def make_engine(model: models.Model, *, kept: bool, cells: int, sequences: int) -> Engine:
     """Make an engine in a pool, with a store that has two sequences more, or without."""
     holders = [sequences, sequences + 1]
-    memory = model.make_memory(cells=cells, sequences=sequences + 2)
-    store = prefix.make_store(memory, holders=holders) if kept else None
-    engine = Engine(model.forward, model.weights, memory, chunk=128, allow=(), store=store)
+    cache = model.make_cache(cells=cells, sequences=sequences + 2)
+    store = prefix.make_store(cache, holders=holders) if kept else None
+    engine = Engine(model.forward, model.weights, cache, chunk=128, allow=(), store=store)
     engine.warm_up()
     return engine
 
@@ -47,7 +47,7 @@ def run(engine: Engine, requests: list[Request]) -> tuple[float, list, int]:
         engine.submit(request)
     while engine.busy:
         results += engine.step()
-        cells = max(cells, int(jaxkv.used(engine.memory)))
+        cells = max(cells, int(jaxkv.used(engine.cache)))
     return 1e3 * (time.perf_counter() - start), results, cells
 
 

@@ -17,13 +17,13 @@ from benchmarks.peers import peers_of
 
 
 def jaxkv_prompt(model: models.Model, prompt: np.ndarray, ubatch_size: int) -> Callable:
-    """The whole prompt through jaxkv: an empty memory, planning, and the model."""
+    """The whole prompt through jaxkv: an empty cache, planning, and the model."""
 
     def run() -> jax.Array:
-        memory = model.make_memory(cells=len(prompt))
+        cache = model.make_cache(cells=len(prompt))
         batch = jaxkv.make_batch(prompt)
         _, logits, *_ = jaxkv.prefill(
-            model.forward, model.weights, memory, batch, ubatch_size=ubatch_size, donate=True
+            model.forward, model.weights, cache, batch, ubatch_size=ubatch_size, donate=True
         )
         return logits
 

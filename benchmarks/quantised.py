@@ -23,8 +23,8 @@ DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
 
 def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[], object], int]:
-    """Make a step of a token for each sequence in a full memory, and say how many bytes it has."""
-    memory = jaxkv.make_kv_cache(
+    """Make a step of a token for each sequence in a full cache, and say how many bytes it has."""
+    cache = jaxkv.make_kv_cache(
         layers=layers,
         cells=cells,
         kv_heads=HEADS,
@@ -38,29 +38,29 @@ def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[
         drawn = np.random.default_rng(seed).standard_normal((rows, tokens, heads, SIZE))
         return jnp.asarray(drawn, jnp.float32)
 
-    @partial(jax.jit, donate_argnames="memory")
-    def fill(memory: jaxkv.Memory, ubatch: jaxkv.Ubatch, k: jax.Array) -> jaxkv.Memory:
-        memory = jaxkv.apply(memory, ubatch)
+    @partial(jax.jit, donate_argnames="cache")
+    def fill(cache: jaxkv.Cache, ubatch: jaxkv.Ubatch, k: jax.Array) -> jaxkv.Cache:
+        cache = jaxkv.apply(cache, ubatch)
         for layer in range(layers):
-            memory = jaxkv.write(memory, layer, ubatch, k, k)
-        return memory
+            cache = jaxkv.write(cache, layer, ubatch, k, k)
+        return cache
 
     told = jaxkv.make_batch([[0] * (cells - 1)] * batch)
-    for ubatch in jaxkv.init_batch(memory, told, ubatch_size=512 * batch).check().ubatches:
-        memory = fill(memory, ubatch, numbers(*ubatch.valid.shape, HEADS, 0))
+    for ubatch in jaxkv.init_batch(cache, told, ubatch_size=512 * batch).check().ubatches:
+        cache = fill(cache, ubatch, numbers(*ubatch.valid.shape, HEADS, 0))
 
     @partial(jax.jit, donate_argnames="buffers")
     def step(table: object, buffers: object, q: jax.Array, k: jax.Array) -> tuple:
-        memory = jaxkv.join(table, buffers)
+        cache = jaxkv.join(table, buffers)
         every = jnp.arange(batch)
-        ubatch, _ = jaxkv.plan_step(memory, every, every, jnp.ones(batch, bool))
-        memory = jaxkv.apply(memory, ubatch)
+        ubatch, _ = jaxkv.plan_step(cache, every, every, jnp.ones(batch, bool))
+        cache = jaxkv.apply(cache, ubatch)
         for layer in range(layers):
-            memory, out = jaxkv.attend(memory, layer, ubatch, q, k, k)
+            cache, out = jaxkv.attend(cache, layer, ubatch, q, k, k)
             q = q + out * 0.01
-        return jaxkv.split(memory)[1], q
+        return jaxkv.split(cache)[1], q
 
-    (table, held), size = jaxkv.split(memory), jaxkv.nbytes(memory.buffers)
+    (table, held), size = jaxkv.split(cache), jaxkv.nbytes(cache.buffers)
     q, k = numbers(batch, 1, HEADS * GROUP, 1), numbers(batch, 1, HEADS, 2)
 
     def work() -> object:  # the same cell is written each time, since the table stays as it is

@@ -15,7 +15,7 @@ from flax import nnx
 import jaxkv
 from benchmarks import machine, turns
 from models.families import mamba2
-from models.families.memories import make_memory
+from models.families.caches import make_cache
 from models.model import functional
 
 
@@ -44,10 +44,10 @@ def main() -> None:
 
     def prompt(ubatch_size: int) -> Callable[[], np.ndarray]:
         def run() -> np.ndarray:
-            memory = make_memory(mamba2.layers_of(config, jnp.float32), rollback=args.rollback)
+            cache = make_cache(mamba2.layers_of(config, jnp.float32), rollback=args.rollback)
             batch = jaxkv.make_batch(tokens)
             _, logits, *_ = jaxkv.prefill(
-                forward, weights, memory, batch, ubatch_size=ubatch_size, donate=True
+                forward, weights, cache, batch, ubatch_size=ubatch_size, donate=True
             )
             return np.asarray(logits)
 

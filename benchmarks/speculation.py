@@ -1,7 +1,7 @@
 """Is it faster to guess? `speculate` with prompt lookup against `decode`, the same texts.
 
 Run `python -m benchmarks.speculation`. SmolLM2 in float32, one text: a passage that the model
-repeats, and a text that is drawn and repeats little. Both sides go on from the same memory and
+repeats, and a text that is drawn and repeats little. Both sides go on from the same cache and
 generate as many tokens, in turn; where nothing is drawn the tokens are compared, too.
 
 `--branches 1 2 4` is about trees instead: on texts that go on in several ways, how many guessed
@@ -40,7 +40,7 @@ FORKED = {
 
 
 class Side:
-    """A prompt in a memory, from which both ways go on."""
+    """A prompt in a cache, from which both ways go on."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Side:
         self.model, self.sampler, self.steps = model, sampler, steps
         tokens = model.tokenizer.prompt(text)
         cells = len(tokens) + steps + tries * branches
-        memory = model.make_memory(cells=cells, sequences=branches)
-        self.memory, logits, *_ = jaxkv.prefill(
-            model.forward, model.weights, memory, jaxkv.make_batch(tokens), donate=True
+        cache = model.make_cache(cells=cells, sequences=branches)
+        self.cache, logits, *_ = jaxkv.prefill(
+            model.forward, model.weights, cache, jaxkv.make_batch(tokens), donate=True
         )
-        self.state, _ = loops.begin(sampler, self.memory, logits)
+        self.state, _ = loops.begin(sampler, self.cache, logits)
         self.draft = loops.lookup([tokens], ngram=ngram, tries=tries, branches=branches)
 
     def plainly(self) -> jax.Array:
@@ -71,7 +71,7 @@ class Side:
         return self._picked(loops.speculate, self.model.forward, self.draft)[3]
 
     def _picked(self, loop: Any, *first: Any) -> tuple:
-        rest = self.model.weights, self.memory, self.state
+        rest = self.model.weights, self.cache, self.state
         return loop(*first, self.sampler, *rest, steps=self.steps)
 
 

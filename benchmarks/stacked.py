@@ -47,7 +47,7 @@ def plain(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w.T
 
 
-def layer(product: Any, ubatch: Any, memory: Any, x: jax.Array, w: Any, number: Any) -> tuple:
+def layer(product: Any, ubatch: Any, cache: Any, x: jax.Array, w: Any, number: Any) -> tuple:
     """Run a layer on `[R, T, WIDTH]`; without weights it attends and nothing else."""
     tokens = x.shape[:2]
     if w is None:
@@ -56,20 +56,20 @@ def layer(product: Any, ubatch: Any, memory: Any, x: jax.Array, w: Any, number: 
         qkv = product(norm(x), w["qkv"])
     qkv = qkv.reshape(*tokens, -1, HEAD_DIM)
     q, k, v = jnp.split(qkv, [HEADS, HEADS + KV_HEADS], axis=2)
-    memory, out = jaxkv.attend(memory, number, ubatch, q, k, v)
+    cache, out = jaxkv.attend(cache, number, ubatch, q, k, v)
     if w is None:
-        return memory, x + out.reshape(x.shape)
+        return cache, x + out.reshape(x.shape)
     x = x + product(out.reshape(x.shape), w["out"])
     gate, up = jnp.split(product(norm(x), w["up"]), 2, axis=-1)
-    return memory, x + product(jax.nn.silu(gate) * up, w["down"])
+    return cache, x + product(jax.nn.silu(gate) * up, w["down"])
 
 
 def step(product: Any, weights: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
     """Plan, apply, and run all layers: in a scan where they are stacked."""
-    memory, everyone = jaxkv.join(table, buffers), jnp.arange(len(token), dtype=jnp.int32)
-    ubatch, _ = jaxkv.plan_step(memory, token, everyone, jnp.ones(len(token), bool))
+    cache, everyone = jaxkv.join(table, buffers), jnp.arange(len(token), dtype=jnp.int32)
+    ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(len(token), bool))
     of_layer = partial(layer, product, ubatch)
-    carry = jaxkv.apply(memory, ubatch), jnp.ones((*ubatch.valid.shape, WIDTH))
+    carry = jaxkv.apply(cache, ubatch), jnp.ones((*ubatch.valid.shape, WIDTH))
     if buffers.stacked:
         carry, _ = jax.lax.scan(
             lambda carry, own: (of_layer(*carry, *own), None),
@@ -86,15 +86,15 @@ def side(
     product: Any, weights: Any, batch: int, cells: int, used: int, dtype: str, stacked: bool
 ) -> tuple:
     """A step that is repeated, and the seconds of tracing, lowering and compiling it."""
-    memory = jaxkv.make_kv_cache(
+    cache = jaxkv.make_kv_cache(
         layers=LAYERS, cells=cells, kv_heads=KV_HEADS, head_dim=HEAD_DIM, sequences=batch,
         streams=batch, dtype=dtype, stacked=stacked,
     )  # fmt: skip
     for seq in range(batch):
         prompt = jaxkv.make_batch([1] * used, sequences=seq)
-        for ubatch in jaxkv.init_batch(memory, prompt, ubatch_size=used).check().ubatches:
-            memory = jaxkv.apply(memory, ubatch)  # the buffers hold zeros: a time is asked for
-    table, buffers = jaxkv.split(memory)
+        for ubatch in jaxkv.init_batch(cache, prompt, ubatch_size=used).check().ubatches:
+            cache = jaxkv.apply(cache, ubatch)  # the buffers hold zeros: a time is asked for
+    table, buffers = jaxkv.split(cache)
     if weights is not None and not stacked:
         weights = [jax.tree.map(lambda w, i=i: w[i], weights) for i in range(LAYERS)]
     token = jnp.ones(batch, jnp.int32)

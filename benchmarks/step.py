@@ -2,8 +2,8 @@
 
 Run `python -m benchmarks.step` on a GPU. `--layers` of 32 are there, of the shape of Llama 3.1 8B,
 without embedding and head: a plan, `apply`, and in each layer norms, products, a write and
-attention. The memory is filled to all but a few cells, a stream for each sequence, or with `--pool`
-one for all. Sides differ by `implementation=` alone; `weights` is the same step without a memory.
+attention. The cache is filled to all but a few cells, a stream for each sequence, or with `--pool`
+one for all. Sides differ by `implementation=` alone; `weights` is the same step without a cache.
 """
 
 import argparse
@@ -42,40 +42,40 @@ def norm(x: jax.Array) -> jax.Array:
     return (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))).astype("bfloat16")
 
 
-def forward(weights: list, memory: Any, ubatch: Any, x: jax.Array, attend: Any) -> tuple:
+def forward(weights: list, cache: Any, ubatch: Any, x: jax.Array, attend: Any) -> tuple:
     """Run the layers on `[R, T, WIDTH]`."""
     for layer, w in enumerate(weights):
         y = norm(x) @ w["qkv"].T
         y = y.reshape(*y.shape[:2], HEADS, GROUP + 2, SIZE)
         q = y[..., :GROUP, :].reshape(*y.shape[:2], HEADS * GROUP, SIZE)
-        memory, out = attend(memory, layer, ubatch, q, y[..., GROUP, :], y[..., GROUP + 1, :])
+        cache, out = attend(cache, layer, ubatch, q, y[..., GROUP, :], y[..., GROUP + 1, :])
         x = x + out.reshape(*x.shape[:2], -1) @ w["out"].T
         gate, up = jnp.split(norm(x) @ w["up"].T, 2, axis=-1)
         x = x + (jax.nn.silu(gate) * up) @ w["down"].T
-    return memory, x
+    return cache, x
 
 
 def side(weights: list, batch: int, cells: int, pool: bool, implementation: str | None) -> Any:
     """A step that is repeated: the table stays as it is, so that each is the first one."""
     layers, everyone = len(weights), jnp.arange(batch, dtype=jnp.int32)
-    memory = jaxkv.make_kv_cache(
+    cache = jaxkv.make_kv_cache(
         layers=layers, cells=cells * batch if pool else cells, kv_heads=HEADS, head_dim=SIZE,
         sequences=batch, streams=1 if pool else batch, dtype="bfloat16",
     )  # fmt: skip
     for seq in range(batch):
         prompt = jaxkv.make_batch([1] * (cells - 32), sequences=seq)
-        for ubatch in jaxkv.init_batch(memory, prompt, ubatch_size=cells).check().ubatches:
-            memory = jaxkv.apply(memory, ubatch)  # the buffers hold zeros: a time is asked for
-    table, buffers = jaxkv.split(memory)
+        for ubatch in jaxkv.init_batch(cache, prompt, ubatch_size=cells).check().ubatches:
+            cache = jaxkv.apply(cache, ubatch)  # the buffers hold zeros: a time is asked for
+    table, buffers = jaxkv.split(cache)
     attend = partial(jaxkv.attend, implementation=implementation)
 
     @partial(jax.jit, donate_argnames="buffers")
     def step(weights: list, table: Any, buffers: Any, token: jax.Array) -> tuple:
-        memory = jaxkv.join(table, buffers)
-        ubatch, _ = jaxkv.plan_step(memory, token, everyone, jnp.ones(batch, bool))
+        cache = jaxkv.join(table, buffers)
+        ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(batch, bool))
         x = jnp.ones((*ubatch.valid.shape, WIDTH), "bfloat16")
-        memory, x = forward(weights, jaxkv.apply(memory, ubatch), ubatch, x, attend)
-        return jaxkv.split(memory)[1], x
+        cache, x = forward(weights, jaxkv.apply(cache, ubatch), ubatch, x, attend)
+        return jaxkv.split(cache)[1], x
 
     def again() -> jax.Array:
         nonlocal buffers
@@ -85,9 +85,9 @@ def side(weights: list, batch: int, cells: int, pool: bool, implementation: str 
     return again
 
 
-def without_memory(weights: list, batch: int) -> Any:
-    def attend(memory: Any, layer: int, ubatch: Any, q: jax.Array, k: Any, v: Any) -> tuple:
-        return memory, q
+def without_cache(weights: list, batch: int) -> Any:
+    def attend(cache: Any, layer: int, ubatch: Any, q: jax.Array, k: Any, v: Any) -> tuple:
+        return cache, q
 
     x = jnp.ones((1, batch, WIDTH), "bfloat16")
     step = jax.jit(lambda weights, x: forward(weights, None, None, x, attend)[1])
@@ -113,7 +113,7 @@ def main() -> None:
             name: side(weights, batch, args.cells, args.pool, None if name == "None" else name)
             for name in args.sides
         }
-        sides["weights"] = without_memory(weights, batch)
+        sides["weights"] = without_cache(weights, batch)
         held = sum(x.nbytes for x in jax.tree.leaves(weights)) / 1e6
         cached = 2 * 2 * args.layers * batch * args.cells * HEADS * SIZE / 1e6
         print(

@@ -29,9 +29,9 @@ SEQUENCES = 64
 
 def step(table, buffers, tokens, valid):
     """Plan a token for each sequence and apply it."""
-    memory, sequences = jaxkv.join(table, buffers), jnp.arange(SEQUENCES)
-    ubatch, ok = jaxkv.plan_step(memory, tokens, sequences, valid)
-    return jaxkv.apply(memory, ubatch).table, ubatch, ok
+    cache, sequences = jaxkv.join(table, buffers), jnp.arange(SEQUENCES)
+    ubatch, ok = jaxkv.plan_step(cache, tokens, sequences, valid)
+    return jaxkv.apply(cache, ubatch).table, ubatch, ok
 
 
 def compiled(chip, cells, devices):

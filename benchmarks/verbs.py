@@ -21,57 +21,57 @@ SEQUENCES = 32
 STREAMS = 8
 
 
-def filled(cells: int) -> jaxkv.Memory:
+def filled(cells: int) -> jaxkv.Cache:
     """Make a pool, three quarters full, with as many tokens of each sequence."""
     sizes = {"kv_heads": 1, "head_dim": 2, "sequences": SEQUENCES}
-    memory = jaxkv.make_kv_cache(layers=1, cells=cells, rope=None, **sizes)
+    cache = jaxkv.make_kv_cache(layers=1, cells=cells, rope=None, **sizes)
     batch = jaxkv.make_batch(
         np.zeros(cells * 3 // 4, np.int32), sequences=np.arange(cells * 3 // 4) % SEQUENCES
     )
-    for ubatch in jaxkv.init_batch(memory, batch, ubatch_size=4096).check().ubatches:
-        memory = jaxkv.apply(memory, ubatch)
-    return memory
+    for ubatch in jaxkv.init_batch(cache, batch, ubatch_size=4096).check().ubatches:
+        cache = jaxkv.apply(cache, ubatch)
+    return cache
 
 
 def next_plan(cells: int, window: jaxkv.window.Window | None = None) -> Callable[[], object]:
     """Plan a token for each of some sequences with a stream each."""
     sizes = {"cells": cells, "sequences": STREAMS, "streams": STREAMS, "window": window}
-    memory = jaxkv.make_kv_cache(layers=1, kv_heads=1, head_dim=2, **sizes)
+    cache = jaxkv.make_kv_cache(layers=1, kv_heads=1, head_dim=2, **sizes)
     step, ids, ones = jax.jit(jaxkv.plan_step), jnp.arange(STREAMS), jnp.ones(STREAMS, bool)
-    return lambda: step(memory, ids, ids, ones)
+    return lambda: step(cache, ids, ids, ones)
 
 
-def verbs(memory: jaxkv.Memory) -> dict[str, Callable[[], object]]:
-    """Everything there is to do with a memory, by name."""
+def verbs(cache: jaxkv.Cache) -> dict[str, Callable[[], object]]:
+    """Everything there is to do with a cache, by name."""
     each = jaxkv.make_batch([[1]] * SEQUENCES)
     prompt = jaxkv.make_batch(np.zeros(512, np.int32), sequences=np.arange(512) % SEQUENCES)
     ids, ones = jnp.arange(SEQUENCES), jnp.ones(SEQUENCES, bool)
     step = jax.jit(jaxkv.plan_step)
-    plan = jaxkv.init_batch(memory, each)
-    later = jaxkv.apply(memory, plan)
-    table, _ = jaxkv.split(memory)
-    cells = memory.table.num_cells
+    plan = jaxkv.init_batch(cache, each)
+    later = jaxkv.apply(cache, plan)
+    table, _ = jaxkv.split(cache)
+    cells = cache.table.num_cells
     middle = cells // SEQUENCES // 2
     return {
-        "init_batch, a token each": lambda: jaxkv.init_batch(memory, each),
-        "init_batch, 512 tokens": lambda: jaxkv.init_batch(memory, prompt),
-        "plan_step, a token each": lambda: step(memory, ids, ids, ones),
+        "init_batch, a token each": lambda: jaxkv.init_batch(cache, each),
+        "init_batch, 512 tokens": lambda: jaxkv.init_batch(cache, prompt),
+        "plan_step, a token each": lambda: step(cache, ids, ids, ones),
         "plan_step, a stream each": next_plan(cells),
         "and a window": next_plan(cells, jaxkv.window.sliding(cells // 8)),
-        "apply": lambda: jaxkv.apply(memory, plan),
-        "seq_rm": lambda: jaxkv.seq_rm(memory, 3, middle, -1),
-        "seq_cp": lambda: jaxkv.seq_cp(memory, 3, 4, 0, middle).cache,
-        "seq_keep": lambda: jaxkv.seq_keep(memory, 3),
-        "seq_add": lambda: jaxkv.seq_add(memory, 3, middle, -1, 5).cache,
-        "seq_div": lambda: jaxkv.seq_div(memory, 3, middle, -1, 2).cache,
-        "seq_pos_min": lambda: jaxkv.seq_pos_min(memory, 3),
-        "seq_pos_max": lambda: jaxkv.seq_pos_max(memory, 3),
-        "can_resume": lambda: jaxkv.can_resume(memory, 3, middle),
-        "used": lambda: jaxkv.used(memory),
-        "clear": lambda: jaxkv.clear(memory),
+        "apply": lambda: jaxkv.apply(cache, plan),
+        "seq_rm": lambda: jaxkv.seq_rm(cache, 3, middle, -1),
+        "seq_cp": lambda: jaxkv.seq_cp(cache, 3, 4, 0, middle).cache,
+        "seq_keep": lambda: jaxkv.seq_keep(cache, 3),
+        "seq_add": lambda: jaxkv.seq_add(cache, 3, middle, -1, 5).cache,
+        "seq_div": lambda: jaxkv.seq_div(cache, 3, middle, -1, 2).cache,
+        "seq_pos_min": lambda: jaxkv.seq_pos_min(cache, 3),
+        "seq_pos_max": lambda: jaxkv.seq_pos_max(cache, 3),
+        "can_resume": lambda: jaxkv.can_resume(cache, 3, middle),
+        "used": lambda: jaxkv.used(cache),
+        "clear": lambda: jaxkv.clear(cache),
         "go_back": lambda: jaxkv.go_back(table, later),
-        "init_update": lambda: jaxkv.init_update(memory),
-        "defrag_plan": lambda: jaxkv.defrag_plan(memory),
+        "init_update": lambda: jaxkv.init_update(cache),
+        "defrag_plan": lambda: jaxkv.defrag_plan(cache),
     }
 
 

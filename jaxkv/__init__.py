@@ -1,6 +1,6 @@
 """Key/value caches for JAX, as plain values.
 
-A memory is an immutable pytree; everything done to it is a pure function that returns the next one.
+A cache is an immutable pytree; everything done to it is a pure function that returns the next one.
 It is a table, which says which token stands in which cell, and buffers of keys and values beside
 it.
 
@@ -21,6 +21,7 @@ Public is what stands here and in the modules `draw`, `hybrid`, `loops`, `ops`, 
 
 from jaxkv import draw, hybrid, loops, ops, prefix, rope, sharding, snapshot, window
 from jaxkv.batch import Batch, Ubatch, make_batch
+from jaxkv.cache import Cache, View, join, split
 from jaxkv.draw import show
 from jaxkv.hybrid import make_hybrid_cache
 from jaxkv.kv.make import make_kv_cache
@@ -28,7 +29,6 @@ from jaxkv.kv.source import make_source_cache
 from jaxkv.loops.generation import decode
 from jaxkv.loops.prompts import prefill
 from jaxkv.loops.sources import encode
-from jaxkv.memory import Memory, View, join, split
 from jaxkv.plan import NoRoomError, Plan, Reason, RefusedError
 from jaxkv.planning.init import init_batch, init_full
 from jaxkv.planning.source import init_source
@@ -60,8 +60,8 @@ from jaxkv.verbs.go_back import go_back
 from jaxkv.verbs.layers import attend, read_states, rollback_of, view, write, write_states
 from jaxkv.verbs.tidy import defrag_plan, init_update, make_room
 
-# Memories: making them, taking them apart.
-__all__ = ["Memory", "join", "make_hybrid_cache", "make_kv_cache", "make_recurrent_cache"]
+# Caches: making them, taking them apart.
+__all__ = ["Cache", "join", "make_hybrid_cache", "make_kv_cache", "make_recurrent_cache"]
 __all__ += ["make_source_cache", "split"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "Reason", "RefusedError", "Ubatch"]

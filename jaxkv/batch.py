@@ -85,7 +85,7 @@ class Ubatch:
     row_sequence: `[R]` int32, the sequence of a row, where a row holds one sequence; else 0.
     slots: `[R, T]` int32, the cell chosen for each token. A token that goes nowhere (padding, or
       any token of a refused plan) has an index past the last cell, each its own. For a recurrent
-      memory its `StateSlots`, and for a hybrid one a tuple: what each of its parts chose, None for
+      cache its `StateSlots`, and for a hybrid one a tuple: what each of its parts chose, None for
       one that sources pass by. In all of them int32 are slots, and uint32 are stamps.
     stamps: `[R, T]` uint32, what tells the content of a token's cell from all others, see
       `jaxkv.stamp`.
@@ -96,9 +96,9 @@ class Ubatch:
       logits that were asked for in the order of the batch.
     order: `[O]` int32, the batch index of each output; 2**31 - 1 for one that only pads.
     before: `[S]` uint32, the digest of each stream that the slots were chosen in; a tuple of them
-      for a hybrid memory. Where a stream of the ubatch has another one, the ubatch is stale.
+      for a hybrid cache. Where a stream of the ubatch has another one, the ubatch is stale.
     after: `[S]` uint32, the digest of each stream once the ubatch is applied.
-    facts: of the memory that it was planned for, static.
+    facts: of the cache that it was planned for, static.
     in_order: whether row r is that of sequence r, and R is Q, static. Shapes alone cannot tell.
     others: `[R, T, n]` int32, the further sequences of each token, see `Batch`; None where each
       token belongs to one.
@@ -181,18 +181,18 @@ def make_batch(
       >>> batch = make_batch([[11, 12], [13], [14]], sequences=[[0, 1], 0, 1])
       >>> batch.sequences.tolist(), batch.others.tolist()
       ([0, 0, 0, 1], [[1], [1], [-1], [-1]])
-      >>> memory = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=2)
-      >>> print(show(apply(memory, init_batch(memory, batch))))
+      >>> cache = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=2)
+      >>> print(show(apply(cache, init_batch(cache, batch))))
       owner    + + 0 1 .
       position 0 1 2 2 .
 
-      They must share all that comes before such a token, see `Reason.DIVERGED`. A memory that keeps
+      They must share all that comes before such a token, see `Reason.DIVERGED`. A cache that keeps
       states has no such tokens.
 
       What else a model is told, here where in an image a token stands:
 
       >>> batch = make_batch([11, 12], extra={"place": np.array([[0, 0], [0, 1]])})
-      >>> (ubatch,) = init_batch(memory, batch).ubatches
+      >>> (ubatch,) = init_batch(cache, batch).ubatches
       >>> ubatch.extra["place"][0, :2].tolist()
       [[0, 0], [0, 1]]
 
@@ -368,7 +368,7 @@ def drop_unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
 
     Args:
       ok: `[]` bool.
-      ubatch: the ubatch, of any memory.
+      ubatch: the ubatch, of any cache.
     """
 
     def drop(leaf: jax.Array) -> jax.Array:
@@ -443,7 +443,7 @@ def specs_of(ubatch: Ubatch, streams: tuple[str, ...]) -> Any:
 
 
 def part_of(ubatch: Ubatch, part: int) -> Ubatch:
-    """Return a ubatch of a hybrid memory as one of its parts sees it.
+    """Return a ubatch of a hybrid cache as one of its parts sees it.
 
     Raises:
       ValueError: when it is of sources, and passes the part by.

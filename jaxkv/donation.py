@@ -1,4 +1,4 @@
-"""Memories whose arrays were donated: told from others, and named where they are used again."""
+"""Caches whose arrays were donated: told from others, and named where they are used again."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -18,17 +18,17 @@ def is_donated(*trees: Any) -> bool:
     return any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in leaves)
 
 
-def check_there(*trees: Any, what: str = "a memory") -> None:
+def check_there(*trees: Any, what: str = "a cache") -> None:
     """Raise a ValueError if the array of a leaf was donated; `what` is the name of the whole."""
     if is_donated(*trees):
         raise ValueError(
             f"wanted {what} with its buffers, got one whose buffers were donated: go on with the "
-            f"memory that the step or loop returned, or do not donate them"
+            f"cache that the step or loop returned, or do not donate them"
         ) from None
 
 
 def names_donated(fun: Callable[A, T]) -> Callable[A, T]:
-    """Make a function of memories raise the ValueError of `check_there` for one that was donated.
+    """Make a function of caches raise the ValueError of `check_there` for one that was donated.
 
     JAX raises first, and says that an array was deleted, neither which nor why. Arguments are
     looked at only then, so a call that succeeds costs nothing more.

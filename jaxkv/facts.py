@@ -1,4 +1,4 @@
-"""What is fixed when a memory is made, and checks of what is given to it."""
+"""What is fixed when a cache is made, and checks of what is given to it."""
 
 import math
 from dataclasses import dataclass, fields
@@ -13,17 +13,17 @@ from jaxkv.places import count, integers, is_concrete
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is fixed when a memory is made. Hashable; two memories of equal facts share all plans.
+    """What is fixed when a cache is made. Hashable; two caches of equal facts share all plans.
 
     kind: the kind of table: "attention", "source", "recurrent" or "hybrid".
     sequences: Q.
     streams: S. Sequence q lives in stream q // sharing.
     one_sequence_a_row: whether a row of a ubatch holds tokens of one sequence only.
-    ubatch_size: the most tokens of a ubatch that the memory was sized for; None for any.
+    ubatch_size: the most tokens of a ubatch that the cache was sized for; None for any.
     rollback: E, where states are kept: how many of its last tokens a sequence can take back. None
       where it can take back any, as in attention.
     details: all else that a plan depends on, pairs of a name and a value.
-    parts: of a hybrid memory, the facts of its parts.
+    parts: of a hybrid cache, the facts of its parts.
     """
 
     kind: str
@@ -63,14 +63,14 @@ class Facts:
 
         Raises:
           TypeError: when they are no integers.
-          ValueError: when a known one is no id of the memory. A traced one that is none stays none.
+          ValueError: when a known one is no id of the cache. A traced one that is none stays none.
         """
         return integers(
             value,
             "sequence ids",
             low=lowest,
             high=self.sequences - 1,
-            advice="; a memory is made for a fixed number of sequences",
+            advice="; a cache is made for a fixed number of sequences",
         )
 
 
@@ -125,7 +125,7 @@ def checked_streams(streams: Any, sequences: int) -> int:
 
 
 def check_facts(got: Facts, wanted: Facts, what: str) -> None:
-    """Raise a ValueError unless something was made for a memory of the same facts."""
+    """Raise a ValueError unless something was made for a cache of the same facts."""
     if got == wanted:
         return
     mine, other = _by_name(wanted), _by_name(got)
@@ -136,7 +136,7 @@ def check_facts(got: Facts, wanted: Facts, what: str) -> None:
         ", ".join(f"{name}={facts[name]}" for name in apart if name in facts)
         for facts in (mine, other)
     )
-    raise ValueError(f"wanted {what} for this memory, {mine}, got one for {other}: plan again")
+    raise ValueError(f"wanted {what} for this cache, {mine}, got one for {other}: plan again")
 
 
 def _by_name(facts: Facts, of: str = "") -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Several memories that step together, each for some of a model's layers.
+"""Several caches that step together, each for some of a model's layers.
 
 All parts or none: a batch, a cut or a ubatch that one part refuses changes none of them. The parts
-may be of any kind. What is known of them here is `jaxkv.memory.Table`, nothing else.
+may be of any kind. What is known of them here is `jaxkv.cache.Table`, nothing else.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
+from jaxkv.cache import Cache, Commitment, Findings, Room, Table, View, join, split
 from jaxkv.facts import Facts
-from jaxkv.memory import Commitment, Findings, Memory, Room, Table, View, join, split
 from jaxkv.mesh import Rules
 from jaxkv.places import count
 
@@ -30,7 +30,7 @@ class HybridCommitment(Commitment):
     """What is to be done to each part: the plans of an update, or of a defrag.
 
     parts: the plans.
-    facts: of the memory that they were planned for, static.
+    facts: of the cache that they were planned for, static.
     """
 
     parts: tuple[Commitment, ...]
@@ -57,12 +57,12 @@ class HybridCommitment(Commitment):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridTable(Table):
-    """The tables of memories that step together. Arrays have the shapes that `Table` says.
+    """The tables of caches that step together. Arrays have the shapes that `Table` says.
 
     parts: the tables.
     layers: for each part the layers of the model that it serves, in its own order, static. A layer
-      that uses several memories, such as attention beside a recurrence, is listed in each.
-    rules: which axes of a mesh split the memory, those of all parts, static.
+      that uses several caches, such as attention beside a recurrence, is listed in each.
+    rules: which axes of a mesh split the cache, those of all parts, static.
     """
 
     parts: tuple[Any, ...]
@@ -71,7 +71,7 @@ class HybridTable(Table):
 
     @property
     def facts(self) -> Facts:
-        """What is fixed when the memory is made."""
+        """What is fixed when the cache is made."""
         parts = tuple(part.facts for part in self.parts)
         sizes = [part.ubatch_size for part in parts if part.ubatch_size is not None]
         kept = [part.rollback for part in parts if part.rollback is not None]
@@ -111,7 +111,7 @@ class HybridTable(Table):
         if len(buffers) != len(self.parts):
             raise ValueError(
                 f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}: join the "
-                f"table and the buffers of one memory"
+                f"table and the buffers of one cache"
             )
         for part, one in zip(self.parts, buffers, strict=True):
             part.check_buffers(one)
@@ -403,7 +403,7 @@ class HybridTable(Table):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ForSources(HybridTable):
-    """The table as it answers where sources are planned; no memory has it.
+    """The table as it answers where sources are planned; no cache has it.
 
     of_sources: True, static, see `SourceTable`.
     """
@@ -415,11 +415,11 @@ class _ForSources(HybridTable):
         return part.facts.holds_sources
 
 
-def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
-    """Compose memories into one.
+def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
+    """Compose caches into one.
 
     Args:
-      parts: pairs of a memory and the layers of the model that it serves, in its own order, as many
+      parts: pairs of a cache and the layers of the model that it serves, in its own order, as many
         as it has. All are made with the same `sequences` and `streams`, so that a verb means the
         same in each.
 
@@ -436,23 +436,23 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
       >>> sizes = dict(kv_heads=1, head_dim=2, sequences=2)
       >>> near = make_kv_cache(layers=4, window=window.sliding(4), ubatch_size=4, **sizes)
       >>> far = make_kv_cache(layers=2, cells=64, **sizes)
-      >>> memory = make_hybrid_cache((near, (0, 1, 3, 4)), (far, (2, 5)))
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> used(memory).item(), [used(part).item() for part in hybrid.parts_of(memory)]
+      >>> cache = make_hybrid_cache((near, (0, 1, 3, 4)), (far, (2, 5)))
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> used(cache).item(), [used(part).item() for part in hybrid.parts_of(cache)]
       (6, [3, 3])
 
     llama.cpp: `llama_kv_cache_iswa`, `llama_memory_hybrid`.
     """
     if not parts:
-        raise ValueError("a hybrid memory needs at least one part")
+        raise ValueError("a hybrid cache needs at least one part")
     for pair in parts:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Memory)):
-            raise TypeError(f"wanted pairs of a memory and its layers, got {type(pair)}")
-    memories, layers = zip(*parts, strict=True)
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Cache)):
+            raise TypeError(f"wanted pairs of a cache and its layers, got {type(pair)}")
+    caches, layers = zip(*parts, strict=True)
     layers = tuple(tuple(count(layer, "a layer", low=0) for layer in own) for own in layers)
-    facts = [memory.table.facts for memory in memories]
-    for own, memory in zip(layers, memories, strict=True):
-        layers_there = memory.table.num_layers(memory.buffers)
+    facts = [cache.table.facts for cache in caches]
+    for own, cache in zip(layers, caches, strict=True):
+        layers_there = cache.table.num_layers(cache.buffers)
         if len(set(own)) != len(own) or len(own) != layers_there:
             raise ValueError(
                 f"wanted the numbers of a part's {layers_there} layers, each once, got {own}"
@@ -473,16 +473,16 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
         )
     if any(one.has_sources and not one.holds_sources for one in facts):
         raise ValueError(
-            "wanted the memory for sources as a part of its own, got a hybrid memory that has one: "
+            "wanted the cache for sources as a part of its own, got a hybrid cache that has one: "
             "pass the parts of that (jaxkv.hybrid.parts_of)"
         )
-    rules = [memory.table.rules for memory in memories]
+    rules = [cache.table.rules for cache in caches]
     if len(set(rules)) > 1:
         raise ValueError(
             f"wanted parts that a mesh splits by the same rules, got {rules}: make all of them "
             f"with jaxkv.sharding.allocate"
         )
-    tables = tuple(memory.table for memory in memories)
+    tables = tuple(cache.table for cache in caches)
     table = HybridTable(parts=tables, layers=layers, rules=rules[0])
     for layer in sorted({layer for own in layers for layer in own}):
         for verb in ("attend", "states"):
@@ -491,19 +491,19 @@ def make_hybrid_cache(*parts: tuple[Memory, tuple[int, ...]]) -> Memory:
                     f"wanted one part at most whose keys or states a layer uses, got several for "
                     f"layer {layer}: list it in one of them"
                 )
-    return join(table, tuple(memory.buffers for memory in memories))
+    return join(table, tuple(cache.buffers for cache in caches))
 
 
-def parts_of(memory: Memory) -> tuple[Memory, ...]:
-    """Return the parts of a hybrid memory as memories of their own; any other is its one part.
+def parts_of(cache: Cache) -> tuple[Cache, ...]:
+    """Return the parts of a hybrid cache as caches of their own; any other is its one part.
 
-    >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
-    >>> [type(part.table).__name__ for part in hybrid.parts_of(memory)]
+    >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+    >>> [type(part.table).__name__ for part in hybrid.parts_of(cache)]
     ['CellTable']
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     if not isinstance(table, HybridTable):
-        return (memory,)
+        return (cache,)
     return tuple(join(*pair) for pair in zip(table.parts, buffers, strict=True))
 
 

@@ -1,6 +1,6 @@
-"""Memories on a mesh: which axis splits what, and what a device does with its share.
+"""Caches on a mesh: which axis splits what, and what a device does with its share.
 
-The mesh is the one at hand, `jax.set_mesh`. A memory without rules knows nothing of this.
+The mesh is the one at hand, `jax.set_mesh`. A cache without rules knows nothing of this.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which axis of a mesh splits what of a memory. Hashable, and known while tracing.
+    """Which axis of a mesh splits what of a cache. Hashable, and known while tracing.
 
     An axis that a mesh does not have splits nothing, and neither does one that would split a single
     stream, head or cell. Heads that the devices do not divide are whole on each of them: how many
@@ -47,7 +47,7 @@ class Rules:
 
     @classmethod
     def of(cls, rules: Sequence[tuple[str, Axis]]) -> "Rules":
-        """Take what is about memories from a list of logical axes, as MaxText and Flax have them.
+        """Take what is about caches from a list of logical axes, as MaxText and Flax have them.
 
         Args:
           rules: pairs of a logical axis and that of the mesh, of which the first one for a name
@@ -55,7 +55,7 @@ class Rules:
             all others are about something else.
 
         Raises:
-          ValueError: when none of the pairs is about a memory.
+          ValueError: when none of the pairs is about a cache.
 
         >>> Rules.of(
         ...     [("activation_batch", "fsdp"), ("cache_batch", "data"), ("kv_heads", "tensor")]
@@ -151,7 +151,7 @@ def shares(rules: Rules | None, **sizes: int) -> Shares:
     """Return how the mesh at hand splits what has these sizes.
 
     Raises:
-      ValueError: when a memory has rules and there is no mesh, or a size cannot be split.
+      ValueError: when a cache has rules and there is no mesh, or a size cannot be split.
     """
     mesh = _wanted(rules)
     return WHOLE if rules is None or mesh is None else Shares(**rules.split(mesh, **sizes))
@@ -165,7 +165,7 @@ def on_shares(
     Without a mesh it is that one itself.
 
     Args:
-      rules: of the memory.
+      rules: of the cache.
       of_share: the function. What it needs from other devices it says itself.
       in_specs: how its arguments are split, a tree of `PartitionSpec`, or the beginning of one.
       out_specs: how what it returns is.
@@ -249,9 +249,9 @@ def from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def at_hand(rules: Rules | None) -> Any:
-    """Return the mesh at hand, if there is one that a memory with these rules is split by."""
+    """Return the mesh at hand, if there is one that a cache with these rules is split by."""
     mesh = jax.sharding.get_abstract_mesh()
-    # Inside of a caller's own shard_map the memory is a share already.
+    # Inside of a caller's own shard_map the cache is a share already.
     return None if rules is None or mesh.empty or AxisType.Manual in mesh.axis_types else mesh
 
 
@@ -259,11 +259,11 @@ def _wanted(rules: Rules | None) -> Any:
     """Return the mesh at hand.
 
     Raises:
-      ValueError: when a memory has rules and there is none.
+      ValueError: when a cache has rules and there is none.
     """
     if rules is not None and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
-            f"wanted a mesh for a memory with {rules}, got none: call it inside of "
+            f"wanted a mesh for a cache with {rules}, got none: call it inside of "
             f"`with jax.set_mesh(mesh):`"
         )
     return at_hand(rules)

@@ -1,4 +1,4 @@
-"""Plans: values that say what will be done to a memory, before anything is touched."""
+"""Plans: values that say what will be done to a cache, before anything is touched."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -27,7 +27,7 @@ class Reason(IntEnum):
     NO_ROOM = (
         1,
         "free cells: wanted {expected}, got {found}: remove a sequence (seq_rm), go on with those "
-        "that fit (batch.only(plan.fits)), make a larger memory, or, with a window, plan fewer "
+        "that fit (batch.only(plan.fits)), make a larger cache, or, with a window, plan fewer "
         "tokens at once (ubatch_size=)",
     )
     NOT_NEXT = (
@@ -53,14 +53,14 @@ class Reason(IntEnum):
     UPDATE_PENDING = (
         6,
         "keys that it would see were moved and are not rotated yet: "
-        "memory = apply(memory, init_update(memory))",
+        "cache = apply(cache, init_update(cache))",
     )
     FRAGMENTED = (
         7,
         "it brings {expected} tokens and enough cells are free, but not in one run: "
-        "memory = apply(memory, defrag_plan(memory)), or make_room(memory, batch)",
+        "cache = apply(cache, defrag_plan(cache)), or make_room(cache, batch)",
     )
-    UNKNOWN_SEQUENCE = (8, "the batch names a sequence that the memory does not have")
+    UNKNOWN_SEQUENCE = (8, "the batch names a sequence that the cache does not have")
     LOST = (
         9,
         "its next token stands at {found} and would need what a window has given up: "
@@ -139,13 +139,13 @@ class Plan:
           TypeError: inside a transformation, where it is not known: look at `ok` there.
 
         Examples:
-          >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
-          >>> init_batch(memory, make_batch([1, 2, 3, 4, 5])).check()
+          >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+          >>> init_batch(cache, make_batch([1, 2, 3, 4, 5])).check()
           Traceback (most recent call last):
           ...
           jaxkv.plan.RefusedError: the batch was refused, and nothing was changed.
           sequence 0: NO_ROOM, free cells: wanted 5, got 4: remove a sequence (seq_rm), go on with \
-those that fit (batch.only(plan.fits)), make a larger memory, or, with a window, plan fewer tokens \
+those that fit (batch.only(plan.fits)), make a larger cache, or, with a window, plan fewer tokens \
 at once (ubatch_size=)
         """
         if not is_concrete(self.ok):

@@ -1,4 +1,4 @@
-"""Programs over tables: compiled, and on a mesh laid out as memories are."""
+"""Programs over tables: compiled, and on a mesh laid out as caches are."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -9,8 +9,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, specs_of
+from jaxkv.cache import Cache, Commitment, Table
 from jaxkv.donation import names_donated
-from jaxkv.memory import Commitment, Memory, Table
 from jaxkv.mesh import Rules, at_hand, of_type
 
 
@@ -22,7 +22,7 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     compiler may split the table of a loop in ways of its own.
 
     Raises:
-      ValueError: when an argument was donated before, or a table is that of a batch of memories.
+      ValueError: when an argument was donated before, or a table is that of a batch of caches.
     """
     if fun is None:
         return partial(program, **options)
@@ -54,11 +54,11 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def check_single(*tables: Table) -> None:
-    """Raise a ValueError if one is the table of a batch of memories."""
+    """Raise a ValueError if one is the table of a batch of caches."""
     if any(table.is_batch for table in tables):
         raise ValueError(
-            "wanted one memory, got a batch of them: go over it with jax.vmap, or take each by "
-            "itself, such as jax.tree.map(lambda x: x[0], memory)"
+            "wanted one cache, got a batch of them: go over it with jax.vmap, or take each by "
+            "itself, such as jax.tree.map(lambda x: x[0], cache)"
         )
 
 
@@ -80,9 +80,9 @@ def _specs(out: Any, rules: Rules, mesh: Any) -> Any:
 
     def of(x: Any) -> Any:
         match x:
-            case Memory():
+            case Cache():
                 table, buffers = x.table.specs(x.buffers, mesh)
-                return Memory(table=table, buffers=buffers)
+                return Cache(table=table, buffers=buffers)
             case Table():
                 return x.specs(None, mesh)[0]
             case Ubatch():
@@ -100,7 +100,7 @@ def _nodes(tree: Any) -> list[Any]:
 
 
 def _is_node(x: Any) -> bool:
-    return isinstance(x, Memory | Table | Ubatch | Commitment)
+    return isinstance(x, Cache | Table | Ubatch | Commitment)
 
 
 def _anywhere(x: Any) -> jax.ShapeDtypeStruct:

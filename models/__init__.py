@@ -1,4 +1,4 @@
-"""Flax models that keep their keys and values in a jaxkv memory, and the weights to run them.
+"""Flax models that keep their keys and values in a jaxkv cache, and the weights to run them.
 
 `load` takes a GGUF file, a Hugging Face folder or a hub id; `python -m models` is the command line.
 """

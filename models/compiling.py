@@ -13,13 +13,13 @@ from jaxkv import loops
 
 
 def lower_steps(
-    model: Any, memory: Any, plans: Sequence[jaxkv.Plan]
+    model: Any, cache: Any, plans: Sequence[jaxkv.Plan]
 ) -> tuple[list[Callable[[], Any]], list[jax.Array]]:
     """Lower the programs that prompts need, each once.
 
     Args:
       model: see `models.Model`.
-      memory: what the plans are of.
+      cache: what the plans are of.
       plans: one for each batch of prompts.
 
     Returns:
@@ -29,7 +29,7 @@ def lower_steps(
     for ubatch in [ubatch for plan in plans for ubatch in plan.ubatches]:
         if _shape(ubatch) not in blanks:
             # jit finds what is compiled here: it keeps what it lowered for equal arguments.
-            lowered = step.lower(model.weights, *jaxkv.split(memory), ubatch)
+            lowered = step.lower(model.weights, *jaxkv.split(cache), ubatch)
             jobs.append(lowered.compile)
             out = lowered.out_info[2]
             blanks[_shape(ubatch)] = jnp.zeros(out.shape, out.dtype, device=model.logits_sharding)

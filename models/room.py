@@ -1,4 +1,4 @@
-"""How large a memory has to be, and whether that fits the device, asked before it is made."""
+"""How large a cache has to be, and whether that fits the device, asked before it is made."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import jaxkv
 from models.errors import ModelError, brief
 
 Streams = Literal["unified", "split"]
-"""Whether all texts share the cells of the memory, or each has its own."""
+"""Whether all texts share the cells of the cache, or each has its own."""
 
 
 def cells_for(
@@ -24,7 +24,7 @@ def cells_for(
 ) -> int:
     """Count the cells that prompts and their texts need, rounded up to a multiple of 256.
 
-    Where the memory is split it is the longest that counts, since every stream has as many; where
+    Where the cache is split it is the longest that counts, since every stream has as many; where
     it is not, the samples of a prompt share its cells.
 
     Examples:
@@ -33,7 +33,7 @@ def cells_for(
       >>> cells_for([[1] * 500], 128, samples=4)
       1024
     """
-    # The last token of a text is never put into the memory.
+    # The last token of a text is never put into the cache.
     own = max_tokens - 1
     if streams == "split":
         needed = max(map(len, prompts)) + own
@@ -43,15 +43,15 @@ def cells_for(
 
 
 def make_with_room(
-    make_memory: Callable[..., Any], *, cells: int, streams: int = 1, **options: Any
+    make_cache: Callable[..., Any], *, cells: int, streams: int = 1, **options: Any
 ) -> Any:
-    """Make an empty memory, but not one that is larger than all that the device has.
+    """Make an empty cache, but not one that is larger than all that the device has.
 
     One that is smaller may still not fit, beside weights and whatever else there is. On a mesh it
     is all devices together that count, and what each of them has whole counts for each.
 
     Args:
-      make_memory: makes it of what follows, see `Model.make_memory`.
+      make_cache: makes it of what follows, see `Model.make_cache`.
       cells: of each stream.
       streams: how many there are.
       options: passed on.
@@ -62,29 +62,29 @@ def make_with_room(
     """
 
     def make() -> Any:
-        return make_memory(cells=cells, streams=streams, **options)
+        return make_cache(cells=cells, streams=streams, **options)
 
     try:
-        memory = jax.eval_shape(make)
+        cache = jax.eval_shape(make)
     except ValueError as error:
-        raise ModelError(f"No such memory can be made: {brief(error)}.") from error
+        raise ModelError(f"No such cache can be made: {brief(error)}.") from error
     mesh = jax.sharding.get_mesh()
-    rules, devices, wanted = memory.table.rules, 1, jaxkv.nbytes(memory)
+    rules, devices, wanted = cache.table.rules, 1, jaxkv.nbytes(cache)
     if rules is not None and not mesh.empty:
         devices = mesh.size
-        wanted = devices * jaxkv.sharding.layout(memory, mesh, rules).total
+        wanted = devices * jaxkv.sharding.layout(cache, mesh, rules).total
     there = min(limits(devices), default=wanted)
     if wanted > there:
         has = "the device has" if devices == 1 else f"the {devices} devices have"
         raise ModelError(
-            f"A memory of {cells * streams:,} cells takes {wanted / 1e9:,.1f} GB and {has} "
+            f"A cache of {cells * streams:,} cells takes {wanted / 1e9:,.1f} GB and {has} "
             f"{there / 1e9:,.1f} GB; ask for fewer tokens or cells."
         )
     return make()
 
 
 def limits(devices: int) -> Iterator[int]:
-    """Give the bytes of so many devices, and of a processor's memory whatever else limits them."""
+    """Give the bytes of so many devices, and of a processor's cache whatever else limits them."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
@@ -100,4 +100,4 @@ def limits(devices: int) -> Iterator[int]:
         if most != resource.RLIM_INFINITY:
             yield most
     with contextlib.suppress(ValueError, OSError):  # "max" where a container has no limit
-        yield int(Path("/sys/fs/cgroup/memory.max").read_text())
+        yield int(Path("/sys/fs/cgroup/cache.max").read_text())

@@ -31,7 +31,7 @@ class Options:
     tries: the most tokens that are guessed at a time, by looking up where the last ones occurred
       before; 0 for none.
     max_tokens: the most tokens to generate for each text.
-    cells: of the memory, of each stream where it is split; by default what the prompts and texts
+    cells: of the cache, of each stream where it is split; by default what the prompts and texts
       need, see `cells_for`.
     ubatch_size: the most tokens of a prompt that are computed at once.
     streams: "unified", one pool of cells for all texts, or "split", a stream for each.
@@ -101,58 +101,56 @@ class Run:
         dispatches = -(-rest // self.options.steps_per_dispatch)
         return -(-rest // dispatches) if dispatches else 0
 
-    def compile(
-        self, memory: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None
-    ) -> Any:
-        """Compile all that the run needs; returns the memory: its buffers are donated on the way.
+    def compile(self, cache: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None) -> Any:
+        """Compile all that the run needs; returns the cache: its buffers are donated on the way.
 
         Args:
-          memory: empty.
+          cache: empty.
           plan: of the prompts.
           tell: called with the number of programs that are compiled and of those there are.
         """
         model = self.model
-        jobs, (blank,) = lower_steps(model, memory, [plan])
+        jobs, (blank,) = lower_steps(model, cache, [plan])
         if self.steps:
             # A loop in which no text goes on ends before its first step.
             options = {"limit": 0, "sampler": self.options.sampler, "prompts": self.texts}
-            idle = loops.start(memory, np.zeros(len(self.texts), np.int32), **options)
-            jobs.append(lambda: self.generate(memory, idle, self.draft()))
+            idle = loops.start(cache, np.zeros(len(self.texts), np.int32), **options)
+            jobs.append(lambda: self.generate(cache, idle, self.draft()))
         done = compile_all(jobs, tell)
         if self.steps:
-            memory = done[-1][0]
-        # Run the small programs once, on zero logits and an empty memory.
-        memory, _, _ = self.begin(memory, blank, limit=0)
-        used_of(memory)
-        return jax.block_until_ready((memory, model.weights))[0]
+            cache = done[-1][0]
+        # Run the small programs once, on zero logits and an empty cache.
+        cache, _, _ = self.begin(cache, blank, limit=0)
+        used_of(cache)
+        return jax.block_until_ready((cache, model.weights))[0]
 
-    def feed(self, memory: Any) -> tuple[Any, loops.DecodeState, np.ndarray]:
-        """Put the prompts into the memory; returns it, and the first token of each text."""
-        memory, logits, *_ = jaxkv.prefill(
+    def feed(self, cache: Any) -> tuple[Any, loops.DecodeState, np.ndarray]:
+        """Put the prompts into the cache; returns it, and the first token of each text."""
+        cache, logits, *_ = jaxkv.prefill(
             self.model.forward,
             self.model.weights,
-            memory,
+            cache,
             self.batch,
             ubatch_size=self.options.ubatch_size,
             donate=True,
         )
-        return self.begin(memory, logits, limit=self.options.max_tokens)
+        return self.begin(cache, logits, limit=self.options.max_tokens)
 
     def begin(
-        self, memory: Any, logits: jax.Array, *, limit: int
+        self, cache: Any, logits: jax.Array, *, limit: int
     ) -> tuple[Any, loops.DecodeState, np.ndarray]:
         """Fork each prompt for its samples, and pick their first tokens."""
         samples = self.options.samples
         if samples > 1:
             for first in range(0, len(self.texts), samples):
                 others = np.arange(first + 1, first + samples)
-                memory, _ = jaxkv.seq_cp(memory, first, others, donate=True)
+                cache, _ = jaxkv.seq_cp(cache, first, others, donate=True)
             logits = jnp.repeat(logits, samples, axis=0)
         seeds = (self.options.seed + np.arange(len(self.texts)) % samples) % 2**32
         options = {"limit": limit, "seed": seeds, "prompts": self.texts}
         sampler, stop, ids = self.options.sampler, self.stop, np.arange(len(self.texts))
-        state, first = loops.begin(sampler, memory, logits, stop, ids, **options)
-        return memory, state, np.asarray(first.tokens)
+        state, first = loops.begin(sampler, cache, logits, stop, ids, **options)
+        return cache, state, np.asarray(first.tokens)
 
     def draft(self) -> Any:
         """What guesses, None if nothing does."""
@@ -160,28 +158,28 @@ class Run:
             return None
         return loops.lookup(self.texts, tries=self.options.tries, recent=RECENT)
 
-    def generate(self, memory: Any, state: loops.DecodeState, draft: Any) -> tuple:
-        """Generate the tokens of a dispatch: the memory, the state, the draft and the tokens."""
+    def generate(self, cache: Any, state: loops.DecodeState, draft: Any) -> tuple:
+        """Generate the tokens of a dispatch: the cache, the state, the draft and the tokens."""
         model, more = self.model, {"steps": self.steps, "donate": True}
-        rest = self.options.sampler, model.weights, memory, state, self.stop
+        rest = self.options.sampler, model.weights, cache, state, self.stop
         if draft is None:
-            memory, state, picked = jaxkv.decode(model.forward, *rest, **more)
-            return memory, state, None, picked
+            cache, state, picked = jaxkv.decode(model.forward, *rest, **more)
+            return cache, state, None, picked
         return loops.speculate(model.forward, draft, *rest, **more)
 
     def go_on(
-        self, memory: Any, state: loops.DecodeState, first: np.ndarray, writers: Sequence[Writer]
+        self, cache: Any, state: loops.DecodeState, first: np.ndarray, writers: Sequence[Writer]
     ) -> tuple[Any, "Tally"]:
         """Generate until every text has ended; an interrupt ends those that have not.
 
         Returns:
-          The memory, and what was generated after the first tokens.
+          The cache, and what was generated after the first tokens.
         """
         draft, tally = self.draft(), Tally()
         try:
             write(writers, first, state)
             while any(writer.finish is None for writer in writers):
-                memory, state, draft, picked = self.generate(memory, state, draft)
+                cache, state, draft, picked = self.generate(cache, state, draft)
                 if draft is not None:
                     tally.tried += int(np.asarray(picked.tried).sum())
                     tally.accepted += int(np.asarray(picked.accepted).sum())
@@ -191,7 +189,7 @@ class Run:
             for writer in writers:
                 if writer.finish is None:
                     writer.finish = "interrupted"
-        return memory, tally
+        return cache, tally
 
 
 def write(writers: Sequence[Writer], rows: np.ndarray, state: loops.DecodeState) -> int:
@@ -216,6 +214,6 @@ class Tally:
     interrupted: bool = False
 
 
-def used_of(memory: Any) -> int:
-    """Return the cells in use, of a memory of parts those of the fullest: windows hold fewer."""
-    return max(int(jaxkv.used(part)) for part in jaxkv.hybrid.parts_of(memory))
+def used_of(cache: Any) -> int:
+    """Return the cells in use, of a cache of parts those of the fullest: windows hold fewer."""
+    return max(int(jaxkv.used(part)) for part in jaxkv.hybrid.parts_of(cache))

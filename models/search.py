@@ -1,4 +1,4 @@
-"""The most probable texts after prompts, one prompt after another in one memory."""
+"""The most probable texts after prompts, one prompt after another in one cache."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,13 +42,13 @@ class Search:
       prompts: their tokens, at least one each.
       width: how many texts are followed side by side.
       max_tokens: the most tokens of a text.
-      cells: of the memory, by default what any of the prompts and its texts need.
+      cells: of the cache, by default what any of the prompts and its texts need.
       ubatch_size: the most tokens of a prompt that are computed at once.
 
     Raises:
-      RefusedError: when a prompt does not fit the memory.
+      RefusedError: when a prompt does not fit the cache.
       ValueError: when there is no prompt, or one is empty.
-      ModelError: when the memory does not fit the device.
+      ModelError: when the cache does not fit the device.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Search:
         options = {"width": width, "steps": max_tokens, "stop": stop}
         self._search = jax.jit(partial(loops.beam, model.forward, **options), donate_argnums=1)
         self._batches = [jaxkv.make_batch(np.asarray(prompt, np.int32)) for prompt in prompts]
-        self._memory = make_with_room(
-            model.make_memory, cells=self.cells, sequences=width, ubatch_size=ubatch_size
+        self._cache = make_with_room(
+            model.make_cache, cells=self.cells, sequences=width, ubatch_size=ubatch_size
         )
         self._plans = [
-            jaxkv.init_batch(self._memory, batch, ubatch_size=ubatch_size).check()
+            jaxkv.init_batch(self._cache, batch, ubatch_size=ubatch_size).check()
             for batch in self._batches
         ]
-        self.nbytes = jaxkv.nbytes(self._memory)
+        self.nbytes = jaxkv.nbytes(self._cache)
 
     def compile(self, tell: Callable[[int, int], None] | None = None) -> None:
         """Compile all that the searches need.
@@ -85,25 +85,25 @@ class Search:
           tell: called with the number of programs that are compiled and of those there are.
         """
         model = self._model
-        jobs, blanks = lower_steps(model, self._memory, self._plans)
-        jobs.append(self._search.lower(model.weights, self._memory, blanks[0]).compile)
+        jobs, blanks = lower_steps(model, self._cache, self._plans)
+        jobs.append(self._search.lower(model.weights, self._cache, blanks[0]).compile)
         compile_all(jobs, tell)
-        self._memory = jax.block_until_ready(jaxkv.clear(self._memory))
+        self._cache = jax.block_until_ready(jaxkv.clear(self._cache))
 
     def __iter__(self) -> Iterator[Found]:
         for prompt, batch in zip(self._prompts, self._batches, strict=True):
             began = perf_counter()
-            memory, logits, *_ = jaxkv.prefill(
+            cache, logits, *_ = jaxkv.prefill(
                 self._model.forward,
                 self._model.weights,
-                jaxkv.clear(self._memory),
+                jaxkv.clear(self._cache),
                 batch,
                 ubatch_size=self._ubatch_size,
                 donate=True,
             )
             jax.block_until_ready(logits)
             middle = perf_counter()
-            self._memory, beams = self._search(self._model.weights, memory, logits)
+            self._cache, beams = self._search(self._model.weights, cache, logits)
             beams = jax.device_get(beams)
             took = perf_counter() - middle
             yield self._found(prompt, beams, prompt_seconds=middle - began, seconds=took)

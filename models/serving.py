@@ -24,7 +24,7 @@ FINISH: dict[batching.Finish, Finish] = {
 
 
 class TooLongError(ValueError):
-    """A prompt and its text never fit the memory.
+    """A prompt and its text never fit the cache.
 
     enough: the cells, of each stream where it is split, that all prompts would do with.
     """
@@ -50,9 +50,9 @@ class Serving:
       streams: "split", a stream for each sequence, or "unified", one pool of cells for all.
 
     Raises:
-      TooLongError: when a prompt and its text do not fit the memory.
+      TooLongError: when a prompt and its text do not fit the cache.
       ValueError: when there is no prompt, or one is empty.
-      ModelError: when the memory does not fit the device.
+      ModelError: when the cache does not fit the device.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class Serving:
             tokens = sum(map(len, longest))
             ubatch_size = min(1 << (tokens - 1).bit_length(), CHUNK)
         cells, pools = cells or enough, self.sequences if streams == "split" else 1
-        memory = make_with_room(
-            model.make_memory,
+        cache = make_with_room(
+            model.make_cache,
             cells=cells,
             sequences=self.sequences,
             streams=pools,
             ubatch_size=ubatch_size,
         )
-        self.cells, self.nbytes = cells * pools, jaxkv.nbytes(memory)
+        self.cells, self.nbytes = cells * pools, jaxkv.nbytes(cache)
         self._rules = {"tokenizer": model.tokenizer, "stop_tokens": model.stop_tokens}
         self._prompts, self._ended = prompts, []
         self._engine = batching.Engine(
             model.forward,
             model.weights,
-            memory,
+            cache,
             stop=sorted(model.stop_tokens),
             chunk=ubatch_size,
             allow=sampling or (),
@@ -125,7 +125,7 @@ class Serving:
     def rest(self) -> Iterator[tuple[int, Text]]:
         """Give what there is of the texts that were not given yet, after an interrupt.
 
-        Nothing is computed: the memory may be that of the middle of a step.
+        Nothing is computed: the cache may be that of the middle of a step.
         """
         yield from self._take_ended()
         for i, prompt in enumerate(self._prompts):

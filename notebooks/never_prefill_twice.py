@@ -47,7 +47,7 @@ print(len(common), "tokens in common; prompts of", [len(prompt) for prompt in pr
 # %% [markdown]
 # ## An engine with a store
 #
-# A store has some sequences of the memory for itself, its *holders*. The engine does the rest: it
+# A store has some sequences of the cache for itself, its *holders*. The engine does the rest: it
 # keeps each text when it ends, and forks what a prompt begins with. A fork within a pool is an edit
 # of the table; no key is copied.
 
@@ -55,16 +55,16 @@ print(len(common), "tokens in common; prompts of", [len(prompt) for prompt in pr
 SEQUENCES, HOLDERS, CELLS = 3, [3, 4], 512
 
 
-def make_memory():
-    return model.make_memory(cells=CELLS, sequences=SEQUENCES + len(HOLDERS))
+def make_cache():
+    return model.make_cache(cells=CELLS, sequences=SEQUENCES + len(HOLDERS))
 
 
-def make_engine(memory, store=None):
+def make_engine(cache, store=None):
     """An engine that is warm, so that no time below is one of compiling."""
     engine = Engine(
         model.forward,
         model.weights,
-        memory,
+        cache,
         stop=[*model.stop_tokens, *tokenizer.encode("\n")],
         chunk=32,
         steps=4,
@@ -75,9 +75,9 @@ def make_engine(memory, store=None):
     return engine
 
 
-memory = make_memory()
-keeping = make_engine(memory, prefix.make_store(memory, holders=HOLDERS))
-plain = make_engine(make_memory())
+cache = make_cache()
+keeping = make_engine(cache, prefix.make_store(cache, holders=HOLDERS))
+plain = make_engine(make_cache())
 print(keeping.store)
 
 # %% [markdown]
@@ -131,17 +131,17 @@ for ax in (left, right):
 # %% [markdown]
 # ## Held once
 #
-# Three questions at once, and the memory after a step: the hatched cells have several owners, the
+# Three questions at once, and the cache after a step: the hatched cells have several owners, the
 # texts and the holders. The list stands there a single time.
 
 # %%
 for prompt in prompts[:3]:
     keeping.submit(Request(prompt=prompt, limit=24))
 keeping.step()
-ax = plot.cells(keeping.memory)
+ax = plot.cells(keeping.cache)
 ax.figure.set_size_inches(8.6, 3.6)
 
-cells, alone = int(jaxkv.used(keeping.memory)), sum(len(prompt) for prompt in prompts[:3])
+cells, alone = int(jaxkv.used(keeping.cache)), sum(len(prompt) for prompt in prompts[:3])
 print(cells, "cells in use; the three prompts alone would take", alone)
 for result in keeping.results():
     assert result.found.length >= len(common)
@@ -188,33 +188,33 @@ for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\
 # %% [markdown]
 # The reasons have names. `UNKNOWN`: no text begins so. `NONE`: all that agrees was reused.
 # `EVICTED`: one that agrees further was let go of, so more holders or more cells would help. A
-# memory with windows may say `LOST`, and one of recurrent layers `NO_STATE`: they go on only where
+# cache with windows may say `LOST`, and one of recurrent layers `NO_STATE`: they go on only where
 # a text was kept, which an engine learns where two prompts part.
 #
 # ## Tomorrow
 #
 # A store is a value of the host and is not saved. Its holders are: a snapshot has their cells, and
-# the tokens stand beside them. Another day they are read into sequences of a new memory and
+# the tokens stand beside them. Another day they are read into sequences of a new cache and
 # remembered there.
 
 # %%
 path = Path(tempfile.mkdtemp()) / "texts.safetensors"
 texts = {one.holder: one.tokens.tolist() for one in keeping.store.texts}
-snapshot.save(path, keeping.memory, sequences=[*texts], tokens=texts, model="SmolLM2")
+snapshot.save(path, keeping.cache, sequences=[*texts], tokens=texts, model="SmolLM2")
 
-memory = make_memory()
-store = prefix.make_store(memory, holders=HOLDERS)
+cache = make_cache()
+store = prefix.make_store(cache, holders=HOLDERS)
 saved = snapshot.inspect(path).tokens.values()
-memory = snapshot.load_into(path, memory, sequences=range(len(saved)), model="SmolLM2")
+cache = snapshot.load_into(path, cache, sequences=range(len(saved)), model="SmolLM2")
 for sequence, tokens in enumerate(saved):
-    memory, store, _ = prefix.remember(memory, store, tokens, sequence)
-memory, _ = jaxkv.seq_rm(memory, range(len(saved)))
+    cache, store, _ = prefix.remember(cache, store, tokens, sequence)
+cache, _ = jaxkv.seq_rm(cache, range(len(saved)))
 
-cells = prefix.held(memory, store)
-assert cells == prefix.held(keeping.memory, keeping.store)
+cells = prefix.held(cache, store)
+assert cells == prefix.held(keeping.cache, keeping.store)
 print([len(tokens) for tokens in saved], "tokens of texts in", cells, "cells")
 
-tomorrow = make_engine(memory, store)
+tomorrow = make_engine(cache, store)
 result, _ = ask(tomorrow, prompts[3])
 print(result.found, tokenizer.decode(result.tokens).rstrip())
 
@@ -223,7 +223,7 @@ print(result.found, tokenizer.decode(result.tokens).rstrip())
 #
 # - `CELLS = 256`: which texts give way, and what does `found` say then?
 # - Submit all six questions at once to an empty engine: five wait for the one with the list.
-# - `streams=5` in `make_memory`, a pool for each sequence: a fork is a copy then, and each pool
+# - `streams=5` in `make_cache`, a pool for each sequence: a fork is a copy then, and each pool
 #   holds it.
 # - `models.load("gemma3")`, with windows: ask `jaxkv.can_resume` where a text can be gone on with.
 # - In a loop of your own: `prefix.reuse`, `prefix.remember` and `prefix.evict`, see the page on

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Keys and values in fewer bytes
 #
-# For readers whose memory is full of keys and values, and who wonder what 8 bits do to a model. At
+# For readers whose cache is full of keys and values, and who wonder what 8 bits do to a model. At
 # the end you will know what is stored and how many bytes a token takes, what that does to the
 # perplexity of a real text, in which heads the error arises and why, and which of the verbs round
 # again.
@@ -26,7 +26,7 @@ model = models.load()  # SmolLM2, 135 million weights in 30 layers, from the whe
 # ## A text, four times
 #
 # The text is the one that the tests of the repository read too: a licence, of which 1,024 tokens
-# are predicted here. It goes into four memories, 256 tokens at once. They differ in the dtype of
+# are predicted here. It goes into four caches, 256 tokens at once. They differ in the dtype of
 # keys and values and in nothing else; weights and activations are float32 throughout.
 
 # %%
@@ -36,22 +36,22 @@ DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
 
 def read(dtype):
-    """Returns the memory, and how improbable each next token was: its negative log-likelihood."""
-    memory, losses = model.make_memory(cells=1024, dtype=dtype), []
+    """Returns the cache, and how improbable each next token was: its negative log-likelihood."""
+    cache, losses = model.make_cache(cells=1024, dtype=dtype), []
     for start in range(0, 1024, 256):
         part, following = tokens[start : start + 256], tokens[start + 1 : start + 257]
         batch = jaxkv.make_batch(part, outputs=np.ones(256, bool))
-        memory, logits, *_ = jaxkv.prefill(
-            model.forward, model.weights, memory, batch, ubatch_size=256, donate=True
+        cache, logits, *_ = jaxkv.prefill(
+            model.forward, model.weights, cache, batch, ubatch_size=256, donate=True
         )
         losses.append(-jax.nn.log_softmax(logits)[np.arange(256), following])
-    return memory, np.concatenate(losses)
+    return cache, np.concatenate(losses)
 
 
-memories, losses = {}, {}
+caches, losses = {}, {}
 for dtype in DTYPES:
-    memories[dtype], losses[dtype] = read(dtype)
-    size = jaxkv.nbytes(memories[dtype].buffers)
+    caches[dtype], losses[dtype] = read(dtype)
+    size = jaxkv.nbytes(caches[dtype].buffers)
     print(f"{dtype:14} {size // 1024:7,} bytes a token, {size / 2**20:5.2f} MiB")
 
 # %% [markdown]
@@ -60,7 +60,7 @@ for dtype in DTYPES:
 # a head has a scale beside its codes, in float32: 68 bytes in place of 256.
 
 # %%
-keys = memories["int8"].buffers.k[0]
+keys = caches["int8"].buffers.k[0]
 print("codes ", keys.codes.shape, keys.codes.dtype)
 print("scales", keys.scales.shape, keys.scales.dtype)
 
@@ -76,7 +76,7 @@ lost = {dtype: perplexity[dtype] / perplexity["float32"] - 1 for dtype in DTYPES
 
 fig, ax = plt.subplots(figsize=(6.4, 3), layout="constrained")
 for dtype in DTYPES:
-    at = jaxkv.nbytes(memories[dtype].buffers) / 1024, perplexity[dtype]
+    at = jaxkv.nbytes(caches[dtype].buffers) / 1024, perplexity[dtype]
     colour = ORANGE if dtype in ("int8", "float8_e4m3fn") else BLUE
     ax.plot(*at, "o", color=colour)
     right = dtype == "float32"
@@ -100,7 +100,7 @@ assert abs(lost["bfloat16"]) < 0.003 and lost["int8"] < 0.006 < lost["float8_e4m
 #
 # The rule for int8 is three lines. The largest number of a head gets the code 127, whatever it is,
 # and the others are rounded to steps of that size. Here it is by hand, and it gives the very codes
-# of the memory's first layer, where what is stored was computed of nothing that was rounded before.
+# of the cache's first layer, where what is stored was computed of nothing that was rounded before.
 
 
 # %%
@@ -110,14 +110,14 @@ def in_steps(x):
     return np.round(x / step), step
 
 
-plain = memories["float32"].buffers
+plain = caches["float32"].buffers
 codes, step = in_steps(np.asarray(plain.k[0][0]))
 same = np.mean(codes == np.asarray(keys.codes[0]))
 assert same > 0.999 and np.allclose(step, keys.scales[0], rtol=1e-5)
 
 # %% [markdown]
 # By that rule each head of each layer has an error: what is lost of a key or a value, by the root
-# of the mean square, as a share of it. It is taken of the memory in float32, so that each layer
+# of the mean square, as a share of it. It is taken of the cache in float32, so that each layer
 # shows its own error and not those of the layers before it.
 
 # %%
@@ -186,18 +186,18 @@ np.testing.assert_allclose(codes @ query * scales[:, 0], (codes * scales) @ quer
 
 
 # %%
-def by_position(memory):
+def by_position(cache):
     """Returns the codes of all layers' keys and values, cells in the order of positions."""
-    positions = np.asarray(draw.cells_of(memory).position[0])
+    positions = np.asarray(draw.cells_of(cache).position[0])
     order = np.argsort(positions)[(positions < 0).sum() :]  # empty cells have -1
     return [
         np.array([np.asarray(layer.codes[0])[:, order] for layer in layers])
-        for layers in (memory.buffers.k, memory.buffers.v)
+        for layers in (cache.buffers.k, cache.buffers.v)
     ]
 
 
-memory = memories["int8"]
-cut, _ = jaxkv.seq_rm(memory, 0, 100, 200)
+cache = caches["int8"]
+cut, _ = jaxkv.seq_rm(cache, 0, 100, 200)
 packed = jaxkv.apply(cut, jaxkv.defrag_plan(cut))
 moved = np.count_nonzero(draw.cells_of(cut).position[0] != draw.cells_of(packed).position[0])
 same = all(map(np.array_equal, by_position(cut), by_position(packed)))
@@ -210,12 +210,12 @@ print(f"{moved} cells have another token; every token has the codes that it had:
 # and back. Values carry no position, and are not touched.
 
 # %%
-back = memory
+back = cache
 for by in (8, -8):
     back, ok = jaxkv.seq_add(back, 0, 0, -1, by)
     back = jaxkv.apply(back, jaxkv.init_update(back))
 for name, before, after in zip(
-    ("keys", "values"), by_position(memory), by_position(back), strict=True
+    ("keys", "values"), by_position(cache), by_position(back), strict=True
 ):
     changed = np.any(before != after)
     print(f"{name}: {'some' if changed else 'none'} of the codes changed")
@@ -231,16 +231,16 @@ for name, before, after in zip(
 # has 16 for each:
 
 # %%
-room = jaxkv.nbytes(memories["float32"])
+room = jaxkv.nbytes(caches["float32"])
 for dtype in DTYPES:
-    print(f"{dtype:14} {room * 1024 // jaxkv.nbytes(memories[dtype]):5,}")
+    print(f"{dtype:14} {room * 1024 // jaxkv.nbytes(caches[dtype]):5,}")
 
 # %% [markdown]
 # ## What to try next
 #
-# - Talk with a model whose memory has 8 bits: `python -m models chat --cache-dtype int8`; and ask
+# - Talk with a model whose cache has 8 bits: `python -m models chat --cache-dtype int8`; and ask
 #   what a larger one takes: `python -m models plan --cache-dtype int8`.
-# - Continue the text from each of the four memories with `jaxkv.decode`, and look where the texts
+# - Continue the text from each of the four caches with `jaxkv.decode`, and look where the texts
 #   part.
 # - Look at a model with larger heads: those of Gemma 3 have 256 numbers, and so two scales for a
 #   key and two for a value.

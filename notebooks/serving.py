@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Serving: a queue through a small pool
 #
-# For readers who have more requests than fit the memory at once. At the end you will know how an
+# For readers who have more requests than fit the cache at once. At the end you will know how an
 # engine deals out cells, what a reservation costs and what doing without it costs, what happens to
 # a text that has to give way, and that each text is the one that it would be alone.
 
@@ -52,7 +52,7 @@ print("cells that each may need:", most, "together", sum(most))
 # %% [markdown]
 # ## Stepping
 #
-# An engine owns the memory. Each call of `step` puts in a chunk of prompts, then makes some tokens
+# An engine owns the cache. Each call of `step` puts in a chunk of prompts, then makes some tokens
 # of each text that runs. Between two steps the host may look: here it notes how many cells each
 # sequence has in use, and how many tokens there are of each request.
 
@@ -60,11 +60,11 @@ print("cells that each may need:", most, "together", sum(most))
 # %%
 def run(reserve):
     """Run all requests; return the results by id, and what was seen after each step."""
-    memory = model.make_memory(cells=CELLS, sequences=SEQUENCES)
+    cache = model.make_cache(cells=CELLS, sequences=SEQUENCES)
     engine = batching.Engine(
         model.forward,
         model.weights,
-        memory,
+        cache,
         stop=sorted(model.stop_tokens),
         chunk=32,
         steps=4,
@@ -74,12 +74,12 @@ def run(reserve):
     results, cells, tokens = {}, [], []
     while engine.busy:
         results |= {result.id: result for result in engine.step()}
-        owner = draw.cells_of(engine.memory).owner
+        owner = draw.cells_of(engine.cache).owner
         cells.append([int((owner == seq).sum()) for seq in range(SEQUENCES)])
         tokens.append(
             [len(results[i].tokens) if i in results else len(engine.tokens_of(i)) for i in ids]
         )
-    assert int(jaxkv.used(engine.memory)) == 0
+    assert int(jaxkv.used(engine.cache)) == 0
     return engine, results, np.array(cells), np.array(tokens)
 
 

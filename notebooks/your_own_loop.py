@@ -25,7 +25,7 @@ LABEL = {"textcoords": "offset points", "fontsize": 9}
 # ## A model is one function
 #
 # This is SmolLM2 with 135 million weights, whole. `forward` is given tokens that stand in the table
-# of the memory already. It asks the memory for one thing, `attend`, which writes keys and values
+# of the cache already. It asks the cache for one thing, `attend`, which writes keys and values
 # and attends. It is a parameter here only so that it can be done wrong below.
 
 # %%
@@ -38,7 +38,7 @@ def norm(x, w):
     return jnp.einsum("...d,d->...d", x, w["weight"])
 
 
-def forward(weights, memory, ubatch, attend=jaxkv.attend):
+def forward(weights, cache, ubatch, attend=jaxkv.attend):
     embedding = weights["vocabulary"]["head"]
     x = jnp.take(embedding, ubatch.tokens, axis=0)  # [R, T, 576]
     rows, length, width = x.shape
@@ -47,13 +47,13 @@ def forward(weights, memory, ubatch, attend=jaxkv.attend):
         qkv = qkv.reshape(rows, length, 3, 5, 64)  # 3 key/value heads: 3 queries, a key, a value
         q, k, v = qkv[..., :3, :].reshape(rows, length, 9, 64), qkv[..., 3, :], qkv[..., 4, :]
         q, k = (jaxkv.rotate(one, ubatch.positions, ROPE) for one in (q, k))
-        memory, out = attend(memory, layer, ubatch, q, k, v)
+        cache, out = attend(cache, layer, ubatch, q, k, v)
         x = x + out.reshape(rows, length, -1) @ w["attention"]["output"]["weight"].T
         y = norm(x, w["feed_norm"]) @ w["feed"]["gate_up"]["weight"].reshape(-1, width).T
         gate, up = jnp.split(y, 2, axis=-1)
         x = x + (jax.nn.silu(gate) * up) @ w["feed"]["down"]["weight"].T
     x = x.reshape(-1, width)[ubatch.outputs]  # only tokens whose logits are wanted
-    return memory, norm(x, weights["norm"]) @ embedding.T
+    return cache, norm(x, weights["norm"]) @ embedding.T
 
 
 # %% [markdown]
@@ -70,8 +70,8 @@ ROOM = 16  # tokens that may be made
 STOP = jnp.array(model.tokenizer.encode(".") + model.tokenizer.encode("\n"))
 
 
-def loop(weights, memory, token, active, attend=jaxkv.attend):
-    """Go on with texts; `token` was picked for each already, and is not in the memory yet."""
+def loop(weights, cache, token, active, attend=jaxkv.attend):
+    """Go on with texts; `token` was picked for each already, and is not in the cache yet."""
     texts = jnp.arange(token.size)
     made = jnp.full((token.size, ROOM), -1).at[:, 0].set(jnp.where(active, token, -1))
 
@@ -80,15 +80,15 @@ def loop(weights, memory, token, active, attend=jaxkv.attend):
         return jnp.any(active) & (count < ROOM)
 
     def body(carry):
-        memory, made, active, count = carry
-        ubatch, ok = jaxkv.plan_step(memory, made[:, count - 1], texts, active)
-        memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch, attend)
+        cache, made, active, count = carry
+        ubatch, ok = jaxkv.plan_step(cache, made[:, count - 1], texts, active)
+        cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch, attend)
         active &= ok
         token = jnp.where(active, jnp.argmax(logits, axis=-1), -1)
-        return memory, made.at[:, count].set(token), active & ~jnp.isin(token, STOP), count + 1
+        return cache, made.at[:, count].set(token), active & ~jnp.isin(token, STOP), count + 1
 
-    memory, made, _, _ = jax.lax.while_loop(goes_on, body, (memory, made, active, 1))
-    return memory, made
+    cache, made, _, _ = jax.lax.while_loop(goes_on, body, (cache, made, active, 1))
+    return cache, made
 
 
 # %% [markdown]
@@ -97,7 +97,7 @@ def loop(weights, memory, token, active, attend=jaxkv.attend):
 # %%
 PROMPTS = ["The sun rises in the", "Once upon a time there was"]
 prompts = [model.tokenizer.prompt(text) for text in PROMPTS]
-empty = model.make_memory(cells=48, sequences=2)
+empty = model.make_cache(cells=48, sequences=2)
 prefilled, logits, *_ = jaxkv.prefill(forward, model.weights, empty, jaxkv.make_batch(prompts))
 first = jnp.argmax(logits, axis=-1)
 
@@ -130,11 +130,11 @@ ax.figure.set_size_inches(6.4, 2.6)
 
 
 # %%
-def attend_by_hand(memory, layer, ubatch, q, k, v):
-    memory, _ = jaxkv.attend(memory, layer, ubatch, q, k, v)  # only to write keys and values
-    keys, values = (x[layer].swapaxes(1, 2) for x in (memory.buffers.k, memory.buffers.v))
+def attend_by_hand(cache, layer, ubatch, q, k, v):
+    cache, _ = jaxkv.attend(cache, layer, ubatch, q, k, v)  # only to write keys and values
+    keys, values = (x[layer].swapaxes(1, 2) for x in (cache.buffers.k, cache.buffers.v))
     mask = jnp.arange(keys.shape[1])[None, None] <= ubatch.positions[..., None]  # [R, T, N]
-    return memory, jax.nn.dot_product_attention(q, keys, values, mask=mask[:, None])
+    return cache, jax.nn.dot_product_attention(q, keys, values, mask=mask[:, None])
 
 
 alone, one = jaxkv.seq_keep(prefilled, 0), jnp.array([True, False])
@@ -174,7 +174,7 @@ below.tick_params(which="minor", length=0)
 # %% [markdown]
 # ## Mistake 2: a length in a shape
 #
-# `jit` compiles once for each shape. A memory that is as long as the text, keys that grow by
+# `jit` compiles once for each shape. A cache that is as long as the text, keys that grow by
 # `concatenate`, or a prompt that is passed as it is: each length is a program of its own. A line of
 # Python inside of a compiled function runs when it is compiled, so it can count. Two of the thirty
 # layers are enough for that.
@@ -184,7 +184,7 @@ two_layers = {**model.weights, "blocks": {i: model.weights["blocks"][i] for i in
 text = jnp.array(model.tokenizer.prompt("The quick brown fox jumps over the lazy dog"))
 
 
-def memory_of(cells):
+def cache_of(cells):
     sizes = dict(layers=2, kv_heads=3, head_dim=64, rope=ROPE)
     return jaxkv.make_kv_cache(cells=cells, sequences=2, **sizes)
 
@@ -196,19 +196,19 @@ compiled = 0
 def whole_text(weights, tokens):
     global compiled
     compiled += 1
-    memory = memory_of(cells=tokens.size)
+    cache = cache_of(cells=tokens.size)
     there = jnp.ones((1, tokens.size), bool)
-    ubatch, _ = jaxkv.plan_tokens(memory, tokens[None], jnp.arange(1), there)
-    _, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+    ubatch, _ = jaxkv.plan_tokens(cache, tokens[None], jnp.arange(1), there)
+    _, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
     return logits[-1]
 
 
-def step(weights, memory, token):
+def step(weights, cache, token):
     global compiled
     compiled += 1
-    ubatch, _ = jaxkv.plan_step(memory, token, jnp.arange(1), jnp.array([True]))
-    memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-    return memory, logits[0]
+    ubatch, _ = jaxkv.plan_step(cache, token, jnp.arange(1), jnp.array([True]))
+    cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    return cache, logits[0]
 
 
 one_token = jax.jit(step)
@@ -217,9 +217,9 @@ for n in range(1, 6):
     by_shape = whole_text(two_layers, text[:n])
     growing.append(compiled)
 
-compiled, memory = 0, memory_of(cells=64)
+compiled, cache = 0, cache_of(cells=64)
 for n in range(5):
-    memory, by_table = one_token(two_layers, memory, text[n : n + 1])
+    cache, by_table = one_token(two_layers, cache, text[n : n + 1])
     filling.append(compiled)
 
 np.testing.assert_allclose(by_shape, by_table, atol=1e-3)
@@ -244,29 +244,29 @@ ax.spines[["top", "right"]].set_visible(False)
 compiled = 0
 
 
-def counted(weights, memory, ubatch):
+def counted(weights, cache, ubatch):
     global compiled
     compiled += 1
-    return forward(weights, memory, ubatch)
+    return forward(weights, cache, ubatch)
 
 
 for n in (5, 6, 7, 8):
-    jaxkv.prefill(counted, two_layers, memory_of(cells=64), jaxkv.make_batch(text[:n]))
+    jaxkv.prefill(counted, two_layers, cache_of(cells=64), jaxkv.make_batch(text[:n]))
 assert compiled == 1
 
 # %% [markdown]
 # ## Mistake 3: a forgotten donation
 #
-# A compiled function returns new arrays. Unless the memory that goes in is donated, there are two
-# memories afterwards, and the one was copied to make the other: in a step, for each token. The
+# A compiled function returns new arrays. Unless the cache that goes in is donated, there are two
+# caches afterwards, and the one was copied to make the other: in a step, for each token. The
 # compiler tells how many bytes of the results are new. These are two layers with 4,096 cells; the
 # logits are new in any case.
 
 # %%
-large = memory_of(cells=4096)
+large = cache_of(cells=4096)
 size = jaxkv.nbytes(large)
 programs, new = {}, {}
-for name, donated in (("kept", ()), ("donated", ("memory",))):
+for name, donated in (("kept", ()), ("donated", ("cache",))):
     program = jax.jit(step, donate_argnames=donated)
     programs[name] = program.lower(two_layers, large, text[:1]).compile()
     found = programs[name].memory_analysis()
@@ -275,7 +275,7 @@ for name, donated in (("kept", ()), ("donated", ("memory",))):
 assert new["kept"] > size > 50 * new["donated"]
 
 fig, ax = plt.subplots(figsize=(6.4, 1.9), layout="constrained")
-names, new = [f"the memory is {name}" for name in new], np.array(list(new.values())) / 2**20
+names, new = [f"the cache is {name}" for name in new], np.array(list(new.values())) / 2**20
 ax.barh(names, size / 2**20, color=BLUE, label="goes in")
 bars = ax.barh(names, new, left=size / 2**20, color=ORANGE, label="new")
 ax.bar_label(bars, [f"{size / 2**20 + n:.0f}" for n in new], padding=3)
@@ -301,8 +301,8 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# To keep a memory as a checkpoint, donate from the second step on, or donate a copy of it,
-# `jax.tree.map(jnp.copy, memory)`. The loops of jaxkv make that copy unless they are told
+# To keep a cache as a checkpoint, donate from the second step on, or donate a copy of it,
+# `jax.tree.map(jnp.copy, cache)`. The loops of jaxkv make that copy unless they are told
 # `donate=True`. Here the table is given up too; to be able to `go_back`, donate the buffers alone
 # (`jaxkv.split` and `join`).
 
@@ -330,23 +330,23 @@ story = story[: len(story) // 16 * 16]
 CELLS, CHUNK = 64, 8
 
 
-@partial(jax.jit, donate_argnames="memory")
-def read(weights, memory, tokens, is_ring):
+@partial(jax.jit, donate_argnames="cache")
+def read(weights, cache, tokens, is_ring):
     """Put 8 tokens in; returns log-probabilities of what follows each, and whether they fit."""
-    oldest = jaxkv.seq_pos_max(memory, 0) + 1 + CHUNK - CELLS
-    memory, _ = jaxkv.seq_rm(memory, 0, 0, jnp.where(is_ring, jnp.maximum(oldest, 0), 0))
+    oldest = jaxkv.seq_pos_max(cache, 0) + 1 + CHUNK - CELLS
+    cache, _ = jaxkv.seq_rm(cache, 0, 0, jnp.where(is_ring, jnp.maximum(oldest, 0), 0))
     there = jnp.ones((1, CHUNK), bool)
-    ubatch, ok = jaxkv.plan_tokens(memory, tokens[None], jnp.arange(1), there)
-    memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-    return memory, jax.nn.log_softmax(logits), ok
+    ubatch, ok = jaxkv.plan_tokens(cache, tokens[None], jnp.arange(1), there)
+    cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    return cache, jax.nn.log_softmax(logits), ok
 
 
-def read_story(story, is_ring=False, make_room=lambda memory: memory):
-    memory, said, fitted = model.make_memory(cells=CELLS), [], 0
+def read_story(story, is_ring=False, make_room=lambda cache: cache):
+    cache, said, fitted = model.make_cache(cells=CELLS), [], 0
     for start in range(0, len(story), CHUNK):
-        memory = make_room(memory)
+        cache = make_room(cache)
         chunk = story[start : start + CHUNK]
-        memory, logprobs, ok = read(model.weights, memory, chunk, is_ring)
+        cache, logprobs, ok = read(model.weights, cache, chunk, is_ring)
         said.append(logprobs)
         fitted += CHUNK * int(ok)
     return np.concatenate(said), fitted
@@ -363,17 +363,17 @@ assert fitted == CELLS
 
 
 # %%
-def slide_when_full(memory):
-    if jaxkv.used(memory) + CHUNK > CELLS:
-        memory, ok = jaxkv.loops.slide(memory, 0, keep=4, drop=16, donate=True)
+def slide_when_full(cache):
+    if jaxkv.used(cache) + CHUNK > CELLS:
+        cache, ok = jaxkv.loops.slide(cache, 0, keep=4, drop=16, donate=True)
         assert ok
-    return memory
+    return cache
 
 
 _, logits, *_ = jaxkv.prefill(  # all at once, which is the same as chunk by chunk
     forward,
     model.weights,
-    model.make_memory(cells=len(story)),
+    model.make_cache(cells=len(story)),
     jaxkv.make_batch(story, outputs=np.ones(len(story), bool)),
 )
 ring, fitted_ring = read_story(story, is_ring=True)
@@ -409,6 +409,6 @@ ax.spines[["top", "right"]].set_visible(False)
 # - Keep no first token: `keep=0` in `slide_when_full`.
 # - Draw tokens in place of the most probable ones: `jaxkv.loops.sampling`, or
 #   `jax.random.categorical` with a key in the carry.
-# - Make the memory too small for both texts, `cells=24`, and look at what `ok` does to them.
+# - Make the cache too small for both texts, `cells=24`, and look at what `ok` does to them.
 # - `jaxkv.decode` is this loop with limits, sampling, log-probabilities and a reason for each text
 #   that ends; `docs/loops.md` has it and the others.

@@ -1,4 +1,4 @@
-"""A tiny model each of whose states names all tokens that it has seen, and its memory's twin.
+"""A tiny model each of whose states names all tokens that it has seen, and its cache's twin.
 
 What a state must be is computed again, bit for bit, from the tokens that the oracle remembers.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import jaxkv
 from jaxkv.recurrent.states import States
 from tests import twins
-from tests.memories import HEADS, SIZE, WIDTH, Kind, Oracles, attend_signed, parts_of, plan_rows
+from tests.caches import HEADS, SIZE, WIDTH, Kind, Oracles, attend_signed, parts_of, plan_rows
 from tests.oracle import Oracle
 from tests.state_oracle import Histories
 
@@ -44,18 +44,18 @@ def replay(history: Sequence[int], layer: int) -> dict[str, np.ndarray]:
     return {name: value[0] for name, value in state.items()}
 
 
-def compute(memory: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, list[dict]]:
+def compute(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, list[dict]]:
     """Run every layer over a ubatch that was applied: `a` attends, `r` is recurrent, `b` is both.
 
     Returns:
-      The memory, and for each recurrent layer the states after each token, `[R, T + 1, ...]`.
+      The cache, and for each recurrent layer the states after each token, `[R, T + 1, ...]`.
     """
     passed = []
     for layer, kind in enumerate(kinds):
         if kind in "ab":
-            memory, _ = attend_signed(memory, layer, ubatch)
+            cache, _ = attend_signed(cache, layer, ubatch)
         if kind in "rb":
-            before = jaxkv.read_states(memory, layer, ubatch)
+            before = jaxkv.read_states(cache, layer, ubatch)
 
             def step(state: dict, column: tuple, layer: int = layer) -> tuple[dict, dict]:
                 token, valid = column
@@ -69,44 +69,44 @@ def compute(memory: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, 
                 n: jnp.concatenate([before[n][:, None], jnp.moveaxis(after[n], 0, 1)], axis=1)
                 for n in before
             }
-            last = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, layer) + 1)
+            last = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(cache, layer) + 1)
             written = {
                 "hash": jnp.take_along_axis(states["hash"], last, axis=1),
                 "trace": jnp.take_along_axis(states["trace"], last[..., None], axis=1),
             }
-            memory = jaxkv.write_states(memory, layer, ubatch, written)
+            cache = jaxkv.write_states(cache, layer, ubatch, written)
             passed.append(states)
-    return memory, passed
+    return cache, passed
 
 
 @partial(jax.jit, static_argnames="kinds")
-def walk(memory: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, list[dict]]:
-    return compute(jaxkv.apply(memory, ubatch), ubatch, kinds)
+def walk(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, list[dict]]:
+    return compute(jaxkv.apply(cache, ubatch), ubatch, kinds)
 
 
-def run(memory: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "rr") -> Any:
-    for ubatch in jaxkv.init_batch(memory, batch, ubatch_size=ubatch_size).check().ubatches:
-        memory, _ = walk(memory, ubatch, kinds)
-    return memory
+def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "rr") -> Any:
+    for ubatch in jaxkv.init_batch(cache, batch, ubatch_size=ubatch_size).check().ubatches:
+        cache, _ = walk(cache, ubatch, kinds)
+    return cache
 
 
-def planned(memory: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
+def planned(cache: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
     """Plan tokens for sequences 0, 1, 2, at most WIDTH each, that fit; as one ubatch."""
-    sequences = jaxkv.split(memory)[0].facts.sequences
+    sequences = jaxkv.split(cache)[0].facts.sequences
     table = np.zeros((2, sequences, WIDTH), np.int32)
     for seq, row in enumerate(rows):
         table[:, seq, : len(row)] = row, [1] * len(row)
-    (ubatch,) = plan_rows(memory, *table).check().ubatches
+    (ubatch,) = plan_rows(cache, *table).check().ubatches
     return ubatch
 
 
-def tell(memory: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
+def tell(cache: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
     """Run tokens for sequences 0, 1, 2, at most WIDTH each, that fit; all at once."""
-    return walk(memory, planned(memory, *rows), kinds)[0]
+    return walk(cache, planned(cache, *rows), kinds)[0]
 
 
 def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -> Any:
-    """Make a recurrent memory that fits the model."""
+    """Make a recurrent cache that fits the model."""
     return jaxkv.make_recurrent_cache(
         layers=layers, states=STATES, sequences=sequences, rollback=kept, streams=streams
     )
@@ -126,9 +126,9 @@ def kept_of(table: States, buffers: Any) -> dict[int, list[tuple[int, tuple[byte
     }
 
 
-def states_of(memory: Any, seq: int = 0) -> list[tuple[int, tuple[bytes, ...]]]:
-    """List positions and bytes of what a sequence of a memory without attention keeps."""
-    return kept_of(*jaxkv.split(memory))[seq]
+def states_of(cache: Any, seq: int = 0) -> list[tuple[int, tuple[bytes, ...]]]:
+    """List positions and bytes of what a sequence of a cache without attention keeps."""
+    return kept_of(*jaxkv.split(cache))[seq]
 
 
 def bytes_of(history: Sequence[int], layers: Iterable[int]) -> tuple[bytes, ...]:
@@ -140,9 +140,9 @@ def bytes_of(history: Sequence[int], layers: Iterable[int]) -> tuple[bytes, ...]
 
 @dataclass(frozen=True)
 class StateKind(Kind):
-    """A memory with states under test, alone or beside attention.
+    """A cache with states under test, alone or beside attention.
 
-    model: the layers, see `compute`. Without attention the memory is no hybrid one.
+    model: the layers, see `compute`. Without attention the cache is no hybrid one.
     kept: how many states are kept beside the current one.
     """
 
@@ -184,7 +184,7 @@ class StateKind(Kind):
 
 
 class Twin(twins.Twin):
-    """A memory with states and its oracles.
+    """A cache with states and its oracles.
 
     All tokens of a batch go into one ubatch, `[Q, WIDTH]`, so that little is compiled; or in parts
     of 4, and then they must be of one sequence.
@@ -204,7 +204,7 @@ class Twin(twins.Twin):
         self.kinds, self.sequences = kinds, sequences
 
     def parts(self) -> list[Any]:
-        return [x for part in reversed(parts_of(self.memory)) for x in part]
+        return [x for part in reversed(parts_of(self.cache)) for x in part]
 
     def compare_part(self, table: Any, buffers: Any, layers: Sequence[int], oracle: Any) -> None:
         if isinstance(oracle, Oracle):
@@ -214,12 +214,12 @@ class Twin(twins.Twin):
             seq: [(s.position, bytes_of(s.history, layers)) for s in states]
             for seq, states in oracle.states.items()
         }
-        assert kept_of(table, buffers) == expected, jaxkv.show(self.memory)
+        assert kept_of(table, buffers) == expected, jaxkv.show(self.cache)
 
-    def run(self, memory: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
+    def run(self, cache: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
         """Run the model; what its tokens see of attention is not compared."""
-        memory, _ = walk(memory, ubatch, self.kinds)
-        return memory, [], []
+        cache, _ = walk(cache, ubatch, self.kinds)
+        return cache, [], []
 
 
 def told(kept: int = 0, counts: Sequence[int] = (10,), **options: Any) -> Twin:

@@ -105,24 +105,24 @@ def of_a_step(platform, of, dtype, size=128):
     sizes = dict(layers=LAYERS, cells=CELLS, kv_heads=GROUPS, head_dim=size, dtype=dtype)
     make = partial(jaxkv.make_kv_cache, **sizes, sequences=FORKS)
 
-    def step(memory, tokens, q, k, v):
+    def step(cache, tokens, q, k, v):
         valid = jnp.ones(FORKS, bool)
-        ubatch, ok = jaxkv.plan_step(memory, tokens, jnp.arange(FORKS), valid)
-        memory = jaxkv.apply(memory, ubatch)
+        ubatch, ok = jaxkv.plan_step(cache, tokens, jnp.arange(FORKS), valid)
+        cache = jaxkv.apply(cache, ubatch)
         for layer in range(LAYERS):
-            memory, q = jaxkv.attend(memory, layer, ubatch, q, k, v)
-        return memory, q, ok
+            cache, q = jaxkv.attend(cache, layer, ubatch, q, k, v)
+        return cache, q, ok
 
-    memory = jax.tree.map(lambda x: of(x.shape, x.dtype), jax.eval_shape(make))
+    cache = jax.tree.map(lambda x: of(x.shape, x.dtype), jax.eval_shape(make))
     new = [of((1, FORKS, heads, size), of_new) for heads in (GROUPS * QUERIES, GROUPS, GROUPS)]
-    program = compiled(platform, step, memory, of((FORKS,), jnp.int32), *new, donate=0)
-    layer = 2 * math.prod(memory.buffers.k[0].shape) * new[0].dtype.itemsize
+    program = compiled(platform, step, cache, of((FORKS,), jnp.int32), *new, donate=0)
+    layer = 2 * math.prod(cache.buffers.k[0].shape) * new[0].dtype.itemsize
     return {
         "kernels": kernels(program),
         "works": works_on(program, size),
         "temporaries": hlo.temporary_bytes(program),
         "aliased": program.memory_analysis().alias_size_in_bytes,
-        "memory": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(memory)),
+        "cache": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
         "layer": layer,
     }
 

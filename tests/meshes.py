@@ -1,4 +1,4 @@
-"""Meshes of virtual devices, and memories that lie on them."""
+"""Meshes of virtual devices, and caches that lie on them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -7,8 +7,8 @@ import jax
 from jax.sharding import AxisType
 
 import jaxkv
-from tests import memories
-from tests.memories import Kind
+from tests import caches
+from tests.caches import Kind
 from tests.pods import RULES, placed  # noqa: F401
 
 
@@ -22,7 +22,7 @@ def mesh_of(mode=AxisType.Auto, **axes):
 class OnMesh(Kind):
     axes: tuple[tuple[str, int], ...] = ()
 
-    def make(self, rope=memories.ROPE):
+    def make(self, rope=caches.ROPE):
         return placed(super().make(rope))
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests import histories, memories
+from tests import caches, histories
 
 DATA = Path(__file__).parent / "data" / "mistakes"
 NAMES = vars(jaxkv) | dict(jax=jax, jnp=jnp, np=np, jaxkv=jaxkv, partial=partial)
-NAMES |= dict(histories=histories, memories=memories)
+NAMES |= dict(histories=histories, caches=caches)
 """What expressions may name beside what their test names."""
 
 

@@ -58,7 +58,7 @@ class Oracle(Side):
     contents: what the buffers hold for a cell, whether it is in use still or not.
     written: how often that was written, rotated or replaced.
     evicted_below: for each sequence, one past the highest position that window reuse may have taken
-      from it. What edits make of it is told by the memory; `whole` says whether that is right.
+      from it. What edits make of it is told by the cache; `whole` says whether that is right.
     whole: what the sequences would hold if nothing were ever taken from them.
     """
 
@@ -89,7 +89,7 @@ class Oracle(Side):
         self.whole = Whole(sequences, streams)
 
     def fork(self) -> "Oracle":
-        """Copy it, as no change of a real memory ever needs to."""
+        """Copy it, as no change of a real cache ever needs to."""
         other = copy.copy(self)
         other.cells = _copied(self.cells)
         other.contents, other.written = self.contents.copy(), self.written.copy()

@@ -20,10 +20,10 @@ MESSAGES = 9
 
 @dataclass(frozen=True)
 class Pod:
-    """A memory on a mesh, and a model with no feed-forward whose weights are split by key head.
+    """A cache on a mesh, and a model with no feed-forward whose weights are split by key head.
 
     axes: of the mesh, with their sizes.
-    sequences, streams, cells, window: of the memory.
+    sequences, streams, cells, window: of the cache.
     kv_heads, group, head_dim, width, vocabulary, dtype: of the model.
     """
 
@@ -59,7 +59,7 @@ class Pod:
         rope = jaxkv.make_rope(self.head_dim)
         return jaxkv.make_kv_cache(**sizes, window=window, dtype=self.dtype, rope=rope)
 
-    def memory(self):
+    def cache(self):
         return sharding.shapes(self.make, jax.sharding.get_mesh(), RULES)
 
     def layout(self):
@@ -78,7 +78,7 @@ class Pod:
     def ubatch(self, tokens):
         """The shapes of a ubatch as a plan lays it out."""
         mesh = jax.sharding.get_mesh()
-        (ubatch,) = jaxkv.init_full(self.memory(), ubatch_size=tokens).ubatches
+        (ubatch,) = jaxkv.init_full(self.cache(), ubatch_size=tokens).ubatches
         streams = RULES.split(mesh, streams=self.streams)["streams"]
         specs = jaxkv.batch.specs_of(ubatch, streams)
         return jax.tree.map(lambda x, spec: shape(x.shape, x.dtype, *spec), ubatch, specs)
@@ -95,46 +95,46 @@ class Pod:
 
         return of(self.heads), of(self.kv_heads), of(self.kv_heads)
 
-    def forward(self, weights, memory, ubatch):
+    def forward(self, weights, cache, ubatch):
         x = weights["embed"][ubatch.tokens]
         for layer, w in enumerate(weights["layers"]):
             y = jnp.einsum("rtw,knw->rtkn", x, w["qkv"])
             y = y.reshape(*y.shape[:3], self.group + 2, self.head_dim)
             q, k, v = y[..., : self.group, :], y[..., -2, :], y[..., -1, :]
             q = q.reshape(*q.shape[:2], self.heads, self.head_dim)
-            memory, out = jaxkv.attend(memory, layer, ubatch, q, k, v)
+            cache, out = jaxkv.attend(cache, layer, ubatch, q, k, v)
             out = out.reshape(*out.shape[:2], self.kv_heads, -1)
             x = x + jnp.einsum("rtkn,knw->rtw", out, w["out"])
-        return memory, x.reshape(-1, self.width)[ubatch.outputs] @ weights["embed"].T
+        return cache, x.reshape(-1, self.width)[ubatch.outputs] @ weights["embed"].T
 
-    def step(self, weights, memory, tokens, valid):
-        ubatch, ok = jaxkv.plan_step(memory, tokens, jnp.arange(len(tokens)), valid)
-        memory = jaxkv.apply(memory, ubatch)
-        return *self.forward(weights, memory, ubatch), ok
+    def step(self, weights, cache, tokens, valid):
+        ubatch, ok = jaxkv.plan_step(cache, tokens, jnp.arange(len(tokens)), valid)
+        cache = jaxkv.apply(cache, ubatch)
+        return *self.forward(weights, cache, ubatch), ok
 
     def lower_step(self, platform="cpu"):
-        """Lower a step of all sequences on the mesh at hand; the memory is donated."""
+        """Lower a step of all sequences on the mesh at hand; the cache is donated."""
         tokens = [shape((self.sequences,), dtype) for dtype in ("int32", "bool")]
         step = jax.jit(self.step, donate_argnums=1)
-        traced = step.trace(self.weights(), self.memory(), *tokens)
+        traced = step.trace(self.weights(), self.cache(), *tokens)
         return traced.lower(lowering_platforms=(platform,))
 
     def lower_attention(self, tokens, platform="cpu"):
 
-        def attend(memory, ubatch, q, k, v):
-            return jaxkv.attend(memory, 0, ubatch, q, k, v)
+        def attend(cache, ubatch, q, k, v):
+            return jaxkv.attend(cache, 0, ubatch, q, k, v)
 
         ubatch = self.ubatch(tokens)
-        traced = jax.jit(attend, donate_argnums=0).trace(self.memory(), ubatch, *self.new(ubatch))
+        traced = jax.jit(attend, donate_argnums=0).trace(self.cache(), ubatch, *self.new(ubatch))
         return traced.lower(lowering_platforms=(platform,))
 
 
-def placed(memory, rules=RULES):
-    """The same memory on the mesh at hand, which several processes may share."""
-    table, buffers = jaxkv.split(memory)
-    memory = jaxkv.join(table.with_rules(rules), buffers)
-    where = sharding.shardings(memory, jax.sharding.get_mesh(), rules)
-    return jax.device_put(jax.tree.map(np.asarray, memory), where)
+def placed(cache, rules=RULES):
+    """The same cache on the mesh at hand, which several processes may share."""
+    table, buffers = jaxkv.split(cache)
+    cache = jaxkv.join(table.with_rules(rules), buffers)
+    where = sharding.shardings(cache, jax.sharding.get_mesh(), rules)
+    return jax.device_put(jax.tree.map(np.asarray, cache), where)
 
 
 def shape(sizes, dtype, *spec):

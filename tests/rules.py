@@ -1,4 +1,4 @@
-"""The rules of batches in plain Python, the same for the oracles of every kind of memory."""
+"""The rules of batches in plain Python, the same for the oracles of every kind of cache."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +64,7 @@ def numbered(batch: Iterable[Token], reached: Callable[[int], int]) -> list[Toke
 class Side:
     """`sequences` sequences, dealt out in equal runs among `streams` streams.
 
-    A kind of memory says what a sequence `holds`, where it goes on after (`reached`), whether it
+    A kind of cache says what a sequence `holds`, where it goes on after (`reached`), whether it
     `is_pending`, and in the `digest` of a stream all that plans depend on.
 
     in_rows: whether each sequence of a ubatch has a row of its own.

@@ -1,4 +1,4 @@
-"""The rules of a recurrent memory in plain Python, for the real one to be compared with.
+"""The rules of a recurrent cache in plain Python, for the real one to be compared with.
 
 The oracle keeps no state: it remembers the tokens that came before.
 """

@@ -1,4 +1,4 @@
-"""A memory and its oracles, led through the same life: what the one says the others say too."""
+"""A cache and its oracles, led through the same life: what the one says the others say too."""
 
 import functools
 import random
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import jaxkv
-from tests.memories import (
+from tests.caches import (
     HEADS,
     WIDTH,
     Kind,
@@ -25,7 +25,7 @@ from tests.rules import Fault, Part, Token, numbered
 
 
 class Twin:
-    """A memory and the oracles of its parts, led through the same verbs, compared after each.
+    """A cache and the oracles of its parts, led through the same verbs, compared after each.
 
     in_rows: a batch is planned as one ubatch, with a row of WIDTH tokens for each sequence, which
       is one shape for any batch; otherwise it is cut in ubatches of 4.
@@ -34,39 +34,39 @@ class Twin:
     def __init__(self, kind: Kind, *, in_rows: bool = False) -> None:
         self.kind = kind
         self.in_rows = in_rows
-        self.memory = kind.make(rope=None)
+        self.cache = kind.make(rope=None)
         self.oracles = kind.oracles()
         self.tokens = 0  # tokens made so far, so that each has its own number
 
     def fork(self) -> tuple[Any, Oracles]:
-        return self.memory, self.oracles.fork()
+        return self.cache, self.oracles.fork()
 
     def return_to(self, past: tuple[Any, Oracles]) -> None:
         """Take back what `fork` remembered, buffers and all."""
-        memory, oracles = past
-        self.memory, self.oracles = memory, oracles.fork()
+        cache, oracles = past
+        self.cache, self.oracles = cache, oracles.fork()
 
     def compare(self) -> None:
         """Tables, contents and answers agree, for every cell and every sequence."""
-        parts = zip(parts_of(self.memory), self.kind.layers, self.oracles, strict=True)
+        parts = zip(parts_of(self.cache), self.kind.layers, self.oracles, strict=True)
         for (table, buffers), layers, oracle in parts:
             self.compare_part(table, buffers, layers, oracle)
-        faults = jaxkv.check_invariants(self.memory)
+        faults = jaxkv.check_invariants(self.cache)
         assert not any(map(int, faults.values())), faults
         ids = [*range(self.kind.sequences)]
-        used = [jaxkv.used(part).item() for part in jaxkv.hybrid.parts_of(self.memory)]
+        used = [jaxkv.used(part).item() for part in jaxkv.hybrid.parts_of(self.cache)]
         assert used == [oracle.used() for oracle in self.oracles]
-        assert jaxkv.used(self.memory).item() == sum(used)
-        assert jaxkv.seq_pos_min(self.memory, ids).tolist() == [*map(self.oracles.first, ids)]
-        assert jaxkv.seq_pos_max(self.memory, ids).tolist() == [*map(self.oracles.last, ids)]
+        assert jaxkv.used(self.cache).item() == sum(used)
+        assert jaxkv.seq_pos_min(self.cache, ids).tolist() == [*map(self.oracles.first, ids)]
+        assert jaxkv.seq_pos_max(self.cache, ids).tolist() == [*map(self.oracles.last, ids)]
 
     def compare_part(self, table: Any, buffers: Any, layers: Sequence[int], oracle: Any) -> None:
         """Cells, evictions and contents of a part that attends agree."""
         expected = {p: (c.position, c.owners, c.shift) for p, c in oracle.cells.items()}
-        assert cells_of(table) == expected, jaxkv.show(self.memory)
+        assert cells_of(table) == expected, jaxkv.show(self.cache)
         marks = [*oracle.evicted_below.values()]
-        assert table.evicted_below.tolist() == marks, jaxkv.show(self.memory)
-        assert contents_of(buffers, layers) == oracle.contents, jaxkv.show(self.memory)
+        assert table.evicted_below.tolist() == marks, jaxkv.show(self.cache)
+        assert contents_of(buffers, layers) == oracle.contents, jaxkv.show(self.cache)
 
     def plan(
         self, sequences: Sequence[Any], positions: Any = None, *, in_parts: bool | None = None
@@ -81,9 +81,9 @@ class Twin:
         if in_parts:
             numbers = [token.token for token in tokens]
             batch = jaxkv.make_batch(numbers, sequences=sequences, positions=positions)
-            plan = jaxkv.init_batch(self.memory, batch, ubatch_size=4)
+            plan = jaxkv.init_batch(self.cache, batch, ubatch_size=4)
         else:
-            plan = plan_rows(self.memory, *self.rows(numbered(tokens, self.oracles.reached)))
+            plan = plan_rows(self.cache, *self.rows(numbered(tokens, self.oracles.reached)))
         expected, plans = self.oracles.plan(tokens, ubatch_size=4 if in_parts else None)
         faults = {
             seq: Fault(jaxkv.Reason(reason).name, wanted, found)
@@ -93,7 +93,7 @@ class Twin:
             if reason != jaxkv.Reason.FITS
         }
         assert np.flatnonzero(~np.asarray(plan.fits)).tolist() == sorted(faults)
-        assert plan.ok.item() == all(one.ok for one in plans), jaxkv.show(self.memory)
+        assert plan.ok.item() == all(one.ok for one in plans), jaxkv.show(self.cache)
         if len(plans) == 1:
             assert faults == plans[0].faults
         else:  # several parts may lack room: which sequences are named then is not spelled out
@@ -135,19 +135,19 @@ class Twin:
             for ubatch, part in zip(plan.ubatches, parts, strict=True):
                 assert self.step(ubatch, part, ahead)
         else:  # computed all the same, a refused plan changes nothing
-            memory = self.memory
+            cache = self.cache
             for ubatch in plan.ubatches:
-                memory, *_ = self.run(memory, ubatch)
-            assert_identical(memory, self.memory)
+                cache, *_ = self.run(cache, ubatch)
+            assert_identical(cache, self.cache)
         return plan.ok.item()
 
     def step(self, ubatch: jaxkv.Ubatch, parts: Sequence[Part], ahead: int | None = None) -> bool:
         """Run one ubatch on both sides; a stale one changes nothing on either."""
-        before = self.memory
-        self.memory, masks, saw = self.run(before, ubatch, ahead)
+        before = self.cache
+        self.cache, masks, saw = self.run(before, ubatch, ahead)
         pairs = [*zip(self.oracles, parts, strict=True)]
         if not all(oracle.fits(part) for oracle, part in pairs):
-            assert_identical(self.memory, before)
+            assert_identical(self.cache, before)
             return False
         for oracle, part in pairs:
             assert oracle.apply(part)
@@ -156,9 +156,9 @@ class Twin:
             self.compare_seen(ubatch, *pair, np.asarray(mask), seen, ahead or 0)
         return True
 
-    def run(self, memory: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
-        """Run a model: the memory, the masks of parts, and what was seen in each layer."""
-        return sign(memory, ubatch, None if ahead is None else ubatch.positions + ahead)
+    def run(self, cache: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
+        """Run a model: the cache, the masks of parts, and what was seen in each layer."""
+        return sign(cache, ubatch, None if ahead is None else ubatch.positions + ahead)
 
     def compare_seen(
         self, ubatch: Any, oracle: Oracle, part: Part, mask: Any, saw: dict[int, Any], ahead: int
@@ -196,15 +196,15 @@ class Twin:
 
     def both(self, verb: str, *args: Any) -> None:
         """Do what a verb that is never refused says, on both sides."""
-        self.memory = getattr(jaxkv, verb)(self.memory, *args)
+        self.cache = getattr(jaxkv, verb)(self.cache, *args)
         self.granted(self.after(verb, *args))
 
     def edit(self, verb: str, *args: Any) -> bool:
-        """Edit both sides, or neither where the memory refuses it for a reason."""
-        before, after = self.memory, self.after(verb, *args)
-        self.memory, ok = getattr(jaxkv, verb)(before, *args)
+        """Edit both sides, or neither where the cache refuses it for a reason."""
+        before, after = self.cache, self.after(verb, *args)
+        self.cache, ok = getattr(jaxkv, verb)(before, *args)
         if not ok:
-            assert_identical(self.memory, before)
+            assert_identical(self.cache, before)
             assert after is None or self.may_refuse(after), (verb, args, jaxkv.show(before))
             return False
         assert after is not None, (verb, args, jaxkv.show(before))
@@ -212,14 +212,14 @@ class Twin:
         return True
 
     def granted(self, after: Oracles) -> None:
-        """Go on with other oracles, and the marks that the memory has."""
+        """Go on with other oracles, and the marks that the cache has."""
         self.oracles = after
-        for (table, _), oracle in zip(parts_of(self.memory), after, strict=True):
+        for (table, _), oracle in zip(parts_of(self.cache), after, strict=True):
             if isinstance(oracle, Oracle):
                 oracle.evicted_below = dict(enumerate(table.evicted_below.tolist()))
         for seq in range(self.kind.sequences):
-            assert len({oracle.reached(seq) for oracle in after}) == 1, jaxkv.show(self.memory)
-            assert all(oracle.is_whole(seq) for oracle in after), jaxkv.show(self.memory)
+            assert len({oracle.reached(seq) for oracle in after}) == 1, jaxkv.show(self.cache)
+            assert all(oracle.is_whole(seq) for oracle in after), jaxkv.show(self.cache)
 
     def may_refuse(self, after: Oracles) -> bool:
         """Whether an edit may be refused: its parts end apart, or a window has taken something."""
@@ -238,12 +238,12 @@ class Twin:
         return self.edit("seq_cp", src, [*dsts], p0, p1)
 
     def update(self) -> None:
-        plan = jaxkv.init_update(self.memory)
-        self.memory = jaxkv.apply(self.memory, plan)
+        plan = jaxkv.init_update(self.cache)
+        self.cache = jaxkv.apply(self.cache, plan)
         assert plan.pending.item() == sum(oracle.update() for oracle in self.oracles)
 
     def defrag(self, max_moves: int | None = None) -> None:
-        plan = jaxkv.defrag_plan(self.memory, max_moves=max_moves)
+        plan = jaxkv.defrag_plan(self.cache, max_moves=max_moves)
         plans = [plan] if len(self.oracles) == 1 else plan.parts
         for oracle, one in zip(self.oracles, plans, strict=True):
             if not isinstance(oracle, Oracle):
@@ -254,19 +254,19 @@ class Twin:
                 arrays = np.stack([np.asarray(column)[stream] for column in columns], axis=1)
                 assert [*map(tuple, arrays[: np.asarray(one.count)[stream]].tolist())] == moves
                 oracle.defrag(moves, stream)
-        self.memory = jaxkv.apply(self.memory, plan)
+        self.cache = jaxkv.apply(self.cache, plan)
 
     def go_back(self, past: tuple[Any, Oracles]) -> bool:
         """Return to the table of a past on both sides, if both find that it can be."""
-        memory, oracles = past
-        before = self.memory
-        self.memory, ok = jaxkv.go_back(jaxkv.split(memory)[0], before)
+        cache, oracles = past
+        before = self.cache
+        self.cache, ok = jaxkv.go_back(jaxkv.split(cache)[0], before)
         pairs = [*zip(self.oracles, oracles, strict=True)]
         can = {oracle.can_return_to(then) for oracle, then in pairs}  # None: it cannot tell
         assert not ok or False not in can
         assert ok or can & {False, None}
         if not ok:
-            assert_identical(self.memory, before)
+            assert_identical(self.cache, before)
             return False
         for oracle, then in pairs:
             oracle.return_to(then)
@@ -275,7 +275,7 @@ class Twin:
 
 @functools.cache
 def lived_in(kind: Kind, seed: int = 0) -> Any:
-    """Lead a memory through a short random life: holes, forks, several sequences, old keys.
+    """Lead a cache through a short random life: holes, forks, several sequences, old keys.
 
     It is a value, so all tests share one; none may donate it.
     """
@@ -288,4 +288,4 @@ def lived_in(kind: Kind, seed: int = 0) -> Any:
         start = rng.randint(0, 2)
         twin.seq_rm(rng.choice(ids), start, start + rng.randint(1, 2))
     twin.compare()
-    return twin.memory
+    return twin.cache

@@ -1,4 +1,4 @@
-"""A window's memory as it would be if no cell were ever taken: what few cells must agree with."""
+"""A window's cache as it would be if no cell were ever taken: what few cells must agree with."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence

@@ -1,6 +1,6 @@
-"""What works on which kind of memory, found by trying: `python -m tools.support` writes the page.
+"""What works on which kind of cache, found by trying: `python -m tools.support` writes the page.
 
-A verb *works* on a memory where what it does is seen in the table, the table has no fault, and the
+A verb *works* on a cache where what it does is seen in the table, the table has no fault, and the
 text goes on. Else it is refused, by a name. Anything between the two is a mistake, and raises.
 """
 
@@ -20,11 +20,11 @@ import numpy as np
 import jaxkv
 from jaxkv import loops
 from tests import histories
-from tests.memories import GROUPS, HEADS, ROPE, SIZE, SMALL, SPLIT, VOCABULARY, WINDOW
+from tests.caches import GROUPS, HEADS, ROPE, SIZE, SMALL, SPLIT, VOCABULARY, WINDOW
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "support.md"
 TOKENS = 12
-"""Tokens of the text that each verb is tried on: more than a window's memory has cells for."""
+"""Tokens of the text that each verb is tried on: more than a window's cache has cells for."""
 
 SAID = (np.arange(4) + TOKENS + 1) % VOCABULARY
 """What the model says after it."""
@@ -52,7 +52,7 @@ def columns() -> dict[str, tuple[Callable[[], Any], str]]:
 
 
 def hybrid() -> Any:
-    """Make a memory with a layer of attention and one of states that keeps three."""
+    """Make a cache with a layer of attention and one of states that keeps three."""
     attention = jaxkv.make_kv_cache(
         layers=1, cells=32, kv_heads=HEADS, head_dim=SIZE, sequences=3, rope=ROPE
     )
@@ -61,29 +61,27 @@ def hybrid() -> Any:
 
 
 def with_source() -> Any:
-    """Make a memory with a layer of attention, one that looks at sources, and a source."""
+    """Make a cache with a layer of attention, one that looks at sources, and a source."""
     sizes = dict(layers=1, kv_heads=HEADS, head_dim=SIZE, sequences=3)
     text = jaxkv.make_kv_cache(cells=32, rope=ROPE, **sizes)
-    memory = jaxkv.make_hybrid_cache(
-        (text, (0,)), (jaxkv.make_source_cache(cells=8, **sizes), (1,))
-    )
-    (ubatch,) = jaxkv.init_source(memory, jaxkv.make_batch([1, 2, 3])).ubatches
+    cache = jaxkv.make_hybrid_cache((text, (0,)), (jaxkv.make_source_cache(cells=8, **sizes), (1,)))
+    (ubatch,) = jaxkv.init_source(cache, jaxkv.make_batch([1, 2, 3])).ubatches
     zeros = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
-    return jaxkv.write(jaxkv.apply(memory, ubatch), 1, ubatch, zeros, zeros)
+    return jaxkv.write(jaxkv.apply(cache, ubatch), 1, ubatch, zeros, zeros)
 
 
 @functools.cache
 def model(layers: str) -> Callable[..., Any]:
     """Make a model that writes every layer and says the number after that of the token."""
 
-    def forward(weights: Any, memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        memory, _ = histories.compute(memory, ubatch, layers)
+    def forward(weights: Any, cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+        cache, _ = histories.compute(cache, ubatch, layers)
         said = (ubatch.tokens.reshape(-1)[ubatch.outputs] + 1) % VOCABULARY
         logits = jax.nn.one_hot(said, VOCABULARY)
         if "s" in layers:  # the source is zeros, and NaN where it must not be looked at
             q = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
-            logits += jnp.sum(jaxkv.attend(memory, layers.index("s"), ubatch, q)[1])
-        return memory, logits
+            logits += jnp.sum(jaxkv.attend(cache, layers.index("s"), ubatch, q)[1])
+        return cache, logits
 
     return forward
 
@@ -96,39 +94,39 @@ class Refused(Exception):
 
 
 class Trial:
-    """A memory of one kind with a text of `TOKENS` tokens in sequence 0."""
+    """A cache of one kind with a text of `TOKENS` tokens in sequence 0."""
 
     def __init__(self, make: Callable[[], Any], layers: str) -> None:
         self.empty, self.forward = make(), model(layers)
-        self.memory, self.logits = self.told(self.empty, range(1, TOKENS + 1))
+        self.cache, self.logits = self.told(self.empty, range(1, TOKENS + 1))
 
-    def told(self, memory: Any, tokens: Any, seq: int = 0) -> tuple[Any, jax.Array]:
+    def told(self, cache: Any, tokens: Any, seq: int = 0) -> tuple[Any, jax.Array]:
         """Tell a sequence some tokens, or be refused by the reason of the plan."""
         batch = jaxkv.make_batch(list(tokens), sequences=seq)
-        plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
+        plan = jaxkv.init_batch(cache, batch, ubatch_size=4)
         if not plan.ok:
             raise Refused(jaxkv.Reason(int(plan.reason[seq])).name)
-        memory, logits, *_ = jaxkv.prefill(self.forward, None, memory, batch, plan=plan)
-        return memory, logits
+        cache, logits, *_ = jaxkv.prefill(self.forward, None, cache, batch, plan=plan)
+        return cache, logits
 
-    def goes_on(self, memory: Any, last: int, seq: int = 0) -> str:
+    def goes_on(self, cache: Any, last: int, seq: int = 0) -> str:
         """Return that it works where a sequence ends at a position, and takes one more token."""
-        assert jaxkv.seq_pos_max(memory, seq).item() == last
-        assert not any(map(int, jaxkv.check_invariants(memory).values()))
-        after, _ = self.told(memory, [7], seq)
+        assert jaxkv.seq_pos_max(cache, seq).item() == last
+        assert not any(map(int, jaxkv.check_invariants(cache).values()))
+        after, _ = self.told(cache, [7], seq)
         assert jaxkv.seq_pos_max(after, seq).item() == last + 1
         return YES
 
-    def granted(self, memory: Any, ok: Any, last: int, seq: int = 0) -> str:
+    def granted(self, cache: Any, ok: Any, last: int, seq: int = 0) -> str:
         """Return that it works, or that the verb said no and changed nothing."""
         if ok:
-            return self.goes_on(memory, last, seq)
-        assert self.goes_on(memory, TOKENS - 1) == YES
+            return self.goes_on(cache, last, seq)
+        assert self.goes_on(cache, TOKENS - 1) == YES
         raise Refused("ok is False")
 
     def other(self, same_stream: bool) -> int | None:
         """Find another sequence, of the same stream or of another one."""
-        facts = jaxkv.split(self.memory)[0].facts
+        facts = jaxkv.split(self.cache)[0].facts
         sharing = facts.sequences // facts.streams
         return next(
             (q for q in range(1, facts.sequences) if (q // sharing == 0) == same_stream), None
@@ -136,16 +134,16 @@ class Trial:
 
 
 def prompt(trial: Trial) -> str:
-    return trial.goes_on(trial.memory, TOKENS - 1)
+    return trial.goes_on(trial.cache, TOKENS - 1)
 
 
 def whole(trial: Trial) -> str:
-    return trial.granted(*jaxkv.seq_rm(trial.memory, 0), -1)
+    return trial.granted(*jaxkv.seq_rm(trial.cache, 0), -1)
 
 
 def end(trial: Trial, count: int = 2) -> str:
     left = TOKENS - count
-    return trial.granted(*jaxkv.seq_rm(trial.memory, 0, left), left - 1)
+    return trial.granted(*jaxkv.seq_rm(trial.cache, 0, left), left - 1)
 
 
 def half(trial: Trial) -> str:
@@ -153,18 +151,18 @@ def half(trial: Trial) -> str:
 
 
 def middle(trial: Trial) -> str:
-    memory, ok = jaxkv.seq_rm(trial.memory, 0, TOKENS - 4, TOKENS - 3)
-    return trial.granted(memory, ok, TOKENS - 1)
+    cache, ok = jaxkv.seq_rm(trial.cache, 0, TOKENS - 4, TOKENS - 3)
+    return trial.granted(cache, ok, TOKENS - 1)
 
 
 def fork(trial: Trial, same_stream: bool = True) -> str:
     dst = trial.other(same_stream)
     if dst is None:
         return NONE
-    memory, ok = jaxkv.seq_cp(trial.memory, 0, dst)
-    shared = jaxkv.used(memory) == jaxkv.used(trial.memory)
+    cache, ok = jaxkv.seq_cp(trial.cache, 0, dst)
+    shared = jaxkv.used(cache) == jaxkv.used(trial.cache)
     assert shared == same_stream
-    return trial.granted(memory, ok, TOKENS - 1, dst)
+    return trial.granted(cache, ok, TOKENS - 1, dst)
 
 
 def copy(trial: Trial) -> str:
@@ -173,123 +171,123 @@ def copy(trial: Trial) -> str:
 
 def part_of_it(trial: Trial) -> str:
     dst = trial.other(True) or trial.other(False)
-    return trial.granted(*jaxkv.seq_cp(trial.memory, 0, dst, 0, TOKENS - 2), TOKENS - 3, dst)
+    return trial.granted(*jaxkv.seq_cp(trial.cache, 0, dst, 0, TOKENS - 2), TOKENS - 3, dst)
 
 
 def select(trial: Trial) -> str:
     dst = trial.other(True) or trial.other(False)
-    memory, _ = trial.told(trial.memory, [9], dst)
-    memory = jaxkv.seq_select(memory, [dst, 0], [0, dst]).cache
-    assert jaxkv.seq_pos_max(memory, dst) == TOKENS - 1
-    return trial.goes_on(memory, 0)
+    cache, _ = trial.told(trial.cache, [9], dst)
+    cache = jaxkv.seq_select(cache, [dst, 0], [0, dst]).cache
+    assert jaxkv.seq_pos_max(cache, dst) == TOKENS - 1
+    return trial.goes_on(cache, 0)
 
 
 def keep(trial: Trial) -> str:
     dst = trial.other(True) or trial.other(False)
-    memory, _ = trial.told(trial.memory, [9], dst)
-    memory = jaxkv.seq_keep(memory, 0)
-    assert jaxkv.seq_pos_max(memory, dst) == -1
-    return trial.goes_on(memory, TOKENS - 1)
+    cache, _ = trial.told(trial.cache, [9], dst)
+    cache = jaxkv.seq_keep(cache, 0)
+    assert jaxkv.seq_pos_max(cache, dst) == -1
+    return trial.goes_on(cache, TOKENS - 1)
 
 
 def move(trial: Trial) -> str:
-    memory, ok = jaxkv.seq_add(trial.memory, 0, 0, -1, 5)
-    return trial.granted(jaxkv.apply(memory, jaxkv.init_update(memory)), ok, TOKENS + 4)
+    cache, ok = jaxkv.seq_add(trial.cache, 0, 0, -1, 5)
+    return trial.granted(jaxkv.apply(cache, jaxkv.init_update(cache)), ok, TOKENS + 4)
 
 
 def divide(trial: Trial) -> str:
-    memory, ok = jaxkv.seq_div(trial.memory, 0, 0, -1, 2)
-    return trial.granted(jaxkv.apply(memory, jaxkv.init_update(memory)), ok, (TOKENS - 1) // 2)
+    cache, ok = jaxkv.seq_div(trial.cache, 0, 0, -1, 2)
+    return trial.granted(jaxkv.apply(cache, jaxkv.init_update(cache)), ok, (TOKENS - 1) // 2)
 
 
 def defrag(trial: Trial) -> str:
-    memory, _ = trial.told(trial.memory, [9], 1)
-    memory, ok = jaxkv.seq_rm(memory, 0)
+    cache, _ = trial.told(trial.cache, [9], 1)
+    cache, ok = jaxkv.seq_rm(cache, 0)
     assert ok
-    memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
-    assert jaxkv.defrag_plan(memory).pending == 0
-    return trial.goes_on(memory, 0, 1)
+    cache = jaxkv.apply(cache, jaxkv.defrag_plan(cache))
+    assert jaxkv.defrag_plan(cache).pending == 0
+    return trial.goes_on(cache, 0, 1)
 
 
 def checkpoint(trial: Trial) -> str:
-    trial.told(trial.memory, [8, 9])
-    return trial.goes_on(trial.memory, TOKENS - 1)
+    trial.told(trial.cache, [8, 9])
+    return trial.goes_on(trial.cache, TOKENS - 1)
 
 
 def back(trial: Trial) -> str:
-    table, _ = jaxkv.split(trial.memory)
-    later, _ = trial.told(trial.memory, [8])
-    memory, ok = jaxkv.go_back(table, later)
+    table, _ = jaxkv.split(trial.cache)
+    later, _ = trial.told(trial.cache, [8])
+    cache, ok = jaxkv.go_back(table, later)
     if not ok:
         raise Refused("ok is False")
-    return trial.goes_on(memory, TOKENS - 1)
+    return trial.goes_on(cache, TOKENS - 1)
 
 
 def traced(trial: Trial) -> str:
     @jax.jit
-    def program(memory: Any) -> Any:
+    def program(cache: Any) -> Any:
         args = jnp.array([7]), jnp.arange(1), jnp.ones(1, bool)
-        ubatch, ok = jaxkv.plan_step(memory, *args)
-        memory, _ = trial.forward(None, jaxkv.apply(memory, ubatch), ubatch)
-        return memory, ok
+        ubatch, ok = jaxkv.plan_step(cache, *args)
+        cache, _ = trial.forward(None, jaxkv.apply(cache, ubatch), ubatch)
+        return cache, ok
 
-    memory, ok = program(trial.memory)
-    return trial.goes_on(memory, TOKENS) if ok else NONE
+    cache, ok = program(trial.cache)
+    return trial.goes_on(cache, TOKENS) if ok else NONE
 
 
 def mapped(trial: Trial) -> str:
-    two = jax.tree.map(lambda x: jnp.stack([x, x]), trial.memory)
-    cut, ok = jax.vmap(lambda memory: jaxkv.seq_rm(memory, 0))(two)
+    two = jax.tree.map(lambda x: jnp.stack([x, x]), trial.cache)
+    cut, ok = jax.vmap(lambda cache: jaxkv.seq_rm(cache, 0))(two)
     assert ok.all()
     return trial.goes_on(jax.tree.map(lambda x: x[1], cut), -1)
 
 
 def begun(trial: Trial, **options: Any) -> tuple[Any, Any]:
     sampler = loops.sampling.make_sampler()
-    return sampler, loops.begin(sampler, trial.memory, trial.logits, **options)[0]
+    return sampler, loops.begin(sampler, trial.cache, trial.logits, **options)[0]
 
 
 def generate(trial: Trial) -> str:
     sampler, state = begun(trial)
-    memory, state, picked = jaxkv.decode(trial.forward, sampler, None, trial.memory, state, steps=3)
+    cache, state, picked = jaxkv.decode(trial.forward, sampler, None, trial.cache, state, steps=3)
     assert (picked.tokens[0] == SAID[1:4]).all()
-    return trial.goes_on(memory, TOKENS + 2)
+    return trial.goes_on(cache, TOKENS + 2)
 
 
 def guess(trial: Trial) -> str:
     sampler, state = begun(trial)
     draft = loops.lookup([range(1, TOKENS + 1)], tries=2)
-    memory, _, _, made = loops.speculate(
-        trial.forward, draft, sampler, None, trial.memory, state, steps=3
+    cache, _, _, made = loops.speculate(
+        trial.forward, draft, sampler, None, trial.cache, state, steps=3
     )
     assert (made.tokens[0] == SAID[1:4]).all()
-    return trial.goes_on(memory, TOKENS + 2)
+    return trial.goes_on(cache, TOKENS + 2)
 
 
 def shared(trial: Trial) -> str:
     if (seq := trial.other(same_stream=True)) is None:
         return NONE
-    memory = jaxkv.seq_cp(trial.memory, 0, seq).cache
+    cache = jaxkv.seq_cp(trial.cache, 0, seq).cache
     batch = jaxkv.make_batch([7], sequences=[[0, seq]])
-    memory, *_ = jaxkv.prefill(trial.forward, None, memory, batch)
-    assert jaxkv.seq_pos_max(memory, seq) == TOKENS
-    return trial.goes_on(memory, TOKENS)
+    cache, *_ = jaxkv.prefill(trial.forward, None, cache, batch)
+    assert jaxkv.seq_pos_max(cache, seq) == TOKENS
+    return trial.goes_on(cache, TOKENS)
 
 
 def search(trial: Trial) -> str:
-    memory, beams = loops.beam(trial.forward, None, trial.memory, trial.logits, width=2, steps=2)
+    cache, beams = loops.beam(trial.forward, None, trial.cache, trial.logits, width=2, steps=2)
     assert (beams.tokens[0] == SAID[:2]).all()
-    assert not any(map(int, jaxkv.check_invariants(memory).values()))
+    assert not any(map(int, jaxkv.check_invariants(cache).values()))
     return YES
 
 
 def slide(trial: Trial) -> str:
-    return trial.granted(*loops.slide(trial.memory, 0, keep=1, drop=2), TOKENS - 3)
+    return trial.granted(*loops.slide(trial.cache, 0, keep=1, drop=2), TOKENS - 3)
 
 
 def extend(trial: Trial) -> str:
-    memory, _, ok = loops.extend(trial.memory, 0, 0, group=2, width=4)
-    return trial.granted(memory, ok, TOKENS // 2 - 1)
+    cache, _, ok = loops.extend(trial.cache, 0, 0, group=2, width=4)
+    return trial.granted(cache, ok, TOKENS // 2 - 1)
 
 
 def requests(trial: Trial) -> str:
@@ -316,7 +314,7 @@ ROWS: dict[str, Callable[[Trial], str]] = {
     "`seq_add`, `init_update`": move,
     "`seq_div`, `init_update`": divide,
     "`defrag_plan`": defrag,
-    "a memory kept as a checkpoint": checkpoint,
+    "a cache kept as a checkpoint": checkpoint,
     "`go_back`": back,
     "`decode`": generate,
     "`loops.speculate`": guess,

@@ -1,18 +1,18 @@
-"""Memories to look at: as text, as a line, as a table in a notebook, and as plots.
+"""Caches to look at: as text, as a line, as a table in a notebook, and as plots.
 
 `show` draws with characters. `cells_of` returns what stands in the cells as NumPy arrays. `plot`
-draws with matplotlib. The line that is the `repr` of a memory, a plan or a batch, and the table
-that a notebook displays for a memory, are attached to their classes here.
+draws with matplotlib. The line that is the `repr` of a cache, a plan or a batch, and the table
+that a notebook displays for a cache, are attached to their classes here.
 
 Examples:
-  >>> memory = make_kv_cache(layers=2, cells=8, kv_heads=1, head_dim=4, sequences=3)
-  >>> memory
-  Memory(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: 0 used)
-  >>> plan = init_batch(memory, make_batch([[1, 2, 3], [4] * 9]))
+  >>> cache = make_kv_cache(layers=2, cells=8, kv_heads=1, head_dim=4, sequences=3)
+  >>> cache
+  Cache(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: 0 used)
+  >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4] * 9]))
   >>> plan
   Plan(refused: sequence 1 NO_ROOM)
-  >>> jax.eval_shape(lambda: memory)
-  Memory(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: shapes
+  >>> jax.eval_shape(lambda: cache)
+  Cache(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: shapes
   alone)
 """
 
@@ -20,9 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxkv.batch import Batch, Ubatch
+from jaxkv.cache import Cache
 from jaxkv.draw import plot
 from jaxkv.draw.html import html_of
-from jaxkv.draw.lines import fields_line, memory_line, plan_line, ubatch_line
+from jaxkv.draw.lines import cache_line, fields_line, plan_line, ubatch_line
 from jaxkv.draw.look import CellView, cells_of
 from jaxkv.draw.text import show
 from jaxkv.hybrid import HybridCommitment, HybridTable
@@ -31,7 +32,6 @@ from jaxkv.kv.defrag import Defrag
 from jaxkv.kv.shift import Update
 from jaxkv.kv.source import SourceTable
 from jaxkv.kv.table import CellTable
-from jaxkv.memory import Memory
 from jaxkv.plan import Plan
 from jaxkv.recurrent.slots import StateSlots
 from jaxkv.recurrent.table import NoOp, StateTable
@@ -44,9 +44,9 @@ def _attach(line: Callable[[Any], str], *kinds: Any) -> None:
         kind.__repr__ = line
 
 
-_attach(memory_line, Memory)
+_attach(cache_line, Cache)
 _attach(plan_line, Plan)
 _attach(ubatch_line, Ubatch)
 _attach(fields_line, Batch, Buffers, CellTable, Defrag, HybridCommitment, HybridTable, NoOp)
 _attach(fields_line, SourceTable, StateSlots, StateTable, Update)
-Memory._repr_html_ = html_of  # type: ignore[attr-defined]  # the name that notebooks look for
+Cache._repr_html_ = html_of  # type: ignore[attr-defined]  # the name that notebooks look for

@@ -1,13 +1,13 @@
-"""A memory as a table in plain HTML, for notebooks: no script, and no style but its own."""
+"""A cache as a table in plain HTML, for notebooks: no script, and no style but its own."""
 
 from html import escape
 
+from jaxkv.cache import Cache
 from jaxkv.draw.colours import colour_of, text_on
-from jaxkv.draw.lines import memory_line
+from jaxkv.draw.lines import cache_line
 from jaxkv.draw.look import cells_of, part_names
 from jaxkv.draw.runs import Run, folded, owners_of, positions_of, single, span
 from jaxkv.hybrid import parts_of
-from jaxkv.memory import Memory
 from jaxkv.places import is_concrete
 
 CELLS = 32
@@ -24,35 +24,35 @@ _BOX = (
 _SMALL = "font-size:75%;opacity:.75"
 
 
-def html_of(memory: Memory) -> str:
+def html_of(cache: Cache) -> str:
     """Return a table of the cells: the colour of the owner, the owner, and the position below it.
 
     A cell that several sequences share has a bar of their colours. Text and borders that are on no
-    colour of ours take that of the page, so that dark pages are read too. A memory whose values are
+    colour of ours take that of the page, so that dark pages are read too. A cache whose values are
     not known, or that is none any more (a pytree is made of anything), is its line alone.
     """
-    line = f'<div style="margin:4px 0"><code>{escape(memory_line(memory))}</code></div>'
+    line = f'<div style="margin:4px 0"><code>{escape(cache_line(cache))}</code></div>'
     try:
-        drawn = _parts(memory)
-    except Exception:  # traced, donated, a batch of memories, not even arrays: the line says so
+        drawn = _parts(cache)
+    except Exception:  # traced, donated, a batch of caches, not even arrays: the line says so
         drawn = ""
     return line + drawn
 
 
-def _parts(memory: Memory) -> str:
-    if not is_concrete(memory.table):
+def _parts(cache: Cache) -> str:
+    if not is_concrete(cache.table):
         return ""
-    names = part_names(memory.table)
+    names = part_names(cache.table)
     if not names:
-        return _cells(memory)
+        return _cells(cache)
     return "".join(
         f'<div style="{_SMALL};margin-top:6px">{name}</div>{_cells(part)}'
-        for part, name in zip(parts_of(memory), names, strict=True)
+        for part, name in zip(parts_of(cache), names, strict=True)
     )
 
 
-def _cells(memory: Memory) -> str:
-    view = cells_of(memory)
+def _cells(cache: Cache) -> str:
+    view = cells_of(cache)
     streams, cells = view.position.shape
     rows = []
     for stream in range(min(streams, STREAMS)):

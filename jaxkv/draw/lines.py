@@ -1,4 +1,4 @@
-"""Memories, plans and batches in one line: their `repr`, which nothing may make fail."""
+"""Caches, plans and batches in one line: their `repr`, which nothing may make fail."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
+from jaxkv.cache import Cache
 from jaxkv.donation import is_donated
 from jaxkv.facts import Facts
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.table import CellTable
-from jaxkv.memory import Memory
 from jaxkv.ops.quantised import Quantised
 from jaxkv.places import EMPTY, is_concrete, is_traced
 from jaxkv.plan import Plan, Reason
@@ -45,13 +45,13 @@ def never_fails(line: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 @never_fails
-def memory_line(memory: Memory) -> str:
-    """Return the kind and sizes of a memory, and how many of its cells are used.
+def cache_line(cache: Cache) -> str:
+    """Return the kind and sizes of a cache, and how many of its cells are used.
 
-    Where that is not known, it says why: the memory is traced, consists of shapes alone, was
+    Where that is not known, it says why: the cache is traced, consists of shapes alone, was
     donated, or is split over processes.
     """
-    return f"Memory({_sizes(memory.table, memory.buffers)}: {_content(memory)})"
+    return f"Cache({_sizes(cache.table, cache.buffers)}: {_content(cache)})"
 
 
 @never_fails
@@ -97,7 +97,7 @@ def fields_line(value: Any) -> str:
 
 
 def _sizes(table: Any, buffers: Any) -> str:
-    """Return the kind and sizes of a memory; shapes are read from the end, for `vmap` adds axes."""
+    """Return the kind and sizes of a cache; shapes are read from the end, for `vmap` adds axes."""
     size = f"{_dtypes(buffers)}, {human(nbytes((table, buffers)))}"
     match table:
         case CellTable():
@@ -141,16 +141,16 @@ def _dtypes(buffers: Any) -> str:
     return " and ".join(sorted({np.dtype(leaf.dtype).name for leaf in leaves}))
 
 
-def _content(memory: Memory) -> str:
+def _content(cache: Cache) -> str:
     """Return how many cells are used, or why that is not known."""
-    if is_traced(memory):
+    if is_traced(cache):
         return "traced"
-    if is_donated(memory.table):
+    if is_donated(cache.table):
         return "donated"
-    lost = ", buffers donated" if is_donated(memory.buffers) else ""
-    parts = memory.table.parts if isinstance(memory.table, HybridTable) else (memory.table,)
+    lost = ", buffers donated" if is_donated(cache.buffers) else ""
+    parts = cache.table.parts if isinstance(cache.table, HybridTable) else (cache.table,)
     counts = [_used(part) for part in parts]
-    if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(memory.table)):
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(cache.table)):
         return "shapes alone"
     if any(count is None for count in counts):
         return "split over processes" + lost

@@ -1,13 +1,13 @@
-"""What stands in the cells of a memory, as NumPy arrays: all that a picture needs."""
+"""What stands in the cells of a cache, as NumPy arrays: all that a picture needs."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from jaxkv.cache import Cache, split
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.cells import WORD, Cells
-from jaxkv.memory import Memory, split
 from jaxkv.places import EMPTY, fetched, is_traced
 from jaxkv.recurrent.states import States
 from jaxkv.verbs.known import check_known
@@ -15,7 +15,7 @@ from jaxkv.verbs.known import check_known
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CellView:
-    """What stands in the cells of a memory; NumPy arrays that no edit changes.
+    """What stands in the cells of a cache; NumPy arrays that no edit changes.
 
     position: `[S, N]` int32, position of the token in a cell, or of the token that its state stands
       after; -1 where the cell is empty.
@@ -66,35 +66,35 @@ class CellView:
         return np.where(owns, self.position[stream], np.int32(EMPTY))
 
 
-def cells_of(memory: Memory) -> CellView:
-    """Return what stands in the cells of a memory, to draw or to count it.
+def cells_of(cache: Cache) -> CellView:
+    """Return what stands in the cells of a cache, to draw or to count it.
 
     Args:
-      memory: one of cells or of states; of a hybrid one each part, `hybrid.parts_of`. Of one that
+      cache: one of cells or of states; of a hybrid one each part, `hybrid.parts_of`. Of one that
         is split over processes each must call this.
 
     Raises:
       TypeError: when it is hybrid, or has no values: inside a transformation, or shapes alone.
-      ValueError: when it was donated, or is a batch of memories, as `vmap` makes them.
+      ValueError: when it was donated, or is a batch of caches, as `vmap` makes them.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
-      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3]])))
-      >>> view = draw.cells_of(seq_cp(memory, 0, 2).cache)
+      >>> cache = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
+      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
+      >>> view = draw.cells_of(seq_cp(cache, 0, 2).cache)
       >>> view.position.tolist(), view.owner.tolist(), view.owners.tolist()
       ([[0, 1, 0, -1, -1]], [[0, 0, 1, -1, -1]], [[2, 2, 1, 0, 0]])
       >>> view.held(2).tolist()
       [0, 1, -1, -1, -1]
     """
-    return view_of(values_of(memory))
+    return view_of(values_of(cache))
 
 
-def values_of(memory: Memory) -> Any:
-    """Return the table of a memory with NumPy arrays; the errors are those of `cells_of`."""
-    table, _ = split(memory)
+def values_of(cache: Cache) -> Any:
+    """Return the table of a cache with NumPy arrays; the errors are those of `cells_of`."""
+    table, _ = split(cache)
     if is_traced(table):
         raise TypeError(
-            "wanted a memory whose values are known, got a traced one: draw it outside of jit, or "
+            "wanted a cache whose values are known, got a traced one: draw it outside of jit, or "
             "by jax.debug.callback"
         )
     check_known(table)
@@ -120,11 +120,11 @@ def view_of(table: Any) -> CellView:
             arrays = _arrays_of_states(table)
         case HybridTable():
             raise TypeError(
-                "wanted a memory of one kind, got a hybrid one: look at each of "
-                "jaxkv.hybrid.parts_of(memory)"
+                "wanted a cache of one kind, got a hybrid one: look at each of "
+                "jaxkv.hybrid.parts_of(cache)"
             )
         case _:
-            raise TypeError(f"wanted a memory of cells or of states, got {type(table).__name__}")
+            raise TypeError(f"wanted a cache of cells or of states, got {type(table).__name__}")
     return CellView(**arrays, sequences=table.sequences)
 
 

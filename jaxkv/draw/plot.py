@@ -1,4 +1,4 @@
-"""Pictures of memories by matplotlib: `pip install matplotlib`.
+"""Pictures of caches by matplotlib: `pip install matplotlib`.
 
 Each function draws on `ax`, matplotlib's `Axes`, or on new ones if it is None, and returns them:
 titles, sizes and files are set on what comes back. Colours are those of sequences, seven of them
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
+from jaxkv.cache import Cache, check_made_for, split
 from jaxkv.draw.colours import PALETTE, colour_of, text_on
 from jaxkv.draw.lines import human
 from jaxkv.draw.look import CellView, cells_of, view_of
@@ -20,7 +21,6 @@ from jaxkv.hybrid import HybridTable, parts_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.mask import visible
 from jaxkv.kv.table import CellTable
-from jaxkv.memory import Memory, check_made_for, split
 from jaxkv.places import EMPTY, fetched
 from jaxkv.verbs.ask import nbytes as nbytes_of
 
@@ -37,22 +37,22 @@ FREE = "#ffffff"
 LINE = "#999999"
 
 
-def cells(memory: Memory, ax: Any = None) -> Any:
+def cells(cache: Cache, ax: Any = None) -> Any:
     """Draw which sequence owns which cell.
 
-    A memory of one stream is a grid, the first cell at the top left, line after line. Of several
+    A cache of one stream is a grid, the first cell at the top left, line after line. Of several
     streams each is a line. Where there is room, positions are written into the cells. A cell that
     several sequences share has the colour of the lowest one, and is hatched.
 
     Args:
-      memory: one of cells or of states; of a hybrid one each part, `hybrid.parts_of`.
+      cache: one of cells or of states; of a hybrid one each part, `hybrid.parts_of`.
       ax: where to draw.
 
     Raises:
       ImportError: when matplotlib is missing.
       TypeError, ValueError: see `jaxkv.draw.cells_of`.
     """
-    view = cells_of(memory)
+    view = cells_of(cache)
     ax = _axes(ax)
     streams, count = view.position.shape
     across = (
@@ -91,30 +91,30 @@ def cells(memory: Memory, ax: Any = None) -> Any:
 
 
 def occupancy(
-    steps: Sequence[Memory] | Sequence[int], *, cells: int | None = None, ax: Any = None
+    steps: Sequence[Cache] | Sequence[int], *, cells: int | None = None, ax: Any = None
 ) -> Any:
     """Draw how many cells were used, step after step.
 
     Args:
-      steps: memories, whose cells are coloured by the lowest of their owners; or counts, as
-        `jaxkv.used` returns them, which cost less to keep than memories.
-      cells: how many there are, drawn as a line; by default those of the memories. Of a hybrid
-        memory the cells of all parts are added up.
+      steps: caches, whose cells are coloured by the lowest of their owners; or counts, as
+        `jaxkv.used` returns them, which cost less to keep than caches.
+      cells: how many there are, drawn as a line; by default those of the caches. Of a hybrid
+        cache the cells of all parts are added up.
       ax: where to draw.
 
     Raises:
       ImportError: when matplotlib is missing.
-      ValueError: when there are no steps, memories and counts among them, or a memory was donated.
+      ValueError: when there are no steps, caches and counts among them, or a cache was donated.
     """
     if len(steps) == 0:
-        raise ValueError("wanted memories or counts, one for each step, got none")
-    memories = [one for one in steps if isinstance(one, Memory)]
-    if memories and len(memories) < len(steps):
-        raise ValueError("wanted memories or counts, got both: pass jaxkv.used of each")
+        raise ValueError("wanted caches or counts, one for each step, got none")
+    caches = [one for one in steps if isinstance(one, Cache)]
+    if caches and len(caches) < len(steps):
+        raise ValueError("wanted caches or counts, got both: pass jaxkv.used of each")
     ax = _axes(ax)
     at = np.arange(len(steps) + 1)  # each step is as wide as one, so a single one is seen too
-    if memories:
-        views = [[cells_of(part) for part in parts_of(one)] for one in memories]
+    if caches:
+        views = [[cells_of(part) for part in parts_of(one)] for one in caches]
         cells = sum(view.position.size for view in views[0]) if cells is None else cells
         counts = np.stack([np.sum([_owned(view) for view in one], axis=0) for one in views], axis=1)
         used = {seq: row.tolist() for seq, row in enumerate(counts) if row.any()}
@@ -139,7 +139,7 @@ def occupancy(
 
 
 def sight(
-    memory: Memory,
+    cache: Cache,
     ubatch: Ubatch,
     *,
     part: int = 0,
@@ -153,9 +153,9 @@ def sight(
     has the colour of its sequence; what is there and not seen is grey.
 
     Args:
-      memory: a memory that the ubatch has been applied to.
+      cache: a cache that the ubatch has been applied to.
       ubatch: the tokens that look.
-      part: of a hybrid memory, the part whose cells are looked at.
+      part: of a hybrid cache, the part whose cells are looked at.
       causal: False lets tokens see what comes after them too.
       by_position: draw a column for each position in place of each cell, the tokens of other
         sequences left out.
@@ -163,17 +163,17 @@ def sight(
 
     Raises:
       ImportError: when matplotlib is missing.
-      TypeError: when the memory, or that part, has no attention.
-      ValueError: when the ubatch was made for another memory, or its cells hold something else:
+      TypeError: when the cache, or that part, has no attention.
+      ValueError: when the ubatch was made for another cache, or its cells hold something else:
         it was not applied yet, or they were moved or taken since.
     """
-    table, _ = split(memory)
+    table, _ = split(cache)
     check_made_for(table, ubatch)
     if isinstance(table, HybridTable):
         table, ubatch = table.parts[part], part_of(ubatch, part)
     if not isinstance(table, CellTable) or table.facts.holds_sources:
         raise TypeError(
-            f"wanted a memory, or a part, of attention, got kind {table.facts.kind!r}: states see "
+            f"wanted a cache, or a part, of attention, got kind {table.facts.kind!r}: states see "
             f"all that came before, and a text all of its source"
         )
     seen = jax.jit(visible, static_argnames="causal")(table, ubatch, causal=causal)
@@ -183,7 +183,7 @@ def sight(
     placed = ubatch.slots < table.num_cells  # none is of a refused plan
     stamps = table.stamp[stream[placed], ubatch.slots[placed]]
     if not np.array_equal(stamps, ubatch.stamps[placed]):
-        raise ValueError("wanted a memory that the ubatch was applied to: apply(memory, ubatch)")
+        raise ValueError("wanted a cache that the ubatch was applied to: apply(cache, ubatch)")
     view = view_of(table)
     tokens = seen, stream, ubatch.sequences, ubatch.positions
     seen, stream, sequence, at = (np.asarray(x)[valid] for x in tokens)
@@ -203,18 +203,18 @@ def sight(
     return ax
 
 
-def nbytes(memory: Memory, ax: Any = None) -> Any:
-    """Draw how many bytes a memory takes, by what they are: table, keys, values or states.
+def nbytes(cache: Cache, ax: Any = None) -> Any:
+    """Draw how many bytes a cache takes, by what they are: table, keys, values or states.
 
     Args:
-      memory: any memory, or the shapes of one (`jax.eval_shape`).
+      cache: any cache, or the shapes of one (`jax.eval_shape`).
       ax: where to draw.
 
     Raises:
       ImportError: when matplotlib is missing.
     """
     ax = _axes(ax)
-    parts = parts_of(memory)
+    parts = parts_of(cache)
     kinds: dict[str, int] = {}
     for i, part in enumerate(parts):
         table, buffers = split(part)

@@ -4,19 +4,19 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.cache import Cache
 from jaxkv.draw.look import CellView, part_names, values_of, view_of
 from jaxkv.draw.runs import Run, folded, owners_of, positions_of, span
 from jaxkv.hybrid import HybridTable
-from jaxkv.memory import Memory
 from jaxkv.places import EMPTY
 from jaxkv.recurrent.states import States
 
 
-def show(memory: Memory, *, width: int | None = 100) -> str:
+def show(cache: Cache, *, width: int | None = 100) -> str:
     """Draw the table of a cache: a column a cell, its owner above its position.
 
     Args:
-      memory: any memory. Of one that is split over processes each must call this.
+      cache: any cache. Of one that is split over processes each must call this.
       width: how many characters a line may have, None for any number. Where a column for each cell
         does not fit, neighbours that go on from each other share one, and a line above says which
         cells they are.
@@ -25,41 +25,41 @@ def show(memory: Memory, *, width: int | None = 100) -> str:
       Two lines for each stream. `.` is an empty cell, a number the only owner, `+` several owners.
       A third line, `owed`, appears when keys wait for a rotation. Where even the runs of neighbours
       are too many, short ones are put together: `~` and all their owners, and `~` and the lowest
-      and the highest position. For a recurrent memory a line for each sequence, with the positions
+      and the highest position. For a recurrent cache a line for each sequence, with the positions
       of the states that are kept, the current one last. For a hybrid one its parts, one after
       another.
 
     Raises:
       TypeError: when its values are not known: inside a transformation, or shapes alone.
-      ValueError: when it was donated, or is a batch of memories, as `vmap` makes them.
+      ValueError: when it was donated, or is a batch of caches, as `vmap` makes them.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=12)
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=12)
       >>> batch = make_batch([[1, 2, 3], [4]], sequences=[0, 11])
-      >>> memory = apply(memory, init_batch(memory, batch))
-      >>> print(show(seq_cp(memory, 0, 5, 0, 1).cache))
+      >>> cache = apply(cache, init_batch(cache, batch))
+      >>> print(show(seq_cp(cache, 0, 5, 0, 1).cache))
       owner    + 0 0 11 . .
       position 0 1 2  0 . .
 
-      >>> memory = make_kv_cache(layers=1, cells=4096, kv_heads=1, head_dim=2, sequences=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch(np.zeros(300, int))))
-      >>> print(show(seq_cp(memory, 0, 1, 0, 40).cache))
+      >>> cache = make_kv_cache(layers=1, cells=4096, kv_heads=1, head_dim=2, sequences=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch(np.zeros(300, int))))
+      >>> print(show(seq_cp(cache, 0, 1, 0, 40).cache))
       cells    0-39 40-299 300-4095
       owner       +      0        .
       position 0-39 40-299        .
 
-      >>> memory = make_recurrent_cache(
+      >>> cache = make_recurrent_cache(
       ...     layers=1, states={"x": ((), jnp.float32)}, sequences=2, rollback=2
       ... )
-      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]])))
-      >>> memory = apply(memory, init_batch(memory, make_batch([5, 6])))
-      >>> print(show(seq_cp(memory, 1, 0, 0, 1).cache))
+      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]])))
+      >>> cache = apply(cache, init_batch(cache, make_batch([5, 6])))
+      >>> print(show(seq_cp(cache, 1, 0, 0, 1).cache))
       sequence 0 . . 0
       sequence 1 . 0 1
 
     llama.cpp: the debug drawing of `find_slot`.
     """
-    return _drawn(values_of(memory), width)
+    return _drawn(values_of(cache), width)
 
 
 def _drawn(table: Any, width: int | None) -> str:

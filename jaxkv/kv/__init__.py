@@ -1,1 +1,1 @@
-"""Attention memory: a table of cells, and buffers of keys and values."""
+"""Attention cache: a table of cells, and buffers of keys and values."""

@@ -1,4 +1,4 @@
-"""What a layer asks of an attention memory: write its keys and values, look at them, attend."""
+"""What a layer asks of an attention cache: write its keys and values, look at them, attend."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, rows_of, specs_of
+from jaxkv.cache import View
 from jaxkv.kv import slots
 from jaxkv.kv.buffers import (
     Buffers,
@@ -22,7 +23,6 @@ from jaxkv.kv.buffers import (
 )
 from jaxkv.kv.cells import C, Cells
 from jaxkv.kv.mask import blind, sight_of
-from jaxkv.memory import View
 from jaxkv.mesh import Shares, at_hand, first_of, from_owner, looked_up, on_shares, shares
 from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
@@ -125,7 +125,7 @@ def _layer_of(buffers: Buffers, layer: int | jax.Array) -> Held:
     """Return the keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer, see `Held`."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
-            f"wanted a layer from 0 to {buffers.layers - 1}, got {layer}: make the memory with "
+            f"wanted a layer from 0 to {buffers.layers - 1}, got {layer}: make the cache with "
             f"layers= of the model"
         )
     return buffers.layer(layer)
@@ -148,7 +148,7 @@ def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, ...
         if v is not None:
             raise TypeError(
                 f"wanted keys alone, whose numbers {values.first} to {values.last - 1} are the "
-                f"values of this memory, got values too: leave v out"
+                f"values of this cache, got values too: leave v out"
             )
         given = (("k", "D", k, keys),)
     else:

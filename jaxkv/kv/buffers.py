@@ -1,4 +1,4 @@
-"""The keys and values that lie beside a table of cells: all the bytes of an attention memory."""
+"""The keys and values that lie beside a table of cells: all the bytes of an attention cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -149,7 +149,7 @@ def on_halves(
     Layers that are stacked are changed one after another.
 
     Args:
-      rules: of the memory.
+      rules: of the cache.
       buffers: the keys and values of all layers.
       change: is given how they are split, the arguments, and the keys and values `(k, v)` of a
         share, of all layers or stacked of a single one; returns the next ones.

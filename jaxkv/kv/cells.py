@@ -1,6 +1,6 @@
-"""The table of an attention memory: for each cell a position, its owners, and a rotation owed.
+"""The table of an attention cache: for each cell a position, its owners, and a rotation owed.
 
-This table is the truth about a memory. It holds not one byte of keys or values, so every edit of it
+This table is the truth about a cache. It holds not one byte of keys or values, so every edit of it
 (forgetting, forking, moving) costs the same whatever the model's size. What can be computed from it
 (how many cells are used, the first and last position of a sequence) is computed, never stored.
 
@@ -59,7 +59,7 @@ class Cells:
     shards: among how many runs of equal length cells are dealt, static; 1 unless they are striped.
     window: how far back tokens look, static; a cell that no next token sees may be taken.
     ubatch_size: the most tokens of a ubatch that N was chosen for, static; None for any.
-    rules: which axes of a mesh split the memory, static; None where it is on one device.
+    rules: which axes of a mesh split the cache, static; None where it is on one device.
     """
 
     position: jax.Array  # [S, N]

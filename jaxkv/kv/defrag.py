@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.cache import Commitment
 from jaxkv.facts import Facts
 from jaxkv.kv.buffers import Buffers, Cached, Halves, bring, on_halves, put
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.kv.tiles import tile_of
-from jaxkv.memory import Commitment
 from jaxkv.mesh import Shares
 from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, numbers_of
@@ -33,7 +33,7 @@ class Defrag(Commitment):
     count: `[S]` int32, how many moves there are.
     free: `[S, N]` bool, which cells were empty when the plan was made. Applied to a table in which
       others are, the plan changes nothing.
-    facts: of the memory that it was planned for, static.
+    facts: of the cache that it was planned for, static.
     """
 
     source: jax.Array  # [S, M]

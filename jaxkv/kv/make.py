@@ -1,4 +1,4 @@
-"""Making an attention memory: its sizes checked, its table and buffers empty."""
+"""Making an attention cache: its sizes checked, its table and buffers empty."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache import Cache, join
 from jaxkv.facts import checked_streams
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Placement, empty_fields
 from jaxkv.kv.table import CellTable
 from jaxkv.kv.tiles import TILE, check_cells
-from jaxkv.memory import Memory, join
 from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import zeros
 from jaxkv.places import FAR, check_shape, count
@@ -37,8 +37,8 @@ def make_kv_cache(
     placement: Placement = "scattered",
     shards: int | None = None,
     stacked: bool = False,
-) -> Memory:
-    """Make an empty attention memory.
+) -> Cache:
+    """Make an empty attention cache.
 
     Args:
       layers: L, the attention layers.
@@ -78,14 +78,14 @@ def make_kv_cache(
         is about as fast as a stream for each sequence. N is a multiple of 64 then; below 256 cells
         it may be any number, and tiles have fewer cells, which gains nothing.
       shards: how many runs of equal length the cells are, N a multiple of it: as many as devices
-        split them. Only with "striped". It orders cells and nothing else, so the memory works on
+        split them. Only with "striped". It orders cells and nothing else, so the cache works on
         any mesh, or none.
       stacked: whether one array holds the keys of all layers, and one their values, so that the
         number of a layer may be traced, as in a scan over layers; see below. All layers must be
         alike.
 
     Returns:
-      The memory, all cells empty.
+      The cache, all cells empty.
 
     Stacked, a model of many layers is traced and compiled as one layer, and its buffers are the
     carry of a `jax.lax.scan`, which writes them in place. `attend`, `write` and `view` take a layer
@@ -105,11 +105,11 @@ def make_kv_cache(
         together with what it is counted from, there is no such placement, `shards` is missing,
         given with another one, or does not divide N, 64 does not divide an N of tiles that is 256
         or more, the dtype is neither a floating one with signs and NaN nor int8, sizes and ropes do
-        not fit the layers, or the layers of a stacked memory are not alike.
+        not fit the layers, or the layers of a stacked cache are not alike.
 
     Examples:
-      >>> memory = make_kv_cache(layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8)
-      >>> memory.buffers.k[0].shape, nbytes(memory)
+      >>> cache = make_kv_cache(layers=2, cells=512, kv_heads=3, head_dim=64, sequences=8)
+      >>> cache.buffers.k[0].shape, nbytes(cache)
       ((1, 3, 512, 64), 1583152)
 
       Of 8 bits, with scales:
@@ -123,17 +123,17 @@ def make_kv_cache(
 
       A window of 128 positions, for two sequences with a stream each:
 
-      >>> memory = make_kv_cache(
+      >>> cache = make_kv_cache(
       ...     layers=2, kv_heads=3, head_dim=64, sequences=2, streams=2, window=window.sliding(128)
       ... )
-      >>> memory.buffers.k[0].shape
+      >>> cache.buffers.k[0].shape
       (2, 3, 672, 64)
 
       Two pools for four sequences, of which 0 and 1 share the first:
 
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=4, streams=2)
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=4, streams=2)
       >>> batch = make_batch([[1], [2], [3]], sequences=[3, 1, 0])
-      >>> print(show(apply(memory, init_batch(memory, batch))))
+      >>> print(show(apply(cache, init_batch(cache, batch))))
       owner    0 1 . .
       position 0 0 . .
       owner    3 . . .
@@ -141,33 +141,33 @@ def make_kv_cache(
 
       Two shards of four cells, as for two devices: both hold as much of a text.
 
-      >>> memory = make_kv_cache(
+      >>> cache = make_kv_cache(
       ...     layers=1, cells=8, kv_heads=1, head_dim=2, placement="striped", shards=2
       ... )
-      >>> print(show(apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5, 6])))))
+      >>> print(show(apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5, 6])))))
       owner    0 0 0 . 0 0 0 .
       position 0 2 4 . 1 3 5 .
 
       One array for three layers, that a scan goes over:
 
-      >>> memory = make_kv_cache(layers=3, cells=4, kv_heads=1, head_dim=2, stacked=True)
-      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> cache = make_kv_cache(layers=3, cells=4, kv_heads=1, head_dim=2, stacked=True)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> def layer(carry, number):
-      ...     memory, x = carry
-      ...     memory, out = attend(memory, number, ubatch, x, x, x)
-      ...     return (memory, x + out), None
-      >>> carry = apply(memory, ubatch), jnp.ones((1, 2, 1, 2))
-      >>> (memory, x), _ = jax.lax.scan(layer, carry, jnp.arange(3))
-      >>> memory.buffers.k[0].shape, memory.buffers.k[0][:, 0, 0, 0], x[0, 1, 0, 0]
+      ...     cache, x = carry
+      ...     cache, out = attend(cache, number, ubatch, x, x, x)
+      ...     return (cache, x + out), None
+      >>> carry = apply(cache, ubatch), jnp.ones((1, 2, 1, 2))
+      >>> (cache, x), _ = jax.lax.scan(layer, carry, jnp.arange(3))
+      >>> cache.buffers.k[0].shape, cache.buffers.k[0][:, 0, 0, 0], x[0, 1, 0, 0]
       ((3, 1, 4, 2), Array([1., 2., 4.], dtype=float32), Array(8., dtype=float32))
 
       Tiles of two cells, for two sequences. The third token of 1 finds none that is empty:
 
-      >>> memory = make_kv_cache(
+      >>> cache = make_kv_cache(
       ...     layers=1, cells=8, kv_heads=1, head_dim=2, sequences=2, placement="tiled"
       ... )
       >>> batch = make_batch([[1, 2, 3, 4, 5], [6, 7, 8]], sequences=[0, 1])
-      >>> print(show(apply(memory, init_batch(memory, batch))))
+      >>> print(show(apply(cache, init_batch(cache, batch))))
       owner    0 0 0 0 0 1 1 1
       position 0 1 2 3 4 2 0 1
 
@@ -182,7 +182,7 @@ def make_kv_cache(
         raise TypeError(f"wanted a window, such as jaxkv.window.sliding(128), got {window!r}")
     if cells is None:
         if window is None:
-            raise ValueError("a memory without a window needs to be told its cells: pass cells=")
+            raise ValueError("a cache without a window needs to be told its cells: pass cells=")
         ubatch_size = count(512 if ubatch_size is None else ubatch_size, "ubatch_size")
         rollback = count(32 if rollback is None else rollback, "rollback", low=0)
         sharing = sequences // streams

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.cache import Commitment
 from jaxkv.facts import Facts
 from jaxkv.kv.buffers import Buffers, Halves, alike, gather, on_halves, scatter
 from jaxkv.kv.cells import (
@@ -32,7 +33,6 @@ from jaxkv.kv.cells import (
     within,
 )
 from jaxkv.kv.reuse import granted
-from jaxkv.memory import Commitment
 from jaxkv.mesh import first_of
 from jaxkv.ops.quantised import Stored
 from jaxkv.ops.rotation import turn
@@ -51,7 +51,7 @@ class Update(Commitment):
 
     shift: `[S, N]` int32, the table's notes when the plan was made. Applied to a table whose notes
       are others, the plan changes nothing.
-    facts: of the memory that it was planned for, static.
+    facts: of the cache that it was planned for, static.
     """
 
     shift: jax.Array  # [S, N]

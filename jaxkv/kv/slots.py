@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, contents
+from jaxkv.cache import Findings, Room
 from jaxkv.kv.by_stream import gathered, on_rows
 from jaxkv.kv.cells import C, Cells, digest, free, holders, home, lasts, of_cells
 from jaxkv.kv.reuse import evict, hidden, misses
 from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.kv.tiles import in_tiles
-from jaxkv.memory import Findings, Room
 from jaxkv.places import EMPTY, END, FAR, nowhere
 from jaxkv.plan import Reason
 from jaxkv.stamp import chained

@@ -1,4 +1,4 @@
-"""Memory for sources: what an encoder read for a sequence, for all tokens of its text to look at.
+"""Cache for sources: what an encoder read for a sequence, for all tokens of its text to look at.
 
 A source is written once, whole, and then only looked at. Its cells have positions of their own, 0
 and so on, which no verb of positions reaches: a text may be cut, moved and slid, and its source
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
+from jaxkv.cache import Cache, View, join, split
 from jaxkv.facts import Facts, changes_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.make import make_kv_cache
 from jaxkv.kv.table import CellTable
-from jaxkv.memory import Memory, View, join, split
 from jaxkv.places import EMPTY, end_of, nowhere
 
 
@@ -35,7 +35,7 @@ class Reader(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SourceTable(CellTable):
-    """The table of a memory for sources: that of attention, but what asks about a text passes by.
+    """The table of a cache for sources: that of attention, but what asks about a text passes by.
 
     Sources go in as a batch does (`init_source`). A ubatch of text is a reader: it takes no cells,
     and each of its tokens sees all cells of its sequence. Arrays have the shapes that `Table` says.
@@ -48,7 +48,7 @@ class SourceTable(CellTable):
 
     @property
     def facts(self) -> Facts:
-        """What is fixed when the memory is made."""
+        """What is fixed when the cache is made."""
         return replace(super().facts, kind="source")
 
     def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
@@ -173,8 +173,8 @@ def make_source_cache(
     sequences: int = 1,
     streams: int = 1,
     dtype: jax.typing.DTypeLike = jnp.float32,
-) -> Memory:
-    """Make an empty memory for sources: the part of a hybrid one for cross-attention.
+) -> Cache:
+    """Make an empty cache for sources: the part of a hybrid one for cross-attention.
 
     An encoder reads the source of a sequence once, and its keys and values are written for each
     layer (`init_source`, `encode`). From then on every token of the text of that sequence sees all
@@ -197,7 +197,7 @@ def make_source_cache(
       dtype: of keys and values, see `make_kv_cache`.
 
     Returns:
-      The memory, all cells empty. `make_hybrid_cache` takes it beside the memory of the text.
+      The cache, all cells empty. `make_hybrid_cache` takes it beside the cache of the text.
 
     Raises:
       TypeError: as `make_kv_cache` does.
@@ -208,10 +208,10 @@ def make_source_cache(
 
       >>> sizes = dict(layers=1, kv_heads=1, head_dim=2, sequences=2)
       >>> text, sources = make_kv_cache(cells=8, **sizes), make_source_cache(cells=6, **sizes)
-      >>> memory = make_hybrid_cache((text, (0,)), (sources, (1,)))
-      >>> memory = apply(memory, init_source(memory, make_batch([[7, 8, 9], [5]])))
-      >>> memory = apply(memory, init_batch(memory, make_batch([0, 3])))
-      >>> print(show(seq_cp(memory, 0, 1).cache))
+      >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
+      >>> cache = apply(cache, init_source(cache, make_batch([[7, 8, 9], [5]])))
+      >>> cache = apply(cache, init_batch(cache, make_batch([0, 3])))
+      >>> print(show(seq_cp(cache, 0, 1).cache))
       part 0, layers 0
       owner    + + . . . . . .
       position 0 1 . . . . . .

@@ -1,4 +1,4 @@
-"""Attention memory, assembled: the table that verbs know."""
+"""Attention cache, assembled: the table that verbs know."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -9,13 +9,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
+from jaxkv.cache import Commitment, Findings, Room, Table, View, check_sizes
 from jaxkv.facts import Facts
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
 from jaxkv.kv.attend import attend, view, write
 from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.by_stream import endings, on_streams, told
 from jaxkv.kv.cells import Cells
-from jaxkv.memory import Commitment, Findings, Room, Table, View, check_sizes
 from jaxkv.mesh import Rules, Shares
 from jaxkv.rope import NotGiven
 
@@ -23,11 +23,11 @@ from jaxkv.rope import NotGiven
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CellTable(Cells, Table):
-    """The table of an attention memory: `Cells`, and what verbs, plans and loops ask of them."""
+    """The table of an attention cache: `Cells`, and what verbs, plans and loops ask of them."""
 
     @property
     def facts(self) -> Facts:
-        """What is fixed when the memory is made."""
+        """What is fixed when the cache is made."""
         return Facts(
             kind="attention",
             sequences=self.sequences,

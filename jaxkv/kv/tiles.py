@@ -1,7 +1,7 @@
 """Tiles: neighbouring cells that a sequence has for itself, as far as there is room.
 
 Where texts share a pool, attention on a processor multiplies a tile that one of them alone sees
-with this one alone. A tile has 64 cells; in a memory of less than four times as many a smaller
+with this one alone. A tile has 64 cells; in a cache of less than four times as many a smaller
 power of two that divides N, so that one as small as in an example has tiles too.
 
 These are the tiles of sequences. Those that loops of attention read at once are larger and cut

@@ -1,4 +1,4 @@
-"""Loops that run a model over a memory, and what picks tokens in them."""
+"""Loops that run a model over a cache, and what picks tokens in them."""
 
 from jaxkv.loops import batching, sampling
 from jaxkv.loops.beams import Beams, beam

@@ -1,4 +1,4 @@
-"""Which guesses hold, and what is picked where they do not: of logits alone, without a memory."""
+"""Which guesses hold, and what is picked where they do not: of logits alone, without a cache."""
 
 from functools import partial
 from typing import Any

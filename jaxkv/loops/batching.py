@@ -1,4 +1,4 @@
-"""Requests of mixed lengths through the sequences of one memory: an engine for a server.
+"""Requests of mixed lengths through the sequences of one cache: an engine for a server.
 
 The host decides and the device computes: who gets which sequence, how many cells are promised, what
 has ended. Everything that is sent to the device has one of a few shapes.
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv.cache import Cache, split
 from jaxkv.donation import check_there
 from jaxkv.loops.forward import Forward
 from jaxkv.loops.prefixes import Prefixes
@@ -25,7 +26,6 @@ from jaxkv.loops.requests import (
 from jaxkv.loops.rules import Rule
 from jaxkv.loops.runner import Outcome, Runner
 from jaxkv.loops.scheduling import Schedule
-from jaxkv.memory import Memory, split
 from jaxkv.places import count
 from jaxkv.plan import Reason
 from jaxkv.prefix import Store
@@ -37,24 +37,24 @@ USUAL = ("temperature", "top_k", "top_p", "min_p")
 
 
 class Engine:
-    """Runs requests through the Q sequences of a memory, more of them than there are sequences.
+    """Runs requests through the Q sequences of a cache, more of them than there are sequences.
 
     A request waits for a sequence and for cells, first come first served. Its prompt goes in by
     chunks, between which the texts that run already go on. Each text equals the one its request
     would give alone.
 
-    The engine owns the memory: its buffers are donated from step to step. It is no thread, and not
+    The engine owns the cache: its buffers are donated from step to step. It is no thread, and not
     to be called from several at once: `submit` and `cancel` between two steps.
 
     An error of `forward` while it is traced, where nothing was computed, leaves the engine as it
-    was. An error or interrupt later takes its memory: texts and cells may not belong together any
-    more. Then whatever needs the memory raises a RuntimeError, `results` once it has handed out
+    was. An error or interrupt later takes its cache: texts and cells may not belong together any
+    more. Then whatever needs the cache raises a RuntimeError, `results` once it has handed out
     what had ended. `tokens_of` still has the tokens of the others; they go on in a new engine.
 
     Args:
       forward: see `prefill`.
       weights: whatever the model wants.
-      memory: an empty memory; it is given up, and `engine.memory` is the current memory. The cells
+      cache: an empty cache; it is given up, and `engine.cache` is the current cache. The cells
         of a stream are for all of its sequences. It may hold what the store holds.
       stop: `[n]` int32, the tokens that end every text.
       chunk: the most tokens of prompts that are computed at once. A running text waits for one
@@ -70,27 +70,27 @@ class Engine:
       rule: what may come next in the texts whose requests have a `rule_state`, such as a grammar.
         It is looked at in every step, whichever texts run, and its states go to the host and back
         with each call: keep them small.
-      store: what `prefix.make_store` made for this memory; from then on `engine.store`. A prompt
+      store: what `prefix.make_store` made for this cache; from then on `engine.store`. A prompt
         that begins with a text in it computes only the rest. Each text is remembered when it ends,
         and where prompts part that begin alike; a prompt waits for one that is on its way in and
         has more of it. Its texts give way, the least recently used first, before a request waits.
 
     Raises:
-      ValueError: when the memory is not empty, was donated or has a part for sources, `chunk` is
+      ValueError: when the cache is not empty, was donated or has a part for sources, `chunk` is
         more than it was sized for, a number is below 1, there is no such option to allow, the
-        rule does not give what it should, or the store was made for another memory or leaves no
+        rule does not give what it should, or the store was made for another cache or leaves no
         sequence.
       TypeError: when `forward` is no function, the rule none, or the store none.
 
     Examples:
       A model that says the next number; 3 ends a text:
 
-      >>> def forward(weights, memory, ubatch):
+      >>> def forward(weights, cache, ubatch):
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
-      ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
-      ...     return memory, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
-      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> engine = loops.batching.Engine(forward, jnp.eye(4), memory, stop=[3], chunk=8)
+      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> engine = loops.batching.Engine(forward, jnp.eye(4), cache, stop=[3], chunk=8)
       >>> request = loops.batching.Request
       >>> ids = [engine.submit(request(prompt=[n], limit=n + 1)) for n in (1, 3, 0)]
       >>> for result in engine.results():
@@ -105,14 +105,14 @@ class Engine:
       Traceback (most recent call last):
       ...
       ValueError: wanted cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, \
-which this memory never has: ask for less, or make a larger one
-      >>> used(engine.memory).item()
+which this cache never has: ask for less, or make a larger one
+      >>> used(engine.cache).item()
       0
 
       With a store a prompt is computed once, but for its last token, which gives the logits:
 
-      >>> store = prefix.make_store(memory := engine.memory, holders=[1])
-      >>> engine = loops.batching.Engine(forward, jnp.eye(4), memory, store=store, chunk=8)
+      >>> store = prefix.make_store(cache := engine.cache, holders=[1])
+      >>> engine = loops.batching.Engine(forward, jnp.eye(4), cache, store=store, chunk=8)
       >>> for _ in range(2):
       ...     _ = engine.submit(request(prompt=[0, 1, 2], limit=2))
       ...     print(next(engine.results()).found)
@@ -124,7 +124,7 @@ which this memory never has: ask for less, or make a larger one
         self,
         forward: Forward,
         weights: Any,
-        memory: Memory,
+        cache: Cache,
         *,
         stop: Any = (),
         chunk: int | None = None,
@@ -138,11 +138,11 @@ which this memory never has: ask for less, or make a larger one
     ):
         if not callable(forward):
             raise TypeError(f"wanted a function forward, see prefill, got {type(forward)}")
-        table, _ = split(memory)
-        check_there(memory)
+        table, _ = split(cache)
+        check_there(cache)
         if table.facts.has_sources:
             raise ValueError(
-                "wanted a memory without a part for sources, which requests do not bring, got one "
+                "wanted a cache without a part for sources, which requests do not bring, got one "
                 "with it: encode and decode run texts with sources side by side"
             )
         self._limits = checked_limits(
@@ -154,7 +154,7 @@ which this memory never has: ask for less, or make a larger one
             most_stops=most_stops,
             rule=rule,
         )
-        self._runner = Runner(forward, weights, memory, stop=stop, limits=self._limits)
+        self._runner = Runner(forward, weights, cache, stop=stop, limits=self._limits)
         self._prefixes = Prefixes(self._runner, store)
         self._schedule = Schedule(
             table, limits=self._limits, reserve=reserve, prefixes=self._prefixes
@@ -164,14 +164,14 @@ which this memory never has: ask for less, or make a larger one
         self._done: list[Result] = []
 
     @property
-    def memory(self) -> Memory:
-        """The memory as it is now; the next step takes its buffers."""
-        self._check_memory()
-        return self._runner.memory
+    def cache(self) -> Cache:
+        """The cache as it is now; the next step takes its buffers."""
+        self._check_cache()
+        return self._runner.cache
 
     @property
     def store(self) -> Store | None:
-        """The store as it is now, beside `engine.memory`; None without one."""
+        """The store as it is now, beside `engine.cache`; None without one."""
         return self._prefixes.store
 
     @property
@@ -187,13 +187,13 @@ which this memory never has: ask for less, or make a larger one
 
         Raises:
           ValueError: when the prompt is empty, a number is out of its range, a sampling option is
-            not allowed, the state of the rule is of other shapes than its first, or the memory
+            not allowed, the state of the rule is of other shapes than its first, or the cache
             would never have the cells: with reservations for prompt and limit, without them for the
             prompt.
           TypeError: when it is no request, tokens, the limit or the seed are no integers, or the
             sampling options are no dict.
         """
-        self._check_memory()
+        self._check_cache()
         text = Progress(id=self._next, request=checked_request(request, self._limits))
         self._schedule.add(text)
         self._next += 1
@@ -212,7 +212,7 @@ which this memory never has: ask for less, or make a larger one
         text = self._found(request_id)
         if text is None:
             return False
-        self._check_memory()
+        self._check_cache()
         with self._at_risk():
             self._end([(text, Finish.CANCELLED)])
         return True
@@ -255,27 +255,27 @@ which this memory never has: ask for less, or make a larger one
         Only where cells must be neighbours (`placement="contiguous"`), what brings them together is
         compiled when it is needed.
         """
-        self._check_memory()
+        self._check_cache()
         self._runner.warm_up()
         self._prefixes.warm_up()
 
-    def _check_memory(self) -> None:
-        """Raise a RuntimeError if the memory is lost."""
-        if self._cut_short or not self._runner.has_memory:
+    def _check_cache(self) -> None:
+        """Raise a RuntimeError if the cache is lost."""
+        if self._cut_short or not self._runner.has_cache:
             raise RuntimeError(
-                "wanted an engine with its memory, got one that has lost it: a step was cut short "
-                "by an error or an interrupt, or engine.memory was donated. Make a new engine with "
-                "a new memory; results() still has what had ended, tokens_of the other tokens"
+                "wanted an engine with its cache, got one that has lost it: a step was cut short "
+                "by an error or an interrupt, or engine.cache was donated. Make a new engine with "
+                "a new cache; results() still has what had ended, tokens_of the other tokens"
             )
 
     @contextmanager
     def _at_risk(self) -> Iterator[None]:
-        """Note when what is computed is cut short: the memory is another, and the texts are not."""
-        before = self._runner.memory
+        """Note when what is computed is cut short: the cache is another, and the texts are not."""
+        before = self._runner.cache
         try:
             yield
         except BaseException:
-            self._cut_short = self._runner.memory is not before
+            self._cut_short = self._runner.cache is not before
             raise
 
     def _found(self, request_id: int) -> Progress | None:
@@ -287,7 +287,7 @@ which this memory never has: ask for less, or make a larger one
 
     def _advance(self) -> None:
         """Do what one step does; results are kept until they are handed out."""
-        self._check_memory()
+        self._check_cache()
         with self._at_risk():
             self._schedule.admit()
         if feeding := self._schedule.feeding:
@@ -391,18 +391,18 @@ which this memory never has: ask for less, or make a larger one
 
 
 def serve(
-    forward: Forward, weights: Any, memory: Memory, requests: Iterable[Request], **options: Any
+    forward: Forward, weights: Any, cache: Cache, requests: Iterable[Request], **options: Any
 ) -> Iterator[Result]:
-    """Run requests through a memory, and yield their results as they end.
+    """Run requests through a cache, and yield their results as they end.
 
     Args:
       forward: see `prefill`.
       weights: whatever the model wants.
-      memory: an empty memory, which is given up.
+      cache: an empty cache, which is given up.
       requests: what is asked; ids are 0, 1, 2 and so on. All are checked before the first runs.
       options: of `Engine`.
     """
-    engine = Engine(forward, weights, memory, **options)
+    engine = Engine(forward, weights, cache, **options)
     for request in requests:
         engine.submit(request)
     return engine.results()

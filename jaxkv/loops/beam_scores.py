@@ -1,4 +1,4 @@
-"""Which texts a beam search goes on with, and when it ends: of scores alone, without a memory.
+"""Which texts a beam search goes on with, and when it ends: of scores alone, without a cache.
 
 In this file W is the width of a search, the number of its beams, and n the most tokens of a text.
 """

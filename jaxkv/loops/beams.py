@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache import Cache, join, split
 from jaxkv.facts import Facts, check_once, within_streams
 from jaxkv.loops.beam_scores import Search, Texts, begun, best, choose, exist, goes_on
 from jaxkv.loops.donation import given
@@ -19,7 +20,6 @@ from jaxkv.loops.picking import check_begun
 from jaxkv.loops.programs import program_of
 from jaxkv.loops.rows import listed
 from jaxkv.loops.state import ends
-from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, integers, is_concrete, is_traced
 from jaxkv.planning.step import plan_next
 from jaxkv.tables import whole
@@ -35,7 +35,7 @@ class Beams(NamedTuple):
     lengths: `[W]` int32, the tokens of each text, its stop token included.
     held: `[W]` int32, how many tokens of a text its sequence holds after the prompt; -1 where the
       sequence holds nothing, not even the prompt.
-    reason: `[]` int32, a `Reason`: why the memory refused a step, or NONFINITE_LOGITS of a beam,
+    reason: `[]` int32, a `Reason`: why the cache refused a step, or NONFINITE_LOGITS of a beam,
       either of which ended the search; else FITS.
     """
 
@@ -49,7 +49,7 @@ class Beams(NamedTuple):
 def beam(
     forward: Forward,
     weights: Any,
-    memory: Memory,
+    cache: Cache,
     logits: Any,
     *,
     width: int,
@@ -58,7 +58,7 @@ def beam(
     sequences: Any = None,
     penalty: Any = 1.0,
     donate: bool = False,
-) -> tuple[Memory, Beams]:
+) -> tuple[Cache, Beams]:
     """Search for the W most probable texts of up to n tokens after a prompt.
 
     A step continues each beam with each token of the vocabulary. Of these W * V candidates:
@@ -68,7 +68,7 @@ def beam(
       all ended texts the W best by rank are kept, where the rank is `score / length ** penalty`.
 
     Among equals the one of the better beam comes first, then that of the lower token. A token whose
-    logit is -inf continues nothing. The search ends after n tokens, when the memory refuses a step,
+    logit is -inf continues nothing. The search ends after n tokens, when the cache refuses a step,
     or as soon as no beam can reach a higher rank than W ended texts have, whatever its tokens. The
     beams of the last step and the ended texts are ranked together, so that the result is that of a
     search which never ends early.
@@ -76,7 +76,7 @@ def beam(
     Args:
       forward: see `prefill`.
       weights: whatever the model wants.
-      memory: the memory after the prompt, which stands in the first of `sequences`.
+      cache: the cache after the prompt, which stands in the first of `sequences`.
       logits: `[V]` or `[1, V]`, those of the last token of the prompt.
       width: W, static. A step is one token for each of W sequences.
       steps: n, the most tokens of a text, static.
@@ -84,10 +84,10 @@ def beam(
       sequences: `[W]` int32, where the beams stand; by default 0 to W - 1. What the others but the
         first one hold is forgotten. Where sequences share several streams, all are of one stream.
       penalty: how much length counts in a rank: 0 for not at all, more for longer texts.
-      donate: give up the buffers of the memory passed in, see `prefill`.
+      donate: give up the buffers of the cache passed in, see `prefill`.
 
     Returns:
-      The memory and the texts. Sequence i holds the prompt and the first tokens of the i-th text,
+      The cache and the texts. Sequence i holds the prompt and the first tokens of the i-th text,
       as many as `held` says: all but the last one of a text that did not end, and of one that ended
       what it shares with a beam of the last step. To go on from a text, feed its other tokens. A
       state cannot go back so far where it is not kept, nor a window where it let go of what is seen
@@ -95,28 +95,28 @@ def beam(
 
     Raises:
       ValueError: when the logits are not those of one token; when there are not W sequences, or one
-        is known and comes twice or is none of the memory; when they are not known to be of one
+        is known and comes twice or is none of the cache; when they are not known to be of one
         stream though sequences share several; when `width` or `steps` is below 1; when the penalty
-        is not one number; when a known memory holds no prompt in the first sequence; or when the
-        memory was donated. It is raised before anything runs.
+        is not one number; when a known cache holds no prompt in the first sequence; or when the
+        cache was donated. It is raised before anything runs.
 
     Examples:
       A model that says the next number, or less likely the one after it; 3 ends a text, and length
       does not count:
 
-      >>> def forward(weights, memory, ubatch):
+      >>> def forward(weights, cache, ubatch):
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
-      ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
+      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     says = 2 * jnp.roll(x, 1, axis=-1) + jnp.roll(x, 2, axis=-1)
-      ...     return memory, says.reshape(-1, 4)[ubatch.outputs]
-      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> memory, logits, *_ = prefill(forward, jnp.eye(4), memory, make_batch([0]))
-      >>> memory, beams = loops.beam(
-      ...     forward, jnp.eye(4), memory, logits, width=2, steps=3, stop=[3], penalty=0.0
+      ...     return cache, says.reshape(-1, 4)[ubatch.outputs]
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([0]))
+      >>> cache, beams = loops.beam(
+      ...     forward, jnp.eye(4), cache, logits, width=2, steps=3, stop=[3], penalty=0.0
       ... )
       >>> beams.tokens.tolist(), beams.lengths.tolist()
       ([[1, 2, 3], [1, 3, -1]], [3, 2])
-      >>> beams.held.tolist(), seq_pos_max(memory, [0, 1]).tolist()
+      >>> beams.held.tolist(), seq_pos_max(cache, [0, 1]).tolist()
       ([2, 1], [2, 1])
 
     Hugging Face: `generate(num_beams=W, length_penalty=penalty, early_stopping="never")`, whose
@@ -126,15 +126,15 @@ def beam(
     logits, stop = _row(logits), integers(listed(stop), "stop")
     if np.ndim(stop) != 1:
         raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(stop)}")
-    sequences = _checked(split(memory)[0].facts, sequences, width)
+    sequences = _checked(split(cache)[0].facts, sequences, width)
     if np.ndim(penalty) or (is_concrete(penalty) and not np.isfinite(penalty)):
         raise ValueError(f"wanted one finite number for penalty, got {penalty}")
     penalty = jnp.asarray(penalty, jnp.float32)
     args = logits, stop, sequences, penalty
-    if is_traced(weights, memory, args):
-        return _search(forward, weights, memory, *args, steps=steps)
-    check_begun(split(memory)[0], sequences[:1], np.ones(1, bool))
-    table, buffers = given(memory, donate)
+    if is_traced(weights, cache, args):
+        return _search(forward, weights, cache, *args, steps=steps)
+    check_begun(split(cache)[0], sequences[:1], np.ones(1, bool))
+    table, buffers = given(cache, donate)
     search = program_of(_searching, forward)
     table, buffers, beams = search(weights, table, buffers, *args, steps=steps)
     return join(table, buffers), beams
@@ -174,9 +174,9 @@ def _checked(facts: Facts, sequences: Any, width: int) -> Any:
 def _searching(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
     def search(weights: Any, table: Any, buffers: Any, *args: Any, steps: int) -> tuple:
-        memory = join(table, buffers)
-        memory, beams = _search(forward(), weights, memory, *args, steps=steps)
-        return *split(memory), beams
+        cache = join(table, buffers)
+        cache, beams = _search(forward(), weights, cache, *args, steps=steps)
+        return *split(cache), beams
 
     return search
 
@@ -184,67 +184,67 @@ def _searching(forward: Callable[[], Forward]) -> Any:
 def _search(
     forward: Forward,
     weights: Any,
-    memory: Memory,
+    cache: Cache,
     logits: jax.Array,
     stop: jax.Array,
     sequences: jax.Array,
     penalty: jax.Array,
     *,
     steps: int,
-) -> tuple[Memory, Beams]:
+) -> tuple[Cache, Beams]:
     """Do what `beam` says, as a part of the program that is being traced.
 
     The logits are `[1, V]`, the sequences `[W]` int32, and the penalty is `[]` float32.
     """
     sequences = jnp.asarray(sequences)
-    begins = ends(split(memory)[0])[sequences[0]] + 1
+    begins = ends(split(cache)[0])[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
-    memory, _ = seq_select(memory, sequences[jnp.zeros_like(rows)], sequences)
+    cache, _ = seq_select(cache, sequences[jnp.zeros_like(rows)], sequences)
 
-    def body(carry: tuple[Memory, Search]) -> tuple[Memory, Search]:
-        memory, search = carry
-        table, _ = split(memory)
+    def body(carry: tuple[Cache, Search]) -> tuple[Cache, Search]:
+        cache, search = carry
+        table, _ = split(cache)
         token = search.living.tokens[:, search.length - 1]
         plan = plan_next(table, token[:, None], sequences, exist(search.living)[:, None])
-        memory, logits = take_step(forward, weights, memory, plan.ubatches[0])
+        cache, logits = take_step(forward, weights, cache, plan.ubatches[0])
         parents, chosen = choose(search, logits, stop, penalty)
-        memory, _ = seq_select(memory, sequences[jnp.where(plan.ok, parents, rows)], sequences)
+        cache, _ = seq_select(cache, sequences[jnp.where(plan.ok, parents, rows)], sequences)
         refused = search._replace(reason=jnp.max(plan.reason[sequences]))
-        return memory, jax.tree.map(partial(jnp.where, plan.ok), chosen, refused)
+        return cache, jax.tree.map(partial(jnp.where, plan.ok), chosen, refused)
 
     first = begun(rows.size, steps)
     logits = jnp.broadcast_to(logits, (rows.size, logits.shape[1]))
     _, search = choose(first, logits, stop, penalty)
-    memory, search = jax.lax.while_loop(
-        lambda carry: goes_on(carry[1], penalty), body, (memory, search)
+    cache, search = jax.lax.while_loop(
+        lambda carry: goes_on(carry[1], penalty), body, (cache, search)
     )
     found = best(search.ended, search.living, penalty)
-    memory, held = _settled(memory, search, found, sequences, begins)
-    return memory, whole(split(memory)[0], Beams(*found, held, search.reason))
+    cache, held = _settled(cache, search, found, sequences, begins)
+    return cache, whole(split(cache)[0], Beams(*found, held, search.reason))
 
 
 def _settled(
-    memory: Memory, search: Search, found: Texts, sequences: jax.Array, begins: jax.Array
-) -> tuple[Memory, jax.Array]:
-    """Let each sequence hold as much of its text as the memory still holds.
+    cache: Cache, search: Search, found: Texts, sequences: jax.Array, begins: jax.Array
+) -> tuple[Cache, jax.Array]:
+    """Let each sequence hold as much of its text as the cache still holds.
 
     Args:
-      memory: the memory after the search.
+      cache: the cache after the search.
       search: how it ended.
       found: the W best texts.
       sequences: `[W]` int32, where the beams stand.
       begins: `[]` int32, the position of the first token after the prompt.
 
     Returns:
-      The memory; and `[W]` int32, see `Beams.held`.
+      The cache; and `[W]` int32, see `Beams.held`.
     """
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
     same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]
     shared = jnp.sum(jnp.cumprod(same & fed[:, None], axis=2), axis=2, dtype=jnp.int32)
     held = jnp.max(shared, axis=1)
-    memory, _ = seq_select(memory, sequences[jnp.argmax(shared, axis=1)], sequences)
+    cache, _ = seq_select(cache, sequences[jnp.argmax(shared, axis=1)], sequences)
     # A state that is not kept is not cut back to; a window may have let go of what is seen there.
-    memory, cut = seq_rm(memory, sequences, begins + held)
-    memory, _ = seq_rm(memory, sequences, 0, jnp.where(cut, 0, -1))  # from 0 to 0 is nothing
-    return memory, jnp.where(cut, held, -1)
+    cache, cut = seq_rm(cache, sequences, begins + held)
+    cache, _ = seq_rm(cache, sequences, 0, jnp.where(cut, 0, -1))  # from 0 to 0 is nothing
+    return cache, jnp.where(cut, held, -1)

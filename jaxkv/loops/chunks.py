@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import make_batch
+from jaxkv.cache import join, split
 from jaxkv.facts import Facts
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.programs import program_of
-from jaxkv.memory import join, split
 from jaxkv.planning.layout import rank
 from jaxkv.planning.place import plan_one
 
@@ -57,13 +57,13 @@ class Part(NamedTuple):
 
 
 def shapes_of(facts: Facts, size: int) -> list[Shape]:
-    """Return the shapes that chunks of at most `size` tokens have in a memory.
+    """Return the shapes that chunks of at most `size` tokens have in a cache.
 
     Where a row holds tokens of any sequence, one row of several lengths. Where it holds those of
     one, a long row, or more and shorter ones.
 
-    >>> memory = make_kv_cache(layers=1, cells=9, kv_heads=1, head_dim=2, sequences=3, streams=3)
-    >>> [tuple(shape) for shape in shapes_of(memory.table.facts, 32)]
+    >>> cache = make_kv_cache(layers=1, cells=9, kv_heads=1, head_dim=2, sequences=3, streams=3)
+    >>> [tuple(shape) for shape in shapes_of(cache.table.facts, 32)]
     [(1, 8), (1, 16), (1, 24), (1, 32), (2, 16), (3, 8)]
     """
     steps = [n << i for i in range(size.bit_length()) for n in (SMALLEST, SMALLEST * 3 // 2)]
@@ -171,10 +171,10 @@ def _chunk_program(forward: Callable[[], Forward]) -> Any:
         )
         plan = plan_one(table, batch, ranks, index, held & ~ended, outputs=most)
         ubatch = plan.ubatches[0]
-        memory, logits = take_step(forward(), weights, join(table, buffers), ubatch)
+        cache, logits = take_step(forward(), weights, join(table, buffers), ubatch)
         whose = batch.sequences.at[ubatch.order].get(mode="fill", fill_value=count)
         of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
         of_each = of_each.at[whose].set(logits, mode="drop")
-        return *split(memory), of_each, (plan.ok, plan.reason)
+        return *split(cache), of_each, (plan.ok, plan.reason)
 
     return run

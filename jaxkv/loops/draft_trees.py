@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.cache import Cache, join, split
 from jaxkv.loops import trees
 from jaxkv.loops.drafts import DraftModel, Guess, draft_model
 from jaxkv.loops.drawing import Sampler, adjusted_by, draw, draw_key
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.state import DecodeState, ends
-from jaxkv.memory import Memory, join, split
 from jaxkv.places import count
 from jaxkv.planning.step import plan_next
 
@@ -23,7 +23,7 @@ class DraftTree(DraftModel):
     """What `draft_tree` makes. What its methods are given has the shapes that `Draft` says.
 
     guessed: `[T, k, n]` int32, the tokens of the last guess.
-    sequences: `[T, k]` int32, those of its branches in the memory of the draft, see `trees`.
+    sequences: `[T, k]` int32, those of its branches in the cache of the draft, see `trees`.
     branches: see `Draft`, static.
     """
 
@@ -38,21 +38,21 @@ class DraftTree(DraftModel):
 
         With a sampler that draws, different tokens are drawn, and what comes after each.
         """
-        table, _ = split(self.memory)
+        table, _ = split(self.cache)
         last = ends(table)[state.sequence]
         going = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
         valid = going[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(going)], axis=1)
         plan = plan_next(table, tokens, state.sequence, valid)
-        memory, logits = take_step(self.forward, self.weights, self.memory, plan.ubatches[0])
+        cache, logits = take_step(self.forward, self.weights, self.cache, plan.ubatches[0])
         logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
         first = adjusted_by(sampler, logits, state.adjusting)
         token = self._different(sampler, first, draw_key(state.key, state.draw, 2))
         best = jnp.take_along_axis(first, token, axis=1)
 
-        table, buffers = split(memory)
+        table, buffers = split(cache)
         sequences = trees.branch_sequences(table, state.sequence, self.branches)
-        memory = join(trees.fork(table, sequences, state.sequence), buffers)
+        cache = join(trees.fork(table, sequences, state.sequence), buffers)
         going = (going & plan.ok)[:, None] & (sequences < table.facts.sequences)
         going &= best > -jnp.inf
         adjusting = jax.tree.map(
@@ -64,11 +64,11 @@ class DraftTree(DraftModel):
         )
 
         def again(carry: tuple, i: jax.Array) -> tuple:
-            memory, adjusting, token, going = carry
+            cache, adjusting, token, going = carry
             adjusting = follow(adjusting, token)
             fed = token.reshape(-1, 1), sequences.reshape(-1), going.reshape(-1, 1)
-            plan = plan_next(split(memory)[0], *fed)
-            memory, logits = take_step(self.forward, self.weights, memory, plan.ubatches[0])
+            plan = plan_next(split(cache)[0], *fed)
+            cache, logits = take_step(self.forward, self.weights, cache, plan.ubatches[0])
             logits = logits.reshape(*token.shape, -1).astype(jnp.float32)
             adjusted = adjust(logits, adjusting)
             keys = draw_key(state.key, state.draw + i, 2)
@@ -76,10 +76,10 @@ class DraftTree(DraftModel):
             token = draw(sampler, adjusted.reshape(-1, adjusted.shape[2]), keys.reshape(-1))
             token = token.reshape(going.shape)
             going &= plan.ok & (token >= 0)
-            return (memory, adjusting, token, going), (token, going, adjusted)
+            return (cache, adjusting, token, going), (token, going, adjusted)
 
         turns = jnp.arange(self.branches, dtype=jnp.int32)
-        carry = memory, adjusting, token, going
+        carry = cache, adjusting, token, going
         carry, rest = jax.lax.scan(again, carry, jnp.arange(1, self.tries, dtype=jnp.int32))
         begun = token, going, jnp.repeat(first[:, None], self.branches, axis=1)
         tokens, valid, adjusted = jax.tree.map(
@@ -87,7 +87,7 @@ class DraftTree(DraftModel):
             begun,
             rest,
         )
-        draft = replace(self, memory=carry[0], guessed=tokens, sequences=sequences)
+        draft = replace(self, cache=carry[0], guessed=tokens, sequences=sequences)
         return draft, Guess(tokens, valid, adjusted if sampler.draws else None)
 
     def _different(self, sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:
@@ -106,20 +106,20 @@ class DraftTree(DraftModel):
         self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
     ) -> "DraftTree":
         """Keep the branch that was taken, and go on as with a single one."""
-        table, buffers = split(self.memory)
+        table, buffers = split(self.cache)
         turn = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
         same = (self.guessed == fed[:, None, 1:]) | (turn[None] >= taken[:, None])[:, None]
         same = jnp.all(same, axis=2) & (self.sequences < table.facts.sequences)
         branch = jnp.argmax(same, axis=1).astype(jnp.int32)
         table = trees.keep(table, sequences, self.sequences, branch)
-        kept = replace(self, memory=join(table, buffers))
+        kept = replace(self, cache=join(table, buffers))
         return super(DraftTree, kept).follow(sequences, at, fed, taken)
 
 
 def draft_tree(
     forward: Forward,
     weights: Any,
-    memory: Memory,
+    cache: Cache,
     *,
     texts: int = 1,
     tries: int = 3,
@@ -134,7 +134,7 @@ def draft_tree(
     Args:
       forward: see `draft_model`.
       weights: see `draft_model`.
-      memory: see `draft_model`; of attention alone, and with a sequence for each branch.
+      cache: see `draft_model`; of attention alone, and with a sequence for each branch.
       texts: T, how many texts there are.
       tries: the most tokens of a branch, static.
       branches: k, how many first tokens are tried, static.
@@ -143,28 +143,28 @@ def draft_tree(
       The draft, for `speculate`; see `draft_model`.
 
     Raises:
-      ValueError: as `draft_model` does; or when the memory keeps states, or has fewer than T * k
+      ValueError: as `draft_model` does; or when the cache keeps states, or has fewer than T * k
         sequences, or a stream for each.
       TypeError: when the model is no function.
 
     Examples:
-      A memory of six sequences has room for two texts of three branches each:
+      A cache of six sequences has room for two texts of three branches each:
 
-      >>> def forward(weights, memory, ubatch):
+      >>> def forward(weights, cache, ubatch):
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
-      ...     memory, x = attend(memory, 0, ubatch, x, x, x)
-      ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
-      >>> memory = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4, sequences=6)
-      >>> draft = loops.draft_tree(forward, jnp.eye(4), memory, texts=2, branches=3)
+      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
+      >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4, sequences=6)
+      >>> draft = loops.draft_tree(forward, jnp.eye(4), cache, texts=2, branches=3)
       >>> draft.guessed.shape
       (2, 3, 3)
 
     llama.cpp: `examples/speculative`, with `n_parallel`.
     """
     branches = count(branches, "branches")
-    alone = draft_model(forward, weights, memory, texts=texts, tries=tries)
-    facts = split(memory)[0].facts
-    trees.check_branches(facts, alone.texts, branches, "the draft's memory")
+    alone = draft_model(forward, weights, cache, texts=texts, tries=tries)
+    facts = split(cache)[0].facts
+    trees.check_branches(facts, alone.texts, branches, "the draft's cache")
     return DraftTree(
         **{one.name: getattr(alone, one.name) for one in fields(alone)},
         guessed=jnp.zeros((alone.texts, branches, alone.tries), jnp.int32),

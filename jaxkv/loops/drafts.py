@@ -1,6 +1,6 @@
 """Drafts: cheap guesses at what a model will say next, for `speculate` to check several at once.
 
-A draft is a pytree: what it knows of the texts, and perhaps a memory of its own. It is a value;
+A draft is a pytree: what it knows of the texts, and perhaps a cache of its own. It is a value;
 each turn gives the next one.
 """
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from jaxkv.cache import Cache, split
 from jaxkv.donation import check_there
 from jaxkv.loops.drawing import Sampler, adjusted_by, draw, draw_key
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.rows import chosen, padded
 from jaxkv.loops.state import DecodeState, ends
-from jaxkv.memory import Memory, split
 from jaxkv.places import count
 from jaxkv.planning.step import plan_next
 from jaxkv.verbs.edit import seq_rm
@@ -53,9 +53,9 @@ class Draft(ABC):
     def texts(self) -> int:
         """T, how many texts it guesses for."""
 
-    def check(self, memory: Memory) -> None:
-        """Raise a ValueError unless it can guess for texts of a memory; by default it can."""
-        del memory
+    def check(self, cache: Cache) -> None:
+        """Raise a ValueError unless it can guess for texts of a cache; by default it can."""
+        del cache
 
     @abstractmethod
     def guess(
@@ -67,7 +67,7 @@ class Draft(ABC):
           sampler: what adjusts logits; so that a model guesses by the same rules.
           state: how far the texts have come.
           active: `[T]` bool, the texts to guess for.
-          at: `[T]` int32, the position of each text's last token, which is in no memory yet.
+          at: `[T]` int32, the position of each text's last token, which is in no cache yet.
         """
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Draft(ABC):
           at: `[T]` int32, the position of `fed[:, 0]`.
           fed: `[T, n + 1]` int32, the last token of each text and the guess after it; of several
             branches the one that was kept.
-          taken: `[T]` int32, how many of them are in the memory of the text now, 0 for a text that
+          taken: `[T]` int32, how many of them are in the cache of the text now, 0 for a text that
             did not go on.
         """
 
@@ -89,7 +89,7 @@ class Draft(ABC):
 class Lookup(Draft):
     """What `lookup` makes. What its methods are given has the shapes that `Draft` says.
 
-    recent: `[T, C]` int32, the last tokens of each text, as far as they are in its memory; the
+    recent: `[T, C]` int32, the last tokens of each text, as far as they are in its cache; the
       newest last, -1 where there were fewer.
     ngram: how many tokens must occur again, static.
     tries: see `Draft`, static.
@@ -134,7 +134,7 @@ class Lookup(Draft):
     def follow(
         self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
     ) -> "Lookup":
-        """Append what is in the memory now."""
+        """Append what is in the cache now."""
         del sequences, at
         text = jnp.concatenate([self.recent, fed], axis=1)
         index = jnp.arange(self.recent.shape[1])[None] + taken[:, None]
@@ -170,8 +170,8 @@ def lookup(
 
     Examples:
       >>> draft = loops.lookup([[1, 2, 3, 4, 1]], recent=8)
-      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
-      >>> state = loops.start(memory, [2])
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
+      >>> state = loops.start(cache, [2])
       >>> _, guess = draft.guess(None, state, jnp.array([True]), jnp.array([5]))
       >>> guess.tokens.tolist(), guess.valid.tolist()
       ([[3, 4, 1]], [[True, True, True]])
@@ -198,15 +198,15 @@ class DraftModel(Draft):
     """What `draft_model` makes. What its methods are given has the shapes that `Draft` says.
 
     weights: of the model.
-    memory: its own, in which the texts have the sequences that they have in the other one.
-    unfed: `[T]` int32, the one token that the memory still lacks of what the other one holds, -1
+    cache: its own, in which the texts have the sequences that they have in the other one.
+    unfed: `[T]` int32, the one token that the cache still lacks of what the other one holds, -1
       where it lacks none, or more.
     forward: the model, static.
     tries: see `Draft`, static.
     """
 
     weights: Any
-    memory: Memory
+    cache: Cache
     unfed: jax.Array  # [T]
     forward: Callable = field(metadata={"static": True})
     tries: int = field(metadata={"static": True})
@@ -216,13 +216,13 @@ class DraftModel(Draft):
         """T, as it was made for."""
         return self.unfed.shape[0]
 
-    def check(self, memory: Memory) -> None:
-        """Raise a ValueError unless its memory is there and has the sequences of the other one."""
-        check_there(self.memory, what="the draft's memory")
-        wanted, got = (split(one)[0].facts.sequences for one in (memory, self.memory))
+    def check(self, cache: Cache) -> None:
+        """Raise a ValueError unless its cache is there and has the sequences of the other one."""
+        check_there(self.cache, what="the draft's cache")
+        wanted, got = (split(one)[0].facts.sequences for one in (cache, self.cache))
         if wanted != got:
             raise ValueError(
-                f"wanted a draft whose memory has the {wanted} sequences of the model's, got one "
+                f"wanted a draft whose cache has the {wanted} sequences of the model's, got one "
                 f"of {got}"
             )
 
@@ -231,24 +231,24 @@ class DraftModel(Draft):
     ) -> tuple["DraftModel", Guess]:
         """Run the model, one token after another; the first step catches up with what it lacks.
 
-        A text that its memory does not hold as far as the other one is not guessed for.
+        A text that its cache does not hold as far as the other one is not guessed for.
         """
-        last = ends(split(self.memory)[0])[state.sequence]
+        last = ends(split(self.cache)[0])[state.sequence]
         active = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
         valid = active[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(active)], axis=1)
-        carry = self.memory, state.adjusting, state.token, active
+        carry = self.cache, state.adjusting, state.token, active
 
         def step(carry: tuple, tokens: jax.Array, valid: jax.Array, i: jax.Array) -> tuple:
-            memory, adjusting, _, going = carry
-            plan = plan_next(split(memory)[0], tokens, state.sequence, valid & going[:, None])
-            memory, logits = take_step(self.forward, self.weights, memory, plan.ubatches[0])
+            cache, adjusting, _, going = carry
+            plan = plan_next(split(cache)[0], tokens, state.sequence, valid & going[:, None])
+            cache, logits = take_step(self.forward, self.weights, cache, plan.ubatches[0])
             logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
             adjusted = adjusted_by(sampler, logits, adjusting)
             token = draw(sampler, adjusted, draw_key(state.key, state.draw + i, 2))
             going &= plan.ok & (token >= 0)
             adjusting = chosen(going, sampler.follow(adjusting, token), adjusting)
-            return (memory, adjusting, token, going), (token, going, adjusted)
+            return (cache, adjusting, token, going), (token, going, adjusted)
 
         carry, first = step(carry, tokens, valid, jnp.int32(0))
 
@@ -262,37 +262,37 @@ class DraftModel(Draft):
             rest,
         )
         adjusted = made[2] if sampler.draws else None
-        return replace(self, memory=carry[0]), Guess(made[0], made[1], adjusted)
+        return replace(self, cache=carry[0]), Guess(made[0], made[1], adjusted)
 
     def follow(self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array) -> Self:
-        """Remove rejected tokens. If all were accepted, the last one is not in its memory yet."""
-        memory, _ = seq_rm(self.memory, sequences, at + taken)
-        lacking = at + taken - 1 - ends(split(memory)[0])[sequences]
+        """Remove rejected tokens. If all were accepted, the last one is not in its cache yet."""
+        cache, _ = seq_rm(self.cache, sequences, at + taken)
+        lacking = at + taken - 1 - ends(split(cache)[0])[sequences]
         last = jnp.take_along_axis(fed, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
         unfed = jnp.where(taken > 0, last, self.unfed)
-        return replace(self, memory=memory, unfed=jnp.where(lacking == 1, unfed, -1))
+        return replace(self, cache=cache, unfed=jnp.where(lacking == 1, unfed, -1))
 
 
 def draft_model(
-    forward: Forward, weights: Any, memory: Memory, *, texts: int = 1, tries: int = 3
+    forward: Forward, weights: Any, cache: Cache, *, texts: int = 1, tries: int = 3
 ) -> DraftModel:
-    """Guess by a smaller model of the same vocabulary, which has a memory of its own.
+    """Guess by a smaller model of the same vocabulary, which has a cache of its own.
 
     Args:
       forward: the model, see `prefill`; pass the same function every time.
       weights: whatever it wants.
-      memory: its memory after the same prompts, in the same sequences. One that keeps states must
+      cache: its cache after the same prompts, in the same sequences. One that keeps states must
         keep `tries` earlier ones.
       texts: T, how many texts there are.
       tries: the most tokens of a guess, static.
 
     Returns:
-      The draft, for `speculate`. Where its memory has no room for all texts that go on, they go on
-      without guesses, and so does a text that its memory does not hold as far as the other one;
-      what is done to one memory by hand must be done to the other.
+      The draft, for `speculate`. Where its cache has no room for all texts that go on, they go on
+      without guesses, and so does a text that its cache does not hold as far as the other one;
+      what is done to one cache by hand must be done to the other.
 
     Raises:
-      ValueError: when a number is below 1, the memory keeps too few states, or it was donated.
+      ValueError: when a number is below 1, the cache keeps too few states, or it was donated.
       TypeError: when the model is no function.
 
     llama.cpp: `examples/speculative`.
@@ -300,20 +300,20 @@ def draft_model(
     tries, texts = count(tries, "tries"), count(texts, "texts")
     if not callable(forward):
         raise TypeError(f"wanted a function, got {type(forward)}")
-    check_rollback(memory, tries, "the draft's memory")
-    check_there(memory, what="the draft's memory")
+    check_rollback(cache, tries, "the draft's cache")
+    check_there(cache, what="the draft's cache")
     return DraftModel(
         weights=weights,
-        memory=memory,
+        cache=cache,
         unfed=jnp.full(texts, -1, jnp.int32),
         forward=forward,
         tries=tries,
     )
 
 
-def check_rollback(memory: Memory, wanted: int, what: str) -> None:
-    """Raise a ValueError unless so many tokens can be taken back in every part of a memory."""
-    facts = split(memory)[0].facts
+def check_rollback(cache: Cache, wanted: int, what: str) -> None:
+    """Raise a ValueError unless so many tokens can be taken back in every part of a cache."""
+    facts = split(cache)[0].facts
     if facts.rollback is not None and facts.rollback < wanted:
         raise ValueError(
             f"wanted {what} to keep {wanted} earlier states or more, to take back what was guessed "

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
+from jaxkv.cache import Cache, join, split
 from jaxkv.hybrid import parts_of
 from jaxkv.loops.programs import program_of
-from jaxkv.memory import Memory, join, split
 from jaxkv.verbs.apply import apply
 
 Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
-"""`(weights, memory, ubatch) -> memory, logits [O, V]`, for a ubatch that has been applied."""
+"""`(weights, cache, ubatch) -> cache, logits [O, V]`, for a ubatch that has been applied."""
 
 
 def step_of(forward: Forward) -> Any:
@@ -31,13 +31,13 @@ def step_of(forward: Forward) -> Any:
       `forward`.
 
     Examples:
-      >>> def forward(weights, memory, ubatch):
+      >>> def forward(weights, cache, ubatch):
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
-      ...     memory, x = attend(memory, 0, ubatch, x, x, x)
-      ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
-      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
-      >>> ubatch, ok = plan_step(memory, jnp.array([3]), jnp.array([0]), jnp.array([True]))
-      >>> table, buffers, logits = step_of(forward)(jnp.eye(4), *split(memory), ubatch)
+      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
+      >>> ubatch, ok = plan_step(cache, jnp.array([3]), jnp.array([0]), jnp.array([True]))
+      >>> table, buffers, logits = step_of(forward)(jnp.eye(4), *split(cache), ubatch)
       >>> used(join(table, buffers)).item()
       1
     """
@@ -45,29 +45,29 @@ def step_of(forward: Forward) -> Any:
 
 
 def take_step(
-    forward: Forward, weights: Any, memory: Memory, ubatch: Ubatch
-) -> tuple[Memory, jax.Array]:
-    """Apply a ubatch and run a model over it; return the memory, and the logits, `[O, V]`."""
-    memory = apply(memory, ubatch)
-    given = forward(weights, memory, ubatch)
-    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], Memory):
+    forward: Forward, weights: Any, cache: Cache, ubatch: Ubatch
+) -> tuple[Cache, jax.Array]:
+    """Apply a ubatch and run a model over it; return the cache, and the logits, `[O, V]`."""
+    cache = apply(cache, ubatch)
+    given = forward(weights, cache, ubatch)
+    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], Cache):
         what = type(given)
         if isinstance(given, tuple):
             what = f"({', '.join(type(one).__name__ for one in given)})"
         elif isinstance(given, jax.Array):
             what = f"an array of shape {given.shape}"
         raise ValueError(
-            f"wanted a pair from forward, memory and logits, got {what}: end it with `return "
-            f"memory, logits`"
+            f"wanted a pair from forward, cache and logits, got {what}: end it with `return "
+            f"cache, logits`"
         )
     after, logits = given
-    old, new = (jax.tree.leaves(split(one)[1]) for one in (memory, after))
+    old, new = (jax.tree.leaves(split(one)[1]) for one in (cache, after))
     if old and all(a is b for a, b in zip(old, new, strict=False)):
         raise ValueError(
-            "forward gave back the memory it was given, with nothing written: it must return the "
-            "memory that attend (or write_states) of its last layer returned"
+            "forward gave back the cache it was given, with nothing written: it must return the "
+            "cache that attend (or write_states) of its last layer returned"
         )
-    _check_layers(memory, after)
+    _check_layers(cache, after)
     shape, rows = np.shape(logits), ubatch.outputs.shape[0]
     if len(shape) != 2 or shape[0] != rows or not shape[1]:
         raise ValueError(
@@ -80,7 +80,7 @@ def take_step(
     return after, logits
 
 
-def _check_layers(before: Memory, after: Memory) -> None:
+def _check_layers(before: Cache, after: Cache) -> None:
     """Raise unless keys were written in each layer that is known to keep those of a text."""
     pairs = zip(parts_of(before), parts_of(after), strict=True)
     every = getattr(before.table, "layers", None)
@@ -92,7 +92,7 @@ def _check_layers(before: Memory, after: Memory) -> None:
         if left:
             layers = [every[i][n] for n in left] if every else left
             raise ValueError(
-                f"wanted keys from forward in each layer of the memory, got none in layers "
+                f"wanted keys from forward in each layer of the cache, got none in layers "
                 f"{layers}: call attend once for each layer, with its number"
             )
 
@@ -100,7 +100,7 @@ def _check_layers(before: Memory, after: Memory) -> None:
 def _stepping(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, donate_argnames="buffers")
     def step(weights: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
-        memory, logits = take_step(forward(), weights, join(table, buffers), ubatch)
-        return *split(memory), logits
+        cache, logits = take_step(forward(), weights, join(table, buffers), ubatch)
+        return *split(cache), logits
 
     return step

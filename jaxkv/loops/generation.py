@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.cache import Cache, join, split
 from jaxkv.loops.donation import given
 from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.picking import Picked, advance, nothing_picked, stops
 from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import DecodeState, check_sampler, checked, followed, going_on
-from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_traced
 from jaxkv.planning.step import plan_next
 from jaxkv.tables import whole
@@ -25,18 +25,18 @@ def decode(
     forward: Forward,
     sampler: Sampler,
     weights: Any,
-    memory: Memory,
+    cache: Cache,
     state: DecodeState,
     stop: Any = (),
     *,
     steps: int,
     donate: bool = False,
-) -> tuple[Memory, DecodeState, Picked]:
+) -> tuple[Cache, DecodeState, Picked]:
     """Generate up to `steps` tokens for each text, in one loop on the device.
 
-    Each text ends by itself: with its stop token, which is not put into the memory; when as many
+    Each text ends by itself: with its stop token, which is not put into the cache; when as many
     tokens are picked as its limit allows; when no token is allowed, or its logits are NaN; or when
-    the memory refuses its next token, which `reason` then names: nothing is overwritten, and the
+    the cache refuses its next token, which `reason` then names: nothing is overwritten, and the
     others go on.
 
     Args:
@@ -44,46 +44,46 @@ def decode(
       sampler: what adjusts logits before a token is drawn, see `jaxkv.loops.sampling`; the same one
         that the state was started with, though its numbers may change.
       weights: whatever the model wants.
-      memory: the memory after the prompts.
+      cache: the cache after the prompts.
       state: how far each text has come; `loops.start` or `loops.begin` makes the first.
       stop: `[n]` int32, the tokens that end a text, or `[T, n]` for each its own; -1 pads.
       steps: the most tokens to generate for each text, static.
-      donate: give up the buffers of the memory passed in, see `prefill`.
+      donate: give up the buffers of the cache passed in, see `prefill`.
 
     Returns:
-      The memory, how far each text has come now, and the tokens that were picked with the
+      The cache, how far each text has come now, and the tokens that were picked with the
       logarithms of their probabilities.
 
     Raises:
       ValueError: when the arrays of the state differ in length, a sequence comes twice or is none
-        of the memory, as far as that is known while tracing; when it was started with another kind
-        of sampler; when `steps` is below 1; or when the memory was donated. It is raised before
+        of the cache, as far as that is known while tracing; when it was started with another kind
+        of sampler; when `steps` is below 1; or when the cache was donated. It is raised before
         anything runs.
       TypeError: when it is given something else than a sampler or a state.
 
     Examples:
       A model that says the next number; 3 ends a text, and sequence 1 may say no more than two:
 
-      >>> def forward(weights, memory, ubatch):
+      >>> def forward(weights, cache, ubatch):
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
-      ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
-      ...     return memory, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
-      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
       >>> sampler = loops.sampling.make_sampler()
-      >>> state = loops.start(memory, [1, 3], limit=[9, 2])
-      >>> memory, state, picked = decode(forward, sampler, jnp.eye(4), memory, state, [3], steps=3)
-      >>> picked.tokens.tolist(), state.active.tolist(), seq_pos_max(memory, [0, 1]).tolist()
+      >>> state = loops.start(cache, [1, 3], limit=[9, 2])
+      >>> cache, state, picked = decode(forward, sampler, jnp.eye(4), cache, state, [3], steps=3)
+      >>> picked.tokens.tolist(), state.active.tolist(), seq_pos_max(cache, [0, 1]).tolist()
       ([[2, 3, -1], [0, 1, -1]], [False, False], [1, 1])
     """
     steps = count(steps, "steps")
-    state = checked(split(memory)[0].facts, state)
+    state = checked(split(cache)[0].facts, state)
     check_sampler(sampler, state)
     if not state.token.shape[0]:
-        return memory, state, nothing_picked(0, steps)
+        return cache, state, nothing_picked(0, steps)
     stop = stops(stop, state.token.shape[0])
-    if is_traced(sampler, weights, memory, state, stop):
-        return _decode(forward, sampler, weights, memory, state, stop, steps)
-    table, buffers = given(memory, donate)
+    if is_traced(sampler, weights, cache, state, stop):
+        return _decode(forward, sampler, weights, cache, state, stop, steps)
+    table, buffers = given(cache, donate)
     loop = program_of(_decoding, forward)
     args = typed(sampler), weights, table, buffers, state, stop
     table, buffers, now, picked = loop(*args, steps=steps)
@@ -103,9 +103,9 @@ def _decoding(forward: Callable[[], Forward]) -> Any:
         *,
         steps: int,
     ) -> tuple:
-        memory = join(table, buffers)
-        memory, *rest = _decode(forward(), sampler.value, weights, memory, state, stop, steps)
-        return *split(memory), *rest
+        cache = join(table, buffers)
+        cache, *rest = _decode(forward(), sampler.value, weights, cache, state, stop, steps)
+        return *split(cache), *rest
 
     return loop
 
@@ -114,11 +114,11 @@ def _decode(
     forward: Forward,
     sampler: Sampler,
     weights: Any,
-    memory: Memory,
+    cache: Cache,
     state: DecodeState,
     stop: Any,
     steps: int,
-) -> tuple[Memory, DecodeState, Picked]:
+) -> tuple[Cache, DecodeState, Picked]:
     """Do what `decode` says, as a part of the program that is being traced."""
 
     def goes_on(carry: tuple) -> jax.Array:
@@ -126,10 +126,10 @@ def _decode(
         return (i < steps) & jnp.any(state.active)
 
     def body(carry: tuple) -> tuple:
-        memory, state, picked, i = carry
-        table, _ = split(memory)
+        cache, state, picked, i = carry
+        table, _ = split(cache)
         plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
-        memory, logits = take_step(forward, weights, memory, plan.ubatches[0])
+        cache, logits = take_step(forward, weights, cache, plan.ubatches[0])
         active = state.active & plan.ok
         state, token, logprob = advance(sampler, logits, state, stop, active)
         new = Picked(token, logprob)
@@ -142,10 +142,10 @@ def _decode(
             active=state.active & ~refused,
             reason=jnp.where(refused, plan.reason[state.sequence], state.reason),
         )
-        return memory, state, picked, i + plan.ok
+        return cache, state, picked, i + plan.ok
 
-    state = going_on(split(memory)[0], jax.tree.map(jnp.asarray, state))
-    begun = memory, state, nothing_picked(state.token.shape[0], steps), jnp.int32(0)
-    memory, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
-    table, _ = split(memory)
-    return memory, *whole(table, (followed(table, state), picked))
+    state = going_on(split(cache)[0], jax.tree.map(jnp.asarray, state))
+    begun = cache, state, nothing_picked(state.token.shape[0], steps), jnp.int32(0)
+    cache, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
+    table, _ = split(cache)
+    return cache, *whole(table, (followed(table, state), picked))

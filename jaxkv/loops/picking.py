@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache import Cache, split
 from jaxkv.loops.drawing import Sampler, a_sampler, adjusted_by, are_broken, draw, draw_key
 from jaxkv.loops.prompts import PrefillResult
 from jaxkv.loops.rows import chosen, listed
 from jaxkv.loops.state import DecodeState, ends, resume
-from jaxkv.memory import Memory, split
 from jaxkv.places import integers, is_traced
 from jaxkv.plan import Reason
 from jaxkv.tables import program
@@ -34,7 +34,7 @@ class Picked(NamedTuple):
 
 def begin(
     sampler: Sampler,
-    memory: Memory,
+    cache: Cache,
     logits: PrefillResult | jax.Array,
     stop: Any = (),
     sequences: Any = None,
@@ -47,7 +47,7 @@ def begin(
 
     Args:
       sampler: what adjusts logits, see `jaxkv.loops.sampling`.
-      memory: the memory after the prompts.
+      cache: the cache after the prompts.
       logits: what `prefill` returned, or `[T, V]`, a row for each text: those of the last token of
         its prompt, so that several texts of one prompt have that row each (`jnp.repeat`).
       stop: the tokens that end a text, see `decode`.
@@ -63,20 +63,20 @@ def begin(
     Raises:
       ValueError: as `start` does; when the logits are no `[T, V]`; when rows of several texts come
         without their sequences, or more rows than there are sequences, as those of a traced
-        `prefill` are, whose first rows alone count; or when a known memory holds nothing in the
+        `prefill` are, whose first rows alone count; or when a known cache holds nothing in the
         sequence of a text.
       TypeError: as `start` does.
 
     Examples:
       Two texts of one prompt, the second one a fork; 2 ends a text:
 
-      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1])))
-      >>> memory, ok = seq_cp(memory, 0, 1)
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([1])))
+      >>> cache, ok = seq_cp(cache, 0, 1)
       >>> logits = jnp.array([[0.0, 2.0, 1.0, 1.5]])
       >>> sampler = loops.sampling.make_sampler(temperature=1.0)
       >>> both = jnp.repeat(logits, 2, axis=0)
-      >>> state, first = loops.begin(sampler, memory, both, [2], sequences=[0, 1], seed=5)
+      >>> state, first = loops.begin(sampler, cache, both, [2], sequences=[0, 1], seed=5)
       >>> first.tokens.tolist(), state.active.tolist()
       ([[2], [1]], [False, True])
     """
@@ -90,7 +90,7 @@ def begin(
     logits = jnp.asarray(logits)
     if logits.ndim != 2 or not logits.shape[1] or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"wanted logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}")
-    most = split(memory)[0].facts.sequences
+    most = split(cache)[0].facts.sequences
     if logits.shape[0] > most:
         raise ValueError(
             f"wanted logits of at most {most} texts, a sequence each, got {logits.shape[0]} rows: "
@@ -103,9 +103,9 @@ def begin(
         )
     none = np.zeros(logits.shape[0], np.int32)
     options = {"limit": limit, "sampler": a_sampler(sampler), "seed": seed, "prompts": prompts}
-    state = resume(memory, none, sequences, **options)
-    check_begun(split(memory)[0], state.sequence, state.active)
-    return pick_first(split(memory)[0], sampler, logits, stops(stop, len(none)), state)
+    state = resume(cache, none, sequences, **options)
+    check_begun(split(cache)[0], state.sequence, state.active)
+    return pick_first(split(cache)[0], sampler, logits, stops(stop, len(none)), state)
 
 
 def nothing_picked(texts: int, steps: int) -> Picked:
@@ -118,7 +118,7 @@ def check_begun(table: Any, sequences: Any, active: Any) -> None:
     """Raise if a text that goes on has a sequence without a prompt, where that is known.
 
     Args:
-      table: of the memory.
+      table: of the cache.
       sequences: `[T]` int32, where the texts stand.
       active: `[T]` bool, those that go on.
     """

@@ -1,4 +1,4 @@
-"""What an engine keeps for prompts that begin alike: a store, beside the memory of its runner."""
+"""What an engine keeps for prompts that begin alike: a store, beside the cache of its runner."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxkv.cache import split
 from jaxkv.loops.chunks import PASS
 from jaxkv.loops.requests import NOTHING, Progress
 from jaxkv.loops.runner import Runner
-from jaxkv.memory import split
 from jaxkv.prefix.keeping import fork, held, let_go, remember, warm_up
 from jaxkv.prefix.matching import agreement, longest
 from jaxkv.prefix.store import Found, Store, Text, touched
@@ -34,27 +34,27 @@ class Prefixes:
     All is decided by tokens and by what the table says; a text that is let go of is computed anew.
 
     Args:
-      runner: its memory goes with the store.
+      runner: its cache goes with the store.
       store: None where nothing is kept, and then nothing here does anything.
 
     Raises:
-      ValueError: when the store was made for another memory, leaves no sequence to requests, or the
-        memory holds something that is not the store's.
+      ValueError: when the store was made for another cache, leaves no sequence to requests, or the
+        cache holds something that is not the store's.
       TypeError: when it is no store.
     """
 
     def __init__(self, runner: Runner, store: Store | None):
         self._runner, self.store = runner, store
-        table, _ = split(runner.memory)
-        kept = 0 if store is None else held(runner.memory, store)
-        if occupied := int(used(runner.memory)) - kept:
+        table, _ = split(runner.cache)
+        kept = 0 if store is None else held(runner.cache, store)
+        if occupied := int(used(runner.cache)) - kept:
             raise ValueError(
-                f"wanted an empty memory, got one with {occupied} cells in use: clear(memory)"
+                f"wanted an empty cache, got one with {occupied} cells in use: clear(cache)"
             )
         if store and len(store.holders) == table.facts.sequences:
             raise ValueError(
                 f"wanted a store that leaves sequences to requests, got one with all "
-                f"{table.facts.sequences} as holders: pass fewer, or make a memory with more"
+                f"{table.facts.sequences} as holders: pass fewer, or make a cache with more"
             )
         shapes = jax.eval_shape(table.spared)
         self.nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
@@ -71,24 +71,24 @@ class Prefixes:
 
     @property
     def now(self) -> tuple[Any, Store | None]:
-        """The memory and the store, to come back to while no buffer was copied or written."""
-        return self._runner.memory, self.store
+        """The cache and the store, to come back to while no buffer was copied or written."""
+        return self._runner.cache, self.store
 
     def go_back(self, then: tuple[Any, Store | None]) -> None:
         """Take what `now` was back."""
-        self._runner.memory, self.store = then
+        self._runner.cache, self.store = then
 
     def spared(self) -> Any:
         """Return what `Table.spared` says, on the host; nothing without a store."""
         if self.store is None:
             return self.nothing
-        return jax.device_get(_spared(split(self._runner.memory)[0]))
+        return jax.device_get(_spared(split(self._runner.cache)[0]))
 
     def warm_up(self) -> None:
         """Compile all that the rest needs."""
         if self.store:
             self.spared()
-            self._runner.memory = warm_up(self._runner.memory, self.store, donate=True)
+            self._runner.cache = warm_up(self._runner.cache, self.store, donate=True)
 
     def match(self, text: Progress, others: Sequence[Progress], sequence: int) -> Match | None:
         """Return what a text can go on from; None if it had better wait, for there is more soon.
@@ -127,7 +127,7 @@ class Prefixes:
         """Let a sequence have what was found; return how far, which is 0 if a copy has no room."""
         if match.source is None:
             return match.found
-        self._runner.memory, self.store, found = fork(*self._pair(), *match, sequence, donate=True)
+        self._runner.cache, self.store, found = fork(*self._pair(), *match, sequence, donate=True)
         return found
 
     def remember(self, text: Progress, length: int) -> None:
@@ -135,7 +135,7 @@ class Prefixes:
         if self.store is None or not length:
             return
         tokens = text.all_tokens()[:length]
-        self._runner.memory, self.store, _ = remember(
+        self._runner.cache, self.store, _ = remember(
             *self._pair(), tokens, text.sequence, donate=True
         )
 
@@ -149,7 +149,7 @@ class Prefixes:
         """Let go of the least recently used text of a stream; return whether there was one."""
         texts = self._texts_in(stream)
         if texts:
-            self._runner.memory, self.store = let_go(*self._pair(), texts[0])
+            self._runner.cache, self.store = let_go(*self._pair(), texts[0])
         return bool(texts)
 
     @property
@@ -161,7 +161,7 @@ class Prefixes:
 
     def _pair(self) -> tuple[Any, Store]:
         assert self.store is not None
-        return self._runner.memory, self.store
+        return self._runner.cache, self.store
 
 
 @program

@@ -1,7 +1,7 @@
 """Running prompts through a model, and compiling ahead what they need.
 
 Called outside of `jax.jit`, a loop compiles itself, once for each function; called inside, it is
-traced as part of the caller's program. What is donated is always the buffers of a memory and never
+traced as part of the caller's program. What is donated is always the buffers of a cache and never
 its table, which may be gone back to.
 """
 
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
+from jaxkv.cache import Cache, join, split
 from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, step_of, take_step
-from jaxkv.memory import Memory, join, split
 from jaxkv.places import NOWHERE, bucket, count, is_concrete, is_traced
 from jaxkv.plan import Plan
 from jaxkv.planning.init import checked_size, init_batch
@@ -25,14 +25,14 @@ from jaxkv.verbs.apply import is_current
 class PrefillResult(NamedTuple):
     """What `prefill` returns.
 
-    cache: the memory after the batch.
+    cache: the cache after the batch.
     logits: `[n, V]`, those of the output tokens, in the order of the batch.
     sequences: `[n]` int32, the sequence of each row of logits; of several, the lowest.
     ok: `[]` bool, whether the batch was computed. Outside of a transformation a refusal is raised.
     reason: `[Q]` int32, a `Reason` for each sequence, see `Plan`.
     """
 
-    cache: Memory
+    cache: Cache
     logits: jax.Array
     sequences: jax.Array
     ok: jax.Array
@@ -42,7 +42,7 @@ class PrefillResult(NamedTuple):
 def prefill(
     forward: Forward,
     weights: Any,
-    memory: Memory,
+    cache: Cache,
     batch: Batch,
     *,
     ubatch_size: int | None = None,
@@ -52,80 +52,80 @@ def prefill(
     """Run a batch through a model, ubatch by ubatch.
 
     Args:
-      forward: `(weights, memory, ubatch) -> memory, logits [O, V]`, called for a ubatch that has
+      forward: `(weights, cache, ubatch) -> cache, logits [O, V]`, called for a ubatch that has
         been applied; one that applies it once more does no harm. It is compiled once for each shape
         of a ubatch and kept for as long as the function lives, so pass the same one every time: a
         method of the same object counts as the same, a new lambda does not.
       weights: whatever the model wants.
-      memory: a memory with room for the batch.
+      cache: a cache with room for the batch.
       batch: the tokens, `make_batch` makes it.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
-      plan: what `init_batch` has planned for this batch in this memory, where that is known
+      plan: what `init_batch` has planned for this batch in this cache, where that is known
         already; it is not planned again.
-      donate: give up the buffers of the memory passed in, whose bytes the returned one then holds.
+      donate: give up the buffers of the cache passed in, whose bytes the returned one then holds.
         By default they are copied once, since forks and checkpoints share them. The table stays in
         either case. Inside of `jit` nothing is copied, and what is donated is up to the caller.
 
     Returns:
-      The memory after the batch, the logits of its output tokens, and whose they are.
+      The cache after the batch, the logits of its output tokens, and whose they are.
 
       Inside of `jit` and other transformations a refusal cannot be raised. When `ok` is False
-      there, the memory is the one passed in, bit for bit, and the logits mean nothing. And there
+      there, the cache is the one passed in, bit for bit, and the logits mean nothing. And there
       the logits are padded to `[O, V]`: the first n rows are those of the n output tokens, so take
       `logits[:n]`; the sequence of all others is -1.
 
     Raises:
       RefusedError: when there is no room or the batch is at fault. It is raised before anything
-        runs or is copied, so the memory is still there.
-      ValueError: when `forward` gives back something else than a memory that it has written and
+        runs or is copied, so the cache is still there.
+      ValueError: when `forward` gives back something else than a cache that it has written and
         logits `[O, V]`; when the plan is stale, has another number of tokens than the batch, or
-        comes with a `ubatch_size`; or when the memory was donated.
+        comes with a `ubatch_size`; or when the cache was donated.
       TypeError: when `plan` is no plan, or the batch that comes with one is no batch.
 
     Examples:
       A model of one layer, whose tokens look at those before them:
 
-      >>> def forward(weights, memory, ubatch):
+      >>> def forward(weights, cache, ubatch):
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
-      ...     memory, x = attend(memory, 0, ubatch, x, x, x)
-      ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
-      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
-      >>> memory, logits, *_ = prefill(forward, jnp.eye(4), memory, make_batch([1, 2, 3]))
-      >>> logits.shape, used(memory).item()
+      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
+      >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([1, 2, 3]))
+      >>> logits.shape, used(cache).item()
       ((1, 4), 3)
 
       As a part of the caller's program:
 
       >>> @jax.jit
-      ... def feed(weights, memory, tokens):
-      ...     return prefill(forward, weights, memory, make_batch(tokens))
-      >>> result = feed(jnp.eye(4), memory, jnp.arange(6))
+      ... def feed(weights, cache, tokens):
+      ...     return prefill(forward, weights, cache, make_batch(tokens))
+      >>> result = feed(jnp.eye(4), cache, jnp.arange(6))
       >>> used(result.cache).item(), result.ok.item()
       (3, False)
 
     llama.cpp: `llama_decode`.
     """
     if plan is None:
-        plan = init_batch(memory, batch, ubatch_size=ubatch_size)
+        plan = init_batch(cache, batch, ubatch_size=ubatch_size)
     else:
-        _check_planned(memory, batch, ubatch_size, plan)
+        _check_planned(cache, batch, ubatch_size, plan)
     known = is_concrete(plan.ok)
     if known:
         plan.check()
     logits = []
-    if known and not is_traced(weights, memory, batch):
+    if known and not is_traced(weights, cache, batch):
         step = step_of(forward)
-        table, buffers = given(memory, donate)
+        table, buffers = given(cache, donate)
         for ubatch in plan.ubatches:
             table, buffers, out = step(weights, table, buffers, ubatch)
             logits.append(out)
-        memory = join(table, buffers)
+        cache = join(table, buffers)
     else:
         for ubatch in plan.ubatches:
-            memory, out = take_step(forward, weights, memory, ubatch)
+            cache, out = take_step(forward, weights, cache, ubatch)
             logits.append(out)
     sequences = plan.collect([_sequences_of(ubatch) for ubatch in plan.ubatches])
-    return PrefillResult(memory, plan.collect(logits), sequences, plan.ok, plan.reason)
+    return PrefillResult(cache, plan.collect(logits), sequences, plan.ok, plan.reason)
 
 
 def _sequences_of(ubatch: Ubatch) -> Any:
@@ -135,8 +135,8 @@ def _sequences_of(ubatch: Ubatch) -> Any:
     return xp.where(order == NOWHERE, -1, sequences.reshape(-1)[outputs])
 
 
-def _check_planned(memory: Memory, batch: Any, ubatch_size: int | None, plan: Any) -> None:
-    """Raise unless a plan is of this memory, and of as many tokens as the batch has."""
+def _check_planned(cache: Cache, batch: Any, ubatch_size: int | None, plan: Any) -> None:
+    """Raise unless a plan is of this cache, and of as many tokens as the batch has."""
     if not isinstance(plan, Plan):
         raise TypeError(f"wanted a plan, init_batch makes it, got {type(plan)}")
     if not isinstance(batch, Batch):
@@ -149,20 +149,20 @@ def _check_planned(memory: Memory, batch: Any, ubatch_size: int | None, plan: An
         )
         if wanted != got:
             raise ValueError(f"wanted a plan of the batch's {wanted} tokens, got one of {got}")
-    if not is_traced(memory, plan) and not is_current(memory, plan.ubatches[0]):
-        raise ValueError("wanted a plan of this memory as it is, got a stale one: plan again")
+    if not is_traced(cache, plan) and not is_current(cache, plan.ubatches[0]):
+        raise ValueError("wanted a plan of this cache as it is, got a stale one: plan again")
 
 
 def warm_up(
     forward: Forward,
     weights: Any,
-    memory: Memory,
+    cache: Cache,
     *,
     ubatch_size: int | None = None,
     sequences: Sequence[int] = (0,),
     longest: int | None = None,
     donate: bool = False,
-) -> Memory:
+) -> Cache:
     """Compile what prompts of any length need, before the first one comes.
 
     With `longest`, nothing is compiled by a later `prefill` of one prompt of up to that length, if
@@ -178,7 +178,7 @@ def warm_up(
     Args:
       forward: see `prefill`; the programs live as long as it does.
       weights: whatever the model wants.
-      memory: the memory that will be used, or one like it.
+      cache: the cache that will be used, or one like it.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
       sequences: the sequences of a batch, by default one. Where there are several streams, prompts
         that come together are rows of one ubatch; and more than 8 have more outputs. Those
@@ -190,48 +190,48 @@ def warm_up(
         runs, which takes their bytes once more.
 
     Returns:
-      The memory as it was, bit for bit.
+      The cache as it was, bit for bit.
 
     Raises:
-      ValueError: when there is no sequence, or none of the memory, or `ubatch_size` is more than it
+      ValueError: when there is no sequence, or none of the cache, or `ubatch_size` is more than it
         was sized for.
 
     Examples:
       >>> compiled = []
-      >>> def forward(weights, memory, ubatch):
+      >>> def forward(weights, cache, ubatch):
       ...     compiled.append(ubatch.valid.shape)
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
-      ...     memory, x = attend(memory, 0, ubatch, x, x, x)
-      ...     return memory, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
-      >>> memory = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4)
-      >>> memory = warm_up(forward, jnp.eye(4), memory, ubatch_size=8)
-      >>> memory, *_ = prefill(forward, jnp.eye(4), memory, make_batch([1, 2, 3]), ubatch_size=8)
-      >>> compiled, used(memory).item()
+      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
+      >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4)
+      >>> cache = warm_up(forward, jnp.eye(4), cache, ubatch_size=8)
+      >>> cache, *_ = prefill(forward, jnp.eye(4), cache, make_batch([1, 2, 3]), ubatch_size=8)
+      >>> compiled, used(cache).item()
       ([(1, 1), (1, 2), (1, 4), (1, 8)], 3)
     """
     if not sequences:
         raise ValueError("wanted at least one sequence to warm up for, got none")
-    facts = split(memory)[0].facts
+    facts = split(cache)[0].facts
     most = max(checked_size(facts, ubatch_size) // len(sequences), 1)
     longest = most if longest is None else max(count(longest, "longest"), most)
 
     def planned(length: int) -> Plan:
         batch = make_batch([[0] * length] * len(sequences), sequences=sequences)
-        return init_batch(memory, batch, ubatch_size=ubatch_size)
+        return init_batch(cache, batch, ubatch_size=ubatch_size)
 
     plans = [planned(length) for length in _buckets(most)]
     for length in _buckets(longest):
         for rest in _buckets(most) if length > most else ():  # what is left over at its end
             planned((length - rest) // most * most + rest)
     step = step_of(forward)
-    table, buffers = given(memory, donate)
+    table, buffers = given(cache, donate)
     for plan in plans:
         logits = []
         for ubatch in plan.ubatches:
             _, buffers, out = step(weights, table, buffers, drop_unless(jnp.array(False), ubatch))
             logits.append(out)
         plan.collect(logits)
-    return join(table, buffers) if donate else memory
+    return join(table, buffers) if donate else cache
 
 
 def _buckets(most: int) -> list[int]:

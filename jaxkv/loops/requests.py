@@ -16,7 +16,7 @@ from jaxkv.planning.init import checked_size
 from jaxkv.prefix.store import Found, Miss, Text
 
 CHUNK = 128
-"""The most tokens of prompts that are computed at once, where neither caller nor memory say."""
+"""The most tokens of prompts that are computed at once, where neither caller nor cache say."""
 
 NOTHING = Found(0, Miss.UNKNOWN)
 """What there is of a prompt where nothing is held."""
@@ -94,8 +94,8 @@ class Progress:
     tokens: those that were generated.
     logprobs: one for each of them.
     sequence: where its text stands; -1 while it waits.
-    placed: the tokens that are in the memory, as long as it does not run.
-    wanted: the tokens that must be in the memory before it runs.
+    placed: the tokens that are in the cache, as long as it does not run.
+    wanted: the tokens that must be in the cache before it runs.
     cuts: how many of its tokens others begin with, so that it will be remembered there.
     found: what there was of it in the store before its first token.
     source: the text there that it went on from; None for none.
@@ -119,17 +119,17 @@ class Progress:
 
     @property
     def runs(self) -> bool:
-        """Whether it has a sequence, and all of its prompt is in the memory."""
+        """Whether it has a sequence, and all of its prompt is in the cache."""
         return self.sequence >= 0 and self.placed >= self.wanted
 
     @property
     def goal(self) -> int:
-        """The tokens that are in the memory before anything else is done with it."""
+        """The tokens that are in the cache before anything else is done with it."""
         return min([cut for cut in self.cuts if cut > self.placed] + [self.wanted])
 
     @property
     def held(self) -> int:
-        """The tokens that are in the memory: the last of a text that runs never is."""
+        """The tokens that are in the cache: the last of a text that runs never is."""
         held = self.placed
         if self.runs:
             held = max(held, len(self.request.prompt) + len(self.tokens) - 1)
@@ -142,7 +142,7 @@ class Progress:
 
     @property
     def most(self) -> int:
-        """The tokens that it puts into the memory at most: its last one never is."""
+        """The tokens that it puts into the cache at most: its last one never is."""
         return len(self.request.prompt) + self.request.limit - 1
 
     def begin(self, source: Text | None, found: Found) -> None:
@@ -202,10 +202,10 @@ def checked_limits(
     most_stops: int,
     rule: Rule | None,
 ) -> Limits:
-    """Return the limits of an engine for a memory.
+    """Return the limits of an engine for a cache.
 
     Raises:
-      ValueError: when `chunk` is more than the memory was sized for, a number is below 1
+      ValueError: when `chunk` is more than the cache was sized for, a number is below 1
         (`most_stops` below 0), there is no such option to allow, or the rule does not give what
         it should.
       TypeError: when a number is no integer, or the rule is none.

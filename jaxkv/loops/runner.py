@@ -1,7 +1,7 @@
-"""What an engine computes: programs over its memory, each with a row for every sequence.
+"""What an engine computes: programs over its cache, each with a row for every sequence.
 
 All that is known of texts is on the host, and is sent along with each call; the device holds the
-memory and nothing else. So no program depends on which request is in which sequence.
+cache and nothing else. So no program depends on which request is in which sequence.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxkv.cache import Cache, join, split
 from jaxkv.donation import is_donated
 from jaxkv.loops.chunks import Chunk, Part, chunk_program, cut, empty_chunk, shapes_of
 from jaxkv.loops.forward import Forward
@@ -20,7 +21,6 @@ from jaxkv.loops.rows import listed
 from jaxkv.loops.rules import ruled
 from jaxkv.loops.sampling import Sampler
 from jaxkv.loops.state import DecodeState, resume
-from jaxkv.memory import Memory, join, split
 from jaxkv.places import integers
 from jaxkv.verbs.apply import apply
 from jaxkv.verbs.edit import seq_rm
@@ -43,12 +43,12 @@ class Outcome(NamedTuple):
 
 
 class Runner:
-    """Computes chunks of prompts and tokens of texts over a memory that it owns.
+    """Computes chunks of prompts and tokens of texts over a cache that it owns.
 
     Args:
       forward: see `prefill`.
       weights: whatever the model wants.
-      memory: given up; `runner.memory` is the current memory.
+      cache: given up; `runner.cache` is the current cache.
       stop: `[n]` int32, the tokens that end every text.
       limits: what requests may ask for.
     """
@@ -57,20 +57,20 @@ class Runner:
         self,
         forward: Forward,
         weights: Any,
-        memory: Memory,
+        cache: Cache,
         *,
         stop: Any,
         limits: Limits,
     ):
-        self._forward, self._weights, self.memory = forward, weights, memory
-        self._facts, self._limits = split(memory)[0].facts, limits
+        self._forward, self._weights, self.cache = forward, weights, cache
+        self._facts, self._limits = split(cache)[0].facts, limits
         self._shapes = shapes_of(self._facts, limits.chunk)
         self._stop = np.ravel(integers(listed(stop), "stop", low=0))
 
     @property
-    def has_memory(self) -> bool:
+    def has_cache(self) -> bool:
         """Whether the buffers are there, which a program that was cut short may have taken."""
-        return not is_donated(split(self.memory)[1])
+        return not is_donated(split(self.cache)[1])
 
     def warm_up(self) -> None:
         """Run every program once, with nothing to do."""
@@ -81,7 +81,7 @@ class Runner:
             self._pick(nothing, logits[0], turns=0)
             self.generate(nothing, turns=0)
         self.remove([])
-        jax.block_until_ready(split(self.memory)[1])
+        jax.block_until_ready(split(self.cache)[1])
 
     def run_chunk(self, texts: Sequence[Progress]) -> tuple[list[int], Outcome]:
         """Cut the next chunk from the prompts of texts, in their order, and compute it.
@@ -110,12 +110,12 @@ class Runner:
         tokens = np.zeros(self._facts.sequences, np.int32)
         for text in texts:
             tokens[text.sequence] = text.tokens[-1]
-        state = resume(self.memory, tokens, None, sampler=sampler, **options)
-        self.memory, state, picked = decode(
+        state = resume(self.cache, tokens, None, sampler=sampler, **options)
+        self.cache, state, picked = decode(
             self._forward,
             sampler,
             self._weights,
-            self.memory,
+            self.cache,
             state,
             stop,
             steps=self._limits.steps,
@@ -127,14 +127,14 @@ class Runner:
         """Forget all tokens of some sequences; one program, whichever they are."""
         rows = np.arange(self._facts.sequences, dtype=np.int32)
         ends = np.where(np.isin(rows, sequences), np.int32(-1), np.int32(0))
-        self.memory, _ = seq_rm(self.memory, rows, np.zeros_like(rows), ends)
+        self.cache, _ = seq_rm(self.cache, rows, np.zeros_like(rows), ends)
 
     def close_gaps(self) -> bool:
         """Bring cells together; return whether there was a gap."""
-        plan = defrag_plan(self.memory)
+        plan = defrag_plan(self.cache)
         if plan.is_empty:
             return False
-        self.memory = apply(self.memory, plan, donate=True)
+        self.cache = apply(self.cache, plan, donate=True)
         return True
 
     def stops_of(self, text: Progress) -> list[int]:
@@ -144,16 +144,16 @@ class Runner:
     def _compute(self, chunk: Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Compute a chunk; the logits `[Q, V]`, and whether it had room, with the reasons."""
         program = chunk_program(self._forward)
-        table, buffers, logits, plan = program(self._weights, *split(self.memory), chunk)
-        self.memory = join(table, buffers)
+        table, buffers, logits, plan = program(self._weights, *split(self.cache), chunk)
+        self.cache = join(table, buffers)
         return logits, plan
 
     def _pick(self, texts: Sequence[Progress], logits: jax.Array, turns: int) -> Outcome:
         """Pick the first token of texts, of logits `[Q, V]`."""
         sampler, stop, options = self._options(texts, turns)
         none = np.zeros(self._facts.sequences, np.int32)
-        state = resume(self.memory, none, None, sampler=sampler, **options)
-        state, picked = pick_first(split(self.memory)[0], sampler, logits, stop, state)
+        state = resume(self.cache, none, None, sampler=sampler, **options)
+        state, picked = pick_first(split(self.cache)[0], sampler, logits, stop, state)
         return Outcome(picked, state.reason, self._rule_states(state))
 
     def _rule_states(self, state: DecodeState) -> Any:

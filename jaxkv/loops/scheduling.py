@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.cache import Table
 from jaxkv.loops.prefixes import Match, Prefixes
 from jaxkv.loops.requests import Limits, Progress
-from jaxkv.memory import Table
 
 
 class Schedule:
-    """Gives the sequences of a memory to requests, first come first served.
+    """Gives the sequences of a cache to requests, first come first served.
 
     Args:
-      table: the table of the memory, of which only sizes are looked at.
+      table: the table of the cache, of which only sizes are looked at.
       limits: of the engine.
       reserve: whether the cells of a request's prompt and limit are promised to it.
       prefixes: what is kept in the other sequences, and gives way to requests.
@@ -41,7 +41,7 @@ class Schedule:
 
     @property
     def feeding(self) -> list[Progress]:
-        """The texts whose prompts are not in the memory yet, the oldest first."""
+        """The texts whose prompts are not in the cache yet, the oldest first."""
         return _by_age([text for text in self._placed if text and not text.runs])
 
     @property
@@ -62,7 +62,7 @@ class Schedule:
         """Let a request wait for its turn.
 
         Raises:
-          ValueError: when the memory would never have the cells for it.
+          ValueError: when the cache would never have the cells for it.
         """
         request = text.request
         wanted = text.most if self.reserves else len(request.prompt)
@@ -70,7 +70,7 @@ class Schedule:
             limit = f" and a limit of {request.limit} less the last" if self.reserves else ""
             raise ValueError(
                 f"wanted cells for {wanted} tokens, of a prompt of {len(request.prompt)}{limit}, "
-                f"which this memory never has: ask for less, or make a larger one"
+                f"which this cache never has: ask for less, or make a larger one"
             )
         self._waiting.append(text)
 

@@ -1,6 +1,6 @@
-"""Texts longer than a memory: forget a passage and close the gap, or let tokens share positions.
+"""Texts longer than a cache: forget a passage and close the gap, or let tokens share positions.
 
-Both move keys that stand in the memory already, and rotate them. Those of all layers but the first
+Both move keys that stand in the cache already, and rotate them. Those of all layers but the first
 were computed when more was seen, or when it stood further away, and stay what they were.
 """
 
@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache import Cache, Commitment, join, split
 from jaxkv.donation import check_there
 from jaxkv.facts import Facts
-from jaxkv.memory import Commitment, Memory, join, split
 from jaxkv.places import END, count, integers
 from jaxkv.tables import program
 from jaxkv.verbs.apply import apply
@@ -20,8 +20,8 @@ from jaxkv.verbs.ids import Ids, sequence
 
 
 def slide(
-    memory: Memory, seq: Ids, *, keep: Ids, drop: Ids, donate: bool = False
-) -> tuple[Memory, jax.Array]:
+    cache: Cache, seq: Ids, *, keep: Ids, drop: Ids, donate: bool = False
+) -> tuple[Cache, jax.Array]:
     """Forget a passage of a sequence and close the gap, for a text that never ends.
 
     The first `keep` tokens stay where they are, often a system prompt, or the few that attention
@@ -29,46 +29,46 @@ def slide(
     verbs `seq_rm`, `seq_add` and `init_update` in one.
 
     Args:
-      memory: a memory without recurrent states.
+      cache: a cache without recurrent states.
       seq: `[]` int, the sequence.
       keep: `[]` int, the tokens at its beginning that stay.
       drop: `[]` int, how many are forgotten after them.
-      donate: give up the buffers of the memory passed in, see `apply`. Otherwise they are copied.
+      donate: give up the buffers of the cache passed in, see `apply`. Otherwise they are copied.
 
     Returns:
-      The memory, and `ok`, `[]` bool. When it is False nothing has changed: the sequence has fewer
+      The cache, and `ok`, `[]` bool. When it is False nothing has changed: the sequence has fewer
       than `keep + drop` positions, another one shares a cell that would move, or a window that has
       let go of the first tokens would see them again.
 
     Raises:
-      ValueError: when the memory has recurrent states or was made without `rope=`, `keep`
+      ValueError: when the cache has recurrent states or was made without `rope=`, `keep`
         is known and below 0, `drop` is known and below 1, one of them is several numbers, the
-        sequence is known and is none of the memory, or the memory was donated.
+        sequence is known and is none of the cache, or the cache was donated.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5, 6])))
-      >>> memory, ok = loops.slide(memory, 0, keep=1, drop=3)
-      >>> print(show(memory))
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5, 6])))
+      >>> cache, ok = loops.slide(cache, 0, keep=1, drop=3)
+      >>> print(show(cache))
       owner    0 . . . 0 0
       position 0 . . . 1 2
-      >>> ok.item(), init_batch(memory, make_batch([7, 8])).ok.item()
+      >>> ok.item(), init_batch(cache, make_batch([7, 8])).ok.item()
       (True, True)
 
     llama.cpp: the context shift of its programs, `n_keep` and `n_discard`.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     _check_cells(table.facts, "a state cannot forget what it has seen")
     table.check_moves(buffers)
-    check_there(memory)
+    check_there(cache)
     bounds = _one(keep, "keep", low=0), _one(drop, "drop", low=1)
     table, plan, ok = _slid(table, sequence(table, seq), *bounds)
     return apply(join(table, buffers), plan, donate=donate), ok
 
 
 def extend(
-    memory: Memory, seq: Ids, done: Ids, *, group: int, width: int, donate: bool = False
-) -> tuple[Memory, jax.Array, jax.Array]:
+    cache: Cache, seq: Ids, done: Ids, *, group: int, width: int, donate: bool = False
+) -> tuple[Cache, jax.Array, jax.Array]:
     """Let `group` neighbours share a position, so that a text is longer than positions reach.
 
     Every `width` ungrouped tokens are moved onto `width // group` positions; the tokens after them
@@ -76,16 +76,16 @@ def extend(
     exactly.
 
     Args:
-      memory: a memory without recurrent states.
+      cache: a cache without recurrent states.
       seq: `[]` int, the sequence. Its next token still stands one past its last position.
       done: `[]` int, the positions of tokens that are grouped already: 0 at first, and then what
         this function returned.
       group: how many tokens share a position.
       width: how many tokens are grouped at once, a multiple of `group`.
-      donate: give up the buffers of the memory passed in, see `apply`. Otherwise they are copied.
+      donate: give up the buffers of the cache passed in, see `apply`. Otherwise they are copied.
 
     Returns:
-      The memory; `done` for the next call, `[]` int32; and `ok`, `[]` bool, which is True, too,
+      The cache; `done` for the next call, `[]` int32; and `ok`, `[]` bool, which is True, too,
       where there is nothing to group yet. When it is False nothing has changed: another sequence
       shares a cell that would move, `done` is not what was returned before or the sequence was cut
       below it, positions would reach 2**31 - 1 on the way, or a window has let go of tokens that
@@ -96,15 +96,15 @@ def extend(
       a position.
 
     Raises:
-      ValueError: when the memory has recurrent states or was made without `rope=`, `group`
+      ValueError: when the cache has recurrent states or was made without `rope=`, `group`
         or `width` is below 1 or above 2**31 - 1, `width` is no multiple of `group`, `done` is
-        several numbers, the sequence is known and is none of the memory, or the memory was donated.
+        several numbers, the sequence is known and is none of the cache, or the cache was donated.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, rope=make_rope(2))
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5])))
-      >>> memory, done, ok = loops.extend(memory, 0, 0, group=2, width=4)
-      >>> print(show(memory))
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
+      >>> cache, done, ok = loops.extend(cache, 0, 0, group=2, width=4)
+      >>> print(show(cache))
       owner    0 0 0 0 0 . . .
       position 0 0 1 1 2 . . .
       >>> done.item(), ok.item()
@@ -112,13 +112,13 @@ def extend(
 
     llama.cpp: self-extend, `--grp-attn-n` and `--grp-attn-w`.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     _check_cells(table.facts, "a state does not know where the tokens that it has seen stood")
     group, width = count(group, "group"), count(width, "width")
     if width % group:
         raise ValueError(f"wanted a width that is a multiple of group={group}, got {width}")
     table.check_moves(buffers)
-    check_there(memory)
+    check_there(cache)
     args = _one(done, "done"), jnp.int32(group), jnp.int32(width)
     table, plan, now, ok = _extended(table, sequence(table, seq), *args)
     return apply(join(table, buffers), plan, donate=donate), now, ok
@@ -132,11 +132,11 @@ def _one(value: Any, name: str, low: int = -END) -> Any:
 
 
 def _check_cells(facts: Facts, why: str) -> None:
-    """Raise unless a memory is made of cells alone."""
+    """Raise unless a cache is made of cells alone."""
     kinds = [part.kind for part in facts.parts or (facts,)]
     if facts.rollback is not None:
         what = f"kind {facts.kind!r}" + (f" ({', '.join(kinds)})" if facts.parts else "")
-        raise ValueError(f"wanted a memory of attention alone, got {what}: {why}")
+        raise ValueError(f"wanted a cache of attention alone, got {what}: {why}")
 
 
 @program

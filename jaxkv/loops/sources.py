@@ -1,4 +1,4 @@
-"""Running an encoder: what it reads is written into a memory once, for decoders to look at."""
+"""Running an encoder: what it reads is written into a cache once, for decoders to look at."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,21 +7,21 @@ from typing import Any
 import jax
 
 from jaxkv.batch import Batch, Ubatch
+from jaxkv.cache import Cache, join, split
 from jaxkv.loops.donation import given
 from jaxkv.loops.programs import program_of
-from jaxkv.memory import Memory, join, split
 from jaxkv.places import is_concrete, is_traced
 from jaxkv.planning.source import init_source
 from jaxkv.verbs.apply import apply
 
 Encoder = Callable[[Any, Any, Ubatch], Any]
-"""`(weights, memory, ubatch) -> memory`, for a ubatch of sources that has been applied."""
+"""`(weights, cache, ubatch) -> cache`, for a ubatch of sources that has been applied."""
 
 
 def encode(
     encoder: Encoder,
     weights: Any,
-    memory: Memory,
+    cache: Cache,
     batch: Batch,
     *,
     donate: bool = False,
@@ -29,68 +29,68 @@ def encode(
     """Run an encoder over the sources of sequences, and keep what their texts will look at.
 
     Args:
-      encoder: `(weights, memory, ubatch) -> memory`, called for a ubatch of sources that has been
+      encoder: `(weights, cache, ubatch) -> cache`, called for a ubatch of sources that has been
         applied. It computes all tokens of `ubatch` at once, and writes keys and values of them for
         each layer that looks at sources (`write`). It is compiled and kept as `forward` of
         `prefill` is.
       weights: whatever the model wants.
-      memory: a hybrid memory with a part of `make_source_cache`.
+      cache: a hybrid cache with a part of `make_source_cache`.
       batch: the sources, see `init_source`.
-      donate: give up the buffers of the memory passed in, see `prefill`.
+      donate: give up the buffers of the cache passed in, see `prefill`.
 
     Returns:
-      The memory with the sources of those sequences. Where the plan is traced, the memory and `ok`,
-      `[]` bool: when it is False the memory is the one passed in, bit for bit.
+      The cache with the sources of those sequences. Where the plan is traced, the cache and `ok`,
+      `[]` bool: when it is False the cache is the one passed in, bit for bit.
 
     Raises:
       RefusedError: when there is no room, or a sequence has a source already.
-      TypeError: when the memory has no part for sources.
-      ValueError: when `encoder` gives back something else than a memory that it has written, or the
-        memory was donated.
+      TypeError: when the cache has no part for sources.
+      ValueError: when `encoder` gives back something else than a cache that it has written, or the
+        cache was donated.
 
     Examples:
       An encoder whose tokens do not even see each other, and a decoder that repeats its source:
 
-      >>> def encoder(weights, memory, ubatch):
+      >>> def encoder(weights, cache, ubatch):
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
-      ...     return write(memory, 1, ubatch, x, x)
-      >>> def forward(weights, memory, ubatch):
+      ...     return write(cache, 1, ubatch, x, x)
+      >>> def forward(weights, cache, ubatch):
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
-      ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
-      ...     memory, x = attend(memory, 1, ubatch, x)
-      ...     return memory, x.reshape(-1, 4)[ubatch.outputs]
+      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      ...     cache, x = attend(cache, 1, ubatch, x)
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs]
       >>> sizes = dict(layers=1, kv_heads=1, head_dim=4, sequences=2)
       >>> text, sources = make_kv_cache(cells=8, **sizes), make_source_cache(cells=8, **sizes)
-      >>> memory = make_hybrid_cache((text, (0,)), (sources, (1,)))
-      >>> memory = encode(encoder, jnp.eye(4), memory, make_batch([[2, 2, 2], [3]]))
-      >>> memory, logits, *_ = prefill(forward, jnp.eye(4), memory, make_batch([[0], [0, 1]]))
+      >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
+      >>> cache = encode(encoder, jnp.eye(4), cache, make_batch([[2, 2, 2], [3]]))
+      >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([[0], [0, 1]]))
       >>> jnp.argmax(logits, axis=-1).tolist()
       [2, 3]
 
     llama.cpp: `llama_encode`.
     """
-    plan = init_source(memory, batch)
+    plan = init_source(cache, batch)
     (ubatch,), known = plan.ubatches, is_concrete(plan.ok)
     if known:
         plan.check()
-    if known and not is_traced(weights, memory, batch):
+    if known and not is_traced(weights, cache, batch):
         run = program_of(_encoding, encoder)
-        return join(*run(weights, *given(memory, donate), ubatch))
-    memory = _encoded(encoder, weights, memory, ubatch)
-    return memory if known else (memory, plan.ok)
+        return join(*run(weights, *given(cache, donate), ubatch))
+    cache = _encoded(encoder, weights, cache, ubatch)
+    return cache if known else (cache, plan.ok)
 
 
-def _encoded(encoder: Encoder, weights: Any, memory: Memory, ubatch: Ubatch) -> Memory:
+def _encoded(encoder: Encoder, weights: Any, cache: Cache, ubatch: Ubatch) -> Cache:
     """Apply a ubatch of sources and run an encoder over it."""
-    memory = apply(memory, ubatch)
-    after = encoder(weights, memory, ubatch)
-    if not isinstance(after, Memory):
-        raise ValueError(f"wanted a memory from encoder, got {type(after)}")
-    pairs = zip(*(jax.tree.leaves(split(one)[1]) for one in (memory, after)), strict=False)
+    cache = apply(cache, ubatch)
+    after = encoder(weights, cache, ubatch)
+    if not isinstance(after, Cache):
+        raise ValueError(f"wanted a cache from encoder, got {type(after)}")
+    pairs = zip(*(jax.tree.leaves(split(one)[1]) for one in (cache, after)), strict=False)
     if all(old is new for old, new in pairs):
         raise ValueError(
-            "encoder gave back the memory it was given, with nothing written: it must return the "
-            "memory that write of its last layer returned"
+            "encoder gave back the cache it was given, with nothing written: it must return the "
+            "cache that write of its last layer returned"
         )
     return after
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv.cache import Cache, join, split
 from jaxkv.loops import trees
 from jaxkv.loops.acceptance import verify, verify_branches
 from jaxkv.loops.donation import given
@@ -22,7 +23,6 @@ from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.picking import nothing_picked, stops
 from jaxkv.loops.programs import program_of
 from jaxkv.loops.state import DecodeState, check_sampler, checked, ends, followed, going_on
-from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_traced
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.step import plan_next
@@ -36,7 +36,7 @@ class Speculated(NamedTuple):
 
     tokens: `[T, n]` int32, see `Picked`.
     logprobs: `[T, n]` float32, see `Picked`.
-    turns: `[T]` int32, the steps of the model that a text took part in, one that the memory refused
+    turns: `[T]` int32, the steps of the model that a text took part in, one that the cache refused
       among them.
     tried: `[T]` int32, the tokens that were guessed.
     accepted: `[T]` int32, those of them that held, one that ended the text included.
@@ -69,15 +69,15 @@ class _Setup(NamedTuple):
 class _Progress(NamedTuple):
     """How far a loop has come.
 
-    memory: of the model.
+    cache: of the model.
     state: how far the texts have come.
     draft: what guesses.
     made: what was picked.
-    at: `[T]` int32, the position of each text's last token, which is in no memory yet.
+    at: `[T]` int32, the position of each text's last token, which is in no cache yet.
     drafting: `[T]` bool, the texts that guesses are still made for.
     """
 
-    memory: Memory
+    cache: Cache
     state: DecodeState
     draft: Draft
     made: Speculated
@@ -109,13 +109,13 @@ def speculate(
     draft: Draft,
     sampler: Sampler,
     weights: Any,
-    memory: Memory,
+    cache: Cache,
     state: DecodeState,
     stop: Any = (),
     *,
     steps: int,
     donate: bool = False,
-) -> tuple[Memory, DecodeState, Draft, Speculated]:
+) -> tuple[Cache, DecodeState, Draft, Speculated]:
     """Generate as `decode` does, checking what a draft guesses several tokens at a time.
 
     A text goes on alone where its guess does not find room, and a step in which nothing is guessed
@@ -130,39 +130,39 @@ def speculate(
       draft: what guesses, of `lookup`, `draft_model`, `draft_tree` or a `Draft` of your own.
       sampler: see `decode`.
       weights: whatever the model wants.
-      memory: the memory after the prompts. One that keeps states must keep as many earlier ones as
+      cache: the cache after the prompts. One that keeps states must keep as many earlier ones as
         the draft tries, and cannot branch.
       state: how far each text has come, see `decode`.
       stop: the tokens that end a text, see `decode`.
       steps: the most tokens to generate for each text, static.
-      donate: give up the buffers of the memory passed in, see `prefill`. Those of a draft are
+      donate: give up the buffers of the cache passed in, see `prefill`. Those of a draft are
         copied once a call.
 
     Returns:
-      The memory, how far each text has come now, the draft to go on with, and the tokens that were
-      picked. Tokens that were guessed wrong are in no memory.
+      The cache, how far each text has come now, the draft to go on with, and the tokens that were
+      picked. Tokens that were guessed wrong are in no cache.
 
     Raises:
-      ValueError: as `decode` does; when the memory keeps too few states to take back a guess; when
-        the draft has several branches, and the memory keeps states, has fewer sequences than there
-        are branches of all texts, or a stream for each; or when the memory of a draft was donated,
+      ValueError: as `decode` does; when the cache keeps too few states to take back a guess; when
+        the draft has several branches, and the cache keeps states, has fewer sequences than there
+        are branches of all texts, or a stream for each; or when the cache of a draft was donated,
         or has another number of sequences.
       TypeError: when it is given something else than a draft, a sampler or a state.
 
     Examples:
       A model that says 1, 2, 3, 1, 2, 3 and so on; nine tokens take three steps:
 
-      >>> def forward(weights, memory, ubatch):
+      >>> def forward(weights, cache, ubatch):
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
-      ...     memory, _ = attend(memory, 0, ubatch, x, x, x)
-      ...     return memory, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[ubatch.outputs]
-      >>> memory = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=3)
-      >>> memory, logits, *_ = prefill(forward, jnp.eye(3), memory, make_batch([0, 1, 2, 0]))
+      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[ubatch.outputs]
+      >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=3)
+      >>> cache, logits, *_ = prefill(forward, jnp.eye(3), cache, make_batch([0, 1, 2, 0]))
       >>> sampler = loops.sampling.make_sampler()
-      >>> state, _ = loops.begin(sampler, memory, logits)
+      >>> state, _ = loops.begin(sampler, cache, logits)
       >>> draft = loops.lookup([[0, 1, 2, 0]])
-      >>> memory, state, draft, made = loops.speculate(
-      ...     forward, draft, sampler, jnp.eye(3), memory, state, steps=9
+      >>> cache, state, draft, made = loops.speculate(
+      ...     forward, draft, sampler, jnp.eye(3), cache, state, steps=9
       ... )
       >>> made.tokens.tolist(), made.turns.item(), made.accepted.item()
       ([[2, 0, 1, 2, 0, 1, 2, 0, 1]], 3, 6)
@@ -172,21 +172,21 @@ def speculate(
     steps = count(steps, "steps")
     if not isinstance(draft, Draft):
         raise TypeError(f"wanted a draft, such as loops.lookup(prompts), got {type(draft)}")
-    check_rollback(memory, draft.tries, "the memory")
-    trees.check_branches(split(memory)[0].facts, draft.texts, draft.branches, "a memory")
-    state = checked(split(memory)[0].facts, state)
+    check_rollback(cache, draft.tries, "the cache")
+    trees.check_branches(split(cache)[0].facts, draft.texts, draft.branches, "a cache")
+    state = checked(split(cache)[0].facts, state)
     check_sampler(sampler, state)
     texts = state.token.shape[0]
     if draft.texts != texts:
         raise ValueError(f"wanted a draft of {texts} texts, got one of {draft.texts}")
-    draft.check(memory)
+    draft.check(cache)
     if not texts:
-        return memory, state, draft, _nothing_made(0, steps)
+        return cache, state, draft, _nothing_made(0, steps)
     stop = stops(stop, texts)
     fixed = weights, stop
-    if is_traced(sampler, draft, memory, state, fixed):
-        return _speculate(_Setup(forward, sampler, *fixed), draft, memory, state, steps)
-    table, buffers = given(memory, donate)
+    if is_traced(sampler, draft, cache, state, fixed):
+        return _speculate(_Setup(forward, sampler, *fixed), draft, cache, state, steps)
+    table, buffers = given(cache, donate)
     loop = program_of(_speculating, forward)
     args = typed((draft, sampler)), fixed, table, buffers, state
     table, buffers, now, draft, made = loop(*args, steps=steps)
@@ -207,19 +207,19 @@ def _speculating(forward: Callable[[], Forward]) -> Any:
     ) -> tuple:
         draft, sampler = by.value
         setup = _Setup(forward(), sampler, *fixed)
-        memory, *rest = _speculate(setup, draft, join(table, buffers), state, steps)
-        return *split(memory), *rest
+        cache, *rest = _speculate(setup, draft, join(table, buffers), state, steps)
+        return *split(cache), *rest
 
     return loop
 
 
 def _speculate(
-    setup: _Setup, draft: Draft, memory: Memory, state: DecodeState, steps: int
-) -> tuple[Memory, DecodeState, Draft, Speculated]:
+    setup: _Setup, draft: Draft, cache: Cache, state: DecodeState, steps: int
+) -> tuple[Cache, DecodeState, Draft, Speculated]:
     """Do what `speculate` says, as a part of the program that is being traced."""
     texts, tries = state.token.shape[0], draft.tries
     if draft.branches > 1:
-        table, _ = split(memory)
+        table, _ = split(cache)
         sequences = trees.branch_sequences(table, state.sequence, draft.branches)
         setup = setup._replace(sequences=sequences)
 
@@ -237,19 +237,19 @@ def _speculate(
         if setup.sequences is None:
             guess = guess._replace(valid=guess.valid & may)
             after, tried = guess.tokens, jnp.sum(guess.valid, axis=1, dtype=jnp.int32)
-            memory, turn = _take_turn(setup, guess, active, now)
+            cache, turn = _take_turn(setup, guess, active, now)
         else:
-            known = setup.sequences < split(now.memory)[0].facts.sequences
+            known = setup.sequences < split(now.cache)[0].facts.sequences
             guess = guess._replace(valid=guess.valid & may[:, None] & known[..., None])
             tried = jnp.sum(trees.nodes_of(guess).first, axis=(1, 2), dtype=jnp.int32)
-            memory, turn = _take_turn(setup, guess, active, now)
+            cache, turn = _take_turn(setup, guess, active, now)
             after = turn.tokens[:, :-1]
         fed = jnp.concatenate([now.state.token[:, None], after], axis=1)
         tried = jnp.where(turn.picked > 0, tried, 0)
         # The log-probability that names the end has no token.
         broken = active & (turn.state.reason == Reason.NONFINITE_LOGITS)
         return _Progress(
-            memory=memory,
+            cache=cache,
             state=turn.state,
             draft=draft.follow(now.state.sequence, now.at, fed, turn.picked),
             made=Speculated(
@@ -265,13 +265,13 @@ def _speculate(
 
     made = _nothing_made(texts, steps)
     state, draft = jax.tree.map(jnp.asarray, (state, draft))
-    state = going_on(split(memory)[0], state)
-    at = ends(split(memory)[0])[state.sequence] + 1
-    begun = _Progress(memory, state, draft, made, at, jnp.ones(texts, bool))
+    state = going_on(split(cache)[0], state)
+    at = ends(split(cache)[0])[state.sequence] + 1
+    begun = _Progress(cache, state, draft, made, at, jnp.ones(texts, bool))
     now = jax.lax.while_loop(goes_on, body, begun)
-    table, _ = split(now.memory)
+    table, _ = split(now.cache)
     state, made = whole(table, (followed(table, now.state), now.made))
-    return now.memory, state, now.draft, made
+    return now.cache, state, now.draft, made
 
 
 def _nothing_made(texts: int, steps: int) -> Speculated:
@@ -296,10 +296,10 @@ def _appended(rows: jax.Array, start: jax.Array, new: jax.Array, picked: jax.Arr
 
 def _take_turn(
     setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
-) -> tuple[Memory, _Turn]:
+) -> tuple[Cache, _Turn]:
     """Take one step for the active texts: as wide as the guess, or one token wide if there is none.
 
-    Each width is a loop that runs once or not at all: a branch would copy the memory. `active` is
+    Each width is a loop that runs once or not at all: a branch would copy the cache. `active` is
     `[T]` bool; `Guess` and `_Turn` say the shapes of the rest.
     """
     texts, tries = guess.tokens.shape[0], guess.tokens.shape[-1]
@@ -316,24 +316,24 @@ def _take_turn(
 
     def step(width: int, carry: tuple) -> tuple:
         part = guess if width else jax.tree.map(lambda x: x[:, :0], alone)
-        memory, turn = _step(setup, part, active, now._replace(memory=carry[0]))
+        cache, turn = _step(setup, part, active, now._replace(cache=carry[0]))
         more = [(0, 0), (0, tries - width)]
         tokens, logprobs = (jnp.pad(x, more) for x in (turn.tokens, turn.logprobs))
-        return memory, turn._replace(tokens=tokens, logprobs=logprobs), jnp.array(False)
+        return cache, turn._replace(tokens=tokens, logprobs=logprobs), jnp.array(False)
 
-    carry = now.memory, begun, narrow
+    carry = now.cache, begun, narrow
     carry = jax.lax.while_loop(lambda carry: carry[2], partial(step, 0), carry)
     carry = *carry[:2], ~narrow
-    memory, turn, _ = jax.lax.while_loop(lambda carry: carry[2], partial(step, tries), carry)
-    return memory, turn
+    cache, turn, _ = jax.lax.while_loop(lambda carry: carry[2], partial(step, tries), carry)
+    return cache, turn
 
 
-def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tuple[Memory, _Turn]:
+def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tuple[Cache, _Turn]:
     """Feed the last token of each active text, `[T]` bool, and a guess, and keep what holds."""
     state = now.state
     guessed = jnp.any(guess.valid, axis=tuple(range(1, guess.valid.ndim)))
     feed = _fed if guess.tokens.ndim == 2 else _fed_branches
-    memory, plan, ok, picks, guess = feed(setup, guess, active, now)
+    cache, plan, ok, picks, guess = feed(setup, guess, active, now)
     tokens, logprobs, held, adjusting = picks
     width = tokens.shape[1]
     stopped = jnp.any(tokens[:, :, None] == setup.stop[:, None], axis=2) | (tokens < 0)
@@ -350,7 +350,7 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
     if width > 1:
         kept = now.at + jnp.maximum(picked, 1)
         cut = jnp.where(ok, kept, 0), jnp.where(ok, -1, 0)  # from 0 to 0 is nothing
-        memory, _ = seq_rm(memory, state.sequence, *cut)
+        cache, _ = seq_rm(cache, state.sequence, *cut)
     # A refused step has changed nothing. A text that it was refused for does without guesses from
     # now on, or ends if it had none.
     refused = active & ~plan.ok & ~plan.fits[state.sequence]
@@ -368,7 +368,7 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
         draw=state.draw + picked,
         adjusting=adjusting,
     )
-    return memory, _Turn(
+    return cache, _Turn(
         tokens=tokens,
         logprobs=logprobs,
         picked=picked,
@@ -380,21 +380,21 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
 
 def _fed(
     setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
-) -> tuple[Memory, Plan, jax.Array, tuple, Guess]:
+) -> tuple[Cache, Plan, jax.Array, tuple, Guess]:
     """Feed the last token of each active text, `[T]` bool, and a guess, `[T, n]`.
 
     Returns:
-      The memory; the plan; which texts go on, `[T]` bool; what `verify` says; and the guess.
+      The cache; the plan; which texts go on, `[T]` bool; what `verify` says; and the guess.
     """
-    table, state = split(now.memory)[0], now.state
+    table, state = split(now.cache)[0], now.state
     fed = jnp.concatenate([state.token[:, None], guess.tokens], axis=1)
     valid = jnp.concatenate([active[:, None], guess.valid], axis=1)
     plan = plan_next(table, fed, state.sequence, valid)
-    memory, logits = take_step(setup.forward, setup.weights, now.memory, plan.ubatches[0])
+    cache, logits = take_step(setup.forward, setup.weights, now.cache, plan.ubatches[0])
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
     _check_vocabulary(guess, logits)
     ok = active & plan.ok
-    return memory, plan, ok, verify(setup.sampler, logits, guess, state, ok), guess
+    return cache, plan, ok, verify(setup.sampler, logits, guess, state, ok), guess
 
 
 def _check_vocabulary(guess: Guess, logits: jax.Array) -> None:
@@ -408,28 +408,28 @@ def _check_vocabulary(guess: Guess, logits: jax.Array) -> None:
 
 def _fed_branches(
     setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
-) -> tuple[Memory, Plan, jax.Array, tuple, Guess]:
+) -> tuple[Cache, Plan, jax.Array, tuple, Guess]:
     """Feed the last token of each active text, `[T]` bool, and `[T, k, n]` guesses; keep a branch.
 
     Returns:
       What `_fed` does, of the branch that was followed.
     """
-    (table, buffers), state, sequences = split(now.memory), now.state, setup.sequences
+    (table, buffers), state, sequences = split(now.cache), now.state, setup.sequences
     assert sequences is not None
     table = trees.fork(table, sequences, state.sequence)
     plan = trees.plan_tree(table, state.token, guess, active, sequences)
-    memory = join(table, buffers)
-    memory, logits = take_step(setup.forward, setup.weights, memory, plan.ubatches[0])
+    cache = join(table, buffers)
+    cache, logits = take_step(setup.forward, setup.weights, cache, plan.ubatches[0])
     logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
     _check_vocabulary(guess, logits)
     ok = active & plan.ok
     *found, branch = verify_branches(setup.sampler, logits, guess, state, ok)
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     own = jnp.argmax(sequences == state.sequence[:, None], axis=1).astype(jnp.int32)
     followed = jnp.where(ok, branch, own)
-    memory = join(trees.keep(table, state.sequence, sequences, followed), buffers)
+    cache = join(trees.keep(table, state.sequence, sequences, followed), buffers)
     tokens, valid = (
         jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]
         for x in (guess.tokens, guess.valid)
     )
-    return memory, plan, ok, tuple(found), Guess(tokens, valid, None)
+    return cache, plan, ok, tuple(found), Guess(tokens, valid, None)

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache import Cache, split
 from jaxkv.draw.lines import fields_line
 from jaxkv.facts import Facts, check_once
 from jaxkv.loops.drawing import Sampler, a_sampler
 from jaxkv.loops.rows import padded
 from jaxkv.loops.sampling import make_sampler
-from jaxkv.memory import Memory, split
 from jaxkv.places import END, flags, integers, is_concrete
 from jaxkv.plan import Reason
 from jaxkv.tables import program
@@ -22,20 +22,20 @@ from jaxkv.tables import program
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeState:
-    """How far T texts have come, each a sequence of a memory; `start` and `begin` make it.
+    """How far T texts have come, each a sequence of a cache; `start` and `begin` make it.
 
-    Positions are not stored here: they are those of the memory.
+    Positions are not stored here: they are those of the cache.
 
-    token: `[T]` int32, the token that was picked last and is not in the memory yet.
+    token: `[T]` int32, the token that was picked last and is not in the cache yet.
     sequence: `[T]` int32, the sequence of each text, each at most once.
     active: `[T]` bool, the texts that go on.
     left: `[T]` int32, how many more tokens of a text may be picked.
-    reason: `[T]` int32, a `Reason`: why the memory refused a text's token, NONFINITE_LOGITS, or
+    reason: `[T]` int32, a `Reason`: why the cache refused a text's token, NONFINITE_LOGITS, or
       EDITED, each of which ended it; else FITS.
     key: `[T]`, the random key of each text; each draw folds a number of its own into it.
     draw: `[T]` int32, the number of the next draw. It begins as the position of the token that is
       drawn, and counts tokens from then on, so that no draw repeats where positions come again.
-    follows: `[T]` uint32, what tells the token of the memory that `token` comes after from others.
+    follows: `[T]` uint32, what tells the token of the cache that `token` comes after from others.
     adjusting: the state of the sampler.
     """
 
@@ -54,7 +54,7 @@ class DecodeState:
 
 
 def start(
-    memory: Memory,
+    cache: Cache,
     tokens: Any,
     sequences: Any = None,
     *,
@@ -66,8 +66,8 @@ def start(
     """Start texts whose first tokens have been picked already; `begin` picks them too.
 
     Args:
-      memory: the memory after the prompts.
-      tokens: `[T]` int32, the first tokens, which are not in the memory yet.
+      cache: the cache after the prompts.
+      tokens: `[T]` int32, the first tokens, which are not in the cache yet.
       sequences: `[T]` int32, where each text stands; by default 0, 1, 2 and so on.
       limit: `[]` or `[T]` int32, how many more tokens of each may be picked; by default any number.
       sampler: what will adjust logits, see `jaxkv.loops.sampling`; by default the best token is
@@ -88,20 +88,20 @@ def start(
       TypeError: when tokens, sequences, limits or seeds are no integers, or the sampler is none.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> state = loops.start(memory, [5, 7], limit=[1, 9])
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> state = loops.start(cache, [5, 7], limit=[1, 9])
       >>> state.sequence.tolist(), state.left.tolist()
       ([0, 1], [1, 9])
     """
     sampler = make_sampler() if sampler is None else a_sampler(sampler)
     state = resume(
-        memory, tokens, sequences, limit=limit, sampler=sampler, seed=seed, prompts=prompts
+        cache, tokens, sequences, limit=limit, sampler=sampler, seed=seed, prompts=prompts
     )
     return replace(state, adjusting=sampler.follow(state.adjusting, state.token))
 
 
 def resume(
-    memory: Memory,
+    cache: Cache,
     tokens: Any,
     sequences: Any,
     *,
@@ -111,7 +111,7 @@ def resume(
     prompts: Sequence[Any] | None,
 ) -> DecodeState:
     """Return the state of texts whose tokens a sampler knows already; see `start`."""
-    table, _ = split(memory)
+    table, _ = split(cache)
     tokens = integers(tokens, "tokens", low=0)
     if np.ndim(tokens) != 1:
         raise ValueError(f"wanted tokens [T], got the shape {np.shape(tokens)}")

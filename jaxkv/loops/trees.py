@@ -35,7 +35,7 @@ class Nodes(NamedTuple):
 
 
 def check_branches(facts: Facts, texts: int, branches: int, what: str) -> None:
-    """Raise a ValueError unless a memory can hold the branches of so many texts.
+    """Raise a ValueError unless a cache can hold the branches of so many texts.
 
     Raises:
       ValueError: when it keeps states, or has too few sequences.
@@ -59,7 +59,7 @@ def branch_sequences(table: Any, sequences: jax.Array, branches: int) -> jax.Arr
     """Find a sequence for each branch: the text's own, and others of its stream that hold nothing.
 
     Args:
-      table: of the memory.
+      table: of the cache.
       sequences: `[T]` int32, those of the texts.
       branches: k, how many are wanted.
 
@@ -158,7 +158,7 @@ def keep(table: Any, own: jax.Array, sequences: jax.Array, branch: jax.Array) ->
     """Let each text have what one of its branches holds, and forget the others.
 
     Args:
-      table: of the memory.
+      table: of the cache.
       own: `[T]` int32, the sequences of the texts.
       sequences: `[T, k]` int32, those of the branches; Q for none.
       branch: `[T]` int32, the branch that is kept.

@@ -1,7 +1,7 @@
 """Values that are numbers of the keys, as in latent attention (MLA), with no bytes of their own.
 
 In latent attention one compressed vector stands for the keys and values of all heads, beside the
-numbers of a key that are rotated. So a value is a part of its key, and a memory holds only keys.
+numbers of a key that are rotated. So a value is a part of its key, and a cache holds only keys.
 """
 
 from dataclasses import dataclass

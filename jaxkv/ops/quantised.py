@@ -47,7 +47,7 @@ class Quantised:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the codes, by which a memory is made."""
+        """The dtype of the codes, by which a cache is made."""
         return self.codes.dtype
 
 

@@ -46,7 +46,7 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
     """Look for everything that can be wrong before cells are chosen.
 
     Args:
-      table: of any memory.
+      table: of any cache.
       batch: the tokens, flat.
       ranks: `[M]` int32 each, see `layout.rank`; of the members of the batch.
     """

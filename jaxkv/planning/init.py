@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
+from jaxkv.cache import Cache, split
 from jaxkv.facts import Facts
-from jaxkv.memory import Memory, split
 from jaxkv.places import NOWHERE, bucket, count
 from jaxkv.plan import Plan
 from jaxkv.planning.check import check
@@ -20,11 +20,11 @@ from jaxkv.planning.splits import SplitBy
 from jaxkv.tables import program
 
 UBATCH_SIZE = 512
-"""Tokens that are computed at once where neither the caller nor the memory says otherwise."""
+"""Tokens that are computed at once where neither the caller nor the cache says otherwise."""
 
 
 def init_batch(
-    memory: Memory, batch: Batch, *, ubatch_size: int | None = None, split_by: SplitBy | None = None
+    cache: Cache, batch: Batch, *, ubatch_size: int | None = None, split_by: SplitBy | None = None
 ) -> Plan:
     """Plan where the tokens of a batch go. Looks at the table only, and changes nothing.
 
@@ -33,9 +33,9 @@ def init_batch(
     none does.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       batch: the tokens, `make_batch` makes it. Traced, it must fit one ubatch or come in rows.
-      ubatch_size: the most tokens that are computed at once, by default what the memory was sized
+      ubatch_size: the most tokens that are computed at once, by default what the cache was sized
         for, or 512. What is left over at the end is padded to a power of two, so that few shapes
         are ever compiled.
       split_by: how the batch is cut into ubatches: "simple", in the order that tokens come, the
@@ -47,27 +47,27 @@ def init_batch(
 
     Raises:
       TypeError: when it is no batch.
-      ValueError: when a sequence id is known and is none of the memory, when nothing is in the
-        batch, when a traced batch is longer than `ubatch_size` or lacks the rows that the memory
-        needs, when `ubatch_size` is more than the memory was sized for, or when there is no such
+      ValueError: when a sequence id is known and is none of the cache, when nothing is in the
+        batch, when a traced batch is longer than `ubatch_size` or lacks the rows that the cache
+        needs, when `ubatch_size` is more than the cache was sized for, or when there is no such
         `split_by`.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)
-      >>> plan = init_batch(memory, make_batch([[1, 2, 3], [4, 5]]))
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)
+      >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4, 5]]))
       >>> plan.ok.item(), plan.fits.tolist()
       (False, [False, True])
 
       The batch does not fit, but the shorter prompt alone does:
 
       >>> batch = make_batch([[1, 2, 3], [4, 5]]).only(plan.fits)
-      >>> memory = apply(memory, init_batch(memory, batch))
-      >>> seq_pos_max(memory, [0, 1]).tolist()
+      >>> cache = apply(cache, init_batch(cache, batch))
+      >>> seq_pos_max(cache, [0, 1]).tolist()
       [-1, 1]
 
     llama.cpp: `llama_memory_i::init_batch`.
     """
-    table, _ = split(memory)
+    table, _ = split(cache)
     if not isinstance(batch, Batch):
         raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
     flat, parts, outputs = layout(
@@ -86,15 +86,13 @@ def init_batch(
     return replace(plan, ubatches=tuple(_drop_unless(table, plan.ok, one) for one in ubatches))
 
 
-def init_full(
-    memory: Memory, *, ubatch_size: int | None = None, outputs: int | None = None
-) -> Plan:
-    """Plan the largest ubatch of a full memory, as shapes: for compiling ahead and counting bytes.
+def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | None = None) -> Plan:
+    """Plan the largest ubatch of a full cache, as shapes: for compiling ahead and counting bytes.
 
-    Nothing is allocated, and `memory` may be shapes itself (`jax.eval_shape`).
+    Nothing is allocated, and `cache` may be shapes itself (`jax.eval_shape`).
 
     Args:
-      memory: any memory, or its shapes.
+      cache: any cache, or its shapes.
       ubatch_size: the most tokens that will be computed at once, see `init_batch`.
       outputs: the most tokens of a ubatch that output logits, by default one for each sequence.
 
@@ -103,21 +101,21 @@ def init_full(
 
     Raises:
       TypeError: when `ubatch_size` or `outputs` is no integer.
-      ValueError: when one is below 1, or `ubatch_size` is more than the memory was sized for.
+      ValueError: when one is below 1, or `ubatch_size` is more than the cache was sized for.
 
     Examples:
       >>> make = lambda: make_kv_cache(layers=2, cells=4096, kv_heads=8, head_dim=128, sequences=4)
-      >>> memory = jax.eval_shape(make)
-      >>> plan = init_full(memory, ubatch_size=256)
-      >>> compiled = jax.jit(apply).lower(memory, plan.ubatches[0]).compile()
-      >>> init_full(memory).ubatches[0].tokens.shape  # by default
+      >>> cache = jax.eval_shape(make)
+      >>> plan = init_full(cache, ubatch_size=256)
+      >>> compiled = jax.jit(apply).lower(cache, plan.ubatches[0]).compile()
+      >>> init_full(cache).ubatches[0].tokens.shape  # by default
       (1, 512)
-      >>> init_full(memory, outputs=20).ubatches[0].outputs.shape  # a power of two
+      >>> init_full(cache, outputs=20).ubatches[0].outputs.shape  # a power of two
       (32,)
 
     llama.cpp: `llama_memory_i::init_full`.
     """
-    table, _ = split(memory)
+    table, _ = split(cache)
     facts = table.facts
     wanted = facts.sequences if outputs is None else count(outputs, "outputs")
     rows = facts.sequences if facts.one_sequence_a_row else 1
@@ -142,13 +140,13 @@ def _more(facts: Facts, flat: Batch, parts: list[np.ndarray]) -> list[np.ndarray
 
 
 def checked_size(facts: Facts, ubatch_size: int | None) -> int:
-    """Return how many tokens are computed at once, as the caller or the memory wants it."""
+    """Return how many tokens are computed at once, as the caller or the cache wants it."""
     if ubatch_size is None:
         return UBATCH_SIZE if facts.ubatch_size is None else facts.ubatch_size
     ubatch_size = count(ubatch_size, "ubatch_size")
     if facts.ubatch_size is not None and ubatch_size > facts.ubatch_size:
         raise ValueError(
-            f"the memory was sized for ubatches of {facts.ubatch_size} tokens, got "
+            f"the cache was sized for ubatches of {facts.ubatch_size} tokens, got "
             f"ubatch_size={ubatch_size}: make it with ubatch_size={ubatch_size}, or plan smaller "
             f"ones"
         )

@@ -27,10 +27,10 @@ def layout(
     """Decide which token is computed when; by shapes alone where the batch is traced.
 
     Args:
-      facts: of the memory.
+      facts: of the cache.
       batch: the tokens.
       ubatch_size: the most tokens that are computed at once.
-      split_by: how they are cut; None leaves it to the memory.
+      split_by: how they are cut; None leaves it to the cache.
 
     Returns:
       The batch as a flat list of a bucketed length; for each ubatch the indices into it, `[R, T]`
@@ -87,7 +87,7 @@ def layout_whole(facts: Facts, batch: Batch) -> tuple[Batch, Any]:
     """Lay a batch out as one ubatch, however long, for what must not be cut.
 
     Args:
-      facts: of the memory.
+      facts: of the cache.
       batch: the tokens, each of one sequence, and which of them are outputs.
 
     Returns:
@@ -158,7 +158,7 @@ def _pad(batch: Batch, size: int) -> Batch:
 def tokens_first(valid: jax.Array) -> jax.Array:
     """Return an order of each row, `[R, T]` int32, that brings padding behind the tokens.
 
-    A row of a recurrent memory needs it, wherever its padding came.
+    A row of a recurrent cache needs it, wherever its padding came.
     """
     return jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
 

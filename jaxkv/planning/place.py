@@ -30,7 +30,7 @@ def plan_one(
     """Plan a batch that is one ubatch.
 
     Args:
-      table: of any memory.
+      table: of any cache.
       batch: the tokens, flat.
       ranks: see `layout.rank`; of the members of the batch, see `sets`.
       index: `[R, T]` int32, which token stands where, NOWHERE for padding.

@@ -21,7 +21,7 @@ from jaxkv.places import divided, is_concrete
 
 
 def check_sets(facts: Facts, batch: Batch) -> None:
-    """Raise unless a memory may have the tokens of several sequences in a batch.
+    """Raise unless a cache may have the tokens of several sequences in a batch.
 
     Raises:
       ValueError: when it keeps states; or when a known set has an id that is none, or sequences of
@@ -32,7 +32,7 @@ def check_sets(facts: Facts, batch: Batch) -> None:
     if facts.rollback is not None:
         raise ValueError(
             f"wanted tokens of one sequence each, since a state belongs to one text, got a batch "
-            f"with tokens of several for a memory of kind {facts.kind!r}: compute the token once "
+            f"with tokens of several for a cache of kind {facts.kind!r}: compute the token once "
             f"and fork (seq_cp)"
         )
     if not is_concrete(batch):
@@ -54,7 +54,7 @@ def members_of(batch: Batch) -> tuple[Any, Any]:
     if batch.others is None:
         return batch.sequences, batch.valid
     xp = np if is_concrete(batch) else jnp
-    # The lowest one is meant to be there; if it is none of the memory, that is found out.
+    # The lowest one is meant to be there; if it is none of the cache, that is found out.
     more = xp.pad(batch.others >= 0, [*((0, 0),) * batch.valid.ndim, (1, 0)], constant_values=True)
     ids = xp.concatenate([batch.sequences[..., None], batch.others], axis=-1)
     there = xp.asarray(batch.valid)[..., None] & more
@@ -83,7 +83,7 @@ def apart(
     """Return the members whose sequence does not share all that comes before with the first one.
 
     Args:
-      table: of the memory.
+      table: of the cache.
       ids: `[M]` int32, the sequence of each member, Q for one that is not there.
       ranks: of the members, see `layout.rank`.
       batch: the tokens.

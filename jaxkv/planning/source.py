@@ -1,4 +1,4 @@
-"""Planning sources: what an encoder reads goes into the part of a memory that is made for it."""
+"""Planning sources: what an encoder reads goes into the part of a cache that is made for it."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Batch
-from jaxkv.memory import Memory, split
+from jaxkv.cache import Cache, split
 from jaxkv.places import is_concrete
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.layout import FEW, layout_whole, rank
@@ -16,7 +16,7 @@ from jaxkv.planning.place import plan_one
 from jaxkv.tables import program
 
 
-def init_source(memory: Memory, batch: Batch) -> Plan:
+def init_source(cache: Cache, batch: Batch) -> Plan:
     """Plan where the sources of sequences go. Looks at the table only, and changes nothing.
 
     A source comes whole, since its tokens see each other: all of the batch is one ubatch, however
@@ -24,10 +24,10 @@ def init_source(memory: Memory, batch: Batch) -> Plan:
     the text.
 
     Args:
-      memory: a hybrid memory with a part of `make_source_cache`.
+      cache: a hybrid cache with a part of `make_source_cache`.
       batch: the tokens, or embeddings such as frames of sound, that the encoder reads, `make_batch`
         makes it; for sequences that have no source yet. Traced, it keeps its rows; a
-        list of tokens is one row, which a memory that needs a row for each sequence refuses.
+        list of tokens is one row, which a cache that needs a row for each sequence refuses.
 
     Returns:
       A `Plan` of one ubatch. `apply` takes it in; `write` then writes the keys and values of each
@@ -35,27 +35,27 @@ def init_source(memory: Memory, batch: Batch) -> Plan:
       source is refused, `Reason.HAS_SOURCE`.
 
     Raises:
-      TypeError: when it is no batch, or the memory has no part for sources.
+      TypeError: when it is no batch, or the cache has no part for sources.
       ValueError: when the batch says positions, a token of it belongs to several sequences, a
-        sequence id is known and is none of the memory, or nothing is in the batch.
+        sequence id is known and is none of the cache, or nothing is in the batch.
 
     Examples:
       >>> sizes = dict(layers=1, kv_heads=1, head_dim=1)
       >>> text, sources = make_kv_cache(cells=4, **sizes), make_source_cache(cells=4, **sizes)
-      >>> memory = make_hybrid_cache((text, (0,)), (sources, (1,)))
-      >>> (ubatch,) = init_source(memory, make_batch([7, 8, 9])).ubatches
+      >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
+      >>> (ubatch,) = init_source(cache, make_batch([7, 8, 9])).ubatches
       >>> k, v = jnp.zeros((1, 4, 1, 1)), jnp.array([2.0, 4.0, 6.0, 0.0]).reshape(1, 4, 1, 1)
-      >>> memory = write(apply(memory, ubatch), 1, ubatch, k, v)
+      >>> cache = write(apply(cache, ubatch), 1, ubatch, k, v)
 
       Two tokens of the text, each of which sees the whole source:
 
-      >>> (ubatch,) = init_batch(memory, make_batch([0, 3])).ubatches
-      >>> attend(apply(memory, ubatch), 1, ubatch, jnp.zeros((1, 2, 1, 1)))[1][0, :, 0, 0]
+      >>> (ubatch,) = init_batch(cache, make_batch([0, 3])).ubatches
+      >>> attend(apply(cache, ubatch), 1, ubatch, jnp.zeros((1, 2, 1, 1)))[1][0, :, 0, 0]
       Array([4., 4.], dtype=float32)
 
       It is written once:
 
-      >>> init_source(memory, make_batch([5])).check()
+      >>> init_source(cache, make_batch([5])).check()
       Traceback (most recent call last):
       ...
       jaxkv.plan.RefusedError: the batch was refused, and nothing was changed.
@@ -64,7 +64,7 @@ the sequence (seq_rm), which takes its source along
 
     llama.cpp: `llama_encode`.
     """
-    table = split(memory)[0].for_sources()
+    table = split(cache)[0].for_sources()
     if not isinstance(batch, Batch):
         raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
     if batch.others is not None:

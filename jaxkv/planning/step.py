@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, drop_unless, make_batch
+from jaxkv.cache import Cache, split
 from jaxkv.facts import Facts, check_once
-from jaxkv.memory import Memory, split
 from jaxkv.places import NOWHERE, flags, integers, is_concrete
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.layout import tokens_first
@@ -18,12 +18,12 @@ from jaxkv.tables import program
 
 
 def plan_step(
-    memory: Memory, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
+    cache: Cache, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
 ) -> tuple[Ubatch, jax.Array]:
     """Plan one more token for each of several sequences.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       tokens: `[T]` int32, one for each sequence.
       sequences: `[T]` int32, the sequences, each at most once.
       valid: `[T]` bool, the sequences that go on; the others are padding.
@@ -39,8 +39,8 @@ def plan_step(
       TypeError: when tokens or sequences are no integers, or `valid` no bools.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)
-      >>> ubatch, ok = plan_step(memory, jnp.array([7, 8]), jnp.arange(2), jnp.array([True, True]))
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)
+      >>> ubatch, ok = plan_step(cache, jnp.array([7, 8]), jnp.arange(2), jnp.array([True, True]))
       >>> ok.item(), ubatch.slots.tolist(), ubatch.outputs.tolist()
       (True, [[0, 1]], [0, 1])
     """
@@ -51,16 +51,16 @@ def plan_step(
             f"and {shapes[2]}"
         )
     tokens, valid = integers(tokens, "tokens"), flags(valid, "valid")
-    return plan_tokens(memory, tokens[:, None], sequences, valid[:, None])
+    return plan_tokens(cache, tokens[:, None], sequences, valid[:, None])
 
 
 def plan_tokens(
-    memory: Memory, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
+    cache: Cache, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
 ) -> tuple[Ubatch, jax.Array]:
     """Plan some more tokens for each of several sequences, all of which output logits.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       tokens: `[T, n]` int32, n for each sequence.
       sequences: `[T]` int32, the sequences, each at most once.
       valid: `[T, n]` bool, the tokens that are there; the others are padding, wherever they stand.
@@ -76,14 +76,14 @@ def plan_tokens(
     Examples:
       Three tokens for sequence 1, and one for sequence 0:
 
-      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
       >>> tokens, valid = jnp.array([[7, 8, 9], [5, 0, 0]]), jnp.array([[1, 1, 1], [1, 0, 0]])
-      >>> ubatch, ok = plan_tokens(memory, tokens, jnp.array([1, 0]), valid)
-      >>> print(show(apply(memory, ubatch)))
+      >>> ubatch, ok = plan_tokens(cache, tokens, jnp.array([1, 0]), valid)
+      >>> print(show(apply(cache, ubatch)))
       owner    1 1 1 0 . .
       position 0 1 2 0 . .
     """
-    table, _ = split(memory)
+    table, _ = split(cache)
     plan = plan_next(table, *checked_next(table.facts, tokens, sequences, valid))
     return plan.ubatches[0], plan.ok
 

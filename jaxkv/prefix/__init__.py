@@ -1,11 +1,11 @@
-"""Prefixes that are computed once: which sequences of a memory hold which texts, and forks of them.
+"""Prefixes that are computed once: which sequences of a cache hold which texts, and forks of them.
 
-A store has some sequences of a memory for itself, its holders. `remember` forks a text into one of
+A store has some sequences of a cache for itself, its holders. `remember` forks a text into one of
 them, and `reuse` forks what a prompt begins with out of one, so within a stream nothing is copied,
 and what several texts share is held once. Between streams it is copied.
 
 A store is a value of the host: it says which holder has which tokens, and nothing of it is on a
-device. It goes with the memory that was returned beside it, as a table goes with its buffers; both
+device. It goes with the cache that was returned beside it, as a table goes with its buffers; both
 are values, so an older pair can be gone back to. A token is an integer: where something else is
 told to a model as well, such as an image, give it a number of its own.
 

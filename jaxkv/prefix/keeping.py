@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.memory import Memory, split
+from jaxkv.cache import Cache, split
 from jaxkv.places import count
 from jaxkv.prefix.matching import agreement, longest, resumable
 from jaxkv.prefix.store import (
@@ -27,89 +27,89 @@ from jaxkv.verbs.edit import seq_cp, seq_keep, seq_rm
 
 
 def reuse(
-    memory: Memory, store: Store, tokens: Any, seq: Any, *, donate: bool = False
-) -> tuple[Memory, Store, Found]:
+    cache: Cache, store: Store, tokens: Any, seq: Any, *, donate: bool = False
+) -> tuple[Cache, Store, Found]:
     """Let a sequence hold what a prompt begins with, as far as it was computed before.
 
     The sequence holds the first `length` tokens of the prompt then, whatever it held before: go on
-    with `tokens[length:]`. That is at least one token, since logits are no part of a memory. Of the
+    with `tokens[length:]`. That is at least one token, since logits are no part of a cache. Of the
     texts that are held the one with the most to reuse is forked, in the same stream if it has as
     much, and becomes the most recently used. How far it can be reused is what `can_resume` says: a
-    window may have lost cells, and a recurrent memory goes on only where it keeps a state.
+    window may have lost cells, and a recurrent cache goes on only where it keeps a state.
 
     Args:
-      memory: the memory of the store.
+      cache: the cache of the store.
       store: the store.
       tokens: `[n]` int, the whole prompt.
       seq: `[]` int, the sequence, which is no holder.
-      donate: give up the buffers of the memory passed in where they must be copied, see `seq_cp`.
+      donate: give up the buffers of the cache passed in where they must be copied, see `seq_cp`.
 
     Returns:
-      The next memory, the next store, and how much there was, with the reason why it is no more.
+      The next cache, the next store, and how much there was, with the reason why it is no more.
 
     Raises:
-      ValueError: when the memory is traced, or of other sizes than the store was made for, the
+      ValueError: when the cache is traced, or of other sizes than the store was made for, the
         sequence is none of it or a holder, or there is no token.
       TypeError: when tokens are no integers.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=64, sequences=3, kv_heads=1, head_dim=2)
-      >>> store = prefix.make_store(memory, holders=[2])
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> memory, store, _ = prefix.remember(memory, store, [1, 2, 3], 0)
-      >>> memory, store, found = prefix.reuse(memory, store, [1, 2, 9], 1)
-      >>> found.length, found.miss.name, seq_pos_max(memory, 1).item(), used(memory).item()
+      >>> cache = make_kv_cache(layers=1, cells=64, sequences=3, kv_heads=1, head_dim=2)
+      >>> store = prefix.make_store(cache, holders=[2])
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> cache, store, _ = prefix.remember(cache, store, [1, 2, 3], 0)
+      >>> cache, store, found = prefix.reuse(cache, store, [1, 2, 9], 1)
+      >>> found.length, found.miss.name, seq_pos_max(cache, 1).item(), used(cache).item()
       (2, 'NONE', 1, 3)
 
       The last token is always computed, and nothing may be known of the first:
 
-      >>> prefix.reuse(memory, store, [1, 2, 3], 1)[2]
+      >>> prefix.reuse(cache, store, [1, 2, 3], 1)[2]
       Found(length=2, miss=<Miss.NONE: 0>)
-      >>> prefix.reuse(memory, store, [2, 3], 1)[2]
+      >>> prefix.reuse(cache, store, [2, 3], 1)[2]
       Found(length=0, miss=<Miss.UNKNOWN: 1>)
 
     llama.cpp: the common prefix of a slot in its server, `cache_prompt`.
     """
-    tokens, seq = checked(memory, store, tokens, seq)
-    source, found = longest(memory, store, tokens, seq)
-    return fork(memory, store, source, found, seq, donate=donate)
+    tokens, seq = checked(cache, store, tokens, seq)
+    source, found = longest(cache, store, tokens, seq)
+    return fork(cache, store, source, found, seq, donate=donate)
 
 
 def fork(
-    memory: Memory, store: Store, source: Text | None, found: Found, seq: int, *, donate: bool
-) -> tuple[Memory, Store, Found]:
+    cache: Cache, store: Store, source: Text | None, found: Found, seq: int, *, donate: bool
+) -> tuple[Cache, Store, Found]:
     """Let a sequence hold what `longest` has found, in place of what it held."""
-    memory, _ = seq_rm(memory, seq)
+    cache, _ = seq_rm(cache, seq)
     if source is None:
-        return memory, store, found
-    if not _can_copy(memory, source.holder, seq, found.length):
-        return memory, store, Found(0, Miss.NO_ROOM)
-    memory, _ = seq_cp(memory, source.holder, seq, 0, found.length, donate=donate)
-    return memory, touched(store, source), found
+        return cache, store, found
+    if not _can_copy(cache, source.holder, seq, found.length):
+        return cache, store, Found(0, Miss.NO_ROOM)
+    cache, _ = seq_cp(cache, source.holder, seq, 0, found.length, donate=donate)
+    return cache, touched(store, source), found
 
 
 def remember(
-    memory: Memory, store: Store, tokens: Any, seq: Any, *, donate: bool = False
-) -> tuple[Memory, Store, Miss]:
+    cache: Cache, store: Store, tokens: Any, seq: Any, *, donate: bool = False
+) -> tuple[Cache, Store, Miss]:
     """Keep the first tokens of a sequence, which goes on as it is or may be removed.
 
     Remember a text where others will go on from it: at its end, or at the end of what many prompts
-    begin with. A window keeps what is seen from there, and a recurrent memory the states that stand
+    begin with. A window keeps what is seen from there, and a recurrent cache the states that stand
     there. A text that is held already is not held again, and one that the new text continues gives
     way to it, unless it can be gone on with where the new one cannot. If no holder is empty, or
     the store holds more than its `cells`, the least recently used texts are let go of. Holders of
     the sequence's own stream are taken, or where it has none, any.
 
     Args:
-      memory: the memory of the store.
+      cache: the cache of the store.
       store: the store.
       tokens: `[n]` int, what the sequence was told from position 0 on, or the beginning of it. A
         text that slid (`loops.slide`) holds other tokens than it was told.
       seq: `[]` int, the sequence, which is no holder.
-      donate: give up the buffers of the memory passed in where they must be copied, see `seq_cp`.
+      donate: give up the buffers of the cache passed in where they must be copied, see `seq_cp`.
 
     Returns:
-      The next memory, the next store, and NONE; or the reason why neither has changed.
+      The next cache, the next store, and NONE; or the reason why neither has changed.
 
     Raises:
       ValueError: when the sequence does not reach as far as the tokens, and as in `reuse`.
@@ -118,51 +118,51 @@ def remember(
     Examples:
       A window of two positions, and few cells: the first tokens are gone.
 
-      >>> memory = make_kv_cache(
+      >>> cache = make_kv_cache(
       ...     layers=1, cells=5, sequences=2, kv_heads=1, head_dim=2, window=window.sliding(2)
       ... )
-      >>> store = prefix.make_store(memory, holders=[1])
+      >>> store = prefix.make_store(cache, holders=[1])
       >>> for tokens in [[1, 2, 3, 4], [5, 6, 7]]:
-      ...     memory = apply(memory, init_batch(memory, make_batch(tokens)))
-      >>> memory, store, miss = prefix.remember(memory, store, [1, 2], 0)
+      ...     cache = apply(cache, init_batch(cache, make_batch(tokens)))
+      >>> cache, store, miss = prefix.remember(cache, store, [1, 2], 0)
       >>> miss.name
       'LOST'
-      >>> memory, store, miss = prefix.remember(memory, store, [1, 2, 3, 4, 5, 6, 7], 0)
-      >>> miss.name, prefix.held(memory, store)
+      >>> cache, store, miss = prefix.remember(cache, store, [1, 2, 3, 4, 5, 6, 7], 0)
+      >>> miss.name, prefix.held(cache, store)
       ('NONE', 5)
     """
-    tokens, seq = checked(memory, store, tokens, seq)
-    if (end := int(seq_pos_max(memory, seq)) + 1) < tokens.size:
+    tokens, seq = checked(cache, store, tokens, seq)
+    if (end := int(seq_pos_max(cache, seq)) + 1) < tokens.size:
         raise ValueError(
             f"wanted a sequence that holds these {tokens.size} tokens, got sequence {seq}, which "
             f"goes on at {end}: compute them first"
         )
-    mine, whole = resumable(memory, seq, tokens)
+    mine, whole = resumable(cache, seq, tokens)
     if whole is not Miss.NONE:
-        return memory, store, whole
+        return cache, store, whole
     text = Text(holder=seq, tokens=tokens)
     own, others = beside(store, seq), store
     for other in [one for one in store.texts if one.holder in own]:
         common = agreement(text.tokens, other.tokens)
         if common < min(tokens.size, other.tokens.size):
             continue
-        theirs, _ = resumable(memory, other.holder, other.tokens)
+        theirs, _ = resumable(cache, other.holder, other.tokens)
         both = slice(0, common + 1)
         if common == tokens.size and np.all(theirs[both] | ~mine[both]):
-            return memory, touched(store, other), Miss.NONE
+            return cache, touched(store, other), Miss.NONE
         if common == other.tokens.size and np.all(mine[both] | ~theirs[both]):
             others, own = without(store, other), (other.holder,)
             break
-    return _kept(memory, others, text, own, donate) or (memory, store, Miss.NO_ROOM)
+    return _kept(cache, others, text, own, donate) or (cache, store, Miss.NO_ROOM)
 
 
-def evict(memory: Memory, store: Store, *, cells: int) -> tuple[Memory, Store]:
+def evict(cache: Cache, store: Store, *, cells: int) -> tuple[Cache, Store]:
     """Let go of the least recently used texts until the store holds few enough cells.
 
     Cells that a sequence beside the store shares stay in use for that one.
 
     Args:
-      memory: the memory of the store.
+      cache: the cache of the store.
       store: the store.
       cells: the most cells that it may hold afterwards; 0 for none.
 
@@ -170,37 +170,37 @@ def evict(memory: Memory, store: Store, *, cells: int) -> tuple[Memory, Store]:
       ValueError: when cells are below 0, and as in `reuse`.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=64, sequences=2, kv_heads=1, head_dim=2)
-      >>> store = prefix.make_store(memory, holders=[1])
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> memory, store, _ = prefix.remember(memory, store, [1, 2, 3], 0)
-      >>> memory, store = prefix.evict(memory, store, cells=0)
-      >>> prefix.held(memory, store), prefix.reuse(memory, store, [1, 2, 3], 0)[2].miss.name
+      >>> cache = make_kv_cache(layers=1, cells=64, sequences=2, kv_heads=1, head_dim=2)
+      >>> store = prefix.make_store(cache, holders=[1])
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> cache, store, _ = prefix.remember(cache, store, [1, 2, 3], 0)
+      >>> cache, store = prefix.evict(cache, store, cells=0)
+      >>> prefix.held(cache, store), prefix.reuse(cache, store, [1, 2, 3], 0)[2].miss.name
       (0, 'EVICTED')
     """
     most = count(cells, "cells", low=0)
-    check_made_for(memory, store)
-    while store.texts and held(memory, store) > most:
-        memory, store = let_go(memory, store, store.texts[0])
-    return memory, store
+    check_made_for(cache, store)
+    while store.texts and held(cache, store) > most:
+        cache, store = let_go(cache, store, store.texts[0])
+    return cache, store
 
 
-def held(memory: Memory, store: Store) -> int:
+def held(cache: Cache, store: Store) -> int:
     """Return how many cells the store holds, those that its texts share counted once.
 
-    They are counted as `used` counts, over all parts of a hybrid memory. Cells that a sequence
+    They are counted as `used` counts, over all parts of a hybrid cache. Cells that a sequence
     beside the store shares are among them.
 
     Raises:
-      ValueError: when the memory is traced, or of other sizes than the store was made for.
+      ValueError: when the cache is traced, or of other sizes than the store was made for.
     """
-    check_made_for(memory, store)
+    check_made_for(cache, store)
     others = np.setdiff1d(np.arange(store.facts.sequences), store.holders)
-    only, _ = seq_rm(memory, others)
+    only, _ = seq_rm(cache, others)
     return int(used(only))
 
 
-def warm_up(memory: Memory, store: Store, *, donate: bool = False) -> Memory:
+def warm_up(cache: Cache, store: Store, *, donate: bool = False) -> Cache:
     """Compile what `reuse`, `remember` and `evict` need, before the first prompt comes.
 
     Nothing is compiled by them afterwards, whatever the length of a text. Call it while a sequence
@@ -208,60 +208,60 @@ def warm_up(memory: Memory, store: Store, *, donate: bool = False) -> Memory:
     nothing is copied to it.
 
     Args:
-      memory: the memory of the store.
+      cache: the cache of the store.
       store: the store.
-      donate: as `reuse` and `remember` will be called; then the memory passed in is given up.
+      donate: as `reuse` and `remember` will be called; then the cache passed in is given up.
 
     Returns:
-      The memory, which holds what it held.
+      The cache, which holds what it held.
 
     Raises:
       ValueError: as in `reuse`.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=64, sequences=3, kv_heads=1, head_dim=2)
-      >>> store = prefix.make_store(memory, holders=[2])
-      >>> used(prefix.warm_up(memory, store)).item()
+      >>> cache = make_kv_cache(layers=1, cells=64, sequences=3, kv_heads=1, head_dim=2)
+      >>> store = prefix.make_store(cache, holders=[2])
+      >>> used(prefix.warm_up(cache, store)).item()
       0
     """
-    held(memory, store)
+    held(cache, store)
     facts, holder = store.facts, store.holders[0]
     others = [seq for seq in range(facts.sequences) if seq not in store.holders]
-    resumable(memory, holder, np.zeros(0, np.int32))
-    seq_rm(seq_keep(memory, holder), holder, 0)
-    empty = [seq for seq in others if int(seq_pos_max(memory, seq)) < 0]
+    resumable(cache, holder, np.zeros(0, np.int32))
+    seq_rm(seq_keep(cache, holder), holder, 0)
+    empty = [seq for seq in others if int(seq_pos_max(cache, seq)) < 0]
     stream = holder // facts.sharing
     for seq in {one // facts.sharing == stream: one for one in empty}.values():
-        _can_copy(memory, holder, seq, 0)
-        memory, _ = seq_cp(memory, holder, seq, 0, 0, donate=donate)
-    return memory
+        _can_copy(cache, holder, seq, 0)
+        cache, _ = seq_cp(cache, holder, seq, 0, 0, donate=donate)
+    return cache
 
 
 def _kept(
-    memory: Memory, store: Store, text: Text, own: tuple[int, ...], donate: bool
-) -> tuple[Memory, Store, Miss] | None:
+    cache: Cache, store: Store, text: Text, own: tuple[int, ...], donate: bool
+) -> tuple[Cache, Store, Miss] | None:
     """Fork a text of a sequence into one of some holders; None if there is no room for it."""
     size = text.tokens.size
-    alone, _ = seq_rm(seq_keep(memory, text.holder), text.holder, size)
+    alone, _ = seq_rm(seq_keep(cache, text.holder), text.holder, size)
     if int(used(alone)) > store.cells:
         return None
     taken = {one.holder: one for one in store.texts}
     free = [holder for holder in own if holder not in taken]
     holder = free[0] if free else next(one.holder for one in store.texts if one.holder in own)
     if not free:
-        memory, store = let_go(memory, store, taken[holder])
-    memory, _ = seq_rm(memory, holder)
-    if not _can_copy(memory, text.holder, holder, size):
+        cache, store = let_go(cache, store, taken[holder])
+    cache, _ = seq_rm(cache, holder)
+    if not _can_copy(cache, text.holder, holder, size):
         return None
-    memory, _ = seq_cp(memory, text.holder, holder, 0, size, donate=donate)
+    cache, _ = seq_cp(cache, text.holder, holder, 0, size, donate=donate)
     return *evict(
-        memory, with_text(store, replace(text, holder=holder)), cells=store.cells
+        cache, with_text(store, replace(text, holder=holder)), cells=store.cells
     ), Miss.NONE
 
 
-def _can_copy(memory: Memory, src: int, dst: int, stop: int) -> jax.Array:
+def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> jax.Array:
     """Return whether `seq_cp` of the first positions would be granted, asked of the table alone."""
-    return _granted(split(memory)[0], *map(np.int32, (src, dst, 0, stop)))
+    return _granted(split(cache)[0], *map(np.int32, (src, dst, 0, stop)))
 
 
 @program
@@ -270,8 +270,8 @@ def _granted(table: Any, *args: jax.Array) -> jax.Array:
     return ok
 
 
-def let_go(memory: Memory, store: Store, text: Text) -> tuple[Memory, Store]:
+def let_go(cache: Cache, store: Store, text: Text) -> tuple[Cache, Store]:
     """Free the holder of a text, and note that it was there."""
-    memory, _ = seq_rm(memory, text.holder)
+    cache, _ = seq_rm(cache, text.holder)
     evicted = (*store.evicted, text.tokens)[-len(store.holders) :]
-    return memory, replace(without(store, text), evicted=evicted)
+    return cache, replace(without(store, text), evicted=evicted)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache import Cache, split
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.cells import Cells, held, home
-from jaxkv.memory import Memory, split
 from jaxkv.places import EMPTY, END
 from jaxkv.prefix.store import Found, Miss, Store, Text, beside
 from jaxkv.recurrent.states import States, stream_of
@@ -20,9 +20,7 @@ BLOCK = 1024
 """Positions that are asked about at once, so that texts of all lengths share a program."""
 
 
-def longest(
-    memory: Memory, store: Store, tokens: np.ndarray, seq: int
-) -> tuple[Text | None, Found]:
+def longest(cache: Cache, store: Store, tokens: np.ndarray, seq: int) -> tuple[Text | None, Found]:
     """Return the text that a prompt can go on from furthest, and how far; None for none."""
     own = beside(store, seq)
     agreeing = [(agreement(text.tokens, tokens[:-1]), text) for text in reversed(store.texts)]
@@ -32,7 +30,7 @@ def longest(
     for i, (common, text) in enumerate(agreeing):
         if common <= best:
             break
-        there, why = resumable(memory, text.holder, text.tokens[:common])
+        there, why = resumable(cache, text.holder, text.tokens[:common])
         miss = why if i == 0 else miss  # of the one that agrees furthest
         if (furthest := int(np.flatnonzero(there)[-1])) > best:
             source, best = text, furthest
@@ -52,7 +50,7 @@ def agreement(one: np.ndarray, other: np.ndarray) -> int:
     return int(apart[0]) if apart.size else size
 
 
-def resumable(memory: Memory, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, Miss]:
+def resumable(cache: Cache, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, Miss]:
     """Return where a sequence can go on from `n` tokens, and why it cannot after the last one.
 
     Returns:
@@ -62,7 +60,7 @@ def resumable(memory: Memory, seq: int, tokens: np.ndarray) -> tuple[np.ndarray,
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
     all_parts, miss = np.ones(last + 1, bool), Miss.NONE
-    for table in _tables(split(memory)[0]):
+    for table in _tables(split(cache)[0]):
         blocks, total = [], jnp.uint32(0)
         for start in starts:
             *block, total = _can_go_on(
@@ -85,7 +83,7 @@ def resumable(memory: Memory, seq: int, tokens: np.ndarray) -> tuple[np.ndarray,
 
 
 def _tables(table: Any) -> Iterator[Any]:
-    """Yield the tables of the parts of a memory."""
+    """Yield the tables of the parts of a cache."""
     yield from table.parts if isinstance(table, HybridTable) else [table]
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxkv.cache import Cache, split
 from jaxkv.facts import Facts, check_once
-from jaxkv.memory import Memory, split
 from jaxkv.places import END, count, integers, is_concrete
 from jaxkv.verbs.ask import seq_pos_max
 from jaxkv.verbs.ids import sequence
@@ -21,7 +21,7 @@ class Miss(IntEnum):
     UNKNOWN: no text that is held begins with its first token.
     EVICTED: one that agrees with it further was held, and was let go of for others.
     LOST: a window has taken cells that its next token would see, or they were removed.
-    NO_STATE: a recurrent memory keeps no state that stands there.
+    NO_STATE: a recurrent cache keeps no state that stands there.
     NO_ROOM: it takes more cells than the store may hold, or more than a copy finds in its stream.
     INCOMPLETE: the sequence does not hold a token at each position from 0 on, or some were moved.
     OTHER_TEXT: the sequence holds tokens that are not the text's, or were computed elsewhere in it.
@@ -62,13 +62,13 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Store:
-    """Which texts the holders of a memory hold. Each has one, or is empty.
+    """Which texts the holders of a cache hold. Each has one, or is empty.
 
-    holders: the sequences of the memory that belong to the store.
+    holders: the sequences of the cache that belong to the store.
     cells: the most cells that they may hold, those that they share counted once.
     texts: what they hold, the least recently used first.
     evicted: the tokens of texts that were let go of, the latest last; as many as there are holders.
-    facts: of the memory.
+    facts: of the cache.
     """
 
     holders: tuple[int, ...]
@@ -86,38 +86,38 @@ class Store:
         )
 
 
-def make_store(memory: Memory, *, holders: Sequence[int], cells: int | None = None) -> Store:
+def make_store(cache: Cache, *, holders: Sequence[int], cells: int | None = None) -> Store:
     """Make a store without a text.
 
     Args:
-      memory: any memory; what comes later has its sizes.
+      cache: any cache; what comes later has its sizes.
       holders: `[n]` int, the sequences that belong to the store from now on. They hold nothing.
         Where sequences share several streams, give it some of each: a fork within a stream copies
         nothing.
       cells: the most cells that all of them may hold together, those that they share counted once;
-        by default no limit but those of the memory, and `evict` makes room.
+        by default no limit but those of the cache, and `evict` makes room.
 
     Raises:
-      ValueError: when there is no holder, one is no sequence of the memory, comes twice or holds
-        tokens, cells are below 1, or the memory is traced or has a part for sources.
+      ValueError: when there is no holder, one is no sequence of the cache, comes twice or holds
+        tokens, cells are below 1, or the cache is traced or has a part for sources.
       TypeError: when ids or cells are no integers.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=64, sequences=4, kv_heads=1, head_dim=2)
-      >>> prefix.make_store(memory, holders=[2, 3], cells=32)
+      >>> cache = make_kv_cache(layers=1, cells=64, sequences=4, kv_heads=1, head_dim=2)
+      >>> prefix.make_store(cache, holders=[2, 3], cells=32)
       Store(0 texts of 0 tokens, 2 holders, at most 32 cells)
     """
-    facts = _facts(memory)
+    facts = _facts(cache)
     if facts.has_sources:
         raise ValueError(
-            "wanted a memory without a part for sources, since texts that begin alike may look at "
+            "wanted a cache without a part for sources, since texts that begin alike may look at "
             "other ones, got one with it: fork what has the same source (seq_cp)"
         )
     ids = np.atleast_1d(facts.sequence_ids(holders))
     check_once(ids)
     if ids.ndim > 1 or not ids.size:
         raise ValueError(f"wanted holders, one sequence or more, got {holders}")
-    full = ids[np.asarray(seq_pos_max(memory, ids)) >= 0]
+    full = ids[np.asarray(seq_pos_max(cache, ids)) >= 0]
     if full.size:
         raise ValueError(
             f"wanted holders that hold nothing, got {full.tolist()} with tokens: remove them "
@@ -150,10 +150,10 @@ def beside(store: Store, seq: int) -> tuple[int, ...]:
     return near or store.holders
 
 
-def checked(memory: Memory, store: Store, tokens: Any, seq: Any) -> tuple[np.ndarray, int]:
+def checked(cache: Cache, store: Store, tokens: Any, seq: Any) -> tuple[np.ndarray, int]:
     """Return tokens as `[n]` int32, and a sequence that is no holder."""
-    check_made_for(memory, store)
-    seq = int(sequence(split(memory)[0], seq))
+    check_made_for(cache, store)
+    seq = int(sequence(split(cache)[0], seq))
     if seq in store.holders:
         raise ValueError(f"wanted a sequence that is no holder of the store, got {seq}")
     tokens = np.array(integers(tokens, "tokens"), np.int32)  # a copy, since the store keeps it
@@ -164,24 +164,24 @@ def checked(memory: Memory, store: Store, tokens: Any, seq: Any) -> tuple[np.nda
     return tokens, seq
 
 
-def check_made_for(memory: Memory, store: Store) -> None:
-    """Raise unless a store was made for a memory of these sizes."""
+def check_made_for(cache: Cache, store: Store) -> None:
+    """Raise unless a store was made for a cache of these sizes."""
     if not isinstance(store, Store):
         raise TypeError(f"wanted a store, make_store makes it, got {type(store)}")
-    if _facts(memory) != store.facts:
+    if _facts(cache) != store.facts:
         raise ValueError(
-            "wanted the memory that the store was made for, or one of its sizes, got another: "
-            "make_store(memory, holders=...)"
+            "wanted the cache that the store was made for, or one of its sizes, got another: "
+            "make_store(cache, holders=...)"
         )
 
 
-def _facts(memory: Memory) -> Facts:
-    """Return the facts of a memory whose values are known.
+def _facts(cache: Cache) -> Facts:
+    """Return the facts of a cache whose values are known.
 
     Raises:
       ValueError: when it is traced.
     """
-    table, _ = split(memory)
+    table, _ = split(cache)
     if not is_concrete(table):
-        raise ValueError("wanted a memory outside of jit, since a store is a value of the host")
+        raise ValueError("wanted a cache outside of jit, since a store is a value of the host")
     return table.facts

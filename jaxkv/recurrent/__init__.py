@@ -1,1 +1,1 @@
-"""Recurrent memory: a table of states, and buffers of their numbers."""
+"""Recurrent cache: a table of states, and buffers of their numbers."""

@@ -20,7 +20,7 @@ def copy(
     Sequences of one stream share cells from then on, and no buffer is touched. In another stream,
     targets get copies. What comes before the range is in the states already, so where it begins
     does not matter. A state stands at its end (`can_copy`). What a target held before is replaced,
-    but if the range holds nothing of the source it stays, as it does in an attention memory; unless
+    but if the range holds nothing of the source it stays, as it does in an attention cache; unless
     it lies in another stream.
 
     Args:
@@ -130,7 +130,7 @@ def _dealt(
 
     Within a stream a target has those of its source. In another one it takes cells that are free
     once all targets have let go of theirs: there are always enough, since each takes E + 1 at most.
-    Targets of one stream that have the same parent share a copy, as they do in an attention memory:
+    Targets of one stream that have the same parent share a copy, as they do in an attention cache:
     the first of these targets takes the cells for it.
     """
     size = states.num_cells

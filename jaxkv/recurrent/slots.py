@@ -161,8 +161,8 @@ def steps_to_keep(ubatch: Ubatch, count: int) -> jax.Array:
       ValueError: when `count` is below 1.
 
     Examples:
-      >>> memory = make_recurrent_cache(layers=1, states={"sum": ((), jnp.float32)}, sequences=2)
-      >>> plan = init_batch(memory, make_batch([[1, 2, 3], [4]]))
+      >>> cache = make_recurrent_cache(layers=1, states={"sum": ((), jnp.float32)}, sequences=2)
+      >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4]]))
       >>> [steps_to_keep(ubatch, 2).tolist() for ubatch in plan.ubatches]
       [[[0, 1], [0, 1]], [[1, 2]]]
     """

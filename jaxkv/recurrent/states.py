@@ -1,4 +1,4 @@
-"""The table of a recurrent memory: which states it keeps, and in which cells.
+"""The table of a recurrent cache: which states it keeps, and in which cells.
 
 A state stands after a token: it is what that token and all before it have left. Each sequence has a
 current state and up to E earlier ones, as pairs of a position and a cell. So forking a sequence
@@ -16,7 +16,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.memory import Findings
+from jaxkv.cache import Findings
 from jaxkv.mesh import Rules
 from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.stamp import chained, summed
@@ -42,7 +42,7 @@ class States:
       of each with the position that it had. Copies and moves carry it along, as `Cells.content`.
     holds: `[L, S, N]` uint32, the stamp of the state that a layer's buffers really hold. The table
       takes a state in before it is computed, and each layer writes it once.
-    rules: which axes of a mesh split the memory, static; None where it is on one device.
+    rules: which axes of a mesh split the cache, static; None where it is on one device.
     splits: for states that a mesh may split the name, the dimension and its parts, static.
     """
 

@@ -1,7 +1,7 @@
-"""Recurrent memory, assembled: the table that verbs know, and how a memory is made.
+"""Recurrent cache, assembled: the table that verbs know, and how a cache is made.
 
 A recurrent layer goes on from a state of fixed size instead of looking back at every token. What
-cannot be seen any more cannot be forgotten either, so this memory keeps earlier states to return
+cannot be seen any more cannot be forgotten either, so this cache keeps earlier states to return
 to, exactly to the token, and refuses where it has none.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
+from jaxkv.cache import Cache, Commitment, Findings, Room, Table, check_sizes, join
 from jaxkv.facts import Facts, checked_streams
-from jaxkv.memory import Commitment, Findings, Memory, Room, Table, check_sizes, join
 from jaxkv.mesh import Rules
 from jaxkv.places import END, FAR, check_shape, count
 from jaxkv.recurrent import copy, slots, states
@@ -28,9 +28,9 @@ from jaxkv.recurrent.states import States, empty_fields
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NoOp(Commitment):
-    """The plan of an update or a defrag of a memory that never needs one.
+    """The plan of an update or a defrag of a cache that never needs one.
 
-    facts: of the memory that it was planned for, static.
+    facts: of the cache that it was planned for, static.
     """
 
     facts: Facts = field(metadata={"static": True})
@@ -54,14 +54,14 @@ class NoOp(Commitment):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateTable(States, Table):
-    """The table of a recurrent memory: `States`, and what verbs, plans and loops ask of them.
+    """The table of a recurrent cache: `States`, and what verbs, plans and loops ask of them.
 
     Arrays have the shapes that `Table` says.
     """
 
     @property
     def facts(self) -> Facts:
-        """What is fixed when the memory is made."""
+        """What is fixed when the cache is made."""
         return Facts(
             kind="recurrent",
             sequences=self.sequences,
@@ -274,15 +274,15 @@ def make_recurrent_cache(
     rollback: int = 0,
     streams: int = 1,
     splits: Mapping[str, tuple[int, int]] | None = None,
-) -> Memory:
-    """Make an empty recurrent memory.
+) -> Cache:
+    """Make an empty recurrent cache.
 
     It has cells for E + 1 states of each sequence, so there is always room. Sequences of one stream
     share cells after `seq_cp`, and what is shared is never written over: only a sequence's own
     states make place for its next ones. Between streams, `seq_cp` copies states, once for all
     targets of a stream.
 
-    What its verbs say, where it differs from an attention memory:
+    What its verbs say, where it differs from an attention cache:
 
     - `seq_rm` of an end is granted where a kept state stands right before it, or the whole sequence
       goes, and refused elsewhere: what a state has seen stays in it.
@@ -292,9 +292,9 @@ def make_recurrent_cache(
     - `seq_div` drops the earlier states of the range, and divides the position of the current one.
     - `seq_pos_max` is the last position, and `seq_pos_min` the lowest that it can be cut back to.
 
-    A memory is a value, so one that is kept is a checkpoint, and goes on as if nothing had been in
+    A cache is a value, so one that is kept is a checkpoint, and goes on as if nothing had been in
     between. Donation takes it away: its own, and that of what a verb made of it, which has the same
-    buffers. So let the first step from there not donate, or copy the memory once. To keep one state
+    buffers. So let the first step from there not donate, or copy the cache once. To keep one state
     while all is donated, share it: `seq_cp` to a sequence that is not used otherwise.
 
     Args:
@@ -305,12 +305,12 @@ def make_recurrent_cache(
       rollback: E, how many tokens can be taken back: the states that are kept before the current
         one.
       streams: S, a divisor of Q as in `make_kv_cache`, and the same where both are parts of one
-        memory: `seq_add` moves a state for every sequence of the stream that shares it.
+        cache: `seq_add` moves a state for every sequence of the stream that shares it.
       splits: by name, the dimension of a state that a mesh may split, and the parts that it has,
         such as (0, heads). Others are whole on each device of a stream, see `jaxkv.sharding`.
 
     Returns:
-      The memory, with N = Q / S * (E + 1) cells in each of S streams.
+      The cache, with N = Q / S * (E + 1) cells in each of S streams.
 
     Raises:
       TypeError: when a count is no integer, or `states` no mapping of names to shapes and dtypes.
@@ -321,57 +321,57 @@ def make_recurrent_cache(
     Examples:
       A state of two numbers that forgets half of what it had with each token:
 
-      >>> memory = make_recurrent_cache(layers=1, states={"x": ((2,), jnp.float32)}, rollback=2)
-      >>> def model(memory, ubatch):
-      ...     x = read_states(memory, 0, ubatch)["x"]
+      >>> cache = make_recurrent_cache(layers=1, states={"x": ((2,), jnp.float32)}, rollback=2)
+      >>> def model(cache, ubatch):
+      ...     x = read_states(cache, 0, ubatch)["x"]
       ...     after = [x]
       ...     for t in range(ubatch.tokens.shape[1]):
       ...         x = jnp.where(ubatch.valid[:, t, None], x / 2 + ubatch.tokens[:, t, None], x)
       ...         after.append(x)
-      ...     last = steps_to_keep(ubatch, rollback_of(memory, 0) + 1)
+      ...     last = steps_to_keep(ubatch, rollback_of(cache, 0) + 1)
       ...     x = jnp.take_along_axis(jnp.stack(after, 1), last[..., None], axis=1)
-      ...     return write_states(memory, 0, ubatch, {"x": x})
-      >>> plan = init_batch(memory, make_batch([8, 4, 2, 1]))
-      >>> memory = model(apply(memory, plan), plan.ubatches[0])
-      >>> print(show(memory))
+      ...     return write_states(cache, 0, ubatch, {"x": x})
+      >>> plan = init_batch(cache, make_batch([8, 4, 2, 1]))
+      >>> cache = model(apply(cache, plan), plan.ubatches[0])
+      >>> print(show(cache))
       sequence 0 1 2 3
 
       Two tokens can be taken back, and no more:
 
-      >>> [seq_rm(memory, 0, p0)[1].item() for p0 in (0, 1, 2, 3, 4)]
+      >>> [seq_rm(cache, 0, p0)[1].item() for p0 in (0, 1, 2, 3, 4)]
       [True, False, True, True, True]
-      >>> memory, ok = seq_rm(memory, 0, 2)
-      >>> plan = init_batch(memory, make_batch([0]))
-      >>> read_states(apply(memory, plan), 0, plan.ubatches[0])["x"].tolist()  # 8 / 2 + 4
+      >>> cache, ok = seq_rm(cache, 0, 2)
+      >>> plan = init_batch(cache, make_batch([0]))
+      >>> read_states(apply(cache, plan), 0, plan.ubatches[0])["x"].tolist()  # 8 / 2 + 4
       [[8.0, 8.0]]
 
-      Keep the memory, let the sequence go elsewhere, and come back to what was kept:
+      Keep the cache, let the sequence go elsewhere, and come back to what was kept:
 
-      >>> def step(memory, ubatch):
-      ...     return model(apply(memory, ubatch), ubatch)
-      >>> def tell(memory, *tokens):
-      ...     return step(memory, init_batch(memory, make_batch(tokens)).check().ubatches[0])
-      >>> checkpoint, once = memory, tell(memory, 6, 3)
-      >>> memory, _ = seq_rm(tell(memory, 5, 5, 5), 0, 4)
+      >>> def step(cache, ubatch):
+      ...     return model(apply(cache, ubatch), ubatch)
+      >>> def tell(cache, *tokens):
+      ...     return step(cache, init_batch(cache, make_batch(tokens)).check().ubatches[0])
+      >>> checkpoint, once = cache, tell(cache, 6, 3)
+      >>> cache, _ = seq_rm(tell(cache, 5, 5, 5), 0, 4)
       >>> again = tell(checkpoint, 6, 3)
       >>> jax.tree.all(jax.tree.map(np.array_equal, again, once))
       True
 
       A step that donates is given a copy, or the checkpoint is gone:
 
-      >>> donating = jax.jit(step, donate_argnames="memory")
-      >>> memory = donating(jax.tree.map(jnp.copy, checkpoint), plan.ubatches[0])
-      >>> memory = donating(checkpoint, plan.ubatches[0])
+      >>> donating = jax.jit(step, donate_argnames="cache")
+      >>> cache = donating(jax.tree.map(jnp.copy, checkpoint), plan.ubatches[0])
+      >>> cache = donating(checkpoint, plan.ubatches[0])
       >>> checkpoint.buffers[0]["x"].is_deleted()
       True
 
       Two streams for four sequences: 1 shares the state of 0, and 2 and 3 share a copy of it:
 
-      >>> memory = make_recurrent_cache(
+      >>> cache = make_recurrent_cache(
       ...     layers=1, states={"x": ((2,), jnp.float32)}, sequences=4, streams=2
       ... )
-      >>> memory = apply(memory, init_batch(memory, make_batch([8])))
-      >>> used(seq_cp(memory, 0, [1, 2, 3]).cache).item()
+      >>> cache = apply(cache, init_batch(cache, make_batch([8])))
+      >>> used(seq_cp(cache, 0, [1, 2, 3]).cache).item()
       2
 
     llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `rollback`.
@@ -382,7 +382,7 @@ def make_recurrent_cache(
     if not isinstance(states, Mapping):
         raise TypeError(f"wanted states as a mapping of names to (shape, dtype), got {states!r}")
     if not states:
-        raise ValueError("a recurrent memory needs at least one state")
+        raise ValueError("a recurrent cache needs at least one state")
     cells = count(sequences // streams * (rollback + 1), "states of a stream", high=FAR - 1)
     shapes = {name: _shape(name, state) for name, state in states.items()}
     for name, state in shapes.items():

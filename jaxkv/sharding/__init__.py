@@ -1,4 +1,4 @@
-"""Memories over many devices: where each part lies, and what that costs.
+"""Caches over many devices: where each part lies, and what that costs.
 
 A mesh is the one at hand, `jax.set_mesh(mesh)`. All else is as on one device: verbs, plans, loops.
 """

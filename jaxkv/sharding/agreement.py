@@ -7,33 +7,33 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxkv.memory import Memory, split
+from jaxkv.cache import Cache, split
 from jaxkv.places import fetched, is_concrete
 from jaxkv.verbs.known import check_known
 
 
-def agree(memory: Memory, batch: Any = None) -> None:
+def agree(cache: Cache, batch: Any = None) -> None:
     """Raise unless all processes hold the same table and were given the same batch.
 
     JAX never compares what it calls replicated: processes that were given different batches plan
     and compute on, each by its own. Every process must call this, outside of `jit`.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       batch: a tree of arrays and numbers that every process was given, such as a `Batch`. Arrays
         that are split over processes are left out.
 
     Raises:
       RuntimeError: in every process, when they differ; it names the processes.
-      TypeError: when the memory is traced, or shapes alone.
-      ValueError: when the table was donated, or is that of a batch of memories.
+      TypeError: when the cache is traced, or shapes alone.
+      ValueError: when the table was donated, or is that of a batch of caches.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
       >>> sizes = dict(layers=1, cells=8, kv_heads=2, head_dim=4, sequences=2, streams=2)
       >>> sharding.agree(sharding.allocate(lambda: make_kv_cache(**sizes), mesh))
     """
-    table, _ = split(memory)
+    table, _ = split(cache)
     check_known(table)
     seen = jax.tree.leaves((fetched(table), batch))
     data = b"".join(np.asarray(x).tobytes() for x in seen if is_concrete(x))

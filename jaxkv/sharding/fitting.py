@@ -1,11 +1,11 @@
-"""A mesh that fits the heads of a memory, made of one with more devices than there are heads."""
+"""A mesh that fits the heads of a cache, made of one with more devices than there are heads."""
 
 from math import gcd
 from typing import Literal, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxkv.memory import Memory
+from jaxkv.cache import Cache
 from jaxkv.mesh import Rules
 from jaxkv.sharding.layouts import keys_of
 
@@ -14,16 +14,16 @@ Surplus = Literal["cells", "replicate", "refuse"]
 
 
 def fitted(
-    memory: Memory, mesh: Mesh | AbstractMesh, rules: Rules, *, surplus: Surplus = "cells"
+    cache: Cache, mesh: Mesh | AbstractMesh, rules: Rules, *, surplus: Surplus = "cells"
 ) -> tuple[Mesh | AbstractMesh, Rules]:
-    """Return a mesh and rules that fit the heads of a memory, where an axis has too many devices.
+    """Return a mesh and rules that fit the heads of a cache, where an axis has too many devices.
 
     Args:
-      memory: any memory, or its shapes.
+      cache: any cache, or its shapes.
       mesh: the mesh, or an abstract one of devices that are not at hand.
       rules: which of its axes split what; heads are split by one axis.
       surplus: what becomes of devices that are more than there are heads: "cells", they hold cells
-        of the same heads, so the memory must have a number of cells that they divide, and be
+        of the same heads, so the cache must have a number of cells that they divide, and be
         striped with as many `shards` if all are to hold as much, see `make_kv_cache`; "replicate",
         they hold copies; or "refuse".
 
@@ -48,7 +48,7 @@ def fitted(
     if surplus not in get_args(Surplus):
         raise ValueError(f"wanted a surplus of {get_args(Surplus)}, got {surplus!r}")
     axes = rules.present(mesh, "kv_heads")
-    heads = {x.shape[1] for x in keys_of(memory)} - {1}
+    heads = {x.shape[1] for x in keys_of(cache)} - {1}
     devices = rules.devices(mesh, "kv_heads")
     fit = gcd(devices, *heads)
     if not heads or fit == devices:

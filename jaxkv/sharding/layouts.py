@@ -1,4 +1,4 @@
-"""What a memory costs on each device of a mesh, told before anything is there."""
+"""What a cache costs on each device of a mesh, told before anything is there."""
 
 from dataclasses import dataclass
 from math import prod
@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxkv.cache import Cache, split
 from jaxkv.hybrid import parts_of
 from jaxkv.kv.buffers import Buffers, axes_of_queries, sizes_of
 from jaxkv.kv.cells import Cells
-from jaxkv.memory import Memory, split
 from jaxkv.mesh import Rules
 from jaxkv.ops.latent import value_dim
 from jaxkv.places import count
@@ -20,7 +20,7 @@ from jaxkv.sharding.places import shardings
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a memory costs on each device of a mesh.
+    """What a cache costs on each device of a mesh.
 
     devices: how many there are.
     table: bytes of the table on a device.
@@ -69,17 +69,17 @@ class Layout:
 
 
 def layout(
-    memory: Memory,
+    cache: Cache,
     mesh: Mesh | AbstractMesh,
     rules: Rules,
     *,
     heads: int | None = None,
     weights: Any = None,
 ) -> Layout:
-    """Return what a memory costs on each device, before anything is there.
+    """Return what a cache costs on each device, before anything is there.
 
     Args:
-      memory: any memory, or its shapes.
+      cache: any cache, or its shapes.
       mesh: the mesh, or an abstract one of devices that are not at hand.
       rules: which of its axes split what.
       heads: H, the query heads, on which it depends what is sent; by default as many as keys have,
@@ -110,14 +110,14 @@ def layout(
       >>> print(*sharding.layout(jax.eval_shape(make), mesh, rules).uneven)
       scattered cells are split unevenly by data, tensor: take placement='striped', shards=4
     """
-    of_keys = {k.shape[1] for k in keys_of(memory)}
+    of_keys = {k.shape[1] for k in keys_of(cache)}
     if heads is not None and any(count(heads, "heads") % one for one in of_keys):
         raise ValueError(f"wanted heads a multiple of kv_heads {sorted(of_keys)}, got {heads}")
-    halves = zip(split(memory), split(shardings(memory, mesh, rules)), strict=True)
+    halves = zip(split(cache), split(shardings(cache, mesh, rules)), strict=True)
     table, buffers = (
         sum(map(_share, jax.tree.leaves(half), jax.tree.leaves(where))) for half, where in halves
     )
-    parts = parts_of(memory)
+    parts = parts_of(cache)
     return Layout(
         devices=mesh.size,
         table=table,
@@ -129,10 +129,10 @@ def layout(
     )
 
 
-def keys_of(memory: Memory) -> list[Any]:
+def keys_of(cache: Cache) -> list[Any]:
     """Return the keys of all layers that attend, `[S, K, N, D]`; `[S * L, K, N, D]` if stacked."""
     return [
-        x for part in parts_of(memory) if isinstance(part.buffers, Buffers) for x in part.buffers.k
+        x for part in parts_of(cache) if isinstance(part.buffers, Buffers) for x in part.buffers.k
     ]
 
 
@@ -142,7 +142,7 @@ def _share(x: Any, where: Any) -> int:
     return prod(shape) * np.dtype(x.dtype).itemsize
 
 
-def _sent(part: Memory, mesh: Any, rules: Rules, heads: int | None) -> int:
+def _sent(part: Cache, mesh: Any, rules: Rules, heads: int | None) -> int:
     """Return what attention brings to a device: the open softmax of all that hold the cells."""
     if not isinstance(part.buffers, Buffers):
         return 0
@@ -160,7 +160,7 @@ def _sent(part: Memory, mesh: Any, rules: Rules, heads: int | None) -> int:
     return sum(part.buffers.of_each(of_layer))
 
 
-def _whole(part: Memory, mesh: Any, rules: Rules) -> list[str]:
+def _whole(part: Cache, mesh: Any, rules: Rules) -> list[str]:
     """Say what no axis splits though the rules name one."""
     sizes = [("streams", part.table.facts.streams)]
     sizes += [("kv_heads", k.shape[1]) for k in keys_of(part)]
@@ -171,7 +171,7 @@ def _whole(part: Memory, mesh: Any, rules: Rules) -> list[str]:
     ]
 
 
-def _uneven(part: Memory, mesh: Any, rules: Rules) -> list[str]:
+def _uneven(part: Cache, mesh: Any, rules: Rules) -> list[str]:
     """Say what to do where a short text lies on some of the devices that split cells alone."""
     axes, devices = rules.present(mesh, "cells"), rules.devices(mesh, "cells")
     if not isinstance(part.table, Cells) or part.table.shards % devices == 0:

@@ -1,11 +1,11 @@
-"""Snapshots: a memory, or some of its sequences, in one file or in bytes, and back.
+"""Snapshots: a cache, or some of its sequences, in one file or in bytes, and back.
 
 What is written are live cells alone: those that a saved sequence owns, with their keys, values or
 states, their positions and the rotations that they are owed. A file describes itself, so `load`
-needs nothing else; `load_into` gives sequences of a memory what was saved, into whatever cells that
-memory has. A file that is damaged, or does not fit, raises and changes nothing.
+needs nothing else; `load_into` gives sequences of a cache what was saved, into whatever cells that
+cache has. A file that is damaged, or does not fit, raises and changes nothing.
 
-It needs the package safetensors: `pip install safetensors`. A memory that is split over a
+It needs the package safetensors: `pip install safetensors`. A cache that is split over a
 mesh is saved by Orbax instead, see docs/snapshots.md.
 """
 

@@ -1,4 +1,4 @@
-"""Snapshots of attention memories: their live cells, taken out, and put into cells of another.
+"""Snapshots of attention caches: their live cells, taken out, and put into cells of another.
 
 n is the live cells of a snapshot, in the order of their streams and numbers. A cell that sequences
 share is there once, and goes into each stream that one of them goes to.
@@ -46,7 +46,7 @@ CHUNK = 256
 
 
 class CellPart(Part):
-    """An attention memory, of whose table a snapshot holds what follows.
+    """An attention cache, of whose table a snapshot holds what follows.
 
     position, shift, stream, cell: `[n]` int32, as they were.
     content: `[n]` uint32, as it was.
@@ -172,7 +172,7 @@ class CellPart(Part):
             raise NoRoomError(
                 f"wanted {wanted[one]} cells of stream {one} for a snapshot, got {found[one]}, and "
                 f"nothing was changed: remove a sequence there (seq_rm), close the gaps where "
-                f"cells must be neighbours (defrag_plan), or make a memory with more cells"
+                f"cells must be neighbours (defrag_plan), or make a cache with more cells"
             )
         turn = np.arange(table.num_cells)[None] < wanted[:, None]
 
@@ -221,7 +221,7 @@ def _words(table: Any, sequences: list[int]) -> np.ndarray:
 def _check_made(
     sizes: dict[str, int], static: dict[str, Any], ropes: Any, latent: Any, form: Callable
 ) -> None:
-    """Raise as `make_kv_cache` does for sizes and static fields that no memory has."""
+    """Raise as `make_kv_cache` does for sizes and static fields that no cache has."""
     layers = range(len(ropes))
     heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
     values = [slice(*latent[i]) if latent[i] else form(f"v.{i}")[1][2] for i in layers]

@@ -1,4 +1,4 @@
-"""Loading a snapshot: a memory of its own, or sequences of one that is there."""
+"""Loading a snapshot: a cache of its own, or sequences of one that is there."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache import Cache, split
 from jaxkv.facts import check_once
-from jaxkv.memory import Memory, split
 from jaxkv.snapshot.file import VERSION, File, Source, as_json, opened
 from jaxkv.snapshot.parts import Moves
 from jaxkv.snapshot.whole import (
@@ -31,7 +31,7 @@ class Info:
     tokens: by sequence, the tokens that were saved with it.
     model: what the model was called; None if that was not said.
     notes: what else was saved with it; None if nothing was.
-    memory: what `load` makes, as shapes: `nbytes` tells how large it is, and its `table.facts` how
+    cache: what `load` makes, as shapes: `nbytes` tells how large it is, and its `table.facts` how
       it was made.
     arrays: by name, the dtype and shape of each array of the file.
     """
@@ -41,7 +41,7 @@ class Info:
     tokens: dict[int, list[int]]
     model: Any
     notes: Any
-    memory: Memory
+    cache: Cache
     arrays: dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -58,19 +58,19 @@ def inspect(source: Source) -> Info:
         it is loaded.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
-      >>> (ubatch,) = init_batch(memory, make_batch([[1, 2, 3], [4, 5]])).ubatches
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> memory = write(apply(memory, ubatch), 0, ubatch, keys, keys)
-      >>> data = snapshot.to_bytes(memory, tokens={1: [4, 5]}, notes={"names": ["a", "b"]})
+      >>> cache = write(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> data = snapshot.to_bytes(cache, tokens={1: [4, 5]}, notes={"names": ["a", "b"]})
       >>> info = snapshot.inspect(data)
       >>> info.sequences, info.tokens, info.notes, info.arrays["buffers.k.0"]
       ((0, 1), {1: [4, 5]}, {'names': ['a', 'b']}, ('float32', (5, 1, 2)))
-      >>> info.memory.table.facts.kind, nbytes(info.memory) == nbytes(memory)
+      >>> info.cache.table.facts.kind, nbytes(info.cache) == nbytes(cache)
       ('attention', True)
     """
     with opened(source) as file:
-        said, memory = file.description, shapes(file)
+        said, cache = file.description, shapes(file)
         pairs = zip(said["sequences"], said["tokens"], strict=True)
         return Info(
             version=VERSION,
@@ -78,15 +78,15 @@ def inspect(source: Source) -> Info:
             tokens={seq: tokens for seq, tokens in pairs if tokens is not None},
             model=said["model"],
             notes=said.get("notes"),  # files of this version from before there were notes lack them
-            memory=memory,
+            cache=cache,
             arrays={name: (dtype.name, shape) for name, (dtype, shape) in file.arrays.items()},
         )
 
 
-def load(source: Source, *, model: Any = None) -> Memory:
-    """Make the memory that was saved: as large, each token in the cell that it had.
+def load(source: Source, *, model: Any = None) -> Cache:
+    """Make the cache that was saved: as large, each token in the cell that it had.
 
-    It goes on as the memory that was saved, bit for bit. Its stamps are new, so plans that were
+    It goes on as the cache that was saved, bit for bit. Its stamps are new, so plans that were
     made for that one are stale. Sequences that were not saved are empty.
 
     Args:
@@ -100,12 +100,12 @@ def load(source: Source, *, model: Any = None) -> Memory:
         64-bit numbers that this JAX does not have.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
-      >>> (ubatch,) = init_batch(memory, make_batch([1, 2, 3])).ubatches
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2, 3])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> memory = write(apply(memory, ubatch), 0, ubatch, keys, keys)
-      >>> memory, _ = seq_rm(memory, 0, 1, 2)
-      >>> data = snapshot.to_bytes(memory, model={"name": "tiny", "layers": 1})
+      >>> cache = write(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> cache, _ = seq_rm(cache, 0, 1, 2)
+      >>> data = snapshot.to_bytes(cache, model={"name": "tiny", "layers": 1})
       >>> print(show(snapshot.load(data)))
       owner    0 . 0 .
       position 0 . 2 .
@@ -127,15 +127,15 @@ cut short, or something else
 
 def load_into(
     source: Source,
-    memory: Memory,
+    cache: Cache,
     *,
     sequences: int | Sequence[int] | Mapping[int, int] | None = None,
     model: Any = None,
     donate: bool = False,
-) -> Memory:
-    """Give sequences of a memory what was saved, in place of what they hold.
+) -> Cache:
+    """Give sequences of a cache what was saved, in place of what they hold.
 
-    The memory may have other sizes, streams and placement than the one that was saved; it chooses
+    The cache may have other sizes, streams and placement than the one that was saved; it chooses
     cells as for a batch, but in tiled placement empty tiles first, in the order of what was saved,
     so that texts that were mixed stay mixed. A saved sequence that holds nothing leaves its target
     empty, and sequences that shared cells share them again where they meet in a stream. Of states
@@ -144,33 +144,33 @@ def load_into(
 
     Args:
       source: the path of a file, or bytes.
-      memory: any memory on one device, of the same layers, heads, dtypes, states, ropes and
+      cache: any cache on one device, of the same layers, heads, dtypes, states, ropes and
         windows.
       sequences: where the saved sequences go, one or several in their order; or by saved sequence,
         which leaves the others out. By default where they were.
       model: what the model is called. If the snapshot says so too, it must be the same.
-      donate: give up the buffers of the memory passed in. Otherwise they are copied, since that
+      donate: give up the buffers of the cache passed in. Otherwise they are copied, since that
         stays as it is.
 
     Returns:
-      The next memory. All plans of the streams that were changed are stale.
+      The next cache. All plans of the streams that were changed are stale.
 
     Raises:
       FileNotFoundError: when there is no such file.
       NoRoomError: a ValueError, when a stream lacks the cells, or where they must be neighbours a
         run of them.
-      TypeError: when `model` is nothing that JSON holds, or the memory is shapes alone.
-      ValueError: when it is no snapshot, of another version, damaged, of another model, of a memory
-        that does not fit, or of 64-bit numbers that this JAX does not have; when the memory is
-        traced, split over a mesh, donated or a batch of memories; or an id is none, or comes twice.
+      TypeError: when `model` is nothing that JSON holds, or the cache is shapes alone.
+      ValueError: when it is no snapshot, of another version, damaged, of another model, of a cache
+        that does not fit, or of 64-bit numbers that this JAX does not have; when the cache is
+        traced, split over a mesh, donated or a batch of caches; or an id is none, or comes twice.
         Nothing is changed by it.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
-      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> memory = write(apply(memory, ubatch), 0, ubatch, keys, keys)
-      >>> data = snapshot.to_bytes(memory)
+      >>> cache = write(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> data = snapshot.to_bytes(cache)
       >>> other = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
       >>> other = apply(other, init_batch(other, make_batch([[3], [4, 5]])))
       >>> print(show(snapshot.load_into(data, other, sequences=[2])))
@@ -187,20 +187,20 @@ def load_into(
       >>> snapshot.load_into(data, narrow)
       Traceback (most recent call last):
       ...
-      ValueError: wanted a snapshot of a memory with the head_dim of this one, [1], got one with \
+      ValueError: wanted a snapshot of a cache with the head_dim of this one, [1], got one with \
 [2]; nothing was changed
 
     llama.cpp: `llama_state_seq_load_file`, `llama_state_seq_set_data`.
     """
-    check_saveable(memory)
+    check_saveable(cache)
     with opened(source) as file:
         saved = _checked(file, model)
-        check_fits(saved, memory)
-        moves = _moves(file.description["sequences"], memory, sequences)
-        return _restored(file, saved, memory, moves, anew=True, donate=donate)
+        check_fits(saved, cache)
+        moves = _moves(file.description["sequences"], cache, sequences)
+        return _restored(file, saved, cache, moves, anew=True, donate=donate)
 
 
-def _checked(file: File, model: Any) -> Memory:
+def _checked(file: File, model: Any) -> Cache:
     """Return the shapes of what was saved, if the model is not known to be another one."""
     known = file.description["model"]
     if model is not None and known is not None and as_json(model, "model") != known:
@@ -212,10 +212,10 @@ def _checked(file: File, model: Any) -> Memory:
 
 
 def _moves(
-    saved: list[int], memory: Memory, sequences: int | Sequence[int] | Mapping[int, int] | None
+    saved: list[int], cache: Cache, sequences: int | Sequence[int] | Mapping[int, int] | None
 ) -> Moves:
     """Return which saved sequences go where."""
-    facts, goes = split(memory)[0].facts, {seq: seq for seq in saved}
+    facts, goes = split(cache)[0].facts, {seq: seq for seq in saved}
     if isinstance(sequences, Mapping):
         if not set(sequences) <= set(saved):
             raise ValueError(f"wanted some of the saved sequences {saved}, got {sorted(sequences)}")
@@ -234,17 +234,17 @@ def _moves(
 
 
 def _restored(
-    file: File, saved: Memory, memory: Memory, moves: Moves, *, anew: bool, donate: bool = True
-) -> Memory:
-    """Return a memory that has taken in what was saved, which is compared before."""
+    file: File, saved: Cache, cache: Cache, moves: Moves, *, anew: bool, donate: bool = True
+) -> Cache:
+    """Return a cache that has taken in what was saved, which is compared before."""
     file.check()
     for part, own, table, _ in parts(saved):
         part.check(own.table, lambda name, at=table: file[at + name], file.description["sequences"])
-    pairs = [*zip(parts(memory), parts(saved), strict=True)]
+    pairs = [*zip(parts(cache), parts(saved), strict=True)]
     places = [
         own.part.place(
-            own.memory.table,
-            other.memory.table,
+            own.cache.table,
+            other.cache.table,
             lambda name, own=own: file[own.table + name],
             moves,
             file.seed,
@@ -258,7 +258,7 @@ def _restored(
         def fill(array: Any, name: str, own: Any = own, placed: Any = placed) -> Any:
             return own.part.write(array, placed, file[name])
 
-        buffers = own.memory.buffers
+        buffers = own.cache.buffers
         buffers = buffers if donate else jax.tree.map(jnp.copy, buffers)
         found.append((placed.table, own.part.filled(buffers, own.buffers, fill)))
-    return assembled(memory, found)
+    return assembled(cache, found)

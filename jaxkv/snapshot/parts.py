@@ -1,4 +1,4 @@
-"""What a snapshot knows of a kind of memory: `Part`, and what has been found for it."""
+"""What a snapshot knows of a kind of cache: `Part`, and what has been found for it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -55,22 +55,22 @@ class Moves(NamedTuple):
 
 
 class Part(ABC):
-    """A kind of memory that is no hybrid one, and how it is saved and restored."""
+    """A kind of cache that is no hybrid one, and how it is saved and restored."""
 
     @staticmethod
     @abstractmethod
     def describe(table: Any, buffers: Any) -> dict[str, Any]:
-        """Return what is fixed when such a memory is made, as JSON holds it."""
+        """Return what is fixed when such a cache is made, as JSON holds it."""
 
     @staticmethod
     @abstractmethod
     def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
-        """Return the table and the buffers of an empty memory."""
+        """Return the table and the buffers of an empty cache."""
 
     @staticmethod
     @abstractmethod
     def features(table: Any, buffers: Any) -> dict[str, Any]:
-        """Return by name what must be the same in a memory for a snapshot to fit."""
+        """Return by name what must be the same in a cache for a snapshot to fit."""
 
     @staticmethod
     @abstractmethod
@@ -94,7 +94,7 @@ class Part(ABC):
         """Compare the saved arrays of a table with what a table may hold.
 
         Raises:
-          ValueError: when a memory with this content would break an invariant.
+          ValueError: when a cache with this content would break an invariant.
         """
 
     @staticmethod

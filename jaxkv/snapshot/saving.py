@@ -1,4 +1,4 @@
-"""Saving a memory: what its sequences own, into a file or bytes."""
+"""Saving a cache: what its sequences own, into a file or bytes."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv.cache import Cache, split
 from jaxkv.facts import check_once
-from jaxkv.memory import Memory, split
 from jaxkv.places import integers
 from jaxkv.snapshot import file
 from jaxkv.snapshot.parts import names
@@ -17,14 +17,14 @@ from jaxkv.snapshot.whole import check_saveable, describe, parts
 
 def save(
     path: str | os.PathLike,
-    memory: Memory,
+    cache: Cache,
     *,
     sequences: int | Sequence[int] | None = None,
     tokens: Mapping[int, Sequence[int]] | None = None,
     model: Any = None,
     notes: Any = None,
 ) -> None:
-    """Write a memory, or some of its sequences, into a file.
+    """Write a cache, or some of its sequences, into a file.
 
     The file holds live cells alone, and is there whole or not at all: it is written beside the path
     and renamed. Rotations that are owed, kept states and what windows took are in it; which cells
@@ -32,10 +32,10 @@ def save(
 
     Args:
       path: of the file, which is replaced if it is there; of a link, what it leads to.
-      memory: any memory on one device.
+      cache: any cache on one device.
       sequences: the sequence to save, or several, each once; by default all, empty ones too.
       tokens: by sequence, the tokens that it was told, for those that go on from the file: the
-        memory itself does not know them. `inspect` returns them.
+        cache itself does not know them. `inspect` returns them.
       model: what names the model that computed all this, anything that JSON holds. `load` and
         `load_into` compare it with theirs.
       notes: what else goes along, anything that JSON holds. `inspect` returns it.
@@ -45,29 +45,29 @@ def save(
       OSError: when it cannot be written, as on a disk that is full, or a folder or a device has
         that path. What was there before is there still.
       TypeError: when `model` or `notes` is nothing that JSON holds, ids or tokens are no integers,
-        or the memory is shapes alone.
-      ValueError: when the memory is traced, split over a mesh, donated or a batch of memories, an
+        or the cache is shapes alone.
+      ValueError: when the cache is traced, split over a mesh, donated or a batch of caches, an
         id is none of it or comes twice, or tokens are no list or of a sequence that is not saved.
 
     Examples:
       >>> import tempfile
-      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
-      >>> (ubatch,) = init_batch(memory, make_batch([[1, 2, 3], [4, 5]])).ubatches
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> memory = write(apply(memory, ubatch), 0, ubatch, keys, keys)
+      >>> cache = write(apply(cache, ubatch), 0, ubatch, keys, keys)
       >>> path = tempfile.mkdtemp() + "/chat.safetensors"
-      >>> snapshot.save(path, memory, sequences=[1], tokens={1: [4, 5]}, model="tiny")
+      >>> snapshot.save(path, cache, sequences=[1], tokens={1: [4, 5]}, model="tiny")
       >>> print(show(snapshot.load(path)))
       owner    . . . 1 1 .
       position . . . 0 1 .
 
     llama.cpp: `llama_state_save_file`, `llama_state_seq_save_file`.
     """
-    file.write(path, *_content(memory, sequences, tokens, model, notes))
+    file.write(path, *_content(cache, sequences, tokens, model, notes))
 
 
 def to_bytes(
-    memory: Memory,
+    cache: Cache,
     *,
     sequences: int | Sequence[int] | None = None,
     tokens: Mapping[int, Sequence[int]] | None = None,
@@ -77,28 +77,28 @@ def to_bytes(
     """Return the bytes of the file that `save` writes, for the same arguments.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=600, kv_heads=1, head_dim=2)
-      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> cache = make_kv_cache(layers=1, cells=600, kv_heads=1, head_dim=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> data = snapshot.to_bytes(write(apply(memory, ubatch), 0, ubatch, keys, keys))
-      >>> used(snapshot.load(data)).item(), len(data) < nbytes(memory)
+      >>> data = snapshot.to_bytes(write(apply(cache, ubatch), 0, ubatch, keys, keys))
+      >>> used(snapshot.load(data)).item(), len(data) < nbytes(cache)
       (2, True)
 
     llama.cpp: `llama_state_get_data`, `llama_state_seq_get_data`.
     """
-    return file.written(*_content(memory, sequences, tokens, model, notes))
+    return file.written(*_content(cache, sequences, tokens, model, notes))
 
 
 def _content(
-    memory: Memory,
+    cache: Cache,
     sequences: int | Sequence[int] | None,
     tokens: Mapping[int, Sequence[int]] | None,
     model: Any,
     notes: Any,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the description and the arrays of a snapshot, by name, as `Part.take` finds them."""
-    check_saveable(memory)
-    facts = split(memory)[0].facts
+    check_saveable(cache)
+    facts = split(cache)[0].facts
     ids = np.arange(facts.sequences) if sequences is None else facts.sequence_ids(sequences)
     check_once(ids)
     saved = np.atleast_1d(ids).tolist()
@@ -114,14 +114,14 @@ def _content(
     said = {"model": file.as_json(model, "model"), "notes": file.as_json(notes, "notes")}
 
     arrays: dict[str, np.ndarray] = {}
-    for part, own, table, buffers in parts(memory):
+    for part, own, table, buffers in parts(cache):
         found, held = part.take(*split(own), saved)
         arrays.update({table + name: array for name, array in found.items()})
         arrays.update(
             zip(jax.tree.leaves(names(held, buffers)), jax.tree.leaves(held), strict=True)
         )
     description = {
-        "memory": describe(memory),
+        "cache": describe(cache),
         "sequences": saved,
         "tokens": [known.get(seq) for seq in saved],
         **said,

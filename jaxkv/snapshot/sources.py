@@ -1,4 +1,4 @@
-"""Snapshots of memories for sources: cells like those of attention."""
+"""Snapshots of caches for sources: cells like those of attention."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from jaxkv.snapshot.parts import Entries
 
 
 class SourcePart(CellPart):
-    """A memory for sources, of which a snapshot holds what it does of one of attention."""
+    """A cache for sources, of which a snapshot holds what it does of one of attention."""
 
     @staticmethod
     def describe(table: Any, buffers: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Snapshots of recurrent memories: the states that are kept, taken out, and put into cells.
+"""Snapshots of recurrent caches: the states that are kept, taken out, and put into cells.
 
 n is the states of a snapshot; sequences that share one have it there once, and again in each stream
-that one of them goes to. A memory that keeps fewer states gets the newest ones.
+that one of them goes to. A cache that keeps fewer states gets the newest ones.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ CHUNK = 8
 
 
 class StatePart(Part):
-    """A recurrent memory, of whose table a snapshot holds what follows.
+    """A recurrent cache, of whose table a snapshot holds what follows.
 
     position: `[q, E + 1]` int32, of each of q saved sequences; EMPTY (-1) if there is no state.
     state: `[q, E + 1]` int32, which of the n states stands there; n if there is none.

@@ -1,6 +1,6 @@
-"""Memories of any kind as the parts that a snapshot knows, and the names of what it holds.
+"""Caches of any kind as the parts that a snapshot knows, and the names of what it holds.
 
-Names are the paths of a memory's tree: `table.position`, `buffers.k.0`; in a hybrid memory
+Names are the paths of a cache's tree: `table.position`, `buffers.k.0`; in a hybrid cache
 `table.parts.0.position`, `buffers.0.k.1`.
 """
 
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxkv.cache import Cache, join, split
 from jaxkv.facts import check_once
 from jaxkv.hybrid import HybridTable, make_hybrid_cache, parts_of
-from jaxkv.memory import Memory, join, split
 from jaxkv.places import integers, is_concrete
 from jaxkv.snapshot.cells import CellPart
 from jaxkv.snapshot.file import File
@@ -32,41 +32,41 @@ KINDS: dict[str, type[Part]] = {
 
 
 class Named(NamedTuple):
-    """A part of a memory, and where it stands in a snapshot.
+    """A part of a cache, and where it stands in a snapshot.
 
     part: how its kind is saved.
-    memory: the part as a memory of its own.
+    cache: the part as a cache of its own.
     table: what the names of its table begin with.
     buffers: what those of its buffers begin with.
     """
 
     part: type[Part]
-    memory: Memory
+    cache: Cache
     table: str
     buffers: str
 
 
-def parts(memory: Memory) -> list[Named]:
-    """Return the parts of a memory, which is its only one if it is no hybrid."""
-    if not isinstance(memory.table, HybridTable):
-        return [Named(KINDS[memory.table.facts.kind], memory, "table.", "buffers.")]
+def parts(cache: Cache) -> list[Named]:
+    """Return the parts of a cache, which is its only one if it is no hybrid."""
+    if not isinstance(cache.table, HybridTable):
+        return [Named(KINDS[cache.table.facts.kind], cache, "table.", "buffers.")]
     return [
         Named(KINDS[one.table.facts.kind], one, f"table.parts.{i}.", f"buffers.{i}.")
-        for i, one in enumerate(parts_of(memory))
+        for i, one in enumerate(parts_of(cache))
     ]
 
 
-def describe(memory: Memory) -> dict[str, Any]:
-    """Return what is fixed when a memory is made, as JSON holds it."""
-    found = [one.part.describe(*split(one.memory)) for one in parts(memory)]
-    if not isinstance(memory.table, HybridTable):
+def describe(cache: Cache) -> dict[str, Any]:
+    """Return what is fixed when a cache is made, as JSON holds it."""
+    found = [one.part.describe(*split(one.cache)) for one in parts(cache)]
+    if not isinstance(cache.table, HybridTable):
         return found[0]
-    return {"kind": "hybrid", "layers": encoded(memory.table.layers), "parts": found}
+    return {"kind": "hybrid", "layers": encoded(cache.table.layers), "parts": found}
 
 
-def make(file: File) -> Memory:
-    """Make the memory that a snapshot describes, empty."""
-    description = file.description["memory"]
+def make(file: File) -> Cache:
+    """Make the cache that a snapshot describes, empty."""
+    description = file.description["cache"]
     if description["kind"] != "hybrid":
         return join(*_made(file, description, "buffers."))
     pairs = [_made(file, one, f"buffers.{i}.") for i, one in enumerate(description["parts"])]
@@ -74,33 +74,33 @@ def make(file: File) -> Memory:
     return make_hybrid_cache(*zip([join(*pair) for pair in pairs], layers, strict=True))
 
 
-def shapes(file: File) -> Memory:
-    """Return the memory that a snapshot describes, of shapes alone.
+def shapes(file: File) -> Cache:
+    """Return the cache that a snapshot describes, of shapes alone.
 
     Raises:
-      ValueError: when no memory is like that, its arrays are others, the sequences are none of it,
+      ValueError: when no cache is like that, its arrays are others, the sequences are none of it,
         or JAX would make its arrays of other dtypes.
     """
     check_dtypes(file)
     try:
-        memory = jax.eval_shape(partial(make, file))
-        _check_arrays(file, memory)
-        return memory
+        cache = jax.eval_shape(partial(make, file))
+        _check_arrays(file, cache)
+        return cache
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ValueError(
-            f"wanted a snapshot that describes a memory, got one that does not "
+            f"wanted a snapshot that describes a cache, got one that does not "
             f"({type(error).__name__}: {error}): it was not written by jaxkv.snapshot"
         ) from None
 
 
-def _check_arrays(file: File, memory: Memory) -> None:
-    """Raise a ValueError unless a file has the arrays of a memory, and texts of its sequences."""
+def _check_arrays(file: File, cache: Cache) -> None:
+    """Raise a ValueError unless a file has the arrays of a cache, and texts of its sequences."""
     saved, tokens = file.description["sequences"], file.description["tokens"]
-    check_once(memory.table.facts.sequence_ids(saved))
+    check_once(cache.table.facts.sequence_ids(saved))
     for text in tokens:
         integers([] if text is None else text, "tokens")
     wanted: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-    for part, own, table, buffers in parts(memory):
+    for part, own, table, buffers in parts(cache):
         (count,) = file.arrays[f"{table}cell"][1]
         forms, held = part.forms(*split(own), count, len(saved))
         pairs = zip(jax.tree.leaves(names(held, buffers)), jax.tree.leaves(held), strict=True)
@@ -108,15 +108,15 @@ def _check_arrays(file: File, memory: Memory) -> None:
             wanted[name] = form.dtype, form.shape
     if len(tokens) != len(saved) or wanted != file.arrays:
         odd = sorted(set(wanted.items()) ^ set(file.arrays.items()), key=str)
-        raise ValueError(f"other arrays than those of the memory, {_short(odd[:2])}")
+        raise ValueError(f"other arrays than those of the cache, {_short(odd[:2])}")
 
 
-def assembled(memory: Memory, pairs: list[tuple[Any, Any]]) -> Memory:
-    """Return a memory with other tables and buffers in its parts."""
-    if not isinstance(memory.table, HybridTable):
+def assembled(cache: Cache, pairs: list[tuple[Any, Any]]) -> Cache:
+    """Return a cache with other tables and buffers in its parts."""
+    if not isinstance(cache.table, HybridTable):
         return join(*pairs[0])
     tables, buffers = zip(*pairs, strict=True)
-    return join(replace(memory.table, parts=tables), buffers)
+    return join(replace(cache.table, parts=tables), buffers)
 
 
 def check_dtypes(file: File) -> None:
@@ -132,35 +132,35 @@ def check_dtypes(file: File) -> None:
             )
 
 
-def check_saveable(memory: Memory) -> None:
-    """Raise unless this is one memory, on one device, its values known.
+def check_saveable(cache: Cache) -> None:
+    """Raise unless this is one cache, on one device, its values known.
 
     Raises:
-      TypeError: when it is no memory, or shapes alone.
-      ValueError: when it is traced, split over a mesh, donated, or a batch of memories.
+      TypeError: when it is no cache, or shapes alone.
+      ValueError: when it is traced, split over a mesh, donated, or a batch of caches.
     """
-    table, buffers = split(memory)
-    if table.rules is not None or not is_concrete(memory):
+    table, buffers = split(cache)
+    if table.rules is not None or not is_concrete(cache):
         found = f"one with {table.rules}" if table.rules else "one that is traced or split"
         raise ValueError(
-            f"wanted a memory on one device, outside of jit, got {found}: one on a mesh is saved "
+            f"wanted a cache on one device, outside of jit, got {found}: one on a mesh is saved "
             f"and restored by Orbax, see docs/snapshots.md"
         )
     check_known(table, buffers)
 
 
-def check_fits(saved: Memory, memory: Memory) -> None:
-    """Raise a ValueError, by name, unless what was saved of one memory fits into another."""
-    mine, theirs = parts(memory), parts(saved)
-    kinds = [[one.memory.table.facts.kind for one in found] for found in (mine, theirs)]
-    _same("kind", memory.table.facts.kind, saved.table.facts.kind)
+def check_fits(saved: Cache, cache: Cache) -> None:
+    """Raise a ValueError, by name, unless what was saved of one cache fits into another."""
+    mine, theirs = parts(cache), parts(saved)
+    kinds = [[one.cache.table.facts.kind for one in found] for found in (mine, theirs)]
+    _same("kind", cache.table.facts.kind, saved.table.facts.kind)
     _same("kinds of parts", *kinds)
-    if isinstance(memory.table, HybridTable):
-        _same("layers of parts", memory.table.layers, saved.table.layers)
+    if isinstance(cache.table, HybridTable):
+        _same("layers of parts", cache.table.layers, saved.table.layers)
     for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
         where = f" in part {i}" if len(mine) > 1 else ""
-        wanted = one.part.features(*split(one.memory))
-        found = one.part.features(*split(other.memory))
+        wanted = one.part.features(*split(one.cache))
+        found = one.part.features(*split(other.cache))
         for name in wanted:
             _same(name + where, wanted[name], found.get(name))
 
@@ -168,7 +168,7 @@ def check_fits(saved: Memory, memory: Memory) -> None:
 def _same(name: str, wanted: Any, found: Any) -> None:
     if wanted != found:
         raise ValueError(
-            f"wanted a snapshot of a memory with the {name} of this one, {_short(wanted)}, got one "
+            f"wanted a snapshot of a cache with the {name} of this one, {_short(wanted)}, got one "
             f"with {_short(found)}; nothing was changed"
         )
 

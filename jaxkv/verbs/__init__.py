@@ -1,1 +1,1 @@
-"""What is done to any memory: edits, questions, and plans carried out."""
+"""What is done to any cache: edits, questions, and plans carried out."""

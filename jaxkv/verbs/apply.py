@@ -7,61 +7,61 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, by_row, drop_unless, placed_rows
+from jaxkv.cache import Cache, Commitment, Table, check_made_for, join, split
 from jaxkv.facts import check_facts
-from jaxkv.memory import Commitment, Memory, Table, check_made_for, join, split
 from jaxkv.places import is_traced
 from jaxkv.plan import Plan
 from jaxkv.tables import program
 
 
-def apply(memory: Memory, plan: Ubatch | Plan | Commitment, *, donate: bool = False) -> Memory:
+def apply(cache: Cache, plan: Ubatch | Plan | Commitment, *, donate: bool = False) -> Cache:
     """Commit a ubatch or a plan: the only function that carries one out.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       plan: a ubatch of a plan, a plan of a single ubatch, or the plan of an update or a defrag.
-      donate: give up the buffers of the memory to one that is updated or defragmented, outside
-        of `jit`. Otherwise they are copied, since the memory passed in stays as it is.
+      donate: give up the buffers of the cache to one that is updated or defragmented, outside
+        of `jit`. Otherwise they are copied, since the cache passed in stays as it is.
 
     Returns:
-      The memory after it. A ubatch enters the table; `attend` and `write_states` write its buffers.
-      If the plan was refused, or is stale, the memory as it was, bit for bit. `is_current` tells
+      The cache after it. A ubatch enters the table; `attend` and `write_states` write its buffers.
+      If the plan was refused, or is stale, the cache as it was, bit for bit. `is_current` tells
       when a plan is stale.
 
     Raises:
       TypeError: when it is no plan.
       ValueError: when the plan has several ubatches, since the model must run between them, or was
-        made for a memory of other sizes or of another kind.
+        made for a cache of other sizes or of another kind.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
-      >>> plan = init_batch(memory, make_batch([1, 2]))
-      >>> once = apply(memory, plan)
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> plan = init_batch(cache, make_batch([1, 2]))
+      >>> once = apply(cache, plan)
       >>> twice = apply(once, plan)
-      >>> used(memory).item(), used(once).item(), used(twice).item()
+      >>> used(cache).item(), used(once).item(), used(twice).item()
       (0, 2, 2)
 
     llama.cpp: `llama_memory_context_i::apply`.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     plan = _checked(plan, table)
     if isinstance(plan, Ubatch):
         return join(_occupy(table, plan), buffers)
     if not is_traced(plan, table) and plan.is_empty:
-        return memory
+        return cache
     return (_commit_donated if donate else _commit)(plan, table, buffers)
 
 
-def is_current(memory: Memory, plan: Ubatch | Plan | Commitment) -> jax.Array:
+def is_current(cache: Cache, plan: Ubatch | Plan | Commitment) -> jax.Array:
     """Return whether applying a plan now would carry it out; `[]` bool.
 
     A ubatch is stale after an edit of a stream that it has tokens in, after another ubatch there,
     and once it has been applied itself; one of a refused plan was never current. The plan of an
     update is stale where keys are owed other rotations than it was made for, that of a defrag where
-    other cells are empty: in any stream, and in any part of a hybrid memory.
+    other cells are empty: in any stream, and in any part of a hybrid cache.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       plan: what `apply` takes.
 
     Raises:
@@ -69,21 +69,21 @@ def is_current(memory: Memory, plan: Ubatch | Plan | Commitment) -> jax.Array:
       ValueError: as `apply` does.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=None)
-      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
-      >>> is_current(memory, ubatch).item(), is_current(apply(memory, ubatch), ubatch).item()
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=None)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
+      >>> is_current(cache, ubatch).item(), is_current(apply(cache, ubatch), ubatch).item()
       (True, False)
 
       A defrag does not mind an edit that empties no cell:
 
-      >>> memory, _ = seq_rm(apply(memory, ubatch), 0, 0, 1)
-      >>> moves = defrag_plan(memory)
-      >>> is_current(seq_add(memory, 0, 1, -1, 3).cache, moves).item()
+      >>> cache, _ = seq_rm(apply(cache, ubatch), 0, 0, 1)
+      >>> moves = defrag_plan(cache)
+      >>> is_current(seq_add(cache, 0, 1, -1, 3).cache, moves).item()
       True
-      >>> is_current(clear(memory), moves).item()
+      >>> is_current(clear(cache), moves).item()
       False
     """
-    table, _ = split(memory)
+    table, _ = split(cache)
     return _is_current(table, _checked(plan, table))
 
 
@@ -129,7 +129,7 @@ def _occupy(table: Any, ubatch: Ubatch) -> Any:
     return table.occupy(drop_unless(_is_next(table, ubatch), ubatch))
 
 
-def _committed(plan: Commitment, table: Any, buffers: Any) -> Memory:
+def _committed(plan: Commitment, table: Any, buffers: Any) -> Cache:
     """Carry out the plan of an update or a defrag, if it is not stale."""
     return join(*plan.commit(table, buffers, plan.is_current(table)))
 

@@ -1,4 +1,4 @@
-"""Edits of sequences: remove, copy, keep, shift. Each returns the next memory.
+"""Edits of sequences: remove, copy, keep, shift. Each returns the next cache.
 
 *Ids.* An id is an integer from 0 to Q - 1, of any integer dtype. One that is known and is none
 raises ValueError; a traced one that is none changes nothing.
@@ -8,7 +8,7 @@ range. They are counted from the beginning: one that is known and below -1 raise
 traced one is as -1.
 
 *Refusals.* An edit is granted or changes nothing, and `ok` says which: all that it touches is
-there, and every sequence can go on where it ends (`can_resume`), in all parts of the memory.
+there, and every sequence can go on where it ends (`can_resume`), in all parts of the cache.
 
 An edit that changes a stream makes the ubatches that were planned on that stream stale: plan again.
 What it does to the plans of updates and defrags is said in `is_current`.
@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache import Cache, join, split
 from jaxkv.facts import changes_of, within_streams
-from jaxkv.memory import Memory, join, split
 from jaxkv.places import count, is_concrete
 from jaxkv.tables import program
 from jaxkv.verbs.ids import Ids, bounds, pairs, position, sequence, single_bounds
@@ -30,15 +30,15 @@ from jaxkv.verbs.ids import Ids, bounds, pairs, position, sequence, single_bound
 class EditResult(NamedTuple):
     """What an edit returns.
 
-    cache: the next memory.
+    cache: the next cache.
     ok: `[]` or `[n]` bool, False where the edit was refused; then that edit changed nothing.
     """
 
-    cache: Memory
+    cache: Cache
     ok: jax.Array
 
 
-def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
+def seq_rm(cache: Cache, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
     """Forget the positions p0 to p1 - 1 of one sequence, of all, or of each of several.
 
     A whole sequence can always go, and without a window, or before it has taken a cell, any range.
@@ -48,47 +48,47 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
     its sequence alone, a range from 0 without an end.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       seq: `[]` or `[n]` int, a sequence id, or -1 for every sequence.
       p0: `[]` or `[n]` int, the first position to forget; -1 is 0.
       p1: `[]` or `[n]` int, one past the last; -1 is no end.
 
     Returns:
-      The next memory, and `ok`, bool, `[]` or `[n]`. Several cuts are made one after another. A
+      The next cache, and `ok`, bool, `[]` or `[n]`. Several cuts are made one after another. A
       cell is free as soon as its last owner has let go of it.
 
     Raises:
       ValueError: when `seq`, `p0` and `p1` are lists of different lengths, or have more dimensions.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
-      >>> memory, ok = seq_rm(memory, 0, 1, 3)
-      >>> print(show(memory))
+      >>> cache = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
+      >>> cache, ok = seq_rm(cache, 0, 1, 3)
+      >>> print(show(cache))
       owner    0 . . 0 . .
       position 0 . . 3 . .
 
       What remains still reaches from 0 to 3: the hole is not noticed.
 
-      >>> seq_pos_min(memory, 0).item(), seq_pos_max(memory, 0).item()
+      >>> seq_pos_min(cache, 0).item(), seq_pos_max(cache, 0).item()
       (0, 3)
 
       The last token; a p0 of -1 would be the first one:
 
-      >>> shorter, ok = seq_rm(memory, 0, seq_pos_max(memory, 0))
+      >>> shorter, ok = seq_rm(cache, 0, seq_pos_max(cache, 0))
       >>> seq_pos_max(shorter, 0).item()
       0
 
       A cut for each of two sequences:
 
-      >>> memory = apply(memory, init_batch(memory, make_batch([5, 6], sequences=1)))
-      >>> memory, ok = seq_rm(memory, [0, 1], [3, 1])
-      >>> seq_pos_max(memory, [0, 1]).tolist(), ok.tolist()
+      >>> cache = apply(cache, init_batch(cache, make_batch([5, 6], sequences=1)))
+      >>> cache, ok = seq_rm(cache, [0, 1], [3, 1])
+      >>> seq_pos_max(cache, [0, 1]).tolist(), ok.tolist()
       ([0, 0], [True, True])
 
     llama.cpp: `llama_memory_seq_rm`.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     ids = table.facts.sequence_ids(seq, lowest=-1)
     cuts = ids, *bounds(p0, p1)
     axes = [np.shape(one) for one in cuts]
@@ -99,7 +99,7 @@ def seq_rm(memory: Memory, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
 
 
 def seq_cp(
-    memory: Memory, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1, *, donate: bool = False
+    cache: Cache, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1, *, donate: bool = False
 ) -> EditResult:
     """Let one or more sequences have what another holds: fork a conversation.
 
@@ -115,29 +115,29 @@ def seq_cp(
     the end of the range, and where the next token of a `dst` would see what a window has taken.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       src: `[]` int, the sequence to share.
       dst: `[]` or `[n]` int, the sequences that will have its cells too.
       p0: `[]` int, the first position to share.
       p1: `[]` int, one past the last.
-      donate: give up the buffers of the memory passed in, which saves a copy of all of them where
+      donate: give up the buffers of the cache passed in, which saves a copy of all of them where
         they must be copied outside of `jit`.
 
     Returns:
-      The next memory, and `ok`, `[]` bool. Doing it twice is doing it once.
+      The next cache, and `ok`, `[]` bool. Doing it twice is doing it once.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=3, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> memory, ok = seq_cp(memory, 0, [1, 2], 0, 2)
-      >>> seq_pos_max(memory, [0, 1, 2]).tolist(), used(memory).item()
+      >>> cache = make_kv_cache(layers=1, cells=6, sequences=3, kv_heads=1, head_dim=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> cache, ok = seq_cp(cache, 0, [1, 2], 0, 2)
+      >>> seq_pos_max(cache, [0, 1, 2]).tolist(), used(cache).item()
       ([2, 1, 1], 3)
 
       With a stream each:
 
-      >>> memory = make_kv_cache(layers=1, cells=4, sequences=2, streams=2, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> print(show(seq_cp(memory, 0, 1, 1).cache))
+      >>> cache = make_kv_cache(layers=1, cells=4, sequences=2, streams=2, kv_heads=1, head_dim=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> print(show(seq_cp(cache, 0, 1, 1).cache))
       owner    0 0 0 .
       position 0 1 2 .
       owner    . 1 1 .
@@ -145,9 +145,9 @@ def seq_cp(
 
       With two streams for four sequences, 0 and 1 share one, and 2 and 3 the other:
 
-      >>> memory = make_kv_cache(layers=1, cells=3, sequences=4, streams=2, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
-      >>> print(show(seq_cp(memory, 0, [1, 2, 3], 1).cache))
+      >>> cache = make_kv_cache(layers=1, cells=3, sequences=4, streams=2, kv_heads=1, head_dim=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
+      >>> print(show(seq_cp(cache, 0, [1, 2, 3], 1).cache))
       owner    0 + .
       position 0 1 .
       owner    + . .
@@ -155,12 +155,12 @@ def seq_cp(
 
       Sequence 2 let go of what it held. Beside it there is no room for two more:
 
-      >>> seq_cp(memory, 0, 3).ok.item()
+      >>> seq_cp(cache, 0, 3).ok.item()
       False
 
     llama.cpp: `llama_memory_seq_cp`.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     facts = table.facts
     ids = sequence(table, src), facts.sequence_ids(dst)
     args = *ids, *single_bounds(p0, p1)
@@ -170,7 +170,7 @@ def seq_cp(
     return EditResult(*(_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *args))
 
 
-def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = False) -> EditResult:
+def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = False) -> EditResult:
     """Let sequences go on from what others hold, all at once: the step of a beam search.
 
     Each sequence lets go of what it held and has what its parent held before. Within a stream that
@@ -180,13 +180,13 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
     copies find room beside them.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       parents: `[n]` int, what each sequence goes on from; itself too, and one for several.
       sequences: `[n]` int, the sequences, each at most once. All others stay as they are.
-      donate: give up the buffers of the memory passed in, see `seq_cp`.
+      donate: give up the buffers of the cache passed in, see `seq_cp`.
 
     Returns:
-      The next memory, and `ok`, `[]` bool.
+      The next cache, and `ok`, `[]` bool.
 
     Raises:
       ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
@@ -194,121 +194,121 @@ def seq_select(memory: Memory, parents: Ids, sequences: Ids, *, donate: bool = F
     Examples:
       Sequence 1 had the two best continuations; both go on, and what 0 had is free:
 
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3, 4, 5]])))
-      >>> print(show(seq_select(memory, [1, 1], [0, 1]).cache))
+      >>> cache = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4, 5]])))
+      >>> print(show(seq_select(cache, [1, 1], [0, 1]).cache))
       owner    . . + + + .
       position . . 0 1 2 .
 
       They may change places:
 
-      >>> seq_pos_max(seq_select(memory, [1, 0], [0, 1]).cache, [0, 1]).tolist()
+      >>> seq_pos_max(seq_select(cache, [1, 0], [0, 1]).cache, [0, 1]).tolist()
       [2, 1]
 
     llama.cpp: none; its beams were a `llama_memory_seq_cp` and a `llama_memory_seq_rm` for each.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     ids = pairs(table, parents, sequences)
     if not np.size(ids[1]):
-        return EditResult(memory, jnp.array(True))
+        return EditResult(cache, jnp.array(True))
     if within_streams(table.facts, *ids):
         return EditResult(join(_select(table, *ids), buffers), jnp.array(True))
     selected = _select_buffers_donated if donate else _select_buffers
     return EditResult(*selected(table, buffers, *ids))
 
 
-def seq_keep(memory: Memory, seq: Ids) -> Memory:
+def seq_keep(cache: Cache, seq: Ids) -> Cache:
     """Forget every sequence but one.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       seq: `[]` int, the sequence that stays.
 
     Returns:
-      The next memory. Cells that it shared are its own.
+      The next cache. Cells that it shared are its own.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([[1, 2], [3]])))
-      >>> seq_pos_max(seq_keep(memory, 1), [0, 1]).tolist()
+      >>> cache = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
+      >>> seq_pos_max(seq_keep(cache, 1), [0, 1]).tolist()
       [-1, 0]
 
     llama.cpp: `llama_memory_seq_keep`.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     return join(_keep(table, sequence(table, seq)), buffers)
 
 
-def seq_add(memory: Memory, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> EditResult:
+def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> EditResult:
     """Move a range of a sequence by some positions; its keys are rotated later, all at once.
 
-    The next batch that would see a moved key is refused until `apply(memory, init_update(memory))`
+    The next batch that would see a moved key is refused until `apply(cache, init_update(cache))`
     has rotated it.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       seq: `[]` int, the sequence.
       p0: `[]` int, the first position that moves.
       p1: `[]` int, one past the last.
       delta: `[]` int, how far they move. A position that turns negative is forgotten.
 
     Returns:
-      The next memory, and `ok`, `[]` bool: False where a position would reach 2**31 - 1, a state
+      The next cache, and `ok`, `[]` bool: False where a position would reach 2**31 - 1, a state
       would have to forget what it has seen, or a next token would see what a window has taken.
       Positions belong to cells: a cell that is shared moves for every owner, and `can_seq_add` says
       beforehand whether that leaves each of them one token a position.
 
     Raises:
-      ValueError: when the memory was made without `rope=`, so that its keys cannot be rotated.
+      ValueError: when the cache was made without `rope=`, so that its keys cannot be rotated.
 
     Examples:
       Forget a passage and close the gap:
 
-      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5])))
-      >>> memory, _ = seq_rm(memory, 0, 1, 3)
-      >>> memory, ok = seq_add(memory, 0, 3, -1, -2)
-      >>> print(show(memory))
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
+      >>> cache, _ = seq_rm(cache, 0, 1, 3)
+      >>> cache, ok = seq_add(cache, 0, 3, -1, -2)
+      >>> print(show(cache))
       owner    0 . .  0  0 .
       position 0 . .  1  2 .
       owed     0 . . -2 -2 .
-      >>> init_batch(memory, make_batch([6])).ok.item()
+      >>> init_batch(cache, make_batch([6])).ok.item()
       False
-      >>> memory = apply(memory, init_update(memory))
-      >>> init_batch(memory, make_batch([6])).ok.item()
+      >>> cache = apply(cache, init_update(cache))
+      >>> init_batch(cache, make_batch([6])).ok.item()
       True
 
     llama.cpp: `llama_memory_seq_add`.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     table.check_moves(buffers)
     args = sequence(table, seq), *single_bounds(p0, p1), position(delta, "delta")
     table, ok = _add(table, *args)
     return EditResult(join(table, buffers), ok)
 
 
-def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> EditResult:
+def seq_div(cache: Cache, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> EditResult:
     """Divide the positions of a range of a sequence, rounding down; keys are rotated later.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       seq: `[]` int, the sequence.
       p0: `[]` int, the first position that moves.
       p1: `[]` int, one past the last.
       divisor: `[]` int, at least 1.
 
     Returns:
-      The next memory, and `ok`, `[]` bool: False where a traced divisor is below 1, or a next token
+      The next cache, and `ok`, `[]` bool: False where a traced divisor is below 1, or a next token
       would see what a window has taken. Several cells of a sequence may then share a position; none
       is freed. Of states only the last one at a position is kept.
 
     Raises:
-      ValueError: when the divisor is known and below 1, or the memory was made without `rope=`.
+      ValueError: when the divisor is known and below 1, or the cache was made without `rope=`.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4])))
-      >>> print(show(seq_div(memory, 0, 0, -1, 2).cache))
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
+      >>> print(show(seq_div(cache, 0, 0, -1, 2).cache))
       owner    0  0  0  0
       position 0  0  1  1
       owed     0 -1 -1 -2
@@ -317,25 +317,25 @@ def seq_div(memory: Memory, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> EditRes
     """
     if is_concrete(divisor):
         count(divisor, "divisor")
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     table.check_moves(buffers)
     args = sequence(table, seq), *single_bounds(p0, p1), position(divisor, "divisor")
     table, ok = _div(table, *args)
     return EditResult(join(table, buffers), ok)
 
 
-def clear(memory: Memory) -> Memory:
+def clear(cache: Cache) -> Cache:
     """Forget everything. The bytes of the buffers stay as they are; no token sees them.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2])))
-      >>> used(clear(memory)).item()
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2])))
+      >>> used(clear(cache)).item()
       0
 
     llama.cpp: `llama_memory_clear`.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     return join(_clear(table), buffers)
 
 
@@ -355,7 +355,7 @@ def _cp(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
     return table, ok
 
 
-def _copied(table: Any, buffers: Any, *args: jax.Array) -> tuple[Memory, jax.Array]:
+def _copied(table: Any, buffers: Any, *args: jax.Array) -> tuple[Cache, jax.Array]:
     """Do what `seq_cp` says between streams, of arguments as `Table.copy` has them."""
     table, buffers, ok = _copied_if_ok(table, buffers, *args)
     return join(table, buffers), ok
@@ -381,7 +381,7 @@ def _select(table: Any, parents: jax.Array, ids: jax.Array) -> Any:
 
 def _selected(
     table: Any, buffers: Any, parents: jax.Array, ids: jax.Array
-) -> tuple[Memory, jax.Array]:
+) -> tuple[Cache, jax.Array]:
     """Do what `seq_select` says between streams, of `[n]` int32 each."""
     parents, ids = changes_of(table.facts, parents, ids)
     ok = table.can_select(parents, ids)

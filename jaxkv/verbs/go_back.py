@@ -1,17 +1,17 @@
-"""Going back: an earlier table with the buffers of a later memory."""
+"""Going back: an earlier table with the buffers of a later cache."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv.cache import Cache, Table, join, split
 from jaxkv.facts import check_facts
-from jaxkv.memory import Memory, Table, join, split
 from jaxkv.tables import program
 
 
-def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
-    """Return to an earlier table, with the buffers of a later memory: undo what was applied since.
+def go_back(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
+    """Return to an earlier table, with the buffers of a later cache: undo what was applied since.
 
     Exact when the buffers still hold what the old table knew: since then the table was edited, and
     ubatches went into cells that were empty in it. It is refused where a cell that the old table
@@ -21,24 +21,24 @@ def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
     of `attend`, have filled since are taken for the old ones.
 
     Args:
-      table: the table of the earlier memory, `split(memory)[0]`. It must not have been donated:
+      table: the table of the earlier cache, `split(cache)[0]`. It must not have been donated:
         donate the buffers alone, and join inside of the step.
-      memory: the later memory.
+      cache: the later cache.
 
     Returns:
-      The memory as it was, and `ok`, `[]` bool: False if it was refused, and then the memory is the
+      The cache as it was, and `ok`, `[]` bool: False if it was refused, and then the cache is the
       later one, unchanged.
 
     Raises:
       TypeError: when the first argument is no table.
-      ValueError: when it is one of a memory of other sizes or of another kind.
+      ValueError: when it is one of a cache of other sizes or of another kind.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
-      >>> table, _ = split(memory)
-      >>> later = apply(memory, init_batch(memory, make_batch([1, 2])))
-      >>> memory, ok = go_back(table, later)
-      >>> used(memory).item(), ok.item()
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> table, _ = split(cache)
+      >>> later = apply(cache, init_batch(cache, make_batch([1, 2])))
+      >>> cache, ok = go_back(table, later)
+      >>> used(cache).item(), ok.item()
       (0, True)
 
       What was written over cannot come back:
@@ -48,9 +48,9 @@ def go_back(table: Any, memory: Memory) -> tuple[Memory, jax.Array]:
       >>> go_back(table, other)[1].item()
       False
     """
-    now, buffers = split(memory)
+    now, buffers = split(cache)
     if not isinstance(table, Table):
-        raise TypeError(f"wanted the table of an earlier memory, got {type(table)}")
+        raise TypeError(f"wanted the table of an earlier cache, got {type(table)}")
     check_facts(table.facts, now.facts, "a table")
     then, ok = _go_back(now, table)
     return join(then, buffers), ok

@@ -30,7 +30,7 @@ def bounds(p0: Ids, p1: Ids) -> tuple[Any, Any]:
     """
     advice = (
         ": positions are counted from the beginning, and the last n tokens of a sequence begin at "
-        "seq_pos_max(memory, seq) + 1 - n"
+        "seq_pos_max(cache, seq) + 1 - n"
     )
     p0, p1 = (integers(one, name, low=-1, advice=advice) for one, name in ((p0, "p0"), (p1, "p1")))
     return p0, p1

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
+from jaxkv.cache import Cache, View, check_made_for, join, split
 from jaxkv.donation import names_donated
 from jaxkv.kv.buffers import Buffers
-from jaxkv.memory import Memory, View, check_made_for, join, split
 from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.bias import Bias
 from jaxkv.places import integers, is_traced
@@ -19,7 +19,7 @@ from jaxkv.places import integers, is_traced
 
 @names_donated
 def attend(
-    memory: Memory,
+    cache: Cache,
     layer: int | jax.Array,
     ubatch: Ubatch,
     q: jax.Array,
@@ -33,12 +33,12 @@ def attend(
     causal: bool = True,
     until: jax.Array | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Memory, jax.Array]:
+) -> tuple[Cache, jax.Array]:
     """Write the keys and values of a ubatch into a layer and attend over what its tokens see.
 
     Args:
-      memory: a memory that the ubatch has been applied to.
-      layer: 0 to L - 1, static; of a stacked memory it may be traced, see `make_kv_cache`.
+      cache: a cache that the ubatch has been applied to.
+      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_kv_cache`.
       ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
         nowhere.
       q: `[R, T, H, D]`, queries, rotated by the layer's rope.
@@ -61,12 +61,12 @@ def attend(
         see `jaxkv.ops.attention.api`; None leaves it to jaxkv.
 
     Returns:
-      The memory with the keys and values written, and `[R, T, H, Dv]`, in the dtype of `q`. A token
+      The cache with the keys and values written, and `[R, T, H, Dv]`, in the dtype of `q`. A token
       that sees nothing gets zeros, and so does one of a refused plan. A token that sees a key or
       value that is not finite in the buffers' dtype gets NaN, and no other token does. A stale
       ubatch, whose stream was edited since it was planned or applied, is written nowhere and gets
       NaN, and so does one that was never applied. A layer that was not written after an `apply`
-      gives NaN to all tokens of the stream, until the memory goes back to a table from before
+      gives NaN to all tokens of the stream, until the cache goes back to a table from before
       that `apply` (`go_back`) or all tokens of the stream are removed.
 
     A bias is a function of the position of a token, that of a cell and the number of a query head.
@@ -81,25 +81,25 @@ def attend(
     cell gets NaN.
 
     Raises:
-      ValueError: when shapes do not fit the memory, the layer is none of it, the ubatch was planned
-        for a memory of other facts, the buffers were donated, the implementation cannot do it,
+      ValueError: when shapes do not fit the cache, the layer is none of it, the ubatch was planned
+        for a cache of other facts, the buffers were donated, the implementation cannot do it,
         `softcap` is not above 0, or `until` comes with `causal=False`; or it is a ubatch of
         `init_source`, and the layer is of the text.
       TypeError: when a plan is passed and no ubatch, a list and no array, or an array that is not
-        of floats; when the layer is no integer that is known while tracing, though the memory is
+        of floats; when the layer is no integer that is known while tracing, though the cache is
         not stacked, or `causal` no such bool; when a bias is not of floats, or closes over what is
         traced.
 
     Examples:
       Two tokens; the second one sees both, and a ubatch that was never applied sees NaN:
 
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
-      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> q, v = jnp.zeros((1, 2, 1, 1)), jnp.array([2.0, 4.0]).reshape(1, 2, 1, 1)
-      >>> after, out = attend(apply(memory, ubatch), 0, ubatch, q, q, v)
+      >>> after, out = attend(apply(cache, ubatch), 0, ubatch, q, q, v)
       >>> out[0, :, 0, 0], after.buffers.v[0][0, 0, :, 0]
       (Array([2., 3.], dtype=float32), Array([2., 4., 0., 0.], dtype=float32))
-      >>> attend(memory, 0, ubatch, q, q, v)[1][0, :, 0, 0]
+      >>> attend(cache, 0, ubatch, q, q, v)[1][0, :, 0, 0]
       Array([nan, nan], dtype=float32)
 
       Another layer of the model looks at the same keys and values, with queries of its own:
@@ -120,33 +120,33 @@ def attend(
     """
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
     sight = {"causal": causal, "until": until}
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     check_made_for(table, ubatch)
     number = _numbered(buffers, layer)
     table, buffers, out = table.attend(
         buffers, number, ubatch, q, k, v, implementation=implementation, **options, **sight
     )
-    return replace(memory, table=table, buffers=buffers), out
+    return replace(cache, table=table, buffers=buffers), out
 
 
 @names_donated
 def write(
-    memory: Memory, layer: int | jax.Array, ubatch: Ubatch, k: jax.Array, v: jax.Array | None = None
-) -> Memory:
+    cache: Cache, layer: int | jax.Array, ubatch: Ubatch, k: jax.Array, v: jax.Array | None = None
+) -> Cache:
     """Write the keys and values of a ubatch into a layer, and attend to nothing.
 
     With `view` and attention of the caller's own it does what `attend` does.
 
     Args:
-      memory: a memory that the ubatch has been applied to.
-      layer: 0 to L - 1, static; of a stacked memory it may be traced, see `make_kv_cache`.
+      cache: a cache that the ubatch has been applied to.
+      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_kv_cache`.
       ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
         nowhere, and nothing of a stale ubatch is.
       k: `[R, T, K, D]`, keys, rotated by the layer's rope.
       v: `[R, T, K, Dv]`, values, unless they are a part of the keys.
 
     Returns:
-      The memory with the keys and values written. Of a head whose key or value is not finite in the
+      The cache with the keys and values written. Of a head whose key or value is not finite in the
       buffers' dtype, the value is stored as zero and the key as NaN.
 
     Raises:
@@ -154,24 +154,24 @@ def write(
       TypeError: as `attend` does.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
-      >>> (ubatch,) = init_batch(memory, make_batch([1, 2])).ubatches
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> k, v = jnp.ones((1, 2, 1, 1)), jnp.array([2.0, jnp.inf]).reshape(1, 2, 1, 1)
-      >>> memory = write(apply(memory, ubatch), 0, ubatch, k, v)
-      >>> memory.buffers.k[0][0, 0, :, 0], memory.buffers.v[0][0, 0, :, 0]
+      >>> cache = write(apply(cache, ubatch), 0, ubatch, k, v)
+      >>> cache.buffers.k[0][0, 0, :, 0], cache.buffers.v[0][0, 0, :, 0]
       (Array([ 1., nan,  0.,  0.], dtype=float32), Array([2., 0., 0., 0.], dtype=float32))
 
     llama.cpp: `cpy_k` and `cpy_v`.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     check_made_for(table, ubatch)
     table, buffers = table.write(buffers, _numbered(buffers, layer), ubatch, k, v)
-    return replace(memory, table=table, buffers=buffers)
+    return replace(cache, table=table, buffers=buffers)
 
 
 @names_donated
 def view(
-    memory: Memory,
+    cache: Cache,
     layer: int | jax.Array,
     ubatch: Ubatch,
     *,
@@ -185,8 +185,8 @@ def view(
     Queries and positions of the ubatch are brought into lists by `x.reshape(*mask.shape[:2], ...)`.
 
     Args:
-      memory: a memory that the ubatch has been applied to, and whose layer has been written.
-      layer: 0 to L - 1, static; of a stacked memory it may be traced, see `make_kv_cache`.
+      cache: a cache that the ubatch has been applied to, and whose layer has been written.
+      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_kv_cache`.
       ubatch: the tokens that look.
       causal: False lets tokens see those that come after them.
       until: `[R, T]` int32, the last position that each token sees, see `attend`.
@@ -208,11 +208,11 @@ def view(
     Examples:
       Two sequences of one pool are one list. What `attend` does is `ops.attention.attention` of it:
 
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1, sequences=2)
-      >>> (ubatch,) = init_batch(memory, make_batch([[1, 2], [3, 4]])).ubatches
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1, sequences=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([[1, 2], [3, 4]])).ubatches
       >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
-      >>> memory, out = attend(apply(memory, ubatch), 0, ubatch, x, x, x)
-      >>> k, v, mask, positions = view(memory, 0, ubatch)
+      >>> cache, out = attend(apply(cache, ubatch), 0, ubatch, x, x, x)
+      >>> k, v, mask, positions = view(cache, 0, ubatch)
       >>> positions, mask.astype(int)[0].tolist()
       (Array([[0, 1, 0, 1]], dtype=int32), [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]])
       >>> bool(jnp.allclose(ops.attention.attention(x, k, v, mask), out))
@@ -220,17 +220,17 @@ def view(
 
     llama.cpp: `get_k`, `get_v` and `build_attn_inp_kq_mask`.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     check_made_for(table, ubatch)
     return table.view(buffers, _numbered(buffers, layer), ubatch, causal=causal, until=until)
 
 
 @names_donated
-def read_states(memory: Memory, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
+def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
     """Read the states that the rows of a ubatch go on from.
 
     Args:
-      memory: a memory that the ubatch has been applied to, and whose layer it has not written yet.
+      cache: a cache that the ubatch has been applied to, and whose layer it has not written yet.
       layer: 0 to L - 1, static.
       ubatch: the tokens, a row for each sequence.
 
@@ -241,32 +241,32 @@ def read_states(memory: Memory, layer: int, ubatch: Ubatch) -> dict[str, jax.Arr
       ubatch, and where the layer never wrote the state or has written over it.
 
     Raises:
-      ValueError: when the layer is none of the memory, the ubatch was planned for a memory of other
+      ValueError: when the layer is none of the cache, the ubatch was planned for a cache of other
         facts, the buffers were donated, or it is a ubatch of `init_source`.
       TypeError: when it is no ubatch, the layer is no integer that is known while tracing, or the
-        memory keeps no states.
+        cache keeps no states.
 
     Examples:
-      >>> memory = make_recurrent_cache(layers=2, states={"x": ((3,), jnp.bfloat16)}, sequences=4)
-      >>> plan = init_batch(memory, make_batch([[1, 2], [3, 4]]))
-      >>> read_states(apply(memory, plan), 1, plan.ubatches[0])["x"].shape
+      >>> cache = make_recurrent_cache(layers=2, states={"x": ((3,), jnp.bfloat16)}, sequences=4)
+      >>> plan = init_batch(cache, make_batch([[1, 2], [3, 4]]))
+      >>> read_states(apply(cache, plan), 1, plan.ubatches[0])["x"].shape
       (2, 3)
 
     llama.cpp: `build_rs`.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     check_made_for(table, ubatch)
     return table.read_states(buffers, _known(layer), ubatch)
 
 
 @names_donated
 def write_states(
-    memory: Memory, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
-) -> Memory:
+    cache: Cache, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
+) -> Cache:
     """Write the states that the rows of a ubatch leave, after `read_states` of the same layer.
 
     Args:
-      memory: a memory that the ubatch has been applied to.
+      cache: a cache that the ubatch has been applied to.
       layer: 0 to L - 1, static.
       ubatch: the tokens. A row that the table did not take in (padding, a refused plan) is written
         nowhere, and nothing of a stale ubatch is.
@@ -276,35 +276,35 @@ def write_states(
         Fewer than E + 1 are refused: the table lists what a ubatch leaves, so it must be there.
 
     Returns:
-      The memory with the states written. A layer takes in the states of a ubatch once: written
+      The cache with the states written. A layer takes in the states of a ubatch once: written
       again, they change nothing.
 
     Raises:
-      ValueError: as `read_states` does, and when names or shapes are not those of the memory.
+      ValueError: as `read_states` does, and when names or shapes are not those of the cache.
       TypeError: as `read_states` does, and when `states` is no mapping.
 
     Examples:
-      >>> memory = make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
-      >>> plan = init_batch(memory, make_batch([[1, 2], [3, 4]]))
+      >>> cache = make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
+      >>> plan = init_batch(cache, make_batch([[1, 2], [3, 4]]))
       >>> ubatch = plan.ubatches[0]
-      >>> memory = write_states(apply(memory, plan), 0, ubatch, {"x": jnp.array([5.0, 6.0])})
-      >>> plan = init_batch(memory, make_batch([7], sequences=1))
-      >>> read_states(apply(memory, plan), 0, plan.ubatches[0])["x"]
+      >>> cache = write_states(apply(cache, plan), 0, ubatch, {"x": jnp.array([5.0, 6.0])})
+      >>> plan = init_batch(cache, make_batch([7], sequences=1))
+      >>> read_states(apply(cache, plan), 0, plan.ubatches[0])["x"]
       Array([6.], dtype=float32)
 
     llama.cpp: the copies to `r_l` and `s_l` that a model's graph makes.
     """
-    table, buffers = split(memory)
+    table, buffers = split(cache)
     check_made_for(table, ubatch)
     return join(*table.write_states(buffers, _known(layer), ubatch, states))
 
 
-def rollback_of(memory: Memory, layer: int) -> int:
+def rollback_of(cache: Cache, layer: int) -> int:
     """Return how many states a layer keeps before the current one: E, a static integer.
 
     Raises:
-      ValueError: when the layer is none of the memory.
-      TypeError: when the layer is no integer, or the memory keeps no states.
+      ValueError: when the layer is none of the cache.
+      TypeError: when the layer is no integer, or the cache keeps no states.
 
     Examples:
       >>> rollback_of(make_recurrent_cache(layers=1, states={"x": ((), jnp.int32)}, rollback=3), 0)
@@ -312,7 +312,7 @@ def rollback_of(memory: Memory, layer: int) -> int:
 
     llama.cpp: `n_rs_seq`.
     """
-    return split(memory)[0].rollback(_known(layer))
+    return split(cache)[0].rollback(_known(layer))
 
 
 def _numbered(buffers: Any, layer: Any) -> Any:
@@ -331,6 +331,6 @@ def _known(layer: Any) -> int:
     except TypeError:
         raise TypeError(
             f"wanted a layer as an integer that is known while tracing, got {layer!r}: each layer "
-            f"has arrays of its own, so go over the layers in Python, or make the memory with "
+            f"has arrays of its own, so go over the layers in Python, or make the cache with "
             f"make_kv_cache(stacked=True), which a hybrid one cannot be"
         ) from None

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxkv.batch import Batch
-from jaxkv.memory import Commitment, Memory, split
+from jaxkv.cache import Cache, Commitment, split
 from jaxkv.places import count
 from jaxkv.plan import Plan
 from jaxkv.planning.init import init_batch
@@ -11,7 +11,7 @@ from jaxkv.tables import program
 from jaxkv.verbs.apply import apply
 
 
-def init_update(memory: Memory) -> Commitment:
+def init_update(cache: Cache) -> Commitment:
     """Plan what is pending: the rotation of every key that was moved.
 
     Returns:
@@ -19,26 +19,26 @@ def init_update(memory: Memory) -> Commitment:
       is 0 applying costs nothing. A stale one changes nothing, see `is_current`.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> memory, ok = seq_add(memory, 0, 1, -1, 4)
-      >>> init_update(memory).pending.item()
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> cache, ok = seq_add(cache, 0, 1, -1, 4)
+      >>> init_update(cache).pending.item()
       2
 
     llama.cpp: `llama_memory_i::init_update`, the K-shift.
     """
-    table, _ = split(memory)
+    table, _ = split(cache)
     return _update(table)
 
 
-def defrag_plan(memory: Memory, *, max_moves: int | None = None) -> Commitment:
+def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> Commitment:
     """Plan the moves that bring all used cells to the front.
 
     In tiled placement whole tiles move, those with any used cell to the front, and gaps within
     them stay: they are for the next tokens of the sequence whose tile it is.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       max_moves: the most runs of cells to move in each stream, for doing it bit by bit; None for
         all. In tiled placement the last tile is always moved whole. Repeated until nothing is left
         to move, any number of at least 1 ends in the same order.
@@ -52,13 +52,13 @@ def defrag_plan(memory: Memory, *, max_moves: int | None = None) -> Commitment:
       ValueError: when `max_moves` is below 1.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2)
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3, 4, 5])))
-      >>> memory, _ = seq_rm(memory, 0, 1, 3)
-      >>> plan = defrag_plan(memory)
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
+      >>> cache, _ = seq_rm(cache, 0, 1, 3)
+      >>> plan = defrag_plan(cache)
       >>> [x[0, 0].item() for x in (plan.source, plan.destination, plan.length)]
       [3, 1, 2]
-      >>> print(show(apply(memory, plan)))
+      >>> print(show(apply(cache, plan)))
       owner    0 0 0 . . .
       position 0 3 4 . . .
 
@@ -66,46 +66,46 @@ def defrag_plan(memory: Memory, *, max_moves: int | None = None) -> Commitment:
     """
     if max_moves is not None:
         max_moves = count(max_moves, "max_moves")
-    table, _ = split(memory)
+    table, _ = split(cache)
     return _defrag(table, max_moves=max_moves)
 
 
 def make_room(
-    memory: Memory, batch: Batch, *, ubatch_size: int | None = None, donate: bool = False
-) -> tuple[Memory, Plan, bool]:
+    cache: Cache, batch: Batch, *, ubatch_size: int | None = None, donate: bool = False
+) -> tuple[Cache, Plan, bool]:
     """Do what can be done so that a batch fits: rotate what is pending, then close the gaps.
 
     Nothing is forgotten. Where room is lacking still, the caller must remove something.
 
     Args:
-      memory: any memory.
+      cache: any cache.
       batch: the batch that is wanted.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
-      donate: give up the buffers of the memory passed in, see `apply`.
+      donate: give up the buffers of the cache passed in, see `apply`.
 
     Returns:
-      The memory, the plan of the batch in it, and whether the batch fits now and did not before.
+      The cache, the plan of the batch in it, and whether the batch fits now and did not before.
 
     Raises:
       jax.errors.TracerBoolConversionError: inside of `jit`, since it decides by what it finds.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, placement="contiguous")
-      >>> memory = apply(memory, init_batch(memory, make_batch([1, 2, 3])))
-      >>> memory, _ = seq_rm(memory, 0, 0, 1)
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, placement="contiguous")
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> cache, _ = seq_rm(cache, 0, 0, 1)
       >>> batch = make_batch([4, 5])
-      >>> init_batch(memory, batch).ok.item()
+      >>> init_batch(cache, batch).ok.item()
       False
-      >>> memory, plan, helped = make_room(memory, batch)
+      >>> cache, plan, helped = make_room(cache, batch)
       >>> plan.ok.item(), helped
       (True, True)
     """
-    plan = before = init_batch(memory, batch, ubatch_size=ubatch_size)
+    plan = before = init_batch(cache, batch, ubatch_size=ubatch_size)
     for tidy in (init_update, defrag_plan):
         if not plan.ok:
-            memory = apply(memory, tidy(memory), donate=donate)
-            plan = init_batch(memory, batch, ubatch_size=ubatch_size)
-    return memory, plan, bool(plan.ok and not before.ok)
+            cache = apply(cache, tidy(cache), donate=donate)
+            plan = init_batch(cache, batch, ubatch_size=ubatch_size)
+    return cache, plan, bool(plan.ok and not before.ok)
 
 
 @program

@@ -1,4 +1,4 @@
-"""Conversations side by side in one memory, as a value, and its edits: each is one verb.
+"""Conversations side by side in one cache, as a value, and its edits: each is one verb.
 
 Each conversation has a sequence, and all share the cells of one pool, so a fork copies nothing. The
 other sequences are holders of a store (`jaxkv.prefix`): what was said before a turn is kept there,
@@ -37,10 +37,10 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """Conversations in one memory.
+    """Conversations in one cache.
 
-    memory: what the model remembers of them.
-    store: what the memory keeps beside them.
+    cache: what the model remembers of them.
+    store: what the cache keeps beside them.
     conversations: by name.
     current: the name of the one that goes on.
     computed: how many tokens the model has computed for all of them.
@@ -48,7 +48,7 @@ class Chat:
     spent: what the last answer took.
     """
 
-    memory: jaxkv.Memory
+    cache: jaxkv.Cache
     store: prefix.Store
     conversations: Mapping[str, Conversation]
     current: str = MAIN
@@ -64,22 +64,22 @@ class Chat:
     @property
     def seats(self) -> int:
         """How many conversations there may be."""
-        return self.memory.table.facts.sequences - len(self.store.holders)
+        return self.cache.table.facts.sequences - len(self.store.holders)
 
     @property
     def held(self) -> int:
         """How many of the tokens of the current conversation need not be computed any more."""
-        return self.now.index(held_in(self.memory, self.now.sequence))
+        return self.now.index(held_in(self.cache, self.now.sequence))
 
     @property
-    def without_kept(self) -> jaxkv.Memory:
-        """The memory without what is kept beside the conversations, to look at."""
-        return jaxkv.seq_rm(self.memory, self.store.holders)[0]
+    def without_kept(self) -> jaxkv.Cache:
+        """The cache without what is kept beside the conversations, to look at."""
+        return jaxkv.seq_rm(self.cache, self.store.holders)[0]
 
-    def going_on(self, conversation: Conversation, memory: jaxkv.Memory) -> "Chat":
-        """Return it with another value of the current conversation, and of the memory."""
+    def going_on(self, conversation: Conversation, cache: jaxkv.Cache) -> "Chat":
+        """Return it with another value of the current conversation, and of the cache."""
         conversations = {**self.conversations, self.current: conversation}
-        return replace(self, conversations=conversations, memory=memory)
+        return replace(self, conversations=conversations, cache=cache)
 
 
 def spend(chat: Chat, **more: float) -> Chat:
@@ -88,14 +88,14 @@ def spend(chat: Chat, **more: float) -> Chat:
     return replace(chat, spent=replace(chat.spent, **spent))
 
 
-def has_states(memory: jaxkv.Memory) -> bool:
-    """Return whether a memory has recurrent states."""
-    return memory.table.facts.rollback is not None
+def has_states(cache: jaxkv.Cache) -> bool:
+    """Return whether a cache has recurrent states."""
+    return cache.table.facts.rollback is not None
 
 
-def held_in(memory: jaxkv.Memory, sequence: int) -> int:
+def held_in(cache: jaxkv.Cache, sequence: int) -> int:
     """Return how many tokens a sequence holds, what a window let go of included."""
-    return int(jaxkv.seq_pos_max(memory, sequence)) + 1
+    return int(jaxkv.seq_pos_max(cache, sequence)) + 1
 
 
 def remember(chat: Chat, length: int) -> Chat:
@@ -106,9 +106,9 @@ def remember(chat: Chat, length: int) -> Chat:
     now = chat.now
     if not 0 < length <= now.gapless(chat.held):
         return chat
-    text = chat.memory, chat.store, now.tokens[:length], now.sequence
-    memory, store, _ = prefix.remember(*text)
-    return replace(chat, memory=memory, store=store)
+    text = chat.cache, chat.store, now.tokens[:length], now.sequence
+    cache, store, _ = prefix.remember(*text)
+    return replace(chat, cache=cache, store=store)
 
 
 def recall(chat: Chat, length: int) -> tuple[Chat, prefix.Miss]:
@@ -119,10 +119,10 @@ def recall(chat: Chat, length: int) -> tuple[Chat, prefix.Miss]:
     """
     now = chat.now
     text = now.tokens[: now.gapless(length) + 1]  # of which the last one is always computed
-    memory, store, found = prefix.reuse(chat.memory, chat.store, text, now.sequence)
+    cache, store, found = prefix.reuse(chat.cache, chat.store, text, now.sequence)
     if (more := found.length - chat.held) <= 0:
         return chat, found.miss
-    return replace(chat, memory=memory, store=store, reused=chat.reused + more), found.miss
+    return replace(chat, cache=cache, store=store, reused=chat.reused + more), found.miss
 
 
 def use_instructions(chat: Chat) -> Chat:
@@ -130,7 +130,7 @@ def use_instructions(chat: Chat) -> Chat:
     now = chat.now
     if not now.tokens or not now.frame.keep:
         return chat
-    text = chat.memory, chat.store, now.tokens[: now.frame.keep + 1], now.sequence
+    text = chat.cache, chat.store, now.tokens[: now.frame.keep + 1], now.sequence
     return replace(chat, store=prefix.reuse(*text)[1])  # the fork is not taken
 
 
@@ -152,9 +152,9 @@ def fork(chat: Chat, name: str) -> Chat:
             f"with --conversations {2 * chat.seats}."
         )
     source, target = chat.now.sequence, free[0]
-    memory, _ = jaxkv.seq_cp(chat.memory, source, target)
+    cache, _ = jaxkv.seq_cp(chat.cache, source, target)
     forked = replace(chat.now, sequence=target)
-    return replace(chat, memory=memory, conversations={**chat.conversations, name: forked})
+    return replace(chat, cache=cache, conversations={**chat.conversations, name: forked})
 
 
 def switch(chat: Chat, name: str) -> Chat:
@@ -178,15 +178,15 @@ def drop(chat: Chat, name: str) -> Chat:
     """
     _check_there(chat, name)
     gone = chat.conversations[name]
-    memory, _ = jaxkv.seq_rm(chat.memory, gone.sequence)
+    cache, _ = jaxkv.seq_rm(chat.cache, gone.sequence)
     left = {key: one for key, one in chat.conversations.items() if key != name}
     if name == chat.current:
         left = {**chat.conversations, name: replace(gone, tokens=(), turns=(), gap=0)}
-    return replace(chat, memory=memory, conversations=left)
+    return replace(chat, cache=cache, conversations=left)
 
 
 def undo(chat: Chat) -> tuple[Chat, str]:
-    """Take the last turn back: `seq_rm` where the memory grants it, else what was kept.
+    """Take the last turn back: `seq_rm` where the cache grants it, else what was kept.
 
     Returns:
       The chat; and why tokens have to be computed again, nothing if they need not.
@@ -196,13 +196,13 @@ def undo(chat: Chat) -> tuple[Chat, str]:
     """
     _check_turns(chat)
     chat, why = taken_back(chat, chat.now.turns[-1].start)
-    return chat.going_on(chat.now.undone(), chat.memory), why
+    return chat.going_on(chat.now.undone(), chat.cache), why
 
 
 def unanswered(chat: Chat) -> tuple[Chat, str]:
     """Take the last answer back, for another one: the message is said again by the caller.
 
-    What the memory holds of the message stays there, but for its last token, whose logits are the
+    What the cache holds of the message stays there, but for its last token, whose logits are the
     beginning of the answer.
 
     Returns:
@@ -213,35 +213,35 @@ def unanswered(chat: Chat) -> tuple[Chat, str]:
     """
     _check_turns(chat)
     chat, why = taken_back(chat, chat.now.turns[-1].asked - 1)
-    return chat.going_on(chat.now.unanswered(), chat.memory), why
+    return chat.going_on(chat.now.unanswered(), chat.cache), why
 
 
 def taken_back(chat: Chat, length: int) -> tuple[Chat, str]:
-    """Take the current conversation back to its first tokens in the memory.
+    """Take the current conversation back to its first tokens in the cache.
 
     Args:
       chat: its current conversation has a turn.
       length: how many they are, those before that turn or more.
 
     Returns:
-      The chat, whose memory holds at most `length` of its tokens: all of them where the memory
+      The chat, whose cache holds at most `length` of its tokens: all of them where the cache
       grants the cut, else what was kept; and why it lost some from before the turn, nothing if it
       did not.
     """
-    memory, now = chat.memory, chat.now
+    cache, now = chat.cache, chat.now
     end = now.place(length)
-    if held_in(memory, now.sequence) <= end:
+    if held_in(cache, now.sequence) <= end:
         return chat, ""
-    cut, ok = jaxkv.seq_rm(memory, now.sequence, end)
+    cut, ok = jaxkv.seq_rm(cache, now.sequence, end)
     if ok:
-        return replace(chat, memory=cut), ""
-    chat = replace(chat, memory=jaxkv.seq_rm(memory, now.sequence)[0])
+        return replace(chat, cache=cut), ""
+    chat = replace(chat, cache=jaxkv.seq_rm(cache, now.sequence)[0])
     chat, miss = recall(chat, length)
     # What was kept before the turn lacks the token that was picked last, which was not computed
     # yet; and a short message takes no longer than a token.
-    if held_in(chat.memory, now.sequence) >= now.place(now.turns[-1].start) - 1:
+    if held_in(chat.cache, now.sequence) >= now.place(now.turns[-1].start) - 1:
         return chat, ""
-    return chat, f"{' and '.join(_refusals(memory, now.sequence, end))}, and {NOT_KEPT[miss]}"
+    return chat, f"{' and '.join(_refusals(cache, now.sequence, end))}, and {NOT_KEPT[miss]}"
 
 
 NOT_KEPT = {
@@ -255,10 +255,10 @@ NOT_KEPT = {
 """Why the store has no more of a text, as the end of a sentence; there is one stream, so room."""
 
 
-def _refusals(memory: jaxkv.Memory, sequence: int, end: int) -> list[str]:
-    """Say which parts of a memory cannot go back to a position."""
+def _refusals(cache: jaxkv.Cache, sequence: int, end: int) -> list[str]:
+    """Say which parts of a cache cannot go back to a position."""
     found = []
-    for part in parts_of(memory):
+    for part in parts_of(cache):
         if jaxkv.seq_rm(part, sequence, end).ok:
             continue
         if has_states(part):

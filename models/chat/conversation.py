@@ -1,6 +1,6 @@
 """A conversation as a value: its turns, and the tokens of all of them.
 
-A memory holds the first of these tokens, and how many it holds is asked of it and stored nowhere.
+A cache holds the first of these tokens, and how many it holds is asked of it and stored nowhere.
 What it does not hold is computed with the next turn, each token once.
 """
 
@@ -36,7 +36,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Turns one after another, in one sequence of a memory.
+    """Turns one after another, in one sequence of a cache.
 
     sequence: where its tokens are held.
     frame: what the template writes around messages.

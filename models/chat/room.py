@@ -1,4 +1,4 @@
-"""Where a memory is full: what is kept gives way first, then turns are forgotten to go on."""
+"""Where a cache is full: what is kept gives way first, then turns are forgotten to go on."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,13 +14,13 @@ from models.chat.chat import Chat, has_states, held_in
 from models.chat.conversation import ChatError, Conversation
 
 
-def cells_of(memory: jaxkv.Memory) -> tuple[int, int]:
+def cells_of(cache: jaxkv.Cache) -> tuple[int, int]:
     """Return how many cells are in use where most are, and how many there are in that part.
 
     Layers with a window take their cells again, and a state is one whatever it has seen: those
     parts count only where no other is.
     """
-    grows = [part for part in parts_of(memory) if _grows(part)] or [*parts_of(memory)]
+    grows = [part for part in parts_of(cache) if _grows(part)] or [*parts_of(cache)]
     return max((int(jaxkv.used(part)), part.table.num_cells) for part in grows)
 
 
@@ -30,13 +30,13 @@ def give_way(chat: Chat, tokens: int) -> Chat | None:
     Returns:
       The chat; None where they would not find it, or had it before: nothing is let go of then.
     """
-    if _left(chat.memory, chat.now.sequence) >= tokens:
+    if _left(chat.cache, chat.now.sequence) >= tokens:
         return None
-    memory, store = chat.memory, chat.store
+    cache, store = chat.cache, chat.store
     while store.texts:
-        memory, store = prefix.evict(memory, store, cells=prefix.held(memory, store) - 1)
-        if _left(memory, chat.now.sequence) >= tokens:
-            return replace(chat, memory=memory, store=store)
+        cache, store = prefix.evict(cache, store, cells=prefix.held(cache, store) - 1)
+        if _left(cache, chat.now.sequence) >= tokens:
+            return replace(chat, cache=cache, store=store)
     return None
 
 
@@ -48,11 +48,11 @@ def slide(chat: Chat) -> Chat:
     is let go of, since it shares the cells that move.
 
     Raises:
-      ChatError: when the kind of memory does not allow it, a fork shares what would move, or there
+      ChatError: when the kind of cache does not allow it, a fork shares what would move, or there
         is nothing to forget. Nothing has changed then.
     """
-    now, memory, store = chat.now, chat.memory, chat.store
-    if has_states(memory):
+    now, cache, store = chat.now, chat.cache, chat.store
+    if has_states(cache):
         raise ChatError("a recurrent state cannot forget what it has seen: /drop begins anew.")
     start, held = now.frame.keep + now.gap, chat.held
     cut = cut_of(now)
@@ -61,14 +61,14 @@ def slide(chat: Chat) -> Chat:
             "there is nothing to forget yet: /drop a conversation, or give more --cells."
         )
     if cut >= held:  # the rest of the message is longer than what is there
-        memory, ok = jaxkv.seq_rm(memory, now.sequence, now.frame.keep)
+        cache, ok = jaxkv.seq_rm(cache, now.sequence, now.frame.keep)
     else:
         drop = cut - start
-        memory, store = prefix.evict(memory, store, cells=0)
-        memory, ok = jaxkv.loops.slide(memory, now.sequence, keep=now.frame.keep, drop=drop)
+        cache, store = prefix.evict(cache, store, cells=0)
+        cache, ok = jaxkv.loops.slide(cache, now.sequence, keep=now.frame.keep, drop=drop)
     if not ok:
         raise ChatError(_why_stuck(chat))
-    return replace(chat, store=store).going_on(replace(now, gap=cut - now.frame.keep), memory)
+    return replace(chat, store=store).going_on(replace(now, gap=cut - now.frame.keep), cache)
 
 
 def cut_of(now: Conversation) -> int:
@@ -90,7 +90,7 @@ def cut_of(now: Conversation) -> int:
 def _why_stuck(chat: Chat) -> str:
     """Say why a passage cannot be forgotten."""
     others = [name for name in chat.conversations if name != chat.current]
-    if any(held_in(chat.memory, chat.conversations[name].sequence) for name in others):
+    if any(held_in(chat.cache, chat.conversations[name].sequence) for name in others):
         return (
             f"the tokens that would move may be shared with {', '.join(others)}: /drop what is not "
             "needed, or /undo."
@@ -98,13 +98,13 @@ def _why_stuck(chat: Chat) -> str:
     return "a window has let go of what it would see again: /drop begins anew."
 
 
-def _grows(part: jaxkv.Memory) -> bool:
+def _grows(part: jaxkv.Cache) -> bool:
     return part.table.facts.rollback is None and part.table.window is None
 
 
-def _left(memory: jaxkv.Memory, sequence: int) -> int:
+def _left(cache: jaxkv.Cache, sequence: int) -> int:
     """Return how many more tokens of a sequence find room."""
-    table, _ = jaxkv.split(memory)
+    table, _ = jaxkv.split(cache)
     return int(_room(table)[sequence])
 
 

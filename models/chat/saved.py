@@ -1,4 +1,4 @@
-"""Chats in files: a snapshot of the memory, with the tokens and the texts of each conversation.
+"""Chats in files: a snapshot of the cache, with the tokens and the texts of each conversation.
 
 What is kept beside the conversations goes along, so that they can be taken back elsewhere, too.
 """
@@ -42,7 +42,7 @@ def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
     try:
         snapshot.save(
             path,
-            chat.memory,
+            chat.cache,
             sequences=[*tokens, *kept],
             tokens=tokens | kept,
             model=fingerprint(model),
@@ -58,12 +58,12 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
 
     Args:
       path: of the file.
-      chat: its memory, of any size, takes the conversations in; it is donated.
+      chat: its cache, of any size, takes the conversations in; it is donated.
       model: the one that computed them.
 
     Raises:
       ChatError: when the file is not there, is no chat or damaged, of another model, or too large
-        for the memory. The chat is as it was then.
+        for the cache. The chat is as it was then.
     """
     try:
         info = snapshot.inspect(path)
@@ -85,7 +85,7 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
         current = info.notes["current"]
         if current not in found:
             raise ValueError(f"it says that {current} goes on, which is not there")
-        chat = _taken_in(path, replace(chat, memory=jaxkv.clear(chat.memory)), goes, kept)
+        chat = _taken_in(path, replace(chat, cache=jaxkv.clear(chat.cache)), goes, kept)
     except OSError as error:
         raise ChatError(f"{path} cannot be read: {error.strerror or error}.") from error
     except jaxkv.NoRoomError as error:
@@ -103,22 +103,22 @@ def _taken_in(
 
     Args:
       path: of the file.
-      chat: its memory is donated.
+      chat: its cache is donated.
       goes: by saved sequence, that of a conversation.
       kept: by saved sequence, the tokens of what was kept, the least recently used first.
     """
     latest = [*kept][-len(chat.store.holders) :]
     held = dict(zip(latest, chat.store.holders, strict=False))
     try:
-        memory = snapshot.load_into(path, chat.memory, sequences=goes | held, donate=True)
+        cache = snapshot.load_into(path, chat.cache, sequences=goes | held, donate=True)
     except jaxkv.NoRoomError:
         held = {}
-        memory = snapshot.load_into(path, chat.memory, sequences=goes, donate=True)
+        cache = snapshot.load_into(path, chat.cache, sequences=goes, donate=True)
     texts = [
         prefix.Text(holder=holder, tokens=np.asarray(kept[one], np.int32))
         for one, holder in held.items()
     ]
-    return replace(chat, memory=memory, store=replace(chat.store, texts=tuple(texts), evicted=()))
+    return replace(chat, cache=cache, store=replace(chat.store, texts=tuple(texts), evicted=()))
 
 
 def kept_in(info: snapshot.Info) -> dict[int, list[int]]:

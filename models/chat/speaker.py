@@ -1,4 +1,4 @@
-"""What computes answers: what the memory lacks of a conversation, then one token after another."""
+"""What computes answers: what the cache lacks of a conversation, then one token after another."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ HOLDERS = 8
 """Texts that are kept beside the conversations, where nothing else is asked for."""
 
 OnFull = Literal["stop", "slide"]
-"""Whether an answer ends where the memory is full, or the oldest turns are forgotten."""
+"""Whether an answer ends where the cache is full, or the oldest turns are forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Speaker:
     max_tokens: the most tokens of an answer.
     ubatch_size: the most tokens that are computed at once.
     steps: tokens of an answer that are made before the host looks at them.
-    on_full: what is done where the memory is full.
+    on_full: what is done where the cache is full.
     """
 
     model: Model
@@ -80,27 +80,27 @@ class Speaker:
 
         Raises:
           ModelError: when the model has no chat template, or it does not take the instructions;
-            or when the memory does not fit the device.
-          ChatError: when the memory cannot slide and is asked to.
+            or when the cache does not fit the device.
+          ChatError: when the cache cannot slide and is asked to.
         """
         frame = frame_of(self.model.tokenizer, instructions(system))
-        memory = make_with_room(
-            self.model.make_memory,
+        cache = make_with_room(
+            self.model.make_cache,
             cells=cells,
             sequences=conversations + holders,
             ubatch_size=self.ubatch_size,
         )
-        if has_states(memory) and self.on_full == "slide":
+        if has_states(cache) and self.on_full == "slide":
             raise ChatError(
                 "a recurrent state cannot forget what it has seen: leave --on-full slide out."
             )
         first = Conversation(sequence=0, frame=frame, system=system)
-        store = prefix.make_store(memory, holders=range(conversations, conversations + holders))
-        return Chat(memory=memory, store=store, conversations={MAIN: first})
+        store = prefix.make_store(cache, holders=range(conversations, conversations + holders))
+        return Chat(cache=cache, store=store, conversations={MAIN: first})
 
     def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:
         """Compile what answers need; returns the chat, whose buffers are donated on the way."""
-        table, buffers = jaxkv.split(chat.memory)
+        table, buffers = jaxkv.split(chat.cache)
         weights, forward = self.model.weights, self.model.forward
         jobs: list[Callable[[], Any]] = []
         for width in sorted({min(SHORT, self.ubatch_size), self.ubatch_size}):
@@ -108,14 +108,14 @@ class Speaker:
             lowered = _read.lower(forward, weights, table, buffers, *blank)
             logits = lowered.out_info[2]
             jobs.append(lowered.compile)
-        idle = loops.start(chat.memory, [0], [0], limit=0, sampler=self.sampler)
-        jobs.append(lambda: self._decode(chat.memory, idle)[0])
-        memory = compile_all(jobs, tell)[-1]
-        chat = replace(chat, memory=prefix.warm_up(memory, chat.store))
+        idle = loops.start(chat.cache, [0], [0], limit=0, sampler=self.sampler)
+        jobs.append(lambda: self._decode(chat.cache, idle)[0])
+        cache = compile_all(jobs, tell)[-1]
+        chat = replace(chat, cache=prefix.warm_up(cache, chat.store))
         blank = jnp.zeros(logits.shape, logits.dtype, device=self.model.logits_sharding)
         # The small programs, and what edits ask.
-        begun = self._begin(memory, blank, chat.now, 0, limit=0), chat.held
-        return replace(chat, memory=jax.block_until_ready((chat.memory, begun))[0])
+        begun = self._begin(cache, blank, chat.now, 0, limit=0), chat.held
+        return replace(chat, cache=jax.block_until_ready((chat.cache, begun))[0])
 
     def ask(self, chat: Chat, message: str) -> Chat:
         """Return the chat with a new turn in its current conversation, which has no answer yet.
@@ -125,7 +125,7 @@ class Speaker:
         """
         tokens = tokens_of_turn(self.model.tokenizer, chat.now.messages(message))
         chat = remember(use_instructions(chat), chat.held)
-        return chat.going_on(chat.now.ask(message, tokens), chat.memory)
+        return chat.going_on(chat.now.ask(message, tokens), chat.cache)
 
     def answer(
         self,
@@ -139,14 +139,14 @@ class Speaker:
         """Answer the last turn of the current conversation.
 
         Args:
-          chat: its memory is donated.
+          chat: its cache is donated.
           attempt: which of several answers to the same message.
           on_read: called with the tokens of a long message that are computed, and their number.
           on_text: called with each piece of the answer as soon as it is there.
           stopped: asked between pieces whether the answer ends there.
 
         Returns:
-          The chat with what there is of the answer. Where it was stopped, or the memory is full,
+          The chat with what there is of the answer. Where it was stopped, or the cache is full,
           before the answer began, the message waits there: its tokens are computed with the next
           turn, or the next attempt.
         """
@@ -155,13 +155,13 @@ class Speaker:
         chat = spend(chat, read_seconds=perf_counter() - began)
         if logits is None:
             finish = "interrupted" if stopped() else "full"
-            return chat.going_on(chat.now.answered((), "", finish), chat.memory)
+            return chat.going_on(chat.now.answered((), "", finish), chat.cache)
         began = perf_counter()
         chat = self._speak(chat, logits, attempt, on_text, stopped)
         return spend(chat, made_seconds=perf_counter() - began)
 
     def settle(self, chat: Chat) -> Chat:
-        """Compute what the memory does not hold of the conversation, so that forks share it."""
+        """Compute what the cache does not hold of the conversation, so that forks share it."""
         return self._read_message(chat)[0]
 
     def _read_message(
@@ -170,7 +170,7 @@ class Speaker:
         stopped: Callable[[], bool] = lambda: False,
         on_read: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[Chat, jax.Array | None]:
-        """Compute the tokens of a conversation that the memory does not hold, nor keeps.
+        """Compute the tokens of a conversation that the cache does not hold, nor keeps.
 
         Returns:
           The chat, and the logits after them, `[1, V]`; None if it was stopped or is full.
@@ -184,7 +184,7 @@ class Speaker:
             if stopped():
                 return chat, None
             rest = chat.now.tokens[held:]
-            if has_states(chat.memory) or chat.now.gap:
+            if has_states(chat.cache) or chat.now.gap:
                 ahead = [mark - held for mark in marks if mark > held]
                 rest = rest[: min(ahead, default=len(rest))]
             width = self.ubatch_size if len(rest) > 2 * SHORT else min(SHORT, self.ubatch_size)
@@ -192,9 +192,9 @@ class Speaker:
             count = min(len(rest), width)
             tokens[:count] = rest[:count]
             where = np.int32(chat.now.sequence), np.int32(count)
-            args = model.weights, *jaxkv.split(chat.memory), tokens, *where
+            args = model.weights, *jaxkv.split(chat.cache), tokens, *where
             table, buffers, logits, ok = _read(model.forward, *args)
-            chat = replace(chat, memory=jaxkv.join(table, buffers))
+            chat = replace(chat, cache=jaxkv.join(table, buffers))
             if ok:
                 chat = spend(replace(chat, computed=chat.computed + count), read=count)
                 read += count
@@ -217,14 +217,14 @@ class Speaker:
         stopped: Callable[[], bool],
     ) -> Chat:
         """Make an answer from the logits after a message."""
-        model, memory, held = self.model, chat.memory, chat.held
+        model, cache, held = self.model, chat.cache, chat.held
         rules = model.tokenizer, model.stop_tokens, self.max_tokens
         writer = Writer(0, *rules, lambda which, text, ended: on_text(text))
-        state, picked = self._begin(memory, logits, chat.now, attempt, limit=self.max_tokens)
+        state, picked = self._begin(cache, logits, chat.now, attempt, limit=self.max_tokens)
         while True:
             row = np.asarray(picked.tokens)[0]
             chat = spend(chat, made=writer.write(row[row >= 0]))
-            chat = chat.going_on(chat.now.answered(writer.tokens, "", "interrupted"), memory)
+            chat = chat.going_on(chat.now.answered(writer.tokens, "", "interrupted"), cache)
             if writer.finish is None and stopped():
                 writer.end("interrupted")
             elif writer.finish is None and not np.asarray(state.active)[0]:
@@ -233,7 +233,7 @@ class Speaker:
                 elif (roomier := self._more_room(chat, 1)) is None:
                     writer.end("full")
                 else:
-                    chat, memory = roomier, roomier.memory
+                    chat, cache = roomier, roomier.cache
                     state = replace(
                         state,
                         active=jnp.ones_like(state.active),
@@ -241,9 +241,9 @@ class Speaker:
                     )
             if writer.finish is not None:
                 break
-            memory, state, picked = self._decode(memory, state)
+            cache, state, picked = self._decode(cache, state)
         answered = chat.now.answered(writer.tokens, "".join(writer.pieces), writer.finish)
-        chat = chat.going_on(answered, memory)
+        chat = chat.going_on(answered, cache)
         # The last token was picked and not computed, unless it is a stop token.
         return replace(chat, computed=chat.computed + chat.held - held)
 
@@ -263,17 +263,17 @@ class Speaker:
         return spend(found, slid=found.now.gap - chat.now.gap)
 
     def _begin(
-        self, memory: Any, logits: jax.Array, now: Conversation, attempt: int, *, limit: int
+        self, cache: Any, logits: jax.Array, now: Conversation, attempt: int, *, limit: int
     ) -> tuple[loops.DecodeState, loops.Picked]:
         """Pick the first token of an answer."""
         seeds = np.array([(self.seed + attempt) % 2**32], np.uint32)
         options = {"limit": limit, "seed": seeds}
-        return loops.begin(self.sampler, memory, logits, self._stop(), [now.sequence], **options)
+        return loops.begin(self.sampler, cache, logits, self._stop(), [now.sequence], **options)
 
-    def _decode(self, memory: Any, state: loops.DecodeState) -> tuple[Any, loops.DecodeState, Any]:
+    def _decode(self, cache: Any, state: loops.DecodeState) -> tuple[Any, loops.DecodeState, Any]:
         model, more = self.model, {"steps": self.steps, "donate": True}
         return jaxkv.decode(
-            model.forward, self.sampler, model.weights, memory, state, self._stop(), **more
+            model.forward, self.sampler, model.weights, cache, state, self._stop(), **more
         )
 
     def _stop(self) -> Sequence[int]:
@@ -288,7 +288,7 @@ def marks_of(chat: Chat) -> list[int]:
     """
     now, marks, before = chat.now, [], chat.held
     for mark in [now.frame.keep] if now.gap else [now.frame.keep, len(now.tokens) - 1]:
-        if mark - before > SHORT * has_states(chat.memory):
+        if mark - before > SHORT * has_states(chat.cache):
             marks.append(mark)
             before = mark
     return marks
@@ -309,8 +309,8 @@ def _read(
     Args:
       forward: see `jaxkv.prefill`.
       weights: those of the model.
-      table: of the memory.
-      buffers: of the memory, donated.
+      table: of the cache.
+      buffers: of the cache, donated.
       tokens: `[T]` int32, padding behind.
       sequence: `[]` int32.
       count: `[]` int32, how many are there.
@@ -319,7 +319,7 @@ def _read(
       The table and the buffers; the logits after the last token, `[1, V]`; and `ok`, `[]` bool.
       When that is False nothing was changed, and the logits mean nothing.
     """
-    memory = jaxkv.join(table, buffers)
+    cache = jaxkv.join(table, buffers)
     index = jnp.arange(tokens.shape[0])
     batch = jaxkv.make_batch(
         tokens[None],
@@ -327,10 +327,10 @@ def _read(
         valid=(index < count)[None],
         outputs=(index == count - 1)[None],
     )
-    plan = jaxkv.init_batch(memory, batch)
+    plan = jaxkv.init_batch(cache, batch)
     (ubatch,) = plan.ubatches
     # One output is asked for, and the others only pad: the head runs on that one alone.
     asked = jnp.argmin(ubatch.order)[None]
     ubatch = replace(ubatch, outputs=ubatch.outputs[asked], order=ubatch.order[asked])
-    memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-    return *jaxkv.split(memory), logits, plan.ok
+    cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    return *jaxkv.split(cache), logits, plan.ok

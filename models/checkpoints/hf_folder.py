@@ -94,7 +94,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                 "missing shard."
             )
         try:
-            # Held open: a map of the file, of which only what is read takes memory.
+            # Held open: a map of the file, of which only what is read takes cache.
             held = safe_open(shard, framework="numpy")
             for name in list(held.keys()):  # it has keys but is no mapping
                 tensors[_plain(name)] = Tensor(

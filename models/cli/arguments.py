@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns what reads the arguments."""
     top = Parser(
         prog="python -m models",
-        description="Run a model whose keys and values are in a jaxkv memory.",
+        description="Run a model whose keys and values are in a jaxkv cache.",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     add_generate(commands.add_parser)
@@ -53,7 +53,7 @@ def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     one = add_command(
         "generate",
         help="continue texts, or answer messages",
-        description="Continue one or more prompts, side by side in one memory. Texts go to stdout, "
+        description="Continue one or more prompts, side by side in one cache. Texts go to stdout, "
         "progress and numbers to stderr.",
         epilog=COMPILING,
     )
@@ -62,7 +62,7 @@ def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_model(one.add_argument)
     add_texts(one.add_argument)
     add_sampling(one.add_argument)
-    add_memory(one.add_argument)
+    add_cache(one.add_argument)
     add_dtype(one.add_argument)
     add_devices(
         one.add_argument,
@@ -98,7 +98,7 @@ def add_inspect(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     one = add_command(
         "inspect",
         help="tell what a snapshot or a checkpoint holds",
-        description="Tell what is in a file: a snapshot of a memory, such as a saved chat, a GGUF "
+        description="Tell what is in a file: a snapshot of a cache, such as a saved chat, a GGUF "
         "file, or a Hugging Face folder. Keys, values and weights are not read.",
     )
     one.set_defaults(command="inspect")
@@ -110,15 +110,15 @@ def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command that tells what a model takes."""
     one = add_command(
         "plan",
-        help="tell what weights and a memory take on each device",
-        description="Tell what the weights and the memory of a model take on each device, and how "
+        help="tell what weights and a cache take on each device",
+        description="Tell what the weights and the cache of a model take on each device, and how "
         "many sequences fit. No weight is read and no device is needed; of a Hugging Face folder "
         "or a hub id, config.json is enough.",
         epilog="It ends with 2 if --room is too little.",
     )
     one.set_defaults(command="plan")
     add_model(one.add_argument)
-    add_plan_memory(one.add_argument)
+    add_plan_cache(one.add_argument)
     add_dtype(one.add_argument)
     add_devices(
         one.add_argument,
@@ -206,7 +206,7 @@ def add_conversations(add: Callable[..., Any]) -> None:
         "--cells",
         type=whole(1, MOST_CELLS),
         metavar="N",
-        help="tokens that the memory holds, of all conversations together; forks share theirs "
+        help="tokens that the cache holds, of all conversations together; forks share theirs "
         "(default: 4096, or the longest text of the model)",
     )
     add(
@@ -229,7 +229,7 @@ def add_conversations(add: Callable[..., Any]) -> None:
         "--on-full",
         choices=get_args(OnFull),
         default="stop",
-        help="where the memory is full: end the answer and say so, or forget the oldest turns and "
+        help="where the cache is full: end the answer and say so, or forget the oldest turns and "
         "go on (default: stop)",
     )
     add(
@@ -281,8 +281,8 @@ def add_sampling(add: Callable[..., Any], *, temperature: float = 0.0) -> None:
     )
 
 
-def add_memory(add: Callable[..., Any]) -> None:
-    """Add what the memory is like; None stands for the default of each mode."""
+def add_cache(add: Callable[..., Any]) -> None:
+    """Add what the cache is like; None stands for the default of each mode."""
     add(
         "--sequences",
         type=whole(1, 2**16),
@@ -293,7 +293,7 @@ def add_memory(add: Callable[..., Any]) -> None:
         "--cells",
         type=whole(1, MOST_CELLS),
         metavar="N",
-        help="tokens that the memory holds, prompts and texts together; with --streams split, in "
+        help="tokens that the cache holds, prompts and texts together; with --streams split, in "
         "each stream (default: as many as are needed, in steps of 256)",
     )
     add(
@@ -312,8 +312,8 @@ def add_memory(add: Callable[..., Any]) -> None:
     )
 
 
-def add_plan_memory(add: Callable[..., Any]) -> None:
-    """Add the memory of a plan, what it must fit into, and how that is printed."""
+def add_plan_cache(add: Callable[..., Any]) -> None:
+    """Add the cache of a plan, what it must fit into, and how that is printed."""
     add(
         "--sequences",
         type=whole(1, 2**20),
@@ -363,19 +363,19 @@ def add_dtype(add: Callable[..., Any]) -> None:
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         default="float32",
-        help="of weights and memory (default: float32)",
+        help="of weights and cache (default: float32)",
     )
     add(
         "--cache-dtype",
         choices=["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"],
-        help="of the memory alone; int8 and float8_e4m3fn store keys and values as codes of 8 bits "
+        help="of the cache alone; int8 and float8_e4m3fn store keys and values as codes of 8 bits "
         "with scales, about a quarter of the bytes of float32, and leave states as they are "
         "(default: that of the weights)",
     )
 
 
 def add_devices(add: Callable[..., Any], what: str, there: str) -> None:
-    """Add where the model and the memory are, between what devices do and which there are."""
+    """Add where the model and the cache are, between what devices do and which there are."""
     add(
         "--mesh",
         type=mesh_sizes,

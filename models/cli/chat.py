@@ -22,7 +22,7 @@ from models.errors import ModelError
 from models.meshes import make_mesh
 
 CELLS = 4096
-"""Cells of the memory, where texts may be so long and nothing else is asked for."""
+"""Cells of the cache, where texts may be so long and nothing else is asked for."""
 
 
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:

@@ -68,7 +68,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} cannot be inspected: {reason(error)}.") from error
     names = {one.sequence: name for name, one in chats.items()}
-    parts = parts_of(info.memory)
+    parts = parts_of(info.cache)
     sizes = {name: _bytes(*array) for name, array in info.arrays.items()}
     held = []
     for i, part in enumerate(parts):
@@ -76,18 +76,18 @@ def of_snapshot(path: Path) -> dict[str, Any]:
         own = sum(size for name, size in sizes.items() if name.startswith(prefix))
         layers = part.table.num_layers(part.buffers)
         held.append({"kind": kind_of(part), "layers": layers, "bytes": own})
-    facts = info.memory.table.facts
+    facts = info.cache.table.facts
     return {
         "file": str(path),
         "is": "snapshot",
         "bytes": path.stat().st_size,
         "version": info.version,
         "model": info.model,
-        "memory": {
+        "cache": {
             "sequences": facts.sequences,
             "streams": facts.streams,
             "cells": max(part.table.num_cells for part in parts),
-            "bytes": nbytes(info.memory),
+            "bytes": nbytes(info.cache),
         },
         "parts": held,
         "sequences": [
@@ -106,13 +106,13 @@ def of_snapshot(path: Path) -> dict[str, Any]:
 
 def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
     """Write what a snapshot says of itself for people."""
-    memory = found["memory"]
+    cache = found["cache"]
     yield f"{found['file']}: a snapshot, version {found['version']}, {in_units(found['bytes'])}"
     yield f"model: {named(found['model'])}"
     yield (
-        f"memory: {plural(memory['sequences'], 'sequence')} in "
-        f"{plural(memory['streams'], 'stream')} of {plural(memory['cells'], 'cell')}, "
-        f"{in_units(memory['bytes'])} when it is loaded"
+        f"cache: {plural(cache['sequences'], 'sequence')} in "
+        f"{plural(cache['streams'], 'stream')} of {plural(cache['cells'], 'cell')}, "
+        f"{in_units(cache['bytes'])} when it is loaded"
     )
     yield f"\n{'held of':<20}{'layers':>6}{'bytes':>18}"
     for part in found["parts"]:
@@ -167,7 +167,7 @@ def page_of_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
     else:
         which = "with a chat template" if found["template"] else "without a chat template"
         yield f"tokenizer: {plural(vocabulary, 'token')}, {which}"
-    yield f"\n{'memory of':<20}{'layers':>6}{'bytes in float32':>25}"
+    yield f"\n{'cache of':<20}{'layers':>6}{'bytes in float32':>25}"
     for part in found["parts"]:
         each = f"{part['bytes']:,} a {part['unit']}"
         yield f"{part['kind']:<20}{part['layers']:>6}{each:>25}"

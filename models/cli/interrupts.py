@@ -47,7 +47,7 @@ def noticed() -> Iterator[Callable[[], None]]:
 def held_back() -> Iterator[Callable[[], bool]]:
     """Note an interrupt and raise nothing; gives a function that tells whether there was one.
 
-    For work that must end between two of its steps, such as one that has donated a memory.
+    For work that must end between two of its steps, such as one that has donated a cache.
     """
     came = False
 

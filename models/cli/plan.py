@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from models.cli.arguments import InputError
 from models.cli.plan_report import Answer, show, too_large
 from models.costs import Costs, abstract_mesh, costs_of, most_sequences, proposed
-from models.families.memories import attending
+from models.families.caches import attending
 from models.meshes import RULES
 from models.model import Model, load_shapes, on_mesh
 from models.room import limits
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
 
 
 def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
-    """Return the sizes of the memory that was asked for."""
+    """Return the sizes of the cache that was asked for."""
     streams = args.streams or (args.mesh or {}).get("data", 1)
     sequences = args.sequences or streams
     if sequences % streams:

@@ -48,21 +48,21 @@ def show(args: argparse.Namespace, answer: Answer) -> None:
 
 
 def heading(args: argparse.Namespace, answer: Answer) -> list[str]:
-    """Say what the model and the memory are."""
-    memory = answer.costs.memory
-    cells = "" if memory["cells"] is None else f" of {plural(memory['cells'], 'cell')}"
-    streams = plural(memory["streams"], "stream") + cells
+    """Say what the model and the cache are."""
+    cache = answer.costs.cache
+    cells = "" if cache["cells"] is None else f" of {plural(cache['cells'], 'cell')}"
+    streams = plural(cache["streams"], "stream") + cells
     name, count = answer.model.checkpoint.architecture, answer.model.size / 1e6
     stored = f", stored as {args.cache_dtype}" if args.cache_dtype else ""
     return [
         f"{name}, {count:,.1f}M weights in {args.dtype}",
-        f"{plural(memory['sequences'], 'sequence')} in {streams}{stored}",
+        f"{plural(cache['sequences'], 'sequence')} in {streams}{stored}",
     ]
 
 
 def parts(costs: Costs) -> Iterator[str]:
-    """Say what the memory of layers of each kind takes."""
-    yield f"{'memory of':<20}{'layers':>6}{'bytes':>25}{'bytes on a device':>21}"
+    """Say what the cache of layers of each kind takes."""
+    yield f"{'cache of':<20}{'layers':>6}{'bytes':>25}{'bytes on a device':>21}"
     for part in costs.parts:
         each = f"{part.each:,} a {part.unit}" + ("" if part.kept is None else f" of {part.kept:,}")
         yield f"{part.kind:<20}{part.layers:>6}{each:>25}{part.on_device:>21,}"
@@ -128,7 +128,7 @@ def too_large(answer: Answer) -> str:
         return f"{head}give fewer --cells, {more}."
     if answer.length is None:
         return f"{head}give --sequences {answer.most}, {more}."
-    tokens = answer.most // answer.costs.memory["streams"] * answer.length
+    tokens = answer.most // answer.costs.cache["streams"] * answer.length
     cells = whole_cells(answer.model, tokens)
     return f"{head}give --sequences {answer.most} --cells {cells}, {more}."
 

@@ -70,7 +70,7 @@ class Talk:
         put("\n", flush=True)
         if self.chat.spent.slid:
             slid = plural(self.chat.spent.slid, "token")
-            note(f"note: the memory was full: {slid} of the oldest turns are forgotten")
+            note(f"note: the cache was full: {slid} of the oldest turns are forgotten")
         self.note_finish(self.chat.now.turns[-1])
 
     def note_finish(self, turn: Turn) -> None:
@@ -78,8 +78,8 @@ class Talk:
         if turn.finish == "full":
             used, cells = cells_of(self.chat.without_kept)
             where = "ends there" if turn.answer else "finds no room"
-            slides = "" if has_states(self.chat.memory) else "/slide, "
-            note(f"note: the memory is full, {used:,} of {cells:,} cells; the answer {where}")
+            slides = "" if has_states(self.chat.cache) else "/slide, "
+            note(f"note: the cache is full, {used:,} of {cells:,} cells; the answer {where}")
             note(f"To make room: {slides}/drop NAME or /undo; then /retry.")
             note("Or /save FILE, and go on with chat --load FILE and more --cells.")
         elif turn.finish == "length":
@@ -166,7 +166,7 @@ def slide_now(talk: Talk, rest: str) -> None:
 
 
 def draw(talk: Talk, rest: str) -> None:
-    """Draw the memory of the conversations: which token stands in which cell."""
+    """Draw the cache of the conversations: which token stands in which cell."""
     _nothing(rest)
     names = {one.sequence: name for name, one in talk.chat.conversations.items()}
     width = shutil.get_terminal_size((100, 24)).columns
@@ -179,12 +179,12 @@ def stats(talk: Talk, rest: str) -> None:
     _nothing(rest)
     chat, spent = talk.chat, talk.chat.spent
     used, cells = cells_of(chat.without_kept)
-    kept = cells_of(chat.memory)[0] - used
+    kept = cells_of(chat.cache)[0] - used
     lines = [
         f"{talk.describe()}",
-        f"{plural(len(chat.now.tokens), 'token')}, {chat.held:,} of them in the memory"
+        f"{plural(len(chat.now.tokens), 'token')}, {chat.held:,} of them in the cache"
         + f", {chat.now.gap:,} forgotten" * bool(chat.now.gap),
-        f"memory: {used:,} of {cells:,} cells used, {megabytes(jaxkv.nbytes(chat.memory))}, "
+        f"cache: {used:,} of {cells:,} cells used, {megabytes(jaxkv.nbytes(chat.cache))}, "
         f"{len(chat.conversations)} of {plural(chat.seats, 'conversation')}",
         f"kept: {len(chat.store.texts)} of {plural(len(chat.store.holders), 'text')}, "
         f"{plural(kept, 'cell')} more",
@@ -231,7 +231,7 @@ COMMANDS = {
     "/switch": Command("NAME", "go on with another conversation", switch),
     "/drop": Command("[NAME]", "forget a conversation, or begin this one anew", drop),
     "/slide": Command("", "forget the oldest turns of this conversation", slide_now),
-    "/show": Command("", "draw the memory: whose token stands in which cell", draw),
+    "/show": Command("", "draw the cache: whose token stands in which cell", draw),
     "/stats": Command("", "tell what is held, what was computed, and how fast", stats),
     "/save": Command("FILE", "write all conversations into a file", save_all),
     "/load": Command("FILE", "go on with what /save wrote, in place of what is here", load_all),

@@ -1,7 +1,7 @@
-"""DeepSeek V2 and V3, written for a jaxkv memory: latent attention, and experts.
+"""DeepSeek V2 and V3, written for a jaxkv cache: latent attention, and experts.
 
 All heads of a layer make their keys and values of one compressed vector of a token, the latent, and
-that is what the memory holds, beside a few numbers that turn with position: one key head whose
+that is what the cache holds, beside a few numbers that turn with position: one key head whose
 values are a part of it. So nothing is made of what is held. The matrix that would make keys of it
 goes to the queries, and the one that would make values to what comes out (the absorbed form): a
 step reads each latent once for all heads.
@@ -18,11 +18,11 @@ from flax import nnx
 import jaxkv
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint, Tensor
+from models.families.caches import Attends
 from models.families.experts import Experts
 from models.families.language_model import LanguageModel
 from models.families.layers import GatedFeed, Linear, RMSNorm, Vocabulary
 from models.families.linear import linear, matrix
-from models.families.memories import Attends
 from models.families.ropes import rope_of, yarn_sharpness
 from models.families.sources import Sources
 from models.meshes import Split
@@ -102,7 +102,7 @@ class Config:
 
 
 class LatentAttention(nnx.Module):
-    """Attention over latents in the memory.
+    """Attention over latents in the cache.
 
     What belongs to query heads is split by them on a mesh; what makes latents is whole, as these
     are.
@@ -124,8 +124,8 @@ class LatentAttention(nnx.Module):
         self.to_values = heads(shape=(c.heads, c.value_dim, c.rank))
         self.output = Linear(c.heads * c.value_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Mix `x`, `[R, T, width]`, with what came before; returns the cache and the outcome."""
         c = self.config
         q = self.query(self.query_norm(self.query_down(x)) if c.query_rank else x)
         q, q_turned = jnp.split(q, [c.straight], axis=-1)
@@ -135,8 +135,8 @@ class LatentAttention(nnx.Module):
         key = jnp.concatenate([turn(turned), self.norm(latent)], axis=-1)
         q = jnp.einsum("rthd,hdc->rthc", q, self.to_keys[...])
         q = jnp.concatenate([turn(q_turned), q], axis=-1)
-        memory, out = jaxkv.attend(
-            memory,
+        cache, out = jaxkv.attend(
+            cache,
             self.layer,
             ubatch,
             q,
@@ -145,7 +145,7 @@ class LatentAttention(nnx.Module):
             implementation=c.implementation,
         )
         out = jnp.einsum("rthc,hdc->rthd", out, self.to_values[...])
-        return memory, self.output(out.reshape(*x.shape[:2], -1))
+        return cache, self.output(out.reshape(*x.shape[:2], -1))
 
 
 class Router(nnx.Module):
@@ -181,7 +181,7 @@ class Router(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention over the memory, then a feed-forward part, with experts beside it."""
+    """One layer: attention over the cache, then a feed-forward part, with experts beside it."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -196,15 +196,15 @@ class Block(nnx.Module):
             count = c.routing.experts
             self.experts = Experts(c.width, c.expert_hidden, count, router, dtype, rngs)
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
-        memory, out = self.attention(memory, ubatch, self.attention_norm(x))
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        cache, out = self.attention(cache, ubatch, self.attention_norm(x))
         x = x + out
         y = self.feed_norm(x)
         out = self.feed(y)
         if self.sparse:
             out = out + self.experts(y)
-        return memory, x + out
+        return cache, x + out
 
 
 class DeepSeek(LanguageModel):

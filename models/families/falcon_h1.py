@@ -1,7 +1,7 @@
-"""Falcon-H1, written for a jaxkv memory: each layer attends and has a Mamba-2 mixer, side by side.
+"""Falcon-H1, written for a jaxkv cache: each layer attends and has a Mamba-2 mixer, side by side.
 
 So each layer keeps two things of a text, keys and values and a state, and both parts of a hybrid
-memory know it by the same number.
+cache know it by the same number.
 
 Much is multiplied by numbers that the config tells. What stands at a product with a matrix is
 multiplied into the matrix when it is read, as llama.cpp's converter does: no step pays for it, and
@@ -21,9 +21,9 @@ import jaxkv
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.families import mamba2
+from models.families.caches import Attends, Layer
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
-from models.families.memories import Attends, Layer
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -67,7 +67,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """One layer: attention beside a mixer, over the memory, then a gated feed-forward part."""
+    """One layer: attention beside a mixer, over the cache, then a gated feed-forward part."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -77,13 +77,13 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
         y = self.mix_norm(x)
-        memory, attended = self.attention(memory, ubatch, y)
-        memory, mixed = self.mixer(memory, ubatch, y)
+        cache, attended = self.attention(cache, ubatch, y)
+        cache, mixed = self.mixer(cache, ubatch, y)
         x = x + (attended + mixed)
-        return memory, x + self.feed(self.feed_norm(x))
+        return cache, x + self.feed(self.feed_norm(x))
 
 
 class FalconH1(LanguageModel):

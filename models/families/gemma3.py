@@ -1,6 +1,6 @@
-"""Gemma 3, written for a jaxkv memory: most layers look back over a window, every few over all.
+"""Gemma 3, written for a jaxkv cache: most layers look back over a window, every few over all.
 
-A layer asks the memory for one thing, `attend`, and never sees a mask, a cell or a length.
+A layer asks the cache for one thing, `attend`, and never sees a mask, a cell or a length.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from jaxkv.rope import Rope
 from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.errors import ModelError
+from models.families.caches import Attends, windows_of
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary, gelu
-from models.families.memories import Attends, windows_of
 from models.families.ropes import plain_rope, rope_of
 from models.families.sources import Sources
 
@@ -61,7 +61,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """One layer: attention over the memory, then a gated feed-forward part; norms around both."""
+    """One layer: attention over the cache, then a gated feed-forward part; norms around both."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -82,11 +82,11 @@ class Block(nnx.Module):
         self.feed = GatedFeed(c.width, c.hidden, gelu, dtype, rngs)
         self.after_feed_norm = norm(c.width)
 
-    def __call__(self, memory: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
-        memory, out = self.attention(memory, ubatch, self.attention_norm(x))
+    def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        cache, out = self.attention(cache, ubatch, self.attention_norm(x))
         x = x + self.after_attention_norm(out)
-        return memory, x + self.after_feed_norm(self.feed(self.feed_norm(x)))
+        return cache, x + self.after_feed_norm(self.feed(self.feed_norm(x)))
 
 
 class Gemma3(LanguageModel):

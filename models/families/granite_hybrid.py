@@ -1,7 +1,7 @@
-"""Granite 4, written for a jaxkv memory: mostly Mamba-2 layers, and every few an attention layer.
+"""Granite 4, written for a jaxkv cache: mostly Mamba-2 layers, and every few an attention layer.
 
-Attention asks the memory for `attend`, a mixer (see `mamba2.py`) for states; which part of the
-memory answers, no layer knows. There may be experts, and most models of the family have no
+Attention asks the cache for `attend`, a mixer (see `mamba2.py`) for states; which part of the
+cache answers, no layer knows. There may be experts, and most models of the family have no
 positional encoding: their recurrent layers tell the order of tokens.
 """
 
@@ -17,11 +17,11 @@ import jaxkv
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.families import mamba2
+from models.families.caches import Attends, Layer
 from models.families.experts import Experts
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
 from models.families.linear import linear, matrix
-from models.families.memories import Attends, Layer
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -91,7 +91,7 @@ class Router(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention or a mixer over the memory, then feed-forward parts."""
+    """One layer: attention or a mixer over the cache, then feed-forward parts."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.config = config
@@ -115,16 +115,16 @@ class Block(nnx.Module):
             router = Router(c, dtype, rngs)
             self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
         c = self.config
-        memory, out = self.mixer(memory, ubatch, self.mix_norm(x))
+        cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
         x = x + out * c.residual_factor
         y = self.feed_norm(x)
         out = self.feed(y)
         if c.experts:
             out = out + self.experts(y)
-        return memory, x + out * c.residual_factor
+        return cache, x + out * c.residual_factor
 
 
 class GraniteHybrid(LanguageModel):

@@ -16,8 +16,8 @@ class LanguageModel(nnx.Module):
     a matrix and a product with one.
 
     vocabulary: the embedding and the head.
-    blocks: the layers; each takes the memory, the ubatch and `x`, `[R, T, width]`, and returns the
-      memory and the next `x`.
+    blocks: the layers; each takes the cache, the ubatch and `x`, `[R, T, width]`, and returns the
+      cache and the next `x`.
     norm: of what the last layer makes.
     """
 
@@ -33,10 +33,10 @@ class LanguageModel(nnx.Module):
         """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
         return self.vocabulary.logits(x)
 
-    def __call__(self, memory: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
-        """Run a ubatch that has been applied; returns the memory and logits `[O, V]`, float32."""
+    def __call__(self, cache: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
+        """Run a ubatch that has been applied; returns the cache and logits `[O, V]`, float32."""
         x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
         for block in self.blocks:
-            memory, x = block(memory, ubatch, x)
+            cache, x = block(cache, ubatch, x)
         x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-        return memory, self.logits(self.norm(x))
+        return cache, self.logits(self.norm(x))

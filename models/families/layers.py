@@ -115,7 +115,7 @@ class Heads(Protocol):
 
 
 class Attention(nnx.Module):
-    """Attention over the memory, between its two projections.
+    """Attention over the cache, between its two projections.
 
     Their weights lie by key/value head, so that a device of a mesh can have some of these and send
     nothing but its share of the sum: `qkv` is `[K, (G + 2) * D, width]`, for each key/value head
@@ -123,7 +123,7 @@ class Attention(nnx.Module):
     `[width, H * D]` with the query heads in the same order.
 
     config: the sizes.
-    layer: the number that the memory knows this layer by.
+    layer: the number that the cache knows this layer by.
     rope: how queries and keys turn with position, None where they do not.
     bias: whether queries, keys and values have biases.
     output_bias: whether what comes out has one.
@@ -163,12 +163,12 @@ class Attention(nnx.Module):
             self.q_norm, self.k_norm = norm(), norm()
 
     def __call__(
-        self, memory: Any, ubatch: Ubatch, x: jax.Array, added: Any = None
+        self, cache: Any, ubatch: Ubatch, x: jax.Array, added: Any = None
     ) -> tuple[Any, jax.Array]:
-        """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome.
+        """Mix `x`, `[R, T, width]`, with what came before; returns the cache and the outcome.
 
         Args:
-          memory: which the ubatch has been applied to.
+          cache: which the ubatch has been applied to.
           ubatch: the tokens.
           x: what there is of them.
           added: to logits, a bias as `jaxkv.attend` takes it; None for nothing.
@@ -184,8 +184,8 @@ class Attention(nnx.Module):
             qk.reshape(*token, -1, c.head_dim), ubatch.positions, self.rope
         ).reshape(qk.shape)
         q, k = jnp.split(turned, [group], axis=3)
-        memory, out = jaxkv.attend(
-            memory,
+        cache, out = jaxkv.attend(
+            cache,
             self.layer,
             ubatch,
             *(one.reshape(*token, -1, c.head_dim) for one in (q, k, v)),
@@ -194,7 +194,7 @@ class Attention(nnx.Module):
             bias=added,
             implementation=c.implementation,
         )
-        return memory, self.output(out.reshape(*token, -1))
+        return cache, self.output(out.reshape(*token, -1))
 
 
 class GatedFeed(nnx.Module):

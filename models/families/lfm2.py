@@ -1,7 +1,7 @@
-"""LFM2, written for a jaxkv memory: short gated convolutions, and every few layers attention.
+"""LFM2, written for a jaxkv cache: short gated convolutions, and every few layers attention.
 
 A convolution remembers the last few of its inputs and nothing else, so what it keeps of a text is
-tiny. It asks the memory for states, attention for `attend`; which part answers, no layer knows.
+tiny. It asks the cache for states, attention for `attend`; which part answers, no layer knows.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ import jaxkv
 from jaxkv.ops import scans
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
+from models.families.caches import Attends, Layer, Recurs
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary
-from models.families.memories import Attends, Layer, Recurs
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 from models.meshes import Split
@@ -75,19 +75,19 @@ class ShortConvolution(nnx.Module):
         self.conv = nnx.Param(values, split=split)
         self.output = Linear(c.width, c.width, dtype, rngs, split=split)
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Mix `x`, `[R, T, width]`, with what came before; returns the cache and the outcome."""
         into, out_of, x = jnp.unstack(self.input(x), axis=-2)
         x = jnp.where(ubatch.valid[..., None], into * x, 0)
-        tail = jaxkv.read_states(memory, self.layer, ubatch)["conv"]
-        counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, self.layer) + 1)
+        tail = jaxkv.read_states(cache, self.layer, ubatch)["conv"]
+        counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(cache, self.layer) + 1)
         x, tails = scans.convolve(x, tail, self.conv[...], None, counts)
-        memory = jaxkv.write_states(memory, self.layer, ubatch, {"conv": tails})
-        return memory, self.output(out_of * x.astype(out_of.dtype))
+        cache = jaxkv.write_states(cache, self.layer, ubatch, {"conv": tails})
+        return cache, self.output(out_of * x.astype(out_of.dtype))
 
 
 class Block(nnx.Module):
-    """One layer: attention or a convolution over the memory, then a gated feed-forward part."""
+    """One layer: attention or a convolution over the cache, then a gated feed-forward part."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -100,11 +100,11 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
-        memory, out = self.mixer(memory, ubatch, self.mix_norm(x))
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
         x = x + out
-        return memory, x + self.feed(self.feed_norm(x))
+        return cache, x + self.feed(self.feed_norm(x))
 
 
 class LFM2(LanguageModel):

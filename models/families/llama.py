@@ -1,6 +1,6 @@
-"""The Llama family, written for a jaxkv memory: Llama, Mistral, SmolLM2, Qwen 2 and Qwen 3.
+"""The Llama family, written for a jaxkv cache: Llama, Mistral, SmolLM2, Qwen 2 and Qwen 3.
 
-A layer asks the memory for one thing, `attend`, and never sees a mask, a cell or a length.
+A layer asks the cache for one thing, `attend`, and never sees a mask, a cell or a length.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from jaxkv import Ubatch
 from jaxkv.rope import Rope
 from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
+from models.families.caches import Attends, windows_of
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
-from models.families.memories import Attends, windows_of
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -60,7 +60,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """One layer: attention over the memory, then a gated feed-forward part."""
+    """One layer: attention over the cache, then a gated feed-forward part."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -77,11 +77,11 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
-    def __call__(self, memory: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
-        memory, out = self.attention(memory, ubatch, self.attention_norm(x))
+    def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        cache, out = self.attention(cache, ubatch, self.attention_norm(x))
         x = x + out
-        return memory, x + self.feed(self.feed_norm(x))
+        return cache, x + self.feed(self.feed_norm(x))
 
 
 class Llama(LanguageModel):

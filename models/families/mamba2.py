@@ -1,6 +1,6 @@
-"""Mamba-2, written for a jaxkv memory: each layer carries a state from token to token.
+"""Mamba-2, written for a jaxkv cache: each layer carries a state from token to token.
 
-A layer asks the memory for the states before a ubatch, hands back those after it, and never sees
+A layer asks the cache for the states before a ubatch, hands back those after it, and never sees
 whose they are or what is kept of them. The two recurrences are in `jaxkv.ops.scans`.
 """
 
@@ -17,9 +17,9 @@ from flax import nnx
 import jaxkv
 from jaxkv.ops import scans
 from models.checkpoints.checkpoint import Checkpoint
+from models.families.caches import Recurs
 from models.families.language_model import LanguageModel
 from models.families.layers import Linear, RMSNorm, Vocabulary
-from models.families.memories import Recurs
 from models.families.sources import Sources
 from models.meshes import Split
 
@@ -151,8 +151,8 @@ class Mixer(nnx.Module):
             self.norm = RMSNorm(c.inner, c.eps, dtype, groups=c.groups)
         self.output = Linear(c.inner, c.width, dtype, rngs, bias=c.bias, split=c.by_head(1))
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Mix `x`, `[R, T, width]`, with what came before; returns the cache and the outcome."""
         c = self.sizes
         steps, shared = self.steps(x), self.shared(x).reshape(*x.shape[:2], -1)
         gate, x = jnp.unstack(self.input(x), axis=-2)
@@ -162,8 +162,8 @@ class Mixer(nnx.Module):
         x, shared = jnp.where(valid, x, 0), jnp.where(valid, shared, 0)
         steps = jnp.where(valid, jnp.clip(steps, *c.limits), 0)
 
-        states = jaxkv.read_states(memory, self.layer, ubatch)
-        counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, self.layer) + 1)
+        states = jaxkv.read_states(cache, self.layer, ubatch)
+        counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(cache, self.layer) + 1)
         x, tails = self.conv(x, states["conv"], counts)
         shared, shared_tails = self.shared_conv(shared, states["shared_conv"], counts)
         into, out_of = jnp.split(shared.reshape(*x.shape[:2], c.groups, -1), 2, axis=-1)
@@ -171,26 +171,26 @@ class Mixer(nnx.Module):
         rate = -jnp.exp(self.rate_log[...])
         y, ends = scans.scan_ssd(x, steps, rate, into, out_of, states["ssm"], counts)
         after = {"conv": tails, "shared_conv": shared_tails, "ssm": ends}
-        memory = jaxkv.write_states(memory, self.layer, ubatch, after)
+        cache = jaxkv.write_states(cache, self.layer, ubatch, after)
 
         y = (y + self.skip[...].reshape(1, 1, -1, 1) * x).reshape(*x.shape[:2], -1)
         y = y * jax.nn.silu(gate.astype(jnp.float32))
-        return memory, self.output(self.norm(y) if c.norm else y.astype(gate.dtype))
+        return cache, self.output(self.norm(y) if c.norm else y.astype(gate.dtype))
 
 
 class Block(nnx.Module):
-    """One layer: a mixer over the memory."""
+    """One layer: a mixer over the cache."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.norm = RMSNorm(c.mixer.width, c.eps, dtype)
         self.mixer = Mixer(c.mixer, layer, dtype, rngs)
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
-        memory, out = self.mixer(memory, ubatch, self.norm(x))
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        cache, out = self.mixer(cache, ubatch, self.norm(x))
         # Between the layers it is float32, as the model was trained; norms turn it back.
-        return memory, x.astype(jnp.float32) + out
+        return cache, x.astype(jnp.float32) + out
 
 
 class Mamba2(LanguageModel):

@@ -1,6 +1,6 @@
-"""RecurrentGemma, written for a jaxkv memory: layers that attend to a window, others that recur.
+"""RecurrentGemma, written for a jaxkv cache: layers that attend to a window, others that recur.
 
-Attention asks the memory for `attend`, a recurrent layer for states; which part of the memory
+Attention asks the cache for `attend`, a recurrent layer for states; which part of the cache
 answers, no layer knows. The recurrence is in `jaxkv.ops.scans`.
 """
 
@@ -15,9 +15,9 @@ import jaxkv
 from jaxkv.ops import scans
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
+from models.families.caches import Attends, Layer, Recurs
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary, gelu
-from models.families.memories import Attends, Layer, Recurs
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 from models.meshes import Split
@@ -94,15 +94,15 @@ class Recurrence(nnx.Module):
         self.rate = nnx.Param(jnp.zeros(c.inner, jnp.float32), split=first)
         self.output = Linear(c.inner, c.width, dtype, rngs, bias=True, split=second)
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Mix `x`, `[R, T, width]`, with what came before; returns the memory and the outcome."""
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Mix `x`, `[R, T, width]`, with what came before; returns the cache and the outcome."""
         c = self.config
         gate, x = jnp.unstack(self.input(x), axis=-2)
         valid = ubatch.valid[..., None]
         x = jnp.where(valid, x, 0)
 
-        states = jaxkv.read_states(memory, self.layer, ubatch)
-        counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, self.layer) + 1)
+        states = jaxkv.read_states(cache, self.layer, ubatch)
+        counts = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(cache, self.layer) + 1)
         x, tails = scans.convolve(x, states["conv"], self.conv[...], self.conv_bias[...], counts)
         parts = x.reshape(*x.shape[:2], c.heads, -1)
         gates = jnp.einsum("rthi,hio->rtho", parts, self.gates[...].astype(jnp.float32))
@@ -114,12 +114,12 @@ class Recurrence(nnx.Module):
         scale = jnp.where(ubatch.positions[..., None] == 0, 1, jnp.sqrt(-jnp.expm1(2 * log)))
         decay, x = jnp.where(valid, jnp.exp(log), 1), jnp.where(valid, x * taken * scale, 0)
         x, ends = scans.scan_diagonal(decay, x, states["lru"], counts)
-        memory = jaxkv.write_states(memory, self.layer, ubatch, {"conv": tails, "lru": ends})
-        return memory, self.output(x.astype(gate.dtype) * gelu(gate))
+        cache = jaxkv.write_states(cache, self.layer, ubatch, {"conv": tails, "lru": ends})
+        return cache, self.output(x.astype(gate.dtype) * gelu(gate))
 
 
 class Block(nnx.Module):
-    """One layer: attention or a recurrence over the memory, then a gated feed-forward part."""
+    """One layer: attention or a recurrence over the cache, then a gated feed-forward part."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -133,11 +133,11 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
         self.feed = GatedFeed(c.width, c.hidden, gelu, dtype, rngs, bias=True)
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
-        memory, out = self.mixer(memory, ubatch, self.mix_norm(x))
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
         x = x + out
-        return memory, x + self.feed(self.feed_norm(x))
+        return cache, x + self.feed(self.feed_norm(x))
 
 
 class RecurrentGemma(LanguageModel):

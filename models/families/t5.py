@@ -1,6 +1,6 @@
-"""T5, written for a jaxkv memory: an encoder that reads a source, and a decoder that looks at it.
+"""T5, written for a jaxkv cache: an encoder that reads a source, and a decoder that looks at it.
 
-The encoder reads a source once, all of it at the same time, and needs no memory. What is kept is
+The encoder reads a source once, all of it at the same time, and needs no cache. What is kept is
 what the decoder's layers look at: the keys and values of their cross-attention. Neither half knows
 where a token stands; what tells distances is a bias, one table for all layers of a half.
 """
@@ -16,9 +16,9 @@ from flax import nnx
 
 import jaxkv
 from models.checkpoints.checkpoint import Checkpoint
+from models.families.caches import Attends, CrossAttends, Layer
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, Linear, RMSNorm, Vocabulary, gelu
-from models.families.memories import Attends, CrossAttends, Layer
 from models.families.sources import Sources
 from models.meshes import Split
 
@@ -30,7 +30,7 @@ class Config:
     """Sizes and switches of a model of the family; hashable.
 
     encoders: layers of the encoder.
-    layers: L, those of the decoder. Its self-attention has their numbers in the memory, and its
+    layers: L, those of the decoder. Its self-attention has their numbers in the cache, and its
       cross-attention the L numbers after them.
     width: numbers of a token between the layers.
     hidden: numbers of a token inside the feed-forward part.
@@ -141,17 +141,17 @@ class CrossAttention(nnx.Module):
         self.kv = Linear(c.width, (c.heads, 2 * c.head_dim), dtype, rngs, split=by_head(axis=0))
         self.output = Linear(c.heads * c.head_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
-    def keep(self, memory: Any, ubatch: jaxkv.Ubatch, read: jax.Array) -> Any:
-        """Write what an encoder read, `[R, T, width]`; returns the memory."""
-        return jaxkv.write(memory, self.layer, ubatch, *jnp.split(self.kv(read), 2, axis=-1))
+    def keep(self, cache: Any, ubatch: jaxkv.Ubatch, read: jax.Array) -> Any:
+        """Write what an encoder read, `[R, T, width]`; returns the cache."""
+        return jaxkv.write(cache, self.layer, ubatch, *jnp.split(self.kv(read), 2, axis=-1))
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Look from `x`, `[R, T, width]`, at its sources; returns the memory and the outcome."""
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Look from `x`, `[R, T, width]`, at its sources; returns the cache and the outcome."""
         c = self.config
-        memory, out = jaxkv.attend(
-            memory, self.layer, ubatch, self.q(x), scale=1.0, implementation=c.implementation
+        cache, out = jaxkv.attend(
+            cache, self.layer, ubatch, self.q(x), scale=1.0, implementation=c.implementation
         )
-        return memory, self.output(out.reshape(*x.shape[:2], -1))
+        return cache, self.output(out.reshape(*x.shape[:2], -1))
 
 
 class EncoderBlock(nnx.Module):
@@ -197,13 +197,13 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed = feed_of(c, dtype, rngs)
 
-    def __call__(self, memory: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the memory and the next `x`."""
-        memory, out = self.mixer(memory, ubatch, self.mix_norm(x), self.bias())
+    def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        cache, out = self.mixer(cache, ubatch, self.mix_norm(x), self.bias())
         x = x + out
-        memory, out = self.looker(memory, ubatch, self.look_norm(x))
+        cache, out = self.looker(cache, ubatch, self.look_norm(x))
         x = x + out
-        return memory, x + self.feed(self.feed_norm(x))
+        return cache, x + self.feed(self.feed_norm(x))
 
 
 class T5(LanguageModel):
@@ -224,8 +224,8 @@ class T5(LanguageModel):
         """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
         return super().logits(x * self.config.width**-0.5 if self.config.scaled else x)
 
-    def encode(self, memory: Any, ubatch: jaxkv.Ubatch) -> Any:
-        """Read a ubatch of sources that has been applied; returns the memory that holds them."""
+    def encode(self, cache: Any, ubatch: jaxkv.Ubatch) -> Any:
+        """Read a ubatch of sources that has been applied; returns the cache that holds them."""
         x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
         at, sequence = ubatch.positions, ubatch.sequences
         heads = jnp.arange(self.config.heads, dtype=jnp.int32)[:, None, None]
@@ -236,8 +236,8 @@ class T5(LanguageModel):
             x = encoder(x, added)
         x = self.encoder_norm(x)
         for block in self.blocks:
-            memory = block.looker.keep(memory, ubatch, x)
-        return memory
+            cache = block.looker.keep(cache, ubatch, x)
+        return cache
 
 
 def config_of(checkpoint: Checkpoint) -> Config:

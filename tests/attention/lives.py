@@ -1,4 +1,4 @@
-"""Memories that have lived, a ubatch of two tokens more, and what these see by the formula."""
+"""Caches that have lived, a ubatch of two tokens more, and what these see by the formula."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ import numpy as np
 
 import jaxkv
 from tests.attention.formula import formula
-from tests.memories import HEADS, ROPE, SIZE, drawn
+from tests.caches import HEADS, ROPE, SIZE, drawn
 
 CLOSE = dict(rtol=0, atol=2e-6)
 
 
 def lived_in(kind):
-    """A memory with cells that sequences share, holes, and random keys and values."""
+    """A cache with cells that sequences share, holes, and random keys and values."""
     share = kind.sequences // kind.streams
     lines = []
     for one in range(0, kind.sequences, share):
@@ -30,10 +30,10 @@ def lived_in(kind):
     return jaxkv.join(table, replace(buffers, k=k, v=v))
 
 
-def applied(memory, sequences=(0, 1)):
+def applied(cache, sequences=(0, 1)):
     batch = jaxkv.make_batch([[1, 2]] * len(sequences), sequences=[*sequences])
-    (ubatch,) = jaxkv.init_batch(memory, batch).check().ubatches
-    return jaxkv.apply(memory, ubatch), ubatch
+    (ubatch,) = jaxkv.init_batch(cache, batch).check().ubatches
+    return jaxkv.apply(cache, ubatch), ubatch
 
 
 def arrays_for(ubatch, seed=0, dtype=jnp.float32):
@@ -42,17 +42,17 @@ def arrays_for(ubatch, seed=0, dtype=jnp.float32):
     return [jnp.asarray(rng.normal(size=(*ubatch.valid.shape, h, SIZE)), dtype) for h in heads]
 
 
-def between(bias, memory, ubatch, until=None):
+def between(bias, cache, ubatch, until=None):
     """A bias for tokens and cells, `[P, H, T, N]`; a NaN where a token does not see the cell."""
-    _, _, mask, positions = jaxkv.view(memory, 0, ubatch, until=until)
+    _, _, mask, positions = jaxkv.view(cache, 0, ubatch, until=until)
     at = ubatch.positions.reshape(mask.shape[:2])[:, None, :, None]
     added = bias(at, positions[:, None, None], jnp.arange(2 * HEADS)[None, :, None, None])
     return np.asarray(jnp.where(mask[:, None], added, jnp.nan))
 
 
-def seen(memory, layer, ubatch, q, bias=0.0, **options):
+def seen(cache, layer, ubatch, q, bias=0.0, **options):
     """What tokens see of a layer by the formula, `[R, T, H, Dv]`; bias is `[P, H, T, N]`."""
-    k, v, mask, positions = map(np.asarray, jaxkv.view(memory, layer, ubatch, **options))
+    k, v, mask, positions = map(np.asarray, jaxkv.view(cache, layer, ubatch, **options))
     if not options:  # itself, and nothing later; padding sees nothing
         at, valid = (
             np.asarray(x).reshape(mask.shape[:2]) for x in (ubatch.positions, ubatch.valid)

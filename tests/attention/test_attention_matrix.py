@@ -271,6 +271,6 @@ def test_model_passes_implementation_on(name):
     wanted = "no attention to choose" if name == "mamba2" else "wanted an implementation of .*"
     with pytest.raises((ValueError, models.ModelError), match=f"{wanted}.*'flash'"):
         model = models.load(DATA / name, implementation="flash")
-        memory = model.make_memory(cells=32)
-        (ubatch,) = jaxkv.init_full(memory, ubatch_size=2).ubatches
-        jax.eval_shape(model.forward, model.weights, memory, ubatch)
+        cache = model.make_cache(cells=32)
+        (ubatch,) = jaxkv.init_full(cache, ubatch_size=2).ubatches
+        jax.eval_shape(model.forward, model.weights, cache, ubatch)

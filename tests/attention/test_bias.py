@@ -1,4 +1,4 @@
-"""Biases and `until` through the life of a memory, also on meshes, against the formula in NumPy.
+"""Biases and `until` through the life of a cache, also on meshes, against the formula in NumPy.
 
 What each implementation makes of a bias is in `test_attention_matrix.py`.
 """
@@ -16,8 +16,8 @@ from jax.tree_util import Partial
 import jaxkv
 from models.compiling import counting
 from tests.attention.lives import CLOSE, applied, arrays_for, between, lived_in, seen
+from tests.caches import GROUPS, SMALL, SPLIT, WINDOW, Kind
 from tests.cases import in_lanes
-from tests.memories import GROUPS, SMALL, SPLIT, WINDOW, Kind
 from tests.meshes import mesh_of, placed
 from tests.mistakes import assert_raises, mistakes
 
@@ -70,10 +70,10 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
     On a mesh heads have their own numbers and columns, cells their own part of an array.
     """
     with jax.set_mesh(mesh_of(mode, **axes)) if axes else nullcontext():
-        memory, ubatch = applied(lived_in(kind), sequences)
-        mine = placed(memory) if axes else memory
+        cache, ubatch = applied(lived_in(kind), sequences)
+        mine = placed(cache) if axes else cache
         q, k, v = arrays_for(ubatch)
-        after = jaxkv.write(memory, 0, ubatch, k, v)
+        after = jaxkv.write(cache, 0, ubatch, k, v)
         ahead = jnp.arange(ubatch.valid.size, dtype=jnp.int32).reshape(ubatch.valid.shape) % 3 - 1
         last = (
             jnp.full(kind.sequences, -1)
@@ -81,7 +81,7 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
             .max(jnp.where(ubatch.valid, ubatch.positions, -1))[ubatch.sequences]
         )
         for until in (None, jnp.minimum(ubatch.positions + ahead, last)):
-            added = between(T5, memory, ubatch, until)
+            added = between(T5, cache, ubatch, until)
             array = added.swapaxes(1, 2).reshape(*ubatch.valid.shape, H, -1)
             bias = T5 if form == "function" else array
             ours, out = jaxkv.attend(mine, 0, ubatch, q, k, v, bias=bias, until=until)
@@ -99,14 +99,14 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
 @core
 def test_attend_bias_function_compiles_once():
     """Other weights, and the same function wrapped anew, are the same program."""
-    memory, ubatch = applied(SMALL.make())
+    cache, ubatch = applied(SMALL.make())
     q, *_ = arrays_for(ubatch)
 
     def slope(weight, query, key, head):
         return weight * (query - key)
 
     def look(weight):
-        return jaxkv.attend(memory, 0, ubatch, q, bias=Partial(slope, weight))[1]
+        return jaxkv.attend(cache, 0, ubatch, q, bias=Partial(slope, weight))[1]
 
     found = look(jnp.float32(0.5))
     with counting() as heard:
@@ -116,11 +116,11 @@ def test_attend_bias_function_compiles_once():
 
 
 def test_attend_bad_bias_or_until_raises():
-    memory, ubatch = applied(SMALL.make())
+    cache, ubatch = applied(SMALL.make())
     q, *_ = arrays_for(ubatch)
 
     def call(**options):
-        return jaxkv.attend(memory, 0, ubatch, q, **options)
+        return jaxkv.attend(cache, 0, ubatch, q, **options)
 
     def of(weights):
         return call(bias=lambda query, key, head: weights[head] * (query - key))[1].sum()

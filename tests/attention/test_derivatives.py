@@ -1,4 +1,4 @@
-"""Derivatives of attention are those of the formula, also of batches of memories."""
+"""Derivatives of attention are those of the formula, also of batches of caches."""
 
 from dataclasses import replace
 from functools import partial
@@ -88,7 +88,7 @@ def stack(*trees):
 
 
 @core
-def test_vmap_over_memories_computes_once_and_matches_each():
+def test_vmap_over_caches_computes_once_and_matches_each():
     """Both sides of a choice would be computed, if `vmap` made it one between two results."""
     cases = [
         case(seed, cells=2 * TILE + 40, holes=holes) for seed, holes in enumerate((0.7, 0.0, 1.0))
@@ -106,7 +106,7 @@ def test_vmap_over_memories_computes_once_and_matches_each():
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("bias", ["function", "array"])
 def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
-    """Biases have weights or numbers which memories share, so that derivatives add up, or not."""
+    """Biases have weights or numbers which caches share, so that derivatives add up, or not."""
     cases = [case(seed, lists=[2, 0], until=True, bias=bias) for seed in range(2)]
     together, first = stack(*cases), weights_of(cases[0].sight.bias)
     weights = first if shared else jnp.stack([first, 2 * weights_of(cases[1].sight.bias)])
@@ -129,15 +129,15 @@ def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
     np.testing.assert_allclose(alone, wanted[0], rtol=1e-5)
 
 
-# ----------------------------------------------------------------------------------- memories
+# ----------------------------------------------------------------------------------- caches
 
 QKV = np.random.default_rng(0).normal(size=(3, 1, 4, 2, 4)).astype(np.float32)
 
 
-def told(memory, q, k, v):
-    memory = memory or jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=2, head_dim=4)
-    plan = jaxkv.init_batch(memory, jaxkv.make_batch([1] * q.shape[1]))
-    return jaxkv.attend(jaxkv.apply(memory, plan), 0, plan.ubatches[0], q, k, v)
+def told(cache, q, k, v):
+    cache = cache or jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=2, head_dim=4)
+    plan = jaxkv.init_batch(cache, jaxkv.make_batch([1] * q.shape[1]))
+    return jaxkv.attend(jaxkv.apply(cache, plan), 0, plan.ubatches[0], q, k, v)
 
 
 @core
@@ -145,13 +145,13 @@ def test_grad_through_write_and_view_matches_attend():
     """Also that of what an earlier ubatch wrote."""
     first, last = QKV[:, :, :2], QKV[:, :, 2:]
 
-    def attends(memory, q, k, v):
-        return told(memory, q, k, v)[1]
+    def attends(cache, q, k, v):
+        return told(cache, q, k, v)[1]
 
-    def by_hand(memory, q, k, v):
-        plan = jaxkv.init_batch(memory, jaxkv.make_batch([1] * 2))
-        memory = jaxkv.write(jaxkv.apply(memory, plan), 0, plan.ubatches[0], k, v)
-        k, v, mask, _ = jaxkv.view(memory, 0, plan.ubatches[0])
+    def by_hand(cache, q, k, v):
+        plan = jaxkv.init_batch(cache, jaxkv.make_batch([1] * 2))
+        cache = jaxkv.write(jaxkv.apply(cache, plan), 0, plan.ubatches[0], k, v)
+        k, v, mask, _ = jaxkv.view(cache, 0, plan.ubatches[0])
         q = jnp.pad(q, [(0, 0), (0, mask.shape[1] - 2), (0, 0), (0, 0)])
         return jaxkv.ops.attention.attention(q, k, v, mask)
 
@@ -169,8 +169,8 @@ def test_grad_of_forgotten_nan_is_unchanged():
     """Keys and values that were written, and that no token sees, do not reach a gradient."""
 
     def learn(q, k, v, rest):
-        memory, _ = told(None, q, k + rest, v + rest)
-        return jnp.sum(told(jaxkv.clear(memory), q[:, :1], k[:, :1], v[:, :1])[1] ** 2)
+        cache, _ = told(None, q, k + rest, v + rest)
+        return jnp.sum(told(jaxkv.clear(cache), q[:, :1], k[:, :1], v[:, :1])[1] ** 2)
 
     derive = jax.jit(jax.grad(learn, argnums=(0, 1, 2)))
     for a, b in zip(derive(*QKV, jnp.nan), derive(*QKV, 0.0), strict=True):
@@ -199,13 +199,13 @@ def test_grad_of_jit_checkpoint_and_scan_agree():
 def test_grad_of_latents_beside_a_broken_text_is_finite(implementation):
     """Values that are a part of keys are cleaned with them."""
     sizes = dict(layers=1, cells=4, kv_heads=1, head_dim=4, sequences=2)
-    memory = jaxkv.make_kv_cache(**sizes, value_dim=slice(2, 4))
+    cache = jaxkv.make_kv_cache(**sizes, value_dim=slice(2, 4))
 
-    def told(memory, seq, x):
-        (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch([1], sequences=seq)).ubatches
-        memory = jaxkv.apply(memory, ubatch)
-        return jaxkv.attend(memory, 0, ubatch, x, x, implementation=implementation)
+    def told(cache, seq, x):
+        (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch([1], sequences=seq)).ubatches
+        cache = jaxkv.apply(cache, ubatch)
+        return jaxkv.attend(cache, 0, ubatch, x, x, implementation=implementation)
 
-    memory, _ = told(memory, 0, jnp.full((1, 1, 1, 4), jnp.nan))
-    slope = jax.grad(lambda x: told(memory, 1, x)[1].sum())(jnp.ones((1, 1, 1, 4)))
+    cache, _ = told(cache, 0, jnp.full((1, 1, 1, 4), jnp.nan))
+    slope = jax.grad(lambda x: told(cache, 1, x)[1].sum())(jnp.ones((1, 1, 1, 4)))
     assert slope[0, 0, 0].tolist() == [0, 0, 1, 1]

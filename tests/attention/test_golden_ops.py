@@ -36,45 +36,45 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
     size = 64 if gemma else (4 if split else 8)
     sizes = dict(cells=cells, sequences=sequences, ubatch_size=size, rollback=64)
     streams = sequences if split else 1
-    memory = model.make_memory(**sizes, streams=streams, placement=placement)
+    cache = model.make_cache(**sizes, streams=streams, placement=placement)
     rest = dict(ubatch_size=size, donate=True)
     for step in script["steps"]:
         if step["op"] == "seq_rm":
-            memory, ok = jaxkv.seq_rm(memory, *step["args"])
+            cache, ok = jaxkv.seq_rm(cache, *step["args"])
             assert bool(ok) == step["ret"]
         elif step["op"] in ("seq_keep", "clear"):
-            memory = getattr(jaxkv, step["op"])(memory, *step["args"])
+            cache = getattr(jaxkv, step["op"])(cache, *step["args"])
         elif step["op"] != "decode":
-            memory, ok = getattr(jaxkv, step["op"])(memory, *step["args"])
+            cache, ok = getattr(jaxkv, step["op"])(cache, *step["args"])
             assert ok
         else:
-            memory = jaxkv.apply(memory, jaxkv.init_update(memory), donate=True)
+            cache = jaxkv.apply(cache, jaxkv.init_update(cache), donate=True)
             if defrag:
-                memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory), donate=True)
+                cache = jaxkv.apply(cache, jaxkv.defrag_plan(cache), donate=True)
             tokens, fields = step["tokens"], dict(positions=step["pos"], sequences=step["seq"])
             last = np.arange(len(tokens)) == len(tokens) - 1
             outputs = np.array(step.get("want", last), bool)
             batch = jaxkv.make_batch(tokens, **fields, outputs=outputs)
-            plan = jaxkv.init_batch(memory, batch, ubatch_size=size)
+            plan = jaxkv.init_batch(cache, batch, ubatch_size=size)
             if placement == "contiguous":
                 refused = plan.reason
-                memory, plan, helped = jaxkv.make_room(memory, batch, **rest)
+                cache, plan, helped = jaxkv.make_room(cache, batch, **rest)
                 assert not helped or jaxkv.Reason.FRAGMENTED in refused.tolist()
                 helps += helped
             assert bool(plan.ok) == (step["rc"] == 0), (plan.reason, step["rc"])
             if plan.ok:
-                memory, logits, *_ = jaxkv.prefill(
-                    model.forward, model.weights, memory, batch, **rest
+                cache, logits, *_ = jaxkv.prefill(
+                    model.forward, model.weights, cache, batch, **rest
                 )
                 for row, record in zip(np.asarray(logits), step["logits"], strict=True):
                     check_logits(row, record, script["sample_ids"], within=3e-2 if gemma else 1e-3)
         ids = np.arange(len(step["pos_max"]))
-        first, last = jaxkv.seq_pos_min(memory, ids), jaxkv.seq_pos_max(memory, ids)
+        first, last = jaxkv.seq_pos_min(cache, ids), jaxkv.seq_pos_max(cache, ids)
         assert last.tolist() == step["pos_max"]
         if gemma:  # with a window it is a matter of choice which cells go first
             needed = np.maximum(np.asarray(last) + 2 - 512, 0)
             assert np.all(first <= np.where(last >= 0, needed, -1))
         else:
             assert first.tolist() == step["pos_min"]
-        assert not any(jax.tree.leaves(jaxkv.check_invariants(memory)))
+        assert not any(jax.tree.leaves(jaxkv.check_invariants(cache)))
     assert helps or (name, placement) != ("fragmented", "contiguous")

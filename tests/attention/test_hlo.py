@@ -48,11 +48,11 @@ def test_attend_long_prompt_holds_nothing_of_all_pairs():
 def test_attend_latent_step_copies_no_keys(tokens):
     """Neither for the values that are a part of them, nor for a loop over tiles."""
     sizes = {"layers": 1, "cells": 8192, "kv_heads": 1, "head_dim": 576}
-    memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes, value_dim=slice(64, 576)))
-    (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
+    cache = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes, value_dim=slice(64, 576)))
+    (ubatch,) = jaxkv.init_full(cache, ubatch_size=tokens).ubatches
     q, k = (jax.ShapeDtypeStruct((1, tokens, n, 576), jnp.float32) for n in (2, 1))
     step = jax.jit(lambda m, u, q, k: jaxkv.attend(m, 0, u, q, k), donate_argnums=0)
-    program = step.lower(memory, ubatch, q, k).compile()
+    program = step.lower(cache, ubatch, q, k).compile()
     assert hlo.temporary_bytes(program) < 8192 * 576 * 4 // 2
 
 
@@ -81,13 +81,13 @@ def test_attend_layers_share_mask_and_list_of_tiles():
     assert (four[1] - one[1], four[2] - one[2]) == (3, 3)
 
 
-def look(memory, layer, ubatch, x):
-    return jaxkv.attend(memory, layer, ubatch, x, x, x)
+def look(cache, layer, ubatch, x):
+    return jaxkv.attend(cache, layer, ubatch, x, x, x)
 
 
-def go_on(memory, layer, ubatch, x):
-    state = jaxkv.read_states(memory, layer, ubatch)["sum"] + jnp.sum(x, axis=1)
-    return jaxkv.write_states(memory, layer, ubatch, {"sum": state}), x + state[:, None]
+def go_on(cache, layer, ubatch, x):
+    state = jaxkv.read_states(cache, layer, ubatch)["sum"] + jnp.sum(x, axis=1)
+    return jaxkv.write_states(cache, layer, ubatch, {"sum": state}), x + state[:, None]
 
 
 cells = partial(jaxkv.make_kv_cache, cells=64, kv_heads=2, head_dim=8)
@@ -109,19 +109,19 @@ def test_step_layers_hash_nothing(name):
     """
     of_layer, make, sequences = HASHES[name]
 
-    def step(memory, tokens, layers):
+    def step(cache, tokens, layers):
         there = jnp.ones(sequences, bool)
-        ubatch, _ = jaxkv.plan_step(memory, tokens, jnp.arange(sequences), there)
-        memory, x = jaxkv.apply(memory, ubatch), jnp.ones((*ubatch.valid.shape, 2, 8))
+        ubatch, _ = jaxkv.plan_step(cache, tokens, jnp.arange(sequences), there)
+        cache, x = jaxkv.apply(cache, ubatch), jnp.ones((*ubatch.valid.shape, 2, 8))
         for layer in range(layers):
-            memory, out = of_layer(memory, layer, ubatch, x)
+            cache, out = of_layer(cache, layer, ubatch, x)
             x = x + out
-        return memory, x
+        return cache, x
 
     def mixes(layers):
-        memory = jax.eval_shape(partial(make, layers=layers, sequences=sequences))
+        cache = jax.eval_shape(partial(make, layers=layers, sequences=sequences))
         tokens = jax.ShapeDtypeStruct((sequences,), jnp.int32)
-        compiled = jax.jit(partial(step, layers=layers)).lower(memory, tokens).compile()
+        compiled = jax.jit(partial(step, layers=layers)).lower(cache, tokens).compile()
         return compiled.as_text().count(" xor(")
 
     assert mixes(1) == mixes(3) > 0

@@ -24,11 +24,11 @@ def model(how, window):
     first = jaxkv.window.first_seen(window, jnp.arange(COUNT))
     sees = (at >= np.asarray(first)[:, None]) & (at <= last[:, None])
 
-    def forward(weights, memory, ubatch):
+    def forward(weights, cache, ubatch):
         options = {"until": ubatch.extra["until"]} if how == "until" else {"causal": False}
         x = ubatch.embeddings[:, :, None]
-        memory, out = jaxkv.attend(memory, 0, ubatch, x, x, x, **options)
-        return memory, out.reshape(-1, SIZE)[ubatch.outputs]
+        cache, out = jaxkv.attend(cache, 0, ubatch, x, x, x, **options)
+        return cache, out.reshape(-1, SIZE)[ubatch.outputs]
 
     return forward, sees
 
@@ -49,14 +49,14 @@ def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):
     heads = X[None, :, None]
     wanted = formula(heads, *[heads.swapaxes(1, 2)] * 2, sees[None])[0, :, 0]
     for size in (16, 8, 4):
-        memory = jaxkv.make_kv_cache(
+        cache = jaxkv.make_kv_cache(
             layers=1, cells=32, kv_heads=1, head_dim=SIZE, window=window, sequences=2,
             streams=streams,
         )  # fmt: skip
         batch = jaxkv.make_batch(
             embeddings=X, outputs=np.ones(COUNT, bool), extra={"until": IMAGE}, sequences=1
         )
-        _, out = jaxkv.prefill(forward, None, memory, batch, ubatch_size=size)[:2]
+        _, out = jaxkv.prefill(forward, None, cache, batch, ubatch_size=size)[:2]
         ends = np.minimum(np.arange(COUNT) // size * size + size, COUNT) - 1
         reach = np.max(np.where(sees, np.arange(COUNT), -1), axis=1)
         whole = reach <= ends

@@ -24,37 +24,37 @@ core = pytest.mark.core
 REWRITTEN = ["bfloat16"] if jax.__version_info__ < (0, 12) else []
 
 
-def memory_shapes(dtype="float32", *, streams=1, cells=CELLS, heads=HEADS, **options):
+def cache_shapes(dtype="float32", *, streams=1, cells=CELLS, heads=HEADS, **options):
     sizes = dict(layers=LAYERS, cells=cells // streams, kv_heads=heads, head_dim=SIZE)
     options |= dict(sequences=SEQUENCES, streams=streams, rope=ROPE, dtype=dtype)
     return jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes, **options))
 
 
-def step(memory, ubatch):
-    """What a model does with a memory, and nothing besides; a scan where layers are stacked."""
-    memory = jaxkv.apply(memory, ubatch)
-    heads = memory.buffers.k[0].shape[1]
-    x = jnp.ones((*ubatch.valid.shape, 2 * heads, SIZE), dtype_of(memory.buffers.k[0]))
+def step(cache, ubatch):
+    """What a model does with a cache, and nothing besides; a scan where layers are stacked."""
+    cache = jaxkv.apply(cache, ubatch)
+    heads = cache.buffers.k[0].shape[1]
+    x = jnp.ones((*ubatch.valid.shape, 2 * heads, SIZE), dtype_of(cache.buffers.k[0]))
 
     def of_layer(carry, layer):
-        memory, x = carry
+        cache, x = carry
         q = jaxkv.rotate(x, ubatch.positions, ROPE)
-        memory, out = jaxkv.attend(memory, layer, ubatch, q, q[:, :, :heads], x[:, :, heads:])
-        return (memory, x + out), None
+        cache, out = jaxkv.attend(cache, layer, ubatch, q, q[:, :, :heads], x[:, :, heads:])
+        return (cache, x + out), None
 
-    if memory.buffers.stacked:
-        return jax.lax.scan(of_layer, (memory, x), jnp.arange(LAYERS))[0]
+    if cache.buffers.stacked:
+        return jax.lax.scan(of_layer, (cache, x), jnp.arange(LAYERS))[0]
     for layer in range(LAYERS):
-        (memory, x), _ = of_layer((memory, x), layer)
-    return memory, x
+        (cache, x), _ = of_layer((cache, x), layer)
+    return cache, x
 
 
-def planned(memory):
-    return jaxkv.plan_step(memory, jnp.zeros(1, int), jnp.arange(1), jnp.ones(1, bool))[0]
+def planned(cache):
+    return jaxkv.plan_step(cache, jnp.zeros(1, int), jnp.arange(1), jnp.ones(1, bool))[0]
 
 
-def planned_step(memory):
-    return step(memory, planned(memory))[0]
+def planned_step(cache):
+    return step(cache, planned(cache))[0]
 
 
 def check(program, *args, tokens=0, dtype="float32"):
@@ -80,50 +80,50 @@ STEPS += [("int8", 8, True), ("int8", 1, False), ("float32", 8, True)]
     ("dtype", "tokens", "stacked"), in_lanes(STEPS, fast=[], core=[*STEPS[:4], STEPS[5]])
 )
 def test_step_copies_no_layer(dtype, tokens, stacked):
-    memory = memory_shapes(dtype, stacked=stacked)
-    (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
+    cache = cache_shapes(dtype, stacked=stacked)
+    (ubatch,) = jaxkv.init_full(cache, ubatch_size=tokens).ubatches
     # Of 16 bits and less, and of stacked layers, tiles are read, whose logits alone are held.
     whole = dtype == "float32" and not stacked
-    check(step, memory, ubatch, tokens=tokens if whole else 0, dtype=dtype)
+    check(step, cache, ubatch, tokens=tokens if whole else 0, dtype=dtype)
 
 
-def write_and_look(memory):
+def write_and_look(cache):
     """A layer that is not written is passed through."""
-    ubatch = planned(memory)
-    memory = jaxkv.apply(memory, ubatch)
+    ubatch = planned(cache)
+    cache = jaxkv.apply(cache, ubatch)
     x = jnp.ones((1, 1, 2 * HEADS, SIZE))
-    memory = jaxkv.write(memory, 0, ubatch, x[:, :, :HEADS], x[:, :, HEADS:])
-    return jaxkv.attend(memory, 0, ubatch, x)
+    cache = jaxkv.write(cache, 0, ubatch, x[:, :, :HEADS], x[:, :, HEADS:])
+    return jaxkv.attend(cache, 0, ubatch, x)
 
 
-def loop(memory):
+def loop(cache):
     """The body of a loop that generates: plan, apply, run."""
 
     def body(carry):
         return planned_step(carry[0]), carry[1] + 1
 
-    return jax.lax.while_loop(lambda carry: carry[1] < 4, body, (memory, 0))
+    return jax.lax.while_loop(lambda carry: carry[1] < 4, body, (cache, 0))
 
 
-def edited(memory):
+def edited(cache):
     for edit in EDITS.values():
-        memory = edit(memory)
-    return memory
+        cache = edit(cache)
+    return cache
 
 
 @core
 @pytest.mark.parametrize(("program", "tokens"), [(write_and_look, 1), (loop, 1), (edited, 0)])
 def test_program_copies_no_layer(program, tokens):
-    check(program, memory_shapes(), tokens=tokens)
+    check(program, cache_shapes(), tokens=tokens)
 
 
 @core
 def test_step_of_single_key_head_copies_no_layer():
     """One token, one key head, in a pool so small that all of it is read at once."""
-    memory = memory_shapes(cells=2048, heads=1)
+    cache = cache_shapes(cells=2048, heads=1)
     programs = [jax.jit(planned_step, donate_argnums=which) for which in (0, ())]
     moves, copies = (
-        hlo.large_moves(program.lower(memory).compile(), 2048 * SIZE * 4 // 2)
+        hlo.large_moves(program.lower(cache).compile(), 2048 * SIZE * 4 // 2)
         for program in programs
     )
     assert moves == [] and copies  # those of what is not donated
@@ -178,16 +178,16 @@ MOVES_AT_NIGHT = [
     in_lanes([*MOVES_IN_CORE, *MOVES_AT_NIGHT], fast=[], core=MOVES_IN_CORE),
 )
 def test_move_copies_no_layer(name, dtype, streams, stacked):
-    check(MOVES[name], memory_shapes(dtype, streams=streams, stacked=stacked), dtype=dtype)
+    check(MOVES[name], cache_shapes(dtype, streams=streams, stacked=stacked), dtype=dtype)
 
 
 @core
 def test_answers_read_no_buffers():
-    def answered(memory):
-        return [answer(memory) for answer in ANSWERS.values()]
+    def answered(cache):
+        return [answer(cache) for answer in ANSWERS.values()]
 
-    compiled = jax.jit(answered).lower(memory_shapes()).compile()
-    table, _ = jaxkv.split(memory_shapes())
+    compiled = jax.jit(answered).lower(cache_shapes()).compile()
+    table, _ = jaxkv.split(cache_shapes())
     assert hlo.temporary_bytes(compiled) < 8 * jaxkv.nbytes(table)
     assert not hlo.large_moves(compiled, LAYER // 2)
     assert compiled.memory_analysis().argument_size_in_bytes <= jaxkv.nbytes(table)
@@ -195,8 +195,8 @@ def test_answers_read_no_buffers():
 
 @core
 def test_edits_outside_of_jit_keep_the_same_buffers():
-    memory = jaxkv.make_kv_cache(
+    cache = jaxkv.make_kv_cache(
         layers=1, cells=8, kv_heads=1, head_dim=2, rope=None, sequences=SEQUENCES
     )
     for name, edit in EDITS.items():
-        assert edit(memory).buffers.k[0] is memory.buffers.k[0], name
+        assert edit(cache).buffers.k[0] is cache.buffers.k[0], name

@@ -22,17 +22,17 @@ def step_for(platform, *, tokens=1, size=64, dtype="float32", implementation=Non
     """Writing and attending in a layer, as text; `gpu` is the one that programs are made for."""
 
     sizes = dict(layers=1, cells=8192, kv_heads=2, head_dim=size, dtype=dtype)
-    memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes))
-    (ubatch,) = jaxkv.init_full(memory, ubatch_size=tokens).ubatches
+    cache = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes))
+    (ubatch,) = jaxkv.init_full(cache, ubatch_size=tokens).ubatches
     q, k = (jax.ShapeDtypeStruct((1, tokens, heads, size), dtype) for heads in (4, 2))
 
-    def step(memory, ubatch, q, k):
-        return jaxkv.attend(memory, 0, ubatch, q, k, k, implementation=implementation)
+    def step(cache, ubatch, q, k):
+        return jaxkv.attend(cache, 0, ubatch, q, k, k, implementation=implementation)
 
     device = gpu and jax.sharding.AbstractDevice(gpu, 132, "gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(step).trace(memory, ubatch, q, k)
+        traced = jax.jit(step).trace(cache, ubatch, q, k)
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -79,12 +79,12 @@ def test_lowered_for_known_gpu_runs_kernel():
 
 @core
 def test_lowered_elsewhere_last_positions_take_one_pass():
-    def plan(memory):
-        return jaxkv.plan_step(memory, jnp.zeros(4, int), jnp.arange(4), jnp.ones(4, bool))
+    def plan(cache):
+        return jaxkv.plan_step(cache, jnp.zeros(4, int), jnp.arange(4), jnp.ones(4, bool))
 
     sizes = dict(layers=1, cells=8192, kv_heads=1, head_dim=2, sequences=4)
-    memory = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes))
-    traced = jax.jit(plan).trace(memory)
+    cache = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes))
+    traced = jax.jit(plan).trace(cache)
     a_block, all_cells = "tensor<1x128x32xi32>", "tensor<1x8192x32xi32>"
     for platform in ("cpu", "tpu", "cuda"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()

@@ -1,6 +1,6 @@
-"""Memories of 8 bits, of latent values, and of layers in one array, beside plain ones of float32.
+"""Caches of 8 bits, of latent values, and of layers in one array, beside plain ones of float32.
 
-A plain memory holds the numbers that the other one stores, and does what that one does.
+A plain cache holds the numbers that the other one stores, and does what that one does.
 """
 
 from contextlib import nullcontext
@@ -22,8 +22,8 @@ from jaxkv.ops.quantised import decoded, encoded, zeros
 from jaxkv.snapshot.file import written
 from jaxkv.snapshot.whole import describe
 from tests.attention.formula import MOST, coded, rounded
+from tests.caches import updated
 from tests.cases import in_lanes
-from tests.memories import updated
 from tests.meshes import mesh_of, placed
 from tests.mistakes import assert_raises, mistakes
 
@@ -54,39 +54,39 @@ def make(cells=24, **options):
 
 
 @jax.jit
-def attended(memory, ubatch, q, k, v):
+def attended(cache, ubatch, q, k, v):
     """Apply a ubatch and attend in all layers, in a scan where they are stacked."""
-    memory, outs = jaxkv.apply(memory, ubatch), []
+    cache, outs = jaxkv.apply(cache, ubatch), []
 
-    def of_layer(memory, arrays):
-        return jaxkv.attend(memory, arrays[0], ubatch, *arrays[1:])
+    def of_layer(cache, arrays):
+        return jaxkv.attend(cache, arrays[0], ubatch, *arrays[1:])
 
-    if memory.buffers.stacked:
-        return jax.lax.scan(of_layer, memory, (jnp.arange(LAYERS), q, k, v))
+    if cache.buffers.stacked:
+        return jax.lax.scan(of_layer, cache, (jnp.arange(LAYERS), q, k, v))
     for layer in range(LAYERS):
         arrays = jax.tree.map(lambda x, layer=layer: x[layer], (q, k, v))
-        memory, out = of_layer(memory, (layer, *arrays))
+        cache, out = of_layer(cache, (layer, *arrays))
         outs.append(out)
-    return memory, jnp.stack(outs)
+    return cache, jnp.stack(outs)
 
 
-def held(memory):
+def held(cache):
     """Keys and values of all layers as numbers, `[L, S, K, N, D]` each."""
     halves = []
-    for half in (memory.buffers.k, memory.buffers.v):
+    for half in (cache.buffers.k, cache.buffers.v):
         if isinstance(half[0], Latent):
             halves.append(halves[0][..., PART])
             continue
         layers = [np.asarray(decoded(x), np.float32) for x in half]
-        layers = [x.reshape(-1, memory.buffers.depth, *x.shape[1:]) for x in layers]
+        layers = [x.reshape(-1, cache.buffers.depth, *x.shape[1:]) for x in layers]
         halves.append(np.concatenate([x.swapaxes(0, 1) for x in layers]))
     return halves
 
 
-def plain_of(memory):
-    """A memory of float32 on one device that holds the same numbers, each layer apart."""
-    table, buffers = jaxkv.split(memory)
-    k, v = (tuple(map(jnp.asarray, half)) for half in held(memory))
+def plain_of(cache):
+    """A cache of float32 on one device that holds the same numbers, each layer apart."""
+    table, buffers = jaxkv.split(cache)
+    k, v = (tuple(map(jnp.asarray, half)) for half in held(cache))
     table = jax.tree.map(np.asarray, table.with_rules(None))
     return jaxkv.join(table, replace(buffers, k=k, v=v, stacked=False))
 
@@ -102,32 +102,32 @@ def arrays_for(ubatch, form, seed=0):
     return q, (k, v), (rounded(k, dtype), rounded(v, dtype)) if dtype in MOST else (k, v)
 
 
-def assert_alike(memory, plain, atol=2e-6):
+def assert_alike(cache, plain, atol=2e-6):
     """The tables are the same, and so is what the cells in use hold."""
     for name in ("position", "owners", "shift"):
-        np.testing.assert_array_equal(*(getattr(one.table, name) for one in (memory, plain)))
-    used = np.asarray(memory.table.position)[:, None, :, None] >= 0
-    for one, other in zip(held(memory), held(plain), strict=True):
+        np.testing.assert_array_equal(*(getattr(one.table, name) for one in (cache, plain)))
+    used = np.asarray(cache.table.position)[:, None, :, None] >= 0
+    for one, other in zip(held(cache), held(plain), strict=True):
         other = np.where(used, other, 0)
         np.testing.assert_allclose(np.where(used, one, 0), other, rtol=1e-5, atol=atol)
 
 
-def planned(memory, rows, sequences):
+def planned(cache, rows, sequences):
     batch = make_batch(rows, sequences=sequences)
-    return jaxkv.init_batch(memory, batch, ubatch_size=4).check().ubatches
+    return jaxkv.init_batch(cache, batch, ubatch_size=4).check().ubatches
 
 
-def told(memory, form, rows=((1, 1), (1, 1)), sequences=(1, 2)):
-    """A memory with more tokens; these read what they read of a plain one."""
-    plain, rows = plain_of(memory), [*map(list, rows)]
-    pairs = zip(*(planned(one, rows, [*sequences]) for one in (memory, plain)), strict=True)
+def told(cache, form, rows=((1, 1), (1, 1)), sequences=(1, 2)):
+    """A cache with more tokens; these read what they read of a plain one."""
+    plain, rows = plain_of(cache), [*map(list, rows)]
+    pairs = zip(*(planned(one, rows, [*sequences]) for one in (cache, plain)), strict=True)
     for seed, (ubatch, other) in enumerate(pairs):
         q, given, same = arrays_for(ubatch, form, seed)
-        memory, out = attended(memory, ubatch, q, *given)
+        cache, out = attended(cache, ubatch, q, *given)
         plain, wanted = attended(plain, other, q, *same)
         np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=5e-6)
-    assert_alike(memory, plain)
-    return memory
+    assert_alike(cache, plain)
+    return cache
 
 
 ROUNDED = {"int8": 0.06, "float8_e4m3fn": 0.7}
@@ -161,38 +161,38 @@ LIVES = [
 @pytest.mark.parametrize(
     ("form", "sizes", "mode", "axes"), in_lanes(LIVES, fast=[], core=LIVES[:4]), ids=str
 )
-def test_storage_form_life_matches_plain_memory(form, sizes, mode, axes):
-    """Each verb is done on the memory, on a mesh if there are axes, and on a plain one."""
-    memory, form = make(**FORMS[form], **SIZES[sizes]), FORMS[form]
+def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
+    """Each verb is done on the cache, on a mesh if there are axes, and on a plain one."""
+    cache, form = make(**FORMS[form], **SIZES[sizes]), FORMS[form]
     with jax.set_mesh(mesh_of(mode, **axes)) if axes else nullcontext():
         if axes:
-            memory = placed(memory)
-            array = jax.tree.leaves(memory.buffers.k)[0]
+            cache = placed(cache)
+            array = jax.tree.leaves(cache.buffers.k)[0]
             split = np.divide(array.shape, array.addressable_shards[0].data.shape)
             wanted = [axes.get(name, 1) for name in ("data", "tensor", "cells")]
             assert split.tolist() == [*wanted, 1]
         for _ in range(2):
-            memory = told(memory, form, sequences=[0, 2])
+            cache = told(cache, form, sequences=[0, 2])
         for verb in VERBS:
-            plain = verb(plain_of(memory))
-            memory = verb(memory)
+            plain = verb(plain_of(cache))
+            cache = verb(cache)
             bound = ROUNDED.get(form.get("dtype"), 2e-6) if verb is updated else 2e-6
-            assert_alike(memory, plain, bound)
-        told(memory, form)
+            assert_alike(cache, plain, bound)
+        told(cache, form)
 
 
 @pytest.mark.parametrize("name", in_lanes(FORMS, fast=[], core=["latent", "stacked int8"]))
-def test_snapshot_storage_form_goes_on_as_plain_memory(name):
-    """Also where a memory of other sizes takes it in; files do not know of stacked layers."""
+def test_snapshot_storage_form_goes_on_as_plain_cache(name):
+    """Also where a cache of other sizes takes it in; files do not know of stacked layers."""
     form = FORMS[name]
-    memory = told(make(**form, streams=2), form, [[1, 2, 3], [4, 5], [6, 7]], (1, 2, 0))
-    data, plain = snapshot.to_bytes(memory), snapshot.to_bytes(plain_of(memory))
+    cache = told(make(**form, streams=2), form, [[1, 2, 3], [4, 5], [6, 7]], (1, 2, 0))
+    data, plain = snapshot.to_bytes(cache), snapshot.to_bytes(plain_of(cache))
     if "dtype" in form:
         found = snapshot.inspect(data).arrays["buffers.k.0.codes"]
         assert found == (form["dtype"], (7, HEADS, SIZE))
     loaded = snapshot.load(data)
     assert not loaded.buffers.stacked
-    assert_alike(loaded, plain_of(memory))
+    assert_alike(loaded, plain_of(cache))
     latent = "value_dim" in form
     plain = snapshot.load_into(plain, make(**({"value_dim": 4} if latent else {}), cells=20))
     for other in ({**form, "stacked": False}, form):
@@ -209,44 +209,44 @@ def test_snapshot_codes_without_scales_raises():
     codes = np.zeros((0, HEADS, SIZE), np.int8)
     arrays = {f"buffers.{half}.{i}": codes for half in "kv" for i in (0, 1)}
     arrays["table.cell"] = np.zeros(0, np.int32)
-    description = {"memory": describe(make(dtype="int8")), "model": None}
+    description = {"cache": describe(make(dtype="int8")), "model": None}
     description |= {"sequences": [], "tokens": []}
-    with pytest.raises(ValueError, match="a snapshot that describes a memory, .*buffers.k.0.codes"):
+    with pytest.raises(ValueError, match="a snapshot that describes a cache, .*buffers.k.0.codes"):
         snapshot.load(written(description, arrays))
 
 
 @core
-def test_vmap_over_memories_of_a_storage_form_matches_each():
+def test_vmap_over_caches_of_a_storage_form_matches_each():
     form, inputs = FORMS["stacked int8"], []
     for sequences in ((1, 2), (0, 3)):
-        memory = told(make(**form, streams=2), form, sequences=sequences)
-        (ubatch,) = planned(memory, [[1], [2]], [3, 1])
+        cache = told(make(**form, streams=2), form, sequences=sequences)
+        (ubatch,) = planned(cache, [[1], [2]], [3, 1])
         q, given, _ = arrays_for(ubatch, form, seed=sequences[0])
-        inputs.append((memory, ubatch, q, *given))
+        inputs.append((cache, ubatch, q, *given))
     found = jax.vmap(attended)(*jax.tree.map(lambda *x: jnp.stack(x), *inputs))
     for i, one in enumerate(inputs):
-        memory, out = attended(*one)
+        cache, out = attended(*one)
         after, got = jax.tree.map(lambda x, i=i: x[i], found)
-        for halves in zip([got, *held(after)], [out, *held(memory)], strict=True):
+        for halves in zip([got, *held(after)], [out, *held(cache)], strict=True):
             np.testing.assert_allclose(*halves, atol=2e-6)
 
 
 @core
 @pytest.mark.parametrize("name", ["int8", "latent", "stacked"])
-def test_attend_derivatives_of_storage_form_match_plain_memory(name):
+def test_attend_derivatives_of_storage_form_match_plain_cache(name):
     """Quantised keys and values have none; those of queries go through what is stored."""
     form = FORMS[name]
-    memory = told(make(**form, streams=2), form)
-    (ubatch,) = planned(memory, [[1], [2]], [3, 1])
+    cache = told(make(**form, streams=2), form)
+    (ubatch,) = planned(cache, [[1], [2]], [3, 1])
     q, given, same = jax.tree.map(jnp.asarray, arrays_for(ubatch, form, seed=9))
 
-    def loss(memory, v, q, k):
+    def loss(cache, v, q, k):
         v = k[..., PART] if v is PART else v
-        return jnp.sum(jnp.sin(attended(memory, ubatch, q, k, v)[1]))
+        return jnp.sum(jnp.sin(attended(cache, ubatch, q, k, v)[1]))
 
     derive = jax.grad(loss, (2, 3))
-    found = derive(memory, given[1], q, given[0])
-    wanted = derive(plain_of(memory), PART if name == "latent" else same[1], q, same[0])
+    found = derive(cache, given[1], q, given[0])
+    wanted = derive(plain_of(cache), PART if name == "latent" else same[1], q, same[0])
     if name == "int8":
         assert not found[1].any()
         found, wanted = found[:1], wanted[:1]
@@ -269,13 +269,13 @@ BROKEN = [
 @pytest.mark.parametrize(("form", "half", "bad", "where"), BROKEN, ids=str)
 def test_attend_nonfinite_head_becomes_nan_key_and_zero_value(form, half, bad, where):
     """It shows in the tokens that see it, in the query heads that read it, and nowhere else."""
-    memory, latent = make(**form), "value_dim" in form
-    (ubatch,) = jaxkv.init_batch(memory, make_batch([[1, 2, 3], [4, 5, 6]])).ubatches
+    cache, latent = make(**form), "value_dim" in form
+    (ubatch,) = jaxkv.init_batch(cache, make_batch([[1, 2, 3], [4, 5, 6]])).ubatches
     q, (k, v), _ = arrays_for(ubatch, form)
-    clean, wanted = attended(memory, ubatch, q, k, v)
+    clean, wanted = attended(cache, ubatch, q, k, v)
     k, v = k.copy(), None if latent else v.copy()  # those that were passed may still be read
     {"k": k, "v": v}[half][0, 0, 4, 1, where] = bad  # layer 0, token 1 of sequence 1, head 1
-    broken, out = attended(memory, ubatch, q, k, v)
+    broken, out = attended(cache, ubatch, q, k, v)
 
     place, other = (0, 0, 1, 4), held(clean)
     keys, values = held(broken)
@@ -336,17 +336,17 @@ def test_layout_stacked_layers_are_split_as_layers_apart():
 
 
 @core
-def test_model_int8_memory_keeps_dtype_of_states():
+def test_model_int8_cache_keeps_dtype_of_states():
     model = models.load(DATA / "granite_hybrid")
-    memory = jax.eval_shape(lambda: model.make_memory(cells=8, dtype="int8"))
-    found = {np.dtype(x.dtype).name for x in jax.tree.leaves(memory.buffers)}
+    cache = jax.eval_shape(lambda: model.make_cache(cells=8, dtype="int8"))
+    found = {np.dtype(x.dtype).name for x in jax.tree.leaves(cache.buffers)}
     assert found == {"int8", "float32"}
 
 
 def test_latent_bad_values_raise():
     """Also where a layer is given values, or a layer with values of its own is not."""
-    memory = make(value_dim=(PART, 5))
-    (ubatch,) = jaxkv.init_full(memory, ubatch_size=1).ubatches
+    cache = make(value_dim=(PART, 5))
+    (ubatch,) = jaxkv.init_full(cache, ubatch_size=1).ubatches
     q, k = (jnp.ones((*ubatch.valid.shape, n, SIZE)) for n in (2 * HEADS, HEADS))
     for row in mistakes("latents"):
         assert_raises(*row, globals() | locals())

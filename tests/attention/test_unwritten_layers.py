@@ -8,8 +8,7 @@ import pytest
 
 import jaxkv
 from jaxkv import snapshot
-from tests.cases import in_lanes
-from tests.memories import (
+from tests.caches import (
     ALL_KINDS,
     CODES,
     GROUPS,
@@ -23,28 +22,29 @@ from tests.memories import (
     plan_rows,
     sign,
 )
+from tests.cases import in_lanes
 
 
 @partial(jax.jit, static_argnames="layers")
-def step(memory, ubatch, layers=(0, 1)):
-    """Apply a ubatch and write some of the layers; the memory, and what all layers give."""
-    memory = jaxkv.apply(memory, ubatch)
+def step(cache, ubatch, layers=(0, 1)):
+    """Apply a ubatch and write some of the layers; the cache, and what all layers give."""
+    cache = jaxkv.apply(cache, ubatch)
     q = jax.numpy.zeros((*ubatch.valid.shape, 4, 4))
     saw = []
     for layer in range(LAYERS):
         if layer in layers:
-            memory, out = attend_signed(memory, layer, ubatch)
+            cache, out = attend_signed(cache, layer, ubatch)
         else:
-            memory, out = jaxkv.attend(memory, layer, ubatch, q)
+            cache, out = jaxkv.attend(cache, layer, ubatch, q)
         saw.append(out)
-    return memory, saw
+    return cache, saw
 
 
-def plan(memory, *counts):
+def plan(cache, *counts):
     """Plan as many next tokens, 2 at most, for each of four sequences, in rows of one shape."""
-    shape = jaxkv.split(memory)[0].facts.sequences, 2
+    shape = jaxkv.split(cache)[0].facts.sequences, 2
     counts = (np.resize(counts, shape[0]) * (np.arange(shape[0]) < 4))[:, None]
-    return plan_rows(memory, np.ones(shape, int), np.arange(2) < counts).check().ubatches[0]
+    return plan_rows(cache, np.ones(shape, int), np.arange(2) < counts).check().ubatches[0]
 
 
 def gives_nan(saw):
@@ -60,13 +60,13 @@ few = [SMALL, TWO]
     "kind", in_lanes(KINDS, fast=few, core=[SPLIT, STACKED, LATENT]), ids=lambda kind: kind.name
 )
 def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
-    memory, saw = step(kind.make(None), plan(kind.make(None), 1, 0))
+    cache, saw = step(kind.make(None), plan(kind.make(None), 1, 0))
     assert gives_nan(saw) == [False, False]
-    whole, table = memory, jaxkv.split(memory)[0]
+    whole, table = cache, jaxkv.split(cache)[0]
 
-    lacking, saw = step(memory, plan(memory, 1), (0,))
+    lacking, saw = step(cache, plan(cache, 1), (0,))
     assert gives_nan(saw) == [False, True]
-    written, _ = step(memory, plan(memory, 1))  # the same tokens, in other buffers
+    written, _ = step(cache, plan(cache, 1))  # the same tokens, in other buffers
     mixed, ok = jaxkv.go_back(jaxkv.split(written)[0], lacking)
     assert ok
     assert gives_nan(step(mixed, plan(mixed, 1))[1]) == [False, True]
@@ -98,10 +98,10 @@ def test_copy_between_streams_lacks_what_its_source_lacks(kind, copy):
     whole, _ = step(kind.make(None), plan(kind.make(None), *first))
     lacking, _ = step(whole, plan(whole, *first), (0,))
     pair = (np.array([0]), np.array([last])) if copy is jaxkv.seq_select else (0, last)
-    for memory, expected in ((whole, [False, False]), (lacking, [False, True])):
-        copied, ok = copy(memory, *pair)[:2]
+    for cache, expected in ((whole, [False, False]), (lacking, [False, True])):
+        copied, ok = copy(cache, *pair)[:2]
         assert np.all(ok)
-        before, _ = jaxkv.go_back(jaxkv.split(memory)[0], copied)
+        before, _ = jaxkv.go_back(jaxkv.split(cache)[0], copied)
         again, ok = jaxkv.go_back(jaxkv.split(copied)[0], before)
         assert ok
         for one in (copied, again):
@@ -110,22 +110,22 @@ def test_copy_between_streams_lacks_what_its_source_lacks(kind, copy):
 
 @pytest.mark.core
 def test_view_of_a_layer_that_lacks_tokens_is_nan():
-    memory = SMALL.make()
-    ubatch = plan(memory, 1)
-    memory = jaxkv.apply(memory, ubatch)
+    cache = SMALL.make()
+    ubatch = plan(cache, 1)
+    cache = jaxkv.apply(cache, ubatch)
     for write, expected in ((False, True), (True, False)):
         if write:
-            memory, _ = attend_signed(memory, 0, ubatch)
-        found = jaxkv.view(memory, 0, ubatch)
+            cache, _ = attend_signed(cache, 0, ubatch)
+        found = jaxkv.view(cache, 0, ubatch)
         assert np.isnan(found.k).all() == expected
         assert found.mask[0, 0].sum() == 1  # its own cell
 
 
 @pytest.mark.core
 def test_stream_that_lacks_nothing_goes_on_beside_one_that_does():
-    memory, _, _ = sign(SPLIT.make(), plan(SPLIT.make(), 1))
-    memory, _ = step(memory, plan(memory, 1, 0, 0), (0,))
-    out = step(memory, plan(memory, 1))[1][1]
+    cache, _, _ = sign(SPLIT.make(), plan(SPLIT.make(), 1))
+    cache, _ = step(cache, plan(cache, 1, 0, 0), (0,))
+    out = step(cache, plan(cache, 1))[1][1]
     assert np.isnan(out).any(axis=(1, 2, 3)).tolist() == [True, False, False]
 
 
@@ -135,7 +135,7 @@ def test_copy_brings_nothing_that_its_source_does_not_lack():
     whole, _ = step(GROUPS.make(None), plan(GROUPS.make(None), *(ids == 0)))
     lacking, _ = step(whole, plan(whole, *(ids == ids[-1])), (0,))
     emptied, _ = jaxkv.seq_rm(lacking, ids[-1])
-    for memory, expected in ((emptied, [False, False]), (lacking, [False, True])):
-        copied, ok = jaxkv.seq_cp(memory, 0, ids[-2])
+    for cache, expected in ((emptied, [False, False]), (lacking, [False, True])):
+        copied, ok = jaxkv.seq_cp(cache, 0, ids[-2])
         assert ok
         assert gives_nan(step(copied, plan(copied, *(ids == ids[-2])))[1]) == expected

@@ -12,8 +12,7 @@ from jaxkv.kv.buffers import copy_run, gather, scatter
 from jaxkv.mesh import WHOLE
 from tests import histories
 from tests.attention.lives import CLOSE, applied, arrays_for, lived_in, seen
-from tests.cases import in_lanes
-from tests.memories import (
+from tests.caches import (
     ALL_KINDS,
     GROUPS_STRIPES,
     HEADS,
@@ -25,6 +24,7 @@ from tests.memories import (
     TILES,
     assert_identical,
 )
+from tests.cases import in_lanes
 from tests.mistakes import assert_raises, mistakes
 
 core = pytest.mark.core
@@ -41,43 +41,43 @@ KINDS = [kind for kind in [*ALL_KINDS, LATENT] if len(kind.windows) == 1]
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_attend_is_write_view_and_formula(kind, causal):
-    memory, ubatch = applied(lived_in(kind))
+    cache, ubatch = applied(lived_in(kind))
     for layer in range(LAYERS):
         q, k, v = arrays_for(ubatch, layer)
         v = None if kind.latent else v
         look = {} if causal else {"causal": False}
-        after, wanted = jaxkv.attend(memory, layer, ubatch, q, k, v, causal=causal)
-        memory = jaxkv.write(memory, layer, ubatch, k, v)
-        assert_identical(memory, after)
-        np.testing.assert_allclose(seen(memory, layer, ubatch, q, **look), wanted, **CLOSE)
-        looked, out = jaxkv.attend(memory, layer, ubatch, q, causal=causal)
-        assert_identical(looked, memory)  # nothing is written
+        after, wanted = jaxkv.attend(cache, layer, ubatch, q, k, v, causal=causal)
+        cache = jaxkv.write(cache, layer, ubatch, k, v)
+        assert_identical(cache, after)
+        np.testing.assert_allclose(seen(cache, layer, ubatch, q, **look), wanted, **CLOSE)
+        looked, out = jaxkv.attend(cache, layer, ubatch, q, causal=causal)
+        assert_identical(looked, cache)  # nothing is written
         np.testing.assert_allclose(out, wanted, **CLOSE)
 
 
 def test_write_and_view_stale_ubatch_writes_nothing_and_sees_nan():
-    memory, ubatch = applied(lived_in(SMALL), sequences=[0])
+    cache, ubatch = applied(lived_in(SMALL), sequences=[0])
     q, k, v = arrays_for(ubatch)
-    edited, _ = jaxkv.seq_rm(memory, 0, 0, 1)
+    edited, _ = jaxkv.seq_rm(cache, 0, 0, 1)
     assert_identical(jaxkv.write(edited, 0, ubatch, k, v), edited)
     assert np.isnan(jaxkv.view(edited, 0, ubatch).k).all()
     assert np.isnan(jaxkv.attend(edited, 0, ubatch, q)[1][np.asarray(ubatch.valid)]).all()
 
 
 @core
-def test_write_and_view_find_part_of_hybrid_memory():
+def test_write_and_view_find_part_of_hybrid_cache():
     states = histories.make(layers=1)
-    memory = jaxkv.make_hybrid_cache((states, [0]), (SMALL.make(), [1, 2]))
-    memory, ubatch = applied(memory, [1])
+    cache = jaxkv.make_hybrid_cache((states, [0]), (SMALL.make(), [1, 2]))
+    cache, ubatch = applied(cache, [1])
     q, k, v = arrays_for(ubatch)
-    memory = jaxkv.write(memory, 1, ubatch, k, v)
-    out = jaxkv.attend(memory, 1, ubatch, q)[1]
-    np.testing.assert_allclose(seen(memory, 1, ubatch, q), out, **CLOSE)
+    cache = jaxkv.write(cache, 1, ubatch, k, v)
+    out = jaxkv.attend(cache, 1, ubatch, q)[1]
+    np.testing.assert_allclose(seen(cache, 1, ubatch, q), out, **CLOSE)
     with pytest.raises(ValueError, match="layer"):
-        jaxkv.view(memory, 0, ubatch)
+        jaxkv.view(cache, 0, ubatch)
     states, ubatch = applied(states, [1])
     for call in (partial(jaxkv.write, k=k, v=v), jaxkv.view):
-        with pytest.raises(TypeError, match="wanted a memory with attention layers"):
+        with pytest.raises(TypeError, match="wanted a cache with attention layers"):
             call(states, 0, ubatch)
 
 
@@ -122,33 +122,33 @@ def test_scatter_single_key_of_single_head():
 # ------------------------------------------------------------------------------------ arguments
 
 
-def look(memory, layer):
+def look(cache, layer):
     """Attend in a layer that is known as an integer, and traced else."""
-    memory, ubatch = applied(memory)
+    cache, ubatch = applied(cache)
     attend = jaxkv.attend if type(layer) is int else jax.jit(jaxkv.attend)
-    return attend(memory, layer, ubatch, *arrays_for(ubatch))[1]
+    return attend(cache, layer, ubatch, *arrays_for(ubatch))[1]
 
 
 def test_write_and_view_bad_arguments_raise():
-    memory, ubatch = applied(lived_in(SMALL))
-    names = dict(zip("qkv", arrays_for(ubatch), strict=True), m=memory, u=ubatch)
+    cache, ubatch = applied(lived_in(SMALL))
+    names = dict(zip("qkv", arrays_for(ubatch), strict=True), m=cache, u=ubatch)
     for call, outcome in mistakes("layers"):
         assert_raises(call, outcome, globals() | names)
     assert np.isfinite(look(STACKED.make(), 1)).all()  # a layer that is known
 
 
-def test_write_and_view_donated_memory_raises():
+def test_write_and_view_donated_cache_raises():
     """Also in programs that ran before."""
-    memory, ubatch = applied(lived_in(SMALL))
+    cache, ubatch = applied(lived_in(SMALL))
     q, k, v = arrays_for(ubatch)
-    write = partial(jaxkv.write, memory, 0, ubatch, k, v)
+    write = partial(jaxkv.write, cache, 0, ubatch, k, v)
     calls = (
         write,
-        partial(jaxkv.view, memory, 0, ubatch),
-        partial(jaxkv.attend, memory, 0, ubatch, q),
+        partial(jaxkv.view, cache, 0, ubatch),
+        partial(jaxkv.attend, cache, 0, ubatch, q),
     )
     jax.block_until_ready([call() for call in calls])
-    jax.tree.map(lambda x: x.delete(), memory.buffers)
+    jax.tree.map(lambda x: x.delete(), cache.buffers)
     for call in calls:
         with pytest.raises(ValueError, match="whose buffers were donated"):
             call()
@@ -158,24 +158,24 @@ def test_write_and_view_donated_memory_raises():
 
 
 @core
-def test_stacked_memory_takes_traced_layer():
+def test_stacked_cache_takes_traced_layer():
     """A number that is no layer's is written nowhere, and what is read there is NaN."""
-    memory, ubatch = applied(lived_in(STACKED))
+    cache, ubatch = applied(lived_in(STACKED))
     q, k, v = arrays_for(ubatch)
 
     @jax.jit
-    def of_layer(memory, layer):
-        memory = jaxkv.write(memory, layer, ubatch, k, v)
-        return memory, jaxkv.view(memory, layer, ubatch), jaxkv.attend(memory, layer, ubatch, q)[1]
+    def of_layer(cache, layer):
+        cache = jaxkv.write(cache, layer, ubatch, k, v)
+        return cache, jaxkv.view(cache, layer, ubatch), jaxkv.attend(cache, layer, ubatch, q)[1]
 
-    _, view, out = of_layer(memory, 1)
-    assert_identical(view, jaxkv.view(jaxkv.write(memory, 1, ubatch, k, v), 1, ubatch))
+    _, view, out = of_layer(cache, 1)
+    assert_identical(view, jaxkv.view(jaxkv.write(cache, 1, ubatch, k, v), 1, ubatch))
     assert np.isfinite(out).all()
     for layer in (LAYERS, -1, 2**31 - 1, -(2**31)):
-        after, _, out = of_layer(memory, layer)
-        assert_identical(after, memory)
+        after, _, out = of_layer(cache, layer)
+        assert_identical(after, cache)
         assert np.isnan(out[np.asarray(ubatch.valid)]).all()
-    look = partial(jaxkv.attend, memory, ubatch=ubatch, q=q)
+    look = partial(jaxkv.attend, cache, ubatch=ubatch, q=q)
     _, together = jax.vmap(look)(jnp.arange(LAYERS))
     for layer in range(LAYERS):
         np.testing.assert_allclose(together[layer], look(layer)[1], **CLOSE)

@@ -1,4 +1,4 @@
-"""Plans of up to 8 tokens, padded to as many, so that a memory of one stream needs one program."""
+"""Plans of up to 8 tokens, padded to as many, so that a cache of one stream needs one program."""
 
 import functools
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ import numpy as np
 
 import jaxkv
 from jaxkv import make_batch
-from tests.memories import SMALL, Kind, think
+from tests.caches import SMALL, Kind, think
 
 COUNT = 8
 NEAR = Kind("near", cells=6, sequences=3, windows=(jaxkv.window.sliding(4),))
 
 
 def plan_of(
-    memory: Any,
+    cache: Any,
     tokens: int | Sequence[int] = 1,
     sequences: int | Sequence[int] = 0,
     *,
@@ -30,37 +30,37 @@ def plan_of(
     else:
         ids = [[*one, *[-1] * (3 - len(one))] for one in sets]
     positions = None if positions is None else _padded(positions)
-    return _planned(memory, _padded(tokens), _padded(ids), _padded([1] * len(tokens)), positions)
+    return _planned(cache, _padded(tokens), _padded(ids), _padded([1] * len(tokens)), positions)
 
 
-def tell(memory: Any, tokens: int | Sequence[int], sequences: Any = 0) -> tuple[Any, jax.Array]:
-    """Run tokens that fit; the memory, and the logits of the last of each sequence."""
-    plan = plan_of(memory, tokens, sequences).check()
-    memory, logits = think(memory, plan.ubatches[0])
-    return memory, plan.collect([logits])
+def tell(cache: Any, tokens: int | Sequence[int], sequences: Any = 0) -> tuple[Any, jax.Array]:
+    """Run tokens that fit; the cache, and the logits of the last of each sequence."""
+    plan = plan_of(cache, tokens, sequences).check()
+    cache, logits = think(cache, plan.ubatches[0])
+    return cache, plan.collect([logits])
 
 
 @functools.cache
 def told(*counts: int) -> Any:
-    """Make a small memory with so many tokens for sequences 0, 1, ...; 8 in all at most."""
+    """Make a small cache with so many tokens for sequences 0, 1, ...; 8 in all at most."""
     sequences = np.repeat(np.arange(len(counts)), counts)
     return tell(SMALL.make(), range(1, 1 + len(sequences)), sequences)[0]
 
 
-def one_by_one(memory: Any, count: int, seq: int = 0) -> Any:
+def one_by_one(cache: Any, count: int, seq: int = 0) -> Any:
     """Apply so many tokens of a sequence in turn; keys and values are not written."""
     for _ in range(count):
-        memory = jaxkv.apply(memory, plan_of(memory, 1, seq).check())
-    return memory
+        cache = jaxkv.apply(cache, plan_of(cache, 1, seq).check())
+    return cache
 
 
-def resumable(memory: Any, seq: int = 0, until: int = 10) -> list[int]:
+def resumable(cache: Any, seq: int = 0, until: int = 10) -> list[int]:
     """List the positions at which a token of a sequence would see all that it should."""
-    return [pos for pos in range(until) if jaxkv.can_resume(memory, seq, pos)]
+    return [pos for pos in range(until) if jaxkv.can_resume(cache, seq, pos)]
 
 
-def starts_at(memory: Any, seq: int = 0) -> int:
-    return plan_of(memory, 1, seq).check().ubatches[0].positions[0, 0].item()
+def starts_at(cache: Any, seq: int = 0) -> int:
+    return plan_of(cache, 1, seq).check().ubatches[0].positions[0, 0].item()
 
 
 def _padded(values: Any) -> np.ndarray:
@@ -69,6 +69,6 @@ def _padded(values: Any) -> np.ndarray:
 
 
 @jax.jit
-def _planned(memory: Any, tokens: Any, sequences: Any, valid: Any, positions: Any) -> jaxkv.Plan:
+def _planned(cache: Any, tokens: Any, sequences: Any, valid: Any, positions: Any) -> jaxkv.Plan:
     batch = make_batch(tokens, sequences=sequences, positions=positions, valid=valid != 0)
-    return jaxkv.init_batch(memory, batch)
+    return jaxkv.init_batch(cache, batch)

@@ -1,4 +1,4 @@
-"""Memories of four sequences in one stream, in two and in four, and what their sequences hold."""
+"""Caches of four sequences in one stream, in two and in four, and what their sequences hold."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import jaxkv
-from tests.memories import Kind, cells_of, drawn, plan_rows, think
+from tests.caches import Kind, cells_of, drawn, plan_rows, think
 
 ONE = Kind("one-stream", cells=24, sequences=4)
 TWO = Kind("two-streams", cells=12, sequences=4, streams=2)
@@ -15,7 +15,7 @@ FOUR = Kind("four-streams", cells=8, sequences=4, streams=4)
 
 @functools.cache
 def fed(kind, *lengths):
-    """A memory in which sequences 0, 1, 2 ... have up to 8 tokens; none may donate it."""
+    """A cache in which sequences 0, 1, 2 ... have up to 8 tokens; none may donate it."""
     tokens = np.random.default_rng(0).integers(1, 9, (kind.sequences, 8), np.int32)
     valid = np.arange(8) < np.pad(lengths, (0, kind.sequences - len(lengths)))[:, None]
     (ubatch,) = plan_rows(kind.make(), tokens, valid).ubatches
@@ -23,7 +23,7 @@ def fed(kind, *lengths):
 
 
 def noisy(cells, kind):
-    """A memory from a drawing (`drawn`), whose cells all have other keys and values."""
+    """A cache from a drawing (`drawn`), whose cells all have other keys and values."""
     table, buffers = jaxkv.split(drawn(cells, kind))
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(buffers))))
     return jaxkv.join(
@@ -31,9 +31,9 @@ def noisy(cells, kind):
     )
 
 
-def texts_of(memory):
+def texts_of(cache):
     """For each sequence the position, shift, keys and values of its tokens, sorted."""
-    table, buffers = jaxkv.split(memory)
+    table, buffers = jaxkv.split(cache)
     arrays = [np.asarray(x) for x in (*buffers.k, *buffers.v)]
     texts = [[] for _ in range(table.sequences)]
     for (stream, cell), (position, owners, shift) in cells_of(table).items():

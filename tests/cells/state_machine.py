@@ -1,4 +1,4 @@
-"""Random verbs on a memory and its oracles, which say the same after each.
+"""Random verbs on a cache and its oracles, which say the same after each.
 
 Every token signs its key and value with its sequence, position, number, layer and head, and every
 state names all tokens that it has seen. So what is in the wrong place, left over or lost is found,
@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from tests import histories, twins
-from tests.memories import Kind
+from tests.caches import Kind
 from tests.sets import nearly_right
 
 edges = st.integers(-1, 9)
@@ -214,7 +214,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def back_to_the_value(self) -> None:
-        """An old memory is a value: it is still there, buffers and all."""
+        """An old cache is a value: it is still there, buffers and all."""
         self.twin.return_to(self.past)
 
     @invariant()
@@ -223,14 +223,14 @@ class Machine(RuleBasedStateMachine):
 
 
 class Verbs(Machine):
-    """The machine of a memory that attends alone."""
+    """The machine of a cache that attends alone."""
 
     def __init__(self, kind: Kind, *, in_rows: bool = False, **options: Any) -> None:
         super().__init__(twins.Twin(kind, in_rows=in_rows), **{"looks_ahead": True} | options)
 
 
 class StateVerbs(Machine):
-    """The machine of a memory with states, whose options are those of `histories.Twin`."""
+    """The machine of a cache with states, whose options are those of `histories.Twin`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(histories.Twin(**options), parts=True)

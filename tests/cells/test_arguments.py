@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch, make_hybrid_cache, make_kv_cache, make_recurrent_cache
-from tests.memories import drawn
+from tests.caches import drawn
 from tests.mistakes import assert_raises, mistakes
 
 STATE = {"x": ((), jnp.float32)}
@@ -41,10 +41,10 @@ def donated():
 
 @functools.cache
 def applied():
-    """A memory of one layer with two heads of 4 numbers, and the ubatch of its first token."""
-    memory = make_kv_cache(layers=1, cells=4, kv_heads=2, head_dim=4)
-    plan = jaxkv.init_batch(memory, make_batch([1]))
-    return jaxkv.apply(memory, plan), plan.ubatches[0]
+    """A cache of one layer with two heads of 4 numbers, and the ubatch of its first token."""
+    cache = make_kv_cache(layers=1, cells=4, kv_heads=2, head_dim=4)
+    plan = jaxkv.init_batch(cache, make_batch([1]))
+    return jaxkv.apply(cache, plan), plan.ubatches[0]
 
 
 @functools.cache
@@ -73,9 +73,9 @@ def beside(**options):
 
 
 def attend(layer=0, q=None, k=None, v=None, **options):
-    memory, ubatch = applied()
+    cache, ubatch = applied()
     q, k, v = (X if x is None else x for x in (q, k, v))
-    return jaxkv.attend(memory, layer, ubatch, q, k, v, **options)
+    return jaxkv.attend(cache, layer, ubatch, q, k, v, **options)
 
 
 @functools.cache
@@ -86,19 +86,19 @@ def states_applied():
 
 @functools.cache
 def apart():
-    """A memory whose parts serve layers 0 and 2, and a ubatch."""
-    memory = make_hybrid_cache((kv(layers=1), (0,)), (kv(layers=1), (2,)))
-    return memory, *jaxkv.init_batch(memory, make_batch([1])).ubatches
+    """A cache whose parts serve layers 0 and 2, and a ubatch."""
+    cache = make_hybrid_cache((kv(layers=1), (0,)), (kv(layers=1), (2,)))
+    return cache, *jaxkv.init_batch(cache, make_batch([1])).ubatches
 
 
 def on_lost_buffers():
-    memory, ubatch = states_applied()
-    table, buffers = jaxkv.split(memory)
+    cache, ubatch = states_applied()
+    table, buffers = jaxkv.split(cache)
     return jaxkv.read_states(jaxkv.join(table, lost(buffers)), 0, ubatch)
 
 
 def joined(make):
-    """A table with the buffers of a memory for more sequences, each with a stream."""
+    """A table with the buffers of a cache for more sequences, each with a stream."""
     return jaxkv.join(make().table, make(sequences=2, streams=2).buffers)
 
 

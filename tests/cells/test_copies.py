@@ -7,8 +7,8 @@ import pytest
 
 import jaxkv
 from jaxkv.kv.shift import CHUNK
+from tests.caches import Kind, assert_identical, drawing, drawn
 from tests.cells.pools import FOUR, ONE, TWO, fed, noisy, texts_of
-from tests.memories import Kind, assert_identical, drawing, drawn
 
 core = pytest.mark.core
 LONG = Kind("long, two each", cells=600, sequences=6, streams=3)
@@ -17,14 +17,14 @@ NEAR = Kind("window", cells=6, sequences=4, streams=2, windows=(jaxkv.window.sli
 WIDE = Kind("wide", cells=12, sequences=80, streams=2)
 
 
-def assert_copied(memory, copied, parents, *bounds, merges=False):
+def assert_copied(cache, copied, parents, *bounds, merges=False):
     """Each sequence has the texts of its parent in a range; all others have what they had.
 
     Within a stream a copy `merges` with what its target had.
     """
-    old, new = texts_of(memory), texts_of(copied)
+    old, new = texts_of(cache), texts_of(copied)
     first, end = bounds or (0, 2**31)
-    sharing = len(old) // jaxkv.split(memory)[0].streams
+    sharing = len(old) // jaxkv.split(cache)[0].streams
     for seq, text in enumerate(new):
         parent = parents.get(seq, seq)
         wanted = old[parent]
@@ -63,47 +63,47 @@ def test_seq_cp_shares_in_a_stream_and_copies_to_others(kind, before, dst, first
     llama.cpp copies with the next decode, and saving, restoring or clearing before it goes wrong
     (trap 32, trap 35, trap 36, trap 37).
     """
-    memory = noisy(before, kind)
-    copied = jaxkv.seq_cp(memory, 0, dst, first).cache
+    cache = noisy(before, kind)
+    copied = jaxkv.seq_cp(cache, 0, dst, first).cache
     assert drawing(copied).strip(" |") == after.strip(" |")
-    assert_copied(memory, copied, dict.fromkeys(dst, 0), first, 2**31, merges=True)
+    assert_copied(cache, copied, dict.fromkeys(dst, 0), first, 2**31, merges=True)
     assert drawing(jaxkv.clear(copied)).strip(" |") == ""
     if kind is ONE:
-        assert copied.buffers.k[0] is memory.buffers.k[0]
+        assert copied.buffers.k[0] is cache.buffers.k[0]
     assert jaxkv.used(jaxkv.seq_cp(copied, 0, dst, first).cache) == jaxkv.used(copied)
 
 
 @core
 def test_seq_cp_go_back_tells_copies_in_the_same_cells_apart():
-    memory = fed(TWO, 2, 2)
-    one, other = (jaxkv.seq_cp(memory, seq, 3).cache for seq in (0, 1))
+    cache = fed(TWO, 2, 2)
+    one, other = (jaxkv.seq_cp(cache, seq, 3).cache for seq in (0, 1))
     assert drawing(one).split("|")[1] == drawing(other).split("|")[1]
     assert jaxkv.go_back(one.table, one)[1] and not jaxkv.go_back(one.table, other)[1]
 
 
 @core
 def test_seq_cp_donated_is_the_same_and_deletes():
-    wanted, memory = (noisy("0{0} 1{0} | 0{2}", TWO) for _ in range(2))
+    wanted, cache = (noisy("0{0} 1{0} | 0{2}", TWO) for _ in range(2))
     assert_identical(
-        jaxkv.seq_cp(memory, 0, [1, 3], donate=True).cache, jaxkv.seq_cp(wanted, 0, [1, 3]).cache
+        jaxkv.seq_cp(cache, 0, [1, 3], donate=True).cache, jaxkv.seq_cp(wanted, 0, [1, 3]).cache
     )
-    assert memory.buffers.k[0].is_deleted()
+    assert cache.buffers.k[0].is_deleted()
 
 
 @core
 def test_seq_cp_more_cells_than_a_chunk():
-    memory, targets = noisy(" ".join(f"{i}{{0}}" for i in range(520)), LONG), [5, 2, 4]
+    cache, targets = noisy(" ".join(f"{i}{{0}}" for i in range(520)), LONG), [5, 2, 4]
     for end in (CHUNK + 1, 519):  # the first cell of the second chunk is the last one, or is not
-        copied = jaxkv.seq_cp(memory, 0, targets, 3, end).cache
-        assert_copied(memory, copied, dict.fromkeys(targets, 0), 3, end)
+        copied = jaxkv.seq_cp(cache, 0, targets, 3, end).cache
+        assert_copied(cache, copied, dict.fromkeys(targets, 0), 3, end)
         assert jaxkv.used(copied) == 520 + (end - 3) * 2
 
 
-def refused(memory, *args):
+def refused(cache, *args):
     """Whether a copy is refused and changes nothing, inside of `jit` and outside."""
-    answers = [copy(memory, *args) for copy in (jaxkv.seq_cp, jax.jit(jaxkv.seq_cp))]
+    answers = [copy(cache, *args) for copy in (jaxkv.seq_cp, jax.jit(jaxkv.seq_cp))]
     for same, _ in answers:
-        assert_identical(same, memory)
+        assert_identical(same, cache)
     return not any(ok for _, ok in answers)
 
 
@@ -113,16 +113,16 @@ def test_seq_cp_hybrid_copies_in_all_parts_or_none():
     kinds = replace(NEAR, windows=(None,)), NEAR
     parts = [drawn("0{0} 1{0} 2{0} | 0{2} 1{2} 2{2} 3{2}", kind) for kind in kinds]
     assert [jaxkv.seq_cp(part, 0, [1, 3]).ok.item() for part in parts] == [False, True]
-    memory = jaxkv.make_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
-    assert refused(memory, 0, [1, 3])
+    cache = jaxkv.make_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
+    assert refused(cache, 0, [1, 3])
 
 
 @core
 def test_seq_cp_contiguous_is_one_run():
-    memory = drawn("0{0} . 1{0} 2{0} . . . . | . 0{2} . . 1{2} . . 2{2}", RUNS)
-    copied = jaxkv.seq_cp(memory, 0, 3, 1).cache
+    cache = drawn("0{0} . 1{0} 2{0} . . . . | . 0{2} . . 1{2} . . 2{2}", RUNS)
+    copied = jaxkv.seq_cp(cache, 0, 3, 1).cache
     assert drawing(copied).split(" | ")[1] == ". 0{2} 1{3} 2{3} 1{2} . . 2{2}"
-    assert refused(memory, 0, 3)
+    assert refused(cache, 0, 3)
 
 
 @core
@@ -138,11 +138,11 @@ def test_seq_cp_two_words_of_owners():
 def test_seq_select_sequences_change_places(kind):
     """Between streams; what is copied is not taken, though it has no owner any more."""
     cells = "0{0} 1{0} 2{0} 0{1} | 0{2} 1{2}" if kind is TWO else "0{0} 1{0} 2{0} | 0{1} | 0{2}"
-    memory = noisy(cells, kind)
+    cache = noisy(cells, kind)
     for select in (jaxkv.seq_select, jax.jit(jaxkv.seq_select)):
-        swapped, _ = select(memory, [2, 0, 0], [0, 2, 1])
-        assert_copied(memory, swapped, {0: 2, 1: 0, 2: 0})
+        swapped, _ = select(cache, [2, 0, 0], [0, 2, 1])
+        assert_copied(cache, swapped, {0: 2, 1: 0, 2: 0})
         if kind is TWO:
             assert drawing(swapped) == "0{1} 1{1} 2{1} 0{0} 1{0} | . . 0{2} 1{2} 2{2}"
-            swapped, _ = jaxkv.seq_select(memory, [0, 1], [1, 0])
-            assert swapped.buffers.k[0] is memory.buffers.k[0]
+            swapped, _ = jaxkv.seq_select(cache, [0, 1], [1, 0])
+            assert swapped.buffers.k[0] is cache.buffers.k[0]

@@ -3,15 +3,15 @@
 import pytest
 
 import jaxkv
+from tests.caches import Kind, drawing
 from tests.cells.pools import noisy, texts_of
-from tests.memories import Kind, drawing
 
 core = pytest.mark.core
 POOL = Kind("pool", cells=24, sequences=2)
 
 
 def holed(keep, kind=POOL):
-    """A memory of which the cells in `keep` are used, the first half of the cells by sequence 0."""
+    """A cache of which the cells in `keep` are used, the first half of the cells by sequence 0."""
     half = kind.cells // 2
     cells = [f"{i % half}{{{i // half}}}" if i in keep else "." for i in range(kind.cells)]
     return noisy(" ".join(cells), kind)
@@ -23,20 +23,20 @@ PATTERNS = [range(0, 24, 2), range(17, 24), [0, 1, 5, 6, 7, 11, 19, 20, 23], [23
 @pytest.mark.parametrize("max_moves", [2, pytest.param(None, marks=core)])
 def test_defrag_repeated_closes_all_gaps(max_moves):
     for keep in PATTERNS:
-        memory = holed(keep)
-        before, rounds = texts_of(memory), 0
-        while (plan := jaxkv.defrag_plan(memory, max_moves=max_moves)).count.any():
-            memory = jaxkv.apply(memory, plan)
-            assert texts_of(memory) == before
-            assert not any(jaxkv.check_invariants(memory).values())
+        cache = holed(keep)
+        before, rounds = texts_of(cache), 0
+        while (plan := jaxkv.defrag_plan(cache, max_moves=max_moves)).count.any():
+            cache = jaxkv.apply(cache, plan)
+            assert texts_of(cache) == before
+            assert not any(jaxkv.check_invariants(cache).values())
             rounds += 1
             assert rounds <= (1 if max_moves is None else 12)
-        assert "." not in drawing(memory).split()
-        assert jaxkv.apply(memory, plan) is memory  # nothing to do costs nothing
+        assert "." not in drawing(cache).split()
+        assert jaxkv.apply(cache, plan) is cache  # nothing to do costs nothing
 
 
 @core
 def test_defrag_moves_more_cells_than_a_chunk():
-    memory = holed(range(0, 1200, 2), Kind("long", cells=1200, sequences=2))
-    after = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
-    assert "." not in drawing(after).split() and texts_of(after) == texts_of(memory)
+    cache = holed(range(0, 1200, 2), Kind("long", cells=1200, sequences=2))
+    after = jaxkv.apply(cache, jaxkv.defrag_plan(cache))
+    assert "." not in drawing(after).split() and texts_of(after) == texts_of(cache)

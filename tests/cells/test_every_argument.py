@@ -16,7 +16,7 @@ import pytest
 
 import jaxkv
 from tests import histories, twins
-from tests.memories import GROUPS_STRIPES, Kind, cells_of
+from tests.caches import GROUPS_STRIPES, Kind, cells_of
 from tests.oracle import Oracle
 
 RANGES = [*product(range(-1, 5), range(-1, 6))]
@@ -30,7 +30,7 @@ TWINS = {
 
 
 def arguments(verb, count):
-    """All small arguments of a verb, for a memory of so many sequences; unknown ids too."""
+    """All small arguments of a verb, for a cache of so many sequences; unknown ids too."""
     ids, none = range(count), [-2, count]
     ways = {
         "seq_rm": product([-1, *ids, *none], RANGES),
@@ -53,13 +53,13 @@ def every(verb):
     """Compute a verb for many arguments at once: the tables, and whether each was granted."""
 
     def one(table, buffers, args):
-        memory = jaxkv.join(table, buffers)
+        cache = jaxkv.join(table, buffers)
         if verb == "seq_keep":
-            return jaxkv.split(jaxkv.seq_keep(memory, *args))[0], True
+            return jaxkv.split(jaxkv.seq_keep(cache, *args))[0], True
         if verb == "seq_select":
             args = args[:2], jnp.array(pairs_of(table.facts.sequences))[args[2]]
-        memory, ok = getattr(jaxkv, verb)(memory, *args)
-        return jaxkv.split(memory)[0], ok
+        cache, ok = getattr(jaxkv, verb)(cache, *args)
+        return jaxkv.split(cache)[0], ok
 
     return jax.jit(jax.vmap(one, in_axes=(None, None, 0)))
 
@@ -115,7 +115,7 @@ def ends_of(table):
 
 
 def lives(twin, count):
-    """Lead a memory and its oracle through a short random life, and stop now and then."""
+    """Lead a cache and its oracle through a short random life, and stop now and then."""
     rng = random.Random(1)
     for _ in range(3):  # a window takes cells from it
         twin.decode([0] * 4)
@@ -142,7 +142,7 @@ def test_verbs_match_oracle_all_small_arguments(name):
         has_lost = any(map(oracle.has_lost, range(oracle.streams)))
         for verb in ("seq_rm", "seq_cp", "seq_keep", "seq_add", "seq_div", "seq_select"):
             rows = arguments(verb, count)
-            tables, granted = jax.device_get(every(verb)(*jaxkv.split(twin.memory), rows))
+            tables, granted = jax.device_get(every(verb)(*jaxkv.split(twin.cache), rows))
             for i, args in enumerate(rows.tolist()):
                 table = jax.tree.map(lambda x, i=i: x[i], tables)
                 after, ok = edited(oracle, verb, args)
@@ -154,6 +154,6 @@ def test_verbs_match_oracle_all_small_arguments(name):
                 assert ends_of(table) == [*map(after.reached, range(count))], (verb, args)
                 assert all(map(after.is_whole, range(count))), (verb, args)
         asked = np.array([*product(range(count), range(-1, 10))], np.int32)
-        answers = resuming(twin.memory, *asked.T).tolist()
+        answers = resuming(twin.cache, *asked.T).tolist()
         for one, answer in zip(asked.tolist(), answers, strict=True):
             assert answer == oracle.can_resume(*one) or (has_lost and not answer), one

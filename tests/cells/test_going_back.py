@@ -4,54 +4,54 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests.memories import Kind, assert_identical, drawn
+from tests.caches import Kind, assert_identical, drawn
 
 core = pytest.mark.core
 POOL = Kind("pool", cells=16, sequences=2)
 RUNS = Kind("contiguous", cells=16, sequences=2, placement="contiguous")
 
 
-def told(memory, *tokens, seq=0):
+def told(cache, *tokens, seq=0):
     """Apply tokens of a sequence, 4 at most, padded to as many; keys and values stay zero."""
     padded = np.pad(tokens, (0, 4 - len(tokens)))
     batch = jaxkv.make_batch(padded, sequences=seq, valid=np.arange(4) < len(tokens))
-    return jaxkv.apply(memory, jaxkv.init_batch(memory, batch, ubatch_size=4).check())
+    return jaxkv.apply(cache, jaxkv.init_batch(cache, batch, ubatch_size=4).check())
 
 
-def refilled(memory):
+def refilled(cache):
     """Free a cell and fill it again with the same position of the same sequence."""
-    return told(jaxkv.seq_rm(memory, 0, 2, 3)[0], 7)
+    return told(jaxkv.seq_rm(cache, 0, 2, 3)[0], 7)
 
 
-def rotated(memory, *deltas):
+def rotated(cache, *deltas):
     for delta in deltas:
-        memory = jaxkv.seq_add(memory, 0, 0, -1, delta).cache
-        memory = jaxkv.apply(memory, jaxkv.init_update(memory))
-    return memory
+        cache = jaxkv.seq_add(cache, 0, 0, -1, delta).cache
+        cache = jaxkv.apply(cache, jaxkv.init_update(cache))
+    return cache
 
 
-def moved(memory):
-    memory, _ = jaxkv.seq_rm(memory, 0, 0, 1)
-    return jaxkv.apply(memory, jaxkv.defrag_plan(memory))
+def moved(cache):
+    cache, _ = jaxkv.seq_rm(cache, 0, 0, 1)
+    return jaxkv.apply(cache, jaxkv.defrag_plan(cache))
 
 
 @pytest.mark.parametrize(
     ("past", "change"),
     [
         (None, refilled),
-        (None, lambda memory: rotated(memory, 2, -2)),
+        (None, lambda cache: rotated(cache, 2, -2)),
         (None, moved),
         # Both moved the same cells and carried it out, by 5 and by 3: their keys are not the same.
-        (lambda memory: rotated(memory, 5), lambda memory: rotated(memory, 3)),
+        (lambda cache: rotated(cache, 5), lambda cache: rotated(cache, 3)),
         # Stamps stay after going back: the empty cells of that table were written meanwhile.
-        (None, lambda memory: told(jaxkv.go_back(POOL.make().table, memory)[0], 9, 9, 9)),
+        (None, lambda cache: told(jaxkv.go_back(POOL.make().table, cache)[0], 9, 9, 9)),
     ],
     ids=["refilled", "rotated there and back", "moved", "rotated otherwise", "from an empty table"],
 )
 def test_go_back_is_refused_where_cells_were_written_or_rotated(past, change):
-    memory = told(POOL.make(), 3, 1, 4)
-    table, _ = jaxkv.split(past(memory) if past else memory)
-    later = change(memory)
+    cache = told(POOL.make(), 3, 1, 4)
+    table, _ = jaxkv.split(past(cache) if past else cache)
+    later = change(cache)
     back, ok = jaxkv.go_back(table, later)
     assert not ok
     assert_identical(back, later)
@@ -59,9 +59,9 @@ def test_go_back_is_refused_where_cells_were_written_or_rotated(past, change):
 
 def test_go_back_ignores_cells_that_were_empty():
     """What a defrag moved into and out of cells that the old table does not use is no harm."""
-    memory = told(POOL.make(), 3, 1, 4)
-    table, _ = jaxkv.split(memory)
-    later, _ = jaxkv.seq_rm(told(memory, 1, 2, 3, 4, seq=1), 1, 0, 2)
+    cache = told(POOL.make(), 3, 1, 4)
+    table, _ = jaxkv.split(cache)
+    later, _ = jaxkv.seq_rm(told(cache, 1, 2, 3, 4, seq=1), 1, 0, 2)
     later = jaxkv.apply(later, jaxkv.defrag_plan(later))
     back, ok = jaxkv.go_back(table, later)
     assert ok
@@ -70,20 +70,20 @@ def test_go_back_ignores_cells_that_were_empty():
 
 def test_go_back_twice_knows_what_was_written_between():
     """A cell that was given up on the way is free in the table between, and was written since."""
-    memory = told(POOL.make(), 1, 2, 3)
-    full, _ = jaxkv.split(memory)
-    memory, _ = jaxkv.seq_rm(memory, 0, 2)
-    cut, _ = jaxkv.split(memory)
-    back, ok = jaxkv.go_back(cut, told(memory, 7))  # in the cell of the 3
+    cache = told(POOL.make(), 1, 2, 3)
+    full, _ = jaxkv.split(cache)
+    cache, _ = jaxkv.seq_rm(cache, 0, 2)
+    cut, _ = jaxkv.split(cache)
+    back, ok = jaxkv.go_back(cut, told(cache, 7))  # in the cell of the 3
     assert ok and not jaxkv.go_back(full, back)[1]
 
 
 @core
 def test_make_room_says_whether_it_helped():
-    memory = drawn(". . 0{0}-2 1{0}-2 2{0}-2 3{0}-2 0{1} 1{1} 2{1} 3{1} 4{1} 5{1}", RUNS)
+    cache = drawn(". . 0{0}-2 1{0}-2 2{0}-2 3{0}-2 0{1} 1{1} 2{1} 3{1} 4{1} 5{1}", RUNS)
     wanted = jaxkv.make_batch([1] * 5)
-    assert jaxkv.init_batch(memory, wanted).reason[0] == jaxkv.Reason.UPDATE_PENDING
-    after, plan, helped = jaxkv.make_room(memory, wanted)
+    assert jaxkv.init_batch(cache, wanted).reason[0] == jaxkv.Reason.UPDATE_PENDING
+    after, plan, helped = jaxkv.make_room(cache, wanted)
     assert plan.ok and helped and jaxkv.init_update(after).pending == 0
     after, plan, helped = jaxkv.make_room(after, wanted)
     assert plan.ok and not helped  # it fitted before

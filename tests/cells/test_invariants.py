@@ -6,15 +6,15 @@ import pytest
 
 import jaxkv
 from tests import histories
-from tests.memories import SMALL, filled
+from tests.caches import SMALL, filled
 
 
-def counted(memory):
-    return {name: int(n) for name, n in jaxkv.check_invariants(memory).items() if n}
+def counted(cache):
+    return {name: int(n) for name, n in jaxkv.check_invariants(cache).items() if n}
 
 
-def broken(memory, field, where, value):
-    table, buffers = jaxkv.split(memory)
+def broken(cache, field, where, value):
+    table, buffers = jaxkv.split(cache)
     array = getattr(table, field).at[where].set(value)
     return jaxkv.join(replace(table, **{field: array}), buffers)
 
@@ -36,9 +36,9 @@ def broken(memory, field, where, value):
 )
 def test_check_invariants_names_what_is_wrong_with_cells(field, where, value, wrong):
     """Trap 57: llama.cpp keeps a cell without an owner, used for ever."""
-    memory = filled(2, 1)
-    assert counted(SMALL.make()) == counted(memory) == {}
-    assert counted(broken(memory, field, where, value)) == dict.fromkeys(wrong, 1)
+    cache = filled(2, 1)
+    assert counted(SMALL.make()) == counted(cache) == {}
+    assert counted(broken(cache, field, where, value)) == dict.fromkeys(wrong, 1)
 
 
 @pytest.mark.core
@@ -55,14 +55,14 @@ def test_check_invariants_names_what_is_wrong_with_cells(field, where, value, wr
     ],
 )
 def test_check_invariants_names_what_is_wrong_with_states(field, where, value, wrong):
-    memory = histories.told(2, [4]).memory  # states after 1, 2 and 3
-    assert counted(histories.make()) == counted(memory) == {}
-    value = memory.table.cell[0, 1] if value is None else value
-    assert counted(broken(memory, field, where, value))[wrong] >= 1
+    cache = histories.told(2, [4]).cache  # states after 1, 2 and 3
+    assert counted(histories.make()) == counted(cache) == {}
+    value = cache.table.cell[0, 1] if value is None else value
+    assert counted(broken(cache, field, where, value))[wrong] >= 1
 
 
 @pytest.mark.core
 def test_check_invariants_names_a_shared_state_at_two_positions():
-    memory = jaxkv.seq_cp(histories.told(0, [4]).memory, 0, 1).cache
+    cache = jaxkv.seq_cp(histories.told(0, [4]).cache, 0, 1).cache
     wrong = {"shared cell with two positions": 1}
-    assert counted(memory) == {} and counted(broken(memory, "position", (1, 0), 2)) == wrong
+    assert counted(cache) == {} and counted(broken(cache, "position", (1, 0), 2)) == wrong

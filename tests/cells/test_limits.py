@@ -11,7 +11,7 @@ import jaxkv
 from jaxkv import make_batch
 from jaxkv.kv import cells
 from jaxkv.stamp import content
-from tests.memories import GROUPS, SMALL, SPLIT, WIDE, WINDOW, assert_identical, drawn
+from tests.caches import GROUPS, SMALL, SPLIT, WIDE, WINDOW, assert_identical, drawn
 
 BIG = 2**31 - 1
 STATES = {"x": ((), jnp.float32)}
@@ -23,11 +23,11 @@ def states():
 
 def test_seq_rm_traced_bounds_and_unsigned_ids():
     """A bound below -1 is open, and an id out of range is none."""
-    memory = drawn("0{0} 1{0} 0{1}")
-    cut = jax.jit(lambda seq, at: jaxkv.seq_rm(memory, seq, at)[0])
+    cache = drawn("0{0} 1{0} 0{1}")
+    cut = jax.jit(lambda seq, at: jaxkv.seq_rm(cache, seq, at)[0])
     assert_identical(cut(0, -2), cut(0, -1))
     for seq in (2**32 - 1, 2**31, 3):
-        assert_identical(cut(jnp.uint32(seq), -1), memory)
+        assert_identical(cut(jnp.uint32(seq), -1), cache)
 
 
 @pytest.mark.parametrize(
@@ -35,16 +35,16 @@ def test_seq_rm_traced_bounds_and_unsigned_ids():
 )
 def test_seq_add_or_token_to_int32_max_is_refused(make):
     """2**31 - 1 is one past the last position."""
-    memory = make()
-    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch([1], positions=[BIG - 1])))
-    assert not jaxkv.init_batch(memory, make_batch([2])).ok
+    cache = make()
+    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1], positions=[BIG - 1])))
+    assert not jaxkv.init_batch(cache, make_batch([2])).ok
     for delta in (1, 2, BIG):
-        assert not jaxkv.can_seq_add(memory, 0, 0, -1, delta)
-        same, ok = jaxkv.seq_add(memory, 0, 0, -1, delta)
+        assert not jaxkv.can_seq_add(cache, 0, 0, -1, delta)
+        same, ok = jaxkv.seq_add(cache, 0, 0, -1, delta)
         assert not ok
-        assert_identical(same, memory)
-    assert jaxkv.can_seq_add(memory, 0, 9, -1, -5)
-    moved, ok = jaxkv.seq_add(memory, 0, 9, -1, -5)
+        assert_identical(same, cache)
+    assert jaxkv.can_seq_add(cache, 0, 9, -1, -5)
+    moved, ok = jaxkv.seq_add(cache, 0, 9, -1, -5)
     assert ok and jaxkv.seq_pos_max(moved, 0) == BIG - 6
 
 

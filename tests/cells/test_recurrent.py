@@ -1,4 +1,4 @@
-"""Recurrent memories, alone and beside attention: forks, cuts, undone steps, and what ubatches do.
+"""Recurrent caches, alone and beside attention: forks, cuts, undone steps, and what ubatches do.
 
 Every state names all the tokens that it has seen (`tests.histories`), so that one that is stale, of
 another sequence or half written is seen at once. What verbs do with ranges is compared with oracles
@@ -16,6 +16,7 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from tests import hlo
+from tests.caches import SMALL, WIDTH, assert_identical, contents_of, plan_rows
 from tests.cases import in_lanes
 from tests.cells.plans import plan_of
 from tests.histories import (
@@ -28,7 +29,6 @@ from tests.histories import (
     told,
     walk,
 )
-from tests.memories import SMALL, WIDTH, assert_identical, contents_of, plan_rows
 
 core = pytest.mark.core
 HYBRID = {"kinds": "ra", "window": jaxkv.window.sliding(4)}
@@ -39,10 +39,10 @@ HYBRID = {"kinds": "ra", "window": jaxkv.window.sliding(4)}
 @core
 def test_seq_cp_traced_to_itself_or_unknown_changes_nothing():
     """Between streams, where an index that is cut down would write to the last sequence."""
-    memory = told(kept=3, counts=(3, 2, 2), streams=3).memory
+    cache = told(kept=3, counts=(3, 2, 2), streams=3).cache
     copied = jax.jit(jaxkv.seq_cp)
     for src, dst in ((0, 0), (0, 3), (0, -1), (3, 0), (-1, 0)):
-        assert_identical(copied(memory, src, dst).cache, memory)
+        assert_identical(copied(cache, src, dst).cache, cache)
 
 
 @pytest.mark.parametrize("kept", in_lanes([0, 3], fast=[], core=[0]))
@@ -50,13 +50,13 @@ def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
     """Trap 68; and no cell is ever lacking, however all of them share and part again."""
     twin = told(kept=kept, counts=(5, 0, 0))
     twin.edit("seq_cp", 0, [1, 2])
-    assert jaxkv.used(twin.memory) == kept + 1
+    assert jaxkv.used(twin.cache) == kept + 1
     for turn in range(5):
         twin.edit("seq_cp", turn % 3, [(turn + 1) % 3])
         for seq in (0, 2, 1):
             assert twin.decode([seq] * (4 - turn % 4 // 2 * 2))
             twin.compare()
-    assert jaxkv.used(twin.memory) == 3 * (kept + 1)
+    assert jaxkv.used(twin.cache) == 3 * (kept + 1)
 
 
 @pytest.mark.parametrize("kept", in_lanes([0, 1, 3], fast=[3]))
@@ -67,35 +67,35 @@ def test_seq_rm_rollback_is_exact_or_refused(kept):
         assert twin.decode([0] * count)
         states = min(kept + 1, states + count)
         for cut in (back, 1):
-            end = jaxkv.seq_pos_max(twin.memory, 0).item() + 1
+            end = jaxkv.seq_pos_max(twin.cache, 0).item() + 1
             granted = twin.seq_rm(0, end - cut)
             assert granted == (cut < states)
             states, end = (states - cut, end - cut) if granted else (states, end)
-            assert [at for at, _ in states_of(twin.memory)] == [*range(end - states, end)]
+            assert [at for at, _ in states_of(twin.cache)] == [*range(end - states, end)]
             twin.compare()
 
 
 @core
 def test_edits_of_hybrid_change_all_parts_or_none():
     twin = told(kept=1, counts=(6, 0), kinds="ar")
-    memory, far = twin.memory, 2**31 - 1 - 3  # states stand after positions 4 and 5
+    cache, far = twin.cache, 2**31 - 1 - 3  # states stand after positions 4 and 5
     for after in (
-        jax.jit(jaxkv.seq_rm)(memory, 0, 3)[0],
-        jaxkv.seq_add(memory, 0, 0, 4, far).cache,
+        jax.jit(jaxkv.seq_rm)(cache, 0, 3)[0],
+        jaxkv.seq_add(cache, 0, 0, 4, far).cache,
     ):
-        assert_identical(after, memory)
-    assert not jaxkv.can_seq_add(memory, 0, 0, 4, far)
-    after, ok = jax.jit(jaxkv.seq_rm)(memory, 0, 5)
+        assert_identical(after, cache)
+    assert not jaxkv.can_seq_add(cache, 0, 0, 4, far)
+    after, ok = jax.jit(jaxkv.seq_rm)(cache, 0, 5)
     assert ok and twin.seq_rm(0, 5)
-    assert_identical(after, twin.memory)
+    assert_identical(after, twin.cache)
 
 
-# ---- steps undone, and memories that are kept
+# ---- steps undone, and caches that are kept
 
 
 @core
 def test_go_back_after_an_abort_is_exact_or_refused():
-    """Traps 71 and 72; and the memory before is a value."""
+    """Traps 71 and 72; and the cache before is a value."""
     twin = told(kept=1, counts=(3, 2, 0), **HYBRID)
     past = twin.fork()
     plan, parts = twin.plan([0] * 11, in_parts=True)
@@ -120,15 +120,15 @@ def step(table, buffers, ubatch):
 def test_go_back_with_donated_buffers_finds_shared_states():
     """Trap 71: states that a second sequence holds are never written over."""
     twin = told(kept=1, counts=(3, 0, 0), kinds="ar")
-    alone, _ = jaxkv.split(twin.memory)
+    alone, _ = jaxkv.split(twin.cache)
     twin.edit("seq_cp", 0, [2])
     known = kept_of(*twin.parts()[:2])
-    shared, buffers = jaxkv.split(jax.tree.map(jnp.copy, twin.memory))
+    shared, buffers = jaxkv.split(jax.tree.map(jnp.copy, twin.cache))
     table, (plan, _) = shared, twin.plan([0] * 11, in_parts=True)
     for ubatch in plan.ubatches:
         table, buffers = step(table, buffers, ubatch)
     for past in (alone, shared):  # the same cells
-        twin.memory, ok = jaxkv.go_back(past, jaxkv.join(table, buffers))
+        twin.cache, ok = jaxkv.go_back(past, jaxkv.join(table, buffers))
         assert ok
     assert kept_of(*twin.parts()[:2]) == known
 
@@ -136,10 +136,10 @@ def test_go_back_with_donated_buffers_finds_shared_states():
 def test_go_back_then_the_same_step_gives_the_same():
     """And a step of another stream is no hindrance."""
     for streams, others in ((1, []), (3, [3])):
-        memory = tell(make(3, streams=streams), [1, 2])
-        ubatch = planned(memory, [3])
-        later, passed = walk(tell(memory, [], others) if others else memory, ubatch)
-        back, ok = jaxkv.go_back(jaxkv.split(memory)[0], later)
+        cache = tell(make(3, streams=streams), [1, 2])
+        ubatch = planned(cache, [3])
+        later, passed = walk(tell(cache, [], others) if others else cache, ubatch)
+        back, ok = jaxkv.go_back(jaxkv.split(cache)[0], later)
         assert ok
         assert_identical(jaxkv.apply(back, ubatch), back)  # what was written since is known: stale
         again, same = walk(back, planned(back, [3]))
@@ -147,23 +147,23 @@ def test_go_back_then_the_same_step_gives_the_same():
         assert states_of(again) == states_of(later)
 
 
-@partial(jax.jit, donate_argnames="memory")
-def consume(memory, ubatch):
-    """The whole memory is donated, as most loops do it."""
-    return walk(memory, ubatch, HYBRID["kinds"])[0]
+@partial(jax.jit, donate_argnames="cache")
+def consume(cache, ubatch):
+    """The whole cache is donated, as most loops do it."""
+    return walk(cache, ubatch, HYBRID["kinds"])[0]
 
 
 @core
-def test_a_kept_memory_goes_on_as_if_nothing_came_between():
-    """Trap 90: no edit of a memory that came of another is seen in that one."""
+def test_a_kept_cache_goes_on_as_if_nothing_came_between():
+    """Trap 90: no edit of a cache that came of another is seen in that one."""
     says = partial(tell, kinds=HYBRID["kinds"])
-    checkpoint, other = (told(kept=1, counts=(3, 2, 0), **HYBRID).memory for _ in range(2))
+    checkpoint, other = (told(kept=1, counts=(3, 2, 0), **HYBRID).cache for _ in range(2))
     wanted = says(other, [50, 51], [60])
-    memory, ok = jaxkv.seq_rm(checkpoint, 0, 2)
+    cache, ok = jaxkv.seq_rm(checkpoint, 0, 2)
     assert ok
-    memory = says(jaxkv.seq_cp(memory, 0, 2).cache, [70], [], [71])
+    cache = says(jaxkv.seq_cp(cache, 0, 2).cache, [70], [], [71])
     for token in (72, 73):  # what a step without donation returned may be donated
-        memory = consume(memory, planned(memory, [token]))
+        cache = consume(cache, planned(cache, [token]))
     copied, ubatch = jax.tree.map(jnp.copy, checkpoint), planned(checkpoint, [50, 51], [60])
     assert_identical(consume(copied, ubatch), wanted)
     assert_identical(says(checkpoint, [50, 51], [60]), wanted)
@@ -176,32 +176,32 @@ def test_a_kept_memory_goes_on_as_if_nothing_came_between():
 
 
 def test_read_states_of_an_unapplied_ubatch_is_nan():
-    memory = tell(make(3), [1, 2])
-    ubatch = planned(memory, [3])
-    states = jaxkv.read_states(memory, 0, ubatch)
+    cache = tell(make(3), [1, 2])
+    ubatch = planned(cache, [3])
+    states = jaxkv.read_states(cache, 0, ubatch)
     assert np.isnan(states["trace"][0]).all() and states["hash"][0] == 0  # the lowest integer
     written = {n: jnp.repeat(x[:, None], 4, axis=1) for n, x in states.items()}
-    assert_identical(jaxkv.write_states(memory, 0, ubatch, written), memory)
+    assert_identical(jaxkv.write_states(cache, 0, ubatch, written), cache)
 
 
 @core
 def test_read_states_of_a_refused_plan_is_zero():
     """Also those of sequences that have a state."""
-    memory, tokens = tell(make(3), [1, 2], [3]), np.full((3, WIDTH), 4)
+    cache, tokens = tell(make(3), [1, 2], [3]), np.full((3, WIDTH), 4)
     valid = np.arange(WIDTH) < [[1], [1], [0]]
-    plan = plan_rows(memory, tokens, valid, tokens + 5)
+    plan = plan_rows(cache, tokens, valid, tokens + 5)
     assert plan.reason.tolist() == [Reason.NOT_NEXT, Reason.NOT_NEXT, Reason.FITS]
-    _, passed = walk(memory, plan.ubatches[0])
+    _, passed = walk(cache, plan.ubatches[0])
     assert not any(np.any(x[:, 0]) for x in jax.tree.leaves(passed))
 
 
 @core
 def test_init_batch_two_rows_of_one_sequence_is_refused():
-    """In a memory of one sequence, where rows name no stream."""
-    memory, rows = make(1, sequences=1), jnp.zeros((2, 2), jnp.int32)
-    plan = jax.jit(lambda m, t: jaxkv.init_batch(m, make_batch(t, sequences=0)))(memory, rows)
+    """In a cache of one sequence, where rows name no stream."""
+    cache, rows = make(1, sequences=1), jnp.zeros((2, 2), jnp.int32)
+    plan = jax.jit(lambda m, t: jaxkv.init_batch(m, make_batch(t, sequences=0)))(cache, rows)
     assert not plan.ok and plan.reason[0] == Reason.MIXED_ROW
-    assert_identical(jaxkv.apply(memory, plan), memory)
+    assert_identical(jaxkv.apply(cache, plan), cache)
 
 
 def test_read_states_of_a_new_sequence_ignores_old_bytes():
@@ -209,19 +209,19 @@ def test_read_states_of_a_new_sequence_ignores_old_bytes():
     table, buffers = jaxkv.split(make(3))
     for number in (np.nan, np.inf):
         poison = [dict(layer, trace=jnp.full_like(layer["trace"], number)) for layer in buffers]
-        memory = tell(jaxkv.join(table, tuple(poison)), [1, 2, 3])
+        cache = tell(jaxkv.join(table, tuple(poison)), [1, 2, 3])
         wanted = [(p, bytes_of([1, 2, 3][: p + 1], (0, 1))) for p in range(3)]
-        assert states_of(memory) == wanted
+        assert states_of(cache) == wanted
 
 
 @core
 def test_steps_to_keep_skips_holes_in_a_row():
-    memory = make(3)
+    cache = make(3)
     tokens, valid = np.zeros((3, WIDTH), int), np.zeros((3, WIDTH), bool)
     valid[0, [1, 3, 4, 7]] = valid[1, 6] = True
-    (ubatch,) = plan_rows(memory, tokens, valid).check().ubatches
+    (ubatch,) = plan_rows(cache, tokens, valid).check().ubatches
     assert jaxkv.steps_to_keep(ubatch, 3).tolist() == [[2, 3, 4], [0, 0, 1], [0, 0, 0]]
-    table = jaxkv.apply(memory, ubatch).table
+    table = jaxkv.apply(cache, ubatch).table
     assert table.position.tolist() == [[0, 1, 2, 3], [-1, -1, -1, 0], [-1] * 4]
     stamps = np.asarray(ubatch.stamps)
     assert np.asarray(table.stamp)[0, table.cell[0]].tolist() == stamps[0, :4].tolist()
@@ -230,12 +230,12 @@ def test_steps_to_keep_skips_holes_in_a_row():
 @core
 def test_write_states_passes_gradients():
     (ubatch,) = jaxkv.init_batch(make(0), make_batch([1])).ubatches
-    memory = jaxkv.apply(make(0), ubatch)
+    cache = jaxkv.apply(make(0), ubatch)
 
     def loss(x):
-        state = jaxkv.read_states(memory, 0, ubatch)
+        state = jaxkv.read_states(cache, 0, ubatch)
         new = {"hash": state["hash"], "trace": state["trace"] * 3 + x}
-        return jnp.sum(jaxkv.write_states(memory, 0, ubatch, new).buffers[0]["trace"] ** 2)
+        return jnp.sum(jaxkv.write_states(cache, 0, ubatch, new).buffers[0]["trace"] ** 2)
 
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones((1, 2))), [[2.0, 2.0]])
 
@@ -245,16 +245,16 @@ def test_write_states_donated_copies_no_layer():
     """A step holds the states of its rows, and never those of all cells; a verb none."""
     sizes = {"layers": 2, "sequences": 64, "rollback": 3}
     states = {"x": ((64, 1024), jnp.float32)}
-    memory = jax.eval_shape(partial(jaxkv.make_recurrent_cache, states=states, **sizes))
+    cache = jax.eval_shape(partial(jaxkv.make_recurrent_cache, states=states, **sizes))
 
-    def one(memory, tokens):
-        ubatch, _ = jaxkv.plan_step(memory, tokens, jnp.array([5, 9]), jnp.array([True, True]))
-        memory = jaxkv.apply(memory, ubatch)
+    def one(cache, tokens):
+        ubatch, _ = jaxkv.plan_step(cache, tokens, jnp.array([5, 9]), jnp.array([True, True]))
+        cache = jaxkv.apply(cache, ubatch)
         for layer in range(2):
-            x = jaxkv.read_states(memory, layer, ubatch)["x"]
+            x = jaxkv.read_states(cache, layer, ubatch)["x"]
             after = jnp.stack([x] * 3 + [x / 2 + ubatch.tokens[..., None]], axis=1)
-            memory = jaxkv.write_states(memory, layer, ubatch, {"x": after})
-        return memory
+            cache = jaxkv.write_states(cache, layer, ubatch, {"x": after})
+        return cache
 
     layer = 64 * 4 * 64 * 1024 * 4
     for edit, most, *args in (
@@ -267,32 +267,32 @@ def test_write_states_donated_copies_no_layer():
         ),
         (lambda m: jaxkv.go_back(jaxkv.split(m)[0], m)[0], layer / 100),
     ):
-        compiled = jax.jit(edit, donate_argnums=0).lower(memory, *args).compile()
+        compiled = jax.jit(edit, donate_argnums=0).lower(cache, *args).compile()
         assert hlo.temporary_bytes(compiled) < most
         assert hlo.large_moves(compiled, layer // 2) == []
 
 
-def adds(weight, memory, ubatch):
+def adds(weight, cache, ubatch):
     """A model whose state is the sum of its tokens, each times a weight."""
     tokens = jnp.sum(ubatch.tokens * ubatch.valid, axis=1)
-    total = jaxkv.read_states(memory, 0, ubatch)["x"] + weight * tokens
+    total = jaxkv.read_states(cache, 0, ubatch)["x"] + weight * tokens
     logits = jnp.broadcast_to(total[:, None], ubatch.tokens.shape).reshape(-1, 1)
-    return jaxkv.write_states(memory, 0, ubatch, {"x": total}), logits[ubatch.outputs]
+    return jaxkv.write_states(cache, 0, ubatch, {"x": total}), logits[ubatch.outputs]
 
 
 @core
 def test_prefill_of_forgotten_tokens_computes_them_anew():
     """States of an earlier run are not those of this one, though all tokens are."""
 
-    def summed(memory, *tokens, weight):
-        return jaxkv.prefill(adds, jnp.float32(weight), memory, make_batch(tokens))[:2]
+    def summed(cache, *tokens, weight):
+        return jaxkv.prefill(adds, jnp.float32(weight), cache, make_batch(tokens))[:2]
 
     empty = jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
-    memory, _ = summed(empty, 1, 2, weight=float("nan"))
+    cache, _ = summed(empty, 1, 2, weight=float("nan"))
     for forgotten in (
-        jaxkv.seq_rm(memory, 0)[0],
-        jaxkv.clear(memory),
-        jaxkv.go_back(jaxkv.split(empty)[0], memory)[0],
+        jaxkv.seq_rm(cache, 0)[0],
+        jaxkv.clear(cache),
+        jaxkv.go_back(jaxkv.split(empty)[0], cache)[0],
     ):
         again, total = summed(forgotten, 1, 2, weight=1)
         assert total.item() == 3
@@ -308,31 +308,31 @@ def test_make_hybrid_cache_of_hybrids_finds_each_layer():
     full = jaxkv.make_kv_cache(layers=1, **sizes)
     window = jaxkv.make_kv_cache(layers=1, window=jaxkv.window.sliding(4), **sizes)
     inner = jaxkv.make_hybrid_cache((full, (0,)), (window, (1,)))
-    memory = jaxkv.make_hybrid_cache((inner, (1, 0)), (make(1, layers=1), (1,)))
-    assert jaxkv.rollback_of(memory, 1) == 1
-    memory = tell(memory, [1, 2, 3], [4], kinds="ab")
-    inner, states = jaxkv.hybrid.parts_of(memory)
+    cache = jaxkv.make_hybrid_cache((inner, (1, 0)), (make(1, layers=1), (1,)))
+    assert jaxkv.rollback_of(cache, 1) == 1
+    cache = tell(cache, [1, 2, 3], [4], kinds="ab")
+    inner, states = jaxkv.hybrid.parts_of(cache)
     assert kept_of(*jaxkv.split(states))[0][-1] == (2, bytes_of([1, 2, 3], [1]))
     for part, layer in zip(jaxkv.hybrid.parts_of(inner), (1, 0), strict=True):
         assert len(contents_of(jaxkv.split(part)[1], [layer])) == 4
     with pytest.raises(ValueError, match="a layer that one part serves, of .[01], [01]., got 0"):
-        jaxkv.rollback_of(memory, 0)
-    assert "part 1, layers 1\nsequence 0 1 2\nsequence 1 . 0\n" in jaxkv.show(memory)
+        jaxkv.rollback_of(cache, 0)
+    assert "part 1, layers 1\nsequence 0 1 2\nsequence 1 . 0\n" in jaxkv.show(cache)
 
 
 def test_write_states_wrong_layer_states_or_shapes_raise():
-    memory = make(3)
-    ubatch = planned(memory, [1])
-    states = {n: np.zeros((3, 4, *s.shape[2:])) for n, s in memory.buffers[0].items()}
+    cache = make(3)
+    ubatch = planned(cache, [1])
+    states = {n: np.zeros((3, 4, *s.shape[2:])) for n, s in cache.buffers[0].items()}
 
     def write(layer=0, **changed):
-        jax.eval_shape(lambda: jaxkv.write_states(memory, layer, ubatch, {**states, **changed}))
+        jax.eval_shape(lambda: jaxkv.write_states(cache, layer, ubatch, {**states, **changed}))
 
     for layer in (-1, 2):
         for call in (
-            lambda layer: jaxkv.read_states(memory, layer, ubatch),
+            lambda layer: jaxkv.read_states(cache, layer, ubatch),
             lambda layer: write(layer=layer),
-            lambda layer: jaxkv.rollback_of(memory, layer),
+            lambda layer: jaxkv.rollback_of(cache, layer),
         ):
             with pytest.raises(ValueError, match=f"a layer from 0 to 1, got {layer}"):
                 call(layer)
@@ -348,12 +348,12 @@ def test_write_states_wrong_layer_states_or_shapes_raise():
 
 
 def test_states_of_attention_and_attention_of_states_raise():
-    memory, states = SMALL.make(), make(3)
-    (ubatch,) = plan_of(memory, 1).ubatches
+    cache, states = SMALL.make(), make(3)
+    (ubatch,) = plan_of(cache, 1).ubatches
     for call in (
-        lambda: jaxkv.read_states(memory, 0, ubatch),
-        lambda: jaxkv.write_states(memory, 0, ubatch, {}),
-        lambda: jaxkv.rollback_of(memory, 0),
+        lambda: jaxkv.read_states(cache, 0, ubatch),
+        lambda: jaxkv.write_states(cache, 0, ubatch, {}),
+        lambda: jaxkv.rollback_of(cache, 0),
     ):
         with pytest.raises(TypeError, match="with recurrent layers, got kind 'attention'"):
             call()

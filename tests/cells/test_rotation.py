@@ -19,14 +19,14 @@ TOKENS = 8
 
 @partial(jax.jit, static_argnames=("rope", "dtype"))
 def written(start, q, k, v, *, rope, dtype="float32"):
-    """A memory of a text that begins at a position, and the attention of its tokens."""
+    """A cache of a text that begins at a position, and the attention of its tokens."""
     sizes = dict(layers=1, cells=TOKENS, kv_heads=k.shape[1], head_dim=k.shape[2])
-    memory = jaxkv.make_kv_cache(**sizes, rope=rope, dtype=dtype)
+    cache = jaxkv.make_kv_cache(**sizes, rope=rope, dtype=dtype)
     positions = start + jnp.arange(TOKENS, dtype=jnp.int32)
     batch = jaxkv.make_batch(np.arange(TOKENS), positions=positions)
-    (ubatch,) = jaxkv.init_batch(memory, batch).ubatches
+    (ubatch,) = jaxkv.init_batch(cache, batch).ubatches
     q, k = (rotate(x[None], positions[None], rope) for x in (q, k))
-    return jaxkv.attend(jaxkv.apply(memory, ubatch), 0, ubatch, q, k, v[None])
+    return jaxkv.attend(jaxkv.apply(cache, ubatch), 0, ubatch, q, k, v[None])
 
 
 def heads(size):
@@ -35,26 +35,26 @@ def heads(size):
 
 
 @jax.jit
-def moved(memory, delta, times=1):
-    def once(_, memory):
-        memory = jaxkv.seq_add(memory, 0, 0, -1, delta).cache
-        return jaxkv.apply(memory, jaxkv.init_update(memory))
+def moved(cache, delta, times=1):
+    def once(_, cache):
+        cache = jaxkv.seq_add(cache, 0, 0, -1, delta).cache
+        return jaxkv.apply(cache, jaxkv.init_update(cache))
 
-    return jax.lax.fori_loop(0, times, once, memory)
+    return jax.lax.fori_loop(0, times, once, cache)
 
 
-def keys_of(memory):
-    return np.asarray(decoded(memory.buffers.k[0]), np.float64)[0].transpose(1, 0, 2)
+def keys_of(cache):
+    return np.asarray(decoded(cache.buffers.k[0]), np.float64)[0].transpose(1, 0, 2)
 
 
 def test_attend_is_the_same_wherever_a_text_begins():
     rope, args = make_rope(32), heads(32)
-    memory, near = written(0, *args, rope=rope)
+    cache, near = written(0, *args, rope=rope)
     for start in FAR:
         far, out = written(start, *args, rope=rope)
         np.testing.assert_allclose(out, near, atol=1e-5, err_msg=str(start))
         back = moved(far, -start)
-        np.testing.assert_allclose(keys_of(back), keys_of(memory), atol=1e-5, err_msg=str(start))
+        np.testing.assert_allclose(keys_of(back), keys_of(cache), atol=1e-5, err_msg=str(start))
 
 
 ROPES = {
@@ -82,10 +82,10 @@ def test_update_500_times_is_as_exact_as_once(dtype, rope):
     rope = ROPES[rope]
     size = 160 if len(rope.frequencies) == 80 else 32
     q, k, v = heads(size)
-    memory, _ = written(1000, q, k, v, rope=rope, dtype=dtype)
+    cache, _ = written(1000, q, k, v, rope=rope, dtype=dtype)
     errors = {}
     for times in (0, 1, 500):
         positions = 1000 - 2 * times + jnp.arange(TOKENS)
         wanted = rotate(k, positions, rope)
-        errors[times] = np.linalg.norm(keys_of(moved(memory, -2, times)) - wanted)
+        errors[times] = np.linalg.norm(keys_of(moved(cache, -2, times)) - wanted)
     assert 0 < errors[500] < 1.5 * errors[1] and errors[1] < 3.2 * errors[0]

@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv.rope import linear, yarn
-from tests.memories import Kind, assert_identical, drawing, drawn, updated
+from tests.caches import Kind, assert_identical, drawing, drawn, updated
 
 core = pytest.mark.core
 PLAIN = jaxkv.make_rope(6, base=100.0)
@@ -30,7 +30,7 @@ rotate = jax.jit(jaxkv.rotate, static_argnames="rope")
 
 @functools.cache
 def rotated(*, tokens=6, cells=8, ropes=(PLAIN,)):
-    """A memory of tokens 0, 1, 2 ... of sequence 0, and their keys before rotation, `[T, K, D]`."""
+    """A cache of tokens 0, 1, 2 ... of sequence 0, and their keys before rotation, `[T, K, D]`."""
     sizes = dict(layers=len(ropes), cells=cells, kv_heads=2, head_dim=6, sequences=2)
     table, buffers = jaxkv.split(jaxkv.make_kv_cache(**sizes, rope=ropes))
     position = jnp.arange(cells, dtype=jnp.int32)
@@ -47,8 +47,8 @@ def turned(keys, positions, rope):
     return keys if rope is None else rotate(keys[None], positions[None], rope)[0]
 
 
-def keys_of(memory, layer, count=6):
-    return np.asarray(memory.buffers.k[layer])[0, :, :count].transpose(1, 0, 2)
+def keys_of(cache, layer, count=6):
+    return np.asarray(cache.buffers.k[layer])[0, :, :count].transpose(1, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -59,34 +59,34 @@ def test_update_equals_rotating_from_scratch(ropes):
 
     The attention factor of YaRN is applied once (trap 91).
     """
-    memory, raw = rotated(ropes=ropes)
-    moved = jaxkv.seq_add(jaxkv.seq_div(memory, 0, 2, 5, 3).cache, 0, 1, -1, 7).cache
+    cache, raw = rotated(ropes=ropes)
+    moved = jaxkv.seq_add(jaxkv.seq_div(cache, 0, 2, 5, 3).cache, 0, 1, -1, 7).cache
     after = updated(moved)
     assert jaxkv.init_update(moved).pending == 5 and not after.table.shift.any()
     stays = np.asarray(moved.table.shift[0, :6] == 0)
     for layer, rope in enumerate(ropes):
-        keys, before = keys_of(after, layer), keys_of(memory, layer)
+        keys, before = keys_of(after, layer), keys_of(cache, layer)
         wanted = turned(raw, after.table.position[0, :6], rope)
         np.testing.assert_allclose(keys, wanted, atol=2e-6)
         np.testing.assert_array_equal(keys[stays], before[stays])
         first = 0 if rope is None else 2 * len(rope.frequencies)
         np.testing.assert_array_equal(keys[..., first:], raw[..., first:])
         assert (keys[~stays] != before[~stays]).any() == (rope is not None)
-    assert_identical(after.buffers.v, memory.buffers.v)
+    assert_identical(after.buffers.v, cache.buffers.v)
 
 
 @core
 def test_update_rotates_more_keys_than_a_chunk():
-    memory, raw = rotated(cells=700, tokens=600)
-    after = updated(jaxkv.seq_add(memory, 0, 10, -1, 3).cache)
+    cache, raw = rotated(cells=700, tokens=600)
+    after = updated(jaxkv.seq_add(cache, 0, 10, -1, 3).cache)
     wanted = turned(raw, after.table.position[0, :600], PLAIN)
     np.testing.assert_allclose(keys_of(after, 0, 600), wanted, atol=3e-4)  # angles up to 600
 
 
-def added(memory, *args):
-    memory, ok = jaxkv.seq_add(memory, 0, *args)
+def added(cache, *args):
+    cache, ok = jaxkv.seq_add(cache, 0, *args)
     assert ok
-    return memory
+    return cache
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def added(memory, *args):
     ],
 )  # fmt: skip
 def test_seq_add_and_seq_div_move_positions(before, verb, after):
-    memory = drawn(before, SHIFT)
-    moved = verb(memory)
+    cache = drawn(before, SHIFT)
+    moved = verb(cache)
     assert drawing(moved) == after
     assert jaxkv.init_update(moved).pending == after.count("+") + after.count("-")
-    assert moved.buffers.k[0] is memory.buffers.k[0]
+    assert moved.buffers.k[0] is cache.buffers.k[0]
     if after == before:  # nothing to do costs nothing
         assert updated(moved) is moved and jaxkv.init_batch(moved, jaxkv.make_batch([1])).ok
 
@@ -142,11 +142,11 @@ def test_moves_of_a_cache_without_a_rope_are_refused():
         lambda m: jaxkv.loops.slide(m, 0, keep=0, drop=1),
         lambda m: jaxkv.loops.extend(m, 0, 0, group=2, width=4),
     ]
-    for move, memory in product(moves, [made, jaxkv.make_hybrid_cache(*parts), loaded(made)]):
+    for move, cache in product(moves, [made, jaxkv.make_hybrid_cache(*parts), loaded(made)]):
         with pytest.raises(ValueError, match="^expected a cache made with rope= to move keys"):
-            move(memory)
+            move(cache)
         move(loaded(free))
 
 
-def loaded(memory):
-    return jaxkv.snapshot.load(jaxkv.snapshot.to_bytes(memory))
+def loaded(cache):
+    return jaxkv.snapshot.load(jaxkv.snapshot.to_bytes(cache))

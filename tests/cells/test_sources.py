@@ -18,8 +18,8 @@ import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.hybrid import parts_of
 from tests.attention.formula import formula
+from tests.caches import assert_identical
 from tests.cases import in_lanes
-from tests.memories import assert_identical
 from tests.meshes import mesh_of
 from tests.mistakes import NAMES, assert_raises, mistakes
 
@@ -36,22 +36,22 @@ def heads(x):
     return x.reshape(*x.shape[:-1], 2, SIZE // 2)
 
 
-def encoder(weights, memory, ubatch):
+def encoder(weights, cache, ubatch):
     """Each token of a source, and the mean of all of them: it must have come whole."""
     x = weights["sources"][ubatch.tokens]
     same = ubatch.valid[:, None] & (ubatch.sequences[:, :, None] == ubatch.sequences[:, None])
     x += same @ x / jnp.maximum(same.sum(axis=-1, keepdims=True), 1)
-    return jaxkv.write(memory, CROSS, ubatch, heads(x @ weights["k1"]), heads(x @ weights["v1"]))
+    return jaxkv.write(cache, CROSS, ubatch, heads(x @ weights["k1"]), heads(x @ weights["v1"]))
 
 
-def forward(weights, memory, ubatch):
+def forward(weights, cache, ubatch):
     x = weights["embedding"][ubatch.tokens]
     q, k, v = (heads(x @ weights[f"{what}0"]) for what in "qkv")
-    memory, out = jaxkv.attend(memory, TEXT, ubatch, q, k, v)
+    cache, out = jaxkv.attend(cache, TEXT, ubatch, q, k, v)
     x += out.reshape(x.shape)
-    memory, out = jaxkv.attend(memory, CROSS, ubatch, heads(x @ weights["q1"]))
+    cache, out = jaxkv.attend(cache, CROSS, ubatch, heads(x @ weights["q1"]))
     x += out.reshape(x.shape)
-    return memory, x.reshape(-1, SIZE)[ubatch.outputs] @ weights["embedding"].T
+    return cache, x.reshape(-1, SIZE)[ubatch.outputs] @ weights["embedding"].T
 
 
 def attention(q, k, v):
@@ -84,21 +84,21 @@ TEXTS = {"a": [0, 5], "b": [0, 3, 4], "c": [0], "d": [3, 4], "e": [5], "f": [0, 
 ABC = [TEXTS[name] for name in "abc"]
 
 
-def encode(memory, lists, sequences):
-    return jaxkv.encode(encoder, WEIGHTS, memory, make_batch(lists, sequences=sequences))
+def encode(cache, lists, sequences):
+    return jaxkv.encode(encoder, WEIGHTS, cache, make_batch(lists, sequences=sequences))
 
 
-def tell(memory, lists, sequences):
+def tell(cache, lists, sequences):
     batch = make_batch(lists, sequences=sequences)
-    return jaxkv.prefill(forward, WEIGHTS, memory, batch)[:2]
+    return jaxkv.prefill(forward, WEIGHTS, cache, batch)[:2]
 
 
 @jax.jit
-def ask(memory):
+def ask(cache):
     """What each sequence would say after a token 1."""
     everyone = jnp.arange(Q, dtype=jnp.int32)
-    ubatch, ok = jaxkv.plan_step(memory, jnp.ones_like(everyone), everyone, everyone >= 0)
-    return forward(WEIGHTS, jaxkv.apply(memory, ubatch), ubatch)[1], ok
+    ubatch, ok = jaxkv.plan_step(cache, jnp.ones_like(everyone), everyone, everyone >= 0)
+    return forward(WEIGHTS, jaxkv.apply(cache, ubatch), ubatch)[1], ok
 
 
 def assert_said(logits, sources, texts):
@@ -106,26 +106,26 @@ def assert_said(logits, sources, texts):
         np.testing.assert_allclose(row, said(*both), atol=2e-4, err_msg=str(both))
 
 
-def check(memory, sources, texts):
+def check(cache, sources, texts):
     """Compare what all sequences would say, and that the tables have no fault."""
     sources = [SOURCES["ABCD".index(one)] for one in sources]
     texts = [TEXTS[one] for one in texts]
-    logits, ok = ask(memory)
+    logits, ok = ask(cache)
     assert ok
     assert_said(logits, sources, [[*text, 1] for text in texts])
-    assert not any(map(int, jaxkv.check_invariants(memory).values()))
-    assert lengths(memory) == [*map(len, sources)]
+    assert not any(map(int, jaxkv.check_invariants(cache).values()))
+    assert lengths(cache) == [*map(len, sources)]
 
 
-def lengths(memory):
-    return (jaxkv.seq_pos_max(parts_of(memory)[1], range(Q)) + 1).tolist()
+def lengths(cache):
+    return (jaxkv.seq_pos_max(parts_of(cache)[1], range(Q)) + 1).tolist()
 
 
 @functools.cache
 def filled(streams=1):
     """Sources of several lengths, and a sequence without one; and one without a text."""
-    memory = encode(make(streams), [A, B, D], [0, 1, 3])
-    return tell(memory, ABC, [0, 1, 2])[0]
+    cache = encode(make(streams), [A, B, D], [0, 1, 3])
+    return tell(cache, ABC, [0, 1, 2])[0]
 
 
 @core
@@ -133,44 +133,44 @@ def test_encode_and_prefill_see_all_of_their_source():
     """And zeros where a sequence has none; in one traced program too."""
 
     @jax.jit
-    def traced(memory, source, text):
-        memory, ok = jaxkv.encode(encoder, WEIGHTS, memory, make_batch(source, sequences=1))
+    def traced(cache, source, text):
+        cache, ok = jaxkv.encode(encoder, WEIGHTS, cache, make_batch(source, sequences=1))
         _, logits, _, there, _ = jaxkv.prefill(
-            forward, WEIGHTS, memory, make_batch(text, sequences=1)
+            forward, WEIGHTS, cache, make_batch(text, sequences=1)
         )
         return logits, ok, there
 
-    memory = encode(make(), [A, B, D], [0, 1, 3])
-    memory, logits = tell(memory, ABC, [0, 1, 2])
+    cache = encode(make(), [A, B, D], [0, 1, 3])
+    cache, logits = tell(cache, ABC, [0, 1, 2])
     assert_said(logits, SOURCES[:3], ABC)
-    assert jaxkv.seq_pos_max(memory, range(Q)).tolist() == [1, 2, 0, -1]  # of the texts
-    assert jaxkv.used(memory).item() == 6 + 8
+    assert jaxkv.seq_pos_max(cache, range(Q)).tolist() == [1, 2, 0, -1]  # of the texts
+    assert jaxkv.used(cache).item() == 6 + 8
     logits, ok, there = traced(make(), jnp.array([4, 5, 6]), jnp.array([0, 2]))
     assert ok and there
     assert_said(logits[:1], [[4, 5, 6]], [[0, 2]])
-    assert not traced(memory, jnp.array([4, 5, 6]), jnp.array([0, 2]))[1]
+    assert not traced(cache, jnp.array([4, 5, 6]), jnp.array([0, 2]))[1]
 
 
 # ---- edits
 
 
-def packed(memory):
-    memory, _ = jaxkv.seq_rm(memory, 0)
-    return jaxkv.apply(memory, jaxkv.defrag_plan(memory))
+def packed(cache):
+    cache, _ = jaxkv.seq_rm(cache, 0)
+    return jaxkv.apply(cache, jaxkv.defrag_plan(cache))
 
 
-def slid(memory):
-    return loops.slide(tell(memory, [[6, 7, 8]], [0])[0], 0, keep=1, drop=2)[0]
+def slid(cache):
+    return loops.slide(tell(cache, [[6, 7, 8]], [0])[0], 0, keep=1, drop=2)[0]
 
 
-def gone_back(memory):
-    return jaxkv.go_back(jaxkv.split(memory)[0], tell(memory, [[3]], [0])[0])[0]
+def gone_back(cache):
+    return jaxkv.go_back(jaxkv.split(cache)[0], tell(cache, [[3]], [0])[0])[0]
 
 
-def loaded(memory, **options):
-    data = jaxkv.snapshot.to_bytes(memory)
+def loaded(cache, **options):
+    data = jaxkv.snapshot.to_bytes(cache)
     if options:
-        return jaxkv.snapshot.load_into(data, memory, **options)
+        return jaxkv.snapshot.load_into(data, cache, **options)
     return jaxkv.snapshot.load(data)
 
 
@@ -179,8 +179,8 @@ EDITS = json.loads((Path(__file__).parents[1] / "data" / "edits_of_sources.json"
 """Edits of `filled`, which has ABCD and abc, with the sources and texts of all sequences then."""
 
 
-def edited(memory, name):
-    return eval(EDITS[name][0], NAMES | globals() | {"m": memory})
+def edited(cache, name):
+    return eval(EDITS[name][0], NAMES | globals() | {"m": cache})
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -195,7 +195,7 @@ def test_init_source_has_a_row_for_each_source():
     """And not one row for all: an encoder compares tokens of a row."""
     batch = make_batch([A, B, D], sequences=[0, 1, 3])
     (ubatch,) = jaxkv.init_source(make(), batch).ubatches
-    traced = jax.jit(lambda memory: jaxkv.init_source(memory, batch).ubatches[0])(make())
+    traced = jax.jit(lambda cache: jaxkv.init_source(cache, batch).ubatches[0])(make())
     assert ubatch.valid.shape == (4, 8)
     assert_identical(traced, ubatch)  # the tokens are known there too
     rows = zip(ubatch.sequences, ubatch.valid, strict=True)
@@ -220,7 +220,7 @@ def encode_by(one):
 
 def as_encoder(verb, arrays):
     x = jnp.zeros((1, 1, 2, SIZE // 2))
-    return encode_by(lambda weights, memory, ubatch: verb(memory, TEXT, ubatch, *[x] * arrays))
+    return encode_by(lambda weights, cache, ubatch: verb(cache, TEXT, ubatch, *[x] * arrays))
 
 
 def as_reader(verb, arrays, **options):
@@ -240,16 +240,16 @@ def test_sources_bad_call_raises(call, outcome):
 
 @core
 def test_init_source_refused_names_reasons_and_changes_nothing():
-    memory = filled()
+    cache = filled()
     with pytest.raises(jaxkv.RefusedError, match="HAS_SOURCE, it has a source of 5 tokens"):
-        encode(memory, [[1]], [0])
-    plan = jaxkv.init_source(memory, make_batch([[1] * 30, [2]], sequences=[2, 0]))
+        encode(cache, [[1]], [0])
+    plan = jaxkv.init_source(cache, make_batch([[1] * 30, [2]], sequences=[2, 0]))
     reasons = [jaxkv.Reason(int(one)).name for one in plan.reason]
     assert reasons == ["HAS_SOURCE", "FITS", "NO_ROOM", "FITS"]
-    assert_identical(jaxkv.apply(memory, plan), memory)
-    reader = jaxkv.init_batch(memory, make_batch([1] * 40, sequences=0)).ubatches[0]
+    assert_identical(jaxkv.apply(cache, plan), cache)
+    reader = jaxkv.init_batch(cache, make_batch([1] * 40, sequences=0)).ubatches[0]
     q = jnp.ones((*reader.valid.shape, 2, SIZE // 2))
-    assert not jaxkv.attend(memory, CROSS, reader, q)[1].any()  # a refused one sees nothing
+    assert not jaxkv.attend(cache, CROSS, reader, q)[1].any()  # a refused one sees nothing
 
 
 # ---- plans and loops
@@ -257,12 +257,12 @@ def test_init_source_refused_names_reasons_and_changes_nothing():
 
 @core
 def test_edit_of_a_source_makes_plans_and_tables_stale():
-    memory = filled()
-    (ubatch,) = jaxkv.init_batch(memory, make_batch([1], sequences=0)).ubatches
-    read = encode(memory, [[7]], [2])
-    assert jaxkv.is_current(memory, ubatch) and not jaxkv.is_current(read, ubatch)
+    cache = filled()
+    (ubatch,) = jaxkv.init_batch(cache, make_batch([1], sequences=0)).ubatches
+    read = encode(cache, [[7]], [2])
+    assert jaxkv.is_current(cache, ubatch) and not jaxkv.is_current(read, ubatch)
     q = jnp.ones((*ubatch.valid.shape, 2, SIZE // 2))
-    after = jaxkv.apply(memory, ubatch)
+    after = jaxkv.apply(cache, ubatch)
     shown, mask = jaxkv.view(after, CROSS, ubatch)[::2]
     owner = jaxkv.draw.cells_of(parts_of(after)[1]).owner
     assert shown.shape == (1, 2, 24, SIZE // 2) and mask[0, 0].tolist() == (owner[0] == 0).tolist()
@@ -270,17 +270,17 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     # Between apply and the last layer: of the source, and of the text.
     for edited in (encode(after, [[7]], [2]), jaxkv.seq_rm(after, 3)[0], jaxkv.clear(after)):
         assert np.isnan(jaxkv.attend(edited, CROSS, ubatch, q)[1]).all()
-    plan = jaxkv.init_source(memory, make_batch([7], sequences=2))
-    assert not jaxkv.is_current(tell(memory, [[3]], [2])[0], plan.ubatches[0])
-    gone, _ = jaxkv.seq_rm(memory, 1)  # and the cells of its source are written over
-    assert not jaxkv.go_back(jaxkv.split(memory)[0], encode(gone, [[1]], [2]))[1]
+    plan = jaxkv.init_source(cache, make_batch([7], sequences=2))
+    assert not jaxkv.is_current(tell(cache, [[3]], [2])[0], plan.ubatches[0])
+    gone, _ = jaxkv.seq_rm(cache, 1)  # and the cells of its source are written over
+    assert not jaxkv.go_back(jaxkv.split(cache)[0], encode(gone, [[1]], [2]))[1]
 
 
 @core
 def test_token_of_several_sequences_looks_at_their_one_source():
-    memory = jaxkv.seq_cp(filled(), 0, 3).cache
+    cache = jaxkv.seq_cp(filled(), 0, 3).cache
     tree = make_batch([[6], [7], [8]], sequences=[[0, 3], [0], [3]], outputs=[True] * 3)
-    _, logits, *_ = jaxkv.prefill(forward, WEIGHTS, memory, tree)
+    _, logits, *_ = jaxkv.prefill(forward, WEIGHTS, cache, tree)
     assert_said(logits, [A] * 3, [[0, 5, 6], [0, 5, 6, 7], [0, 5, 6, 8]])
     apart = encode(make(), [[3, 4], [5]], [0, 1])  # the same text, and another source
     plan = jaxkv.init_batch(apart, make_batch([[6]], sequences=[[0, 1]]))
@@ -289,10 +289,10 @@ def test_token_of_several_sequences_looks_at_their_one_source():
 
 def begun(*texts):
     """Texts of sequences 0, 1, ... with sources A and B, and what the model says then."""
-    memory = encode(make(), [A, B], [0, 1])
+    cache = encode(make(), [A, B], [0, 1])
     ids = [*range(len(texts))]
-    memory, logits = tell(memory, texts, ids)
-    return memory, logits, *loops.begin(BEST, memory, logits, sequences=ids)
+    cache, logits = tell(cache, texts, ids)
+    return cache, logits, *loops.begin(BEST, cache, logits, sequences=ids)
 
 
 def best(source, text, count):
@@ -303,13 +303,13 @@ def best(source, text, count):
 
 @core
 def test_decode_and_beam_with_sources_say_as_the_formula():
-    memory, logits, state, first = begun([0], [0])
-    after, _, picked = jaxkv.decode(forward, BEST, WEIGHTS, memory, state, steps=4)
+    cache, logits, state, first = begun([0], [0])
+    after, _, picked = jaxkv.decode(forward, BEST, WEIGHTS, cache, state, steps=4)
     for q in range(2):
         assert [*first.tokens[q], *picked.tokens[q]] == best(SOURCES[q], [0], 5)
     assert lengths(after)[:2] == [5, 1]
     options = {"width": 2, "steps": 3, "sequences": [1, 3]}
-    after, beams = loops.beam(forward, WEIGHTS, memory, logits[1:], **options)
+    after, beams = loops.beam(forward, WEIGHTS, cache, logits[1:], **options)
     assert lengths(after) == [5, 1, 0, 1]
     for tokens, score in zip(beams.tokens.tolist(), beams.scores, strict=True):
         rows = [said(B, [0, *tokens[:i]]) for i in range(3)]
@@ -320,10 +320,10 @@ def test_decode_and_beam_with_sources_say_as_the_formula():
 @pytest.mark.nightly
 def test_speculate_branches_leave_other_sources_alone():
     """Sequence 1 has a source and no text; what is made is greedy."""
-    memory, logits, state, _ = begun([0, 0])
+    cache, logits, state, _ = begun([0, 0])
     token = int(np.argmax(logits))
     guesses = loops.lookup([[token, 1, token, 2]], ngram=1, branches=2)
-    after, _, _, made = loops.speculate(forward, guesses, BEST, WEIGHTS, memory, state, steps=2)
+    after, _, _, made = loops.speculate(forward, guesses, BEST, WEIGHTS, cache, state, steps=2)
     assert lengths(after) == [5, 1, 0, 0]
     assert made.tokens[0, :2].tolist() == best(A, [0, 0, token], 2)
 
@@ -333,19 +333,19 @@ def test_sources_beside_states():
     """Rows of one sequence each, though there is one pool."""
     states = jaxkv.make_recurrent_cache(layers=1, states={"n": ((), jnp.float32)}, sequences=Q)
     parts = enumerate([*parts_of(make(1)), states])
-    memory = jaxkv.make_hybrid_cache(*((part, (i,)) for i, part in parts))
-    memory = encode(memory, [A, B], [0, 1])
+    cache = jaxkv.make_hybrid_cache(*((part, (i,)) for i, part in parts))
+    cache = encode(cache, [A, B], [0, 1])
 
     @jax.jit
-    def step(memory, ubatch):
-        memory, logits = forward(WEIGHTS, jaxkv.apply(memory, ubatch), ubatch)
-        after = jaxkv.read_states(memory, 2, ubatch)["n"] + ubatch.valid.sum(axis=1)
-        return jaxkv.write_states(memory, 2, ubatch, {"n": after[:, None]}), logits
+    def step(cache, ubatch):
+        cache, logits = forward(WEIGHTS, jaxkv.apply(cache, ubatch), ubatch)
+        after = jaxkv.read_states(cache, 2, ubatch)["n"] + ubatch.valid.sum(axis=1)
+        return jaxkv.write_states(cache, 2, ubatch, {"n": after[:, None]}), logits
 
-    plan = jaxkv.init_batch(memory, make_batch([[0, 1], [0, 3]]))
-    memory, logits = step(memory, *plan.ubatches)
+    plan = jaxkv.init_batch(cache, make_batch([[0, 1], [0, 3]]))
+    cache, logits = step(cache, *plan.ubatches)
     assert_said(plan.collect([logits]), (A, B), ([0, 1], [0, 3]))
-    assert jaxkv.seq_pos_max(memory, range(Q)).tolist() == [1, 1, -1, -1]
+    assert jaxkv.seq_pos_max(cache, range(Q)).tolist() == [1, 1, -1, -1]
 
 
 @core
@@ -353,6 +353,6 @@ def test_encode_prefill_and_select_on_a_mesh():
     mesh, name = mesh_of(streams=2, cells=2), "change places"
     with jax.set_mesh(mesh):
         rules = jaxkv.sharding.Rules(streams="streams", cells="cells")
-        memory = jaxkv.sharding.allocate(partial(make, 2), mesh, rules)
-        memory, _ = tell(encode(memory, [A, B, D], [0, 1, 3]), ABC, [0, 1, 2])
-        check(edited(memory, name), *EDITS[name][1:])
+        cache = jaxkv.sharding.allocate(partial(make, 2), mesh, rules)
+        cache, _ = tell(encode(cache, [A, B, D], [0, 1, 3]), ABC, [0, 1, 2])
+        check(edited(cache, name), *EDITS[name][1:])

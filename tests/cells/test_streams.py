@@ -10,8 +10,8 @@ import pytest
 import jaxkv
 from jaxkv import Reason, loops, make_batch
 from jaxkv.kv.mask import sight_of
+from tests.caches import Kind, assert_identical, drawing, drawn, run, think
 from tests.cells.pools import FOUR, ONE, TWO, fed
-from tests.memories import Kind, assert_identical, drawing, drawn, run, think
 
 core = pytest.mark.core
 SHARED = Kind("contiguous", cells=8, sequences=4, streams=2, placement="contiguous")
@@ -46,11 +46,11 @@ def test_run_any_rows_matches_one_stream(kind, tokens, sequences, ubatches):
 
 
 @jax.jit
-def traced_rows(memory, tokens, sequences, valid):
+def traced_rows(cache, tokens, sequences, valid):
     batch = make_batch(tokens, sequences=sequences, valid=valid, outputs=valid)
-    plan = jaxkv.init_batch(memory, batch)
-    memory, logits = think(memory, plan.ubatches[0])
-    return memory, plan.collect([logits]), plan.reason
+    plan = jaxkv.init_batch(cache, batch)
+    cache, logits = think(cache, plan.ubatches[0])
+    return cache, plan.collect([logits]), plan.reason
 
 
 @core
@@ -69,11 +69,11 @@ def test_run_traced_rows_matches_one_stream(kind):
 @core
 def test_init_batch_traced_mixed_rows_are_refused():
     """A row of several sequences, and several rows of one."""
-    memory, valid = fed(FOUR, *LENGTHS), jnp.ones((4, 2), bool)
+    cache, valid = fed(FOUR, *LENGTHS), jnp.ones((4, 2), bool)
     for sequences in ([[0, 1], [2, 2], [1, 1], [3, 3]], [[1, 1], [1, 1], [0, 0], [2, 2]]):
-        after, _, reason = traced_rows(memory, 1 + 0 * valid, jnp.array(sequences), valid)
+        after, _, reason = traced_rows(cache, 1 + 0 * valid, jnp.array(sequences), valid)
         assert Reason.MIXED_ROW in reason.tolist()
-        assert_identical(after, memory)
+        assert_identical(after, cache)
 
 
 @core
@@ -83,33 +83,33 @@ def test_plan_step_any_rows_matches_one_stream(kind):
     for ids, active in (([2, 0, 3, 1], [False, True, False, True]), ([3, 1], [True, True])):
         steps = []
         for one in (ONE, kind):
-            memory, active = fed(one, *LENGTHS), np.array(active)
-            ubatch, ok = jaxkv.plan_step(memory, 4 + np.arange(len(ids)), np.array(ids), active)
+            cache, active = fed(one, *LENGTHS), np.array(active)
+            ubatch, ok = jaxkv.plan_step(cache, 4 + np.arange(len(ids)), np.array(ids), active)
             assert ok
-            memory, logits = think(memory, ubatch)
-            steps.append([*logits[active].ravel(), *jaxkv.seq_pos_max(memory, [0, 1, 2, 3])])
+            cache, logits = think(cache, ubatch)
+            steps.append([*logits[active].ravel(), *jaxkv.seq_pos_max(cache, [0, 1, 2, 3])])
         np.testing.assert_allclose(*steps, atol=1e-5)
 
 
 @core
 def test_init_batch_contiguous_rows_of_one_stream_are_one_run():
-    memory = drawn(". 0{0} . . . 1{0} . . |", SHARED)
-    plan = jaxkv.init_batch(memory, make_batch([[5], [6], [7]], sequences=[2, 1, 0])).check()
-    assert drawing(jaxkv.apply(memory, plan)) == ". 0{0} 2{0} 0{1} . 1{0} | 0{2}"
+    cache = drawn(". 0{0} . . . 1{0} . . |", SHARED)
+    plan = jaxkv.init_batch(cache, make_batch([[5], [6], [7]], sequences=[2, 1, 0])).check()
+    assert drawing(jaxkv.apply(cache, plan)) == ". 0{0} 2{0} 0{1} . 1{0} | 0{2}"
 
 
 @core
 def test_sight_reads_a_stream_once_where_all_sequences_have_rows():
-    memory = TWO.make()
+    cache = TWO.make()
     for count, shape in ((4, (2, 2)), (2, (2, 1))):
-        plan = jaxkv.init_batch(memory, make_batch([[1]] * count)).check()
-        sight = sight_of(jaxkv.apply(memory, plan).table, plan.ubatches[0])
+        plan = jaxkv.init_batch(cache, make_batch([[1]] * count)).check()
+        sight = sight_of(jaxkv.apply(cache, plan).table, plan.ubatches[0])
         assert sight.at.shape == shape and sight.all_streams == (count == 4)
     assert sight.streams.tolist() == [0, 0]
 
 
-def forward(weights, memory, ubatch):
-    return think(memory, ubatch)
+def forward(weights, cache, ubatch):
+    return think(cache, ubatch)
 
 
 @pytest.mark.nightly
@@ -117,8 +117,8 @@ def test_beam_in_the_second_of_two_streams_matches_one_stream():
     found = []
     for kind, ids in ((TWO, [2, 3]), (ONE, [0, 1])):
         prompt = make_batch([1, 2, 3], sequences=ids[0])
-        memory, logits, *_ = jaxkv.prefill(forward, None, kind.make(), prompt)
-        _, beams = loops.beam(forward, None, memory, logits, width=2, steps=3, sequences=ids)
+        cache, logits, *_ = jaxkv.prefill(forward, None, kind.make(), prompt)
+        _, beams = loops.beam(forward, None, cache, logits, width=2, steps=3, sequences=ids)
         found.append(beams.tokens)
     np.testing.assert_array_equal(*found)
 

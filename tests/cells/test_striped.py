@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import sharding
 from jaxkv.kv.stripes import STRIPE, cell_of, dealt
-from tests.memories import STRIPES, VOCABULARY, run
+from tests.caches import STRIPES, VOCABULARY, run
 from tests.meshes import RULES, mesh_of, placed
 from tests.oracle import Oracle
 
@@ -28,21 +28,21 @@ def test_dealt_and_cell_of_match_oracle(share, shards):
     assert cell_of(jnp.arange(cells + 1), cells, shards).tolist() == [*order, cells]
 
 
-def used_by_share(memory):
-    return np.asarray(memory.table.position != -1).reshape(SHARDS, -1).sum(axis=1).tolist()
+def used_by_share(cache):
+    return np.asarray(cache.table.position != -1).reshape(SHARDS, -1).sum(axis=1).tolist()
 
 
 @core
 def test_apply_striped_fills_all_shares_alike():
     """To a stripe; what comes free is taken again in turn, and a defrag packs in turn."""
-    memory = LONG.make()
+    cache = LONG.make()
     for count, wanted in ((256, [STRIPE] * 4), (256, [128] * 4), (100, [192, 164, 128, 128])):
         batch = jaxkv.make_batch([1] * 256, valid=np.arange(256) < count)
-        memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch, ubatch_size=256).check())
-        assert used_by_share(memory) == wanted
-    memory, _ = jaxkv.seq_rm(memory, 0, 64, 320)
-    packed = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
-    assert used_by_share(packed) == used_by_share(memory) == [128, 100, 64, 64]
+        cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch, ubatch_size=256).check())
+        assert used_by_share(cache) == wanted
+    cache, _ = jaxkv.seq_rm(cache, 0, 64, 320)
+    packed = jaxkv.apply(cache, jaxkv.defrag_plan(cache))
+    assert used_by_share(packed) == used_by_share(cache) == [128, 100, 64, 64]
     order = dealt(packed.table.position[0], SHARDS)
     assert (order[:356] >= 0).all() and (order[356:] == -1).all()
 
@@ -53,8 +53,8 @@ def test_run_striped_on_a_mesh_matches_one_device():
     batch = jaxkv.make_batch(np.arange(16) % VOCABULARY, outputs=[True] * 16)
     _, wanted = run(replace(kind, **BY_NUMBER).make(), batch, ubatch_size=16)
     with jax.set_mesh(mesh_of(cells=SHARDS)):
-        memory, logits = run(placed(kind.make()), batch, ubatch_size=16)
-    shares = [np.asarray(x.data) for x in memory.buffers.k[0].addressable_shards]
+        cache, logits = run(placed(kind.make()), batch, ubatch_size=16)
+    shares = [np.asarray(x.data) for x in cache.buffers.k[0].addressable_shards]
     assert [np.count_nonzero(np.any(x, axis=(0, 1, 3))) for x in shares] == [4] * SHARDS
     np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
@@ -62,8 +62,8 @@ def test_run_striped_on_a_mesh_matches_one_device():
 def test_make_kv_cache_rounds_cells_of_a_window_up_to_shards():
     sizes = {"layers": 1, "kv_heads": 1, "head_dim": 2, "window": jaxkv.window.sliding(5)}
     sizes |= {"ubatch_size": 3, "rollback": 2}
-    memory = jaxkv.make_kv_cache(placement="striped", shards=4, **sizes)
-    assert memory.table.num_cells == 12 and jaxkv.make_kv_cache(**sizes).table.num_cells == 10
+    cache = jaxkv.make_kv_cache(placement="striped", shards=4, **sizes)
+    assert cache.table.num_cells == 12 and jaxkv.make_kv_cache(**sizes).table.num_cells == 10
 
 
 TAKE = "take placement='striped', shards=4"

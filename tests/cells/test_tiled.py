@@ -21,7 +21,7 @@ from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import encoded, zeros
 from jaxkv.window import sliding
 from tests import hlo
-from tests.memories import TILES, drawing, drawn
+from tests.caches import TILES, drawing, drawn
 from tests.oracle import _tiles
 from tests.sights import sight_of_mask
 
@@ -39,26 +39,26 @@ def test_tile_of_matches_oracle():
 @core
 def test_defrag_tiled_in_parts_moves_whole_tiles():
     """No tile is left half moved: two that are begun would stay so for good."""
-    memory = drawn("0{0} . . . . . . . 0{1} 1{1} 2{1} 3{1} 4{1} . 5{1} 6{1}", TILES)
+    cache = drawn("0{0} . . . . . . . 0{1} 1{1} 2{1} 3{1} 4{1} . 5{1} 6{1}", TILES)
     for _ in range(2):
-        memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory, max_moves=1))
-    assert drawing(memory) == "0{0} . . . 4{1} . 5{1} 6{1} 0{1} 1{1} 2{1} 3{1}"
+        cache = jaxkv.apply(cache, jaxkv.defrag_plan(cache, max_moves=1))
+    assert drawing(cache) == "0{0} . . . 4{1} . 5{1} 6{1} 0{1} 1{1} 2{1} 3{1}"
 
 
 @core
 def test_load_into_tiled_takes_whole_tiles():
     """What was mixed stays so, and of what lay apart one begins where another ends."""
-    memory = drawn("0{3}", TILES)
+    cache = drawn("0{3}", TILES)
     for saved in ("0{0} 0{1} 1{0} 1{1} 2{0} 2{1}", "0{0} 1{0} 2{0} 0{1} 1{1} 2{1}"):
         data = jaxkv.snapshot.to_bytes(drawn(saved, SCATTERED), sequences=[0, 1])
-        loaded = jaxkv.snapshot.load_into(data, memory, sequences=[0, 1])
+        loaded = jaxkv.snapshot.load_into(data, cache, sequences=[0, 1])
         assert drawing(loaded) == "0{3} . . . " + saved
 
 
 def test_make_kv_cache_tiled_cells_are_whole_tiles():
     make = partial(jaxkv.make_kv_cache, layers=1, kv_heads=1, head_dim=2, placement="tiled")
-    memory = jax.eval_shape(partial(make, window=sliding(5), sequences=2))
-    assert memory.table.num_cells % TILE == 0
+    cache = jax.eval_shape(partial(make, window=sliding(5), sequences=2))
+    assert cache.table.num_cells % TILE == 0
     for cells in (257, 4100):
         with pytest.raises(ValueError, match=f"tiles of 64 divide, got {cells}: take"):
             jax.eval_shape(partial(make, cells=cells))
@@ -173,10 +173,10 @@ def test_plan_step_tiled_holds_less_than_the_keys_of_a_pool():
     sizes = {"layers": 1, "kv_heads": 3, "head_dim": 64, "sequences": 8}
     make = partial(jaxkv.make_kv_cache, cells=4160, placement="tiled", **sizes)
 
-    def step(memory, q, x):
+    def step(cache, q, x):
         ids = jnp.arange(8)
-        ubatch, _ = jaxkv.plan_step(memory, ids, ids, jnp.ones(8, bool))
-        return jaxkv.attend(jaxkv.apply(memory, ubatch), 0, ubatch, q, x, x)
+        ubatch, _ = jaxkv.plan_step(cache, ids, ids, jnp.ones(8, bool))
+        return jaxkv.attend(jaxkv.apply(cache, ubatch), 0, ubatch, q, x, x)
 
     q, x = (jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.float32) for heads in (9, 3))
     compiled = jax.jit(step, donate_argnums=0).lower(jax.eval_shape(make), q, x).compile()
@@ -187,7 +187,7 @@ def test_plan_step_tiled_holds_less_than_the_keys_of_a_pool():
 def test_sight_has_tiles_in_a_step_alone():
     """The program of a prompt is that of any pool."""
     for kind, tile in ((TILES, 4), (SCATTERED, None)):
-        memory = kind.make()
+        cache = kind.make()
         for batch, wanted in ([[[4]] * 3, tile], [[[5] * 8], None]):
-            plan = jaxkv.init_batch(memory, jaxkv.make_batch(batch))
-            assert jaxkv.kv.mask.sight_of(memory.table, plan.ubatches[0]).tile == wanted
+            plan = jaxkv.init_batch(cache, jaxkv.make_batch(batch))
+            assert jaxkv.kv.mask.sight_of(cache.table, plan.ubatches[0]).tile == wanted

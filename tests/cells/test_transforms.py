@@ -1,6 +1,6 @@
 """Whatever JAX does to a verb, its answer is the same.
 
-Op by op, compiled with traced ids and positions, over a batch of whole memories, in a loop: the
+Op by op, compiled with traced ids and positions, over a batch of whole caches, in a loop: the
 table comes out the same bit for bit, and buffers and outputs but for rounding.
 """
 
@@ -10,30 +10,30 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests.memories import SMALL, assert_identical, filled, think
+from tests.caches import SMALL, assert_identical, filled, think
 from tests.twins import lived_in
 
 pytestmark = pytest.mark.core
 
 
-def everything(memory, seq, other, p0, p1):
-    moved = jaxkv.seq_add(memory, seq, p0, p1, other + 1).cache
+def everything(cache, seq, other, p0, p1):
+    moved = jaxkv.seq_add(cache, seq, p0, p1, other + 1).cache
     return {
-        "seq_rm": jaxkv.seq_rm(memory, seq, p0, p1),
-        "seq_rm of all": jaxkv.seq_rm(memory, -1, p0, p1),
-        "seq_cp": jaxkv.seq_cp(memory, seq, other, p0, p1).cache,
-        "seq_keep": jaxkv.seq_keep(memory, seq),
+        "seq_rm": jaxkv.seq_rm(cache, seq, p0, p1),
+        "seq_rm of all": jaxkv.seq_rm(cache, -1, p0, p1),
+        "seq_cp": jaxkv.seq_cp(cache, seq, other, p0, p1).cache,
+        "seq_keep": jaxkv.seq_keep(cache, seq),
         "seq_add": moved,
-        "seq_div": jaxkv.seq_div(memory, seq, p0, p1, other + 1).cache,
-        "clear": jaxkv.clear(memory),
-        "seq_pos_min": jaxkv.seq_pos_min(memory, seq),
-        "seq_pos_max": jaxkv.seq_pos_max(memory, seq),
-        "used": jaxkv.used(memory),
-        "can_resume": jaxkv.can_resume(memory, seq, p0),
-        "check_invariants": jaxkv.check_invariants(memory),
+        "seq_div": jaxkv.seq_div(cache, seq, p0, p1, other + 1).cache,
+        "clear": jaxkv.clear(cache),
+        "seq_pos_min": jaxkv.seq_pos_min(cache, seq),
+        "seq_pos_max": jaxkv.seq_pos_max(cache, seq),
+        "used": jaxkv.used(cache),
+        "can_resume": jaxkv.can_resume(cache, seq, p0),
+        "check_invariants": jaxkv.check_invariants(cache),
         "update": jaxkv.apply(moved, jaxkv.init_update(moved)),
-        "defrag": jaxkv.apply(memory, jaxkv.defrag_plan(memory)),
-        "go_back": jaxkv.go_back(jaxkv.split(moved)[0], memory),
+        "defrag": jaxkv.apply(cache, jaxkv.defrag_plan(cache)),
+        "go_back": jaxkv.go_back(jaxkv.split(moved)[0], cache),
     }
 
 
@@ -46,12 +46,12 @@ def item(tree, i):
 
 
 def test_verbs_under_jit_and_vmap_equal_calls():
-    memories, last = [lived_in(SMALL, seed) for seed in range(3)], SMALL.sequences - 1
+    caches, last = [lived_in(SMALL, seed) for seed in range(3)], SMALL.sequences - 1
     args = [(0, 1, 1, 3), (last, 0, -1, -1), (last // 2, last, 0, 0)]
     compiled, mapped = jax.jit(everything), jax.jit(jax.vmap(everything))
-    together = mapped(stacked(memories), *map(jnp.array, zip(*args, strict=True)))
-    for i, (memory, one) in enumerate(zip(memories, args, strict=True)):
-        wanted, traced = everything(memory, *one), compiled(memory, *one)
+    together = mapped(stacked(caches), *map(jnp.array, zip(*args, strict=True)))
+    for i, (cache, one) in enumerate(zip(caches, args, strict=True)):
+        wanted, traced = everything(cache, *one), compiled(cache, *one)
         assert_identical(traced, wanted)
         assert_identical(item(together, i), wanted)
 
@@ -63,10 +63,10 @@ def test_verbs_without_jit_equal_calls():
     assert_identical(plain, everything(*args))
 
 
-def decode(memory, step):
-    ubatch, ok = jaxkv.plan_step(memory, *step)
-    memory, logits = think(memory, ubatch)
-    return memory, (logits, ok, ubatch.slots)
+def decode(cache, step):
+    ubatch, ok = jaxkv.plan_step(cache, *step)
+    cache, logits = think(cache, ubatch)
+    return cache, (logits, ok, ubatch.slots)
 
 
 STEPS = (
@@ -85,18 +85,18 @@ def assert_close(one, other):
 
 
 def test_plan_step_under_scan_and_vmap_equals_a_loop():
-    """Each memory has its own fill; one is full, and its second and fourth step are refused."""
-    memories = [filled(4), filled(3, 4), filled(8)]
+    """Each cache has its own fill; one is full, and its second and fourth step are refused."""
+    caches = [filled(4), filled(3, 4), filled(8)]
 
-    def scanned(memory):
-        return jax.lax.scan(decode, memory, STEPS)
+    def scanned(cache):
+        return jax.lax.scan(decode, cache, STEPS)
 
-    together, granted = jax.jit(jax.vmap(scanned))(stacked(memories)), []
-    for i, memory in enumerate(memories):
+    together, granted = jax.jit(jax.vmap(scanned))(stacked(caches)), []
+    for i, cache in enumerate(caches):
         outs = []
         for step in zip(*STEPS, strict=True):
-            memory, out = decode(memory, step)
+            cache, out = decode(cache, step)
             outs.append(out)
-        assert_close(item(together, i), (memory, stacked(outs)))
+        assert_close(item(together, i), (cache, stacked(outs)))
         granted.append(jnp.stack([ok for _, ok, _ in outs]).tolist())
     assert granted[0] == [True] * 4 and granted[2] == [True, False, True, False]

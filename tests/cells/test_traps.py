@@ -15,9 +15,9 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.planning.layout import follows
 from jaxkv.planning.splits import split_known
+from tests.caches import SMALL, assert_identical, drawing, drawn
 from tests.cells.plans import plan_of
 from tests.cells.pools import noisy
-from tests.memories import SMALL, assert_identical, drawing, drawn
 
 ROOT = Path(__file__).parents[2]
 FIVE = "0{0} 1{0} 2{0} 3{0} 4{0}"
@@ -64,44 +64,44 @@ EDITS = [
 @pytest.mark.parametrize(("verb", "args", "cells", "after"), EDITS)
 def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
     before = noisy(cells, SMALL)
-    memory = getattr(jaxkv, verb)(before, *args)
-    if isinstance(memory, jaxkv.EditResult):
-        memory, ok = memory
+    cache = getattr(jaxkv, verb)(before, *args)
+    if isinstance(cache, jaxkv.EditResult):
+        cache, ok = cache
         assert ok
-    assert drawing(memory) == after and jaxkv.used(memory) == after.count("{")
-    assert_identical(jaxkv.split(memory)[1], jaxkv.split(before)[1])
-    assert jaxkv.init_update(memory).pending == after.count("}-")
+    assert drawing(cache) == after and jaxkv.used(cache) == after.count("{")
+    assert_identical(jaxkv.split(cache)[1], jaxkv.split(before)[1])
+    assert jaxkv.init_update(cache).pending == after.count("}-")
 
 
 def test_seq_pos_min_and_max_skip_holes_and_empty_sequences():
-    """Traps 01, 07 and 18: a cleared memory begins anew."""
+    """Traps 01, 07 and 18: a cleared cache begins anew."""
     holes, cleared = drawn("0{0} 1{0,1} . 3{0,1} 0{1} 4{0}"), jaxkv.clear(drawn("0{0} 2{1}"))
-    for memory, first, last in ((holes, [0, 0, -1], [4, 3, -1]), (cleared, [-1] * 3, [-1] * 3)):
-        assert jaxkv.seq_pos_min(memory, range(3)).tolist() == first
-        assert jaxkv.seq_pos_max(memory, range(3)).tolist() == last
+    for cache, first, last in ((holes, [0, 0, -1], [4, 3, -1]), (cleared, [-1] * 3, [-1] * 3)):
+        assert jaxkv.seq_pos_min(cache, range(3)).tolist() == first
+        assert jaxkv.seq_pos_max(cache, range(3)).tolist() == last
     assert plan_of(cleared, 3, positions=[0, 1, 2]).ok
 
 
 def test_make_kv_cache_cells_are_exact_and_all_usable():
-    """Trap 22, and ollama's edge 07: a batch longer than the memory is refused at once."""
-    memory = jaxkv.make_kv_cache(layers=1, cells=1, kv_heads=1, head_dim=2)
-    refused = plan_of(memory, 2)
+    """Trap 22, and ollama's edge 07: a batch longer than the cache is refused at once."""
+    cache = jaxkv.make_kv_cache(layers=1, cells=1, kv_heads=1, head_dim=2)
+    refused = plan_of(cache, 2)
     assert (*refused.reason, *refused.expected, *refused.found) == (Reason.NO_ROOM, 2, 1)
-    memory = jaxkv.apply(memory, plan_of(memory, 1))
-    assert jaxkv.show(memory).split() == ["owner", "0", "position", "0"]
-    assert not plan_of(memory, 1).ok
-    memory, _ = jaxkv.seq_rm(memory, 0)
-    assert jaxkv.used(memory) == 0 and plan_of(memory, 1).ok
+    cache = jaxkv.apply(cache, plan_of(cache, 1))
+    assert jaxkv.show(cache).split() == ["owner", "0", "position", "0"]
+    assert not plan_of(cache, 1).ok
+    cache, _ = jaxkv.seq_rm(cache, 0)
+    assert jaxkv.used(cache) == 0 and plan_of(cache, 1).ok
 
 
 @pytest.mark.core
 def test_make_batch_without_positions_follows_the_last():
     """Trap 44: of each sequence of a token."""
-    for memory, sets in ((drawn("8{0} 9{0}"), None), (drawn("8{0,1} 9{0,1}"), [[0, 1]] * 3)):
-        plan = plan_of(memory, 3, sets=sets)
+    for cache, sets in ((drawn("8{0} 9{0}"), None), (drawn("8{0,1} 9{0,1}"), [[0, 1]] * 3)):
+        plan = plan_of(cache, 3, sets=sets)
         (ubatch,) = plan.ubatches
         assert ubatch.positions[ubatch.valid].tolist() == [10, 11, 12]
-        last = jaxkv.seq_pos_max(jaxkv.apply(memory, plan), [0, 1]).tolist()
+        last = jaxkv.seq_pos_max(jaxkv.apply(cache, plan), [0, 1]).tolist()
         assert last == [12, 12 if sets else -1]
 
 
@@ -130,8 +130,8 @@ def test_make_batch_outputs_are_the_last_of_each_sequence():
 @pytest.mark.core
 def test_init_batch_sets_in_any_order_are_one_plan():
     """Trap 52: llama.cpp's mask follows the sequence that is named first."""
-    memory = drawn("0{0,1,2} 1{0,1,2}")
-    plans = [plan_of(memory, 2, sets=sets) for sets in ([[0, 1], [1]], [[1, 0], [1]])]
+    cache = drawn("0{0,1,2} 1{0,1,2}")
+    plans = [plan_of(cache, 2, sets=sets) for sets in ([[0, 1], [1]], [[1, 0], [1]])]
     assert plans[0].ok
     assert_identical(*plans)
 
@@ -139,8 +139,8 @@ def test_init_batch_sets_in_any_order_are_one_plan():
 @pytest.mark.core
 def test_go_back_takes_a_token_from_all_its_sequences():
     """Trap 70: llama.cpp cuts an aborted token back in one of its sequences."""
-    memory = drawn("0{0,1} 1{0,1}")
-    later = jaxkv.apply(memory, plan_of(memory, 1, sets=[[0, 1]]))
+    cache = drawn("0{0,1} 1{0,1}")
+    later = jaxkv.apply(cache, plan_of(cache, 1, sets=[[0, 1]]))
     assert jaxkv.seq_pos_max(later, [0, 1]).tolist() == [2, 2]
-    back, ok = jaxkv.go_back(jaxkv.split(memory)[0], later)
-    assert ok and drawing(back) == drawing(memory)
+    back, ok = jaxkv.go_back(jaxkv.split(cache)[0], later)
+    assert ok and drawing(back) == drawing(cache)

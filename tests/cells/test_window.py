@@ -12,9 +12,9 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visible
 from jaxkv.window import chunked, sees, sliding, symmetric
+from tests.caches import Kind, assert_identical, drawing, drawn, run
 from tests.cases import in_lanes
 from tests.cells.plans import NEAR, one_by_one, plan_of, resumable, starts_at
-from tests.memories import Kind, assert_identical, drawing, drawn, run
 
 core = pytest.mark.core
 SIX = "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}"
@@ -42,11 +42,11 @@ EACH = Kind("one-each", cells=4, sequences=2, streams=2, windows=POOL.windows)
 )
 def test_visible_of_windows(window, causal, seen):
     kind = Kind("seen", cells=12, sequences=1, windows=(window,))
-    memory = drawn(" ".join(f"{i}{{0}}" for i in range(12)), kind)
+    cache = drawn(" ".join(f"{i}{{0}}" for i in range(12)), kind)
     (ubatch,) = plan_of(Kind("blank", cells=12, sequences=1).make()).ubatches
     for query, positions in seen.items():
         at = replace(ubatch, positions=0 * ubatch.positions + query)
-        mask = visible(memory.table, at, causal=causal)[0, 0]
+        mask = visible(cache.table, at, causal=causal)[0, 0]
         assert np.flatnonzero(mask).tolist() == positions
 
 
@@ -79,50 +79,50 @@ def test_sees_symmetric_window_at_the_last_position():
     ],
 )  # fmt: skip
 def test_init_batch_takes_cells_that_no_next_token_sees(cells, count, after, evicted_below):
-    memory = drawn(cells, NEAR)
-    plan = plan_of(memory, count)
+    cache = drawn(cells, NEAR)
+    plan = plan_of(cache, count)
     if after is None:
         assert not plan.ok and plan.reason[0] == Reason.NO_ROOM
         return
-    memory = jaxkv.apply(memory, plan)
-    assert drawing(memory) == after and memory.table.evicted_below.tolist() == evicted_below
+    cache = jaxkv.apply(cache, plan)
+    assert drawing(cache) == after and cache.table.evicted_below.tolist() == evicted_below
 
 
 def test_apply_contiguous_takes_a_run_and_leaves_no_hole():
     """Trap 25."""
     kind = Kind("three", cells=6, sequences=1, windows=(sliding(3),), placement="contiguous")
-    memory = drawn(MIXED, kind)
-    memory = jaxkv.apply(memory, plan_of(memory, 1))
-    assert drawing(memory) == "6{0} . . 3{0} 4{0} 5{0}"
-    assert memory.table.evicted_below.tolist() == [3]
+    cache = drawn(MIXED, kind)
+    cache = jaxkv.apply(cache, plan_of(cache, 1))
+    assert drawing(cache) == "6{0} . . 3{0} 4{0} 5{0}"
+    assert cache.table.evicted_below.tolist() == [3]
 
 
 @core
 def test_apply_refused_batch_takes_nothing():
     """Trap 26. llama.cpp: the ubatches that did fit have thrown out what they would replace."""
-    memory = drawn(MIXED, NEAR)
-    plan = jaxkv.init_batch(memory, make_batch([1] * 7), ubatch_size=4)
+    cache = drawn(MIXED, NEAR)
+    plan = jaxkv.init_batch(cache, make_batch([1] * 7), ubatch_size=4)
     assert not plan.ok and len(plan.ubatches) == 2
     for ubatch in plan.ubatches:
-        assert_identical(jaxkv.apply(memory, ubatch), memory)
+        assert_identical(jaxkv.apply(cache, ubatch), cache)
 
 
 def test_apply_takes_hidden_cells_of_a_neighbour():
     """Trap 28. The neighbour's next token sees all that it should; it cannot go further back."""
-    memory = drawn(SIX, NEAR)
-    assert resumable(memory) == [*range(7)]
-    memory = jaxkv.apply(memory, plan_of(memory, 2, 1))
-    assert drawing(memory) == "0{1} 1{1} 2{0} 3{0} 4{0} 5{0}"
-    assert resumable(memory) == [0, 5, 6]
-    assert jaxkv.seq_pos_min(memory, [0, 1]).tolist() == [2, 0]
+    cache = drawn(SIX, NEAR)
+    assert resumable(cache) == [*range(7)]
+    cache = jaxkv.apply(cache, plan_of(cache, 2, 1))
+    assert drawing(cache) == "0{1} 1{1} 2{0} 3{0} 4{0} 5{0}"
+    assert resumable(cache) == [0, 5, 6]
+    assert jaxkv.seq_pos_min(cache, [0, 1]).tolist() == [2, 0]
 
 
 @core
 def test_window_of_one_goes_on_though_it_holds_nothing():
     kind = Kind("one", cells=2, sequences=2, windows=(sliding(1),))
-    memory = one_by_one(kind.make(), 5)
-    assert jaxkv.seq_pos_max(memory, 0) == 4
-    other = jaxkv.apply(memory, plan_of(memory, 2, 1))  # takes all that 0 has
+    cache = one_by_one(kind.make(), 5)
+    assert jaxkv.seq_pos_max(cache, 0) == 4
+    other = jaxkv.apply(cache, plan_of(cache, 2, 1))  # takes all that 0 has
     assert jaxkv.seq_pos_max(other, [0, 1]).tolist() == [-1, 1]
     plan = plan_of(other)
     assert plan.ok and plan.ubatches[0].positions[0, 0] == 5
@@ -133,59 +133,59 @@ def test_window_of_one_goes_on_though_it_holds_nothing():
 
 def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
     """Trap 29. llama.cpp answers that all is well, and attention is short."""
-    memory = one_by_one(NEAR.make(), 10)
-    assert jaxkv.seq_pos_min(memory, 0) == 4
-    short, ok = jaxkv.seq_rm(memory, 0, 8)
-    assert ok and plan_of(short).ok and jaxkv.can_resume(memory, 0, 8)
-    same, ok = jaxkv.seq_rm(memory, 0, 6)
-    assert not ok and not jaxkv.can_resume(memory, 0, 6)
-    assert_identical(same, memory)
-    assert plan_of(jaxkv.seq_rm(memory, 0)[0]).ok
-    # What the caller removes is not missed, as in a memory without a window.
+    cache = one_by_one(NEAR.make(), 10)
+    assert jaxkv.seq_pos_min(cache, 0) == 4
+    short, ok = jaxkv.seq_rm(cache, 0, 8)
+    assert ok and plan_of(short).ok and jaxkv.can_resume(cache, 0, 8)
+    same, ok = jaxkv.seq_rm(cache, 0, 6)
+    assert not ok and not jaxkv.can_resume(cache, 0, 6)
+    assert_identical(same, cache)
+    assert plan_of(jaxkv.seq_rm(cache, 0)[0]).ok
+    # What the caller removes is not missed, as in a cache without a window.
     holed, _ = jaxkv.seq_rm(drawn("0{0} 1{0} 2{0} 3{0}", NEAR), 0, 1, 3)
     assert holed.table.evicted_below[0] == 0 and plan_of(holed).ok
 
 
 def test_can_resume_anywhere_in_a_text_shorter_than_its_window():
     """Trap 97; and an empty sequence starts anywhere."""
-    memory = one_by_one(NEAR.make(), 5)
-    assert resumable(memory) == [*range(6)]
-    assert all(plan_of(jaxkv.seq_rm(memory, 0, pos)[0]).ok for pos in range(5))
-    assert resumable(memory, seq=1) == [*range(10)]
+    cache = one_by_one(NEAR.make(), 5)
+    assert resumable(cache) == [*range(6)]
+    assert all(plan_of(jaxkv.seq_rm(cache, 0, pos)[0]).ok for pos in range(5))
+    assert resumable(cache, seq=1) == [*range(10)]
 
 
 # ---- what was taken is remembered: `test_every_argument` compares how verbs change the marks
 
 
-def in_turn(memory, *ids):
+def in_turn(cache, *ids):
     """Apply a token of each sequence."""
     for seq in ids:
         batch = make_batch([[1]], sequences=[seq])
-        memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch).check())
-    return memory
+        cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
+    return cache
 
 
 def test_apply_plan_made_before_marks_changed_is_stale():
     """Removing what was taken already changes no cell."""
-    memory = one_by_one(NEAR.make(), 8)
-    assert drawing(memory) == "6{0} 7{0} 2{0} 3{0} 4{0} 5{0}"
-    assert resumable(memory) == [0, 5, 6, 7, 8] and starts_at(memory) == 8
-    edited, _ = jaxkv.seq_rm(memory, 0, 0, 2)
-    assert drawing(edited) == drawing(memory) and resumable(edited) == [*range(9)]
-    assert_identical(jaxkv.apply(edited, plan_of(memory)), edited)
+    cache = one_by_one(NEAR.make(), 8)
+    assert drawing(cache) == "6{0} 7{0} 2{0} 3{0} 4{0} 5{0}"
+    assert resumable(cache) == [0, 5, 6, 7, 8] and starts_at(cache) == 8
+    edited, _ = jaxkv.seq_rm(cache, 0, 0, 2)
+    assert drawing(edited) == drawing(cache) and resumable(edited) == [*range(9)]
+    assert_identical(jaxkv.apply(edited, plan_of(cache)), edited)
 
 
 @core
 @pytest.mark.parametrize("kind", [POOL, EACH], ids=lambda kind: kind.name)
 def test_marks_never_fall_when_moved_cells_are_taken(kind):
     """A cell that was moved before what was taken already is taken in its turn."""
-    memory = jaxkv.seq_add(in_turn(kind.make(), *[0] * 6), 0, 3, -1, -3).cache
-    memory = jaxkv.apply(memory, jaxkv.init_update(memory))
-    assert sorted(drawing(memory).rstrip(" |").split()) == ["0{0}", "1{0}", "2{0}", "2{0}"]
-    assert resumable(memory) == [0, 1, 2, 3]
-    memory = in_turn(memory, 0)
-    assert sorted(drawing(memory).rstrip(" |").split()) == [".", "2{0}", "2{0}", "3{0}"]
-    assert resumable(memory) == [0, 3, 4]
+    cache = jaxkv.seq_add(in_turn(kind.make(), *[0] * 6), 0, 3, -1, -3).cache
+    cache = jaxkv.apply(cache, jaxkv.init_update(cache))
+    assert sorted(drawing(cache).rstrip(" |").split()) == ["0{0}", "1{0}", "2{0}", "2{0}"]
+    assert resumable(cache) == [0, 1, 2, 3]
+    cache = in_turn(cache, 0)
+    assert sorted(drawing(cache).rstrip(" |").split()) == [".", "2{0}", "2{0}", "3{0}"]
+    assert resumable(cache) == [0, 3, 4]
 
 
 @core
@@ -197,27 +197,25 @@ def test_init_batch_token_that_sees_all_cells_finds_no_room():
 @core
 def test_apply_takes_nothing_in_another_stream():
     """Sequences 0 and 2 are the first of their streams, and those are looked at together."""
-    memory, _ = jaxkv.seq_rm(in_turn(GROUPS.make(), *[2] * 8), 2, 3, 7)
-    memory = in_turn(memory, 3, 3)
-    memory = jaxkv.seq_cp(
-        memory, 3, 2, 0, 2
-    ).cache  # below what the window has taken from sequence 2
-    held = drawing(memory).split("|")[1]
-    memory = in_turn(memory, *[0] * 8)
-    assert drawing(memory).split("|")[1] == held and "0{2,3}" in held
+    cache, _ = jaxkv.seq_rm(in_turn(GROUPS.make(), *[2] * 8), 2, 3, 7)
+    cache = in_turn(cache, 3, 3)
+    cache = jaxkv.seq_cp(cache, 3, 2, 0, 2).cache  # below what the window has taken from sequence 2
+    held = drawing(cache).split("|")[1]
+    cache = in_turn(cache, *[0] * 8)
+    assert drawing(cache).split("|")[1] == held and "0{2,3}" in held
 
 
 def test_go_back_is_refused_once_a_ubatch_took_cells():
-    """Trap 72. llama.cpp has lost them; here the memory before is a value and still has them."""
-    memory = one_by_one(NEAR.make(), 6)
-    aborted = jaxkv.apply(memory, plan_of(memory, 2))
+    """Trap 72. llama.cpp has lost them; here the cache before is a value and still has them."""
+    cache = one_by_one(NEAR.make(), 6)
+    aborted = jaxkv.apply(cache, plan_of(cache, 2))
     assert drawing(aborted) == "6{0} 7{0} 2{0} 3{0} 4{0} 5{0}"
-    back, ok = jaxkv.go_back(jaxkv.split(memory)[0], aborted)
+    back, ok = jaxkv.go_back(jaxkv.split(cache)[0], aborted)
     assert not ok
     assert_identical(back, aborted)
-    assert drawing(memory) == "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}" and resumable(memory) == [*range(7)]
+    assert drawing(cache) == "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}" and resumable(cache) == [*range(7)]
     for left in (6, 3, 1):  # it can be cut anywhere, as if nothing had been tried
-        assert starts_at(jaxkv.seq_rm(memory, 0, left)[0]) == left
+        assert starts_at(jaxkv.seq_rm(cache, 0, left)[0]) == left
 
 
 # ---- sizes
@@ -250,16 +248,16 @@ def test_make_kv_cache_sized_by_window_matches_a_large_one(window, streams, each
         np.testing.assert_allclose(one, other, atol=1e-5)
         if i % 3 == 2:
             last = jaxkv.seq_pos_max(large, 1)
-            small, large = (jaxkv.seq_rm(memory, 1, last - 1)[0] for memory in (small, large))
+            small, large = (jaxkv.seq_rm(cache, 1, last - 1)[0] for cache in (small, large))
 
 
 @core
 def test_init_batch_ubatch_larger_than_sized_for_raises():
-    memory = jaxkv.make_kv_cache(layers=1, kv_heads=1, head_dim=2, window=sliding(4), ubatch_size=8)
+    cache = jaxkv.make_kv_cache(layers=1, kv_heads=1, head_dim=2, window=sliding(4), ubatch_size=8)
     batch = make_batch([1] * 20)
-    assert len(jaxkv.init_batch(memory, batch).ubatches) == 3  # the default
+    assert len(jaxkv.init_batch(cache, batch).ubatches) == 3  # the default
     with pytest.raises(ValueError, match="sized for ubatches of 8 tokens, got ubatch_size=16"):
-        jaxkv.init_batch(memory, batch, ubatch_size=16)
+        jaxkv.init_batch(cache, batch, ubatch_size=16)
 
 
 @core
@@ -270,9 +268,9 @@ def test_hybrid_begins_where_its_window_begins():
         drawn(cells, Kind("", cells=10, sequences=1, windows=(one,))) for one in (None, sliding(4))
     )
     window, _ = jaxkv.seq_rm(window, 0, 0, 4)
-    memory = jaxkv.make_hybrid_cache((full, (0, 1)), (window, (2, 3)))
-    assert jaxkv.seq_pos_min(memory, 0) == 4 and jaxkv.seq_pos_max(memory, 0) == 9
-    moved = jaxkv.seq_add(memory, 0, 5, -1, 3).cache
+    cache = jaxkv.make_hybrid_cache((full, (0, 1)), (window, (2, 3)))
+    assert jaxkv.seq_pos_min(cache, 0) == 4 and jaxkv.seq_pos_max(cache, 0) == 9
+    moved = jaxkv.seq_add(cache, 0, 5, -1, 3).cache
     assert jaxkv.seq_pos_max(moved, 0) == 12
     moved = jaxkv.apply(moved, jaxkv.init_update(moved))
     assert not any(part.shift.any() for part in moved.table.parts)

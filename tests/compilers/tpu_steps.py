@@ -20,7 +20,7 @@ from tests.pods import LAYERS, OF_8B
 
 
 def step(pod):
-    """A step with the memory donated; what matters of it, as JSON takes it."""
+    """A step with the cache donated; what matters of it, as JSON takes it."""
     lowered, layout = pod.lower_step(platform="tpu"), pod.layout()
     program = lowered.compile()
     return {

@@ -21,7 +21,7 @@ def test_cache_by_hand_gives_the_same_logits(layout):
     c = model.config
     sizes = {"layers": len(c.windows), "kv_heads": c.kv_heads, "head_dim": c.head_dim}
     theirs = by_hand.make(layout, batch=2, cells=8, **sizes)
-    ours = model.make_memory(cells=8, sequences=2, streams=2)
+    ours = model.make_cache(cells=8, sequences=2, streams=2)
     forward = jax.jit(model.forward)
     for position, token in enumerate(np.array([[1, 2], [3, 4], [5, 6]])):
         ubatch, ok = jaxkv.plan_step(ours, jnp.asarray(token), jnp.arange(2), jnp.ones(2, bool))

@@ -1,4 +1,4 @@
-"""Memories to look at: text that fits, lines that never fail, tables, plots, and donated ones."""
+"""Caches to look at: text that fits, lines that never fail, tables, plots, and donated ones."""
 
 import functools
 import re
@@ -18,17 +18,17 @@ from jaxkv.draw.colours import PALETTE
 from jaxkv.draw.html import html_of
 from jaxkv.draw.runs import folded
 from jaxkv.kv.mask import visible
-from tests.memories import Kind, drawn
+from tests.caches import Kind, drawn
 
 STATES = {"x": ((3,), jnp.float32)}
 POOL = Kind("", cells=24, sequences=40)
 
 
-def put(memory, tokens, sequences):
-    plan = jaxkv.init_batch(memory, make_batch(tokens, sequences=sequences)).check()
+def put(cache, tokens, sequences):
+    plan = jaxkv.init_batch(cache, make_batch(tokens, sequences=sequences)).check()
     for ubatch in plan.ubatches:
-        memory = jaxkv.apply(memory, ubatch)
-    return memory, plan.ubatches[-1]
+        cache = jaxkv.apply(cache, ubatch)
+    return cache, plan.ubatches[-1]
 
 
 @functools.cache
@@ -47,9 +47,9 @@ def streams():
 
 @functools.cache
 def states():
-    memory = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=3, rollback=3)
-    memory, _ = put(memory, [[1] * 3, [2] * 3], [0, 2])
-    return jaxkv.seq_cp(memory, 0, 1).cache
+    cache = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=3, rollback=3)
+    cache, _ = put(cache, [[1] * 3, [2] * 3], [0, 2])
+    return jaxkv.seq_cp(cache, 0, 1).cache
 
 
 @functools.cache
@@ -63,8 +63,8 @@ ALL = [pool, streams, states, hybrid]
 over_all = pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
 
 
-def donated(memory, *, table=True):
-    copy = jax.tree.map(jnp.copy, memory)
+def donated(cache, *, table=True):
+    copy = jax.tree.map(jnp.copy, cache)
     for x in jax.tree.leaves(copy if table else copy.buffers):
         x.delete()  # what donation does to an array
     return copy
@@ -95,7 +95,7 @@ def test_show_prints_recorded():
 
 
 @pytest.mark.core
-def test_draw_of_no_memory_with_values_raises():
+def test_draw_of_no_cache_with_values_raises():
     for look, error, message in [
         (lambda: draw.cells_of(hybrid()), TypeError, "got a hybrid one: look at each of"),
         (lambda: jax.eval_shape(jaxkv.show, pool()), TypeError, "got a traced one"),
@@ -106,24 +106,24 @@ def test_draw_of_no_memory_with_values_raises():
             look()
 
 
-def batched(memory):
-    return jax.tree.map(lambda x: jnp.stack([x, x]), memory)
+def batched(cache):
+    return jax.tree.map(lambda x: jnp.stack([x, x]), cache)
 
 
 @over_all
-def test_repr_of_memory_is_one_line(make):
-    memory = make()
-    counts = " + ".join(str(jaxkv.used(part)) for part in jaxkv.hybrid.parts_of(memory))
+def test_repr_of_cache_is_one_line(make):
+    cache = make()
+    counts = " + ".join(str(jaxkv.used(part)) for part in jaxkv.hybrid.parts_of(cache))
     traced = []
-    jax.eval_shape(lambda memory: traced.append(memory), memory)
-    odd = [jax.tree.map(lambda x, leaf=leaf: leaf, memory) for leaf in (None, "a")]
+    jax.eval_shape(lambda cache: traced.append(cache), cache)
+    odd = [jax.tree.map(lambda x, leaf=leaf: leaf, cache) for leaf in (None, "a")]
     for one, end in [
-        (memory, f": {counts} used)"),
+        (cache, f": {counts} used)"),
         (traced[0], ": traced)"),
         (jax.eval_shape(make), ": shapes alone)"),
-        (donated(memory), ": donated)"),
-        (donated(memory, table=False), f": {counts} used, buffers donated)"),
-        *((one, ")") for one in (memory.table, batched(memory), *odd)),
+        (donated(cache), ": donated)"),
+        (donated(cache, table=False), f": {counts} used, buffers donated)"),
+        *((one, ")") for one in (cache.table, batched(cache), *odd)),
     ]:
         line = repr(one)
         assert line.endswith(end) and "\n" not in line and line.count("(") == line.count(")")
@@ -131,17 +131,17 @@ def test_repr_of_memory_is_one_line(make):
 
 @pytest.mark.core
 def test_repr_of_plans_batches_and_states_is_one_line():
-    memory = pool()
-    plan = jaxkv.init_batch(memory, make_batch([[1], [2, 3]], sequences=[1, 5]))
+    cache = pool()
+    plan = jaxkv.init_batch(cache, make_batch([[1], [2, 3]], sequences=[1, 5]))
     assert repr(plan) == "Plan(ok, 1 ubatch: 1 x 4 tokens)"
     assert repr(plan.ubatches[0]).endswith("rows=1, tokens=4: 3 valid of sequences [1, 5])")
-    refused = jaxkv.init_batch(memory, make_batch([1] * 30, sequences=1))
+    refused = jaxkv.init_batch(cache, make_batch([1] * 30, sequences=1))
     assert repr(refused) == "Plan(refused: sequence 1 NO_ROOM)"
     assert repr(jax.eval_shape(lambda: plan)) == "Plan(1 ubatch: 1 x 4 tokens; values not known)"
     assert repr(make_batch([1] * 9)) == "Batch(tokens=int32[9], sequences=int32[9], valid=bool[9])"
-    state = jaxkv.loops.start(memory, [5, 7])
+    state = jaxkv.loops.start(cache, [5, 7])
     assert "token=[5, 7]" in repr(state) and "key=key<fry>[2]" in repr(state)
-    assert "shift=int32[1,24]" in repr(jaxkv.init_update(memory))
+    assert "shift=int32[1,24]" in repr(jaxkv.init_update(cache))
 
 
 @over_all
@@ -203,13 +203,13 @@ def test_plot_cells_has_colours_of_owners(agg):
 
 @pytest.mark.core
 def test_plot_sight_is_the_mask(agg):
-    memory, ubatch = put(pool(), [[1, 2], [3]], [2, 1])
-    ax = plot.sight(memory, ubatch)
-    mask = np.asarray(visible(memory.table, ubatch))[0, :3]
+    cache, ubatch = put(pool(), [[1, 2], [3]], [2, 1])
+    ax = plot.sight(cache, ubatch)
+    mask = np.asarray(visible(cache.table, ubatch))[0, :3]
     drawn = sequences_in(ax.images[0].get_array())
     np.testing.assert_array_equal(drawn >= 0, mask)
     assert set(drawn[0][mask[0]]) == {2} and set(drawn[2][mask[2]]) == {1}
-    at = sequences_in(plot.sight(memory, ubatch, by_position=True).images[0].get_array())
+    at = sequences_in(plot.sight(cache, ubatch, by_position=True).images[0].get_array())
     assert (at[0, :6] >= 0).all() and (at[0, 6:] < 0).all()
     with pytest.raises(ValueError, match="that the ubatch was applied to"):
         plot.sight(pool(), ubatch)
@@ -222,11 +222,11 @@ def test_plot_legends_name_every_sequence(agg):
     def names(ax):
         return [text.get_text() for text in ax.get_legend().get_texts()]
 
-    memory, ubatch = put(Kind("", cells=16, sequences=16).make(), [[1]] * 9, [*range(8), 14])
+    cache, ubatch = put(Kind("", cells=16, sequences=16).make(), [[1]] * 9, [*range(8), 14])
     wanted = ["0, 7, …", *"123456"]
-    assert names(plot.cells(memory))[:-1] == [f"sequence {one}" for one in wanted]
-    assert names(plot.occupancy([memory])) == [f"sequence {one}" for one in wanted]
-    seen = names(plot.sight(memory, ubatch))
+    assert names(plot.cells(cache))[:-1] == [f"sequence {one}" for one in wanted]
+    assert names(plot.occupancy([cache])) == [f"sequence {one}" for one in wanted]
+    seen = names(plot.sight(cache, ubatch))
     assert seen[:-2] == [f"seen by sequence {one}" for one in wanted]
 
 

@@ -58,5 +58,5 @@ def test_names_page_leads_to_names_that_exist():
             assert name in options, code
         elif first in values:
             assert rest in {field.name for field in dataclasses.fields(values[first])}, code
-        elif name not in ("jaxkv", "keep", "chunked", "symmetric", "memory"):
+        elif name not in ("jaxkv", "keep", "chunked", "symmetric", "cache"):
             found(f"jaxkv.{name}")

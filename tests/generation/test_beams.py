@@ -1,4 +1,4 @@
-"""Beam search: the beams of a search that computes every text anew, on any memory."""
+"""Beam search: the beams of a search that computes every text anew, on any cache."""
 
 import functools
 from functools import partial
@@ -11,9 +11,9 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch
+from tests.caches import VOCABULARY, Kind, think
 from tests.cases import mostly_nightly
 from tests.generation.tiny import CLOSE, assert_sound, ends, load
-from tests.memories import VOCABULARY, Kind, think
 
 pytestmark = pytest.mark.core
 
@@ -24,25 +24,25 @@ WIDTH, STEPS = 3, 5
 name = attrgetter("name")
 
 
-def forward(weights, memory, ubatch):
+def forward(weights, cache, ubatch):
     """A tiny transformer that is unsure of itself; `[V, V]` is added to the logits after tokens."""
-    memory, logits = think(memory, ubatch)
+    cache, logits = think(cache, ubatch)
     token = ubatch.tokens.reshape(-1)[ubatch.outputs]
-    return memory, jnp.roll(logits, 5, axis=1) / 8 + weights[token]
+    return cache, jnp.roll(logits, 5, axis=1) / 8 + weights[token]
 
 
 FREE = jnp.zeros((VOCABULARY, VOCABULARY))
 
 
 def computed_anew(forward, weights, make):
-    """Return what gives the logits after some texts of one length, from an empty memory."""
+    """Return what gives the logits after some texts of one length, from an empty cache."""
 
     @jax.jit
-    def run(weights, memory, rows, length):
+    def run(weights, cache, rows, length):
         place = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
         batch = make_batch(rows, valid=place < length, outputs=place == length - 1)
-        (ubatch,) = (plan := jaxkv.init_batch(memory, batch)).ubatches
-        memory, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+        (ubatch,) = (plan := jaxkv.init_batch(cache, batch)).ubatches
+        cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
         return plan.collect([logits])
 
     def logits_after(texts, weights=weights):
@@ -105,29 +105,29 @@ NONE = (-1, -1, -1)
 
 @pytest.mark.parametrize("kind", mostly_nightly([POOL, SPLIT], few=[POOL]), ids=name)
 def test_beam_matches_search_without_cache(kind):
-    memory, logits = prompted(kind)
+    cache, logits = prompted(kind)
     for penalty, number in ((1.0, 0), (0.0, 1), (3.0, 2), (-1.0, 0), (0.0, 2), (1.0, 2)):
         stop = STOPS[number]
-        after, beams = search(memory, logits[0], stop=stop, penalty=penalty)
+        after, beams = search(cache, logits[0], stop=stop, penalty=penalty)
         assert_found(beams, searched(tiny(), stop=stop, penalty=penalty))
         assert beams.reason == jaxkv.Reason.FITS
         assert_sound(after)
 
 
 @partial(jax.jit, static_argnums=0)
-def fed(forward, weights, memory, tokens, sequences):
-    ubatch, ok = jaxkv.plan_step(memory, tokens, sequences, jnp.ones(tokens.shape, bool))
-    _, logits = forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+def fed(forward, weights, cache, tokens, sequences):
+    ubatch, ok = jaxkv.plan_step(cache, tokens, sequences, jnp.ones(tokens.shape, bool))
+    _, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
     return logits, ok
 
 
-def assert_held(memory, beams, sequences, logits_after, forward=forward, weights=FREE):
+def assert_held(cache, beams, sequences, logits_after, forward=forward, weights=FREE):
     """Each sequence goes on where it is said to be, as if its text had been computed anew."""
     held, lengths = np.asarray(beams.held), np.asarray(beams.lengths)
     assert (held < lengths).all() and (held >= 0).all()
-    assert ends(memory, sequences) == (len(PROMPT) - 1 + held).tolist()
+    assert ends(cache, sequences) == (len(PROMPT) - 1 + held).tolist()
     texts = np.asarray(beams.tokens)
-    found, ok = fed(forward, weights, memory, texts[np.arange(WIDTH), held], jnp.asarray(sequences))
+    found, ok = fed(forward, weights, cache, texts[np.arange(WIDTH), held], jnp.asarray(sequences))
     wanted = [
         logits_after([(*PROMPT, *text[: count + 1])])[0]
         for text, count in zip(texts.tolist(), held.tolist(), strict=True)
@@ -138,11 +138,11 @@ def assert_held(memory, beams, sequences, logits_after, forward=forward, weights
 
 @pytest.mark.parametrize("kind", mostly_nightly([POOL, SPLIT], few=[SPLIT]), ids=name)
 def test_beam_leaves_texts_in_its_own_sequences(kind):
-    memory, logits = prompted(kind, seq=3)
+    cache, logits = prompted(kind, seq=3)
     batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])
-    for ubatch in jaxkv.init_batch(memory, batch).ubatches:
-        memory = jaxkv.apply(memory, ubatch)
-    after, beams = search(memory, logits, stop=STOPS[0], sequences=[3, 1, 4])
+    for ubatch in jaxkv.init_batch(cache, batch).ubatches:
+        cache = jaxkv.apply(cache, ubatch)
+    after, beams = search(cache, logits, stop=STOPS[0], sequences=[3, 1, 4])
     assert_found(beams, searched(tiny(), stop=STOPS[0]))
     assert ends(after, [0, 2]) == [1, 0]
     ended = np.isin(beams.tokens, [4, 7]).any(axis=1)
@@ -151,12 +151,12 @@ def test_beam_leaves_texts_in_its_own_sequences(kind):
 
 
 def crowded(left):
-    memory, logits = prompted(POOL)
+    cache, logits = prompted(POOL)
     others = make_batch([1] * (POOL.cells - len(PROMPT) - left), sequences=4)
-    return jaxkv.prefill(forward, FREE, memory, others)[0], logits
+    return jaxkv.prefill(forward, FREE, cache, others)[0], logits
 
 
-def test_beam_full_memory_ends_search():
+def test_beam_full_cache_ends_search():
     for steps in range(STEPS - 1):
         after, beams = search(*crowded(steps * WIDTH), stop=NONE)
         assert beams.reason == jaxkv.Reason.NO_ROOM
@@ -179,8 +179,8 @@ def test_beam_text_that_left_the_window_is_not_held():
     kind = Kind("window", cells=4, sequences=2, streams=2, windows=(jaxkv.window.sliding(3),))
     gone = 0
     for stop in range(VOCABULARY):
-        memory, logits = prompted(kind)
-        after, beams = search(memory, logits, width=2, steps=7, stop=[stop], penalty=0.0)
+        cache, logits = prompted(kind)
+        after, beams = search(cache, logits, width=2, steps=7, stop=[stop], penalty=0.0)
         held = np.asarray(beams.held)
         assert ends(after, [0, 1]) == np.where(held < 0, -1, len(PROMPT) + held - 1).tolist()
         gone += (held < 0).sum()
@@ -190,10 +190,10 @@ def test_beam_text_that_left_the_window_is_not_held():
 
 def test_beam_fewer_texts_than_width():
     """Only 6 and 9 may be said, and after 9 nothing at all; there is room for 6 6 6 6, and a 9."""
-    memory, logits = crowded(5)
+    cache, logits = crowded(5)
     only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
     only[:9, [6, 9]] = 0
-    run = partial(loops.beam, forward, jnp.asarray(only), memory, logits[0] + only[0])
+    run = partial(loops.beam, forward, jnp.asarray(only), cache, logits[0] + only[0])
     anew = partial(tiny(), weights=jnp.asarray(only))
     for stop, found in [(NONE, 2), ((9, -1, -1), 3)]:
         after, beams = run(width=WIDTH, steps=STEPS, stop=stop, penalty=0.0)
@@ -213,18 +213,18 @@ def test_beam_fewer_texts_than_width():
 def test_beam_of_a_model_matches_search_without_cache(name, streams):
     """States are kept for one step back, so texts that ended may leave nothing."""
     model = load(name)
-    make = partial(model.make_memory, cells=48, sequences=4, streams=streams)
-    fresh = partial(model.make_memory, cells=16, sequences=WIDTH, streams=WIDTH)
+    make = partial(model.make_cache, cells=48, sequences=4, streams=streams)
+    fresh = partial(model.make_cache, cells=16, sequences=WIDTH, streams=WIDTH)
     anew = computed_anew(model.forward, model.weights, fresh)
     run = model.forward, model.weights
-    memory, logits, *_ = jaxkv.prefill(*run, make(), make_batch(PROMPT, sequences=2))
+    cache, logits, *_ = jaxkv.prefill(*run, make(), make_batch(PROMPT, sequences=2))
     options = dict(width=WIDTH, steps=STEPS, sequences=[2, 0, 3])
-    after, beams = loops.beam(*run, memory, logits, **options)
+    after, beams = loops.beam(*run, cache, logits, **options)
     wanted = searched(anew)
     assert_found(beams, wanted)
     assert_held(after, beams, [2, 0, 3], anew, *run)
     stop = (wanted[0][0][2], wanted[1][0][3])
-    after, beams = loops.beam(*run, memory, logits, stop=stop, **options)
+    after, beams = loops.beam(*run, cache, logits, stop=stop, **options)
     assert_found(beams, searched(anew, stop=stop))
     held = np.asarray(beams.held)
     assert ends(after, [2, 0, 3]) == np.where(held < 0, -1, len(PROMPT) - 1 + held).tolist()

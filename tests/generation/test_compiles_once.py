@@ -12,9 +12,7 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from models.compiling import counting
-from tests.cases import mostly_nightly
-from tests.generation.tiny import forward
-from tests.memories import (
+from tests.caches import (
     SMALL,
     SPLIT,
     TWO,
@@ -26,6 +24,8 @@ from tests.memories import (
     think,
     updated,
 )
+from tests.cases import mostly_nightly
+from tests.generation.tiny import forward
 from tests.twins import lived_in
 
 pytestmark = pytest.mark.core
@@ -60,22 +60,22 @@ VERBS: dict[str, Callable] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_verb_other_arguments_trace_nothing(verb):
-    memories = [lived_in(SMALL, seed) for seed in range(3)]
+    caches = [lived_in(SMALL, seed) for seed in range(3)]
     for i in range(3):  # one call for each way that callers write numbers
-        VERBS[verb](memories[0], *numbers(SMALL, i))
+        VERBS[verb](caches[0], *numbers(SMALL, i))
     if verb in ("defrag", "update"):  # the first may have had nothing to do
         VERBS[verb](jaxkv.seq_rm(filled(4, 3), 0, 1, 2)[0], 1, 0, -1, -1)
     with counting(traces=True) as heard:
         for i in range(3, 12):
-            VERBS[verb](memories[i % 3], *numbers(SMALL, i))
+            VERBS[verb](caches[i % 3], *numbers(SMALL, i))
     assert heard() == 0
 
 
 class Thinker:
     """Its method is a new object each time that it is asked for."""
 
-    def run(self, weights, memory, ubatch):
-        return think(memory, ubatch)
+    def run(self, weights, cache, ubatch):
+        return think(cache, ubatch)
 
 
 THINKER = Thinker()
@@ -83,17 +83,17 @@ step = jax.jit(jaxkv.plan_step)
 
 
 @functools.cache
-def memories():
+def caches():
     return [filled(*counts) for counts in ((4, 1), (3, 2), (5, 2), (2, 2))]
 
 
 def plan(i):
-    memory = memories()[i]
+    cache = caches()[i]
     for ids in ([i % 3] * 3, [0, 1, 2], [0, 0, 0, 1], [2, 1, 2, 0], [i % 3]):
-        made = jaxkv.init_batch(memory, make_batch(range(len(ids)), sequences=ids), ubatch_size=4)
-        made.collect([think(memory, ubatch)[1] for ubatch in made.ubatches])
+        made = jaxkv.init_batch(cache, make_batch(range(len(ids)), sequences=ids), ubatch_size=4)
+        made.collect([think(cache, ubatch)[1] for ubatch in made.ubatches])
     ids, tokens = np.arange(3), np.arange(3) + i
-    think(memory, step(memory, tokens, (ids + i) % 3, ids != i)[0])
+    think(cache, step(cache, tokens, (ids + i) % 3, ids != i)[0])
 
 
 def ubatches(i):
@@ -102,34 +102,32 @@ def ubatches(i):
 
 
 def chat(i):
-    memory, tokens = jax.tree.map(jnp.copy, memories()[i]), [[1, 2, 3], [1, 2, 3, 4]][i % 2]
+    cache, tokens = jax.tree.map(jnp.copy, caches()[i]), [[1, 2, 3], [1, 2, 3, 4]][i % 2]
     batch, donate = make_batch(tokens, sequences=2), i in (1, 2)
-    memory, logits, *_ = jaxkv.prefill(
-        THINKER.run, None, memory, batch, ubatch_size=4, donate=donate
-    )
+    cache, logits, *_ = jaxkv.prefill(THINKER.run, None, cache, batch, ubatch_size=4, donate=donate)
     sampler = loops.sampling.make_sampler(temperature=1.0 + i)
-    state, _ = loops.begin(sampler, memory, logits, [i], [2], seed=i)
+    state, _ = loops.begin(sampler, cache, logits, [i], [2], seed=i)
     for _ in range(2):
-        memory, state, _ = jaxkv.decode(
-            THINKER.run, sampler, None, memory, state, [i], steps=2, donate=donate
+        cache, state, _ = jaxkv.decode(
+            THINKER.run, sampler, None, cache, state, [i], steps=2, donate=donate
         )
 
 
 def search_and_slide(i):
-    memory, sequences = memories()[i], [[0, 2], [1, 0], [0, 1], [0, 2]][i]
+    cache, sequences = caches()[i], [[0, 2], [1, 0], [0, 1], [0, 2]][i]
     logits = jnp.arange(VOCABULARY)[None] * jnp.float32(i + 1)
     options = dict(width=2, steps=3, stop=[i], sequences=sequences, penalty=0.1 * i)
-    loops.beam(forward, None, memory, logits, **options)
-    loops.slide(memory, sequences[0], keep=i % 2, drop=1)
-    loops.extend(memory, sequences[0], 0, group=2, width=2)
+    loops.beam(forward, None, cache, logits, **options)
+    loops.slide(cache, sequences[0], keep=i % 2, drop=1)
+    loops.extend(cache, sequences[0], 0, group=2, width=2)
 
 
 def speculate(i):
-    """Other memories, tokens, sequences, seeds, limits and texts to look up."""
-    memory = memories()[i]
-    state = loops.start(memory, [i], [i % 2], limit=i, seed=i)
+    """Other caches, tokens, sequences, seeds, limits and texts to look up."""
+    cache = caches()[i]
+    state = loops.start(cache, [i], [i % 2], limit=i, seed=i)
     draft = loops.lookup([[i, 1, 2]], recent=8)
-    loops.speculate(forward, draft, loops.sampling.make_sampler(), None, memory, state, steps=6)
+    loops.speculate(forward, draft, loops.sampling.make_sampler(), None, cache, state, steps=6)
 
 
 LOOPS: dict[str, Callable] = {
@@ -151,12 +149,12 @@ def test_loop_other_values_trace_nothing(loop):
 
 
 def prompts(kind):
-    """Prompts of some ubatches, and several at once; the memory that is warm stays as it was."""
-    memory, several = filled(2, 3, kind=kind), kind.streams > 1
+    """Prompts of some ubatches, and several at once; the cache that is warm stays as it was."""
+    cache, several = filled(2, 3, kind=kind), kind.streams > 1
     for sequences in [(0,), (0, 1), (0, 1, 2)] if several else [(0,)]:  # more than two tokens
-        warm = loops.warm_up(forward, None, memory, ubatch_size=2, sequences=sequences)
-        assert_identical(warm, memory)
-    empty = jaxkv.clear(memory)
+        warm = loops.warm_up(forward, None, cache, ubatch_size=2, sequences=sequences)
+        assert_identical(warm, cache)
+    empty = jaxkv.clear(cache)
 
     def use():
         batches = [make_batch([1] * count, sequences=2) for count in (1, 2)]
@@ -168,18 +166,18 @@ def prompts(kind):
 
 
 def longest():
-    memory, loop = POOL.make(), THINKER.run
+    cache, loop = POOL.make(), THINKER.run
     sampler = loops.sampling.make_sampler(temperature=0.7, top_p=0.9, repeat_penalty=1.1)
 
     def text(length, limit=2):
         tokens = list(range(length))
-        after, logits, *_ = jaxkv.prefill(loop, None, memory, make_batch(tokens), ubatch_size=4)
+        after, logits, *_ = jaxkv.prefill(loop, None, cache, make_batch(tokens), ubatch_size=4)
         options = dict(limit=limit, seed=length, prompts=[tokens])
         state, _ = loops.begin(sampler, after, logits, [1], **options)
         jaxkv.decode(loop, sampler, None, after, state, [1], steps=4)
         jaxkv.seq_rm(after, 0, length // 2)
 
-    loops.warm_up(loop, None, memory, ubatch_size=4, longest=21)
+    loops.warm_up(loop, None, cache, ubatch_size=4, longest=21)
     text(2, limit=0)
     return lambda: [text(length) for length in range(1, 22)]
 

@@ -10,14 +10,14 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.loops.sampling import constrained, make_sampler
+from tests.caches import SMALL, SPLIT, VOCABULARY, filled
 from tests.generation.tiny import BEST, assert_sound, ends, forward
-from tests.memories import SMALL, SPLIT, VOCABULARY, filled
 
 pytestmark = pytest.mark.core
 
 
-def decoded(memory, state, stop=(), *, steps, sampler=BEST):
-    return jaxkv.decode(forward, sampler, None, memory, state, stop, steps=steps)
+def decoded(cache, state, stop=(), *, steps, sampler=BEST):
+    return jaxkv.decode(forward, sampler, None, cache, state, stop, steps=steps)
 
 
 # Says 1, 2, 3 and so on.
@@ -61,19 +61,19 @@ def test_start_and_begin_count_the_first_token(sampler):
     else:
         sampler = make_sampler(presence_penalty=9.0, frequency_penalty=2.0)
     result = jaxkv.prefill(forward, None, filled(2, 1), make_batch([[3], [4]]))
-    memory = result.cache
-    state, first = loops.begin(sampler, memory, result, prompts=[[3], [4]])
-    again = loops.start(memory, first.tokens[:, 0], sampler=sampler, prompts=[[3], [4]])
-    run = partial(decoded, memory, steps=5, sampler=sampler)
+    cache = result.cache
+    state, first = loops.begin(sampler, cache, result, prompts=[[3], [4]])
+    again = loops.start(cache, first.tokens[:, 0], sampler=sampler, prompts=[[3], [4]])
+    run = partial(decoded, cache, steps=5, sampler=sampler)
     np.testing.assert_array_equal(run(again)[2].tokens, run(state)[2].tokens)
 
 
 def test_start_draws_are_numbered_by_position():
     sampler = make_sampler(temperature=1.0)
-    memory = filled(3, 2)
-    state = loops.start(memory, [1, 2], seed=[7, 8], limit=[4, 1])
+    cache = filled(3, 2)
+    state = loops.start(cache, [1, 2], seed=[7, 8], limit=[4, 1])
     assert state.draw.tolist() == [4, 3]
-    after, state, _ = decoded(memory, state, steps=3, sampler=sampler)
+    after, state, _ = decoded(cache, state, steps=3, sampler=sampler)
     assert state.draw.tolist() == [7, 4]
     again = loops.start(after, state.token, seed=[7, 8], limit=[1, 0])
     assert again.draw.tolist() == [7, 4]
@@ -83,14 +83,14 @@ def test_start_draws_are_numbered_by_position():
 
 def test_decode_in_pieces_has_logprobs_of_the_model():
     sampler = make_sampler(temperature=3.0, top_k=5, repeat_penalty=1.3, last_n=4)
-    memory, logits, *_ = jaxkv.prefill(forward, None, filled(), make_batch([1, 2, 3]))
+    cache, logits, *_ = jaxkv.prefill(forward, None, filled(), make_batch([1, 2, 3]))
     options = dict(seed=3, prompts=[[1, 2, 3]], limit=7)
-    state, first = loops.begin(sampler, memory, logits, **options)
-    pieces, now, rest = [first], memory, state
+    state, first = loops.begin(sampler, cache, logits, **options)
+    pieces, now, rest = [first], cache, state
     for _ in range(3):
         now, rest, picked = decoded(now, rest, steps=2, sampler=sampler)
         pieces.append(picked)
-    _, _, whole = decoded(memory, state, steps=6, sampler=sampler)
+    _, _, whole = decoded(cache, state, steps=6, sampler=sampler)
     text, logprobs = (np.concatenate(one, axis=1)[0] for one in zip(*pieces, strict=True))
     np.testing.assert_array_equal(text[1:], whole.tokens[0])
     batch = make_batch([1, 2, 3, *text.tolist()], outputs=np.ones(len(text) + 3, bool))
@@ -100,33 +100,33 @@ def test_decode_in_pieces_has_logprobs_of_the_model():
 
 
 def test_decode_ends_by_limit_or_own_stop_token():
-    memory = filled(1, 1, 1)
-    state = loops.start(memory, [9, 8, 7], [2, 0, 1], limit=[2, 9, 9], sampler=COUNTING)
+    cache = filled(1, 1, 1)
+    state = loops.start(cache, [9, 8, 7], [2, 0, 1], limit=[2, 9, 9], sampler=COUNTING)
     stop = [[-1, -1], [4, 2], [-1, 4]]
     none = [-1] * 3
     for wanted in ([[1, 2, -1], [1, 2, -1], [1, 2, 3]], [none, none, [4, -1, -1]], [none] * 3):
-        memory, state, picked = decoded(memory, state, stop, steps=3, sampler=COUNTING)
+        cache, state, picked = decoded(cache, state, stop, steps=3, sampler=COUNTING)
         assert picked.tokens.tolist() == wanted
-    assert ends(memory, [2, 0, 1]) == [2, 2, 4]
+    assert ends(cache, [2, 0, 1]) == [2, 2, 4]
     assert not state.active.any() and not state.reason.any()
     assert state.left.tolist() == [0, 7, 5]
 
 
 @pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=["pool", "streams"])
-def test_decode_full_memory_ends_texts_without_room(kind):
+def test_decode_full_cache_ends_texts_without_room(kind):
     """The others go on, each as it would alone; where there is one pool, the first ones do."""
     cells = kind.cells
     counts = (2, cells - 2, 1) if kind is SPLIT else (1, cells - 6, 1)
-    memory = filled(*counts, kind=kind)
-    state = loops.start(memory, [1, 2, 3], limit=6)
-    after, state, picked = decoded(memory, state, steps=6)
+    cache = filled(*counts, kind=kind)
+    state = loops.start(cache, [1, 2, 3], limit=6)
+    after, state, picked = decoded(cache, state, steps=6)
     made = (picked.tokens >= 0).sum(axis=1).tolist()
     assert made == ([6, 2, 6] if kind is SPLIT else [2, 1, 1])
     assert state.reason.tolist() == ([0, 1, 0] if kind is SPLIT else [1, 1, 1])  # NO_ROOM
     assert not state.active.any()
     assert_sound(after)
     for seq in range(3):
-        alone = loops.start(memory, [seq + 1], [seq], limit=made[seq])
-        _, _, text = decoded(memory, alone, steps=6)
+        alone = loops.start(cache, [seq + 1], [seq], limit=made[seq])
+        _, _, text = decoded(cache, alone, steps=6)
         assert text.tokens[0].tolist() == picked.tokens[seq].tolist()
         np.testing.assert_allclose(text.logprobs[0], picked.logprobs[seq], atol=1e-5)

@@ -17,16 +17,16 @@ TABLE = jnp.roll(jnp.eye(4), 1, axis=1) + 0.01
 
 def prompted(*prompt):
     sizes = dict(layers=1, cells=32, kv_heads=1, head_dim=1, sequences=2, streams=2)
-    memory = jaxkv.make_kv_cache(**sizes)
-    return jaxkv.prefill(by_table, TABLE, memory, make_batch([prompt]))[:2]
+    cache = jaxkv.make_kv_cache(**sizes)
+    return jaxkv.prefill(by_table, TABLE, cache, make_batch([prompt]))[:2]
 
 
 def test_logprobs_large_logits_are_exact():
     """All steps of 0.5 are exact in float32."""
-    memory, _ = prompted(1, 2)
+    cache, _ = prompted(1, 2)
     for more in (0.0, 1e3, 4e6, -4e6):
         logits = jnp.array([[0.0, 0.5, 1.0, 1.5]]) + more
-        _, picked = loops.begin(BEST, memory, logits)
+        _, picked = loops.begin(BEST, cache, logits)
         assert picked.logprobs[0, 0] == pytest.approx(1.5 - np.log(np.exp([0, 0.5, 1, 1.5]).sum()))
 
 
@@ -34,9 +34,9 @@ def test_logprobs_large_logits_are_exact():
 @pytest.mark.parametrize("sampler", [BEST, WARM], ids=["best", "drawn"])
 def test_begin_broken_logits_end_the_text_by_name(sampler, wrong):
     """A logit of -inf only forbids a token."""
-    memory, _ = prompted(1, 2)
+    cache, _ = prompted(1, 2)
     logits = jnp.array([[0.0, wrong, 1.0, 2.0], [0.0, -jnp.inf, 1.0, 2.0]])
-    forked = jaxkv.seq_cp(memory, 0, 1).cache
+    forked = jaxkv.seq_cp(cache, 0, 1).cache
     state, picked = loops.begin(sampler, forked, logits, sequences=[0, 1])
     assert state.reason.tolist() == [Reason.NONFINITE_LOGITS, Reason.FITS]
     assert state.active.tolist() == [False, True]
@@ -50,24 +50,24 @@ def test_loops_broken_logits_end_the_text_by_name(wrong):
     """After token 3, which the third step feeds."""
     table = jnp.log(TABLE).at[3, 0].set(wrong)
 
-    def forward(weights, memory, ubatch):
-        memory, _ = by_table(jnp.ones((4, 4)), memory, ubatch)
-        return memory, table[ubatch.tokens.reshape(-1)[ubatch.outputs]]
+    def forward(weights, cache, ubatch):
+        cache, _ = by_table(jnp.ones((4, 4)), cache, ubatch)
+        return cache, table[ubatch.tokens.reshape(-1)[ubatch.outputs]]
 
-    memory, logits = prompted(0)
-    state, _ = loops.begin(BEST, memory, logits)
-    _, after, picked = jaxkv.decode(forward, BEST, None, memory, state, steps=5)
+    cache, logits = prompted(0)
+    state, _ = loops.begin(BEST, cache, logits)
+    _, after, picked = jaxkv.decode(forward, BEST, None, cache, state, steps=5)
     draft = loops.lookup([[0]], ngram=1)
-    made = loops.speculate(forward, draft, BEST, None, memory, state, steps=5)
+    made = loops.speculate(forward, draft, BEST, None, cache, state, steps=5)
     for state, found in ((after, picked), (made[1], made[3])):
         assert found.tokens[0].tolist() == [2, 3, -1, -1, -1]
         assert np.isnan(found.logprobs[0]).tolist()[:3] == [False, False, True]
         assert state.reason[0] == Reason.NONFINITE_LOGITS and not state.active[0]
 
-    _, beams = loops.beam(forward, None, memory, logits, width=2, steps=5)
+    _, beams = loops.beam(forward, None, cache, logits, width=2, steps=5)
     assert beams.reason == Reason.NONFINITE_LOGITS
     assert beams.tokens[0].tolist() == [1, 2, 3, -1, -1] and np.isfinite(beams.scores[0])
     asked = [Request(prompt=[0], limit=9), Request(prompt=[0, 3], limit=9)]
-    for result in serve(forward, None, jaxkv.clear(memory), asked, chunk=8):
+    for result in serve(forward, None, jaxkv.clear(cache), asked, chunk=8):
         assert result.reason == Finish.NONFINITE_LOGITS
         assert result.tokens.tolist() == [[1, 2, 3], []][result.id]

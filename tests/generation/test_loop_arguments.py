@@ -12,9 +12,9 @@ import jaxkv
 from jaxkv import loops, make_batch, prefix
 from jaxkv.loops.batching import Engine, Request, Rule
 from jaxkv.loops.sampling import constrained, make_sampler
-from tests import memories
+from tests import caches
+from tests.caches import Kind, filled
 from tests.generation.tiny import BEST, forward, load, other, parity
-from tests.memories import Kind, filled
 from tests.mistakes import assert_raises, mistakes
 
 LOGITS, NONE = np.zeros((2, 8), np.float32), np.zeros((2, 0), np.int32)
@@ -22,10 +22,10 @@ POOL = Kind("pool", cells=24, sequences=4)
 PAIR = Kind("pair", cells=8, sequences=2)
 
 
-def donated(memory):
-    memory = jax.tree.map(jnp.copy, memory)
-    loops.warm_up(forward, None, memory, ubatch_size=1, donate=True)
-    return memory
+def donated(cache):
+    cache = jax.tree.map(jnp.copy, cache)
+    loops.warm_up(forward, None, cache, ubatch_size=1, donate=True)
+    return cache
 
 
 def started(m, tokens=(1, 2), **changes):
@@ -71,53 +71,53 @@ def branches(m, texts):
 
 
 def answering(change):
-    """A model of which the memory before, that after and the logits are changed."""
-    return lambda weights, memory, ubatch: change(memory, *forward(weights, memory, ubatch))
+    """A model of which the cache before, that after and the logits are changed."""
+    return lambda weights, cache, ubatch: change(cache, *forward(weights, cache, ubatch))
 
 
 class Bare:
     __slots__ = ()
 
-    def __call__(self, weights, memory, ubatch):
-        return forward(weights, memory, ubatch)
+    def __call__(self, weights, cache, ubatch):
+        return forward(weights, cache, ubatch)
 
 
 ruled = partial(constrained, make_sampler(), first=1, allowed=parity, advance=other)
 traced = jax.jit(lambda **numbers: make_sampler(**numbers))
 RULE = Rule(
-    first=0, allowed=lambda s: jnp.arange(memories.VOCABULARY) > s, advance=lambda s, token: token
+    first=0, allowed=lambda s: jnp.arange(caches.VOCABULARY) > s, advance=lambda s, token: token
 )
 
 
-def engine(memory=None, **options):
-    return Engine(forward, None, POOL.make() if memory is None else memory, **options)
+def engine(cache=None, **options):
+    return Engine(forward, None, POOL.make() if cache is None else cache, **options)
 
 
-def store(memory=None, holders=(2, 3), **options):
-    memory = POOL.make() if memory is None else memory
-    return prefix.make_store(memory, holders=holders, **options)
+def store(cache=None, holders=(2, 3), **options):
+    cache = POOL.make() if cache is None else cache
+    return prefix.make_store(cache, holders=holders, **options)
 
 
 @pytest.fixture(scope="module")
-def memory():
+def cache():
     return jax.tree.map(jnp.copy, filled(2, 3))
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("loops"))
-def test_loop_bad_argument_raises(call, outcome, memory):
-    assert_raises(call, outcome, globals() | {"m": memory})
-    assert not any(x.is_deleted() for x in jax.tree.leaves(memory))
+def test_loop_bad_argument_raises(call, outcome, cache):
+    assert_raises(call, outcome, globals() | {"m": cache})
+    assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
 
 
 def test_speculate_too_few_states_raises():
-    memory = load("granite_hybrid").make_memory(cells=16, sequences=2, rollback=2)
+    cache = load("granite_hybrid").make_cache(cells=16, sequences=2, rollback=2)
     wanted = "to keep 3 earlier states or more, .* with rollback=2: make it with rollback=3"
-    with pytest.raises(ValueError, match=f"wanted the memory {wanted}"):
-        speculate(memory, loops.lookup([[1]]))
-    with pytest.raises(ValueError, match=f"wanted the draft's memory {wanted}"):
-        loops.draft_model(forward, None, memory)
+    with pytest.raises(ValueError, match=f"wanted the cache {wanted}"):
+        speculate(cache, loops.lookup([[1]]))
+    with pytest.raises(ValueError, match=f"wanted the draft's cache {wanted}"):
+        loops.draft_model(forward, None, cache)
     with pytest.raises(ValueError, match="attention alone for branches=2, since a state belongs"):
-        speculate(memory, loops.lookup([[1]], tries=2, branches=2))
+        speculate(cache, loops.lookup([[1]], tries=2, branches=2))
 
 
 def test_submit_bad_request_raises():

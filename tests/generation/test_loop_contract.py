@@ -12,57 +12,57 @@ import jaxkv
 from jaxkv import loops, make_batch, prefix
 from jaxkv.loops.drawing import Sampler
 from jaxkv.ops.attention.bias import checked_bias
+from tests.caches import SPLIT, VOCABULARY, assert_identical, filled
 from tests.cases import in_lanes
 from tests.generation.tiny import BEST, buffers_of, ends, forward, load
-from tests.memories import SPLIT, VOCABULARY, assert_identical, filled
 
 LOGITS = jnp.sin(jnp.arange(VOCABULARY, dtype=jnp.float32))[None]
 BATCH = make_batch([1, 2, 3, 4, 5, 6])
 TEXT = [1, 2, 3]
 
 
-def prefilled(memory, **options):
-    result = jaxkv.prefill(forward, None, memory, BATCH, ubatch_size=4, **options)
+def prefilled(cache, **options):
+    result = jaxkv.prefill(forward, None, cache, BATCH, ubatch_size=4, **options)
     return result.cache, result.logits, result.ok
 
 
-def decoded(memory, **options):
-    state = loops.start(memory, [3], limit=2)
-    memory, state, picked = jaxkv.decode(forward, BEST, None, memory, state, steps=3, **options)
-    return memory, picked, state.left
+def decoded(cache, **options):
+    state = loops.start(cache, [3], limit=2)
+    cache, state, picked = jaxkv.decode(forward, BEST, None, cache, state, steps=3, **options)
+    return cache, picked, state.left
 
 
-def speculated(memory, **options):
-    draft, state = loops.lookup([[1, 2, 1, 2]], recent=8), loops.start(memory, [1], limit=5)
+def speculated(cache, **options):
+    draft, state = loops.lookup([[1, 2, 1, 2]], recent=8), loops.start(cache, [1], limit=5)
     run = partial(loops.speculate, forward, draft, BEST, None)
-    memory, state, _, made = run(memory, state, steps=6, **options)
-    return memory, made, state.left
+    cache, state, _, made = run(cache, state, steps=6, **options)
+    return cache, made, state.left
 
 
-def searched(memory, **options):
+def searched(cache, **options):
     options |= dict(width=2, steps=3, stop=[4])
-    return loops.beam(forward, None, memory, LOGITS, **options)
+    return loops.beam(forward, None, cache, LOGITS, **options)
 
 
-def held(memory, tokens, seq):
-    return jaxkv.apply(memory, jaxkv.init_batch(memory, make_batch(tokens, sequences=seq)))
+def held(cache, tokens, seq):
+    return jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch(tokens, sequences=seq)))
 
 
 @pytest.fixture(scope="module")
 def kept():
-    memory = held(SPLIT.make(), TEXT, 0)
-    store = prefix.make_store(memory, holders=[1])
-    return prefix.remember(memory, store, TEXT, 0)[:2]
+    cache = held(SPLIT.make(), TEXT, 0)
+    store = prefix.make_store(cache, holders=[1])
+    return prefix.remember(cache, store, TEXT, 0)[:2]
 
 
 LOOPS = {"prefill": prefilled, "decode": decoded, "speculate": speculated, "beam": searched}
 
 
-def assert_gives_up(call, memory):
-    before = jax.tree.map(np.array, memory)
-    given = jax.tree.map(jnp.copy, memory)
-    wanted = call(memory)
-    assert_identical(memory, before)
+def assert_gives_up(call, cache):
+    before = jax.tree.map(np.array, cache)
+    given = jax.tree.map(jnp.copy, cache)
+    wanted = call(cache)
+    assert_identical(cache, before)
     assert_identical(call(given, donate=True), wanted)
     assert all(one.is_deleted() for one in buffers_of(given))
     assert_identical(jaxkv.split(given)[0], jaxkv.split(before)[0])
@@ -71,27 +71,27 @@ def assert_gives_up(call, memory):
 
 
 @pytest.mark.parametrize("loop", in_lanes(LOOPS, fast=["prefill"], core=[*LOOPS][1:]))
-def test_loop_donated_memory_same_result(loop):
+def test_loop_donated_cache_same_result(loop):
     assert_gives_up(LOOPS[loop], filled(2, 1))
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("verb", ["reuse", "remember"])
-def test_store_donated_memory_same_result(verb, kept):
-    memory, store = kept
-    memory = held(memory, [4, 5], 2)
+def test_store_donated_cache_same_result(verb, kept):
+    cache, store = kept
+    cache = held(cache, [4, 5], 2)
     cases = {"reuse": ([*TEXT, 4], 0), "remember": ([4, 5], 2)}
 
-    def call(memory, **options):
-        return getattr(prefix, verb)(memory, store, *cases[verb], **options)[0]
+    def call(cache, **options):
+        return getattr(prefix, verb)(cache, store, *cases[verb], **options)[0]
 
-    assert_gives_up(call, memory)
+    assert_gives_up(call, cache)
 
 
 def assert_same(found, wanted):
     """What a traced loop returns is what it returns outside of a program, but for padded logits."""
-    (after, made, *rest), (memory, others, *_) = found, wanted
-    assert_identical(jaxkv.split(after)[0], jaxkv.split(memory)[0])
+    (after, made, *rest), (cache, others, *_) = found, wanted
+    assert_identical(jaxkv.split(after)[0], jaxkv.split(cache)[0])
     if isinstance(made, jax.Array):
         made = made[: len(others)]
         assert rest[0]  # ok
@@ -108,12 +108,12 @@ def test_loop_in_jit_same_result_without_host(loop):
 
 
 EDITS = {  # what is done to a text of 5 tokens after a state was made, and whether that can go on
-    "nothing": (lambda memory: memory, True),
-    "another text is removed": (lambda memory: jaxkv.seq_rm(memory, 1)[0], True),
-    "it slid": (lambda memory: loops.slide(memory, 0, keep=1, drop=2)[0], True),
-    "its end is removed": (lambda memory: jaxkv.seq_rm(memory, 0, 4)[0], False),
-    "it is removed": (lambda memory: jaxkv.seq_rm(memory, 0)[0], False),
-    "its end is told anew": (lambda memory: held(jaxkv.seq_rm(memory, 0, 4)[0], [9], 0), False),
+    "nothing": (lambda cache: cache, True),
+    "another text is removed": (lambda cache: jaxkv.seq_rm(cache, 1)[0], True),
+    "it slid": (lambda cache: loops.slide(cache, 0, keep=1, drop=2)[0], True),
+    "its end is removed": (lambda cache: jaxkv.seq_rm(cache, 0, 4)[0], False),
+    "it is removed": (lambda cache: jaxkv.seq_rm(cache, 0)[0], False),
+    "its end is told anew": (lambda cache: held(jaxkv.seq_rm(cache, 0, 4)[0], [9], 0), False),
 }
 
 
@@ -122,20 +122,20 @@ EDITS = {  # what is done to a text of 5 tokens after a state was made, and whet
 def test_state_from_before_an_edit_ends_its_text(edit):
     """A token that does not follow what the sequence holds is not put there."""
     change, goes_on = EDITS[edit]
-    memory, state = filled(5, 2), loops.start(filled(5, 2), [3, 3])
-    memory = jaxkv.apply(change(memory), jaxkv.init_update(change(memory)))
+    cache, state = filled(5, 2), loops.start(filled(5, 2), [3, 3])
+    cache = jaxkv.apply(change(cache), jaxkv.init_update(change(cache)))
     draft = loops.lookup([[1, 2, 1], [1, 2, 1]], recent=8)
-    after, now, _ = jaxkv.decode(forward, BEST, None, memory, state, steps=1)
+    after, now, _ = jaxkv.decode(forward, BEST, None, cache, state, steps=1)
     assert (now.reason[0] == jaxkv.Reason.EDITED) != goes_on
-    assert ends(after, [0]) == [position + goes_on for position in ends(memory, [0])]
-    _, other, *_ = loops.speculate(forward, draft, BEST, None, memory, state, steps=1)
+    assert ends(after, [0]) == [position + goes_on for position in ends(cache, [0])]
+    _, other, *_ = loops.speculate(forward, draft, BEST, None, cache, state, steps=1)
     assert other.reason.tolist() == now.reason.tolist()
     _, again, _ = jaxkv.decode(forward, BEST, None, after, now, steps=1)
     assert again.reason.tolist() == now.reason.tolist()
 
 
 @pytest.mark.core
-def test_prefill_in_jit_refused_returns_memory():
+def test_prefill_in_jit_refused_returns_cache():
     inside = jax.jit(lambda m, t: jaxkv.prefill(forward, None, m, make_batch(t)))
     result = inside(filled(4), jnp.ones(9, jnp.int32))
     assert not result.ok and result.reason[0] == jaxkv.Reason.NO_ROOM
@@ -144,28 +144,28 @@ def test_prefill_in_jit_refused_returns_memory():
 
 @pytest.mark.core
 def test_speculate_in_scan_carries_all_that_it_returns():
-    memory, state = filled(4), loops.start(filled(4), [1])
+    cache, state = filled(4), loops.start(filled(4), [1])
 
     def turn(carry, _):
-        memory, state, draft = carry
-        *carry, made = loops.speculate(forward, draft, BEST, None, memory, state, steps=3)
+        cache, state, draft = carry
+        *carry, made = loops.speculate(forward, draft, BEST, None, cache, state, steps=3)
         return tuple(carry), made.tokens[0]
 
-    begun = memory, state, loops.lookup([[1, 2, 1, 2]], recent=8)
+    begun = cache, state, loops.lookup([[1, 2, 1, 2]], recent=8)
     (after, _, _), tokens = jax.lax.scan(turn, begun, length=2)
     for made in tokens:
-        memory, state, wanted = jaxkv.decode(forward, BEST, None, memory, state, steps=3)
+        cache, state, wanted = jaxkv.decode(forward, BEST, None, cache, state, steps=3)
         assert made.tolist() == wanted.tokens[0].tolist()
-    assert ends(after, [0]) == ends(memory, [0])
+    assert ends(after, [0]) == ends(cache, [0])
 
 
 @pytest.mark.nightly
 def test_prefill_derivative_same_in_jit():
     model = load("llama_tied")
-    memory = model.make_memory(cells=32)
+    cache = model.make_cache(cells=32)
 
     def loss(weights):
-        result = jaxkv.prefill(model.forward, weights, memory, make_batch([7, 3, 11]))
+        result = jaxkv.prefill(model.forward, weights, cache, make_batch([7, 3, 11]))
         return jnp.sum(result.logits[0] ** 2), result.ok
 
     slope = jax.value_and_grad(loss, has_aux=True)
@@ -177,11 +177,11 @@ def test_prefill_derivative_same_in_jit():
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_prefill_refused_leaves_memory(donate):
-    memory = jax.tree.map(jnp.copy, filled(4))
+def test_prefill_refused_leaves_cache(donate):
+    cache = jax.tree.map(jnp.copy, filled(4))
     with pytest.raises(jaxkv.RefusedError, match="NO_ROOM"):
-        jaxkv.prefill(forward, None, memory, make_batch([1] * 99), ubatch_size=4, donate=donate)
-    assert_identical(memory, filled(4))
+        jaxkv.prefill(forward, None, cache, make_batch([1] * 99), ubatch_size=4, donate=donate)
+    assert_identical(cache, filled(4))
 
 
 def of_equal_fields(count, bases, name, method):
@@ -204,14 +204,14 @@ LOOPS_OF_SAMPLERS = {
 @pytest.mark.parametrize("loop", in_lanes(LOOPS_OF_SAMPLERS, fast=[], core=["begin"]))
 def test_samplers_of_equal_fields_share_no_program(loop):
     """JAX compares the fields of dataclasses and not their types, and takes some for others."""
-    memory = filled(3, kind=SPLIT)
-    state = loops.start(memory, [1])
+    cache = filled(3, kind=SPLIT)
+    state = loops.start(cache, [1])
 
     def only(_, i, logits, state):
         return jnp.full_like(logits, -jnp.inf).at[:, i % 16].set(0)
 
     for i, sampler in of_equal_fields(60, (Sampler,), "adjust", only):
-        assert LOOPS_OF_SAMPLERS[loop](memory, sampler, state)[0, 0] == i % 16
+        assert LOOPS_OF_SAMPLERS[loop](cache, sampler, state)[0, 0] == i % 16
 
 
 def test_biases_of_equal_fields_share_no_program():

@@ -19,34 +19,34 @@ def make(**sizes):
 def model(q=lambda x: x, k=lambda x: x, layers=(0, 1), end=lambda m, logits, _: (m, logits)):
     """A model of two layers, in which one thing is changed."""
 
-    def forward(weights, memory, ubatch):
-        old, x = memory, jnp.take(weights, ubatch.tokens, axis=0)
+    def forward(weights, cache, ubatch):
+        old, x = cache, jnp.take(weights, ubatch.tokens, axis=0)
         for layer in layers:
             h = x.reshape(*x.shape[:2], 2, 4)
-            memory, out = jaxkv.attend(memory, layer, ubatch, q(h), k(h), h)
+            cache, out = jaxkv.attend(cache, layer, ubatch, q(h), k(h), h)
             x = x + out.reshape(x.shape)
-        return end(memory, x.reshape(-1, 8)[ubatch.outputs] @ weights.T, old)
+        return end(cache, x.reshape(-1, 8)[ubatch.outputs] @ weights.T, old)
 
     return forward
 
 
-def run(batch=None, memory=None, plan=None, **changes):
-    memory, batch = memory or make(), batch or make_batch([[1, 2, 3], [4]])
-    return jaxkv.prefill(model(**changes), W, memory, batch, plan=plan)
+def run(batch=None, cache=None, plan=None, **changes):
+    cache, batch = cache or make(), batch or make_batch([[1, 2, 3], [4]])
+    return jaxkv.prefill(model(**changes), W, cache, batch, plan=plan)
 
 
 def stale():
-    memory, batch = make(), make_batch([1])
-    plan = jaxkv.init_batch(memory, batch)
-    return run(batch, jaxkv.apply(memory, plan), plan)
+    cache, batch = make(), make_batch([1])
+    plan = jaxkv.init_batch(cache, batch)
+    return run(batch, jaxkv.apply(cache, plan), plan)
 
 
 def beside_an_engine():
-    memory = make()
-    engine = loops.batching.Engine(model(), W, memory)
+    cache = make()
+    engine = loops.batching.Engine(model(), W, cache)
     engine.submit(loops.batching.Request(prompt=[1], limit=2))
     engine.step()
-    return run(memory=memory)
+    return run(cache=cache)
 
 
 def drafted():
@@ -54,9 +54,9 @@ def drafted():
         model(end=lambda m, x, _: (m, x[:, :5])),
         loops.sampling.make_sampler(temperature=1),
     )
-    memory = run().cache
-    draft, state = loops.draft_model(narrow, W, memory, texts=2), loops.start(memory, [1, 2])
-    return loops.speculate(model(), draft, warm, W, memory, state, steps=2)
+    cache = run().cache
+    draft, state = loops.draft_model(narrow, W, cache, texts=2), loops.start(cache, [1, 2])
+    return loops.speculate(model(), draft, warm, W, cache, state, steps=2)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("newcomers"))

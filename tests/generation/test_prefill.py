@@ -12,9 +12,9 @@ import jaxkv
 import models
 from jaxkv import loops, make_batch
 from jaxkv.loops import programs
+from tests.caches import assert_identical, filled
 from tests.cases import mostly_nightly
 from tests.generation.tiny import BEST, DATA, forward
-from tests.memories import assert_identical, filled
 from tests.mistakes import assert_raises, mistakes
 
 MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
@@ -22,11 +22,11 @@ MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
 
 @pytest.mark.core
 def test_prefill_with_plan_does_not_plan_again():
-    memory, batch = filled(2), make_batch([1, 2, 3, 4, 5], sequences=1)
-    plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
+    cache, batch = filled(2), make_batch([1, 2, 3, 4, 5], sequences=1)
+    plan = jaxkv.init_batch(cache, batch, ubatch_size=4)
     prefill = partial(jaxkv.prefill, forward, None)
-    wanted = prefill(memory, batch, ubatch_size=4)
-    after, *rest = prefill(memory, batch, plan=plan)
+    wanted = prefill(cache, batch, ubatch_size=4)
+    after, *rest = prefill(cache, batch, plan=plan)
     assert_identical((after, *rest), tuple(wanted))
     for row in mistakes("prefill"):
         assert_raises(*row, globals() | locals())
@@ -35,9 +35,9 @@ def test_prefill_with_plan_does_not_plan_again():
 class Shifted:
     by = 0
 
-    def run(self, weights, memory, ubatch):
-        memory, logits = forward(weights, memory, ubatch)
-        return memory, logits + self.by
+    def run(self, weights, cache, ubatch):
+        cache, logits = forward(weights, cache, ubatch)
+        return cache, logits + self.by
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def test_program_dies_with_its_function(collected_soon):
     shifted.by = 1
     others.append(jax.jit(others[0]))
     for one in (*others, shifted.run):
-        memory, logits, *_ = jaxkv.prefill(one, None, filled(4), make_batch([1, 2]))
+        cache, logits, *_ = jaxkv.prefill(one, None, filled(4), make_batch([1, 2]))
         np.testing.assert_allclose(logits, wanted + (one == shifted.run), atol=1e-5)
-    jaxkv.decode(shifted.run, BEST, None, memory, loops.start(memory, [1]), steps=1)
+    jaxkv.decode(shifted.run, BEST, None, cache, loops.start(cache, [1]), steps=1)
     dead = [weakref.ref(each) for each in (shifted, *others)]
     assert len(programs._kept) == before + 5  # for a prompt of each, and a loop
     del shifted, others, one
@@ -71,7 +71,7 @@ def test_program_dies_with_its_function(collected_soon):
 @pytest.mark.parametrize("name", mostly_nightly(MODELS, few=MODELS[:1]))
 def test_weights_of_a_model_die_with_it(name, collected_soon):
     model = models.load(DATA / name)
-    jaxkv.prefill(model.forward, model.weights, model.make_memory(cells=8), make_batch([1]))
+    jaxkv.prefill(model.forward, model.weights, model.make_cache(cells=8), make_batch([1]))
     dead = [weakref.ref(one) for one in (model, model.forward, *jax.tree.leaves(model.weights))]
     del model
     gc.collect()

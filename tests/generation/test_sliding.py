@@ -1,4 +1,4 @@
-"""Texts longer than a memory: `slide` and `extend` do what verbs do by hand, all or nothing."""
+"""Texts longer than a cache: `slide` and `extend` do what verbs do by hand, all or nothing."""
 
 import functools
 from functools import partial
@@ -11,9 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.loops.sampling import make_sampler
-from tests.cases import mostly_nightly
-from tests.generation.tiny import assert_sound
-from tests.memories import (
+from tests.caches import (
     HEADS,
     LAYERS,
     SIZE,
@@ -26,6 +24,8 @@ from tests.memories import (
     run,
     updated,
 )
+from tests.cases import mostly_nightly
+from tests.generation.tiny import assert_sound
 from tests.snapshot.saved import with_numbers
 
 POOL = Kind("pool", cells=24, sequences=3)
@@ -35,34 +35,34 @@ one_more = partial(make_batch, [1] * 4, valid=np.arange(4) < 1)
 
 @functools.cache
 def told(*counts, kind=POOL):
-    memory = with_numbers(kind.make())
+    cache = with_numbers(kind.make())
     for seq, count in enumerate(counts):
         for _ in range(0, count, 4):
             valid = np.arange(4) < count
             batch = make_batch([1] * 4, sequences=seq, valid=valid)
-            memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch, ubatch_size=4).check())
+            cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch, ubatch_size=4).check())
             count -= 4
-    return memory
+    return cache
 
 
-def slid_by_hand(memory, seq, keep, drop):
-    memory, ok = jaxkv.seq_rm(memory, seq, keep, keep + drop)
+def slid_by_hand(cache, seq, keep, drop):
+    cache, ok = jaxkv.seq_rm(cache, seq, keep, keep + drop)
     assert ok
-    return updated(jaxkv.seq_add(memory, seq, keep + drop, -1, -drop).cache)
+    return updated(jaxkv.seq_add(cache, seq, keep + drop, -1, -drop).cache)
 
 
-def extended_by_hand(memory, seq, done, group, width):
+def extended_by_hand(cache, seq, done, group, width):
     """The loop of llama.cpp's program."""
-    there = jaxkv.seq_pos_max(memory, seq).item() + 1
+    there = jaxkv.seq_pos_max(cache, seq).item() + 1
     while there >= done + width:
         ib = group * done // width
         bd = width // group * (group - 1)
         dd = width // group - ib * bd - width
-        memory = jaxkv.seq_add(memory, seq, done, there, ib * bd).cache
-        memory = jaxkv.seq_div(memory, seq, done + ib * bd, done + ib * bd + width, group).cache
-        memory = jaxkv.seq_add(memory, seq, done + ib * bd + width, there + ib * bd, dd).cache
+        cache = jaxkv.seq_add(cache, seq, done, there, ib * bd).cache
+        cache = jaxkv.seq_div(cache, seq, done + ib * bd, done + ib * bd + width, group).cache
+        cache = jaxkv.seq_add(cache, seq, done + ib * bd + width, there + ib * bd, dd).cache
         there, done = there - bd, done + width // group
-    return updated(memory), done
+    return updated(cache), done
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def extended_by_hand(memory, seq, done, group, width):
 )
 def test_slide_equals_the_verbs_by_hand(kind):
     """The last one leaves nothing to move."""
-    memory = told(3, 8, kind=kind)
+    cache = told(3, 8, kind=kind)
     for keep, drop in ((1, 3), (0, 2), (2, 5), (7, 1)):
-        after, ok = loops.slide(memory, 1, keep=keep, drop=drop)
+        after, ok = loops.slide(cache, 1, keep=keep, drop=drop)
         assert ok
-        assert_identical(after, slid_by_hand(memory, 1, keep, drop))
+        assert_identical(after, slid_by_hand(cache, 1, keep, drop))
         assert jaxkv.seq_pos_max(after, [0, 1]).tolist() == [2, 7 - drop]
         assert_sound(after)
         assert jaxkv.init_batch(after, one_more(sequences=1), ubatch_size=4).ok
@@ -91,11 +91,11 @@ def test_slide_puts_keys_where_they_would_have_been_written():
 
 
 def test_slide_short_sequence_changes_nothing():
-    memory = jaxkv.seq_add(told(3, 8), 0, 0, -1, 2).cache
+    cache = jaxkv.seq_add(told(3, 8), 0, 0, -1, 2).cache
     for keep, drop in ((1, 8), (8, 1), (0, 9), (0, 2**31 - 1)):
-        after, ok = loops.slide(memory, 1, keep=keep, drop=drop)
+        after, ok = loops.slide(cache, 1, keep=keep, drop=drop)
         assert not ok, (keep, drop)
-        assert_identical(after, memory)
+        assert_identical(after, cache)
 
 
 def test_slide_cells_that_another_sequence_shares_are_not_moved():
@@ -110,39 +110,39 @@ def test_slide_cells_that_another_sequence_shares_are_not_moved():
 @core
 def test_slide_does_not_show_what_a_window_let_go_of():
     kind = Kind("window", cells=8, sequences=2, windows=(jaxkv.window.sliding(5),))
-    memory = told(16, kind=kind)
+    cache = told(16, kind=kind)
     for keep, drop, wanted in ((2, 12, False), (0, 16, True), (2, 4, True)):
-        after, ok = loops.slide(memory, 0, keep=keep, drop=drop)
+        after, ok = loops.slide(cache, 0, keep=keep, drop=drop)
         assert ok.item() is wanted
         if not ok:
-            assert_identical(after, memory)
+            assert_identical(after, cache)
         assert jaxkv.init_batch(after, one_more(), ubatch_size=4).ok
 
 
 def test_slide_wrong_traced_numbers_change_nothing():
-    slide = jax.jit(lambda memory, *args: loops.slide(memory, args[0], keep=args[1], drop=args[2]))
-    memory = told(3, 8)
+    slide = jax.jit(lambda cache, *args: loops.slide(cache, args[0], keep=args[1], drop=args[2]))
+    cache = told(3, 8)
     for args in ((1, -1, 3), (1, 2, 0), (1, 2, -2), (9, 0, 1), (2, 0, 1), (1, 2**31 - 1, 2)):
-        after, ok = slide(memory, *args)
+        after, ok = slide(cache, *args)
         assert not ok, args
-        assert_identical(after, memory)
-    assert_identical(slide(memory, 1, 2, 3), loops.slide(memory, 1, keep=2, drop=3))
+        assert_identical(after, cache)
+    assert_identical(slide(cache, 1, 2, 3), loops.slide(cache, 1, keep=2, drop=3))
 
 
 def test_slide_donated_is_the_same_and_deletes():
-    memory = jax.tree.map(jnp.copy, told(8))
-    same, ok = loops.slide(memory, 0, keep=8, drop=1, donate=True)
-    assert not ok and not memory.buffers.k[0].is_deleted()
-    after, ok = loops.slide(memory, 0, keep=2, drop=3, donate=True)
-    assert ok and memory.buffers.k[0].is_deleted()
+    cache = jax.tree.map(jnp.copy, told(8))
+    same, ok = loops.slide(cache, 0, keep=8, drop=1, donate=True)
+    assert not ok and not cache.buffers.k[0].is_deleted()
+    after, ok = loops.slide(cache, 0, keep=2, drop=3, donate=True)
+    assert ok and cache.buffers.k[0].is_deleted()
     assert_identical(after, loops.slide(told(8), 0, keep=2, drop=3)[0])
 
 
-def flat(weights, memory, ubatch):
-    memory, x = jaxkv.apply(memory, ubatch), jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
+def flat(weights, cache, ubatch):
+    cache, x = jaxkv.apply(cache, ubatch), jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
     for layer in range(LAYERS):
-        memory = jaxkv.write(memory, layer, ubatch, x, x)
-    return memory, jnp.zeros((*ubatch.outputs.shape, 16))
+        cache = jaxkv.write(cache, layer, ubatch, x, x)
+    return cache, jnp.zeros((*ubatch.outputs.shape, 16))
 
 
 WAYS = [("slide", False), ("extend", True), ("slide", True), ("extend", False)]
@@ -151,28 +151,28 @@ WAYS = [("slide", False), ("extend", True), ("slide", True), ("extend", False)]
 @core
 @pytest.mark.parametrize(("tidy", "drafted"), mostly_nightly(WAYS, few=WAYS[:2]))
 def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
-    """A text that is tidied up between its turns is that of a memory that is not."""
+    """A text that is tidied up between its turns is that of a cache that is not."""
     sampler = make_sampler(temperature=1.0)
     kind, batch = Kind("endless", cells=24, sequences=1), make_batch([1, 2, 3, 4])
-    memory, logits, *_ = jaxkv.prefill(flat, None, kind.make(), batch)
-    begin, _ = loops.begin(sampler, memory, logits, seed=3)
+    cache, logits, *_ = jaxkv.prefill(flat, None, kind.make(), batch)
+    begin, _ = loops.begin(sampler, cache, logits, seed=3)
     draft = loops.lookup([[]], ngram=7, recent=8)  # it guesses nothing
 
-    def text(drafted, tidied, memory=memory, state=begin, draft=draft):
+    def text(drafted, tidied, cache=cache, state=begin, draft=draft):
         pieces, done = [], jnp.int32(0)
         for _ in range(4):
             if drafted:
-                memory, state, draft, picked = loops.speculate(
-                    flat, draft, sampler, None, memory, state, steps=4
+                cache, state, draft, picked = loops.speculate(
+                    flat, draft, sampler, None, cache, state, steps=4
                 )
             else:
-                memory, state, picked = jaxkv.decode(flat, sampler, None, memory, state, steps=4)
+                cache, state, picked = jaxkv.decode(flat, sampler, None, cache, state, steps=4)
             pieces.append(picked.tokens)
             if tidied and tidy == "slide":
-                memory, ok = loops.slide(memory, 0, keep=2, drop=4)
+                cache, ok = loops.slide(cache, 0, keep=2, drop=4)
                 assert ok
             elif tidied:
-                memory, done, ok = loops.extend(memory, 0, done, group=2, width=4)
+                cache, done, ok = loops.extend(cache, 0, done, group=2, width=4)
                 assert ok
         return np.concatenate(pieces, axis=1).tolist()
 
@@ -181,9 +181,9 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
 
 @pytest.mark.parametrize(("group", "width"), [(2, 4), (4, 4), (3, 6), (1, 2)])
 def test_extend_equals_the_verbs_by_hand(group, width):
-    memory = told(3, 16)
-    after, done, ok = loops.extend(memory, 1, 0, group=group, width=width)
-    wanted, expected = extended_by_hand(memory, 1, 0, group, width)
+    cache = told(3, 16)
+    after, done, ok = loops.extend(cache, 1, 0, group=group, width=width)
+    wanted, expected = extended_by_hand(cache, 1, 0, group, width)
     assert ok and done == expected
     assert_identical(after, wanted)
     assert jaxkv.used(after) == 19
@@ -196,15 +196,15 @@ def test_extend_equals_the_verbs_by_hand(group, width):
 
 def test_extend_that_cannot_be_changes_nothing():
     extend = partial(loops.extend, group=2, width=4)
-    memory = told(3, 8)
-    pending = jaxkv.seq_add(memory, 0, 0, -1, 2).cache
-    shared = jaxkv.seq_cp(memory, 1, 2, 7, 8).cache
-    far = jaxkv.seq_add(memory, 1, 0, -1, 2**30).cache
+    cache = told(3, 8)
+    pending = jaxkv.seq_add(cache, 0, 0, -1, 2).cache
+    shared = jaxkv.seq_cp(cache, 1, 2, 7, 8).cache
+    far = jaxkv.seq_add(cache, 1, 0, -1, 2**30).cache
     cases = [(pending, 1, 3), (pending, 1, -2), (pending, 1, 10), (shared, 1, 0), (shared, 2, 0)]
-    for memory, seq, done in [*cases, (far, 1, 0), (far, 1, 2**30)]:
-        after, now, ok = extend(memory, seq, done)
+    for cache, seq, done in [*cases, (far, 1, 0), (far, 1, 2**30)]:
+        after, now, ok = extend(cache, seq, done)
         assert not ok and now == done, (seq, done)
-        assert_identical(after, memory)
+        assert_identical(after, cache)
     prefix = jaxkv.seq_cp(told(3, 8), 1, 2, 0, 2).cache
     assert extend(prefix, 1, 2)[2] and not extend(prefix, 1, 0)[2]
     short = jaxkv.seq_cp(told(3), 0, 2).cache

@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.loops import trees
 from jaxkv.loops.sampling import constrained, make_sampler
+from tests.caches import SMALL, SPLIT, VOCABULARY, Kind, filled
 from tests.cases import mostly_nightly
 from tests.generation.tiny import (
     BEST,
@@ -20,20 +21,19 @@ from tests.generation.tiny import (
     by_table,
     ends,
     forward,
-    table_memory,
+    table_cache,
     texts,
 )
-from tests.memories import SMALL, SPLIT, VOCABULARY, Kind, filled
 
 pytestmark = pytest.mark.core
 
 
-def plainly(memory, state, stop=(), *, steps, sampler=BEST):
-    return jaxkv.decode(forward, sampler, None, memory, state, stop, steps=steps)
+def plainly(cache, state, stop=(), *, steps, sampler=BEST):
+    return jaxkv.decode(forward, sampler, None, cache, state, stop, steps=steps)
 
 
-def guessing(draft, memory, state, stop=(), *, steps, sampler=BEST):
-    return loops.speculate(forward, draft, sampler, None, memory, state, stop, steps=steps)
+def guessing(draft, cache, state, stop=(), *, steps, sampler=BEST):
+    return loops.speculate(forward, draft, sampler, None, cache, state, stop, steps=steps)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["tokens", "start"], meta_fields=["tries"])
@@ -77,15 +77,15 @@ def test_nodes_of_branches_that_begin_alike_are_shared():
     "kind", mostly_nightly([SMALL, SPLIT], few=[SPLIT]), ids=["pool", "streams"]
 )
 def test_speculate_ends_texts_as_decode_does(kind):
-    """By stop tokens, limits and full memories, within a guess too, in calls of some steps."""
+    """By stop tokens, limits and full caches, within a guess too, in calls of some steps."""
     prompts = jaxkv.prefill(forward, None, kind.make(), make_batch([[1, 2, 1], [3]]))
-    memory = prompts.cache
+    cache = prompts.cache
     for limit in ([9, 2], [3, 9], [9, 9]):
-        state, _ = loops.begin(BEST, memory, prompts, limit=limit)
-        _, _, free = plainly(memory, state, [-1], steps=8)
+        state, _ = loops.begin(BEST, cache, prompts, limit=limit)
+        _, _, free = plainly(cache, state, [-1], steps=8)
         for stop in ([-1], [int(free.tokens[0, 2])]):
-            after, ended, wanted = plainly(memory, state, stop, steps=8)
-            now, at, draft, pieces = memory, state, Known.make(free.tokens), []
+            after, ended, wanted = plainly(cache, state, stop, steps=8)
+            now, at, draft, pieces = cache, state, Known.make(free.tokens), []
             for steps in (4, 4):
                 now, at, draft, made = guessing(draft, now, at, stop, steps=steps)
                 pieces.append(made)
@@ -101,21 +101,21 @@ def test_speculate_sampler_follows_only_accepted_tokens():
     penalty = make_sampler(repeat_penalty=1.5, last_n=6)
     odd = dict(allowed=lambda s: jnp.arange(VOCABULARY) % 2 == s, advance=lambda s, t: 1 - t % 2)
     rule = constrained(penalty, first=0, **odd)
-    memory, logits, ids, *_ = jaxkv.prefill(forward, None, SMALL.make(), make_batch(prompts))
-    state, _ = loops.begin(rule, memory, logits, sequences=ids, prompts=prompts)
-    _, ended, wanted = plainly(memory, state, steps=2, sampler=rule)
+    cache, logits, ids, *_ = jaxkv.prefill(forward, None, SMALL.make(), make_batch(prompts))
+    state, _ = loops.begin(rule, cache, logits, sequences=ids, prompts=prompts)
+    _, ended, wanted = plainly(cache, state, steps=2, sampler=rule)
     draft = loops.lookup(prompts, ngram=1)
-    _, now, _, made = guessing(draft, memory, state, steps=2, sampler=rule)
+    _, now, _, made = guessing(draft, cache, state, steps=2, sampler=rule)
     assert texts(made) == texts(wanted)
     jax.tree.map(np.testing.assert_array_equal, now.adjusting, ended.adjusting)
 
 
 def test_speculate_texts_in_any_sequences():
-    memory = filled(2, 2, 2)
-    state = loops.start(memory, [1, 5, 3], [2, 0, 1], limit=[4, 0, 4])
-    after, _, wanted = plainly(memory, state, steps=4)
-    own = loops.draft_model(forward, None, memory, texts=3, tries=2)
-    found, _, _, made = guessing(own, memory, state, steps=4)
+    cache = filled(2, 2, 2)
+    state = loops.start(cache, [1, 5, 3], [2, 0, 1], limit=[4, 0, 4])
+    after, _, wanted = plainly(cache, state, steps=4)
+    own = loops.draft_model(forward, None, cache, texts=3, tries=2)
+    found, _, _, made = guessing(own, cache, state, steps=4)
     assert texts(made) == texts(wanted) and texts(made)[1] == []
     assert made.turns.tolist()[1] == 0
     assert ends(found, [0, 1, 2]) == ends(after, [0, 1, 2])
@@ -126,11 +126,11 @@ def test_speculate_nan_logit_of_hidden_token_ends_text(branches):
     weights = (jnp.roll(jnp.eye(4), 1, axis=1) + 0.01).at[3, 0].set(jnp.nan)
     prompt, rule = [1, 2, 3, 1], dict(allowed=lambda s: jnp.arange(4) > s, advance=lambda s, t: s)
     hiding = constrained(BEST, first=0, **rule)
-    memory = jaxkv.make_kv_cache(layers=1, cells=64, kv_heads=1, head_dim=1, sequences=4)
-    memory, logits, *_ = jaxkv.prefill(by_table, weights, memory, make_batch(prompt))
-    state, _ = loops.begin(hiding, memory, logits)
+    cache = jaxkv.make_kv_cache(layers=1, cells=64, kv_heads=1, head_dim=1, sequences=4)
+    cache, logits, *_ = jaxkv.prefill(by_table, weights, cache, make_batch(prompt))
+    state, _ = loops.begin(hiding, cache, logits)
     draft = loops.lookup([prompt], branches=branches, ngram=1)
-    made = loops.speculate(by_table, draft, hiding, weights, memory, state, steps=6)[3]
+    made = loops.speculate(by_table, draft, hiding, weights, cache, state, steps=6)[3]
     assert made.tokens[0].tolist() == [3, -1, -1, -1, -1, -1]
 
 
@@ -142,17 +142,17 @@ WAYS_TO_DRAW = [("lookup", 1.0), ("model", 0.6), ("tree", 1.0)]
 )
 def test_speculate_draws_have_chances_of_the_model(kind, temperature):
     count, rounds, each = 256, 16, 1 + (kind == "tree")
-    sampler, memory = make_sampler(temperature=temperature), table_memory(count, each=each)
+    sampler, cache = make_sampler(temperature=temperature), table_cache(count, each=each)
     found = np.zeros((4, 4, 4))
     for seed in range(rounds):
         ids = np.arange(0, each * count, each)
-        state = loops.start(memory, [0] * count, ids, seed=seed, limit=3)
+        state = loops.start(cache, [0] * count, ids, seed=seed, limit=3)
         if kind == "lookup":
             draft = loops.lookup([[0, 1, 2, 0, 1, 3]] * count, ngram=1, tries=2, recent=8)
         else:
             make = loops.draft_tree if kind == "tree" else loops.draft_model
-            draft = make(by_table, CHANCES[1], memory, texts=count, tries=2)
-        made = loops.speculate(by_table, draft, sampler, CHANCES[0], memory, state, steps=3)[3]
+            draft = make(by_table, CHANCES[1], cache, texts=count, tries=2)
+        made = loops.speculate(by_table, draft, sampler, CHANCES[0], cache, state, steps=3)[3]
         np.add.at(found, tuple(np.asarray(made.tokens).T), 1)
         assert 0 < made.accepted.sum() < made.tried.sum()
     assert_chances(found, count * rounds, temperature)
@@ -161,57 +161,57 @@ def test_speculate_draws_have_chances_of_the_model(kind, temperature):
 @pytest.mark.parametrize(("branches", "ngram"), [(1, 9), (2, 1)])
 def test_speculate_lookup_draws_what_decode_draws(branches, ngram):
     """With nothing to look up; and a tree leaves every draw as it is, followed where it may be."""
-    sampler, memory = make_sampler(temperature=1.0), table_memory(64, each=branches)
-    state = loops.start(memory, [0] * 64, np.arange(0, 64 * branches, branches), seed=3, limit=8)
-    wanted = jaxkv.decode(by_table, sampler, CHANCES[0], memory, state, steps=8)[2]
+    sampler, cache = make_sampler(temperature=1.0), table_cache(64, each=branches)
+    state = loops.start(cache, [0] * 64, np.arange(0, 64 * branches, branches), seed=3, limit=8)
+    wanted = jaxkv.decode(by_table, sampler, CHANCES[0], cache, state, steps=8)[2]
     text, options = [0, 1, 2, 0, 1, 3], dict(tries=2, recent=16, branches=branches)
     draft = loops.lookup([text] * 64, ngram=ngram, **options)
-    made = loops.speculate(by_table, draft, sampler, CHANCES[0], memory, state, steps=8)[3]
+    made = loops.speculate(by_table, draft, sampler, CHANCES[0], cache, state, steps=8)[3]
     assert texts(made) == texts(wanted)
     assert made.accepted.sum() < made.tried.sum() if branches == 2 else not made.tried.any()
 
 
 def test_speculate_guess_that_ends_a_text_is_accepted():
     """Of one step that feeds three right guesses, each in turn a stop token."""
-    memory = filled(3)
-    state = loops.start(memory, [1])
-    _, _, free = plainly(memory, state, steps=3)
+    cache = filled(3)
+    state = loops.start(cache, [1])
+    _, _, free = plainly(cache, state, steps=3)
     tokens = free.tokens[0].tolist()
     for stop in tokens:
         draft = Known.make(free.tokens, wrong=False)
-        made = guessing(draft, memory, state, [stop], steps=4)[3]
+        made = guessing(draft, cache, state, [stop], steps=4)[3]
         assert made.turns.tolist() == [1] and made.tried.tolist() == [3]
         assert made.accepted.tolist() == [tokens.index(stop) + 1] == [len(texts(made)[0])]
 
 
 @pytest.mark.parametrize("held", [(), (1,), (2, 4)], ids=["empty", "short", "other sequence"])
 def test_draft_model_of_another_text_guesses_nothing(held):
-    memory = filled(4)
-    state = loops.start(memory, [1])
-    wanted = plainly(memory, state, steps=4)[2]
+    cache = filled(4)
+    state = loops.start(cache, [1])
+    wanted = plainly(cache, state, steps=4)[2]
     draft = loops.draft_model(forward, None, filled(*held))
-    made = guessing(draft, memory, state, steps=4)[3]
+    made = guessing(draft, cache, state, steps=4)[3]
     assert texts(made) == texts(wanted)
     assert made.tried.tolist() == [0] and made.turns.tolist() == [4]
 
 
-def half_right(weights, memory, ubatch):
-    memory, logits = forward(weights, memory, ubatch)
+def half_right(weights, cache, ubatch):
+    cache, logits = forward(weights, cache, ubatch)
     sequences = ubatch.sequences.reshape(-1)[ubatch.outputs]
-    return memory, jnp.where(sequences[:, None] == 0, logits, -logits)
+    return cache, jnp.where(sequences[:, None] == 0, logits, -logits)
 
 
 def test_draft_model_goes_on_where_a_text_pauses():
-    memory = filled(2, 3, kind=Kind("roomy", cells=48, sequences=2))
-    draft = loops.draft_model(half_right, None, memory, texts=2, tries=3)
-    state = loops.start(memory, [1, 5])
-    plain = plainly(memory, state, steps=16)[2]
+    cache = filled(2, 3, kind=Kind("roomy", cells=48, sequences=2))
+    draft = loops.draft_model(half_right, None, cache, texts=2, tries=3)
+    state = loops.start(cache, [1, 5])
+    plain = plainly(cache, state, steps=16)[2]
     pieces, turns = [], 0
     for _ in range(4):
-        memory, state, draft, made = guessing(draft, memory, state, steps=4)
+        cache, state, draft, made = guessing(draft, cache, state, steps=4)
         pieces.append(made.tokens)
         turns += made.turns
-        own = jaxkv.seq_pos_max(draft.memory, [0, 1]) + (draft.unfed >= 0)
-        assert own.tolist() == ends(memory, [0, 1])
+        own = jaxkv.seq_pos_max(draft.cache, [0, 1]) + (draft.unfed >= 0)
+        assert own.tolist() == ends(cache, [0, 1])
     assert np.concatenate(pieces, axis=1).tolist() == plain.tokens.tolist()
     assert turns.tolist() == [4, 16]

@@ -20,15 +20,15 @@ BRANCHING = [[7, 3, 11, 5, 7, 3, 9, 5, 7, 3], [2, 9, 13, 2, 9, 4, 2, 9]]
 
 
 def prefilled(model, prompts, *, ids=None, weights=None, **options):
-    memory = model.make_memory(**{"sequences": len(prompts), "cells": 1024} | options)
+    cache = model.make_cache(**{"sequences": len(prompts), "cells": 1024} | options)
     batch = make_batch(prompts, sequences=[*(ids or range(len(prompts)))])
-    return jaxkv.prefill(model.forward, weights or model.weights, memory, batch)[:2]
+    return jaxkv.prefill(model.forward, weights or model.weights, cache, batch)[:2]
 
 
 def begun(model, prompts, *, ids=None, **options):
-    memory, logits = prefilled(model, prompts, ids=ids, **options)
+    cache, logits = prefilled(model, prompts, ids=ids, **options)
     options = dict(limit=24, sequences=[*(ids or range(len(prompts)))], prompts=prompts)
-    return memory, loops.begin(BEST, memory, logits, **options)[0]
+    return cache, loops.begin(BEST, cache, logits, **options)[0]
 
 
 def drafting(model, prompts, *, noise=0.0, make=loops.draft_model, **options):
@@ -43,9 +43,9 @@ def drafting(model, prompts, *, noise=0.0, make=loops.draft_model, **options):
     return make(model.forward, weights, own, texts=len(prompts))
 
 
-def assert_says_the_same(model, draft, memory, state, *, atol=2e-4):
-    """Texts, states and memories after 24 tokens are those of `decode`; returns all four."""
-    run = dict(memory=memory, state=state, steps=24)
+def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
+    """Texts, states and caches after 24 tokens are those of `decode`; returns all four."""
+    run = dict(cache=cache, state=state, steps=24)
     after, ended, wanted = jaxkv.decode(model.forward, BEST, model.weights, **run)
     found, now, draft, made = loops.speculate(model.forward, draft, BEST, model.weights, **run)
     assert texts(made) == texts(wanted)
@@ -53,14 +53,14 @@ def assert_says_the_same(model, draft, memory, state, *, atol=2e-4):
     assert now.token.tolist() == ended.token.tolist()
     picked = made.turns + made.accepted  # no text ends with a guess: none has a stop token
     assert picked.tolist() == [len(text) for text in texts(made)]
-    every = range(jaxkv.split(memory)[0].facts.sequences)
+    every = range(jaxkv.split(cache)[0].facts.sequences)
     assert ends(found, every) == ends(after, every)  # nothing is left of what was guessed
     assert jaxkv.used(found) == jaxkv.used(after)
     assert_sound(found)
-    if hasattr(draft, "memory"):  # it may lack one token
-        own = jaxkv.seq_pos_max(draft.memory, state.sequence) + (draft.unfed >= 0)
+    if hasattr(draft, "cache"):  # it may lack one token
+        own = jaxkv.seq_pos_max(draft.cache, state.sequence) + (draft.unfed >= 0)
         assert own.tolist() == ends(after, state.sequence)
-        assert_sound(draft.memory)
+        assert_sound(draft.cache)
     return found, after, made
 
 
@@ -76,19 +76,19 @@ def assert_says_the_same(model, draft, memory, state, *, atol=2e-4):
     ],
 )
 def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
-    """Eight texts; then the memory goes on as if nothing had been guessed."""
+    """Eight texts; then the cache goes on as if nothing had been guessed."""
     model, count = load(name), len(EIGHT)
     cells, streams = (40 * count, 1) if pools == "pool" else (40, count)
-    memory, state = begun(model, EIGHT, cells=cells, streams=streams, rollback=4)
+    cache, state = begun(model, EIGHT, cells=cells, streams=streams, rollback=4)
     if kind == "lookup":
         draft = loops.lookup(EIGHT)
     else:
         draft = drafting(model, EIGHT, noise=0.02 * (kind == "another"), rollback=4)
-    found, after, made = assert_says_the_same(model, draft, memory, state)
+    found, after, made = assert_says_the_same(model, draft, cache, state)
     if kind == "itself":
         assert (made.accepted >= made.tried - 1).all() and (made.turns <= 7).all()
     step = partial(jaxkv.prefill, model.forward, model.weights, batch=make_batch([[1]] * count))
-    np.testing.assert_allclose(step(memory=found)[1], step(memory=after)[1], atol=2e-4)
+    np.testing.assert_allclose(step(cache=found)[1], step(cache=after)[1], atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -98,26 +98,26 @@ def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
 )
 def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
     model, six = load(name), dict(cells=160, sequences=6)
-    memory, state = begun(model, BRANCHING, ids=ids, streams=streams, **six)
+    cache, state = begun(model, BRANCHING, ids=ids, streams=streams, **six)
     if kind == "lookup":
         tree, most = loops.lookup(BRANCHING, ngram=1, branches=3), 24 + 24
     else:
         draft = partial(drafting, model, BRANCHING, noise=0.4, ids=ids, **six)
-        _, _, chain = assert_says_the_same(model, draft(), memory, state)
+        _, _, chain = assert_says_the_same(model, draft(), cache, state)
         most = chain.turns.sum()
         tree = draft(make=partial(loops.draft_tree, branches=3))
-    _, _, made = assert_says_the_same(model, tree, memory, state)
+    _, _, made = assert_says_the_same(model, tree, cache, state)
     assert made.turns.sum() < most
 
 
-def test_tree_full_memory_leaves_other_sequences_alone():
+def test_tree_full_cache_leaves_other_sequences_alone():
     """Of three branches there is room for two; and the cells end in the middle of a guess."""
     model = load("llama_tied")
     forward, weights = model.forward, model.weights
-    memory, state = begun(model, BRANCHING, cells=45, sequences=6)
+    cache, state = begun(model, BRANCHING, cells=45, sequences=6)
     kept = make_batch([[1], [2], [3]], sequences=[2, 4, 5])
-    memory, *_ = jaxkv.prefill(forward, weights, memory, kept)
-    run = dict(memory=memory, state=state, steps=24)
+    cache, *_ = jaxkv.prefill(forward, weights, cache, kept)
+    run = dict(cache=cache, state=state, steps=24)
     _, ended, wanted = jaxkv.decode(forward, BEST, weights, **run)
     assert wanted.tokens.min() < 0  # it ends early
     draft = loops.lookup(BRANCHING, ngram=1, branches=3)

@@ -11,7 +11,7 @@ import jaxkv
 import models
 from jaxkv import make_batch
 from jaxkv.loops.sampling import make_sampler
-from tests.memories import think
+from tests.caches import think
 
 DATA = Path(__file__).parent.parent / "data"
 BEST = make_sampler()
@@ -21,16 +21,16 @@ CHANCES = np.random.default_rng(1).dirichlet(np.ones(4), size=(2, 4)).astype(np.
 load = functools.cache(lambda name: models.load(DATA / name))
 
 
-def forward(weights, memory, ubatch):
+def forward(weights, cache, ubatch):
     del weights
-    return think(memory, ubatch)
+    return think(cache, ubatch)
 
 
-def by_table(weights, memory, ubatch):
+def by_table(weights, cache, ubatch):
     """Say the chances of a table, `[4, 4]`, that each token comes after the last one."""
     x = jnp.zeros((*ubatch.valid.shape, 1, 1))
-    memory, _ = jaxkv.attend(memory, 0, ubatch, x, x, x)
-    return memory, jnp.log(weights)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
+    cache, _ = jaxkv.attend(cache, 0, ubatch, x, x, x)
+    return cache, jnp.log(weights)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
 
 
 def parity(state):
@@ -41,29 +41,29 @@ def other(state, token):
     return 1 - token % 2
 
 
-def table_memory(texts, *, each=1):
-    """A memory of `by_table` in which each text has a stream of some sequences, and a token."""
-    memory = jaxkv.make_kv_cache(
+def table_cache(texts, *, each=1):
+    """A cache of `by_table` in which each text has a stream of some sequences, and a token."""
+    cache = jaxkv.make_kv_cache(
         layers=1, cells=16, kv_heads=1, head_dim=1, sequences=each * texts, streams=texts
     )
     batch = make_batch([[0]] * texts, sequences=np.arange(0, each * texts, each))
-    return jaxkv.prefill(by_table, CHANCES[0], memory, batch)[0]
+    return jaxkv.prefill(by_table, CHANCES[0], cache, batch)[0]
 
 
-def buffers_of(memory):
-    return jax.tree.leaves(jaxkv.split(memory)[1])
+def buffers_of(cache):
+    return jax.tree.leaves(jaxkv.split(cache)[1])
 
 
-def ends(memory, sequences):
-    return jaxkv.seq_pos_max(memory, sequences).tolist()
+def ends(cache, sequences):
+    return jaxkv.seq_pos_max(cache, sequences).tolist()
 
 
 def texts(made):
     return [row[row >= 0].tolist() for row in np.asarray(made.tokens)]
 
 
-def assert_sound(memory):
-    assert not sum(map(int, jaxkv.check_invariants(memory).values()))
+def assert_sound(cache):
+    assert not sum(map(int, jaxkv.check_invariants(cache).values()))
 
 
 def assert_chances(found, count, temperature=1.0):

@@ -37,7 +37,7 @@ def speaker():
 
 @pytest.fixture(scope="session")
 def twice(speaker):
-    """A chat of two turns; `copied` before anything goes on from it, which donates its memory."""
+    """A chat of two turns; `copied` before anything goes on from it, which donates its cache."""
     return said(speaker, speaker.begin(conversations=3, cells=CELLS), "One", "Two")
 
 
@@ -48,7 +48,7 @@ def said(speaker, chat, *messages, **options):
 
 
 def copied(chat):
-    return replace(chat, memory=jax.tree.map(jnp.copy, chat.memory))
+    return replace(chat, cache=jax.tree.map(jnp.copy, chat.cache))
 
 
 def next_answer(speaker, chat):

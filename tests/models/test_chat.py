@@ -1,4 +1,4 @@
-"""Conversations without a terminal: each token once, undone, forked, and past a full memory."""
+"""Conversations without a terminal: each token once, undone, forked, and past a full cache."""
 
 import json
 from contextlib import nullcontext
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.core
 def test_chat_computes_each_token_of_turns_and_forks_once(speaker):
     seen, model = [], speaker.model
 
-    def forward(weights, memory, ubatch):
+    def forward(weights, cache, ubatch):
         jax.debug.callback(lambda count: seen.append(int(count)), jnp.sum(ubatch.valid))
-        return model.forward(weights, memory, ubatch)
+        return model.forward(weights, cache, ubatch)
 
     counted = replace(model, forward=forward)
     vars(counted).update(tokenizer=model.tokenizer, stop_tokens=frozenset())
@@ -36,7 +36,7 @@ def test_chat_computes_each_token_of_turns_and_forks_once(speaker):
     chat = edits.switch(edits.fork(speaker.settle(chat), "b"), "b")
     chat = said(speaker, chat, "Another way", "and on")
     jax.effects_barrier()
-    assert sum(seen) == chat.computed == jaxkv.used(chat.memory)
+    assert sum(seen) == chat.computed == jaxkv.used(chat.cache)
 
 
 def test_speaker_compile_leaves_nothing_to_compile(speaker):
@@ -93,14 +93,14 @@ def test_answer_stopped_keeps_what_there_is(speaker, twice):
     assert said(speaker, after, "5").spent.read > len(after.now.tokens) - after.held
 
 
-def test_answer_full_memory_ends_and_keeps_all(speaker):
+def test_answer_full_cache_ends_and_keeps_all(speaker):
     chat = said(speaker, speaker.begin(conversations=3, cells=CELLS), "1" * (CELLS - 7))
     turn = chat.now.turns[-1]
-    assert (turn.finish, cells_of(chat.memory)) == ("full", (CELLS, CELLS))
+    assert (turn.finish, cells_of(chat.cache)) == ("full", (CELLS, CELLS))
     assert len(turn.answer) == 3 and len(chat.now.tokens) == CELLS + 1  # one more was picked
     chat = said(speaker, chat, "Two")
     assert [turn.finish for turn in chat.now.turns] == ["full", "full"]
-    assert chat.now.turns[-1].answer == "" and cells_of(chat.memory) == (CELLS, CELLS)
+    assert chat.now.turns[-1].answer == "" and cells_of(chat.cache) == (CELLS, CELLS)
     back, _ = edits.undo(edits.undo(chat)[0])
     assert back.now.turns == () and cells_of(back.without_kept) == (0, CELLS)
 
@@ -112,7 +112,7 @@ def test_slide_shared_or_empty_conversation_raises(speaker, twice):
         slide(speaker.begin(conversations=3, cells=CELLS))
     slid = slide(copied(twice))
     assert slid.now.gap > 0 and slid.now.turns == twice.now.turns
-    assert jaxkv.used(slid.memory) == jaxkv.used(twice.memory) - slid.now.gap
+    assert jaxkv.used(slid.cache) == jaxkv.used(twice.cache) - slid.now.gap
     assert twice.store.texts and not slid.store.texts
 
 

@@ -46,11 +46,11 @@ def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
     save(path, edits.fork(edits.fork(chat, "b"), "c"), speaker.model)
 
     def refused(message, *, chat=chat, model=speaker.model, path=path):
-        before = np.asarray(chat.memory.table.position)
+        before = np.asarray(chat.cache.table.position)
         with pytest.raises(ChatError, match=message):
             load(path, chat, model)
-        np.testing.assert_array_equal(chat.memory.table.position, before)
-        assert not chat.memory.buffers.k[0].is_deleted()
+        np.testing.assert_array_equal(chat.cache.table.position, before)
+        assert not chat.cache.buffers.k[0].is_deleted()
 
     refused("cannot be read: No such file", path=tmp_path / "none")
     few, narrow = (speaker.begin(conversations=n, cells=cells) for n, cells in ((2, 64), (3, 9)))
@@ -58,7 +58,7 @@ def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
     refused("does not fit: .* start with more --cells", chat=narrow)
     other = replace(speaker.model, dtype=jnp.dtype("bfloat16"))
     refused("is of another model, llama float32", model=other)
-    snapshot.save(tmp_path / "plain", chat.memory, model=fingerprint(speaker.model))
+    snapshot.save(tmp_path / "plain", chat.cache, model=fingerprint(speaker.model))
     refused("is a snapshot and no chat", path=tmp_path / "plain")
     data = path.read_bytes()
     (tmp_path / "cut").write_bytes(data[:-9])
@@ -81,6 +81,6 @@ def test_load_notes_that_lie_raises(speaker, twice, tmp_path):
     for i, one in enumerate([*(ONE | lie for lie in LIES), {}, None]):
         notes = NOTES | {"conversations": {"main": one}}
         tokens, mark = {0: [1, 2, 3]}, fingerprint(speaker.model)
-        snapshot.save(tmp_path / f"{i}", twice.memory, tokens=tokens, model=mark, notes=notes)
+        snapshot.save(tmp_path / f"{i}", twice.cache, tokens=tokens, model=mark, notes=notes)
         with pytest.raises(ChatError, match="cannot be loaded"):
             load(tmp_path / f"{i}", twice, speaker.model)

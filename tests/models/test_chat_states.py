@@ -60,14 +60,14 @@ def test_undo_window_recomputes_without_what_was_forgotten():
     now = chat.now
     assert chat.held == 0 < now.gap
     rest = now.tokens[: now.frame.keep] + now.tokens[now.frame.keep + now.gap :]
-    never = begun.going_on(replace(begun.now.ask("", rest), frame=now.frame), begun.memory)
+    never = begun.going_on(replace(begun.now.ask("", rest), frame=now.frame), begun.cache)
     (chat, found), (_, wanted) = (speaker._read_message(one) for one in (chat, never))
     assert chat.held == len(now.tokens)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 @pytest.mark.nightly
-def test_undo_full_memory_of_states_goes_back_to_kept():
+def test_undo_full_cache_of_states_goes_back_to_kept():
     stateful = Speaker(model=tiny("granite_hybrid"), max_tokens=4, ubatch_size=16)
     chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One")
     again, why = edits.unanswered(said(stateful, copied(chat), "Two"))
@@ -78,9 +78,9 @@ def test_undo_full_memory_of_states_goes_back_to_kept():
     back, why = edits.undo(full)
     assert why == "" and back.now == chat.now
     chat, _ = edits.undo(chat)
-    assert cells_of(chat.memory)[0] > cells_of(chat.without_kept)[0] + 20
+    assert cells_of(chat.cache)[0] > cells_of(chat.without_kept)[0] + 20
     chat = said(stateful, chat, "4" * 30)
-    assert chat.now.turns[-1].finish == "length" and cells_of(chat.memory)[0] <= CELLS
+    assert chat.now.turns[-1].finish == "length" and cells_of(chat.cache)[0] <= CELLS
 
 
 def test_begin_sliding_states_raises():

@@ -62,10 +62,10 @@ def files(tmp_path, letters):
 
 def write_snapshots(folder):
     sizes = dict(layers=2, cells=9, kv_heads=1, head_dim=2, dtype="bfloat16")
-    memory = jaxkv.make_kv_cache(window=jaxkv.window.sliding(4), **sizes)
-    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([1, 2])))
+    cache = jaxkv.make_kv_cache(window=jaxkv.window.sliding(4), **sizes)
+    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
     path = folder / "window.safetensors"
-    snapshot.save(path, with_numbers(memory))
+    snapshot.save(path, with_numbers(cache))
     data = path.read_bytes()
     (folder / "bent_table").write_bytes(data.replace(b"sequences", b"sequencez"))
     (folder / "bent_head").write_bytes(data.replace(b"jaxkv.snapshot", b"jaxkv/snapshot"))

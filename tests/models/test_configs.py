@@ -1,4 +1,4 @@
-"""What a config says: which models are refused, and what a memory for the others takes."""
+"""What a config says: which models are refused, and what a cache for the others takes."""
 
 import json
 
@@ -95,15 +95,15 @@ def test_load_shapes_equals_load(name):
 
 def bytes_of(name, **options):
     model = models.load_shapes(DATA / name)
-    memory = model.memory_shapes(**options)
-    return jaxkv.nbytes(jaxkv.split(memory)[1]), len(jaxkv.hybrid.parts_of(memory))
+    cache = model.cache_shapes(**options)
+    return jaxkv.nbytes(jaxkv.split(cache)[1]), len(jaxkv.hybrid.parts_of(cache))
 
 
 WINDOWED = [("mistral_window", 2, 1), ("qwen2_window", 1, 2), ("gemma3", 3, 2)]
 
 
 @pytest.mark.parametrize(("name", "windows", "parts"), WINDOWED)
-def test_make_memory_windows_hold_no_more_than_needed(name, windows, parts):
+def test_make_cache_windows_hold_no_more_than_needed(name, windows, parts):
     config = models.load_shapes(DATA / name).config
     whole, cell = len(config.windows) - windows, 2 * 4 * config.kv_heads * config.head_dim
     for streams in (1, 2):
@@ -113,15 +113,15 @@ def test_make_memory_windows_hold_no_more_than_needed(name, windows, parts):
             assert found == (cell * (whole * 1024 * streams + windows * cells), parts)
 
 
-def test_make_memory_of_states_needs_no_cells():
+def test_make_cache_of_states_needs_no_cells():
     assert bytes_of("mamba2", sequences=2, rollback=3)[0] == 4 * bytes_of("mamba2", sequences=2)[0]
     assert bytes_of("recurrent_gemma", sequences=2)
     with pytest.raises(ValueError, match="told its cells"):
         bytes_of("granite_hybrid", sequences=2)
 
 
-def test_make_memory_of_sources_has_cells_of_their_own():
-    sizes = models.load_shapes(DATA / "t5_tied").memory_shapes(cells=8, source_cells=16)
+def test_make_cache_of_sources_has_cells_of_their_own():
+    sizes = models.load_shapes(DATA / "t5_tied").cache_shapes(cells=8, source_cells=16)
     keys = [part.buffers.k[0].shape for part in jaxkv.hybrid.parts_of(sizes)]
     assert keys == [(1, 3, 8, 8), (1, 3, 16, 8)]
 

@@ -78,10 +78,10 @@ class Way(NamedTuple):
 @functools.cache
 def step_of(model):
     @jax.jit
-    def step(weights, memory, token, there):
-        ubatch, ok = jaxkv.plan_step(memory, token, jnp.asarray(SEQUENCES), there)
-        memory, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
-        return memory, logits, ok
+    def step(weights, cache, token, there):
+        ubatch, ok = jaxkv.plan_step(cache, token, jnp.asarray(SEQUENCES), there)
+        cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+        return cache, logits, ok
 
     return step
 
@@ -91,25 +91,25 @@ def agree(found, wanted, within):
     np.testing.assert_allclose(np.asarray(found)[known], wanted[known], rtol=0, atol=within)
 
 
-def prefill(model, memory, lists, sequences, **options):
+def prefill(model, cache, lists, sequences, **options):
     batch = make_batch(lists, sequences=sequences, outputs=np.ones(sum(map(len, lists)), bool))
-    return jaxkv.prefill(model.forward, model.weights, memory, batch, **options)[:2]
+    return jaxkv.prefill(model.forward, model.weights, cache, batch, **options)[:2]
 
 
-def follow(record, memory, which, way):
+def follow(record, cache, which, way):
     """Feed some texts to their sequences, and compare the logits."""
     model, steps = record.model, record.steps * way.steps
     back = steps + way.rollback
     sequences = [SEQUENCES[i] for i in which]
     if record.sources:
         batch = make_batch([record.sources[i] for i in which], sequences=sequences)
-        memory = jaxkv.encode(model.encoder, model.weights, memory, batch)
+        cache = jaxkv.encode(model.encoder, model.weights, cache, batch)
     prompts = [record.tokens[i][: len(record.tokens[i]) - steps] for i in which]
-    memory, found, *_ = prefill(model, memory, prompts, sequences, ubatch_size=way.ubatch_size)
+    cache, found, *_ = prefill(model, cache, prompts, sequences, ubatch_size=way.ubatch_size)
     known = [record.logits[i][: len(prompt)] for i, prompt in zip(which, prompts, strict=True)]
     agree(found, np.concatenate(known), record.within)
     for sequence, prompt in zip(sequences, prompts, strict=True) if way.rollback else ():
-        memory, ok = jaxkv.seq_rm(memory, sequence, len(prompt) - way.rollback)
+        cache, ok = jaxkv.seq_rm(cache, sequence, len(prompt) - way.rollback)
         assert ok
     there = np.isin(SEQUENCES, sequences)
     rest = np.zeros((back, there.size), int)
@@ -117,7 +117,7 @@ def follow(record, memory, which, way):
         rest[:, i] = record.tokens[i][len(record.tokens[i]) - back :]
     found = []
     for token in rest:
-        memory, out, ok = step_of(model)(model.weights, memory, token, there)
+        cache, out, ok = step_of(model)(model.weights, cache, token, there)
         assert ok
         found.append(out)
     for i in which if back else ():
@@ -167,8 +167,8 @@ def test_logits_match_transformers(name, way):
     options = dict(cells=512, rollback=way.rollback, full_windows=way.full_windows)
     options |= dict(sequences=4, streams=way.streams) | SMALL.get(name, {})
     for group in [which] if way.together else [[i] for i in which]:
-        memory = record.model.make_memory(**options)
-        follow(record, memory, group, way)
+        cache = record.model.make_cache(**options)
+        follow(record, cache, group, way)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_logits_match_transformers(name, way):
 )
 def test_token_beyond_the_vocabulary_is_nan_for_its_text_alone(name):
     model, there = recorded(name).model, np.ones(3, bool)
-    memory = model.make_memory(cells=32, sequences=4)
+    cache = model.make_cache(cells=32, sequences=4)
     for token in ([3, 10**6, 4], [5, 6, 7]):
-        memory, logits, ok = step_of(model)(model.weights, memory, jnp.array(token), there)
+        cache, logits, ok = step_of(model)(model.weights, cache, jnp.array(token), there)
         assert ok and np.isnan(logits).any(axis=1).tolist() == [False, True, False]
 
 
@@ -187,12 +187,12 @@ def test_token_beyond_the_vocabulary_is_nan_for_its_text_alone(name):
 def test_beam_matches_generate_of_transformers(name):
     record, run = recorded(name), np.load(DATA / name / "run.npz")
     model = record.model
-    memory = model.make_memory(cells=96, source_cells=56, sequences=4)
+    cache = model.make_cache(cells=96, source_cells=56, sequences=4)
     batch = make_batch(record.sources, sequences=[0, 1])
-    memory = jaxkv.encode(model.encoder, model.weights, memory, batch)
-    memory, logits, *_ = prefill(model, memory, [[0]], [0])
+    cache = jaxkv.encode(model.encoder, model.weights, cache, batch)
+    cache, logits, *_ = prefill(model, cache, [[0]], [0])
     one = partial(loops.beam, model.forward, model.weights)
-    _, beams = one(memory, logits, width=3, steps=8, sequences=[0, 2, 3])
+    _, beams = one(cache, logits, width=3, steps=8, sequences=[0, 2, 3])
     np.testing.assert_array_equal(beams.tokens[0], run["beam"][1:])
     np.testing.assert_allclose(beams.scores[0], run["score"], atol=1e-4)
 
@@ -202,19 +202,19 @@ def test_beam_matches_generate_of_transformers(name):
 def test_deepseek_logits_match_after_fork_and_shift(name):
     model, run = models.load(DATA / name), np.load(DATA / name / "run.npz")
     tokens, wanted, prompt, (first, last) = run["tokens"], run["logits"], 30, (4, 12)
-    memory = model.make_memory(cells=64, sequences=2)
-    memory, logits, *_ = prefill(model, memory, [tokens[:prompt]], [0], ubatch_size=8)
+    cache = model.make_cache(cells=64, sequences=2)
+    cache, logits, *_ = prefill(model, cache, [tokens[:prompt]], [0], ubatch_size=8)
     np.testing.assert_allclose(logits, wanted[:prompt], **LATENT)
 
-    memory = jaxkv.seq_cp(memory, 0, 1).cache
-    memory, logits, *_ = prefill(model, memory, [tokens[prompt:]], [1], ubatch_size=1)
+    cache = jaxkv.seq_cp(cache, 0, 1).cache
+    cache, logits, *_ = prefill(model, cache, [tokens[prompt:]], [1], ubatch_size=1)
     np.testing.assert_allclose(logits, wanted[prompt:], **LATENT)
-    memory, _ = jaxkv.seq_rm(memory, 1)
+    cache, _ = jaxkv.seq_rm(cache, 1)
 
-    memory, _ = jaxkv.seq_rm(memory, 0, first, last)
-    memory = jaxkv.seq_add(memory, 0, last, -1, first - last).cache
-    memory = jaxkv.apply(memory, jaxkv.init_update(memory))
-    memory, logits, *_ = prefill(model, memory, [tokens[prompt:]], [0], ubatch_size=8)
+    cache, _ = jaxkv.seq_rm(cache, 0, first, last)
+    cache = jaxkv.seq_add(cache, 0, last, -1, first - last).cache
+    cache = jaxkv.apply(cache, jaxkv.init_update(cache))
+    cache, logits, *_ = prefill(model, cache, [tokens[prompt:]], [0], ubatch_size=8)
     np.testing.assert_allclose(logits, run["shifted"], **LATENT)
 
 

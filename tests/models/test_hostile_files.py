@@ -1,6 +1,6 @@
 """Files that are damaged, or written to do harm: a `ModelError` of one line, or a model.
 
-A model can be traced, soon and in little memory. What is changed at random follows from the seed.
+A model can be traced, soon and in little cache. What is changed at random follows from the seed.
 """
 
 import copy
@@ -72,9 +72,9 @@ def outcome(path, deep):
     try:
         model = models.load(path)
         if deep:
-            memory = model.make_memory(cells=16, ubatch_size=4, rollback=1)
-            plan = jaxkv.init_batch(memory, jaxkv.make_batch([1, 2])).check()
-            jax.eval_shape(model.forward, model.weights, memory, plan.ubatches[0])
+            cache = model.make_cache(cells=16, ubatch_size=4, rollback=1)
+            plan = jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])).check()
+            jax.eval_shape(model.forward, model.weights, cache, plan.ubatches[0])
         assert model.stop_tokens is not None
         if path.suffix == ".gguf":
             model.tokenizer.prompt("a")

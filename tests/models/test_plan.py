@@ -37,8 +37,8 @@ def test_plan_bytes_equal_those_of_loaded_model(name, capsys):
     assert main(plan) == 0
     told = json.loads(capsys.readouterr().out)
     model = models.load(DATA / name, mesh=make_mesh(told["mesh"]), rules=RULES)
-    table, buffers = jaxkv.split(model.make_memory(**sizes))
-    assert told["memory"] == sizes
+    table, buffers = jaxkv.split(model.make_cache(**sizes))
+    assert told["cache"] == sizes
     assert told["weights"] == sum(x.size for x in jax.tree.leaves(model.weights))
     assert told["layout"]["weights"] == bytes_on_a_device(model.weights)
     assert told["layout"]["table"] == bytes_on_a_device(table)
@@ -49,18 +49,18 @@ def test_plan_bytes_equal_those_of_loaded_model(name, capsys):
     assert set(told["whole"]) == set(model.whole_weights().values())
 
 
-def test_costs_of_cache_dtype_equal_those_of_memory():
+def test_costs_of_cache_dtype_equal_those_of_cache():
     sizes = {"sequences": 2, "streams": 2, "cells": 64}
     layout = costs_of(shapes_on("granite_hybrid", {"data": 1}, cache_dtype="int8"), **sizes).layout
-    memory = models.load(DATA / "granite_hybrid", cache_dtype="int8").make_memory(**sizes)
-    table, buffers = jaxkv.split(memory)
+    cache = models.load(DATA / "granite_hybrid", cache_dtype="int8").make_cache(**sizes)
+    table, buffers = jaxkv.split(cache)
     assert (layout.buffers, layout.table) == (jaxkv.nbytes(buffers), jaxkv.nbytes(table))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_costs_of_one_sequence_equal_its_own_memory(name):
+def test_costs_of_one_sequence_equal_its_own_cache(name):
     costs = costs_of(shapes_on(name, {"data": 1}), cells=600, sequences=1, streams=1)
-    shapes = load_shapes(DATA / name).memory_shapes(cells=600)
+    shapes = load_shapes(DATA / name).cache_shapes(cells=600)
     assert costs.a_sequence(600) == jaxkv.nbytes(jaxkv.split(shapes)[1])
 
 

@@ -20,9 +20,9 @@ def test_smollm2_generates_recorded_tokens(smollm2):
     record = golden("models")["smollm2"][1]
     tokens = record["tokens"] + record["greedy"][:3]
     batch = jaxkv.make_batch(tokens, outputs=np.ones(len(tokens), bool))
-    memory = smollm2.make_memory(cells=64)
-    (ubatch,) = jaxkv.init_batch(memory, batch).check().ubatches
-    _, logits = smollm2.forward(smollm2.weights, jaxkv.apply(memory, ubatch), ubatch)
+    cache = smollm2.make_cache(cells=64)
+    (ubatch,) = jaxkv.init_batch(cache, batch).check().ubatches
+    _, logits = smollm2.forward(smollm2.weights, jaxkv.apply(cache, ubatch), ubatch)
     rows = np.asarray(logits)[len(record["tokens"]) - 1 :]
     check_logits(rows[0], record["first"], record["sample_ids"], within=1e-3)
     assert rows.argmax(axis=-1).tolist() == record["greedy"][:4]
@@ -36,9 +36,9 @@ def test_texts_have_recorded_logits_and_tokens(request, name):
     for record in golden("models")[name]:
         tokens, greedy = record["tokens"] + record["greedy"], np.array(record["greedy"])
         outputs = np.arange(len(tokens)) >= len(record["tokens"]) - 1
-        memory = model.make_memory(cells=1280, ubatch_size=64)
+        cache = model.make_cache(cells=1280, ubatch_size=64)
         batch, run = jaxkv.make_batch(tokens, outputs=outputs), (model.forward, model.weights)
-        rows = np.asarray(jaxkv.prefill(*run, memory, batch, ubatch_size=64)[1])
+        rows = np.asarray(jaxkv.prefill(*run, cache, batch, ubatch_size=64)[1])
         check_logits(rows[0], record["first"], record["sample_ids"], within=WITHIN[name])
         check_logits(rows[-1], record["last"], record["sample_ids"], within=WITHIN[name])
         best, sure = rows[:-1].argmax(axis=-1), np.array(record["margins"]) > SURE[name]
@@ -49,9 +49,9 @@ def test_texts_have_recorded_logits_and_tokens(request, name):
 def test_smollm2_in_half_precision_stays_close(smollm2):
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), smollm2.weights)
     record = golden("models")["smollm2"][0]
-    memory = smollm2.make_memory(cells=64, dtype=jnp.bfloat16)
+    cache = smollm2.make_cache(cells=64, dtype=jnp.bfloat16)
     batch = jaxkv.make_batch(record["tokens"])
-    _, logits, *_ = jaxkv.prefill(smollm2.forward, weights, memory, batch)
+    _, logits, *_ = jaxkv.prefill(smollm2.forward, weights, cache, batch)
     assert logits.dtype == jnp.float32
     assert int(logits[0].argmax()) == record["greedy"][0]
     found = np.asarray(logits)[0, record["sample_ids"]]
@@ -76,20 +76,20 @@ def test_perplexity_of_a_long_text_matches_recorded(
     record, model = golden("models")[f"{name}_nll"], request.getfixturevalue(name)
     tokens = np.asarray(record["tokens"], np.int32)
     options = dict(cells=1536, sequences=streams, streams=streams, ubatch_size=ubatch_size)
-    memory = model.make_memory(full_windows=full_windows, dtype=dtype, **options)
+    cache = model.make_cache(full_windows=full_windows, dtype=dtype, **options)
 
-    @partial(jax.jit, donate_argnames="memory")
-    def score(weights, memory, ubatch, targets):
-        memory, logits = model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+    @partial(jax.jit, donate_argnames="cache")
+    def score(weights, cache, ubatch, targets):
+        cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
         hit = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-        return memory, jax.nn.logsumexp(logits, axis=1) - hit
+        return cache, jax.nn.logsumexp(logits, axis=1) - hit
 
     batch = jaxkv.make_batch(tokens, sequences=streams - 1, outputs=np.ones(len(tokens), bool))
-    plan = jaxkv.init_batch(memory, batch, ubatch_size=ubatch_size).check()
+    plan = jaxkv.init_batch(cache, batch, ubatch_size=ubatch_size).check()
     following = np.pad(tokens[1:], (0, ubatch_size))
     losses = []
     for start, ubatch in zip(range(0, len(tokens), ubatch_size), plan.ubatches, strict=True):
-        memory, loss = score(model.weights, memory, ubatch, following[start : start + ubatch_size])
+        cache, loss = score(model.weights, cache, ubatch, following[start : start + ubatch_size])
         losses.append(np.asarray(loss))
     losses = np.concatenate(losses)[: len(tokens) - 1]
     assert np.exp(losses.mean()) == pytest.approx(record["ppl"], abs=within)

@@ -14,7 +14,7 @@ from jaxkv import make_batch
 from jaxkv.places import NOWHERE, bucket
 from jaxkv.planning.layout import layout
 from jaxkv.planning.splits import equal_split, sequence_split, simple_split
-from tests.memories import SMALL, SPLIT, drawn
+from tests.caches import SMALL, SPLIT, drawn
 
 SPLITS = [simple_split, equal_split, sequence_split]
 
@@ -52,13 +52,13 @@ def test_make_batch_embeddings_replace_tokens():
 
 @pytest.mark.core
 def test_only_of_plan_fits_is_planned():
-    memory = drawn(" ".join(f"{i}{{0}}" for i in range(7)))
+    cache = drawn(" ".join(f"{i}{{0}}" for i in range(7)))
     batch = make_batch([[1, 2, 3], [4, 5, 6, 7]], sequences=[1, 2])
-    plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
+    plan = jaxkv.init_batch(cache, batch, ubatch_size=4)
     assert plan.fits.tolist() == [True, True, False]
-    plan = jaxkv.init_batch(memory, batch.only(plan.fits), ubatch_size=4)
+    plan = jaxkv.init_batch(cache, batch.only(plan.fits), ubatch_size=4)
     assert plan.ok
-    assert jaxkv.seq_pos_max(jaxkv.apply(memory, plan), [0, 1, 2]).tolist() == [6, 2, -1]
+    assert jaxkv.seq_pos_max(jaxkv.apply(cache, plan), [0, 1, 2]).tolist() == [6, 2, -1]
 
 
 # ---------------------------------------------------------------------------------------- cutting
@@ -95,12 +95,12 @@ def test_layout_pads_to_buckets_and_never_past_the_sequences():
     batch = make_batch(np.ones(20, np.int32), outputs=np.arange(20) == 3)
     flat, parts, outputs = layout(SMALL.make().table.facts, batch, 512, None)
     assert (flat.tokens.shape, [part.shape for part in parts], outputs) == ((32,), [(1, 32)], 8)
-    memory = SPLIT.make()
+    cache = SPLIT.make()
     for prompts, rows in (([[1]], 1), ([[1], [2]], 2), ([[1], [2], [3]], 3)):
-        _, (part,), _ = layout(memory.table.facts, make_batch(prompts), 512, None)
+        _, (part,), _ = layout(cache.table.facts, make_batch(prompts), 512, None)
         assert part.shape == (rows, 1)
     for size, tokens in ((2, 1), (7, 2)):
-        (ubatch,) = jaxkv.init_full(memory, ubatch_size=size).ubatches
+        (ubatch,) = jaxkv.init_full(cache, ubatch_size=size).ubatches
         assert ubatch.tokens.shape == (3, tokens)
 
 
@@ -130,8 +130,8 @@ def test_init_batch_traced_list_has_room_for_every_output():
     """Which are marked is not known, so it may be each of them; else each sequence has one."""
 
     @jax.jit
-    def chosen(memory, tokens, outputs):
-        (ubatch,) = jaxkv.init_batch(memory, make_batch(tokens, outputs=outputs)).ubatches
+    def chosen(cache, tokens, outputs):
+        (ubatch,) = jaxkv.init_batch(cache, make_batch(tokens, outputs=outputs)).ubatches
         return ubatch.tokens.reshape(-1).at[ubatch.outputs].get(mode="fill", fill_value=-1)
 
     tokens = jnp.arange(1, 11)
@@ -151,7 +151,7 @@ STATES = jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, s
 
 
 @pytest.mark.parametrize(
-    ("memory", "traced"),
+    ("cache", "traced"),
     [
         (SMALL.make(), False),
         pytest.param(SMALL.make(), True, marks=pytest.mark.core),
@@ -159,14 +159,14 @@ STATES = jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, s
     ],
     ids=["cells", "cells, traced", "states"],
 )
-def test_extra_goes_with_its_token(memory, traced):
+def test_extra_goes_with_its_token(cache, traced):
     """However a batch is cut, padded and brought into rows."""
     tokens, valid = np.arange(5, 13), np.array([1, 1, 0, 1, 1, 1, 1, 1], bool)
     sequences = [0, 1, 77, 0, 2, 2, 0, 2]  # padding may have any
     batch = make_batch(tokens, sequences=sequences, valid=valid, extra=extra_of(tokens))
     plan = partial(jaxkv.init_batch, ubatch_size=512 if traced else 3)
     found = []
-    for ubatch in (jax.jit(plan) if traced else plan)(memory, batch).check().ubatches:
+    for ubatch in (jax.jit(plan) if traced else plan)(cache, batch).check().ubatches:
         there = np.asarray(ubatch.valid)
         for name, wanted in extra_of(ubatch.tokens).items():
             assert ubatch.extra[name].shape == wanted.shape
@@ -178,10 +178,10 @@ def test_extra_goes_with_its_token(memory, traced):
 @pytest.mark.core
 def test_extra_and_its_name_are_part_of_the_content():
     """Keys of another place are not those that an earlier table knew."""
-    memory = SMALL.make()
+    cache = SMALL.make()
     extras = (None, {"at": [0, 1]}, {"at": [0, 2]}, {"to": [0, 1]})
     batches = [make_batch([1, 2], extra=extra) for extra in extras]
-    after = [jaxkv.apply(memory, jaxkv.init_batch(memory, batch)) for batch in batches]
+    after = [jaxkv.apply(cache, jaxkv.init_batch(cache, batch)) for batch in batches]
     for one in after:
         assert [bool(jaxkv.go_back(one.table, other)[1]) for other in after].count(True) == 1
 
@@ -196,17 +196,17 @@ def test_extra_of_64_bits_becomes_32_where_it_fits():
 def test_extra_reaches_prefill_and_its_derivative():
     """A prompt in ubatches, and the derivative of what stands beside tokens."""
 
-    def forward(weights, memory, ubatch):
+    def forward(weights, cache, ubatch):
         x = (weights[ubatch.tokens] * ubatch.extra["at"])[:, :, None]
-        memory, out = jaxkv.attend(memory, 0, ubatch, x, x, x)
-        return memory, out.reshape(-1, 2)[ubatch.outputs]
+        cache, out = jaxkv.attend(cache, 0, ubatch, x, x, x)
+        return cache, out.reshape(-1, 2)[ubatch.outputs]
 
-    memory = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2)
+    cache = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2)
 
     def last(place, size):
         batch = make_batch(np.arange(6), extra={"at": place})
         weights = jnp.arange(12.0).reshape(6, 2) / 7
-        return jnp.sum(jaxkv.prefill(forward, weights, memory, batch, ubatch_size=size)[1])
+        return jnp.sum(jaxkv.prefill(forward, weights, cache, batch, ubatch_size=size)[1])
 
     place = jnp.arange(6.0).reshape(6, 1)
     value, grad = jax.value_and_grad(last)(place, 512)

@@ -1,4 +1,4 @@
-"""A refusal is an answer: afterwards every bit of the memory is what it was.
+"""A refusal is an answer: afterwards every bit of the cache is what it was.
 
 Applied and computed all the same, a refused plan enters no table and no buffers.
 """
@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, apply, init_batch, make_batch, seq_rm
-from tests.memories import RUNS, SMALL, assert_identical, filled, think
+from tests.caches import RUNS, SMALL, assert_identical, filled, think
 from tests.mistakes import assert_raises, mistakes
 
 FAULTS = {
@@ -28,26 +28,26 @@ FAULTS = {
 }
 
 
-def assert_unchanged_by(memory, plan):
-    after = memory
+def assert_unchanged_by(cache, plan):
+    after = cache
     for ubatch in plan.ubatches:
         after, _ = think(after, ubatch)
-    assert_identical(after, memory)
+    assert_identical(after, cache)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_init_batch_refused_says_why_and_changes_nothing(fault):
     sequences, positions, expected = FAULTS[fault]
-    memory = filled(5, 3)
+    cache = filled(5, 3)
     batch = make_batch([1] * len(sequences), sequences=sequences, positions=positions)
-    plan = init_batch(memory, batch, ubatch_size=4)
+    plan = init_batch(cache, batch, ubatch_size=4)
     assert not plan.ok and [seq not in expected for seq in range(3)] == plan.fits.tolist()
     answers = np.stack([plan.reason, plan.expected, plan.found], axis=1)
     assert {seq: tuple(answers[seq]) for seq in range(3) if answers[seq, 0]} == expected
     for ubatch in plan.ubatches:  # each token goes past the end, to a place of its own
         assert (ubatch.slots >= 12).all()
         assert len(np.unique(ubatch.slots)) == ubatch.slots.size
-    assert_unchanged_by(memory, plan)
+    assert_unchanged_by(cache, plan)
 
     with pytest.raises(jaxkv.RefusedError) as refused:
         plan.check()
@@ -70,93 +70,93 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
 )
 def test_missing_run_of_any_ubatch_refuses_the_batch(free, size, sequences, wanted):
     """There is a cell for each token of sequence 1, but no run for each of its ubatches."""
-    memory = filled(12, kind=RUNS)
+    cache = filled(12, kind=RUNS)
     for cell in free:
-        memory, _ = seq_rm(memory, 0, cell, cell + 1)
+        cache, _ = seq_rm(cache, 0, cell, cell + 1)
     plan = init_batch(
-        memory, make_batch([1] * len(sequences), sequences=sequences), ubatch_size=size
+        cache, make_batch([1] * len(sequences), sequences=sequences), ubatch_size=size
     )
     assert plan.reason.tolist() == [Reason.FITS, *wanted]
     assert plan.fits.tolist() == [reason == Reason.FITS for reason in plan.reason]
     with pytest.raises(jaxkv.RefusedError, match="sequence 1: FRAGMENTED, it brings "):
         plan.check()
-    assert_unchanged_by(memory, plan)
+    assert_unchanged_by(cache, plan)
 
 
 # -------------------------------------------------------------------------------------- bad ids
 
 
 VERBS = {
-    "seq_rm": lambda memory, seq: seq_rm(memory, seq)[0],
-    "seq_cp-from": lambda memory, seq: jaxkv.seq_cp(memory, seq, 1).cache,
-    "seq_cp-to": lambda memory, seq: jaxkv.seq_cp(memory, 0, seq).cache,
+    "seq_rm": lambda cache, seq: seq_rm(cache, seq)[0],
+    "seq_cp-from": lambda cache, seq: jaxkv.seq_cp(cache, seq, 1).cache,
+    "seq_cp-to": lambda cache, seq: jaxkv.seq_cp(cache, 0, seq).cache,
     "seq_keep": jaxkv.seq_keep,
-    "seq_add": lambda memory, seq: jaxkv.seq_add(memory, seq, 0, -1, 3).cache,
-    "seq_div": lambda memory, seq: jaxkv.seq_div(memory, seq, 0, -1, 2).cache,
+    "seq_add": lambda cache, seq: jaxkv.seq_add(cache, seq, 0, -1, 3).cache,
+    "seq_div": lambda cache, seq: jaxkv.seq_div(cache, seq, 0, -1, 2).cache,
 }
 
 
 def test_verbs_of_unknown_ids_raise_or_change_nothing():
-    memory = filled(4, 3)
-    edited = jax.jit(lambda seq: {name: verb(memory, seq) for name, verb in VERBS.items()})
+    cache = filled(4, 3)
+    edited = jax.jit(lambda seq: {name: verb(cache, seq) for name, verb in VERBS.items()})
     for divisor in (0, -1):
-        same, ok = jax.jit(jaxkv.seq_div)(memory, 0, 0, -1, divisor)
+        same, ok = jax.jit(jaxkv.seq_div)(cache, 0, 0, -1, divisor)
         assert not ok
-        assert_identical(same, memory)
+        assert_identical(same, cache)
     for wrong in (-2, -1, 3, 31, 32, 35, 2**31 - 1):
         for name, after in edited(wrong).items():
             if (name, wrong) == ("seq_rm", -1):  # all sequences
                 continue
-            assert_identical(after, memory)
+            assert_identical(after, cache)
             with pytest.raises(ValueError, match=rf"sequence ids from (0|-1) to 2, got {wrong};"):
-                VERBS[name](memory, wrong)
+                VERBS[name](cache, wrong)
 
 
 def test_seq_pos_of_unknown_ids_raises_or_is_minus_one():
-    memory, ids = filled(4, 3), jnp.array([0, -1, 3, 32, 1])
+    cache, ids = filled(4, 3), jnp.array([0, -1, 3, 32, 1])
     for question, held in ((jaxkv.seq_pos_min, 0), (jaxkv.seq_pos_max, 3)):
         with pytest.raises(ValueError, match="wanted sequence ids from 0 to 2, got 3"):
-            question(memory, [0, 3])
-        assert jax.jit(question)(memory, ids).tolist()[:4] == [held, -1, -1, -1]
+            question(cache, [0, 3])
+        assert jax.jit(question)(cache, ids).tolist()[:4] == [held, -1, -1, -1]
 
 
 def test_init_batch_of_unknown_sequences_raises_or_is_refused():
-    memory = filled(4, 3)
+    cache = filled(4, 3)
 
     @jax.jit
-    def traced(memory, ids):
-        plan = init_batch(memory, make_batch(jnp.ones(3, jnp.int32), sequences=ids))
-        return plan, apply(memory, plan)
+    def traced(cache, ids):
+        plan = init_batch(cache, make_batch(jnp.ones(3, jnp.int32), sequences=ids))
+        return plan, apply(cache, plan)
 
     for wrong in (-1, 3, 99):
         with pytest.raises(ValueError, match=f"wanted sequence ids from 0 to 2, got {wrong}"):
-            init_batch(memory, make_batch([1, 1], sequences=[0, wrong]))
-        plan, after = traced(memory, jnp.array([0, wrong, 1]))
+            init_batch(cache, make_batch([1, 1], sequences=[0, wrong]))
+        plan, after = traced(cache, jnp.array([0, wrong, 1]))
         assert not plan.fits.any() and set(plan.reason.tolist()) == {Reason.UNKNOWN_SEQUENCE}
-        assert_identical(after, memory)
-    assert traced(memory, jnp.array([0, 2, 1]))[0].ok
+        assert_identical(after, cache)
+    assert traced(cache, jnp.array([0, 2, 1]))[0].ok
 
 
 def test_traced_negative_tokens_are_refused_and_padding_is_token_0():
-    memory = filled(4, 3)
+    cache = filled(4, 3)
 
     @jax.jit
-    def traced(memory, tokens, valid):
+    def traced(cache, tokens, valid):
         batch = make_batch(tokens, sequences=jnp.array([0, 1]), valid=valid)
-        step, ok = jaxkv.plan_step(memory, tokens, jnp.array([0, 1]), valid)
-        return init_batch(memory, batch), step, ok
+        step, ok = jaxkv.plan_step(cache, tokens, jnp.array([0, 1]), valid)
+        return init_batch(cache, batch), step, ok
 
-    plan, step, ok = traced(memory, jnp.array([1, -1]), jnp.array([True, True]))
+    plan, step, ok = traced(cache, jnp.array([1, -1]), jnp.array([True, True]))
     assert plan.reason.tolist() == [Reason.FITS, Reason.NEGATIVE_TOKEN, Reason.FITS]
     assert not ok and (step.slots >= 12).all()
     with pytest.raises(jaxkv.RefusedError, match="sequence 1: NEGATIVE_TOKEN, its token at 3 is"):
         plan.check()
-    plan, step, ok = traced(memory, jnp.array([1, -1]), jnp.array([True, False]))
+    plan, step, ok = traced(cache, jnp.array([1, -1]), jnp.array([True, False]))
     assert plan.ok and ok and plan.ubatches[0].tokens.min() == step.tokens.min() == 0
 
 
-def eleven(memory, tokens=(7,) * 11, size=4):
-    return init_batch(memory, make_batch(tokens), ubatch_size=size)
+def eleven(cache, tokens=(7,) * 11, size=4):
+    return init_batch(cache, make_batch(tokens), ubatch_size=size)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("planning"))
@@ -166,8 +166,8 @@ def test_what_cannot_be_planned_or_applied_raises(call, outcome):
 
 def test_seq_rm_forgets_largest_position_that_is_accepted():
     """One more ends open ranges, so it can be no position."""
-    memory = SMALL.make()
-    assert not init_batch(memory, make_batch([1], positions=[2**31 - 1])).ok
-    memory = apply(memory, init_batch(memory, make_batch([1], positions=[2**31 - 2])))
-    assert jaxkv.seq_pos_min(memory, 0).item() == 2**31 - 2
-    assert jaxkv.used(seq_rm(memory, 0)[0]).item() == 0
+    cache = SMALL.make()
+    assert not init_batch(cache, make_batch([1], positions=[2**31 - 1])).ok
+    cache = apply(cache, init_batch(cache, make_batch([1], positions=[2**31 - 2])))
+    assert jaxkv.seq_pos_min(cache, 0).item() == 2**31 - 2
+    assert jaxkv.used(seq_rm(cache, 0)[0]).item() == 0

@@ -8,7 +8,7 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visible
-from tests.memories import (
+from tests.caches import (
     GROUPS,
     HEADS,
     SIZE,
@@ -54,8 +54,8 @@ def test_make_batch_sequences_of_a_token_in_any_form():
     assert make_batch([5, 6], sequences=[[0], [1]]).others is None  # as of single ids
 
 
-def shared(memory, *ids):
-    return jaxkv.init_batch(memory, make_batch([5], sequences=[[*ids]]))
+def shared(cache, *ids):
+    return jaxkv.init_batch(cache, make_batch([5], sequences=[[*ids]]))
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("sets"))
@@ -94,14 +94,14 @@ PARTED = "0{0,1} 1{0} 1{1}"
 )
 def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wanted):
     """llama.cpp compares the ends of sequences alone; these may end alike."""
-    memory = drawn(cells)
-    plan = jaxkv.init_batch(memory, batch_of(sets), ubatch_size=8)
+    cache = drawn(cells)
+    plan = jaxkv.init_batch(cache, batch_of(sets), ubatch_size=8)
     answers = np.stack([plan.reason, plan.expected, plan.found], axis=1).tolist()
     assert answers == [
         [Reason.DIVERGED, *wanted[seq]] if seq in wanted else [Reason.FITS, 0, 0]
         for seq in range(3)
     ]
-    assert_identical(jaxkv.apply(memory, plan.ubatches[0]), memory)
+    assert_identical(jaxkv.apply(cache, plan.ubatches[0]), cache)
     with pytest.raises(jaxkv.RefusedError, match="DIVERGED, its token at . belongs to"):
         plan.check()
 
@@ -109,14 +109,14 @@ def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wante
 @core
 def test_init_batch_shared_tokens_fit_together_or_not_at_all():
     """Three cells are free: the tree of four does not fit, sequence 2 does."""
-    memory = drawn(" ".join(f"{i}{{0,1}}" for i in range(9)))
+    cache = drawn(" ".join(f"{i}{{0,1}}" for i in range(9)))
     batch = batch_of([[0, 1], [0], [0], [1], [2]])
-    plan = jaxkv.init_batch(memory, batch, ubatch_size=8)
+    plan = jaxkv.init_batch(cache, batch, ubatch_size=8)
     assert plan.fits.tolist() == [False, False, True]
     assert plan.expected.tolist() == [4, 4, 0] and plan.found.tolist() == [2, 2, 0]
-    assert jaxkv.init_batch(memory, batch.only(plan.fits), ubatch_size=8).ok
+    assert jaxkv.init_batch(cache, batch.only(plan.fits), ubatch_size=8).ok
     # Counted once, a shared prompt fits where two copies of it would not.
-    assert jaxkv.init_batch(memory, batch_of([[0, 1]] * 3), ubatch_size=8).ok
+    assert jaxkv.init_batch(cache, batch_of([[0, 1]] * 3), ubatch_size=8).ok
 
 
 @core
@@ -124,9 +124,9 @@ def test_init_batch_traced_sets_match_known_ones():
     sets = np.array([[0, 1, 2], [0, 1, -1], [2, -1, -1], [1, -1, -1], [0, -1, -1]])
 
     @jax.jit
-    def plan(memory, sets):
+    def plan(cache, sets):
         batch = make_batch(np.ones(sets.shape[:-1], np.int32), sequences=sets)
-        return jaxkv.init_batch(memory, batch, ubatch_size=8)
+        return jaxkv.init_batch(cache, batch, ubatch_size=8)
 
     known = jaxkv.init_batch(SMALL.make(), batch_of(sets), ubatch_size=8)
     for one in (plan(SMALL.make(), sets), known):
@@ -150,27 +150,27 @@ def test_run_trees_after_a_fork_read_as_if_alone(kind, size):
     """A prompt of two sequences, a tree on it, a cut, and another tree."""
     rng = np.random.default_rng(1)
     prompt = rng.integers(1, 16, 4).tolist()
-    memory, _ = run(kind.make(), batch_of([[0, 1]] * 4, prompt), ubatch_size=size)
+    cache, _ = run(kind.make(), batch_of([[0, 1]] * 4, prompt), ubatch_size=size)
     for sets in ([[0, 1], [0], [1], [1]], [[1, 0], [0], [1], [0]]):
         tokens = rng.integers(1, 16, len(sets))
-        memory, logits = run(memory, batch_of(sets, tokens), ubatch_size=size)
+        cache, logits = run(cache, batch_of(sets, tokens), ubatch_size=size)
         for seq in (0, 1):
             index = [i for i, one in enumerate(sets) if seq in one]
             alone = batch_of([[0]] * (len(prompt) + len(index)), [*prompt, *tokens[index]])
             wanted = run(kind.make(), alone, ubatch_size=8)[1][len(prompt) :]
             np.testing.assert_allclose(logits[np.array(index)], wanted[: len(index)], atol=1e-5)
         prompt.append(tokens[0])
-        memory, _ = jaxkv.seq_rm(memory, [0, 1], len(prompt))  # they go on from what they share
+        cache, _ = jaxkv.seq_rm(cache, [0, 1], len(prompt))  # they go on from what they share
 
 
 @core
 def test_visible_of_shared_tokens_is_causal():
     (ubatch,) = jaxkv.init_batch(SMALL.make(), batch_of([[0, 1], [0]])).ubatches
-    memory = jaxkv.apply(SMALL.make(), ubatch)
-    sees = visible(memory.table, ubatch)[0, :2, :3]
+    cache = jaxkv.apply(SMALL.make(), ubatch)
+    sees = visible(cache.table, ubatch)[0, :2, :3]
     assert sees.tolist() == [[True, False, False], [True, True, False]]
     with pytest.raises(ValueError, match="wanted causal attention without until, or tokens of one"):
-        visible(memory.table, ubatch, causal=False)
+        visible(cache.table, ubatch, causal=False)
 
 
 @core

@@ -1,4 +1,4 @@
-"""A plan is of one table: made before an edit it does nothing after it, to no kind of memory.
+"""A plan is of one table: made before an edit it does nothing after it, to no kind of cache.
 
 Neither does a ubatch of another table, or a rival of the one that was applied, write buffers: what
 stands in a cell belongs to one text, and the right to write it is given for that text alone.
@@ -15,9 +15,9 @@ import pytest
 import jaxkv
 from jaxkv.hybrid import parts_of
 from jaxkv.window import sliding
-from tests import memories
+from tests import caches
+from tests.caches import HEADS, ROPE, RUNS, SIZE, SMALL, SPLIT, assert_identical, drawn
 from tests.histories import StateKind, compute, planned, tell
-from tests.memories import HEADS, ROPE, RUNS, SIZE, SMALL, SPLIT, assert_identical, drawn
 
 KINDS = {
     "pool": SMALL,
@@ -38,14 +38,14 @@ def filled(kind, text=(1, 2, 3, 4, 5)):
     return told(kind, KINDS[kind].make(rope=None), text, (6, 7, 8, 9, 10))
 
 
-def told(kind, memory, *rows):
-    return tell(memory, *rows, kinds=layers_of(kind))
+def told(kind, cache, *rows):
+    return tell(cache, *rows, kinds=layers_of(kind))
 
 
 @partial(jax.jit, static_argnames="kinds")
-def written(memory, ubatch, kinds):
+def written(cache, ubatch, kinds):
     """Let all layers write what a ubatch brings, applied or not."""
-    return compute(memory, ubatch, kinds)[0]
+    return compute(cache, ubatch, kinds)[0]
 
 
 def same(one, other):
@@ -77,9 +77,9 @@ def test_go_back_after_another_text_is_refused(kind):
     """Same cells, positions and tokens are held; what came before them, or beside them, differs."""
     texts = (1, 2, 3, 4, 5), (2, 1, 3, 4, 5)
     pasts = [told(kind, told(kind, filled(kind, text), [11]), [12]) for text in texts]
-    pasts = [jaxkv.seq_rm(jaxkv.seq_keep(memory, 0), 0, 0, 5)[0] for memory in pasts]
+    pasts = [jaxkv.seq_rm(jaxkv.seq_keep(cache, 0), 0, 0, 5)[0] for cache in pasts]
     beside = [told(kind, filled(kind), [11, last]) for last in (12, 13)]
-    beside = [jaxkv.seq_rm(memory, 0, 6)[0] for memory in beside]
+    beside = [jaxkv.seq_rm(cache, 0, 6)[0] for cache in beside]
     for one, other in (pasts, beside):
         table, _ = jaxkv.split(one)
         assert jaxkv.go_back(table, one)[1]
@@ -91,28 +91,28 @@ def test_go_back_after_another_text_is_refused(kind):
 # ------------------------------------------------------------------------ before an edit and after
 
 
-def rm(memory, *args):
-    return jaxkv.seq_rm(memory, *args)[0]
+def rm(cache, *args):
+    return jaxkv.seq_rm(cache, *args)[0]
 
 
-def moved(memory):
+def moved(cache):
     """A token comes to another position, and the last position stays."""
-    return jaxkv.seq_add(rm(memory, 0, 1, 3), 0, 0, 1, 1).cache
+    return jaxkv.seq_add(rm(cache, 0, 1, 3), 0, 0, 1, 1).cache
 
 
 EDITS = {
-    "cut": lambda memory, kind: rm(memory, 0, 4),
-    "told another end": lambda memory, kind: told(kind, rm(memory, 0, 4), [15]),
-    "told another text": lambda memory, kind: told(kind, rm(memory, 0), [16, 17, 18, 19, 20]),
-    "became a fork": lambda memory, kind: jaxkv.seq_cp(rm(memory, 0), 1, 0).cache,
-    "merged": lambda memory, kind: jaxkv.seq_cp(memory, 1, 0).cache,
-    "shared": lambda memory, kind: jaxkv.seq_cp(memory, 0, 2).cache,
-    "lost its middle": lambda memory, kind: rm(memory, 0, 1, 3),
-    "moved": lambda memory, kind: moved(memory),
-    "rotated": lambda memory, kind: jaxkv.apply(moved(memory), jaxkv.init_update(moved(memory))),
-    "divided": lambda memory, kind: jaxkv.seq_div(memory, 0, 0, 4, 2).cache,
-    "forgotten": lambda memory, kind: jaxkv.seq_keep(memory, 1),
-    "cleared": lambda memory, kind: jaxkv.clear(memory),
+    "cut": lambda cache, kind: rm(cache, 0, 4),
+    "told another end": lambda cache, kind: told(kind, rm(cache, 0, 4), [15]),
+    "told another text": lambda cache, kind: told(kind, rm(cache, 0), [16, 17, 18, 19, 20]),
+    "became a fork": lambda cache, kind: jaxkv.seq_cp(rm(cache, 0), 1, 0).cache,
+    "merged": lambda cache, kind: jaxkv.seq_cp(cache, 1, 0).cache,
+    "shared": lambda cache, kind: jaxkv.seq_cp(cache, 0, 2).cache,
+    "lost its middle": lambda cache, kind: rm(cache, 0, 1, 3),
+    "moved": lambda cache, kind: moved(cache),
+    "rotated": lambda cache, kind: jaxkv.apply(moved(cache), jaxkv.init_update(moved(cache))),
+    "divided": lambda cache, kind: jaxkv.seq_div(cache, 0, 0, 4, 2).cache,
+    "forgotten": lambda cache, kind: jaxkv.seq_keep(cache, 1),
+    "cleared": lambda cache, kind: jaxkv.clear(cache),
 }
 """Edits of sequence 0, which ends where it did after most: positions alone do not tell."""
 
@@ -133,10 +133,10 @@ UNCHANGED = {
     ],
 )
 def test_plan_made_before_an_edit_changes_nothing(kind, edit):
-    memory = filled(kind)
-    late = planned(memory, [11, 12])
-    edited = EDITS[edit](memory, kind)
-    assert not same(memory, edited)
+    cache = filled(kind)
+    late = planned(cache, [11, 12])
+    edited = EDITS[edit](cache, kind)
+    assert not same(cache, edited)
     after = jaxkv.apply(edited, late)
     assert_identical(after, edited)
     assert_identical(written(after, late, layers_of(kind)), edited)
@@ -146,13 +146,13 @@ def test_plan_made_before_an_edit_changes_nothing(kind, edit):
 @pytest.mark.parametrize("kind", ["split", "hybrid of streams"])
 def test_plan_outlives_an_edit_of_another_stream(kind):
     """Carried out before it or after it, the sequence holds the same."""
-    memory = filled(kind)
-    late = planned(memory, [11, 12])
-    edited, ok = jaxkv.seq_rm(memory, 1)
+    cache = filled(kind)
+    late = planned(cache, [11, 12])
+    edited, ok = jaxkv.seq_rm(cache, 1)
     assert ok
     after = written(jaxkv.apply(edited, late), late, layers_of(kind))
     assert jaxkv.seq_pos_max(after, [0, 1]).tolist() == [6, -1]
-    first, _ = jaxkv.seq_rm(written(jaxkv.apply(memory, late), late, layers_of(kind)), 1)
+    first, _ = jaxkv.seq_rm(written(jaxkv.apply(cache, late), late, layers_of(kind)), 1)
     assert_identical(after, first)
 
 
@@ -160,14 +160,14 @@ def test_plan_outlives_an_edit_of_another_stream(kind):
 
 
 def test_commitment_is_stale_after_an_edit():
-    memory, _ = jaxkv.seq_rm(memories.filled(7), 0, 1, 3)
-    moved = jaxkv.seq_add(memory, 0, 3, -1, -2).cache
-    moves, update = jaxkv.defrag_plan(memory), jaxkv.init_update(moved)
-    assert jaxkv.is_current(memory, moves) and jaxkv.is_current(moved, update)
+    cache, _ = jaxkv.seq_rm(caches.filled(7), 0, 1, 3)
+    moved = jaxkv.seq_add(cache, 0, 3, -1, -2).cache
+    moves, update = jaxkv.defrag_plan(cache), jaxkv.init_update(moved)
+    assert jaxkv.is_current(cache, moves) and jaxkv.is_current(moved, update)
     for plan, edited in (
-        (moves, memories.run(memory, jaxkv.make_batch([1], sequences=2))[0]),  # a destination
-        (moves, rm(memory, 0, 5, -1)),  # a source
-        (moves, rm(memory, 0, 0, 1)),  # a cell that would have stayed
+        (moves, caches.run(cache, jaxkv.make_batch([1], sequences=2))[0]),  # a destination
+        (moves, rm(cache, 0, 5, -1)),  # a source
+        (moves, rm(cache, 0, 0, 1)),  # a cell that would have stayed
         (update, jaxkv.seq_add(moved, 0, 1, 2, 1).cache),
         (update, jaxkv.apply(moved, update)),
     ):
@@ -182,15 +182,15 @@ def test_commitment_stale_in_one_part_changes_no_part(window):
     make = partial(jaxkv.make_kv_cache, layers=1, kv_heads=HEADS, head_dim=SIZE, rope=ROPE)
     parts = [(make(cells=16), (0,))]
     parts.insert(window, (make(cells=8, window=sliding(3)), (1,)))
-    memory = jaxkv.make_hybrid_cache(*parts)
+    cache = jaxkv.make_hybrid_cache(*parts)
     for text in [range(4)] * 3:  # the window gives up what is hidden
-        memory, _ = memories.run(memory, jaxkv.make_batch(text, sequences=0))
-    memory = jaxkv.seq_add(memory, 0, 0, -1, 4).cache
-    update = jaxkv.init_update(memory)
-    tidied, _ = jaxkv.seq_rm(jaxkv.apply(memory, update), 0, 14, 15)
+        cache, _ = caches.run(cache, jaxkv.make_batch(text, sequences=0))
+    cache = jaxkv.seq_add(cache, 0, 0, -1, 4).cache
+    update = jaxkv.init_update(cache)
+    tidied, _ = jaxkv.seq_rm(jaxkv.apply(cache, update), 0, 14, 15)
     moves = jaxkv.defrag_plan(tidied)
     for before, plan, edited in (
-        (memory, update, jaxkv.seq_add(memory, 0, 4, 6, -1).cache),
+        (cache, update, jaxkv.seq_add(cache, 0, 4, 6, -1).cache),
         (tidied, moves, jaxkv.seq_rm(tidied, 0, 4, 6)[0]),
     ):
         assert all(part.pending for part in plan.parts)
@@ -201,37 +201,37 @@ def test_commitment_stale_in_one_part_changes_no_part(window):
 
 @pytest.mark.core
 def test_commitment_stale_in_one_stream_changes_no_stream():
-    memory = drawn("0{0} . 2{0} 3{0} | 0{1} . 2{1} 3{1}", SPLIT)
-    moves = jaxkv.defrag_plan(memory)
+    cache = drawn("0{0} . 2{0} 3{0} | 0{1} . 2{1} 3{1}", SPLIT)
+    moves = jaxkv.defrag_plan(cache)
     assert moves.count.tolist() == [1, 1, 0]
-    edited = rm(memory, 1, 3, 4)
+    edited = rm(cache, 1, 3, 4)
     assert_identical(jaxkv.apply(edited, moves), edited)
-    memory = drawn("0{0} 1{0}-1 | 0{1} 1{1}-1", SPLIT)
-    update = jaxkv.init_update(memory)
+    cache = drawn("0{0} 1{0}-1 | 0{1} 1{1}-1", SPLIT)
+    update = jaxkv.init_update(cache)
     assert jnp.any(update.shift != 0, axis=1).tolist() == [True, True, False]
-    edited = jaxkv.seq_add(memory, 1, 1, -1, 1).cache
+    edited = jaxkv.seq_add(cache, 1, 1, -1, 1).cache
     assert_identical(jaxkv.apply(edited, update), edited)
 
 
 @pytest.mark.core
-def test_plan_for_another_memory_raises():
+def test_plan_for_another_cache_raises():
     make = partial(jaxkv.make_kv_cache, layers=2, cells=12, kv_heads=2, head_dim=4, sequences=3)
     of_states = partial(jaxkv.make_recurrent_cache, layers=2, sequences=3)
     of_states = partial(of_states, states={"x": ((2,), "float32")})
-    memory, striped, states = make(), make(placement="striped", shards=2), of_states()
-    hybrid = jaxkv.make_hybrid_cache((memory, (0, 1)))
+    cache, striped, states = make(), make(placement="striped", shards=2), of_states()
+    hybrid = jaxkv.make_hybrid_cache((cache, (0, 1)))
     unlike = make(cells=13), make(sequences=4), make(streams=3), make(window=sliding(3))
     others = *unlike, make(placement="contiguous"), striped, states, hybrid
     x = jnp.zeros((1, 2, 2, 4))
     for one, other in (
-        *((memory, other) for other in others),
-        *((other, memory) for other in (striped, states, hybrid)),
+        *((cache, other) for other in others),
+        *((other, cache) for other in (striped, states, hybrid)),
         (striped, make(placement="striped", shards=3)),
         (states, of_states(rollback=1)),
         (states, hybrid),
-        (hybrid, jaxkv.make_hybrid_cache((memory, (0, 1)), (memory, (2, 3)))),
+        (hybrid, jaxkv.make_hybrid_cache((cache, (0, 1)), (cache, (2, 3)))),
     ):
-        (ubatch,) = jaxkv.init_full(other, ubatch_size=4).ubatches  # shapes tell the memory too
+        (ubatch,) = jaxkv.init_full(other, ubatch_size=4).ubatches  # shapes tell the cache too
         update, moves = (jax.eval_shape(f, other) for f in (jaxkv.init_update, jaxkv.defrag_plan))
         for verb, *args in (
             *((jaxkv.apply, one, plan) for plan in (ubatch, update, moves)),
@@ -240,5 +240,5 @@ def test_plan_for_another_memory_raises():
             (jaxkv.read_states, one, 0, ubatch),
             (jaxkv.go_back, other.table, one),
         ):
-            with pytest.raises(ValueError, match="for this memory, .* got one for .*: plan again"):
+            with pytest.raises(ValueError, match="for this cache, .* got one for .*: plan again"):
                 verb(*args)

@@ -11,8 +11,8 @@ import jaxkv
 import models
 from jaxkv import Reason
 from jaxkv.planning.step import plan_next
+from tests.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
 from tests.histories import make, tell
-from tests.memories import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
 
 DATA = Path(__file__).parent.parent / "data"
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
@@ -32,45 +32,45 @@ def test_plan_tokens_gives_logits_of_one_by_one(name):
     model = models.load(DATA / name)
 
     @jax.jit
-    def feed(memory, tokens, sequences, valid):
-        ubatch, ok = jaxkv.plan_tokens(memory, tokens, sequences, valid)
-        memory, logits = model.forward(model.weights, jaxkv.apply(memory, ubatch), ubatch)
-        return memory, logits.reshape(*valid.shape, -1), ok
+    def feed(cache, tokens, sequences, valid):
+        ubatch, ok = jaxkv.plan_tokens(cache, tokens, sequences, valid)
+        cache, logits = model.forward(model.weights, jaxkv.apply(cache, ubatch), ubatch)
+        return cache, logits.reshape(*valid.shape, -1), ok
 
     tokens = np.array([[7, 3, 9, 5], [2, 8, 4, 6], [1, 1, 1, 1]])
     valid = np.array([[0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]], bool)
     for streams, sequences in ((1, [2, 0, 1]), (3, [1, 2, 0])):
-        start = model.make_memory(cells=8 * 3 // streams, sequences=3, streams=streams)
-        memory, together, ok = feed(start, tokens, np.array(sequences), valid)
+        start = model.make_cache(cells=8 * 3 // streams, sequences=3, streams=streams)
+        cache, together, ok = feed(start, tokens, np.array(sequences), valid)
         alone = start
         for i, column in enumerate(np.eye(4, dtype=bool)[:, None] & valid):
             alone, logits, fine = feed(alone, tokens, np.array(sequences), column)
             there = column.any(axis=1)
             np.testing.assert_allclose(together[there, i], logits[there, i], atol=2e-4)
             assert ok and fine
-        for one in (memory, alone):
+        for one in (cache, alone):
             assert jaxkv.seq_pos_max(one, sequences).tolist() == [1, 2, -1]
 
 
 @pytest.mark.core
 def test_plan_tokens_refused_changes_nothing():
     """Where there is no room, or a traced sequence comes twice."""
-    memory = started(SMALL)  # of 12 cells, 3 are free
+    cache = started(SMALL)  # of 12 cells, 3 are free
     plan = jax.jit(jaxkv.plan_tokens)
     tokens, valid = jnp.ones((2, 2), int), jnp.ones((2, 2), bool)
     for ids, there in (([0, 1], valid), ([1, 1], valid.at[:, 1].set(False))):
-        ubatch, ok = plan(memory, tokens, jnp.array(ids), there)
+        ubatch, ok = plan(cache, tokens, jnp.array(ids), there)
         assert not ok
-        assert_identical(jaxkv.apply(memory, ubatch), memory)
-    assert plan(memory, tokens, jnp.array([0, 1]), valid.at[0, 0].set(False))[1]
+        assert_identical(jaxkv.apply(cache, ubatch), cache)
+    assert plan(cache, tokens, jnp.array([0, 1]), valid.at[0, 0].set(False))[1]
 
 
 @pytest.mark.core
 def test_plan_next_tells_which_sequences_fit():
-    memory = drawn(" ".join(f"{i}{{0}}" for i in range(8)), SPLIT)  # stream 0 is full
+    cache = drawn(" ".join(f"{i}{{0}}" for i in range(8)), SPLIT)  # stream 0 is full
     for ids, wrong, reason in (([0, 1, 2], 0, Reason.NO_ROOM), ([1, 1, 2], 1, Reason.DUPLICATE)):
         tokens = jnp.ones((3, 1), int)
-        plan = plan_next(memory.table, tokens, jnp.array(ids), tokens > 0)
+        plan = plan_next(cache.table, tokens, jnp.array(ids), tokens > 0)
         assert plan.reason.tolist() == [reason if seq == wrong else 0 for seq in range(3)]
         assert plan.fits.tolist() == [seq != wrong for seq in range(3)] and not plan.ok
 
@@ -88,42 +88,42 @@ def test_plan_step_flags_may_be_integers():
     ids=lambda kind: kind.name,
 )  # fmt: skip
 def test_seq_rm_many_is_one_after_another(kind):
-    memory = wanted = started(kind)
+    cache = wanted = started(kind)
     cuts = [(1, 1, -1), (2, -1, 2), (2, 3, -1)]
     for cut in cuts:
         wanted, _ = jaxkv.seq_rm(wanted, *cut)
-    found, ok = jaxkv.seq_rm(memory, *zip(*cuts, strict=True))
+    found, ok = jaxkv.seq_rm(cache, *zip(*cuts, strict=True))
     assert_identical(found, wanted)
     assert ok.tolist() == [True] * 3
-    found, _ = jaxkv.seq_rm(memory, [0, 1, 2], 1)
+    found, _ = jaxkv.seq_rm(cache, [0, 1, 2], 1)
     assert jaxkv.seq_pos_max(found, [0, 1, 2]).tolist() == [0, 0, 0]
 
 
 @pytest.mark.core
 def test_seq_rm_many_refuses_each_by_itself():
     """States are kept for one step back."""
-    memory = tell(make(kept=1), [1, 2, 3], [4, 5, 6], [7, 8, 9])
-    memory, ok = jaxkv.seq_rm(memory, [0, 1, 2], [1, 2, 0])
+    cache = tell(make(kept=1), [1, 2, 3], [4, 5, 6], [7, 8, 9])
+    cache, ok = jaxkv.seq_rm(cache, [0, 1, 2], [1, 2, 0])
     assert ok.tolist() == [False, True, True]
-    assert jaxkv.seq_pos_max(memory, [0, 1, 2]).tolist() == [2, 1, -1]
+    assert jaxkv.seq_pos_max(cache, [0, 1, 2]).tolist() == [2, 1, -1]
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=lambda kind: kind.name)
 def test_seq_select_traced_unknown_ids_change_nothing(kind):
-    memory = started(kind)
+    cache = started(kind)
     select = jax.jit(lambda *args: jaxkv.seq_select(*args).cache)
-    assert_identical(jaxkv.seq_select(memory, [], []).cache, memory)
+    assert_identical(jaxkv.seq_select(cache, [], []).cache, cache)
     for parents, ids in (([3, -1, 1], [0, 1, 1]), ([0, 0, 2], [3, -1, 2])):
-        assert_identical(select(memory, jnp.array(parents), jnp.array(ids)), memory)
-    last = select(memory, jnp.array([1, 0, 2]), jnp.array([0, 1, 1]))  # of two the last one counts
+        assert_identical(select(cache, jnp.array(parents), jnp.array(ids)), cache)
+    last = select(cache, jnp.array([1, 0, 2]), jnp.array([0, 1, 1]))  # of two the last one counts
     assert jaxkv.seq_pos_max(last, [0, 1, 2]).tolist() == [1, 3, 3]
 
 
 @pytest.mark.core
 def test_seq_select_donate_writes_in_place():
-    memory = jax.tree.map(jnp.copy, started(SPLIT))
-    wanted = jaxkv.seq_select(memory, [1, 0], [0, 1]).cache
-    found = jaxkv.seq_select(memory, [1, 0], [0, 1], donate=True).cache
+    cache = jax.tree.map(jnp.copy, started(SPLIT))
+    wanted = jaxkv.seq_select(cache, [1, 0], [0, 1]).cache
+    found = jaxkv.seq_select(cache, [1, 0], [0, 1], donate=True).cache
     assert_identical(found, wanted)
-    assert all(x.is_deleted() for x in jax.tree.leaves(jaxkv.split(memory)[1]))
+    assert all(x.is_deleted() for x in jax.tree.leaves(jaxkv.split(cache)[1]))

@@ -10,9 +10,9 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from tests.attention.lives import applied, arrays_for, lived_in, seen
+from tests.caches import SMALL, STRIPES, TILES, TWO_SPLIT, WINDOW, assert_identical
 from tests.cases import mostly_nightly
 from tests.histories import StateKind
-from tests.memories import SMALL, STRIPES, TILES, TWO_SPLIT, WINDOW, assert_identical
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def dtypes(tree):
     return [leaf.dtype for leaf in jax.tree.leaves(tree)]
 
 
-MEMORIES = {
+CACHES = {
     **{kind.name: kind for kind in (STRIPES, TILES, TWO_SPLIT, WINDOW)},
     "states": StateKind("states", 0, 3, kept=2),
     "states, split": StateKind("states, split", 0, 3, streams=3, kept=2),
@@ -33,9 +33,9 @@ MEMORIES = {
 }
 
 
-def tables_of_life(memory):
+def tables_of_life(cache):
     """The table after each edit; dtypes never change."""
-    given, tables = dtypes(memory), []
+    given, tables = dtypes(cache), []
     step = [7, 8], [2, 1], [True, True]
     for verb in (
         lambda m: jaxkv.apply(m, jaxkv.init_batch(m, make_batch([[1, 2, 3, 4], [5, 6, 7, 8]]))),
@@ -50,18 +50,18 @@ def tables_of_life(memory):
         lambda m: jaxkv.seq_rm(m, 0)[0],
         jaxkv.clear,
     ):
-        memory = verb(memory)
-        assert dtypes(memory) == given
-        tables.append(memory.table)
+        cache = verb(cache)
+        assert dtypes(cache) == given
+        tables.append(cache.table)
     return tables
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", mostly_nightly(MEMORIES, few=["striped", "states"]))
+@pytest.mark.parametrize("name", mostly_nightly(CACHES, few=["striped", "states"]))
 def test_verbs_x64_keep_dtypes_and_tables(name):
     with jax.enable_x64(True):
-        found = tables_of_life(MEMORIES[name].make())
-    for one, other in zip(found, tables_of_life(MEMORIES[name].make()), strict=True):
+        found = tables_of_life(CACHES[name].make())
+    for one, other in zip(found, tables_of_life(CACHES[name].make()), strict=True):
         assert_identical(one, other)
 
 
@@ -69,18 +69,18 @@ def test_verbs_x64_keep_dtypes_and_tables(name):
 @pytest.mark.parametrize("implementation", [None, "tiles", "xla"])
 def test_attend_x64_sums_in_float64(implementation, wide):
     """All but JAX's own attention, which rounds its weights."""
-    memory, ubatch = applied(lived_in(replace(SMALL, dtype="float64")))
+    cache, ubatch = applied(lived_in(replace(SMALL, dtype="float64")))
     q, k, v = arrays_for(ubatch, dtype="float64")
-    memory, out = jaxkv.attend(memory, 0, ubatch, q, k, v, implementation=implementation)
+    cache, out = jaxkv.attend(cache, 0, ubatch, q, k, v, implementation=implementation)
     assert out.dtype == jnp.float64
     atol = 1e-6 if implementation == "xla" else 1e-12
-    np.testing.assert_allclose(out, seen(memory, 0, ubatch, q), rtol=0, atol=atol)
+    np.testing.assert_allclose(out, seen(cache, 0, ubatch, q), rtol=0, atol=atol)
 
 
-def forward(weights, memory, ubatch):
+def forward(weights, cache, ubatch):
     x = weights[ubatch.tokens]
-    memory, out = jaxkv.attend(memory, 0, ubatch, *3 * [x[:, :, None]])
-    return memory, out.reshape(-1, 8)[ubatch.outputs] @ weights.T
+    cache, out = jaxkv.attend(cache, 0, ubatch, *3 * [x[:, :, None]])
+    return cache, out.reshape(-1, 8)[ubatch.outputs] @ weights.T
 
 
 @pytest.mark.core
@@ -90,29 +90,29 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     weights = jax.random.normal(jax.random.key(0), (12, 8), jnp.float64)
     sizes = dict(layers=1, cells=40, kv_heads=1, head_dim=8, sequences=2, streams=2)
     empty = jaxkv.make_kv_cache(rope=None, **sizes)
-    memory, logits, ids, *_ = jaxkv.prefill(forward, weights, empty, make_batch(prompts))
+    cache, logits, ids, *_ = jaxkv.prefill(forward, weights, empty, make_batch(prompts))
 
     make_sampler = loops.sampling.make_sampler
     sampler = make_sampler(temperature=[0.7, 0.0], top_p=0.9, top_k=5, repeat_penalty=1.1)
-    state, _ = loops.begin(sampler, memory, logits, [0], ids, limit=9, seed=2, prompts=prompts)
-    _, after, picked = jaxkv.decode(forward, sampler, weights, memory, state, [0], steps=8)
+    state, _ = loops.begin(sampler, cache, logits, [0], ids, limit=9, seed=2, prompts=prompts)
+    _, after, picked = jaxkv.decode(forward, sampler, weights, cache, state, [0], steps=8)
     assert dtypes(after) == dtypes(state) and {*dtypes(picked)} == numbers
 
-    state, _ = loops.begin(make_sampler(), memory, logits, sequences=ids, limit=9)
-    rest = make_sampler(), weights, memory, state
+    state, _ = loops.begin(make_sampler(), cache, logits, sequences=ids, limit=9)
+    rest = make_sampler(), weights, cache, state
     picked = jaxkv.decode(forward, *rest, steps=8)[2]
     guesses = loops.lookup(prompts, ngram=1)
     if draft == "model":
-        guesses = loops.draft_model(forward, weights, memory, texts=2)
+        guesses = loops.draft_model(forward, weights, cache, texts=2)
     made = loops.speculate(forward, guesses, *rest, steps=8)[3]
     assert {*dtypes(made)} == numbers
     np.testing.assert_array_equal(made.tokens[:, :8], picked.tokens)
 
-    _, beams = loops.beam(forward, weights, memory, logits[0], width=2, steps=4, stop=[0])
+    _, beams = loops.beam(forward, weights, cache, logits[0], width=2, steps=4, stop=[0])
     assert beams.tokens.dtype == np.int32 and beams.scores.dtype == np.float32
-    slid, ok = loops.slide(memory, 0, keep=1, drop=1)
-    grouped, _, grew = loops.extend(memory, 0, 0, group=2, width=2)
-    assert ok and grew and dtypes(slid) == dtypes(grouped) == dtypes(memory)
+    slid, ok = loops.slide(cache, 0, keep=1, drop=1)
+    grouped, _, grew = loops.extend(cache, 0, 0, group=2, width=2)
+    assert ok and grew and dtypes(slid) == dtypes(grouped) == dtypes(cache)
     request = loops.batching.Request(prompt=prompts[1], limit=5)
     (result,) = loops.batching.serve(forward, weights, empty, [request], chunk=8)
     assert len(result.tokens) == 5

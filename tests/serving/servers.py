@@ -14,8 +14,8 @@ from jaxkv import loops, make_batch, prefix
 from jaxkv.loops.batching import Engine, Finish, Request, Rule
 from jaxkv.loops.sampling import OPTIONS, Filters, constrained
 from jaxkv.prefix import Miss
+from tests.caches import VOCABULARY, Kind
 from tests.generation.tiny import assert_sound, forward
-from tests.memories import VOCABULARY, Kind
 
 POOL = Kind("pool", cells=24, sequences=4)
 STREAMS = Kind("streams", cells=12, sequences=4, streams=4)
@@ -66,21 +66,21 @@ def begun_alike(requests, *, most):
 
 @functools.cache
 def in_one_piece(model):
-    """A prompt in a memory of one sequence: one program for all lengths."""
+    """A prompt in a cache of one sequence: one program for all lengths."""
 
     @jax.jit
-    def fed(weights, memory, tokens, valid):
-        memory, logits, _, ok, _ = jaxkv.prefill(
-            model, weights, memory, make_batch(tokens, valid=valid)
+    def fed(weights, cache, tokens, valid):
+        cache, logits, _, ok, _ = jaxkv.prefill(
+            model, weights, cache, make_batch(tokens, valid=valid)
         )
-        return memory, logits, ok
+        return cache, logits, ok
 
     return fed
 
 
-def alone(request, *, model=forward, weights=None, memory=None, stop=STOP, last_n=64):
-    """A text by the loops themselves, in a memory of its own: tokens, log-probabilities, reason."""
-    memory = ALONE.make() if memory is None else memory
+def alone(request, *, model=forward, weights=None, cache=None, stop=STOP, last_n=64):
+    """A text by the loops themselves, in a cache of its own: tokens, log-probabilities, reason."""
+    cache = ALONE.make() if cache is None else cache
     stop = np.array([*stop, *request.stop] + [-1] * (2 - len(stop) - len(request.stop)), np.int32)
     # Filters that are there and off: one program for all requests.
     filters = {
@@ -93,13 +93,13 @@ def alone(request, *, model=forward, weights=None, memory=None, stop=STOP, last_
         sampler = constrained(sampler, first=jnp.int32(request.rule_state), **rule)
     tokens, valid = np.zeros((1, 48), np.int32), np.zeros((1, 48), bool)
     tokens[0, : len(request.prompt)], valid[0, : len(request.prompt)] = request.prompt, True
-    memory, logits, ok = in_one_piece(model)(weights, memory, tokens, valid)
+    cache, logits, ok = in_one_piece(model)(weights, cache, tokens, valid)
     assert ok
     recent = np.full((1, 64), -1)
     recent[0, 64 - len(request.prompt) :] = request.prompt
     options = dict(limit=request.limit, seed=[request.seed], sequences=[0], prompts=recent)
-    state, first = loops.begin(sampler, memory, logits[:1], stop, **options)
-    _, state, rest = jaxkv.decode(model, sampler, weights, memory, state, stop, steps=40)
+    state, first = loops.begin(sampler, cache, logits[:1], stop, **options)
+    _, state, rest = jaxkv.decode(model, sampler, weights, cache, state, stop, steps=40)
     tokens, logprobs = (
         np.concatenate([np.asarray(a)[0], np.asarray(b)[0]])
         for a, b in zip(first, rest, strict=True)
@@ -118,10 +118,10 @@ def assert_as_alone(results, requests, **options):
 
 
 def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
-    memory = kind.make()
-    store = holders and prefix.make_store(memory, holders=holders, cells=cells)
+    cache = kind.make()
+    store = holders and prefix.make_store(cache, holders=holders, cells=cells)
     options = dict(stop=STOP, chunk=8, steps=4, store=store) | options
-    return Engine(model, None, memory, **options)
+    return Engine(model, None, cache, **options)
 
 
 @functools.cache
@@ -153,9 +153,9 @@ def placed(engine):
 
 
 def assert_only_kept(engine):
-    held = prefix.held(engine.memory, engine.store) if engine.store else 0
-    assert jaxkv.used(engine.memory) == held and not engine.busy
-    assert_sound(engine.memory)
+    held = prefix.held(engine.cache, engine.store) if engine.store else 0
+    assert jaxkv.used(engine.cache) == held and not engine.busy
+    assert_sound(engine.cache)
 
 
 def states(rollback=0):
@@ -164,56 +164,56 @@ def states(rollback=0):
     )
 
 
-def told(memory, tokens, seq):
+def told(cache, tokens, seq):
     for start in range(0, len(tokens), 4):
         part = list(tokens[start : start + 4])
         valid = np.arange(4) < len(part)
         batch = make_batch(part + [0] * (4 - len(part)), sequences=seq, valid=valid)
-        for ubatch in jaxkv.init_batch(memory, batch).check().ubatches:
-            memory = jaxkv.apply(memory, ubatch)
-    return memory
+        for ubatch in jaxkv.init_batch(cache, batch).check().ubatches:
+            cache = jaxkv.apply(cache, ubatch)
+    return cache
 
 
 @dataclass
 class Server:
-    """A memory with a store, and how many tokens it was told."""
+    """A cache with a store, and how many tokens it was told."""
 
-    memory: Any
+    cache: Any
     store: prefix.Store
     computed: int = 0
     tell: Any = field(default=told)
 
     def ask(self, tokens, seq=0):
         """Reuse what there is of a prompt and compute the rest."""
-        self.memory, self.store, found = prefix.reuse(self.memory, self.store, tokens, seq)
+        self.cache, self.store, found = prefix.reuse(self.cache, self.store, tokens, seq)
         self.go_on(tokens[found.length :], seq)
         return found
 
     def found(self, tokens):
-        return prefix.reuse(self.memory, self.store, tokens, 0)[2]
+        return prefix.reuse(self.cache, self.store, tokens, 0)[2]
 
     def go_on(self, tokens, seq=0):
-        self.memory = self.tell(self.memory, tokens, seq)
+        self.cache = self.tell(self.cache, tokens, seq)
         self.computed += len(tokens)
 
     def remember(self, tokens, seq=0):
-        self.memory, self.store, miss = prefix.remember(self.memory, self.store, tokens, seq)
+        self.cache, self.store, miss = prefix.remember(self.cache, self.store, tokens, seq)
         return miss
 
     def forget(self, seq=0):
-        self.memory, _ = jaxkv.seq_rm(self.memory, seq)
+        self.cache, _ = jaxkv.seq_rm(self.cache, seq)
 
     @property
     def held(self):
-        return prefix.held(self.memory, self.store)
+        return prefix.held(self.cache, self.store)
 
     @property
     def texts(self):
         return [text.tokens.tolist() for text in self.store.texts]
 
 
-def serving(memory, holders, *texts, cells=None, **options):
-    server = Server(memory, prefix.make_store(memory, holders=holders, cells=cells), **options)
+def serving(cache, holders, *texts, cells=None, **options):
+    server = Server(cache, prefix.make_store(cache, holders=holders, cells=cells), **options)
     for text in texts:
         server.ask(text)
         assert server.remember(text) is Miss.NONE

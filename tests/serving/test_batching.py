@@ -13,9 +13,9 @@ import jaxkv
 from jaxkv import prefix
 from jaxkv.loops.batching import Engine, Finish, Request, serve
 from models.compiling import counting
+from tests.caches import Kind
 from tests.cases import mostly_nightly
 from tests.generation.tiny import forward, load
-from tests.memories import Kind
 from tests.serving.servers import (
     ALONE,
     GROUPS,
@@ -61,7 +61,7 @@ def test_engine_texts_are_as_each_alone(kind, holders):
                 engine.submit(waiting.pop(0))
         assert compiled() == 0 or kind is RUNS  # what closes gaps is compiled when it is needed
     results.sort(key=lambda result: result.id)
-    assert_as_alone(results, requests, memory=replace(ALONE, windows=kind.windows).make())
+    assert_as_alone(results, requests, cache=replace(ALONE, windows=kind.windows).make())
     assert_only_kept(engine)
     assert {result.reason for result in results} == {Finish.STOP, Finish.LENGTH}
     assert not holders or sum(result.found.length for result in results) > 20
@@ -105,9 +105,9 @@ def test_cancel_frees_cells_at_once():
     endless = [Request(prompt=[1] * 6, limit=16, tag=i) for i in range(3)]
     ids = [engine.submit(request) for request in endless]
     assert engine.step() == []
-    assert engine.tokens_of(ids[0]) and jaxkv.used(engine.memory) > 0  # the others have no room
+    assert engine.tokens_of(ids[0]) and jaxkv.used(engine.cache) > 0  # the others have no room
     assert engine.cancel(ids[1]) and engine.cancel(ids[0])
-    assert jaxkv.used(engine.memory) == 0
+    assert jaxkv.used(engine.cache) == 0
     assert not engine.cancel(ids[0])
     results = list(engine.results())
     names = [(one.id, one.reason.name) for one in results]
@@ -117,7 +117,7 @@ def test_cancel_frees_cells_at_once():
     assert results[1].tokens.tolist() == tokens[: len(results[1].tokens)].tolist()
     long = engine.submit(Request(prompt=[1] * 20, limit=2))
     assert engine.step() == [] and engine.tokens_of(long) == []
-    assert jaxkv.used(engine.memory) == 8
+    assert jaxkv.used(engine.cache) == 8
     assert engine.cancel(long)
     assert [one.reason for one in engine.results()] == [Finish.CANCELLED]
     assert_only_kept(engine)
@@ -138,7 +138,7 @@ def test_results_not_taken_are_handed_out_later():
     engine = warm(POOL)
     ids = [engine.submit(Request(prompt=[1], limit=1)) for _ in range(3)]
     first = next(engine.results())
-    assert engine.busy and jaxkv.used(engine.memory) == 0
+    assert engine.busy and jaxkv.used(engine.cache) == 0
     assert [first.id, *(result.id for result in engine.results())] == ids
     assert_only_kept(engine)
 
@@ -163,9 +163,9 @@ def test_serve_penalties_count_prompts():
 
 
 def test_serve_no_allowed_token_ends_text():
-    def mute(weights, memory, ubatch):
-        memory, logits = forward(weights, memory, ubatch)
-        return memory, jnp.full_like(logits, -jnp.inf)
+    def mute(weights, cache, ubatch):
+        cache, logits = forward(weights, cache, ubatch)
+        return cache, jnp.full_like(logits, -jnp.inf)
 
     (result,) = serve(mute, None, POOL.make(), [Request(prompt=[1, 2], limit=3)], chunk=8)
     assert result.reason == Finish.NO_TOKEN and result.tokens.size == 0
@@ -176,11 +176,11 @@ class Broken:
 
     traced = run = False
 
-    def forward(self, weights, memory, ubatch):
+    def forward(self, weights, cache, ubatch):
         if self.traced:
             raise RuntimeError("traced")
-        memory, logits = forward(weights, memory, ubatch)
-        return memory, jax.pure_callback(self.look, logits, logits, vmap_method="sequential")
+        cache, logits = forward(weights, cache, ubatch)
+        return cache, jax.pure_callback(self.look, logits, logits, vmap_method="sequential")
 
     def look(self, logits):
         if self.run:
@@ -201,12 +201,12 @@ def test_engine_error_while_tracing_changes_nothing():
     assert_only_kept(engine)
 
 
-LOST = "got one that has lost it: .* Make a new engine with a new memory; results.. .* tokens_of"
+LOST = "got one that has lost it: .* Make a new engine with a new cache; results.. .* tokens_of"
 BROKEN = Broken()
 
 
 @pytest.mark.parametrize("moment", ["program", "fetched", "donated"])
-def test_engine_that_lost_its_memory_raises(moment, monkeypatch):
+def test_engine_that_lost_its_cache_raises(moment, monkeypatch):
     """Cut short while a program runs, or while its results are fetched; or donated elsewhere."""
     engine = engine_of(POOL, model=BROKEN.forward, stop=())
     engine.submit(Request(prompt=[1, 2], limit=1))
@@ -216,7 +216,7 @@ def test_engine_that_lost_its_memory_raises(moment, monkeypatch):
     ended = engine.submit(Request(prompt=[1], limit=9))
     engine.cancel(ended)
     if moment == "donated":
-        jax.tree.map(lambda leaf: leaf.delete(), jaxkv.split(engine.memory)[1])
+        jax.tree.map(lambda leaf: leaf.delete(), jaxkv.split(engine.cache)[1])
     else:
         with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, ValueError)):
             if moment == "program":
@@ -226,7 +226,7 @@ def test_engine_that_lost_its_memory_raises(moment, monkeypatch):
             engine.step()
     submit = partial(engine.submit, Request(prompt=[1], limit=1))
     cancel = partial(engine.cancel, long)
-    for call in (engine.step, engine.warm_up, submit, cancel, lambda: engine.memory):
+    for call in (engine.step, engine.warm_up, submit, cancel, lambda: engine.cache):
         with pytest.raises(RuntimeError, match=LOST):
             call()
     assert engine.busy and len(tokens) == 5 and engine.tokens_of(long) == tokens
@@ -243,17 +243,17 @@ def test_can_hold_is_exact_for_windows(rule, streams):
     windows, at_once, lengths = (jaxkv.window.Window(6, rule),), 4, [20, 17]
     enough = at_once + (3 if rule == "symmetric" else 5) * 2 // streams
     for cells in (enough, enough - 1):
-        memory = Kind("", cells=cells, sequences=2, streams=streams, windows=windows).make()
-        holds = jaxkv.split(memory)[0].can_hold(np.array(lengths), at_once, np.zeros(streams))
+        cache = Kind("", cells=cells, sequences=2, streams=streams, windows=windows).make()
+        holds = jaxkv.split(cache)[0].can_hold(np.array(lengths), at_once, np.zeros(streams))
         assert holds.tolist() == [cells == enough] * streams
         refused = False
         for start in (0, *range(1, 20, 4)):  # so that a later piece begins at the end of a chunk
             for seq, length in enumerate(lengths):
                 if count := min(4 if start else 1, max(length - start, 0)):
                     batch = jaxkv.make_batch([1] * count, sequences=seq)
-                    plan = jaxkv.init_batch(memory, batch, ubatch_size=4)
+                    plan = jaxkv.init_batch(cache, batch, ubatch_size=4)
                     refused |= not plan.ok
-                    memory = jaxkv.apply(memory, plan)
+                    cache = jaxkv.apply(cache, plan)
         assert refused == (cells < enough)
 
 
@@ -284,15 +284,15 @@ def test_engine_64_requests_of_a_model_are_as_alone(name, streams, reserve, hold
     model = load(name)
     requests = begun_alike(mixed(64, most=40), most=40)
     cells = 40 * max(10 // streams // 2, 2)
-    memory = model.make_memory(cells=cells, sequences=10, streams=streams, ubatch_size=16)
-    store = holders and prefix.make_store(memory, holders=holders)
+    cache = model.make_cache(cells=cells, sequences=10, streams=streams, ubatch_size=16)
+    store = holders and prefix.make_store(cache, holders=holders)
     options = dict(stop=STOP, chunk=16, steps=8, reserve=reserve, store=store)
-    engine = Engine(model.forward, model.weights, memory, **options)
+    engine = Engine(model.forward, model.weights, cache, **options)
     engine.warm_up()
     with counting() as compiled:
         results = run(engine, requests)
         assert compiled() == 0
-    empty = model.make_memory(cells=80, ubatch_size=16)
-    assert_as_alone(results, requests, model=model.forward, weights=model.weights, memory=empty)
+    empty = model.make_cache(cells=80, ubatch_size=16)
+    assert_as_alone(results, requests, model=model.forward, weights=model.weights, cache=empty)
     assert_only_kept(engine)
     assert not holders or sum(result.found.length for result in results) > 50

@@ -32,7 +32,7 @@ def test_engine_store_reuses_text_that_ended():
     first = ask(engine, prompt, limit=4)
     text = [*prompt, *first.tokens.tolist()]
     assert first.found == (0, Miss.UNKNOWN)
-    assert kept(engine) == [text[:-1]]  # the last token is never in the memory
+    assert kept(engine) == [text[:-1]]  # the last token is never in the cache
     again = ask(engine, [*text, 1, 2])
     assert again.found == (len(text) - 1, Miss.NONE)
     assert ask(engine, prompt).found == (7, Miss.NONE)  # its last token gives the logits
@@ -75,11 +75,11 @@ def test_engine_store_keeps_what_a_cancelled_prompt_computed():
     assert ask(engine, prompt).found == (8, Miss.NONE)
 
 
-def test_engine_takes_memory_and_store_of_another():
+def test_engine_takes_cache_and_store_of_another():
     first, prompt = engine_of(ROOMY, [5]), tokens(20)
     ask(first, prompt)
     options = dict(stop=STOP, chunk=8, steps=4)
-    second = Engine(forward, None, first.memory, store=first.store, **options)
+    second = Engine(forward, None, first.cache, store=first.store, **options)
     assert ask(second, [*prompt, 1]).found == (20, Miss.NONE)
 
 
@@ -168,14 +168,14 @@ def test_engine_store_prefers_the_stream_of_the_text():
 class Counting:
     def __init__(self, name, *, holders, **sizes):
         self.model, self.computed = load(name), 0
-        memory = self.model.make_memory(ubatch_size=64, **sizes)
-        store = prefix.make_store(memory, holders=holders)
+        cache = self.model.make_cache(ubatch_size=64, **sizes)
+        store = prefix.make_store(cache, holders=holders)
         options = dict(store=store, chunk=64, steps=4)
-        self.engine = Engine(self.forward, self.model.weights, memory, **options)
+        self.engine = Engine(self.forward, self.model.weights, cache, **options)
 
-    def forward(self, weights, memory, ubatch):
+    def forward(self, weights, cache, ubatch):
         jax.debug.callback(self.add, jnp.sum(ubatch.valid))
-        return self.model.forward(weights, memory, ubatch)
+        return self.model.forward(weights, cache, ubatch)
 
     def add(self, count):
         self.computed += int(count)

@@ -1,7 +1,7 @@
 """A store of prefixes: each token is computed once, held once, and a fork goes on as if computed.
 
 Where only the table matters tokens are applied and no model runs. How much was computed is counted
-by `Server`, which tells a memory the rest of a prompt after what was reused.
+by `Server`, which tells a cache the rest of a prompt after what was reused.
 """
 
 from dataclasses import replace
@@ -16,10 +16,10 @@ from jaxkv import loops, prefix
 from jaxkv.prefix import Miss
 from jaxkv.prefix.matching import agreement
 from tests import histories
+from tests.caches import GROUPS, Kind, assert_identical, drawing
 from tests.cases import in_lanes, mostly_nightly
 from tests.generation.tiny import assert_sound
 from tests.histories import bytes_of, states_of
-from tests.memories import GROUPS, Kind, assert_identical, drawing
 from tests.serving.servers import Server, serving, states, tokens
 
 POOL = Kind("pool", cells=40, sequences=6)
@@ -50,31 +50,31 @@ def test_reuse_in_a_conversation_computes_each_token_once(kind):
         server.forget()  # others may take the sequence until the next turn
     assert server.computed == len(text) == 40
     assert len(server.store.texts) == 1
-    assert jaxkv.used(server.memory) == server.held
+    assert jaxkv.used(server.cache) == server.held
 
 
 def test_store_keeps_no_text_with_a_hole_or_a_move():
     """Nor gives one: a holder that lost a passage is good as far as that."""
-    memory, text = POOL.make(), [1, 2, 3, 4, 5, 6]
-    store = prefix.make_store(memory, holders=[3])
-    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch(text)))
-    for edited, _ in (jaxkv.seq_rm(memory, 0, 2, 4), jaxkv.seq_add(memory, 0, 0, -1, 3)):
+    cache, text = POOL.make(), [1, 2, 3, 4, 5, 6]
+    store = prefix.make_store(cache, holders=[3])
+    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch(text)))
+    for edited, _ in (jaxkv.seq_rm(cache, 0, 2, 4), jaxkv.seq_add(cache, 0, 0, -1, 3)):
         same, kept, miss = prefix.remember(edited, store, text, 0)
         assert miss is Miss.INCOMPLETE and not kept.texts
         assert_identical(same, edited)
-    memory, store, miss = prefix.remember(memory, store, text, 0)
+    cache, store, miss = prefix.remember(cache, store, text, 0)
     assert miss is Miss.NONE
     for cut, found in (((2, 4), (2, Miss.INCOMPLETE)), ((0, -1), (0, Miss.LOST))):
-        memory, _ = jaxkv.seq_rm(memory, 3, *cut)
-        assert prefix.reuse(memory, store, [*text, 7], 1)[2] == found
+        cache, _ = jaxkv.seq_rm(cache, 3, *cut)
+        assert prefix.reuse(cache, store, [*text, 7], 1)[2] == found
 
 
 def test_store_knows_the_text_that_a_sequence_holds():
     """By the token and the position of each key, however cells were moved, copied or saved."""
 
-    def told(memory, some, seq=0, **more):
+    def told(cache, some, seq=0, **more):
         batch = jaxkv.make_batch(some, sequences=seq, **more)
-        return jaxkv.apply(memory, jaxkv.init_batch(memory, batch).check())
+        return jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
 
     text, empty = [1, 2, 3, 4, 5, 6], POOL.make(None)
     slid, ok = loops.slide(told(empty, text), 0, keep=2, drop=2)
@@ -88,33 +88,33 @@ def test_store_knows_the_text_that_a_sequence_holds():
         (placed, text),
     ):
         assert prefix.remember(other, store, claimed, 0)[2] is Miss.OTHER_TEXT
-    memory, _ = jaxkv.seq_cp(told(told(empty, [9, 9], 1), text), 0, 2)
-    memory = jaxkv.apply(jaxkv.seq_rm(memory, 1)[0], jaxkv.defrag_plan(jaxkv.seq_rm(memory, 1)[0]))
-    memory, store, miss = prefix.remember(memory, store, text, 2)
+    cache, _ = jaxkv.seq_cp(told(told(empty, [9, 9], 1), text), 0, 2)
+    cache = jaxkv.apply(jaxkv.seq_rm(cache, 1)[0], jaxkv.defrag_plan(jaxkv.seq_rm(cache, 1)[0]))
+    cache, store, miss = prefix.remember(cache, store, text, 2)
     assert miss is Miss.NONE
-    refilled = told(jaxkv.seq_rm(memory, 3)[0], [1, 2, 9, 4, 5, 6], 3)
+    refilled = told(jaxkv.seq_rm(cache, 3)[0], [1, 2, 9, 4, 5, 6], 3)
     for holding in (refilled, told(empty, [1, 2, 9, 4, 5, 6], 3)):
         assert prefix.reuse(holding, store, [*text, 7], 1)[2] == (2, Miss.OTHER_TEXT)
-    assert prefix.reuse(memory, store, [*text, 7], 1)[2] == (6, Miss.NONE)
+    assert prefix.reuse(cache, store, [*text, 7], 1)[2] == (6, Miss.NONE)
 
 
 def test_store_knows_the_text_that_a_state_has_seen():
     """However states were forked, copied between streams, saved or moved."""
     text = [1, 2, 3, 4, 5, 6]
-    memory = histories.make(kept=1, streams=3)
-    store = prefix.make_store(memory, holders=[2])
+    cache = histories.make(kept=1, streams=3)
+    store = prefix.make_store(cache, holders=[2])
     for part in (text[:2], text[2:3], text[3:]):
-        memory = histories.run(memory, jaxkv.make_batch(part, sequences=0))
+        cache = histories.run(cache, jaxkv.make_batch(part, sequences=0))
     for claimed in ([1, 2, 3, 4, 5, 7], [2, 1, 3, 4, 5, 6]):
-        assert prefix.remember(memory, store, claimed, 0)[2] is Miss.OTHER_TEXT
-    moved, _ = jaxkv.seq_add(memory, 0, 0, -1, 1)
+        assert prefix.remember(cache, store, claimed, 0)[2] is Miss.OTHER_TEXT
+    moved, _ = jaxkv.seq_add(cache, 0, 0, -1, 1)
     moved, ok = jaxkv.seq_add(moved, 0, 1, -1, -1)  # back again: what it has seen is the same
-    memory = jaxkv.snapshot.load(jaxkv.snapshot.to_bytes(moved))
-    memory, kept, miss = prefix.remember(memory, store, text, 0)
+    cache = jaxkv.snapshot.load(jaxkv.snapshot.to_bytes(moved))
+    cache, kept, miss = prefix.remember(cache, store, text, 0)
     assert ok and miss is Miss.NONE
-    assert prefix.reuse(memory, kept, [*text, 7], 1)[2] == (6, Miss.NONE)
-    memory, _ = jaxkv.seq_rm(memory, 2)
-    refilled = histories.run(memory, jaxkv.make_batch([9, *text[1:]], sequences=2))
+    assert prefix.reuse(cache, kept, [*text, 7], 1)[2] == (6, Miss.NONE)
+    cache, _ = jaxkv.seq_rm(cache, 2)
+    refilled = histories.run(cache, jaxkv.make_batch([9, *text[1:]], sequences=2))
     assert prefix.reuse(refilled, kept, [*text, 7], 1)[2] == (0, Miss.OTHER_TEXT)
 
 
@@ -127,21 +127,21 @@ def test_reuse_by_5_prompts_holds_common_tokens_once(kind):
         assert server.ask([*common, 20 + seq, 30], seq) == (16, Miss.NONE)
     assert server.computed == 5 * 2
     cells, each = {"states": (1, 1), "hybrid": (16 + 1, 2 + 1)}.get(kind, (16, 2))
-    assert server.held == cells and jaxkv.used(server.memory) == cells + 5 * each
+    assert server.held == cells and jaxkv.used(server.cache) == cells + 5 * each
 
 
 @pytest.mark.core
 def test_reuse_of_a_state_has_seen_the_prefix():
-    def tell(memory, some, seq):
-        return histories.run(memory, jaxkv.make_batch(some, sequences=seq))
+    def tell(cache, some, seq):
+        return histories.run(cache, jaxkv.make_batch(some, sequences=seq))
 
-    memory = histories.make(kept=1, streams=3)
-    server = Server(memory, prefix.make_store(memory, holders=[2]), tell=tell)
+    cache = histories.make(kept=1, streams=3)
+    server = Server(cache, prefix.make_store(cache, holders=[2]), tell=tell)
     server.ask([1, 2, 3])
     server.remember([1, 2, 3])
     assert server.ask([1, 2, 3], 1) == (2, Miss.NONE)
     assert server.ask([1, 2, 3, 4], 1) == (3, Miss.NONE)
-    assert states_of(server.memory, 1)[-1] == (3, bytes_of([1, 2, 3, 4], range(2)))
+    assert states_of(server.cache, 1)[-1] == (3, bytes_of([1, 2, 3, 4], range(2)))
 
 
 # ---- the cases of ollama's runner/ollamarunner/cache_test.go, until v0.30
@@ -210,7 +210,7 @@ def test_reuse_tells_evicted_from_unknown_and_lost():
     assert server.texts == [[5, 6]]
     assert server.found([1, 2]) == (0, Miss.EVICTED)
     assert server.found([4, 2]) == (0, Miss.UNKNOWN)
-    server.memory = jaxkv.clear(server.memory)
+    server.cache = jaxkv.clear(server.cache)
     assert server.ask([5, 6, 7]) == (0, Miss.LOST)
 
 
@@ -220,16 +220,16 @@ def test_remember_counts_shared_cells_once():
     server.ask([7, 8, 9])
     assert server.remember([7, 8, 9]) is Miss.NONE
     assert server.texts == [[1, 2, 3, 4, 6], [7, 8, 9]] and server.held == 8
-    server.memory, server.store = prefix.evict(server.memory, server.store, cells=3)
+    server.cache, server.store = prefix.evict(server.cache, server.store, cells=3)
     assert server.texts == [[7, 8, 9]]
 
 
 def test_remember_too_long_or_held_text_displaces_nothing():
     server = serving(POOL.make(), [1, 2], [1, 2], [3], cells=4)
     server.ask(range(10, 15))
-    before = server.memory
+    before = server.cache
     assert server.remember(range(10, 15)) is Miss.NO_ROOM
-    assert server.memory is before and server.texts == [[1, 2], [3]]
+    assert server.cache is before and server.texts == [[1, 2], [3]]
     assert server.remember(range(10, 14)) is Miss.NONE
     assert server.remember(range(10, 12)) is Miss.NONE
     assert server.texts == [[10, 11, 12, 13]] and server.held == 4
@@ -240,25 +240,25 @@ def test_remember_in_groups_prefers_holders_of_the_stream():
     server = serving(GROUPS.make(), [1, 3], [1, 2, 3])
     assert server.ask([1, 2, 3, 4], seq=2) == (3, Miss.NONE)  # copied
     assert server.remember([1, 2, 3], seq=2) is Miss.NONE
-    assert drawing(server.memory) == "0{1} 1{1} 2{1} | 0{2,3} 1{2,3} 2{2,3} 3{2}"
+    assert drawing(server.cache) == "0{1} 1{1} 2{1} | 0{2,3} 1{2,3} 2{2,3} 3{2}"
     assert server.ask([1, 2, 3], seq=0) == (2, Miss.NONE)  # shared
-    assert drawing(server.memory).startswith("0{0,1} 1{0,1} 2{1} 2{0} |")
+    assert drawing(server.cache).startswith("0{0,1} 1{0,1} 2{1} 2{0} |")
 
 
 @pytest.mark.core
 def test_reuse_copy_without_room_is_a_miss():
     server = serving(GROUPS.make(), [1], range(8))
     server.go_on(range(20, 28), seq=3)
-    assert server.memory.table.facts.in_groups
-    memory, store, found = prefix.reuse(server.memory, server.store, range(9), 2)
+    assert server.cache.table.facts.in_groups
+    cache, store, found = prefix.reuse(server.cache, server.store, range(9), 2)
     assert found == (0, Miss.NO_ROOM) and store is server.store
-    assert_identical(memory, server.memory)
+    assert_identical(cache, server.cache)
     small = serving(GROUPS.make(), [1])
     small.go_on(range(8), seq=2)
     small.go_on(range(20, 24), seq=0)
-    before = small.memory
+    before = small.cache
     assert small.remember(range(8), seq=2) is Miss.NO_ROOM
-    assert small.memory is before and not small.texts
+    assert small.cache is before and not small.texts
 
 
 def test_store_is_a_value_with_tokens_of_its_own():
@@ -286,9 +286,9 @@ RANDOM = {
 @given(data=st.data())
 def test_reuse_random_prompts_matches_computed(kind, data):
     """What is reused is bounded by what was remembered, and every sequence holds its prompt."""
-    memory = RANDOM[kind]()
+    cache = RANDOM[kind]()
     limit = data.draw(st.sampled_from([None, 6, 12]))
-    server = Server(memory, prefix.make_store(memory, holders=[1, 5], cells=limit))
+    server = Server(cache, prefix.make_store(cache, holders=[1, 5], cells=limit))
     for _ in range(data.draw(st.integers(1, 8))):
         text = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))
         seq = data.draw(st.sampled_from([0, 4]))
@@ -302,10 +302,10 @@ def test_reuse_random_prompts_matches_computed(kind, data):
         )
         if kind == "full":
             assert found.length == longest
-        assert jaxkv.seq_pos_max(server.memory, seq) == len(text) - 1
-        assert jaxkv.can_resume(server.memory, seq, len(text))
+        assert jaxkv.seq_pos_max(server.cache, seq) == len(text) - 1
+        assert jaxkv.can_resume(server.cache, seq, len(text))
         if data.draw(st.booleans()):
             server.remember(text, seq)
         assert server.held <= (limit or 1000)
         assert len({text.holder for text in server.store.texts}) == len(server.texts) <= 2
-        assert_sound(server.memory)
+        assert_sound(server.cache)

@@ -1,4 +1,4 @@
-"""One of several processes that hold a memory together; `test_processes.py` starts them.
+"""One of several processes that hold a cache together; `test_processes.py` starts them.
 
 `python -m tests.sharding.process_worker SCENARIO NUMBER COUNT PORT FOLDER`. What the first process
 computes alone, on one device and without a mesh, is what all want of what they compute together; so
@@ -39,7 +39,7 @@ CASES = {
     "window": ("aa", dict(cells=24, streams=4, window=NEAR), dict(data=-1, cells=2)),
     "hybrid": ("ar", dict(cells=40, sequences=8, streams=4), dict(data=-1, tensor=2)),
 }
-"""Layers, sizes of the memory, and axes of the mesh, of which -1 is the devices that are left."""
+"""Layers, sizes of the cache, and axes of the mesh, of which -1 is the devices that are left."""
 
 
 def make(name: str) -> Any:
@@ -62,8 +62,8 @@ def mesh_of(name: str) -> jax.sharding.Mesh:
     return mesh
 
 
-def planned(memory: Any, batch: jaxkv.Batch) -> Any:
-    return jaxkv.apply(memory, jaxkv.init_batch(memory, batch).check())
+def planned(cache: Any, batch: jaxkv.Batch) -> Any:
+    return jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
 
 
 def of_first(compute: Callable[[], Any]) -> Any:
@@ -81,50 +81,50 @@ def of_first(compute: Callable[[], Any]) -> Any:
 # ------------------------------------------------------------------------------- verbs and loops
 
 
-def answers(memory: Any) -> dict[str, Any]:
-    count = jaxkv.split(memory)[0].facts.sequences
+def answers(cache: Any) -> dict[str, Any]:
+    count = jaxkv.split(cache)[0].facts.sequences
     ids, last = [*range(count)], count - 1
-    faults = jaxkv.check_invariants(memory)
+    faults = jaxkv.check_invariants(cache)
     assert not any(map(int, faults.values())), faults
     return {
-        "min": jaxkv.seq_pos_min(memory, ids),
-        "max": jaxkv.seq_pos_max(memory, ids),
-        "used": jaxkv.used(memory),
-        "rm": jaxkv.seq_rm(memory, 0, 2)[1],
-        "add": jaxkv.can_seq_add(memory, 0, 1, -1, 2),
-        "cp": jaxkv.seq_cp(memory, 0, [1, last]).ok,
-        "select": jaxkv.seq_select(memory, [last, 0], [0, last]).ok,
-        "resume": jaxkv.can_resume(memory, 0, 3),
-        "bytes": jaxkv.nbytes(memory),
-        "drawing": jaxkv.show(memory),
+        "min": jaxkv.seq_pos_min(cache, ids),
+        "max": jaxkv.seq_pos_max(cache, ids),
+        "used": jaxkv.used(cache),
+        "rm": jaxkv.seq_rm(cache, 0, 2)[1],
+        "add": jaxkv.can_seq_add(cache, 0, 1, -1, 2),
+        "cp": jaxkv.seq_cp(cache, 0, [1, last]).ok,
+        "select": jaxkv.seq_select(cache, [last, 0], [0, last]).ok,
+        "resume": jaxkv.can_resume(cache, 0, 3),
+        "bytes": jaxkv.nbytes(cache),
+        "drawing": jaxkv.show(cache),
     }
 
 
-def story(name: str, memory: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Lead a memory through loops and every verb: steps, the memory after each, and answers."""
+def story(name: str, cache: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Lead a cache through loops and every verb: steps, the cache after each, and answers."""
     layers, sizes, _ = CASES[name]
-    forward, last = tiny.model_of(layers), jaxkv.split(memory)[0].facts.sequences - 1
+    forward, last = tiny.model_of(layers), jaxkv.split(cache)[0].facts.sequences - 1
 
-    def told(memory: Any, *texts: list[int], sequences: list[int]) -> Any:
+    def told(cache: Any, *texts: list[int], sequences: list[int]) -> Any:
         batch = make_batch([*texts], sequences=sequences)
-        return jaxkv.prefill(forward, weights, memory, batch, ubatch_size=4)[:2]
+        return jaxkv.prefill(forward, weights, cache, batch, ubatch_size=4)[:2]
 
-    def checked(memory: Any, batch: jaxkv.Batch) -> Any:
-        return memory, jaxkv.init_batch(memory, batch, ubatch_size=4).check().reason
+    def checked(cache: Any, batch: jaxkv.Batch) -> Any:
+        return cache, jaxkv.init_batch(cache, batch, ubatch_size=4).check().reason
 
     ids = [0, 1, 2, last]
     texts = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11], [12, 13, 14, 15]]
-    memory, logits = told(memory, *texts, sequences=ids)
-    yield "prompts", memory, logits
+    cache, logits = told(cache, *texts, sequences=ids)
+    yield "prompts", cache, logits
 
-    state, first = loops.begin(SAMPLER, memory, logits, sequences=ids, limit=7)
+    state, first = loops.begin(SAMPLER, cache, logits, sequences=ids, limit=7)
     decode = partial(jaxkv.decode, forward, SAMPLER)
-    memory, state, picked = decode(weights, memory, state, steps=3)
-    yield "decoded", memory, (first, picked, state.active, state.reason)
-    inside, _, picked = jax.jit(partial(decode, steps=2))(weights, memory, state)
+    cache, state, picked = decode(weights, cache, state, steps=3)
+    yield "decoded", cache, (first, picked, state.active, state.reason)
+    inside, _, picked = jax.jit(partial(decode, steps=2))(weights, cache, state)
     yield "decoded in a program of the caller's", inside, picked
 
-    past, _ = jaxkv.split(memory)
+    past, _ = jaxkv.split(cache)
     full = [1] * (sizes["cells"] * 5 // 8)  # more than half of a stream
     for step, verb in {
         "a gap": lambda m: checked(m, make_batch([0, 1], positions=[50, 51])),
@@ -151,12 +151,12 @@ def story(name: str, memory: Any, weights: Any) -> Iterator[tuple[str, Any, Any]
         "cp to little room": lambda m: jaxkv.seq_cp(m, 0, last - 1),
     }.items():
         try:
-            found = verb(memory)
+            found = verb(cache)
         except jaxkv.RefusedError as error:
-            yield f"{step}, refused", memory, str(error)
+            yield f"{step}, refused", cache, str(error)
             continue
-        memory, *rest = found if isinstance(found, tuple) else (found,)
-        yield step, memory, (rest, answers(memory))
+        cache, *rest = found if isinstance(found, tuple) else (found,)
+        yield step, cache, (rest, answers(cache))
 
 
 def verbs(name: str) -> None:
@@ -166,9 +166,9 @@ def verbs(name: str) -> None:
     that one for the first time in some group of devices.
     """
 
-    def noted(memory: Any, weights: Any) -> dict[str, tuple[Any, Any]]:
-        steps = story(name, memory, weights)
-        return {step: (memory, jax.device_get(rest)) for step, memory, rest in steps}
+    def noted(cache: Any, weights: Any) -> dict[str, tuple[Any, Any]]:
+        steps = story(name, cache, weights)
+        return {step: (cache, jax.device_get(rest)) for step, cache, rest in steps}
 
     with jax.set_mesh(mesh_of(name)):
         together = noted(placed(make(name)), weights())
@@ -182,15 +182,15 @@ def verbs(name: str) -> None:
 def requests() -> None:
     """Requests have the same results in all processes, and as in one alone."""
 
-    def served(memory: Any, weights: Any) -> list:
-        engine = Engine(tiny.model_of("ar"), weights, memory, stop=[3], chunk=8)
+    def served(cache: Any, weights: Any) -> list:
+        engine = Engine(tiny.model_of("ar"), weights, cache, stop=[3], chunk=8)
         engine.warm_up()
         for i in range(20):
             some = dict(sampling=dict(temperature=0.8)) if i % 2 else {}
             prompt = [*range(1, 2 + i % 5)]
             engine.submit(Request(prompt=prompt, limit=2 + i % 7, seed=i, tag=i, **some))
         results = list(engine.results())
-        assert not jaxkv.used(engine.memory) and len(results) == 20
+        assert not jaxkv.used(engine.cache) and len(results) == 20
         return [(one.request.tag, one.tokens, one.logprobs, one.reason.name) for one in results]
 
     with jax.set_mesh(mesh_of("hybrid")):
@@ -203,42 +203,42 @@ def disagreement() -> None:
     """Processes with one batch and table pass, and those with different ones are told."""
     number = jax.process_index()
     with jax.set_mesh(mesh_of("tensor")):
-        memory = planned(placed(make("tensor")), make_batch([[1, 2], [3]]))
+        cache = planned(placed(make("tensor")), make_batch([[1, 2], [3]]))
         other_batch = make_batch([[1, 2, 3, 4 + number], [5, 6]])
-        sharding.agree(memory, make_batch([1]))
-        for args in [(memory, other_batch), (planned(memory, other_batch), make_batch([1]))]:
+        sharding.agree(cache, make_batch([1]))
+        for args in [(cache, other_batch), (planned(cache, other_batch), make_batch([1]))]:
             try:
                 sharding.agree(*args)
             except (RuntimeError, AssertionError) as error:
                 print(error, flush=True)
             else:
                 raise SystemExit("wanted to be told that processes differ")
-        sharding.agree(memory, make_batch([1]))  # nothing is broken by it
+        sharding.agree(cache, make_batch([1]))  # nothing is broken by it
 
 
 def global_batches() -> None:
     """Arrays of a batch that are split over processes are not looked at."""
     mesh = mesh_of("window")
     with jax.set_mesh(mesh):
-        memory, alone = placed(make("window")), make("window")
+        cache, alone = placed(make("window")), make("window")
         tokens = np.arange(8, dtype=np.int32).reshape(4, 2)
         where = NamedSharding(mesh, P("data"))
         split = jax.make_array_from_callback(tokens.shape, where, lambda index: tokens[index])
         assert not jaxkv.places.is_concrete(split) and not jaxkv.places.is_traced(split)
         some = np.array([True, False, True, True])
-        memory = planned(planned(memory, make_batch(split)), make_batch(split).only(some))
+        cache = planned(planned(cache, make_batch(split)), make_batch(split).only(some))
     alone = planned(planned(alone, make_batch(tokens)), make_batch(tokens).only(some))
-    tiny.assert_close(memory, alone, "split")
+    tiny.assert_close(cache, alone, "split")
 
 
 def killed(who: int) -> None:
     """One of them dies while all compute; no other may wait for it for ever."""
     with jax.set_mesh(mesh_of("tensor")):
         forward, prompt = tiny.model_of("aa"), make_batch([1, 2, 3])
-        memory, logits, *_ = jaxkv.prefill(forward, weights(), placed(make("tensor")), prompt)
-        begun, _ = loops.begin(SAMPLER, memory, logits)
+        cache, logits, *_ = jaxkv.prefill(forward, weights(), placed(make("tensor")), prompt)
+        begun, _ = loops.begin(SAMPLER, cache, logits)
         for turn in range(10**6):
-            _, _, picked = jaxkv.decode(forward, SAMPLER, weights(), memory, begun, steps=8)
+            _, _, picked = jaxkv.decode(forward, SAMPLER, weights(), cache, begun, steps=8)
             np.asarray(picked.tokens)
             if turn == 2 and jax.process_index() == who:
                 os.kill(os.getpid(), signal.SIGKILL)

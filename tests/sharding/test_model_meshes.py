@@ -18,7 +18,7 @@ from jaxkv.kv.cells import Cells
 from jaxkv.mesh import Rules
 from models.cli.arguments import InputError, parser
 from models.cli.main import main
-from models.families.memories import Attends, make_memory
+from models.families.caches import Attends, make_cache
 from models.meshes import RULES, WHOLE, Split, make_mesh
 from models.room import make_with_room
 from tests.cases import in_lanes
@@ -61,7 +61,7 @@ def test_make_with_room_counts_whole_arrays_on_each_device(axes, kv_heads, sizes
 
     def allocated(**options):
         layer = Attends(kv_heads=kv_heads, head_dim=8_000, rope=None)
-        make = partial(make_memory, [layer], sequences=options.get("streams", 1), **options)
+        make = partial(make_cache, [layer], sequences=options.get("streams", 1), **options)
         return jaxkv.sharding.allocate(make, mesh)
 
     mesh = make_mesh(axes)
@@ -119,7 +119,7 @@ def test_load_on_mesh_gives_each_device_its_share(name, tmp_path):
 
     sizes = dict(cells=64, sequences=2, streams=2, ubatch_size=8)
     jax.tree.map(alike, shapes.weights, model.weights)
-    jax.tree.map(alike, shapes.memory_shapes(**sizes), model.make_memory(**sizes))
+    jax.tree.map(alike, shapes.cache_shapes(**sizes), model.make_cache(**sizes))
     assert shapes.whole_weights() == whole
 
 
@@ -155,15 +155,15 @@ def test_model_step_on_mesh_sends_sums(name):
     mesh = make_mesh(TENSOR)
     model = models.on_mesh(models.load_shapes(DATA / name), mesh, Rules())
 
-    def step(weights, memory, tokens):
-        ubatch, _ = jaxkv.plan_step(memory, tokens, jnp.arange(2), jnp.ones(2, bool))
-        return model.forward(weights, jaxkv.apply(memory, ubatch), ubatch)
+    def step(weights, cache, tokens):
+        ubatch, _ = jaxkv.plan_step(cache, tokens, jnp.arange(2), jnp.ones(2, bool))
+        return model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
 
-    memory = model.memory_shapes(cells=64, sequences=2, streams=2, ubatch_size=8)
+    cache = model.cache_shapes(cells=64, sequences=2, streams=2, ubatch_size=8)
     tokens = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=NamedSharding(mesh, P()))
     with jax.set_mesh(mesh):
         run = jax.jit(step, donate_argnums=1)
-        sent = collectives(run.lower(model.weights, memory, tokens).compile())
+        sent = collectives(run.lower(model.weights, cache, tokens).compile())
     layers = len(model.family.layers_of(model.config, model.dtype))
     # Attention and feed of each layer; the one key head of gemma3 is whole, and so is attention.
     exact = {"llama_tied": 2 * layers + 1, "gemma3": layers + 1}
@@ -175,12 +175,12 @@ def test_model_step_on_mesh_sends_sums(name):
 
 
 def run(model):
-    memory = model.make_memory(cells=64, sequences=2, streams=2, ubatch_size=8)
+    cache = model.make_cache(cells=64, sequences=2, streams=2, ubatch_size=8)
     prompts = jaxkv.make_batch([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]])
-    memory, logits, *_ = jaxkv.prefill(model.forward, model.weights, memory, prompts, ubatch_size=8)
-    state = jaxkv.loops.start(memory, jnp.argmax(logits, -1).astype(jnp.int32), limit=8)
+    cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, cache, prompts, ubatch_size=8)
+    state = jaxkv.loops.start(cache, jnp.argmax(logits, -1).astype(jnp.int32), limit=8)
     greedy = jaxkv.loops.sampling.make_sampler()
-    _, _, picked = jaxkv.decode(model.forward, greedy, model.weights, memory, state, steps=8)
+    _, _, picked = jaxkv.decode(model.forward, greedy, model.weights, cache, state, steps=8)
     return np.asarray(logits), np.asarray(picked.tokens)
 
 
@@ -198,7 +198,7 @@ def test_prompts_and_tokens_on_mesh_match_one_device(name, sizes):
     if "cells" in sizes:
         down = model.weights["blocks"][0]["feed"]["down"]["weight"]
         assert down.addressable_shards[0].data.size * 4 == down.size
-        tables = [part.table for part in parts_of(model.memory_shapes(cells=64))]
+        tables = [part.table for part in parts_of(model.cache_shapes(cells=64))]
         dealt = [(table.placement, table.shards) for table in tables if isinstance(table, Cells)]
         assert dealt == [("striped", 2)]
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""A memory that is saved on one mesh and restored on another, by Orbax."""
+"""A cache that is saved on one mesh and restored on another, by Orbax."""
 
 import jax
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 import jaxkv
 from jaxkv import sharding
-from tests.memories import assert_identical
+from tests.caches import assert_identical
 from tests.meshes import RULES, mesh_of, placed
 from tests.sharding import tiny
 
@@ -18,24 +18,24 @@ def make():
 
 
 @pytest.mark.nightly
-def test_orbax_restores_hybrid_memory_on_another_mesh(tmp_path):
+def test_orbax_restores_hybrid_cache_on_another_mesh(tmp_path):
     rng = np.random.default_rng(0)
     table, buffers = jaxkv.split(make())
     buffers = jax.tree.map(lambda x: rng.integers(0, 99, x.shape).astype(x.dtype), buffers)
     batch = jaxkv.make_batch([[1, 2], [3, 4], [5, 6]])
-    memory = jaxkv.join(table, buffers)
-    memory = jaxkv.seq_cp(jaxkv.apply(memory, jaxkv.init_batch(memory, batch)), 0, 3).cache
-    path = tmp_path / "memory"
+    cache = jaxkv.join(table, buffers)
+    cache = jaxkv.seq_cp(jaxkv.apply(cache, jaxkv.init_batch(cache, batch)), 0, 3).cache
+    path = tmp_path / "cache"
     with ocp.StandardCheckpointer() as checkpointer:
         with jax.set_mesh(mesh_of(data=2, tensor=2)):
-            checkpointer.save(path, placed(memory))
+            checkpointer.save(path, placed(cache))
             checkpointer.wait_until_finished()
         mesh = mesh_of(data=4, cells=2)
         shapes = sharding.shapes(make, mesh, RULES)
         restored = checkpointer.restore(path, shapes)
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, restored, shapes))
     plain = jaxkv.join(restored.table.with_rules(None), restored.buffers)
-    assert_identical(jax.device_get(plain), jax.device_get(memory))
+    assert_identical(jax.device_get(plain), jax.device_get(cache))
     with jax.set_mesh(mesh):  # and it goes on
         plan = jaxkv.init_batch(restored, jaxkv.make_batch([[7], [8], [9], [10]])).check()
-        assert jaxkv.used(jaxkv.apply(restored, plan)) > jaxkv.used(memory)
+        assert jaxkv.used(jaxkv.apply(restored, plan)) > jaxkv.used(cache)

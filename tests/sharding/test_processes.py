@@ -1,4 +1,4 @@
-"""Memories that several processes hold together: as in one, and no process waits for ever.
+"""Caches that several processes hold together: as in one, and no process waits for ever.
 
 `process_worker.py` is what each process runs, and compares its numbers.
 """

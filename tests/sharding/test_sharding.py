@@ -1,4 +1,4 @@
-"""Memories on meshes: the same values as on one device."""
+"""Caches on meshes: the same values as on one device."""
 
 from functools import partial
 
@@ -12,10 +12,10 @@ from jax.tree_util import Partial
 import jaxkv
 from jaxkv import sharding
 from tests.attention.formula import slope
+from tests.caches import Kind, assert_identical
 from tests.cases import in_lanes
 from tests.cells import state_machine
 from tests.cells.test_stateful import run
-from tests.memories import Kind, assert_identical
 from tests.meshes import KINDS, RULES, mesh_of, near, placed
 from tests.mistakes import assert_raises, mistakes
 from tests.sharding import tiny
@@ -36,7 +36,7 @@ def test_random_verbs_on_mesh_match_oracle(kind):
 class StateVerbs(state_machine.StateVerbs):
     def __init__(self, options):
         super().__init__(options)
-        self.twin.memory = placed(self.twin.memory)
+        self.twin.cache = placed(self.twin.cache)
         self.past = self.twin.fork()
 
 
@@ -71,23 +71,23 @@ MODES = [
 ]
 
 
-def edited(weights, memory):
-    """A memory after prompts, verbs of every kind, and a step of all sequences; and all logits."""
+def edited(weights, cache):
+    """A cache after prompts, verbs of every kind, and a step of all sequences; and all logits."""
     forward = tiny.model_of("aa")
     prompts = jaxkv.make_batch([[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]])
-    memory, first, *_ = jaxkv.prefill(forward, weights, memory, prompts, ubatch_size=8)
-    later, _ = jaxkv.seq_rm(memory, 1)
-    memory, ok = jaxkv.go_back(memory.table, later)
-    memory = jaxkv.seq_cp(jaxkv.seq_cp(memory, 0, 1, 0, 2).cache, 2, 0).cache
-    memory, _ = jaxkv.seq_rm(memory, [0, 2], [1, 0], [2, 1])
-    memory = jaxkv.seq_add(memory, 0, 2, -1, -1).cache
-    memory = jaxkv.apply(memory, jaxkv.init_update(memory))
-    memory = jaxkv.apply(memory, jaxkv.defrag_plan(memory))
-    memory = jaxkv.seq_select(memory, [3, 2], [2, 3]).cache
+    cache, first, *_ = jaxkv.prefill(forward, weights, cache, prompts, ubatch_size=8)
+    later, _ = jaxkv.seq_rm(cache, 1)
+    cache, ok = jaxkv.go_back(cache.table, later)
+    cache = jaxkv.seq_cp(jaxkv.seq_cp(cache, 0, 1, 0, 2).cache, 2, 0).cache
+    cache, _ = jaxkv.seq_rm(cache, [0, 2], [1, 0], [2, 1])
+    cache = jaxkv.seq_add(cache, 0, 2, -1, -1).cache
+    cache = jaxkv.apply(cache, jaxkv.init_update(cache))
+    cache = jaxkv.apply(cache, jaxkv.defrag_plan(cache))
+    cache = jaxkv.seq_select(cache, [3, 2], [2, 3]).cache
     step = jnp.arange(4), jnp.array([3, 1, 0, 2]), jnp.ones(4, bool)
-    ubatch, granted = jaxkv.plan_step(memory, *step)
+    ubatch, granted = jaxkv.plan_step(cache, *step)
     assert ok and granted
-    return *jax.jit(forward)(weights, jaxkv.apply(memory, ubatch), ubatch), first
+    return *jax.jit(forward)(weights, jaxkv.apply(cache, ubatch), ubatch), first
 
 
 @pytest.mark.parametrize(
@@ -98,21 +98,21 @@ def test_verbs_and_steps_on_mesh_match_one_device(mode, streams, axes):
     plain = tiny.make("aa", cells=cells, streams=streams, rope=rope)
     wanted = edited(tiny.weights(), plain)
     with jax.set_mesh(mesh_of(mode, **axes)):
-        memory = placed(plain)
-        found = edited(tiny.whole(tiny.weights()), memory)
-    assert found[0].buffers.k[0].sharding.is_equivalent_to(memory.buffers.k[0].sharding, 4)
+        cache = placed(plain)
+        found = edited(tiny.whole(tiny.weights()), cache)
+    assert found[0].buffers.k[0].sharding.is_equivalent_to(cache.buffers.k[0].sharding, 4)
     assert_close(found, wanted, atol=1e-5)
 
 
 @pytest.mark.core
 def test_init_batch_one_stream_each_device_same_slots():
     """Sequences of a stream come first by their number, in whatever order their rows are."""
-    memory = Kind("groups", cells=8, sequences=4, streams=2).make()
+    cache = Kind("groups", cells=8, sequences=4, streams=2).make()
     batch = jaxkv.make_batch([[1], [2]], sequences=[3, 2])
-    (wanted,) = jaxkv.init_batch(memory, batch).ubatches
+    (wanted,) = jaxkv.init_batch(cache, batch).ubatches
     assert wanted.slots.tolist() == [[1], [0]]
     with jax.set_mesh(mesh_of(data=2)):
-        assert_identical(jaxkv.init_batch(placed(memory), batch).ubatches[0], wanted)
+        assert_identical(jaxkv.init_batch(placed(cache), batch).ubatches[0], wanted)
 
 
 @pytest.mark.parametrize(
@@ -126,24 +126,24 @@ def test_init_batch_one_stream_each_device_same_slots():
 def test_derivatives_on_mesh_match_one_device(streams, axes):
     """By queries, keys, values, sinks, and a bias: that of the first layer has weights."""
 
-    def loss(arrays, memory, ubatch):
+    def loss(arrays, cache, ubatch):
         q, k, v, sinks, weights, array = arrays
-        memory = jaxkv.apply(memory, ubatch)
+        cache = jaxkv.apply(cache, ubatch)
         for layer, bias in enumerate([Partial(slope, weights), array]):
-            memory, out = jaxkv.attend(memory, layer, ubatch, q, k, v, sinks=sinks, bias=bias)
+            cache, out = jaxkv.attend(cache, layer, ubatch, q, k, v, sinks=sinks, bias=bias)
             q, v = q + out, v + out[:, :, ::2]
         return jnp.sum(jnp.where(ubatch.valid[..., None, None], jnp.sin(q), 0.0))
 
     cells = 32 // streams  # so few that all devices hold some that are used
-    memory = Kind("full", cells=cells, sequences=4, streams=streams).make()
+    cache = Kind("full", cells=cells, sequences=4, streams=streams).make()
     texts = [list(range(i, 6 + i)) for i in range(4)]
-    (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch(texts)).check().ubatches
+    (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch(texts)).check().ubatches
     shape, rng = ubatch.valid.shape, np.random.default_rng(0)
     sizes = (*shape, 4, 4), (*shape, 2, 4), (*shape, 2, 4), (4,), (4,), (*shape, 4, cells)
     arrays = [rng.normal(size=size).astype(np.float32) for size in sizes]
-    wanted = jax.jit(jax.value_and_grad(loss))(arrays, memory, ubatch)
+    wanted = jax.jit(jax.value_and_grad(loss))(arrays, cache, ubatch)
     with jax.set_mesh(mesh_of(**axes)):
-        found = jax.jit(jax.value_and_grad(loss))(arrays, placed(memory), ubatch)
+        found = jax.jit(jax.value_and_grad(loss))(arrays, placed(cache), ubatch)
     assert all(np.abs(x).max() > 0.1 for x in jax.tree.leaves(wanted[1]))
     assert_close(found, wanted, atol=1e-5)
 
@@ -154,8 +154,8 @@ make = partial(jaxkv.make_kv_cache, layers=2, cells=16, kv_heads=2, head_dim=4)
 
 
 def with_rules():
-    memory = make()
-    return jaxkv.join(memory.table.with_rules(RULES), memory.buffers)
+    cache = make()
+    return jaxkv.join(cache.table.with_rules(RULES), cache.buffers)
 
 
 def attend_without_mesh():
@@ -178,17 +178,17 @@ def test_sharding_bad_argument_raises(call, outcome):
 
 
 def test_fitted_splits_cells_of_heads_that_do_not_divide():
-    memory = jax.eval_shape(partial(make, kv_heads=6))
+    cache = jax.eval_shape(partial(make, kv_heads=6))
     mesh = mesh_of(tensor=4)
-    whole = sharding.layout(memory, mesh, RULES)
+    whole = sharding.layout(cache, mesh, RULES)
     assert whole.whole == ("kv_heads (6) are not split by tensor",)
-    assert whole.check(whole.total).buffers == jaxkv.nbytes(memory.buffers)
+    assert whole.check(whole.total).buffers == jaxkv.nbytes(cache.buffers)
     with pytest.raises(ValueError, match="wanted at most .* on each of 4 devices"):
         whole.check(whole.total - 1)
-    finer, rules = sharding.fitted(memory, mesh, RULES)
+    finer, rules = sharding.fitted(cache, mesh, RULES)
     assert dict(finer.shape) == {"tensor": 2, "cells": 2} and rules == RULES
-    assert sharding.layout(memory, finer, rules).buffers == whole.buffers // 4
-    copies, rules = sharding.fitted(memory, mesh, RULES, surplus="replicate")
+    assert sharding.layout(cache, finer, rules).buffers == whole.buffers // 4
+    copies, rules = sharding.fitted(cache, mesh, RULES, surplus="replicate")
     assert dict(copies.shape) == {"tensor": 2, "copies": 2} and rules == RULES
     with pytest.raises(ValueError, match="surplus='cells'"):
-        sharding.fitted(memory, mesh, RULES, surplus="refuse")
+        sharding.fitted(cache, mesh, RULES, surplus="refuse")

@@ -1,4 +1,4 @@
-"""What a compiler makes of memories on meshes: what is sent, what is held, what is copied.
+"""What a compiler makes of caches on meshes: what is sent, what is held, what is copied.
 
 Compiled only, of shapes: nothing is allocated.
 """
@@ -80,7 +80,7 @@ def test_update_and_defrag_send_scalars(name, plan):
     """Unless cells move from device to device: then the chunks of each layer are sent."""
     pod = PODS[name]
     with on_mesh(pod):
-        program, layout = compiled(lambda m: jaxkv.apply(m, plan(m)), pod.memory()), pod.layout()
+        program, layout = compiled(lambda m: jaxkv.apply(m, plan(m)), pod.cache()), pod.layout()
     sizes = [size for _, size in hlo.collectives(program)]
     if plan is jaxkv.defrag_plan and "cells" in dict(pod.axes):
         chunk = CHUNK * layout.buffers // LAYERS // 2 // (pod.cells // dict(pod.axes)["cells"])
@@ -98,7 +98,7 @@ def test_copies_between_streams_send_chunks_and_a_line(name, verb):
     last = pod.sequences - 1
     args = (0, last) if verb == "seq_cp" else ([0], [last])
     with on_mesh(pod):
-        program = compiled(lambda m: getattr(jaxkv, verb)(m, *args), pod.memory())
+        program = compiled(lambda m: getattr(jaxkv, verb)(m, *args), pod.cache())
     heads = pod.kv_heads // dict(pod.axes).get("tensor", 1)
     chunk = CHUNK * heads * pod.head_dim * 4
     line = 20 * pod.cells  # of a table of 32 sequences at most

@@ -18,49 +18,49 @@ HOLDERS = [1, 3]
 pytestmark = pytest.mark.nightly
 
 
-def after_a_warm_up(forward, weights, memory):
-    memory = loops.warm_up(forward, weights, memory, ubatch_size=4, longest=6)
-    memory = loops.warm_up(forward, weights, memory, ubatch_size=4, donate=True)
+def after_a_warm_up(forward, weights, cache):
+    cache = loops.warm_up(forward, weights, cache, ubatch_size=4, longest=6)
+    cache = loops.warm_up(forward, weights, cache, ubatch_size=4, donate=True)
     logits = []
     with counting(traces=True) as compiled:
         for seq, prompt in enumerate([[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]):
             batch = jaxkv.make_batch(prompt, sequences=seq)
-            memory, out, *_ = jaxkv.prefill(forward, weights, memory, batch, ubatch_size=4)
+            cache, out, *_ = jaxkv.prefill(forward, weights, cache, batch, ubatch_size=4)
             logits.append(out)
         assert compiled() == 0
     return logits
 
 
-def after_beams_and_slides(forward, weights, memory):
+def after_beams_and_slides(forward, weights, cache):
     batch = jaxkv.make_batch([[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]], sequences=[0, 2])
-    memory, logits, *_ = jaxkv.prefill(forward, weights, memory, batch)
+    cache, logits, *_ = jaxkv.prefill(forward, weights, cache, batch)
     search = {"width": 2, "steps": 2, "sequences": [0, 1]}
-    searched, beams = loops.beam(forward, weights, memory, logits[:1], **search)
-    slid, ok = loops.slide(memory, 2, keep=1, drop=2)
-    extended, done, well = loops.extend(memory, 0, 0, group=2, width=4)
+    searched, beams = loops.beam(forward, weights, cache, logits[:1], **search)
+    slid, ok = loops.slide(cache, 2, keep=1, drop=2)
+    extended, done, well = loops.extend(cache, 0, 0, group=2, width=4)
     assert ok and well
     return beams.tokens, beams.held, done, searched, slid, extended
 
 
-def after_a_store(forward, weights, memory):
+def after_a_store(forward, weights, cache):
     """Logits after a prefix that another stream may hold, and what a store tells of it."""
-    store = prefix.make_store(memory, holders=HOLDERS)
+    store = prefix.make_store(cache, holders=HOLDERS)
     batch = jaxkv.make_batch([1, 2, 3, 4])
-    memory, *_ = jaxkv.prefill(forward, weights, memory, batch)
-    memory, store, miss = prefix.remember(memory, store, [1, 2, 3, 4], 0)
-    seen = [miss, prefix.held(memory, store)]
+    cache, *_ = jaxkv.prefill(forward, weights, cache, batch)
+    cache, store, miss = prefix.remember(cache, store, [1, 2, 3, 4], 0)
+    seen = [miss, prefix.held(cache, store)]
     for seq in (0, 2):
-        memory, store, found = prefix.reuse(memory, store, [1, 2, 3, 4, 5, 6], seq)
+        cache, store, found = prefix.reuse(cache, store, [1, 2, 3, 4, 5, 6], seq)
         batch = jaxkv.make_batch([5, 6], sequences=seq)
-        memory, logits, *_ = jaxkv.prefill(forward, weights, memory, batch)
+        cache, logits, *_ = jaxkv.prefill(forward, weights, cache, batch)
         seen += [found, logits]
-    memory, store = prefix.evict(memory, store, cells=0)
-    return [*seen, jaxkv.used(memory)]
+    cache, store = prefix.evict(cache, store, cells=0)
+    return [*seen, jaxkv.used(cache)]
 
 
-def after_requests(forward, weights, memory):
-    store = prefix.make_store(memory, holders=HOLDERS)
-    engine = Engine(forward, weights, memory, chunk=8, steps=2, allow=(), store=store)
+def after_requests(forward, weights, cache):
+    store = prefix.make_store(cache, holders=HOLDERS)
+    engine = Engine(forward, weights, cache, chunk=8, steps=2, allow=(), store=store)
     engine.warm_up()
     found = []
     with counting() as compiled:
@@ -73,7 +73,7 @@ def after_requests(forward, weights, memory):
 
 
 def check(story, kind, modes):
-    """A story of a memory on the mesh ends as it does on one device."""
+    """A story of a cache on the mesh ends as it does on one device."""
     layers, options = kind
     forward = model_of(layers)
     wanted = story(forward, weights(), make(layers, **options))

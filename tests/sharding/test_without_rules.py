@@ -1,4 +1,4 @@
-"""A memory without rules, whose heads the caller splits: nothing is sent, and values stay."""
+"""A cache without rules, whose heads the caller splits: nothing is sent, and values stay."""
 
 import jax
 import jax.numpy as jnp
@@ -17,42 +17,42 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
 def arguments(streams, dtype="float32"):
-    """A memory with some tokens, a ubatch that it has taken in, queries and keys."""
+    """A cache with some tokens, a ubatch that it has taken in, queries and keys."""
     sizes = dict(layers=1, cells=4096 // streams, kv_heads=KV_HEADS, head_dim=SIZE, sequences=Q)
     rope = jaxkv.make_rope(SIZE)
-    memory = jaxkv.make_kv_cache(**sizes, streams=streams, rope=rope, dtype=dtype)
+    cache = jaxkv.make_kv_cache(**sizes, streams=streams, rope=rope, dtype=dtype)
     batch = jaxkv.make_batch(np.arange(12).reshape(Q, 3))
-    (ubatch,) = jaxkv.init_batch(memory, batch).check().ubatches
+    (ubatch,) = jaxkv.init_batch(cache, batch).check().ubatches
     rng, shape = np.random.default_rng(0), ubatch.valid.shape
     q, k = (jnp.asarray(rng.normal(size=(*shape, n, SIZE)), dtype) for n in (HEADS, KV_HEADS))
-    return jaxkv.apply(memory, ubatch), ubatch, q, k
+    return jaxkv.apply(cache, ubatch), ubatch, q, k
 
 
-def placed(mesh, memory, ubatch, q, k):
+def placed(mesh, cache, ubatch, q, k):
     """The same on four devices: heads apart, everything else on each."""
 
     def put(tree, *spec):
         return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
 
-    table, buffers = jaxkv.split(memory)
-    memory = jaxkv.join(put(table), put(buffers, None, "heads"))
-    return memory, put(ubatch), *put((q, k), None, None, "heads")
+    table, buffers = jaxkv.split(cache)
+    cache = jaxkv.join(put(table), put(buffers, None, "heads"))
+    return cache, put(ubatch), *put((q, k), None, None, "heads")
 
 
 def attends(implementation=None):
-    def attend(memory, ubatch, q, k):
-        return jaxkv.attend(memory, 0, ubatch, q, k, k, implementation=implementation)
+    def attend(cache, ubatch, q, k):
+        return jaxkv.attend(cache, 0, ubatch, q, k, k, implementation=implementation)
 
     return jax.jit(attend)
 
 
 @jax.jit
-def tidy(memory, ubatch, q, k):
-    memory, _ = jaxkv.attend(memory, 0, ubatch, q, k, k)
-    memory, _ = jaxkv.seq_rm(memory, 0, 0, 1)
-    memory = jaxkv.seq_add(memory, 0, 1, -1, -1).cache
-    memory = jaxkv.apply(memory, jaxkv.init_update(memory))
-    return jaxkv.apply(memory, jaxkv.defrag_plan(memory)), ()
+def tidy(cache, ubatch, q, k):
+    cache, _ = jaxkv.attend(cache, 0, ubatch, q, k, k)
+    cache, _ = jaxkv.seq_rm(cache, 0, 0, 1)
+    cache = jaxkv.seq_add(cache, 0, 1, -1, -1).cache
+    cache = jaxkv.apply(cache, jaxkv.init_update(cache))
+    return jaxkv.apply(cache, jaxkv.defrag_plan(cache)), ()
 
 
 CASES = [

@@ -1,4 +1,4 @@
-"""A tiny model, and memories for it, that run on one device, on meshes and in several processes."""
+"""A tiny model, and caches for it, that run on one device, on meshes and in several processes."""
 
 import functools
 from functools import partial
@@ -16,11 +16,11 @@ KINDS = {
     "groups": ("a", {"streams": 2, "window": jaxkv.window.sliding(6)}),
     "hybrid": ("ar", {"streams": 4}),
 }
-"""The layers of the model, see `make`, and options of the memory."""
+"""The layers of the model, see `make`, and options of the cache."""
 
 
 def make(layers, *, sequences=4, streams=1, **attention):
-    """Make a memory of layers that attend, `a`, or are recurrent, `r`."""
+    """Make a cache of layers that attend, `a`, or are recurrent, `r`."""
     sizes = {"sequences": sequences, "streams": streams}
     places = {kind: [i for i, one in enumerate(layers) if one == kind] for kind in sorted(layers)}
     parts = []
@@ -49,22 +49,22 @@ def whole(x):
 def model_of(layers):
     """Return the forward function of the model, the same one for the same layers."""
 
-    def forward(weights, memory, ubatch):
+    def forward(weights, cache, ubatch):
         x = weights[whole(ubatch.tokens)]
         for layer, kind in enumerate(layers):
             if kind == "a":
                 heads = jnp.stack([x, x[..., ::-1]], axis=2)
-                memory, out = jaxkv.attend(memory, layer, ubatch, heads, heads, heads)
+                cache, out = jaxkv.attend(cache, layer, ubatch, heads, heads, heads)
                 x = x + jnp.sum(whole(out), axis=2)
                 continue
-            before = whole(jaxkv.read_states(memory, layer, ubatch)["x"])
+            before = whole(jaxkv.read_states(cache, layer, ubatch)["x"])
             every = jnp.cumsum(jnp.where(whole(ubatch.valid)[..., None], x, 0), axis=1)
             every = before[:, None] + jnp.pad(every, [(0, 0), (1, 0), (0, 0)])
-            keep = whole(jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(memory, layer) + 1))
+            keep = whole(jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(cache, layer) + 1))
             states = jnp.take_along_axis(every, keep[..., None], axis=1)
-            memory = jaxkv.write_states(memory, layer, ubatch, {"x": states})
+            cache = jaxkv.write_states(cache, layer, ubatch, {"x": states})
             x = x + every[:, 1:]
-        return memory, x.reshape(-1, 4)[whole(ubatch.outputs)] @ weights.T
+        return cache, x.reshape(-1, 4)[whole(ubatch.outputs)] @ weights.T
 
     return forward
 

@@ -1,4 +1,4 @@
-"""Memories to save, and bytes of files that are damaged at random."""
+"""Caches to save, and bytes of files that are damaged at random."""
 
 from dataclasses import replace
 
@@ -27,15 +27,15 @@ def changed(data, rng, stop):
     return bytes(data)
 
 
-def with_numbers(memory, seed=0):
-    """A memory whose layers all hold random numbers for every cell."""
+def with_numbers(cache, seed=0):
+    """A cache whose layers all hold random numbers for every cell."""
 
     def written(table):
         if not isinstance(table, Cells):
             return table
         return replace(table, written=table.history[:, 1:] + 0 * table.written)
 
-    table, buffers = jaxkv.split(memory)
+    table, buffers = jaxkv.split(cache)
     parts = tuple(map(written, getattr(table, "parts", ())))
     table = replace(table, parts=parts) if parts else written(table)
     rng = np.random.default_rng(seed)

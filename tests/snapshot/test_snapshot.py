@@ -15,10 +15,10 @@ import jaxkv
 from jaxkv import snapshot
 from jaxkv.kv.cells import Cells, lacks
 from jaxkv.recurrent.states import occupied
-from tests import histories, memories
+from tests import caches, histories
+from tests.caches import GROUPS, RUNS, SMALL, Kind, assert_identical, drawing, drawn
 from tests.cases import in_lanes, mostly_nightly
 from tests.generation.tiny import assert_sound
-from tests.memories import GROUPS, RUNS, SMALL, Kind, assert_identical, drawing, drawn
 from tests.snapshot.saved import with_numbers
 
 STATES = {
@@ -28,7 +28,7 @@ STATES = {
     "hybrid": {"kinds": "ra", "kept": 1, "window": jaxkv.window.sliding(4)},
     "hybrid in groups": {"kinds": "ba", "kept": 1, "sequences": 4, "streams": 2, "cells": 14},
 }
-"""Memories with states, as options of `histories.Twin`."""
+"""Caches with states, as options of `histories.Twin`."""
 
 ONE = replace(SMALL, cells=40, sequences=4)
 FULL = [
@@ -40,7 +40,7 @@ WINDOWS = [replace(one, windows=(jaxkv.window.sliding(3),)) for one in FULL]
 
 
 def scattered(kind, seed):
-    """A memory of one part with any cells: holes, shared ones, owed rotations, lost positions."""
+    """A cache of one part with any cells: holes, shared ones, owed rotations, lost positions."""
     rng = random.Random(seed)
     sharing, lines = kind.sequences // kind.streams, []
     for stream in range(kind.streams):
@@ -60,14 +60,14 @@ def scattered(kind, seed):
     return with_numbers(jaxkv.join(table, buffers), seed)
 
 
-def belongings(memory, seq, kept=0):
+def belongings(cache, seq, kept=0):
     """All that a sequence has: in each part its positions, what is owed, and the bytes beside.
 
     Of its states the newest `kept`, 0 for all. Those are the last part.
     """
-    is_states = jaxkv.split(memory)[0].facts.kind == "recurrent"
+    is_states = jaxkv.split(cache)[0].facts.kind == "recurrent"
     found = []
-    for table, buffers in [jaxkv.split(memory)] if is_states else memories.parts_of(memory):
+    for table, buffers in [jaxkv.split(cache)] if is_states else caches.parts_of(cache):
         if not isinstance(table, Cells):
             found.append(histories.kept_of(table, buffers)[seq][-kept:])
             continue
@@ -84,10 +84,10 @@ def belongings(memory, seq, kept=0):
     return found
 
 
-def unstamped(memory):
-    """The tables of a memory without stamps; and which layer lacks tokens or holds which state."""
+def unstamped(cache):
+    """The tables of a cache without stamps; and which layer lacks tokens or holds which state."""
     fields = []
-    for part in jaxkv.hybrid.parts_of(memory):
+    for part in jaxkv.hybrid.parts_of(cache):
         table, _ = jaxkv.split(part)
         if not isinstance(table, Cells):
             live = occupied(table, table.cell)
@@ -101,16 +101,16 @@ def unstamped(memory):
     return fields
 
 
-def assert_same_memory(loaded, memory):
-    assert_identical(unstamped(loaded), unstamped(memory))
-    for seq in range(jaxkv.split(memory)[0].facts.sequences):
-        assert belongings(loaded, seq) == belongings(memory, seq)
+def assert_same_cache(loaded, cache):
+    assert_identical(unstamped(loaded), unstamped(cache))
+    for seq in range(jaxkv.split(cache)[0].facts.sequences):
+        assert belongings(loaded, seq) == belongings(cache, seq)
     assert_sound(loaded)
 
 
-def run(memory, kinds, seq, count):
+def run(cache, kinds, seq, count):
     batch = jaxkv.make_batch([1 + i % 9 for i in range(count)], sequences=seq)
-    return histories.run(memory, batch, kinds=kinds)
+    return histories.run(cache, batch, kinds=kinds)
 
 
 @functools.cache
@@ -120,49 +120,49 @@ def lived(name, seed=0):
     for _ in range(4):
         for seq in rng.sample(ids, 2):
             try:
-                twin.memory = run(twin.memory, twin.kinds, seq, rng.choice([3, 4]))
+                twin.cache = run(twin.cache, twin.kinds, seq, rng.choice([3, 4]))
             except jaxkv.RefusedError:
-                twin.memory, _ = jaxkv.seq_rm(twin.memory, seq)
+                twin.cache, _ = jaxkv.seq_rm(twin.cache, seq)
         src, dst = rng.choice(ids), rng.choice(ids)
-        twin.memory, _ = jaxkv.seq_cp(twin.memory, src, dst)
-    return twin.memory
+        twin.cache, _ = jaxkv.seq_cp(twin.cache, src, dst)
+    return twin.cache
 
 
-KINDS = [GROUPS, memories.WIDE, memories.WINDOW, FULL[1]]
+KINDS = [GROUPS, caches.WIDE, caches.WINDOW, FULL[1]]
 
 
 @pytest.mark.parametrize(
     "kind", in_lanes(KINDS, fast=KINDS[:1], core=KINDS[1:]), ids=lambda kind: kind.name
 )
-def test_load_returns_the_saved_memory(kind, tmp_path):
-    memory = scattered(kind, 0)
-    snapshot.save(tmp_path / "all", memory)
+def test_load_returns_the_saved_cache(kind, tmp_path):
+    cache = scattered(kind, 0)
+    snapshot.save(tmp_path / "all", cache)
     loaded = snapshot.load(tmp_path / "all")
-    assert jax.tree.structure(loaded) == jax.tree.structure(memory)
-    assert_same_memory(loaded, memory)
-    assert_same_memory(snapshot.load(snapshot.to_bytes(memory)), memory)
+    assert jax.tree.structure(loaded) == jax.tree.structure(cache)
+    assert_same_cache(loaded, cache)
+    assert_same_cache(snapshot.load(snapshot.to_bytes(cache)), cache)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", mostly_nightly(STATES, few=["hybrid in groups"]))
-def test_load_of_states_goes_on_as_the_saved_memory(name):
-    memory, kinds = lived(name), STATES[name]["kinds"]
-    loaded = snapshot.load(snapshot.to_bytes(memory))
-    assert_same_memory(loaded, memory)
+def test_load_of_states_goes_on_as_the_saved_cache(name):
+    cache, kinds = lived(name), STATES[name]["kinds"]
+    loaded = snapshot.load(snapshot.to_bytes(cache))
+    assert_same_cache(loaded, cache)
     for seq in range(3):
         try:
-            there = run(memory, kinds, seq, 3)
+            there = run(cache, kinds, seq, 3)
         except jaxkv.RefusedError:
             continue
-        assert_same_memory(run(loaded, kinds, seq, 3), there)
+        assert_same_cache(run(loaded, kinds, seq, 3), there)
 
 
 @pytest.mark.core
 def test_load_of_states_never_written_holds_none():
-    memory = jaxkv.make_recurrent_cache(layers=2, states=histories.STATES, sequences=2)
-    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([1])))
-    loaded = snapshot.load(snapshot.to_bytes(memory))
-    assert loaded.table.cell.tolist() == memory.table.cell.tolist()
+    cache = jaxkv.make_recurrent_cache(layers=2, states=histories.STATES, sequences=2)
+    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1])))
+    loaded = snapshot.load(snapshot.to_bytes(cache))
+    assert loaded.table.cell.tolist() == cache.table.cell.tolist()
     assert not (loaded.table.holds == loaded.table.stamp[None])[:, 0, 0].any()
     plan = jaxkv.init_batch(loaded, jaxkv.make_batch([3]))
     states = jaxkv.read_states(jaxkv.apply(loaded, plan), 1, plan.ubatches[0])
@@ -170,12 +170,12 @@ def test_load_of_states_never_written_holds_none():
 
 
 def test_load_makes_earlier_plans_and_tables_stale():
-    memory = drawn("0{0} 1{0} 0{1}")
-    (ubatch,) = jaxkv.init_batch(memory, jaxkv.make_batch([1])).ubatches
-    data = snapshot.to_bytes(memory)
-    for loaded in (snapshot.load(data), snapshot.load_into(data, memory)):
+    cache = drawn("0{0} 1{0} 0{1}")
+    (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch([1])).ubatches
+    data = snapshot.to_bytes(cache)
+    for loaded in (snapshot.load(data), snapshot.load_into(data, cache)):
         assert not jaxkv.is_current(loaded, ubatch)
-        assert not jaxkv.go_back(jaxkv.split(memory)[0], loaded)[1]
+        assert not jaxkv.go_back(jaxkv.split(cache)[0], loaded)[1]
 
 
 @pytest.mark.parametrize(
@@ -216,24 +216,24 @@ DTYPES = ["bfloat16", "float8_e4m3", "float16", "float8_e4m3fn", "float8_e5m2"]
 @pytest.mark.parametrize("dtype", in_lanes(DTYPES, fast=DTYPES[:1], core=DTYPES[1:]))
 def test_load_returns_every_bit_of_a_dtype(dtype):
     kind = Kind("", cells=2, sequences=1, dtype=dtype)
-    memory = with_numbers(drawn("0{0} 1{0}", kind))
-    loaded = snapshot.load(snapshot.to_bytes(memory))
+    cache = with_numbers(drawn("0{0} 1{0}", kind))
+    loaded = snapshot.load(snapshot.to_bytes(cache))
     assert loaded.buffers.k[0].dtype == dtype
-    assert_identical(loaded.buffers, memory.buffers)
+    assert_identical(loaded.buffers, cache.buffers)
 
 
 @pytest.mark.core
 def test_load_returns_states_of_any_dtype_and_name():
     shapes = {"a.b": ((2,), jnp.int8), "c": ((), bool), "d": ((1, 3), jnp.complex64)}
     shapes |= {"e": ((2,), jnp.bfloat16), "0": ((3,), jnp.uint16)}
-    memory = jaxkv.make_recurrent_cache(layers=2, states=shapes, rollback=1)
-    memory = jaxkv.apply(memory, jaxkv.init_batch(memory, jaxkv.make_batch([1, 2])))
-    table, buffers = jaxkv.split(memory)
+    cache = jaxkv.make_recurrent_cache(layers=2, states=shapes, rollback=1)
+    cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
+    table, buffers = jaxkv.split(cache)
     draw = partial(np.random.default_rng(0).integers, 0, 2)
     buffers = jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), buffers)
-    memory = jaxkv.join(table, buffers)
-    loaded = snapshot.load(snapshot.to_bytes(memory))
-    assert_identical(loaded.buffers, memory.buffers)
+    cache = jaxkv.join(table, buffers)
+    loaded = snapshot.load(snapshot.to_bytes(cache))
+    assert_identical(loaded.buffers, cache.buffers)
 
 
 @pytest.mark.parametrize(
@@ -247,15 +247,15 @@ def test_load_returns_states_of_any_dtype_and_name():
 )
 def test_load_into_another_layout_moves_all_of_a_sequence(source, target):
     for seed in range(5):
-        memory, other = scattered(source, seed), scattered(target, 100 + seed)
+        cache, other = scattered(source, seed), scattered(target, 100 + seed)
         rng = random.Random(seed)
         pairs = zip(rng.sample(range(4), 4), rng.sample(range(4), 4), strict=True)
         moves = dict([*pairs][: rng.randrange(5)])
-        data = snapshot.to_bytes(memory, sequences=[*moves])
+        data = snapshot.to_bytes(cache, sequences=[*moves])
         loaded = snapshot.load_into(data, other, sequences=[*moves.values()])
         assert_sound(loaded)
         for old, new in moves.items():
-            assert belongings(loaded, new) == belongings(memory, old)
+            assert belongings(loaded, new) == belongings(cache, old)
         if target.windows == (None,):
             for seq in set(range(4)) - set(moves.values()):
                 assert belongings(loaded, seq) == belongings(other, seq)
@@ -271,11 +271,11 @@ LAYOUTS = [(*one, name) for one in [(0, 1, 0), (1, 4, 2), (2, 1, 2), (0, 4, 0)] 
 )
 def test_load_into_another_layout_takes_newest_states(seed, streams, kept, name):
     options = STATES[name]
-    memory, kinds = lived(name, seed), options["kinds"]
+    cache, kinds = lived(name, seed), options["kinds"]
     other = {"sequences": 4, "streams": streams, "kept": kept, "cells": 40}
-    dirty = run(histories.Twin(**{**options, **other}).memory, kinds, 3, 2)
+    dirty = run(histories.Twin(**{**options, **other}).cache, kinds, 3, 2)
     goes = [2, 0, 1, 3][: histories.Twin(**options).sequences]
-    loaded = snapshot.load_into(snapshot.to_bytes(memory), dirty, sequences=goes)
+    loaded = snapshot.load_into(snapshot.to_bytes(cache), dirty, sequences=goes)
     assert_sound(loaded)
     for old, new in {0: 2, 1: 0, 2: 1}.items():
-        assert belongings(loaded, new) == belongings(memory, old, kept + 1)
+        assert belongings(loaded, new) == belongings(cache, old, kept + 1)

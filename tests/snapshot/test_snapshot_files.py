@@ -1,4 +1,4 @@
-"""Files of snapshots: damaged, foreign, of another memory; refused with a sentence, in little room.
+"""Files of snapshots: damaged, foreign, of another cache; refused with a sentence, in little room.
 
 What is changed at random is refused, since a checksum covers the whole file.
 """
@@ -24,8 +24,8 @@ import jaxkv
 from jaxkv import snapshot
 from jaxkv.snapshot.file import opened, written
 from tests import histories
+from tests.caches import assert_identical, drawn
 from tests.cases import in_lanes
-from tests.memories import assert_identical, drawn
 from tests.mistakes import assert_raises, mistakes
 from tests.models.tiny_files import DATA
 from tests.snapshot.saved import changed, with_numbers
@@ -36,13 +36,13 @@ OVERHEAD = 200_000
 
 @pytest.fixture(scope="module")
 def saved():
-    """A memory of bfloat16, 600 kB of which are live, and its file."""
-    memory = jaxkv.make_kv_cache(
+    """A cache of bfloat16, 600 kB of which are live, and its file."""
+    cache = jaxkv.make_kv_cache(
         layers=3, cells=64, kv_heads=8, head_dim=128, dtype=jnp.bfloat16, sequences=2
     )
     batch = jaxkv.make_batch([[1] * 30, [2] * 20])
-    memory = with_numbers(jaxkv.apply(memory, jaxkv.init_batch(memory, batch)))
-    return memory, snapshot.to_bytes(memory, tokens={0: [1] * 30}, model={"name": "tiny"})
+    cache = with_numbers(jaxkv.apply(cache, jaxkv.init_batch(cache, batch)))
+    return cache, snapshot.to_bytes(cache, tokens={0: [1] * 30}, model={"name": "tiny"})
 
 
 def described(data, change):
@@ -53,9 +53,9 @@ def described(data, change):
     return len(text).to_bytes(8, "little") + text + data[end:]
 
 
-def check_refused(memory, data, words):
+def check_refused(cache, data, words):
     """Refused in one line, in every way that a file is loaded, in no more room than it takes."""
-    for load in (snapshot.load, lambda data: snapshot.load_into(data, memory)):
+    for load in (snapshot.load, lambda data: snapshot.load_into(data, cache)):
         tracemalloc.start()
         try:
             with pytest.raises(ValueError, match=words) as caught:
@@ -73,46 +73,46 @@ SEEDS = [range(10), range(10, 100), range(1000, 2000)]
 
 @pytest.mark.parametrize("seeds", in_lanes(SEEDS, fast=SEEDS[:1], core=SEEDS[1:2]), ids=str)
 def test_load_of_damaged_file_raises(seeds, saved, tmp_path):
-    memory, data = saved
+    cache, data = saved
     stops = 8 + int.from_bytes(data[:8], "little"), len(data)  # in the header as often as behind it
     for seed in seeds:
         damaged = changed(data, random.Random(seed), stops[seed % 2]) + bytes(seed % 3 // 2)
         (path := tmp_path / "damaged").write_bytes(damaged)
         for source in (path, damaged) if damaged != data else ():
-            check_refused(memory, source, "wanted .* got ")
+            check_refused(cache, source, "wanted .* got ")
 
 
 def test_load_of_foreign_or_newer_file_raises(saved, tmp_path):
-    memory, data = saved
-    check_refused(memory, described(data, lambda known: known.update(version="1")), "version 2")
+    cache, data = saved
+    check_refused(cache, described(data, lambda known: known.update(version="1")), "version 2")
     foreign = safetensors.numpy.save({"x": np.zeros(3)})
-    check_refused(memory, foreign, "with the format jaxkv.snapshot")
+    check_refused(cache, foreign, "with the format jaxkv.snapshot")
     for content in (b"", b"a", bytes(8), b"GGUF" + bytes(100), b"\xff" * 100):
-        check_refused(memory, content, "wanted a snapshot, got")
+        check_refused(cache, content, "wanted a snapshot, got")
         (tmp_path / "foreign").write_bytes(content)
-        check_refused(memory, tmp_path / "foreign", "wanted a snapshot, got")
+        check_refused(cache, tmp_path / "foreign", "wanted a snapshot, got")
 
 
 def test_load_into_donates_where_nothing_is_refused(saved):
-    memory, data = saved
+    cache, data = saved
     damaged = bytes([*data[:-1], data[-1] ^ 1])
     assert snapshot.inspect(damaged).model == {"name": "tiny"}
     with pytest.raises(ValueError, match="checksum .* the snapshot is damaged"):
-        snapshot.load_into(damaged, memory, donate=True)
+        snapshot.load_into(damaged, cache, donate=True)
     full = drawn(" ".join(f"{i}{{0}}" for i in range(12)))
     with pytest.raises(jaxkv.NoRoomError):
         snapshot.load_into(snapshot.to_bytes(full, sequences=[0]), full, sequences=[1], donate=True)
-    assert not any(x.is_deleted() for x in jax.tree.leaves((memory, full)))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((cache, full)))
     kept = snapshot.load_into(snapshot.to_bytes(full, sequences=0), full, sequences=0, donate=True)
     assert full.buffers.k[0].is_deleted() and jaxkv.used(kept) == 12
 
 
 def test_save_is_read_by_safetensors(tmp_path):
-    memory = with_numbers(drawn("0{0} 1{0} . 0{1}"))
-    snapshot.save(tmp_path / "memory", memory)
-    arrays = safetensors.numpy.load_file(tmp_path / "memory")
+    cache = with_numbers(drawn("0{0} 1{0} . 0{1}"))
+    snapshot.save(tmp_path / "cache", cache)
+    arrays = safetensors.numpy.load_file(tmp_path / "cache")
     assert arrays["table.position"].tolist() == [0, 1, 0]
-    wanted = np.asarray(memory.buffers.v[1])[0].swapaxes(0, 1)[[0, 1, 3]]
+    wanted = np.asarray(cache.buffers.v[1])[0].swapaxes(0, 1)[[0, 1, 3]]
     assert_identical(arrays["buffers.v.1"], wanted)
 
 
@@ -131,15 +131,15 @@ def hybrid(layers=(0, 1), **changes):
 
 
 def test_load_compares_models_where_both_are_known():
-    memory = make()
-    data, unnamed = snapshot.to_bytes(memory, model=("a", 1)), snapshot.to_bytes(memory)
+    cache = make()
+    data, unnamed = snapshot.to_bytes(cache, model=("a", 1)), snapshot.to_bytes(cache)
     for model in (None, ["a", 1], ("a", 1)):
         snapshot.load(data, model=model)
-        snapshot.load_into(unnamed, memory, model=model)
-    for load in (snapshot.load, lambda *args, **names: snapshot.load_into(*args, memory, **names)):
+        snapshot.load_into(unnamed, cache, model=model)
+    for load in (snapshot.load, lambda *args, **names: snapshot.load_into(*args, cache, **names)):
         with pytest.raises(ValueError, match="wanted a snapshot of the model 'b', got one of"):
             load(data, model="b")
-    for named in (partial(snapshot.to_bytes, memory), partial(snapshot.load, data)):
+    for named in (partial(snapshot.to_bytes, cache), partial(snapshot.load, data)):
         with pytest.raises(TypeError, match="wanted model that JSON holds"):
             named(model=object())
 
@@ -147,7 +147,7 @@ def test_load_compares_models_where_both_are_known():
 def test_inspect_reads_files_from_before_notes():
     data = snapshot.to_bytes(make(), model="old")
     with opened(data) as file:
-        said = {name: file.description[name] for name in ("memory", "sequences", "tokens", "model")}
+        said = {name: file.description[name] for name in ("cache", "sequences", "tokens", "model")}
         data = written(said, {name: file[name] for name in file.arrays})
     assert snapshot.inspect(data).notes is None and snapshot.inspect(data).model == "old"
     snapshot.load(data)
@@ -169,18 +169,18 @@ def resigned(data, changes):
 
 @functools.cache
 def of_each_kind():
-    """A hybrid memory with a window, states, shared cells and a source, and its file."""
+    """A hybrid cache with a window, states, shared cells and a source, and its file."""
     sizes = {"sequences": 4, "streams": 2}
     text = make(window=jaxkv.window.sliding(3), rope=None, **sizes)
     states = recurrent(rollback=1, **sizes)
     sources = jaxkv.make_source_cache(layers=1, cells=6, kv_heads=2, head_dim=4, **sizes)
-    memory = jaxkv.make_hybrid_cache((text, (0, 1)), (states, (2, 3)), (sources, (4,)))
+    cache = jaxkv.make_hybrid_cache((text, (0, 1)), (states, (2, 3)), (sources, (4,)))
     for tokens in ([[1], [2]], [[3], [4]], [[5], [6]]):
         batch = jaxkv.make_batch(tokens, sequences=[0, 2])
-        memory = jaxkv.apply(memory, jaxkv.init_batch(memory, batch).check())
-    memory = jaxkv.apply(memory, jaxkv.init_source(memory, jaxkv.make_batch([[6, 7]])).check())
-    memory = jaxkv.seq_add(jaxkv.seq_cp(memory, 0, 1).cache, 2, 0, -1, 2).cache
-    return with_numbers(memory), snapshot.to_bytes(with_numbers(memory), sequences=[0, 1, 2])
+        cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
+    cache = jaxkv.apply(cache, jaxkv.init_source(cache, jaxkv.make_batch([[6, 7]])).check())
+    cache = jaxkv.seq_add(jaxkv.seq_cp(cache, 0, 1).cache, 2, 0, -1, 2).cache
+    return with_numbers(cache), snapshot.to_bytes(with_numbers(cache), sequences=[0, 1, 2])
 
 
 VALUES = [-(2**31), -1, 0, 4, 2**31 - 1]
@@ -188,8 +188,8 @@ VALUES = [-(2**31), -1, 0, 4, 2**31 - 1]
 
 @pytest.mark.parametrize("part", [0, 1])
 def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
-    memory, data = of_each_kind()
-    before, refused = jax.tree.map(np.asarray, memory), set()
+    cache, data = of_each_kind()
+    before, refused = jax.tree.map(np.asarray, cache), set()
     with opened(data) as file:
         arrays = {n: file[n] for n in file.arrays if n.startswith(f"table.parts.{part}.")}
     places = [(n, i) for n, x in arrays.items() for i in {0, x.size // 2, x.size - 1}]
@@ -203,30 +203,30 @@ def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
             assert str(error).startswith("expected ") and "\n" not in str(error)
             if name not in refused:
                 with pytest.raises(ValueError, match="expected "):
-                    snapshot.load_into(there, memory, donate=True)
+                    snapshot.load_into(there, cache, donate=True)
             refused.add(name)
             continue
         assert not any(map(int, jaxkv.check_invariants(loaded).values())), (name, i, value)
         with opened(snapshot.to_bytes(loaded, sequences=[0, 1, 2])) as one, opened(there) as other:
             assert all(np.array_equal(one[n], other[n]) for n in arrays), (name, i, value)
     assert refused == {name for name in arrays if not name.endswith(("written", "content"))}
-    assert_identical(memory, before)
+    assert_identical(cache, before)
 
 
-def test_load_of_content_that_no_memory_has_raises():
-    memory, data = of_each_kind()
+def test_load_of_content_that_no_cache_has_raises():
+    cache, data = of_each_kind()
     for changes, message in json.loads((DATA / "snapshots_refused.json").read_text()):
-        for load in (snapshot.load, partial(snapshot.load_into, memory=memory)):
+        for load in (snapshot.load, partial(snapshot.load_into, cache=cache)):
             with pytest.raises(ValueError, match=message):
                 load(resigned(data, changes))
 
 
-def into(memory, saved, **options):
-    return snapshot.load_into(snapshot.to_bytes(saved), memory, **options)
+def into(cache, saved, **options):
+    return snapshot.load_into(snapshot.to_bytes(saved), cache, **options)
 
 
-def save(memory=None, **options):
-    snapshot.save("/nowhere/file", make() if memory is None else memory, **options)
+def save(cache=None, **options):
+    snapshot.save("/nowhere/file", make() if cache is None else cache, **options)
 
 
 def on_a_mesh():
@@ -239,15 +239,15 @@ def test_snapshot_bad_argument_raises(call, outcome):
     assert_raises(call, outcome, globals())
 
 
-def test_snapshot_of_memory_without_values_raises():
-    memory = hybrid()
-    gone = jax.tree.map(jnp.copy, memory)
+def test_snapshot_of_cache_without_values_raises():
+    cache = hybrid()
+    gone = jax.tree.map(jnp.copy, cache)
     jax.tree.map(lambda x: x.delete(), gone.buffers)
-    for use in (snapshot.to_bytes, partial(snapshot.load_into, snapshot.to_bytes(memory))):
+    for use in (snapshot.to_bytes, partial(snapshot.load_into, snapshot.to_bytes(cache))):
         for one, exception, match in [
-            (jax.tree.map(lambda x: jnp.stack([x, x]), memory), ValueError, "a batch of them"),
+            (jax.tree.map(lambda x: jnp.stack([x, x]), cache), ValueError, "a batch of them"),
             (gone, ValueError, "whose buffers were donated"),
-            (jax.eval_shape(lambda: memory), TypeError, "got the shapes of one"),
+            (jax.eval_shape(lambda: cache), TypeError, "got the shapes of one"),
         ]:
             with pytest.raises(exception, match=match):
                 use(one)
@@ -255,10 +255,10 @@ def test_snapshot_of_memory_without_values_raises():
 
 def test_load_of_64_bits_needs_x64():
     with jax.enable_x64(True):
-        memory = make(dtype="float64")
-        data = snapshot.to_bytes(memory)
-        assert_identical(snapshot.load(data), memory)
-    for use in (snapshot.load, partial(snapshot.load_into, memory=make()), snapshot.inspect):
+        cache = make(dtype="float64")
+        data = snapshot.to_bytes(cache)
+        assert_identical(snapshot.load(data), cache)
+    for use in (snapshot.load, partial(snapshot.load_into, cache=make()), snapshot.inspect):
         with pytest.raises(ValueError, match="buffers.k.0 of float64 as saved, got a JAX without"):
             use(data)
 
@@ -270,7 +270,7 @@ def test_save_follows_links_and_leaves_devices(tmp_path):
         snapshot.save(link, make(), model=name)
         assert snapshot.inspect(target).model == name
     os.mkfifo(pipe)
-    for use in (partial(snapshot.save, memory=make()), snapshot.load, snapshot.inspect):
+    for use in (partial(snapshot.save, cache=make()), snapshot.load, snapshot.inspect):
         for path in (pipe, tmp_path):
             with pytest.raises(OSError, match=f"wanted the path of a file, got {path}, a folder"):
                 use(path)

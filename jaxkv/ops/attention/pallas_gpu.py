@@ -160,7 +160,7 @@ def weigh(
         raise ValueError(
             f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8 "
             f"with heads of at most {SHARING}, heads of at most {LARGEST}, few query heads for "
-            f"each key head, and on a mesh a memory with rules, got {q.dtype} {q.shape}, "
+            f"each key head, and on a mesh a cache with rules, got {q.dtype} {q.shape}, "
             f"{k.dtype} {k.shape} and {v.dtype} {v.shape}: leave the implementation to jaxkv"
         )
     cut = cut_of(q, k, v) if cut is None else cut

@@ -48,7 +48,7 @@ VMEM = 6 << 20
 """The most bytes of tiles and logits that are held at once; a kernel may hold 16 MB in all."""
 
 PAIRS = 1 << 17
-"""The most pairs of a block and a tile: the list of them lies in the scalar memory, of 1 MB."""
+"""The most pairs of a block and a tile: the list of them lies in the scalar cache, of 1 MB."""
 
 
 def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
@@ -92,7 +92,7 @@ def weigh(
         raise ValueError(
             f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8 "
             f"with heads of at most {SHARING}, at most {PAIRS} pairs of a block of tokens and a "
-            f"tile, and on a mesh a memory with rules, got {q.dtype} {q.shape}, {k.dtype} "
+            f"tile, and on a mesh a cache with rules, got {q.dtype} {q.shape}, {k.dtype} "
             f"{k.shape} and {v.dtype} {v.shape}: leave the implementation to jaxkv"
         )
     kv_heads, cells = k.shape[1:3]
@@ -281,7 +281,7 @@ def _in_lanes(x: Stored) -> bool:
 def _where_they_lie(x: jax.Array, interpret: bool) -> jax.Array:
     """Return buffers `[S, K, N, D]` as the kernel reads them.
 
-    With cells in the lanes they are `[S, K, D, N]`. They stay in the large memory: else the
+    With cells in the lanes they are `[S, K, D, N]`. They stay in the large cache: else the
     compiler would copy small buffers to the fast memory before it writes and reads them.
     """
     x = x.swapaxes(2, 3) if _in_lanes(x) else x

@@ -1,4 +1,4 @@
-"""What JAX's transformations make of an implementation: derivatives, and batches of memories.
+"""What JAX's transformations make of an implementation: derivatives, and batches of caches.
 
 The arrays of an implementation are those of `jaxkv.ops.attention.api.Way`.
 """
@@ -41,10 +41,10 @@ def derived_by(plain: Callable[..., Sums], way: Callable[..., Sums]) -> Callable
 
 
 def folded(way: Callable[..., Sums]) -> Callable[..., Sums]:
-    """Under `vmap`, run an implementation on one memory with the streams of the whole batch.
+    """Under `vmap`, run an implementation on one cache with the streams of the whole batch.
 
     Else a `cond` whose condition differs within the batch would compute both branches, and a loop
-    would go on for all memories as long as for any of them.
+    would go on for all caches as long as for any of them.
     """
 
     def weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
@@ -62,7 +62,7 @@ def folded(way: Callable[..., Sums]) -> Callable[..., Sums]:
             function = None
             if isinstance(sight.bias, OfPlaces) and not any(jax.tree.leaves(batched[3].bias)):
                 function, sight = args[3].bias, replace(sight, bias=None)
-            elif isinstance(sight.bias, OfPlaces):  # each memory has weights of its own
+            elif isinstance(sight.bias, OfPlaces):  # each cache has weights of its own
                 sight = jax.vmap(with_array)(sight)
             sight = replace(sight, streams=sight.streams + first[:, None])
             args = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, sight))

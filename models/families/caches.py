@@ -1,4 +1,4 @@
-"""Memories for models: one cache for the layers of each kind, together if there are several."""
+"""Caches for models: one cache for the layers of each kind, together if there are several."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,7 +80,7 @@ def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
     return tuple(window if one else None for one in slides)
 
 
-def make_memory(
+def make_cache(
     layers: Sequence[Layer],
     *,
     cells: int | None = None,
@@ -93,7 +93,7 @@ def make_memory(
     dtype: Any = jnp.float32,
     **options: Any,
 ) -> Any:
-    """Make the memory that the layers of a model need.
+    """Make the cache that the layers of a model need.
 
     Args:
       layers: what each of the L layers keeps, a tuple where that is several things.

@@ -1,4 +1,4 @@
-"""The memories under test, and two tiny models to run through them.
+"""The caches under test, and two tiny models to run through them.
 
 A test of a property is written once and runs over `ALL_KINDS`: a new kind is a new entry there.
 """
@@ -34,7 +34,7 @@ ROPE = jaxkv.make_rope(SIZE, base=100.0)
 
 @dataclass(frozen=True)
 class Kind:
-    """A memory under test: its sizes, how it is made, and the oracles that know what it should do.
+    """A cache under test: its sizes, how it is made, and the oracles that know what it should do.
 
     Each window is a part of its own, with half of the layers; a single one is no hybrid.
 
@@ -136,7 +136,7 @@ WIDTH = 8
 
 @jax.jit
 def sign(
-    memory: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None = None
+    cache: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None = None
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
     """Apply a ubatch and let every token sign its key and value; `contents_of` reads them.
 
@@ -144,44 +144,44 @@ def sign(
     are what `Kind.value` says: keys with the other sign, or numbers of theirs.
 
     Returns:
-      The memory; the mask of each part, `[R, T, N]`; and what the tokens saw in each layer,
+      The cache; the mask of each part, `[R, T, N]`; and what the tokens saw in each layer,
       `[R, T, H, Dv]`.
     """
-    memory = jaxkv.apply(memory, ubatch)
+    cache = jaxkv.apply(cache, ubatch)
     saw = []
     for layer in range(LAYERS):
-        memory, seen = attend_signed(memory, layer, ubatch, until)
+        cache, seen = attend_signed(cache, layer, ubatch, until)
         saw.append(seen)
-    parts = [table for table, _ in parts_of(memory)]
+    parts = [table for table, _ in parts_of(cache)]
     own = [ubatch] if len(parts) == 1 else [part_of(ubatch, i) for i in range(len(parts))]
     masks = [visible(table, one, until=until) for table, one in zip(parts, own, strict=True)]
-    return memory, masks, saw
+    return cache, masks, saw
 
 
 def attend_signed(
-    memory: Any, layer: int, ubatch: jaxkv.Ubatch, until: jax.Array | None = None
+    cache: Any, layer: int, ubatch: jaxkv.Ubatch, until: jax.Array | None = None
 ) -> tuple[Any, jax.Array]:
-    """Attend with signatures in one layer; the memory, and what was seen, `[R, T, H, Dv]`."""
-    latent = any(is_latent(buffers) for _, buffers in parts_of(memory))
+    """Attend with signatures in one layer; the cache, and what was seen, `[R, T, H, Dv]`."""
+    latent = any(is_latent(buffers) for _, buffers in parts_of(cache))
     fields = (ubatch.sequences + 1, ubatch.positions, ubatch.tokens)
     labels = [0 * ubatch.tokens + layer * HEADS + h for h in range(HEADS)]
     k = jnp.stack([jnp.stack([*fields, label], -1) for label in labels], axis=-2)
     k = k.astype(jnp.float32)
     q = jnp.zeros((*ubatch.valid.shape, 2 * HEADS, SIZE))
-    return jaxkv.attend(memory, layer, ubatch, q, k, None if latent else -k, until=until)
+    return jaxkv.attend(cache, layer, ubatch, q, k, None if latent else -k, until=until)
 
 
 @jax.jit
-def plan_rows(memory: Any, tokens: Any, valid: Any, positions: Any = None) -> jaxkv.Plan:
+def plan_rows(cache: Any, tokens: Any, valid: Any, positions: Any = None) -> jaxkv.Plan:
     """Plan rows of tokens, one for each sequence, as one ubatch; `[Q, T]`."""
     sequences = jnp.broadcast_to(jnp.arange(tokens.shape[0])[:, None], tokens.shape)
     batch = jaxkv.make_batch(tokens, sequences=sequences, positions=positions, valid=valid != 0)
-    return jaxkv.init_batch(memory, batch)
+    return jaxkv.init_batch(cache, batch)
 
 
-def parts_of(memory: Any) -> list[tuple[Cells, Buffers]]:
-    """List the tables and buffers of a memory, whether it is a hybrid one or not."""
-    table, buffers = jaxkv.split(memory)
+def parts_of(cache: Any) -> list[tuple[Cells, Buffers]]:
+    """List the tables and buffers of a cache, whether it is a hybrid one or not."""
+    table, buffers = jaxkv.split(cache)
     if not hasattr(table, "parts"):
         return [(table, buffers)]
     return [*zip(table.parts, buffers, strict=True)]
@@ -202,52 +202,52 @@ WEIGHTS = _weights()
 
 
 @jax.jit
-def think(memory: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-    """Run a real if tiny transformer over a ubatch; the memory, and logits `[O, V]`."""
-    memory = jaxkv.apply(memory, ubatch)
+def think(cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+    """Run a real if tiny transformer over a ubatch; the cache, and logits `[O, V]`."""
+    cache = jaxkv.apply(cache, ubatch)
     x = WEIGHTS["embedding"][ubatch.tokens]
     for layer in range(LAYERS):
         q, k, v = (
             (x @ WEIGHTS[name][layer]).reshape(*ubatch.valid.shape, -1, SIZE) for name in "qkv"
         )
         q, k = (jaxkv.rotate(heads, ubatch.positions, ROPE) for heads in (q, k))
-        memory, out = jaxkv.attend(memory, layer, ubatch, q, k, v)
+        cache, out = jaxkv.attend(cache, layer, ubatch, q, k, v)
         x = jnp.tanh(x + out.reshape(x.shape) @ WEIGHTS["out"][layer])
     x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
-    return memory, x @ WEIGHTS["embedding"].T
+    return cache, x @ WEIGHTS["embedding"].T
 
 
-def run(memory: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, jax.Array]:
-    """Plan a batch that fits and run it; the memory, and logits in the order of the batch."""
-    plan = jaxkv.init_batch(memory, batch, ubatch_size=ubatch_size).check()
+def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, jax.Array]:
+    """Plan a batch that fits and run it; the cache, and logits in the order of the batch."""
+    plan = jaxkv.init_batch(cache, batch, ubatch_size=ubatch_size).check()
     logits = []
     for ubatch in plan.ubatches:
-        memory, out = think(memory, ubatch)
+        cache, out = think(cache, ubatch)
         logits.append(out)
-    return memory, plan.collect(logits)
+    return cache, plan.collect(logits)
 
 
 @functools.cache
 def filled(*counts: int, kind: Kind = SMALL) -> Any:
-    """Make a memory with so many tokens for sequences 0, 1, 2 ..., buffers and all.
+    """Make a cache with so many tokens for sequences 0, 1, 2 ..., buffers and all.
 
     It is a value, so all tests share one; none may donate it.
     """
-    memory = kind.make()
+    cache = kind.make()
     for seq, count in enumerate(counts):
         for start in range(0, count, 4):
             tokens = range(start + 1, min(start + 4, count) + 1)
-            memory, _ = run(memory, jaxkv.make_batch(tokens, sequences=seq))
-    return memory
+            cache, _ = run(cache, jaxkv.make_batch(tokens, sequences=seq))
+    return cache
 
 
-def updated(memory: Any) -> Any:
+def updated(cache: Any) -> Any:
     """Rotate keys by what they are owed."""
-    return jaxkv.apply(memory, jaxkv.init_update(memory))
+    return jaxkv.apply(cache, jaxkv.init_update(cache))
 
 
 def drawn(cells: str, kind: Kind = SMALL) -> Any:
-    """Make a memory from a drawing: `0{0} 1{0,1} .`, positions with their owners, or empty cells.
+    """Make a cache from a drawing: `0{0} 1{0,1} .`, positions with their owners, or empty cells.
 
     A third part, as in `7{0}+5`, is how far the cell has moved since its key was rotated. Streams
     are parted by `|`, and what the drawing leaves out is empty.
@@ -267,9 +267,9 @@ def drawn(cells: str, kind: Kind = SMALL) -> Any:
     return jaxkv.join(replace(table, **jax.tree.map(jnp.asarray, fields)), buffers)
 
 
-def drawing(memory: Any) -> str:
-    """Draw the cells of a memory as `drawn` reads them, each stream up to its last one in use."""
-    ((table, _),) = parts_of(memory)
+def drawing(cache: Any) -> str:
+    """Draw the cells of a cache as `drawn` reads them, each stream up to its last one in use."""
+    ((table, _),) = parts_of(cache)
     cells = cells_of(table)
     lines = []
     for stream in range(table.streams):
@@ -342,7 +342,7 @@ def bits(array: Any) -> np.ndarray:
 
 
 class Oracles(list[Side]):
-    """The oracles of the parts of a memory, and how their answers become one."""
+    """The oracles of the parts of a cache, and how their answers become one."""
 
     def fork(self) -> "Oracles":
         return Oracles(oracle.fork() for oracle in self)

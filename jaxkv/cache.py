@@ -1,8 +1,8 @@
-"""What every memory is: a table, and buffers beside it; and what a kind of memory must answer.
+"""What every cache is: a table, and buffers beside it; and what a kind of cache must answer.
 
 The table says which token stands in which cell, and is small. The buffers are all the bytes. A verb
 is compiled over the table alone and puts the same buffers back beside it: compiled over a whole
-memory it would have to copy every buffer, or take the memory away from the caller.
+cache it would have to copy every buffer, or take the cache away from the caller.
 
 There are four kinds of tables: `CellTable` (attention), `SourceTable` (what an encoder read),
 `StateTable` (recurrence), and `HybridTable`, several of them that step together. A kind is a
@@ -71,7 +71,7 @@ class View(NamedTuple):
 class Commitment(ABC):
     """The plan of an update or a defrag: what will be done to a table and its buffers.
 
-    facts: of the memory that it was planned for, static.
+    facts: of the cache that it was planned for, static.
     """
 
     facts: Facts
@@ -96,7 +96,7 @@ class Commitment(ABC):
 
 
 class Table(ABC):
-    """The table of a memory: what verbs, plans and loops ask of it.
+    """The table of a cache: what verbs, plans and loops ask of it.
 
     Ids, positions and bounds are int32 arrays. An id that is no sequence changes nothing.
     """
@@ -104,15 +104,15 @@ class Table(ABC):
     @property
     @abstractmethod
     def facts(self) -> Facts:
-        """What is fixed when the memory is made."""
+        """What is fixed when the cache is made."""
 
     @property
     @abstractmethod
     def is_batch(self) -> bool:
-        """Whether these are the tables of several memories side by side, as `vmap` makes them."""
+        """Whether these are the tables of several caches side by side, as `vmap` makes them."""
 
     rules: Rules | None
-    """Which axes of a mesh split the memory; None where it is on one device."""
+    """Which axes of a mesh split the cache; None where it is on one device."""
 
     @abstractmethod
     def with_rules(self, rules: Rules | None) -> Self:
@@ -176,13 +176,13 @@ class Table(ABC):
     def alike(self, partner: jax.Array) -> jax.Array:
         """Return whether sequences own the very same cells as others of their stream, `[Q]` bool.
 
-        It is asked for tokens of several sequences, which no memory has that keeps states.
+        It is asked for tokens of several sequences, which no cache has that keeps states.
 
         Args:
           partner: `[Q]` int32, the number of the other one within the stream.
         """
         del partner
-        raise TypeError(f"wanted a memory of attention alone, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache of attention alone, got kind {self.facts.kind!r}")
 
     @abstractmethod
     def spared(self) -> Any:
@@ -211,7 +211,7 @@ class Table(ABC):
         """Return where tokens go; and a `Reason` for each one, `[R, T]`."""
 
     def passed_by(self, ubatch: Ubatch) -> Any:
-        """Return what a ubatch that goes into other parts of a hybrid memory has as slots here.
+        """Return what a ubatch that goes into other parts of a hybrid cache has as slots here.
 
         That is None, and then no verb takes the ubatch for this part; where it holds sources,
         tokens look at them.
@@ -221,7 +221,7 @@ class Table(ABC):
     def for_sources(self) -> Self:
         """Return the table as it answers where sources are planned, see `init_source`."""
         raise TypeError(
-            f"wanted a hybrid memory with a part for sources, make_source_cache, got kind "
+            f"wanted a hybrid cache with a part for sources, make_source_cache, got kind "
             f"{self.facts.kind!r}"
         )
 
@@ -332,44 +332,44 @@ class Table(ABC):
     def attend(self, buffers: Any, layer: int, ubatch: Ubatch, *args: Any, **options: Any) -> Any:
         """Do what `attend` says; return the table, the buffers, and the output."""
         del buffers, layer, ubatch, args, options
-        raise TypeError(f"wanted a memory with attention layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with attention layers, got kind {self.facts.kind!r}")
 
     def write(self, buffers: Any, layer: int, ubatch: Ubatch, *new: jax.Array) -> Any:
         """Do what `write` says; return the table, and the buffers."""
         del buffers, layer, ubatch, new
-        raise TypeError(f"wanted a memory with attention layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with attention layers, got kind {self.facts.kind!r}")
 
     def view(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> View:
         """Return what `view` says."""
         del buffers, layer, ubatch, options
-        raise TypeError(f"wanted a memory with attention layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with attention layers, got kind {self.facts.kind!r}")
 
     def read_states(self, buffers: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
         """Return what `read_states` says."""
         del buffers, layer, ubatch
-        raise TypeError(f"wanted a memory with recurrent layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.facts.kind!r}")
 
     def write_states(
         self, buffers: Any, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
     ) -> tuple[Self, Any]:
         """Do what `write_states` says; return the table, and the buffers."""
         del buffers, layer, ubatch, states
-        raise TypeError(f"wanted a memory with recurrent layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.facts.kind!r}")
 
     def rollback(self, layer: int) -> int:
         """Return what `rollback_of` says."""
         del layer
-        raise TypeError(f"wanted a memory with recurrent layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.facts.kind!r}")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Memory:
+class Cache:
     """What a model remembers of its sequences: an immutable value, whatever the kind.
 
     table: which token stands in which cell, a `Table`.
     buffers: the bytes beside it: `Buffers` of keys and values, a tuple of states by layer, or for a
-      hybrid memory a tuple of the buffers of its parts.
+      hybrid cache a tuple of the buffers of its parts.
 
     llama.cpp: `llama_memory_i`.
     """
@@ -378,13 +378,13 @@ class Memory:
     buffers: Any
 
 
-def split(memory: Memory) -> tuple[Any, Any]:
-    """Take a memory apart into its table and its buffers.
+def split(cache: Cache) -> tuple[Any, Any]:
+    """Take a cache apart into its table and its buffers.
 
     Buffers are what one donates, differentiates and shards; the table is what verbs edit.
 
     Raises:
-      TypeError: when it is given something else than a memory, such as the pair that `seq_rm`
+      TypeError: when it is given something else than a cache, such as the pair that `seq_rm`
         returns.
 
     Examples:
@@ -392,38 +392,36 @@ def split(memory: Memory) -> tuple[Any, Any]:
       >>> nbytes(table), nbytes(buffers)
       (96, 64)
     """
-    if isinstance(memory, Memory):
-        return memory.table, memory.buffers
-    if isinstance(memory, tuple):
-        raise TypeError(
-            "wanted a memory, got a tuple (was `memory, ok = seq_rm(...)` not unpacked?)"
-        )
+    if isinstance(cache, Cache):
+        return cache.table, cache.buffers
+    if isinstance(cache, tuple):
+        raise TypeError("wanted a cache, got a tuple (was `cache, ok = seq_rm(...)` not unpacked?)")
     raise TypeError(
-        f"wanted a memory, got {type(memory)}: pass what make_kv_cache or the last call returned, "
+        f"wanted a cache, got {type(cache)}: pass what make_kv_cache or the last call returned, "
         f"in its place among the arguments"
     )
 
 
-def join(table: Any, buffers: Any) -> Memory:
-    """Put a table and buffers together into a memory: the inverse of `split`.
+def join(table: Any, buffers: Any) -> Cache:
+    """Put a table and buffers together into a cache: the inverse of `split`.
 
-    Values in the buffers of an attention memory must be finite, as `attend` leaves them.
+    Values in the buffers of an attention cache must be finite, as `attend` leaves them.
 
     Raises:
       TypeError: when the first argument is no table.
       ValueError: when the buffers have other streams or cells than the table.
 
     Examples:
-      >>> memory = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
-      >>> table, buffers = split(memory)
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> table, buffers = split(cache)
       >>> join(table, jax.tree.map(jnp.ones_like, buffers)).buffers.k[0].sum().item()
       8.0
     """
     if not isinstance(table, Table):
-        raise TypeError(f"wanted the table of a memory, got {type(table)}")
+        raise TypeError(f"wanted the table of a cache, got {type(table)}")
     if not table.is_batch:
         table.check_buffers(buffers)
-    return Memory(table=table, buffers=buffers)
+    return Cache(table=table, buffers=buffers)
 
 
 def check_sizes(table: Any, streams: int, cells: int) -> None:
@@ -432,16 +430,16 @@ def check_sizes(table: Any, streams: int, cells: int) -> None:
     if (streams, cells) != wanted:
         raise ValueError(
             f"expected buffers of {wanted[0]} streams with {wanted[1]} cells, as the table has, "
-            f"got {streams} with {cells}: join the table and the buffers of one memory"
+            f"got {streams} with {cells}: join the table and the buffers of one cache"
         )
 
 
 def check_made_for(table: Table, ubatch: Ubatch) -> None:
-    """Raise unless a ubatch was planned for a memory of the same facts.
+    """Raise unless a ubatch was planned for a cache of the same facts.
 
     Raises:
       TypeError: when it is no ubatch, such as a plan of several.
-      ValueError: when it was planned for a memory made in another way.
+      ValueError: when it was planned for a cache made in another way.
     """
     if not isinstance(ubatch, Ubatch):
         raise TypeError(f"wanted a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
