@@ -432,7 +432,7 @@ def rows_of(ubatch: Ubatch, streams: tuple[str, ...]) -> tuple[str, ...]:
     return streams if ubatch.in_order else ()
 
 
-def specs_of(ubatch: Ubatch, streams: tuple[str, ...]) -> Any:
+def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Any:
     """Return how axes that split streams split a ubatch: its rows, and the digests of streams."""
     rows = rows_of(ubatch, streams)
     whole = {name: P() for name in ("outputs", "order")}

@@ -119,7 +119,7 @@ class Table(ABC):
         """Return the table with other rules."""
 
     @abstractmethod
-    def specs(self, buffers: Any, mesh: Any) -> tuple[Any, Any]:
+    def partition_specs(self, buffers: Any, mesh: Any) -> tuple[Any, Any]:
         """Return which axes of a mesh split the table, and the buffers: `PartitionSpec`s.
 
         Buffers may be None.

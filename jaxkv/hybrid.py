@@ -96,10 +96,10 @@ class HybridTable(Table):
         parts = tuple(part.with_rules(rules) for part in self.parts)
         return replace(self, parts=parts, rules=rules)
 
-    def specs(self, buffers: tuple | None, mesh: Any) -> tuple[Any, tuple]:
+    def partition_specs(self, buffers: tuple | None, mesh: Any) -> tuple[Any, tuple]:
         """Return those of each part."""
         pairs = zip(self.parts, buffers or (None,) * len(self.parts), strict=True)
-        return self.with_parts([part.specs(own, mesh) for part, own in pairs])
+        return self.with_parts([part.partition_specs(own, mesh) for part, own in pairs])
 
     def num_layers(self, buffers: tuple) -> int:
         """Return one more than the highest layer that a part serves."""

@@ -138,7 +138,7 @@ class Shares:
     cells: tuple[str, ...] = ()
 
     @property
-    def spec(self) -> P:
+    def partition_spec(self) -> P:
         """Of an array `[S, K, N, ...]`."""
         return P(self.streams, self.kv_heads, self.cells)
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, specs_of
+from jaxkv.batch import Ubatch, ubatch_partition_specs
 from jaxkv.cache import Cache, Commitment, Table
 from jaxkv.donation import names_donated
 from jaxkv.mesh import Rules, at_hand, of_type
@@ -81,13 +81,13 @@ def _specs(out: Any, rules: Rules, mesh: Any) -> Any:
     def of(x: Any) -> Any:
         match x:
             case Cache():
-                table, buffers = x.table.specs(x.buffers, mesh)
+                table, buffers = x.table.partition_specs(x.buffers, mesh)
                 return Cache(table=table, buffers=buffers)
             case Table():
-                return x.specs(None, mesh)[0]
+                return x.partition_specs(None, mesh)[0]
             case Ubatch():
                 streams = rules.split(mesh, streams=x.facts.streams)["streams"]
-                return specs_of(x, streams)
+                return ubatch_partition_specs(x, streams)
             case Commitment():
                 return P(rules.split(mesh, streams=x.facts.streams)["streams"])
         return P()

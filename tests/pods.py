@@ -80,7 +80,7 @@ class Pod:
         mesh = jax.sharding.get_mesh()
         (ubatch,) = jaxkv.init_full(self.cache(), ubatch_size=tokens).ubatches
         streams = RULES.split(mesh, streams=self.streams)["streams"]
-        specs = jaxkv.batch.specs_of(ubatch, streams)
+        specs = jaxkv.batch.ubatch_partition_specs(ubatch, streams)
         return jax.tree.map(lambda x, spec: shape(x.shape, x.dtype, *spec), ubatch, specs)
 
     def new(self, ubatch):

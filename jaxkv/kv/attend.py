@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, own_rows, rows_of, specs_of
+from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
 from jaxkv.cache import View
 from jaxkv.kv import slots
 from jaxkv.kv.buffers import (
     Buffers,
     Held,
     axes_of_queries,
+    layer_partition_specs,
     own_cells,
     sizes_of,
-    specs_of_held,
     store,
 )
 from jaxkv.kv.cells import C, Cells
@@ -251,9 +251,9 @@ def _written(
         return mark, _put(split, held, ubatch, where, new)
 
     of_new = P(rows_of(ubatch, split.streams), None, split.kv_heads)
-    of_held = specs_of_held(split, held)
+    of_held = layer_partition_specs(split, held)
     streams = P(split.streams)
-    in_specs = (streams, specs_of(ubatch, split.streams), of_held, streams, of_new)
+    in_specs = (streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, of_new)
     run = on_shares(table.rules, of_share, in_specs, (streams, of_held))
     return run(table, ubatch, held, mark, new)
 
@@ -303,9 +303,9 @@ def _viewed(
 
     of_heads = P(rows, split.kv_heads, split.cells)
     out_specs = of_heads, of_heads, P(rows, None, split.cells), P(rows, split.cells)
-    of_held = specs_of_held(split, held)
+    of_held = layer_partition_specs(split, held)
     streams = P(split.streams)
-    in_specs = streams, specs_of(ubatch, split.streams), of_held, streams, P(rows)
+    in_specs = streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, P(rows)
     run = on_shares(table.rules, of_share, in_specs, out_specs)
     return View(*run(table, ubatch, held, mark, until))
 
@@ -391,10 +391,10 @@ def _attended(
         return mark, (held if new else ()), out
 
     of_new, of_queries = P(rows, None, split.kv_heads), P(rows, None, heads)
-    of_held = specs_of_held(split, held)
+    of_held = layer_partition_specs(split, held)
     in_specs = (
         P(split.streams),
-        specs_of(ubatch, split.streams),
+        ubatch_partition_specs(ubatch, split.streams),
         of_held,
         P(split.streams),
         of_new,

@@ -97,12 +97,12 @@ def sizes_of(array: Any, depth: int = 1) -> dict[str, int]:
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
 
-def specs_of_held(split: Shares, held: Held) -> Any:
+def layer_partition_specs(split: Shares, held: Held) -> Any:
     """Return how the arrays of a layer's keys and values are split."""
 
     def of(x: Any) -> Any:
-        specs: Any = split.spec, P(split.streams)
-        return OfLayer(*specs) if isinstance(x, OfLayer) else split.spec
+        specs: Any = split.partition_spec, P(split.streams)
+        return OfLayer(*specs) if isinstance(x, OfLayer) else split.partition_spec
 
     return each_array(of, held)
 
@@ -126,7 +126,7 @@ def axes_of_queries(
     return () if {*axes} & {*split["streams"], *split["cells"]} else axes
 
 
-def halves_of(rules: Rules | None, buffers: Buffers) -> Halves:
+def kv_partitions(rules: Rules | None, buffers: Buffers) -> Halves:
     """Return how the mesh at hand splits the keys and the values of each layer."""
     halves, depth = (buffers.k, buffers.v), buffers.depth
     return jax.tree.map(lambda x: shares(rules, **sizes_of(x, depth)), halves)
@@ -156,7 +156,7 @@ def on_halves(
       args: what it needs to know, whole on each device.
       by_stream: how many of the arguments, the first ones, are `[S, ...]` and split likewise.
     """
-    split = halves_of(rules, buffers)
+    split = kv_partitions(rules, buffers)
     specs = jax.tree.map(lambda one: one.spec, split)
     streams = (P(alike(split).streams),) * by_stream
     in_specs = (*streams, *(P(),) * (len(args) - by_stream), specs)

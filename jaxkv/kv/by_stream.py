@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, own_rows, rows_of, specs_of
+from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
 from jaxkv.kv.cells import Cells, home, known
 from jaxkv.mesh import from_owner, on_shares, own, shares
 from jaxkv.places import EMPTY
@@ -104,7 +104,9 @@ def on_rows(
     def of_share(cells: Cells, ubatch: Ubatch) -> Any:
         return work(cells, own_rows(ubatch, axes, cells.streams), rows, apart)
 
-    run = on_shares(cells.rules, of_share, (P(axes), specs_of(ubatch, axes)), out_specs(axes))
+    run = on_shares(
+        cells.rules, of_share, (P(axes), ubatch_partition_specs(ubatch, axes)), out_specs(axes)
+    )
     return run(cells, ubatch)
 
 

@@ -46,13 +46,13 @@ class CellTable(Cells, Table):
         """Return the table with other rules."""
         return replace(self, rules=rules)
 
-    def specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Buffers | None]:
+    def partition_specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Buffers | None]:
         """Return that streams are split, and of the buffers heads and cells too."""
         rules = self.rules or Rules()
 
         def of_array(x: Any) -> P:
             depth = 1 if buffers is None else buffers.depth
-            return Shares(**rules.split(mesh, **sizes_of(x, depth))).spec
+            return Shares(**rules.split(mesh, **sizes_of(x, depth))).partition_spec
 
         streams = P(rules.split(mesh, streams=self.streams)["streams"])
         return jax.tree.map(lambda _: streams, self), jax.tree.map(of_array, buffers)

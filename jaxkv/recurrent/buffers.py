@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, own_rows, rows_of, specs_of
+from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
 from jaxkv.mesh import at_hand, from_owner, on_shares, own, shares
 from jaxkv.recurrent import slots
 from jaxkv.recurrent.states import States, T
@@ -80,8 +80,8 @@ def _laid_out(table: Any, ubatch: Ubatch) -> tuple[tuple[str, ...], tuple[str, .
     """Return the axes that split the streams, those that split the rows, and specs of the two."""
     streams = shares(table.rules, streams=table.streams).streams
     mesh = at_hand(table.rules)
-    of_table = P() if mesh is None else table.specs(None, mesh)[0]
-    return streams, rows_of(ubatch, streams), (of_table, specs_of(ubatch, streams))
+    of_table = P() if mesh is None else table.partition_specs(None, mesh)[0]
+    return streams, rows_of(ubatch, streams), (of_table, ubatch_partition_specs(ubatch, streams))
 
 
 def copy_cells(table: Any, buffers: Buffers, source: Cell, target: Cell) -> Buffers:

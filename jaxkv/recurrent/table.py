@@ -76,7 +76,7 @@ class StateTable(States, Table):
         """Return the table with other rules."""
         return replace(self, rules=rules)
 
-    def specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Any]:
+    def partition_specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Any]:
         """Return that streams are split, and states by what they are made of."""
         streams = (self.rules or Rules()).split(mesh, streams=self.streams)["streams"]
         table = replace(jax.tree.map(lambda _: P(streams), self), holds=P(None, streams))

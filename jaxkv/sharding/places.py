@@ -36,7 +36,7 @@ def shardings(cache: Cache, mesh: Mesh | AbstractMesh, rules: Rules) -> Cache:
       (['data', 'tensor', None], ['data'])
     """
     table, buffers = split(cache)
-    specs = table.with_rules(rules).specs(buffers, mesh)
+    specs = table.with_rules(rules).partition_specs(buffers, mesh)
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
     return Cache(table=where[0], buffers=where[1])
 
