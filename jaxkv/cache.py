@@ -68,7 +68,7 @@ class View(NamedTuple):
     positions: jax.Array
 
 
-class Commitment(ABC):
+class MaintenancePlan(ABC):
     """The plan of an update or a defrag: what will be done to a table and its buffers.
 
     facts: of the cache that it was planned for, static.
@@ -306,11 +306,11 @@ class Table(ABC):
         """Return what `can_resume` says, `[]` bool."""
 
     @abstractmethod
-    def update(self) -> Commitment:
+    def plan_shift(self) -> MaintenancePlan:
         """Return the plan of the rotations that keys are owed."""
 
     @abstractmethod
-    def defrag(self, max_moves: int | None) -> Commitment:
+    def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
         """Return the plan of the moves that close the gaps."""
 
     @abstractmethod

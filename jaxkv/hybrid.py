@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.cache import Cache, Commitment, Findings, Room, Table, View, join, split
+from jaxkv.cache import Cache, Findings, MaintenancePlan, Room, Table, View, join, split
 from jaxkv.facts import Facts
 from jaxkv.mesh import Rules
 from jaxkv.places import count
@@ -26,14 +26,14 @@ Layers = tuple[tuple[int, ...], ...]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HybridCommitment(Commitment):
+class HybridMaintenancePlan(MaintenancePlan):
     """What is to be done to each part: the plans of an update, or of a defrag.
 
     parts: the plans.
     facts: of the cache that they were planned for, static.
     """
 
-    parts: tuple[Commitment, ...]
+    parts: tuple[MaintenancePlan, ...]
     facts: Facts = field(metadata={"static": True})
 
     @property
@@ -312,14 +312,16 @@ class HybridTable(Table):
         """Return whether every part can."""
         return _all([part.can_resume(seq, pos) for part in self.parts])
 
-    def update(self) -> Commitment:
+    def plan_shift(self) -> MaintenancePlan:
         """Return the plans of each part."""
-        return HybridCommitment(parts=tuple(part.update() for part in self.parts), facts=self.facts)
+        return HybridMaintenancePlan(
+            parts=tuple(part.plan_shift() for part in self.parts), facts=self.facts
+        )
 
-    def defrag(self, max_moves: int | None) -> Commitment:
+    def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
         """Return the plans of each part."""
-        return HybridCommitment(
-            parts=tuple(part.defrag(max_moves) for part in self.parts), facts=self.facts
+        return HybridMaintenancePlan(
+            parts=tuple(part.plan_defrag(max_moves) for part in self.parts), facts=self.facts
         )
 
     def go_back(self, old: "HybridTable") -> tuple["HybridTable", jax.Array]:

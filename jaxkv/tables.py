@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, ubatch_partition_specs
-from jaxkv.cache import Cache, Commitment, Table
+from jaxkv.cache import Cache, MaintenancePlan, Table
 from jaxkv.donation import names_donated
 from jaxkv.mesh import Rules, at_hand, of_type
 
@@ -88,7 +88,7 @@ def _specs(out: Any, rules: Rules, mesh: Any) -> Any:
             case Ubatch():
                 streams = rules.split(mesh, streams=x.facts.streams)["streams"]
                 return ubatch_partition_specs(x, streams)
-            case Commitment():
+            case MaintenancePlan():
                 return P(rules.split(mesh, streams=x.facts.streams)["streams"])
         return P()
 
@@ -100,7 +100,7 @@ def _nodes(tree: Any) -> list[Any]:
 
 
 def _is_node(x: Any) -> bool:
-    return isinstance(x, Cache | Table | Ubatch | Commitment)
+    return isinstance(x, Cache | Table | Ubatch | MaintenancePlan)
 
 
 def _anywhere(x: Any) -> jax.ShapeDtypeStruct:

@@ -26,15 +26,15 @@ from jaxkv.draw.html import html_of
 from jaxkv.draw.lines import cache_line, fields_line, plan_line, ubatch_line
 from jaxkv.draw.look import CellView, cells_of
 from jaxkv.draw.text import show
-from jaxkv.hybrid import HybridCommitment, HybridTable
+from jaxkv.hybrid import HybridMaintenancePlan, HybridTable
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.defrag import Defrag
-from jaxkv.kv.shift import Update
+from jaxkv.kv.defrag import DefragPlan
+from jaxkv.kv.shift import ShiftPlan
 from jaxkv.kv.source import SourceTable
 from jaxkv.kv.table import CellTable
 from jaxkv.plan import Plan
 from jaxkv.recurrent.slots import StateSlots
-from jaxkv.recurrent.table import NoOp, StateTable
+from jaxkv.recurrent.table import EmptyPlan, StateTable
 
 __all__ = ["CellView", "cells_of", "plot", "show"]
 
@@ -47,6 +47,15 @@ def _attach(line: Callable[[Any], str], *kinds: Any) -> None:
 _attach(cache_line, Cache)
 _attach(plan_line, Plan)
 _attach(ubatch_line, Ubatch)
-_attach(fields_line, Batch, Buffers, CellTable, Defrag, HybridCommitment, HybridTable, NoOp)
-_attach(fields_line, SourceTable, StateSlots, StateTable, Update)
+_attach(
+    fields_line,
+    Batch,
+    Buffers,
+    CellTable,
+    DefragPlan,
+    HybridMaintenancePlan,
+    HybridTable,
+    EmptyPlan,
+)
+_attach(fields_line, SourceTable, StateSlots, StateTable, ShiftPlan)
 Cache._repr_html_ = html_of  # type: ignore[attr-defined]  # the name that notebooks look for

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import Commitment
+from jaxkv.cache import MaintenancePlan
 from jaxkv.facts import Facts
 from jaxkv.kv.buffers import Buffers, Cached, Halves, bring, on_halves, put
 from jaxkv.kv.cells import C, Cells, free
@@ -22,7 +22,7 @@ from jaxkv.stamp import mix
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Defrag(Commitment):
+class DefragPlan(MaintenancePlan):
     """Moves that close gaps: runs of neighbouring cells, each with its destination.
 
     With M = N // 2, the most runs that there can be. Only the first `count` of a stream are moves.
@@ -57,7 +57,7 @@ class Defrag(Commitment):
         return move_cells(table, buffers, self, ok)
 
 
-def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
+def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> DefragPlan:
     """Plan the moves that close the gaps, or the first `max_moves` of each stream.
 
     The cells that lie beyond the number of used ones go into the gaps before it, in their order, so
@@ -81,7 +81,7 @@ def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> Defrag:
     return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
 
 
-def _close(facts: Facts, shards: int, tile: int | None, empty: jax.Array) -> Defrag:
+def _close(facts: Facts, shards: int, tile: int | None, empty: jax.Array) -> DefragPlan:
     """Plan one stream, whose cells may be `empty`, `[N]` bool; the others may move in tiles."""
     size = empty.shape[0]
     most = max(size // 2, 1)
@@ -110,7 +110,7 @@ def _close(facts: Facts, shards: int, tile: int | None, empty: jax.Array) -> Def
     def at(cells: jax.Array) -> jax.Array:
         return cells.at[start].get(mode="fill", fill_value=size)
 
-    return Defrag(
+    return DefragPlan(
         source=at(source),
         destination=at(gap),
         length=length.astype(jnp.int32),
@@ -131,7 +131,7 @@ def _tile_by_tile(taken: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     return (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
 
 
-def move_cells(cells: C, buffers: Buffers, plan: Defrag, ok: jax.Array) -> tuple[C, Buffers]:
+def move_cells(cells: C, buffers: Buffers, plan: DefragPlan, ok: jax.Array) -> tuple[C, Buffers]:
     """Move cells and what the buffers hold for them, a bounded number at a time.
 
     If `ok`, `[]` bool, is False nothing moves.
@@ -163,7 +163,7 @@ def move_cells(cells: C, buffers: Buffers, plan: Defrag, ok: jax.Array) -> tuple
     return cells, buffers
 
 
-def _move(size: int, split: Halves, plan: Defrag, chunks: jax.Array, arrays: Any) -> Any:
+def _move(size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays: Any) -> Any:
     """Move keys and values `[S, K, N, D]`: all are gathered before they are scattered.
 
     Of N cells, `size`, that are split, a chunk is sent to all devices that hold some.
@@ -182,11 +182,11 @@ def _move(size: int, split: Halves, plan: Defrag, chunks: jax.Array, arrays: Any
     return jax.lax.fori_loop(0, jnp.max(chunks), move, arrays)
 
 
-def _moves(plan: Defrag, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     """List CHUNK sources and destinations of each stream from the i-th chunk on, `[S, CHUNK]`."""
     turn = i * CHUNK + jnp.arange(CHUNK)
 
-    def of_stream(plan: Defrag) -> tuple[jax.Array, jax.Array]:
+    def of_stream(plan: DefragPlan) -> tuple[jax.Array, jax.Array]:
         ends = jnp.cumsum(plan.length)
         run = jnp.searchsorted(ends, turn, side="right")
         inside = turn - (ends - plan.length).at[run].get(mode="fill", fill_value=0)

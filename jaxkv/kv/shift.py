@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import Commitment
+from jaxkv.cache import MaintenancePlan
 from jaxkv.facts import Facts
 from jaxkv.kv.buffers import Buffers, Halves, alike, gather, on_halves, scatter
 from jaxkv.kv.cells import (
@@ -46,7 +46,7 @@ CHUNK = 256
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Update(Commitment):
+class ShiftPlan(MaintenancePlan):
     """The plan of what is pending: the rotation that each key is owed.
 
     shift: `[S, N]` int32, the table's notes when the plan was made. Applied to a table whose notes

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Commitment, Findings, Room, Table, View, check_sizes
+from jaxkv.cache import Findings, MaintenancePlan, Room, Table, View, check_sizes
 from jaxkv.facts import Facts
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
 from jaxkv.kv.attend import attend, view, write
@@ -198,11 +198,11 @@ class CellTable(Cells, Table):
         """See `reuse.can_resume`."""
         return reuse.can_resume(self, seq, pos)
 
-    def update(self) -> Commitment:
-        """See `shift.Update`."""
-        return shift.Update(shift=self.shift, facts=self.facts)
+    def plan_shift(self) -> MaintenancePlan:
+        """See `shift.ShiftPlan`."""
+        return shift.ShiftPlan(shift=self.shift, facts=self.facts)
 
-    def defrag(self, max_moves: int | None) -> Commitment:
+    def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
         """See `defrag.plan_moves`."""
         return defrag.plan_moves(self, max_moves, self.facts)
 

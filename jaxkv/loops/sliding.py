@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import Cache, Commitment, join, split
+from jaxkv.cache import Cache, MaintenancePlan, join, split
 from jaxkv.donation import check_there
 from jaxkv.facts import Facts
 from jaxkv.places import END, count, integers
@@ -142,7 +142,7 @@ def _check_cells(facts: Facts, why: str) -> None:
 @program
 def _slid(
     table: Any, seq: jax.Array, keep: jax.Array, drop: jax.Array
-) -> tuple[Any, Commitment, jax.Array]:
+) -> tuple[Any, MaintenancePlan, jax.Array]:
     """Do what `slide` says to a table, of `[]` int32 each.
 
     Returns:
@@ -161,7 +161,7 @@ def _slid(
 @program
 def _extended(
     table: Any, seq: jax.Array, done: jax.Array, group: jax.Array, width: jax.Array
-) -> tuple[Any, Commitment, jax.Array, jax.Array]:
+) -> tuple[Any, MaintenancePlan, jax.Array, jax.Array]:
     """Do what `extend` says to a table, of `[]` int32 each.
 
     Returns:
@@ -207,10 +207,10 @@ def _owns_alone(table: Any, seq: jax.Array, start: jax.Array) -> jax.Array:
     return freed(table) == freed(table.keep(seq))
 
 
-def _if(ok: jax.Array, new: Any, old: Any) -> tuple[Any, Commitment]:
+def _if(ok: jax.Array, new: Any, old: Any) -> tuple[Any, MaintenancePlan]:
     """Return the new table, and what its keys are owed; the old and nothing unless `ok`, `[]`."""
     table = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, old)
     # Refused: plan the update of an empty table, so that keys already owed a rotation stay as they
     # are.
-    plan = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, new.clear()).update()
+    plan = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, new.clear()).plan_shift()
     return table, plan

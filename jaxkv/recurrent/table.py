@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, Commitment, Findings, Room, Table, check_sizes, join
+from jaxkv.cache import Cache, Findings, MaintenancePlan, Room, Table, check_sizes, join
 from jaxkv.facts import Facts, checked_streams
 from jaxkv.mesh import Rules
 from jaxkv.places import END, FAR, check_shape, count
@@ -27,7 +27,7 @@ from jaxkv.recurrent.states import States, empty_fields
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NoOp(Commitment):
+class EmptyPlan(MaintenancePlan):
     """The plan of an update or a defrag of a cache that never needs one.
 
     facts: of the cache that it was planned for, static.
@@ -204,14 +204,14 @@ class StateTable(States, Table):
         """See `states.can_resume`."""
         return states.can_resume(self, seq, pos)
 
-    def update(self) -> Commitment:
+    def plan_shift(self) -> MaintenancePlan:
         """Return a plan of nothing: no key is owed a rotation."""
-        return NoOp(facts=self.facts)
+        return EmptyPlan(facts=self.facts)
 
-    def defrag(self, max_moves: int | None) -> Commitment:
+    def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
         """Return a plan of nothing: there are no gaps to close."""
         del max_moves
-        return NoOp(facts=self.facts)
+        return EmptyPlan(facts=self.facts)
 
     def go_back(self, old: "StateTable") -> tuple["StateTable", jax.Array]:
         """See `states.go_back`."""

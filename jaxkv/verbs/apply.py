@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, by_row, drop_unless, placed_rows
-from jaxkv.cache import Cache, Commitment, Table, check_made_for, join, split
+from jaxkv.cache import Cache, MaintenancePlan, Table, check_made_for, join, split
 from jaxkv.facts import check_facts
 from jaxkv.places import is_traced
 from jaxkv.plan import Plan
 from jaxkv.tables import program
 
 
-def apply(cache: Cache, plan: Ubatch | Plan | Commitment, *, donate: bool = False) -> Cache:
+def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool = False) -> Cache:
     """Commit a ubatch or a plan: the only function that carries one out.
 
     Args:
@@ -52,7 +52,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | Commitment, *, donate: bool = Fals
     return (_commit_donated if donate else _commit)(plan, table, buffers)
 
 
-def is_current(cache: Cache, plan: Ubatch | Plan | Commitment) -> jax.Array:
+def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> jax.Array:
     """Return whether applying a plan now would carry it out; `[]` bool.
 
     A ubatch is stale after an edit of a stream that it has tokens in, after another ubatch there,
@@ -87,7 +87,7 @@ def is_current(cache: Cache, plan: Ubatch | Plan | Commitment) -> jax.Array:
     return _is_current(table, _checked(plan, table))
 
 
-def _checked(plan: Any, table: Table) -> Ubatch | Commitment:
+def _checked(plan: Any, table: Table) -> Ubatch | MaintenancePlan:
     """Return a plan, a single ubatch as itself, or raise as `apply` says."""
     if isinstance(plan, Plan):
         if len(plan.ubatches) != 1:
@@ -98,7 +98,7 @@ def _checked(plan: Any, table: Table) -> Ubatch | Commitment:
         (plan,) = plan.ubatches
     if isinstance(plan, Ubatch):
         check_made_for(table, plan)
-    elif isinstance(plan, Commitment):
+    elif isinstance(plan, MaintenancePlan):
         check_facts(plan.facts, table.facts, "a plan that was made")
     else:
         raise TypeError(f"wanted a ubatch or a plan, got {type(plan)}")
@@ -106,9 +106,9 @@ def _checked(plan: Any, table: Table) -> Ubatch | Commitment:
 
 
 @program
-def _is_current(table: Any, plan: Ubatch | Commitment) -> jax.Array:
+def _is_current(table: Any, plan: Ubatch | MaintenancePlan) -> jax.Array:
     """Return what `is_current` says of a plan for a table; `[]` bool."""
-    return plan.is_current(table) if isinstance(plan, Commitment) else _is_next(table, plan)
+    return plan.is_current(table) if isinstance(plan, MaintenancePlan) else _is_next(table, plan)
 
 
 def _is_next(table: Any, ubatch: Ubatch) -> jax.Array:
@@ -129,7 +129,7 @@ def _occupy(table: Any, ubatch: Ubatch) -> Any:
     return table.occupy(drop_unless(_is_next(table, ubatch), ubatch))
 
 
-def _committed(plan: Commitment, table: Any, buffers: Any) -> Cache:
+def _committed(plan: MaintenancePlan, table: Any, buffers: Any) -> Cache:
     """Carry out the plan of an update or a defrag, if it is not stale."""
     return join(*plan.commit(table, buffers, plan.is_current(table)))
 

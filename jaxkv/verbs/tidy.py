@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxkv.batch import Batch
-from jaxkv.cache import Cache, Commitment, split
+from jaxkv.cache import Cache, MaintenancePlan, split
 from jaxkv.places import count
 from jaxkv.plan import Plan
 from jaxkv.planning.init import init_batch
@@ -11,7 +11,7 @@ from jaxkv.tables import program
 from jaxkv.verbs.apply import apply
 
 
-def init_update(cache: Cache) -> Commitment:
+def init_update(cache: Cache) -> MaintenancePlan:
     """Plan what is pending: the rotation of every key that was moved.
 
     Returns:
@@ -31,7 +31,7 @@ def init_update(cache: Cache) -> Commitment:
     return _update(table)
 
 
-def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> Commitment:
+def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePlan:
     """Plan the moves that bring all used cells to the front.
 
     In tiled placement whole tiles move, those with any used cell to the front, and gaps within
@@ -109,12 +109,12 @@ def make_room(
 
 
 @program
-def _update(table: Any) -> Commitment:
+def _update(table: Any) -> MaintenancePlan:
     """Return the plan of `init_update`."""
-    return table.update()
+    return table.plan_shift()
 
 
 @program(static_argnames="max_moves")
-def _defrag(table: Any, *, max_moves: int | None) -> Commitment:
+def _defrag(table: Any, *, max_moves: int | None) -> MaintenancePlan:
     """Return the plan of `defrag_plan`."""
-    return table.defrag(max_moves)
+    return table.plan_defrag(max_moves)
