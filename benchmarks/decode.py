@@ -39,7 +39,7 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
 
     @partial(jax.jit, donate_argnames="buffers")
     def step(weights: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
-        cache = jaxkv.join(table, buffers)
+        cache = jaxkv.merge(table, buffers)
         ubatch, ok = jaxkv.plan_step(cache, token, everyone, jnp.ones(batch, bool))
         cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
         return jaxkv.split(cache)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok

@@ -36,7 +36,7 @@ class Side:
         table, token, chosen = self.table, np.asarray(self.first), []
         step = loops.step_of(self.model.forward)
         for _ in range(self.tokens):
-            cache = jaxkv.join(table, self.buffers)
+            cache = jaxkv.merge(table, self.buffers)
             plan = jaxkv.init_batch(cache, jaxkv.make_batch(token[:, None])).check()
             table, self.buffers, logits = step(
                 self.model.weights, table, self.buffers, plan.ubatches[0]
@@ -49,7 +49,7 @@ class Side:
         """`steps` tokens a dispatch."""
 
         def run() -> np.ndarray:
-            cache, chosen = jaxkv.join(self.table, self.buffers), []
+            cache, chosen = jaxkv.merge(self.table, self.buffers), []
             state = loops.start(cache, self.first)
             for _ in range(self.tokens // steps):
                 cache, state, picked = jaxkv.decode(

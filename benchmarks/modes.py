@@ -60,7 +60,7 @@ class Case:
 
         @partial(jax.jit, donate_argnames="buffers")
         def step(weights: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
-            cache = jaxkv.join(table, buffers)
+            cache = jaxkv.merge(table, buffers)
             valid = jnp.ones(token.shape, bool)
             ubatch, ok = jaxkv.plan_step(cache, token, self.active, valid)
             cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)

@@ -51,7 +51,7 @@ def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[
 
     @partial(jax.jit, donate_argnames="buffers")
     def step(table: object, buffers: object, q: jax.Array, k: jax.Array) -> tuple:
-        cache = jaxkv.join(table, buffers)
+        cache = jaxkv.merge(table, buffers)
         every = jnp.arange(batch)
         ubatch, _ = jaxkv.plan_step(cache, every, every, jnp.ones(batch, bool))
         cache = jaxkv.apply(cache, ubatch)

@@ -71,7 +71,7 @@ def side(weights: list, batch: int, cells: int, pool: bool, implementation: str 
 
     @partial(jax.jit, donate_argnames="buffers")
     def step(weights: list, table: Any, buffers: Any, token: jax.Array) -> tuple:
-        cache = jaxkv.join(table, buffers)
+        cache = jaxkv.merge(table, buffers)
         ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(batch, bool))
         x = jnp.ones((*ubatch.valid.shape, WIDTH), "bfloat16")
         cache, x = forward(weights, jaxkv.apply(cache, ubatch), ubatch, x, attend)

@@ -29,7 +29,7 @@ SEQUENCES = 64
 
 def step(table, buffers, tokens, valid):
     """Plan a token for each sequence and apply it."""
-    cache, sequences = jaxkv.join(table, buffers), jnp.arange(SEQUENCES)
+    cache, sequences = jaxkv.merge(table, buffers), jnp.arange(SEQUENCES)
     ubatch, ok = jaxkv.plan_step(cache, tokens, sequences, valid)
     return jaxkv.apply(cache, ubatch).table, ubatch, ok
 

@@ -21,7 +21,7 @@ Public is what stands here and in the modules `draw`, `hybrid`, `loops`, `ops`, 
 
 from jaxkv import draw, hybrid, loops, ops, prefix, rope, sharding, snapshot, window
 from jaxkv.batch import Batch, Ubatch, make_batch
-from jaxkv.cache import Cache, View, join, split
+from jaxkv.cache import Cache, View, merge, split
 from jaxkv.draw import show
 from jaxkv.hybrid import make_hybrid_cache
 from jaxkv.kv.make import make_kv_cache
@@ -61,7 +61,7 @@ from jaxkv.verbs.layers import attend, read_states, rollback_of, view, write, wr
 from jaxkv.verbs.tidy import defrag_plan, init_update, make_room
 
 # Caches: making them, taking them apart.
-__all__ = ["Cache", "join", "make_hybrid_cache", "make_kv_cache", "make_recurrent_cache"]
+__all__ = ["Cache", "merge", "make_hybrid_cache", "make_kv_cache", "make_recurrent_cache"]
 __all__ += ["make_source_cache", "split"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "Reason", "RefusedError", "Ubatch"]

@@ -402,7 +402,7 @@ def split(cache: Cache) -> tuple[Any, Any]:
     )
 
 
-def join(table: Any, buffers: Any) -> Cache:
+def merge(table: Any, buffers: Any) -> Cache:
     """Put a table and buffers together into a cache: the inverse of `split`.
 
     Values in the buffers of an attention cache must be finite, as `attend` leaves them.
@@ -414,7 +414,7 @@ def join(table: Any, buffers: Any) -> Cache:
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
       >>> table, buffers = split(cache)
-      >>> join(table, jax.tree.map(jnp.ones_like, buffers)).buffers.k[0].sum().item()
+      >>> merge(table, jax.tree.map(jnp.ones_like, buffers)).buffers.k[0].sum().item()
       8.0
     """
     if not isinstance(table, Table):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.cache import Cache, Findings, MaintenancePlan, Room, Table, View, join, split
+from jaxkv.cache import Cache, Findings, MaintenancePlan, Room, Table, View, merge, split
 from jaxkv.facts import Facts
 from jaxkv.mesh import Rules
 from jaxkv.places import count
@@ -493,7 +493,7 @@ def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
                     f"wanted one part at most whose keys or states a layer uses, got several for "
                     f"layer {layer}: list it in one of them"
                 )
-    return join(table, tuple(cache.buffers for cache in caches))
+    return merge(table, tuple(cache.buffers for cache in caches))
 
 
 def parts_of(cache: Cache) -> tuple[Cache, ...]:
@@ -506,7 +506,7 @@ def parts_of(cache: Cache) -> tuple[Cache, ...]:
     table, buffers = split(cache)
     if not isinstance(table, HybridTable):
         return (cache,)
-    return tuple(join(*pair) for pair in zip(table.parts, buffers, strict=True))
+    return tuple(merge(*pair) for pair in zip(table.parts, buffers, strict=True))
 
 
 def _put(parts: tuple, i: int, part: Any) -> tuple:

@@ -304,7 +304,7 @@ except ValueError as error:
 # To keep a cache as a checkpoint, donate from the second step on, or donate a copy of it,
 # `jax.tree.map(jnp.copy, cache)`. The loops of jaxkv make that copy unless they are told
 # `donate=True`. Here the table is given up too; to be able to `go_back`, donate the buffers alone
-# (`jaxkv.split` and `join`).
+# (`jaxkv.split` and `merge`).
 
 # %% [markdown]
 # ## Mistake 4: a ring that wraps

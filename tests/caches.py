@@ -264,7 +264,7 @@ def drawn(cells: str, kind: Kind = SMALL) -> Any:
                     assert home == stream
                     owners[stream, bit // 32, index] |= np.uint32(1 << bit % 32)
     fields = {"position": position, "owners": owners, "shift": shift}
-    return jaxkv.join(replace(table, **jax.tree.map(jnp.asarray, fields)), buffers)
+    return jaxkv.merge(replace(table, **jax.tree.map(jnp.asarray, fields)), buffers)
 
 
 def drawing(cache: Any) -> str:

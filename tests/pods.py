@@ -132,7 +132,7 @@ class Pod:
 def placed(cache, rules=RULES):
     """The same cache on the mesh at hand, which several processes may share."""
     table, buffers = jaxkv.split(cache)
-    cache = jaxkv.join(table.with_rules(rules), buffers)
+    cache = jaxkv.merge(table.with_rules(rules), buffers)
     where = sharding.shardings(cache, jax.sharding.get_mesh(), rules)
     return jax.device_put(jax.tree.map(np.asarray, cache), where)
 

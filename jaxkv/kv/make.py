@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import Cache, join
+from jaxkv.cache import Cache, merge
 from jaxkv.facts import checked_streams
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Placement, empty_fields
@@ -249,7 +249,7 @@ def make_kv_cache(
         ropes=ropes,
         stacked=stacked,
     )
-    return join(table, buffers)
+    return merge(table, buffers)
 
 
 def _check_alike(**sizes: tuple[Any, ...]) -> None:

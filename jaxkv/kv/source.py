@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, View, join, split
+from jaxkv.cache import Cache, View, merge, split
 from jaxkv.facts import Facts, changes_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.make import make_kv_cache
@@ -234,7 +234,7 @@ def make_source_cache(
             rope=None,  # no verb of positions reaches a source
         )
     )
-    return join(as_source_table(table), buffers)
+    return merge(as_source_table(table), buffers)
 
 
 def as_source_table(table: CellTable) -> SourceTable:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import Cache, join, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.facts import Facts, check_once, within_streams
 from jaxkv.loops.beam_scores import Search, Texts, begun, best, choose, exist, goes_on
 from jaxkv.loops.donation import given
@@ -137,7 +137,7 @@ def beam(
     table, buffers = given(cache, donate)
     search = program_of(_searching, forward)
     table, buffers, beams = search(weights, table, buffers, *args, steps=steps)
-    return join(table, buffers), beams
+    return merge(table, buffers), beams
 
 
 def _row(logits: Any) -> Any:
@@ -174,7 +174,7 @@ def _checked(facts: Facts, sequences: Any, width: int) -> Any:
 def _searching(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
     def search(weights: Any, table: Any, buffers: Any, *args: Any, steps: int) -> tuple:
-        cache = join(table, buffers)
+        cache = merge(table, buffers)
         cache, beams = _search(forward(), weights, cache, *args, steps=steps)
         return *split(cache), beams
 

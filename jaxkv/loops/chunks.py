@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import make_batch
-from jaxkv.cache import join, split
+from jaxkv.cache import merge, split
 from jaxkv.facts import Facts
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.programs import program_of
@@ -171,7 +171,7 @@ def _chunk_program(forward: Callable[[], Forward]) -> Any:
         )
         plan = plan_one(table, batch, ranks, index, held & ~ended, outputs=most)
         ubatch = plan.ubatches[0]
-        cache, logits = take_step(forward(), weights, join(table, buffers), ubatch)
+        cache, logits = take_step(forward(), weights, merge(table, buffers), ubatch)
         whose = batch.sequences.at[ubatch.order].get(mode="fill", fill_value=count)
         of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
         of_each = of_each.at[whose].set(logits, mode="drop")

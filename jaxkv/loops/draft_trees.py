@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import Cache, join, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.loops import trees
 from jaxkv.loops.drafts import DraftModel, Guess, draft_model
 from jaxkv.loops.drawing import Sampler, adjusted_by, draw, draw_key
@@ -52,7 +52,7 @@ class DraftTree(DraftModel):
 
         table, buffers = split(cache)
         sequences = trees.branch_sequences(table, state.sequence, self.branches)
-        cache = join(trees.fork(table, sequences, state.sequence), buffers)
+        cache = merge(trees.fork(table, sequences, state.sequence), buffers)
         going = (going & plan.ok)[:, None] & (sequences < table.facts.sequences)
         going &= best > -jnp.inf
         adjusting = jax.tree.map(
@@ -112,7 +112,7 @@ class DraftTree(DraftModel):
         same = jnp.all(same, axis=2) & (self.sequences < table.facts.sequences)
         branch = jnp.argmax(same, axis=1).astype(jnp.int32)
         table = trees.keep(table, sequences, self.sequences, branch)
-        kept = replace(self, cache=join(table, buffers))
+        kept = replace(self, cache=merge(table, buffers))
         return super(DraftTree, kept).follow(sequences, at, fed, taken)
 
 

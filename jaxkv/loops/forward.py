@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, join, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.hybrid import parts_of
 from jaxkv.loops.programs import program_of
 from jaxkv.verbs.apply import apply
@@ -38,7 +38,7 @@ def step_of(forward: Forward) -> Any:
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
       >>> ubatch, ok = plan_step(cache, jnp.array([3]), jnp.array([0]), jnp.array([True]))
       >>> table, buffers, logits = step_of(forward)(jnp.eye(4), *split(cache), ubatch)
-      >>> used(join(table, buffers)).item()
+      >>> used(merge(table, buffers)).item()
       1
     """
     return program_of(_stepping, forward)
@@ -100,7 +100,7 @@ def _check_layers(before: Cache, after: Cache) -> None:
 def _stepping(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, donate_argnames="buffers")
     def step(weights: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
-        cache, logits = take_step(forward(), weights, join(table, buffers), ubatch)
+        cache, logits = take_step(forward(), weights, merge(table, buffers), ubatch)
         return *split(cache), logits
 
     return step

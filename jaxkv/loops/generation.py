@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import Cache, join, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.loops.donation import given
 from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
@@ -88,7 +88,7 @@ def decode(
     args = typed(sampler), weights, table, buffers, state, stop
     table, buffers, now, picked = loop(*args, steps=steps)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
-    return join(table, buffers), replace(now, sequence=state.sequence), picked
+    return merge(table, buffers), replace(now, sequence=state.sequence), picked
 
 
 def _decoding(forward: Callable[[], Forward]) -> Any:
@@ -103,7 +103,7 @@ def _decoding(forward: Callable[[], Forward]) -> Any:
         *,
         steps: int,
     ) -> tuple:
-        cache = join(table, buffers)
+        cache = merge(table, buffers)
         cache, *rest = _decode(forward(), sampler.value, weights, cache, state, stop, steps)
         return *split(cache), *rest
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
-from jaxkv.cache import Cache, join, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, step_of, take_step
 from jaxkv.places import NOWHERE, bucket, count, is_concrete, is_traced
@@ -119,7 +119,7 @@ def prefill(
         for ubatch in plan.ubatches:
             table, buffers, out = step(weights, table, buffers, ubatch)
             logits.append(out)
-        cache = join(table, buffers)
+        cache = merge(table, buffers)
     else:
         for ubatch in plan.ubatches:
             cache, out = take_step(forward, weights, cache, ubatch)
@@ -231,7 +231,7 @@ def warm_up(
             _, buffers, out = step(weights, table, buffers, drop_unless(jnp.array(False), ubatch))
             logits.append(out)
         plan.collect(logits)
-    return join(table, buffers) if donate else cache
+    return merge(table, buffers) if donate else cache
 
 
 def _buckets(most: int) -> list[int]:

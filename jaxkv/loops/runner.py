@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv.cache import Cache, join, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.donation import is_donated
 from jaxkv.loops.chunks import Chunk, Part, chunk_program, cut, empty_chunk, shapes_of
 from jaxkv.loops.forward import Forward
@@ -145,7 +145,7 @@ class Runner:
         """Compute a chunk; the logits `[Q, V]`, and whether it had room, with the reasons."""
         program = chunk_program(self._forward)
         table, buffers, logits, plan = program(self._weights, *split(self.cache), chunk)
-        self.cache = join(table, buffers)
+        self.cache = merge(table, buffers)
         return logits, plan
 
     def _pick(self, texts: Sequence[Progress], logits: jax.Array, turns: int) -> Outcome:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import Cache, MaintenancePlan, join, split
+from jaxkv.cache import Cache, MaintenancePlan, merge, split
 from jaxkv.donation import check_there
 from jaxkv.facts import Facts
 from jaxkv.places import END, count, integers
@@ -63,7 +63,7 @@ def slide(
     check_there(cache)
     bounds = _one(keep, "keep", low=0), _one(drop, "drop", low=1)
     table, plan, ok = _slid(table, sequence(table, seq), *bounds)
-    return apply(join(table, buffers), plan, donate=donate), ok
+    return apply(merge(table, buffers), plan, donate=donate), ok
 
 
 def extend(
@@ -121,7 +121,7 @@ def extend(
     check_there(cache)
     args = _one(done, "done"), jnp.int32(group), jnp.int32(width)
     table, plan, now, ok = _extended(table, sequence(table, seq), *args)
-    return apply(join(table, buffers), plan, donate=donate), now, ok
+    return apply(merge(table, buffers), plan, donate=donate), now, ok
 
 
 def _one(value: Any, name: str, low: int = -END) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxkv.batch import Batch, Ubatch
-from jaxkv.cache import Cache, join, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.loops.donation import given
 from jaxkv.loops.programs import program_of
 from jaxkv.places import is_concrete, is_traced
@@ -75,7 +75,7 @@ def encode(
         plan.check()
     if known and not is_traced(weights, cache, batch):
         run = program_of(_encoding, encoder)
-        return join(*run(weights, *given(cache, donate), ubatch))
+        return merge(*run(weights, *given(cache, donate), ubatch))
     cache = _encoded(encoder, weights, cache, ubatch)
     return cache if known else (cache, plan.ok)
 
@@ -98,6 +98,6 @@ def _encoded(encoder: Encoder, weights: Any, cache: Cache, ubatch: Ubatch) -> Ca
 def _encoding(encoder: Callable[[], Encoder]) -> Any:
     @partial(jax.jit, donate_argnames="buffers")
     def run(weights: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
-        return split(_encoded(encoder(), weights, join(table, buffers), ubatch))
+        return split(_encoded(encoder(), weights, merge(table, buffers), ubatch))
 
     return run

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import Cache, join, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.loops import trees
 from jaxkv.loops.acceptance import verify, verify_branches
 from jaxkv.loops.donation import given
@@ -191,7 +191,7 @@ def speculate(
     args = typed((draft, sampler)), fixed, table, buffers, state
     table, buffers, now, draft, made = loop(*args, steps=steps)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
-    return join(table, buffers), replace(now, sequence=state.sequence), draft, made
+    return merge(table, buffers), replace(now, sequence=state.sequence), draft, made
 
 
 def _speculating(forward: Callable[[], Forward]) -> Any:
@@ -207,7 +207,7 @@ def _speculating(forward: Callable[[], Forward]) -> Any:
     ) -> tuple:
         draft, sampler = by.value
         setup = _Setup(forward(), sampler, *fixed)
-        cache, *rest = _speculate(setup, draft, join(table, buffers), state, steps)
+        cache, *rest = _speculate(setup, draft, merge(table, buffers), state, steps)
         return *split(cache), *rest
 
     return loop
@@ -418,7 +418,7 @@ def _fed_branches(
     assert sequences is not None
     table = trees.fork(table, sequences, state.sequence)
     plan = trees.plan_tree(table, state.token, guess, active, sequences)
-    cache = join(table, buffers)
+    cache = merge(table, buffers)
     cache, logits = take_step(setup.forward, setup.weights, cache, plan.ubatches[0])
     logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
     _check_vocabulary(guess, logits)
@@ -427,7 +427,7 @@ def _fed_branches(
     table, buffers = split(cache)
     own = jnp.argmax(sequences == state.sequence[:, None], axis=1).astype(jnp.int32)
     followed = jnp.where(ok, branch, own)
-    cache = join(trees.keep(table, state.sequence, sequences, followed), buffers)
+    cache = merge(trees.keep(table, state.sequence, sequences, followed), buffers)
     tokens, valid = (
         jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]
         for x in (guess.tokens, guess.valid)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, Findings, MaintenancePlan, Room, Table, check_sizes, join
+from jaxkv.cache import Cache, Findings, MaintenancePlan, Room, Table, check_sizes, merge
 from jaxkv.facts import Facts, checked_streams
 from jaxkv.mesh import Rules
 from jaxkv.places import END, FAR, check_shape, count
@@ -396,7 +396,7 @@ def make_recurrent_cache(
             for name, state in shapes.items()
         }
 
-    return join(table, tuple(layer() for _ in range(layers)))
+    return merge(table, tuple(layer() for _ in range(layers)))
 
 
 def _splits(

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.cache import Cache, join, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.mesh import Rules
 
 
@@ -59,7 +59,7 @@ def shapes(make: Callable[[], Cache], mesh: Mesh | AbstractMesh, rules: Rules) -
     def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map(placed, join(table.with_rules(rules), buffers), where)
+    return jax.tree.map(placed, merge(table.with_rules(rules), buffers), where)
 
 
 def allocate(make: Callable[[], Cache], mesh: Mesh, rules: Rules | None = None) -> Cache:
@@ -88,7 +88,7 @@ def allocate(make: Callable[[], Cache], mesh: Mesh, rules: Rules | None = None) 
 
     def made() -> Cache:
         table, buffers = split(make())
-        return join(table.with_rules(rules), buffers)
+        return merge(table.with_rules(rules), buffers)
 
     where = shardings(jax.eval_shape(make), mesh, rules)
     return jax.jit(made, out_shardings=where)()

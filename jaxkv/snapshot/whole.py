@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv.cache import Cache, join, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.facts import check_once
 from jaxkv.hybrid import HybridTable, make_hybrid_cache, parts_of
 from jaxkv.places import integers, is_concrete
@@ -68,10 +68,10 @@ def make(file: File) -> Cache:
     """Make the cache that a snapshot describes, empty."""
     description = file.description["cache"]
     if description["kind"] != "hybrid":
-        return join(*_made(file, description, "buffers."))
+        return merge(*_made(file, description, "buffers."))
     pairs = [_made(file, one, f"buffers.{i}.") for i, one in enumerate(description["parts"])]
     layers = decoded(description["layers"])
-    return make_hybrid_cache(*zip([join(*pair) for pair in pairs], layers, strict=True))
+    return make_hybrid_cache(*zip([merge(*pair) for pair in pairs], layers, strict=True))
 
 
 def shapes(file: File) -> Cache:
@@ -114,9 +114,9 @@ def _check_arrays(file: File, cache: Cache) -> None:
 def assembled(cache: Cache, pairs: list[tuple[Any, Any]]) -> Cache:
     """Return a cache with other tables and buffers in its parts."""
     if not isinstance(cache.table, HybridTable):
-        return join(*pairs[0])
+        return merge(*pairs[0])
     tables, buffers = zip(*pairs, strict=True)
-    return join(replace(cache.table, parts=tables), buffers)
+    return merge(replace(cache.table, parts=tables), buffers)
 
 
 def check_dtypes(file: File) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, by_row, drop_unless, placed_rows
-from jaxkv.cache import Cache, MaintenancePlan, Table, check_made_for, join, split
+from jaxkv.cache import Cache, MaintenancePlan, Table, check_made_for, merge, split
 from jaxkv.facts import check_facts
 from jaxkv.places import is_traced
 from jaxkv.plan import Plan
@@ -46,7 +46,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     table, buffers = split(cache)
     plan = _checked(plan, table)
     if isinstance(plan, Ubatch):
-        return join(_occupy(table, plan), buffers)
+        return merge(_occupy(table, plan), buffers)
     if not is_traced(plan, table) and plan.is_empty:
         return cache
     return (_commit_donated if donate else _commit)(plan, table, buffers)
@@ -131,7 +131,7 @@ def _occupy(table: Any, ubatch: Ubatch) -> Any:
 
 def _committed(plan: MaintenancePlan, table: Any, buffers: Any) -> Cache:
     """Carry out the plan of an update or a defrag, if it is not stale."""
-    return join(*plan.commit(table, buffers, plan.is_current(table)))
+    return merge(*plan.commit(table, buffers, plan.is_current(table)))
 
 
 _commit = program(_committed)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import Cache, join, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.facts import changes_of, within_streams
 from jaxkv.places import count, is_concrete
 from jaxkv.tables import program
@@ -95,7 +95,7 @@ def seq_rm(cache: Cache, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
         raise ValueError(f"wanted seq, p0 and p1 of one shape [n], or [], got {axes}")
     table, ok = _rm(table, *cuts)
-    return EditResult(join(table, buffers), ok)
+    return EditResult(merge(table, buffers), ok)
 
 
 def seq_cp(
@@ -166,7 +166,7 @@ def seq_cp(
     args = *ids, *single_bounds(p0, p1)
     if within_streams(facts, *ids):
         table, ok = _cp(table, *args)
-        return EditResult(join(table, buffers), ok)
+        return EditResult(merge(table, buffers), ok)
     return EditResult(*(_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *args))
 
 
@@ -212,7 +212,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     if not np.size(ids[1]):
         return EditResult(cache, jnp.array(True))
     if within_streams(table.facts, *ids):
-        return EditResult(join(_select(table, *ids), buffers), jnp.array(True))
+        return EditResult(merge(_select(table, *ids), buffers), jnp.array(True))
     selected = _select_buffers_donated if donate else _select_buffers
     return EditResult(*selected(table, buffers, *ids))
 
@@ -236,7 +236,7 @@ def seq_keep(cache: Cache, seq: Ids) -> Cache:
     llama.cpp: `llama_memory_seq_keep`.
     """
     table, buffers = split(cache)
-    return join(_keep(table, sequence(table, seq)), buffers)
+    return merge(_keep(table, sequence(table, seq)), buffers)
 
 
 def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> EditResult:
@@ -284,7 +284,7 @@ def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> EditResult:
     table.check_moves(buffers)
     args = sequence(table, seq), *single_bounds(p0, p1), position(delta, "delta")
     table, ok = _add(table, *args)
-    return EditResult(join(table, buffers), ok)
+    return EditResult(merge(table, buffers), ok)
 
 
 def seq_div(cache: Cache, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> EditResult:
@@ -321,7 +321,7 @@ def seq_div(cache: Cache, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> EditResul
     table.check_moves(buffers)
     args = sequence(table, seq), *single_bounds(p0, p1), position(divisor, "divisor")
     table, ok = _div(table, *args)
-    return EditResult(join(table, buffers), ok)
+    return EditResult(merge(table, buffers), ok)
 
 
 def clear(cache: Cache) -> Cache:
@@ -336,7 +336,7 @@ def clear(cache: Cache) -> Cache:
     llama.cpp: `llama_memory_clear`.
     """
     table, buffers = split(cache)
-    return join(_clear(table), buffers)
+    return merge(_clear(table), buffers)
 
 
 @program
@@ -358,7 +358,7 @@ def _cp(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
 def _copied(table: Any, buffers: Any, *args: jax.Array) -> tuple[Cache, jax.Array]:
     """Do what `seq_cp` says between streams, of arguments as `Table.copy` has them."""
     table, buffers, ok = _copied_if_ok(table, buffers, *args)
-    return join(table, buffers), ok
+    return merge(table, buffers), ok
 
 
 def _copied_if_ok(
@@ -386,7 +386,7 @@ def _selected(
     parents, ids = changes_of(table.facts, parents, ids)
     ok = table.can_select(parents, ids)
     ids = jnp.where(ok, ids, table.facts.sequences)
-    return join(*table.select(buffers, parents, ids)), ok
+    return merge(*table.select(buffers, parents, ids)), ok
 
 
 _select_buffers = program(_selected)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import Cache, Table, join, split
+from jaxkv.cache import Cache, Table, merge, split
 from jaxkv.facts import check_facts
 from jaxkv.tables import program
 
@@ -53,7 +53,7 @@ def go_back(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
         raise TypeError(f"wanted the table of an earlier cache, got {type(table)}")
     check_facts(table.facts, now.facts, "a table")
     then, ok = _go_back(now, table)
-    return join(then, buffers), ok
+    return merge(then, buffers), ok
 
 
 @program

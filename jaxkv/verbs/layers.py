@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, View, check_made_for, join, split
+from jaxkv.cache import Cache, View, check_made_for, merge, split
 from jaxkv.donation import names_donated
 from jaxkv.kv.buffers import Buffers
 from jaxkv.ops.attention.api import Implementation
@@ -296,7 +296,7 @@ def write_states(
     """
     table, buffers = split(cache)
     check_made_for(table, ubatch)
-    return join(*table.write_states(buffers, _known(layer), ubatch, states))
+    return merge(*table.write_states(buffers, _known(layer), ubatch, states))
 
 
 def rollback_of(cache: Cache, layer: int) -> int:

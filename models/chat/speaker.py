@@ -194,7 +194,7 @@ class Speaker:
             where = np.int32(chat.now.sequence), np.int32(count)
             args = model.weights, *jaxkv.split(chat.cache), tokens, *where
             table, buffers, logits, ok = _read(model.forward, *args)
-            chat = replace(chat, cache=jaxkv.join(table, buffers))
+            chat = replace(chat, cache=jaxkv.merge(table, buffers))
             if ok:
                 chat = spend(replace(chat, computed=chat.computed + count), read=count)
                 read += count
@@ -319,7 +319,7 @@ def _read(
       The table and the buffers; the logits after the last token, `[1, V]`; and `ok`, `[]` bool.
       When that is False nothing was changed, and the logits mean nothing.
     """
-    cache = jaxkv.join(table, buffers)
+    cache = jaxkv.merge(table, buffers)
     index = jnp.arange(tokens.shape[0])
     batch = jaxkv.make_batch(
         tokens[None],

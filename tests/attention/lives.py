@@ -27,7 +27,7 @@ def lived_in(kind):
     k, v = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), (buffers.k, buffers.v)
     )
-    return jaxkv.join(table, replace(buffers, k=k, v=v))
+    return jaxkv.merge(table, replace(buffers, k=k, v=v))
 
 
 def applied(cache, sequences=(0, 1)):

@@ -88,7 +88,7 @@ def plain_of(cache):
     table, buffers = jaxkv.split(cache)
     k, v = (tuple(map(jnp.asarray, half)) for half in held(cache))
     table = jax.tree.map(np.asarray, table.with_rules(None))
-    return jaxkv.join(table, replace(buffers, k=k, v=v, stacked=False))
+    return jaxkv.merge(table, replace(buffers, k=k, v=v, stacked=False))
 
 
 def arrays_for(ubatch, form, seed=0):

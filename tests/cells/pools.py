@@ -26,7 +26,7 @@ def noisy(cells, kind):
     """A cache from a drawing (`drawn`), whose cells all have other keys and values."""
     table, buffers = jaxkv.split(drawn(cells, kind))
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(buffers))))
-    return jaxkv.join(
+    return jaxkv.merge(
         table, jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), buffers)
     )
 

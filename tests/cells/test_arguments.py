@@ -94,12 +94,12 @@ def apart():
 def on_lost_buffers():
     cache, ubatch = states_applied()
     table, buffers = jaxkv.split(cache)
-    return jaxkv.read_states(jaxkv.join(table, lost(buffers)), 0, ubatch)
+    return jaxkv.read_states(jaxkv.merge(table, lost(buffers)), 0, ubatch)
 
 
 def joined(make):
     """A table with the buffers of a cache for more sequences, each with a stream."""
-    return jaxkv.join(make().table, make(sequences=2, streams=2).buffers)
+    return jaxkv.merge(make().table, make(sequences=2, streams=2).buffers)
 
 
 X = np.ones((1, 1, 2, 4), np.float32)

@@ -53,7 +53,7 @@ def every(verb):
     """Compute a verb for many arguments at once: the tables, and whether each was granted."""
 
     def one(table, buffers, args):
-        cache = jaxkv.join(table, buffers)
+        cache = jaxkv.merge(table, buffers)
         if verb == "seq_keep":
             return jaxkv.split(jaxkv.seq_keep(cache, *args))[0], True
         if verb == "seq_select":

@@ -16,7 +16,7 @@ def counted(cache):
 def broken(cache, field, where, value):
     table, buffers = jaxkv.split(cache)
     array = getattr(table, field).at[where].set(value)
-    return jaxkv.join(replace(table, **{field: array}), buffers)
+    return jaxkv.merge(replace(table, **{field: array}), buffers)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def dealt(cache, order):
     per_cell = ("position", "owners", "shift", "stamp")
     table = replace(table, **{name: getattr(table, name)[..., order] for name in per_cell})
     buffers = jax.tree.map(lambda x: x[:, :, order], buffers)
-    return jaxkv.join(table, buffers)
+    return jaxkv.merge(table, buffers)
 
 
 @pytest.mark.core

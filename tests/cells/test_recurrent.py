@@ -113,7 +113,7 @@ def test_go_back_after_an_abort_is_exact_or_refused():
 
 @partial(jax.jit, donate_argnames="buffers")
 def step(table, buffers, ubatch):
-    return jaxkv.split(walk(jaxkv.join(table, buffers), ubatch, "ar")[0])
+    return jaxkv.split(walk(jaxkv.merge(table, buffers), ubatch, "ar")[0])
 
 
 @core
@@ -128,7 +128,7 @@ def test_go_back_with_donated_buffers_finds_shared_states():
     for ubatch in plan.ubatches:
         table, buffers = step(table, buffers, ubatch)
     for past in (alone, shared):  # the same cells
-        twin.cache, ok = jaxkv.go_back(past, jaxkv.join(table, buffers))
+        twin.cache, ok = jaxkv.go_back(past, jaxkv.merge(table, buffers))
         assert ok
     assert kept_of(*twin.parts()[:2]) == known
 
@@ -209,7 +209,7 @@ def test_read_states_of_a_new_sequence_ignores_old_bytes():
     table, buffers = jaxkv.split(make(3))
     for number in (np.nan, np.inf):
         poison = [dict(layer, trace=jnp.full_like(layer["trace"], number)) for layer in buffers]
-        cache = tell(jaxkv.join(table, tuple(poison)), [1, 2, 3])
+        cache = tell(jaxkv.merge(table, tuple(poison)), [1, 2, 3])
         wanted = [(p, bytes_of([1, 2, 3][: p + 1], (0, 1))) for p in range(3)]
         assert states_of(cache) == wanted
 

@@ -40,7 +40,7 @@ def rotated(*, tokens=6, cells=8, ropes=(PLAIN,)):
     raw = jax.random.normal(jax.random.key(0), (cells, 2, 6))
     keys = tuple(turned(raw, position, rope).transpose(1, 0, 2)[None] for rope in ropes)
     values = (raw.transpose(1, 0, 2)[None],) * len(ropes)
-    return jaxkv.join(table, replace(buffers, k=keys, v=values)), np.asarray(raw)[:tokens]
+    return jaxkv.merge(table, replace(buffers, k=keys, v=values)), np.asarray(raw)[:tokens]
 
 
 def turned(keys, positions, rope):

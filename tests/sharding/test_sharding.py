@@ -155,7 +155,7 @@ make = partial(jaxkv.make_kv_cache, layers=2, cells=16, kv_heads=2, head_dim=4)
 
 def with_rules():
     cache = make()
-    return jaxkv.join(cache.table.with_rules(RULES), cache.buffers)
+    return jaxkv.merge(cache.table.with_rules(RULES), cache.buffers)
 
 
 def attend_without_mesh():

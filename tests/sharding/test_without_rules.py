@@ -35,7 +35,7 @@ def placed(mesh, cache, ubatch, q, k):
         return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
 
     table, buffers = jaxkv.split(cache)
-    cache = jaxkv.join(put(table), put(buffers, None, "heads"))
+    cache = jaxkv.merge(put(table), put(buffers, None, "heads"))
     return cache, put(ubatch), *put((q, k), None, None, "heads")
 
 

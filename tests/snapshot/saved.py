@@ -40,4 +40,4 @@ def with_numbers(cache, seed=0):
     table = replace(table, parts=parts) if parts else written(table)
     rng = np.random.default_rng(seed)
     draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)  # noqa: E731
-    return jaxkv.join(table, jax.tree.map(draw, buffers))
+    return jaxkv.merge(table, jax.tree.map(draw, buffers))

@@ -57,7 +57,7 @@ def scattered(kind, seed):
     if kind.windows[0]:
         lost = np.random.default_rng(seed).integers(0, 9, kind.sequences).astype(np.int32)
         table = replace(table, evicted_below=jnp.asarray(lost))
-    return with_numbers(jaxkv.join(table, buffers), seed)
+    return with_numbers(jaxkv.merge(table, buffers), seed)
 
 
 def belongings(cache, seq, kept=0):
@@ -231,7 +231,7 @@ def test_load_returns_states_of_any_dtype_and_name():
     table, buffers = jaxkv.split(cache)
     draw = partial(np.random.default_rng(0).integers, 0, 2)
     buffers = jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), buffers)
-    cache = jaxkv.join(table, buffers)
+    cache = jaxkv.merge(table, buffers)
     loaded = snapshot.load(snapshot.to_bytes(cache))
     assert_identical(loaded.buffers, cache.buffers)
 
