@@ -157,7 +157,7 @@ def on_halves(
       by_stream: how many of the arguments, the first ones, are `[S, ...]` and split likewise.
     """
     split = kv_partitions(rules, buffers)
-    specs = jax.tree.map(lambda one: one.spec, split)
+    specs = jax.tree.map(lambda one: one.partition_spec, split)
     streams = (P(alike(split).streams),) * by_stream
     in_specs = (*streams, *(P(),) * (len(args) - by_stream), specs)
 
