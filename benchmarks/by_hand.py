@@ -26,7 +26,7 @@ class ByHand:
     """
 
     layout: Layout = field(metadata={"static": True})
-    facts: None = field(default=None, metadata={"static": True})
+    spec: None = field(default=None, metadata={"static": True})
 
     def attend(
         self,
@@ -91,6 +91,6 @@ def step_ubatch(tokens: jax.Array, position: jax.Array) -> jaxkv.Ubatch:
         order=everyone,
         before=None,
         after=None,
-        facts=None,
+        spec=None,
         in_order=True,
     )

@@ -44,7 +44,7 @@ def main() -> None:
 
     def prompt(ubatch_size: int) -> Callable[[], np.ndarray]:
         def run() -> np.ndarray:
-            cache = make_cache(mamba2.layers_of(config, jnp.float32), rollback=args.rollback)
+            cache = make_cache(mamba2.layers_of(config, jnp.float32), max_rollback=args.rollback)
             batch = jaxkv.make_batch(tokens)
             _, logits, *_ = jaxkv.prefill(
                 forward, weights, cache, batch, ubatch_size=ubatch_size, donate=True

@@ -25,7 +25,7 @@ from jaxkv.cache import Cache, View, merge, split
 from jaxkv.draw import show
 from jaxkv.hybrid import make_hybrid_cache
 from jaxkv.kv.make import make_kv_cache
-from jaxkv.kv.source import make_source_cache
+from jaxkv.kv.source import make_cross_attention_cache
 from jaxkv.loops.generation import decode
 from jaxkv.loops.prompts import prefill
 from jaxkv.loops.sources import encode
@@ -57,12 +57,12 @@ from jaxkv.verbs.edit import (
     seq_select,
 )
 from jaxkv.verbs.go_back import go_back
-from jaxkv.verbs.layers import attend, read_states, rollback_of, view, write, write_states
+from jaxkv.verbs.layers import attend, num_rollback_states, read_states, view, write, write_states
 from jaxkv.verbs.tidy import defrag_plan, init_update, make_room
 
 # Caches: making them, taking them apart.
 __all__ = ["Cache", "merge", "make_hybrid_cache", "make_kv_cache", "make_recurrent_cache"]
-__all__ += ["make_source_cache", "split"]
+__all__ += ["make_cross_attention_cache", "split"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "Reason", "RefusedError", "Ubatch"]
 __all__ += ["init_batch", "init_full", "init_source", "make_batch", "plan_step", "plan_tokens"]
@@ -76,7 +76,7 @@ __all__ += ["can_resume", "can_seq_add"]
 __all__ += ["check_invariants", "nbytes"]
 __all__ += ["seq_pos_max", "seq_pos_min", "show", "used"]
 # The side of the model.
-__all__ += ["attend", "make_rope", "read_states", "rollback_of", "rotate", "steps_to_keep"]
+__all__ += ["attend", "make_rope", "read_states", "num_rollback_states", "rotate", "steps_to_keep"]
 __all__ += ["View", "view", "write", "write_states"]
 # Loops.
 __all__ += ["decode", "encode", "prefill"]

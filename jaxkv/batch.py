@@ -98,7 +98,7 @@ class Ubatch:
     before: `[S]` uint32, the digest of each stream that the slots were chosen in; a tuple of them
       for a hybrid cache. Where a stream of the ubatch has another one, the ubatch is stale.
     after: `[S]` uint32, the digest of each stream once the ubatch is applied.
-    facts: of the cache that it was planned for, static.
+    spec: of the cache that it was planned for, static.
     in_order: whether row r is that of sequence r, and R is Q, static. Shapes alone cannot tell.
     others: `[R, T, n]` int32, the further sequences of each token, see `Batch`; None where each
       token belongs to one.
@@ -122,7 +122,7 @@ class Ubatch:
     order: jax.Array  # [O]
     before: Any  # [S]
     after: Any  # [S]
-    facts: Any = field(metadata={"static": True})
+    spec: Any = field(metadata={"static": True})
     in_order: bool = field(metadata={"static": True})
     others: jax.Array | None = None  # [R, T, n]
     extra: dict[str, jax.Array] | None = None  # [R, T, ...]
@@ -451,12 +451,12 @@ def part_of(ubatch: Ubatch, part: int) -> Ubatch:
     if ubatch.slots[part] is None:
         raise ValueError(
             f"wanted a ubatch of text for part {part}, which is of the text, got one of "
-            f"init_source: it goes into the layers of the sources alone (make_source_cache)"
+            f"init_source: it goes into the layers of the sources alone (make_cross_attention_cache)"
         )
     return replace(
         ubatch,
         slots=ubatch.slots[part],
         before=ubatch.before[part],
         after=ubatch.after[part],
-        facts=ubatch.facts.parts[part],
+        spec=ubatch.spec.parts[part],
     )

@@ -4,9 +4,9 @@ The table says which token stands in which cell, and is small. The buffers are a
 is compiled over the table alone and puts the same buffers back beside it: compiled over a whole
 cache it would have to copy every buffer, or take the cache away from the caller.
 
-There are four kinds of tables: `CellTable` (attention), `SourceTable` (what an encoder read),
+There are four kinds of tables: `CellTable` (attention), `CrossAttentionTable` (what an encoder read),
 `StateTable` (recurrence), and `HybridTable`, several of them that step together. A kind is a
-subclass of `Table`, which lists what verbs, plans and loops ask of one.
+subclass of `CacheTable`, which lists what verbs, plans and loops ask of one.
 """
 
 from abc import ABC, abstractmethod
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.facts import Facts, check_facts
 from jaxkv.mesh import Rules
+from jaxkv.spec import TableSpec, check_spec
 
 
 class Findings(NamedTuple):
@@ -71,10 +71,10 @@ class View(NamedTuple):
 class MaintenancePlan(ABC):
     """The plan of an update or a defrag: what will be done to a table and its buffers.
 
-    facts: of the cache that it was planned for, static.
+    spec: of the cache that it was planned for, static.
     """
 
-    facts: Facts
+    spec: TableSpec
 
     @property
     @abstractmethod
@@ -95,7 +95,7 @@ class MaintenancePlan(ABC):
         """Carry the plan out if `ok`, `[]` bool; else return both as they are."""
 
 
-class Table(ABC):
+class CacheTable(ABC):
     """The table of a cache: what verbs, plans and loops ask of it.
 
     Ids, positions and bounds are int32 arrays. An id that is no sequence changes nothing.
@@ -103,7 +103,7 @@ class Table(ABC):
 
     @property
     @abstractmethod
-    def facts(self) -> Facts:
+    def spec(self) -> TableSpec:
         """What is fixed when the cache is made."""
 
     @property
@@ -159,7 +159,7 @@ class Table(ABC):
 
     def holding(self) -> jax.Array:
         """Return which sequences hold anything, `[Q]` bool: a text, or a source without one."""
-        return self.inspect(jnp.ones(self.facts.sequences, bool)).last >= 0
+        return self.inspect(jnp.ones(self.spec.sequences, bool)).last >= 0
 
     @abstractmethod
     def used(self) -> jax.Array:
@@ -182,7 +182,7 @@ class Table(ABC):
           partner: `[Q]` int32, the number of the other one within the stream.
         """
         del partner
-        raise TypeError(f"wanted a cache of attention alone, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache of attention alone, got kind {self.spec.kind!r}")
 
     @abstractmethod
     def spared(self) -> Any:
@@ -221,8 +221,8 @@ class Table(ABC):
     def for_sources(self) -> Self:
         """Return the table as it answers where sources are planned, see `init_source`."""
         raise TypeError(
-            f"wanted a hybrid cache with a part for sources, make_source_cache, got kind "
-            f"{self.facts.kind!r}"
+            f"wanted a hybrid cache with a part for sources, make_cross_attention_cache, got kind "
+            f"{self.spec.kind!r}"
         )
 
     @abstractmethod
@@ -332,34 +332,34 @@ class Table(ABC):
     def attend(self, buffers: Any, layer: int, ubatch: Ubatch, *args: Any, **options: Any) -> Any:
         """Do what `attend` says; return the table, the buffers, and the output."""
         del buffers, layer, ubatch, args, options
-        raise TypeError(f"wanted a cache with attention layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 
     def write(self, buffers: Any, layer: int, ubatch: Ubatch, *new: jax.Array) -> Any:
         """Do what `write` says; return the table, and the buffers."""
         del buffers, layer, ubatch, new
-        raise TypeError(f"wanted a cache with attention layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 
     def view(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> View:
         """Return what `view` says."""
         del buffers, layer, ubatch, options
-        raise TypeError(f"wanted a cache with attention layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 
     def read_states(self, buffers: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
         """Return what `read_states` says."""
         del buffers, layer, ubatch
-        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
 
     def write_states(
         self, buffers: Any, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
     ) -> tuple[Self, Any]:
         """Do what `write_states` says; return the table, and the buffers."""
         del buffers, layer, ubatch, states
-        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
 
-    def rollback(self, layer: int) -> int:
-        """Return what `rollback_of` says."""
+    def max_rollback(self, layer: int) -> int:
+        """Return what `num_rollback_states` says."""
         del layer
-        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.facts.kind!r}")
+        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
 
 
 @jax.tree_util.register_dataclass
@@ -367,7 +367,7 @@ class Table(ABC):
 class Cache:
     """What a model remembers of its sequences: an immutable value, whatever the kind.
 
-    table: which token stands in which cell, a `Table`.
+    table: which token stands in which cell, a `CacheTable`.
     buffers: the bytes beside it: `Buffers` of keys and values, a tuple of states by layer, or for a
       hybrid cache a tuple of the buffers of its parts.
 
@@ -417,7 +417,7 @@ def merge(table: Any, buffers: Any) -> Cache:
       >>> merge(table, jax.tree.map(jnp.ones_like, buffers)).buffers.k[0].sum().item()
       8.0
     """
-    if not isinstance(table, Table):
+    if not isinstance(table, CacheTable):
         raise TypeError(f"wanted the table of a cache, got {type(table)}")
     if not table.is_batch:
         table.check_buffers(buffers)
@@ -434,7 +434,7 @@ def check_sizes(table: Any, streams: int, cells: int) -> None:
         )
 
 
-def check_made_for(table: Table, ubatch: Ubatch) -> None:
+def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
     """Raise unless a ubatch was planned for a cache of the same facts.
 
     Raises:
@@ -443,4 +443,4 @@ def check_made_for(table: Table, ubatch: Ubatch) -> None:
     """
     if not isinstance(ubatch, Ubatch):
         raise TypeError(f"wanted a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
-    check_facts(ubatch.facts, table.facts, "a ubatch that was planned")
+    check_spec(ubatch.spec, table.spec, "a ubatch that was planned")

@@ -1,7 +1,7 @@
 """Several caches that step together, each for some of a model's layers.
 
 All parts or none: a batch, a cut or a ubatch that one part refuses changes none of them. The parts
-may be of any kind. What is known of them here is `jaxkv.cache.Table`, nothing else.
+may be of any kind. What is known of them here is `jaxkv.cache.CacheTable`, nothing else.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.cache import Cache, Findings, MaintenancePlan, Room, Table, View, merge, split
-from jaxkv.facts import Facts
+from jaxkv.cache import Cache, CacheTable, Findings, MaintenancePlan, Room, View, merge, split
 from jaxkv.mesh import Rules
 from jaxkv.places import count
+from jaxkv.spec import TableSpec
 
 __all__ = ["make_hybrid_cache", "parts_of"]
 
@@ -30,11 +30,11 @@ class HybridMaintenancePlan(MaintenancePlan):
     """What is to be done to each part: the plans of an update, or of a defrag.
 
     parts: the plans.
-    facts: of the cache that they were planned for, static.
+    spec: of the cache that they were planned for, static.
     """
 
     parts: tuple[MaintenancePlan, ...]
-    facts: Facts = field(metadata={"static": True})
+    spec: TableSpec = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:
@@ -56,8 +56,8 @@ class HybridMaintenancePlan(MaintenancePlan):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HybridTable(Table):
-    """The tables of caches that step together. Arrays have the shapes that `Table` says.
+class HybridTable(CacheTable):
+    """The tables of caches that step together. Arrays have the shapes that `CacheTable` says.
 
     parts: the tables.
     layers: for each part the layers of the model that it serves, in its own order, static. A layer
@@ -70,18 +70,18 @@ class HybridTable(Table):
     rules: Rules | None = field(default=None, metadata={"static": True})
 
     @property
-    def facts(self) -> Facts:
+    def spec(self) -> TableSpec:
         """What is fixed when the cache is made."""
-        parts = tuple(part.facts for part in self.parts)
+        parts = tuple(part.spec for part in self.parts)
         sizes = [part.ubatch_size for part in parts if part.ubatch_size is not None]
-        kept = [part.rollback for part in parts if part.rollback is not None]
-        return Facts(
+        kept = [part.max_rollback for part in parts if part.max_rollback is not None]
+        return TableSpec(
             kind="hybrid",
             sequences=parts[0].sequences,
             streams=parts[0].streams,
-            one_sequence_a_row=any(part.one_sequence_a_row for part in parts),
+            single_sequence_rows=any(part.single_sequence_rows for part in parts),
             ubatch_size=min(sizes, default=None),
-            rollback=min(kept, default=None),
+            max_rollback=min(kept, default=None),
             details=(("layers", self.layers),),
             parts=parts,
         )
@@ -132,16 +132,16 @@ class HybridTable(Table):
 
     def for_sources(self) -> "HybridTable":
         """Return the table as it answers where sources are planned."""
-        if not self.facts.has_sources:
+        if not self.spec.has_cross_attention:
             return super().for_sources()
         return _ForSources(parts=self.parts, layers=self.layers, rules=self.rules)
 
-    def _goes_into(self, part: Table) -> bool:
+    def _goes_into(self, part: CacheTable) -> bool:
         """Return whether what is planned goes into a part."""
-        return not part.facts.holds_sources
+        return not part.spec.is_cross_attention
 
     @property
-    def _planned(self) -> list[Table]:
+    def _planned(self) -> list[CacheTable]:
         """The parts that what is planned goes into."""
         return [part for part in self.parts if self._goes_into(part)]
 
@@ -156,7 +156,7 @@ class HybridTable(Table):
 
     def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Ask a part of attention, whose cells tell tokens apart, or if there is none, any part."""
-        parts = sorted(self._planned, key=lambda part: part.facts.kind != "attention")
+        parts = sorted(self._planned, key=lambda part: part.spec.kind != "attention")
         return parts[0].endings(sequences, contents)
 
     def holding(self) -> jax.Array:
@@ -243,7 +243,7 @@ class HybridTable(Table):
         """
         parts, granted = zip(*answers, strict=True)
         changed = replace(self, parts=parts)
-        present = jnp.ones(self.facts.sequences, bool)
+        present = jnp.ones(self.spec.sequences, bool)
         apart = changed.inspect(present).missing & ~self.inspect(present).missing
         ok = _all([*granted]) & ~jnp.any(apart)
         return jax.tree.map(lambda new, old: jnp.where(ok, new, old), changed, self), ok
@@ -315,13 +315,13 @@ class HybridTable(Table):
     def plan_shift(self) -> MaintenancePlan:
         """Return the plans of each part."""
         return HybridMaintenancePlan(
-            parts=tuple(part.plan_shift() for part in self.parts), facts=self.facts
+            parts=tuple(part.plan_shift() for part in self.parts), spec=self.spec
         )
 
     def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
         """Return the plans of each part."""
         return HybridMaintenancePlan(
-            parts=tuple(part.plan_defrag(max_moves) for part in self.parts), facts=self.facts
+            parts=tuple(part.plan_defrag(max_moves) for part in self.parts), spec=self.spec
         )
 
     def go_back(self, old: "HybridTable") -> tuple["HybridTable", jax.Array]:
@@ -377,10 +377,10 @@ class HybridTable(Table):
         part, own = self.parts[i].write_states(buffers[i], inner, part_of(ubatch, i), states)
         return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own)
 
-    def rollback(self, layer: int) -> int:
+    def max_rollback(self, layer: int) -> int:
         """Return that of the part that serves the layer."""
         i, inner = self._part_serving("states", layer)
-        return self.parts[i].rollback(inner)
+        return self.parts[i].max_rollback(inner)
 
     def _parts_serving(self, verb: str, layer: int) -> list[tuple[int, int]]:
         """Return the parts that serve a layer, each with its own number for it."""
@@ -407,14 +407,14 @@ class HybridTable(Table):
 class _ForSources(HybridTable):
     """The table as it answers where sources are planned; no cache has it.
 
-    of_sources: True, static, see `SourceTable`.
+    of_sources: True, static, see `CrossAttentionTable`.
     """
 
     of_sources: bool = field(default=True, metadata={"static": True})
 
-    def _goes_into(self, part: Table) -> bool:
+    def _goes_into(self, part: CacheTable) -> bool:
         """Return whether what is planned goes into a part."""
-        return part.facts.holds_sources
+        return part.spec.is_cross_attention
 
 
 def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
@@ -452,7 +452,7 @@ def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
             raise TypeError(f"wanted pairs of a cache and its layers, got {type(pair)}")
     caches, layers = zip(*parts, strict=True)
     layers = tuple(tuple(count(layer, "a layer", low=0) for layer in own) for own in layers)
-    facts = [cache.table.facts for cache in caches]
+    spec = [cache.table.spec for cache in caches]
     for own, cache in zip(layers, caches, strict=True):
         layers_there = cache.table.num_layers(cache.buffers)
         if len(set(own)) != len(own) or len(own) != layers_there:
@@ -460,20 +460,20 @@ def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
                 f"wanted the numbers of a part's {layers_there} layers, each once, got {own}"
             )
     for name in ("sequences", "streams"):
-        counts = [getattr(fact, name) for fact in facts]
+        counts = [getattr(fact, name) for fact in spec]
         if len(set(counts)) > 1:
             raise ValueError(
                 f"wanted parts with the same number of {name}, got {counts}: verbs would mean "
                 f"different things in them; make all parts with the same {name}="
             )
-    with_sources = sum(one.has_sources for one in facts)
-    if with_sources > 1 or with_sources == len(facts):
+    with_sources = sum(one.has_cross_attention for one in spec)
+    if with_sources > 1 or with_sources == len(spec):
         raise ValueError(
             f"wanted one part for sources at most, and one for the text beside it, got "
-            f"{with_sources} of {len(facts)} parts for sources: put all layers that look at a "
+            f"{with_sources} of {len(spec)} parts for sources: put all layers that look at a "
             f"source into one part"
         )
-    if any(one.has_sources and not one.holds_sources for one in facts):
+    if any(one.has_cross_attention and not one.is_cross_attention for one in spec):
         raise ValueError(
             "wanted the cache for sources as a part of its own, got a hybrid cache that has one: "
             "pass the parts of that (jaxkv.hybrid.parts_of)"

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, ubatch_partition_specs
-from jaxkv.cache import Cache, MaintenancePlan, Table
+from jaxkv.cache import Cache, CacheTable, MaintenancePlan
 from jaxkv.donation import names_donated
 from jaxkv.mesh import Rules, at_hand, of_type
 
@@ -30,7 +30,7 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     @partial(jax.jit, **options)
     @wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
-        tables = [x for x in _nodes((args, kwargs)) if isinstance(x, Table)]
+        tables = [x for x in _nodes((args, kwargs)) if isinstance(x, CacheTable)]
         check_single(*tables)
         rules = next((table.rules for table in tables), None)
         mesh = at_hand(rules)
@@ -53,7 +53,7 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     return names_donated(run)
 
 
-def check_single(*tables: Table) -> None:
+def check_single(*tables: CacheTable) -> None:
     """Raise a ValueError if one is the table of a batch of caches."""
     if any(table.is_batch for table in tables):
         raise ValueError(
@@ -62,7 +62,7 @@ def check_single(*tables: Table) -> None:
         )
 
 
-def whole(table: Table, answers: Any) -> Any:
+def whole(table: CacheTable, answers: Any) -> Any:
     """Return answers whole on each device of a table's mesh, so that every process can read them.
 
     For programs that do not pin what they return: a compiler may split it in ways of its own.
@@ -83,13 +83,13 @@ def _specs(out: Any, rules: Rules, mesh: Any) -> Any:
             case Cache():
                 table, buffers = x.table.partition_specs(x.buffers, mesh)
                 return Cache(table=table, buffers=buffers)
-            case Table():
+            case CacheTable():
                 return x.partition_specs(None, mesh)[0]
             case Ubatch():
-                streams = rules.split(mesh, streams=x.facts.streams)["streams"]
+                streams = rules.split(mesh, streams=x.spec.streams)["streams"]
                 return ubatch_partition_specs(x, streams)
             case MaintenancePlan():
-                return P(rules.split(mesh, streams=x.facts.streams)["streams"])
+                return P(rules.split(mesh, streams=x.spec.streams)["streams"])
         return P()
 
     return jax.tree.map(of, out, is_leaf=_is_node)
@@ -100,7 +100,7 @@ def _nodes(tree: Any) -> list[Any]:
 
 
 def _is_node(x: Any) -> bool:
-    return isinstance(x, Cache | Table | Ubatch | MaintenancePlan)
+    return isinstance(x, Cache | CacheTable | Ubatch | MaintenancePlan)
 
 
 def _anywhere(x: Any) -> jax.ShapeDtypeStruct:

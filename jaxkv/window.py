@@ -74,19 +74,19 @@ def symmetric(width: int) -> Window:
     return Window(width, "symmetric")
 
 
-def cells_for(window: Window, *, ubatch_size: int, rollback: int, sharing: int) -> int:
+def cells_for(window: Window, *, ubatch_size: int, max_rollback: int, sharing: int) -> int:
     """Return how many cells of a stream serve a text of any length.
 
     Args:
       window: how far tokens look back.
       ubatch_size: the most tokens that are computed at once.
-      rollback: how many tokens can be taken back though the window is full.
+      max_rollback: how many tokens can be taken back though the window is full.
       sharing: how many sequences share the stream.
 
-    >>> cells_for(sliding(512), ubatch_size=64, rollback=32, sharing=2)
+    >>> cells_for(sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
     1216
     """
-    return (window.width + ubatch_size + rollback) * sharing
+    return (window.width + ubatch_size + max_rollback) * sharing
 
 
 def looks_back(window: Window) -> int:

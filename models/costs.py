@@ -152,9 +152,9 @@ def whole_bytes(model: Model) -> dict[str, int]:
 
 def kind_of(part: jaxkv.Cache) -> str:
     """Name the layers that a part of a cache is for."""
-    if part.table.facts.kind == "recurrent":
+    if part.table.spec.kind == "recurrent":
         return "recurrent states"
-    if part.table.facts.holds_sources:
+    if part.table.spec.is_cross_attention:
         return "sources"
     window = part.table.window
     return f"window of {window.width:,}" if window else "full attention"
@@ -178,7 +178,7 @@ def _splits(model: Model, cache: jaxkv.Cache) -> dict[str, tuple[str, ...]]:
     for part in parts_of(cache):
         table, buffers = jaxkv.split(part)
         for array in jax.tree.leaves(buffers):
-            if table.facts.kind == "recurrent":
+            if table.spec.kind == "recurrent":
                 note(array, f"{array.shape[0]:,} streams", "states")
             else:
                 streams, heads, cells, _ = array.shape
@@ -195,14 +195,14 @@ def _layout(model: Model, cache: Any) -> Layout:
 
 def _part(part: jaxkv.Cache, model: Model) -> Part:
     table, buffers = jaxkv.split(part)
-    facts, own = table.facts, jaxkv.nbytes(buffers)
-    recurs = facts.kind == "recurrent"
-    units = facts.sequences if recurs else facts.streams * table.num_cells
+    spec, own = table.spec, jaxkv.nbytes(buffers)
+    recurs = spec.kind == "recurrent"
+    units = spec.sequences if recurs else spec.streams * table.num_cells
     return Part(
         kind=kind_of(part),
         layers=table.num_layers(buffers),
         each=own // units,
         unit="sequence" if recurs else "token",
-        kept=None if recurs or table.window is None else units // facts.sequences,
+        kept=None if recurs or table.window is None else units // spec.sequences,
         on_device=layout(part, model.mesh, model.rules).buffers,
     )

@@ -83,7 +83,7 @@ def generate_texts(
         sequences=texts,
         streams=pools,
         ubatch_size=options.ubatch_size,
-        rollback=options.tries or None,
+        max_rollback=options.tries or None,
     )
     plan = jaxkv.init_batch(cache, run.batch, ubatch_size=options.ubatch_size).check()
     rules = model.tokenizer, model.stop_tokens, options.max_tokens, on_text

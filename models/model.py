@@ -108,7 +108,7 @@ class Model:
             attend to a window.
           dtype: of what is stored, by default `cache_dtype`, or that of the weights. Of 8 bits,
             such as "int8", are keys and values alone; states stay in that of the weights.
-          options: `sequences`, `streams`, `rollback` and more in
+          options: `sequences`, `streams`, `max_rollback` and more in
             `models.families.caches.make_cache`; `placement` and more in `jaxkv.make_kv_cache`.
             On a mesh that splits cells they are striped, unless you choose another placement.
         """

@@ -228,7 +228,7 @@ for text, prompt in enumerate(prompts):
 
 # %% [markdown]
 # A window takes guesses back as well, and so does a recurrent layer, if its cache keeps the states
-# for it: `make_cache(rollback=3)` for `tries=3`. With less, `speculate` refuses before anything
+# for it: `make_cache(max_rollback=3)` for `tries=3`. With less, `speculate` refuses before anything
 # runs.
 #
 # ## What to try next

@@ -3,7 +3,7 @@
 #
 # For readers who know a cache of keys and values, and meet a model with recurrent layers: Mamba-2,
 # Granite 4, RecurrentGemma. At the end you will know what such a layer remembers, why a text cannot
-# be cut anywhere any more, what `rollback=` buys, who refuses a cut and how to ask beforehand, and
+# be cut anywhere any more, what `max_rollback=` buys, who refuses a cut and how to ask beforehand, and
 # how texts fork.
 #
 # The model is tiny and is trained here in a few seconds, so that its states mean something.
@@ -54,7 +54,7 @@ def make(**options):
     return make_cache(granite_hybrid.layers_of(config, jnp.float32), **options)
 
 
-cache = make(cells=64, sequences=4, rollback=4)
+cache = make(cells=64, sequences=4, max_rollback=4)
 states, keys = hybrid.parts_of(cache)
 print(cache)
 print(states)
@@ -140,7 +140,7 @@ print("it says the depth of texts that it has not seen")
 
 # %%
 tokens, depths = texts_of(jax.random.key(3), 100, 24)
-cache = make(cells=24, sequences=100, streams=100, rollback=23)
+cache = make(cells=24, sequences=100, streams=100, max_rollback=23)
 (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch(tokens), ubatch_size=2400).check().ubatches
 cache, _ = jax.jit(forward)(weights, jaxkv.apply(cache, ubatch), ubatch)
 
@@ -191,7 +191,7 @@ def tell(cache, brackets, text=0):
     return cache, said
 
 
-empty = make(cells=32, sequences=4, rollback=4)
+empty = make(cells=32, sequences=4, max_rollback=4)
 cache, said = tell(empty, "((()(((")
 print(said)
 print(jaxkv.show(hybrid.parts_of(cache)[0]))
@@ -235,20 +235,20 @@ def state_of(cache):
 assert jax.tree.all(jax.tree.map(np.array_equal, state_of(went_on), state_of(never)))
 
 # %% [markdown]
-# ## What rollback= buys
+# ## What max_rollback= buys
 #
 # Each token that can be taken back is one more state for each text. After 12 tokens:
 
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 2.2), layout="constrained")
 granted, labels = [], []
-for rollback in (0, 2, 4, 8):
-    kept = make(cells=16, rollback=rollback)
+for max_rollback in (0, 2, 4, 8):
+    kept = make(cells=16, max_rollback=max_rollback)
     (ubatch,) = jaxkv.init_batch(kept, jaxkv.make_batch(tokens[0, :12])).ubatches
     kept, _ = jax.jit(forward)(weights, jaxkv.apply(kept, ubatch), ubatch)
     granted.append([bool(jaxkv.seq_rm(kept, 0, p0)[1]) for p0 in range(13)])
     kib = jaxkv.nbytes(hybrid.parts_of(kept)[0]) / 1024
-    labels.append(f"rollback={rollback}, {kib:.0f} KiB")
+    labels.append(f"max_rollback={max_rollback}, {kib:.0f} KiB")
 assert [sum(row) - 2 for row in granted] == [0, 2, 4, 8]  # besides nothing, and all
 colours = plt.matplotlib.colors.ListedColormap(["#dddddd", "#009e73"])
 ax.pcolormesh(np.array(granted), cmap=colours, edgecolors="white", linewidth=2)
@@ -310,7 +310,7 @@ assert not ok
 # ## What to try next
 #
 # - Keep one state for long, cheaply: `seq_cp(cache, 0, 3)`, to a text that is not used otherwise.
-# - `loops.speculate` takes back what was guessed wrong: it wants `rollback=` as large as `tries`,
+# - `loops.speculate` takes back what was guessed wrong: it wants `max_rollback=` as large as `tries`,
 #   and says so.
 # - Keep the table alone, and undo with `go_back`: see "Going back" in `docs/design.md`.
-# - A real model: `models.load("ibm-granite/granite-4.0-h-350m")`, with `make_cache(rollback=8)`.
+# - A real model: `models.load("ibm-granite/granite-4.0-h-350m")`, with `make_cache(max_rollback=8)`.

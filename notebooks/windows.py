@@ -33,7 +33,7 @@ BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#dddddd"
 # %%
 model = models.load("gemma3")
 make = partial(model.make_cache, cells=1024, ubatch_size=64)
-cache = make(rollback=32)
+cache = make(max_rollback=32)
 windowed, whole = jaxkv.hybrid.parts_of(cache)
 print(windowed)
 print(whole)
@@ -164,7 +164,7 @@ again, logits_again, *_ = jaxkv.prefill(model.forward, model.weights, back, batc
 np.testing.assert_allclose(logits_again, logits, atol=1e-2)
 
 # %% [markdown]
-# Three ways lead further back: a cache with a larger `rollback`, one of full size, or a
+# Three ways lead further back: a cache with a larger `max_rollback`, one of full size, or a
 # checkpoint, which is the cache of that time kept under another name.
 #
 # ## Gaps
@@ -194,7 +194,7 @@ for name, one in (("windowed", cache), ("full size", full)):
 # %% [markdown]
 # ## What to try next
 #
-# - Ask for `rollback=256`, and look at which positions can be gone back to, and at the bytes.
+# - Ask for `max_rollback=256`, and look at which positions can be gone back to, and at the bytes.
 # - Put two texts into one cache, `sequences=2`: they share the cells of the window, and what the
 #   next token of either sees never changes.
 # - Look at chunks in place of sliding windows: `jaxkv.make_kv_cache(window=jaxkv.window.chunked(8),

@@ -69,7 +69,7 @@ def compute(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, l
                 n: jnp.concatenate([before[n][:, None], jnp.moveaxis(after[n], 0, 1)], axis=1)
                 for n in before
             }
-            last = jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(cache, layer) + 1)
+            last = jaxkv.steps_to_keep(ubatch, jaxkv.num_rollback_states(cache, layer) + 1)
             written = {
                 "hash": jnp.take_along_axis(states["hash"], last, axis=1),
                 "trace": jnp.take_along_axis(states["trace"], last[..., None], axis=1),
@@ -92,7 +92,7 @@ def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "r
 
 def planned(cache: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
     """Plan tokens for sequences 0, 1, 2, at most WIDTH each, that fit; as one ubatch."""
-    sequences = jaxkv.split(cache)[0].facts.sequences
+    sequences = jaxkv.split(cache)[0].spec.sequences
     table = np.zeros((2, sequences, WIDTH), np.int32)
     for seq, row in enumerate(rows):
         table[:, seq, : len(row)] = row, [1] * len(row)
@@ -108,7 +108,7 @@ def tell(cache: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
 def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -> Any:
     """Make a recurrent cache that fits the model."""
     return jaxkv.make_recurrent_cache(
-        layers=layers, states=STATES, sequences=sequences, rollback=kept, streams=streams
+        layers=layers, states=STATES, sequences=sequences, max_rollback=kept, streams=streams
     )
 
 

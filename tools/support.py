@@ -56,7 +56,9 @@ def hybrid() -> Any:
     attention = jaxkv.make_kv_cache(
         layers=1, cells=32, kv_heads=HEADS, head_dim=SIZE, sequences=3, rope=ROPE
     )
-    states = jaxkv.make_recurrent_cache(layers=1, states=histories.STATES, sequences=3, rollback=3)
+    states = jaxkv.make_recurrent_cache(
+        layers=1, states=histories.STATES, sequences=3, max_rollback=3
+    )
     return jaxkv.make_hybrid_cache((attention, (0,)), (states, (1,)))
 
 
@@ -64,7 +66,9 @@ def with_source() -> Any:
     """Make a cache with a layer of attention, one that looks at sources, and a source."""
     sizes = dict(layers=1, kv_heads=HEADS, head_dim=SIZE, sequences=3)
     text = jaxkv.make_kv_cache(cells=32, rope=ROPE, **sizes)
-    cache = jaxkv.make_hybrid_cache((text, (0,)), (jaxkv.make_source_cache(cells=8, **sizes), (1,)))
+    cache = jaxkv.make_hybrid_cache(
+        (text, (0,)), (jaxkv.make_cross_attention_cache(cells=8, **sizes), (1,))
+    )
     (ubatch,) = jaxkv.init_source(cache, jaxkv.make_batch([1, 2, 3])).ubatches
     zeros = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
     return jaxkv.write(jaxkv.apply(cache, ubatch), 1, ubatch, zeros, zeros)
@@ -126,10 +130,10 @@ class Trial:
 
     def other(self, same_stream: bool) -> int | None:
         """Find another sequence, of the same stream or of another one."""
-        facts = jaxkv.split(self.cache)[0].facts
-        sharing = facts.sequences // facts.streams
+        spec = jaxkv.split(self.cache)[0].spec
+        sharing = spec.sequences // spec.streams
         return next(
-            (q for q in range(1, facts.sequences) if (q // sharing == 0) == same_stream), None
+            (q for q in range(1, spec.sequences) if (q // sharing == 0) == same_stream), None
         )
 
 

@@ -30,7 +30,7 @@ from jaxkv.hybrid import HybridMaintenancePlan, HybridTable
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.defrag import DefragPlan
 from jaxkv.kv.shift import ShiftPlan
-from jaxkv.kv.source import SourceTable
+from jaxkv.kv.source import CrossAttentionTable
 from jaxkv.kv.table import CellTable
 from jaxkv.plan import Plan
 from jaxkv.recurrent.slots import StateSlots
@@ -57,5 +57,5 @@ _attach(
     HybridTable,
     EmptyPlan,
 )
-_attach(fields_line, SourceTable, StateSlots, StateTable, ShiftPlan)
+_attach(fields_line, CrossAttentionTable, StateSlots, StateTable, ShiftPlan)
 Cache._repr_html_ = html_of  # type: ignore[attr-defined]  # the name that notebooks look for

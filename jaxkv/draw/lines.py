@@ -12,13 +12,13 @@ import numpy as np
 from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache
 from jaxkv.donation import is_donated
-from jaxkv.facts import Facts
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.table import CellTable
 from jaxkv.ops.quantised import Quantised
 from jaxkv.places import EMPTY, is_concrete, is_traced
 from jaxkv.plan import Plan, Reason
 from jaxkv.recurrent.states import States
+from jaxkv.spec import TableSpec
 from jaxkv.verbs.ask import nbytes
 
 FEW = 8
@@ -85,7 +85,7 @@ def ubatch_line(ubatch: Ubatch) -> str:
         there = there[there >= 0].tolist()
         known = f"{valid.sum()} valid"
         known += f" of sequences {there}" if len(there) <= FEW else f" of {len(there)} sequences"
-    return f"Ubatch({ubatch.facts.kind}, rows={rows}, tokens={tokens}: {known})"
+    return f"Ubatch({ubatch.spec.kind}, rows={rows}, tokens={tokens}: {known})"
 
 
 @never_fails
@@ -113,14 +113,14 @@ def _sizes(table: Any, buffers: Any) -> str:
                 sizes["window"] = f"{table.window.rule}({table.window.width})"
             if table.placement != "scattered":
                 sizes["placement"] = table.placement
-            kind, extra = table.facts.kind, table.position.shape[:-2]
+            kind, extra = table.spec.kind, table.position.shape[:-2]
         case States():
             sizes = {
                 "layers": len(buffers),
                 "cells": table.stamp.shape[-1],
                 "sequences": table.position.shape[-2],
                 "streams": table.stamp.shape[-2],
-                "rollback": table.position.shape[-1] - 1,
+                "max_rollback": table.position.shape[-1] - 1,
             }
             kind, extra = "recurrent", table.position.shape[:-2]
         case HybridTable():
@@ -173,7 +173,7 @@ def _used(table: Any) -> int | None:
 
 def _brief(value: Any) -> str:
     """Return a field in few characters."""
-    if isinstance(value, Facts):
+    if isinstance(value, TableSpec):
         return value.kind
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         known = _value(value)

@@ -171,9 +171,9 @@ def sight(
     check_made_for(table, ubatch)
     if isinstance(table, HybridTable):
         table, ubatch = table.parts[part], part_of(ubatch, part)
-    if not isinstance(table, CellTable) or table.facts.holds_sources:
+    if not isinstance(table, CellTable) or table.spec.is_cross_attention:
         raise TypeError(
-            f"wanted a cache, or a part, of attention, got kind {table.facts.kind!r}: states see "
+            f"wanted a cache, or a part, of attention, got kind {table.spec.kind!r}: states see "
             f"all that came before, and a text all of its source"
         )
     seen = jax.jit(visible, static_argnames="causal")(table, ubatch, causal=causal)

@@ -49,7 +49,7 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
       position 0-39 40-299        .
 
       >>> cache = make_recurrent_cache(
-      ...     layers=1, states={"x": ((), jnp.float32)}, sequences=2, rollback=2
+      ...     layers=1, states={"x": ((), jnp.float32)}, sequences=2, max_rollback=2
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]])))
       >>> cache = apply(cache, init_batch(cache, make_batch([5, 6])))

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import MaintenancePlan
-from jaxkv.facts import Facts
 from jaxkv.kv.buffers import Buffers, Cached, Halves, bring, on_halves, put
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
@@ -17,6 +16,7 @@ from jaxkv.kv.tiles import tile_of
 from jaxkv.mesh import Shares
 from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, numbers_of
+from jaxkv.spec import TableSpec
 from jaxkv.stamp import mix
 
 
@@ -33,7 +33,7 @@ class DefragPlan(MaintenancePlan):
     count: `[S]` int32, how many moves there are.
     free: `[S, N]` bool, which cells were empty when the plan was made. Applied to a table in which
       others are, the plan changes nothing.
-    facts: of the cache that it was planned for, static.
+    spec: of the cache that it was planned for, static.
     """
 
     source: jax.Array  # [S, M]
@@ -41,7 +41,7 @@ class DefragPlan(MaintenancePlan):
     length: jax.Array  # [S, M]
     count: jax.Array  # [S]
     free: jax.Array  # [S, N]
-    facts: Facts = field(metadata={"static": True})
+    spec: TableSpec = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:
@@ -57,7 +57,7 @@ class DefragPlan(MaintenancePlan):
         return move_cells(table, buffers, self, ok)
 
 
-def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> DefragPlan:
+def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
     """Plan the moves that close the gaps, or the first `max_moves` of each stream.
 
     The cells that lie beyond the number of used ones go into the gaps before it, in their order, so
@@ -67,7 +67,7 @@ def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> DefragPlan:
     moved: the one that the last of `max_moves` begins is moved to its end.
     """
     tile = tile_of(cells.num_cells) if cells.placement == "tiled" else None
-    plan = jax.vmap(partial(_close, facts, cells.shards, tile))(free(cells))
+    plan = jax.vmap(partial(_close, spec, cells.shards, tile))(free(cells))
     if max_moves is None:
         return plan
     turn = jnp.arange(plan.length.shape[1])[None]
@@ -81,7 +81,7 @@ def plan_moves(cells: Cells, max_moves: int | None, facts: Facts) -> DefragPlan:
     return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
 
 
-def _close(facts: Facts, shards: int, tile: int | None, empty: jax.Array) -> DefragPlan:
+def _close(spec: TableSpec, shards: int, tile: int | None, empty: jax.Array) -> DefragPlan:
     """Plan one stream, whose cells may be `empty`, `[N]` bool; the others may move in tiles."""
     size = empty.shape[0]
     most = max(size // 2, 1)
@@ -116,7 +116,7 @@ def _close(facts: Facts, shards: int, tile: int | None, empty: jax.Array) -> Def
         length=length.astype(jnp.int32),
         count=runs,
         free=empty,
-        facts=facts,
+        spec=spec,
     )
 
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import Cache, merge
-from jaxkv.facts import checked_streams
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Placement, empty_fields
 from jaxkv.kv.table import CellTable
@@ -17,6 +16,7 @@ from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import zeros
 from jaxkv.places import FAR, check_shape, count
 from jaxkv.rope import NOT_GIVEN, NotGiven, Rope
+from jaxkv.spec import checked_streams
 from jaxkv.window import Window, cells_for
 
 
@@ -31,7 +31,7 @@ def make_kv_cache(
     streams: int = 1,
     window: Window | None = None,
     ubatch_size: int | None = None,
-    rollback: int | None = None,
+    max_rollback: int | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
     rope: Rope | tuple[Rope | None, ...] | NotGiven | None = NOT_GIVEN,
     placement: Placement = "scattered",
@@ -59,7 +59,7 @@ def make_kv_cache(
       window: how far back tokens look, see `jaxkv.window`. None for everything.
       ubatch_size: the most tokens that will be computed at once, by default 512; larger plans are
         refused. Only where `cells` is left out.
-      rollback: how many tokens can be taken back (`seq_rm` of an end) though a window is full, by
+      max_rollback: how many tokens can be taken back (`seq_rm` of an end) though a window is full, by
         default 32. Only where `cells` is left out; more cells mean more rollback.
       dtype: of keys and values: a floating one, or int8. Those of 8 bits, int8 and float8_e4m3fn
         among them, are quantised: each head of a cell has a scale beside its codes, float32, for
@@ -184,12 +184,14 @@ def make_kv_cache(
         if window is None:
             raise ValueError("a cache without a window needs to be told its cells: pass cells=")
         ubatch_size = count(512 if ubatch_size is None else ubatch_size, "ubatch_size")
-        rollback = count(32 if rollback is None else rollback, "rollback", low=0)
+        max_rollback = count(32 if max_rollback is None else max_rollback, "max_rollback", low=0)
         sharing = sequences // streams
-        cells = cells_for(window, ubatch_size=ubatch_size, rollback=rollback, sharing=sharing)
+        cells = cells_for(
+            window, ubatch_size=ubatch_size, max_rollback=max_rollback, sharing=sharing
+        )
         unit = TILE if placement == "tiled" else shards
         cells = -(-cells // unit) * unit
-    elif ubatch_size is not None or rollback is not None:
+    elif ubatch_size is not None or max_rollback is not None:
         raise ValueError(
             "cells are counted from ubatch_size and rollback, or given: pass cells alone, or leave "
             "it out"

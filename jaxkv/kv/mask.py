@@ -85,7 +85,7 @@ def blind(
     if causal and until is None:
         return None
     looks = ubatch.valid & (ubatch.slots < FAR)
-    count, ids = ubatch.facts.sequences, ubatch.sequences
+    count, ids = ubatch.spec.sequences, ubatch.sequences
     last = jnp.full(count, -1, jnp.int32)
     last = last.at[jnp.where(looks, ids, count)].max(ubatch.positions, mode="drop")
     ahead = last_seen(cells.window, ubatch.positions, causal=causal, until=until)

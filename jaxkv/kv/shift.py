@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import MaintenancePlan
-from jaxkv.facts import Facts
 from jaxkv.kv.buffers import Buffers, Halves, alike, gather, on_halves, scatter
 from jaxkv.kv.cells import (
     C,
@@ -39,6 +38,7 @@ from jaxkv.ops.rotation import turn
 from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.rope import NotGiven, Rope
+from jaxkv.spec import TableSpec
 
 CHUNK = 256
 """Cells whose keys and values are held at a time while many are rotated or moved."""
@@ -51,11 +51,11 @@ class ShiftPlan(MaintenancePlan):
 
     shift: `[S, N]` int32, the table's notes when the plan was made. Applied to a table whose notes
       are others, the plan changes nothing.
-    facts: of the cache that it was planned for, static.
+    spec: of the cache that it was planned for, static.
     """
 
     shift: jax.Array  # [S, N]
-    facts: Facts = field(metadata={"static": True})
+    spec: TableSpec = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:

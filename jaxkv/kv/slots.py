@@ -167,7 +167,7 @@ def _search(
       whether there is room for it, but no run.
     """
     # A device's only stream is a list to attention, but its rows come in any order.
-    all_streams = ubatch.in_order or ubatch.facts.streams == 1
+    all_streams = ubatch.in_order or ubatch.spec.streams == 1
     if cells.placement == "tiled":
         slots = in_tiles(cells, ubatch, all_streams)
         split = jnp.zeros(slots.shape, bool)

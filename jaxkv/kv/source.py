@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, View, merge, split
-from jaxkv.facts import Facts, changes_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.make import make_kv_cache
 from jaxkv.kv.table import CellTable
 from jaxkv.places import EMPTY, end_of, nowhere
+from jaxkv.spec import TableSpec, changes_of
 
 
 class Reader(NamedTuple):
@@ -34,11 +34,11 @@ class Reader(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SourceTable(CellTable):
+class CrossAttentionTable(CellTable):
     """The table of a cache for sources: that of attention, but what asks about a text passes by.
 
     Sources go in as a batch does (`init_source`). A ubatch of text is a reader: it takes no cells,
-    and each of its tokens sees all cells of its sequence. Arrays have the shapes that `Table` says.
+    and each of its tokens sees all cells of its sequence. Arrays have the shapes that `CacheTable` says.
 
     of_sources: True, static. JAX compares the fields of dataclasses and not their types, so that
       without it a program compiled for a `CellTable` could be found for this one.
@@ -47,9 +47,9 @@ class SourceTable(CellTable):
     of_sources: bool = field(default=True, metadata={"static": True})
 
     @property
-    def facts(self) -> Facts:
+    def spec(self) -> TableSpec:
         """What is fixed when the cache is made."""
-        return replace(super().facts, kind="source")
+        return replace(super().spec, kind="source")
 
     def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
         """Return that texts of any length can be held, `[S]` bool: they take no cells here."""
@@ -94,7 +94,7 @@ class SourceTable(CellTable):
         """Return the parents and targets of a copy, `[n]`; a target of Q where nothing changes."""
         targets = jnp.atleast_1d(dst)
         parent = jnp.where(jnp.maximum(p0, 0) < end_of(p1), src, -1)  # none for an empty range
-        return changes_of(self.facts, jnp.broadcast_to(parent, targets.shape), targets)
+        return changes_of(self.spec, jnp.broadcast_to(parent, targets.shape), targets)
 
     def add(
         self,
@@ -103,7 +103,7 @@ class SourceTable(CellTable):
         p1: jax.Array,
         delta: jax.Array,
         gap: jax.Array | None = None,
-    ) -> tuple["SourceTable", jax.Array]:
+    ) -> tuple["CrossAttentionTable", jax.Array]:
         """Return the table as it is: the positions of a text move, and not those of its source."""
         del seq, p0, p1, delta, gap
         return self, jnp.array(True)
@@ -115,7 +115,7 @@ class SourceTable(CellTable):
 
     def divide(
         self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
-    ) -> tuple["SourceTable", jax.Array]:
+    ) -> tuple["CrossAttentionTable", jax.Array]:
         """Return the table as it is, see `add`."""
         del seq, p0, p1, divisor
         return self, jnp.array(True)
@@ -163,7 +163,7 @@ class SourceTable(CellTable):
         return super().view(buffers, layer, _as_it_looks(ubatch), causal=False)
 
 
-def make_source_cache(
+def make_cross_attention_cache(
     *,
     layers: int,
     cells: int,
@@ -207,7 +207,10 @@ def make_source_cache(
       Layer 0 is the self-attention of a decoder's only layer, and layer 1 its cross-attention:
 
       >>> sizes = dict(layers=1, kv_heads=1, head_dim=2, sequences=2)
-      >>> text, sources = make_kv_cache(cells=8, **sizes), make_source_cache(cells=6, **sizes)
+      >>> text, sources = (
+      ...     make_kv_cache(cells=8, **sizes),
+      ...     make_cross_attention_cache(cells=6, **sizes),
+      ... )
       >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
       >>> cache = apply(cache, init_source(cache, make_batch([[7, 8, 9], [5]])))
       >>> cache = apply(cache, init_batch(cache, make_batch([0, 3])))
@@ -237,9 +240,9 @@ def make_source_cache(
     return merge(as_source_table(table), buffers)
 
 
-def as_source_table(table: CellTable) -> SourceTable:
+def as_source_table(table: CellTable) -> CrossAttentionTable:
     """Return a table of cells as one for sources."""
-    return SourceTable(**{one.name: getattr(table, one.name) for one in fields(table)})
+    return CrossAttentionTable(**{one.name: getattr(table, one.name) for one in fields(table)})
 
 
 def _as_it_looks(ubatch: Ubatch) -> Ubatch:

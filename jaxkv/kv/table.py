@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Findings, MaintenancePlan, Room, Table, View, check_sizes
-from jaxkv.facts import Facts
+from jaxkv.cache import CacheTable, Findings, MaintenancePlan, Room, View, check_sizes
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
 from jaxkv.kv.attend import attend, view, write
 from jaxkv.kv.buffers import Buffers, sizes_of
@@ -18,21 +17,22 @@ from jaxkv.kv.by_stream import endings, on_streams, told
 from jaxkv.kv.cells import Cells
 from jaxkv.mesh import Rules, Shares
 from jaxkv.rope import NotGiven
+from jaxkv.spec import TableSpec
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CellTable(Cells, Table):
+class CellTable(Cells, CacheTable):
     """The table of an attention cache: `Cells`, and what verbs, plans and loops ask of them."""
 
     @property
-    def facts(self) -> Facts:
+    def spec(self) -> TableSpec:
         """What is fixed when the cache is made."""
-        return Facts(
+        return TableSpec(
             kind="attention",
             sequences=self.sequences,
             streams=self.streams,
-            one_sequence_a_row=self.streams > 1,
+            single_sequence_rows=self.streams > 1,
             ubatch_size=self.ubatch_size,
             details=(
                 ("cells", self.num_cells),
@@ -147,7 +147,7 @@ class CellTable(Cells, Table):
     ) -> tuple[jax.Array, jax.Array]:
         """See `reuse.can_copy`; in groups there must be cells too, see `transfer.to_copy`."""
         ok, ends = reuse.can_copy(self, src, dst, p0, p1)
-        if self.facts.in_groups:
+        if self.spec.has_shared_streams:
             ok &= transfer.to_copy(self, src, dst, p0, p1).need.ok
         return ok, ends
 
@@ -161,7 +161,7 @@ class CellTable(Cells, Table):
 
     def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
         """Return True, but in groups whether there are cells, see `transfer.to_select`."""
-        if not self.facts.in_groups:
+        if not self.spec.has_shared_streams:
             return jnp.array(True)
         return transfer.to_select(self, parents, targets).need.ok
 
@@ -200,11 +200,11 @@ class CellTable(Cells, Table):
 
     def plan_shift(self) -> MaintenancePlan:
         """See `shift.ShiftPlan`."""
-        return shift.ShiftPlan(shift=self.shift, facts=self.facts)
+        return shift.ShiftPlan(shift=self.shift, spec=self.spec)
 
     def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
         """See `defrag.plan_moves`."""
-        return defrag.plan_moves(self, max_moves, self.facts)
+        return defrag.plan_moves(self, max_moves, self.spec)
 
     def go_back(self, old: "CellTable") -> tuple["CellTable", jax.Array]:
         """See `cells.go_back`."""

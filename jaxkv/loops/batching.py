@@ -140,13 +140,13 @@ which this cache never has: ask for less, or make a larger one
             raise TypeError(f"wanted a function forward, see prefill, got {type(forward)}")
         table, _ = split(cache)
         check_there(cache)
-        if table.facts.has_sources:
+        if table.spec.has_cross_attention:
             raise ValueError(
                 "wanted a cache without a part for sources, which requests do not bring, got one "
                 "with it: encode and decode run texts with sources side by side"
             )
         self._limits = checked_limits(
-            table.facts,
+            table.spec,
             chunk=chunk,
             steps=steps,
             allow=allow,

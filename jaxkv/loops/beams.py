@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import Cache, merge, split
-from jaxkv.facts import Facts, check_once, within_streams
 from jaxkv.loops.beam_scores import Search, Texts, begun, best, choose, exist, goes_on
 from jaxkv.loops.donation import given
 from jaxkv.loops.forward import Forward, take_step
@@ -22,6 +21,7 @@ from jaxkv.loops.rows import listed
 from jaxkv.loops.state import ends
 from jaxkv.places import count, integers, is_concrete, is_traced
 from jaxkv.planning.step import plan_next
+from jaxkv.spec import TableSpec, check_once, within_streams
 from jaxkv.tables import whole
 from jaxkv.verbs.edit import seq_rm, seq_select
 
@@ -126,7 +126,7 @@ def beam(
     logits, stop = _row(logits), integers(listed(stop), "stop")
     if np.ndim(stop) != 1:
         raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(stop)}")
-    sequences = _checked(split(cache)[0].facts, sequences, width)
+    sequences = _checked(split(cache)[0].spec, sequences, width)
     if np.ndim(penalty) or (is_concrete(penalty) and not np.isfinite(penalty)):
         raise ValueError(f"wanted one finite number for penalty, got {penalty}")
     penalty = jnp.asarray(penalty, jnp.float32)
@@ -151,21 +151,21 @@ def _row(logits: Any) -> Any:
     return logits.reshape(1, -1)
 
 
-def _checked(facts: Facts, sequences: Any, width: int) -> Any:
+def _checked(spec: TableSpec, sequences: Any, width: int) -> Any:
     """Return the sequences of the beams, `[W]` int32, or raise."""
-    if width > facts.sequences:
+    if width > spec.sequences:
         raise ValueError(
-            f"wanted a width of at most {facts.sequences}, a sequence for each beam, got {width}"
+            f"wanted a width of at most {spec.sequences}, a sequence for each beam, got {width}"
         )
     ids = np.arange(width, dtype=np.int32) if sequences is None else sequences
-    ids = facts.sequence_ids(ids)
+    ids = spec.sequence_ids(ids)
     if np.shape(ids) != (width,):
         raise ValueError(f"wanted sequences [{width}], one for each beam, got {np.shape(ids)}")
     check_once(ids)
-    if facts.in_groups and not within_streams(facts, ids[:1], ids):
+    if spec.has_shared_streams and not within_streams(spec, ids[:1], ids):
         got = np.asarray(ids).tolist() if is_concrete(ids) else "traced ones"
         raise ValueError(
-            f"wanted sequences of one stream of {facts.sharing} for the beams, "
+            f"wanted sequences of one stream of {spec.sharing} for the beams, "
             f"since another may lack the cells for a copy, got {got}: pass sequences="
         )
     return ids

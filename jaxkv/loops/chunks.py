@@ -12,11 +12,11 @@ import numpy as np
 
 from jaxkv.batch import make_batch
 from jaxkv.cache import merge, split
-from jaxkv.facts import Facts
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.programs import program_of
 from jaxkv.planning.layout import rank
 from jaxkv.planning.place import plan_one
+from jaxkv.spec import TableSpec
 
 SMALLEST = 8
 """Tokens of the shortest row that is compiled: fewer cost as much."""
@@ -56,21 +56,21 @@ class Part(NamedTuple):
     tokens: np.ndarray
 
 
-def shapes_of(facts: Facts, size: int) -> list[Shape]:
+def shapes_of(spec: TableSpec, size: int) -> list[Shape]:
     """Return the shapes that chunks of at most `size` tokens have in a cache.
 
     Where a row holds tokens of any sequence, one row of several lengths. Where it holds those of
     one, a long row, or more and shorter ones.
 
     >>> cache = make_kv_cache(layers=1, cells=9, kv_heads=1, head_dim=2, sequences=3, streams=3)
-    >>> [tuple(shape) for shape in shapes_of(cache.table.facts, 32)]
+    >>> [tuple(shape) for shape in shapes_of(cache.table.spec, 32)]
     [(1, 8), (1, 16), (1, 24), (1, 32), (2, 16), (3, 8)]
     """
     steps = [n << i for i in range(size.bit_length()) for n in (SMALLEST, SMALLEST * 3 // 2)]
     lengths = [*sorted(n for n in steps if n < size and n % SMALLEST == 0), size]
     shapes = [Shape(1, length) for length in lengths]
-    if facts.one_sequence_a_row:
-        counts = {min(2 << n, facts.sequences) for n in range(facts.sequences.bit_length())}
+    if spec.single_sequence_rows:
+        counts = {min(2 << n, spec.sequences) for n in range(spec.sequences.bit_length())}
         for count in sorted(counts - {1}):
             fitting = [length for length in lengths if count * length <= size]
             shapes += [Shape(count, length) for length in fitting[-1:]]
@@ -91,7 +91,7 @@ def _least(lengths: tuple[int, ...], count: int) -> int:
     return cost + min(PASS + n + _least(lengths, max(rest - n, 0)) for n in lengths)
 
 
-def cut(facts: Facts, shapes: Sequence[Shape], parts: Sequence[Part]) -> tuple[Chunk, list[int]]:
+def cut(spec: TableSpec, shapes: Sequence[Shape], parts: Sequence[Part]) -> tuple[Chunk, list[int]]:
     """Cut the next chunk from prompts, in their order.
 
     Returns:
@@ -100,7 +100,7 @@ def cut(facts: Facts, shapes: Sequence[Shape], parts: Sequence[Part]) -> tuple[C
     """
 
     def taken(shape: Shape) -> list[int]:
-        if facts.one_sequence_a_row:
+        if spec.single_sequence_rows:
             return [min(len(part.tokens), shape.tokens) for part in parts[: shape.rows]]
         lengths = [len(part.tokens) for part in parts]
         return np.diff(np.minimum(np.cumsum(lengths), shape.tokens), prepend=0).tolist()
@@ -109,7 +109,7 @@ def cut(facts: Facts, shapes: Sequence[Shape], parts: Sequence[Part]) -> tuple[C
         rest = [len(part.tokens) for part in parts]
         for i, n in enumerate(taken(shape)):
             rest[i] -= n
-        if not facts.one_sequence_a_row:
+        if not spec.single_sequence_rows:
             rest = [sum(rest)]
         here = PASS + shape.rows * shape.tokens
         return here + sum(_least(lengths, count) for count in rest)
@@ -120,7 +120,7 @@ def cut(facts: Facts, shapes: Sequence[Shape], parts: Sequence[Part]) -> tuple[C
     chunk = empty_chunk(shape)
     place = 0
     for row, (part, n) in enumerate(zip(parts, counts, strict=False)):
-        where = (row, slice(n)) if facts.one_sequence_a_row else (0, slice(place, place + n))
+        where = (row, slice(n)) if spec.single_sequence_rows else (0, slice(place, place + n))
         chunk.tokens[where] = part.tokens[:n]
         chunk.sequences[where] = part.sequence
         chunk.valid[where] = True
@@ -155,7 +155,7 @@ def chunk_program(forward: Forward) -> Any:
 def _chunk_program(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, donate_argnames="buffers")
     def run(weights: Any, table: Any, buffers: Any, chunk: Chunk) -> tuple:
-        count, shape = table.facts.sequences, chunk.valid.shape
+        count, shape = table.spec.sequences, chunk.valid.shape
         batch = make_batch(
             chunk.tokens.reshape(-1),
             sequences=chunk.sequences.reshape(-1),
@@ -163,7 +163,7 @@ def _chunk_program(forward: Callable[[], Forward]) -> Any:
             outputs=chunk.ends.reshape(-1),
         )
         index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
-        most = min(shape[0] if table.facts.one_sequence_a_row else count, chunk.valid.size)
+        most = min(shape[0] if table.spec.single_sequence_rows else count, chunk.valid.size)
         ranks = rank(batch.sequences, batch.valid)
         held, ended = (
             jnp.zeros(count, bool).at[batch.sequences].max(which, mode="drop")

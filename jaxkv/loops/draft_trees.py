@@ -53,7 +53,7 @@ class DraftTree(DraftModel):
         table, buffers = split(cache)
         sequences = trees.branch_sequences(table, state.sequence, self.branches)
         cache = merge(trees.fork(table, sequences, state.sequence), buffers)
-        going = (going & plan.ok)[:, None] & (sequences < table.facts.sequences)
+        going = (going & plan.ok)[:, None] & (sequences < table.spec.sequences)
         going &= best > -jnp.inf
         adjusting = jax.tree.map(
             lambda x: jnp.repeat(x[:, None], self.branches, axis=1), state.adjusting
@@ -109,7 +109,7 @@ class DraftTree(DraftModel):
         table, buffers = split(self.cache)
         turn = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
         same = (self.guessed == fed[:, None, 1:]) | (turn[None] >= taken[:, None])[:, None]
-        same = jnp.all(same, axis=2) & (self.sequences < table.facts.sequences)
+        same = jnp.all(same, axis=2) & (self.sequences < table.spec.sequences)
         branch = jnp.argmax(same, axis=1).astype(jnp.int32)
         table = trees.keep(table, sequences, self.sequences, branch)
         kept = replace(self, cache=merge(table, buffers))
@@ -163,11 +163,11 @@ def draft_tree(
     """
     branches = count(branches, "branches")
     alone = draft_model(forward, weights, cache, texts=texts, tries=tries)
-    facts = split(cache)[0].facts
-    trees.check_branches(facts, alone.texts, branches, "the draft's cache")
+    spec = split(cache)[0].spec
+    trees.check_branches(spec, alone.texts, branches, "the draft's cache")
     return DraftTree(
         **{one.name: getattr(alone, one.name) for one in fields(alone)},
         guessed=jnp.zeros((alone.texts, branches, alone.tries), jnp.int32),
-        sequences=jnp.full((alone.texts, branches), facts.sequences, jnp.int32),
+        sequences=jnp.full((alone.texts, branches), spec.sequences, jnp.int32),
         branches=branches,
     )

@@ -219,7 +219,7 @@ class DraftModel(Draft):
     def check(self, cache: Cache) -> None:
         """Raise a ValueError unless its cache is there and has the sequences of the other one."""
         check_there(self.cache, what="the draft's cache")
-        wanted, got = (split(one)[0].facts.sequences for one in (cache, self.cache))
+        wanted, got = (split(one)[0].spec.sequences for one in (cache, self.cache))
         if wanted != got:
             raise ValueError(
                 f"wanted a draft whose cache has the {wanted} sequences of the model's, got one "
@@ -313,10 +313,10 @@ def draft_model(
 
 def check_rollback(cache: Cache, wanted: int, what: str) -> None:
     """Raise a ValueError unless so many tokens can be taken back in every part of a cache."""
-    facts = split(cache)[0].facts
-    if facts.rollback is not None and facts.rollback < wanted:
+    spec = split(cache)[0].spec
+    if spec.max_rollback is not None and spec.max_rollback < wanted:
         raise ValueError(
             f"wanted {what} to keep {wanted} earlier states or more, to take back what was guessed "
-            f"wrong, got {facts.kind} with rollback={facts.rollback}: make it with "
-            f"rollback={wanted}"
+            f"wrong, got {spec.kind} with max_rollback={spec.max_rollback}: make it with "
+            f"max_rollback={wanted}"
         )

@@ -85,7 +85,7 @@ def _check_layers(before: Cache, after: Cache) -> None:
     pairs = zip(parts_of(before), parts_of(after), strict=True)
     every = getattr(before.table, "layers", None)
     for i, (old, new) in enumerate(pairs):
-        if old.table.facts.kind != "attention" or old.buffers.stacked:
+        if old.table.spec.kind != "attention" or old.buffers.stacked:
             continue
         first, last = ([jax.tree.leaves(k)[0] for k in one.buffers.k] for one in (old, new))
         left = [n for n, (a, b) in enumerate(zip(first, last, strict=True)) if a is b]

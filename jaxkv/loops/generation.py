@@ -76,7 +76,7 @@ def decode(
       ([[2, 3, -1], [0, 1, -1]], [False, False], [1, 1])
     """
     steps = count(steps, "steps")
-    state = checked(split(cache)[0].facts, state)
+    state = checked(split(cache)[0].spec, state)
     check_sampler(sampler, state)
     if not state.token.shape[0]:
         return cache, state, nothing_picked(0, steps)

@@ -90,7 +90,7 @@ def begin(
     logits = jnp.asarray(logits)
     if logits.ndim != 2 or not logits.shape[1] or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"wanted logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}")
-    most = split(cache)[0].facts.sequences
+    most = split(cache)[0].spec.sequences
     if logits.shape[0] > most:
         raise ValueError(
             f"wanted logits of at most {most} texts, a sequence each, got {logits.shape[0]} rows: "

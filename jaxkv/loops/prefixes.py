@@ -51,14 +51,14 @@ class Prefixes:
             raise ValueError(
                 f"wanted an empty cache, got one with {occupied} cells in use: clear(cache)"
             )
-        if store and len(store.holders) == table.facts.sequences:
+        if store and len(store.holders) == table.spec.sequences:
             raise ValueError(
                 f"wanted a store that leaves sequences to requests, got one with all "
-                f"{table.facts.sequences} as holders: pass fewer, or make a cache with more"
+                f"{table.spec.sequences} as holders: pass fewer, or make a cache with more"
             )
         shapes = jax.eval_shape(table.spared)
         self.nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        self._sharing = table.facts.sharing
+        self._sharing = table.spec.sharing
 
     @property
     def holders(self) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class Prefixes:
         self._runner.cache, self.store = then
 
     def spared(self) -> Any:
-        """Return what `Table.spared` says, on the host; nothing without a store."""
+        """Return what `CacheTable.spared` says, on the host; nothing without a store."""
         if self.store is None:
             return self.nothing
         return jax.device_get(_spared(split(self._runner.cache)[0]))

@@ -211,8 +211,8 @@ def warm_up(
     """
     if not sequences:
         raise ValueError("wanted at least one sequence to warm up for, got none")
-    facts = split(cache)[0].facts
-    most = max(checked_size(facts, ubatch_size) // len(sequences), 1)
+    spec = split(cache)[0].spec
+    most = max(checked_size(spec, ubatch_size) // len(sequences), 1)
     longest = most if longest is None else max(count(longest, "longest"), most)
 
     def planned(length: int) -> Plan:

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.facts import Facts
 from jaxkv.loops.rows import listed
 from jaxkv.loops.rules import Rule, checked_rule, checked_state
 from jaxkv.loops.sampling import OPTIONS, Filters, make_sampler
 from jaxkv.places import count, integers
 from jaxkv.planning.init import checked_size
 from jaxkv.prefix.store import Found, Miss, Text
+from jaxkv.spec import TableSpec
 
 CHUNK = 128
 """The most tokens of prompts that are computed at once, where neither caller nor cache say."""
@@ -193,7 +193,7 @@ class Limits:
 
 
 def checked_limits(
-    facts: Facts,
+    spec: TableSpec,
     *,
     chunk: int | None,
     steps: int,
@@ -210,14 +210,14 @@ def checked_limits(
         it should.
       TypeError: when a number is no integer, or the rule is none.
     """
-    most = checked_size(facts, None)
+    most = checked_size(spec, None)
     if isinstance(allow, str):
         raise TypeError(f"wanted a list of options to allow, got {allow!r}")
     unknown = sorted(set(allow) - set(OPTIONS))
     if unknown:
         raise ValueError(f"wanted options to allow of {', '.join(OPTIONS)}, got {unknown[0]!r}")
     return Limits(
-        chunk=min(CHUNK, most) if chunk is None else checked_size(facts, count(chunk, "chunk")),
+        chunk=min(CHUNK, most) if chunk is None else checked_size(spec, count(chunk, "chunk")),
         steps=count(steps, "steps"),
         allow=frozenset(allow),
         last_n=count(last_n, "last_n"),

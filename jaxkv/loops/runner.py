@@ -63,7 +63,7 @@ class Runner:
         limits: Limits,
     ):
         self._forward, self._weights, self.cache = forward, weights, cache
-        self._facts, self._limits = split(cache)[0].facts, limits
+        self._facts, self._limits = split(cache)[0].spec, limits
         self._shapes = shapes_of(self._facts, limits.chunk)
         self._stop = np.ravel(integers(listed(stop), "stop", low=0))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cache import Table
+from jaxkv.cache import CacheTable
 from jaxkv.loops.prefixes import Match, Prefixes
 from jaxkv.loops.requests import Limits, Progress
 
@@ -20,14 +20,14 @@ class Schedule:
       prefixes: what is kept in the other sequences, and gives way to requests.
     """
 
-    def __init__(self, table: Table, *, limits: Limits, reserve: bool, prefixes: Prefixes):
+    def __init__(self, table: CacheTable, *, limits: Limits, reserve: bool, prefixes: Prefixes):
         self._table, self._steps, self.reserves = table, limits.steps, reserve
         self._prefixes = prefixes
-        self._sharing = table.facts.sharing
+        self._sharing = table.spec.sharing
         self._at_once = max(limits.chunk, self._sharing)
         self._waiting: list[Progress] = []
         self._stuck: Progress | None = None  # there was no room for it, and none has come free
-        self._placed: list[Progress | None] = [None] * table.facts.sequences
+        self._placed: list[Progress | None] = [None] * table.spec.sequences
 
     @property
     def all(self) -> list[Progress]:
@@ -76,7 +76,7 @@ class Schedule:
 
     def admit(self) -> None:
         """Give waiting requests sequences, in their order, as long as there is room."""
-        for stream in range(self._table.facts.streams):  # those that run come before what is kept
+        for stream in range(self._table.spec.streams):  # those that run come before what is kept
             while not self._has_room(stream) and self._prefixes.let_go(stream):
                 pass
         while self._waiting and self._waiting[0] is not self._stuck:

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxkv.cache import Cache, MaintenancePlan, merge, split
 from jaxkv.donation import check_there
-from jaxkv.facts import Facts
 from jaxkv.places import END, count, integers
+from jaxkv.spec import TableSpec
 from jaxkv.tables import program
 from jaxkv.verbs.apply import apply
 from jaxkv.verbs.ids import Ids, sequence
@@ -58,7 +58,7 @@ def slide(
     llama.cpp: the context shift of its programs, `n_keep` and `n_discard`.
     """
     table, buffers = split(cache)
-    _check_cells(table.facts, "a state cannot forget what it has seen")
+    _check_cells(table.spec, "a state cannot forget what it has seen")
     table.check_moves(buffers)
     check_there(cache)
     bounds = _one(keep, "keep", low=0), _one(drop, "drop", low=1)
@@ -113,7 +113,7 @@ def extend(
     llama.cpp: self-extend, `--grp-attn-n` and `--grp-attn-w`.
     """
     table, buffers = split(cache)
-    _check_cells(table.facts, "a state does not know where the tokens that it has seen stood")
+    _check_cells(table.spec, "a state does not know where the tokens that it has seen stood")
     group, width = count(group, "group"), count(width, "width")
     if width % group:
         raise ValueError(f"wanted a width that is a multiple of group={group}, got {width}")
@@ -131,11 +131,11 @@ def _one(value: Any, name: str, low: int = -END) -> Any:
     return integers(value, name, low=low)
 
 
-def _check_cells(facts: Facts, why: str) -> None:
+def _check_cells(spec: TableSpec, why: str) -> None:
     """Raise unless a cache is made of cells alone."""
-    kinds = [part.kind for part in facts.parts or (facts,)]
-    if facts.rollback is not None:
-        what = f"kind {facts.kind!r}" + (f" ({', '.join(kinds)})" if facts.parts else "")
+    kinds = [part.kind for part in spec.parts or (spec,)]
+    if spec.max_rollback is not None:
+        what = f"kind {spec.kind!r}" + (f" ({', '.join(kinds)})" if spec.parts else "")
         raise ValueError(f"wanted a cache of attention alone, got {what}: {why}")
 
 

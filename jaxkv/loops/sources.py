@@ -34,7 +34,7 @@ def encode(
         each layer that looks at sources (`write`). It is compiled and kept as `forward` of
         `prefill` is.
       weights: whatever the model wants.
-      cache: a hybrid cache with a part of `make_source_cache`.
+      cache: a hybrid cache with a part of `make_cross_attention_cache`.
       batch: the sources, see `init_source`.
       donate: give up the buffers of the cache passed in, see `prefill`.
 
@@ -60,7 +60,10 @@ def encode(
       ...     cache, x = attend(cache, 1, ubatch, x)
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs]
       >>> sizes = dict(layers=1, kv_heads=1, head_dim=4, sequences=2)
-      >>> text, sources = make_kv_cache(cells=8, **sizes), make_source_cache(cells=8, **sizes)
+      >>> text, sources = (
+      ...     make_kv_cache(cells=8, **sizes),
+      ...     make_cross_attention_cache(cells=8, **sizes),
+      ... )
       >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
       >>> cache = encode(encoder, jnp.eye(4), cache, make_batch([[2, 2, 2], [3]]))
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([[0], [0, 1]]))

@@ -173,8 +173,8 @@ def speculate(
     if not isinstance(draft, Draft):
         raise TypeError(f"wanted a draft, such as loops.lookup(prompts), got {type(draft)}")
     check_rollback(cache, draft.tries, "the cache")
-    trees.check_branches(split(cache)[0].facts, draft.texts, draft.branches, "a cache")
-    state = checked(split(cache)[0].facts, state)
+    trees.check_branches(split(cache)[0].spec, draft.texts, draft.branches, "a cache")
+    state = checked(split(cache)[0].spec, state)
     check_sampler(sampler, state)
     texts = state.token.shape[0]
     if draft.texts != texts:
@@ -239,7 +239,7 @@ def _speculate(
             after, tried = guess.tokens, jnp.sum(guess.valid, axis=1, dtype=jnp.int32)
             cache, turn = _take_turn(setup, guess, active, now)
         else:
-            known = setup.sequences < split(now.cache)[0].facts.sequences
+            known = setup.sequences < split(now.cache)[0].spec.sequences
             guess = guess._replace(valid=guess.valid & may[:, None] & known[..., None])
             tried = jnp.sum(trees.nodes_of(guess).first, axis=(1, 2), dtype=jnp.int32)
             cache, turn = _take_turn(setup, guess, active, now)

@@ -10,12 +10,12 @@ import numpy as np
 
 from jaxkv.cache import Cache, split
 from jaxkv.draw.lines import fields_line
-from jaxkv.facts import Facts, check_once
 from jaxkv.loops.drawing import Sampler, a_sampler
 from jaxkv.loops.rows import padded
 from jaxkv.loops.sampling import make_sampler
 from jaxkv.places import END, flags, integers, is_concrete
 from jaxkv.plan import Reason
+from jaxkv.spec import TableSpec, check_once
 from jaxkv.tables import program
 
 
@@ -116,7 +116,7 @@ def resume(
     if np.ndim(tokens) != 1:
         raise ValueError(f"wanted tokens [T], got the shape {np.shape(tokens)}")
     count = tokens.shape[0]
-    ids = table.facts.sequence_ids(np.arange(count) if sequences is None else sequences)
+    ids = table.spec.sequence_ids(np.arange(count) if sequences is None else sequences)
     if np.shape(ids) != (count,):
         raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
     left = _each(END if limit is None else limit, count, "limit")
@@ -132,13 +132,13 @@ def resume(
         follows=follows,
         adjusting=sampler.start(_of_all(prompts, count)),
     )
-    state = checked(table.facts, state)
+    state = checked(table.spec, state)
     return jax.tree.map(jnp.asarray, state)
 
 
 def ends(table: Any) -> jax.Array:
     """Return the last position of every sequence, `[Q]` int32; -1 if it holds none."""
-    return table.inspect(jnp.ones(table.facts.sequences, bool)).last
+    return table.inspect(jnp.ones(table.spec.sequences, bool)).last
 
 
 def going_on(table: Any, state: DecodeState) -> DecodeState:
@@ -180,13 +180,13 @@ def check_sampler(sampler: Any, state: DecodeState) -> None:
         )
 
 
-def checked(facts: Facts, state: DecodeState) -> DecodeState:
+def checked(spec: TableSpec, state: DecodeState) -> DecodeState:
     """Return the state with its fields as arrays; raise if a field is invalid."""
     if not isinstance(state, DecodeState):
         raise TypeError(f"wanted a state, jaxkv.loops.start makes it, got {type(state)}")
     state = DecodeState(
         token=integers(state.token, "token"),
-        sequence=facts.sequence_ids(state.sequence),
+        sequence=spec.sequence_ids(state.sequence),
         active=flags(state.active, "active"),
         left=integers(state.left, "left"),
         reason=integers(state.reason, "reason"),

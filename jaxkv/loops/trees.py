@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import make_batch
-from jaxkv.facts import Facts
 from jaxkv.loops.drafts import Guess
 from jaxkv.places import NOWHERE, divided
 from jaxkv.plan import Plan
 from jaxkv.planning.layout import rank
 from jaxkv.planning.place import plan_one
 from jaxkv.planning.sets import members_of
+from jaxkv.spec import TableSpec
 from jaxkv.tables import program
 
 
@@ -34,7 +34,7 @@ class Nodes(NamedTuple):
     first: jax.Array
 
 
-def check_branches(facts: Facts, texts: int, branches: int, what: str) -> None:
+def check_branches(spec: TableSpec, texts: int, branches: int, what: str) -> None:
     """Raise a ValueError unless a cache can hold the branches of so many texts.
 
     Raises:
@@ -42,15 +42,15 @@ def check_branches(facts: Facts, texts: int, branches: int, what: str) -> None:
     """
     if branches == 1:
         return
-    if facts.rollback is not None:
+    if spec.max_rollback is not None:
         raise ValueError(
             f"wanted {what} of attention alone for branches={branches}, since a state belongs to "
-            f"one text, got {facts.kind}: guess with branches=1"
+            f"one text, got {spec.kind}: guess with branches=1"
         )
-    if texts * branches > facts.sequences or facts.streams == facts.sequences:
+    if texts * branches > spec.sequences or spec.streams == spec.sequences:
         raise ValueError(
             f"wanted {what} with a sequence for each of {branches} branches of {texts} texts, in "
-            f"the stream of the text, got {facts.sequences} sequences in {facts.streams} streams: "
+            f"the stream of the text, got {spec.sequences} sequences in {spec.streams} streams: "
             f"make it with sequences={texts * branches} or more"
         )
 
@@ -66,9 +66,9 @@ def branch_sequences(table: Any, sequences: jax.Array, branches: int) -> jax.Arr
     Returns:
       `[T, k]` int32, the lowest first; Q where none is left.
     """
-    facts, count = table.facts, table.facts.sequences
-    size = count // facts.streams
-    free = (~table.holding()).at[sequences].set(False).reshape(facts.streams, size)
+    spec, count = table.spec, table.spec.sequences
+    size = count // spec.streams
+    free = (~table.holding()).at[sequences].set(False).reshape(spec.streams, size)
     stream, _ = divided(sequences, size)
     beside = stream[:, None] == stream[None]
     ahead = jnp.sum(jnp.tril(beside, -1), axis=1, dtype=jnp.int32)
@@ -95,7 +95,7 @@ def nodes_of(guess: Guess) -> Nodes:
 def fork(table: Any, sequences: jax.Array, own: jax.Array) -> Any:
     """Give the branches, `[T, k]` int32, what their texts hold, whose sequences are `[T]` int32."""
     parents = jnp.broadcast_to(own[:, None], sequences.shape).reshape(-1)
-    targets = jnp.where(sequences == own[:, None], table.facts.sequences, sequences)
+    targets = jnp.where(sequences == own[:, None], table.spec.sequences, sequences)
     return table.select(None, parents, targets.reshape(-1))[0]
 
 
@@ -118,7 +118,7 @@ def plan_tree(
     """
     texts, branches, length = guess.tokens.shape
     nodes = nodes_of(guess)
-    ids = jnp.where(sequences < table.facts.sequences, sequences, -1)
+    ids = jnp.where(sequences < table.spec.sequences, sequences, -1)
     sets = jnp.where(nodes.owns, ids[:, None, None], -1).reshape(texts, -1, branches)
     flat = make_batch(
         jnp.concatenate([token[:, None], guess.tokens.reshape(texts, -1)], axis=1).reshape(-1),
@@ -128,7 +128,7 @@ def plan_tree(
         ),
         outputs=jnp.ones(texts * (1 + branches * length), bool),
     )
-    index = _rows_of(table.facts, texts, branches, length)
+    index = _rows_of(table.spec, texts, branches, length)
     plan = plan_one(table, flat, rank(*members_of(flat)), index, outputs=index.size)
     (ubatch,) = plan.ubatches
     turn = jnp.arange(flat.valid.size, dtype=jnp.int32)
@@ -138,14 +138,14 @@ def plan_tree(
     return replace(plan, ubatches=(replace(ubatch, outputs=where, order=order),))
 
 
-def _rows_of(facts: Facts, texts: int, branches: int, length: int) -> jax.Array:
+def _rows_of(spec: TableSpec, texts: int, branches: int, length: int) -> jax.Array:
     """Lay the trees of all texts out: as one row, or one for each branch, the token in the first.
 
     Where a row holds one sequence, a token stands in that of the lowest of its sequences. Indices
     are int32, `[1, T * (1 + k * n)]`, or `[T * k, 1 + n]` with NOWHERE for padding.
     """
     index = jnp.arange(texts * (1 + branches * length), dtype=jnp.int32)
-    if not facts.one_sequence_a_row:
+    if not spec.single_sequence_rows:
         return index[None]
     index = index.reshape(texts, -1)
     rows = index[:, 1:].reshape(texts, branches, length)
@@ -165,6 +165,6 @@ def keep(table: Any, own: jax.Array, sequences: jax.Array, branch: jax.Array) ->
     """
     parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
     table, _ = table.select(None, parents, own)
-    others = jnp.where(sequences == own[:, None], table.facts.sequences, sequences).reshape(-1)
+    others = jnp.where(sequences == own[:, None], table.spec.sequences, sequences).reshape(-1)
     none, end = jnp.int32(0), jnp.int32(-1)
     return jax.lax.scan(lambda now, seq: (now.remove(seq, none, end)[0], None), table, others)[0]

@@ -50,7 +50,7 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
       batch: the tokens, flat.
       ranks: `[M]` int32 each, see `layout.rank`; of the members of the batch.
     """
-    count = table.facts.sequences
+    count = table.spec.sequences
     members, valid = members_of(batch)
     known = (members >= 0) & (members < count)
     foreign = jnp.any(valid & ~known)

@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
 from jaxkv.cache import Cache, split
-from jaxkv.facts import Facts
 from jaxkv.places import NOWHERE, bucket, count
 from jaxkv.plan import Plan
 from jaxkv.planning.check import check
@@ -17,6 +16,7 @@ from jaxkv.planning.layout import FEW, layout, rank
 from jaxkv.planning.place import place, plan_one, verdict
 from jaxkv.planning.sets import members_of
 from jaxkv.planning.splits import SplitBy
+from jaxkv.spec import TableSpec
 from jaxkv.tables import program
 
 UBATCH_SIZE = 512
@@ -71,7 +71,7 @@ def init_batch(
     if not isinstance(batch, Batch):
         raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
     flat, parts, outputs = layout(
-        table.facts, batch, checked_size(table.facts, ubatch_size), split_by
+        table.spec, batch, checked_size(table.spec, ubatch_size), split_by
     )
     ranks = rank(*members_of(flat))
     if len(parts) == 1:
@@ -79,7 +79,7 @@ def init_batch(
     # One program for each shape of a ubatch, however many there are and in whatever order.
     draft = check(table, flat, ranks)
     ubatches = []
-    for part, more in zip(parts, _more(table.facts, flat, parts), strict=True):
+    for part, more in zip(parts, _more(table.spec, flat, parts), strict=True):
         draft, ubatch = place(draft, part, more, outputs=outputs)
         ubatches.append(ubatch)
     plan = verdict(draft)
@@ -116,10 +116,10 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     llama.cpp: `llama_memory_i::init_full`.
     """
     table, _ = split(cache)
-    facts = table.facts
-    wanted = facts.sequences if outputs is None else count(outputs, "outputs")
-    rows = facts.sequences if facts.one_sequence_a_row else 1
-    tokens = max(checked_size(facts, ubatch_size) // rows, 1)
+    spec = table.spec
+    wanted = spec.sequences if outputs is None else count(outputs, "outputs")
+    rows = spec.sequences if spec.single_sequence_rows else 1
+    tokens = max(checked_size(spec, ubatch_size) // rows, 1)
     index = np.full((rows, tokens), NOWHERE, np.int32)
     flat = make_batch(np.zeros(index.size, np.int32))
     ranks = rank(flat.sequences, flat.valid)
@@ -127,26 +127,26 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     return jax.eval_shape(lambda table: plan(table, flat, ranks), table)
 
 
-def _more(facts: Facts, flat: Batch, parts: list[np.ndarray]) -> list[np.ndarray]:
+def _more(spec: TableSpec, flat: Batch, parts: list[np.ndarray]) -> list[np.ndarray]:
     """Return for each ubatch which sequences go on in a later one, `[Q]` bool each.
 
     `parts` are indices into the flat batch, see `layout`.
     """
-    later, found = np.zeros(facts.sequences, bool), []
+    later, found = np.zeros(spec.sequences, bool), []
     for part in reversed(parts):
         found.append(later.copy())
         later[flat.sequences[part[part != NOWHERE]]] = True
     return found[::-1]
 
 
-def checked_size(facts: Facts, ubatch_size: int | None) -> int:
+def checked_size(spec: TableSpec, ubatch_size: int | None) -> int:
     """Return how many tokens are computed at once, as the caller or the cache wants it."""
     if ubatch_size is None:
-        return UBATCH_SIZE if facts.ubatch_size is None else facts.ubatch_size
+        return UBATCH_SIZE if spec.ubatch_size is None else spec.ubatch_size
     ubatch_size = count(ubatch_size, "ubatch_size")
-    if facts.ubatch_size is not None and ubatch_size > facts.ubatch_size:
+    if spec.ubatch_size is not None and ubatch_size > spec.ubatch_size:
         raise ValueError(
-            f"the cache was sized for ubatches of {facts.ubatch_size} tokens, got "
+            f"the cache was sized for ubatches of {spec.ubatch_size} tokens, got "
             f"ubatch_size={ubatch_size}: make it with ubatch_size={ubatch_size}, or plan smaller "
             f"ones"
         )

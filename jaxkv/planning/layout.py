@@ -12,22 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Batch
-from jaxkv.facts import Facts
 from jaxkv.places import NOWHERE, bucket, is_concrete
 from jaxkv.planning.sets import check_sets, members_of
 from jaxkv.planning.splits import SplitBy, sequence_split, simple_split, split_known
+from jaxkv.spec import TableSpec
 
 FEW = 8
 """Smallest bucket of outputs: 8 outputs cost what 1 does, and fewer shapes are compiled."""
 
 
 def layout(
-    facts: Facts, batch: Batch, ubatch_size: int, split_by: SplitBy | None
+    spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[Any], int]:
     """Decide which token is computed when; by shapes alone where the batch is traced.
 
     Args:
-      facts: of the cache.
+      spec: of the cache.
       batch: the tokens.
       ubatch_size: the most tokens that are computed at once.
       split_by: how they are cut; None leaves it to the cache.
@@ -37,11 +37,11 @@ def layout(
       int32, NOWHERE for padding; and how many outputs the ubatch with the most of them has, in a
       bucket too.
     """
-    check_sets(facts, batch)
+    check_sets(spec, batch)
     if split_by is None:
-        split_by = "equal" if facts.one_sequence_a_row else "simple"
+        split_by = "equal" if spec.single_sequence_rows else "simple"
     if is_concrete(batch):
-        return _layout_known(facts, batch, ubatch_size, split_by)
+        return _layout_known(spec, batch, ubatch_size, split_by)
     _check_some(batch.valid.size)
     if batch.valid.ndim == 2:
         index = jnp.arange(batch.valid.size, dtype=jnp.int32).reshape(batch.valid.shape)
@@ -49,7 +49,7 @@ def layout(
         batch = jax.tree.map(lambda x: x.reshape(index.size, *x.shape[2:]), batch)
         return batch, [index], index.size
     count = batch.valid.shape[0]
-    if facts.one_sequence_a_row:
+    if spec.single_sequence_rows:
         raise ValueError(
             f"a traced batch must come in rows [R, T] here, one for each sequence, got a list of "
             f"{count} tokens; plan it outside of jit, or take plan_step for one token each"
@@ -60,19 +60,19 @@ def layout(
             f"{count}; plan it outside of jit, or raise ubatch_size"
         )
     (index,) = simple_split(np.zeros(count, np.int32), ubatch_size)
-    most = index.size if batch.outputs is not None else bucket(max(facts.sequences, FEW))
+    most = index.size if batch.outputs is not None else bucket(max(spec.sequences, FEW))
     return _pad(batch, index.size), [index], most
 
 
 def _layout_known(
-    facts: Facts, batch: Batch, ubatch_size: int, split_by: SplitBy
+    spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy
 ) -> tuple[Batch, list[np.ndarray], int]:
     """Lay out a batch whose values are known; returns what `layout` does."""
-    batch, there = _known(facts, batch)
+    batch, there = _known(spec, batch)
     named = batch.sequences[there]
     after = None if batch.others is None else follows(named, batch.others[there])
     parts = split_known(split_by, named, ubatch_size, after)
-    parts = [_few_rows(part, facts) for part in parts]
+    parts = [_few_rows(part, spec) for part in parts]
     if batch.outputs is None:
         members, valid = members_of(batch)
         most = np.unique(members[valid]).size
@@ -83,11 +83,11 @@ def _layout_known(
     return _pad(batch, bucket(batch.valid.size)), parts, bucket(max(int(most), FEW))
 
 
-def layout_whole(facts: Facts, batch: Batch) -> tuple[Batch, Any]:
+def layout_whole(spec: TableSpec, batch: Batch) -> tuple[Batch, Any]:
     """Lay a batch out as one ubatch, however long, for what must not be cut.
 
     Args:
-      facts: of the cache.
+      spec: of the cache.
       batch: the tokens, each of one sequence, and which of them are outputs.
 
     Returns:
@@ -95,19 +95,19 @@ def layout_whole(facts: Facts, batch: Batch) -> tuple[Batch, Any]:
       sequence, so that no encoder compares tokens of two. Traced, the rows are those of the batch.
     """
     if not is_concrete(batch):
-        flat, (index,), _ = layout(facts, batch, batch.valid.size, None)
+        flat, (index,), _ = layout(spec, batch, batch.valid.size, None)
         return flat, index
-    flat, there = _known(facts, batch)
+    flat, there = _known(spec, batch)
     rows = sequence_split(flat.sequences[there], bucket(there.size))
     longest = max(row.shape[1] for row in rows)
     padded = [
         np.pad(row, [(0, 0), (0, longest - row.shape[1])], constant_values=NOWHERE) for row in rows
     ]
-    part = _few_rows(np.concatenate(padded), facts)
+    part = _few_rows(np.concatenate(padded), spec)
     return _pad(flat, bucket(flat.valid.size)), _indices(there, part)
 
 
-def _known(facts: Facts, batch: Batch) -> tuple[Batch, np.ndarray]:
+def _known(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
     """Return a batch whose values are known as a flat list, and which tokens of it are there.
 
     The latter are `[n]` integers, the indices of the valid tokens, in their order.
@@ -116,7 +116,7 @@ def _known(facts: Facts, batch: Batch) -> tuple[Batch, np.ndarray]:
     batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)
     there = np.flatnonzero(batch.valid)
     _check_some(there.size)
-    facts.sequence_ids(batch.sequences[there])
+    spec.sequence_ids(batch.sequences[there])
     return batch, there
 
 
@@ -137,14 +137,14 @@ def _indices(there: np.ndarray, part: np.ndarray) -> np.ndarray:
     return index[np.minimum(part, there.size)]
 
 
-def _few_rows(part: np.ndarray, facts: Facts) -> np.ndarray:
+def _few_rows(part: np.ndarray, spec: TableSpec) -> np.ndarray:
     """Pad the rows of a ubatch to a power of two, or to all sequences, so that few shapes occur.
 
     `part` and what is returned are `[R, T]` int32, NOWHERE for padding.
     """
     wanted = bucket(len(part))
-    if facts.one_sequence_a_row:
-        wanted = max(min(wanted, facts.sequences), len(part))
+    if spec.single_sequence_rows:
+        wanted = max(min(wanted, spec.sequences), len(part))
     return np.pad(part, [(0, wanted - len(part)), (0, 0)], constant_values=NOWHERE)
 
 

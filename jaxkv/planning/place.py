@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Batch, Ubatch, by_row, drop_unless
-from jaxkv.facts import Facts
 from jaxkv.places import NOWHERE, divided, numbers_of
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.check import Draft, check
 from jaxkv.planning.layout import in_rows
+from jaxkv.spec import TableSpec
 from jaxkv.stamp import content, mix, stamps
 from jaxkv.tables import program
 
@@ -48,8 +48,8 @@ def place(
 ) -> tuple[Draft, Ubatch]:
     """Choose cells for a ubatch, see `plan_one`, and let it into the table of the draft."""
     table, batch = draft.table, draft.batch
-    index, mixed = _arranged(table.facts, batch, index)
-    more = jnp.zeros(table.facts.sequences, bool) if more is None else more
+    index, mixed = _arranged(table.spec, batch, index)
+    more = jnp.zeros(table.spec.sequences, bool) if more is None else more
     ubatch = _lay_out(table, batch, index, more, outputs)
     slots, fault = table.choose_slots(ubatch)
     ubatch = replace(ubatch, slots=slots)
@@ -84,16 +84,16 @@ def verdict(draft: Draft) -> Plan:
     )
 
 
-def _arranged(facts: Facts, batch: Batch, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _arranged(spec: TableSpec, batch: Batch, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Bring the rows of a ubatch into the order of their sequences, where all may take part.
 
     Returns:
       The index, `[R, T]` int32; and `[Q]` bool, the sequences that have no row of their own though
       each needs one. The plan is refused for them.
     """
-    count = facts.sequences
+    count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
-    if not facts.one_sequence_a_row:
+    if not spec.single_sequence_rows:
         return index, none
     part = in_rows(batch, index)
     row = _row_sequence(part)
@@ -115,15 +115,15 @@ def _row_sequence(part: Batch) -> jax.Array:
 
 def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, outputs: int) -> Ubatch:
     """Lay the tokens of one ubatch out in rows, `[R, T]`; it has no slots yet."""
-    facts, part = table.facts, in_rows(batch, index)
-    in_order = facts.one_sequence_a_row and index.shape[0] == facts.sequences
-    if not facts.one_sequence_a_row:
+    spec, part = table.spec, in_rows(batch, index)
+    in_order = spec.single_sequence_rows and index.shape[0] == spec.sequences
+    if not spec.single_sequence_rows:
         row = jnp.zeros(index.shape[0], jnp.int32)
     elif in_order:
-        row = jnp.arange(facts.sequences, dtype=jnp.int32)
+        row = jnp.arange(spec.sequences, dtype=jnp.int32)
     else:
         row = jnp.maximum(_row_sequence(part), 0)
-    stream, _ = divided(row, facts.sharing)
+    stream, _ = divided(row, spec.sharing)
     before = table.digest()
     pick, order = _outputs(part, index, outputs)
     return Ubatch(
@@ -147,7 +147,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, output
         order=order,
         before=before,
         after=before,
-        facts=facts,
+        spec=spec,
         in_order=in_order,
         others=part.others,
         extra=part.extra,

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Batch
-from jaxkv.facts import Facts
 from jaxkv.places import divided, is_concrete
+from jaxkv.spec import TableSpec
 
 
-def check_sets(facts: Facts, batch: Batch) -> None:
+def check_sets(spec: TableSpec, batch: Batch) -> None:
     """Raise unless a cache may have the tokens of several sequences in a batch.
 
     Raises:
@@ -29,17 +29,17 @@ def check_sets(facts: Facts, batch: Batch) -> None:
     """
     if batch.others is None:
         return
-    if facts.rollback is not None:
+    if spec.max_rollback is not None:
         raise ValueError(
             f"wanted tokens of one sequence each, since a state belongs to one text, got a batch "
-            f"with tokens of several for a cache of kind {facts.kind!r}: compute the token once "
+            f"with tokens of several for a cache of kind {spec.kind!r}: compute the token once "
             f"and fork (seq_cp)"
         )
     if not is_concrete(batch):
         return
     members, valid = (np.asarray(x).reshape(*batch.valid.shape, -1) for x in members_of(batch))
-    facts.sequence_ids(members[valid])
-    stream = members // facts.sharing
+    spec.sequence_ids(members[valid])
+    stream = members // spec.sharing
     apart = valid & (stream != stream[..., :1])
     if apart.any():
         ids = members[apart.any(axis=-1)][0]
@@ -91,7 +91,7 @@ def apart(
     Returns:
       `[M]` bool.
     """
-    facts, count = table.facts, table.facts.sequences
+    spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
     begins = turn == 0
     token, _ = divided(before, ids.shape[1])
@@ -99,7 +99,7 @@ def apart(
     first = jnp.broadcast_to(ids[:, :1], ids.shape)
     own = jnp.arange(count, dtype=jnp.int32)
     partner = own.at[jnp.where(begins, ids, count)].set(first, mode="drop")
-    (there, number), (here, mine) = (divided(x, facts.sharing) for x in (partner, own))
+    (there, number), (here, mine) = (divided(x, spec.sharing) for x in (partner, own))
     same = (there == here) & table.alike(jnp.where(there == here, number, mine))
     alike = (token == token[:, :1]) & (~begins | same.at[ids].get(mode="fill", fill_value=True))
     return ((ids < count) & ~alike).reshape(-1)

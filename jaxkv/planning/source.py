@@ -24,7 +24,7 @@ def init_source(cache: Cache, batch: Batch) -> Plan:
     the text.
 
     Args:
-      cache: a hybrid cache with a part of `make_source_cache`.
+      cache: a hybrid cache with a part of `make_cross_attention_cache`.
       batch: the tokens, or embeddings such as frames of sound, that the encoder reads, `make_batch`
         makes it; for sequences that have no source yet. Traced, it keeps its rows; a
         list of tokens is one row, which a cache that needs a row for each sequence refuses.
@@ -41,7 +41,7 @@ def init_source(cache: Cache, batch: Batch) -> Plan:
 
     Examples:
       >>> sizes = dict(layers=1, kv_heads=1, head_dim=1)
-      >>> text, sources = make_kv_cache(cells=4, **sizes), make_source_cache(cells=4, **sizes)
+      >>> text, sources = make_kv_cache(cells=4, **sizes), make_cross_attention_cache(cells=4, **sizes)
       >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
       >>> (ubatch,) = init_source(cache, make_batch([7, 8, 9])).ubatches
       >>> k, v = jnp.zeros((1, 4, 1, 1)), jnp.array([2.0, 4.0, 6.0, 0.0]).reshape(1, 4, 1, 1)
@@ -77,7 +77,7 @@ the sequence (seq_rm), which takes its source along
             "wanted no positions for a source, whose tokens stand at 0 and so on: leave them out"
         )
     xp = np if is_concrete(batch) else jnp
-    flat, index = layout_whole(table.facts, replace(batch, outputs=xp.zeros_like(batch.valid)))
+    flat, index = layout_whole(table.spec, replace(batch, outputs=xp.zeros_like(batch.valid)))
     ranks = rank(flat.sequences, flat.valid)
     return _planned(table, replace(flat, positions=ranks[0]), ranks, index)
 

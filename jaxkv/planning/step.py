@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxkv.batch import Ubatch, drop_unless, make_batch
 from jaxkv.cache import Cache, split
-from jaxkv.facts import Facts, check_once
 from jaxkv.places import NOWHERE, flags, integers, is_concrete
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.layout import tokens_first
 from jaxkv.planning.place import plan_one
+from jaxkv.spec import TableSpec, check_once
 from jaxkv.tables import program
 
 
@@ -84,24 +84,24 @@ def plan_tokens(
       position 0 1 2 0 . .
     """
     table, _ = split(cache)
-    plan = plan_next(table, *checked_next(table.facts, tokens, sequences, valid))
+    plan = plan_next(table, *checked_next(table.spec, tokens, sequences, valid))
     return plan.ubatches[0], plan.ok
 
 
 @program
 def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
     """Return the plan of `plan_tokens`; a sequence that comes twice is refused as DUPLICATE."""
-    facts, (count, length) = table.facts, np.shape(valid)
+    spec, (count, length) = table.spec, np.shape(valid)
     flat = make_batch(
         tokens.reshape(-1),
         sequences=jnp.broadcast_to(sequences[:, None], (count, length)).reshape(-1),
         valid=valid.reshape(-1),
         outputs=valid.reshape(-1),
     )
-    index, where = _rows_of(facts, sequences, valid)
+    index, where = _rows_of(spec, sequences, valid)
     plan = plan_one(table, flat, _ranks(valid), index, outputs=count * length)
-    goes_on = jnp.where(jnp.any(valid, axis=1), sequences, facts.sequences)
-    twice = jnp.zeros(facts.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
+    goes_on = jnp.where(jnp.any(valid, axis=1), sequences, spec.sequences)
+    twice = jnp.zeros(spec.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
     once = ~jnp.any(twice)
     order = jnp.where(flat.valid, jnp.arange(count * length, dtype=jnp.int32), NOWHERE)
     ubatch = replace(plan.ubatches[0], outputs=where.reshape(-1), order=order)
@@ -115,7 +115,7 @@ def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
     )
 
 
-def checked_next(facts: Facts, tokens: Any, sequences: Any, valid: Any) -> tuple[Any, Any, Any]:
+def checked_next(spec: TableSpec, tokens: Any, sequences: Any, valid: Any) -> tuple[Any, Any, Any]:
     """Return what `plan_tokens` is given as int32 and bool, or raise."""
     tokens, valid = integers(tokens, "tokens"), flags(valid, "valid")
     shapes = [np.shape(x) for x in (tokens, sequences, valid)]
@@ -128,7 +128,7 @@ def checked_next(facts: Facts, tokens: Any, sequences: Any, valid: Any) -> tuple
         raise ValueError(f"wanted a token at least, got tokens of the shape {shapes[0]}")
     if is_concrete(sequences, valid):
         ids = np.asarray(sequences)[np.any(np.asarray(valid), axis=1)]
-        facts.sequence_ids(ids)
+        spec.sequence_ids(ids)
         check_once(ids)
     return tokens, integers(sequences, "sequences"), valid
 
@@ -145,17 +145,17 @@ def _ranks(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
     return ranks.reshape(-1), before.reshape(-1)
 
 
-def _rows_of(facts: Facts, ids: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rows_of(spec: TableSpec, ids: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Lay out `[T, n]` tokens: the index of the ubatch, and where each token stands in it.
 
     The index is `[T, n]` int32, or one row of all; the places are `[T, n]` int32. `ids` is `[T]`.
     """
     count, length = valid.shape
     index = jnp.arange(count * length, dtype=jnp.int32).reshape(count, length)
-    if not facts.one_sequence_a_row:
+    if not spec.single_sequence_rows:
         return index.reshape(1, -1), index
     row = jnp.arange(count, dtype=jnp.int32)
-    if count == facts.sequences:  # row r is that of sequence r
+    if count == spec.sequences:  # row r is that of sequence r
         row = ids
     if length == 1:
         return index, row[:, None]

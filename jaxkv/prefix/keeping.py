@@ -195,7 +195,7 @@ def held(cache: Cache, store: Store) -> int:
       ValueError: when the cache is traced, or of other sizes than the store was made for.
     """
     check_made_for(cache, store)
-    others = np.setdiff1d(np.arange(store.facts.sequences), store.holders)
+    others = np.setdiff1d(np.arange(store.spec.sequences), store.holders)
     only, _ = seq_rm(cache, others)
     return int(used(only))
 
@@ -225,13 +225,13 @@ def warm_up(cache: Cache, store: Store, *, donate: bool = False) -> Cache:
       0
     """
     held(cache, store)
-    facts, holder = store.facts, store.holders[0]
-    others = [seq for seq in range(facts.sequences) if seq not in store.holders]
+    spec, holder = store.spec, store.holders[0]
+    others = [seq for seq in range(spec.sequences) if seq not in store.holders]
     resumable(cache, holder, np.zeros(0, np.int32))
     seq_rm(seq_keep(cache, holder), holder, 0)
     empty = [seq for seq in others if int(seq_pos_max(cache, seq)) < 0]
-    stream = holder // facts.sharing
-    for seq in {one // facts.sharing == stream: one for one in empty}.values():
+    stream = holder // spec.sharing
+    for seq in {one // spec.sharing == stream: one for one in empty}.values():
         _can_copy(cache, holder, seq, 0)
         cache, _ = seq_cp(cache, holder, seq, 0, 0, donate=donate)
     return cache

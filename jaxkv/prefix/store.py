@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.cache import Cache, split
-from jaxkv.facts import Facts, check_once
 from jaxkv.places import END, count, integers, is_concrete
+from jaxkv.spec import TableSpec, check_once
 from jaxkv.verbs.ask import seq_pos_max
 from jaxkv.verbs.ids import sequence
 
@@ -68,12 +68,12 @@ class Store:
     cells: the most cells that they may hold, those that they share counted once.
     texts: what they hold, the least recently used first.
     evicted: the tokens of texts that were let go of, the latest last; as many as there are holders.
-    facts: of the cache.
+    spec: of the cache.
     """
 
     holders: tuple[int, ...]
     cells: int
-    facts: Facts = field(repr=False)
+    spec: TableSpec = field(repr=False)
     texts: tuple[Text, ...] = ()
     evicted: tuple[np.ndarray, ...] = ()
 
@@ -107,13 +107,13 @@ def make_store(cache: Cache, *, holders: Sequence[int], cells: int | None = None
       >>> prefix.make_store(cache, holders=[2, 3], cells=32)
       Store(0 texts of 0 tokens, 2 holders, at most 32 cells)
     """
-    facts = _facts(cache)
-    if facts.has_sources:
+    spec = _facts(cache)
+    if spec.has_cross_attention:
         raise ValueError(
             "wanted a cache without a part for sources, since texts that begin alike may look at "
             "other ones, got one with it: fork what has the same source (seq_cp)"
         )
-    ids = np.atleast_1d(facts.sequence_ids(holders))
+    ids = np.atleast_1d(spec.sequence_ids(holders))
     check_once(ids)
     if ids.ndim > 1 or not ids.size:
         raise ValueError(f"wanted holders, one sequence or more, got {holders}")
@@ -124,7 +124,7 @@ def make_store(cache: Cache, *, holders: Sequence[int], cells: int | None = None
             f"(seq_rm), or pass others"
         )
     most = END if cells is None else count(cells, "cells")
-    return Store(holders=tuple(ids.tolist()), cells=most, facts=facts)
+    return Store(holders=tuple(ids.tolist()), cells=most, spec=spec)
 
 
 def with_text(store: Store, text: Text) -> Store:
@@ -145,7 +145,7 @@ def without(store: Store, text: Text) -> Store:
 
 def beside(store: Store, seq: int) -> tuple[int, ...]:
     """Return the holders in the stream of a sequence; all of them if it has none."""
-    sharing = store.facts.sharing
+    sharing = store.spec.sharing
     near = tuple(one for one in store.holders if one // sharing == seq // sharing)
     return near or store.holders
 
@@ -168,14 +168,14 @@ def check_made_for(cache: Cache, store: Store) -> None:
     """Raise unless a store was made for a cache of these sizes."""
     if not isinstance(store, Store):
         raise TypeError(f"wanted a store, make_store makes it, got {type(store)}")
-    if _facts(cache) != store.facts:
+    if _facts(cache) != store.spec:
         raise ValueError(
             "wanted the cache that the store was made for, or one of its sizes, got another: "
             "make_store(cache, holders=...)"
         )
 
 
-def _facts(cache: Cache) -> Facts:
+def _facts(cache: Cache) -> TableSpec:
     """Return the facts of a cache whose values are known.
 
     Raises:
@@ -184,4 +184,4 @@ def _facts(cache: Cache) -> Facts:
     table, _ = split(cache)
     if not is_concrete(table):
         raise ValueError("wanted a cache outside of jit, since a store is a value of the host")
-    return table.facts
+    return table.spec

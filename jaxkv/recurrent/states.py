@@ -85,9 +85,9 @@ class States:
         return self.stamp.shape[1]
 
 
-@partial(jax.jit, static_argnames=("layers", "sequences", "streams", "rollback"))
+@partial(jax.jit, static_argnames=("layers", "sequences", "streams", "max_rollback"))
 def empty_fields(
-    *, layers: int, sequences: int, streams: int, rollback: int
+    *, layers: int, sequences: int, streams: int, max_rollback: int
 ) -> dict[str, jax.Array]:
     """Make the arrays of a table without a state.
 
@@ -95,12 +95,12 @@ def empty_fields(
       layers: L.
       sequences: Q.
       streams: S, a divisor of Q.
-      rollback: E.
+      max_rollback: E.
 
     Returns:
       The fields of `States`, by name.
     """
-    pairs, cells = (sequences, rollback + 1), sequences // streams * (rollback + 1)
+    pairs, cells = (sequences, max_rollback + 1), sequences // streams * (max_rollback + 1)
     return {
         "position": jnp.full(pairs, EMPTY, jnp.int32),
         "cell": jnp.full(pairs, cells, jnp.int32),

@@ -15,14 +15,14 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, Findings, MaintenancePlan, Room, Table, check_sizes, merge
-from jaxkv.facts import Facts, checked_streams
+from jaxkv.cache import Cache, CacheTable, Findings, MaintenancePlan, Room, check_sizes, merge
 from jaxkv.mesh import Rules
 from jaxkv.places import END, FAR, check_shape, count
 from jaxkv.recurrent import copy, slots, states
 from jaxkv.recurrent.buffers import Buffers, read, within, write
 from jaxkv.recurrent.slots import StateSlots
 from jaxkv.recurrent.states import States, empty_fields
+from jaxkv.spec import TableSpec, checked_streams
 
 
 @jax.tree_util.register_dataclass
@@ -30,10 +30,10 @@ from jaxkv.recurrent.states import States, empty_fields
 class EmptyPlan(MaintenancePlan):
     """The plan of an update or a defrag of a cache that never needs one.
 
-    facts: of the cache that it was planned for, static.
+    spec: of the cache that it was planned for, static.
     """
 
-    facts: Facts = field(metadata={"static": True})
+    spec: TableSpec = field(metadata={"static": True})
 
     @property
     def pending(self) -> jax.Array:
@@ -53,22 +53,22 @@ class EmptyPlan(MaintenancePlan):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StateTable(States, Table):
+class StateTable(States, CacheTable):
     """The table of a recurrent cache: `States`, and what verbs, plans and loops ask of them.
 
-    Arrays have the shapes that `Table` says.
+    Arrays have the shapes that `CacheTable` says.
     """
 
     @property
-    def facts(self) -> Facts:
+    def spec(self) -> TableSpec:
         """What is fixed when the cache is made."""
-        return Facts(
+        return TableSpec(
             kind="recurrent",
             sequences=self.sequences,
             streams=self.streams,
-            one_sequence_a_row=True,
+            single_sequence_rows=True,
             ubatch_size=None,
-            rollback=self.earlier,
+            max_rollback=self.earlier,
             details=(("layers", self.holds.shape[0]),),
         )
 
@@ -206,12 +206,12 @@ class StateTable(States, Table):
 
     def plan_shift(self) -> MaintenancePlan:
         """Return a plan of nothing: no key is owed a rotation."""
-        return EmptyPlan(facts=self.facts)
+        return EmptyPlan(spec=self.spec)
 
     def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
         """Return a plan of nothing: there are no gaps to close."""
         del max_moves
-        return EmptyPlan(facts=self.facts)
+        return EmptyPlan(spec=self.spec)
 
     def go_back(self, old: "StateTable") -> tuple["StateTable", jax.Array]:
         """See `states.go_back`."""
@@ -255,7 +255,7 @@ class StateTable(States, Table):
         table, new = write(self, layer, ubatch, new, old)
         return table, (*buffers[:layer], new, *buffers[layer + 1 :])
 
-    def rollback(self, layer: int) -> int:
+    def max_rollback(self, layer: int) -> int:
         """Return E, the same for every layer."""
         self._check_layer(layer)
         return self.earlier
@@ -271,7 +271,7 @@ def make_recurrent_cache(
     layers: int,
     states: Mapping[str, Any],
     sequences: int = 1,
-    rollback: int = 0,
+    max_rollback: int = 0,
     streams: int = 1,
     splits: Mapping[str, tuple[int, int]] | None = None,
 ) -> Cache:
@@ -302,7 +302,7 @@ def make_recurrent_cache(
       states: by name, the shape and dtype of one sequence's state in one layer, as a
         `jax.ShapeDtypeStruct` or a pair `(shape, dtype)`.
       sequences: Q, the sequences that may be told apart.
-      rollback: E, how many tokens can be taken back: the states that are kept before the current
+      max_rollback: E, how many tokens can be taken back: the states that are kept before the current
         one.
       streams: S, a divisor of Q as in `make_kv_cache`, and the same where both are parts of one
         cache: `seq_add` moves a state for every sequence of the stream that shares it.
@@ -321,14 +321,14 @@ def make_recurrent_cache(
     Examples:
       A state of two numbers that forgets half of what it had with each token:
 
-      >>> cache = make_recurrent_cache(layers=1, states={"x": ((2,), jnp.float32)}, rollback=2)
+      >>> cache = make_recurrent_cache(layers=1, states={"x": ((2,), jnp.float32)}, max_rollback=2)
       >>> def model(cache, ubatch):
       ...     x = read_states(cache, 0, ubatch)["x"]
       ...     after = [x]
       ...     for t in range(ubatch.tokens.shape[1]):
       ...         x = jnp.where(ubatch.valid[:, t, None], x / 2 + ubatch.tokens[:, t, None], x)
       ...         after.append(x)
-      ...     last = steps_to_keep(ubatch, rollback_of(cache, 0) + 1)
+      ...     last = steps_to_keep(ubatch, num_rollback_states(cache, 0) + 1)
       ...     x = jnp.take_along_axis(jnp.stack(after, 1), last[..., None], axis=1)
       ...     return write_states(cache, 0, ubatch, {"x": x})
       >>> plan = init_batch(cache, make_batch([8, 4, 2, 1]))
@@ -374,20 +374,22 @@ def make_recurrent_cache(
       >>> used(seq_cp(cache, 0, [1, 2, 3]).cache).item()
       2
 
-    llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `rollback`.
+    llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `max_rollback`.
     """
     layers, sequences = count(layers, "layers"), count(sequences, "sequences")
-    rollback = count(rollback, "rollback", low=0)
+    max_rollback = count(max_rollback, "max_rollback", low=0)
     streams = checked_streams(streams, sequences)
     if not isinstance(states, Mapping):
         raise TypeError(f"wanted states as a mapping of names to (shape, dtype), got {states!r}")
     if not states:
         raise ValueError("a recurrent cache needs at least one state")
-    cells = count(sequences // streams * (rollback + 1), "states of a stream", high=FAR - 1)
+    cells = count(sequences // streams * (max_rollback + 1), "states of a stream", high=FAR - 1)
     shapes = {name: _shape(name, state) for name, state in states.items()}
     for name, state in shapes.items():
         check_shape((streams, cells, *state.shape), f"the state {name}")
-    fields = empty_fields(layers=layers, sequences=sequences, streams=streams, rollback=rollback)
+    fields = empty_fields(
+        layers=layers, sequences=sequences, streams=streams, max_rollback=max_rollback
+    )
     table = StateTable(**fields, splits=_splits(shapes, splits or {}))
 
     def layer() -> dict[str, jax.Array]:

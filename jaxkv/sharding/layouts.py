@@ -152,7 +152,7 @@ def _sent(part: Cache, mesh: Any, rules: Rules, heads: int | None) -> int:
         shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
         if shards["cells"] == 1:
             return 0
-        rows, queries = part.table.facts.sequences // shards["streams"], heads or k.shape[1]
+        rows, queries = part.table.spec.sequences // shards["streams"], heads or k.shape[1]
         axes = axes_of_queries(rules, mesh, k, v, queries, part.buffers.depth)
         queries //= prod(mesh.shape[axis] for axis in axes)
         return shards["cells"] * rows * queries * (value_dim(v) + 2) * 4
@@ -162,7 +162,7 @@ def _sent(part: Cache, mesh: Any, rules: Rules, heads: int | None) -> int:
 
 def _whole(part: Cache, mesh: Any, rules: Rules) -> list[str]:
     """Say what no axis splits though the rules name one."""
-    sizes = [("streams", part.table.facts.streams)]
+    sizes = [("streams", part.table.spec.streams)]
     sizes += [("kv_heads", k.shape[1]) for k in keys_of(part)]
     return [
         f"{name} ({size}) are not split by {', '.join(rules.present(mesh, name))}"

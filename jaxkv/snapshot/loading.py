@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import Cache, split
-from jaxkv.facts import check_once
 from jaxkv.snapshot.file import VERSION, File, Source, as_json, opened
 from jaxkv.snapshot.parts import Moves
 from jaxkv.snapshot.whole import (
@@ -20,6 +19,7 @@ from jaxkv.snapshot.whole import (
     parts,
     shapes,
 )
+from jaxkv.spec import check_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Info:
     tokens: by sequence, the tokens that were saved with it.
     model: what the model was called; None if that was not said.
     notes: what else was saved with it; None if nothing was.
-    cache: what `load` makes, as shapes: `nbytes` tells how large it is, and its `table.facts` how
+    cache: what `load` makes, as shapes: `nbytes` tells how large it is, and its `table.spec` how
       it was made.
     arrays: by name, the dtype and shape of each array of the file.
     """
@@ -66,7 +66,7 @@ def inspect(source: Source) -> Info:
       >>> info = snapshot.inspect(data)
       >>> info.sequences, info.tokens, info.notes, info.arrays["buffers.k.0"]
       ((0, 1), {1: [4, 5]}, {'names': ['a', 'b']}, ('float32', (5, 1, 2)))
-      >>> info.cache.table.facts.kind, nbytes(info.cache) == nbytes(cache)
+      >>> info.cache.table.spec.kind, nbytes(info.cache) == nbytes(cache)
       ('attention', True)
     """
     with opened(source) as file:
@@ -215,20 +215,20 @@ def _moves(
     saved: list[int], cache: Cache, sequences: int | Sequence[int] | Mapping[int, int] | None
 ) -> Moves:
     """Return which saved sequences go where."""
-    facts, goes = split(cache)[0].facts, {seq: seq for seq in saved}
+    spec, goes = split(cache)[0].spec, {seq: seq for seq in saved}
     if isinstance(sequences, Mapping):
         if not set(sequences) <= set(saved):
             raise ValueError(f"wanted some of the saved sequences {saved}, got {sorted(sequences)}")
         goes = dict(sequences)
     elif sequences is not None:
-        targets = np.atleast_1d(facts.sequence_ids(sequences)).tolist()
+        targets = np.atleast_1d(spec.sequence_ids(sequences)).tolist()
         if len(targets) != len(saved):
             raise ValueError(
                 f"wanted a target for each of the saved sequences {saved}, got {targets}: "
                 f"pass as many, or a mapping of those that are wanted"
             )
         goes = dict(zip(saved, targets, strict=True))
-    new = facts.sequence_ids([*goes.values()])
+    new = spec.sequence_ids([*goes.values()])
     check_once(new)
     return Moves([saved.index(seq) for seq in goes], [*goes], np.asarray(new).tolist())
 

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from jaxkv.cache import Cache, split
-from jaxkv.facts import check_once
 from jaxkv.places import integers
 from jaxkv.snapshot import file
 from jaxkv.snapshot.parts import names
 from jaxkv.snapshot.whole import check_saveable, describe, parts
+from jaxkv.spec import check_once
 
 
 def save(
@@ -98,14 +98,14 @@ def _content(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the description and the arrays of a snapshot, by name, as `Part.take` finds them."""
     check_saveable(cache)
-    facts = split(cache)[0].facts
-    ids = np.arange(facts.sequences) if sequences is None else facts.sequence_ids(sequences)
+    spec = split(cache)[0].spec
+    ids = np.arange(spec.sequences) if sequences is None else spec.sequence_ids(sequences)
     check_once(ids)
     saved = np.atleast_1d(ids).tolist()
     texts = {} if tokens is None else tokens
     if not isinstance(texts, Mapping):
         raise TypeError(f"wanted tokens by sequence, such as {{0: [1, 2]}}, got {type(texts)}")
-    known = {int(facts.sequence_ids(seq)): _listed(text, seq) for seq, text in texts.items()}
+    known = {int(spec.sequence_ids(seq)): _listed(text, seq) for seq, text in texts.items()}
     if not set(known) <= set(saved):
         raise ValueError(
             f"wanted tokens of the saved sequences {saved}, got some of "

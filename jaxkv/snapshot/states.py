@@ -52,14 +52,16 @@ class StatePart(Part):
             "layers": len(buffers),
             "sequences": table.sequences,
             "streams": table.streams,
-            "rollback": table.earlier,
+            "max_rollback": table.earlier,
             "static": static_fields(table),
         }
 
     @staticmethod
     def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
         """Make an empty one, with states as large as those that are saved."""
-        sizes = {one: description[one] for one in ("layers", "sequences", "streams", "rollback")}
+        sizes = {
+            one: description[one] for one in ("layers", "sequences", "streams", "max_rollback")
+        }
         static = {name: decoded(value) for name, value in description["static"].items()}
         table = StateTable(**empty_fields(**sizes), **static)
         layers: tuple[dict[str, jax.Array], ...] = tuple({} for _ in range(sizes["layers"]))

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from jaxkv.cache import Cache, merge, split
-from jaxkv.facts import check_once
 from jaxkv.hybrid import HybridTable, make_hybrid_cache, parts_of
 from jaxkv.places import integers, is_concrete
 from jaxkv.snapshot.cells import CellPart
@@ -21,6 +20,7 @@ from jaxkv.snapshot.file import File
 from jaxkv.snapshot.parts import Part, decoded, encoded, names
 from jaxkv.snapshot.sources import SourcePart
 from jaxkv.snapshot.states import StatePart
+from jaxkv.spec import check_once
 from jaxkv.verbs.known import check_known
 
 KINDS: dict[str, type[Part]] = {
@@ -49,9 +49,9 @@ class Named(NamedTuple):
 def parts(cache: Cache) -> list[Named]:
     """Return the parts of a cache, which is its only one if it is no hybrid."""
     if not isinstance(cache.table, HybridTable):
-        return [Named(KINDS[cache.table.facts.kind], cache, "table.", "buffers.")]
+        return [Named(KINDS[cache.table.spec.kind], cache, "table.", "buffers.")]
     return [
-        Named(KINDS[one.table.facts.kind], one, f"table.parts.{i}.", f"buffers.{i}.")
+        Named(KINDS[one.table.spec.kind], one, f"table.parts.{i}.", f"buffers.{i}.")
         for i, one in enumerate(parts_of(cache))
     ]
 
@@ -96,7 +96,7 @@ def shapes(file: File) -> Cache:
 def _check_arrays(file: File, cache: Cache) -> None:
     """Raise a ValueError unless a file has the arrays of a cache, and texts of its sequences."""
     saved, tokens = file.description["sequences"], file.description["tokens"]
-    check_once(cache.table.facts.sequence_ids(saved))
+    check_once(cache.table.spec.sequence_ids(saved))
     for text in tokens:
         integers([] if text is None else text, "tokens")
     wanted: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
@@ -152,8 +152,8 @@ def check_saveable(cache: Cache) -> None:
 def check_fits(saved: Cache, cache: Cache) -> None:
     """Raise a ValueError, by name, unless what was saved of one cache fits into another."""
     mine, theirs = parts(cache), parts(saved)
-    kinds = [[one.cache.table.facts.kind for one in found] for found in (mine, theirs)]
-    _same("kind", cache.table.facts.kind, saved.table.facts.kind)
+    kinds = [[one.cache.table.spec.kind for one in found] for found in (mine, theirs)]
+    _same("kind", cache.table.spec.kind, saved.table.spec.kind)
     _same("kinds of parts", *kinds)
     if isinstance(cache.table, HybridTable):
         _same("layers of parts", cache.table.layers, saved.table.layers)

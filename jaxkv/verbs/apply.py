@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, by_row, drop_unless, placed_rows
-from jaxkv.cache import Cache, MaintenancePlan, Table, check_made_for, merge, split
-from jaxkv.facts import check_facts
+from jaxkv.cache import Cache, CacheTable, MaintenancePlan, check_made_for, merge, split
 from jaxkv.places import is_traced
 from jaxkv.plan import Plan
+from jaxkv.spec import check_spec
 from jaxkv.tables import program
 
 
@@ -87,7 +87,7 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> jax.Array
     return _is_current(table, _checked(plan, table))
 
 
-def _checked(plan: Any, table: Table) -> Ubatch | MaintenancePlan:
+def _checked(plan: Any, table: CacheTable) -> Ubatch | MaintenancePlan:
     """Return a plan, a single ubatch as itself, or raise as `apply` says."""
     if isinstance(plan, Plan):
         if len(plan.ubatches) != 1:
@@ -99,7 +99,7 @@ def _checked(plan: Any, table: Table) -> Ubatch | MaintenancePlan:
     if isinstance(plan, Ubatch):
         check_made_for(table, plan)
     elif isinstance(plan, MaintenancePlan):
-        check_facts(plan.facts, table.facts, "a plan that was made")
+        check_spec(plan.spec, table.spec, "a plan that was made")
     else:
         raise TypeError(f"wanted a ubatch or a plan, got {type(plan)}")
     return plan

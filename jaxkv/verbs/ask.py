@@ -38,7 +38,7 @@ def seq_pos_min(cache: Cache, seq: Ids) -> jax.Array:
     llama.cpp: `llama_memory_seq_pos_min`.
     """
     table, _ = split(cache)
-    return _first(table, table.facts.sequence_ids(seq))
+    return _first(table, table.spec.sequence_ids(seq))
 
 
 def seq_pos_max(cache: Cache, seq: Ids) -> jax.Array:
@@ -63,7 +63,7 @@ def seq_pos_max(cache: Cache, seq: Ids) -> jax.Array:
     llama.cpp: `llama_memory_seq_pos_max`.
     """
     table, _ = split(cache)
-    return _last(table, table.facts.sequence_ids(seq))
+    return _last(table, table.spec.sequence_ids(seq))
 
 
 def used(cache: Cache) -> jax.Array:

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import Cache, merge, split
-from jaxkv.facts import changes_of, within_streams
 from jaxkv.places import count, is_concrete
+from jaxkv.spec import changes_of, within_streams
 from jaxkv.tables import program
 from jaxkv.verbs.ids import Ids, bounds, pairs, position, sequence, single_bounds
 
@@ -44,7 +44,7 @@ def seq_rm(cache: Cache, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
     A whole sequence can always go, and without a window, or before it has taken a cell, any range.
     Of a text that a window has taken cells from, an end can go where the token that comes in its
     place would see none of these. Where states are kept, an end can go that rollback covers, since
-    a state cannot forget what it has seen. A source (`make_source_cache`) goes with the whole of
+    a state cannot forget what it has seen. A source (`make_cross_attention_cache`) goes with the whole of
     its sequence alone, a range from 0 without an end.
 
     Args:
@@ -89,7 +89,7 @@ def seq_rm(cache: Cache, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
     llama.cpp: `llama_memory_seq_rm`.
     """
     table, buffers = split(cache)
-    ids = table.facts.sequence_ids(seq, lowest=-1)
+    ids = table.spec.sequence_ids(seq, lowest=-1)
     cuts = ids, *bounds(p0, p1)
     axes = [np.shape(one) for one in cuts]
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
@@ -106,7 +106,7 @@ def seq_cp(
     Sequences of one stream share its cells: nothing is copied. Keys and values that `dst` held stay
     beside them, so remove first what would stand at the same positions (`seq_rm`); a state takes
     the place of the one that `dst` had. A copy of any range that is not empty also replaces the
-    source of `dst` (`make_source_cache`), even where `dst` keeps its text. In another stream the
+    source of `dst` (`make_cross_attention_cache`), even where `dst` keeps its text. In another stream the
     buffers are copied, and `dst` then holds these alone; several of that stream share one copy.
 
     With a stream for each sequence a token keeps its cell, and there is always room. Where
@@ -161,10 +161,10 @@ def seq_cp(
     llama.cpp: `llama_memory_seq_cp`.
     """
     table, buffers = split(cache)
-    facts = table.facts
-    ids = sequence(table, src), facts.sequence_ids(dst)
+    spec = table.spec
+    ids = sequence(table, src), spec.sequence_ids(dst)
     args = *ids, *single_bounds(p0, p1)
-    if within_streams(facts, *ids):
+    if within_streams(spec, *ids):
         table, ok = _cp(table, *args)
         return EditResult(merge(table, buffers), ok)
     return EditResult(*(_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *args))
@@ -211,7 +211,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     ids = pairs(table, parents, sequences)
     if not np.size(ids[1]):
         return EditResult(cache, jnp.array(True))
-    if within_streams(table.facts, *ids):
+    if within_streams(table.spec, *ids):
         return EditResult(merge(_select(table, *ids), buffers), jnp.array(True))
     selected = _select_buffers_donated if donate else _select_buffers
     return EditResult(*selected(table, buffers, *ids))
@@ -350,13 +350,13 @@ def _rm(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
 
 @program
 def _cp(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
-    """Do what `seq_cp` says within streams, of arguments as `Table.copy` has them."""
+    """Do what `seq_cp` says within streams, of arguments as `CacheTable.copy` has them."""
     table, _, ok = _copied_if_ok(table, None, *args)
     return table, ok
 
 
 def _copied(table: Any, buffers: Any, *args: jax.Array) -> tuple[Cache, jax.Array]:
-    """Do what `seq_cp` says between streams, of arguments as `Table.copy` has them."""
+    """Do what `seq_cp` says between streams, of arguments as `CacheTable.copy` has them."""
     table, buffers, ok = _copied_if_ok(table, buffers, *args)
     return merge(table, buffers), ok
 
@@ -364,9 +364,9 @@ def _copied(table: Any, buffers: Any, *args: jax.Array) -> tuple[Cache, jax.Arra
 def _copied_if_ok(
     table: Any, buffers: Any, src: jax.Array, dst: jax.Array, *bounds: jax.Array
 ) -> tuple[Any, Any, jax.Array]:
-    """Return what `Table.copy` does to a table and buffers, both as they were if it cannot."""
+    """Return what `CacheTable.copy` does to a table and buffers, both as they were if it cannot."""
     ok, _ = table.can_copy(src, dst, *bounds)
-    return *table.copy(buffers, src, jnp.where(ok, dst, table.facts.sequences), *bounds), ok
+    return *table.copy(buffers, src, jnp.where(ok, dst, table.spec.sequences), *bounds), ok
 
 
 _cp_buffers = program(_copied)
@@ -376,16 +376,16 @@ _cp_buffers_donated = program(_copied, donate_argnames="buffers")
 @program
 def _select(table: Any, parents: jax.Array, ids: jax.Array) -> Any:
     """Do what `seq_select` says within streams, of `[n]` int32 each."""
-    return table.select(None, *changes_of(table.facts, parents, ids))[0]
+    return table.select(None, *changes_of(table.spec, parents, ids))[0]
 
 
 def _selected(
     table: Any, buffers: Any, parents: jax.Array, ids: jax.Array
 ) -> tuple[Cache, jax.Array]:
     """Do what `seq_select` says between streams, of `[n]` int32 each."""
-    parents, ids = changes_of(table.facts, parents, ids)
+    parents, ids = changes_of(table.spec, parents, ids)
     ok = table.can_select(parents, ids)
-    ids = jnp.where(ok, ids, table.facts.sequences)
+    ids = jnp.where(ok, ids, table.spec.sequences)
     return merge(*table.select(buffers, parents, ids)), ok
 
 

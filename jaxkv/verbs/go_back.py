@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import Cache, Table, merge, split
-from jaxkv.facts import check_facts
+from jaxkv.cache import Cache, CacheTable, merge, split
+from jaxkv.spec import check_spec
 from jaxkv.tables import program
 
 
@@ -49,9 +49,9 @@ def go_back(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
       False
     """
     now, buffers = split(cache)
-    if not isinstance(table, Table):
+    if not isinstance(table, CacheTable):
         raise TypeError(f"wanted the table of an earlier cache, got {type(table)}")
-    check_facts(table.facts, now.facts, "a table")
+    check_spec(table.spec, now.spec, "a table")
     then, ok = _go_back(now, table)
     return merge(then, buffers), ok
 

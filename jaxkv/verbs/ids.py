@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.facts import check_once
 from jaxkv.places import integers
+from jaxkv.spec import check_once
 
 Ids = jax.typing.ArrayLike
 
@@ -49,8 +49,8 @@ def _single(checked: Any, name: str) -> Any:
 
 
 def sequence(table: Any, value: Ids, *, lowest: int = 0) -> Any:
-    """Return one sequence id as `[]` int32; see `Facts.sequence_ids`."""
-    checked = table.facts.sequence_ids(value, lowest=lowest)
+    """Return one sequence id as `[]` int32; see `TableSpec.sequence_ids`."""
+    checked = table.spec.sequence_ids(value, lowest=lowest)
     if np.ndim(checked):
         raise ValueError(f"wanted one sequence id, got the shape {np.shape(checked)}")
     return checked
@@ -62,7 +62,7 @@ def pairs(table: Any, parents: Ids, sequences: Ids) -> tuple[Any, Any]:
     Raises:
       ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
     """
-    ids = table.facts.sequence_ids(parents), table.facts.sequence_ids(sequences)
+    ids = table.spec.sequence_ids(parents), table.spec.sequence_ids(sequences)
     if np.ndim(ids[0]) != 1 or np.shape(ids[0]) != np.shape(ids[1]):
         raise ValueError(
             f"wanted parents and sequences of one shape [n], got {np.shape(ids[0])} and "

@@ -299,7 +299,7 @@ def write_states(
     return merge(*table.write_states(buffers, _known(layer), ubatch, states))
 
 
-def rollback_of(cache: Cache, layer: int) -> int:
+def num_rollback_states(cache: Cache, layer: int) -> int:
     """Return how many states a layer keeps before the current one: E, a static integer.
 
     Raises:
@@ -307,12 +307,14 @@ def rollback_of(cache: Cache, layer: int) -> int:
       TypeError: when the layer is no integer, or the cache keeps no states.
 
     Examples:
-      >>> rollback_of(make_recurrent_cache(layers=1, states={"x": ((), jnp.int32)}, rollback=3), 0)
+      >>> num_rollback_states(
+      ...     make_recurrent_cache(layers=1, states={"x": ((), jnp.int32)}, max_rollback=3), 0
+      ... )
       3
 
     llama.cpp: `n_rs_seq`.
     """
-    return split(cache)[0].rollback(_known(layer))
+    return split(cache)[0].max_rollback(_known(layer))
 
 
 def _numbered(buffers: Any, layer: Any) -> Any:

@@ -64,7 +64,7 @@ class Chat:
     @property
     def seats(self) -> int:
         """How many conversations there may be."""
-        return self.cache.table.facts.sequences - len(self.store.holders)
+        return self.cache.table.spec.sequences - len(self.store.holders)
 
     @property
     def held(self) -> int:
@@ -90,7 +90,7 @@ def spend(chat: Chat, **more: float) -> Chat:
 
 def has_states(cache: jaxkv.Cache) -> bool:
     """Return whether a cache has recurrent states."""
-    return cache.table.facts.rollback is not None
+    return cache.table.spec.max_rollback is not None
 
 
 def held_in(cache: jaxkv.Cache, sequence: int) -> int:

@@ -99,7 +99,7 @@ def _why_stuck(chat: Chat) -> str:
 
 
 def _grows(part: jaxkv.Cache) -> bool:
-    return part.table.facts.rollback is None and part.table.window is None
+    return part.table.spec.max_rollback is None and part.table.window is None
 
 
 def _left(cache: jaxkv.Cache, sequence: int) -> int:
@@ -110,4 +110,4 @@ def _left(cache: jaxkv.Cache, sequence: int) -> int:
 
 @program
 def _room(table: Any) -> jax.Array:
-    return table.admit(jnp.zeros(table.facts.sequences, jnp.int32)).left
+    return table.admit(jnp.zeros(table.spec.sequences, jnp.int32)).left

@@ -76,7 +76,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
         own = sum(size for name, size in sizes.items() if name.startswith(prefix))
         layers = part.table.num_layers(part.buffers)
         held.append({"kind": kind_of(part), "layers": layers, "bytes": own})
-    facts = info.cache.table.facts
+    spec = info.cache.table.spec
     return {
         "file": str(path),
         "is": "snapshot",
@@ -84,8 +84,8 @@ def of_snapshot(path: Path) -> dict[str, Any]:
         "version": info.version,
         "model": info.model,
         "cache": {
-            "sequences": facts.sequences,
-            "streams": facts.streams,
+            "sequences": spec.sequences,
+            "streams": spec.streams,
             "cells": max(part.table.num_cells for part in parts),
             "bytes": nbytes(info.cache),
         },

@@ -88,7 +88,7 @@ def make_cache(
     sequences: int = 1,
     streams: int = 1,
     ubatch_size: int = 512,
-    rollback: int | None = None,
+    max_rollback: int | None = None,
     full_windows: bool = False,
     dtype: Any = jnp.float32,
     **options: Any,
@@ -106,7 +106,7 @@ def make_cache(
       streams: S, the pools of cells that sequences are dealt out among: 1 for all of them together,
         `sequences` to give each sequence cells of its own, or another divisor of that.
       ubatch_size: the most tokens that are computed at once; the cache of a window is made for it.
-      rollback: the tokens of a sequence that can be taken back after a window has moved past them,
+      max_rollback: the tokens of a sequence that can be taken back after a window has moved past them,
         or in a recurrent layer. None is 32 for windows and 0 for recurrent layers, which keep a
         whole state for each.
       full_windows: give layers with a window `cells` too, so that any position can be gone back to.
@@ -144,14 +144,14 @@ def make_cache(
                 states=kind.states,
                 splits={name: (one.axis, one.parts) for name, one in kind.splits.items()},
                 sequences=sequences,
-                rollback=rollback or 0,
+                max_rollback=max_rollback or 0,
                 streams=streams,
             )
         elif isinstance(kind, CrossAttends):
             held = cells if source_cells is None else source_cells
             if held is None:
                 raise ValueError("a part for sources needs to be told its cells: pass cells=")
-            part = jaxkv.make_source_cache(
+            part = jaxkv.make_cross_attention_cache(
                 layers=len(members),
                 cells=held,
                 kv_heads=kind.kv_heads,
@@ -176,7 +176,7 @@ def make_cache(
                     kind.window,
                     cells=cells,
                     ubatch_size=ubatch_size,
-                    rollback=32 if rollback is None else rollback,
+                    max_rollback=32 if max_rollback is None else max_rollback,
                     full=full_windows,
                     sharing=sequences // max(streams, 1),
                 ),
@@ -191,12 +191,12 @@ def _room(
     *,
     cells: int | None,
     ubatch_size: int,
-    rollback: int,
+    max_rollback: int,
     full: bool,
     sharing: int,
 ) -> dict[str, Any]:
     """Return how large a cache is: as many cells, or what its window needs if that is less."""
-    sized = {"ubatch_size": ubatch_size, "rollback": rollback}
+    sized = {"ubatch_size": ubatch_size, "max_rollback": max_rollback}
     if window is None or (full and cells is not None):
         return {"cells": cells}
     if cells is not None and cells <= cells_for(window, **sized, sharing=sharing):

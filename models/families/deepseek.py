@@ -168,11 +168,11 @@ class Router(nnx.Module):
             scores = jax.nn.sigmoid(logits)
             wanted = scores + self.correction[...][None]
         if r.groups > 1:
-            in_groups = wanted.reshape(len(tokens), r.groups, -1)
-            best, _ = jax.lax.top_k(in_groups, 1 if r.scores == "softmax" else 2)
+            has_shared_streams = wanted.reshape(len(tokens), r.groups, -1)
+            best, _ = jax.lax.top_k(has_shared_streams, 1 if r.scores == "softmax" else 2)
             _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), r.chosen_groups)
             kept = jnp.any(groups[..., None] == jnp.arange(r.groups)[None, None], axis=1)
-            wanted = jnp.where(kept[..., None], in_groups, -jnp.inf).reshape(wanted.shape)
+            wanted = jnp.where(kept[..., None], has_shared_streams, -jnp.inf).reshape(wanted.shape)
         _, chosen = jax.lax.top_k(wanted, r.chosen)
         share = jnp.take_along_axis(scores, chosen, axis=-1)
         if r.normalised:

@@ -34,7 +34,7 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
         sequences, cells = script["n_seq"], script["n_ctx"] // (script["n_seq"] if split else 1)
     # Rows of few tokens come in few shapes, each of which is a program.
     size = 64 if gemma else (4 if split else 8)
-    sizes = dict(cells=cells, sequences=sequences, ubatch_size=size, rollback=64)
+    sizes = dict(cells=cells, sequences=sequences, ubatch_size=size, max_rollback=64)
     streams = sequences if split else 1
     cache = model.make_cache(**sizes, streams=streams, placement=placement)
     rest = dict(ubatch_size=size, donate=True)

@@ -42,7 +42,7 @@ def step(cache, ubatch, layers=(0, 1)):
 
 def plan(cache, *counts):
     """Plan as many next tokens, 2 at most, for each of four sequences, in rows of one shape."""
-    shape = jaxkv.split(cache)[0].facts.sequences, 2
+    shape = jaxkv.split(cache)[0].spec.sequences, 2
     counts = (np.resize(counts, shape[0]) * (np.arange(shape[0]) < 4))[:, None]
     return plan_rows(cache, np.ones(shape, int), np.arange(2) < counts).check().ubatches[0]
 

@@ -57,7 +57,7 @@ def every(verb):
         if verb == "seq_keep":
             return jaxkv.split(jaxkv.seq_keep(cache, *args))[0], True
         if verb == "seq_select":
-            args = args[:2], jnp.array(pairs_of(table.facts.sequences))[args[2]]
+            args = args[:2], jnp.array(pairs_of(table.spec.sequences))[args[2]]
         cache, ok = getattr(jaxkv, verb)(cache, *args)
         return jaxkv.split(cache)[0], ok
 

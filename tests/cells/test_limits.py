@@ -51,9 +51,9 @@ def test_seq_add_or_token_to_int32_max_is_refused(make):
 def test_make_hybrid_cache_takes_smallest_limits_of_parts():
     one = dict(layers=1, kv_heads=1, head_dim=4, window=jaxkv.window.sliding(4))
     parts = [jaxkv.make_kv_cache(**one, ubatch_size=size) for size in (8, 4)]
-    parts += [jaxkv.make_recurrent_cache(layers=1, states=STATES, rollback=n) for n in (3, 5)]
-    facts = jaxkv.make_hybrid_cache(*((part, (i,)) for i, part in enumerate(parts))).table.facts
-    assert (facts.ubatch_size, facts.rollback) == (4, 3)
+    parts += [jaxkv.make_recurrent_cache(layers=1, states=STATES, max_rollback=n) for n in (3, 5)]
+    spec = jaxkv.make_hybrid_cache(*((part, (i,)) for i, part in enumerate(parts))).table.spec
+    assert (spec.ubatch_size, spec.max_rollback) == (4, 3)
 
 
 def test_spared_counts_each_owner_of_a_cell_but_one():

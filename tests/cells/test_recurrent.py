@@ -243,7 +243,7 @@ def test_write_states_passes_gradients():
 @core
 def test_write_states_donated_copies_no_layer():
     """A step holds the states of its rows, and never those of all cells; a verb none."""
-    sizes = {"layers": 2, "sequences": 64, "rollback": 3}
+    sizes = {"layers": 2, "sequences": 64, "max_rollback": 3}
     states = {"x": ((64, 1024), jnp.float32)}
     cache = jax.eval_shape(partial(jaxkv.make_recurrent_cache, states=states, **sizes))
 
@@ -309,14 +309,14 @@ def test_make_hybrid_cache_of_hybrids_finds_each_layer():
     window = jaxkv.make_kv_cache(layers=1, window=jaxkv.window.sliding(4), **sizes)
     inner = jaxkv.make_hybrid_cache((full, (0,)), (window, (1,)))
     cache = jaxkv.make_hybrid_cache((inner, (1, 0)), (make(1, layers=1), (1,)))
-    assert jaxkv.rollback_of(cache, 1) == 1
+    assert jaxkv.num_rollback_states(cache, 1) == 1
     cache = tell(cache, [1, 2, 3], [4], kinds="ab")
     inner, states = jaxkv.hybrid.parts_of(cache)
     assert kept_of(*jaxkv.split(states))[0][-1] == (2, bytes_of([1, 2, 3], [1]))
     for part, layer in zip(jaxkv.hybrid.parts_of(inner), (1, 0), strict=True):
         assert len(contents_of(jaxkv.split(part)[1], [layer])) == 4
     with pytest.raises(ValueError, match="a layer that one part serves, of .[01], [01]., got 0"):
-        jaxkv.rollback_of(cache, 0)
+        jaxkv.num_rollback_states(cache, 0)
     assert "part 1, layers 1\nsequence 0 1 2\nsequence 1 . 0\n" in jaxkv.show(cache)
 
 
@@ -332,7 +332,7 @@ def test_write_states_wrong_layer_states_or_shapes_raise():
         for call in (
             lambda layer: jaxkv.read_states(cache, layer, ubatch),
             lambda layer: write(layer=layer),
-            lambda layer: jaxkv.rollback_of(cache, layer),
+            lambda layer: jaxkv.num_rollback_states(cache, layer),
         ):
             with pytest.raises(ValueError, match=f"a layer from 0 to 1, got {layer}"):
                 call(layer)
@@ -353,7 +353,7 @@ def test_states_of_attention_and_attention_of_states_raise():
     for call in (
         lambda: jaxkv.read_states(cache, 0, ubatch),
         lambda: jaxkv.write_states(cache, 0, ubatch, {}),
-        lambda: jaxkv.rollback_of(cache, 0),
+        lambda: jaxkv.num_rollback_states(cache, 0),
     ):
         with pytest.raises(TypeError, match="with recurrent layers, got kind 'attention'"):
             call()

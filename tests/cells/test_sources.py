@@ -75,7 +75,7 @@ def said(source, text):
 def make(streams=1):
     sizes = dict(layers=1, kv_heads=2, head_dim=SIZE // 2, sequences=Q, streams=streams)
     text = jaxkv.make_kv_cache(cells=32, rope=None, **sizes)
-    sources = jaxkv.make_source_cache(cells=24, **sizes)
+    sources = jaxkv.make_cross_attention_cache(cells=24, **sizes)
     return jaxkv.make_hybrid_cache((text, (TEXT,)), (sources, (CROSS,)))
 
 

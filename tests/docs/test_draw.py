@@ -47,7 +47,7 @@ def streams():
 
 @functools.cache
 def states():
-    cache = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=3, rollback=3)
+    cache = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=3, max_rollback=3)
     cache, _ = put(cache, [[1] * 3, [2] * 3], [0, 2])
     return jaxkv.seq_cp(cache, 0, 1).cache
 
@@ -55,7 +55,7 @@ def states():
 @functools.cache
 def hybrid():
     cells = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=2)
-    state = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=2, rollback=1)
+    state = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=2, max_rollback=1)
     return put(jaxkv.make_hybrid_cache((cells, (0,)), (state, (1,))), [[1, 2], [3, 4]], [0, 1])[0]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LADDERS = {  # each rung may import from itself and from those below it, which stand before it
-    "jaxkv": "places donation stamp typed rope window mesh | ops | batch | plan facts | cache"
+    "jaxkv": "places donation stamp typed rope window mesh | ops | batch | plan spec | cache"
     " | tables | planning kv recurrent hybrid | verbs draw sharding | snapshot prefix | loops"
     " | __init__",
     "models": "errors | kinds json_file compiling room meshes | text | checkpoints texts | families"

@@ -110,8 +110,8 @@ def test_loop_bad_argument_raises(call, outcome, cache):
 
 
 def test_speculate_too_few_states_raises():
-    cache = load("granite_hybrid").make_cache(cells=16, sequences=2, rollback=2)
-    wanted = "to keep 3 earlier states or more, .* with rollback=2: make it with rollback=3"
+    cache = load("granite_hybrid").make_cache(cells=16, sequences=2, max_rollback=2)
+    wanted = "to keep 3 earlier states or more, .* with max_rollback=2: make it with max_rollback=3"
     with pytest.raises(ValueError, match=f"wanted the cache {wanted}"):
         speculate(cache, loops.lookup([[1]]))
     with pytest.raises(ValueError, match=f"wanted the draft's cache {wanted}"):

@@ -35,7 +35,7 @@ def prompted():
 
 def with_source():
     return jaxkv.make_hybrid_cache(
-        (make(), (0,)), (jaxkv.make_source_cache(cells=8, **SIZES), (1,))
+        (make(), (0,)), (jaxkv.make_cross_attention_cache(cells=8, **SIZES), (1,))
     )
 
 
@@ -62,7 +62,7 @@ def beam(m, logits, width=1):
 
 
 OTHERS = """attend check_invariants clear go_back held init_full init_update is_current join
-make_rope make_source_cache nbytes read_states rollback_of save show split step_of steps_to_keep
+make_rope make_cross_attention_cache nbytes read_states num_rollback_states save show split step_of steps_to_keep
 used view warm_up write write_states"""  # are given no lists, or what a call above has made
 
 

@@ -53,7 +53,7 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     assert now.token.tolist() == ended.token.tolist()
     picked = made.turns + made.accepted  # no text ends with a guess: none has a stop token
     assert picked.tolist() == [len(text) for text in texts(made)]
-    every = range(jaxkv.split(cache)[0].facts.sequences)
+    every = range(jaxkv.split(cache)[0].spec.sequences)
     assert ends(found, every) == ends(after, every)  # nothing is left of what was guessed
     assert jaxkv.used(found) == jaxkv.used(after)
     assert_sound(found)
@@ -79,11 +79,11 @@ def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
     """Eight texts; then the cache goes on as if nothing had been guessed."""
     model, count = load(name), len(EIGHT)
     cells, streams = (40 * count, 1) if pools == "pool" else (40, count)
-    cache, state = begun(model, EIGHT, cells=cells, streams=streams, rollback=4)
+    cache, state = begun(model, EIGHT, cells=cells, streams=streams, max_rollback=4)
     if kind == "lookup":
         draft = loops.lookup(EIGHT)
     else:
-        draft = drafting(model, EIGHT, noise=0.02 * (kind == "another"), rollback=4)
+        draft = drafting(model, EIGHT, noise=0.02 * (kind == "another"), max_rollback=4)
     found, after, made = assert_says_the_same(model, draft, cache, state)
     if kind == "itself":
         assert (made.accepted >= made.tried - 1).all() and (made.turns <= 7).all()

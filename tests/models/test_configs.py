@@ -107,14 +107,16 @@ def test_make_cache_windows_hold_no_more_than_needed(name, windows, parts):
     config = models.load_shapes(DATA / name).config
     whole, cell = len(config.windows) - windows, 2 * 4 * config.kv_heads * config.head_dim
     for streams in (1, 2):
-        options = dict(cells=1024, sequences=2, streams=streams, ubatch_size=16, rollback=4)
+        options = dict(cells=1024, sequences=2, streams=streams, ubatch_size=16, max_rollback=4)
         for full_windows, cells in [(False, 2 * (12 + 16 + 4)), (True, 1024 * streams)]:
             found = bytes_of(name, full_windows=full_windows, **options)
             assert found == (cell * (whole * 1024 * streams + windows * cells), parts)
 
 
 def test_make_cache_of_states_needs_no_cells():
-    assert bytes_of("mamba2", sequences=2, rollback=3)[0] == 4 * bytes_of("mamba2", sequences=2)[0]
+    assert (
+        bytes_of("mamba2", sequences=2, max_rollback=3)[0] == 4 * bytes_of("mamba2", sequences=2)[0]
+    )
     assert bytes_of("recurrent_gemma", sequences=2)
     with pytest.raises(ValueError, match="told its cells"):
         bytes_of("granite_hybrid", sequences=2)

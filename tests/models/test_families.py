@@ -64,13 +64,13 @@ class Way(NamedTuple):
     """How texts are fed.
 
     steps: whether the rest is fed token by token, or is a part of the prompts.
-    rollback: so many tokens of the prompts are taken back, and fed one by one.
+    max_rollback: so many tokens of the prompts are taken back, and fed one by one.
     """
 
     ubatch_size: int
     steps: bool = True
     together: bool = True
-    rollback: int = 0
+    max_rollback: int = 0
     streams: int = 1
     full_windows: bool = False
 
@@ -99,7 +99,7 @@ def prefill(model, cache, lists, sequences, **options):
 def follow(record, cache, which, way):
     """Feed some texts to their sequences, and compare the logits."""
     model, steps = record.model, record.steps * way.steps
-    back = steps + way.rollback
+    back = steps + way.max_rollback
     sequences = [SEQUENCES[i] for i in which]
     if record.sources:
         batch = make_batch([record.sources[i] for i in which], sequences=sequences)
@@ -108,8 +108,8 @@ def follow(record, cache, which, way):
     cache, found, *_ = prefill(model, cache, prompts, sequences, ubatch_size=way.ubatch_size)
     known = [record.logits[i][: len(prompt)] for i, prompt in zip(which, prompts, strict=True)]
     agree(found, np.concatenate(known), record.within)
-    for sequence, prompt in zip(sequences, prompts, strict=True) if way.rollback else ():
-        cache, ok = jaxkv.seq_rm(cache, sequence, len(prompt) - way.rollback)
+    for sequence, prompt in zip(sequences, prompts, strict=True) if way.max_rollback else ():
+        cache, ok = jaxkv.seq_rm(cache, sequence, len(prompt) - way.max_rollback)
         assert ok
     there = np.isin(SEQUENCES, sequences)
     rest = np.zeros((back, there.size), int)
@@ -124,15 +124,15 @@ def follow(record, cache, which, way):
         agree(np.stack(found)[:, i], record.logits[i][-back:], record.within)
 
 
-ONE_BY_ONE = Way(1, rollback=2, streams=4)
-IN_UBATCHES = Way(64, rollback=2, streams=4)
-SHORT_UBATCHES = Way(3, rollback=2, streams=4)
-ALONE = Way(512, together=False, rollback=2, streams=4)
+ONE_BY_ONE = Way(1, max_rollback=2, streams=4)
+IN_UBATCHES = Way(64, max_rollback=2, streams=4)
+SHORT_UBATCHES = Way(3, max_rollback=2, streams=4)
+ALONE = Way(512, together=False, max_rollback=2, streams=4)
 POOLED = Way(5)
 WHOLE = Way(16, steps=False)  # one program
 # A window cache is smaller than the text then, so that its cells are used again and again.
-SMALL = dict.fromkeys(LLAMAS, dict(cells=128, ubatch_size=20, rollback=4))
-SMALL["gemma3"] = dict(cells=96, ubatch_size=16, rollback=4)
+SMALL = dict.fromkeys(LLAMAS, dict(cells=128, ubatch_size=20, max_rollback=4))
+SMALL["gemma3"] = dict(cells=96, ubatch_size=16, max_rollback=4)
 SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], dict(cells=96, source_cells=56))
 CORE = ["deepseek_v2_groups", "gemma3", "t5_tied", "recurrent_gemma"]
 CORE = [(name, WHOLE) for name in [*CORE, "granite_hybrid_experts_rope", "lfm2"]]
@@ -164,7 +164,7 @@ FAST = ("llama_tied", Way(20))
 def test_logits_match_transformers(name, way):
     record = recorded(name)
     which = range(len(record.tokens))
-    options = dict(cells=512, rollback=way.rollback, full_windows=way.full_windows)
+    options = dict(cells=512, max_rollback=way.max_rollback, full_windows=way.full_windows)
     options |= dict(sequences=4, streams=way.streams) | SMALL.get(name, {})
     for group in [which] if way.together else [[i] for i in which]:
         cache = record.model.make_cache(**options)

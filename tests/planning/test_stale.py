@@ -227,7 +227,7 @@ def test_plan_for_another_cache_raises():
         *((cache, other) for other in others),
         *((other, cache) for other in (striped, states, hybrid)),
         (striped, make(placement="striped", shards=3)),
-        (states, of_states(rollback=1)),
+        (states, of_states(max_rollback=1)),
         (states, hybrid),
         (hybrid, jaxkv.make_hybrid_cache((cache, (0, 1)), (cache, (2, 3)))),
     ):

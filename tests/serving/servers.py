@@ -158,9 +158,9 @@ def assert_only_kept(engine):
     assert_sound(engine.cache)
 
 
-def states(rollback=0):
+def states(max_rollback=0):
     return jaxkv.make_recurrent_cache(
-        layers=1, states={"x": ((), jnp.float32)}, sequences=6, rollback=rollback
+        layers=1, states={"x": ((), jnp.float32)}, sequences=6, max_rollback=max_rollback
     )
 
 

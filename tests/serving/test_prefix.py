@@ -27,8 +27,8 @@ WINDOW = replace(POOL, windows=(jaxkv.window.sliding(6),))
 STREAMS = Kind("streams", cells=12, sequences=3, streams=3)
 
 
-def hybrid(rollback=0):
-    return jaxkv.make_hybrid_cache((POOL.make(), [0, 1]), (states(rollback), [2]))
+def hybrid(max_rollback=0):
+    return jaxkv.make_hybrid_cache((POOL.make(), [0, 1]), (states(max_rollback), [2]))
 
 
 MAKES = {"full": POOL.make, "window": WINDOW.make, "states": states, "hybrid": hybrid}
@@ -182,7 +182,7 @@ def test_reuse_needs_what_the_window_of_a_text_shows():
 
 @pytest.mark.core
 def test_reuse_needs_a_state_that_is_kept():
-    server = serving(states(rollback=1), [3], range(8))
+    server = serving(states(max_rollback=1), [3], range(8))
     for text, wanted in [
         (range(9), (8, Miss.NONE)),
         (range(8), (7, Miss.NONE)),
@@ -249,7 +249,7 @@ def test_remember_in_groups_prefers_holders_of_the_stream():
 def test_reuse_copy_without_room_is_a_miss():
     server = serving(GROUPS.make(), [1], range(8))
     server.go_on(range(20, 28), seq=3)
-    assert server.cache.table.facts.in_groups
+    assert server.cache.table.spec.has_shared_streams
     cache, store, found = prefix.reuse(server.cache, server.store, range(9), 2)
     assert found == (0, Miss.NO_ROOM) and store is server.store
     assert_identical(cache, server.cache)
@@ -275,7 +275,7 @@ RANDOM = {
     "full": POOL.make,
     "window": replace(POOL, cells=24, windows=(jaxkv.window.sliding(3),)).make,
     "streams": replace(POOL, cells=24, streams=3).make,
-    "states": lambda: states(rollback=1),
+    "states": lambda: states(max_rollback=1),
     "hybrid": hybrid,
 }
 

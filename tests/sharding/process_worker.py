@@ -82,7 +82,7 @@ def of_first(compute: Callable[[], Any]) -> Any:
 
 
 def answers(cache: Any) -> dict[str, Any]:
-    count = jaxkv.split(cache)[0].facts.sequences
+    count = jaxkv.split(cache)[0].spec.sequences
     ids, last = [*range(count)], count - 1
     faults = jaxkv.check_invariants(cache)
     assert not any(map(int, faults.values())), faults
@@ -103,7 +103,7 @@ def answers(cache: Any) -> dict[str, Any]:
 def story(name: str, cache: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]:
     """Lead a cache through loops and every verb: steps, the cache after each, and answers."""
     layers, sizes, _ = CASES[name]
-    forward, last = tiny.model_of(layers), jaxkv.split(cache)[0].facts.sequences - 1
+    forward, last = tiny.model_of(layers), jaxkv.split(cache)[0].spec.sequences - 1
 
     def told(cache: Any, *texts: list[int], sequences: list[int]) -> Any:
         batch = make_batch([*texts], sequences=sequences)

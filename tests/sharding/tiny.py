@@ -30,7 +30,7 @@ def make(layers, *, sequences=4, streams=1, **attention):
             part = jaxkv.make_kv_cache(layers=len(own), **options, **sizes)
         else:
             states = {"states": {"x": ((4,), jnp.float32)}, "splits": {"x": (0, 4)}}
-            part = jaxkv.make_recurrent_cache(layers=len(own), rollback=1, **states, **sizes)
+            part = jaxkv.make_recurrent_cache(layers=len(own), max_rollback=1, **states, **sizes)
         parts.append((part, tuple(own)))
     return parts[0][0] if len(parts) == 1 else jaxkv.make_hybrid_cache(*parts)
 
@@ -60,7 +60,7 @@ def model_of(layers):
             before = whole(jaxkv.read_states(cache, layer, ubatch)["x"])
             every = jnp.cumsum(jnp.where(whole(ubatch.valid)[..., None], x, 0), axis=1)
             every = before[:, None] + jnp.pad(every, [(0, 0), (1, 0), (0, 0)])
-            keep = whole(jaxkv.steps_to_keep(ubatch, jaxkv.rollback_of(cache, layer) + 1))
+            keep = whole(jaxkv.steps_to_keep(ubatch, jaxkv.num_rollback_states(cache, layer) + 1))
             states = jnp.take_along_axis(every, keep[..., None], axis=1)
             cache = jaxkv.write_states(cache, layer, ubatch, {"x": states})
             x = x + every[:, 1:]

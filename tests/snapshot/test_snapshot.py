@@ -65,7 +65,7 @@ def belongings(cache, seq, kept=0):
 
     Of its states the newest `kept`, 0 for all. Those are the last part.
     """
-    is_states = jaxkv.split(cache)[0].facts.kind == "recurrent"
+    is_states = jaxkv.split(cache)[0].spec.kind == "recurrent"
     found = []
     for table, buffers in [jaxkv.split(cache)] if is_states else caches.parts_of(cache):
         if not isinstance(table, Cells):
@@ -103,7 +103,7 @@ def unstamped(cache):
 
 def assert_same_cache(loaded, cache):
     assert_identical(unstamped(loaded), unstamped(cache))
-    for seq in range(jaxkv.split(cache)[0].facts.sequences):
+    for seq in range(jaxkv.split(cache)[0].spec.sequences):
         assert belongings(loaded, seq) == belongings(cache, seq)
     assert_sound(loaded)
 
@@ -226,7 +226,7 @@ def test_load_returns_every_bit_of_a_dtype(dtype):
 def test_load_returns_states_of_any_dtype_and_name():
     shapes = {"a.b": ((2,), jnp.int8), "c": ((), bool), "d": ((1, 3), jnp.complex64)}
     shapes |= {"e": ((2,), jnp.bfloat16), "0": ((3,), jnp.uint16)}
-    cache = jaxkv.make_recurrent_cache(layers=2, states=shapes, rollback=1)
+    cache = jaxkv.make_recurrent_cache(layers=2, states=shapes, max_rollback=1)
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
     table, buffers = jaxkv.split(cache)
     draw = partial(np.random.default_rng(0).integers, 0, 2)

@@ -172,8 +172,8 @@ def of_each_kind():
     """A hybrid cache with a window, states, shared cells and a source, and its file."""
     sizes = {"sequences": 4, "streams": 2}
     text = make(window=jaxkv.window.sliding(3), rope=None, **sizes)
-    states = recurrent(rollback=1, **sizes)
-    sources = jaxkv.make_source_cache(layers=1, cells=6, kv_heads=2, head_dim=4, **sizes)
+    states = recurrent(max_rollback=1, **sizes)
+    sources = jaxkv.make_cross_attention_cache(layers=1, cells=6, kv_heads=2, head_dim=4, **sizes)
     cache = jaxkv.make_hybrid_cache((text, (0, 1)), (states, (2, 3)), (sources, (4,)))
     for tokens in ([[1], [2]], [[3], [4]], [[5], [6]]):
         batch = jaxkv.make_batch(tokens, sequences=[0, 2])

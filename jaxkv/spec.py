@@ -12,15 +12,15 @@ from jaxkv.places import count, integers, is_concrete
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class TableSpec:
     """What is fixed when a cache is made. Hashable; two caches of equal facts share all plans.
 
     kind: the kind of table: "attention", "source", "recurrent" or "hybrid".
     sequences: Q.
     streams: S. Sequence q lives in stream q // sharing.
-    one_sequence_a_row: whether a row of a ubatch holds tokens of one sequence only.
+    single_sequence_rows: whether a row of a ubatch holds tokens of one sequence only.
     ubatch_size: the most tokens of a ubatch that the cache was sized for; None for any.
-    rollback: E, where states are kept: how many of its last tokens a sequence can take back. None
+    max_rollback: E, where states are kept: how many of its last tokens a sequence can take back. None
       where it can take back any, as in attention.
     details: all else that a plan depends on, pairs of a name and a value.
     parts: of a hybrid cache, the facts of its parts.
@@ -29,11 +29,11 @@ class Facts:
     kind: str
     sequences: int
     streams: int
-    one_sequence_a_row: bool
+    single_sequence_rows: bool
     ubatch_size: int | None
-    rollback: int | None = None
+    max_rollback: int | None = None
     details: tuple[tuple[str, Any], ...] = ()
-    parts: tuple["Facts", ...] = ()
+    parts: tuple["TableSpec", ...] = ()
 
     @property
     def sharing(self) -> int:
@@ -41,7 +41,7 @@ class Facts:
         return self.sequences // self.streams
 
     @property
-    def in_groups(self) -> bool:
+    def has_shared_streams(self) -> bool:
         """Whether there are several streams and several sequences in each: 1 < S < Q.
 
         There alone a copy between streams needs cells that may be lacking.
@@ -49,14 +49,14 @@ class Facts:
         return 1 < self.streams < self.sequences
 
     @property
-    def holds_sources(self) -> bool:
+    def is_cross_attention(self) -> bool:
         """Whether it holds sources, which a text looks at, and not the text."""
         return self.kind == "source"
 
     @property
-    def has_sources(self) -> bool:
+    def has_cross_attention(self) -> bool:
         """Whether it holds sources, or a part of it does."""
-        return self.holds_sources or any(part.has_sources for part in self.parts)
+        return self.is_cross_attention or any(part.has_cross_attention for part in self.parts)
 
     def sequence_ids(self, value: Any, *, lowest: int = 0) -> Any:
         """Return sequence ids that a caller passed as int32, checked before they are cast.
@@ -74,13 +74,13 @@ class Facts:
         )
 
 
-def within_streams(facts: "Facts", ids: Any, others: Any) -> bool:
+def within_streams(spec: "TableSpec", ids: Any, others: Any) -> bool:
     """Return whether sequences are known to lie in the streams of others, so that all is shared."""
-    if facts.streams == 1:
+    if spec.streams == 1:
         return True
     if not is_concrete(ids, others):
         return False
-    one, other = (np.asarray(x) // facts.sharing for x in (ids, others))
+    one, other = (np.asarray(x) // spec.sharing for x in (ids, others))
     return bool(np.all(one == other))
 
 
@@ -90,13 +90,13 @@ def check_once(ids: Any) -> None:
         raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids).tolist()}")
 
 
-def changes_of(facts: Facts, parents: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def changes_of(spec: TableSpec, parents: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return parents and targets, `[n]` int32 as given, a target of Q where nothing changes.
 
     Nothing does for a sequence that is its own parent, nor where one of the two is no sequence. Of
     a sequence that comes twice, which only a traced one can, the last counts.
     """
-    count = facts.sequences
+    count = spec.sequences
     known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
     targets = jnp.where(known & (parents != ids), ids, count)
     turn = jnp.arange(ids.size, dtype=jnp.int32)
@@ -124,7 +124,7 @@ def checked_streams(streams: Any, sequences: int) -> int:
     return streams
 
 
-def check_facts(got: Facts, wanted: Facts, what: str) -> None:
+def check_spec(got: TableSpec, wanted: TableSpec, what: str) -> None:
     """Raise a ValueError unless something was made for a cache of the same facts."""
     if got == wanted:
         return
@@ -133,17 +133,17 @@ def check_facts(got: Facts, wanted: Facts, what: str) -> None:
     if "kind" in apart:
         apart = ["kind"]
     mine, other = (
-        ", ".join(f"{name}={facts[name]}" for name in apart if name in facts)
-        for facts in (mine, other)
+        ", ".join(f"{name}={spec[name]}" for name in apart if name in spec)
+        for spec in (mine, other)
     )
     raise ValueError(f"wanted {what} for this cache, {mine}, got one for {other}: plan again")
 
 
-def _by_name(facts: Facts, of: str = "") -> dict[str, Any]:
+def _by_name(spec: TableSpec, of: str = "") -> dict[str, Any]:
     """Return all facts by name, those of parts too."""
-    names = [one.name for one in fields(facts) if one.name not in ("details", "parts")]
-    pairs = [*((name, getattr(facts, name)) for name in names), *facts.details]
+    names = [one.name for one in fields(spec) if one.name not in ("details", "parts")]
+    pairs = [*((name, getattr(spec, name)) for name in names), *spec.details]
     named = {of + name: value for name, value in pairs}
-    for i, part in enumerate(facts.parts):
+    for i, part in enumerate(spec.parts):
         named |= _by_name(part, f"{of}part {i} ")
     return named
