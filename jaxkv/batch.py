@@ -451,7 +451,7 @@ def part_of(ubatch: Ubatch, part: int) -> Ubatch:
     if ubatch.slots[part] is None:
         raise ValueError(
             f"wanted a ubatch of text for part {part}, which is of the text, got one of "
-            f"init_source: it goes into the layers of the sources alone (make_cross_attention_cache)"
+            f"init_source: it goes into the layers of make_cross_attention_cache alone"
         )
     return replace(
         ubatch,

@@ -4,8 +4,8 @@ The table says which token stands in which cell, and is small. The buffers are a
 is compiled over the table alone and puts the same buffers back beside it: compiled over a whole
 cache it would have to copy every buffer, or take the cache away from the caller.
 
-There are four kinds of tables: `CellTable` (attention), `CrossAttentionTable` (what an encoder read),
-`StateTable` (recurrence), and `HybridTable`, several of them that step together. A kind is a
+There are four kinds of tables: `CellTable` (attention), `CrossAttentionTable` (what an encoder
+read), `StateTable` (recurrence), and `HybridTable`, several of them that step together. A kind is a
 subclass of `CacheTable`, which lists what verbs, plans and loops ask of one.
 """
 
@@ -435,7 +435,7 @@ def check_sizes(table: Any, streams: int, cells: int) -> None:
 
 
 def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
-    """Raise unless a ubatch was planned for a cache of the same facts.
+    """Raise unless a ubatch was planned for a cache of the same spec.
 
     Raises:
       TypeError: when it is no ubatch, such as a plan of several.

@@ -13,17 +13,17 @@ from jaxkv.places import count, integers, is_concrete
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """What is fixed when a cache is made. Hashable; two caches of equal facts share all plans.
+    """What is fixed when a cache is made. Hashable; two caches of equal specs share all plans.
 
     kind: the kind of table: "attention", "source", "recurrent" or "hybrid".
     sequences: Q.
     streams: S. Sequence q lives in stream q // sharing.
     single_sequence_rows: whether a row of a ubatch holds tokens of one sequence only.
     ubatch_size: the most tokens of a ubatch that the cache was sized for; None for any.
-    max_rollback: E, where states are kept: how many of its last tokens a sequence can take back. None
-      where it can take back any, as in attention.
+    max_rollback: E, where states are kept: how many of its last tokens a sequence can take back.
+      None where it can take back any, as in attention.
     details: all else that a plan depends on, pairs of a name and a value.
-    parts: of a hybrid cache, the facts of its parts.
+    parts: of a hybrid cache, the specs of its parts.
     """
 
     kind: str
@@ -125,7 +125,7 @@ def checked_streams(streams: Any, sequences: int) -> int:
 
 
 def check_spec(got: TableSpec, wanted: TableSpec, what: str) -> None:
-    """Raise a ValueError unless something was made for a cache of the same facts."""
+    """Raise a ValueError unless something was made for a cache of the same spec."""
     if got == wanted:
         return
     mine, other = _by_name(wanted), _by_name(got)
@@ -140,7 +140,7 @@ def check_spec(got: TableSpec, wanted: TableSpec, what: str) -> None:
 
 
 def _by_name(spec: TableSpec, of: str = "") -> dict[str, Any]:
-    """Return all facts by name, those of parts too."""
+    """Return all fields by name, those of parts too."""
     names = [one.name for one in fields(spec) if one.name not in ("details", "parts")]
     pairs = [*((name, getattr(spec, name)) for name in names), *spec.details]
     named = {of + name: value for name, value in pairs}

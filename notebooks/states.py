@@ -3,8 +3,8 @@
 #
 # For readers who know a cache of keys and values, and meet a model with recurrent layers: Mamba-2,
 # Granite 4, RecurrentGemma. At the end you will know what such a layer remembers, why a text cannot
-# be cut anywhere any more, what `max_rollback=` buys, who refuses a cut and how to ask beforehand, and
-# how texts fork.
+# be cut anywhere any more, what `max_rollback=` buys, who refuses a cut and how to ask beforehand,
+# and how texts fork.
 #
 # The model is tiny and is trained here in a few seconds, so that its states mean something.
 
@@ -310,7 +310,8 @@ assert not ok
 # ## What to try next
 #
 # - Keep one state for long, cheaply: `seq_cp(cache, 0, 3)`, to a text that is not used otherwise.
-# - `loops.speculate` takes back what was guessed wrong: it wants `max_rollback=` as large as `tries`,
-#   and says so.
+# - `loops.speculate` takes back what was guessed wrong: it wants `max_rollback=` as large as
+#   `tries`, and says so.
 # - Keep the table alone, and undo with `go_back`: see "Going back" in `docs/design.md`.
-# - A real model: `models.load("ibm-granite/granite-4.0-h-350m")`, with `make_cache(max_rollback=8)`.
+# - A real model: `models.load("ibm-granite/granite-4.0-h-350m")`, with
+#   `make_cache(max_rollback=8)`.

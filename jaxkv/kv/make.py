@@ -59,8 +59,8 @@ def make_kv_cache(
       window: how far back tokens look, see `jaxkv.window`. None for everything.
       ubatch_size: the most tokens that will be computed at once, by default 512; larger plans are
         refused. Only where `cells` is left out.
-      max_rollback: how many tokens can be taken back (`seq_rm` of an end) though a window is full, by
-        default 32. Only where `cells` is left out; more cells mean more rollback.
+      max_rollback: how many tokens can be taken back (`seq_rm` of an end) though a window is full,
+        by default 32. Only where `cells` is left out; more cells mean more rollback.
       dtype: of keys and values: a floating one, or int8. Those of 8 bits, int8 and float8_e4m3fn
         among them, are quantised: each head of a cell has a scale beside its codes, float32, for
         keys and for values, and one for each 128 numbers where it has more. They take 0.27 times

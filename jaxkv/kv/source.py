@@ -38,7 +38,8 @@ class CrossAttentionTable(CellTable):
     """The table of a cache for sources: that of attention, but what asks about a text passes by.
 
     Sources go in as a batch does (`init_source`). A ubatch of text is a reader: it takes no cells,
-    and each of its tokens sees all cells of its sequence. Arrays have the shapes that `CacheTable` says.
+    and each of its tokens sees all cells of its sequence. Arrays have the shapes that `CacheTable`
+    says.
 
     of_sources: True, static. JAX compares the fields of dataclasses and not their types, so that
       without it a program compiled for a `CellTable` could be found for this one.

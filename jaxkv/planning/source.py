@@ -41,7 +41,8 @@ def init_source(cache: Cache, batch: Batch) -> Plan:
 
     Examples:
       >>> sizes = dict(layers=1, kv_heads=1, head_dim=1)
-      >>> text, sources = make_kv_cache(cells=4, **sizes), make_cross_attention_cache(cells=4, **sizes)
+      >>> text = make_kv_cache(cells=4, **sizes)
+      >>> sources = make_cross_attention_cache(cells=4, **sizes)
       >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
       >>> (ubatch,) = init_source(cache, make_batch([7, 8, 9])).ubatches
       >>> k, v = jnp.zeros((1, 4, 1, 1)), jnp.array([2.0, 4.0, 6.0, 0.0]).reshape(1, 4, 1, 1)

@@ -176,7 +176,7 @@ def check_made_for(cache: Cache, store: Store) -> None:
 
 
 def _facts(cache: Cache) -> TableSpec:
-    """Return the facts of a cache whose values are known.
+    """Return the spec of a cache whose values are known.
 
     Raises:
       ValueError: when it is traced.

@@ -302,8 +302,8 @@ def make_recurrent_cache(
       states: by name, the shape and dtype of one sequence's state in one layer, as a
         `jax.ShapeDtypeStruct` or a pair `(shape, dtype)`.
       sequences: Q, the sequences that may be told apart.
-      max_rollback: E, how many tokens can be taken back: the states that are kept before the current
-        one.
+      max_rollback: E, how many tokens can be taken back: the states that are kept before the
+        current one.
       streams: S, a divisor of Q as in `make_kv_cache`, and the same where both are parts of one
         cache: `seq_add` moves a state for every sequence of the stream that shares it.
       splits: by name, the dimension of a state that a mesh may split, and the parts that it has,

@@ -28,7 +28,7 @@ KINDS: dict[str, type[Part]] = {
     "recurrent": StatePart,
     "source": SourcePart,
 }
-"""By the kind that facts name."""
+"""By the kind that a spec names."""
 
 
 class Named(NamedTuple):

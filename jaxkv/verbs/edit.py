@@ -44,8 +44,8 @@ def seq_rm(cache: Cache, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
     A whole sequence can always go, and without a window, or before it has taken a cell, any range.
     Of a text that a window has taken cells from, an end can go where the token that comes in its
     place would see none of these. Where states are kept, an end can go that rollback covers, since
-    a state cannot forget what it has seen. A source (`make_cross_attention_cache`) goes with the whole of
-    its sequence alone, a range from 0 without an end.
+    a state cannot forget what it has seen. A source (`make_cross_attention_cache`) goes with the
+    whole of its sequence alone, a range from 0 without an end.
 
     Args:
       cache: any cache.
@@ -106,8 +106,8 @@ def seq_cp(
     Sequences of one stream share its cells: nothing is copied. Keys and values that `dst` held stay
     beside them, so remove first what would stand at the same positions (`seq_rm`); a state takes
     the place of the one that `dst` had. A copy of any range that is not empty also replaces the
-    source of `dst` (`make_cross_attention_cache`), even where `dst` keeps its text. In another stream the
-    buffers are copied, and `dst` then holds these alone; several of that stream share one copy.
+    source of `dst` (`make_cross_attention_cache`), even where `dst` keeps its text. In another
+    stream the buffers are copied, and `dst` then holds these alone; several of that stream share one copy.
 
     With a stream for each sequence a token keeps its cell, and there is always room. Where
     sequences share several streams, a copy takes cells of the stream that it goes to as a batch

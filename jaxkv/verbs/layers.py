@@ -82,7 +82,7 @@ def attend(
 
     Raises:
       ValueError: when shapes do not fit the cache, the layer is none of it, the ubatch was planned
-        for a cache of other facts, the buffers were donated, the implementation cannot do it,
+        of a cache of another spec, the buffers were donated, the implementation cannot do it,
         `softcap` is not above 0, or `until` comes with `causal=False`; or it is a ubatch of
         `init_source`, and the layer is of the text.
       TypeError: when a plan is passed and no ubatch, a list and no array, or an array that is not
