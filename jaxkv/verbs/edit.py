@@ -107,7 +107,8 @@ def seq_cp(
     beside them, so remove first what would stand at the same positions (`seq_rm`); a state takes
     the place of the one that `dst` had. A copy of any range that is not empty also replaces the
     source of `dst` (`make_cross_attention_cache`), even where `dst` keeps its text. In another
-    stream the buffers are copied, and `dst` then holds these alone; several of that stream share one copy.
+    stream the buffers are copied, and `dst` then holds these alone; several of that stream share
+    one copy.
 
     With a stream for each sequence a token keeps its cell, and there is always room. Where
     sequences share several streams, a copy takes cells of the stream that it goes to as a batch

@@ -241,8 +241,8 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array
       ubatch, and where the layer never wrote the state or has written over it.
 
     Raises:
-      ValueError: when the layer is none of the cache, the ubatch was planned for a cache of other
-        facts, the buffers were donated, or it is a ubatch of `init_source`.
+      ValueError: when the layer is none of the cache, the ubatch was planned for a cache of another
+        spec, the buffers were donated, or it is a ubatch of `init_source`.
       TypeError: when it is no ubatch, the layer is no integer that is known while tracing, or the
         cache keeps no states.
 

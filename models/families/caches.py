@@ -107,8 +107,8 @@ def make_cache(
         `sequences` to give each sequence cells of its own, or another divisor of that.
       ubatch_size: the most tokens that are computed at once; the cache of a window is made for it.
       max_rollback: the tokens of a sequence that can be taken back after a window has moved past
-        them, or in a recurrent layer. None is 32 for windows and 0 for recurrent layers, which keep a
-        whole state for each.
+        them, or in a recurrent layer. None is 32 for windows and 0 for recurrent layers, which keep
+        a whole state for each.
       full_windows: give layers with a window `cells` too, so that any position can be gone back to.
       dtype: of keys and values.
       options: what else `jaxkv.make_kv_cache` takes, for all layers that attend.

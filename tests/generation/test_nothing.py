@@ -63,7 +63,8 @@ def beam(m, logits, width=1):
 
 OTHERS = """attend check_invariants clear go_back held init_full init_update is_current
 make_rope make_cross_attention_cache merge nbytes num_rollback_states read_states save show split
-step_of steps_to_keep used view warm_up write write_states"""  # are given no lists, or what a call above has made
+step_of steps_to_keep used view warm_up write write_states"""
+# These are given no lists, or what a call above has made
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("nothing"))
