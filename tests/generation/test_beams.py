@@ -140,8 +140,7 @@ def assert_held(cache, beams, sequences, logits_after, forward=forward, weights=
 def test_beam_leaves_texts_in_its_own_sequences(kind):
     cache, logits = prompted(kind, seq=3)
     batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])
-    for ubatch in jaxkv.init_batch(cache, batch).ubatches:
-        cache = jaxkv.apply(cache, ubatch)
+    cache = jaxkv.prefill(forward, FREE, cache, batch)[0]
     after, beams = search(cache, logits, stop=STOPS[0], sequences=[3, 1, 4])
     assert_found(beams, searched(tiny(), stop=STOPS[0]))
     assert ends(after, [0, 2]) == [1, 0]
