@@ -151,23 +151,26 @@ class History:
             for (start, test), (stop, _) in zip(began, began[1:], strict=False):
                 self.seconds[test] = stop - start
             return
-        for group in groups(mutant):
-            self.runs.update((group, test) for _, test in began)
-            self.kills.update((group, test) for _, test in began[-1:] if killed)
+        for _, test in began:
+            self.runs.update(likeness(mutant, test))
+        for _, test in began[-1:] if killed else ():
+            self.kills.update(likeness(mutant, test))
 
     def rate(self, mutant: Mutant | None, test: str) -> float:
         """How many such mutants a test is likely to kill each second."""
         if mutant is None:
             return 0.0
-        share = 0.3 if test.startswith(mutant.file) else 0.03
-        for group in groups(mutant):  # what is known of the wider group counts as one mutant
-            share = (self.kills[group, test] + share) / (self.runs[group, test] + 1)
-        return share / (self.seconds.get(test, 1.0) + 0.02)
+        seconds = self.seconds.get(test, 1.0)
+        share = 0.3 if test.startswith(mutant.file) else min(0.03 + 0.1 * seconds, 0.5)
+        for key in likeness(mutant, test):  # what is known of a wider group counts as one try
+            share = (self.kills[key] + share) / (self.runs[key] + 1)
+        return share / (seconds + 0.02)
 
 
-def groups(mutant: Mutant) -> tuple[str, str]:
-    """Which mutants are alike: those of a file, and those of a function."""
-    return mutant.file, f"{mutant.file} {mutant.where}"
+def likeness(mutant: Mutant, test: str) -> list[tuple[str, str]]:
+    """Name groups of mutants and of tests that this pair is in, the widest first."""
+    tests, function = test.partition("::")[0], f"{mutant.file} {mutant.where}"
+    return [("", tests), (mutant.file, tests), (mutant.file, test), (function, test)]
 
 
 def outcomes(
