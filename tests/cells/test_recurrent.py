@@ -45,6 +45,14 @@ def test_seq_cp_traced_to_itself_or_unknown_changes_nothing():
         assert_identical(copied(cache, src, dst).cache, cache)
 
 
+@core
+def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
+    cache = told(kept=0, counts=(3, 2)).cache
+    copied, ok = jaxkv.seq_cp(cache, 0, [0, 1], 0, 2)
+    assert not ok
+    assert_identical(copied, cache)
+
+
 @pytest.mark.parametrize("kept", in_lanes([0, 3], fast=[], core=[0]))
 def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
     """Trap 68; and no cell is ever lacking, however all of them share and part again."""
