@@ -58,14 +58,15 @@ KNOWN_BY = {
     "jaxkv/window.py": "window limits stateful",
     "jaxkv/stamp.py": "arguments stale going_back refusals batch recurrent",
     "jaxkv/kv/cells.py": "arguments limits invariants traps streams "
-    "copies window shift stale going_back stateful refusals permutation sets every_argument",
+    "copies window shift stale going_back stateful refusals permutation sets every_argument "
+    "unwritten_layers",
     "jaxkv/kv/reuse.py": "window copies stateful every_argument",
     "jaxkv/kv/slots.py": "arguments limits traps window streams copies refusals going_back "
-    "stale stateful recurrent every_argument sharding",
+    "stale stateful recurrent every_argument sharding unwritten_layers",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/source.py": "sources families",
-    "jaxkv/kv/transfer.py": "copies stateful every_argument sharding",
+    "jaxkv/kv/transfer.py": "copies stateful every_argument sharding unwritten_layers",
     "jaxkv/kv/arrivals.py": "copies stateful every_argument",
     "jaxkv/recurrent/s*.py": "arguments limits copies invariants recurrent stale stateful "
     "every_argument",
