@@ -62,7 +62,7 @@ KNOWN_BY = {
     "unwritten_layers",
     "jaxkv/kv/reuse.py": "window copies stateful every_argument",
     "jaxkv/kv/slots.py": "arguments limits traps window streams copies refusals going_back "
-    "stale stateful recurrent every_argument sharding unwritten_layers",
+    "stale stateful recurrent every_argument sharding unwritten_layers prefix",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/source.py": "sources families",

@@ -129,6 +129,7 @@ def test_seq_cp_contiguous_is_one_run():
 def test_seq_cp_two_words_of_owners():
     cells = "0{0} 1{0} 0{39} 1{39} | 0{40} 0{79} 1{79}"
     copied = jaxkv.seq_cp(noisy(cells, WIDE), 39, [33, 78, 41]).cache
+    assert copied.table.owners.shape[1] == 2
     assert drawing(copied) == "0{0} 1{0} 0{33,39} 1{33,39} | 0{40} 0{79} 1{79} 0{41,78} 1{41,78}"
     assert jaxkv.seq_pos_max(copied, [0, 33, 39, 40, 41, 78]).tolist() == [1, 1, 1, 0, 1, 1]
 

@@ -204,6 +204,7 @@ def test_apply_takes_nothing_in_another_stream():
     held = drawing(cache).split("|")[1]
     cache = in_turn(cache, *[0] * 8)
     assert drawing(cache).split("|")[1] == held and "0{2,3}" in held
+    assert cache.table.evicted_below[0] == 2
 
 
 def test_go_back_is_refused_once_a_ubatch_took_cells():
