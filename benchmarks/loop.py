@@ -41,7 +41,7 @@ class Side:
             table, self.buffers, logits = step(
                 self.model.weights, table, self.buffers, plan.ubatches[0]
             )
-            token = np.asarray(plan.collect([logits])).argmax(-1).astype(np.int32)
+            token = np.asarray(plan.gather_outputs([logits])).argmax(-1).astype(np.int32)
             chosen.append(token)
         return np.stack(chosen, 1)
 

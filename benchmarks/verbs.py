@@ -69,7 +69,7 @@ def verbs(cache: jaxkv.Cache) -> dict[str, Callable[[], object]]:
         "can_resume": lambda: jaxkv.can_resume(cache, 3, middle),
         "used": lambda: jaxkv.used(cache),
         "clear": lambda: jaxkv.clear(cache),
-        "go_back": lambda: jaxkv.go_back(table, later),
+        "rewind": lambda: jaxkv.rewind(table, later),
         "init_update": lambda: jaxkv.init_update(cache),
         "defrag_plan": lambda: jaxkv.defrag_plan(cache),
     }

@@ -21,7 +21,7 @@ Public is what stands here and in the modules `draw`, `hybrid`, `loops`, `ops`, 
 
 from jaxkv import draw, hybrid, loops, ops, prefix, rope, sharding, snapshot, window
 from jaxkv.batch import Batch, Ubatch, make_batch
-from jaxkv.cache import Cache, View, merge, split
+from jaxkv.cache import Cache, KVView, merge, split
 from jaxkv.draw import show
 from jaxkv.hybrid import make_hybrid_cache
 from jaxkv.kv.make import make_kv_cache
@@ -29,11 +29,11 @@ from jaxkv.kv.source import make_cross_attention_cache
 from jaxkv.loops.generation import decode
 from jaxkv.loops.prompts import prefill
 from jaxkv.loops.sources import encode
-from jaxkv.plan import NoRoomError, Plan, Reason, RefusedError
+from jaxkv.plan import OutOfCellsError, Plan, PlanRefusedError, Reason
 from jaxkv.planning.init import init_batch, init_full
-from jaxkv.planning.source import init_source
+from jaxkv.planning.source import init_encoder
 from jaxkv.planning.step import plan_step, plan_tokens
-from jaxkv.recurrent.slots import steps_to_keep
+from jaxkv.recurrent.slots import state_write_steps
 from jaxkv.recurrent.table import make_recurrent_cache
 from jaxkv.rope import make_rope, rotate
 from jaxkv.verbs.apply import apply, is_current
@@ -56,28 +56,35 @@ from jaxkv.verbs.edit import (
     seq_rm,
     seq_select,
 )
-from jaxkv.verbs.go_back import go_back
 from jaxkv.verbs.layers import attend, num_rollback_states, read_states, view, write, write_states
-from jaxkv.verbs.tidy import defrag_plan, init_update, make_room
+from jaxkv.verbs.rewind import rewind
+from jaxkv.verbs.tidy import compact, defrag_plan, init_update
 
 # Caches: making them, taking them apart.
 __all__ = ["Cache", "merge", "make_hybrid_cache", "make_kv_cache", "make_recurrent_cache"]
 __all__ += ["make_cross_attention_cache", "split"]
 # Batches and plans.
-__all__ += ["Batch", "Plan", "Reason", "RefusedError", "Ubatch"]
-__all__ += ["init_batch", "init_full", "init_source", "make_batch", "plan_step", "plan_tokens"]
+__all__ += ["Batch", "Plan", "Reason", "PlanRefusedError", "Ubatch"]
+__all__ += ["init_batch", "init_full", "init_encoder", "make_batch", "plan_step", "plan_tokens"]
 # Carrying plans out.
-__all__ += ["apply", "defrag_plan", "go_back", "init_update", "is_current", "make_room"]
+__all__ += ["apply", "defrag_plan", "rewind", "init_update", "is_current", "compact"]
 # Edits of sequences.
 __all__ += ["EditResult", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep", "seq_rm"]
-__all__ += ["NoRoomError", "seq_select"]
+__all__ += ["OutOfCellsError", "seq_select"]
 # Questions.
 __all__ += ["can_resume", "can_seq_add"]
 __all__ += ["check_invariants", "nbytes"]
 __all__ += ["seq_pos_max", "seq_pos_min", "show", "used"]
 # The side of the model.
-__all__ += ["attend", "make_rope", "read_states", "num_rollback_states", "rotate", "steps_to_keep"]
-__all__ += ["View", "view", "write", "write_states"]
+__all__ += [
+    "attend",
+    "make_rope",
+    "read_states",
+    "num_rollback_states",
+    "rotate",
+    "state_write_steps",
+]
+__all__ += ["KVView", "view", "write", "write_states"]
 # Loops.
 __all__ += ["decode", "encode", "prefill"]
 # Modules.

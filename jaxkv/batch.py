@@ -92,7 +92,8 @@ class Ubatch:
     valid: `[R, T]` bool, False for padding.
     more: `[R, T]` bool, whether a later ubatch of the plan has tokens of the token's sequence.
     outputs: `[O]` int32, which of the R * T tokens output logits, in the order of the logits. Some
-      only pad, so that few shapes are compiled, and they may come first: `Plan.collect` puts the
+      only pad, so that few shapes are compiled, and they may come first: `Plan.gather_outputs` puts
+        the
       logits that were asked for in the order of the batch.
     order: `[O]` int32, the batch index of each output; 2**31 - 1 for one that only pads.
     before: `[S]` uint32, the digest of each stream that the slots were chosen in; a tuple of them
@@ -451,7 +452,7 @@ def part_of(ubatch: Ubatch, part: int) -> Ubatch:
     if ubatch.slots[part] is None:
         raise ValueError(
             f"wanted a ubatch of text for part {part}, which is of the text, got one of "
-            f"init_source: it goes into the layers of make_cross_attention_cache alone"
+            f"init_encoder: it goes into the layers of make_cross_attention_cache alone"
         )
     return replace(
         ubatch,

@@ -50,7 +50,7 @@ class Room(NamedTuple):
     left: jax.Array
 
 
-class View(NamedTuple):
+class KVView(NamedTuple):
     """What P lists of T tokens see of a layer. It unpacks into k, v, mask and positions.
 
     Rows of one stream are one list, in their order; with a stream for each sequence, a row is one.
@@ -219,7 +219,7 @@ class CacheTable(ABC):
         del ubatch
 
     def for_sources(self) -> Self:
-        """Return the table as it answers where sources are planned, see `init_source`."""
+        """Return the table as it answers where sources are planned, see `init_encoder`."""
         raise TypeError(
             f"wanted a hybrid cache with a part for sources, make_cross_attention_cache, got kind "
             f"{self.spec.kind!r}"
@@ -314,7 +314,7 @@ class CacheTable(ABC):
         """Return the plan of the moves that close the gaps."""
 
     @abstractmethod
-    def go_back(self, old: Any) -> tuple[Self, jax.Array]:
+    def rewind(self, old: Any) -> tuple[Self, jax.Array]:
         """Return an older table that knows what was written since; and `ok`, `[]` bool.
 
         `ok` is whether all that the older one uses is still in the buffers as it was.
@@ -339,7 +339,7 @@ class CacheTable(ABC):
         del buffers, layer, ubatch, new
         raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 
-    def view(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> View:
+    def view(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
         """Return what `view` says."""
         del buffers, layer, ubatch, options
         raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")

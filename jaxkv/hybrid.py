@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.cache import Cache, CacheTable, Findings, MaintenancePlan, Room, View, merge, split
+from jaxkv.cache import Cache, CacheTable, Findings, KVView, MaintenancePlan, Room, merge, split
 from jaxkv.mesh import Rules
 from jaxkv.places import count
 from jaxkv.spec import TableSpec
@@ -324,10 +324,10 @@ class HybridTable(CacheTable):
             parts=tuple(part.plan_defrag(max_moves) for part in self.parts), spec=self.spec
         )
 
-    def go_back(self, old: "HybridTable") -> tuple["HybridTable", jax.Array]:
+    def rewind(self, old: "HybridTable") -> tuple["HybridTable", jax.Array]:
         """Go back in all parts, or none."""
         pairs = zip(self.parts, old.parts, strict=True)
-        parts, granted = zip(*(part.go_back(was) for part, was in pairs), strict=True)
+        parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
         return replace(old, parts=parts), _all([*granted])
 
     def faults(self) -> dict[str, jax.Array]:
@@ -359,7 +359,7 @@ class HybridTable(CacheTable):
         part, own = self.parts[i].write(buffers[i], inner, part_of(ubatch, i), *new)
         return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own)
 
-    def view(self, buffers: tuple, layer: int, ubatch: Ubatch, **options: Any) -> View:
+    def view(self, buffers: tuple, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
         """Look at the part that serves the layer."""
         i, inner = self._part_serving("attend", layer)
         return self.parts[i].view(buffers[i], inner, part_of(ubatch, i), **options)

@@ -12,7 +12,7 @@ from jaxkv.places import NOWHERE, is_concrete
 
 
 class Reason(IntEnum):
-    """Why a sequence of a batch was refused; FITS for one that was not. Each with its advice."""
+    """Why a sequence of a batch was refused; OK for one that was not. Each with its advice."""
 
     advice: str
 
@@ -23,34 +23,34 @@ class Reason(IntEnum):
         member.advice = advice
         return member
 
-    FITS = 0
-    NO_ROOM = (
+    OK = 0
+    OUT_OF_CELLS = (
         1,
         "free cells: wanted {expected}, got {found}: remove a sequence (seq_rm), go on with those "
         "that fit (batch.only(plan.fits)), make a larger cache, or, with a window, plan fewer "
         "tokens at once (ubatch_size=)",
     )
-    NOT_NEXT = (
+    NOT_CONTIGUOUS = (
         2,
         "its first token must stand at {expected}, one past the last, but stands at {found}: pass "
         "positions=None, or remove what lies from there on (seq_rm)",
     )
-    GAP = (
+    POSITION_GAP = (
         3,
         "a token must stand at {expected}, one past the token before it, but stands at {found}: "
         "positions of a batch have no gaps",
     )
-    DUPLICATE = (
+    DUPLICATE_POSITION = (
         4,
         "a token must stand at {expected}, but stands at {found}, where another token of the batch "
         "does: one position holds one token",
     )
-    DECREASING = (
+    DECREASING_POSITION = (
         5,
         "a token must stand at {expected}, but stands at {found}, before the one that comes before "
         "it: put the tokens of a sequence in the order of their positions",
     )
-    UPDATE_PENDING = (
+    SHIFT_PENDING = (
         6,
         "keys that it would see were moved and are not rotated yet: "
         "cache = apply(cache, init_update(cache))",
@@ -58,10 +58,10 @@ class Reason(IntEnum):
     FRAGMENTED = (
         7,
         "it brings {expected} tokens and enough cells are free, but not in one run: "
-        "cache = apply(cache, defrag_plan(cache)), or make_room(cache, batch)",
+        "cache = apply(cache, defrag_plan(cache)), or compact(cache, batch)",
     )
     UNKNOWN_SEQUENCE = (8, "the batch names a sequence that the cache does not have")
-    LOST = (
+    CONTEXT_EVICTED = (
         9,
         "its next token stands at {found} and would need what a window has given up: "
         "forget the sequence (seq_rm) and compute it again, or keep more",
@@ -76,7 +76,7 @@ class Reason(IntEnum):
         "its token at {found} belongs to sequence {expected} too, but they do not share all that "
         "comes before it: fork one from the other (seq_cp), or give each a token of its own",
     )
-    HAS_SOURCE = (
+    ENCODER_ALREADY_WRITTEN = (
         12,
         "it has a source of {expected} tokens already, and one is written once: forget the "
         "sequence (seq_rm), which takes its source along",
@@ -98,11 +98,11 @@ class Reason(IntEnum):
     )
 
 
-class RefusedError(RuntimeError):
+class PlanRefusedError(RuntimeError):
     """A plan that was refused was asked to be carried out; the message says what to do."""
 
 
-class NoRoomError(RefusedError, ValueError):
+class OutOfCellsError(PlanRefusedError, ValueError):
     """A snapshot found too few cells, and nothing was changed."""
 
 
@@ -114,7 +114,7 @@ class Plan:
     ubatches: the parts to compute, in order, each a `Ubatch` with its slots. The slots of a refused
       plan are all past the last cell: applied and computed, it changes nothing.
     ok: `[]` bool, whether every token of the batch has a place. All or nothing.
-    reason: `[Q]` int32, a `Reason` for each sequence; FITS for one that is not in the batch. Where
+    reason: `[Q]` int32, a `Reason` for each sequence; OK for one that is not in the batch. Where
       a traced batch names an unknown sequence, all that would fit have UNKNOWN_SEQUENCE.
     fits: `[Q]` bool, sequences that would all fit together if they came without the others, the
       smallest first.
@@ -135,7 +135,7 @@ class Plan:
         """Return the plan if it will be carried out, else raise and say what to do.
 
         Raises:
-          RefusedError: when the plan was refused.
+          PlanRefusedError: when the plan was refused.
           TypeError: inside a transformation, where it is not known: look at `ok` there.
 
         Examples:
@@ -143,8 +143,9 @@ class Plan:
           >>> init_batch(cache, make_batch([1, 2, 3, 4, 5])).check()
           Traceback (most recent call last):
           ...
-          jaxkv.plan.RefusedError: the batch was refused, and nothing was changed.
-          sequence 0: NO_ROOM, free cells: wanted 5, got 4: remove a sequence (seq_rm), go on with \
+          jaxkv.plan.PlanRefusedError: the batch was refused, and nothing was changed.
+          sequence 0: OUT_OF_CELLS, free cells: wanted 5, got 4: remove a sequence (seq_rm), go on
+            with \
 those that fit (batch.only(plan.fits)), make a larger cache, or, with a window, plan fewer tokens \
 at once (ubatch_size=)
         """
@@ -155,12 +156,12 @@ at once (ubatch_size=)
         lines = ["the batch was refused, and nothing was changed."]
         expected, found = np.asarray(self.expected), np.asarray(self.found)
         for seq, code in enumerate(np.asarray(self.reason)):
-            if code != Reason.FITS:
+            if code != Reason.OK:
                 advice = Reason(code).advice.format(expected=expected[seq], found=found[seq])
                 lines.append(f"sequence {seq}: {Reason(code).name}, {advice}")
-        raise RefusedError("\n".join(lines))
+        raise PlanRefusedError("\n".join(lines))
 
-    def collect(self, logits: list[jax.Array]) -> jax.Array:
+    def gather_outputs(self, logits: list[jax.Array]) -> jax.Array:
         """Put the logits of all ubatches in the order of the batch.
 
         Args:

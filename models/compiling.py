@@ -33,7 +33,9 @@ def lower_steps(
             jobs.append(lowered.compile)
             out = lowered.out_info[2]
             blanks[_shape(ubatch)] = jnp.zeros(out.shape, out.dtype, device=model.logits_sharding)
-    logits = [plan.collect([blanks[_shape(ubatch)] for ubatch in plan.ubatches]) for plan in plans]
+    logits = [
+        plan.gather_outputs([blanks[_shape(ubatch)] for ubatch in plan.ubatches]) for plan in plans
+    ]
     return jobs, logits
 
 

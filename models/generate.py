@@ -66,7 +66,7 @@ def generate_texts(
       on_compile: called with the number of programs that are compiled and of those there are.
 
     Raises:
-      RefusedError: when the prompts do not fit the cache, before anything is compiled or run.
+      PlanRefusedError: when the prompts do not fit the cache, before anything is compiled or run.
       ModelError: when the cache does not fit the device, before it is made.
       ValueError: when there is no prompt, or one is empty.
     """

@@ -46,7 +46,7 @@ class Search:
       ubatch_size: the most tokens of a prompt that are computed at once.
 
     Raises:
-      RefusedError: when a prompt does not fit the cache.
+      PlanRefusedError: when a prompt does not fit the cache.
       ValueError: when there is no prompt, or one is empty.
       ModelError: when the cache does not fit the device.
     """
@@ -110,7 +110,7 @@ class Search:
 
     def _found(self, prompt: Sequence[int], beams: loops.Beams, **seconds: float) -> Found:
         model = self._model
-        finish = "length" if beams.reason == jaxkv.Reason.FITS else "full"
+        finish = "length" if beams.reason == jaxkv.Reason.OK else "full"
         rules = {"tokenizer": model.tokenizer, "stop_tokens": model.stop_tokens}
         there = beams.scores != -np.inf
         return Found(

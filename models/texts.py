@@ -18,7 +18,7 @@ def finish_of(reason: int) -> Finish:
     reason: of its `DecodeState`.
     """
     others: dict[int, Finish] = {
-        jaxkv.Reason.FITS: "no token",
+        jaxkv.Reason.OK: "no token",
         jaxkv.Reason.NONFINITE_LOGITS: "nonfinite logits",
     }
     return others.get(reason, "full")

@@ -188,8 +188,8 @@ for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\
 # %% [markdown]
 # The reasons have names. `UNKNOWN`: no text begins so. `NONE`: all that agrees was reused.
 # `EVICTED`: one that agrees further was let go of, so more holders or more cells would help. A
-# cache with windows may say `LOST`, and one of recurrent layers `NO_STATE`: they go on only where
-# a text was kept, which an engine learns where two prompts part.
+# cache with windows may say `CONTEXT_EVICTED`, and one of recurrent layers `NO_STATE`: they go on
+# only where a text was kept, which an engine learns where two prompts part.
 #
 # ## Tomorrow
 #

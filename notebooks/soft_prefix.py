@@ -80,7 +80,9 @@ def loss(prefix, weights, tokens):
     plan = jaxkv.init_batch(cache, batch)
     (ubatch,) = plan.ubatches
     _, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
-    logits = plan.collect([logits])[: len(sequences)]  # in the order of the batch, then padding
+    logits = plan.gather_outputs([logits])[
+        : len(sequences)
+    ]  # in the order of the batch, then padding
     each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1))
     is_last = np.diff(sequences, append=-1) != 0  # what comes after a text is not learnt
     return jnp.mean(each, where=~is_last)

@@ -99,7 +99,7 @@ def answers(weights, tokens):
     plan = jaxkv.init_batch(cache, batch)
     ubatch = plan.ubatches[0]
     _, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
-    return plan.collect([logits])[: tokens.size].reshape(texts, length, -1)
+    return plan.gather_outputs([logits])[: tokens.size].reshape(texts, length, -1)
 
 
 optimizer = optax.adam(1e-2)
@@ -312,6 +312,6 @@ assert not ok
 # - Keep one state for long, cheaply: `seq_cp(cache, 0, 3)`, to a text that is not used otherwise.
 # - `loops.speculate` takes back what was guessed wrong: it wants `max_rollback=` as large as
 #   `tries`, and says so.
-# - Keep the table alone, and undo with `go_back`: see "Going back" in `docs/design.md`.
+# - Keep the table alone, and undo with `rewind`: see "Going back" in `docs/design.md`.
 # - A real model: `models.load("ibm-granite/granite-4.0-h-350m")`, with
 #   `make_cache(max_rollback=8)`.

@@ -303,7 +303,7 @@ except ValueError as error:
 # %% [markdown]
 # To keep a cache as a checkpoint, donate from the second step on, or donate a copy of it,
 # `jax.tree.map(jnp.copy, cache)`. The loops of jaxkv make that copy unless they are told
-# `donate=True`. Here the table is given up too; to be able to `go_back`, donate the buffers alone
+# `donate=True`. Here the table is given up too; to be able to `rewind`, donate the buffers alone
 # (`jaxkv.split` and `merge`).
 
 # %% [markdown]
@@ -341,10 +341,10 @@ def read(weights, cache, tokens, is_ring):
     return cache, jax.nn.log_softmax(logits), ok
 
 
-def read_story(story, is_ring=False, make_room=lambda cache: cache):
+def read_story(story, is_ring=False, compact=lambda cache: cache):
     cache, said, fitted = model.make_cache(cells=CELLS), [], 0
     for start in range(0, len(story), CHUNK):
-        cache = make_room(cache)
+        cache = compact(cache)
         chunk = story[start : start + CHUNK]
         cache, logprobs, ok = read(model.weights, cache, chunk, is_ring)
         said.append(logprobs)
@@ -377,7 +377,7 @@ _, logits, *_ = jaxkv.prefill(  # all at once, which is the same as chunk by chu
     jaxkv.make_batch(story, outputs=np.ones(len(story), bool)),
 )
 ring, fitted_ring = read_story(story, is_ring=True)
-sliding, fitted_sliding = read_story(story, make_room=slide_when_full)
+sliding, fitted_sliding = read_story(story, compact=slide_when_full)
 assert fitted_ring == fitted_sliding == len(story)
 said = {"160 cells": jax.nn.log_softmax(logits), "a ring of 64": ring, "64, sliding": sliding}
 runs = {name: np.asarray(x)[np.arange(159), story[1:]] for name, x in said.items()}

@@ -224,7 +224,7 @@ def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, j
     for ubatch in plan.ubatches:
         cache, out = think(cache, ubatch)
         logits.append(out)
-    return cache, plan.collect(logits)
+    return cache, plan.gather_outputs(logits)
 
 
 @functools.cache
@@ -366,9 +366,15 @@ class Oracles(list[Side]):
         plans = [oracle.plan(tokens, **options) for oracle in self]
         # Faults are looked for in this order, in all parts before the next: a sequence refused
         # for one reason never gets to the next, and then no sequence gets cells.
-        of_order = ["NOT_NEXT", "GAP", "DUPLICATE", "DECREASING", "DIVERGED"]
+        of_order = [
+            "NOT_CONTIGUOUS",
+            "POSITION_GAP",
+            "DUPLICATE_POSITION",
+            "DECREASING_POSITION",
+            "DIVERGED",
+        ]
         faults: dict[int, Fault] = {}
-        for stage in (of_order, ["UPDATE_PENDING"]):
+        for stage in (of_order, ["SHIFT_PENDING"]):
             for seq, fault in (pair for plan in plans for pair in plan.faults.items()):
                 if fault.reason in stage:
                     faults.setdefault(seq, fault)

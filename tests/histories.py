@@ -69,7 +69,7 @@ def compute(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, l
                 n: jnp.concatenate([before[n][:, None], jnp.moveaxis(after[n], 0, 1)], axis=1)
                 for n in before
             }
-            last = jaxkv.steps_to_keep(ubatch, jaxkv.num_rollback_states(cache, layer) + 1)
+            last = jaxkv.state_write_steps(ubatch, jaxkv.num_rollback_states(cache, layer) + 1)
             written = {
                 "hash": jnp.take_along_axis(states["hash"], last, axis=1),
                 "trace": jnp.take_along_axis(states["trace"], last[..., None], axis=1),

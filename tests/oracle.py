@@ -462,7 +462,7 @@ class Oracle(Side):
             else:
                 too_big.append(seq)
         for seq in too_big:
-            faults |= dict.fromkeys(groups[seq], Fault("NO_ROOM", asks[seq], room[seq]))
+            faults |= dict.fromkeys(groups[seq], Fault("OUT_OF_CELLS", asks[seq], room[seq]))
         if faults:
             return Plan(faults=self._apart(asks, room, groups) | faults)
 
@@ -520,12 +520,12 @@ class Oracle(Side):
             usable = self.usable(stream)
             if self.contiguous:
                 found = self._find(usable, len(mine)) or []
-                reason = "FRAGMENTED" if len(usable) >= len(mine) else "NO_ROOM"
+                reason = "FRAGMENTED" if len(usable) >= len(mine) else "OUT_OF_CELLS"
             elif self.tiles:
                 mine.sort(key=lambda token: token.sequence)
-                found, reason = self._in_tiles(stream, mine), "NO_ROOM"
+                found, reason = self._in_tiles(stream, mine), "OUT_OF_CELLS"
             else:
-                found, reason = usable[: len(mine)], "NO_ROOM"
+                found, reason = usable[: len(mine)], "OUT_OF_CELLS"
             slots |= {token: (stream, i) for token, i in zip(mine, found, strict=False)}
             unplaced += [(token, reason) for token in mine[len(found) :]]
         return [slots[token] for token in tokens if token in slots], unplaced

@@ -106,21 +106,21 @@ class Side:
             elif seq in before:
                 expected = before[seq] + 1
                 if position == before[seq]:
-                    faults[seq] = Fault("DUPLICATE", expected, position)
+                    faults[seq] = Fault("DUPLICATE_POSITION", expected, position)
                 elif position < before[seq]:
-                    faults[seq] = Fault("DECREASING", expected, position)
+                    faults[seq] = Fault("DECREASING_POSITION", expected, position)
                 elif position > expected:
-                    faults[seq] = Fault("GAP", expected, position)
+                    faults[seq] = Fault("POSITION_GAP", expected, position)
             elif reached(seq) >= 0:
                 expected = reached(seq) + 1
                 if position != expected:
-                    faults[seq] = Fault("NOT_NEXT", expected, position)
+                    faults[seq] = Fault("NOT_CONTIGUOUS", expected, position)
             elif position < 0:  # a sequence that is empty starts anywhere, but there is no before 0
-                faults[seq] = Fault("NOT_NEXT", 0, position)
+                faults[seq] = Fault("NOT_CONTIGUOUS", 0, position)
             before[seq] = position
         for seq in set().union(*(token.owners for token in batch)) - set(faults):
             if self.is_pending(seq):
-                faults[seq] = Fault("UPDATE_PENDING", 0, 0)
+                faults[seq] = Fault("SHIFT_PENDING", 0, 0)
         return faults
 
     def cut(self, batch: list[Token], size: int | None) -> list[list[Token]]:

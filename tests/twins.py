@@ -90,7 +90,7 @@ class Twin:
             for seq, (reason, wanted, found) in enumerate(
                 np.stack([plan.reason, plan.expected, plan.found], axis=1).tolist()
             )
-            if reason != jaxkv.Reason.FITS
+            if reason != jaxkv.Reason.OK
         }
         assert np.flatnonzero(~np.asarray(plan.fits)).tolist() == sorted(faults)
         assert plan.ok.item() == all(one.ok for one in plans), jaxkv.show(self.cache)
@@ -256,11 +256,11 @@ class Twin:
                 oracle.defrag(moves, stream)
         self.cache = jaxkv.apply(self.cache, plan)
 
-    def go_back(self, past: tuple[Any, Oracles]) -> bool:
+    def rewind(self, past: tuple[Any, Oracles]) -> bool:
         """Return to the table of a past on both sides, if both find that it can be."""
         cache, oracles = past
         before = self.cache
-        self.cache, ok = jaxkv.go_back(jaxkv.split(cache)[0], before)
+        self.cache, ok = jaxkv.rewind(jaxkv.split(cache)[0], before)
         pairs = [*zip(self.oracles, oracles, strict=True)]
         can = {oracle.can_return_to(then) for oracle, then in pairs}  # None: it cannot tell
         assert not ok or False not in can

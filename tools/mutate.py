@@ -56,12 +56,12 @@ OPTIONS = [
 
 KNOWN_BY = {
     "jaxkv/window.py": "window limits stateful",
-    "jaxkv/stamp.py": "arguments stale going_back refusals batch recurrent",
+    "jaxkv/stamp.py": "arguments stale rewind refusals batch recurrent",
     "jaxkv/kv/cells.py": "arguments limits invariants traps streams "
-    "copies window shift stale going_back stateful refusals permutation sets every_argument "
+    "copies window shift stale rewind stateful refusals permutation sets every_argument "
     "unwritten_layers",
     "jaxkv/kv/reuse.py": "window copies stateful every_argument",
-    "jaxkv/kv/slots.py": "arguments limits traps window streams copies refusals going_back "
+    "jaxkv/kv/slots.py": "arguments limits traps window streams copies refusals rewind "
     "stale stateful recurrent every_argument sharding unwritten_layers prefix",
     "jaxkv/kv/stripes.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",

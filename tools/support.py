@@ -69,7 +69,7 @@ def with_source() -> Any:
     cache = jaxkv.make_hybrid_cache(
         (text, (0,)), (jaxkv.make_cross_attention_cache(cells=8, **sizes), (1,))
     )
-    (ubatch,) = jaxkv.init_source(cache, jaxkv.make_batch([1, 2, 3])).ubatches
+    (ubatch,) = jaxkv.init_encoder(cache, jaxkv.make_batch([1, 2, 3])).ubatches
     zeros = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
     return jaxkv.write(jaxkv.apply(cache, ubatch), 1, ubatch, zeros, zeros)
 
@@ -221,7 +221,7 @@ def checkpoint(trial: Trial) -> str:
 def back(trial: Trial) -> str:
     table, _ = jaxkv.split(trial.cache)
     later, _ = trial.told(trial.cache, [8])
-    cache, ok = jaxkv.go_back(table, later)
+    cache, ok = jaxkv.rewind(table, later)
     if not ok:
         raise Refused("ok is False")
     return trial.goes_on(cache, TOKENS - 1)
@@ -319,7 +319,7 @@ ROWS: dict[str, Callable[[Trial], str]] = {
     "`seq_div`, `init_update`": divide,
     "`defrag_plan`": defrag,
     "a cache kept as a checkpoint": checkpoint,
-    "`go_back`": back,
+    "`rewind`": back,
     "`decode`": generate,
     "`loops.speculate`": guess,
     "`loops.beam`": search,
@@ -335,7 +335,7 @@ def tried(verb: Callable[[Trial], str], trial: Trial) -> str:
         return verb(trial)
     except Refused as refusal:
         return str(refusal)
-    except (ValueError, jaxkv.RefusedError) as error:
+    except (ValueError, jaxkv.PlanRefusedError) as error:
         return type(error).__name__
 
 

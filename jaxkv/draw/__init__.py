@@ -10,7 +10,7 @@ Examples:
   Cache(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: 0 used)
   >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4] * 9]))
   >>> plan
-  Plan(refused: sequence 1 NO_ROOM)
+  Plan(refused: sequence 1 OUT_OF_CELLS)
   >>> jax.eval_shape(lambda: cache)
   Cache(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: shapes
   alone)

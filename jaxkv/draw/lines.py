@@ -65,7 +65,7 @@ def plan_line(plan: Plan) -> str:
         return f"Plan(ok, {ubatches})"
     reason, fits = _value(plan.reason), _value(plan.fits)
     assert reason is not None and fits is not None
-    refused = [(seq, Reason(code).name) for seq, code in enumerate(reason) if code != Reason.FITS]
+    refused = [(seq, Reason(code).name) for seq, code in enumerate(reason) if code != Reason.OK]
     shown = [f"sequence {seq} {name}" for seq, name in refused[:FEW]]
     more = [f"{len(refused) - FEW} more"] if len(refused) > FEW else []
     return f"Plan(refused: {', '.join(shown + more)})"

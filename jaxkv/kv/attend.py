@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
-from jaxkv.cache import View
+from jaxkv.cache import KVView
 from jaxkv.kv import slots
 from jaxkv.kv.buffers import (
     Buffers,
@@ -108,7 +108,7 @@ def view(
     *,
     causal: bool = True,
     until: jax.Array | None = None,
-) -> View:
+) -> KVView:
     """Return what the tokens of a ubatch see, see `jaxkv.view`."""
     until = _checked_until(until, ubatch, causal)
     held = _layer_of(buffers, layer)
@@ -266,13 +266,13 @@ def _viewed(
     mark: jax.Array,
     until: jax.Array | None,
     causal: bool,
-) -> View:
+) -> KVView:
     """Return the keys and values of each list's stream; all NaN, and seen, if it was edited.
 
     All NaN, too, where a token of the list would see what the layer or the ubatch lacks.
 
-    `mark` is as for `_written` and `until` `[R, T]` int32, see `sight_of`; `View` has the shapes of
-    what is returned.
+    `mark` is as for `_written` and `until` `[R, T]` int32, see `sight_of`; `KVView` has the shapes
+    of what is returned.
     """
     split = shares(table.rules, **sizes_of(held[0]))
     rows = rows_of(ubatch, split.streams)
@@ -307,7 +307,7 @@ def _viewed(
     streams = P(split.streams)
     in_specs = streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, P(rows)
     run = on_shares(table.rules, of_share, in_specs, out_specs)
-    return View(*run(table, ubatch, held, mark, until))
+    return KVView(*run(table, ubatch, held, mark, until))
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation"))

@@ -401,7 +401,7 @@ def of_cells(
     return chained(index, position, shift, stamp, *jnp.unstack(owners, axis=-1))
 
 
-def go_back(cells: C, old: C) -> tuple[C, jax.Array]:
+def rewind(cells: C, old: C) -> tuple[C, jax.Array]:
     """Return an older table that knows what was written since; and `ok`, `[]` bool.
 
     `ok` is whether nothing that the older table uses was written over or moved.

@@ -71,7 +71,7 @@ def make_kv_cache(
         keys carry no position. Left out, all works that moves no keys: `seq_add`, `seq_div`,
         `loops.slide` and `loops.extend` raise.
       placement: which cells a ubatch may get: "scattered", any, the lowest first; "contiguous", one
-        run of neighbours, which is refused when there is room but no run (see `make_room`);
+        run of neighbours, which is refused when there is room but no run (see `compact`);
         "striped", any, a few from each of `shards` runs in turn, so that on a mesh that splits
         cells a text is spread evenly over the devices; or "tiled", any, but first those of tiles of
         64 cells that no other sequence uses, while there are any, so that on a processor one pool

@@ -146,15 +146,15 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:
     Returns:
       `[R, T]` int32, a cell for each token; one that gets none (padding, or the ubatch has no
       place) has an index past the last cell. And `[R, T]` int32, for each token a `Reason`:
-      NO_ROOM, or FRAGMENTED where there is room but no run.
+      OUT_OF_CELLS, or FRAGMENTED where there is room but no run.
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """
     slots, apart = on_rows(cells, ubatch, _search, lambda _: P())
-    fault = jnp.where(apart, Reason.FRAGMENTED, Reason.NO_ROOM)
+    fault = jnp.where(apart, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)
     unplaced = ubatch.valid & (slots >= cells.num_cells)
     placed = ~jnp.any(unplaced) & ubatch.valid
-    return jnp.where(placed, slots, nowhere(slots)), jnp.where(unplaced, fault, Reason.FITS)
+    return jnp.where(placed, slots, nowhere(slots)), jnp.where(unplaced, fault, Reason.OK)
 
 
 def _search(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, View, merge, split
+from jaxkv.cache import Cache, KVView, merge, split
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.make import make_kv_cache
 from jaxkv.kv.table import CellTable
@@ -37,7 +37,7 @@ class Reader(NamedTuple):
 class CrossAttentionTable(CellTable):
     """The table of a cache for sources: that of attention, but what asks about a text passes by.
 
-    Sources go in as a batch does (`init_source`). A ubatch of text is a reader: it takes no cells,
+    Sources go in as a batch does (`init_encoder`). A ubatch of text is a reader: it takes no cells,
     and each of its tokens sees all cells of its sequence. Arrays have the shapes that `CacheTable`
     says.
 
@@ -156,7 +156,7 @@ class CrossAttentionTable(CellTable):
             _refuse_to_write()
         return super().write(buffers, layer, ubatch, *new)
 
-    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> View:
+    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
         """Return the sources, all of which are seen."""
         if not isinstance(ubatch.slots, Reader):
             return super().view(buffers, layer, ubatch, **options)
@@ -178,7 +178,7 @@ def make_cross_attention_cache(
     """Make an empty cache for sources: the part of a hybrid one for cross-attention.
 
     An encoder reads the source of a sequence once, and its keys and values are written for each
-    layer (`init_source`, `encode`). From then on every token of the text of that sequence sees all
+    layer (`init_encoder`, `encode`). From then on every token of the text of that sequence sees all
     of it, whatever its position. A sequence that has no source sees zeros there.
 
     Forks (`seq_cp`, `seq_select`) have the source of what they go on from, in place of their own,
@@ -213,7 +213,7 @@ def make_cross_attention_cache(
       ...     make_cross_attention_cache(cells=6, **sizes),
       ... )
       >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
-      >>> cache = apply(cache, init_source(cache, make_batch([[7, 8, 9], [5]])))
+      >>> cache = apply(cache, init_encoder(cache, make_batch([[7, 8, 9], [5]])))
       >>> cache = apply(cache, init_batch(cache, make_batch([0, 3])))
       >>> print(show(seq_cp(cache, 0, 1).cache))
       part 0, layers 0
@@ -263,5 +263,5 @@ def _check_until(until: Any) -> None:
 def _refuse_to_write() -> NoReturn:
     raise ValueError(
         "wanted queries alone for a layer of sources, which a text only looks at: keys and values "
-        "are written for the ubatch of init_source"
+        "are written for the ubatch of init_encoder"
     )

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import CacheTable, Findings, MaintenancePlan, Room, View, check_sizes
+from jaxkv.cache import CacheTable, Findings, KVView, MaintenancePlan, Room, check_sizes
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
 from jaxkv.kv.attend import attend, view, write
 from jaxkv.kv.buffers import Buffers, sizes_of
@@ -206,9 +206,9 @@ class CellTable(Cells, CacheTable):
         """See `defrag.plan_moves`."""
         return defrag.plan_moves(self, max_moves, self.spec)
 
-    def go_back(self, old: "CellTable") -> tuple["CellTable", jax.Array]:
-        """See `cells.go_back`."""
-        return cells.go_back(self, old)
+    def rewind(self, old: "CellTable") -> tuple["CellTable", jax.Array]:
+        """See `cells.rewind`."""
+        return cells.rewind(self, old)
 
     def faults(self) -> dict[str, jax.Array]:
         """See `cells.faults`."""
@@ -231,6 +231,6 @@ class CellTable(Cells, CacheTable):
         """See `attend.write`."""
         return write(self, buffers, layer, ubatch, *new)
 
-    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> View:
+    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
         """See `attend.view`."""
         return view(self, buffers, layer, ubatch, **options)

@@ -44,7 +44,7 @@ def begun(width: int, steps: int) -> Search:
         lengths=jnp.zeros(width, jnp.int32),
     )
     living = none._replace(scores=none.scores.at[0].set(0))
-    return Search(living, none, jnp.int32(0), jnp.int32(Reason.FITS))
+    return Search(living, none, jnp.int32(0), jnp.int32(Reason.OK))
 
 
 def exist(texts: Texts) -> jax.Array:
@@ -73,7 +73,7 @@ def goes_on(search: Search, penalty: jax.Array) -> jax.Array:
     length = jnp.where(penalty >= 0, steps, search.length)
     reach = _ranks(living._replace(lengths=jnp.full_like(living.lengths, length)), penalty)
     beaten = reach <= jnp.min(_ranks(search.ended, penalty))
-    more = (search.length < steps) & (search.reason == Reason.FITS)
+    more = (search.length < steps) & (search.reason == Reason.OK)
     return more & jnp.any(exist(living) & ~beaten)
 
 

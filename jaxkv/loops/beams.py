@@ -36,7 +36,7 @@ class Beams(NamedTuple):
     held: `[W]` int32, how many tokens of a text its sequence holds after the prompt; -1 where the
       sequence holds nothing, not even the prompt.
     reason: `[]` int32, a `Reason`: why the cache refused a step, or NONFINITE_LOGITS of a beam,
-      either of which ended the search; else FITS.
+      either of which ended the search; else OK.
     """
 
     tokens: jax.Array

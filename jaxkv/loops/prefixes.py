@@ -74,7 +74,7 @@ class Prefixes:
         """The cache and the store, to come back to while no buffer was copied or written."""
         return self._runner.cache, self.store
 
-    def go_back(self, then: tuple[Any, Store | None]) -> None:
+    def rewind(self, then: tuple[Any, Store | None]) -> None:
         """Take what `now` was back."""
         self._runner.cache, self.store = then
 

@@ -75,7 +75,7 @@ def prefill(
       `logits[:n]`; the sequence of all others is -1.
 
     Raises:
-      RefusedError: when there is no room or the batch is at fault. It is raised before anything
+      PlanRefusedError: when there is no room or the batch is at fault. It is raised before anything
         runs or is copied, so the cache is still there.
       ValueError: when `forward` gives back something else than a cache that it has written and
         logits `[O, V]`; when the plan is stale, has another number of tokens than the batch, or
@@ -124,8 +124,8 @@ def prefill(
         for ubatch in plan.ubatches:
             cache, out = take_step(forward, weights, cache, ubatch)
             logits.append(out)
-    sequences = plan.collect([_sequences_of(ubatch) for ubatch in plan.ubatches])
-    return PrefillResult(cache, plan.collect(logits), sequences, plan.ok, plan.reason)
+    sequences = plan.gather_outputs([_sequences_of(ubatch) for ubatch in plan.ubatches])
+    return PrefillResult(cache, plan.gather_outputs(logits), sequences, plan.ok, plan.reason)
 
 
 def _sequences_of(ubatch: Ubatch) -> Any:
@@ -230,7 +230,7 @@ def warm_up(
         for ubatch in plan.ubatches:
             _, buffers, out = step(weights, table, buffers, drop_unless(jnp.array(False), ubatch))
             logits.append(out)
-        plan.collect(logits)
+        plan.gather_outputs(logits)
     return merge(table, buffers) if donate else cache
 
 

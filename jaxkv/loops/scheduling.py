@@ -130,7 +130,7 @@ class Schedule:
         found = self._prefixes.fork(match, sequence) if near else match.found
         while not self._has_room(self.stream_of(text)):
             if not (gives_way and self._prefixes.let_go(self.stream_of(text))):
-                self._prefixes.go_back(then)
+                self._prefixes.rewind(then)
                 self._placed[sequence], text.sequence = None, -1
                 return False
         text.begin(match.source, found if near else self._prefixes.fork(match, sequence))

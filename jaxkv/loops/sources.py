@@ -11,7 +11,7 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.loops.donation import given
 from jaxkv.loops.programs import program_of
 from jaxkv.places import is_concrete, is_traced
-from jaxkv.planning.source import init_source
+from jaxkv.planning.source import init_encoder
 from jaxkv.verbs.apply import apply
 
 Encoder = Callable[[Any, Any, Ubatch], Any]
@@ -35,7 +35,7 @@ def encode(
         `prefill` is.
       weights: whatever the model wants.
       cache: a hybrid cache with a part of `make_cross_attention_cache`.
-      batch: the sources, see `init_source`.
+      batch: the sources, see `init_encoder`.
       donate: give up the buffers of the cache passed in, see `prefill`.
 
     Returns:
@@ -43,7 +43,7 @@ def encode(
       `[]` bool: when it is False the cache is the one passed in, bit for bit.
 
     Raises:
-      RefusedError: when there is no room, or a sequence has a source already.
+      PlanRefusedError: when there is no room, or a sequence has a source already.
       TypeError: when the cache has no part for sources.
       ValueError: when `encoder` gives back something else than a cache that it has written, or the
         cache was donated.
@@ -72,7 +72,7 @@ def encode(
 
     llama.cpp: `llama_encode`.
     """
-    plan = init_source(cache, batch)
+    plan = init_encoder(cache, batch)
     (ubatch,), known = plan.ubatches, is_concrete(plan.ok)
     if known:
         plan.check()

@@ -31,7 +31,7 @@ class DecodeState:
     active: `[T]` bool, the texts that go on.
     left: `[T]` int32, how many more tokens of a text may be picked.
     reason: `[T]` int32, a `Reason`: why the cache refused a text's token, NONFINITE_LOGITS, or
-      EDITED, each of which ended it; else FITS.
+      EDITED, each of which ended it; else OK.
     key: `[T]`, the random key of each text; each draw folds a number of its own into it.
     draw: `[T]` int32, the number of the next draw. It begins as the position of the token that is
       drawn, and counts tokens from then on, so that no draw repeats where positions come again.
@@ -126,7 +126,7 @@ def resume(
         sequence=ids,
         active=left > 0,
         left=left,
-        reason=jnp.full(count, Reason.FITS, jnp.int32),
+        reason=jnp.full(count, Reason.OK, jnp.int32),
         key=key,
         draw=draw,
         follows=follows,

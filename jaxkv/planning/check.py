@@ -63,21 +63,21 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
     batch = _complete(batch, ids, ranks[0], wanted, last)
     apart = None if batch.others is None else sets.apart(table, ids, ranks, batch)
     reason, expected, found = _faults(batch, ids, valid, ranks, last, apart)
-    for code, at_fault in ((Reason.UPDATE_PENDING, pending), (Reason.LOST, missing)):
-        at_fault = here & at_fault & (reason == Reason.FITS)
+    for code, at_fault in ((Reason.SHIFT_PENDING, pending), (Reason.CONTEXT_EVICTED, missing)):
+        at_fault = here & at_fault & (reason == Reason.OK)
         reason = jnp.where(at_fault, code, reason)
-        found = jnp.where(at_fault & (code == Reason.LOST), last + 1, found)
-    reason = jnp.where(foreign & (reason == Reason.FITS), Reason.UNKNOWN_SEQUENCE, reason)
+        found = jnp.where(at_fault & (code == Reason.CONTEXT_EVICTED), last + 1, found)
+    reason = jnp.where(foreign & (reason == Reason.OK), Reason.UNKNOWN_SEQUENCE, reason)
 
     # Sequences already refused do not count against capacity. One refused for room is told how many
     # cells were left.
     if batch.others is None:
-        fits, together, left = table.admit(jnp.where(reason == Reason.FITS, wanted, 0))
+        fits, together, left = table.admit(jnp.where(reason == Reason.OK, wanted, 0))
     else:
-        root, wanted = sets.wanted(ids, ranks[0], reason == Reason.FITS, batch)
+        root, wanted = sets.wanted(ids, ranks[0], reason == Reason.OK, batch)
         wanted, *room = wanted[root], *table.admit(wanted)
         fits, together, left = (one[root] for one in room)
-    reason = jnp.where(fits, reason, Reason.NO_ROOM)
+    reason = jnp.where(fits, reason, Reason.OUT_OF_CELLS)
     return Draft(
         table=table,
         batch=batch,
@@ -147,8 +147,14 @@ def _faults(
     right &= ~negative
     reason = jnp.select(
         [right, negative, ranks == 0, position == previous, position < previous],
-        [Reason.FITS, Reason.NEGATIVE_TOKEN, Reason.NOT_NEXT, Reason.DUPLICATE, Reason.DECREASING],
-        Reason.GAP,
+        [
+            Reason.OK,
+            Reason.NEGATIVE_TOKEN,
+            Reason.NOT_CONTIGUOUS,
+            Reason.DUPLICATE_POSITION,
+            Reason.DECREASING_POSITION,
+        ],
+        Reason.POSITION_GAP,
     ).astype(jnp.int32)
     wanted = previous + 1
     if apart is not None:
@@ -158,6 +164,6 @@ def _faults(
     # The first token at fault speaks for its sequence.
     index = jnp.where(right, end, jnp.arange(end, dtype=jnp.int32))
     worst = jnp.full(count, end, jnp.int32).at[ids].min(index, mode="drop")
-    answer = ((reason, Reason.FITS), (wanted, 0), (position, 0))
+    answer = ((reason, Reason.OK), (wanted, 0), (position, 0))
     reason, expected, found = (x.at[worst].get(mode="fill", fill_value=fill) for x, fill in answer)
     return reason, expected, found

@@ -56,12 +56,12 @@ def place(
     occupied = table.occupy(ubatch)
     after = table.digest_after(ubatch, occupied)
     ids = jnp.where(ubatch.valid, ubatch.sequences, draft.late.size)
-    fault = jnp.where(jnp.all(draft.reason == Reason.FITS), fault, Reason.FITS)
+    fault = jnp.where(jnp.all(draft.reason == Reason.OK), fault, Reason.OK)
     late = draft.late.at[ids].max(fault, mode="drop")
     if ubatch.others is not None:
         there = ubatch.valid[..., None] & (ubatch.others >= 0)
         ids = jnp.where(there, ubatch.others, draft.late.size)
-        late = late.at[ids].max(jnp.where(there, fault[..., None], Reason.FITS), mode="drop")
+        late = late.at[ids].max(jnp.where(there, fault[..., None], Reason.OK), mode="drop")
     late = jnp.where(mixed, Reason.MIXED_ROW, late)
     return replace(draft, table=occupied, late=late), replace(ubatch, after=after)
 
@@ -70,15 +70,15 @@ def place(
 def verdict(draft: Draft) -> Plan:
     """Return what came of a draft; the ubatches are put in by the caller."""
     reason, late = draft.late, draft.late != draft.reason
-    ok = jnp.all(reason == Reason.FITS)
+    ok = jnp.all(reason == Reason.OK)
     # Sequences that find cells, but perhaps no run of them once the others are left out.
-    apart = ~ok & (reason == Reason.FITS) & ~draft.together
+    apart = ~ok & (reason == Reason.OK) & ~draft.together
     reason = jnp.where(apart, Reason.FRAGMENTED, reason)
     return Plan(
         ubatches=(),
         ok=ok,
         reason=reason,
-        fits=reason == Reason.FITS,
+        fits=reason == Reason.OK,
         expected=jnp.where(late | apart, draft.wanted, draft.expected),
         found=jnp.where(late | apart, draft.left, draft.found),
     )

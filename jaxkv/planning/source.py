@@ -16,7 +16,7 @@ from jaxkv.planning.place import plan_one
 from jaxkv.tables import program
 
 
-def init_source(cache: Cache, batch: Batch) -> Plan:
+def init_encoder(cache: Cache, batch: Batch) -> Plan:
     """Plan where the sources of sequences go. Looks at the table only, and changes nothing.
 
     A source comes whole, since its tokens see each other: all of the batch is one ubatch, however
@@ -32,7 +32,7 @@ def init_source(cache: Cache, batch: Batch) -> Plan:
     Returns:
       A `Plan` of one ubatch. `apply` takes it in; `write` then writes the keys and values of each
       layer that looks at sources, as `encode` does. The text is not touched. A sequence that has a
-      source is refused, `Reason.HAS_SOURCE`.
+      source is refused, `Reason.ENCODER_ALREADY_WRITTEN`.
 
     Raises:
       TypeError: when it is no batch, or the cache has no part for sources.
@@ -44,7 +44,7 @@ def init_source(cache: Cache, batch: Batch) -> Plan:
       >>> text = make_kv_cache(cells=4, **sizes)
       >>> sources = make_cross_attention_cache(cells=4, **sizes)
       >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
-      >>> (ubatch,) = init_source(cache, make_batch([7, 8, 9])).ubatches
+      >>> (ubatch,) = init_encoder(cache, make_batch([7, 8, 9])).ubatches
       >>> k, v = jnp.zeros((1, 4, 1, 1)), jnp.array([2.0, 4.0, 6.0, 0.0]).reshape(1, 4, 1, 1)
       >>> cache = write(apply(cache, ubatch), 1, ubatch, k, v)
 
@@ -56,11 +56,12 @@ def init_source(cache: Cache, batch: Batch) -> Plan:
 
       It is written once:
 
-      >>> init_source(cache, make_batch([5])).check()
+      >>> init_encoder(cache, make_batch([5])).check()
       Traceback (most recent call last):
       ...
-      jaxkv.plan.RefusedError: the batch was refused, and nothing was changed.
-      sequence 0: HAS_SOURCE, it has a source of 3 tokens already, and one is written once: forget \
+      jaxkv.plan.PlanRefusedError: the batch was refused, and nothing was changed.
+      sequence 0: ENCODER_ALREADY_WRITTEN, it has a source of 3 tokens already, and one is written
+        once: forget \
 the sequence (seq_rm), which takes its source along
 
     llama.cpp: `llama_encode`.
@@ -87,5 +88,7 @@ the sequence (seq_rm), which takes its source along
 def _planned(table: Any, batch: Batch, ranks: tuple, index: jax.Array) -> Plan:
     """Plan a batch whose sequences must be empty; the arguments are those of `plan_one`."""
     plan = plan_one(table, batch, ranks, index, outputs=FEW)
-    reason = jnp.where(plan.reason == Reason.NOT_NEXT, Reason.HAS_SOURCE, plan.reason)
+    reason = jnp.where(
+        plan.reason == Reason.NOT_CONTIGUOUS, Reason.ENCODER_ALREADY_WRITTEN, plan.reason
+    )
     return replace(plan, reason=reason)

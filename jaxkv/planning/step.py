@@ -90,7 +90,7 @@ def plan_tokens(
 
 @program
 def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
-    """Return the plan of `plan_tokens`; a sequence that comes twice is refused as DUPLICATE."""
+    """Return the plan of `plan_tokens`; one that comes twice is refused as DUPLICATE_POSITION."""
     spec, (count, length) = table.spec, np.shape(valid)
     flat = make_batch(
         tokens.reshape(-1),
@@ -105,13 +105,13 @@ def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
     once = ~jnp.any(twice)
     order = jnp.where(flat.valid, jnp.arange(count * length, dtype=jnp.int32), NOWHERE)
     ubatch = replace(plan.ubatches[0], outputs=where.reshape(-1), order=order)
-    reason = jnp.where(twice, Reason.DUPLICATE, plan.reason)
+    reason = jnp.where(twice, Reason.DUPLICATE_POSITION, plan.reason)
     return replace(
         plan,
         ubatches=(drop_unless(once, ubatch),),
         ok=plan.ok & once,
         reason=reason,
-        fits=reason == Reason.FITS,
+        fits=reason == Reason.OK,
     )
 
 

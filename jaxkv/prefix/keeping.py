@@ -83,7 +83,7 @@ def fork(
     if source is None:
         return cache, store, found
     if not _can_copy(cache, source.holder, seq, found.length):
-        return cache, store, Found(0, Miss.NO_ROOM)
+        return cache, store, Found(0, Miss.OUT_OF_CELLS)
     cache, _ = seq_cp(cache, source.holder, seq, 0, found.length, donate=donate)
     return cache, touched(store, source), found
 
@@ -126,7 +126,7 @@ def remember(
       ...     cache = apply(cache, init_batch(cache, make_batch(tokens)))
       >>> cache, store, miss = prefix.remember(cache, store, [1, 2], 0)
       >>> miss.name
-      'LOST'
+      'CONTEXT_EVICTED'
       >>> cache, store, miss = prefix.remember(cache, store, [1, 2, 3, 4, 5, 6, 7], 0)
       >>> miss.name, prefix.held(cache, store)
       ('NONE', 5)
@@ -153,7 +153,7 @@ def remember(
         if common == other.tokens.size and np.all(mine[both] | ~theirs[both]):
             others, own = without(store, other), (other.holder,)
             break
-    return _kept(cache, others, text, own, donate) or (cache, store, Miss.NO_ROOM)
+    return _kept(cache, others, text, own, donate) or (cache, store, Miss.OUT_OF_CELLS)
 
 
 def evict(cache: Cache, store: Store, *, cells: int) -> tuple[Cache, Store]:

@@ -72,7 +72,7 @@ def resumable(cache: Cache, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, M
         )
         same = np.logical_and.accumulate(np.append(True, same[:last]))
         reasons = [
-            (there, Miss.LOST if table.spec.max_rollback is None else Miss.NO_STATE),
+            (there, Miss.CONTEXT_EVICTED if table.spec.max_rollback is None else Miss.NO_STATE),
             (whole, Miss.INCOMPLETE),
             (same, Miss.OTHER_TEXT),
         ]

@@ -20,9 +20,10 @@ class Miss(IntEnum):
     NONE: it was, as far as it agrees with one that is held.
     UNKNOWN: no text that is held begins with its first token.
     EVICTED: one that agrees with it further was held, and was let go of for others.
-    LOST: a window has taken cells that its next token would see, or they were removed.
+    CONTEXT_EVICTED: a window has taken cells that its next token would see, or they were removed.
     NO_STATE: a recurrent cache keeps no state that stands there.
-    NO_ROOM: it takes more cells than the store may hold, or more than a copy finds in its stream.
+    OUT_OF_CELLS: it takes more cells than the store may hold, or more than a copy finds in its
+      stream.
     INCOMPLETE: the sequence does not hold a token at each position from 0 on, or some were moved.
     OTHER_TEXT: the sequence holds tokens that are not the text's, or were computed elsewhere in it.
     """
@@ -30,9 +31,9 @@ class Miss(IntEnum):
     NONE = 0
     UNKNOWN = 1
     EVICTED = 2
-    LOST = 3
+    CONTEXT_EVICTED = 3
     NO_STATE = 4
-    NO_ROOM = 5
+    OUT_OF_CELLS = 5
     INCOMPLETE = 6
     OTHER_TEXT = 7
 

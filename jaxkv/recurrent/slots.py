@@ -40,16 +40,16 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, jax.Array]
       ubatch: the tokens, a row for each sequence; its `slots` are not looked at.
 
     Returns:
-      The slots; and `[R, T]` int32, for each token a `Reason`, FITS for all of them. Two rows of
+      The slots; and `[R, T]` int32, for each token a `Reason`, OK for all of them. Two rows of
       one sequence, of which the second would have to wait for the first, are refused by planning.
     """
     placed = jnp.any(ubatch.valid, axis=1)
-    new = placed[:, None] & (steps_to_keep(ubatch, states.earlier + 1) > 0)
+    new = placed[:, None] & (state_write_steps(ubatch, states.earlier + 1) > 0)
     cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), nowhere(new))
     cell = states.cell[ubatch.row_sequence, -1]
     source = jnp.where(placed, cell, nowhere(cell))
     stamp = states.stamp.at[ubatch.row_stream, source].get(mode="fill", fill_value=0)
-    fits = jnp.full(ubatch.valid.shape, Reason.FITS, jnp.int32)
+    fits = jnp.full(ubatch.valid.shape, Reason.OK, jnp.int32)
     return StateSlots(source=source, cells=cells, source_stamp=stamp), fits
 
 
@@ -142,7 +142,7 @@ def note_written(states: T, layer: int, ubatch: Ubatch, cells: jax.Array) -> T:
     return replace(states, holds=holds)
 
 
-def steps_to_keep(ubatch: Ubatch, count: int) -> jax.Array:
+def state_write_steps(ubatch: Ubatch, count: int) -> jax.Array:
     """Return how many tokens of its row are consumed after each of the last ones.
 
     What `write_states` wants in the last E + 1 places of a row are the states after so many tokens;
@@ -163,7 +163,7 @@ def steps_to_keep(ubatch: Ubatch, count: int) -> jax.Array:
     Examples:
       >>> cache = make_recurrent_cache(layers=1, states={"sum": ((), jnp.float32)}, sequences=2)
       >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4]]))
-      >>> [steps_to_keep(ubatch, 2).tolist() for ubatch in plan.ubatches]
+      >>> [state_write_steps(ubatch, 2).tolist() for ubatch in plan.ubatches]
       [[[0, 1], [0, 1]], [[1, 2]]]
     """
     if not isinstance(ubatch, Ubatch):
@@ -175,7 +175,7 @@ def steps_to_keep(ubatch: Ubatch, count: int) -> jax.Array:
 
 def _new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
     """Return how many states each sequence gets, `[Q]` int32, of rows that are placed, `[R]`."""
-    count = jnp.sum(steps_to_keep(ubatch, states.earlier + 1) > 0, axis=1, dtype=jnp.int32)
+    count = jnp.sum(state_write_steps(ubatch, states.earlier + 1) > 0, axis=1, dtype=jnp.int32)
     seq = jnp.where(placed, ubatch.row_sequence, states.sequences)
     return jnp.zeros((states.sequences,), jnp.int32).at[seq].set(count, mode="drop")
 
@@ -183,6 +183,6 @@ def _new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
 def _after(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
     """Return a field, `[R, T]`, of the tokens that states stand after; `[R, E + 1]`."""
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
-    kept = steps_to_keep(ubatch, states.earlier + 1)
+    kept = state_write_steps(ubatch, states.earlier + 1)
     index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]
     return jnp.take_along_axis(field, index, axis=1)

@@ -310,7 +310,7 @@ def _moved(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) ->
     return with_pairs(replace(states, position=position), ~drop & (position < later))
 
 
-def go_back(states: T, old: T) -> tuple[T, jax.Array]:
+def rewind(states: T, old: T) -> tuple[T, jax.Array]:
     """Return an older table that knows what was written since; and `ok`, `[]` bool.
 
     `ok` is whether no cell that the older table uses was given to another state since, or written.

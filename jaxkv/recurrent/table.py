@@ -213,9 +213,9 @@ class StateTable(States, CacheTable):
         del max_moves
         return EmptyPlan(spec=self.spec)
 
-    def go_back(self, old: "StateTable") -> tuple["StateTable", jax.Array]:
-        """See `states.go_back`."""
-        return states.go_back(self, old)
+    def rewind(self, old: "StateTable") -> tuple["StateTable", jax.Array]:
+        """See `states.rewind`."""
+        return states.rewind(self, old)
 
     def faults(self) -> dict[str, jax.Array]:
         """See `states.faults`."""
@@ -249,7 +249,7 @@ class StateTable(States, CacheTable):
             if state.shape != wanted:
                 raise ValueError(
                     f"wanted {name} [R, E + 1, ...] of {wanted}, got {state.shape}: give the "
-                    f"states after as many tokens as steps_to_keep(ubatch, {self.earlier + 1}) says"
+                    f"states after state_write_steps(ubatch, {self.earlier + 1}) tokens"
                 )
             new[name] = state
         table, new = write(self, layer, ubatch, new, old)
@@ -328,7 +328,7 @@ def make_recurrent_cache(
       ...     for t in range(ubatch.tokens.shape[1]):
       ...         x = jnp.where(ubatch.valid[:, t, None], x / 2 + ubatch.tokens[:, t, None], x)
       ...         after.append(x)
-      ...     last = steps_to_keep(ubatch, num_rollback_states(cache, 0) + 1)
+      ...     last = state_write_steps(ubatch, num_rollback_states(cache, 0) + 1)
       ...     x = jnp.take_along_axis(jnp.stack(after, 1), last[..., None], axis=1)
       ...     return write_states(cache, 0, ubatch, {"x": x})
       >>> plan = init_batch(cache, make_batch([8, 4, 2, 1]))

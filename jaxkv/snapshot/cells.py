@@ -23,7 +23,7 @@ from jaxkv.ops.latent import Latent, Values, value_dim
 from jaxkv.ops.quantised import Stored, zeros
 from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, END, count, fetched, nowhere
-from jaxkv.plan import NoRoomError
+from jaxkv.plan import OutOfCellsError
 from jaxkv.snapshot.chunks import put_in, taken_out
 from jaxkv.snapshot.parts import (
     Entries,
@@ -120,7 +120,7 @@ class CellPart(Part):
                 raise ValueError(
                     f"expected every layer to hold all tokens of sequence {seq}, got layers "
                     f"{np.flatnonzero(missing[stream]).tolist()} that were not written after an "
-                    f"apply; go back to the table before it (go_back)"
+                    f"apply; go back to the table before it (rewind)"
                 )
         owners = host.owners & _words(host, sequences)[..., None]
         stream, cell = (x.astype(np.int32) for x in np.nonzero(owners.any(axis=1)))
@@ -169,7 +169,7 @@ class CellPart(Part):
         marks[moves.new] = read("evicted_below")[moves.turn]
         left, open_cells, found = _let_go(table, marks)
         for one in np.flatnonzero(wanted > np.asarray(found)):
-            raise NoRoomError(
+            raise OutOfCellsError(
                 f"wanted {wanted[one]} cells of stream {one} for a snapshot, got {found[one]}, and "
                 f"nothing was changed: remove a sequence there (seq_rm), close the gaps where "
                 f"cells must be neighbours (defrag_plan), or make a cache with more cells"

@@ -157,8 +157,8 @@ def load_into(
 
     Raises:
       FileNotFoundError: when there is no such file.
-      NoRoomError: a ValueError, when a stream lacks the cells, or where they must be neighbours a
-        run of them.
+      OutOfCellsError: a ValueError, when a stream lacks the cells, or where they must be neighbours
+        a run of them.
       TypeError: when `model` is nothing that JSON holds, or the cache is shapes alone.
       ValueError: when it is no snapshot, of another version, damaged, of another model, of a cache
         that does not fit, or of 64-bit numbers that this JAX does not have; when the cache is

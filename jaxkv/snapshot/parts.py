@@ -111,7 +111,7 @@ class Part(ABC):
           anew: whether cells are chosen; else they are those that were saved.
 
         Raises:
-          NoRoomError: when cells are lacking.
+          OutOfCellsError: when cells are lacking.
         """
 
     @staticmethod

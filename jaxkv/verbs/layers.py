@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, View, check_made_for, merge, split
+from jaxkv.cache import Cache, KVView, check_made_for, merge, split
 from jaxkv.donation import names_donated
 from jaxkv.kv.buffers import Buffers
 from jaxkv.ops.attention.api import Implementation
@@ -67,7 +67,7 @@ def attend(
       ubatch, whose stream was edited since it was planned or applied, is written nowhere and gets
       NaN, and so does one that was never applied. A layer that was not written after an `apply`
       gives NaN to all tokens of the stream, until the cache goes back to a table from before
-      that `apply` (`go_back`) or all tokens of the stream are removed.
+      that `apply` (`rewind`) or all tokens of the stream are removed.
 
     A bias is a function of the position of a token, that of a cell and the number of a query head.
     The three are int32 of four dimensions, `[P, H, T, N]` where not 1, and broadcast together; so
@@ -84,7 +84,7 @@ def attend(
       ValueError: when shapes do not fit the cache, the layer is none of it, the ubatch was planned
         of a cache of another spec, the buffers were donated, the implementation cannot do it,
         `softcap` is not above 0, or `until` comes with `causal=False`; or it is a ubatch of
-        `init_source`, and the layer is of the text.
+        `init_encoder`, and the layer is of the text.
       TypeError: when a plan is passed and no ubatch, a list and no array, or an array that is not
         of floats; when the layer is no integer that is known while tracing, though the cache is
         not stacked, or `causal` no such bool; when a bias is not of floats, or closes over what is
@@ -177,7 +177,7 @@ def view(
     *,
     causal: bool = True,
     until: jax.Array | None = None,
-) -> View:
+) -> KVView:
     """Return what the tokens of a ubatch see of a layer, for attention of the caller's own.
 
     Keys and values are those of whole streams, as they lie in the buffers, so that holes, forks and
@@ -242,7 +242,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array
 
     Raises:
       ValueError: when the layer is none of the cache, the ubatch was planned for a cache of another
-        spec, the buffers were donated, or it is a ubatch of `init_source`.
+        spec, the buffers were donated, or it is a ubatch of `init_encoder`.
       TypeError: when it is no ubatch, the layer is no integer that is known while tracing, or the
         cache keeps no states.
 
@@ -271,7 +271,8 @@ def write_states(
       ubatch: the tokens. A row that the table did not take in (padding, a refused plan) is written
         nowhere, and nothing of a stale ubatch is.
       states: by name, `[R, E + 1, ...]`, the states after the last E + 1 valid tokens of each row,
-        the oldest first: after so many tokens as `steps_to_keep(ubatch, E + 1)` says. Where that
+        the oldest first: after so many tokens as `state_write_steps(ubatch, E + 1)` says. Where
+          that
         is 0 the state is older than the ubatch, and not written. `[R, ...]` will do where E is 0.
         Fewer than E + 1 are refused: the table lists what a ubatch leaves, so it must be there.
 

@@ -70,7 +70,7 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     return _defrag(table, max_moves=max_moves)
 
 
-def make_room(
+def compact(
     cache: Cache, batch: Batch, *, ubatch_size: int | None = None, donate: bool = False
 ) -> tuple[Cache, Plan, bool]:
     """Do what can be done so that a batch fits: rotate what is pending, then close the gaps.
@@ -96,7 +96,7 @@ def make_room(
       >>> batch = make_batch([4, 5])
       >>> init_batch(cache, batch).ok.item()
       False
-      >>> cache, plan, helped = make_room(cache, batch)
+      >>> cache, plan, helped = compact(cache, batch)
       >>> plan.ok.item(), helped
       (True, True)
     """

@@ -248,7 +248,7 @@ NOT_KEPT = {
     prefix.Miss.NONE: "nothing was kept from there",
     prefix.Miss.UNKNOWN: "nothing was kept of it",
     prefix.Miss.EVICTED: "what was kept from there had to give way",
-    prefix.Miss.LOST: "so has what was kept",
+    prefix.Miss.CONTEXT_EVICTED: "so has what was kept",
     prefix.Miss.INCOMPLETE: "what was kept has lost a passage",
     prefix.Miss.NO_STATE: "no state was kept from there",
 }

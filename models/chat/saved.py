@@ -88,7 +88,7 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
         chat = _taken_in(path, replace(chat, cache=jaxkv.clear(chat.cache)), goes, kept)
     except OSError as error:
         raise ChatError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except jaxkv.NoRoomError as error:
+    except jaxkv.OutOfCellsError as error:
         raise ChatError(f"{path} does not fit: {brief(error)}; start with more --cells.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChatError(f"{path} cannot be loaded: {brief(error)}.") from error
@@ -111,7 +111,7 @@ def _taken_in(
     held = dict(zip(latest, chat.store.holders, strict=False))
     try:
         cache = snapshot.load_into(path, chat.cache, sequences=goes | held, donate=True)
-    except jaxkv.NoRoomError:
+    except jaxkv.OutOfCellsError:
         held = {}
         cache = snapshot.load_into(path, chat.cache, sequences=goes, donate=True)
     texts = [

@@ -237,7 +237,7 @@ class Speaker:
                     state = replace(
                         state,
                         active=jnp.ones_like(state.active),
-                        reason=jnp.full_like(state.reason, jaxkv.Reason.FITS),
+                        reason=jnp.full_like(state.reason, jaxkv.Reason.OK),
                     )
             if writer.finish is not None:
                 break

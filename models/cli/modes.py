@@ -71,7 +71,7 @@ def continue_prompts(job: Job) -> int:
             made = generate_texts(
                 job.model, job.prompts, options, on_text=show, on_compile=progress
             )
-        except jaxkv.RefusedError:
+        except jaxkv.PlanRefusedError:
             split = options.streams == "split"
             where = "each stream of the cache" if split else "the cache"
             cells = cells_for(job.prompts, args.max_tokens, options.streams, samples=args.samples)
@@ -144,7 +144,7 @@ def search_beams(job: Job) -> int:
     sizes = job.given("max_tokens", "cells", "ubatch_size")
     try:
         search = Search(job.model, job.prompts, width=args.beams, **sizes)
-    except jaxkv.RefusedError:
+    except jaxkv.PlanRefusedError:
         needed = [cells_for([one], args.max_tokens, samples=args.beams) for one in job.prompts]
         raise InputError(too_long(job, "the cache", max(needed), alone=True)) from None
     found: list[Found] = []

@@ -102,7 +102,7 @@ class Recurrence(nnx.Module):
         x = jnp.where(valid, x, 0)
 
         states = jaxkv.read_states(cache, self.layer, ubatch)
-        counts = jaxkv.steps_to_keep(ubatch, jaxkv.num_rollback_states(cache, self.layer) + 1)
+        counts = jaxkv.state_write_steps(ubatch, jaxkv.num_rollback_states(cache, self.layer) + 1)
         x, tails = scans.convolve(x, states["conv"], self.conv[...], self.conv_bias[...], counts)
         parts = x.reshape(*x.shape[:2], c.heads, -1)
         gates = jnp.einsum("rthi,hio->rtho", parts, self.gates[...].astype(jnp.float32))

@@ -58,7 +58,7 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
             plan = jaxkv.init_batch(cache, batch, ubatch_size=size)
             if placement == "contiguous":
                 refused = plan.reason
-                cache, plan, helped = jaxkv.make_room(cache, batch, **rest)
+                cache, plan, helped = jaxkv.compact(cache, batch, **rest)
                 assert not helped or jaxkv.Reason.FRAGMENTED in refused.tolist()
                 helps += helped
             assert bool(plan.ok) == (step["rc"] == 0), (plan.reason, step["rc"])

@@ -134,7 +134,7 @@ EDITS = {
     "seq_cp": lambda m: jaxkv.seq_cp(m, 0, [1, 2]).cache,
     "seq_add": lambda m: jaxkv.seq_add(m, 0, 4, -1, -2).cache,
     "seq_div": lambda m: jaxkv.seq_div(m, 0, 0, -1, 2).cache,
-    "go_back": lambda m: jaxkv.go_back(jaxkv.split(m)[0], m)[0],
+    "rewind": lambda m: jaxkv.rewind(jaxkv.split(m)[0], m)[0],
     "seq_keep": lambda m: jaxkv.seq_keep(m, 1),
     "clear": jaxkv.clear,
 }

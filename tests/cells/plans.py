@@ -37,7 +37,7 @@ def tell(cache: Any, tokens: int | Sequence[int], sequences: Any = 0) -> tuple[A
     """Run tokens that fit; the cache, and the logits of the last of each sequence."""
     plan = plan_of(cache, tokens, sequences).check()
     cache, logits = think(cache, plan.ubatches[0])
-    return cache, plan.collect([logits])
+    return cache, plan.gather_outputs([logits])
 
 
 @functools.cache

@@ -209,8 +209,8 @@ class Machine(RuleBasedStateMachine):
         self.past = self.twin.fork()
 
     @rule()
-    def go_back(self) -> None:
-        self.twin.go_back(self.past)
+    def rewind(self) -> None:
+        self.twin.rewind(self.past)
 
     @rule()
     def back_to_the_value(self) -> None:

@@ -74,11 +74,11 @@ def test_seq_cp_shares_in_a_stream_and_copies_to_others(kind, before, dst, first
 
 
 @core
-def test_seq_cp_go_back_tells_copies_in_the_same_cells_apart():
+def test_seq_cp_rewind_tells_copies_in_the_same_cells_apart():
     cache = fed(TWO, 2, 2)
     one, other = (jaxkv.seq_cp(cache, seq, 3).cache for seq in (0, 1))
     assert drawing(one).split("|")[1] == drawing(other).split("|")[1]
-    assert jaxkv.go_back(one.table, one)[1] and not jaxkv.go_back(one.table, other)[1]
+    assert jaxkv.rewind(one.table, one)[1] and not jaxkv.rewind(one.table, other)[1]
 
 
 @core

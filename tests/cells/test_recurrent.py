@@ -102,7 +102,7 @@ def test_edits_of_hybrid_change_all_parts_or_none():
 
 
 @core
-def test_go_back_after_an_abort_is_exact_or_refused():
+def test_rewind_after_an_abort_is_exact_or_refused():
     """Traps 71 and 72; and the cache before is a value."""
     twin = told(kept=1, counts=(3, 2, 0), **HYBRID)
     past = twin.fork()
@@ -111,7 +111,7 @@ def test_go_back_after_an_abort_is_exact_or_refused():
         assert twin.step(ubatch, part)
         twin.compare()
         failed = twin.fork()
-        twin.go_back(past)
+        twin.rewind(past)
         twin.compare()
         twin.return_to(failed)
     twin.return_to(past)
@@ -125,7 +125,7 @@ def step(table, buffers, ubatch):
 
 
 @core
-def test_go_back_with_donated_buffers_finds_shared_states():
+def test_rewind_with_donated_buffers_finds_shared_states():
     """Trap 71: states that a second sequence holds are never written over."""
     twin = told(kept=1, counts=(3, 0, 0), kinds="ar")
     alone, _ = jaxkv.split(twin.cache)
@@ -136,18 +136,18 @@ def test_go_back_with_donated_buffers_finds_shared_states():
     for ubatch in plan.ubatches:
         table, buffers = step(table, buffers, ubatch)
     for past in (alone, shared):  # the same cells
-        twin.cache, ok = jaxkv.go_back(past, jaxkv.merge(table, buffers))
+        twin.cache, ok = jaxkv.rewind(past, jaxkv.merge(table, buffers))
         assert ok
     assert kept_of(*twin.parts()[:2]) == known
 
 
-def test_go_back_then_the_same_step_gives_the_same():
+def test_rewind_then_the_same_step_gives_the_same():
     """And a step of another stream is no hindrance."""
     for streams, others in ((1, []), (3, [3])):
         cache = tell(make(3, streams=streams), [1, 2])
         ubatch = planned(cache, [3])
         later, passed = walk(tell(cache, [], others) if others else cache, ubatch)
-        back, ok = jaxkv.go_back(jaxkv.split(cache)[0], later)
+        back, ok = jaxkv.rewind(jaxkv.split(cache)[0], later)
         assert ok
         assert_identical(jaxkv.apply(back, ubatch), back)  # what was written since is known: stale
         again, same = walk(back, planned(back, [3]))
@@ -198,7 +198,7 @@ def test_read_states_of_a_refused_plan_is_zero():
     cache, tokens = tell(make(3), [1, 2], [3]), np.full((3, WIDTH), 4)
     valid = np.arange(WIDTH) < [[1], [1], [0]]
     plan = plan_rows(cache, tokens, valid, tokens + 5)
-    assert plan.reason.tolist() == [Reason.NOT_NEXT, Reason.NOT_NEXT, Reason.FITS]
+    assert plan.reason.tolist() == [Reason.NOT_CONTIGUOUS, Reason.NOT_CONTIGUOUS, Reason.OK]
     _, passed = walk(cache, plan.ubatches[0])
     assert not any(np.any(x[:, 0]) for x in jax.tree.leaves(passed))
 
@@ -228,7 +228,7 @@ def test_steps_to_keep_skips_holes_in_a_row():
     tokens, valid = np.zeros((3, WIDTH), int), np.zeros((3, WIDTH), bool)
     valid[0, [1, 3, 4, 7]] = valid[1, 6] = True
     (ubatch,) = plan_rows(cache, tokens, valid).check().ubatches
-    assert jaxkv.steps_to_keep(ubatch, 3).tolist() == [[2, 3, 4], [0, 0, 1], [0, 0, 0]]
+    assert jaxkv.state_write_steps(ubatch, 3).tolist() == [[2, 3, 4], [0, 0, 1], [0, 0, 0]]
     table = jaxkv.apply(cache, ubatch).table
     assert table.position.tolist() == [[0, 1, 2, 3], [-1, -1, -1, 0], [-1] * 4]
     stamps = np.asarray(ubatch.stamps)
@@ -273,7 +273,7 @@ def test_write_states_donated_copies_no_layer():
             lambda m: jaxkv.seq_div(jaxkv.seq_add(m, 0, 4, -1, -2).cache, 0, 0, -1, 2).cache,
             layer / 100,
         ),
-        (lambda m: jaxkv.go_back(jaxkv.split(m)[0], m)[0], layer / 100),
+        (lambda m: jaxkv.rewind(jaxkv.split(m)[0], m)[0], layer / 100),
     ):
         compiled = jax.jit(edit, donate_argnums=0).lower(cache, *args).compile()
         assert hlo.temporary_bytes(compiled) < most
@@ -300,7 +300,7 @@ def test_prefill_of_forgotten_tokens_computes_them_anew():
     for forgotten in (
         jaxkv.seq_rm(cache, 0)[0],
         jaxkv.clear(cache),
-        jaxkv.go_back(jaxkv.split(empty)[0], cache)[0],
+        jaxkv.rewind(jaxkv.split(empty)[0], cache)[0],
     ):
         again, total = summed(forgotten, 1, 2, weight=1)
         assert total.item() == 3
@@ -350,7 +350,7 @@ def test_write_states_wrong_layer_states_or_shapes_raise():
         write(trace=states["trace"][:, 0])
     for count in (1, 3, 5):  # a row of one token leaves one state, and all four are wanted
         some = {n: np.zeros((3, count, *s.shape[2:])) for n, s in states.items()}
-        wanted = rf"of \(3, 4\), got \(3, {count}\): .* as steps_to_keep\(ubatch, 4\) says"
+        wanted = rf"of \(3, 4\), got \(3, {count}\): .* as state_write_steps\(ubatch, 4\) says"
         with pytest.raises(ValueError, match=wanted):
             write(**some)
 

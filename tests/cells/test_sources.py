@@ -164,7 +164,7 @@ def slid(cache):
 
 
 def gone_back(cache):
-    return jaxkv.go_back(jaxkv.split(cache)[0], tell(cache, [[3]], [0])[0])[0]
+    return jaxkv.rewind(jaxkv.split(cache)[0], tell(cache, [[3]], [0])[0])[0]
 
 
 def loaded(cache, **options):
@@ -194,8 +194,8 @@ def test_edits_move_sources_with_whole_sequences(streams, name):
 def test_init_source_has_a_row_for_each_source():
     """And not one row for all: an encoder compares tokens of a row."""
     batch = make_batch([A, B, D], sequences=[0, 1, 3])
-    (ubatch,) = jaxkv.init_source(make(), batch).ubatches
-    traced = jax.jit(lambda cache: jaxkv.init_source(cache, batch).ubatches[0])(make())
+    (ubatch,) = jaxkv.init_encoder(make(), batch).ubatches
+    traced = jax.jit(lambda cache: jaxkv.init_encoder(cache, batch).ubatches[0])(make())
     assert ubatch.valid.shape == (4, 8)
     assert_identical(traced, ubatch)  # the tokens are known there too
     rows = zip(ubatch.sequences, ubatch.valid, strict=True)
@@ -241,11 +241,13 @@ def test_sources_bad_call_raises(call, outcome):
 @core
 def test_init_source_refused_names_reasons_and_changes_nothing():
     cache = filled()
-    with pytest.raises(jaxkv.RefusedError, match="HAS_SOURCE, it has a source of 5 tokens"):
+    with pytest.raises(
+        jaxkv.PlanRefusedError, match="ENCODER_ALREADY_WRITTEN, it has a source of 5 tokens"
+    ):
         encode(cache, [[1]], [0])
-    plan = jaxkv.init_source(cache, make_batch([[1] * 30, [2]], sequences=[2, 0]))
+    plan = jaxkv.init_encoder(cache, make_batch([[1] * 30, [2]], sequences=[2, 0]))
     reasons = [jaxkv.Reason(int(one)).name for one in plan.reason]
-    assert reasons == ["HAS_SOURCE", "FITS", "NO_ROOM", "FITS"]
+    assert reasons == ["ENCODER_ALREADY_WRITTEN", "OK", "OUT_OF_CELLS", "OK"]
     assert_identical(jaxkv.apply(cache, plan), cache)
     reader = jaxkv.init_batch(cache, make_batch([1] * 40, sequences=0)).ubatches[0]
     q = jnp.ones((*reader.valid.shape, 2, SIZE // 2))
@@ -270,10 +272,10 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     # Between apply and the last layer: of the source, and of the text.
     for edited in (encode(after, [[7]], [2]), jaxkv.seq_rm(after, 3)[0], jaxkv.clear(after)):
         assert np.isnan(jaxkv.attend(edited, CROSS, ubatch, q)[1]).all()
-    plan = jaxkv.init_source(cache, make_batch([7], sequences=2))
+    plan = jaxkv.init_encoder(cache, make_batch([7], sequences=2))
     assert not jaxkv.is_current(tell(cache, [[3]], [2])[0], plan.ubatches[0])
     gone, _ = jaxkv.seq_rm(cache, 1)  # and the cells of its source are written over
-    assert not jaxkv.go_back(jaxkv.split(cache)[0], encode(gone, [[1]], [2]))[1]
+    assert not jaxkv.rewind(jaxkv.split(cache)[0], encode(gone, [[1]], [2]))[1]
 
 
 @core
@@ -344,7 +346,7 @@ def test_sources_beside_states():
 
     plan = jaxkv.init_batch(cache, make_batch([[0, 1], [0, 3]]))
     cache, logits = step(cache, *plan.ubatches)
-    assert_said(plan.collect([logits]), (A, B), ([0, 1], [0, 3]))
+    assert_said(plan.gather_outputs([logits]), (A, B), ([0, 1], [0, 3]))
     assert jaxkv.seq_pos_max(cache, range(Q)).tolist() == [1, 1, -1, -1]
 
 

@@ -50,7 +50,7 @@ def traced_rows(cache, tokens, sequences, valid):
     batch = make_batch(tokens, sequences=sequences, valid=valid, outputs=valid)
     plan = jaxkv.init_batch(cache, batch)
     cache, logits = think(cache, plan.ubatches[0])
-    return cache, plan.collect([logits]), plan.reason
+    return cache, plan.gather_outputs([logits]), plan.reason
 
 
 @core

@@ -33,7 +33,7 @@ def everything(cache, seq, other, p0, p1):
         "check_invariants": jaxkv.check_invariants(cache),
         "update": jaxkv.apply(moved, jaxkv.init_update(moved)),
         "defrag": jaxkv.apply(cache, jaxkv.defrag_plan(cache)),
-        "go_back": jaxkv.go_back(jaxkv.split(moved)[0], cache),
+        "rewind": jaxkv.rewind(jaxkv.split(moved)[0], cache),
     }
 
 

@@ -86,7 +86,7 @@ def test_make_kv_cache_cells_are_exact_and_all_usable():
     """Trap 22, and ollama's edge 07: a batch longer than the cache is refused at once."""
     cache = jaxkv.make_kv_cache(layers=1, cells=1, kv_heads=1, head_dim=2)
     refused = plan_of(cache, 2)
-    assert (*refused.reason, *refused.expected, *refused.found) == (Reason.NO_ROOM, 2, 1)
+    assert (*refused.reason, *refused.expected, *refused.found) == (Reason.OUT_OF_CELLS, 2, 1)
     cache = jaxkv.apply(cache, plan_of(cache, 1))
     assert jaxkv.show(cache).split() == ["owner", "0", "position", "0"]
     assert not plan_of(cache, 1).ok
@@ -124,7 +124,7 @@ def test_make_batch_outputs_are_the_last_of_each_sequence():
     plan = jaxkv.init_batch(drawn(""), batch, ubatch_size=8)
     (ubatch,) = plan.ubatches
     logits = ubatch.tokens.reshape(-1)[ubatch.outputs]  # of a model that says what it is told
-    assert plan.collect([logits[:, None]])[:, 0].tolist() == [6, 7]
+    assert plan.gather_outputs([logits[:, None]])[:, 0].tolist() == [6, 7]
 
 
 @pytest.mark.core
@@ -137,10 +137,10 @@ def test_init_batch_sets_in_any_order_are_one_plan():
 
 
 @pytest.mark.core
-def test_go_back_takes_a_token_from_all_its_sequences():
+def test_rewind_takes_a_token_from_all_its_sequences():
     """Trap 70: llama.cpp cuts an aborted token back in one of its sequences."""
     cache = drawn("0{0,1} 1{0,1}")
     later = jaxkv.apply(cache, plan_of(cache, 1, sets=[[0, 1]]))
     assert jaxkv.seq_pos_max(later, [0, 1]).tolist() == [2, 2]
-    back, ok = jaxkv.go_back(jaxkv.split(cache)[0], later)
+    back, ok = jaxkv.rewind(jaxkv.split(cache)[0], later)
     assert ok and drawing(back) == drawing(cache)

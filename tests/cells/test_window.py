@@ -82,7 +82,7 @@ def test_init_batch_takes_cells_that_no_next_token_sees(cells, count, after, evi
     cache = drawn(cells, NEAR)
     plan = plan_of(cache, count)
     if after is None:
-        assert not plan.ok and plan.reason[0] == Reason.NO_ROOM
+        assert not plan.ok and plan.reason[0] == Reason.OUT_OF_CELLS
         return
     cache = jaxkv.apply(cache, plan)
     assert drawing(cache) == after and cache.table.evicted_below.tolist() == evicted_below
@@ -192,7 +192,7 @@ def test_marks_never_fall_when_moved_cells_are_taken(kind):
 @core
 def test_init_batch_token_that_sees_all_cells_finds_no_room():
     kind = Kind("short", cells=3, sequences=3, windows=NEAR.windows)
-    assert plan_of(drawn("0{0} 1{0} 2{0}", kind)).reason.tolist() == [Reason.NO_ROOM, 0, 0]
+    assert plan_of(drawn("0{0} 1{0} 2{0}", kind)).reason.tolist() == [Reason.OUT_OF_CELLS, 0, 0]
 
 
 @core
@@ -207,12 +207,12 @@ def test_apply_takes_nothing_in_another_stream():
     assert cache.table.evicted_below[0] == 2
 
 
-def test_go_back_is_refused_once_a_ubatch_took_cells():
+def test_rewind_is_refused_once_a_ubatch_took_cells():
     """Trap 72. llama.cpp has lost them; here the cache before is a value and still has them."""
     cache = one_by_one(NEAR.make(), 6)
     aborted = jaxkv.apply(cache, plan_of(cache, 2))
     assert drawing(aborted) == "6{0} 7{0} 2{0} 3{0} 4{0} 5{0}"
-    back, ok = jaxkv.go_back(jaxkv.split(cache)[0], aborted)
+    back, ok = jaxkv.rewind(jaxkv.split(cache)[0], aborted)
     assert not ok
     assert_identical(back, aborted)
     assert drawing(cache) == "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}" and resumable(cache) == [*range(7)]

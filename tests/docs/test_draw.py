@@ -136,7 +136,7 @@ def test_repr_of_plans_batches_and_states_is_one_line():
     assert repr(plan) == "Plan(ok, 1 ubatch: 1 x 4 tokens)"
     assert repr(plan.ubatches[0]).endswith("rows=1, tokens=4: 3 valid of sequences [1, 5])")
     refused = jaxkv.init_batch(cache, make_batch([1] * 30, sequences=1))
-    assert repr(refused) == "Plan(refused: sequence 1 NO_ROOM)"
+    assert repr(refused) == "Plan(refused: sequence 1 OUT_OF_CELLS)"
     assert repr(jax.eval_shape(lambda: plan)) == "Plan(1 ubatch: 1 x 4 tokens; values not known)"
     assert repr(make_batch([1] * 9)) == "Batch(tokens=int32[9], sequences=int32[9], valid=bool[9])"
     state = jaxkv.loops.start(cache, [5, 7])

@@ -43,7 +43,7 @@ def computed_anew(forward, weights, make):
         batch = make_batch(rows, valid=place < length, outputs=place == length - 1)
         (ubatch,) = (plan := jaxkv.init_batch(cache, batch)).ubatches
         cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
-        return plan.collect([logits])
+        return plan.gather_outputs([logits])
 
     def logits_after(texts, weights=weights):
         padded = np.zeros((WIDTH, len(PROMPT) + STEPS), np.int32)
@@ -110,7 +110,7 @@ def test_beam_matches_search_without_cache(kind):
         stop = STOPS[number]
         after, beams = search(cache, logits[0], stop=stop, penalty=penalty)
         assert_found(beams, searched(tiny(), stop=stop, penalty=penalty))
-        assert beams.reason == jaxkv.Reason.FITS
+        assert beams.reason == jaxkv.Reason.OK
         assert_sound(after)
 
 
@@ -158,7 +158,7 @@ def crowded(left):
 def test_beam_full_cache_ends_search():
     for steps in range(STEPS - 1):
         after, beams = search(*crowded(steps * WIDTH), stop=NONE)
-        assert beams.reason == jaxkv.Reason.NO_ROOM
+        assert beams.reason == jaxkv.Reason.OUT_OF_CELLS
         assert beams.lengths.tolist() == [steps + 1] * WIDTH and set(beams.held.tolist()) == {steps}
         assert_found(beams, searched(tiny(), steps=steps + 1))
         assert_sound(after)
@@ -166,7 +166,7 @@ def test_beam_full_cache_ends_search():
 
 
 def test_beam_ends_once_nothing_better_can_come():
-    for penalty, reason in ((0.0, "FITS"), (-1.0, "FITS"), (1.0, "NO_ROOM")):
+    for penalty, reason in ((0.0, "OK"), (-1.0, "OK"), (1.0, "OUT_OF_CELLS")):
         after, beams = search(*crowded(0), stop=STOPS[2], penalty=penalty)
         assert beams.reason == jaxkv.Reason[reason], penalty
         assert_found(beams, searched(tiny(), stop=STOPS[2], penalty=penalty, steps=1))
@@ -200,7 +200,7 @@ def test_beam_fewer_texts_than_width():
         none = [((), -np.inf)] * (WIDTH - found)
         assert len(wanted) == found
         assert_found(beams, wanted + none)
-        assert beams.reason == jaxkv.Reason.FITS
+        assert beams.reason == jaxkv.Reason.OK
         assert ends(after, range(WIDTH)) == (len(PROMPT) - 1 + beams.held).tolist()
         assert_sound(after)
 

@@ -91,7 +91,7 @@ def plan(i):
     cache = caches()[i]
     for ids in ([i % 3] * 3, [0, 1, 2], [0, 0, 0, 1], [2, 1, 2, 0], [i % 3]):
         made = jaxkv.init_batch(cache, make_batch(range(len(ids)), sequences=ids), ubatch_size=4)
-        made.collect([think(cache, ubatch)[1] for ubatch in made.ubatches])
+        made.gather_outputs([think(cache, ubatch)[1] for ubatch in made.ubatches])
     ids, tokens = np.arange(3), np.arange(3) + i
     think(cache, step(cache, tokens, (ids + i) % 3, ids != i)[0])
 

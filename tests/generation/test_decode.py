@@ -122,7 +122,7 @@ def test_decode_full_cache_ends_texts_without_room(kind):
     after, state, picked = decoded(cache, state, steps=6)
     made = (picked.tokens >= 0).sum(axis=1).tolist()
     assert made == ([6, 2, 6] if kind is SPLIT else [2, 1, 1])
-    assert state.reason.tolist() == ([0, 1, 0] if kind is SPLIT else [1, 1, 1])  # NO_ROOM
+    assert state.reason.tolist() == ([0, 1, 0] if kind is SPLIT else [1, 1, 1])  # OUT_OF_CELLS
     assert not state.active.any()
     assert_sound(after)
     for seq in range(3):

@@ -38,7 +38,7 @@ def test_begin_broken_logits_end_the_text_by_name(sampler, wrong):
     logits = jnp.array([[0.0, wrong, 1.0, 2.0], [0.0, -jnp.inf, 1.0, 2.0]])
     forked = jaxkv.seq_cp(cache, 0, 1).cache
     state, picked = loops.begin(sampler, forked, logits, sequences=[0, 1])
-    assert state.reason.tolist() == [Reason.NONFINITE_LOGITS, Reason.FITS]
+    assert state.reason.tolist() == [Reason.NONFINITE_LOGITS, Reason.OK]
     assert state.active.tolist() == [False, True]
     assert picked.tokens[0, 0] == -1 and picked.tokens[1, 0] in (0, 2, 3)
     assert np.isnan(picked.logprobs).tolist() == [[True], [False]]

@@ -138,7 +138,7 @@ def test_state_from_before_an_edit_ends_its_text(edit):
 def test_prefill_in_jit_refused_returns_cache():
     inside = jax.jit(lambda m, t: jaxkv.prefill(forward, None, m, make_batch(t)))
     result = inside(filled(4), jnp.ones(9, jnp.int32))
-    assert not result.ok and result.reason[0] == jaxkv.Reason.NO_ROOM
+    assert not result.ok and result.reason[0] == jaxkv.Reason.OUT_OF_CELLS
     assert_identical(result.cache, filled(4))
 
 
@@ -179,7 +179,7 @@ def test_prefill_derivative_same_in_jit():
 @pytest.mark.parametrize("donate", [False, True])
 def test_prefill_refused_leaves_cache(donate):
     cache = jax.tree.map(jnp.copy, filled(4))
-    with pytest.raises(jaxkv.RefusedError, match="NO_ROOM"):
+    with pytest.raises(jaxkv.PlanRefusedError, match="OUT_OF_CELLS"):
         jaxkv.prefill(forward, None, cache, make_batch([1] * 99), ubatch_size=4, donate=donate)
     assert_identical(cache, filled(4))
 

@@ -61,9 +61,9 @@ def beam(m, logits, width=1):
     return loops.beam(*MODEL, m, logits, width=width, steps=1)
 
 
-OTHERS = """attend check_invariants clear go_back held init_full init_update is_current
+OTHERS = """attend check_invariants clear rewind held init_full init_update is_current
 make_rope make_cross_attention_cache merge nbytes num_rollback_states read_states save show split
-step_of steps_to_keep used view warm_up write write_states"""
+step_of state_write_steps used view warm_up write write_states"""
 # These are given no lists, or what a call above has made
 
 

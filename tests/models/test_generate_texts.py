@@ -50,7 +50,7 @@ def test_generate_texts_stop_token_ends_its_text_alone(texts, letters_model):
 
 
 def test_generate_texts_too_long_is_refused_before_compiling(texts):
-    with pytest.raises(jaxkv.RefusedError):
+    with pytest.raises(jaxkv.PlanRefusedError):
         texts(cells=10, on_compile=lambda done, total: pytest.fail("compiling"))
 
 

@@ -121,9 +121,9 @@ def test_collect_restores_the_order_of_the_batch(split_by):
     for ubatch in plan.ubatches:  # a model whose logits are the token itself
         logits.append(ubatch.tokens.reshape(-1)[ubatch.outputs][:, None] * jnp.ones((1, 2)))
         assert ubatch.valid.sum() <= 4
-    assert plan.collect(logits)[:, 0].tolist() == tokens[outputs].tolist()
+    assert plan.gather_outputs(logits)[:, 0].tolist() == tokens[outputs].tolist()
     plan = jaxkv.init_batch(started(), make_batch([1], outputs=[False]))
-    assert plan.collect([jnp.ones((8, 2))]).shape == (0, 2)
+    assert plan.gather_outputs([jnp.ones((8, 2))]).shape == (0, 2)
 
 
 def test_init_batch_traced_list_has_room_for_every_output():
@@ -183,7 +183,7 @@ def test_extra_and_its_name_are_part_of_the_content():
     batches = [make_batch([1, 2], extra=extra) for extra in extras]
     after = [jaxkv.apply(cache, jaxkv.init_batch(cache, batch)) for batch in batches]
     for one in after:
-        assert [bool(jaxkv.go_back(one.table, other)[1]) for other in after].count(True) == 1
+        assert [bool(jaxkv.rewind(one.table, other)[1]) for other in after].count(True) == 1
 
 
 def test_extra_of_64_bits_becomes_32_where_it_fits():

@@ -16,14 +16,14 @@ from tests.mistakes import assert_raises, mistakes
 FAULTS = {
     # name: the batch's sequences, its positions, and which are refused, and how. Sequence 0 holds 5
     # tokens, 1 holds 3 and 2 none; 4 cells are free.
-    "no-room-for-one": ([2, 0, 2, 2, 2, 1, 1], None, {2: (Reason.NO_ROOM, 4, 1)}),
-    "before-zero": ([2, 2, 2], [-1, 0, 1], {2: (Reason.NOT_NEXT, 0, -1)}),
-    "gap": ([1, 1, 1], [3, 4, 6], {1: (Reason.GAP, 5, 6)}),
-    "decreasing": ([1, 1, 1], [3, 4, 3], {1: (Reason.DECREASING, 5, 3)}),
+    "no-room-for-one": ([2, 0, 2, 2, 2, 1, 1], None, {2: (Reason.OUT_OF_CELLS, 4, 1)}),
+    "before-zero": ([2, 2, 2], [-1, 0, 1], {2: (Reason.NOT_CONTIGUOUS, 0, -1)}),
+    "gap": ([1, 1, 1], [3, 4, 6], {1: (Reason.POSITION_GAP, 5, 6)}),
+    "decreasing": ([1, 1, 1], [3, 4, 3], {1: (Reason.DECREASING_POSITION, 5, 3)}),
     "each-its-own": (
         [0, 1, 1, 2],
         [9, 3, 3, 7],
-        {0: (Reason.NOT_NEXT, 5, 9), 1: (Reason.DUPLICATE, 4, 3)},
+        {0: (Reason.NOT_CONTIGUOUS, 5, 9), 1: (Reason.DUPLICATE_POSITION, 4, 3)},
     ),
 }
 
@@ -49,7 +49,7 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
         assert len(np.unique(ubatch.slots)) == ubatch.slots.size
     assert_unchanged_by(cache, plan)
 
-    with pytest.raises(jaxkv.RefusedError) as refused:
+    with pytest.raises(jaxkv.PlanRefusedError) as refused:
         plan.check()
     lines = str(refused.value).splitlines()[1:]
     for line, (seq, (reason, *numbers)) in zip(lines, expected.items(), strict=True):
@@ -61,11 +61,11 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
 @pytest.mark.parametrize(
     ("free", "size", "sequences", "wanted"),
     [
-        ([0, 1, 3, 4, 6, 7, 9, 10], 3, [1] * 8, [Reason.FRAGMENTED, Reason.FITS]),  # no run of 3
-        ([0, 1, 2, 4, 5, 7, 8, 10], 3, [1] * 8, [Reason.FRAGMENTED, Reason.FITS]),  # one
-        ([0, 1, 2, 3, 4, 5, 7, 9], 3, [1] * 8, [Reason.FRAGMENTED, Reason.FITS]),  # but none of 2
-        ([0, 1, 2, 6, 7], 4, [1] * 4 + [2] * 4, [Reason.FRAGMENTED, Reason.NO_ROOM]),
-        ([0, 1, 2, 6, 7], 4, [1] * 4, [Reason.FRAGMENTED, Reason.FITS]),
+        ([0, 1, 3, 4, 6, 7, 9, 10], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # no run of 3
+        ([0, 1, 2, 4, 5, 7, 8, 10], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # one
+        ([0, 1, 2, 3, 4, 5, 7, 9], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # but none of 2
+        ([0, 1, 2, 6, 7], 4, [1] * 4 + [2] * 4, [Reason.FRAGMENTED, Reason.OUT_OF_CELLS]),
+        ([0, 1, 2, 6, 7], 4, [1] * 4, [Reason.FRAGMENTED, Reason.OK]),
     ],
 )
 def test_missing_run_of_any_ubatch_refuses_the_batch(free, size, sequences, wanted):
@@ -76,9 +76,9 @@ def test_missing_run_of_any_ubatch_refuses_the_batch(free, size, sequences, want
     plan = init_batch(
         cache, make_batch([1] * len(sequences), sequences=sequences), ubatch_size=size
     )
-    assert plan.reason.tolist() == [Reason.FITS, *wanted]
-    assert plan.fits.tolist() == [reason == Reason.FITS for reason in plan.reason]
-    with pytest.raises(jaxkv.RefusedError, match="sequence 1: FRAGMENTED, it brings "):
+    assert plan.reason.tolist() == [Reason.OK, *wanted]
+    assert plan.fits.tolist() == [reason == Reason.OK for reason in plan.reason]
+    with pytest.raises(jaxkv.PlanRefusedError, match="sequence 1: FRAGMENTED, it brings "):
         plan.check()
     assert_unchanged_by(cache, plan)
 
@@ -147,9 +147,11 @@ def test_traced_negative_tokens_are_refused_and_padding_is_token_0():
         return init_batch(cache, batch), step, ok
 
     plan, step, ok = traced(cache, jnp.array([1, -1]), jnp.array([True, True]))
-    assert plan.reason.tolist() == [Reason.FITS, Reason.NEGATIVE_TOKEN, Reason.FITS]
+    assert plan.reason.tolist() == [Reason.OK, Reason.NEGATIVE_TOKEN, Reason.OK]
     assert not ok and (step.slots >= 12).all()
-    with pytest.raises(jaxkv.RefusedError, match="sequence 1: NEGATIVE_TOKEN, its token at 3 is"):
+    with pytest.raises(
+        jaxkv.PlanRefusedError, match="sequence 1: NEGATIVE_TOKEN, its token at 3 is"
+    ):
         plan.check()
     plan, step, ok = traced(cache, jnp.array([1, -1]), jnp.array([True, False]))
     assert plan.ok and ok and plan.ubatches[0].tokens.min() == step.tokens.min() == 0

@@ -73,7 +73,7 @@ def test_ubatch_of_another_text_writes_nothing(kind):
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["pool", "recurrent", "hybrid of streams"])
-def test_go_back_after_another_text_is_refused(kind):
+def test_rewind_after_another_text_is_refused(kind):
     """Same cells, positions and tokens are held; what came before them, or beside them, differs."""
     texts = (1, 2, 3, 4, 5), (2, 1, 3, 4, 5)
     pasts = [told(kind, told(kind, filled(kind, text), [11]), [12]) for text in texts]
@@ -82,8 +82,8 @@ def test_go_back_after_another_text_is_refused(kind):
     beside = [jaxkv.seq_rm(cache, 0, 6)[0] for cache in beside]
     for one, other in (pasts, beside):
         table, _ = jaxkv.split(one)
-        assert jaxkv.go_back(table, one)[1]
-        back, ok = jaxkv.go_back(table, other)
+        assert jaxkv.rewind(table, one)[1]
+        back, ok = jaxkv.rewind(table, other)
         assert not ok
         assert_identical(back, other)
 
@@ -238,7 +238,7 @@ def test_plan_for_another_cache_raises():
             (jaxkv.is_current, one, ubatch),
             (jaxkv.attend, one, 0, ubatch, x, x, x),
             (jaxkv.read_states, one, 0, ubatch),
-            (jaxkv.go_back, other.table, one),
+            (jaxkv.rewind, other.table, one),
         ):
             with pytest.raises(ValueError, match="for this cache, .* got one for .*: plan again"):
                 verb(*args)

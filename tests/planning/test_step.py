@@ -78,7 +78,10 @@ def test_plan_tokens_refused_changes_nothing():
 @pytest.mark.core
 def test_plan_next_tells_which_sequences_fit():
     cache = drawn(" ".join(f"{i}{{0}}" for i in range(8)), SPLIT)  # stream 0 is full
-    for ids, wrong, reason in (([0, 1, 2], 0, Reason.NO_ROOM), ([1, 1, 2], 1, Reason.DUPLICATE)):
+    for ids, wrong, reason in (
+        ([0, 1, 2], 0, Reason.OUT_OF_CELLS),
+        ([1, 1, 2], 1, Reason.DUPLICATE_POSITION),
+    ):
         tokens = jnp.ones((3, 1), int)
         plan = plan_next(cache.table, tokens, jnp.array(ids), tokens > 0)
         assert plan.reason.tolist() == [reason if seq == wrong else 0 for seq in range(3)]

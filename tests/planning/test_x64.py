@@ -46,7 +46,7 @@ def tables_of_life(cache):
         lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
         lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
         lambda m: jaxkv.apply(m, jaxkv.plan_step(m, *map(jnp.array, step))[0]),
-        lambda m: jaxkv.go_back(tables[-2], m)[0],
+        lambda m: jaxkv.rewind(tables[-2], m)[0],
         lambda m: jaxkv.seq_rm(m, 0)[0],
         jaxkv.clear,
     ):

@@ -204,7 +204,7 @@ def test_engine_store_computes_common_tokens_once(name):
     assert_only_kept(engine)
 
 
-LEARN = [("mamba2", Miss.NO_STATE), ("gemma3", Miss.LOST)]
+LEARN = [("mamba2", Miss.NO_STATE), ("gemma3", Miss.CONTEXT_EVICTED)]
 
 
 @pytest.mark.parametrize(("name", "miss"), mostly_nightly(LEARN, few=LEARN[:1]))

@@ -64,7 +64,7 @@ def test_store_keeps_no_text_with_a_hole_or_a_move():
         assert_identical(same, edited)
     cache, store, miss = prefix.remember(cache, store, text, 0)
     assert miss is Miss.NONE
-    for cut, found in (((2, 4), (2, Miss.INCOMPLETE)), ((0, -1), (0, Miss.LOST))):
+    for cut, found in (((2, 4), (2, Miss.INCOMPLETE)), ((0, -1), (0, Miss.CONTEXT_EVICTED))):
         cache, _ = jaxkv.seq_rm(cache, 3, *cut)
         assert prefix.reuse(cache, store, [*text, 7], 1)[2] == found
 
@@ -176,7 +176,11 @@ def test_reuse_needs_what_the_window_of_a_text_shows():
     server = serving(kind.make(), [1], range(8))
     server.ask(range(20, 27))  # takes what the window of the holder hides
     server.forget()
-    for asked, wanted in {5: (0, Miss.LOST), 6: (5, Miss.NONE), 9: (8, Miss.NONE)}.items():
+    for asked, wanted in {
+        5: (0, Miss.CONTEXT_EVICTED),
+        6: (5, Miss.NONE),
+        9: (8, Miss.NONE),
+    }.items():
         assert server.found([*range(8), 50][:asked]) == wanted, asked
 
 
@@ -211,7 +215,7 @@ def test_reuse_tells_evicted_from_unknown_and_lost():
     assert server.found([1, 2]) == (0, Miss.EVICTED)
     assert server.found([4, 2]) == (0, Miss.UNKNOWN)
     server.cache = jaxkv.clear(server.cache)
-    assert server.ask([5, 6, 7]) == (0, Miss.LOST)
+    assert server.ask([5, 6, 7]) == (0, Miss.CONTEXT_EVICTED)
 
 
 def test_remember_counts_shared_cells_once():
@@ -228,7 +232,7 @@ def test_remember_too_long_or_held_text_displaces_nothing():
     server = serving(POOL.make(), [1, 2], [1, 2], [3], cells=4)
     server.ask(range(10, 15))
     before = server.cache
-    assert server.remember(range(10, 15)) is Miss.NO_ROOM
+    assert server.remember(range(10, 15)) is Miss.OUT_OF_CELLS
     assert server.cache is before and server.texts == [[1, 2], [3]]
     assert server.remember(range(10, 14)) is Miss.NONE
     assert server.remember(range(10, 12)) is Miss.NONE
@@ -251,13 +255,13 @@ def test_reuse_copy_without_room_is_a_miss():
     server.go_on(range(20, 28), seq=3)
     assert server.cache.table.spec.has_shared_streams
     cache, store, found = prefix.reuse(server.cache, server.store, range(9), 2)
-    assert found == (0, Miss.NO_ROOM) and store is server.store
+    assert found == (0, Miss.OUT_OF_CELLS) and store is server.store
     assert_identical(cache, server.cache)
     small = serving(GROUPS.make(), [1])
     small.go_on(range(8), seq=2)
     small.go_on(range(20, 24), seq=0)
     before = small.cache
-    assert small.remember(range(8), seq=2) is Miss.NO_ROOM
+    assert small.remember(range(8), seq=2) is Miss.OUT_OF_CELLS
     assert small.cache is before and not small.texts
 
 

@@ -130,7 +130,7 @@ def story(name: str, cache: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]
         "a gap": lambda m: checked(m, make_batch([0, 1], positions=[50, 51])),
         "no room": lambda m: checked(m, make_batch([[0] * 70, [1]], sequences=[0, last])),
         "more": lambda m: told(m, [1, 2], [3], sequences=[1, last]),
-        "go_back": lambda m: jaxkv.go_back(past, m),
+        "rewind": lambda m: jaxkv.rewind(past, m),
         "cuts": lambda m: jaxkv.seq_rm(m, [0, last], [7, -1], [-1, -1]),
         "cp": lambda m: jaxkv.seq_cp(m, 0, [1, last]),
         "cp of a range": lambda m: jaxkv.seq_cp(m, 0, [2, last], 0, 3),
@@ -143,7 +143,7 @@ def story(name: str, cache: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]
         "defrag": lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
         "div": lambda m: jaxkv.seq_div(m, last, 2, -1, 2),
         "another update": lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
-        "room": lambda m: jaxkv.make_room(m, make_batch([1, 2]))[::2],
+        "room": lambda m: jaxkv.compact(m, make_batch([1, 2]))[::2],
         "keep": lambda m: jaxkv.seq_keep(m, last),
         "clear": jaxkv.clear,
         "fill the first": lambda m: told(m, full, sequences=[0]),
@@ -152,7 +152,7 @@ def story(name: str, cache: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]
     }.items():
         try:
             found = verb(cache)
-        except jaxkv.RefusedError as error:
+        except jaxkv.PlanRefusedError as error:
             yield f"{step}, refused", cache, str(error)
             continue
         cache, *rest = found if isinstance(found, tuple) else (found,)

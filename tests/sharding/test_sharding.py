@@ -77,7 +77,7 @@ def edited(weights, cache):
     prompts = jaxkv.make_batch([[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]])
     cache, first, *_ = jaxkv.prefill(forward, weights, cache, prompts, ubatch_size=8)
     later, _ = jaxkv.seq_rm(cache, 1)
-    cache, ok = jaxkv.go_back(cache.table, later)
+    cache, ok = jaxkv.rewind(cache.table, later)
     cache = jaxkv.seq_cp(jaxkv.seq_cp(cache, 0, 1, 0, 2).cache, 2, 0).cache
     cache, _ = jaxkv.seq_rm(cache, [0, 2], [1, 0], [2, 1])
     cache = jaxkv.seq_add(cache, 0, 2, -1, -1).cache

@@ -60,7 +60,9 @@ def model_of(layers):
             before = whole(jaxkv.read_states(cache, layer, ubatch)["x"])
             every = jnp.cumsum(jnp.where(whole(ubatch.valid)[..., None], x, 0), axis=1)
             every = before[:, None] + jnp.pad(every, [(0, 0), (1, 0), (0, 0)])
-            keep = whole(jaxkv.steps_to_keep(ubatch, jaxkv.num_rollback_states(cache, layer) + 1))
+            keep = whole(
+                jaxkv.state_write_steps(ubatch, jaxkv.num_rollback_states(cache, layer) + 1)
+            )
             states = jnp.take_along_axis(every, keep[..., None], axis=1)
             cache = jaxkv.write_states(cache, layer, ubatch, {"x": states})
             x = x + every[:, 1:]

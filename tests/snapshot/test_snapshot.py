@@ -121,7 +121,7 @@ def lived(name, seed=0):
         for seq in rng.sample(ids, 2):
             try:
                 twin.cache = run(twin.cache, twin.kinds, seq, rng.choice([3, 4]))
-            except jaxkv.RefusedError:
+            except jaxkv.PlanRefusedError:
                 twin.cache, _ = jaxkv.seq_rm(twin.cache, seq)
         src, dst = rng.choice(ids), rng.choice(ids)
         twin.cache, _ = jaxkv.seq_cp(twin.cache, src, dst)
@@ -152,7 +152,7 @@ def test_load_of_states_goes_on_as_the_saved_cache(name):
     for seq in range(3):
         try:
             there = run(cache, kinds, seq, 3)
-        except jaxkv.RefusedError:
+        except jaxkv.PlanRefusedError:
             continue
         assert_same_cache(run(loaded, kinds, seq, 3), there)
 
@@ -175,7 +175,7 @@ def test_load_makes_earlier_plans_and_tables_stale():
     data = snapshot.to_bytes(cache)
     for loaded in (snapshot.load(data), snapshot.load_into(data, cache)):
         assert not jaxkv.is_current(loaded, ubatch)
-        assert not jaxkv.go_back(jaxkv.split(cache)[0], loaded)[1]
+        assert not jaxkv.rewind(jaxkv.split(cache)[0], loaded)[1]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_load_into_takes_cells_and_leaves_others(saved, sequences, target, moves
 def test_load_into_contiguous_needs_a_run():
     data = snapshot.to_bytes(drawn("0{0} 1{0} 2{0}"), sequences=[0])
     target = drawn("0{1} . . 0{2} . . 1{2} . 2{2} . 3{2} .", RUNS)
-    with pytest.raises(jaxkv.NoRoomError, match=r"wanted 3 cells of stream 0 .* got 2"):
+    with pytest.raises(jaxkv.OutOfCellsError, match=r"wanted 3 cells of stream 0 .* got 2"):
         snapshot.load_into(data, target)
     loaded = snapshot.load_into(data, target, sequences=[1])
     assert drawing(loaded).startswith("0{1} 1{1} 2{1} 0{2}")

@@ -44,48 +44,48 @@ def moved(cache):
         # Both moved the same cells and carried it out, by 5 and by 3: their keys are not the same.
         (lambda cache: rotated(cache, 5), lambda cache: rotated(cache, 3)),
         # Stamps stay after going back: the empty cells of that table were written meanwhile.
-        (None, lambda cache: told(jaxkv.go_back(POOL.make().table, cache)[0], 9, 9, 9)),
+        (None, lambda cache: told(jaxkv.rewind(POOL.make().table, cache)[0], 9, 9, 9)),
     ],
     ids=["refilled", "rotated there and back", "moved", "rotated otherwise", "from an empty table"],
 )
-def test_go_back_is_refused_where_cells_were_written_or_rotated(past, change):
+def test_rewind_is_refused_where_cells_were_written_or_rotated(past, change):
     cache = told(POOL.make(), 3, 1, 4)
     table, _ = jaxkv.split(past(cache) if past else cache)
     later = change(cache)
-    back, ok = jaxkv.go_back(table, later)
+    back, ok = jaxkv.rewind(table, later)
     assert not ok
     assert_identical(back, later)
 
 
-def test_go_back_ignores_cells_that_were_empty():
+def test_rewind_ignores_cells_that_were_empty():
     """What a defrag moved into and out of cells that the old table does not use is no harm."""
     cache = told(POOL.make(), 3, 1, 4)
     table, _ = jaxkv.split(cache)
     later, _ = jaxkv.seq_rm(told(cache, 1, 2, 3, 4, seq=1), 1, 0, 2)
     later = jaxkv.apply(later, jaxkv.defrag_plan(later))
-    back, ok = jaxkv.go_back(table, later)
+    back, ok = jaxkv.rewind(table, later)
     assert ok
     np.testing.assert_array_equal(back.table.position, table.position)
 
 
-def test_go_back_twice_knows_what_was_written_between():
+def test_rewind_twice_knows_what_was_written_between():
     """A cell that was given up on the way is free in the table between, and was written since."""
     cache = told(POOL.make(), 1, 2, 3)
     full, _ = jaxkv.split(cache)
     cache, _ = jaxkv.seq_rm(cache, 0, 2)
     cut, _ = jaxkv.split(cache)
-    back, ok = jaxkv.go_back(cut, told(cache, 7))  # in the cell of the 3
-    assert ok and not jaxkv.go_back(full, back)[1]
+    back, ok = jaxkv.rewind(cut, told(cache, 7))  # in the cell of the 3
+    assert ok and not jaxkv.rewind(full, back)[1]
 
 
 @core
 def test_make_room_says_whether_it_helped():
     cache = drawn(". . 0{0}-2 1{0}-2 2{0}-2 3{0}-2 0{1} 1{1} 2{1} 3{1} 4{1} 5{1}", RUNS)
     wanted = jaxkv.make_batch([1] * 5)
-    assert jaxkv.init_batch(cache, wanted).reason[0] == jaxkv.Reason.UPDATE_PENDING
-    after, plan, helped = jaxkv.make_room(cache, wanted)
+    assert jaxkv.init_batch(cache, wanted).reason[0] == jaxkv.Reason.SHIFT_PENDING
+    after, plan, helped = jaxkv.compact(cache, wanted)
     assert plan.ok and helped and jaxkv.init_update(after).pending == 0
-    after, plan, helped = jaxkv.make_room(after, wanted)
+    after, plan, helped = jaxkv.compact(after, wanted)
     assert plan.ok and not helped  # it fitted before
-    _, plan, helped = jaxkv.make_room(after, jaxkv.make_batch([1] * 8))
-    assert not plan.ok and not helped and plan.reason[0] == jaxkv.Reason.NO_ROOM
+    _, plan, helped = jaxkv.compact(after, jaxkv.make_batch([1] * 8))
+    assert not plan.ok and not helped and plan.reason[0] == jaxkv.Reason.OUT_OF_CELLS

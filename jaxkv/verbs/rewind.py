@@ -10,7 +10,7 @@ from jaxkv.spec import check_spec
 from jaxkv.tables import program
 
 
-def go_back(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
+def rewind(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
     """Return to an earlier table, with the buffers of a later cache: undo what was applied since.
 
     Exact when the buffers still hold what the old table knew: since then the table was edited, and
@@ -37,7 +37,7 @@ def go_back(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
       >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
       >>> table, _ = split(cache)
       >>> later = apply(cache, init_batch(cache, make_batch([1, 2])))
-      >>> cache, ok = go_back(table, later)
+      >>> cache, ok = rewind(table, later)
       >>> used(cache).item(), ok.item()
       (0, True)
 
@@ -45,19 +45,19 @@ def go_back(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
 
       >>> table, _ = split(later)
       >>> other = apply(clear(later), init_batch(clear(later), make_batch([3])))
-      >>> go_back(table, other)[1].item()
+      >>> rewind(table, other)[1].item()
       False
     """
     now, buffers = split(cache)
     if not isinstance(table, CacheTable):
         raise TypeError(f"wanted the table of an earlier cache, got {type(table)}")
     check_spec(table.spec, now.spec, "a table")
-    then, ok = _go_back(now, table)
+    then, ok = _rewind(now, table)
     return merge(then, buffers), ok
 
 
 @program
-def _go_back(now: Any, then: Any) -> tuple[Any, jax.Array]:
+def _rewind(now: Any, then: Any) -> tuple[Any, jax.Array]:
     """Return the table of `then` if it can be returned to, else of `now`; and `ok`, `[]` bool."""
-    back, ok = now.go_back(then)
+    back, ok = now.rewind(then)
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, now), ok
