@@ -42,7 +42,7 @@ class Batch:
     others: Any = None  # [B, n]
     extra: dict[str, Any] | None = None  # [B, ...]
 
-    def only(self, fits: Any) -> "Batch":
+    def keep_sequences(self, fits: Any) -> "Batch":
         """Drop the tokens of some sequences, keeping every shape.
 
         A token of several sequences stays for those of them that stay.
@@ -87,7 +87,7 @@ class Ubatch:
       any token of a refused plan) has an index past the last cell, each its own. For a recurrent
       cache its `StateSlots`, and for a hybrid one a tuple: what each of its parts chose, None for
       one that sources pass by. In all of them int32 are slots, and uint32 are stamps.
-    stamps: `[R, T]` uint32, what tells the content of a token's cell from all others, see
+    cell_hashes: `[R, T]` uint32, what tells the content of a token's cell from all others, see
       `jaxkv.stamp`.
     valid: `[R, T]` bool, False for padding.
     more: `[R, T]` bool, whether a later ubatch of the plan has tokens of the token's sequence.
@@ -95,12 +95,13 @@ class Ubatch:
       only pad, so that few shapes are compiled, and they may come first: `Plan.gather_outputs` puts
         the
       logits that were asked for in the order of the batch.
-    order: `[O]` int32, the batch index of each output; 2**31 - 1 for one that only pads.
-    before: `[S]` uint32, the digest of each stream that the slots were chosen in; a tuple of them
-      for a hybrid cache. Where a stream of the ubatch has another one, the ubatch is stale.
-    after: `[S]` uint32, the digest of each stream once the ubatch is applied.
+    output_index: `[O]` int32, the batch index of each output; 2**31 - 1 for one that only pads.
+    hash_before: `[S]` uint32, the digest of each stream that the slots were chosen in; a tuple of
+      them for a hybrid cache. Where a stream of the ubatch has another one, the ubatch is stale.
+    hash_after: `[S]` uint32, the digest of each stream once the ubatch is applied.
     spec: of the cache that it was planned for, static.
-    in_order: whether row r is that of sequence r, and R is Q, static. Shapes alone cannot tell.
+    row_is_sequence: whether row r is that of sequence r, and R is Q, static. Shapes alone cannot
+      tell.
     others: `[R, T, n]` int32, the further sequences of each token, see `Batch`; None where each
       token belongs to one.
     extra: `[R, T, ...]` by name, what else a model is told of each token, anything in padding; None
@@ -116,15 +117,15 @@ class Ubatch:
     row_stream: jax.Array  # [R]
     row_sequence: jax.Array  # [R]
     slots: Any  # [R, T]
-    stamps: jax.Array  # [R, T]
+    cell_hashes: jax.Array  # [R, T]
     valid: jax.Array  # [R, T]
     more: jax.Array  # [R, T]
     outputs: jax.Array  # [O]
-    order: jax.Array  # [O]
-    before: Any  # [S]
-    after: Any  # [S]
+    output_index: jax.Array  # [O]
+    hash_before: Any  # [S]
+    hash_after: Any  # [S]
     spec: Any = field(metadata={"static": True})
-    in_order: bool = field(metadata={"static": True})
+    row_is_sequence: bool = field(metadata={"static": True})
     others: jax.Array | None = None  # [R, T, n]
     extra: dict[str, jax.Array] | None = None  # [R, T, ...]
 
@@ -430,14 +431,14 @@ def by_row(x: jax.Array, row_stream: jax.Array, in_order: bool) -> jax.Array:
 
 def rows_of(ubatch: Ubatch, streams: tuple[str, ...]) -> tuple[str, ...]:
     """Return the axes that split the rows of a ubatch: those of streams, if it is in order."""
-    return streams if ubatch.in_order else ()
+    return streams if ubatch.row_is_sequence else ()
 
 
 def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Any:
     """Return how axes that split streams split a ubatch: its rows, and the digests of streams."""
     rows = rows_of(ubatch, streams)
-    whole = {name: P() for name in ("outputs", "order")}
-    digests = {name: P(streams) for name in ("before", "after")}
+    whole = {name: P() for name in ("outputs", "output_index")}
+    digests = {name: P(streams) for name in ("hash_before", "hash_after")}
     names = [one.name for one in fields(ubatch) if not one.metadata.get("static")]
     split = {name: None if getattr(ubatch, name) is None else P(rows) for name in names}
     return replace(ubatch, **split | whole | digests)
@@ -457,7 +458,7 @@ def part_of(ubatch: Ubatch, part: int) -> Ubatch:
     return replace(
         ubatch,
         slots=ubatch.slots[part],
-        before=ubatch.before[part],
-        after=ubatch.after[part],
+        hash_before=ubatch.hash_before[part],
+        hash_after=ubatch.hash_after[part],
         spec=ubatch.spec.parts[part],
     )

@@ -225,7 +225,7 @@ class HybridTable(CacheTable):
         return tuple(
             digest if slots is None else part.digest_after(part_of(ubatch, i), new)
             for i, (part, new, slots, digest) in enumerate(
-                zip(self.parts, occupied.parts, ubatch.slots, ubatch.before, strict=True)
+                zip(self.parts, occupied.parts, ubatch.slots, ubatch.hash_before, strict=True)
             )
         )
 

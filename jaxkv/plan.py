@@ -26,29 +26,29 @@ class Reason(IntEnum):
     OK = 0
     OUT_OF_CELLS = (
         1,
-        "free cells: wanted {expected}, got {found}: remove a sequence (seq_rm), go on with those "
-        "that fit (batch.only(plan.fits)), make a larger cache, or, with a window, plan fewer "
-        "tokens at once (ubatch_size=)",
+        "free cells: wanted {expected}, got {actual}: remove a sequence (seq_rm), go on with those "
+        "that fit (batch.keep_sequences(plan.fits)), make a larger cache, or, with a window, plan "
+        "fewer tokens at once (ubatch_size=)",
     )
     NOT_CONTIGUOUS = (
         2,
-        "its first token must stand at {expected}, one past the last, but stands at {found}: pass "
+        "its first token must stand at {expected}, one past the last, but stands at {actual}: pass "
         "positions=None, or remove what lies from there on (seq_rm)",
     )
     POSITION_GAP = (
         3,
-        "a token must stand at {expected}, one past the token before it, but stands at {found}: "
+        "a token must stand at {expected}, one past the token before it, but stands at {actual}: "
         "positions of a batch have no gaps",
     )
     DUPLICATE_POSITION = (
         4,
-        "a token must stand at {expected}, but stands at {found}, where another token of the batch "
-        "does: one position holds one token",
+        "a token must stand at {expected}, but stands at {actual}, where another token of the "
+        "batch does: one position holds one token",
     )
     DECREASING_POSITION = (
         5,
-        "a token must stand at {expected}, but stands at {found}, before the one that comes before "
-        "it: put the tokens of a sequence in the order of their positions",
+        "a token must stand at {expected}, but stands at {actual}, before the one that comes "
+        "before it: put the tokens of a sequence in the order of their positions",
     )
     SHIFT_PENDING = (
         6,
@@ -63,7 +63,7 @@ class Reason(IntEnum):
     UNKNOWN_SEQUENCE = (8, "the batch names a sequence that the cache does not have")
     CONTEXT_EVICTED = (
         9,
-        "its next token stands at {found} and would need what a window has given up: "
+        "its next token stands at {actual} and would need what a window has given up: "
         "forget the sequence (seq_rm) and compute it again, or keep more",
     )
     MIXED_ROW = (
@@ -73,7 +73,7 @@ class Reason(IntEnum):
     )
     DIVERGED = (
         11,
-        "its token at {found} belongs to sequence {expected} too, but they do not share all that "
+        "its token at {actual} belongs to sequence {expected} too, but they do not share all that "
         "comes before it: fork one from the other (seq_cp), or give each a token of its own",
     )
     ENCODER_ALREADY_WRITTEN = (
@@ -88,7 +88,7 @@ class Reason(IntEnum):
     )
     NEGATIVE_TOKEN = (
         14,
-        "its token at {found} is negative, which JAX would count from the end of the vocabulary: "
+        "its token at {actual} is negative, which JAX would count from the end of the vocabulary: "
         "pass ids from 0, and valid=False for padding",
     )
     EDITED = (
@@ -119,7 +119,7 @@ class Plan:
     fits: `[Q]` bool, sequences that would all fit together if they came without the others, the
       smallest first.
     expected: `[Q]` int32, what was wanted: a position, or a number of cells where there is no room.
-    found: `[Q]` int32, what was there instead.
+    actual: `[Q]` int32, what was there instead.
 
     llama.cpp: `llama_memory_context_i`.
     """
@@ -129,7 +129,7 @@ class Plan:
     reason: jax.Array  # [Q]
     fits: jax.Array  # [Q]
     expected: jax.Array  # [Q]
-    found: jax.Array  # [Q]
+    actual: jax.Array  # [Q]
 
     def check(self) -> "Plan":
         """Return the plan if it will be carried out, else raise and say what to do.
@@ -144,20 +144,19 @@ class Plan:
           Traceback (most recent call last):
           ...
           jaxkv.plan.PlanRefusedError: the batch was refused, and nothing was changed.
-          sequence 0: OUT_OF_CELLS, free cells: wanted 5, got 4: remove a sequence (seq_rm), go on
-            with \
-those that fit (batch.only(plan.fits)), make a larger cache, or, with a window, plan fewer tokens \
-at once (ubatch_size=)
+          sequence 0: OUT_OF_CELLS, free cells: wanted 5, got 4: remove a sequence (seq_rm), go on \
+with those that fit (batch.keep_sequences(plan.fits)), make a larger cache, or, with a window, \
+plan fewer tokens at once (ubatch_size=)
         """
         if not is_concrete(self.ok):
             raise TypeError("plan.check() raises, which traced code cannot do: use plan.ok there")
         if self.ok:
             return self
         lines = ["the batch was refused, and nothing was changed."]
-        expected, found = np.asarray(self.expected), np.asarray(self.found)
+        expected, actual = np.asarray(self.expected), np.asarray(self.actual)
         for seq, code in enumerate(np.asarray(self.reason)):
             if code != Reason.OK:
-                advice = Reason(code).advice.format(expected=expected[seq], found=found[seq])
+                advice = Reason(code).advice.format(expected=expected[seq], actual=actual[seq])
                 lines.append(f"sequence {seq}: {Reason(code).name}, {advice}")
         raise PlanRefusedError("\n".join(lines))
 
@@ -171,7 +170,7 @@ at once (ubatch_size=)
           `[n, V]`, of each token of the batch that wanted logits, in the order of the batch.
           Traced, where n cannot be known, logits that only pad come last.
         """
-        order = [ubatch.order for ubatch in self.ubatches]
+        order = [ubatch.output_index for ubatch in self.ubatches]
         if not is_concrete(order):
             take = jnp.argsort(jnp.concatenate(order), stable=True)
             return jnp.concatenate(logits)[take]

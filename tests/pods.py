@@ -86,7 +86,7 @@ class Pod:
     def new(self, ubatch):
         """The shapes of what a layer attends with, queries, keys and values."""
         names = dict(self.axes)
-        rows = "data" if ubatch.in_order and self.streams > 1 and "data" in names else None
+        rows = "data" if ubatch.row_is_sequence and self.streams > 1 and "data" in names else None
         tensor = "tensor" if "tensor" in names else None
 
         def of(heads):

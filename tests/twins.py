@@ -88,7 +88,7 @@ class Twin:
         faults = {
             seq: Fault(jaxkv.Reason(reason).name, wanted, found)
             for seq, (reason, wanted, found) in enumerate(
-                np.stack([plan.reason, plan.expected, plan.found], axis=1).tolist()
+                np.stack([plan.reason, plan.expected, plan.actual], axis=1).tolist()
             )
             if reason != jaxkv.Reason.OK
         }

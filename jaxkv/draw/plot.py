@@ -182,7 +182,7 @@ def sight(
     stream = np.broadcast_to(ubatch.row_stream[:, None], valid.shape)
     placed = ubatch.slots < table.num_cells  # none is of a refused plan
     stamps = table.stamp[stream[placed], ubatch.slots[placed]]
-    if not np.array_equal(stamps, ubatch.stamps[placed]):
+    if not np.array_equal(stamps, ubatch.cell_hashes[placed]):
         raise ValueError("wanted a cache that the ubatch was applied to: apply(cache, ubatch)")
     view = view_of(table)
     tokens = seen, stream, ubatch.sequences, ubatch.positions

@@ -40,7 +40,7 @@ def pools(cells: Cells, ubatch: Ubatch) -> Pools:
     sequence r, so those of a stream lie together and are a list. Else each row is one: shapes do
     not tell which of them share a stream.
     """
-    if cells.streams == 1 or ubatch.in_order:
+    if cells.streams == 1 or ubatch.row_is_sequence:
         return Pools(jnp.arange(cells.streams, dtype=jnp.int32), all_streams=True)
     return Pools(ubatch.row_stream, all_streams=False)
 
@@ -167,7 +167,7 @@ def _search(
       whether there is room for it, but no run.
     """
     # A device's only stream is a list to attention, but its rows come in any order.
-    all_streams = ubatch.in_order or ubatch.spec.streams == 1
+    all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
     if cells.placement == "tiled":
         slots = in_tiles(cells, ubatch, all_streams)
         split = jnp.zeros(slots.shape, bool)
@@ -294,7 +294,7 @@ def _take(cells: C, ubatch: Ubatch) -> C:
             _owners(cells, ubatch), **put
         ),
         shift=cells.shift.at[where].set(0, **put),
-        stamp=cells.stamp.at[where].set(ubatch.stamps, **put),
+        stamp=cells.stamp.at[where].set(ubatch.cell_hashes, **put),
         content=cells.content.at[where].set(contents(ubatch), **put),
         history=_history_after(cells, ubatch),
     )
@@ -305,7 +305,7 @@ def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     there = ubatch.slots < cells.num_cells
     count, total = (
         _by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
-        for x in (there, jnp.where(there, ubatch.stamps, 0))
+        for x in (there, jnp.where(there, ubatch.cell_hashes, 0))
     )
     last = cells.history[:, 1]
     after = jnp.stack([last, chained(last, total)], axis=1)
@@ -314,7 +314,7 @@ def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 def _by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
     """Add up for each stream, `[S]`, what there is of its rows, `[R]`; modulo 2**32 if unsigned."""
-    if ubatch.in_order:
+    if ubatch.row_is_sequence:
         return jnp.sum(x.reshape(cells.streams, -1), axis=1, dtype=x.dtype)
     return jnp.zeros(cells.streams, x.dtype).at[ubatch.row_stream].add(x)
 
@@ -355,14 +355,14 @@ def _digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     stamp = cells.stamp.at[streams[:, None], slots].get(mode="fill", fill_value=0)
     owners, none = _owners(cells, ubatch), jnp.zeros_like(slots)
     empty = jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners)
-    taken = ubatch.positions, none, ubatch.stamps, owners
+    taken = ubatch.positions, none, ubatch.cell_hashes, owners
     # A sum over the two and not a difference, which each layer would make again: `stamp.summed`.
     both = (jnp.stack(pair) for pair in zip(empty, taken, strict=True))
     sign = jnp.array([-1, 1]).astype(jnp.uint32)[:, None, None]
     change = sign * of_cells(slots[None], *both)
     change = jnp.where(slots[None] < cells.num_cells, change, 0)
     change = jnp.sum(change, axis=(0, 2), dtype=jnp.uint32)
-    return ubatch.before + _by_stream(cells, ubatch, change)
+    return ubatch.hash_before + _by_stream(cells, ubatch, change)
 
 
 def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:
@@ -376,7 +376,7 @@ def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]
     """
     placed = ubatch.slots < FAR
     stream = ubatch.row_stream
-    current = (digest(cells) == ubatch.after)[stream] | ~jnp.any(placed, axis=1)
+    current = (digest(cells) == ubatch.hash_after)[stream] | ~jnp.any(placed, axis=1)
     slots = jnp.where(placed & current[:, None], ubatch.slots, nowhere(ubatch.slots))
     return slots, current
 

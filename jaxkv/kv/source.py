@@ -69,7 +69,7 @@ class CrossAttentionTable(CellTable):
     def digest_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
         """Return the digest, `[S]` uint32; text changes nothing here."""
         if isinstance(ubatch.slots, Reader):
-            return ubatch.before
+            return ubatch.hash_before
         return super().digest_after(ubatch, occupied)
 
     def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:

@@ -14,7 +14,7 @@ from jaxkv.batch import make_batch
 from jaxkv.cache import merge, split
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.programs import program_of
-from jaxkv.planning.layout import rank
+from jaxkv.planning.layout import turn_in_sequence
 from jaxkv.planning.place import plan_one
 from jaxkv.spec import TableSpec
 
@@ -164,7 +164,7 @@ def _chunk_program(forward: Callable[[], Forward]) -> Any:
         )
         index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
         most = min(shape[0] if table.spec.single_sequence_rows else count, chunk.valid.size)
-        ranks = rank(batch.sequences, batch.valid)
+        ranks = turn_in_sequence(batch.sequences, batch.valid)
         held, ended = (
             jnp.zeros(count, bool).at[batch.sequences].max(which, mode="drop")
             for which in (batch.valid, batch.outputs)
@@ -172,7 +172,7 @@ def _chunk_program(forward: Callable[[], Forward]) -> Any:
         plan = plan_one(table, batch, ranks, index, held & ~ended, outputs=most)
         ubatch = plan.ubatches[0]
         cache, logits = take_step(forward(), weights, merge(table, buffers), ubatch)
-        whose = batch.sequences.at[ubatch.order].get(mode="fill", fill_value=count)
+        whose = batch.sequences.at[ubatch.output_index].get(mode="fill", fill_value=count)
         of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
         of_each = of_each.at[whose].set(logits, mode="drop")
         return *split(cache), of_each, (plan.ok, plan.reason)

@@ -130,8 +130,10 @@ def prefill(
 
 def _sequences_of(ubatch: Ubatch) -> Any:
     """Return the sequence of each output of a ubatch, `[O]` int32; -1 where one only pads."""
-    xp = np if is_concrete(ubatch.sequences, ubatch.outputs, ubatch.order) else jnp
-    sequences, outputs, order = map(xp.asarray, (ubatch.sequences, ubatch.outputs, ubatch.order))
+    xp = np if is_concrete(ubatch.sequences, ubatch.outputs, ubatch.output_index) else jnp
+    sequences, outputs, order = map(
+        xp.asarray, (ubatch.sequences, ubatch.outputs, ubatch.output_index)
+    )
     return xp.where(order == NOWHERE, -1, sequences.reshape(-1)[outputs])
 
 

@@ -15,7 +15,7 @@ from jaxkv.batch import make_batch
 from jaxkv.loops.drafts import Guess
 from jaxkv.places import NOWHERE, divided
 from jaxkv.plan import Plan
-from jaxkv.planning.layout import rank
+from jaxkv.planning.layout import turn_in_sequence
 from jaxkv.planning.place import plan_one
 from jaxkv.planning.sets import members_of
 from jaxkv.spec import TableSpec
@@ -129,13 +129,13 @@ def plan_tree(
         outputs=jnp.ones(texts * (1 + branches * length), bool),
     )
     index = _rows_of(table.spec, texts, branches, length)
-    plan = plan_one(table, flat, rank(*members_of(flat)), index, outputs=index.size)
+    plan = plan_one(table, flat, turn_in_sequence(*members_of(flat)), index, outputs=index.size)
     (ubatch,) = plan.ubatches
     turn = jnp.arange(flat.valid.size, dtype=jnp.int32)
     place = jnp.arange(index.size, dtype=jnp.int32)
-    where = jnp.zeros_like(turn).at[ubatch.order].set(place, mode="drop")
+    where = jnp.zeros_like(turn).at[ubatch.output_index].set(place, mode="drop")
     order = jnp.where(flat.valid, turn, NOWHERE)
-    return replace(plan, ubatches=(replace(ubatch, outputs=where, order=order),))
+    return replace(plan, ubatches=(replace(ubatch, outputs=where, output_index=order),))
 
 
 def _rows_of(spec: TableSpec, texts: int, branches: int, length: int) -> jax.Array:

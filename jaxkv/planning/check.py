@@ -48,7 +48,7 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
     Args:
       table: of any cache.
       batch: the tokens, flat.
-      ranks: `[M]` int32 each, see `layout.rank`; of the members of the batch.
+      ranks: `[M]` int32 each, see `layout.turn_in_sequence`; of the members of the batch.
     """
     count = table.spec.sequences
     members, valid = members_of(batch)
@@ -127,7 +127,7 @@ def _faults(
       batch: the tokens, flat.
       ids: `[M]` int32, the sequence of each member, Q for one that is not there.
       valid: `[M]` bool, the members that are there.
-      numbers: `[M]` int32 each, see `layout.rank`.
+      numbers: `[M]` int32 each, see `layout.turn_in_sequence`.
       last: `[Q]` int32, the position that each sequence goes on after.
       apart: `[M]` bool, see `sets.apart`; None where each token has one sequence.
 

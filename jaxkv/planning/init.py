@@ -12,7 +12,7 @@ from jaxkv.cache import Cache, split
 from jaxkv.places import NOWHERE, bucket, count
 from jaxkv.plan import Plan
 from jaxkv.planning.check import check
-from jaxkv.planning.layout import FEW, layout, rank
+from jaxkv.planning.layout import FEW, layout, turn_in_sequence
 from jaxkv.planning.place import place, plan_one, verdict
 from jaxkv.planning.sets import members_of
 from jaxkv.planning.splits import SplitBy
@@ -60,7 +60,7 @@ def init_batch(
 
       The batch does not fit, but the shorter prompt alone does:
 
-      >>> batch = make_batch([[1, 2, 3], [4, 5]]).only(plan.fits)
+      >>> batch = make_batch([[1, 2, 3], [4, 5]]).keep_sequences(plan.fits)
       >>> cache = apply(cache, init_batch(cache, batch))
       >>> seq_pos_max(cache, [0, 1]).tolist()
       [-1, 1]
@@ -73,7 +73,7 @@ def init_batch(
     flat, parts, outputs = layout(
         table.spec, batch, checked_size(table.spec, ubatch_size), split_by
     )
-    ranks = rank(*members_of(flat))
+    ranks = turn_in_sequence(*members_of(flat))
     if len(parts) == 1:
         return plan_one(table, flat, ranks, parts[0], outputs=outputs)
     # One program for each shape of a ubatch, however many there are and in whatever order.
@@ -122,7 +122,7 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     tokens = max(checked_size(spec, ubatch_size) // rows, 1)
     index = np.full((rows, tokens), NOWHERE, np.int32)
     flat = make_batch(np.zeros(index.size, np.int32))
-    ranks = rank(flat.sequences, flat.valid)
+    ranks = turn_in_sequence(flat.sequences, flat.valid)
     plan = partial(plan_one, index=index, outputs=bucket(max(wanted, FEW)))
     return jax.eval_shape(lambda table: plan(table, flat, ranks), table)
 

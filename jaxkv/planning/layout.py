@@ -123,8 +123,8 @@ def _known(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
 def _check_some(tokens: int) -> None:
     if not tokens:
         raise ValueError(
-            "nothing to plan: the batch has no valid token (batch.only(plan.fits) has none left "
-            "where no sequence fits)"
+            "nothing to plan: the batch has no valid token (batch.keep_sequences(plan.fits) has "
+            "none left where no sequence fits)"
         )
 
 
@@ -163,7 +163,7 @@ def tokens_first(valid: jax.Array) -> jax.Array:
     return jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
 
 
-def rank(sequences: Any, valid: Any) -> tuple[Any, Any]:
+def turn_in_sequence(sequences: Any, valid: Any) -> tuple[Any, Any]:
     """Return the turn of each token in its sequence, in the order they come.
 
     Args:
@@ -174,7 +174,7 @@ def rank(sequences: Any, valid: Any) -> tuple[Any, Any]:
       `rank`, `[B]` int32, how many tokens of its sequence come before a token; and `before`, `[B]`
       int32, the index of the nearest one, the token's own if there is none.
 
-    >>> rank(np.array([7, 8, 7, 7]), np.ones(4, bool))
+    >>> turn_in_sequence(np.array([7, 8, 7, 7]), np.ones(4, bool))
     (array([0, 0, 1, 2], dtype=int32), array([0, 1, 0, 2], dtype=int32))
     """
     xp = np if is_concrete(sequences, valid) else jnp
@@ -195,7 +195,9 @@ def follows(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
     array([-1,  0,  0], dtype=int32)
     """
     ids = np.concatenate([sequences[:, None], others], axis=1)
-    ranks, before = (x.reshape(ids.shape) for x in rank(ids.reshape(-1), ids.reshape(-1) >= 0))
+    ranks, before = (
+        x.reshape(ids.shape) for x in turn_in_sequence(ids.reshape(-1), ids.reshape(-1) >= 0)
+    )
     return np.where(ranks[:, 0] == 0, -1, before[:, 0] // ids.shape[1]).astype(np.int32)
 
 

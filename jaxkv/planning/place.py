@@ -63,7 +63,7 @@ def place(
         ids = jnp.where(there, ubatch.others, draft.late.size)
         late = late.at[ids].max(jnp.where(there, fault[..., None], Reason.OK), mode="drop")
     late = jnp.where(mixed, Reason.MIXED_ROW, late)
-    return replace(draft, table=occupied, late=late), replace(ubatch, after=after)
+    return replace(draft, table=occupied, late=late), replace(ubatch, hash_after=after)
 
 
 @program
@@ -80,7 +80,7 @@ def verdict(draft: Draft) -> Plan:
         reason=reason,
         fits=reason == Reason.OK,
         expected=jnp.where(late | apart, draft.wanted, draft.expected),
-        found=jnp.where(late | apart, draft.left, draft.found),
+        actual=jnp.where(late | apart, draft.left, draft.found),
     )
 
 
@@ -134,7 +134,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, output
         row_stream=stream,
         row_sequence=row,
         slots=None,
-        stamps=stamps(
+        cell_hashes=stamps(
             content(part.tokens, part.embeddings, part.extra),
             part.positions,
             part.sequences,
@@ -144,11 +144,11 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, output
         valid=part.valid,
         more=part.valid & more.at[part.sequences].get(mode="fill", fill_value=False),
         outputs=pick,
-        order=order,
-        before=before,
-        after=before,
+        output_index=order,
+        hash_before=before,
+        hash_after=before,
         spec=spec,
-        in_order=in_order,
+        row_is_sequence=in_order,
         others=part.others,
         extra=part.extra,
     )

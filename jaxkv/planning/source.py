@@ -11,7 +11,7 @@ from jaxkv.batch import Batch
 from jaxkv.cache import Cache, split
 from jaxkv.places import is_concrete
 from jaxkv.plan import Plan, Reason
-from jaxkv.planning.layout import FEW, layout_whole, rank
+from jaxkv.planning.layout import FEW, layout_whole, turn_in_sequence
 from jaxkv.planning.place import plan_one
 from jaxkv.tables import program
 
@@ -80,7 +80,7 @@ the sequence (seq_rm), which takes its source along
         )
     xp = np if is_concrete(batch) else jnp
     flat, index = layout_whole(table.spec, replace(batch, outputs=xp.zeros_like(batch.valid)))
-    ranks = rank(flat.sequences, flat.valid)
+    ranks = turn_in_sequence(flat.sequences, flat.valid)
     return _planned(table, replace(flat, positions=ranks[0]), ranks, index)
 
 

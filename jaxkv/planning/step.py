@@ -104,7 +104,7 @@ def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
     twice = jnp.zeros(spec.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
     once = ~jnp.any(twice)
     order = jnp.where(flat.valid, jnp.arange(count * length, dtype=jnp.int32), NOWHERE)
-    ubatch = replace(plan.ubatches[0], outputs=where.reshape(-1), order=order)
+    ubatch = replace(plan.ubatches[0], outputs=where.reshape(-1), output_index=order)
     reason = jnp.where(twice, Reason.DUPLICATE_POSITION, plan.reason)
     return replace(
         plan,

@@ -94,14 +94,14 @@ def occupy(states: T, ubatch: Ubatch) -> T:
         states,
         position=taken(states.position, _after(states, ubatch, ubatch.positions)),
         cell=taken(states.cell, slots.cells),
-        stamp=states.stamp.at[where].set(_after(states, ubatch, ubatch.stamps), **put),
+        stamp=states.stamp.at[where].set(_after(states, ubatch, ubatch.cell_hashes), **put),
         content=states.content.at[where].set(_after(states, ubatch, content), **put),
     )
 
 
 def current_rows(states: States, ubatch: Ubatch) -> jax.Array:
     """Return the rows whose stream is as the ubatch left it or without a slot; `[R]` bool."""
-    same = (digest(states) == ubatch.after)[ubatch.row_stream]
+    same = (digest(states) == ubatch.hash_after)[ubatch.row_stream]
     return same | (ubatch.slots.cells[:, -1] >= FAR)
 
 

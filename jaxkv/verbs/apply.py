@@ -114,10 +114,10 @@ def _is_current(table: Any, plan: Ubatch | MaintenancePlan) -> jax.Array:
 def _is_next(table: Any, ubatch: Ubatch) -> jax.Array:
     """Return whether the digests of the streams it has tokens in are those of its plan; `[]`."""
     placed = placed_rows(ubatch)
-    same = jax.tree.map(lambda now, then: now == then, table.digest(), ubatch.before)
+    same = jax.tree.map(lambda now, then: now == then, table.digest(), ubatch.hash_before)
     current = reduce(
         jnp.logical_and,
-        [by_row(one, ubatch.row_stream, ubatch.in_order) for one in jax.tree.leaves(same)],
+        [by_row(one, ubatch.row_stream, ubatch.row_is_sequence) for one in jax.tree.leaves(same)],
     )
     # One question to all rows, where two would be two messages on a mesh: 1 is current, 2 is stale.
     return jnp.max(jnp.where(placed, jnp.where(current, 1, 2), 0)) == 1

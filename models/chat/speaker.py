@@ -330,7 +330,7 @@ def _read(
     plan = jaxkv.init_batch(cache, batch)
     (ubatch,) = plan.ubatches
     # One output is asked for, and the others only pad: the head runs on that one alone.
-    asked = jnp.argmin(ubatch.order)[None]
-    ubatch = replace(ubatch, outputs=ubatch.outputs[asked], order=ubatch.order[asked])
+    asked = jnp.argmin(ubatch.output_index)[None]
+    ubatch = replace(ubatch, outputs=ubatch.outputs[asked], output_index=ubatch.output_index[asked])
     cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
     return *jaxkv.split(cache), logits, plan.ok

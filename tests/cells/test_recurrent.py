@@ -231,7 +231,7 @@ def test_steps_to_keep_skips_holes_in_a_row():
     assert jaxkv.state_write_steps(ubatch, 3).tolist() == [[2, 3, 4], [0, 0, 1], [0, 0, 0]]
     table = jaxkv.apply(cache, ubatch).table
     assert table.position.tolist() == [[0, 1, 2, 3], [-1, -1, -1, 0], [-1] * 4]
-    stamps = np.asarray(ubatch.stamps)
+    stamps = np.asarray(ubatch.cell_hashes)
     assert np.asarray(table.stamp)[0, table.cell[0]].tolist() == stamps[0, :4].tolist()
 
 

@@ -86,7 +86,7 @@ def test_make_kv_cache_cells_are_exact_and_all_usable():
     """Trap 22, and ollama's edge 07: a batch longer than the cache is refused at once."""
     cache = jaxkv.make_kv_cache(layers=1, cells=1, kv_heads=1, head_dim=2)
     refused = plan_of(cache, 2)
-    assert (*refused.reason, *refused.expected, *refused.found) == (Reason.OUT_OF_CELLS, 2, 1)
+    assert (*refused.reason, *refused.expected, *refused.actual) == (Reason.OUT_OF_CELLS, 2, 1)
     cache = jaxkv.apply(cache, plan_of(cache, 1))
     assert jaxkv.show(cache).split() == ["owner", "0", "position", "0"]
     assert not plan_of(cache, 1).ok

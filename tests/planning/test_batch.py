@@ -56,7 +56,7 @@ def test_only_of_plan_fits_is_planned():
     batch = make_batch([[1, 2, 3], [4, 5, 6, 7]], sequences=[1, 2])
     plan = jaxkv.init_batch(cache, batch, ubatch_size=4)
     assert plan.fits.tolist() == [True, True, False]
-    plan = jaxkv.init_batch(cache, batch.only(plan.fits), ubatch_size=4)
+    plan = jaxkv.init_batch(cache, batch.keep_sequences(plan.fits), ubatch_size=4)
     assert plan.ok
     assert jaxkv.seq_pos_max(jaxkv.apply(cache, plan), [0, 1, 2]).tolist() == [6, 2, -1]
 

@@ -42,7 +42,7 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
     batch = make_batch([1] * len(sequences), sequences=sequences, positions=positions)
     plan = init_batch(cache, batch, ubatch_size=4)
     assert not plan.ok and [seq not in expected for seq in range(3)] == plan.fits.tolist()
-    answers = np.stack([plan.reason, plan.expected, plan.found], axis=1)
+    answers = np.stack([plan.reason, plan.expected, plan.actual], axis=1)
     assert {seq: tuple(answers[seq]) for seq in range(3) if answers[seq, 0]} == expected
     for ubatch in plan.ubatches:  # each token goes past the end, to a place of its own
         assert (ubatch.slots >= 12).all()

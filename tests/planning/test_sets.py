@@ -66,7 +66,7 @@ def test_sequences_that_cannot_share_a_token_raise(call, outcome):
 def test_batch_only_keeps_a_token_for_those_that_stay():
     batch = make_batch([5, 6, 7, 8], sequences=[[0, 1, 2], [0, 1], [0], [1]])
     for fits, first in (([True, False, True], [0, 0, 0, -1]), ([False, True, True], [1, 1, -1, 1])):
-        for only in (jaxkv.Batch.only, jax.jit(jaxkv.Batch.only)):
+        for only in (jaxkv.Batch.keep_sequences, jax.jit(jaxkv.Batch.keep_sequences)):
             rest = only(batch, np.array(fits))
             assert rest.sequences.tolist() == first
             assert rest.others.tolist() == [[2, -1], [-1, -1], [-1, -1], [-1, -1]]
@@ -96,7 +96,7 @@ def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wante
     """llama.cpp compares the ends of sequences alone; these may end alike."""
     cache = drawn(cells)
     plan = jaxkv.init_batch(cache, batch_of(sets), ubatch_size=8)
-    answers = np.stack([plan.reason, plan.expected, plan.found], axis=1).tolist()
+    answers = np.stack([plan.reason, plan.expected, plan.actual], axis=1).tolist()
     assert answers == [
         [Reason.DIVERGED, *wanted[seq]] if seq in wanted else [Reason.OK, 0, 0] for seq in range(3)
     ]
@@ -112,8 +112,8 @@ def test_init_batch_shared_tokens_fit_together_or_not_at_all():
     batch = batch_of([[0, 1], [0], [0], [1], [2]])
     plan = jaxkv.init_batch(cache, batch, ubatch_size=8)
     assert plan.fits.tolist() == [False, False, True]
-    assert plan.expected.tolist() == [4, 4, 0] and plan.found.tolist() == [2, 2, 0]
-    assert jaxkv.init_batch(cache, batch.only(plan.fits), ubatch_size=8).ok
+    assert plan.expected.tolist() == [4, 4, 0] and plan.actual.tolist() == [2, 2, 0]
+    assert jaxkv.init_batch(cache, batch.keep_sequences(plan.fits), ubatch_size=8).ok
     # Counted once, a shared prompt fits where two copies of it would not.
     assert jaxkv.init_batch(cache, batch_of([[0, 1]] * 3), ubatch_size=8).ok
 

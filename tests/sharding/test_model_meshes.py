@@ -89,7 +89,7 @@ NOTHING, CELLS_ALONE = Rules(kv_heads=None), Rules(kv_heads=None, cells="cells")
 )
 def test_split_takes_axes_that_divide_its_parts(parts, with_cells, rules, axes, why):
     split = Split(axis=1, parts=parts, of="heads", with_cells=with_cells)
-    assert split.over(ALL, rules).partition_spec == (P(None, axes) if axes else P())
+    assert split.over(ALL, rules).spec == (P(None, axes) if axes else P())
     assert split.why_whole(ALL, rules) == why
     assert WHOLE.why_whole(ALL, RULES) == "every device needs all of it"
 
