@@ -49,7 +49,7 @@ def test_seq_cp_traced_to_itself_or_unknown_changes_nothing():
 def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
     cache = told(kept=0, counts=(3, 2)).cache
     copied, ok = jaxkv.seq_cp(cache, 0, [0, 1], 0, 2)
-    assert not ok
+    assert not ok and jaxkv.can_resume(cache, 0, 0)
     assert_identical(copied, cache)
 
 

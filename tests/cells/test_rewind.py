@@ -83,6 +83,7 @@ def test_make_room_says_whether_it_helped():
     cache = drawn(". . 0{0}-2 1{0}-2 2{0}-2 3{0}-2 0{1} 1{1} 2{1} 3{1} 4{1} 5{1}", RUNS)
     wanted = jaxkv.make_batch([1] * 5)
     assert jaxkv.init_batch(cache, wanted).reason[0] == jaxkv.Reason.SHIFT_PENDING
+    assert jaxkv.init_batch(cache, jaxkv.make_batch([1], sequences=1)).ok
     after, plan, helped = jaxkv.compact(cache, wanted)
     assert plan.ok and helped and jaxkv.init_update(after).pending == 0
     after, plan, helped = jaxkv.compact(after, wanted)

@@ -135,7 +135,9 @@ def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
     """Trap 29. llama.cpp answers that all is well, and attention is short."""
     cache = one_by_one(NEAR.make(), 10)
     assert jaxkv.seq_pos_min(cache, 0) == 4
-    assert jaxkv.seq_cp(cache, 0, 1).cache.table.evicted_below.tolist() == [4, 4, 0]
+    for start, mark in ((0, 4), (4, 0)):
+        fork = jaxkv.seq_cp(cache, 0, 1, start).cache
+        assert fork.table.evicted_below.tolist() == [4, mark, 0]
     short, ok = jaxkv.seq_rm(cache, 0, 8)
     assert ok and plan_of(short).ok and jaxkv.can_resume(cache, 0, 8)
     same, ok = jaxkv.seq_rm(cache, 0, 6)
