@@ -96,6 +96,9 @@ def test_init_batch_contiguous_rows_of_one_stream_are_one_run():
     cache = drawn(". 0{0} . . . 1{0} . . |", SHARED)
     plan = jaxkv.init_batch(cache, make_batch([[5], [6], [7]], sequences=[2, 1, 0])).check()
     assert drawing(jaxkv.apply(cache, plan)) == ". 0{0} 2{0} 0{1} . 1{0} | 0{2}"
+    rows, ids = jnp.array([[5, 0], [6, 8], [7, 0]]), jnp.array([[2, 2], [1, 1], [0, 0]])
+    after, _, reason = traced_rows(cache, rows, ids, rows > 0)
+    assert not reason.any() and drawing(after) == ". 0{0} 2{0} 0{1} 1{1} 1{0} | 0{2}"
 
 
 @core

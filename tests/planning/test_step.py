@@ -56,7 +56,7 @@ def test_plan_tokens_gives_logits_of_one_by_one(name):
 @pytest.mark.parametrize("ids", [[2, 0], [2, 0, 1]])
 def test_plan_tokens_of_states_outputs_each_token_in_its_place(ids):
     cache = make(kept=1)
-    tokens = jnp.array([[0, 3, 4], [5, 0, 6], [0, 7, 0]])[: len(ids)]
+    tokens = jnp.array([[0, 3, 4], [5, 0, 6], [0, 0, 0]])[: len(ids)]
     ubatch, ok = jaxkv.plan_tokens(cache, tokens, jnp.array(ids), tokens > 0)
     told = ubatch.tokens.reshape(-1)[ubatch.outputs].reshape(tokens.shape)
     assert ok and told[tokens > 0].tolist() == tokens[tokens > 0].tolist()
