@@ -1,7 +1,7 @@
 """Which token of a batch is computed when, in rows padded to few shapes.
 
-A batch whose values are known is laid out on the host. A traced one, its `rank`, `tokens_first` and
-`in_rows` are computed on the device.
+A batch whose values are known is laid out on the host. A traced one, its `turn_in_sequence`,
+`tokens_first` and `in_rows` are computed on the device.
 """
 
 from dataclasses import replace
@@ -171,7 +171,7 @@ def turn_in_sequence(sequences: Any, valid: Any) -> tuple[Any, Any]:
       valid: `[B]` bool; the numbers of other tokens mean nothing.
 
     Returns:
-      `rank`, `[B]` int32, how many tokens of its sequence come before a token; and `before`, `[B]`
+      `[B]` int32, how many tokens of its sequence come before a token; and `[B]`
       int32, the index of the nearest one, the token's own if there is none.
 
     >>> turn_in_sequence(np.array([7, 8, 7, 7]), np.ones(4, bool))

@@ -32,7 +32,7 @@ def plan_one(
     Args:
       table: of any cache.
       batch: the tokens, flat.
-      ranks: see `layout.rank`; of the members of the batch, see `sets`.
+      ranks: see `layout.turn_in_sequence`; of the members of the batch, see `sets`.
       index: `[R, T]` int32, which token stands where, NOWHERE for padding.
       more: `[Q]` bool, the sequences that go on in a later ubatch; None for none.
       outputs: O, static.

@@ -85,7 +85,7 @@ def apart(
     Args:
       table: of the cache.
       ids: `[M]` int32, the sequence of each member, Q for one that is not there.
-      ranks: of the members, see `layout.rank`.
+      ranks: of the members, see `layout.turn_in_sequence`.
       batch: the tokens.
 
     Returns:
