@@ -46,7 +46,7 @@ if __name__ == "__main__":
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name.split()[0])
         with jax.set_mesh(pod.mesh(np.array(topology.devices))):
             found = step(pod)
-            found["decode"] = held(replace(pod, cells=131_072), pod.sequences)
+            found["decode"] = held(replace(pod, cells=1 << 18), pod.sequences)
             found["prompt"] = held(replace(pod, cells=1 << 20), 64)
         tell(name, found)
     cycles, _, updates = cost("v5e:2x4", 131_072, 8)
