@@ -50,4 +50,5 @@ if __name__ == "__main__":
             found["prompt"] = held(replace(pod, cells=1 << 20), 64)
         tell(name, found)
     cycles, _, updates = cost("v5e:2x4", 131_072, 8)
-    tell("planning", {"cycles": cycles, "updates": updates})
+    of_cells = cycles - cost("v5e:2x4", 8_192, 8)[0]
+    tell("planning", {"cycles": cycles, "of_cells": of_cells, "updates": updates})
