@@ -39,11 +39,16 @@ class ByHand:
         implementation: None = None,
         causal: bool = True,
         bias: None = None,
-        until: None = None,
+        visible_until: None = None,
         **options: Any,
     ) -> tuple["ByHand", tuple, jax.Array]:
         """Write a token of each sequence, and attend to all before it."""
-        del implementation, causal, bias, until  # the layout decides, and the model has no more
+        del (
+            implementation,
+            causal,
+            bias,
+            visible_until,
+        )  # the layout decides, and the model has no more
         position, axis = ubatch.slots[:, 0], 1 if self.layout == "BNKD" else 2
         old = buffers[layer]
         batch, cells, heads = q.shape[0], old[0].shape[axis], k.shape[2]

@@ -42,7 +42,7 @@ def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[
     def fill(cache: jaxkv.Cache, ubatch: jaxkv.Ubatch, k: jax.Array) -> jaxkv.Cache:
         cache = jaxkv.apply(cache, ubatch)
         for layer in range(layers):
-            cache = jaxkv.write(cache, layer, ubatch, k, k)
+            cache = jaxkv.write_kv(cache, layer, ubatch, k, k)
         return cache
 
     told = jaxkv.make_batch([[0] * (cells - 1)] * batch)

@@ -56,7 +56,14 @@ from jaxkv.verbs.edit import (
     seq_rm,
     seq_select,
 )
-from jaxkv.verbs.layers import attend, num_rollback_states, read_states, view, write, write_states
+from jaxkv.verbs.layers import (
+    attend,
+    num_rollback_states,
+    read_kv,
+    read_states,
+    write_kv,
+    write_states,
+)
 from jaxkv.verbs.rewind import rewind
 from jaxkv.verbs.tidy import compact, defrag_plan, init_update
 
@@ -84,7 +91,7 @@ __all__ += [
     "rotate",
     "state_write_steps",
 ]
-__all__ += ["KVView", "view", "write", "write_states"]
+__all__ += ["KVView", "read_kv", "write_kv", "write_states"]
 # Loops.
 __all__ += ["decode", "encode", "prefill"]
 # Modules.

@@ -334,13 +334,13 @@ class CacheTable(ABC):
         del buffers, layer, ubatch, args, options
         raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 
-    def write(self, buffers: Any, layer: int, ubatch: Ubatch, *new: jax.Array) -> Any:
-        """Do what `write` says; return the table, and the buffers."""
+    def write_kv(self, buffers: Any, layer: int, ubatch: Ubatch, *new: jax.Array) -> Any:
+        """Do what `write_kv` says; return the table, and the buffers."""
         del buffers, layer, ubatch, new
         raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 
-    def view(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
-        """Return what `view` says."""
+    def read_kv(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
+        """Return what `read_kv` says."""
         del buffers, layer, ubatch, options
         raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 

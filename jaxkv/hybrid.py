@@ -351,18 +351,18 @@ class HybridTable(CacheTable):
         part, own, out = found
         return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own), out
 
-    def write(
+    def write_kv(
         self, buffers: tuple, layer: int, ubatch: Ubatch, *new: jax.Array
     ) -> tuple["HybridTable", tuple]:
         """Write into the part that serves the layer."""
         i, inner = self._part_serving("attend", layer)
-        part, own = self.parts[i].write(buffers[i], inner, part_of(ubatch, i), *new)
+        part, own = self.parts[i].write_kv(buffers[i], inner, part_of(ubatch, i), *new)
         return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own)
 
-    def view(self, buffers: tuple, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
+    def read_kv(self, buffers: tuple, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
         """Look at the part that serves the layer."""
         i, inner = self._part_serving("attend", layer)
-        return self.parts[i].view(buffers[i], inner, part_of(ubatch, i), **options)
+        return self.parts[i].read_kv(buffers[i], inner, part_of(ubatch, i), **options)
 
     def read_states(self, buffers: tuple, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
         """Read from the part that serves the layer."""

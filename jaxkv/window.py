@@ -116,21 +116,21 @@ def last_seen(
     position: jax.Array,
     *,
     causal: bool = True,
-    until: jax.Array | None = None,
+    visible_until: jax.Array | None = None,
 ) -> jax.Array:
     """Return the highest position that a token at a position sees, if there is a token.
 
-    With `until` it is that, and not its own; a symmetric window limits it still.
+    With `visible_until` it is that, and not its own; a symmetric window limits it still.
 
     >>> [last_seen(symmetric(4), jnp.int32(6), causal=causal).item() for causal in (True, False)]
     [6, 8]
     >>> last_seen(sliding(4), jnp.int32(6), causal=False).item()
     2147483647
-    >>> last_seen(symmetric(4), jnp.int32(6), until=jnp.int32(9)).item()
+    >>> last_seen(symmetric(4), jnp.int32(6), visible_until=jnp.int32(9)).item()
     8
     """
-    if until is not None:
-        return jnp.minimum(until, last_seen(window, position, causal=False))
+    if visible_until is not None:
+        return jnp.minimum(visible_until, last_seen(window, position, causal=False))
     if causal:
         return position
     highest = jnp.iinfo(position.dtype).max
@@ -146,7 +146,7 @@ def sees(
     key: jax.Array,
     *,
     causal: bool = True,
-    until: jax.Array | None = None,
+    visible_until: jax.Array | None = None,
 ) -> jax.Array:
     """Return whether a token at position `query` sees one at `key`; the shapes broadcast.
 
@@ -155,9 +155,12 @@ def sees(
       query: int32, where the token stands that looks.
       key: int32, where the one stands that is looked at.
       causal: False lets tokens see those that come after them too.
-      until: int32, the last position that it sees, see `last_seen`.
+      visible_until: int32, the last position that it sees, see `last_seen`.
 
     llama.cpp: `llama_hparams::is_masked_swa`.
     """
-    first, last = first_seen(window, query), last_seen(window, query, causal=causal, until=until)
+    first, last = (
+        first_seen(window, query),
+        last_seen(window, query, causal=causal, visible_until=visible_until),
+    )
     return (key >= first) & (key <= last)

@@ -222,8 +222,8 @@ for name, before, after in zip(
     assert changed == (name == "keys")
 
 # %% [markdown]
-# `jaxkv.view`, which is for attention of one's own, decodes to float32; and so does `attend` where
-# it is asked for JAX's attention or cuDNN's, `implementation="xla"` or `"cudnn"`.
+# `jaxkv.read_kv`, which is for attention of one's own, decodes to float32; and so does `attend`
+# where it is asked for JAX's attention or cuDNN's, `implementation="xla"` or `"cudnn"`.
 #
 # ## What it buys
 #
@@ -244,7 +244,7 @@ for dtype in DTYPES:
 #   part.
 # - Look at a model with larger heads: those of Gemma 3 have 256 numbers, and so two scales for a
 #   key and two for a value.
-# - Keys lose more than values: which of the two costs the perplexity? `jaxkv.write` and
-#   `jaxkv.view` are attention's two halves, so one of them can be rounded and the other not.
+# - Keys lose more than values: which of the two costs the perplexity? `jaxkv.write_kv` and
+#   `jaxkv.read_kv` are attention's two halves, so one of them can be rounded and the other not.
 # - `docs/concepts/cells.md` says what each dtype costs, and `docs/performance.md` what it does to
 #   the time of a step.

@@ -136,7 +136,7 @@ WIDTH = 8
 
 @jax.jit
 def sign(
-    cache: Any, ubatch: jaxkv.Ubatch, until: jax.Array | None = None
+    cache: Any, ubatch: jaxkv.Ubatch, visible_until: jax.Array | None = None
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
     """Apply a ubatch and let every token sign its key and value; `contents_of` reads them.
 
@@ -150,16 +150,19 @@ def sign(
     cache = jaxkv.apply(cache, ubatch)
     saw = []
     for layer in range(LAYERS):
-        cache, seen = attend_signed(cache, layer, ubatch, until)
+        cache, seen = attend_signed(cache, layer, ubatch, visible_until)
         saw.append(seen)
     parts = [table for table, _ in parts_of(cache)]
     own = [ubatch] if len(parts) == 1 else [part_of(ubatch, i) for i in range(len(parts))]
-    masks = [visible(table, one, until=until) for table, one in zip(parts, own, strict=True)]
+    masks = [
+        visible(table, one, visible_until=visible_until)
+        for table, one in zip(parts, own, strict=True)
+    ]
     return cache, masks, saw
 
 
 def attend_signed(
-    cache: Any, layer: int, ubatch: jaxkv.Ubatch, until: jax.Array | None = None
+    cache: Any, layer: int, ubatch: jaxkv.Ubatch, visible_until: jax.Array | None = None
 ) -> tuple[Any, jax.Array]:
     """Attend with signatures in one layer; the cache, and what was seen, `[R, T, H, Dv]`."""
     latent = any(is_latent(buffers) for _, buffers in parts_of(cache))
@@ -168,7 +171,9 @@ def attend_signed(
     k = jnp.stack([jnp.stack([*fields, label], -1) for label in labels], axis=-2)
     k = k.astype(jnp.float32)
     q = jnp.zeros((*ubatch.valid.shape, 2 * HEADS, SIZE))
-    return jaxkv.attend(cache, layer, ubatch, q, k, None if latent else -k, until=until)
+    return jaxkv.attend(
+        cache, layer, ubatch, q, k, None if latent else -k, visible_until=visible_until
+    )
 
 
 @jax.jit

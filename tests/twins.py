@@ -128,7 +128,8 @@ class Twin:
     ) -> bool:
         """Plan new tokens and run them on both sides, if there is room on either.
 
-        Each sees so many positions `ahead` of its own, as `until` tells; None leaves that out.
+        Each sees so many positions `ahead` of its own, as `visible_until` tells; None leaves that
+        out.
         """
         plan, parts = self.plan(sequences, positions, **how)
         if plan.ok:

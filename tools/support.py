@@ -71,7 +71,7 @@ def with_source() -> Any:
     )
     (ubatch,) = jaxkv.init_encoder(cache, jaxkv.make_batch([1, 2, 3])).ubatches
     zeros = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
-    return jaxkv.write(jaxkv.apply(cache, ubatch), 1, ubatch, zeros, zeros)
+    return jaxkv.write_kv(jaxkv.apply(cache, ubatch), 1, ubatch, zeros, zeros)
 
 
 @functools.cache

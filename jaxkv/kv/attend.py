@@ -49,7 +49,7 @@ def attend(
     sinks: jax.Array | None = None,
     bias: Bias | None = None,
     causal: bool = True,
-    until: jax.Array | None = None,
+    visible_until: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[C, Buffers, jax.Array]:
     """Write the keys and values of a ubatch, if it brings any, and attend; see `jaxkv.attend`.
@@ -75,8 +75,8 @@ def attend(
         )
     options = Options(scale=scale, softcap=softcap, sinks=sinks)
     added = checked_bias(bias, (*q.shape[:3], held[0].shape[2]))
-    until = _checked_until(until, ubatch, causal)
-    arrays = new, q, options, added, until
+    visible_until = _checked_until(visible_until, ubatch, causal)
+    arrays = new, q, options, added, visible_until
     mark = table.written[:, layer]
     mark, held, out = _attended(table, ubatch, held, mark, *arrays, causal, implementation)
     if not new:
@@ -84,7 +84,7 @@ def attend(
     return _marked(table, layer, mark), buffers.with_layer(layer, *held), out
 
 
-def write(
+def write_kv(
     table: C,
     buffers: Buffers,
     layer: int | jax.Array,
@@ -92,7 +92,7 @@ def write(
     k: jax.Array,
     v: jax.Array | None,
 ) -> tuple[C, Buffers]:
-    """Write the keys and values of a ubatch, see `jaxkv.write`."""
+    """Write the keys and values of a ubatch, see `jaxkv.write_kv`."""
     held = _layer_of(buffers, layer)
     mark, held = _written(
         table, ubatch, held, table.written[:, layer], _checked(ubatch, held, k, v)
@@ -100,19 +100,19 @@ def write(
     return _marked(table, layer, mark), buffers.with_layer(layer, *held)
 
 
-def view(
+def read_kv(
     table: Cells,
     buffers: Buffers,
     layer: int | jax.Array,
     ubatch: Ubatch,
     *,
     causal: bool = True,
-    until: jax.Array | None = None,
+    visible_until: jax.Array | None = None,
 ) -> KVView:
-    """Return what the tokens of a ubatch see, see `jaxkv.view`."""
-    until = _checked_until(until, ubatch, causal)
+    """Return what the tokens of a ubatch see, see `jaxkv.read_kv`."""
+    visible_until = _checked_until(visible_until, ubatch, causal)
     held = _layer_of(buffers, layer)
-    return _viewed(table, ubatch, held, table.written[:, layer], until, causal)
+    return _viewed(table, ubatch, held, table.written[:, layer], visible_until, causal)
 
 
 def _marked(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
@@ -169,24 +169,24 @@ def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, ...
     return tuple(new for _, _, new, _ in given)
 
 
-def _checked_until(until: Any, ubatch: Ubatch, causal: bool) -> jax.Array | None:
+def _checked_until(visible_until: Any, ubatch: Ubatch, causal: bool) -> jax.Array | None:
     """Return the last position that each token sees, `[R, T]` int32."""
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"wanted causal as True or False, known while tracing, got {causal!r}")
-    if until is None:
+    if visible_until is None:
         return None
     if not causal:
         raise ValueError(
-            "wanted until or causal=False, got both: with the latter tokens see all that comes "
-            "after them, so leave one of them out"
+            "wanted visible_until or causal=False, got both: with the latter tokens see all that "
+            "comes after them, so leave one of them out"
         )
-    until = jnp.asarray(integers(until, "until"))
-    if until.shape != ubatch.valid.shape:
+    visible_until = jnp.asarray(integers(visible_until, "visible_until"))
+    if visible_until.shape != ubatch.valid.shape:
         raise ValueError(
-            f"wanted until [R, T] of {ubatch.valid.shape}, the last position that each token "
-            f"sees, got {until.shape}"
+            f"wanted visible_until [R, T] of {ubatch.valid.shape}, the last position that each "
+            f"token sees, got {visible_until.shape}"
         )
-    return until
+    return visible_until
 
 
 def _put(
@@ -210,13 +210,16 @@ def _sight_in_share(
     ubatch: Ubatch,
     held: Held,
     causal: bool,
-    until: jax.Array | None,
+    visible_until: jax.Array | None,
 ) -> Sight:
     """Return what decides which of the cells in a device's share the tokens of a ubatch see.
 
-    `until` is `[R, T]` int32, see `sight_of`.
+    `visible_until` is `[R, T]` int32, see `sight_of`.
     """
-    sight, count = sight_of(table, ubatch, causal=causal, until=until), held[0].shape[2]
+    sight, count = (
+        sight_of(table, ubatch, causal=causal, visible_until=visible_until),
+        held[0].shape[2],
+    )
     return sight.of_cells(first_of(split.cells, count), count) if split.cells else sight
 
 
@@ -264,28 +267,28 @@ def _viewed(
     ubatch: Ubatch,
     held: Held,
     mark: jax.Array,
-    until: jax.Array | None,
+    visible_until: jax.Array | None,
     causal: bool,
 ) -> KVView:
     """Return the keys and values of each list's stream; all NaN, and seen, if it was edited.
 
     All NaN, too, where a token of the list would see what the layer or the ubatch lacks.
 
-    `mark` is as for `_written` and `until` `[R, T]` int32, see `sight_of`; `KVView` has the shapes
-    of what is returned.
+    `mark` is as for `_written` and `visible_until` `[R, T]` int32, see `sight_of`; `KVView` has the
+    shapes of what is returned.
     """
     split = shares(table.rules, **sizes_of(held[0]))
     rows = rows_of(ubatch, split.streams)
     apart = () if rows else split.streams
 
     def of_share(
-        table: Cells, ubatch: Ubatch, held: Held, mark: jax.Array, until: jax.Array | None
+        table: Cells, ubatch: Ubatch, held: Held, mark: jax.Array, visible_until: jax.Array | None
     ) -> tuple[jax.Array, ...]:
         mine = own_rows(ubatch, split.streams, table.streams)
-        sight = _sight_in_share(split, table, mine, held, causal, until)
+        sight = _sight_in_share(split, table, mine, held, causal, visible_until)
         _, current = _committed(table, mine, held)
         whole = current & slots.readable(table, mine, mark)
-        if (ahead := blind(table, mine, causal=causal, until=until)) is not None:
+        if (ahead := blind(table, mine, causal=causal, visible_until=visible_until)) is not None:
             whole &= ~jnp.any(ahead, axis=1)
         mask = mask_of(sight)
         if apart:  # each row is a list, and all devices have all of them
@@ -307,7 +310,7 @@ def _viewed(
     streams = P(split.streams)
     in_specs = streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, P(rows)
     run = on_shares(table.rules, of_share, in_specs, out_specs)
-    return KVView(*run(table, ubatch, held, mark, until))
+    return KVView(*run(table, ubatch, held, mark, visible_until))
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation"))
@@ -320,7 +323,7 @@ def _attended(
     q: jax.Array,
     options: Options,
     bias: BiasOfLists | None,
-    until: jax.Array | None,
+    visible_until: jax.Array | None,
     causal: bool,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, tuple[Any, ...], jax.Array]:
@@ -341,7 +344,7 @@ def _attended(
       q: `[R, T, H, D]`, queries.
       options: of the softmax.
       bias: `[R, T, H or 1, N]`, or `OfPlaces`.
-      until: `[R, T]` int32, see `sight_of`.
+      visible_until: `[R, T]` int32, see `sight_of`.
       causal: likewise.
       implementation: see `jaxkv.attend`.
 
@@ -368,16 +371,16 @@ def _attended(
         q: jax.Array,
         options: Options,
         bias: BiasOfLists | None,
-        until: jax.Array | None,
+        visible_until: jax.Array | None,
     ) -> tuple[jax.Array, tuple[Any, ...], jax.Array]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
         where, current = _committed(table, ubatch, held)
         if new:
             mark = slots.written_after(table, ubatch, where, mark)
         current = (current & slots.readable(table, ubatch, mark))[:, None]
-        if (ahead := blind(table, ubatch, causal=causal, until=until)) is not None:
+        if (ahead := blind(table, ubatch, causal=causal, visible_until=visible_until)) is not None:
             current &= ~ahead
-        sight = _sight_in_share(split, table, ubatch, held, causal, until)
+        sight = _sight_in_share(split, table, ubatch, held, causal, visible_until)
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*sight.at.shape, *bias.shape[2:])
         sight = replace(sight, bias=bias)
@@ -405,7 +408,7 @@ def _attended(
     )
     out_specs = P(split.streams), (of_held if new else ()), of_queries
     run = on_shares(table.rules, of_share, in_specs, out_specs)
-    return run(table, ubatch, held, mark, new, q, options, bias, until)
+    return run(table, ubatch, held, mark, new, q, options, bias, visible_until)
 
 
 def _specs_of_bias(

@@ -88,15 +88,15 @@ def make_kv_cache(
       The cache, all cells empty.
 
     Stacked, a model of many layers is traced and compiled as one layer, and its buffers are the
-    carry of a `jax.lax.scan`, which writes them in place. `attend`, `write` and `view` take a layer
-    as int32 then; one that is out of range and traced is written nowhere and reads NaN. All else is
-    as ever, and files and meshes do not know the difference. The price: outside of `jit` a write
-    copies all layers, and a derivative by the buffers is as large as all of them at each layer.
-    `implementation="xla"`, `"cudnn"` or `"whole"` and `view` copy a layer before they read it, and
-    what jaxkv chooses on a GPU without its kernel may; on a processor tiles alone are read, also
-    where all cells in one product would be faster. Writes go over all layers in bfloat16 and
-    float8 on a processor with jax before 0.12, where float32, float16 or int8 do not; and on a TPU
-    where heads have less than 128 numbers. There are figures in `docs/performance.md`.
+    carry of a `jax.lax.scan`, which writes them in place. `attend`, `write_kv` and `read_kv` take a
+    layer as int32 then; one that is out of range and traced is written nowhere and reads NaN. All
+    else is as ever, and files and meshes do not know the difference. The price: outside of `jit` a
+    write copies all layers, and a derivative by the buffers is as large as all of them at each
+    layer. `implementation="xla"`, `"cudnn"` or `"whole"` and `read_kv` copy a layer before they
+    read it, and what jaxkv chooses on a GPU without its kernel may; on a processor tiles alone are
+    read, also where all cells in one product would be faster. Writes go over all layers in bfloat16
+    and float8 on a processor with jax before 0.12, where float32, float16 or int8 do not; and on a
+    TPU where heads have less than 128 numbers. There are figures in `docs/performance.md`.
 
     Raises:
       TypeError: when a count is no integer.

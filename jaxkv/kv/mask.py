@@ -17,7 +17,7 @@ from jaxkv.window import last_seen
 
 
 def sight_of(
-    cells: Cells, ubatch: Ubatch, *, causal: bool = True, until: jax.Array | None = None
+    cells: Cells, ubatch: Ubatch, *, causal: bool = True, visible_until: jax.Array | None = None
 ) -> Sight:
     """Return what decides which cells the tokens of a ubatch see.
 
@@ -33,15 +33,15 @@ def sight_of(
       cells: the table, with the ubatch applied.
       ubatch: the tokens that look.
       causal: False lets them see what comes after them too.
-      until: `[R, T]` int32, the last position that each token sees; None for its own.
+      visible_until: `[R, T]` int32, the last position that each token sees; None for its own.
 
     Raises:
       ValueError: when they may, and a token may belong to several sequences.
     """
-    if ubatch.others is not None and not (causal and until is None):
+    if ubatch.others is not None and not (causal and visible_until is None):
         raise ValueError(
-            "wanted causal attention without until, or tokens of one sequence each: several "
-            "sequences of a token do not share what comes after it"
+            "wanted causal attention without visible_until, or tokens of one sequence each: "
+            "several sequences of a token do not share what comes after it"
         )
     _, word, bit = home(cells, ubatch.sequences)
     streams, all_streams = pools(cells, ubatch)
@@ -60,45 +60,45 @@ def sight_of(
         window=cells.window,
         causal=causal,
         all_streams=all_streams,
-        until=None if until is None else until.reshape(at.shape),
+        visible_until=None if visible_until is None else visible_until.reshape(at.shape),
         tile=tile_of(cells.num_cells) if tiled else None,
     )
 
 
 def blind(
-    cells: Cells, ubatch: Ubatch, *, causal: bool, until: jax.Array | None
+    cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: jax.Array | None
 ) -> jax.Array | None:
     """Return which tokens should see one that no ubatch has brought yet, `[R, T]` bool.
 
-    With `until`, the ubatch ends before it; without causal attention, the sequence goes on in a
-    later ubatch of the plan, within the window.
+    With `visible_until`, the ubatch ends before it; without causal attention, the sequence goes on
+    in a later ubatch of the plan, within the window.
 
     Args:
       cells: the table.
       ubatch: the tokens that look.
       causal: False lets them see what comes after them too.
-      until: `[R, T]` int32, the last position that each token sees; None for its own.
+      visible_until: `[R, T]` int32, the last position that each token sees; None for its own.
 
     Returns:
       None where no token sees ahead.
     """
-    if causal and until is None:
+    if causal and visible_until is None:
         return None
     looks = ubatch.valid & (ubatch.slots < FAR)
     count, ids = ubatch.spec.sequences, ubatch.sequences
     last = jnp.full(count, -1, jnp.int32)
     last = last.at[jnp.where(looks, ids, count)].max(ubatch.positions, mode="drop")
-    ahead = last_seen(cells.window, ubatch.positions, causal=causal, until=until)
+    ahead = last_seen(cells.window, ubatch.positions, causal=causal, visible_until=visible_until)
     ahead = looks & (ahead > last.at[ids].get(mode="fill", fill_value=-1))
-    return ahead if until is not None else ahead & ubatch.more
+    return ahead if visible_until is not None else ahead & ubatch.more
 
 
 def visible(
-    cells: Cells, ubatch: Ubatch, *, causal: bool = True, until: jax.Array | None = None
+    cells: Cells, ubatch: Ubatch, *, causal: bool = True, visible_until: jax.Array | None = None
 ) -> jax.Array:
     """Return which cells each token sees, `[R, T, N]` bool; the arguments are those of `sight_of`.
 
     llama.cpp: `set_input_kq_mask`.
     """
-    mask = mask_of(sight_of(cells, ubatch, causal=causal, until=until))
+    mask = mask_of(sight_of(cells, ubatch, causal=causal, visible_until=visible_until))
     return mask.reshape(*ubatch.valid.shape, cells.num_cells)

@@ -135,33 +135,35 @@ class CrossAttentionTable(CellTable):
         k: jax.Array | None = None,
         v: jax.Array | None = None,
         *,
-        until: jax.Array | None = None,
+        visible_until: jax.Array | None = None,
         **options: Any,
     ) -> tuple[Self, Buffers, jax.Array]:
         """Look at the sources, all of them; a ubatch of sources attends as `jaxkv.attend` says."""
         if not isinstance(ubatch.slots, Reader):
-            return super().attend(buffers, layer, ubatch, q, k, v, until=until, **options)
+            return super().attend(
+                buffers, layer, ubatch, q, k, v, visible_until=visible_until, **options
+            )
         if k is not None or v is not None:
             _refuse_to_write()
-        _check_until(until)
+        _check_until(visible_until)
         return super().attend(
             buffers, layer, _as_it_looks(ubatch), q, None, None, **options | {"causal": False}
         )
 
-    def write(
+    def write_kv(
         self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array
     ) -> tuple[Self, Buffers]:
         """Write the keys and values of sources."""
         if isinstance(ubatch.slots, Reader):
             _refuse_to_write()
-        return super().write(buffers, layer, ubatch, *new)
+        return super().write_kv(buffers, layer, ubatch, *new)
 
-    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
+    def read_kv(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
         """Return the sources, all of which are seen."""
         if not isinstance(ubatch.slots, Reader):
-            return super().view(buffers, layer, ubatch, **options)
-        _check_until(options.get("until"))
-        return super().view(buffers, layer, _as_it_looks(ubatch), causal=False)
+            return super().read_kv(buffers, layer, ubatch, **options)
+        _check_until(options.get("visible_until"))
+        return super().read_kv(buffers, layer, _as_it_looks(ubatch), causal=False)
 
 
 def make_cross_attention_cache(
@@ -255,9 +257,9 @@ def _as_it_looks(ubatch: Ubatch) -> Ubatch:
     return replace(ubatch, slots=ubatch.slots.looks, others=None, more=no_more)
 
 
-def _check_until(until: Any) -> None:
-    if until is not None:
-        raise ValueError("wanted no until for a source, all of which is seen: leave it out")
+def _check_until(visible_until: Any) -> None:
+    if visible_until is not None:
+        raise ValueError("wanted no visible_until for a source, all of which is seen: leave it out")
 
 
 def _refuse_to_write() -> NoReturn:

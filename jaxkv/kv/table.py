@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.batch import Ubatch
 from jaxkv.cache import CacheTable, Findings, KVView, MaintenancePlan, Room, check_sizes
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
-from jaxkv.kv.attend import attend, view, write
+from jaxkv.kv.attend import attend, read_kv, write_kv
 from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.by_stream import endings, on_streams, told
 from jaxkv.kv.cells import Cells
@@ -225,12 +225,12 @@ class CellTable(Cells, CacheTable):
         """See `attend.attend`."""
         return attend(self, buffers, layer, ubatch, *args, **options)
 
-    def write(
+    def write_kv(
         self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array
     ) -> tuple[Self, Buffers]:
-        """See `attend.write`."""
-        return write(self, buffers, layer, ubatch, *new)
+        """See `attend.write_kv`."""
+        return write_kv(self, buffers, layer, ubatch, *new)
 
-    def view(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
-        """See `attend.view`."""
-        return view(self, buffers, layer, ubatch, **options)
+    def read_kv(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
+        """See `attend.read_kv`."""
+        return read_kv(self, buffers, layer, ubatch, **options)

@@ -31,7 +31,7 @@ def encode(
     Args:
       encoder: `(weights, cache, ubatch) -> cache`, called for a ubatch of sources that has been
         applied. It computes all tokens of `ubatch` at once, and writes keys and values of them for
-        each layer that looks at sources (`write`). It is compiled and kept as `forward` of
+        each layer that looks at sources (`write_kv`). It is compiled and kept as `forward` of
         `prefill` is.
       weights: whatever the model wants.
       cache: a hybrid cache with a part of `make_cross_attention_cache`.
@@ -53,7 +53,7 @@ def encode(
 
       >>> def encoder(weights, cache, ubatch):
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
-      ...     return write(cache, 1, ubatch, x, x)
+      ...     return write_kv(cache, 1, ubatch, x, x)
       >>> def forward(weights, cache, ubatch):
       ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)

@@ -30,9 +30,9 @@ def init_encoder(cache: Cache, batch: Batch) -> Plan:
         list of tokens is one row, which a cache that needs a row for each sequence refuses.
 
     Returns:
-      A `Plan` of one ubatch. `apply` takes it in; `write` then writes the keys and values of each
-      layer that looks at sources, as `encode` does. The text is not touched. A sequence that has a
-      source is refused, `Reason.ENCODER_ALREADY_WRITTEN`.
+      A `Plan` of one ubatch. `apply` takes it in; `write_kv` then writes the keys and values of
+      each layer that looks at sources, as `encode` does. The text is not touched. A sequence that
+      has a source is refused, `Reason.ENCODER_ALREADY_WRITTEN`.
 
     Raises:
       TypeError: when it is no batch, or the cache has no part for sources.
@@ -46,7 +46,7 @@ def init_encoder(cache: Cache, batch: Batch) -> Plan:
       >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
       >>> (ubatch,) = init_encoder(cache, make_batch([7, 8, 9])).ubatches
       >>> k, v = jnp.zeros((1, 4, 1, 1)), jnp.array([2.0, 4.0, 6.0, 0.0]).reshape(1, 4, 1, 1)
-      >>> cache = write(apply(cache, ubatch), 1, ubatch, k, v)
+      >>> cache = write_kv(apply(cache, ubatch), 1, ubatch, k, v)
 
       Two tokens of the text, each of which sees the whole source:
 

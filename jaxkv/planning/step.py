@@ -134,7 +134,7 @@ def checked_next(spec: TableSpec, tokens: Any, sequences: Any, valid: Any) -> tu
 
 
 def _ranks(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return what `layout.turn_in_sequence` does for `[T, n]` tokens, of one sequence a row; `[T * n]` each.
+    """Return what `layout.turn_in_sequence` does for tokens `[T, n]` of rows; `[T * n]` each.
 
     No two rows are of one sequence: such a plan is refused, whatever its ranks.
     """

@@ -61,7 +61,7 @@ def inspect(source: Source) -> Info:
       >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
       >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> cache = write(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
       >>> data = snapshot.to_bytes(cache, tokens={1: [4, 5]}, notes={"names": ["a", "b"]})
       >>> info = snapshot.inspect(data)
       >>> info.sequences, info.tokens, info.notes, info.arrays["buffers.k.0"]
@@ -103,7 +103,7 @@ def load(source: Source, *, model: Any = None) -> Cache:
       >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2, 3])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> cache = write(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
       >>> cache, _ = seq_rm(cache, 0, 1, 2)
       >>> data = snapshot.to_bytes(cache, model={"name": "tiny", "layers": 1})
       >>> print(show(snapshot.load(data)))
@@ -169,7 +169,7 @@ def load_into(
       >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> cache = write(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
       >>> data = snapshot.to_bytes(cache)
       >>> other = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
       >>> other = apply(other, init_batch(other, make_batch([[3], [4, 5]])))

@@ -54,7 +54,7 @@ def save(
       >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
       >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> cache = write(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
       >>> path = tempfile.mkdtemp() + "/chat.safetensors"
       >>> snapshot.save(path, cache, sequences=[1], tokens={1: [4, 5]}, model="tiny")
       >>> print(show(snapshot.load(path)))
@@ -80,7 +80,7 @@ def to_bytes(
       >>> cache = make_kv_cache(layers=1, cells=600, kv_heads=1, head_dim=2)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> data = snapshot.to_bytes(write(apply(cache, ubatch), 0, ubatch, keys, keys))
+      >>> data = snapshot.to_bytes(write_kv(apply(cache, ubatch), 0, ubatch, keys, keys))
       >>> used(snapshot.load(data)).item(), len(data) < nbytes(cache)
       (2, True)
 

@@ -31,7 +31,7 @@ def attend(
     sinks: jax.Array | None = None,
     bias: Bias | None = None,
     causal: bool = True,
-    until: jax.Array | None = None,
+    visible_until: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Write the keys and values of a ubatch into a layer and attend over what its tokens see.
@@ -53,10 +53,10 @@ def attend(
       causal: False lets tokens see those that come after them; of windows only a symmetric one
         limits that. A token that would see one of a later ubatch of its plan gets NaN: plan with a
         larger `ubatch_size`.
-      until: `[R, T]` int32, the last position that each token sees; by default its own. It may lie
-        after the token, as for images and prefixes, or before it, and may be traced. A token gets
-        NaN where its ubatch ends before that position. A window reaches back from the token's own
-        position as ever, and a symmetric one ahead no further than without it.
+      visible_until: `[R, T]` int32, the last position that each token sees; by default its own. It
+        may lie after the token, as for images and prefixes, or before it, and may be traced. A
+        token gets NaN where its ubatch ends before that position. A window reaches back from the
+        token's own position as ever, and a symmetric one ahead no further than without it.
       implementation: how attention is computed, "tiles", "whole", "pallas", "xla" or "cudnn",
         see `jaxkv.ops.attention.api`; None leaves it to jaxkv.
 
@@ -75,7 +75,7 @@ def attend(
     and cells is held, and gets the present positions, so that it follows `seq_add`. It is
     static and hashed: define it once. Weights are its leaves and not closed over:
     `jax.tree_util.Partial(function, weights)`, or a dataclass that is a pytree. A bias may also be
-    an array of floats, `[R, T, H, N]` where not 1, for the cells of each row's stream as `view`
+    an array of floats, `[R, T, H, N]` where not 1, for the cells of each row's stream as `read_kv`
     numbers them. Both have derivatives. A number below -1.7e38 counts as -1.7e38. Where it is -inf,
     a bias hides a cell from a head; where it is NaN or inf, the head of a token that sees the
     cell gets NaN.
@@ -83,7 +83,7 @@ def attend(
     Raises:
       ValueError: when shapes do not fit the cache, the layer is none of it, the ubatch was planned
         of a cache of another spec, the buffers were donated, the implementation cannot do it,
-        `softcap` is not above 0, or `until` comes with `causal=False`; or it is a ubatch of
+        `softcap` is not above 0, or `visible_until` comes with `causal=False`; or it is a ubatch of
         `init_encoder`, and the layer is of the text.
       TypeError: when a plan is passed and no ubatch, a list and no array, or an array that is not
         of floats; when the layer is no integer that is known while tracing, though the cache is
@@ -113,13 +113,13 @@ def attend(
       ...     return (key - query) * math.log(3.0)
       >>> attend(after, 0, ubatch, q, bias=nearer)[1][0, :, 0, 0]
       Array([2. , 3.5], dtype=float32)
-      >>> attend(after, 0, ubatch, q, until=jnp.array([[1, 1]]))[1][0, :, 0, 0]
+      >>> attend(after, 0, ubatch, q, visible_until=jnp.array([[1, 1]]))[1][0, :, 0, 0]
       Array([3., 3.], dtype=float32)
 
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`; its only bias is ALiBi, `f_max_alibi_bias`.
     """
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
-    sight = {"causal": causal, "until": until}
+    sight = {"causal": causal, "visible_until": visible_until}
     table, buffers = split(cache)
     check_made_for(table, ubatch)
     number = _numbered(buffers, layer)
@@ -130,12 +130,12 @@ def attend(
 
 
 @names_donated
-def write(
+def write_kv(
     cache: Cache, layer: int | jax.Array, ubatch: Ubatch, k: jax.Array, v: jax.Array | None = None
 ) -> Cache:
     """Write the keys and values of a ubatch into a layer, and attend to nothing.
 
-    With `view` and attention of the caller's own it does what `attend` does.
+    With `read_kv` and attention of the caller's own it does what `attend` does.
 
     Args:
       cache: a cache that the ubatch has been applied to.
@@ -157,7 +157,7 @@ def write(
       >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> k, v = jnp.ones((1, 2, 1, 1)), jnp.array([2.0, jnp.inf]).reshape(1, 2, 1, 1)
-      >>> cache = write(apply(cache, ubatch), 0, ubatch, k, v)
+      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, k, v)
       >>> cache.buffers.k[0][0, 0, :, 0], cache.buffers.v[0][0, 0, :, 0]
       (Array([ 1., nan,  0.,  0.], dtype=float32), Array([2., 0., 0., 0.], dtype=float32))
 
@@ -165,18 +165,18 @@ def write(
     """
     table, buffers = split(cache)
     check_made_for(table, ubatch)
-    table, buffers = table.write(buffers, _numbered(buffers, layer), ubatch, k, v)
+    table, buffers = table.write_kv(buffers, _numbered(buffers, layer), ubatch, k, v)
     return replace(cache, table=table, buffers=buffers)
 
 
 @names_donated
-def view(
+def read_kv(
     cache: Cache,
     layer: int | jax.Array,
     ubatch: Ubatch,
     *,
     causal: bool = True,
-    until: jax.Array | None = None,
+    visible_until: jax.Array | None = None,
 ) -> KVView:
     """Return what the tokens of a ubatch see of a layer, for attention of the caller's own.
 
@@ -189,7 +189,7 @@ def view(
       layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_kv_cache`.
       ubatch: the tokens that look.
       causal: False lets tokens see those that come after them.
-      until: `[R, T]` int32, the last position that each token sees, see `attend`.
+      visible_until: `[R, T]` int32, the last position that each token sees, see `attend`.
 
     Returns:
       `(k, v, mask, positions)`: `[P, K, N, D]`, `[P, K, N, Dv]`, `[P, T, N]` bool and `[P, N]`
@@ -212,7 +212,7 @@ def view(
       >>> (ubatch,) = init_batch(cache, make_batch([[1, 2], [3, 4]])).ubatches
       >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
       >>> cache, out = attend(apply(cache, ubatch), 0, ubatch, x, x, x)
-      >>> k, v, mask, positions = view(cache, 0, ubatch)
+      >>> k, v, mask, positions = read_kv(cache, 0, ubatch)
       >>> positions, mask.astype(int)[0].tolist()
       (Array([[0, 1, 0, 1]], dtype=int32), [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]])
       >>> bool(jnp.allclose(ops.attention.attention(x, k, v, mask), out))
@@ -222,7 +222,9 @@ def view(
     """
     table, buffers = split(cache)
     check_made_for(table, ubatch)
-    return table.view(buffers, _numbered(buffers, layer), ubatch, causal=causal, until=until)
+    return table.read_kv(
+        buffers, _numbered(buffers, layer), ubatch, causal=causal, visible_until=visible_until
+    )
 
 
 @names_donated

@@ -143,7 +143,7 @@ class CrossAttention(nnx.Module):
 
     def keep(self, cache: Any, ubatch: jaxkv.Ubatch, read: jax.Array) -> Any:
         """Write what an encoder read, `[R, T, width]`; returns the cache."""
-        return jaxkv.write(cache, self.layer, ubatch, *jnp.split(self.kv(read), 2, axis=-1))
+        return jaxkv.write_kv(cache, self.layer, ubatch, *jnp.split(self.kv(read), 2, axis=-1))
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Look from `x`, `[R, T, width]`, at its sources; returns the cache and the outcome."""

@@ -61,8 +61,8 @@ def visible(sight: Sight) -> np.ndarray:
     owners = np.asarray(sight.owners)[streams]
     owners = np.take_along_axis(owners, np.asarray(sight.word)[..., None], axis=1)
     sees = owners & np.asarray(sight.bit)[..., None] != 0
-    if sight.until is not None:
-        sees &= position <= np.asarray(sight.until)[..., None]
+    if sight.visible_until is not None:
+        sees &= position <= np.asarray(sight.visible_until)[..., None]
     elif sight.causal:
         sees &= position <= at
     if sight.window is None:
@@ -137,7 +137,7 @@ def places(weights: jax.Array) -> OfPlaces:
 
 def sight(
     seed=0, *, streams=3, lists=None, tokens=3, cells=40, holes=0.3, last=60, bias=None, heads=4,
-    window=None, causal=True, until=False,
+    window=None, causal=True, visible_until=False,
 ) -> Sight:  # fmt: skip
     """Make random tokens and cells: any positions, two words of owners, whole tiles empty.
 
@@ -167,7 +167,7 @@ def sight(
         window=window,
         causal=causal,
         all_streams=len(lists) == streams,
-        until=ahead if until else None,
+        visible_until=ahead if visible_until else None,
         bias=biases.get(bias),
     )
     return jax.tree.map(jnp.asarray, made)

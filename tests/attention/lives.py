@@ -42,9 +42,9 @@ def arrays_for(ubatch, seed=0, dtype=jnp.float32):
     return [jnp.asarray(rng.normal(size=(*ubatch.valid.shape, h, SIZE)), dtype) for h in heads]
 
 
-def between(bias, cache, ubatch, until=None):
+def between(bias, cache, ubatch, visible_until=None):
     """A bias for tokens and cells, `[P, H, T, N]`; a NaN where a token does not see the cell."""
-    _, _, mask, positions = jaxkv.view(cache, 0, ubatch, until=until)
+    _, _, mask, positions = jaxkv.read_kv(cache, 0, ubatch, visible_until=visible_until)
     at = ubatch.positions.reshape(mask.shape[:2])[:, None, :, None]
     added = bias(at, positions[:, None, None], jnp.arange(2 * HEADS)[None, :, None, None])
     return np.asarray(jnp.where(mask[:, None], added, jnp.nan))
@@ -52,7 +52,7 @@ def between(bias, cache, ubatch, until=None):
 
 def seen(cache, layer, ubatch, q, bias=0.0, **options):
     """What tokens see of a layer by the formula, `[R, T, H, Dv]`; bias is `[P, H, T, N]`."""
-    k, v, mask, positions = map(np.asarray, jaxkv.view(cache, layer, ubatch, **options))
+    k, v, mask, positions = map(np.asarray, jaxkv.read_kv(cache, layer, ubatch, **options))
     if not options:  # itself, and nothing later; padding sees nothing
         at, valid = (
             np.asarray(x).reshape(mask.shape[:2]) for x in (ubatch.positions, ubatch.valid)

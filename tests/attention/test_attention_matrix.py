@@ -39,11 +39,11 @@ CASES = {
     "ahead, large logits": {
         "cells": TILE, "heads": 2, "factor": 100.0, "causal": False, "window": symmetric(24)
     },
-    "other lists": {"lists": [2, 0], "window": sliding(20), "until": True},
+    "other lists": {"lists": [2, 0], "window": sliding(20), "visible_until": True},
     "all options": {**ONE_KEY_HEAD, "value_dim": 9},
-    "bias": {**ONE_KEY_HEAD, "bias": "function", "until": True},
+    "bias": {**ONE_KEY_HEAD, "bias": "function", "visible_until": True},
     "bias array": {
-        "seed": 1, "lists": [2, 0], "bias": "array", "until": True, "window": symmetric(6)
+        "seed": 1, "lists": [2, 0], "bias": "array", "visible_until": True, "window": symmetric(6)
     },
     "few tiles": {"cells": LONG, "holes": 0.7},
     "most tiles": {"cells": LONG, "holes": 0.0},
@@ -53,7 +53,7 @@ CASES = {
     "biased blocks": {"cells": LONG, "lists": [1], "tokens": BLOCK + 3, "bias": "array"},
     "biased large mask": {
         "cells": 17 * TILE, "streams": 1, "tokens": 2 * BLOCK, "heads": 1, "groups": 1,
-        "bias": "function", "until": True,
+        "bias": "function", "visible_until": True,
     },
     "bfloat16": {"dtype": "bfloat16", "queries": "bfloat16"},
     "bfloat16 buffers": {"dtype": "bfloat16"},
@@ -63,7 +63,7 @@ CASES = {
     "float8_e4m3fn, two scales": {"dtype": "float8_e4m3fn", "size": 160},
     "float8_e5m2": {"dtype": "float8_e5m2"},
     "stacked latent": {"stacked": True, "value_dim": Latent(2, 6), "lists": [2, 0]},
-    "stacked, bias": {"stacked": True, "bias": "function", "until": True},
+    "stacked, bias": {"stacked": True, "bias": "function", "visible_until": True},
     "stacked int8": {"stacked": True, "dtype": "int8"},
 }  # fmt: skip
 NO_KERNEL = ("float16 buffers", "float8_e4m3fn, two scales", "float8_e5m2")

@@ -1,4 +1,4 @@
-"""Biases and `until` through the life of a cache, also on meshes, against the formula in NumPy.
+"""Biases and `visible_until` through a life of a cache, also on meshes, against NumPy.
 
 What each implementation makes of a bias is in `test_attention_matrix.py`.
 """
@@ -73,22 +73,24 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
         cache, ubatch = applied(lived_in(kind), sequences)
         mine = placed(cache) if axes else cache
         q, k, v = arrays_for(ubatch)
-        after = jaxkv.write(cache, 0, ubatch, k, v)
+        after = jaxkv.write_kv(cache, 0, ubatch, k, v)
         ahead = jnp.arange(ubatch.valid.size, dtype=jnp.int32).reshape(ubatch.valid.shape) % 3 - 1
         last = (
             jnp.full(kind.sequences, -1)
             .at[ubatch.sequences]
             .max(jnp.where(ubatch.valid, ubatch.positions, -1))[ubatch.sequences]
         )
-        for until in (None, jnp.minimum(ubatch.positions + ahead, last)):
-            added = between(T5, cache, ubatch, until)
+        for visible_until in (None, jnp.minimum(ubatch.positions + ahead, last)):
+            added = between(T5, cache, ubatch, visible_until)
             array = added.swapaxes(1, 2).reshape(*ubatch.valid.shape, H, -1)
             bias = T5 if form == "function" else array
-            ours, out = jaxkv.attend(mine, 0, ubatch, q, k, v, bias=bias, until=until)
-            wanted = seen(after, 0, ubatch, q, np.nan_to_num(added), until=until)
+            ours, out = jaxkv.attend(
+                mine, 0, ubatch, q, k, v, bias=bias, visible_until=visible_until
+            )
+            wanted = seen(after, 0, ubatch, q, np.nan_to_num(added), visible_until=visible_until)
             np.testing.assert_allclose(out, wanted, **CLOSE)
-        looked = jaxkv.write(mine, 0, ubatch, k, v)
-        views = [jaxkv.view(one, 0, ubatch) for one in (ours, looked, after)]
+        looked = jaxkv.write_kv(mine, 0, ubatch, k, v)
+        views = [jaxkv.read_kv(one, 0, ubatch) for one in (ours, looked, after)]
         jax.tree.map(np.testing.assert_array_equal, *views[:2])
         jax.tree.map(np.testing.assert_array_equal, *views[1:])
 
@@ -126,6 +128,6 @@ def test_attend_bad_bias_or_until_raises():
         return call(bias=lambda query, key, head: weights[head] * (query - key))[1].sum()
 
     zeros = jnp.zeros((1, 1, H, SMALL.cells))
-    until = jnp.zeros(ubatch.valid.shape, jnp.int32)
+    visible_until = jnp.zeros(ubatch.valid.shape, jnp.int32)
     for row in mistakes("biases"):
         assert_raises(*row, globals() | locals())

@@ -21,7 +21,7 @@ ALL = Options(scale=0.7, softcap=2.0, sinks=jnp.linspace(-1.0, 1.0, 4))
 CASES = {
     "plain": ({}, PLAIN),
     "all options": ({"lists": [2, 0], "value_dim": 9}, ALL),
-    "bias": ({"bias": "function", "until": True}, ALL),
+    "bias": ({"bias": "function", "visible_until": True}, ALL),
     "bias array": ({"bias": "array", "lists": [2, 0]}, PLAIN),
     "bias of all heads": ({"bias": "array of all heads"}, ALL),
 }
@@ -107,7 +107,7 @@ def test_vmap_over_caches_computes_once_and_matches_each():
 @pytest.mark.parametrize("bias", ["function", "array"])
 def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
     """Biases have weights or numbers which caches share, so that derivatives add up, or not."""
-    cases = [case(seed, lists=[2, 0], until=True, bias=bias) for seed in range(2)]
+    cases = [case(seed, lists=[2, 0], visible_until=True, bias=bias) for seed in range(2)]
     together, first = stack(*cases), weights_of(cases[0].sight.bias)
     weights = first if shared else jnp.stack([first, 2 * weights_of(cases[1].sight.bias)])
 
@@ -150,8 +150,8 @@ def test_grad_through_write_and_view_matches_attend():
 
     def by_hand(cache, q, k, v):
         plan = jaxkv.init_batch(cache, jaxkv.make_batch([1] * 2))
-        cache = jaxkv.write(jaxkv.apply(cache, plan), 0, plan.ubatches[0], k, v)
-        k, v, mask, _ = jaxkv.view(cache, 0, plan.ubatches[0])
+        cache = jaxkv.write_kv(jaxkv.apply(cache, plan), 0, plan.ubatches[0], k, v)
+        k, v, mask, _ = jaxkv.read_kv(cache, 0, plan.ubatches[0])
         q = jnp.pad(q, [(0, 0), (0, mask.shape[1] - 2), (0, 0), (0, 0)])
         return jaxkv.ops.attention.attention(q, k, v, mask)
 

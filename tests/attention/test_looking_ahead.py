@@ -18,14 +18,18 @@ IMAGE[3:9] = 8  # these see each other
 def model(how, window):
     """A layer whose tokens see ahead; and the positions that each token should see, `[B, B]`."""
     at = np.arange(COUNT)
-    last = IMAGE if how == "until" else np.full(COUNT, COUNT - 1)
+    last = IMAGE if how == "visible_until" else np.full(COUNT, COUNT - 1)
     ahead = SIZE // 2 if window == symmetric(SIZE) else COUNT
     last = np.minimum(last, at + ahead)
     first = jaxkv.window.first_seen(window, jnp.arange(COUNT))
     sees = (at >= np.asarray(first)[:, None]) & (at <= last[:, None])
 
     def forward(weights, cache, ubatch):
-        options = {"until": ubatch.extra["until"]} if how == "until" else {"causal": False}
+        options = (
+            {"visible_until": ubatch.extra["visible_until"]}
+            if how == "visible_until"
+            else {"causal": False}
+        )
         x = ubatch.embeddings[:, :, None]
         cache, out = jaxkv.attend(cache, 0, ubatch, x, x, x, **options)
         return cache, out.reshape(-1, SIZE)[ubatch.outputs]
@@ -35,7 +39,7 @@ def model(how, window):
 
 CASES = [
     (how, window, streams)
-    for how in ("until", "causal=False")
+    for how in ("visible_until", "causal=False")
     for window in (None, symmetric(SIZE), sliding(SIZE))
     for streams in (1, 2)
 ]
@@ -54,7 +58,7 @@ def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):
             streams=streams,
         )  # fmt: skip
         batch = jaxkv.make_batch(
-            embeddings=X, outputs=np.ones(COUNT, bool), extra={"until": IMAGE}, sequences=1
+            embeddings=X, outputs=np.ones(COUNT, bool), extra={"visible_until": IMAGE}, sequences=1
         )
         _, out = jaxkv.prefill(forward, None, cache, batch, ubatch_size=size)[:2]
         ends = np.minimum(np.arange(COUNT) // size * size + size, COUNT) - 1

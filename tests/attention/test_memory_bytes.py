@@ -92,7 +92,7 @@ def write_and_look(cache):
     ubatch = planned(cache)
     cache = jaxkv.apply(cache, ubatch)
     x = jnp.ones((1, 1, 2 * HEADS, SIZE))
-    cache = jaxkv.write(cache, 0, ubatch, x[:, :, :HEADS], x[:, :, HEADS:])
+    cache = jaxkv.write_kv(cache, 0, ubatch, x[:, :, :HEADS], x[:, :, HEADS:])
     return jaxkv.attend(cache, 0, ubatch, x)
 
 

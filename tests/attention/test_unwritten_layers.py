@@ -116,7 +116,7 @@ def test_view_of_a_layer_that_lacks_tokens_is_nan():
     for write, expected in ((False, True), (True, False)):
         if write:
             cache, _ = attend_signed(cache, 0, ubatch)
-        found = jaxkv.view(cache, 0, ubatch)
+        found = jaxkv.read_kv(cache, 0, ubatch)
         assert np.isnan(found.k).all() == expected
         assert found.mask[0, 0].sum() == 1  # its own cell
 

@@ -1,4 +1,4 @@
-"""Writing and looking apart: what `attend` does is `write`, `view`, and attention over that."""
+"""Writing and looking apart: `attend` is `write_kv`, `read_kv`, and attention over that."""
 
 from functools import partial
 
@@ -47,7 +47,7 @@ def test_attend_is_write_view_and_formula(kind, causal):
         v = None if kind.latent else v
         look = {} if causal else {"causal": False}
         after, wanted = jaxkv.attend(cache, layer, ubatch, q, k, v, causal=causal)
-        cache = jaxkv.write(cache, layer, ubatch, k, v)
+        cache = jaxkv.write_kv(cache, layer, ubatch, k, v)
         assert_identical(cache, after)
         np.testing.assert_allclose(seen(cache, layer, ubatch, q, **look), wanted, **CLOSE)
         looked, out = jaxkv.attend(cache, layer, ubatch, q, causal=causal)
@@ -59,8 +59,8 @@ def test_write_and_view_stale_ubatch_writes_nothing_and_sees_nan():
     cache, ubatch = applied(lived_in(SMALL), sequences=[0])
     q, k, v = arrays_for(ubatch)
     edited, _ = jaxkv.seq_rm(cache, 0, 0, 1)
-    assert_identical(jaxkv.write(edited, 0, ubatch, k, v), edited)
-    assert np.isnan(jaxkv.view(edited, 0, ubatch).k).all()
+    assert_identical(jaxkv.write_kv(edited, 0, ubatch, k, v), edited)
+    assert np.isnan(jaxkv.read_kv(edited, 0, ubatch).k).all()
     assert np.isnan(jaxkv.attend(edited, 0, ubatch, q)[1][np.asarray(ubatch.valid)]).all()
 
 
@@ -70,13 +70,13 @@ def test_write_and_view_find_part_of_hybrid_cache():
     cache = jaxkv.make_hybrid_cache((states, [0]), (SMALL.make(), [1, 2]))
     cache, ubatch = applied(cache, [1])
     q, k, v = arrays_for(ubatch)
-    cache = jaxkv.write(cache, 1, ubatch, k, v)
+    cache = jaxkv.write_kv(cache, 1, ubatch, k, v)
     out = jaxkv.attend(cache, 1, ubatch, q)[1]
     np.testing.assert_allclose(seen(cache, 1, ubatch, q), out, **CLOSE)
     with pytest.raises(ValueError, match="layer"):
-        jaxkv.view(cache, 0, ubatch)
+        jaxkv.read_kv(cache, 0, ubatch)
     states, ubatch = applied(states, [1])
-    for call in (partial(jaxkv.write, k=k, v=v), jaxkv.view):
+    for call in (partial(jaxkv.write_kv, k=k, v=v), jaxkv.read_kv):
         with pytest.raises(TypeError, match="wanted a cache with attention layers"):
             call(states, 0, ubatch)
 
@@ -141,10 +141,10 @@ def test_write_and_view_donated_cache_raises():
     """Also in programs that ran before."""
     cache, ubatch = applied(lived_in(SMALL))
     q, k, v = arrays_for(ubatch)
-    write = partial(jaxkv.write, cache, 0, ubatch, k, v)
+    write = partial(jaxkv.write_kv, cache, 0, ubatch, k, v)
     calls = (
         write,
-        partial(jaxkv.view, cache, 0, ubatch),
+        partial(jaxkv.read_kv, cache, 0, ubatch),
         partial(jaxkv.attend, cache, 0, ubatch, q),
     )
     jax.block_until_ready([call() for call in calls])
@@ -165,11 +165,11 @@ def test_stacked_cache_takes_traced_layer():
 
     @jax.jit
     def of_layer(cache, layer):
-        cache = jaxkv.write(cache, layer, ubatch, k, v)
-        return cache, jaxkv.view(cache, layer, ubatch), jaxkv.attend(cache, layer, ubatch, q)[1]
+        cache = jaxkv.write_kv(cache, layer, ubatch, k, v)
+        return cache, jaxkv.read_kv(cache, layer, ubatch), jaxkv.attend(cache, layer, ubatch, q)[1]
 
     _, view, out = of_layer(cache, 1)
-    assert_identical(view, jaxkv.view(jaxkv.write(cache, 1, ubatch, k, v), 1, ubatch))
+    assert_identical(view, jaxkv.read_kv(jaxkv.write_kv(cache, 1, ubatch, k, v), 1, ubatch))
     assert np.isfinite(out).all()
     for layer in (LAYERS, -1, 2**31 - 1, -(2**31)):
         after, _, out = of_layer(cache, layer)

@@ -54,9 +54,9 @@ def one_by_one(cache: Any, count: int, seq: int = 0) -> Any:
     return cache
 
 
-def resumable(cache: Any, seq: int = 0, until: int = 10) -> list[int]:
+def resumable(cache: Any, seq: int = 0, visible_until: int = 10) -> list[int]:
     """List the positions at which a token of a sequence would see all that it should."""
-    return [pos for pos in range(until) if jaxkv.can_resume(cache, seq, pos)]
+    return [pos for pos in range(visible_until) if jaxkv.can_resume(cache, seq, pos)]
 
 
 def starts_at(cache: Any, seq: int = 0) -> int:

@@ -41,7 +41,7 @@ def encoder(weights, cache, ubatch):
     x = weights["sources"][ubatch.tokens]
     same = ubatch.valid[:, None] & (ubatch.sequences[:, :, None] == ubatch.sequences[:, None])
     x += same @ x / jnp.maximum(same.sum(axis=-1, keepdims=True), 1)
-    return jaxkv.write(cache, CROSS, ubatch, heads(x @ weights["k1"]), heads(x @ weights["v1"]))
+    return jaxkv.write_kv(cache, CROSS, ubatch, heads(x @ weights["k1"]), heads(x @ weights["v1"]))
 
 
 def forward(weights, cache, ubatch):
@@ -265,7 +265,7 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     assert jaxkv.is_current(cache, ubatch) and not jaxkv.is_current(read, ubatch)
     q = jnp.ones((*ubatch.valid.shape, 2, SIZE // 2))
     after = jaxkv.apply(cache, ubatch)
-    shown, mask = jaxkv.view(after, CROSS, ubatch)[::2]
+    shown, mask = jaxkv.read_kv(after, CROSS, ubatch)[::2]
     owner = jaxkv.draw.cells_of(parts_of(after)[1]).owner
     assert shown.shape == (1, 2, 24, SIZE // 2) and mask[0, 0].tolist() == (owner[0] == 0).tolist()
     assert not np.isnan(jaxkv.attend(after, CROSS, ubatch, q)[1]).any()

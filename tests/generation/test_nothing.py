@@ -62,8 +62,8 @@ def beam(m, logits, width=1):
 
 
 OTHERS = """attend check_invariants clear rewind held init_full init_update is_current
-make_rope make_cross_attention_cache merge nbytes num_rollback_states read_states save show split
-step_of state_write_steps used view warm_up write write_states"""
+make_rope make_cross_attention_cache merge nbytes num_rollback_states read_kv read_states save show
+split step_of state_write_steps used warm_up write_kv write_states"""
 # These are given no lists, or what a call above has made
 
 

@@ -141,7 +141,7 @@ def test_slide_donated_is_the_same_and_deletes():
 def flat(weights, cache, ubatch):
     cache, x = jaxkv.apply(cache, ubatch), jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
     for layer in range(LAYERS):
-        cache = jaxkv.write(cache, layer, ubatch, x, x)
+        cache = jaxkv.write_kv(cache, layer, ubatch, x, x)
     return cache, jnp.zeros((*ubatch.outputs.shape, 16))
 
 

@@ -168,7 +168,9 @@ def test_visible_of_shared_tokens_is_causal():
     cache = jaxkv.apply(SMALL.make(), ubatch)
     sees = visible(cache.table, ubatch)[0, :2, :3]
     assert sees.tolist() == [[True, False, False], [True, True, False]]
-    with pytest.raises(ValueError, match="wanted causal attention without until, or tokens of one"):
+    with pytest.raises(
+        ValueError, match="wanted causal attention without visible_until, or tokens of one"
+    ):
         visible(cache.table, ubatch, causal=False)
 
 

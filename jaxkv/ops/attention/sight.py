@@ -34,7 +34,7 @@ class Sight:
     window: how far back tokens look, static.
     causal: False lets tokens see what comes after them too, static.
     all_streams: whether P is S and list p is that of stream p, static. Shapes alone cannot tell.
-    until: `[P, T]` int32, the last position that each token sees; None for the token's own.
+    visible_until: `[P, T]` int32, the last position that each token sees; None for the token's own.
     bias: what is added to logits, `[P, T, H or 1, N]` or a function; None for nothing.
     tile: the cells of a tile of a sequence, where sequences have tiles for themselves as far as
       there is room, static; None where they have none. It does not change what is seen, only which
@@ -50,7 +50,7 @@ class Sight:
     window: Window | None = field(metadata={"static": True})
     causal: bool = field(metadata={"static": True})
     all_streams: bool = field(metadata={"static": True})
-    until: jax.Array | None = None  # [P, T]
+    visible_until: jax.Array | None = None  # [P, T]
     bias: BiasOfLists | None = None
     tile: int | None = field(default=None, metadata={"static": True})
 
@@ -74,7 +74,7 @@ class Sight:
             at=cut(self.at),
             word=cut(self.word),
             bit=cut(self.bit),
-            until=None if self.until is None else cut(self.until),
+            visible_until=None if self.visible_until is None else cut(self.visible_until),
             bias=cut(self.bias) if isinstance(self.bias, jax.Array) else self.bias,
         )
 
@@ -97,9 +97,11 @@ def mask_of(sight: Sight) -> jax.Array:
         owner = jnp.where((sight.word == w)[..., None], owners[:, w][:, None], owner)
     owned = owner & sight.bit[..., None] != 0
     position = sight.of_lists(sight.position)[:, None]
-    until = None if sight.until is None else sight.until[..., None]
+    visible_until = None if sight.visible_until is None else sight.visible_until[..., None]
     at = sight.at[..., None]
-    return owned & sees(sight.window, at, position, causal=sight.causal, until=until)
+    return owned & sees(
+        sight.window, at, position, causal=sight.causal, visible_until=visible_until
+    )
 
 
 def bias_of(sight: Sight, seen: jax.Array | None = None) -> jax.Array | None:
@@ -156,7 +158,7 @@ def looks_of(sight: Sight) -> Looks:
     """Return how each token looks, four arrays `[P, T]` int32."""
     return Looks(
         first_seen(sight.window, sight.at),
-        last_seen(sight.window, sight.at, causal=sight.causal, until=sight.until),
+        last_seen(sight.window, sight.at, causal=sight.causal, visible_until=sight.visible_until),
         sight.word,
         jax.lax.bitcast_convert_type(sight.bit, jnp.int32),
     )
