@@ -350,7 +350,7 @@ def test_write_states_wrong_layer_states_or_shapes_raise():
         write(trace=states["trace"][:, 0])
     for count in (1, 3, 5):  # a row of one token leaves one state, and all four are wanted
         some = {n: np.zeros((3, count, *s.shape[2:])) for n, s in states.items()}
-        wanted = rf"of \(3, 4\), got \(3, {count}\): .* as state_write_steps\(ubatch, 4\) says"
+        wanted = rf"of \(3, 4\), got \(3, {count}\): .* after state_write_steps\(ubatch, 4\) tokens"
         with pytest.raises(ValueError, match=wanted):
             write(**some)
 
