@@ -92,9 +92,8 @@ class Ubatch:
     valid: `[R, T]` bool, False for padding.
     more: `[R, T]` bool, whether a later ubatch of the plan has tokens of the token's sequence.
     outputs: `[O]` int32, which of the R * T tokens output logits, in the order of the logits. Some
-      only pad, so that few shapes are compiled, and they may come first: `Plan.gather_outputs` puts
-        the
-      logits that were asked for in the order of the batch.
+      only pad, so that few shapes are compiled, and they may come first:
+      `Plan.gather_outputs` puts the logits that were asked for in the order of the batch.
     output_index: `[O]` int32, the batch index of each output; 2**31 - 1 for one that only pads.
     hash_before: `[S]` uint32, the digest of each stream that the slots were chosen in; a tuple of
       them for a hybrid cache. Where a stream of the ubatch has another one, the ubatch is stale.

@@ -22,8 +22,7 @@ class Miss(IntEnum):
     EVICTED: one that agrees with it further was held, and was let go of for others.
     CONTEXT_EVICTED: a window has taken cells that its next token would see, or they were removed.
     NO_STATE: a recurrent cache keeps no state that stands there.
-    OUT_OF_CELLS: it takes more cells than the store may hold, or more than a copy finds in its
-      stream.
+    OUT_OF_CELLS: it takes more cells than the store may hold, or than a copy finds in its stream.
     INCOMPLETE: the sequence does not hold a token at each position from 0 on, or some were moved.
     OTHER_TEXT: the sequence holds tokens that are not the text's, or were computed elsewhere in it.
     """
