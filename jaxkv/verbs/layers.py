@@ -274,8 +274,9 @@ def write_states(
         nowhere, and nothing of a stale ubatch is.
       states: by name, `[R, E + 1, ...]`, the states after the last E + 1 valid tokens of each row,
         the oldest first: after so many tokens as `state_write_steps(ubatch, E + 1)` says.
-        Where that is 0 the state is older than the ubatch, and not written. `[R, ...]` will do where E is 0.
-        Fewer than E + 1 are refused: the table lists what a ubatch leaves, so it must be there.
+        Where that is 0 the state is older than the ubatch, and not written. `[R, ...]` will do
+        where E is 0. Fewer than E + 1 are refused: the table lists what a ubatch leaves, so it must
+        be there.
 
     Returns:
       The cache with the states written. A layer takes in the states of a ubatch once: written
