@@ -55,14 +55,14 @@ def through_engine(engine: Engine, requests: list[Request]) -> float:
 
 def together(model: models.Model, cache: Any, requests: list[Request], *, chunk: int) -> Any:
     """Run requests of equal lengths side by side, by the loops themselves; returns the cache."""
-    run, sampler = (model.forward, model.weights), make_sampler()
+    run, sampler = (model.forward, model.params), make_sampler()
     batch = jaxkv.make_batch([request.prompt for request in requests])
     cache, logits, sequences, *_ = jaxkv.prefill(*run, cache, batch, ubatch_size=chunk, donate=True)
     limit = requests[0].limit
     state, _ = loops.begin(sampler, cache, logits, sequences=sequences, limit=limit)
     while np.asarray(state.active).any():
         cache, state, _ = jaxkv.decode(
-            model.forward, sampler, model.weights, cache, state, steps=8, donate=True
+            model.forward, sampler, model.params, cache, state, steps=8, donate=True
         )
     return jaxkv.clear(cache)
 
@@ -103,7 +103,7 @@ def main() -> None:
     cells = -(-(args.prompt + args.limit) // 64) * 64
     cache = model.make_cache(cells=cells, sequences=args.sequences, streams=args.sequences)
     options = {"chunk": args.chunk, "steps": args.steps, "allow": ()}
-    engine = Engine(model.forward, model.weights, cache, **options)
+    engine = Engine(model.forward, model.params, cache, **options)
     engine.warm_up()
     with counting() as compiled:
         through_engine(engine, requests[: 2 * args.sequences])

@@ -35,7 +35,7 @@ class Side:
             streams=width if split else 1,
         )
         cache, self.logits, *_ = jaxkv.prefill(
-            model.forward, model.weights, cache, jaxkv.make_batch(prompt), donate=True
+            model.forward, model.params, cache, jaxkv.make_batch(prompt), donate=True
         )
         self.cache = cache
         self.forked = jaxkv.seq_cp(cache, 0, list(range(1, width))).cache if width > 1 else cache
@@ -44,7 +44,7 @@ class Side:
         """Search for W texts; the first tokens need no step."""
         _, beams = loops.beam(
             self.model.forward,
-            self.model.weights,
+            self.model.params,
             self.cache,
             self.logits,
             width=self.width,
@@ -58,7 +58,7 @@ class Side:
         _, _, picked = jaxkv.decode(
             self.model.forward,
             BEST,
-            self.model.weights,
+            self.model.params,
             self.forked,
             loops.start(self.forked, first),
             steps=self.steps,

@@ -43,14 +43,14 @@ def whole_model(name: str, tokens: int, cells: int) -> tuple[Callable, tuple]:
     """The same of a model, with its weights."""
     model = models.load(name)
 
-    def step(weights: object, cache: object, token: jax.Array) -> tuple:
+    def step(params: object, cache: object, token: jax.Array) -> tuple:
         everyone = jnp.arange(tokens, dtype=jnp.int32)
         ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(tokens, bool))
-        return model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+        return model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
 
     cache = jax.eval_shape(lambda: model.make_cache(cells=cells, sequences=tokens))
-    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.weights)
-    return step, (weights, cache, jax.ShapeDtypeStruct((tokens,), jnp.int32))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.params)
+    return step, (params, cache, jax.ShapeDtypeStruct((tokens,), jnp.int32))
 
 
 def one_turn(step: Callable, shapes: tuple) -> tuple[list[float], int]:

@@ -30,7 +30,7 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
         cells=cells if split else cells * batch, sequences=batch, streams=streams
     )
     cache, logits, *_ = jaxkv.prefill(
-        model.forward, model.weights, cache, jaxkv.make_batch(list(prompts)), donate=True
+        model.forward, model.params, cache, jaxkv.make_batch(list(prompts)), donate=True
     )
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     everyone = jnp.arange(batch, dtype=jnp.int32)
@@ -38,15 +38,15 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
     table, buffers = jaxkv.split(cache)
 
     @partial(jax.jit, donate_argnames="buffers")
-    def step(weights: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
+    def step(params: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
         cache = jaxkv.merge(table, buffers)
         ubatch, ok = jaxkv.plan_step(cache, token, everyone, jnp.ones(batch, bool))
-        cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+        cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
         return jaxkv.split(cache)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
 
     def again() -> np.ndarray:
         nonlocal buffers
-        buffers, chosen, ok = step(model.weights, table, buffers, token)
+        buffers, chosen, ok = step(model.params, table, buffers, token)
         assert ok, "the cache is full"
         return np.asarray(chosen)
 
@@ -63,13 +63,13 @@ def by_hand_step(
     cache = by_hand.make(layout, batch=batch, cells=cells, **sizes)
 
     @partial(jax.jit, donate_argnames="cache")
-    def step(weights: Any, cache: Any, token: jax.Array, position: jax.Array) -> tuple:
-        cache, logits = model.forward(weights, cache, by_hand.step_ubatch(token, position))
+    def step(params: Any, cache: Any, token: jax.Array, position: jax.Array) -> tuple:
+        cache, logits = model.forward(params, cache, by_hand.step_ubatch(token, position))
         return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def again() -> np.ndarray:
         nonlocal cache
-        cache, chosen = step(model.weights, cache, jnp.zeros(batch, jnp.int32), length)
+        cache, chosen = step(model.params, cache, jnp.zeros(batch, jnp.int32), length)
         return np.asarray(chosen)
 
     return again
@@ -117,7 +117,7 @@ def main() -> None:
     model = models.load(args.model)
     c = model.config
     windows = c.windows
-    weights = sum(x.nbytes for x in jax.tree.leaves(model.weights)) / 1e6
+    params = sum(x.nbytes for x in jax.tree.leaves(model.params)) / 1e6
     length = args.cells - 32
     ids = np.random.default_rng(0).integers(100, 20_000, (max(args.batch), length), np.int32)
     for batch in args.batch:
@@ -129,12 +129,12 @@ def main() -> None:
                 assert np.sum(side() != ours) <= batch // 8, f"{name} picks other tokens"
         seen = sum(min(length, one.width if one else length) for one in windows)
         visible = batch * seen * 2 * c.kv_heads * c.head_dim * 4 / 1e6
-        print(f"batch {batch}, {length} of {args.cells} cells: {weights:.0f} MB of weights and")
+        print(f"batch {batch}, {length} of {args.cells} cells: {params:.0f} MB of weights and")
         print(f"{visible:.0f} MB of keys and values have to be read; milliseconds a step:")
         took = turns.take_turns(
             {n: turns.milliseconds(s, repeats=args.steps) for n, s in sides.items()}, args.rounds
         )
-        turns.table(took, own=["jaxkv"], megabytes=weights + visible, read=read)
+        turns.table(took, own=["jaxkv"], megabytes=params + visible, read=read)
 
 
 if __name__ == "__main__":

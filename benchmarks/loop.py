@@ -26,7 +26,7 @@ class Side:
         cells = prompts.shape[1] + tokens
         cache = model.make_cache(cells=cells, sequences=self.batch, streams=self.batch)
         cache, logits, *_ = jaxkv.prefill(
-            model.forward, model.weights, cache, jaxkv.make_batch(list(prompts)), donate=True
+            model.forward, model.params, cache, jaxkv.make_batch(list(prompts)), donate=True
         )
         self.table, self.buffers = jaxkv.split(cache)
         self.first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -39,7 +39,7 @@ class Side:
             cache = jaxkv.merge(table, self.buffers)
             plan = jaxkv.init_batch(cache, jaxkv.make_batch(token[:, None])).check()
             table, self.buffers, logits = step(
-                self.model.weights, table, self.buffers, plan.ubatches[0]
+                self.model.params, table, self.buffers, plan.ubatches[0]
             )
             token = np.asarray(plan.gather_outputs([logits])).argmax(-1).astype(np.int32)
             chosen.append(token)
@@ -55,7 +55,7 @@ class Side:
                 cache, state, picked = jaxkv.decode(
                     self.model.forward,
                     BEST,
-                    self.model.weights,
+                    self.model.params,
                     cache,
                     state,
                     steps=steps,

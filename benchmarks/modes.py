@@ -59,11 +59,11 @@ class Case:
         self.table, self.buffers = jaxkv.split(cache)
 
         @partial(jax.jit, donate_argnames="buffers")
-        def step(weights: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
+        def step(params: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
             cache = jaxkv.merge(table, buffers)
             valid = jnp.ones(token.shape, bool)
             ubatch, ok = jaxkv.plan_step(cache, token, self.active, valid)
-            cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+            cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
             return jaxkv.split(cache)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
 
         self._step = step
@@ -72,7 +72,7 @@ class Case:
     def run(self) -> jax.Array:
         """Do a step, always from the same table."""
         self.buffers, self.token, ok = self._step(
-            self.model.weights, self.table, self.buffers, self.token
+            self.model.params, self.table, self.buffers, self.token
         )
         assert bool(ok), "the cache is full"
         return self.token

@@ -35,7 +35,7 @@ def make_engine(model: models.Model, *, kept: bool, cells: int, sequences: int) 
     holders = [sequences, sequences + 1]
     cache = model.make_cache(cells=cells, sequences=sequences + 2)
     store = prefix.make_store(cache, holders=holders) if kept else None
-    engine = Engine(model.forward, model.weights, cache, chunk=128, allow=(), store=store)
+    engine = Engine(model.forward, model.params, cache, chunk=128, allow=(), store=store)
     engine.warm_up()
     return engine
 

@@ -23,7 +23,7 @@ def jaxkv_prompt(model: models.Model, prompt: np.ndarray, ubatch_size: int) -> C
         cache = model.make_cache(cells=len(prompt))
         batch = jaxkv.make_batch(prompt)
         _, logits, *_ = jaxkv.prefill(
-            model.forward, model.weights, cache, batch, ubatch_size=ubatch_size, donate=True
+            model.forward, model.params, cache, batch, ubatch_size=ubatch_size, donate=True
         )
         return logits
 

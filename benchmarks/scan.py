@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
 
     machine.main()
-    config, forward, weights = build(args.layers)
+    config, forward, params = build(args.layers)
     tokens = np.random.default_rng(0).integers(0, config.vocabulary, args.tokens)
 
     def prompt(ubatch_size: int) -> Callable[[], np.ndarray]:
@@ -47,7 +47,7 @@ def main() -> None:
             cache = make_cache(mamba2.layers_of(config, jnp.float32), max_rollback=args.rollback)
             batch = jaxkv.make_batch(tokens)
             _, logits, *_ = jaxkv.prefill(
-                forward, weights, cache, batch, ubatch_size=ubatch_size, donate=True
+                forward, params, cache, batch, ubatch_size=ubatch_size, donate=True
             )
             return np.asarray(logits)
 

@@ -57,7 +57,7 @@ class Side:
         cells = len(tokens) + steps + tries * branches
         cache = model.make_cache(cells=cells, sequences=branches)
         self.cache, logits, *_ = jaxkv.prefill(
-            model.forward, model.weights, cache, jaxkv.make_batch(tokens), donate=True
+            model.forward, model.params, cache, jaxkv.make_batch(tokens), donate=True
         )
         self.state, _ = loops.begin(sampler, self.cache, logits)
         self.draft = loops.lookup([tokens], ngram=ngram, tries=tries, branches=branches)
@@ -71,7 +71,7 @@ class Side:
         return self._picked(loops.speculate, self.model.forward, self.draft)[3]
 
     def _picked(self, loop: Any, *first: Any) -> tuple:
-        rest = self.model.weights, self.cache, self.state
+        rest = self.model.params, self.cache, self.state
         return loop(*first, self.sampler, *rest, steps=self.steps)
 
 

@@ -64,7 +64,7 @@ def layer(product: Any, ubatch: Any, cache: Any, x: jax.Array, w: Any, number: A
     return cache, x + product(jax.nn.silu(gate) * up, w["down"])
 
 
-def step(product: Any, weights: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
+def step(product: Any, params: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
     """Plan, apply, and run all layers: in a scan where they are stacked."""
     cache, everyone = jaxkv.merge(table, buffers), jnp.arange(len(token), dtype=jnp.int32)
     ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(len(token), bool))
@@ -74,16 +74,16 @@ def step(product: Any, weights: Any, table: Any, buffers: Any, token: jax.Array)
         carry, _ = jax.lax.scan(
             lambda carry, own: (of_layer(*carry, *own), None),
             carry,
-            (weights, jnp.arange(buffers.layers)),
+            (params, jnp.arange(buffers.layers)),
         )
     else:
         for number in range(buffers.layers):
-            carry = of_layer(*carry, None if weights is None else weights[number], number)
+            carry = of_layer(*carry, None if params is None else params[number], number)
     return jaxkv.split(carry[0])[1], carry[1]
 
 
 def side(
-    product: Any, weights: Any, batch: int, cells: int, used: int, dtype: str, stacked: bool
+    product: Any, params: Any, batch: int, cells: int, used: int, dtype: str, stacked: bool
 ) -> tuple:
     """A step that is repeated, and the seconds of tracing, lowering and compiling it."""
     cache = jaxkv.make_kv_cache(
@@ -95,13 +95,13 @@ def side(
         for ubatch in jaxkv.init_batch(cache, prompt, ubatch_size=used).check().ubatches:
             cache = jaxkv.apply(cache, ubatch)  # the buffers hold zeros: a time is asked for
     table, buffers = jaxkv.split(cache)
-    if weights is not None and not stacked:
-        weights = [jax.tree.map(lambda w, i=i: w[i], weights) for i in range(LAYERS)]
+    if params is not None and not stacked:
+        params = [jax.tree.map(lambda w, i=i: w[i], params) for i in range(LAYERS)]
     token = jnp.ones(batch, jnp.int32)
     jax.clear_caches()
     times = [time.perf_counter()]
     program = jax.jit(partial(step, product), donate_argnums=2)
-    traced = program.trace(weights, table, buffers, token)
+    traced = program.trace(params, table, buffers, token)
     times.append(time.perf_counter())
     lowered = traced.lower()
     times.append(time.perf_counter())
@@ -110,7 +110,7 @@ def side(
 
     def again() -> jax.Array:
         nonlocal buffers
-        buffers, x = program(weights, table, buffers, token)
+        buffers, x = program(params, table, buffers, token)
         return x
 
     return again, np.diff(times)
@@ -131,10 +131,10 @@ def main() -> None:
     if jax.config.jax_compilation_cache_dir:
         parser.error("wanted no compilation cache: unset JAX_COMPILATION_CACHE_DIR")
     machine.main()
-    weights = None if args.attention else weights_of(LAYERS)
+    params = None if args.attention else weights_of(LAYERS)
     for dtype in args.dtype:
         product = plain if args.plain else linear
-        sizes = product, weights, args.batch, args.cells, args.used, dtype
+        sizes = product, params, args.batch, args.cells, args.used, dtype
         side(*sizes, True)  # imports, and what is compiled once in a process
         sides, seconds = {}, {}
         for _ in range(args.compiles):

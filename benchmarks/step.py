@@ -3,7 +3,7 @@
 Run `python -m benchmarks.step` on a GPU. `--layers` of 32 are there, of the shape of Llama 3.1 8B,
 without embedding and head: a plan, `apply`, and in each layer norms, products, a write and
 attention. The cache is filled to all but a few cells, a stream for each sequence, or with `--pool`
-one for all. Sides differ by `implementation=` alone; `weights` is the same step without a cache.
+one for all. Sides differ by `implementation=` alone; `params` is the same step without a cache.
 """
 
 import argparse
@@ -42,9 +42,9 @@ def norm(x: jax.Array) -> jax.Array:
     return (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))).astype("bfloat16")
 
 
-def forward(weights: list, cache: Any, ubatch: Any, x: jax.Array, attend: Any) -> tuple:
+def forward(params: list, cache: Any, ubatch: Any, x: jax.Array, attend: Any) -> tuple:
     """Run the layers on `[R, T, WIDTH]`."""
-    for layer, w in enumerate(weights):
+    for layer, w in enumerate(params):
         y = norm(x) @ w["qkv"].T
         y = y.reshape(*y.shape[:2], HEADS, GROUP + 2, SIZE)
         q = y[..., :GROUP, :].reshape(*y.shape[:2], HEADS * GROUP, SIZE)
@@ -55,9 +55,9 @@ def forward(weights: list, cache: Any, ubatch: Any, x: jax.Array, attend: Any) -
     return cache, x
 
 
-def side(weights: list, batch: int, cells: int, pool: bool, implementation: str | None) -> Any:
+def side(params: list, batch: int, cells: int, pool: bool, implementation: str | None) -> Any:
     """A step that is repeated: the table stays as it is, so that each is the first one."""
-    layers, everyone = len(weights), jnp.arange(batch, dtype=jnp.int32)
+    layers, everyone = len(params), jnp.arange(batch, dtype=jnp.int32)
     cache = jaxkv.make_kv_cache(
         layers=layers, cells=cells * batch if pool else cells, kv_heads=HEADS, head_dim=SIZE,
         sequences=batch, streams=1 if pool else batch, dtype="bfloat16",
@@ -70,28 +70,28 @@ def side(weights: list, batch: int, cells: int, pool: bool, implementation: str 
     attend = partial(jaxkv.attend, implementation=implementation)
 
     @partial(jax.jit, donate_argnames="buffers")
-    def step(weights: list, table: Any, buffers: Any, token: jax.Array) -> tuple:
+    def step(params: list, table: Any, buffers: Any, token: jax.Array) -> tuple:
         cache = jaxkv.merge(table, buffers)
         ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(batch, bool))
         x = jnp.ones((*ubatch.valid.shape, WIDTH), "bfloat16")
-        cache, x = forward(weights, jaxkv.apply(cache, ubatch), ubatch, x, attend)
+        cache, x = forward(params, jaxkv.apply(cache, ubatch), ubatch, x, attend)
         return jaxkv.split(cache)[1], x
 
     def again() -> jax.Array:
         nonlocal buffers
-        buffers, x = step(weights, table, buffers, jnp.ones(batch, jnp.int32))
+        buffers, x = step(params, table, buffers, jnp.ones(batch, jnp.int32))
         return x
 
     return again
 
 
-def without_cache(weights: list, batch: int) -> Any:
+def without_cache(params: list, batch: int) -> Any:
     def attend(cache: Any, layer: int, ubatch: Any, q: jax.Array, k: Any, v: Any) -> tuple:
         return cache, q
 
     x = jnp.ones((1, batch, WIDTH), "bfloat16")
-    step = jax.jit(lambda weights, x: forward(weights, None, None, x, attend)[1])
-    return partial(step, weights, x)
+    step = jax.jit(lambda params, x: forward(params, None, None, x, attend)[1])
+    return partial(step, params, x)
 
 
 def main() -> None:
@@ -107,14 +107,14 @@ def main() -> None:
     print(f"device     {jax.devices()[0].device_kind}, jax {jax.__version__}")
     read = machine.device_copy(gigabytes=4.0)
     print(f"bandwidth  {read:.0f} GB/s copied by the device, read and written")
-    weights = weights_of(args.layers)
+    params = weights_of(args.layers)
     for batch in args.batch:
         sides = {
-            name: side(weights, batch, args.cells, args.pool, None if name == "None" else name)
+            name: side(params, batch, args.cells, args.pool, None if name == "None" else name)
             for name in args.sides
         }
-        sides["weights"] = without_cache(weights, batch)
-        held = sum(x.nbytes for x in jax.tree.leaves(weights)) / 1e6
+        sides["weights"] = without_cache(params, batch)
+        held = sum(x.nbytes for x in jax.tree.leaves(params)) / 1e6
         cached = 2 * 2 * args.layers * batch * args.cells * HEADS * SIZE / 1e6
         print(
             f"batch {batch}, {held:.0f} MB of weights, {cached:.0f} MB of keys and values; a step:"

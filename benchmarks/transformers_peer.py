@@ -51,9 +51,9 @@ class TransformersPeer:
         self.torch, self.cells, self.batch, self.kind = torch, cells, batch, cache
         with torch.device("meta"):
             model = LlamaForCausalLM(LlamaConfig(**_llama_config(tensors, config)))
-        weights = {name: torch.tensor(np.asarray(a, np.float32)) for name, a in tensors.items()}
-        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-        model.load_state_dict(weights, strict=True, assign=True)
+        params = {name: torch.tensor(np.asarray(a, np.float32)) for name, a in tensors.items()}
+        params.setdefault("lm_head.weight", params["model.embed_tokens.weight"])
+        model.load_state_dict(params, strict=True, assign=True)
         # The table of rotations is computed, not stored, so on "meta" it has no values yet.
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
         self.model = model.eval()

@@ -144,7 +144,7 @@ def whole_cells(model: Model, tokens: int) -> int:
 def whole_bytes(model: Model) -> dict[str, int]:
     """Return the bytes of the weights that each device of a mesh has whole, by the reason."""
     bytes_of, why = Counter[str](), model.whole_weights()
-    for path, array in jax.tree_util.tree_leaves_with_path(model.weights):
+    for path, array in jax.tree_util.tree_leaves_with_path(model.params):
         if reason := why.get(name_of(path)):
             bytes_of[reason] += array.size * array.dtype.itemsize
     return dict(bytes_of.most_common())
@@ -183,14 +183,14 @@ def _splits(model: Model, cache: jaxkv.Cache) -> dict[str, tuple[str, ...]]:
             else:
                 streams, heads, cells, _ = array.shape
                 note(array, f"{streams:,} streams", f"{heads:,} kv_heads", f"{cells:,} cells")
-    for array in jax.tree.leaves(model.weights):
+    for array in jax.tree.leaves(model.params):
         note(array, "weights")
     return {axis: tuple(names) for axis, names in found.items()}
 
 
 def _layout(model: Model, cache: Any) -> Layout:
     heads = getattr(model.config, "heads", None)
-    return layout(cache, model.mesh, model.rules, heads=heads, weights=model.weights)
+    return layout(cache, model.mesh, model.rules, heads=heads, params=model.params)
 
 
 def _part(part: jaxkv.Cache, model: Model) -> Part:

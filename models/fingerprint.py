@@ -24,7 +24,7 @@ def fingerprint(model: Model) -> dict[str, Any]:
     sizes = asdict(model.config)
     sizes.pop("implementation", None)
     found.update(repr(sorted(sizes.items())).encode())
-    for path, weight in jax.tree_util.tree_leaves_with_path(model.weights):
+    for path, weight in jax.tree_util.tree_leaves_with_path(model.params):
         found.update(f"{name_of(path)} {weight.shape} {weight.dtype}".encode())
         first = np.asarray(weight[(0,) * (weight.ndim - 1)])
         found.update(first.tobytes())

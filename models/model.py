@@ -57,20 +57,20 @@ class Model:
     """A model with its weights.
 
     config: sizes and switches, see the family's `Config`.
-    weights: one plain tree of arrays, or of their shapes. Pass it to `forward`, which keeps none.
-    forward: `(weights, cache, ubatch) -> cache, logits`, for a ubatch that has been applied. Not
+    params: one plain tree of arrays, or of their shapes. Pass it to `forward`, which keeps none.
+    forward: `(params, cache, ubatch) -> cache, logits`, for a ubatch that has been applied. Not
       compiled: the loops of `jaxkv.loops` compile it, and so does your own.
     checkpoint: where it all came from.
     family: the module that the model is written in.
     dtype: of the weights.
-    encoder: `(weights, cache, ubatch) -> cache`, for `jaxkv.encode`; None where there is none.
+    encoder: `(params, cache, ubatch) -> cache`, for `jaxkv.encode`; None where there is none.
     cache_dtype: of what caches store, unless they are told; None for that of the weights.
     mesh: what the weights are on, and caches will be; None for the default device.
     rules: which axes of the mesh split them.
     """
 
     config: Any
-    weights: Any
+    params: Any
     forward: Callable[[Any, Any, jaxkv.Ubatch], tuple[Any, jax.Array]]
     checkpoint: Checkpoint
     family: ModuleType
@@ -87,7 +87,7 @@ class Model:
     @property
     def size(self) -> int:
         """How many numbers there are in the weights."""
-        return sum(array.size for array in jax.tree.leaves(self.weights))
+        return sum(array.size for array in jax.tree.leaves(self.params))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -142,7 +142,7 @@ class Model:
         """How logits, `[O, V]`, lie on the mesh: split as the head is; None without a mesh."""
         if self.mesh is None:
             return None
-        head = self.weights["vocabulary"]["head"].sharding.spec
+        head = self.params["vocabulary"]["head"].sharding.spec
         return NamedSharding(self.mesh, P(None, *head[:1]))
 
     def whole_weights(self) -> dict[str, str]:
@@ -191,7 +191,7 @@ def load(
       >>> model = load()  # doctest: +SKIP
       >>> cache = model.make_cache(cells=512)  # doctest: +SKIP
       >>> batch = jaxkv.make_batch(model.tokenizer.prompt("Hello"))  # doctest: +SKIP
-      >>> run = model.forward, model.weights  # doctest: +SKIP
+      >>> run = model.forward, model.params  # doctest: +SKIP
       >>> cache, logits, *_ = jaxkv.prefill(*run, cache, batch)  # doctest: +SKIP
     """
     checkpoint = open_checkpoint(name_or_path)
@@ -214,7 +214,7 @@ def load(
         shapes = _split(shapes, splits_of(family, config), mesh, rules)
     return Model(
         config=config,
-        weights=_read(shapes, sources, progress),
+        params=_read(shapes, sources, progress),
         forward=forward,
         encoder=encoder_of(family, config, dtype),
         checkpoint=checkpoint,
@@ -261,7 +261,7 @@ def load_shapes(
     forward, shapes = functional(family, config, dtype)
     return Model(
         config=config,
-        weights=shapes,
+        params=shapes,
         forward=forward,
         encoder=encoder_of(family, config, dtype),
         checkpoint=checkpoint,
@@ -273,8 +273,8 @@ def load_shapes(
 
 def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: Rules) -> Model:
     """Return a model of `load_shapes` on a mesh: its weights are shapes with their shardings."""
-    weights = _split(model.weights, splits_of(model.family, model.config), mesh, rules)
-    return replace(model, weights=weights, mesh=mesh, rules=rules)
+    params = _split(model.params, splits_of(model.family, model.config), mesh, rules)
+    return replace(model, params=params, mesh=mesh, rules=rules)
 
 
 def _split(shapes: Any, splits: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:
@@ -290,8 +290,8 @@ def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, A
     """
     graph, state = _abstract(family, config, dtype)
 
-    def forward(weights: Any, cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        return nnx.merge(graph, weights)(cache, ubatch)
+    def forward(params: Any, cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+        return nnx.merge(graph, params)(cache, ubatch)
 
     return forward, nnx.to_pure_dict(state)
 
@@ -302,8 +302,8 @@ def encoder_of(family: ModuleType, config: Any, dtype: Any) -> Callable | None:
         return None
     graph, _ = _abstract(family, config, dtype)
 
-    def encoder(weights: Any, cache: Any, ubatch: jaxkv.Ubatch) -> Any:
-        return nnx.merge(graph, weights).encode(cache, ubatch)
+    def encoder(params: Any, cache: Any, ubatch: jaxkv.Ubatch) -> Any:
+        return nnx.merge(graph, params).encode(cache, ubatch)
 
     return encoder
 

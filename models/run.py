@@ -122,13 +122,13 @@ class Run:
         # Run the small programs once, on zero logits and an empty cache.
         cache, _, _ = self.begin(cache, blank, limit=0)
         used_of(cache)
-        return jax.block_until_ready((cache, model.weights))[0]
+        return jax.block_until_ready((cache, model.params))[0]
 
     def feed(self, cache: Any) -> tuple[Any, loops.DecodeState, np.ndarray]:
         """Put the prompts into the cache; returns it, and the first token of each text."""
         cache, logits, *_ = jaxkv.prefill(
             self.model.forward,
-            self.model.weights,
+            self.model.params,
             cache,
             self.batch,
             ubatch_size=self.options.ubatch_size,
@@ -161,7 +161,7 @@ class Run:
     def generate(self, cache: Any, state: loops.DecodeState, draft: Any) -> tuple:
         """Generate the tokens of a dispatch: the cache, the state, the draft and the tokens."""
         model, more = self.model, {"steps": self.steps, "donate": True}
-        rest = self.options.sampler, model.weights, cache, state, self.stop
+        rest = self.options.sampler, model.params, cache, state, self.stop
         if draft is None:
             cache, state, picked = jaxkv.decode(model.forward, *rest, **more)
             return cache, state, None, picked

@@ -86,7 +86,7 @@ class Search:
         """
         model = self._model
         jobs, blanks = lower_steps(model, self._cache, self._plans)
-        jobs.append(self._search.lower(model.weights, self._cache, blanks[0]).compile)
+        jobs.append(self._search.lower(model.params, self._cache, blanks[0]).compile)
         compile_all(jobs, tell)
         self._cache = jax.block_until_ready(jaxkv.clear(self._cache))
 
@@ -95,7 +95,7 @@ class Search:
             began = perf_counter()
             cache, logits, *_ = jaxkv.prefill(
                 self._model.forward,
-                self._model.weights,
+                self._model.params,
                 jaxkv.clear(self._cache),
                 batch,
                 ubatch_size=self._ubatch_size,
@@ -103,7 +103,7 @@ class Search:
             )
             jax.block_until_ready(logits)
             middle = perf_counter()
-            self._cache, beams = self._search(self._model.weights, cache, logits)
+            self._cache, beams = self._search(self._model.params, cache, logits)
             beams = jax.device_get(beams)
             took = perf_counter() - middle
             yield self._found(prompt, beams, prompt_seconds=middle - began, seconds=took)

@@ -88,7 +88,7 @@ class Serving:
         self._prompts, self._ended = prompts, []
         self._engine = batching.Engine(
             model.forward,
-            model.weights,
+            model.params,
             cache,
             stop=sorted(model.stop_tokens),
             chunk=ubatch_size,

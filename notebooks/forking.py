@@ -28,7 +28,7 @@ PROMPT = "The old man opened the door of the cellar, and there, in the dark, he 
 prompt = model.tokenizer.prompt(PROMPT)
 
 cache = model.make_cache(cells=96, sequences=4)
-cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, cache, jaxkv.make_batch(prompt))
+cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, jaxkv.make_batch(prompt))
 print(len(prompt), "tokens in", jaxkv.used(cache), "cells")
 
 # %% [markdown]
@@ -55,7 +55,7 @@ sampler = loops.sampling.make_sampler(temperature=TEMPERATURES, top_p=0.95)
 state, first = loops.begin(
     sampler, forks, jnp.repeat(logits, 4, axis=0), sequences=[0, 1, 2, 3], seed=3
 )
-after, state, rest = jaxkv.decode(model.forward, sampler, model.weights, forks, state, steps=11)
+after, state, rest = jaxkv.decode(model.forward, sampler, model.params, forks, state, steps=11)
 
 tokens = np.concatenate([first.tokens, rest.tokens], axis=1)
 for temperature, row in zip(TEMPERATURES, tokens, strict=True):
@@ -129,7 +129,7 @@ ax.figure.set_size_inches(6.4, 3.5)
 # %%
 warm = loops.sampling.make_sampler(temperature=0.8, top_p=0.95)
 state = loops.start(selected, tokens[parents, -1], sampler=warm, seed=5)
-_, _, more = jaxkv.decode(model.forward, warm, model.weights, selected, state, steps=12)
+_, _, more = jaxkv.decode(model.forward, warm, model.params, selected, state, steps=12)
 for parent, row in zip(parents, more.tokens, strict=True):
     text = model.tokenizer.decode([*tokens[parent], *row])
     print(f"from {parent}: …{text}")
@@ -145,7 +145,7 @@ for parent, row in zip(parents, more.tokens, strict=True):
 
 # %%
 found, beams = loops.beam(
-    model.forward, model.weights, cache, logits, width=4, steps=12, penalty=0.0
+    model.forward, model.params, cache, logits, width=4, steps=12, penalty=0.0
 )
 greedy = model.tokenizer.decode(tokens[0])
 print(f"greedy {total[0]:6.1f} …{greedy}")

@@ -51,24 +51,24 @@ def make(model):
 def program_of(model, cache):
     """Compile a step: a token for each text goes in, and the most probable next ones come out."""
 
-    def step(weights, cache, tokens):
+    def step(params, cache, tokens):
         texts = jnp.arange(4)
         ubatch, ok = jaxkv.plan_step(cache, tokens, texts, texts >= 0)
-        cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+        cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
         return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     tokens = jnp.zeros(4, jnp.int32)
-    return jax.jit(step, donate_argnums=1).lower(model.weights, cache, tokens).compile()
+    return jax.jit(step, donate_argnums=1).lower(model.params, cache, tokens).compile()
 
 
 def texts_of(model):
     """Go on with the prompts, the most probable token each time."""
     prompts = jaxkv.make_batch([model.tokenizer.prompt(text) for text in PROMPTS])
-    cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, make(model), prompts)
+    cache, logits, *_ = jaxkv.prefill(model.forward, model.params, make(model), prompts)
     program = program_of(model, cache)
     tokens = [jnp.argmax(logits, axis=-1).astype(jnp.int32)]
     for _ in range(7):
-        cache, token = program(model.weights, cache, tokens[-1])
+        cache, token = program(model.params, cache, tokens[-1])
         tokens.append(token)
     texts = [model.tokenizer.decode(row) for row in np.stack(tokens, axis=1)]
     return texts, cache, program
@@ -174,9 +174,9 @@ def bytes_by_device(tree):
     return [count[device.id] for device in jax.devices()]
 
 
-weights, cells = map(bytes_by_device, (split_model.weights, split_cache))
-one = sum(bytes_by_device(model.weights)) / 2**20
-right.bar(range(8), np.array(weights) / 2**20, color=[*colours, "#ffffff", "#ffffff"])
+params, cells = map(bytes_by_device, (split_model.params, split_cache))
+one = sum(bytes_by_device(model.params)) / 2**20
+right.bar(range(8), np.array(params) / 2**20, color=[*colours, "#ffffff", "#ffffff"])
 right.axhline(one, color="#999999", linestyle="--", linewidth=1)
 right.annotate(
     "on one device", (7.4, one), (0, -4), textcoords="offset points", ha="right", va="top"
@@ -184,7 +184,7 @@ right.annotate(
 right.set(xlabel="device", ylabel="MiB of weights", xticks=range(8))
 right.spines[["top", "right"]].set_visible(False)
 
-promised = sharding.layout(shapes, mesh, rules, weights=split_model.weights)
+promised = sharding.layout(shapes, mesh, rules, params=split_model.params)
 print("bytes of the cache, by device:", cells)
 print("as promised by layout:", promised.table + promised.buffers, "on each")
 

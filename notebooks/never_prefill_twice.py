@@ -63,7 +63,7 @@ def make_engine(cache, store=None):
     """An engine that is warm, so that no time below is one of compiling."""
     engine = Engine(
         model.forward,
-        model.weights,
+        model.params,
         cache,
         stop=[*model.stop_tokens, *tokenizer.encode("\n")],
         chunk=32,

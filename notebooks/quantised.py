@@ -42,7 +42,7 @@ def read(dtype):
         part, following = tokens[start : start + 256], tokens[start + 1 : start + 257]
         batch = jaxkv.make_batch(part, outputs=np.ones(256, bool))
         cache, logits, *_ = jaxkv.prefill(
-            model.forward, model.weights, cache, batch, ubatch_size=256, donate=True
+            model.forward, model.params, cache, batch, ubatch_size=256, donate=True
         )
         losses.append(-jax.nn.log_softmax(logits)[np.arange(256), following])
     return cache, np.concatenate(losses)

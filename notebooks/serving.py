@@ -63,7 +63,7 @@ def run(reserve):
     cache = model.make_cache(cells=CELLS, sequences=SEQUENCES)
     engine = batching.Engine(
         model.forward,
-        model.weights,
+        model.params,
         cache,
         stop=sorted(model.stop_tokens),
         chunk=32,

@@ -52,7 +52,7 @@ print(lengths, "tokens")
 # and goes into the cache as tokens do: `make_batch` takes `embeddings=` in their place.
 
 # %%
-vocabulary = model.weights["vocabulary"]["head"]
+vocabulary = model.params["vocabulary"]["head"]
 words = tokenizer.encode(" What the wise old owl said:")
 prefix = vocabulary[jnp.array(words)]
 print(jaxkv.make_batch(embeddings=prefix).embeddings.shape)
@@ -69,17 +69,17 @@ print(jaxkv.make_batch(embeddings=prefix).embeddings.shape)
 
 
 # %%
-def loss(prefix, weights, tokens):
+def loss(prefix, params, tokens):
     cache = model.make_cache(cells=64, sequences=4)
     plan = jaxkv.init_batch(cache, jaxkv.make_batch(embeddings=prefix))
     (ubatch,) = plan.ubatches
-    cache, _ = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    cache, _ = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
     cache, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
 
     batch = jaxkv.make_batch(tokens, sequences=sequences, outputs=np.ones(len(sequences), bool))
     plan = jaxkv.init_batch(cache, batch)
     (ubatch,) = plan.ubatches
-    _, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    _, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
     logits = plan.gather_outputs([logits])[
         : len(sequences)
     ]  # in the order of the batch, then padding
@@ -89,7 +89,7 @@ def loss(prefix, weights, tokens):
 
 
 learn, look = jnp.array(np.concatenate(texts)), jnp.array(np.concatenate(others))
-program = jax.jit(jax.value_and_grad(loss)).lower(prefix, model.weights, learn).compile()
+program = jax.jit(jax.value_and_grad(loss)).lower(prefix, model.params, learn).compile()
 
 # %% [markdown]
 # All 30 layers are in it, forth and back, twice each: for the prefix and for the texts. Compiling
@@ -106,8 +106,8 @@ state, trained = optimizer.init(prefix), prefix
 losses, looked = [], {}
 for step in range(25):
     if step % 6 == 0:
-        looked[step] = float(program(trained, model.weights, look)[0])
-    value, gradient = program(trained, model.weights, learn)
+        looked[step] = float(program(trained, model.params, look)[0])
+    value, gradient = program(trained, model.params, learn)
     losses.append(float(value))
     updates, state = optimizer.update(gradient, state)
     trained = optax.apply_updates(trained, updates)
@@ -139,12 +139,12 @@ def generate(prefix):
     cache = model.make_cache(cells=64, sequences=4)
     if prefix is not None:
         batch = jaxkv.make_batch(embeddings=prefix)
-        cache, *_ = jaxkv.prefill(model.forward, model.weights, cache, batch)
+        cache, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
         cache, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
     batch = jaxkv.make_batch([tokenizer.encode(text) for text in BEGINNINGS])
-    cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.weights, cache, batch)
+    cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
     state, first = loops.begin(best, cache, logits, sequences=sequences)
-    cache, _, more = jaxkv.decode(model.forward, best, model.weights, cache, state, steps=9)
+    cache, _, more = jaxkv.decode(model.forward, best, model.params, cache, state, steps=9)
     tokens = np.concatenate([first.tokens, more.tokens], axis=1)
     return [tokenizer.decode(row) for row in tokens], cache
 

@@ -39,11 +39,11 @@ STEPS = 40
 prompts = [tokenizer.prompt(prompt) for prompt in PROMPTS]
 cache = model.make_cache(cells=256, sequences=2)
 batch = jaxkv.make_batch(prompts)
-cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.weights, cache, batch)
+cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
 best = loops.sampling.make_sampler()  # the most probable token each time
 state, first = loops.begin(best, cache, logits, sequences=sequences)
 
-_, _, plain = jaxkv.decode(model.forward, best, model.weights, cache, state, steps=STEPS)
+_, _, plain = jaxkv.decode(model.forward, best, model.params, cache, state, steps=STEPS)
 for row in plain.tokens:
     print(repr(tokenizer.decode(row)))
 
@@ -104,7 +104,7 @@ def noted(draft):
 def speculate(draft):
     """Generate from where the prompts end; the cache, the notes, and what was made."""
     cache_after, _, notes, made = loops.speculate(
-        model.forward, noted(draft), best, model.weights, cache, state, steps=STEPS
+        model.forward, noted(draft), best, model.params, cache, state, steps=STEPS
     )
     assert np.array_equal(made.tokens, plain.tokens)
     return cache_after, notes, made
@@ -184,7 +184,7 @@ picture(notes, by_lookup, "guessed by looking up")
 
 # %%
 rough = jax.tree.map(
-    lambda weight: weight.astype(jnp.float8_e4m3fn).astype(weight.dtype), model.weights
+    lambda weight: weight.astype(jnp.float8_e4m3fn).astype(weight.dtype), model.params
 )
 own = model.make_cache(cells=256, sequences=2)
 own, *_ = jaxkv.prefill(model.forward, rough, own, jaxkv.make_batch(prompts))

@@ -43,11 +43,11 @@ config = granite_hybrid.Config(
     scale=0.25,
 )
 graph, variables = nnx.split(granite_hybrid.GraniteHybrid(config, rngs=nnx.Rngs(0)))
-weights = nnx.to_pure_dict(variables)
+params = nnx.to_pure_dict(variables)
 
 
-def forward(weights, cache, ubatch):
-    return nnx.merge(graph, weights)(cache, ubatch)
+def forward(params, cache, ubatch):
+    return nnx.merge(graph, params)(cache, ubatch)
 
 
 def make(**options):
@@ -91,14 +91,14 @@ def texts_of(key, count, length):
     return tokens.T, depths.T
 
 
-def answers(weights, tokens):
+def answers(params, tokens):
     """Logits after each token of texts that begin, `[texts, length, 9]`."""
     texts, length = tokens.shape
     cache = make(cells=length, sequences=texts, streams=texts)
     batch = jaxkv.make_batch(tokens, outputs=jnp.ones(tokens.shape, bool))
     plan = jaxkv.init_batch(cache, batch)
     ubatch = plan.ubatches[0]
-    _, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    _, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return plan.gather_outputs([logits])[: tokens.size].reshape(texts, length, -1)
 
 
@@ -106,27 +106,27 @@ optimizer = optax.adam(1e-2)
 
 
 @jax.jit
-def train(weights):
+def train(params):
     def step(carry, key):
-        weights, state = carry
+        params, state = carry
 
-        def loss(weights):
+        def loss(params):
             tokens, depths = texts_of(key, 16, 24)
-            logits = answers(weights, tokens)
+            logits = answers(params, tokens)
             return optax.softmax_cross_entropy_with_integer_labels(logits, depths).mean()
 
-        value, gradient = jax.value_and_grad(loss)(weights)
+        value, gradient = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(gradient, state)
-        return (optax.apply_updates(weights, updates), state), value
+        return (optax.apply_updates(params, updates), state), value
 
     keys = jax.random.split(jax.random.key(1), 1000)
-    (weights, _), losses = jax.lax.scan(step, (weights, optimizer.init(weights)), keys)
-    return weights, losses
+    (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), keys)
+    return params, losses
 
 
-weights, losses = train(weights)
+params, losses = train(params)
 tokens, depths = texts_of(jax.random.key(2), 20, 24)
-right = np.mean(np.argmax(answers(weights, tokens), axis=-1) == depths)
+right = np.mean(np.argmax(answers(params, tokens), axis=-1) == depths)
 assert right > 0.98
 print("it says the depth of texts that it has not seen")
 
@@ -142,7 +142,7 @@ print("it says the depth of texts that it has not seen")
 tokens, depths = texts_of(jax.random.key(3), 100, 24)
 cache = make(cells=24, sequences=100, streams=100, max_rollback=23)
 (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch(tokens), ubatch_size=2400).check().ubatches
-cache, _ = jax.jit(forward)(weights, jaxkv.apply(cache, ubatch), ubatch)
+cache, _ = jax.jit(forward)(params, jaxkv.apply(cache, ubatch), ubatch)
 
 states, _ = hybrid.parts_of(cache)
 after = draw.cells_of(states).position  # the token that each cell's state stands after
@@ -174,10 +174,10 @@ ax.spines[["top", "right"]].set_visible(False)
 
 # %%
 @jax.jit
-def step(weights, cache, tokens, going):
+def step(params, cache, tokens, going):
     """Feed a token to each of the four texts that go on; the depth that is said after it."""
     ubatch, _ = jaxkv.plan_step(cache, tokens, jnp.arange(4), going)
-    cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return cache, jnp.argmax(logits, axis=-1)
 
 
@@ -186,7 +186,7 @@ def tell(cache, brackets, text=0):
     said = []
     for bracket in brackets:
         token = jnp.full(4, "()".index(bracket), jnp.int32)
-        cache, depth = step(weights, cache, token, jnp.arange(4) == text)
+        cache, depth = step(params, cache, token, jnp.arange(4) == text)
         said.append(int(depth[text]))
     return cache, said
 
@@ -245,7 +245,7 @@ granted, labels = [], []
 for max_rollback in (0, 2, 4, 8):
     kept = make(cells=16, max_rollback=max_rollback)
     (ubatch,) = jaxkv.init_batch(kept, jaxkv.make_batch(tokens[0, :12])).ubatches
-    kept, _ = jax.jit(forward)(weights, jaxkv.apply(kept, ubatch), ubatch)
+    kept, _ = jax.jit(forward)(params, jaxkv.apply(kept, ubatch), ubatch)
     granted.append([bool(jaxkv.seq_rm(kept, 0, p0)[1]) for p0 in range(13)])
     kib = jaxkv.nbytes(hybrid.parts_of(kept)[0]) / 1024
     labels.append(f"max_rollback={max_rollback}, {kib:.0f} KiB")

@@ -26,7 +26,7 @@ cache
 # %%
 PROMPTS = ["The capital of France is", "At night the sky is full of"]
 prompts = [model.tokenizer.prompt(text) for text in PROMPTS]
-cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, cache, jaxkv.make_batch(prompts))
+cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, jaxkv.make_batch(prompts))
 
 
 def picture(cache, title):
@@ -69,9 +69,9 @@ def go_on(cache, words):
     sequences = list(words)
     tokens = [model.tokenizer.encode(word) for word in words.values()]
     batch = jaxkv.make_batch(tokens, sequences=sequences)
-    cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, cache, batch)
+    cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
     state, first = jaxkv.loops.begin(greedy, cache, logits, sequences=sequences, limit=5)
-    cache, _, picked = jaxkv.decode(model.forward, greedy, model.weights, cache, state, steps=4)
+    cache, _, picked = jaxkv.decode(model.forward, greedy, model.params, cache, state, steps=4)
     made = np.concatenate([first.tokens, picked.tokens], axis=1)
     for seq, row in zip(sequences, made, strict=True):
         print(f"sequence {seq} |{words[seq]}|{model.tokenizer.decode(row)}")

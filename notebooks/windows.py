@@ -51,8 +51,8 @@ full = make(full_windows=True)
 used = {"windowed": [], "whole": []}
 for start in range(0, len(tokens), 64):
     batch = jaxkv.make_batch(tokens[start : start + 64])
-    cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, cache, batch, donate=True)
-    full, full_logits, *_ = jaxkv.prefill(model.forward, model.weights, full, batch, donate=True)
+    cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, batch, donate=True)
+    full, full_logits, *_ = jaxkv.prefill(model.forward, model.params, full, batch, donate=True)
     for name, part in zip(used, jaxkv.hybrid.parts_of(cache), strict=True):
         used[name].append(int(jaxkv.used(part)))
 
@@ -160,7 +160,7 @@ assert not ok and jaxkv.seq_pos_max(cut, 0) == jaxkv.seq_pos_max(cache, 0)
 # %%
 back, _ = jaxkv.seq_rm(cache, 0, length - 10)
 batch = jaxkv.make_batch(tokens[-10:])
-again, logits_again, *_ = jaxkv.prefill(model.forward, model.weights, back, batch)
+again, logits_again, *_ = jaxkv.prefill(model.forward, model.params, back, batch)
 np.testing.assert_allclose(logits_again, logits, atol=1e-2)
 
 # %% [markdown]

@@ -38,11 +38,11 @@ def norm(x, w):
     return jnp.einsum("...d,d->...d", x, w["weight"])
 
 
-def forward(weights, cache, ubatch, attend=jaxkv.attend):
-    embedding = weights["vocabulary"]["head"]
+def forward(params, cache, ubatch, attend=jaxkv.attend):
+    embedding = params["vocabulary"]["head"]
     x = jnp.take(embedding, ubatch.tokens, axis=0)  # [R, T, 576]
     rows, length, width = x.shape
-    for layer, w in weights["blocks"].items():
+    for layer, w in params["blocks"].items():
         qkv = norm(x, w["attention_norm"]) @ w["attention"]["qkv"]["weight"].reshape(-1, width).T
         qkv = qkv.reshape(rows, length, 3, 5, 64)  # 3 key/value heads: 3 queries, a key, a value
         q, k, v = qkv[..., :3, :].reshape(rows, length, 9, 64), qkv[..., 3, :], qkv[..., 4, :]
@@ -53,7 +53,7 @@ def forward(weights, cache, ubatch, attend=jaxkv.attend):
         gate, up = jnp.split(y, 2, axis=-1)
         x = x + (jax.nn.silu(gate) * up) @ w["feed"]["down"]["weight"].T
     x = x.reshape(-1, width)[ubatch.outputs]  # only tokens whose logits are wanted
-    return cache, norm(x, weights["norm"]) @ embedding.T
+    return cache, norm(x, params["norm"]) @ embedding.T
 
 
 # %% [markdown]
@@ -70,7 +70,7 @@ ROOM = 16  # tokens that may be made
 STOP = jnp.array(model.tokenizer.encode(".") + model.tokenizer.encode("\n"))
 
 
-def loop(weights, cache, token, active, attend=jaxkv.attend):
+def loop(params, cache, token, active, attend=jaxkv.attend):
     """Go on with texts; `token` was picked for each already, and is not in the cache yet."""
     texts = jnp.arange(token.size)
     made = jnp.full((token.size, ROOM), -1).at[:, 0].set(jnp.where(active, token, -1))
@@ -82,7 +82,7 @@ def loop(weights, cache, token, active, attend=jaxkv.attend):
     def body(carry):
         cache, made, active, count = carry
         ubatch, ok = jaxkv.plan_step(cache, made[:, count - 1], texts, active)
-        cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch, attend)
+        cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch, attend)
         active &= ok
         token = jnp.where(active, jnp.argmax(logits, axis=-1), -1)
         return cache, made.at[:, count].set(token), active & ~jnp.isin(token, STOP), count + 1
@@ -98,13 +98,13 @@ def loop(weights, cache, token, active, attend=jaxkv.attend):
 PROMPTS = ["The sun rises in the", "Once upon a time there was"]
 prompts = [model.tokenizer.prompt(text) for text in PROMPTS]
 empty = model.make_cache(cells=48, sequences=2)
-prefilled, logits, *_ = jaxkv.prefill(forward, model.weights, empty, jaxkv.make_batch(prompts))
+prefilled, logits, *_ = jaxkv.prefill(forward, model.params, empty, jaxkv.make_batch(prompts))
 first = jnp.argmax(logits, axis=-1)
 
 # %%
 generate = jax.jit(loop, static_argnames="attend")
 both = jnp.array([True, True])
-after, right = generate(model.weights, prefilled, first, both)
+after, right = generate(model.params, prefilled, first, both)
 
 
 def texts_of(made):
@@ -138,11 +138,11 @@ def attend_by_hand(cache, layer, ubatch, q, k, v):
 
 
 alone, one = jaxkv.seq_keep(prefilled, 0), jnp.array([True, False])
-_, made = generate(model.weights, alone, first, one, attend=attend_by_hand)
+_, made = generate(model.params, alone, first, one, attend=attend_by_hand)
 assert texts_of(made)[0] == texts_of(right)[0]
 print("one text: ", repr(texts_of(made)[0]))
 
-_, made = generate(model.weights, prefilled, first, both, attend=attend_by_hand)
+_, made = generate(model.params, prefilled, first, both, attend=attend_by_hand)
 assert texts_of(made)[0] != texts_of(right)[0] and texts_of(made)[1] != texts_of(right)[1]
 print("two texts:", texts_of(made))
 
@@ -180,7 +180,7 @@ below.tick_params(which="minor", length=0)
 # layers are enough for that.
 
 # %%
-two_layers = {**model.weights, "blocks": {i: model.weights["blocks"][i] for i in (0, 1)}}
+two_layers = {**model.params, "blocks": {i: model.params["blocks"][i] for i in (0, 1)}}
 text = jnp.array(model.tokenizer.prompt("The quick brown fox jumps over the lazy dog"))
 
 
@@ -193,21 +193,21 @@ compiled = 0
 
 
 @jax.jit
-def whole_text(weights, tokens):
+def whole_text(params, tokens):
     global compiled
     compiled += 1
     cache = cache_of(cells=tokens.size)
     there = jnp.ones((1, tokens.size), bool)
     ubatch, _ = jaxkv.plan_tokens(cache, tokens[None], jnp.arange(1), there)
-    _, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    _, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return logits[-1]
 
 
-def step(weights, cache, token):
+def step(params, cache, token):
     global compiled
     compiled += 1
     ubatch, _ = jaxkv.plan_step(cache, token, jnp.arange(1), jnp.array([True]))
-    cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return cache, logits[0]
 
 
@@ -244,10 +244,10 @@ ax.spines[["top", "right"]].set_visible(False)
 compiled = 0
 
 
-def counted(weights, cache, ubatch):
+def counted(params, cache, ubatch):
     global compiled
     compiled += 1
-    return forward(weights, cache, ubatch)
+    return forward(params, cache, ubatch)
 
 
 for n in (5, 6, 7, 8):
@@ -331,13 +331,13 @@ CELLS, CHUNK = 64, 8
 
 
 @partial(jax.jit, donate_argnames="cache")
-def read(weights, cache, tokens, is_ring):
+def read(params, cache, tokens, is_ring):
     """Put 8 tokens in; returns log-probabilities of what follows each, and whether they fit."""
     oldest = jaxkv.seq_pos_max(cache, 0) + 1 + CHUNK - CELLS
     cache, _ = jaxkv.seq_rm(cache, 0, 0, jnp.where(is_ring, jnp.maximum(oldest, 0), 0))
     there = jnp.ones((1, CHUNK), bool)
     ubatch, ok = jaxkv.plan_tokens(cache, tokens[None], jnp.arange(1), there)
-    cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return cache, jax.nn.log_softmax(logits), ok
 
 
@@ -346,7 +346,7 @@ def read_story(story, is_ring=False, compact=lambda cache: cache):
     for start in range(0, len(story), CHUNK):
         cache = compact(cache)
         chunk = story[start : start + CHUNK]
-        cache, logprobs, ok = read(model.weights, cache, chunk, is_ring)
+        cache, logprobs, ok = read(model.params, cache, chunk, is_ring)
         said.append(logprobs)
         fitted += CHUNK * int(ok)
     return np.concatenate(said), fitted
@@ -372,7 +372,7 @@ def slide_when_full(cache):
 
 _, logits, *_ = jaxkv.prefill(  # all at once, which is the same as chunk by chunk
     forward,
-    model.weights,
+    model.params,
     model.make_cache(cells=len(story)),
     jaxkv.make_batch(story, outputs=np.ones(len(story), bool)),
 )

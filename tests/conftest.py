@@ -21,9 +21,9 @@ def small(smollm2):
 
     config = replace(smollm2.config, windows=smollm2.config.windows[:2])
     forward, shapes = functional(smollm2.family, config, smollm2.dtype)
-    blocks = smollm2.weights["blocks"]
-    weights = {**smollm2.weights, "blocks": {i: blocks[i] for i in shapes["blocks"]}}
-    return replace(smollm2, config=config, forward=forward, weights=weights)
+    blocks = smollm2.params["blocks"]
+    params = {**smollm2.params, "blocks": {i: blocks[i] for i in shapes["blocks"]}}
+    return replace(smollm2, config=config, forward=forward, params=params)
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ class Pod:
         mesh = jax.sharding.get_mesh()
         return sharding.layout(jax.eval_shape(self.make), mesh, RULES, heads=self.heads)
 
-    def weights(self):
+    def params(self):
         heads, group, size, width = self.kv_heads, self.group, self.head_dim, self.width
         tensor = "tensor" if "tensor" in dict(self.axes) else None
         layer = {
@@ -95,9 +95,9 @@ class Pod:
 
         return of(self.heads), of(self.kv_heads), of(self.kv_heads)
 
-    def forward(self, weights, cache, ubatch):
-        x = weights["embed"][ubatch.tokens]
-        for layer, w in enumerate(weights["layers"]):
+    def forward(self, params, cache, ubatch):
+        x = params["embed"][ubatch.tokens]
+        for layer, w in enumerate(params["layers"]):
             y = jnp.einsum("rtw,knw->rtkn", x, w["qkv"])
             y = y.reshape(*y.shape[:3], self.group + 2, self.head_dim)
             q, k, v = y[..., : self.group, :], y[..., -2, :], y[..., -1, :]
@@ -105,18 +105,18 @@ class Pod:
             cache, out = jaxkv.attend(cache, layer, ubatch, q, k, v)
             out = out.reshape(*out.shape[:2], self.kv_heads, -1)
             x = x + jnp.einsum("rtkn,knw->rtw", out, w["out"])
-        return cache, x.reshape(-1, self.width)[ubatch.outputs] @ weights["embed"].T
+        return cache, x.reshape(-1, self.width)[ubatch.outputs] @ params["embed"].T
 
-    def step(self, weights, cache, tokens, valid):
+    def step(self, params, cache, tokens, valid):
         ubatch, ok = jaxkv.plan_step(cache, tokens, jnp.arange(len(tokens)), valid)
         cache = jaxkv.apply(cache, ubatch)
-        return *self.forward(weights, cache, ubatch), ok
+        return *self.forward(params, cache, ubatch), ok
 
     def lower_step(self, platform="cpu"):
         """Lower a step of all sequences on the mesh at hand; the cache is donated."""
         tokens = [shape((self.sequences,), dtype) for dtype in ("int32", "bool")]
         step = jax.jit(self.step, donate_argnums=1)
-        traced = step.trace(self.weights(), self.cache(), *tokens)
+        traced = step.trace(self.params(), self.cache(), *tokens)
         return traced.lower(lowering_platforms=(platform,))
 
     def lower_attention(self, tokens, platform="cpu"):

@@ -78,7 +78,7 @@ def with_source() -> Any:
 def model(layers: str) -> Callable[..., Any]:
     """Make a model that writes every layer and says the number after that of the token."""
 
-    def forward(weights: Any, cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
+    def forward(params: Any, cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
         cache, _ = histories.compute(cache, ubatch, layers)
         said = (ubatch.tokens.reshape(-1)[ubatch.outputs] + 1) % VOCABULARY
         logits = jax.nn.one_hot(said, VOCABULARY)

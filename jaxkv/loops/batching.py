@@ -53,7 +53,7 @@ class Engine:
 
     Args:
       forward: see `prefill`.
-      weights: whatever the model wants.
+      params: whatever the model wants.
       cache: an empty cache; it is given up, and `engine.cache` is the current cache. The cells
         of a stream are for all of its sequences. It may hold what the store holds.
       stop: `[n]` int32, the tokens that end every text.
@@ -85,8 +85,8 @@ class Engine:
     Examples:
       A model that says the next number; 3 ends a text:
 
-      >>> def forward(weights, cache, ubatch):
-      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
@@ -123,7 +123,7 @@ which this cache never has: ask for less, or make a larger one
     def __init__(
         self,
         forward: Forward,
-        weights: Any,
+        params: Any,
         cache: Cache,
         *,
         stop: Any = (),
@@ -154,7 +154,7 @@ which this cache never has: ask for less, or make a larger one
             most_stops=most_stops,
             rule=rule,
         )
-        self._runner = Runner(forward, weights, cache, stop=stop, limits=self._limits)
+        self._runner = Runner(forward, params, cache, stop=stop, limits=self._limits)
         self._prefixes = Prefixes(self._runner, store)
         self._schedule = Schedule(
             table, limits=self._limits, reserve=reserve, prefixes=self._prefixes
@@ -391,18 +391,18 @@ which this cache never has: ask for less, or make a larger one
 
 
 def serve(
-    forward: Forward, weights: Any, cache: Cache, requests: Iterable[Request], **options: Any
+    forward: Forward, params: Any, cache: Cache, requests: Iterable[Request], **options: Any
 ) -> Iterator[Result]:
     """Run requests through a cache, and yield their results as they end.
 
     Args:
       forward: see `prefill`.
-      weights: whatever the model wants.
+      params: whatever the model wants.
       cache: an empty cache, which is given up.
       requests: what is asked; ids are 0, 1, 2 and so on. All are checked before the first runs.
       options: of `Engine`.
     """
-    engine = Engine(forward, weights, cache, **options)
+    engine = Engine(forward, params, cache, **options)
     for request in requests:
         engine.submit(request)
     return engine.results()

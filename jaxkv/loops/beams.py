@@ -48,7 +48,7 @@ class Beams(NamedTuple):
 
 def beam(
     forward: Forward,
-    weights: Any,
+    params: Any,
     cache: Cache,
     logits: Any,
     *,
@@ -75,7 +75,7 @@ def beam(
 
     Args:
       forward: see `prefill`.
-      weights: whatever the model wants.
+      params: whatever the model wants.
       cache: the cache after the prompt, which stands in the first of `sequences`.
       logits: `[V]` or `[1, V]`, those of the last token of the prompt.
       width: W, static. A step is one token for each of W sequences.
@@ -104,8 +104,8 @@ def beam(
       A model that says the next number, or less likely the one after it; 3 ends a text, and length
       does not count:
 
-      >>> def forward(weights, cache, ubatch):
-      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     says = 2 * jnp.roll(x, 1, axis=-1) + jnp.roll(x, 2, axis=-1)
       ...     return cache, says.reshape(-1, 4)[ubatch.outputs]
@@ -131,12 +131,12 @@ def beam(
         raise ValueError(f"wanted one finite number for penalty, got {penalty}")
     penalty = jnp.asarray(penalty, jnp.float32)
     args = logits, stop, sequences, penalty
-    if is_traced(weights, cache, args):
-        return _search(forward, weights, cache, *args, steps=steps)
+    if is_traced(params, cache, args):
+        return _search(forward, params, cache, *args, steps=steps)
     check_begun(split(cache)[0], sequences[:1], np.ones(1, bool))
     table, buffers = given(cache, donate)
     search = program_of(_searching, forward)
-    table, buffers, beams = search(weights, table, buffers, *args, steps=steps)
+    table, buffers, beams = search(params, table, buffers, *args, steps=steps)
     return merge(table, buffers), beams
 
 
@@ -173,9 +173,9 @@ def _checked(spec: TableSpec, sequences: Any, width: int) -> Any:
 
 def _searching(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
-    def search(weights: Any, table: Any, buffers: Any, *args: Any, steps: int) -> tuple:
+    def search(params: Any, table: Any, buffers: Any, *args: Any, steps: int) -> tuple:
         cache = merge(table, buffers)
-        cache, beams = _search(forward(), weights, cache, *args, steps=steps)
+        cache, beams = _search(forward(), params, cache, *args, steps=steps)
         return *split(cache), beams
 
     return search
@@ -183,7 +183,7 @@ def _searching(forward: Callable[[], Forward]) -> Any:
 
 def _search(
     forward: Forward,
-    weights: Any,
+    params: Any,
     cache: Cache,
     logits: jax.Array,
     stop: jax.Array,
@@ -206,7 +206,7 @@ def _search(
         table, _ = split(cache)
         token = search.living.tokens[:, search.length - 1]
         plan = plan_next(table, token[:, None], sequences, exist(search.living)[:, None])
-        cache, logits = take_step(forward, weights, cache, plan.ubatches[0])
+        cache, logits = take_step(forward, params, cache, plan.ubatches[0])
         parents, chosen = choose(search, logits, stop, penalty)
         cache, _ = seq_select(cache, sequences[jnp.where(plan.ok, parents, rows)], sequences)
         refused = search._replace(reason=jnp.max(plan.reason[sequences]))

@@ -144,7 +144,7 @@ def chunk_program(forward: Forward) -> Any:
     """Return the program that computes a chunk; it lives as long as `forward`.
 
     Returns:
-      What `jax.jit` gives for `(weights, table, buffers, chunk) -> table, buffers, logits,
+      What `jax.jit` gives for `(params, table, buffers, chunk) -> table, buffers, logits,
       (ok, reason)`, the buffers donated. The logits are `[Q, V]`, those after the prompt of each
       sequence that ends in the chunk. When `ok`, `[]` bool, is False nothing was changed, and
       `reason`, `[Q]` int32, says why.
@@ -154,7 +154,7 @@ def chunk_program(forward: Forward) -> Any:
 
 def _chunk_program(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, donate_argnames="buffers")
-    def run(weights: Any, table: Any, buffers: Any, chunk: Chunk) -> tuple:
+    def run(params: Any, table: Any, buffers: Any, chunk: Chunk) -> tuple:
         count, shape = table.spec.sequences, chunk.valid.shape
         batch = make_batch(
             chunk.tokens.reshape(-1),
@@ -171,7 +171,7 @@ def _chunk_program(forward: Callable[[], Forward]) -> Any:
         )
         plan = plan_one(table, batch, ranks, index, held & ~ended, outputs=most)
         ubatch = plan.ubatches[0]
-        cache, logits = take_step(forward(), weights, merge(table, buffers), ubatch)
+        cache, logits = take_step(forward(), params, merge(table, buffers), ubatch)
         whose = batch.sequences.at[ubatch.output_index].get(mode="fill", fill_value=count)
         of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
         of_each = of_each.at[whose].set(logits, mode="drop")

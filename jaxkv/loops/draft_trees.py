@@ -44,7 +44,7 @@ class DraftTree(DraftModel):
         tokens = jnp.stack([self.unfed, state.token], axis=1)
         valid = going[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(going)], axis=1)
         plan = plan_next(table, tokens, state.sequence, valid)
-        cache, logits = take_step(self.forward, self.weights, self.cache, plan.ubatches[0])
+        cache, logits = take_step(self.forward, self.params, self.cache, plan.ubatches[0])
         logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
         first = adjusted_by(sampler, logits, state.adjusting)
         token = self._different(sampler, first, draw_key(state.key, state.draw, 2))
@@ -68,7 +68,7 @@ class DraftTree(DraftModel):
             adjusting = follow(adjusting, token)
             fed = token.reshape(-1, 1), sequences.reshape(-1), going.reshape(-1, 1)
             plan = plan_next(split(cache)[0], *fed)
-            cache, logits = take_step(self.forward, self.weights, cache, plan.ubatches[0])
+            cache, logits = take_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*token.shape, -1).astype(jnp.float32)
             adjusted = adjust(logits, adjusting)
             keys = draw_key(state.key, state.draw + i, 2)
@@ -118,7 +118,7 @@ class DraftTree(DraftModel):
 
 def draft_tree(
     forward: Forward,
-    weights: Any,
+    params: Any,
     cache: Cache,
     *,
     texts: int = 1,
@@ -133,7 +133,7 @@ def draft_tree(
 
     Args:
       forward: see `draft_model`.
-      weights: see `draft_model`.
+      params: see `draft_model`.
       cache: see `draft_model`; of attention alone, and with a sequence for each branch.
       texts: T, how many texts there are.
       tries: the most tokens of a branch, static.
@@ -150,10 +150,10 @@ def draft_tree(
     Examples:
       A cache of six sequences has room for two texts of three branches each:
 
-      >>> def forward(weights, cache, ubatch):
-      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, x = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
       >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4, sequences=6)
       >>> draft = loops.draft_tree(forward, jnp.eye(4), cache, texts=2, branches=3)
       >>> draft.guessed.shape
@@ -162,7 +162,7 @@ def draft_tree(
     llama.cpp: `examples/speculative`, with `n_parallel`.
     """
     branches = count(branches, "branches")
-    alone = draft_model(forward, weights, cache, texts=texts, tries=tries)
+    alone = draft_model(forward, params, cache, texts=texts, tries=tries)
     spec = split(cache)[0].spec
     trees.check_branches(spec, alone.texts, branches, "the draft's cache")
     return DraftTree(

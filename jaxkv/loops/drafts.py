@@ -197,7 +197,7 @@ def lookup(
 class DraftModel(Draft):
     """What `draft_model` makes. What its methods are given has the shapes that `Draft` says.
 
-    weights: of the model.
+    params: of the model.
     cache: its own, in which the texts have the sequences that they have in the other one.
     unfed: `[T]` int32, the one token that the cache still lacks of what the other one holds, -1
       where it lacks none, or more.
@@ -205,7 +205,7 @@ class DraftModel(Draft):
     tries: see `Draft`, static.
     """
 
-    weights: Any
+    params: Any
     cache: Cache
     unfed: jax.Array  # [T]
     forward: Callable = field(metadata={"static": True})
@@ -242,7 +242,7 @@ class DraftModel(Draft):
         def step(carry: tuple, tokens: jax.Array, valid: jax.Array, i: jax.Array) -> tuple:
             cache, adjusting, _, going = carry
             plan = plan_next(split(cache)[0], tokens, state.sequence, valid & going[:, None])
-            cache, logits = take_step(self.forward, self.weights, cache, plan.ubatches[0])
+            cache, logits = take_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
             adjusted = adjusted_by(sampler, logits, adjusting)
             token = draw(sampler, adjusted, draw_key(state.key, state.draw + i, 2))
@@ -274,13 +274,13 @@ class DraftModel(Draft):
 
 
 def draft_model(
-    forward: Forward, weights: Any, cache: Cache, *, texts: int = 1, tries: int = 3
+    forward: Forward, params: Any, cache: Cache, *, texts: int = 1, tries: int = 3
 ) -> DraftModel:
     """Guess by a smaller model of the same vocabulary, which has a cache of its own.
 
     Args:
       forward: the model, see `prefill`; pass the same function every time.
-      weights: whatever it wants.
+      params: whatever it wants.
       cache: its cache after the same prompts, in the same sequences. One that keeps states must
         keep `tries` earlier ones.
       texts: T, how many texts there are.
@@ -303,7 +303,7 @@ def draft_model(
     check_rollback(cache, tries, "the draft's cache")
     check_there(cache, what="the draft's cache")
     return DraftModel(
-        weights=weights,
+        params=params,
         cache=cache,
         unfed=jnp.full(texts, -1, jnp.int32),
         forward=forward,

@@ -15,7 +15,7 @@ from jaxkv.loops.programs import program_of
 from jaxkv.verbs.apply import apply
 
 Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
-"""`(weights, cache, ubatch) -> cache, logits [O, V]`, for a ubatch that has been applied."""
+"""`(params, cache, ubatch) -> cache, logits [O, V]`, for a ubatch that has been applied."""
 
 
 def step_of(forward: Forward) -> Any:
@@ -25,16 +25,16 @@ def step_of(forward: Forward) -> Any:
       forward: see `prefill`.
 
     Returns:
-      What `jax.jit` gives for `(weights, table, buffers, ubatch) -> table, buffers, logits`, the
+      What `jax.jit` gives for `(params, table, buffers, ubatch) -> table, buffers, logits`, the
       table and buffers being those of `split`. It applies the ubatch, and donates the buffers. Its
       `lower` is for compiling ahead, and for asking what it would take. It lives as long as
       `forward`.
 
     Examples:
-      >>> def forward(weights, cache, ubatch):
-      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, x = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
       >>> ubatch, ok = plan_step(cache, jnp.array([3]), jnp.array([0]), jnp.array([True]))
       >>> table, buffers, logits = step_of(forward)(jnp.eye(4), *split(cache), ubatch)
@@ -45,11 +45,11 @@ def step_of(forward: Forward) -> Any:
 
 
 def take_step(
-    forward: Forward, weights: Any, cache: Cache, ubatch: Ubatch
+    forward: Forward, params: Any, cache: Cache, ubatch: Ubatch
 ) -> tuple[Cache, jax.Array]:
     """Apply a ubatch and run a model over it; return the cache, and the logits, `[O, V]`."""
     cache = apply(cache, ubatch)
-    given = forward(weights, cache, ubatch)
+    given = forward(params, cache, ubatch)
     if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], Cache):
         what = type(given)
         if isinstance(given, tuple):
@@ -99,8 +99,8 @@ def _check_layers(before: Cache, after: Cache) -> None:
 
 def _stepping(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, donate_argnames="buffers")
-    def step(weights: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
-        cache, logits = take_step(forward(), weights, merge(table, buffers), ubatch)
+    def step(params: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
+        cache, logits = take_step(forward(), params, merge(table, buffers), ubatch)
         return *split(cache), logits
 
     return step

@@ -24,7 +24,7 @@ from jaxkv.typed import Typed, typed
 def decode(
     forward: Forward,
     sampler: Sampler,
-    weights: Any,
+    params: Any,
     cache: Cache,
     state: DecodeState,
     stop: Any = (),
@@ -43,7 +43,7 @@ def decode(
       forward: see `prefill`.
       sampler: what adjusts logits before a token is drawn, see `jaxkv.loops.sampling`; the same one
         that the state was started with, though its numbers may change.
-      weights: whatever the model wants.
+      params: whatever the model wants.
       cache: the cache after the prompts.
       state: how far each text has come; `loops.start` or `loops.begin` makes the first.
       stop: `[n]` int32, the tokens that end a text, or `[T, n]` for each its own; -1 pads.
@@ -64,8 +64,8 @@ def decode(
     Examples:
       A model that says the next number; 3 ends a text, and sequence 1 may say no more than two:
 
-      >>> def forward(weights, cache, ubatch):
-      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
@@ -81,11 +81,11 @@ def decode(
     if not state.token.shape[0]:
         return cache, state, nothing_picked(0, steps)
     stop = stops(stop, state.token.shape[0])
-    if is_traced(sampler, weights, cache, state, stop):
-        return _decode(forward, sampler, weights, cache, state, stop, steps)
+    if is_traced(sampler, params, cache, state, stop):
+        return _decode(forward, sampler, params, cache, state, stop, steps)
     table, buffers = given(cache, donate)
     loop = program_of(_decoding, forward)
-    args = typed(sampler), weights, table, buffers, state, stop
+    args = typed(sampler), params, table, buffers, state, stop
     table, buffers, now, picked = loop(*args, steps=steps)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
     return merge(table, buffers), replace(now, sequence=state.sequence), picked
@@ -95,7 +95,7 @@ def _decoding(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
     def loop(
         sampler: Typed[Sampler],
-        weights: Any,
+        params: Any,
         table: Any,
         buffers: Any,
         state: DecodeState,
@@ -104,7 +104,7 @@ def _decoding(forward: Callable[[], Forward]) -> Any:
         steps: int,
     ) -> tuple:
         cache = merge(table, buffers)
-        cache, *rest = _decode(forward(), sampler.value, weights, cache, state, stop, steps)
+        cache, *rest = _decode(forward(), sampler.value, params, cache, state, stop, steps)
         return *split(cache), *rest
 
     return loop
@@ -113,7 +113,7 @@ def _decoding(forward: Callable[[], Forward]) -> Any:
 def _decode(
     forward: Forward,
     sampler: Sampler,
-    weights: Any,
+    params: Any,
     cache: Cache,
     state: DecodeState,
     stop: Any,
@@ -129,7 +129,7 @@ def _decode(
         cache, state, picked, i = carry
         table, _ = split(cache)
         plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
-        cache, logits = take_step(forward, weights, cache, plan.ubatches[0])
+        cache, logits = take_step(forward, params, cache, plan.ubatches[0])
         active = state.active & plan.ok
         state, token, logprob = advance(sampler, logits, state, stop, active)
         new = Picked(token, logprob)

@@ -41,7 +41,7 @@ class PrefillResult(NamedTuple):
 
 def prefill(
     forward: Forward,
-    weights: Any,
+    params: Any,
     cache: Cache,
     batch: Batch,
     *,
@@ -52,11 +52,11 @@ def prefill(
     """Run a batch through a model, ubatch by ubatch.
 
     Args:
-      forward: `(weights, cache, ubatch) -> cache, logits [O, V]`, called for a ubatch that has
+      forward: `(params, cache, ubatch) -> cache, logits [O, V]`, called for a ubatch that has
         been applied; one that applies it once more does no harm. It is compiled once for each shape
         of a ubatch and kept for as long as the function lives, so pass the same one every time: a
         method of the same object counts as the same, a new lambda does not.
-      weights: whatever the model wants.
+      params: whatever the model wants.
       cache: a cache with room for the batch.
       batch: the tokens, `make_batch` makes it.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
@@ -85,10 +85,10 @@ def prefill(
     Examples:
       A model of one layer, whose tokens look at those before them:
 
-      >>> def forward(weights, cache, ubatch):
-      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, x = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([1, 2, 3]))
       >>> logits.shape, used(cache).item()
@@ -97,8 +97,8 @@ def prefill(
       As a part of the caller's program:
 
       >>> @jax.jit
-      ... def feed(weights, cache, tokens):
-      ...     return prefill(forward, weights, cache, make_batch(tokens))
+      ... def feed(params, cache, tokens):
+      ...     return prefill(forward, params, cache, make_batch(tokens))
       >>> result = feed(jnp.eye(4), cache, jnp.arange(6))
       >>> used(result.cache).item(), result.ok.item()
       (3, False)
@@ -113,16 +113,16 @@ def prefill(
     if known:
         plan.check()
     logits = []
-    if known and not is_traced(weights, cache, batch):
+    if known and not is_traced(params, cache, batch):
         step = step_of(forward)
         table, buffers = given(cache, donate)
         for ubatch in plan.ubatches:
-            table, buffers, out = step(weights, table, buffers, ubatch)
+            table, buffers, out = step(params, table, buffers, ubatch)
             logits.append(out)
         cache = merge(table, buffers)
     else:
         for ubatch in plan.ubatches:
-            cache, out = take_step(forward, weights, cache, ubatch)
+            cache, out = take_step(forward, params, cache, ubatch)
             logits.append(out)
     sequences = plan.gather_outputs([_sequences_of(ubatch) for ubatch in plan.ubatches])
     return PrefillResult(cache, plan.gather_outputs(logits), sequences, plan.ok, plan.reason)
@@ -157,7 +157,7 @@ def _check_planned(cache: Cache, batch: Any, ubatch_size: int | None, plan: Any)
 
 def warm_up(
     forward: Forward,
-    weights: Any,
+    params: Any,
     cache: Cache,
     *,
     ubatch_size: int | None = None,
@@ -179,7 +179,7 @@ def warm_up(
 
     Args:
       forward: see `prefill`; the programs live as long as it does.
-      weights: whatever the model wants.
+      params: whatever the model wants.
       cache: the cache that will be used, or one like it.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
       sequences: the sequences of a batch, by default one. Where there are several streams, prompts
@@ -200,11 +200,11 @@ def warm_up(
 
     Examples:
       >>> compiled = []
-      >>> def forward(weights, cache, ubatch):
+      >>> def forward(params, cache, ubatch):
       ...     compiled.append(ubatch.valid.shape)
-      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, x = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ weights.T
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
       >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4)
       >>> cache = warm_up(forward, jnp.eye(4), cache, ubatch_size=8)
       >>> cache, *_ = prefill(forward, jnp.eye(4), cache, make_batch([1, 2, 3]), ubatch_size=8)
@@ -230,7 +230,7 @@ def warm_up(
     for plan in plans:
         logits = []
         for ubatch in plan.ubatches:
-            _, buffers, out = step(weights, table, buffers, drop_unless(jnp.array(False), ubatch))
+            _, buffers, out = step(params, table, buffers, drop_unless(jnp.array(False), ubatch))
             logits.append(out)
         plan.gather_outputs(logits)
     return merge(table, buffers) if donate else cache

@@ -47,7 +47,7 @@ class Runner:
 
     Args:
       forward: see `prefill`.
-      weights: whatever the model wants.
+      params: whatever the model wants.
       cache: given up; `runner.cache` is the current cache.
       stop: `[n]` int32, the tokens that end every text.
       limits: what requests may ask for.
@@ -56,13 +56,13 @@ class Runner:
     def __init__(
         self,
         forward: Forward,
-        weights: Any,
+        params: Any,
         cache: Cache,
         *,
         stop: Any,
         limits: Limits,
     ):
-        self._forward, self._weights, self.cache = forward, weights, cache
+        self._forward, self._weights, self.cache = forward, params, cache
         self._facts, self._limits = split(cache)[0].spec, limits
         self._shapes = shapes_of(self._facts, limits.chunk)
         self._stop = np.ravel(integers(listed(stop), "stop", low=0))

@@ -15,12 +15,12 @@ from jaxkv.planning.source import init_encoder
 from jaxkv.verbs.apply import apply
 
 Encoder = Callable[[Any, Any, Ubatch], Any]
-"""`(weights, cache, ubatch) -> cache`, for a ubatch of sources that has been applied."""
+"""`(params, cache, ubatch) -> cache`, for a ubatch of sources that has been applied."""
 
 
 def encode(
     encoder: Encoder,
-    weights: Any,
+    params: Any,
     cache: Cache,
     batch: Batch,
     *,
@@ -29,11 +29,11 @@ def encode(
     """Run an encoder over the sources of sequences, and keep what their texts will look at.
 
     Args:
-      encoder: `(weights, cache, ubatch) -> cache`, called for a ubatch of sources that has been
+      encoder: `(params, cache, ubatch) -> cache`, called for a ubatch of sources that has been
         applied. It computes all tokens of `ubatch` at once, and writes keys and values of them for
         each layer that looks at sources (`write_kv`). It is compiled and kept as `forward` of
         `prefill` is.
-      weights: whatever the model wants.
+      params: whatever the model wants.
       cache: a hybrid cache with a part of `make_cross_attention_cache`.
       batch: the sources, see `init_encoder`.
       donate: give up the buffers of the cache passed in, see `prefill`.
@@ -51,11 +51,11 @@ def encode(
     Examples:
       An encoder whose tokens do not even see each other, and a decoder that repeats its source:
 
-      >>> def encoder(weights, cache, ubatch):
-      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
+      >>> def encoder(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     return write_kv(cache, 1, ubatch, x, x)
-      >>> def forward(weights, cache, ubatch):
-      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     cache, x = attend(cache, 1, ubatch, x)
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs]
@@ -76,17 +76,17 @@ def encode(
     (ubatch,), known = plan.ubatches, is_concrete(plan.ok)
     if known:
         plan.check()
-    if known and not is_traced(weights, cache, batch):
+    if known and not is_traced(params, cache, batch):
         run = program_of(_encoding, encoder)
-        return merge(*run(weights, *given(cache, donate), ubatch))
-    cache = _encoded(encoder, weights, cache, ubatch)
+        return merge(*run(params, *given(cache, donate), ubatch))
+    cache = _encoded(encoder, params, cache, ubatch)
     return cache if known else (cache, plan.ok)
 
 
-def _encoded(encoder: Encoder, weights: Any, cache: Cache, ubatch: Ubatch) -> Cache:
+def _encoded(encoder: Encoder, params: Any, cache: Cache, ubatch: Ubatch) -> Cache:
     """Apply a ubatch of sources and run an encoder over it."""
     cache = apply(cache, ubatch)
-    after = encoder(weights, cache, ubatch)
+    after = encoder(params, cache, ubatch)
     if not isinstance(after, Cache):
         raise ValueError(f"wanted a cache from encoder, got {type(after)}")
     pairs = zip(*(jax.tree.leaves(split(one)[1]) for one in (cache, after)), strict=False)
@@ -100,7 +100,7 @@ def _encoded(encoder: Encoder, weights: Any, cache: Cache, ubatch: Ubatch) -> Ca
 
 def _encoding(encoder: Callable[[], Encoder]) -> Any:
     @partial(jax.jit, donate_argnames="buffers")
-    def run(weights: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
-        return split(_encoded(encoder(), weights, merge(table, buffers), ubatch))
+    def run(params: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
+        return split(_encoded(encoder(), params, merge(table, buffers), ubatch))
 
     return run

@@ -54,14 +54,14 @@ class _Setup(NamedTuple):
 
     forward: the model.
     sampler: what adjusts its logits.
-    weights: whatever it wants.
+    params: whatever it wants.
     stop: `[T or 1, n]` int32, the tokens that end a text.
     sequences: `[T, k]` int32, those of branches, see `trees`; None if there is a single one.
     """
 
     forward: Forward
     sampler: Sampler
-    weights: Any
+    params: Any
     stop: jax.Array
     sequences: jax.Array | None = None  # [T, k], those of branches, if there are several
 
@@ -108,7 +108,7 @@ def speculate(
     forward: Forward,
     draft: Draft,
     sampler: Sampler,
-    weights: Any,
+    params: Any,
     cache: Cache,
     state: DecodeState,
     stop: Any = (),
@@ -129,7 +129,7 @@ def speculate(
       forward: see `prefill`.
       draft: what guesses, of `lookup`, `draft_model`, `draft_tree` or a `Draft` of your own.
       sampler: see `decode`.
-      weights: whatever the model wants.
+      params: whatever the model wants.
       cache: the cache after the prompts. One that keeps states must keep as many earlier ones as
         the draft tries, and cannot branch.
       state: how far each text has come, see `decode`.
@@ -152,8 +152,8 @@ def speculate(
     Examples:
       A model that says 1, 2, 3, 1, 2, 3 and so on; nine tokens take three steps:
 
-      >>> def forward(weights, cache, ubatch):
-      ...     x = jnp.take(weights, ubatch.tokens, axis=0)[:, :, None]
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[ubatch.outputs]
       >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=3)
@@ -183,7 +183,7 @@ def speculate(
     if not texts:
         return cache, state, draft, _nothing_made(0, steps)
     stop = stops(stop, texts)
-    fixed = weights, stop
+    fixed = params, stop
     if is_traced(sampler, draft, cache, state, fixed):
         return _speculate(_Setup(forward, sampler, *fixed), draft, cache, state, steps)
     table, buffers = given(cache, donate)
@@ -390,7 +390,7 @@ def _fed(
     fed = jnp.concatenate([state.token[:, None], guess.tokens], axis=1)
     valid = jnp.concatenate([active[:, None], guess.valid], axis=1)
     plan = plan_next(table, fed, state.sequence, valid)
-    cache, logits = take_step(setup.forward, setup.weights, now.cache, plan.ubatches[0])
+    cache, logits = take_step(setup.forward, setup.params, now.cache, plan.ubatches[0])
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
     _check_vocabulary(guess, logits)
     ok = active & plan.ok
@@ -419,7 +419,7 @@ def _fed_branches(
     table = trees.fork(table, sequences, state.sequence)
     plan = trees.plan_tree(table, state.token, guess, active, sequences)
     cache = merge(table, buffers)
-    cache, logits = take_step(setup.forward, setup.weights, cache, plan.ubatches[0])
+    cache, logits = take_step(setup.forward, setup.params, cache, plan.ubatches[0])
     logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
     _check_vocabulary(guess, logits)
     ok = active & plan.ok

@@ -25,7 +25,7 @@ class Layout:
     devices: how many there are.
     table: bytes of the table on a device.
     buffers: bytes of keys, values and states on a device.
-    weights: bytes of a model's weights on a device; 0 if none were given.
+    params: bytes of a model's weights on a device; 0 if none were given.
     sent: bytes that attention brings to a device in a step of one token for each sequence.
     whole: streams and heads that no axis splits though the rules name one. States are not looked
       at.
@@ -36,7 +36,7 @@ class Layout:
     devices: int
     table: int
     buffers: int
-    weights: int
+    params: int
     sent: int
     whole: tuple[str, ...]
     uneven: tuple[str, ...]
@@ -44,7 +44,7 @@ class Layout:
     @property
     def total(self) -> int:
         """All bytes on a device."""
-        return self.table + self.buffers + self.weights
+        return self.table + self.buffers + self.params
 
     def check(self, room: int) -> "Layout":
         """Raise a ValueError if it takes more than `room` bytes on a device; else return it."""
@@ -59,7 +59,7 @@ class Layout:
         rows = [
             ("table", self.table),
             ("buffers", self.buffers),
-            ("weights", self.weights),
+            ("weights", self.params),
             ("in all", self.total),
             ("sent in a step", self.sent),
         ]
@@ -74,7 +74,7 @@ def layout(
     rules: Rules,
     *,
     heads: int | None = None,
-    weights: Any = None,
+    params: Any = None,
 ) -> Layout:
     """Return what a cache costs on each device, before anything is there.
 
@@ -84,7 +84,7 @@ def layout(
       rules: which of its axes split what.
       heads: H, the query heads, on which it depends what is sent; by default as many as keys have,
         and a multiple of them.
-      weights: the weights of a model, or their shapes, with the shardings they will have. Those
+      params: the weights of a model, or their shapes, with the shardings they will have. Those
         without one are counted whole.
 
     Raises:
@@ -122,7 +122,7 @@ def layout(
         devices=mesh.size,
         table=table,
         buffers=buffers,
-        weights=sum(_share(x, getattr(x, "sharding", None)) for x in jax.tree.leaves(weights)),
+        params=sum(_share(x, getattr(x, "sharding", None)) for x in jax.tree.leaves(params)),
         sent=sum(_sent(part, mesh, rules, heads) for part in parts),
         whole=tuple(dict.fromkeys(line for part in parts for line in _whole(part, mesh, rules))),
         uneven=tuple(dict.fromkeys(line for part in parts for line in _uneven(part, mesh, rules))),

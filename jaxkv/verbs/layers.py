@@ -74,7 +74,7 @@ def attend(
     does the result, floats. It is called where logits are computed, so that no array of all tokens
     and cells is held, and gets the present positions, so that it follows `seq_add`. It is
     static and hashed: define it once. Weights are its leaves and not closed over:
-    `jax.tree_util.Partial(function, weights)`, or a dataclass that is a pytree. A bias may also be
+    `jax.tree_util.Partial(function, params)`, or a dataclass that is a pytree. A bias may also be
     an array of floats, `[R, T, H, N]` where not 1, for the cells of each row's stream as `read_kv`
     numbers them. Both have derivatives. A number below -1.7e38 counts as -1.7e38. Where it is -inf,
     a bias hides a cell from a head; where it is NaN or inf, the head of a token that sees the

@@ -101,11 +101,11 @@ class Speaker:
     def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:
         """Compile what answers need; returns the chat, whose buffers are donated on the way."""
         table, buffers = jaxkv.split(chat.cache)
-        weights, forward = self.model.weights, self.model.forward
+        params, forward = self.model.params, self.model.forward
         jobs: list[Callable[[], Any]] = []
         for width in sorted({min(SHORT, self.ubatch_size), self.ubatch_size}):
             blank = np.zeros(width, np.int32), np.int32(0), np.int32(0)
-            lowered = _read.lower(forward, weights, table, buffers, *blank)
+            lowered = _read.lower(forward, params, table, buffers, *blank)
             logits = lowered.out_info[2]
             jobs.append(lowered.compile)
         idle = loops.start(chat.cache, [0], [0], limit=0, sampler=self.sampler)
@@ -192,7 +192,7 @@ class Speaker:
             count = min(len(rest), width)
             tokens[:count] = rest[:count]
             where = np.int32(chat.now.sequence), np.int32(count)
-            args = model.weights, *jaxkv.split(chat.cache), tokens, *where
+            args = model.params, *jaxkv.split(chat.cache), tokens, *where
             table, buffers, logits, ok = _read(model.forward, *args)
             chat = replace(chat, cache=jaxkv.merge(table, buffers))
             if ok:
@@ -273,7 +273,7 @@ class Speaker:
     def _decode(self, cache: Any, state: loops.DecodeState) -> tuple[Any, loops.DecodeState, Any]:
         model, more = self.model, {"steps": self.steps, "donate": True}
         return jaxkv.decode(
-            model.forward, self.sampler, model.weights, cache, state, self._stop(), **more
+            model.forward, self.sampler, model.params, cache, state, self._stop(), **more
         )
 
     def _stop(self) -> Sequence[int]:
@@ -297,7 +297,7 @@ def marks_of(chat: Chat) -> list[int]:
 @partial(jax.jit, static_argnames="forward", donate_argnames="buffers")
 def _read(
     forward: Any,
-    weights: Any,
+    params: Any,
     table: Any,
     buffers: Any,
     tokens: jax.Array,
@@ -308,7 +308,7 @@ def _read(
 
     Args:
       forward: see `jaxkv.prefill`.
-      weights: those of the model.
+      params: those of the model.
       table: of the cache.
       buffers: of the cache, donated.
       tokens: `[T]` int32, padding behind.
@@ -332,5 +332,5 @@ def _read(
     # One output is asked for, and the others only pad: the head runs on that one alone.
     asked = jnp.argmin(ubatch.output_index)[None]
     ubatch = replace(ubatch, outputs=ubatch.outputs[asked], output_index=ubatch.output_index[asked])
-    cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return *jaxkv.split(cache), logits, plan.ok

@@ -63,10 +63,10 @@ def load_with_progress(args: argparse.Namespace, mesh: Mesh | None) -> Model:
             f"{name} reads a source with an encoder, which the command line has no place for; run "
             "it from Python: jaxkv.encode(model.encoder, ...), and then prefill and decode."
         )
-    jax.block_until_ready(model.weights)
+    jax.block_until_ready(model.params)
     kind = f"{model.checkpoint.architecture}, {model.size / 1e6:.1f}M weights in {args.dtype}"
     note(
-        f"loaded {name} ({kind}, {megabytes(jaxkv.nbytes(model.weights))}) "
+        f"loaded {name} ({kind}, {megabytes(jaxkv.nbytes(model.params))}) "
         f"in {perf_counter() - began:.1f} s"
     )
     if mesh is not None:

@@ -88,7 +88,7 @@ def advice(answer: Answer) -> Iterator[str]:
         layout = answer.fitted.layout
         yield f"for these heads take --mesh {axes_of(answer.fitted.mesh)}, on each device:"
         yield (
-            f"weights {in_units(layout.weights)}, buffers {in_units(layout.buffers)}, in all "
+            f"weights {in_units(layout.params)}, buffers {in_units(layout.buffers)}, in all "
             f"{in_units(layout.total)}, sent in a step {in_units(layout.sent)}"
         )
     elif answer.advice:
@@ -122,7 +122,7 @@ def too_large(answer: Answer) -> str:
     if answer.fitted is not None and answer.fitted.layout.total <= room:
         return f"{head}give --mesh {axes_of(answer.fitted.mesh)}."
     more = "or more devices to tensor or cells"
-    if layout.weights > room:
+    if layout.params > room:
         return f"{head}the weights alone are: give more devices to tensor or cells."
     if not answer.most:
         return f"{head}give fewer --cells, {more}."

@@ -42,7 +42,7 @@ def note_shares(model: Model) -> None:
     """Say how many bytes of weights a device of the mesh has, and which of them all have, why."""
     share = sum(
         math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-        for array in jax.tree.leaves(model.weights)
+        for array in jax.tree.leaves(model.params)
     )
     parts = [f"{megabytes(size)} on all ({reason})" for reason, size in whole_bytes(model).items()]
     note(

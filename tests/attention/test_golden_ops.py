@@ -63,9 +63,7 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
                 helps += helped
             assert bool(plan.ok) == (step["rc"] == 0), (plan.reason, step["rc"])
             if plan.ok:
-                cache, logits, *_ = jaxkv.prefill(
-                    model.forward, model.weights, cache, batch, **rest
-                )
+                cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, batch, **rest)
                 for row, record in zip(np.asarray(logits), step["logits"], strict=True):
                     check_logits(row, record, script["sample_ids"], within=3e-2 if gemma else 1e-3)
         ids = np.arange(len(step["pos_max"]))

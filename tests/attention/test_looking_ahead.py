@@ -24,7 +24,7 @@ def model(how, window):
     first = jaxkv.window.first_seen(window, jnp.arange(COUNT))
     sees = (at >= np.asarray(first)[:, None]) & (at <= last[:, None])
 
-    def forward(weights, cache, ubatch):
+    def forward(params, cache, ubatch):
         options = (
             {"visible_until": ubatch.extra["visible_until"]}
             if how == "visible_until"

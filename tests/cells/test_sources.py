@@ -36,22 +36,22 @@ def heads(x):
     return x.reshape(*x.shape[:-1], 2, SIZE // 2)
 
 
-def encoder(weights, cache, ubatch):
+def encoder(params, cache, ubatch):
     """Each token of a source, and the mean of all of them: it must have come whole."""
-    x = weights["sources"][ubatch.tokens]
+    x = params["sources"][ubatch.tokens]
     same = ubatch.valid[:, None] & (ubatch.sequences[:, :, None] == ubatch.sequences[:, None])
     x += same @ x / jnp.maximum(same.sum(axis=-1, keepdims=True), 1)
-    return jaxkv.write_kv(cache, CROSS, ubatch, heads(x @ weights["k1"]), heads(x @ weights["v1"]))
+    return jaxkv.write_kv(cache, CROSS, ubatch, heads(x @ params["k1"]), heads(x @ params["v1"]))
 
 
-def forward(weights, cache, ubatch):
-    x = weights["embedding"][ubatch.tokens]
-    q, k, v = (heads(x @ weights[f"{what}0"]) for what in "qkv")
+def forward(params, cache, ubatch):
+    x = params["embedding"][ubatch.tokens]
+    q, k, v = (heads(x @ params[f"{what}0"]) for what in "qkv")
     cache, out = jaxkv.attend(cache, TEXT, ubatch, q, k, v)
     x += out.reshape(x.shape)
-    cache, out = jaxkv.attend(cache, CROSS, ubatch, heads(x @ weights["q1"]))
+    cache, out = jaxkv.attend(cache, CROSS, ubatch, heads(x @ params["q1"]))
     x += out.reshape(x.shape)
-    return cache, x.reshape(-1, SIZE)[ubatch.outputs] @ weights["embedding"].T
+    return cache, x.reshape(-1, SIZE)[ubatch.outputs] @ params["embedding"].T
 
 
 def attention(q, k, v):
@@ -220,7 +220,7 @@ def encode_by(one):
 
 def as_encoder(verb, arrays):
     x = jnp.zeros((1, 1, 2, SIZE // 2))
-    return encode_by(lambda weights, cache, ubatch: verb(cache, TEXT, ubatch, *[x] * arrays))
+    return encode_by(lambda params, cache, ubatch: verb(cache, TEXT, ubatch, *[x] * arrays))
 
 
 def as_reader(verb, arrays, **options):

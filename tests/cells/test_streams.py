@@ -111,7 +111,7 @@ def test_sight_reads_a_stream_once_where_all_sequences_have_rows():
     assert sight.streams.tolist() == [0, 0]
 
 
-def forward(weights, cache, ubatch):
+def forward(params, cache, ubatch):
     return think(cache, ubatch)
 
 

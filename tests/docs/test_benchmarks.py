@@ -26,7 +26,7 @@ def test_cache_by_hand_gives_the_same_logits(layout):
     for position, token in enumerate(np.array([[1, 2], [3, 4], [5, 6]])):
         ubatch, ok = jaxkv.plan_step(ours, jnp.asarray(token), jnp.arange(2), jnp.ones(2, bool))
         assert ok
-        ours, wanted = forward(model.weights, jaxkv.apply(ours, ubatch), ubatch)
+        ours, wanted = forward(model.params, jaxkv.apply(ours, ubatch), ubatch)
         step = by_hand.step_ubatch(jnp.asarray(token), jnp.int32(position))
-        theirs, found = forward(model.weights, theirs, step)
+        theirs, found = forward(model.params, theirs, step)
         np.testing.assert_allclose(found, wanted, atol=1e-5)

@@ -24,32 +24,32 @@ WIDTH, STEPS = 3, 5
 name = attrgetter("name")
 
 
-def forward(weights, cache, ubatch):
+def forward(params, cache, ubatch):
     """A tiny transformer that is unsure of itself; `[V, V]` is added to the logits after tokens."""
     cache, logits = think(cache, ubatch)
     token = ubatch.tokens.reshape(-1)[ubatch.outputs]
-    return cache, jnp.roll(logits, 5, axis=1) / 8 + weights[token]
+    return cache, jnp.roll(logits, 5, axis=1) / 8 + params[token]
 
 
 FREE = jnp.zeros((VOCABULARY, VOCABULARY))
 
 
-def computed_anew(forward, weights, make):
+def computed_anew(forward, params, make):
     """Return what gives the logits after some texts of one length, from an empty cache."""
 
     @jax.jit
-    def run(weights, cache, rows, length):
+    def run(params, cache, rows, length):
         place = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
         batch = make_batch(rows, valid=place < length, outputs=place == length - 1)
         (ubatch,) = (plan := jaxkv.init_batch(cache, batch)).ubatches
-        cache, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+        cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
         return plan.gather_outputs([logits])
 
-    def logits_after(texts, weights=weights):
+    def logits_after(texts, params=params):
         padded = np.zeros((WIDTH, len(PROMPT) + STEPS), np.int32)
         for row, text in zip(padded, texts, strict=False):
             row[: len(text)] = text
-        return np.asarray(run(weights, make(), padded, len(texts[0])))[: len(texts)]
+        return np.asarray(run(params, make(), padded, len(texts[0])))[: len(texts)]
 
     return logits_after
 
@@ -115,19 +115,19 @@ def test_beam_matches_search_without_cache(kind):
 
 
 @partial(jax.jit, static_argnums=0)
-def fed(forward, weights, cache, tokens, sequences):
+def fed(forward, params, cache, tokens, sequences):
     ubatch, ok = jaxkv.plan_step(cache, tokens, sequences, jnp.ones(tokens.shape, bool))
-    _, logits = forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    _, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return logits, ok
 
 
-def assert_held(cache, beams, sequences, logits_after, forward=forward, weights=FREE):
+def assert_held(cache, beams, sequences, logits_after, forward=forward, params=FREE):
     """Each sequence goes on where it is said to be, as if its text had been computed anew."""
     held, lengths = np.asarray(beams.held), np.asarray(beams.lengths)
     assert (held < lengths).all() and (held >= 0).all()
     assert ends(cache, sequences) == (len(PROMPT) - 1 + held).tolist()
     texts = np.asarray(beams.tokens)
-    found, ok = fed(forward, weights, cache, texts[np.arange(WIDTH), held], jnp.asarray(sequences))
+    found, ok = fed(forward, params, cache, texts[np.arange(WIDTH), held], jnp.asarray(sequences))
     wanted = [
         logits_after([(*PROMPT, *text[: count + 1])])[0]
         for text, count in zip(texts.tolist(), held.tolist(), strict=True)
@@ -193,7 +193,7 @@ def test_beam_fewer_texts_than_width():
     only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
     only[:9, [6, 9]] = 0
     run = partial(loops.beam, forward, jnp.asarray(only), cache, logits[0] + only[0])
-    anew = partial(tiny(), weights=jnp.asarray(only))
+    anew = partial(tiny(), params=jnp.asarray(only))
     for stop, found in [(NONE, 2), ((9, -1, -1), 3)]:
         after, beams = run(width=WIDTH, steps=STEPS, stop=stop, penalty=0.0)
         wanted = searched(anew, stop=stop, penalty=0.0)
@@ -214,8 +214,8 @@ def test_beam_of_a_model_matches_search_without_cache(name, streams):
     model = load(name)
     make = partial(model.make_cache, cells=48, sequences=4, streams=streams)
     fresh = partial(model.make_cache, cells=16, sequences=WIDTH, streams=WIDTH)
-    anew = computed_anew(model.forward, model.weights, fresh)
-    run = model.forward, model.weights
+    anew = computed_anew(model.forward, model.params, fresh)
+    run = model.forward, model.params
     cache, logits, *_ = jaxkv.prefill(*run, make(), make_batch(PROMPT, sequences=2))
     options = dict(width=WIDTH, steps=STEPS, sequences=[2, 0, 3])
     after, beams = loops.beam(*run, cache, logits, **options)

@@ -74,7 +74,7 @@ def test_verb_other_arguments_trace_nothing(verb):
 class Thinker:
     """Its method is a new object each time that it is asked for."""
 
-    def run(self, weights, cache, ubatch):
+    def run(self, params, cache, ubatch):
         return think(cache, ubatch)
 
 

@@ -50,7 +50,7 @@ def test_loops_broken_logits_end_the_text_by_name(wrong):
     """After token 3, which the third step feeds."""
     table = jnp.log(TABLE).at[3, 0].set(wrong)
 
-    def forward(weights, cache, ubatch):
+    def forward(params, cache, ubatch):
         cache, _ = by_table(jnp.ones((4, 4)), cache, ubatch)
         return cache, table[ubatch.tokens.reshape(-1)[ubatch.outputs]]
 

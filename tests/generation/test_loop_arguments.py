@@ -41,9 +41,9 @@ def beam(m, logits=LOGITS[:1], width=2, steps=2, **options):
     return loops.beam(forward, None, m, logits, width=width, steps=steps, donate=True, **options)
 
 
-def speculate(m, draft, tokens=(1,), model=forward, weights=None):
+def speculate(m, draft, tokens=(1,), model=forward, params=None):
     state = loops.start(m, tokens)
-    return loops.speculate(model, draft, BEST, weights, m, state, steps=1, donate=True)
+    return loops.speculate(model, draft, BEST, params, m, state, steps=1, donate=True)
 
 
 def prefill(m, model):
@@ -72,14 +72,14 @@ def branches(m, texts):
 
 def answering(change):
     """A model of which the cache before, that after and the logits are changed."""
-    return lambda weights, cache, ubatch: change(cache, *forward(weights, cache, ubatch))
+    return lambda params, cache, ubatch: change(cache, *forward(params, cache, ubatch))
 
 
 class Bare:
     __slots__ = ()
 
-    def __call__(self, weights, cache, ubatch):
-        return forward(weights, cache, ubatch)
+    def __call__(self, params, cache, ubatch):
+        return forward(params, cache, ubatch)
 
 
 ruled = partial(constrained, make_sampler(), first=1, allowed=parity, advance=other)

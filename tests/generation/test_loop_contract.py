@@ -164,14 +164,14 @@ def test_prefill_derivative_same_in_jit():
     model = load("llama_tied")
     cache = model.make_cache(cells=32)
 
-    def loss(weights):
-        result = jaxkv.prefill(model.forward, weights, cache, make_batch([7, 3, 11]))
+    def loss(params):
+        result = jaxkv.prefill(model.forward, params, cache, make_batch([7, 3, 11]))
         return jnp.sum(result.logits[0] ** 2), result.ok
 
     slope = jax.value_and_grad(loss, has_aux=True)
-    (value, ok), slopes = jax.jit(slope)(model.weights)
+    (value, ok), slopes = jax.jit(slope)(model.params)
     assert np.isfinite(value) and ok and all(map(jnp.any, jax.tree.leaves(slopes)))
-    (plain, _), others = slope(model.weights)
+    (plain, _), others = slope(model.params)
     np.testing.assert_allclose(value, plain, rtol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), slopes, others)
 

@@ -19,13 +19,13 @@ def make(**sizes):
 def model(q=lambda x: x, k=lambda x: x, layers=(0, 1), end=lambda m, logits, _: (m, logits)):
     """A model of two layers, in which one thing is changed."""
 
-    def forward(weights, cache, ubatch):
-        old, x = cache, jnp.take(weights, ubatch.tokens, axis=0)
+    def forward(params, cache, ubatch):
+        old, x = cache, jnp.take(params, ubatch.tokens, axis=0)
         for layer in layers:
             h = x.reshape(*x.shape[:2], 2, 4)
             cache, out = jaxkv.attend(cache, layer, ubatch, q(h), k(h), h)
             x = x + out.reshape(x.shape)
-        return end(cache, x.reshape(-1, 8)[ubatch.outputs] @ weights.T, old)
+        return end(cache, x.reshape(-1, 8)[ubatch.outputs] @ params.T, old)
 
     return forward
 

@@ -35,8 +35,8 @@ def test_prefill_with_plan_does_not_plan_again():
 class Shifted:
     by = 0
 
-    def run(self, weights, cache, ubatch):
-        cache, logits = forward(weights, cache, ubatch)
+    def run(self, params, cache, ubatch):
+        cache, logits = forward(params, cache, ubatch)
         return cache, logits + self.by
 
 
@@ -71,8 +71,8 @@ def test_program_dies_with_its_function(collected_soon):
 @pytest.mark.parametrize("name", mostly_nightly(MODELS, few=MODELS[:1]))
 def test_weights_of_a_model_die_with_it(name, collected_soon):
     model = models.load(DATA / name)
-    jaxkv.prefill(model.forward, model.weights, model.make_cache(cells=8), make_batch([1]))
-    dead = [weakref.ref(one) for one in (model, model.forward, *jax.tree.leaves(model.weights))]
+    jaxkv.prefill(model.forward, model.params, model.make_cache(cells=8), make_batch([1]))
+    dead = [weakref.ref(one) for one in (model, model.forward, *jax.tree.leaves(model.params))]
     del model
     gc.collect()
     assert not any(ref() is not None for ref in dead)

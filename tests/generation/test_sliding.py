@@ -138,7 +138,7 @@ def test_slide_donated_is_the_same_and_deletes():
     assert_identical(after, loops.slide(told(8), 0, keep=2, drop=3)[0])
 
 
-def flat(weights, cache, ubatch):
+def flat(params, cache, ubatch):
     cache, x = jaxkv.apply(cache, ubatch), jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
     for layer in range(LAYERS):
         cache = jaxkv.write_kv(cache, layer, ubatch, x, x)

@@ -123,14 +123,14 @@ def test_speculate_texts_in_any_sequences():
 
 @pytest.mark.parametrize("branches", mostly_nightly([1, 2], few=[1]))
 def test_speculate_nan_logit_of_hidden_token_ends_text(branches):
-    weights = (jnp.roll(jnp.eye(4), 1, axis=1) + 0.01).at[3, 0].set(jnp.nan)
+    params = (jnp.roll(jnp.eye(4), 1, axis=1) + 0.01).at[3, 0].set(jnp.nan)
     prompt, rule = [1, 2, 3, 1], dict(allowed=lambda s: jnp.arange(4) > s, advance=lambda s, t: s)
     hiding = constrained(BEST, first=0, **rule)
     cache = jaxkv.make_kv_cache(layers=1, cells=64, kv_heads=1, head_dim=1, sequences=4)
-    cache, logits, *_ = jaxkv.prefill(by_table, weights, cache, make_batch(prompt))
+    cache, logits, *_ = jaxkv.prefill(by_table, params, cache, make_batch(prompt))
     state, _ = loops.begin(hiding, cache, logits)
     draft = loops.lookup([prompt], branches=branches, ngram=1)
-    made = loops.speculate(by_table, draft, hiding, weights, cache, state, steps=6)[3]
+    made = loops.speculate(by_table, draft, hiding, params, cache, state, steps=6)[3]
     assert made.tokens[0].tolist() == [3, -1, -1, -1, -1, -1]
 
 
@@ -195,8 +195,8 @@ def test_draft_model_of_another_text_guesses_nothing(held):
     assert made.tried.tolist() == [0] and made.turns.tolist() == [4]
 
 
-def half_right(weights, cache, ubatch):
-    cache, logits = forward(weights, cache, ubatch)
+def half_right(params, cache, ubatch):
+    cache, logits = forward(params, cache, ubatch)
     sequences = ubatch.sequences.reshape(-1)[ubatch.outputs]
     return cache, jnp.where(sequences[:, None] == 0, logits, -logits)
 

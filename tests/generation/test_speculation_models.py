@@ -19,10 +19,10 @@ EIGHT += [DRAWN.integers(1, 14, DRAWN.integers(2, 10)).tolist() for _ in range(5
 BRANCHING = [[7, 3, 11, 5, 7, 3, 9, 5, 7, 3], [2, 9, 13, 2, 9, 4, 2, 9]]
 
 
-def prefilled(model, prompts, *, ids=None, weights=None, **options):
+def prefilled(model, prompts, *, ids=None, params=None, **options):
     cache = model.make_cache(**{"sequences": len(prompts), "cells": 1024} | options)
     batch = make_batch(prompts, sequences=[*(ids or range(len(prompts)))])
-    return jaxkv.prefill(model.forward, weights or model.weights, cache, batch)[:2]
+    return jaxkv.prefill(model.forward, params or model.params, cache, batch)[:2]
 
 
 def begun(model, prompts, *, ids=None, **options):
@@ -38,16 +38,16 @@ def drafting(model, prompts, *, noise=0.0, make=loops.draft_model, **options):
     def near(x):
         return x + (noise * jnp.std(x) * rng.normal(size=x.shape)).astype(x.dtype)
 
-    weights = jax.tree.map(near, model.weights)
-    own, _ = prefilled(model, prompts, weights=weights, **options)
-    return make(model.forward, weights, own, texts=len(prompts))
+    params = jax.tree.map(near, model.params)
+    own, _ = prefilled(model, prompts, params=params, **options)
+    return make(model.forward, params, own, texts=len(prompts))
 
 
 def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     """Texts, states and caches after 24 tokens are those of `decode`; returns all four."""
     run = dict(cache=cache, state=state, steps=24)
-    after, ended, wanted = jaxkv.decode(model.forward, BEST, model.weights, **run)
-    found, now, draft, made = loops.speculate(model.forward, draft, BEST, model.weights, **run)
+    after, ended, wanted = jaxkv.decode(model.forward, BEST, model.params, **run)
+    found, now, draft, made = loops.speculate(model.forward, draft, BEST, model.params, **run)
     assert texts(made) == texts(wanted)
     np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=atol)
     assert now.token.tolist() == ended.token.tolist()
@@ -87,7 +87,7 @@ def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
     found, after, made = assert_says_the_same(model, draft, cache, state)
     if kind == "itself":
         assert (made.accepted >= made.tried - 1).all() and (made.turns <= 7).all()
-    step = partial(jaxkv.prefill, model.forward, model.weights, batch=make_batch([[1]] * count))
+    step = partial(jaxkv.prefill, model.forward, model.params, batch=make_batch([[1]] * count))
     np.testing.assert_allclose(step(cache=found)[1], step(cache=after)[1], atol=2e-4)
 
 
@@ -113,15 +113,15 @@ def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
 def test_tree_full_cache_leaves_other_sequences_alone():
     """Of three branches there is room for two; and the cells end in the middle of a guess."""
     model = load("llama_tied")
-    forward, weights = model.forward, model.weights
+    forward, params = model.forward, model.params
     cache, state = begun(model, BRANCHING, cells=45, sequences=6)
     kept = make_batch([[1], [2], [3]], sequences=[2, 4, 5])
-    cache, *_ = jaxkv.prefill(forward, weights, cache, kept)
+    cache, *_ = jaxkv.prefill(forward, params, cache, kept)
     run = dict(cache=cache, state=state, steps=24)
-    _, ended, wanted = jaxkv.decode(forward, BEST, weights, **run)
+    _, ended, wanted = jaxkv.decode(forward, BEST, params, **run)
     assert wanted.tokens.min() < 0  # it ends early
     draft = loops.lookup(BRANCHING, ngram=1, branches=3)
-    found, now, _, made = loops.speculate(forward, draft, BEST, weights, **run)
+    found, now, _, made = loops.speculate(forward, draft, BEST, params, **run)
     assert now.reason.tolist() == ended.reason.tolist() and made.accepted.sum() > 0
     for got, whole in zip(texts(made), texts(wanted), strict=True):  # who gets the last cells
         assert got[: len(whole)] == whole[: len(got)]

@@ -21,16 +21,16 @@ CHANCES = np.random.default_rng(1).dirichlet(np.ones(4), size=(2, 4)).astype(np.
 load = functools.cache(lambda name: models.load(DATA / name))
 
 
-def forward(weights, cache, ubatch):
-    del weights
+def forward(params, cache, ubatch):
+    del params
     return think(cache, ubatch)
 
 
-def by_table(weights, cache, ubatch):
+def by_table(params, cache, ubatch):
     """Say the chances of a table, `[4, 4]`, that each token comes after the last one."""
     x = jnp.zeros((*ubatch.valid.shape, 1, 1))
     cache, _ = jaxkv.attend(cache, 0, ubatch, x, x, x)
-    return cache, jnp.log(weights)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
+    return cache, jnp.log(params)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
 
 
 def parity(state):

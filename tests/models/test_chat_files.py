@@ -36,8 +36,8 @@ def test_load_saved_chat_goes_on_with_nothing_computed(speaker, twice, tmp_path)
 
 def test_fingerprint_other_weights_differ(speaker):
     model = speaker.model
-    weights = {**model.weights, "norm": jax.tree.map(lambda x: x + 1, model.weights["norm"])}
-    same, other = replace(model), replace(model, weights=weights)
+    params = {**model.params, "norm": jax.tree.map(lambda x: x + 1, model.params["norm"])}
+    same, other = replace(model), replace(model, params=params)
     assert fingerprint(same) == fingerprint(model) != fingerprint(other)
 
 

@@ -30,12 +30,12 @@ def test_config_unsupported_field_raises(tmp_path):
             config_of(tmp_path, name, **changes)
 
 
-def made_of(folder, name, changes, weights):
+def made_of(folder, name, changes, params):
     """What a loader makes of a changed config: "refused" if a sentence names the first key."""
     try:
         checkpoint = open_checkpoint(config_at(folder, name, **changes), weights=False)
         config = models.model.FAMILIES[checkpoint.architecture].config_of(checkpoint)
-        loaded = jax.tree.leaves(models.load(folder).weights) if weights else []
+        loaded = jax.tree.leaves(models.load(folder).params) if params else []
     except models.ModelError as error:
         assert next(iter(changes)) in str(error)
         return "refused"
@@ -52,8 +52,8 @@ def test_config_key_is_read_or_refused_or_means_nothing(family, tmp_path):
         value, outcome, *beside = tried[key]
         base = {key: saved.get(key)} | dict(*beside)
         assert value != base[key]
-        weights = "weights" in outcome
-        one, other = (made_of(tmp_path, name, base | new, weights) for new in ({}, {key: value}))
+        params = "weights" in outcome
+        one, other = (made_of(tmp_path, name, base | new, params) for new in ({}, {key: value}))
         assert (outcome == "refused") == (other == "refused"), key
         assert (one != other) == (outcome in ("refused", "read", "read with the weights")), key
 
@@ -89,7 +89,7 @@ def test_config_older_keys_mean_the_same(tmp_path):
 def test_load_shapes_equals_load(name):
     shapes, loaded = models.load_shapes(DATA / name), models.load(DATA / name)
     assert shapes.config == loaded.config
-    sizes = [jax.tree.map(jnp.shape, model.weights) for model in (shapes, loaded)]
+    sizes = [jax.tree.map(jnp.shape, model.params) for model in (shapes, loaded)]
     assert sizes[0] == sizes[1]
 
 

@@ -78,9 +78,9 @@ class Way(NamedTuple):
 @functools.cache
 def step_of(model):
     @jax.jit
-    def step(weights, cache, token, there):
+    def step(params, cache, token, there):
         ubatch, ok = jaxkv.plan_step(cache, token, jnp.asarray(SEQUENCES), there)
-        cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+        cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
         return cache, logits, ok
 
     return step
@@ -93,7 +93,7 @@ def agree(found, wanted, within):
 
 def prefill(model, cache, lists, sequences, **options):
     batch = make_batch(lists, sequences=sequences, outputs=np.ones(sum(map(len, lists)), bool))
-    return jaxkv.prefill(model.forward, model.weights, cache, batch, **options)[:2]
+    return jaxkv.prefill(model.forward, model.params, cache, batch, **options)[:2]
 
 
 def follow(record, cache, which, way):
@@ -103,7 +103,7 @@ def follow(record, cache, which, way):
     sequences = [SEQUENCES[i] for i in which]
     if record.sources:
         batch = make_batch([record.sources[i] for i in which], sequences=sequences)
-        cache = jaxkv.encode(model.encoder, model.weights, cache, batch)
+        cache = jaxkv.encode(model.encoder, model.params, cache, batch)
     prompts = [record.tokens[i][: len(record.tokens[i]) - steps] for i in which]
     cache, found, *_ = prefill(model, cache, prompts, sequences, ubatch_size=way.ubatch_size)
     known = [record.logits[i][: len(prompt)] for i, prompt in zip(which, prompts, strict=True)]
@@ -117,7 +117,7 @@ def follow(record, cache, which, way):
         rest[:, i] = record.tokens[i][len(record.tokens[i]) - back :]
     found = []
     for token in rest:
-        cache, out, ok = step_of(model)(model.weights, cache, token, there)
+        cache, out, ok = step_of(model)(model.params, cache, token, there)
         assert ok
         found.append(out)
     for i in which if back else ():
@@ -178,7 +178,7 @@ def test_token_beyond_the_vocabulary_is_nan_for_its_text_alone(name):
     model, there = recorded(name).model, np.ones(3, bool)
     cache = model.make_cache(cells=32, sequences=4)
     for token in ([3, 10**6, 4], [5, 6, 7]):
-        cache, logits, ok = step_of(model)(model.weights, cache, jnp.array(token), there)
+        cache, logits, ok = step_of(model)(model.params, cache, jnp.array(token), there)
         assert ok and np.isnan(logits).any(axis=1).tolist() == [False, True, False]
 
 
@@ -189,9 +189,9 @@ def test_beam_matches_generate_of_transformers(name):
     model = record.model
     cache = model.make_cache(cells=96, source_cells=56, sequences=4)
     batch = make_batch(record.sources, sequences=[0, 1])
-    cache = jaxkv.encode(model.encoder, model.weights, cache, batch)
+    cache = jaxkv.encode(model.encoder, model.params, cache, batch)
     cache, logits, *_ = prefill(model, cache, [[0]], [0])
-    one = partial(loops.beam, model.forward, model.weights)
+    one = partial(loops.beam, model.forward, model.params)
     _, beams = one(cache, logits, width=3, steps=8, sequences=[0, 2, 3])
     np.testing.assert_array_equal(beams.tokens[0], run["beam"][1:])
     np.testing.assert_allclose(beams.scores[0], run["score"], atol=1e-4)
@@ -224,8 +224,8 @@ def test_deepseek_layers_for_further_tokens_are_left_out(tmp_path):
     more = {name.replace("layers.2.", "layers.3."): x for name, x in tensors.items()}
     save_file(tensors | more, tmp_path / "model.safetensors")
     config_at(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
-    wanted = models.load(DATA / "deepseek_v3").weights
-    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path).weights, wanted)
+    wanted = models.load(DATA / "deepseek_v3").params
+    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path).params, wanted)
     config_at(tmp_path, "deepseek_v3", num_nextn_predict_layers=0)
     with pytest.raises(models.ModelError, match="4 layers where its config says 3"):
         models.load(tmp_path)

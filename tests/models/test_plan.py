@@ -39,11 +39,11 @@ def test_plan_bytes_equal_those_of_loaded_model(name, capsys):
     model = models.load(DATA / name, mesh=make_mesh(told["mesh"]), rules=RULES)
     table, buffers = jaxkv.split(model.make_cache(**sizes))
     assert told["cache"] == sizes
-    assert told["weights"] == sum(x.size for x in jax.tree.leaves(model.weights))
-    assert told["layout"]["weights"] == bytes_on_a_device(model.weights)
+    assert told["weights"] == sum(x.size for x in jax.tree.leaves(model.params))
+    assert told["layout"]["params"] == bytes_on_a_device(model.params)
     assert told["layout"]["table"] == bytes_on_a_device(table)
     assert told["layout"]["buffers"] == bytes_on_a_device(buffers)
-    assert told["layout"]["total"] == sum(map(bytes_on_a_device, (model.weights, table, buffers)))
+    assert told["layout"]["total"] == sum(map(bytes_on_a_device, (model.params, table, buffers)))
     assert sum(part["on_device"] for part in told["parts"]) == told["layout"]["buffers"]
     assert sum(part["layers"] for part in told["parts"]) == table.num_layers(buffers)
     assert set(told["whole"]) == set(model.whole_weights().values())

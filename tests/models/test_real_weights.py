@@ -22,7 +22,7 @@ def test_smollm2_generates_recorded_tokens(smollm2):
     batch = jaxkv.make_batch(tokens, outputs=np.ones(len(tokens), bool))
     cache = smollm2.make_cache(cells=64)
     (ubatch,) = jaxkv.init_batch(cache, batch).check().ubatches
-    _, logits = smollm2.forward(smollm2.weights, jaxkv.apply(cache, ubatch), ubatch)
+    _, logits = smollm2.forward(smollm2.params, jaxkv.apply(cache, ubatch), ubatch)
     rows = np.asarray(logits)[len(record["tokens"]) - 1 :]
     check_logits(rows[0], record["first"], record["sample_ids"], within=1e-3)
     assert rows.argmax(axis=-1).tolist() == record["greedy"][:4]
@@ -37,7 +37,7 @@ def test_texts_have_recorded_logits_and_tokens(request, name):
         tokens, greedy = record["tokens"] + record["greedy"], np.array(record["greedy"])
         outputs = np.arange(len(tokens)) >= len(record["tokens"]) - 1
         cache = model.make_cache(cells=1280, ubatch_size=64)
-        batch, run = jaxkv.make_batch(tokens, outputs=outputs), (model.forward, model.weights)
+        batch, run = jaxkv.make_batch(tokens, outputs=outputs), (model.forward, model.params)
         rows = np.asarray(jaxkv.prefill(*run, cache, batch, ubatch_size=64)[1])
         check_logits(rows[0], record["first"], record["sample_ids"], within=WITHIN[name])
         check_logits(rows[-1], record["last"], record["sample_ids"], within=WITHIN[name])
@@ -47,11 +47,11 @@ def test_texts_have_recorded_logits_and_tokens(request, name):
 
 @pytest.mark.nightly
 def test_smollm2_in_half_precision_stays_close(smollm2):
-    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), smollm2.weights)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), smollm2.params)
     record = golden("models")["smollm2"][0]
     cache = smollm2.make_cache(cells=64, dtype=jnp.bfloat16)
     batch = jaxkv.make_batch(record["tokens"])
-    _, logits, *_ = jaxkv.prefill(smollm2.forward, weights, cache, batch)
+    _, logits, *_ = jaxkv.prefill(smollm2.forward, params, cache, batch)
     assert logits.dtype == jnp.float32
     assert int(logits[0].argmax()) == record["greedy"][0]
     found = np.asarray(logits)[0, record["sample_ids"]]
@@ -79,8 +79,8 @@ def test_perplexity_of_a_long_text_matches_recorded(
     cache = model.make_cache(full_windows=full_windows, dtype=dtype, **options)
 
     @partial(jax.jit, donate_argnames="cache")
-    def score(weights, cache, ubatch, targets):
-        cache, logits = model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+    def score(params, cache, ubatch, targets):
+        cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
         hit = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
         return cache, jax.nn.logsumexp(logits, axis=1) - hit
 
@@ -89,7 +89,7 @@ def test_perplexity_of_a_long_text_matches_recorded(
     following = np.pad(tokens[1:], (0, ubatch_size))
     losses = []
     for start, ubatch in zip(range(0, len(tokens), ubatch_size), plan.ubatches, strict=True):
-        cache, loss = score(model.weights, cache, ubatch, following[start : start + ubatch_size])
+        cache, loss = score(model.params, cache, ubatch, following[start : start + ubatch_size])
         losses.append(np.asarray(loss))
     losses = np.concatenate(losses)[: len(tokens) - 1]
     assert np.exp(losses.mean()) == pytest.approx(record["ppl"], abs=within)

@@ -115,10 +115,10 @@ def test_load_gguf_recurrent_model_equals_folder(tmp_path, name):
         sizes["eps"] = np.float32(sizes["eps"])
         if "mixer" in sizes:
             sizes["mixer"]["eps"] = np.float32(sizes["mixer"]["eps"])
-    weights = folder.weights
+    params = folder.params
     if name == "falcon_h1":  # these two are all that the folder leaves to the model
         for one, factor in {"embedding": "embedding_factor", "head": "logits_factor"}.items():
-            weights["vocabulary"][one] *= wanted[factor]
+            params["vocabulary"][one] *= wanted[factor]
             assert found.pop(factor) == 1 and wanted.pop(factor) != 1
     assert found == wanted
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), file.weights, weights)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), file.params, params)

@@ -112,8 +112,8 @@ def train_byte_level(cut):
 
 
 def write_folder(folder, inner=None, **settings):
-    weights = {"none": np.zeros(1, np.float32)}
-    tiny_files.write_folder(folder, weights, tokenizer_config=settings)
+    params = {"none": np.zeros(1, np.float32)}
+    tiny_files.write_folder(folder, params, tokenizer_config=settings)
     if inner is not None:
         inner.save(str(folder / "tokenizer.json"))
     return open_checkpoint(folder)

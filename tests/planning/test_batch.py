@@ -196,8 +196,8 @@ def test_extra_of_64_bits_becomes_32_where_it_fits():
 def test_extra_reaches_prefill_and_its_derivative():
     """A prompt in ubatches, and the derivative of what stands beside tokens."""
 
-    def forward(weights, cache, ubatch):
-        x = (weights[ubatch.tokens] * ubatch.extra["at"])[:, :, None]
+    def forward(params, cache, ubatch):
+        x = (params[ubatch.tokens] * ubatch.extra["at"])[:, :, None]
         cache, out = jaxkv.attend(cache, 0, ubatch, x, x, x)
         return cache, out.reshape(-1, 2)[ubatch.outputs]
 
@@ -205,8 +205,8 @@ def test_extra_reaches_prefill_and_its_derivative():
 
     def last(place, size):
         batch = make_batch(np.arange(6), extra={"at": place})
-        weights = jnp.arange(12.0).reshape(6, 2) / 7
-        return jnp.sum(jaxkv.prefill(forward, weights, cache, batch, ubatch_size=size)[1])
+        params = jnp.arange(12.0).reshape(6, 2) / 7
+        return jnp.sum(jaxkv.prefill(forward, params, cache, batch, ubatch_size=size)[1])
 
     place = jnp.arange(6.0).reshape(6, 1)
     value, grad = jax.value_and_grad(last)(place, 512)

@@ -34,7 +34,7 @@ def test_plan_tokens_gives_logits_of_one_by_one(name):
     @jax.jit
     def feed(cache, tokens, sequences, valid):
         ubatch, ok = jaxkv.plan_tokens(cache, tokens, sequences, valid)
-        cache, logits = model.forward(model.weights, jaxkv.apply(cache, ubatch), ubatch)
+        cache, logits = model.forward(model.params, jaxkv.apply(cache, ubatch), ubatch)
         return cache, logits.reshape(*valid.shape, -1), ok
 
     tokens = np.array([[7, 3, 9, 5], [2, 8, 4, 6], [1, 1, 1, 1]])

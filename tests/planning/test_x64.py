@@ -77,42 +77,42 @@ def test_attend_x64_sums_in_float64(implementation, wide):
     np.testing.assert_allclose(out, seen(cache, 0, ubatch, q), rtol=0, atol=atol)
 
 
-def forward(weights, cache, ubatch):
-    x = weights[ubatch.tokens]
+def forward(params, cache, ubatch):
+    x = params[ubatch.tokens]
     cache, out = jaxkv.attend(cache, 0, ubatch, *3 * [x[:, :, None]])
-    return cache, out.reshape(-1, 8)[ubatch.outputs] @ weights.T
+    return cache, out.reshape(-1, 8)[ubatch.outputs] @ params.T
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("draft", mostly_nightly(["lookup", "model"], few=["lookup"]))
 def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     prompts, numbers = [[1, 2, 1, 2], [3, 4, 3]], {np.dtype(np.int32), np.dtype(np.float32)}
-    weights = jax.random.normal(jax.random.key(0), (12, 8), jnp.float64)
+    params = jax.random.normal(jax.random.key(0), (12, 8), jnp.float64)
     sizes = dict(layers=1, cells=40, kv_heads=1, head_dim=8, sequences=2, streams=2)
     empty = jaxkv.make_kv_cache(rope=None, **sizes)
-    cache, logits, ids, *_ = jaxkv.prefill(forward, weights, empty, make_batch(prompts))
+    cache, logits, ids, *_ = jaxkv.prefill(forward, params, empty, make_batch(prompts))
 
     make_sampler = loops.sampling.make_sampler
     sampler = make_sampler(temperature=[0.7, 0.0], top_p=0.9, top_k=5, repeat_penalty=1.1)
     state, _ = loops.begin(sampler, cache, logits, [0], ids, limit=9, seed=2, prompts=prompts)
-    _, after, picked = jaxkv.decode(forward, sampler, weights, cache, state, [0], steps=8)
+    _, after, picked = jaxkv.decode(forward, sampler, params, cache, state, [0], steps=8)
     assert dtypes(after) == dtypes(state) and {*dtypes(picked)} == numbers
 
     state, _ = loops.begin(make_sampler(), cache, logits, sequences=ids, limit=9)
-    rest = make_sampler(), weights, cache, state
+    rest = make_sampler(), params, cache, state
     picked = jaxkv.decode(forward, *rest, steps=8)[2]
     guesses = loops.lookup(prompts, ngram=1)
     if draft == "model":
-        guesses = loops.draft_model(forward, weights, cache, texts=2)
+        guesses = loops.draft_model(forward, params, cache, texts=2)
     made = loops.speculate(forward, guesses, *rest, steps=8)[3]
     assert {*dtypes(made)} == numbers
     np.testing.assert_array_equal(made.tokens[:, :8], picked.tokens)
 
-    _, beams = loops.beam(forward, weights, cache, logits[0], width=2, steps=4, stop=[0])
+    _, beams = loops.beam(forward, params, cache, logits[0], width=2, steps=4, stop=[0])
     assert beams.tokens.dtype == np.int32 and beams.scores.dtype == np.float32
     slid, ok = loops.slide(cache, 0, keep=1, drop=1)
     grouped, _, grew = loops.extend(cache, 0, 0, group=2, width=2)
     assert ok and grew and dtypes(slid) == dtypes(grouped) == dtypes(cache)
     request = loops.batching.Request(prompt=prompts[1], limit=5)
-    (result,) = loops.batching.serve(forward, weights, empty, [request], chunk=8)
+    (result,) = loops.batching.serve(forward, params, empty, [request], chunk=8)
     assert len(result.tokens) == 5

@@ -69,16 +69,16 @@ def in_one_piece(model):
     """A prompt in a cache of one sequence: one program for all lengths."""
 
     @jax.jit
-    def fed(weights, cache, tokens, valid):
+    def fed(params, cache, tokens, valid):
         cache, logits, _, ok, _ = jaxkv.prefill(
-            model, weights, cache, make_batch(tokens, valid=valid)
+            model, params, cache, make_batch(tokens, valid=valid)
         )
         return cache, logits, ok
 
     return fed
 
 
-def alone(request, *, model=forward, weights=None, cache=None, stop=STOP, last_n=64):
+def alone(request, *, model=forward, params=None, cache=None, stop=STOP, last_n=64):
     """A text by the loops themselves, in a cache of its own: tokens, log-probabilities, reason."""
     cache = ALONE.make() if cache is None else cache
     stop = np.array([*stop, *request.stop] + [-1] * (2 - len(stop) - len(request.stop)), np.int32)
@@ -93,13 +93,13 @@ def alone(request, *, model=forward, weights=None, cache=None, stop=STOP, last_n
         sampler = constrained(sampler, first=jnp.int32(request.rule_state), **rule)
     tokens, valid = np.zeros((1, 48), np.int32), np.zeros((1, 48), bool)
     tokens[0, : len(request.prompt)], valid[0, : len(request.prompt)] = request.prompt, True
-    cache, logits, ok = in_one_piece(model)(weights, cache, tokens, valid)
+    cache, logits, ok = in_one_piece(model)(params, cache, tokens, valid)
     assert ok
     recent = np.full((1, 64), -1)
     recent[0, 64 - len(request.prompt) :] = request.prompt
     options = dict(limit=request.limit, seed=[request.seed], sequences=[0], prompts=recent)
     state, first = loops.begin(sampler, cache, logits[:1], stop, **options)
-    _, state, rest = jaxkv.decode(model, sampler, weights, cache, state, stop, steps=40)
+    _, state, rest = jaxkv.decode(model, sampler, params, cache, state, stop, steps=40)
     tokens, logprobs = (
         np.concatenate([np.asarray(a)[0], np.asarray(b)[0]])
         for a, b in zip(first, rest, strict=True)

@@ -163,8 +163,8 @@ def test_serve_penalties_count_prompts():
 
 
 def test_serve_no_allowed_token_ends_text():
-    def mute(weights, cache, ubatch):
-        cache, logits = forward(weights, cache, ubatch)
+    def mute(params, cache, ubatch):
+        cache, logits = forward(params, cache, ubatch)
         return cache, jnp.full_like(logits, -jnp.inf)
 
     (result,) = serve(mute, None, POOL.make(), [Request(prompt=[1, 2], limit=3)], chunk=8)
@@ -176,10 +176,10 @@ class Broken:
 
     traced = run = False
 
-    def forward(self, weights, cache, ubatch):
+    def forward(self, params, cache, ubatch):
         if self.traced:
             raise RuntimeError("traced")
-        cache, logits = forward(weights, cache, ubatch)
+        cache, logits = forward(params, cache, ubatch)
         return cache, jax.pure_callback(self.look, logits, logits, vmap_method="sequential")
 
     def look(self, logits):
@@ -287,12 +287,12 @@ def test_engine_64_requests_of_a_model_are_as_alone(name, streams, reserve, hold
     cache = model.make_cache(cells=cells, sequences=10, streams=streams, ubatch_size=16)
     store = holders and prefix.make_store(cache, holders=holders)
     options = dict(stop=STOP, chunk=16, steps=8, reserve=reserve, store=store)
-    engine = Engine(model.forward, model.weights, cache, **options)
+    engine = Engine(model.forward, model.params, cache, **options)
     engine.warm_up()
     with counting() as compiled:
         results = run(engine, requests)
         assert compiled() == 0
     empty = model.make_cache(cells=80, ubatch_size=16)
-    assert_as_alone(results, requests, model=model.forward, weights=model.weights, cache=empty)
+    assert_as_alone(results, requests, model=model.forward, params=model.params, cache=empty)
     assert_only_kept(engine)
     assert not holders or sum(result.found.length for result in results) > 50

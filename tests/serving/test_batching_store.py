@@ -171,11 +171,11 @@ class Counting:
         cache = self.model.make_cache(ubatch_size=64, **sizes)
         store = prefix.make_store(cache, holders=holders)
         options = dict(store=store, chunk=64, steps=4)
-        self.engine = Engine(self.forward, self.model.weights, cache, **options)
+        self.engine = Engine(self.forward, self.model.params, cache, **options)
 
-    def forward(self, weights, cache, ubatch):
+    def forward(self, params, cache, ubatch):
         jax.debug.callback(self.add, jnp.sum(ubatch.valid))
-        return self.model.forward(weights, cache, ubatch)
+        return self.model.forward(params, cache, ubatch)
 
     def add(self, count):
         self.computed += int(count)

@@ -47,8 +47,8 @@ def make(name: str) -> Any:
     return tiny.make(layers, rope=jaxkv.make_rope(4, base=100.0), **sizes)
 
 
-def weights() -> jax.Array:
-    return jax.device_put(tiny.weights(), NamedSharding(jax.sharding.get_mesh(), P()))
+def params() -> jax.Array:
+    return jax.device_put(tiny.params(), NamedSharding(jax.sharding.get_mesh(), P()))
 
 
 def mesh_of(name: str) -> jax.sharding.Mesh:
@@ -100,14 +100,14 @@ def answers(cache: Any) -> dict[str, Any]:
     }
 
 
-def story(name: str, cache: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]:
+def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
     """Lead a cache through loops and every verb: steps, the cache after each, and answers."""
     layers, sizes, _ = CASES[name]
     forward, last = tiny.model_of(layers), jaxkv.split(cache)[0].spec.sequences - 1
 
     def told(cache: Any, *texts: list[int], sequences: list[int]) -> Any:
         batch = make_batch([*texts], sequences=sequences)
-        return jaxkv.prefill(forward, weights, cache, batch, ubatch_size=4)[:2]
+        return jaxkv.prefill(forward, params, cache, batch, ubatch_size=4)[:2]
 
     def checked(cache: Any, batch: jaxkv.Batch) -> Any:
         return cache, jaxkv.init_batch(cache, batch, ubatch_size=4).check().reason
@@ -119,9 +119,9 @@ def story(name: str, cache: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]
 
     state, first = loops.begin(SAMPLER, cache, logits, sequences=ids, limit=7)
     decode = partial(jaxkv.decode, forward, SAMPLER)
-    cache, state, picked = decode(weights, cache, state, steps=3)
+    cache, state, picked = decode(params, cache, state, steps=3)
     yield "decoded", cache, (first, picked, state.active, state.reason)
-    inside, _, picked = jax.jit(partial(decode, steps=2))(weights, cache, state)
+    inside, _, picked = jax.jit(partial(decode, steps=2))(params, cache, state)
     yield "decoded in a program of the caller's", inside, picked
 
     past, _ = jaxkv.split(cache)
@@ -166,13 +166,13 @@ def verbs(name: str) -> None:
     that one for the first time in some group of devices.
     """
 
-    def noted(cache: Any, weights: Any) -> dict[str, tuple[Any, Any]]:
-        steps = story(name, cache, weights)
+    def noted(cache: Any, params: Any) -> dict[str, tuple[Any, Any]]:
+        steps = story(name, cache, params)
         return {step: (cache, jax.device_get(rest)) for step, cache, rest in steps}
 
     with jax.set_mesh(mesh_of(name)):
-        together = noted(placed(make(name)), weights())
-    alone = of_first(lambda: jax.device_get(noted(make(name), tiny.weights())))
+        together = noted(placed(make(name)), params())
+    alone = of_first(lambda: jax.device_get(noted(make(name), tiny.params())))
     tiny.assert_close(together, alone, name)
 
 
@@ -182,8 +182,8 @@ def verbs(name: str) -> None:
 def requests() -> None:
     """Requests have the same results in all processes, and as in one alone."""
 
-    def served(cache: Any, weights: Any) -> list:
-        engine = Engine(tiny.model_of("ar"), weights, cache, stop=[3], chunk=8)
+    def served(cache: Any, params: Any) -> list:
+        engine = Engine(tiny.model_of("ar"), params, cache, stop=[3], chunk=8)
         engine.warm_up()
         for i in range(20):
             some = dict(sampling=dict(temperature=0.8)) if i % 2 else {}
@@ -194,8 +194,8 @@ def requests() -> None:
         return [(one.request.tag, one.tokens, one.logprobs, one.reason.name) for one in results]
 
     with jax.set_mesh(mesh_of("hybrid")):
-        got = served(placed(make("hybrid")), weights())
-    wanted = of_first(lambda: served(make("hybrid"), tiny.weights()))
+        got = served(placed(make("hybrid")), params())
+    wanted = of_first(lambda: served(make("hybrid"), tiny.params()))
     tiny.assert_close(got, wanted, "requests")
 
 
@@ -235,10 +235,10 @@ def killed(who: int) -> None:
     """One of them dies while all compute; no other may wait for it for ever."""
     with jax.set_mesh(mesh_of("tensor")):
         forward, prompt = tiny.model_of("aa"), make_batch([1, 2, 3])
-        cache, logits, *_ = jaxkv.prefill(forward, weights(), placed(make("tensor")), prompt)
+        cache, logits, *_ = jaxkv.prefill(forward, params(), placed(make("tensor")), prompt)
         begun, _ = loops.begin(SAMPLER, cache, logits)
         for turn in range(10**6):
-            _, _, picked = jaxkv.decode(forward, SAMPLER, weights(), cache, begun, steps=8)
+            _, _, picked = jaxkv.decode(forward, SAMPLER, params(), cache, begun, steps=8)
             np.asarray(picked.tokens)
             if turn == 2 and jax.process_index() == who:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -103,8 +103,8 @@ def test_load_on_mesh_gives_each_device_its_share(name, tmp_path):
     plain, mesh = models.load(DATA / name, dtype=jnp.bfloat16), make_mesh(DATA_TENSOR)
     model = models.load(DATA / name, dtype=jnp.bfloat16, mesh=mesh)
     whole = model.whole_weights()
-    leaves = jax.tree.leaves_with_path(plain.weights)
-    for (path, wanted), got in zip(leaves, jax.tree.leaves(model.weights), strict=True):
+    leaves = jax.tree.leaves_with_path(plain.params)
+    for (path, wanted), got in zip(leaves, jax.tree.leaves(model.params), strict=True):
         key = models.model.name_of(path)
         np.testing.assert_array_equal(got, wanted, err_msg=key, strict=True)
         devices = 1 if key in whole else 2
@@ -118,7 +118,7 @@ def test_load_on_mesh_gives_each_device_its_share(name, tmp_path):
         assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
 
     sizes = dict(cells=64, sequences=2, streams=2, ubatch_size=8)
-    jax.tree.map(alike, shapes.weights, model.weights)
+    jax.tree.map(alike, shapes.params, model.params)
     jax.tree.map(alike, shapes.cache_shapes(**sizes), model.make_cache(**sizes))
     assert shapes.whole_weights() == whole
 
@@ -155,15 +155,15 @@ def test_model_step_on_mesh_sends_sums(name):
     mesh = make_mesh(TENSOR)
     model = models.on_mesh(models.load_shapes(DATA / name), mesh, Rules())
 
-    def step(weights, cache, tokens):
+    def step(params, cache, tokens):
         ubatch, _ = jaxkv.plan_step(cache, tokens, jnp.arange(2), jnp.ones(2, bool))
-        return model.forward(weights, jaxkv.apply(cache, ubatch), ubatch)
+        return model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
 
     cache = model.cache_shapes(cells=64, sequences=2, streams=2, ubatch_size=8)
     tokens = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=NamedSharding(mesh, P()))
     with jax.set_mesh(mesh):
         run = jax.jit(step, donate_argnums=1)
-        sent = collectives(run.lower(model.weights, cache, tokens).compile())
+        sent = collectives(run.lower(model.params, cache, tokens).compile())
     layers = len(model.family.layers_of(model.config, model.dtype))
     # Attention and feed of each layer; the one key head of gemma3 is whole, and so is attention.
     exact = {"llama_tied": 2 * layers + 1, "gemma3": layers + 1}
@@ -177,10 +177,10 @@ def test_model_step_on_mesh_sends_sums(name):
 def run(model):
     cache = model.make_cache(cells=64, sequences=2, streams=2, ubatch_size=8)
     prompts = jaxkv.make_batch([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]])
-    cache, logits, *_ = jaxkv.prefill(model.forward, model.weights, cache, prompts, ubatch_size=8)
+    cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, prompts, ubatch_size=8)
     state = jaxkv.loops.start(cache, jnp.argmax(logits, -1).astype(jnp.int32), limit=8)
     greedy = jaxkv.loops.sampling.make_sampler()
-    _, _, picked = jaxkv.decode(model.forward, greedy, model.weights, cache, state, steps=8)
+    _, _, picked = jaxkv.decode(model.forward, greedy, model.params, cache, state, steps=8)
     return np.asarray(logits), np.asarray(picked.tokens)
 
 
@@ -196,7 +196,7 @@ def test_prompts_and_tokens_on_mesh_match_one_device(name, sizes):
     mesh = make_mesh(sizes)
     model = models.load(DATA / name, mesh=mesh, rules=RULES)
     if "cells" in sizes:
-        down = model.weights["blocks"][0]["feed"]["down"]["weight"]
+        down = model.params["blocks"][0]["feed"]["down"]["weight"]
         assert down.addressable_shards[0].data.size * 4 == down.size
         tables = [part.table for part in parts_of(model.cache_shapes(cells=64))]
         dealt = [(table.placement, table.shards) for table in tables if isinstance(table, Cells)]

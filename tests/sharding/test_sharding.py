@@ -71,11 +71,11 @@ MODES = [
 ]
 
 
-def edited(weights, cache):
+def edited(params, cache):
     """A cache after prompts, verbs of every kind, and a step of all sequences; and all logits."""
     forward = tiny.model_of("aa")
     prompts = jaxkv.make_batch([[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]])
-    cache, first, *_ = jaxkv.prefill(forward, weights, cache, prompts, ubatch_size=8)
+    cache, first, *_ = jaxkv.prefill(forward, params, cache, prompts, ubatch_size=8)
     later, _ = jaxkv.seq_rm(cache, 1)
     cache, ok = jaxkv.rewind(cache.table, later)
     cache = jaxkv.seq_cp(jaxkv.seq_cp(cache, 0, 1, 0, 2).cache, 2, 0).cache
@@ -87,7 +87,7 @@ def edited(weights, cache):
     step = jnp.arange(4), jnp.array([3, 1, 0, 2]), jnp.ones(4, bool)
     ubatch, granted = jaxkv.plan_step(cache, *step)
     assert ok and granted
-    return *jax.jit(forward)(weights, jaxkv.apply(cache, ubatch), ubatch), first
+    return *jax.jit(forward)(params, jaxkv.apply(cache, ubatch), ubatch), first
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def edited(weights, cache):
 def test_verbs_and_steps_on_mesh_match_one_device(mode, streams, axes):
     cells, rope = 16 if streams == 1 else 12, jaxkv.make_rope(4, base=100.0)  # all shares are used
     plain = tiny.make("aa", cells=cells, streams=streams, rope=rope)
-    wanted = edited(tiny.weights(), plain)
+    wanted = edited(tiny.params(), plain)
     with jax.set_mesh(mesh_of(mode, **axes)):
         cache = placed(plain)
-        found = edited(tiny.whole(tiny.weights()), cache)
+        found = edited(tiny.whole(tiny.params()), cache)
     assert found[0].buffers.k[0].sharding.is_equivalent_to(cache.buffers.k[0].sharding, 4)
     assert_close(found, wanted, atol=1e-5)
 
@@ -127,9 +127,9 @@ def test_derivatives_on_mesh_match_one_device(streams, axes):
     """By queries, keys, values, sinks, and a bias: that of the first layer has weights."""
 
     def loss(arrays, cache, ubatch):
-        q, k, v, sinks, weights, array = arrays
+        q, k, v, sinks, params, array = arrays
         cache = jaxkv.apply(cache, ubatch)
-        for layer, bias in enumerate([Partial(slope, weights), array]):
+        for layer, bias in enumerate([Partial(slope, params), array]):
             cache, out = jaxkv.attend(cache, layer, ubatch, q, k, v, sinks=sinks, bias=bias)
             q, v = q + out, v + out[:, :, ::2]
         return jnp.sum(jnp.where(ubatch.valid[..., None, None], jnp.sin(q), 0.0))

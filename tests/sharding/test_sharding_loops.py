@@ -9,7 +9,7 @@ from jaxkv import loops, prefix
 from jaxkv.loops.batching import Engine, Request
 from models.compiling import counting
 from tests.meshes import placed
-from tests.sharding.tiny import KINDS, assert_close, make, model_of, weights, whole
+from tests.sharding.tiny import KINDS, assert_close, make, model_of, params, whole
 
 AXES = {"data": 2, "tensor": 2, "cells": 2}
 AUTO, EXPLICIT = (AxisType.Auto,) * 3, (AxisType.Explicit,) * 3
@@ -18,49 +18,49 @@ HOLDERS = [1, 3]
 pytestmark = pytest.mark.nightly
 
 
-def after_a_warm_up(forward, weights, cache):
-    cache = loops.warm_up(forward, weights, cache, ubatch_size=4, longest=6)
-    cache = loops.warm_up(forward, weights, cache, ubatch_size=4, donate=True)
+def after_a_warm_up(forward, params, cache):
+    cache = loops.warm_up(forward, params, cache, ubatch_size=4, longest=6)
+    cache = loops.warm_up(forward, params, cache, ubatch_size=4, donate=True)
     logits = []
     with counting(traces=True) as compiled:
         for seq, prompt in enumerate([[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]):
             batch = jaxkv.make_batch(prompt, sequences=seq)
-            cache, out, *_ = jaxkv.prefill(forward, weights, cache, batch, ubatch_size=4)
+            cache, out, *_ = jaxkv.prefill(forward, params, cache, batch, ubatch_size=4)
             logits.append(out)
         assert compiled() == 0
     return logits
 
 
-def after_beams_and_slides(forward, weights, cache):
+def after_beams_and_slides(forward, params, cache):
     batch = jaxkv.make_batch([[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]], sequences=[0, 2])
-    cache, logits, *_ = jaxkv.prefill(forward, weights, cache, batch)
+    cache, logits, *_ = jaxkv.prefill(forward, params, cache, batch)
     search = {"width": 2, "steps": 2, "sequences": [0, 1]}
-    searched, beams = loops.beam(forward, weights, cache, logits[:1], **search)
+    searched, beams = loops.beam(forward, params, cache, logits[:1], **search)
     slid, ok = loops.slide(cache, 2, keep=1, drop=2)
     extended, done, well = loops.extend(cache, 0, 0, group=2, width=4)
     assert ok and well
     return beams.tokens, beams.held, done, searched, slid, extended
 
 
-def after_a_store(forward, weights, cache):
+def after_a_store(forward, params, cache):
     """Logits after a prefix that another stream may hold, and what a store tells of it."""
     store = prefix.make_store(cache, holders=HOLDERS)
     batch = jaxkv.make_batch([1, 2, 3, 4])
-    cache, *_ = jaxkv.prefill(forward, weights, cache, batch)
+    cache, *_ = jaxkv.prefill(forward, params, cache, batch)
     cache, store, miss = prefix.remember(cache, store, [1, 2, 3, 4], 0)
     seen = [miss, prefix.held(cache, store)]
     for seq in (0, 2):
         cache, store, found = prefix.reuse(cache, store, [1, 2, 3, 4, 5, 6], seq)
         batch = jaxkv.make_batch([5, 6], sequences=seq)
-        cache, logits, *_ = jaxkv.prefill(forward, weights, cache, batch)
+        cache, logits, *_ = jaxkv.prefill(forward, params, cache, batch)
         seen += [found, logits]
     cache, store = prefix.evict(cache, store, cells=0)
     return [*seen, jaxkv.used(cache)]
 
 
-def after_requests(forward, weights, cache):
+def after_requests(forward, params, cache):
     store = prefix.make_store(cache, holders=HOLDERS)
-    engine = Engine(forward, weights, cache, chunk=8, steps=2, allow=(), store=store)
+    engine = Engine(forward, params, cache, chunk=8, steps=2, allow=(), store=store)
     engine.warm_up()
     found = []
     with counting() as compiled:
@@ -76,9 +76,9 @@ def check(story, kind, modes):
     """A story of a cache on the mesh ends as it does on one device."""
     layers, options = kind
     forward = model_of(layers)
-    wanted = story(forward, weights(), make(layers, **options))
+    wanted = story(forward, params(), make(layers, **options))
     with jax.set_mesh(jax.make_mesh((*AXES.values(),), (*AXES,), modes)):
-        assert_close(story(forward, whole(weights()), placed(make(layers, **options))), wanted)
+        assert_close(story(forward, whole(params()), placed(make(layers, **options))), wanted)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def make(layers, *, sequences=4, streams=1, **attention):
     return parts[0][0] if len(parts) == 1 else jaxkv.make_hybrid_cache(*parts)
 
 
-def weights():
+def params():
     return np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 
 
@@ -49,8 +49,8 @@ def whole(x):
 def model_of(layers):
     """Return the forward function of the model, the same one for the same layers."""
 
-    def forward(weights, cache, ubatch):
-        x = weights[whole(ubatch.tokens)]
+    def forward(params, cache, ubatch):
+        x = params[whole(ubatch.tokens)]
         for layer, kind in enumerate(layers):
             if kind == "a":
                 heads = jnp.stack([x, x[..., ::-1]], axis=2)
@@ -66,7 +66,7 @@ def model_of(layers):
             states = jnp.take_along_axis(every, keep[..., None], axis=1)
             cache = jaxkv.write_states(cache, layer, ubatch, {"x": states})
             x = x + every[:, 1:]
-        return cache, x.reshape(-1, 4)[whole(ubatch.outputs)] @ weights.T
+        return cache, x.reshape(-1, 4)[whole(ubatch.outputs)] @ params.T
 
     return forward
 
