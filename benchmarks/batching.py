@@ -34,13 +34,13 @@ def requests_of(count: int, *, prompt: int, limit: int, seed: int = 0) -> list[R
     lengths = rng.permutation(np.linspace(8, prompt, count).round().astype(int))
     limits = rng.permutation(np.linspace(8, limit, count).round().astype(int))
     return [
-        Request(prompt=rng.integers(100, 20_000, n), limit=int(most))
+        Request(prompt=rng.integers(100, 20_000, n), max_new_tokens=int(most))
         for n, most in zip(lengths, limits, strict=True)
     ]
 
 
 def tokens_of(requests: list[Request]) -> int:
-    return sum(request.limit for request in requests)
+    return sum(request.max_new_tokens for request in requests)
 
 
 def through_engine(engine: Engine, requests: list[Request]) -> float:
@@ -58,11 +58,11 @@ def together(model: models.Model, cache: Any, requests: list[Request], *, chunk:
     run, sampler = (model.forward, model.params), make_sampler()
     batch = jaxkv.make_batch([request.prompt for request in requests])
     cache, logits, sequences, *_ = jaxkv.prefill(*run, cache, batch, ubatch_size=chunk, donate=True)
-    limit = requests[0].limit
-    state, _ = loops.begin(sampler, cache, logits, sequences=sequences, limit=limit)
+    limit = requests[0].max_new_tokens
+    state, _ = loops.sample_first(sampler, cache, logits, sequences=sequences, max_new_tokens=limit)
     while np.asarray(state.active).any():
         cache, state, _ = jaxkv.decode(
-            model.forward, sampler, model.params, cache, state, steps=8, donate=True
+            model.forward, sampler, model.params, cache, state, num_tokens=8, donate=True
         )
     return jaxkv.clear(cache)
 
@@ -111,10 +111,10 @@ def main() -> None:
 
     mean = {
         "prompt": round(np.mean([len(request.prompt) for request in requests])),
-        "limit": round(np.mean([request.limit for request in requests])),
+        "limit": round(np.mean([request.max_new_tokens for request in requests])),
     }
     equal = [
-        Request(prompt=one.prompt[: mean["prompt"]], limit=mean["limit"])
+        Request(prompt=one.prompt[: mean["prompt"]], max_new_tokens=mean["limit"])
         for one in requests
         if len(one.prompt) >= mean["prompt"]
     ][: args.sequences]

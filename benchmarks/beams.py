@@ -47,8 +47,8 @@ class Side:
             self.model.params,
             self.cache,
             self.logits,
-            width=self.width,
-            steps=self.steps + 1,
+            num_beams=self.width,
+            num_tokens=self.steps + 1,
         )
         return beams.tokens
 
@@ -60,8 +60,8 @@ class Side:
             BEST,
             self.model.params,
             self.forked,
-            loops.start(self.forked, first),
-            steps=self.steps,
+            loops.init_decode(self.forked, first),
+            num_tokens=self.steps,
         )
         return picked.tokens
 

@@ -34,7 +34,7 @@ class Side:
     def in_python(self) -> np.ndarray:
         """A call for everything, and a look at each token."""
         table, token, chosen = self.table, np.asarray(self.first), []
-        step = loops.step_of(self.model.forward)
+        step = loops.compiled_step(self.model.forward)
         for _ in range(self.tokens):
             cache = jaxkv.merge(table, self.buffers)
             plan = jaxkv.init_batch(cache, jaxkv.make_batch(token[:, None])).check()
@@ -50,7 +50,7 @@ class Side:
 
         def run() -> np.ndarray:
             cache, chosen = jaxkv.merge(self.table, self.buffers), []
-            state = loops.start(cache, self.first)
+            state = loops.init_decode(cache, self.first)
             for _ in range(self.tokens // steps):
                 cache, state, picked = jaxkv.decode(
                     self.model.forward,
@@ -58,7 +58,7 @@ class Side:
                     self.model.params,
                     cache,
                     state,
-                    steps=steps,
+                    num_tokens=steps,
                     donate=True,
                 )
                 chosen.append(np.asarray(picked.tokens))

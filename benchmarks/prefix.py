@@ -47,7 +47,7 @@ def run(engine: Engine, requests: list[Request]) -> tuple[float, list, int]:
         engine.submit(request)
     while engine.busy:
         results += engine.step()
-        cells = max(cells, int(jaxkv.used(engine.cache)))
+        cells = max(cells, int(jaxkv.num_used_cells(engine.cache)))
     return 1e3 * (time.perf_counter() - start), results, cells
 
 
@@ -56,7 +56,7 @@ def first_token(engine: Engine, common: np.ndarray, seeds: count) -> Callable[[]
 
     def side() -> float:
         prompt = np.append(common, tokens_of(next(seeds), OWN))
-        return run(engine, [Request(prompt=prompt, limit=1)])[0]
+        return run(engine, [Request(prompt=prompt, max_new_tokens=1)])[0]
 
     return side
 
@@ -67,7 +67,9 @@ def many(engine: Engine, requests: int, seeds: count, most: dict[str, int], name
     def side() -> float:
         common = tokens_of(next(seeds), 512)
         prompts = [np.append(common, tokens_of(next(seeds), OWN)) for _ in range(requests)]
-        took, _, most[name] = run(engine, [Request(prompt=one, limit=TEXT) for one in prompts])
+        took, _, most[name] = run(
+            engine, [Request(prompt=one, max_new_tokens=TEXT) for one in prompts]
+        )
         return took
 
     return side
@@ -80,7 +82,7 @@ def conversation(engine: Engine, seeds: count) -> Callable[[], float]:
         took, text = 0.0, np.zeros(0, int)
         for _ in range(20):
             text = np.append(text, tokens_of(next(seeds), 24))
-            more, results, _ = run(engine, [Request(prompt=text, limit=24)])
+            more, results, _ = run(engine, [Request(prompt=text, max_new_tokens=24)])
             took, text = took + more, np.append(text, results[0].tokens)
         return took
 
@@ -103,7 +105,7 @@ def main() -> None:
         for name in ("with a store", "without"):
             size = {"cells": 3 * (common + 64), "sequences": 1}
             engine = make_engine(model, kept=name != "without", **size)
-            run(engine, [Request(prompt=text, limit=1)])
+            run(engine, [Request(prompt=text, max_new_tokens=1)])
             sides[name] = first_token(engine, text, seeds)
         print(f"the first token after {common} common tokens and {OWN} of its own:")
         turns.table(turns.take_turns(sides, 3 * args.rounds), own=["with a store"])

@@ -59,8 +59,10 @@ class Side:
         self.cache, logits, *_ = jaxkv.prefill(
             model.forward, model.params, cache, jaxkv.make_batch(tokens), donate=True
         )
-        self.state, _ = loops.begin(sampler, self.cache, logits)
-        self.draft = loops.lookup([tokens], ngram=ngram, tries=tries, branches=branches)
+        self.state, _ = loops.sample_first(sampler, self.cache, logits)
+        self.draft = loops.prompt_lookup(
+            [tokens], ngram=ngram, num_draft_tokens=tries, num_branches=branches
+        )
 
     def plainly(self) -> jax.Array:
         """Generate a token a step."""
@@ -72,7 +74,7 @@ class Side:
 
     def _picked(self, loop: Any, *first: Any) -> tuple:
         rest = self.model.params, self.cache, self.state
-        return loop(*first, self.sampler, *rest, steps=self.steps)
+        return loop(*first, self.sampler, *rest, num_tokens=self.steps)
 
 
 def compare_branches(model: models.Model, args: argparse.Namespace) -> None:
@@ -87,9 +89,12 @@ def compare_branches(model: models.Model, args: argparse.Namespace) -> None:
         print(f"{name}: {args.steps} tokens")
         for label, side in sides.items():
             made = side.guessing()
-            accepted = made.accepted[0] / made.turns[0]
+            accepted = made.num_accepted[0] / made.num_model_steps[0]
             same = "" if np.array_equal(plain, made.tokens) else ", NOT the tokens of decode"
-            print(f"  {label}: {made.turns[0]} steps, each accepts {accepted:.2f} guesses{same}")
+            print(
+                f"  {label}: {made.num_model_steps[0]} steps, "
+                f"{accepted:.2f} tokens accepted in each{same}"
+            )
         took = turns.take_turns(
             {
                 label: turns.milliseconds(side.guessing, units=args.steps)
@@ -117,10 +122,10 @@ def main() -> None:
         side = Side(model, text, sampler, args.tries, args.steps)
         plain, made = np.asarray(side.plainly()), side.guessing()
         print(
-            f"{name}: {args.steps} tokens in {made.turns[0]} steps, {made.accepted[0]} of "
-            f"{made.tried[0]} guesses held; milliseconds a token:"
+            f"{name}: {args.steps} tokens in {made.num_model_steps[0]} steps, "
+            f"{made.num_accepted[0]} of {made.num_drafted[0]} drafts held; milliseconds a token:"
         )
-        if not sampler.draws and not np.array_equal(plain, made.tokens):
+        if not sampler.is_random and not np.array_equal(plain, made.tokens):
             print("  NOT the same tokens")
         ways = {"decode": side.plainly, "speculate": side.guessing}
         took = turns.take_turns(

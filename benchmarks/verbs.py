@@ -67,7 +67,7 @@ def verbs(cache: jaxkv.Cache) -> dict[str, Callable[[], object]]:
         "seq_pos_min": lambda: jaxkv.seq_pos_min(cache, 3),
         "seq_pos_max": lambda: jaxkv.seq_pos_max(cache, 3),
         "can_resume": lambda: jaxkv.can_resume(cache, 3, middle),
-        "used": lambda: jaxkv.used(cache),
+        "used": lambda: jaxkv.num_used_cells(cache),
         "clear": lambda: jaxkv.clear(cache),
         "rewind": lambda: jaxkv.rewind(table, later),
         "init_update": lambda: jaxkv.init_update(cache),

@@ -42,9 +42,9 @@ from jaxkv.verbs.ask import (
     can_seq_add,
     check_invariants,
     nbytes,
+    num_used_cells,
     seq_pos_max,
     seq_pos_min,
-    used,
 )
 from jaxkv.verbs.edit import (
     EditResult,
@@ -81,7 +81,7 @@ __all__ += ["OutOfCellsError", "seq_select"]
 # Questions.
 __all__ += ["can_resume", "can_seq_add"]
 __all__ += ["check_invariants", "nbytes"]
-__all__ += ["seq_pos_max", "seq_pos_min", "show", "used"]
+__all__ += ["seq_pos_max", "seq_pos_min", "show", "num_used_cells"]
 # The side of the model.
 __all__ += [
     "attend",

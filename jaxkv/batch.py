@@ -28,7 +28,7 @@ class Batch:
     positions: `[B]` int32, or None: each token comes after the last one of its sequence.
     outputs: `[B]` bool, which tokens want logits, or None: the last of each sequence.
     valid: `[B]` bool, which tokens are really there.
-    others: `[B, n]` int32, the further sequences of each token, a negative number where it has
+    shared_with: `[B, n]` int32, the further sequences of each token, a negative number where it has
       fewer; None where each token belongs to one.
     extra: `[B, ...]` by name, what else a model is told of each token; None for nothing.
     """
@@ -39,7 +39,7 @@ class Batch:
     positions: Any  # [B]
     outputs: Any  # [B]
     valid: Any  # [B]
-    others: Any = None  # [B, n]
+    shared_with: Any = None  # [B, n]
     extra: dict[str, Any] | None = None  # [B, ...]
 
     def keep_sequences(self, fits: Any) -> "Batch":
@@ -57,19 +57,19 @@ class Batch:
         xp = np if is_concrete(self, fits) else jnp
         fits = xp.asarray(flags(fits, "sequences that stay", or_integers=False))
         if xp is np:
-            ids = [one for one in (self.sequences, self.others) if one is not None]
+            ids = [one for one in (self.sequences, self.shared_with) if one is not None]
             highest = max(np.max(one, initial=-1) for one in ids)
             if highest >= fits.size:
                 raise ValueError(
                     f"wanted a bool for each sequence, as plan.fits has, got {fits.size} for a "
                     f"batch with sequence {highest}"
                 )
-        if self.others is None:
+        if self.shared_with is None:
             return replace(self, valid=self.valid & fits[self.sequences])
-        sets = xp.concatenate([self.sequences[..., None], self.others], axis=-1)
+        sets = xp.concatenate([self.sequences[..., None], self.shared_with], axis=-1)
         sets = _lowest_first(xp.where((sets >= 0) & fits[sets], sets, -1), xp)
         valid = self.valid & (sets[..., 0] >= 0)
-        return replace(self, sequences=sets[..., 0], others=sets[..., 1:], valid=valid)
+        return replace(self, sequences=sets[..., 0], shared_with=sets[..., 1:], valid=valid)
 
 
 @jax.tree_util.register_dataclass
@@ -101,8 +101,8 @@ class Ubatch:
     spec: of the cache that it was planned for, static.
     row_is_sequence: whether row r is that of sequence r, and R is Q, static. Shapes alone cannot
       tell.
-    others: `[R, T, n]` int32, the further sequences of each token, see `Batch`; None where each
-      token belongs to one.
+    shared_with: `[R, T, n]` int32, the further sequences of each token, see `Batch`; None where
+      each token belongs to one.
     extra: `[R, T, ...]` by name, what else a model is told of each token, anything in padding; None
       where the batch had nothing.
 
@@ -125,7 +125,7 @@ class Ubatch:
     hash_after: Any  # [S]
     spec: Any = field(metadata={"static": True})
     row_is_sequence: bool = field(metadata={"static": True})
-    others: jax.Array | None = None  # [R, T, n]
+    shared_with: jax.Array | None = None  # [R, T, n]
     extra: dict[str, jax.Array] | None = None  # [R, T, ...]
 
 
@@ -180,7 +180,7 @@ def make_batch(
       A prompt that two sequences share, and how each goes on. It is computed and stands once:
 
       >>> batch = make_batch([[11, 12], [13], [14]], sequences=[[0, 1], 0, 1])
-      >>> batch.sequences.tolist(), batch.others.tolist()
+      >>> batch.sequences.tolist(), batch.shared_with.tolist()
       ([0, 0, 0, 1], [[1], [1], [-1], [-1]])
       >>> cache = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=2)
       >>> print(show(apply(cache, init_batch(cache, batch))))
@@ -264,7 +264,7 @@ def make_batch(
     if on_host and np.any(np.asarray(valid) & (np.asarray(tokens) < 0)):
         raise ValueError("wanted tokens of at least 0, got a negative one that is valid")
     told = None if extra is None else _checked_extra(extra, shape)
-    return Batch(tokens=tokens, embeddings=embeddings, others=others, extra=told, **fields)
+    return Batch(tokens=tokens, embeddings=embeddings, shared_with=others, extra=told, **fields)
 
 
 def _checked_extra(extra: Any, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class CacheTable(ABC):
         return self.inspect(jnp.ones(self.spec.sequences, bool)).last >= 0
 
     @abstractmethod
-    def used(self) -> jax.Array:
+    def num_used_cells(self) -> jax.Array:
         """Return how many cells are in use, `[]` int32."""
 
     @abstractmethod

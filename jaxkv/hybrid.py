@@ -163,9 +163,9 @@ class HybridTable(CacheTable):
         """Return which sequences hold anything in any part; `[Q]` bool."""
         return _any([part.holding() for part in self.parts])
 
-    def used(self) -> jax.Array:
+    def num_used_cells(self) -> jax.Array:
         """Return how many cells are in use, over all parts; `[]` int32."""
-        return reduce(jnp.add, [part.used() for part in self.parts])
+        return reduce(jnp.add, [part.num_used_cells() for part in self.parts])
 
     def inspect(self, present: jax.Array) -> Findings:
         """Return what holds in any part; sequences whose parts end apart miss something too."""
@@ -440,7 +440,10 @@ def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
       >>> far = make_kv_cache(layers=2, cells=64, **sizes)
       >>> cache = make_hybrid_cache((near, (0, 1, 3, 4)), (far, (2, 5)))
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
-      >>> used(cache).item(), [used(part).item() for part in hybrid.parts_of(cache)]
+      >>> (
+      ...     num_used_cells(cache).item(),
+      ...     [num_used_cells(part).item() for part in hybrid.parts_of(cache)],
+      ... )
       (6, [3, 3])
 
     llama.cpp: `llama_kv_cache_iswa`, `llama_memory_hybrid`.

@@ -36,7 +36,7 @@ class TableSpec:
     parts: tuple["TableSpec", ...] = ()
 
     @property
-    def sharing(self) -> int:
+    def sequences_per_stream(self) -> int:
         """Q // S, the number of sequences that share a stream."""
         return self.sequences // self.streams
 
@@ -80,7 +80,7 @@ def within_streams(spec: "TableSpec", ids: Any, others: Any) -> bool:
         return True
     if not is_concrete(ids, others):
         return False
-    one, other = (np.asarray(x) // spec.sharing for x in (ids, others))
+    one, other = (np.asarray(x) // spec.sequences_per_stream for x in (ids, others))
     return bool(np.all(one == other))
 
 

@@ -23,7 +23,7 @@ class Window:
 
     width: W. Looking back, a token sees at most W positions, its own included; with a symmetric
       window W // 2 to each side of its own.
-    rule: where those positions lie.
+    constraint: where those positions lie.
     """
 
     width: int

@@ -113,8 +113,8 @@ class Run:
         jobs, (blank,) = lower_steps(model, cache, [plan])
         if self.steps:
             # A loop in which no text goes on ends before its first step.
-            options = {"limit": 0, "sampler": self.options.sampler, "prompts": self.texts}
-            idle = loops.start(cache, np.zeros(len(self.texts), np.int32), **options)
+            options = {"max_new_tokens": 0, "sampler": self.options.sampler, "prompts": self.texts}
+            idle = loops.init_decode(cache, np.zeros(len(self.texts), np.int32), **options)
             jobs.append(lambda: self.generate(cache, idle, self.draft()))
         done = compile_all(jobs, tell)
         if self.steps:
@@ -147,16 +147,16 @@ class Run:
                 cache, _ = jaxkv.seq_cp(cache, first, others, donate=True)
             logits = jnp.repeat(logits, samples, axis=0)
         seeds = (self.options.seed + np.arange(len(self.texts)) % samples) % 2**32
-        options = {"limit": limit, "seed": seeds, "prompts": self.texts}
+        options = {"max_new_tokens": limit, "seed": seeds, "prompts": self.texts}
         sampler, stop, ids = self.options.sampler, self.stop, np.arange(len(self.texts))
-        state, first = loops.begin(sampler, cache, logits, stop, ids, **options)
+        state, first = loops.sample_first(sampler, cache, logits, stop, ids, **options)
         return cache, state, np.asarray(first.tokens)
 
     def draft(self) -> Any:
         """What guesses, None if nothing does."""
         if not self.options.tries:
             return None
-        return loops.lookup(self.texts, tries=self.options.tries, recent=RECENT)
+        return loops.prompt_lookup(self.texts, num_draft_tokens=self.options.tries, recent=RECENT)
 
     def generate(self, cache: Any, state: loops.DecodeState, draft: Any) -> tuple:
         """Generate the tokens of a dispatch: the cache, the state, the draft and the tokens."""
@@ -181,8 +181,8 @@ class Run:
             while any(writer.finish is None for writer in writers):
                 cache, state, draft, picked = self.generate(cache, state, draft)
                 if draft is not None:
-                    tally.tried += int(np.asarray(picked.tried).sum())
-                    tally.accepted += int(np.asarray(picked.accepted).sum())
+                    tally.tried += int(np.asarray(picked.num_drafted).sum())
+                    tally.accepted += int(np.asarray(picked.num_accepted).sum())
                 tally.decoded += write(writers, np.asarray(picked.tokens), state)
         except KeyboardInterrupt:
             tally.interrupted = True
@@ -216,4 +216,4 @@ class Tally:
 
 def used_of(cache: Any) -> int:
     """Return the cells in use, of a cache of parts those of the fullest: windows hold fewer."""
-    return max(int(jaxkv.used(part)) for part in jaxkv.hybrid.parts_of(cache))
+    return max(int(jaxkv.num_used_cells(part)) for part in jaxkv.hybrid.parts_of(cache))

@@ -90,7 +90,7 @@ class Serving:
             model.forward,
             model.params,
             cache,
-            stop=sorted(model.stop_tokens),
+            stop_tokens=sorted(model.stop_tokens),
             chunk=ubatch_size,
             allow=sampling or (),
         )

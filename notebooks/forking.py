@@ -29,7 +29,7 @@ prompt = model.tokenizer.prompt(PROMPT)
 
 cache = model.make_cache(cells=96, sequences=4)
 cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, jaxkv.make_batch(prompt))
-print(len(prompt), "tokens in", jaxkv.used(cache), "cells")
+print(len(prompt), "tokens in", jaxkv.num_used_cells(cache), "cells")
 
 # %% [markdown]
 # ## Four texts
@@ -40,7 +40,7 @@ print(len(prompt), "tokens in", jaxkv.used(cache), "cells")
 # %%
 forks, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
 
-assert jaxkv.used(forks) == len(prompt)
+assert jaxkv.num_used_cells(forks) == len(prompt)
 assert all(new is old for new, old in zip(forks.buffers.k, cache.buffers.k, strict=True))
 print(forks)
 
@@ -52,10 +52,10 @@ print(forks)
 # %%
 TEMPERATURES = [0.0, 0.7, 1.0, 1.3]
 sampler = loops.sampling.make_sampler(temperature=TEMPERATURES, top_p=0.95)
-state, first = loops.begin(
+state, first = loops.sample_first(
     sampler, forks, jnp.repeat(logits, 4, axis=0), sequences=[0, 1, 2, 3], seed=3
 )
-after, state, rest = jaxkv.decode(model.forward, sampler, model.params, forks, state, steps=11)
+after, state, rest = jaxkv.decode(model.forward, sampler, model.params, forks, state, num_tokens=11)
 
 tokens = np.concatenate([first.tokens, rest.tokens], axis=1)
 for temperature, row in zip(TEMPERATURES, tokens, strict=True):
@@ -73,7 +73,7 @@ ax.figure.set_size_inches(6.4, 3.5)
 # Four caches of their own would hold the prompt four times. The longer it is, the more that is:
 
 # %%
-together = int(jaxkv.used(after))
+together = int(jaxkv.num_used_cells(after))
 apart = int((jaxkv.seq_pos_max(after, [0, 1, 2, 3]) + 1).sum())
 assert together == len(prompt) + 4 * 11 and apart == 4 * (len(prompt) + 11)
 print(f"{together} cells together, {apart} apart")
@@ -119,7 +119,7 @@ best, second = np.argsort(-total)[:2]
 parents = [best, best, second, second]
 selected, ok = jaxkv.seq_select(after, parents, [0, 1, 2, 3])
 
-assert jaxkv.used(selected) == len(prompt) + 2 * 11
+assert jaxkv.num_used_cells(selected) == len(prompt) + 2 * 11
 ax = plot.cells(selected)
 ax.figure.set_size_inches(6.4, 3.5)
 
@@ -128,8 +128,8 @@ ax.figure.set_size_inches(6.4, 3.5)
 
 # %%
 warm = loops.sampling.make_sampler(temperature=0.8, top_p=0.95)
-state = loops.start(selected, tokens[parents, -1], sampler=warm, seed=5)
-_, _, more = jaxkv.decode(model.forward, warm, model.params, selected, state, steps=12)
+state = loops.init_decode(selected, tokens[parents, -1], sampler=warm, seed=5)
+_, _, more = jaxkv.decode(model.forward, warm, model.params, selected, state, num_tokens=12)
 for parent, row in zip(parents, more.tokens, strict=True):
     text = model.tokenizer.decode([*tokens[parent], *row])
     print(f"from {parent}: …{text}")
@@ -145,7 +145,7 @@ for parent, row in zip(parents, more.tokens, strict=True):
 
 # %%
 found, beams = loops.beam(
-    model.forward, model.params, cache, logits, width=4, steps=12, penalty=0.0
+    model.forward, model.params, cache, logits, num_beams=4, num_tokens=12, length_penalty=0.0
 )
 greedy = model.tokenizer.decode(tokens[0])
 print(f"greedy {total[0]:6.1f} …{greedy}")
@@ -163,7 +163,7 @@ owners = np.zeros((4, len(prompt) + 11), int)
 for text in range(4):
     cells = np.flatnonzero(view.held(text) >= 0)
     owners[text, view.position[0, cells]] = view.owners[0, cells]
-together, apart = int(jaxkv.used(found)), int((owners > 0).sum())
+together, apart = int(jaxkv.num_used_cells(found)), int((owners > 0).sum())
 print(f"{together} cells together, {apart} apart")
 assert owners[:, : len(prompt)].min() == 4 and together < len(prompt) + 4 * 11
 

@@ -65,9 +65,9 @@ def make_engine(cache, store=None):
         model.forward,
         model.params,
         cache,
-        stop=[*model.stop_tokens, *tokenizer.encode("\n")],
+        stop_tokens=[*model.stop_tokens, *tokenizer.encode("\n")],
         chunk=32,
-        steps=4,
+        tokens_per_step=4,
         allow=(),
         store=store,
     )
@@ -89,7 +89,7 @@ print(keeping.store)
 def ask(engine, tokens, limit=6):
     """Run one request; return its result, and the milliseconds that it took."""
     start = time.perf_counter()
-    engine.submit(Request(prompt=tokens, limit=limit))
+    engine.submit(Request(prompt=tokens, max_new_tokens=limit))
     (result,) = engine.results()
     return result, 1e3 * (time.perf_counter() - start)
 
@@ -136,12 +136,12 @@ for ax in (left, right):
 
 # %%
 for prompt in prompts[:3]:
-    keeping.submit(Request(prompt=prompt, limit=24))
+    keeping.submit(Request(prompt=prompt, max_new_tokens=24))
 keeping.step()
 ax = plot.cells(keeping.cache)
 ax.figure.set_size_inches(8.6, 3.6)
 
-cells, alone = int(jaxkv.used(keeping.cache)), sum(len(prompt) for prompt in prompts[:3])
+cells, alone = int(jaxkv.num_used_cells(keeping.cache)), sum(len(prompt) for prompt in prompts[:3])
 print(cells, "cells in use; the three prompts alone would take", alone)
 for result in keeping.results():
     assert result.found.length >= len(common)

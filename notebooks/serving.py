@@ -39,14 +39,14 @@ SEQUENCES, CELLS = 4, 96
 requests = [
     batching.Request(
         prompt=tokenizer.prompt(prompt),
-        limit=limit,
+        max_new_tokens=limit,
         seed=i,
         sampling={"temperature": 0.5},
         tag=prompt,
     )
     for i, (prompt, limit) in enumerate(ASKED)
 ]
-most = [len(request.prompt) + request.limit - 1 for request in requests]
+most = [len(request.prompt) + request.max_new_tokens - 1 for request in requests]
 print("cells that each may need:", most, "together", sum(most))
 
 # %% [markdown]
@@ -65,9 +65,9 @@ def run(reserve):
         model.forward,
         model.params,
         cache,
-        stop=sorted(model.stop_tokens),
+        stop_tokens=sorted(model.stop_tokens),
         chunk=32,
-        steps=4,
+        tokens_per_step=4,
         reserve=reserve,
     )
     ids = [engine.submit(request) for request in requests]
@@ -79,7 +79,7 @@ def run(reserve):
         tokens.append(
             [len(results[i].tokens) if i in results else len(engine.tokens_of(i)) for i in ids]
         )
-    assert int(jaxkv.used(engine.cache)) == 0
+    assert int(jaxkv.num_used_cells(engine.cache)) == 0
     return engine, results, np.array(cells), np.array(tokens)
 
 
@@ -169,7 +169,7 @@ print("eight texts, three times the same")
 
 # %%
 try:
-    engine.submit(batching.Request(prompt=requests[0].prompt, limit=200))
+    engine.submit(batching.Request(prompt=requests[0].prompt, max_new_tokens=200))
 except ValueError as error:
     print(error)
 

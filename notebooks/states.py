@@ -287,7 +287,10 @@ assert here == [4]
 
 # %%
 forked, ok = jaxkv.seq_cp(cache, 0, [1, 2])
-print("cells of states in use:", *(int(jaxkv.used(hybrid.parts_of(m)[0])) for m in (cache, forked)))
+print(
+    "cells of states in use:",
+    *(int(jaxkv.num_used_cells(hybrid.parts_of(m)[0])) for m in (cache, forked)),
+)
 for text, brackets in enumerate(("((", "))", "()")):
     forked, said = tell(forked, brackets, text)
     print(f"text {text} goes on with {brackets} and is at {said}")

@@ -52,7 +52,7 @@ print(jaxkv.show(cache))
 # %%
 before, cache = cache, jaxkv.seq_cp(cache, 0, [2, 3]).cache
 assert cache.buffers.k[0] is before.buffers.k[0]
-assert jaxkv.used(cache) == jaxkv.used(before)
+assert jaxkv.num_used_cells(cache) == jaxkv.num_used_cells(before)
 picture(cache, "sequence 0, forked twice")
 
 # %% [markdown]
@@ -70,8 +70,10 @@ def go_on(cache, words):
     tokens = [model.tokenizer.encode(word) for word in words.values()]
     batch = jaxkv.make_batch(tokens, sequences=sequences)
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
-    state, first = jaxkv.loops.begin(greedy, cache, logits, sequences=sequences, limit=5)
-    cache, _, picked = jaxkv.decode(model.forward, greedy, model.params, cache, state, steps=4)
+    state, first = jaxkv.loops.sample_first(
+        greedy, cache, logits, sequences=sequences, max_new_tokens=5
+    )
+    cache, _, picked = jaxkv.decode(model.forward, greedy, model.params, cache, state, num_tokens=4)
     made = np.concatenate([first.tokens, picked.tokens], axis=1)
     for seq, row in zip(sequences, made, strict=True):
         print(f"sequence {seq} |{words[seq]}|{model.tokenizer.decode(row)}")
@@ -147,7 +149,7 @@ picture(cache, "used cells come first")
 # %%
 batch = jaxkv.make_batch([[5] * 30, [6] * 20, [7] * 60], sequences=[0, 1, 3])
 plan = jaxkv.init_batch(cache, batch)
-print(f"{48 - jaxkv.used(cache)} cells are free; 30, 20 and 60 were asked for")
+print(f"{48 - jaxkv.num_used_cells(cache)} cells are free; 30, 20 and 60 were asked for")
 for seq in (0, 1, 3):
     print(f"sequence {seq}: {'fits' if plan.fits[seq] else 'does not fit'}")
 assert not plan.ok

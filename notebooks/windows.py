@@ -54,7 +54,7 @@ for start in range(0, len(tokens), 64):
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, batch, donate=True)
     full, full_logits, *_ = jaxkv.prefill(model.forward, model.params, full, batch, donate=True)
     for name, part in zip(used, jaxkv.hybrid.parts_of(cache), strict=True):
-        used[name].append(int(jaxkv.used(part)))
+        used[name].append(int(jaxkv.num_used_cells(part)))
 
 fig, ax = plt.subplots(figsize=(6.0, 2.8), layout="constrained")
 at = 64 * np.arange(1, 15)
@@ -187,7 +187,7 @@ ax.figure.set_size_inches(5.8, 2.2)
 # %%
 for name, one in (("windowed", cache), ("full size", full)):
     for drop in (64, 256):
-        slid, ok = jaxkv.loops.slide(one, 0, keep=600, drop=drop)
+        slid, ok = jaxkv.loops.context_shift(one, 0, num_keep=600, num_discard=drop)
         print(f"{name:10} {drop:3} tokens out of the middle: {'done' if ok else 'refused'}")
         assert ok == (one is full or drop == 64)
 

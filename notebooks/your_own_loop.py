@@ -364,8 +364,8 @@ assert fitted == CELLS
 
 # %%
 def slide_when_full(cache):
-    if jaxkv.used(cache) + CHUNK > CELLS:
-        cache, ok = jaxkv.loops.slide(cache, 0, keep=4, drop=16, donate=True)
+    if jaxkv.num_used_cells(cache) + CHUNK > CELLS:
+        cache, ok = jaxkv.loops.context_shift(cache, 0, num_keep=4, num_discard=16, donate=True)
         assert ok
     return cache
 

@@ -295,7 +295,7 @@ def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
     )
     read = {}
     for stream, index in np.ndindex(*table.position.shape):
-        first = stream * table.sharing
+        first = stream * table.sequences_per_stream
         mine = {
             first + 32 * word + bit
             for word, bits in enumerate(owners[stream])

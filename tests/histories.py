@@ -118,7 +118,10 @@ def kept_of(table: States, buffers: Any) -> dict[int, list[tuple[int, tuple[byte
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(buffers)]
     return {
         seq: [
-            (int(p), tuple(array[seq // table.sharing, c].tobytes() for array in arrays))
+            (
+                int(p),
+                tuple(array[seq // table.sequences_per_stream, c].tobytes() for array in arrays),
+            )
             for p, c in zip(position[seq], cell[seq], strict=True)
             if p >= 0
         ]

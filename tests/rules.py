@@ -12,11 +12,11 @@ class Token(NamedTuple):
     sequence: int  # of several, the lowest
     position: int | None  # None: one past the last of its sequence
     token: int
-    others: tuple[int, ...] = ()
+    shared_with: tuple[int, ...] = ()
 
     @property
     def owners(self) -> set[int]:
-        return {self.sequence, *self.others}
+        return {self.sequence, *self.shared_with}
 
 
 class Fault(NamedTuple):

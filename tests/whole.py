@@ -21,7 +21,7 @@ class Whole:
     """All tokens of `sequences` sequences in `streams` streams, whatever a window takes of them."""
 
     def __init__(self, sequences: int, streams: int) -> None:
-        self.sharing = sequences // streams
+        self.sequences_per_stream = sequences // streams
         self.tokens: list[Kept] = []
 
     def fork(self) -> "Whole":
@@ -80,13 +80,13 @@ class Whole:
         """Give tokens of a sequence to another: these very ones in its stream, else copies."""
         heirs: dict[tuple[int, int], set[int]] = {}
         for tokens, src, dst in given:
-            if dst // self.sharing == src // self.sharing:
+            if dst // self.sequences_per_stream == src // self.sequences_per_stream:
                 for token in tokens:
                     token.owners.add(dst)
             else:
                 for token in self.of(dst):
                     token.owners.remove(dst)
-                heirs.setdefault((src, dst // self.sharing), set()).add(dst)
+                heirs.setdefault((src, dst // self.sequences_per_stream), set()).add(dst)
         for (src, _), owners in heirs.items():
             tokens = next(tokens for tokens, one, _ in given if one == src)
             for token in tokens:

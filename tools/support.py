@@ -164,7 +164,7 @@ def fork(trial: Trial, same_stream: bool = True) -> str:
     if dst is None:
         return NONE
     cache, ok = jaxkv.seq_cp(trial.cache, 0, dst)
-    shared = jaxkv.used(cache) == jaxkv.used(trial.cache)
+    shared = jaxkv.num_used_cells(cache) == jaxkv.num_used_cells(trial.cache)
     assert shared == same_stream
     return trial.granted(cache, ok, TOKENS - 1, dst)
 
@@ -248,21 +248,23 @@ def mapped(trial: Trial) -> str:
 
 def begun(trial: Trial, **options: Any) -> tuple[Any, Any]:
     sampler = loops.sampling.make_sampler()
-    return sampler, loops.begin(sampler, trial.cache, trial.logits, **options)[0]
+    return sampler, loops.sample_first(sampler, trial.cache, trial.logits, **options)[0]
 
 
 def generate(trial: Trial) -> str:
     sampler, state = begun(trial)
-    cache, state, picked = jaxkv.decode(trial.forward, sampler, None, trial.cache, state, steps=3)
+    cache, state, picked = jaxkv.decode(
+        trial.forward, sampler, None, trial.cache, state, num_tokens=3
+    )
     assert (picked.tokens[0] == SAID[1:4]).all()
     return trial.goes_on(cache, TOKENS + 2)
 
 
 def guess(trial: Trial) -> str:
     sampler, state = begun(trial)
-    draft = loops.lookup([range(1, TOKENS + 1)], tries=2)
+    draft = loops.prompt_lookup([range(1, TOKENS + 1)], num_draft_tokens=2)
     cache, _, _, made = loops.speculate(
-        trial.forward, draft, sampler, None, trial.cache, state, steps=3
+        trial.forward, draft, sampler, None, trial.cache, state, num_tokens=3
     )
     assert (made.tokens[0] == SAID[1:4]).all()
     return trial.goes_on(cache, TOKENS + 2)
@@ -279,23 +281,27 @@ def shared(trial: Trial) -> str:
 
 
 def search(trial: Trial) -> str:
-    cache, beams = loops.beam(trial.forward, None, trial.cache, trial.logits, width=2, steps=2)
+    cache, beams = loops.beam(
+        trial.forward, None, trial.cache, trial.logits, num_beams=2, num_tokens=2
+    )
     assert (beams.tokens[0] == SAID[:2]).all()
     assert not any(map(int, jaxkv.check_invariants(cache).values()))
     return YES
 
 
 def slide(trial: Trial) -> str:
-    return trial.granted(*loops.slide(trial.cache, 0, keep=1, drop=2), TOKENS - 3)
+    return trial.granted(
+        *loops.context_shift(trial.cache, 0, num_keep=1, num_discard=2), TOKENS - 3
+    )
 
 
 def extend(trial: Trial) -> str:
-    cache, _, ok = loops.extend(trial.cache, 0, 0, group=2, width=4)
+    cache, _, ok = loops.self_extend(trial.cache, 0, 0, group=2, width=4)
     return trial.granted(cache, ok, TOKENS // 2 - 1)
 
 
 def requests(trial: Trial) -> str:
-    ask = [loops.batching.Request(prompt=[1, 2, 3], limit=2)] * 4
+    ask = [loops.batching.Request(prompt=[1, 2, 3], max_new_tokens=2)] * 4
     results = loops.batching.serve(trial.forward, None, trial.empty, ask, chunk=4, steps=2)
     assert [result.tokens.tolist() for result in results] == [[4, 5]] * 4
     return YES

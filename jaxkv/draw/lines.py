@@ -79,7 +79,7 @@ def ubatch_line(ubatch: Ubatch) -> str:
     if valid is None or sequences is None:
         known = "traced" if is_traced(ubatch) else "values not known"
     else:
-        if (others := _value(ubatch.others)) is not None:
+        if (others := _value(ubatch.shared_with)) is not None:
             sequences = np.concatenate([sequences[..., None], others], axis=-1)
         there = np.unique(sequences[valid])
         there = there[there >= 0].tolist()

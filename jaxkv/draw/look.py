@@ -30,7 +30,7 @@ class CellView:
     sequences: int
 
     @property
-    def sharing(self) -> int:
+    def sequences_per_stream(self) -> int:
         """Q // S, the number of sequences that share a stream."""
         return self.sequences // len(self.position)
 
@@ -42,7 +42,7 @@ class CellView:
             word = self.words[:, i]
             lowest = np.bitwise_count((word & (~word + np.uint32(1))) - np.uint32(1))
             found = np.where(word, WORD * i + lowest.astype(np.int32), found)
-        first = np.arange(len(found), dtype=np.int32)[:, None] * np.int32(self.sharing)
+        first = np.arange(len(found), dtype=np.int32)[:, None] * np.int32(self.sequences_per_stream)
         return np.where(found < 0, np.int32(-1), found + first)
 
     @property
@@ -61,7 +61,7 @@ class CellView:
         """
         if not 0 <= seq < self.sequences:
             raise ValueError(f"wanted a sequence from 0 to {self.sequences - 1}, got {seq}")
-        stream, local = divmod(seq, self.sharing)
+        stream, local = divmod(seq, self.sequences_per_stream)
         owns = (self.words[stream, local // WORD] >> np.uint32(local % WORD)) & np.uint32(1)
         return np.where(owns, self.position[stream], np.int32(EMPTY))
 
@@ -132,9 +132,11 @@ def _arrays_of_states(states: States) -> dict[str, np.ndarray]:
     """Return for each cell what the pairs of a table say of it."""
     cells = (states.streams, states.num_cells)
     position = np.full(cells, EMPTY, np.int32)
-    words = np.zeros((states.streams, -(-states.sharing // WORD), states.num_cells), np.uint32)
+    words = np.zeros(
+        (states.streams, -(-states.sequences_per_stream // WORD), states.num_cells), np.uint32
+    )
     for seq, pair in np.argwhere(states.position != EMPTY):
-        stream, local = divmod(int(seq), states.sharing)
+        stream, local = divmod(int(seq), states.sequences_per_stream)
         cell = states.cell[seq, pair]
         position[stream, cell] = states.position[seq, pair]
         words[stream, local // WORD, cell] |= np.uint32(1 << local % WORD)

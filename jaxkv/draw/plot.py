@@ -97,7 +97,7 @@ def occupancy(
 
     Args:
       steps: caches, whose cells are coloured by the lowest of their owners; or counts, as
-        `jaxkv.used` returns them, which cost less to keep than caches.
+        `jaxkv.num_used_cells` returns them, which cost less to keep than caches.
       cells: how many there are, drawn as a line; by default those of the caches. Of a hybrid
         cache the cells of all parts are added up.
       ax: where to draw.
@@ -110,7 +110,7 @@ def occupancy(
         raise ValueError("wanted caches or counts, one for each step, got none")
     caches = [one for one in steps if isinstance(one, Cache)]
     if caches and len(caches) < len(steps):
-        raise ValueError("wanted caches or counts, got both: pass jaxkv.used of each")
+        raise ValueError("wanted caches or counts, got both: pass jaxkv.num_used_cells of each")
     ax = _axes(ax)
     at = np.arange(len(steps) + 1)  # each step is as wide as one, so a single one is seen too
     if caches:

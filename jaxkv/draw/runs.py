@@ -105,7 +105,7 @@ def _run(view: CellView, stream: int, start: int, stop: int, *, mixed: bool) -> 
     held = position[position != EMPTY]
     words = np.bitwise_or.reduce(view.words[stream, :, start:stop], axis=1)
     bits = (words[:, None] >> np.arange(WORD, dtype=np.uint32)) & np.uint32(1)
-    owners = tuple((np.flatnonzero(bits) + stream * view.sharing).tolist())
+    owners = tuple((np.flatnonzero(bits) + stream * view.sequences_per_stream).tolist())
     return Run(
         start=start,
         stop=stop,

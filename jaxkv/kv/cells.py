@@ -4,8 +4,9 @@ This table is the truth about a cache. It holds not one byte of keys or values, 
 (forgetting, forking, moving) costs the same whatever the model's size. What can be computed from it
 (how many cells are used, the first and last position of a sequence) is computed, never stored.
 
-Ranges of positions are `start` to `stop` - 1, `[]` int32: a negative start means 0, a negative stop
-no end, and a stop of 0 an empty range. Ids are `[]` int32; one that is no sequence changes nothing.
+Ranges of positions are `start` to `stop` - 1, `[]` int32: a negative start means 0, a
+negative stop no end, and a stop of 0 an empty range. Ids are `[]` int32; one that is no sequence
+changes nothing.
 """
 
 from collections.abc import Callable
@@ -97,7 +98,7 @@ class Cells:
         return self.evicted_below.shape[0]
 
     @property
-    def sharing(self) -> int:
+    def sequences_per_stream(self) -> int:
         """Q // S, the number of sequences that share a stream."""
         return self.sequences // self.streams
 
@@ -134,7 +135,7 @@ def home(cells: Cells, seq: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]
     Each has the shape of `seq`; streams and words are int32, bits uint32. An id that is no sequence
     gets some home too, and must be masked.
     """
-    stream, local = divided(seq, cells.sharing)
+    stream, local = divided(seq, cells.sequences_per_stream)
     word, bit = divided(local, WORD)
     return stream, word, bit.astype(jnp.uint32)
 
@@ -177,11 +178,11 @@ def lasts(cells: Cells, asked: jax.Array) -> jax.Array:
     The sequences of a word lie side by side, so that all are compared with a cell at once: a pass
     for each word with a sequence that was asked for, instead of one for each sequence.
     """
-    if cells.sharing == 1:
+    if cells.sequences_per_stream == 1:
         return jnp.max(cells.position, axis=1)
     streams, words, _ = cells.owners.shape
     asked = asked.reshape(streams, -1)
-    asked = jnp.pad(asked, [(0, 0), (0, words * WORD - cells.sharing)])
+    asked = jnp.pad(asked, [(0, 0), (0, words * WORD - cells.sequences_per_stream)])
     asked = jnp.any(asked.reshape(streams, words, WORD), axis=(0, 2))
     # Elsewhere than on a processor turns of a loop cost more than they save.
     found = jax.lax.platform_dependent(
@@ -191,7 +192,7 @@ def lasts(cells: Cells, asked: jax.Array) -> jax.Array:
         cpu=partial(_lasts_by, min(BLOCK, cells.num_cells)),
         default=partial(_lasts_by, cells.num_cells),
     )
-    return found.reshape(streams, -1)[:, : cells.sharing].reshape(-1)
+    return found.reshape(streams, -1)[:, : cells.sequences_per_stream].reshape(-1)
 
 
 def _lasts_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Array) -> jax.Array:
@@ -223,7 +224,7 @@ def free(cells: Cells) -> jax.Array:
     return cells.position == EMPTY
 
 
-def used(cells: Cells) -> jax.Array:
+def num_used_cells(cells: Cells) -> jax.Array:
     """Return how many cells hold a token, over all streams; `[]` int32."""
     return jnp.sum(~free(cells), dtype=jnp.int32)
 
@@ -355,8 +356,8 @@ def alike(cells: Cells, partner: jax.Array) -> jax.Array:
       partner: `[Q]` int32, the number of the other one within the stream, its own where none is
         asked about.
     """
-    partner = partner.reshape(cells.streams, cells.sharing)
-    own = jnp.arange(cells.sharing, dtype=jnp.int32)[None]
+    partner = partner.reshape(cells.streams, cells.sequences_per_stream)
+    own = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
 
     def held_by(local: jax.Array) -> jax.Array:
         word, bit = divided(local, WORD)
@@ -386,8 +387,8 @@ def digest(cells: Cells) -> jax.Array:
     found = jnp.sum(cell, axis=1, dtype=jnp.uint32)
     if cells.window is None:
         return found
-    marks = cells.evicted_below.reshape(cells.streams, cells.sharing)
-    sequence = chained(jnp.broadcast_to(jnp.arange(cells.sharing), marks.shape), marks)
+    marks = cells.evicted_below.reshape(cells.streams, cells.sequences_per_stream)
+    sequence = chained(jnp.broadcast_to(jnp.arange(cells.sequences_per_stream), marks.shape), marks)
     return summed(found, jnp.sum(sequence, axis=1, dtype=jnp.uint32))
 
 

@@ -69,7 +69,7 @@ def make_kv_cache(
         values that are written are zero. Take another dtype to train.
       rope: how keys were rotated when they come in, for all layers or one for each; None where
         keys carry no position. Left out, all works that moves no keys: `seq_add`, `seq_div`,
-        `loops.slide` and `loops.extend` raise.
+        `loops.context_shift` and `loops.self_extend` raise.
       placement: which cells a ubatch may get: "scattered", any, the lowest first; "contiguous", one
         run of neighbours, which is refused when there is room but no run (see `compact`);
         "striped", any, a few from each of `shards` runs in turn, so that on a mesh that splits

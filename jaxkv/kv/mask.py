@@ -38,7 +38,7 @@ def sight_of(
     Raises:
       ValueError: when they may, and a token may belong to several sequences.
     """
-    if ubatch.others is not None and not (causal and visible_until is None):
+    if ubatch.shared_with is not None and not (causal and visible_until is None):
         raise ValueError(
             "wanted causal attention without visible_until, or tokens of one sequence each: "
             "several sequences of a token do not share what comes after it"
@@ -49,7 +49,7 @@ def sight_of(
     bit = jnp.where(looks, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
     # More tokens than sequences are those of prompts, several of which see the same tiles.
-    tiled = cells.placement == "tiled" and at.shape[1] <= cells.sharing
+    tiled = cells.placement == "tiled" and at.shape[1] <= cells.sequences_per_stream
     return Sight(
         position=cells.position,
         owners=cells.owners,

@@ -28,7 +28,7 @@ def hidden(cells: Cells) -> jax.Array:
     """Return which used cells no next token of any owner sees; `[S, N]` bool."""
     if cells.window is None:
         return jnp.zeros(cells.position.shape, bool)
-    if cells.sharing == 1:
+    if cells.sequences_per_stream == 1:
         end = jnp.maximum(jnp.max(cells.position, axis=1), cells.evicted_below - 1)
         return ~free(cells) & (cells.position < first_seen(cells.window, end + 1)[:, None])
 
@@ -49,7 +49,7 @@ def evict(cells: C, taken: jax.Array) -> C:
     What an owner keeps is dense from then on, and `evicted_below` says where it begins. Free cells
     may be among those taken: they have no position and no owner.
     """
-    if cells.sharing == 1:
+    if cells.sequences_per_stream == 1:
         end = jnp.max(jnp.where(taken, cells.position, EMPTY), axis=1)
         cells = replace(cells, evicted_below=jnp.maximum(cells.evicted_below, end + 1))
         gone = (cells.position < cells.evicted_below[:, None]) & (end > EMPTY)[:, None]

@@ -79,11 +79,11 @@ def admit(cells: Cells, wanted: jax.Array) -> Room:
     room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None:
         all_fit = wanted >= 0
-        room = jnp.broadcast_to(room[:, None], (cells.streams, cells.sharing))
+        room = jnp.broadcast_to(room[:, None], (cells.streams, cells.sequences_per_stream))
         return Room(all_fit, all_fit, room.reshape(-1))
     fits = _smallest_first(wanted, room)
     taken = jnp.where(fits, wanted, 0).reshape(cells.streams, -1)
-    left = jnp.repeat(room - jnp.sum(taken, axis=1, dtype=jnp.int32), cells.sharing)
+    left = jnp.repeat(room - jnp.sum(taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream)
     if cells.placement == "contiguous":
         return Room(fits, _smallest_first(wanted, longest_run(open_cells)), left)
     return Room(fits, fits, left)
@@ -195,7 +195,7 @@ def _in_turn(cells: Cells, ubatch: Ubatch, all_streams: bool) -> tuple[jax.Array
     valid = ubatch.valid.reshape(streams.size, -1)
     turn = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
     total = turn[:, -1]
-    if not all_streams and cells.sharing > 1:
+    if not all_streams and cells.sequences_per_stream > 1:
         beside = streams[:, None] == streams[None]
         ahead = beside & (ubatch.row_sequence[:, None] > ubatch.row_sequence[None])
         turn += jnp.sum(jnp.where(ahead, total[None], 0), axis=1, dtype=jnp.int32)[:, None]
@@ -328,8 +328,8 @@ def _owners(cells: Cells, ubatch: Ubatch) -> jax.Array:
         return jnp.where(words[None, None] == word[..., None], jnp.uint32(1) << bit[..., None], 0)
 
     owners = owned(ubatch.sequences)
-    if ubatch.others is not None:
-        for other in jnp.unstack(ubatch.others, axis=-1):
+    if ubatch.shared_with is not None:
+        for other in jnp.unstack(ubatch.shared_with, axis=-1):
             owners |= jnp.where(other[..., None] >= 0, owned(jnp.maximum(other, 0)), 0)
     return owners
 

@@ -254,7 +254,7 @@ def _as_it_looks(ubatch: Ubatch) -> Ubatch:
     Sequences that share a token own the same source, or the plan was refused: one looks for all.
     """
     no_more = jnp.zeros_like(ubatch.more)  # the source is whole, however the text is cut
-    return replace(ubatch, slots=ubatch.slots.looks, others=None, more=no_more)
+    return replace(ubatch, slots=ubatch.slots.looks, shared_with=None, more=no_more)
 
 
 def _check_until(visible_until: Any) -> None:

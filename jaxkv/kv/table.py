@@ -90,9 +90,9 @@ class CellTable(Cells, CacheTable):
         """See `by_stream.endings`."""
         return endings(self, sequences, contents)
 
-    def used(self) -> jax.Array:
-        """See `cells.used`."""
-        return cells.used(self)
+    def num_used_cells(self) -> jax.Array:
+        """See `cells.num_used_cells`."""
+        return cells.num_used_cells(self)
 
     def inspect(self, present: jax.Array) -> Findings:
         """See `slots.inspect`."""
@@ -138,7 +138,7 @@ class CellTable(Cells, CacheTable):
         """See `cells.copy` within a stream; between streams `copy`, and in groups `transfer`."""
         if buffers is None:
             return cells.copy(self, src, dst, p0, p1), None
-        if self.sharing == 1:
+        if self.sequences_per_stream == 1:
             return copy.copy_between(self, buffers, src, dst, p0, p1)
         return transfer.carry_out(self, buffers, transfer.to_copy(self, src, dst, p0, p1))
 
@@ -155,7 +155,7 @@ class CellTable(Cells, CacheTable):
         """See `cells.select` within a stream; between streams `copy`, and in groups `transfer`."""
         if buffers is None:
             return cells.select(self, parents, targets), None
-        if self.sharing == 1:
+        if self.sequences_per_stream == 1:
             return copy.select_between(self, buffers, parents, targets)
         return transfer.carry_out(self, buffers, transfer.to_select(self, parents, targets))
 

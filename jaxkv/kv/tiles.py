@@ -92,7 +92,7 @@ def in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> jax.Array:
         pool = jax.tree.map(lambda x: x[ubatch.row_stream], pool)
         valid = (beside[..., None] & valid[None]).reshape(len(valid), -1)
         sequences = jnp.broadcast_to(sequences.reshape(1, -1), valid.shape)
-    slots = jax.vmap(partial(choose, count=cells.sharing))(pool, sequences, valid)
+    slots = jax.vmap(partial(choose, count=cells.sequences_per_stream))(pool, sequences, valid)
     if not all_streams:
         rows = jnp.arange(len(slots))
         slots = slots.reshape(len(slots), *ubatch.valid.shape)[rows, rows]

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.loops.drafts import Guess
-from jaxkv.loops.drawing import Sampler, adjusted_by, draw, draw_key
+from jaxkv.loops.drafts import DraftTokens
+from jaxkv.loops.drawing import Sampler, adjust_logits, draw, draw_key
 from jaxkv.loops.picking import logprob_of
 from jaxkv.loops.rows import chosen
 from jaxkv.loops.state import DecodeState
@@ -16,7 +16,7 @@ from jaxkv.loops.state import DecodeState
 def verify(
     sampler: Sampler,
     logits: jax.Array,
-    guess: Guess,
+    draft: DraftTokens,
     state: DecodeState,
     ok: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
@@ -25,7 +25,7 @@ def verify(
     Args:
       sampler: what adjusts the logits.
       logits: `[T, n + 1, V]` float32.
-      guess: of n tokens.
+      draft: of n tokens.
       state: how far the texts have come.
       ok: `[T]` bool, the texts that go on.
 
@@ -35,18 +35,18 @@ def verify(
     """
     places = logits.shape[1]
     more = [(0, 0), (0, 1)]
-    valid = jnp.pad(guess.valid, more)
-    guesses = jnp.pad(guess.tokens, more)
-    drawn_from = guess.adjusted
+    valid = jnp.pad(draft.valid, more)
+    guesses = jnp.pad(draft.tokens, more)
+    drawn_from = draft.adjusted
     if drawn_from is not None:
         drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*more, (0, 0)]), 1, 0)
 
     def place(carry: tuple, one: tuple) -> tuple:
         holds, adjusting = carry
         i, logits, guessed, valid, drawn_from = one
-        adjusted = adjusted_by(sampler, logits, adjusting)
-        if sampler.draws:
-            number = state.draw + i
+        adjusted = adjust_logits(sampler, logits, adjusting)
+        if sampler.is_random:
+            number = state.draw_index + i
             keys = draw_key(state.key, number, 1)
             accepted, rest = _compared(adjusted, guessed, drawn_from, keys)
             adjusted = jnp.where(valid[:, None], rest, adjusted)
@@ -54,13 +54,13 @@ def verify(
             token = jnp.where(valid & accepted, guessed, token)
         else:
             token = draw(sampler, adjusted, state.key)
-        adjusting = chosen(holds & (token >= 0), sampler.follow(adjusting, token), adjusting)
+        adjusting = chosen(holds & (token >= 0), sampler.update(adjusting, token), adjusting)
         found = token, logprob_of(logits, token, holds), holds
         return (holds & valid & (token == guessed), adjusting), found
 
     turns = jnp.arange(places, dtype=jnp.int32)
     by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, valid))
-    begun = ok, state.adjusting
+    begun = ok, state.sampler_state
     (_, adjusting), found = jax.lax.scan(place, begun, (turns, *by_place, drawn_from))
     tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
     return tokens, logprobs, holds, adjusting
@@ -69,7 +69,7 @@ def verify(
 def verify_branches(
     sampler: Sampler,
     logits: jax.Array,
-    guess: Guess,
+    draft: DraftTokens,
     state: DecodeState,
     ok: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Any, jax.Array]:
@@ -83,17 +83,17 @@ def verify_branches(
       sampler: what adjusts the logits.
       logits: `[T, 1 + k * n, V]` float32: after the last token, and after each token of a branch,
         those that an earlier branch has too left out.
-      guess: of tokens `[T, k, n]`.
+      draft: of tokens `[T, k, n]`.
       state: how far the texts have come.
       ok: `[T]` bool, the texts that go on.
 
     Returns:
       What `verify` does; and the branch that was followed, `[T]` int32.
     """
-    length = guess.tokens.shape[2]
+    length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]
-    offers = (jnp.moveaxis(jnp.pad(x, pad), 2, 0) for x in (guess.tokens, guess.valid))
-    drawn_from = guess.adjusted
+    offers = (jnp.moveaxis(jnp.pad(x, pad), 2, 0) for x in (draft.tokens, draft.valid))
+    drawn_from = draft.adjusted
     if drawn_from is not None:
         drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*pad, (0, 0)]), 2, 0)
 
@@ -104,9 +104,9 @@ def verify_branches(
         branch = jnp.argmax(alive, axis=1).astype(jnp.int32)
         node = jnp.where(i == 0, 0, branch * length + i)
         here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
-        adjusted = adjusted_by(sampler, here, adjusting)
-        number = state.draw + i
-        if drawn_from is None or not sampler.draws:
+        adjusted = adjust_logits(sampler, here, adjusting)
+        number = state.draw_index + i
+        if drawn_from is None or not sampler.is_random:
             token = draw(sampler, adjusted, draw_key(state.key, number))
         else:
             q = jnp.take_along_axis(drawn_from, branch[:, None, None], axis=1)[:, 0]
@@ -114,13 +114,13 @@ def verify_branches(
             held, rest = _first_to_hold(adjusted, offered, alive & valid, q, keys)
             token = draw(sampler, rest, draw_key(state.key, number, 0))
             token = jnp.where(held >= 0, held, token)
-        adjusting = chosen(holds & (token >= 0), sampler.follow(adjusting, token), adjusting)
+        adjusting = chosen(holds & (token >= 0), sampler.update(adjusting, token), adjusting)
         found = token, logprob_of(here, token, holds), holds
         follows = alive & valid & (offered == token[:, None])
         holds &= jnp.any(follows, axis=1)
         return (holds, jnp.where(holds[:, None], follows, alive), adjusting), found
 
-    begun = ok, jnp.ones(guess.tokens.shape[:2], bool), state.adjusting
+    begun = ok, jnp.ones(draft.tokens.shape[:2], bool), state.sampler_state
     turns = jnp.arange(length + 1, dtype=jnp.int32)
     (_, alive, adjusting), found = jax.lax.scan(place, begun, (turns, *offers, drawn_from))
     tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)

@@ -23,14 +23,14 @@ from jaxkv.loops.requests import (
     checked_limits,
     checked_request,
 )
-from jaxkv.loops.rules import Rule
+from jaxkv.loops.rules import Constraint
 from jaxkv.loops.runner import Outcome, Runner
 from jaxkv.loops.scheduling import Schedule
 from jaxkv.places import count
 from jaxkv.plan import Reason
 from jaxkv.prefix import Store
 
-__all__ = ["Engine", "Finish", "Request", "Result", "Rule", "serve"]
+__all__ = ["Engine", "Finish", "Request", "Result", "Constraint", "serve"]
 
 USUAL = ("temperature", "top_k", "top_p", "min_p")
 """The options that requests may have by default: penalties cost something in every step."""
@@ -56,10 +56,11 @@ class Engine:
       params: whatever the model wants.
       cache: an empty cache; it is given up, and `engine.cache` is the current cache. The cells
         of a stream are for all of its sequences. It may hold what the store holds.
-      stop: `[n]` int32, the tokens that end every text.
+      stop_tokens: `[n]` int32, the tokens that end every text.
       chunk: the most tokens of prompts that are computed at once. A running text waits for one
         chunk between two tokens at most.
-      steps: the most tokens of each text that are generated before the host looks at them.
+      tokens_per_step: the most tokens of each text that are generated before the host looks at
+        them.
       reserve: whether a request is let in only when the cells for its prompt and limit are promised
         to no other. Otherwise it is let in when there is room for now, and where cells run out the
         youngest text gives way: it waits again, and is computed anew.
@@ -67,9 +68,9 @@ class Engine:
         Penalties must be asked for.
       last_n: how many tokens penalties count.
       most_stops: the most stop tokens that a request may have of its own.
-      rule: what may come next in the texts whose requests have a `rule_state`, such as a grammar.
-        It is looked at in every step, whichever texts run, and its states go to the host and back
-        with each call: keep them small.
+      constraint: what may come next in the texts whose requests have a `rule_state`, such as a
+        grammar. It is looked at in every step, whichever texts run, and its states go to the host
+        and back with each call: keep them small.
       store: what `prefix.make_store` made for this cache; from then on `engine.store`. A prompt
         that begins with a text in it computes only the rest. Each text is remembered when it ends,
         and where prompts part that begin alike; a prompt waits for one that is on its way in and
@@ -90,9 +91,9 @@ class Engine:
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> engine = loops.batching.Engine(forward, jnp.eye(4), cache, stop=[3], chunk=8)
+      >>> engine = loops.batching.Engine(forward, jnp.eye(4), cache, stop_tokens=[3], chunk=8)
       >>> request = loops.batching.Request
-      >>> ids = [engine.submit(request(prompt=[n], limit=n + 1)) for n in (1, 3, 0)]
+      >>> ids = [engine.submit(request(prompt=[n], max_new_tokens=n + 1)) for n in (1, 3, 0)]
       >>> for result in engine.results():
       ...     print(result.id, result.tokens.tolist(), result.reason.name)
       0 [2, 3] STOP
@@ -101,12 +102,12 @@ class Engine:
 
       What can never fit is refused at once, and nothing is left of what has ended:
 
-      >>> engine.submit(request(prompt=[1, 2, 3], limit=7))
+      >>> engine.submit(request(prompt=[1, 2, 3], max_new_tokens=7))
       Traceback (most recent call last):
       ...
       ValueError: wanted cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, \
 which this cache never has: ask for less, or make a larger one
-      >>> used(engine.cache).item()
+      >>> num_used_cells(engine.cache).item()
       0
 
       With a store a prompt is computed once, but for its last token, which gives the logits:
@@ -114,7 +115,7 @@ which this cache never has: ask for less, or make a larger one
       >>> store = prefix.make_store(cache := engine.cache, holders=[1])
       >>> engine = loops.batching.Engine(forward, jnp.eye(4), cache, store=store, chunk=8)
       >>> for _ in range(2):
-      ...     _ = engine.submit(request(prompt=[0, 1, 2], limit=2))
+      ...     _ = engine.submit(request(prompt=[0, 1, 2], max_new_tokens=2))
       ...     print(next(engine.results()).found)
       Found(length=0, miss=<Miss.UNKNOWN: 1>)
       Found(length=2, miss=<Miss.NONE: 0>)
@@ -126,14 +127,14 @@ which this cache never has: ask for less, or make a larger one
         params: Any,
         cache: Cache,
         *,
-        stop: Any = (),
+        stop_tokens: Any = (),
         chunk: int | None = None,
-        steps: int = 8,
+        tokens_per_step: int = 8,
         reserve: bool = True,
         allow: Collection[str] = USUAL,
         last_n: int = 64,
         most_stops: int = 4,
-        rule: Rule | None = None,
+        constraint: Constraint | None = None,
         store: Store | None = None,
     ):
         if not callable(forward):
@@ -148,13 +149,13 @@ which this cache never has: ask for less, or make a larger one
         self._limits = checked_limits(
             table.spec,
             chunk=chunk,
-            steps=steps,
+            tokens_per_step=tokens_per_step,
             allow=allow,
             last_n=last_n,
             most_stops=most_stops,
-            rule=rule,
+            constraint=constraint,
         )
-        self._runner = Runner(forward, params, cache, stop=stop, limits=self._limits)
+        self._runner = Runner(forward, params, cache, stop_tokens=stop_tokens, limits=self._limits)
         self._prefixes = Prefixes(self._runner, store)
         self._schedule = Schedule(
             table, limits=self._limits, reserve=reserve, prefixes=self._prefixes
@@ -329,7 +330,9 @@ which this cache never has: ask for less, or make a larger one
         if self._schedule.feeding:
             return 1
         lefts = [text.left for text in running]
-        return min(self._limits.steps, min(lefts) if self._schedule.any_waits else max(lefts))
+        return min(
+            self._limits.tokens_per_step, min(lefts) if self._schedule.any_waits else max(lefts)
+        )
 
     def _take(
         self, texts: list[Progress], allowed: dict[int, int], outcome: Outcome

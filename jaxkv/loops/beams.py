@@ -26,15 +26,15 @@ from jaxkv.tables import whole
 from jaxkv.verbs.edit import seq_rm, seq_select
 
 
-class Beams(NamedTuple):
+class BeamResult(NamedTuple):
     """The W best texts that a search has found, the best one first.
 
     tokens: `[W, n]` int32, -1 where a text has ended.
     scores: `[W]` float32, the logarithm of the probability of each text after the prompt, which is
       the sum over its tokens; -inf where fewer texts were found.
     lengths: `[W]` int32, the tokens of each text, its stop token included.
-    held: `[W]` int32, how many tokens of a text its sequence holds after the prompt; -1 where the
-      sequence holds nothing, not even the prompt.
+    num_cached: `[W]` int32, how many tokens of a text its sequence holds after the prompt; -1 where
+      the sequence holds nothing, not even the prompt.
     reason: `[]` int32, a `Reason`: why the cache refused a step, or NONFINITE_LOGITS of a beam,
       either of which ended the search; else OK.
     """
@@ -42,7 +42,7 @@ class Beams(NamedTuple):
     tokens: jax.Array
     scores: jax.Array
     lengths: jax.Array
-    held: jax.Array
+    num_cached: jax.Array
     reason: jax.Array
 
 
@@ -52,20 +52,21 @@ def beam(
     cache: Cache,
     logits: Any,
     *,
-    width: int,
-    steps: int,
-    stop: Any = (),
+    num_beams: int,
+    num_tokens: int,
+    stop_tokens: Any = (),
     sequences: Any = None,
-    penalty: Any = 1.0,
+    length_penalty: Any = 1.0,
     donate: bool = False,
-) -> tuple[Cache, Beams]:
+) -> tuple[Cache, BeamResult]:
     """Search for the W most probable texts of up to n tokens after a prompt.
 
     A step continues each beam with each token of the vocabulary. Of these W * V candidates:
 
     - the W best by score that do not end with a stop token are the beams of the next step;
     - those that do end with one, and are among the W best of all candidates, are ended texts. Of
-      all ended texts the W best by rank are kept, where the rank is `score / length ** penalty`.
+      all ended texts the W best by rank are kept, where the rank is
+      `score / length ** length_penalty`.
 
     Among equals the one of the better beam comes first, then that of the lower token. A token whose
     logit is -inf continues nothing. The search ends after n tokens, when the cache refuses a step,
@@ -78,12 +79,12 @@ def beam(
       params: whatever the model wants.
       cache: the cache after the prompt, which stands in the first of `sequences`.
       logits: `[V]` or `[1, V]`, those of the last token of the prompt.
-      width: W, static. A step is one token for each of W sequences.
-      steps: n, the most tokens of a text, static.
-      stop: `[n]` int32, the tokens that end a text; -1 pads.
+      num_beams: W, static. A step is one token for each of W sequences.
+      num_tokens: n, the most tokens of a text, static.
+      stop_tokens: `[n]` int32, the tokens that end a text; -1 pads.
       sequences: `[W]` int32, where the beams stand; by default 0 to W - 1. What the others but the
         first one hold is forgotten. Where sequences share several streams, all are of one stream.
-      penalty: how much length counts in a rank: 0 for not at all, more for longer texts.
+      length_penalty: how much length counts in a rank: 0 for not at all, more for longer texts.
       donate: give up the buffers of the cache passed in, see `prefill`.
 
     Returns:
@@ -96,9 +97,9 @@ def beam(
     Raises:
       ValueError: when the logits are not those of one token; when there are not W sequences, or one
         is known and comes twice or is none of the cache; when they are not known to be of one
-        stream though sequences share several; when `width` or `steps` is below 1; when the penalty
-        is not one number; when a known cache holds no prompt in the first sequence; or when the
-        cache was donated. It is raised before anything runs.
+        stream though sequences share several; when `num_beams` or `num_tokens` is below 1; when the
+        penalty is not one number; when a known cache holds no prompt in the first sequence; or when
+        the cache was donated. It is raised before anything runs.
 
     Examples:
       A model that says the next number, or less likely the one after it; 3 ends a text, and length
@@ -112,31 +113,38 @@ def beam(
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([0]))
       >>> cache, beams = loops.beam(
-      ...     forward, jnp.eye(4), cache, logits, width=2, steps=3, stop=[3], penalty=0.0
+      ...     forward,
+      ...     jnp.eye(4),
+      ...     cache,
+      ...     logits,
+      ...     num_beams=2,
+      ...     num_tokens=3,
+      ...     stop_tokens=[3],
+      ...     length_penalty=0.0,
       ... )
       >>> beams.tokens.tolist(), beams.lengths.tolist()
       ([[1, 2, 3], [1, 3, -1]], [3, 2])
-      >>> beams.held.tolist(), seq_pos_max(cache, [0, 1]).tolist()
+      >>> beams.num_cached.tolist(), seq_pos_max(cache, [0, 1]).tolist()
       ([2, 1], [2, 1])
 
-    Hugging Face: `generate(num_beams=W, length_penalty=penalty, early_stopping="never")`, whose
-    `sequences_scores` are ranks. llama.cpp: none; it had `llama_beam_search` once.
+    Hugging Face: `generate(num_beams=W, length_penalty=length_penalty, early_stopping="never")`,
+    whose `sequences_scores` are ranks. llama.cpp: none; it had `llama_beam_search` once.
     """
-    width, steps = count(width, "width"), count(steps, "steps")
-    logits, stop = _row(logits), integers(listed(stop), "stop")
-    if np.ndim(stop) != 1:
-        raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(stop)}")
-    sequences = _checked(split(cache)[0].spec, sequences, width)
-    if np.ndim(penalty) or (is_concrete(penalty) and not np.isfinite(penalty)):
-        raise ValueError(f"wanted one finite number for penalty, got {penalty}")
-    penalty = jnp.asarray(penalty, jnp.float32)
-    args = logits, stop, sequences, penalty
+    num_beams, num_tokens = count(num_beams, "num_beams"), count(num_tokens, "num_tokens")
+    logits, stop_tokens = _row(logits), integers(listed(stop_tokens), "stop_tokens")
+    if np.ndim(stop_tokens) != 1:
+        raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(stop_tokens)}")
+    sequences = _checked(split(cache)[0].spec, sequences, num_beams)
+    if np.ndim(length_penalty) or (is_concrete(length_penalty) and not np.isfinite(length_penalty)):
+        raise ValueError(f"wanted one finite number for length_penalty, got {length_penalty}")
+    length_penalty = jnp.asarray(length_penalty, jnp.float32)
+    args = logits, stop_tokens, sequences, length_penalty
     if is_traced(params, cache, args):
-        return _search(forward, params, cache, *args, steps=steps)
+        return _search(forward, params, cache, *args, num_tokens=num_tokens)
     check_begun(split(cache)[0], sequences[:1], np.ones(1, bool))
     table, buffers = given(cache, donate)
     search = program_of(_searching, forward)
-    table, buffers, beams = search(params, table, buffers, *args, steps=steps)
+    table, buffers, beams = search(params, table, buffers, *args, num_tokens=num_tokens)
     return merge(table, buffers), beams
 
 
@@ -151,31 +159,32 @@ def _row(logits: Any) -> Any:
     return logits.reshape(1, -1)
 
 
-def _checked(spec: TableSpec, sequences: Any, width: int) -> Any:
+def _checked(spec: TableSpec, sequences: Any, num_beams: int) -> Any:
     """Return the sequences of the beams, `[W]` int32, or raise."""
-    if width > spec.sequences:
+    if num_beams > spec.sequences:
         raise ValueError(
-            f"wanted a width of at most {spec.sequences}, a sequence for each beam, got {width}"
+            f"wanted num_beams of at most {spec.sequences}, a sequence for each beam, "
+            f"got {num_beams}"
         )
-    ids = np.arange(width, dtype=np.int32) if sequences is None else sequences
+    ids = np.arange(num_beams, dtype=np.int32) if sequences is None else sequences
     ids = spec.sequence_ids(ids)
-    if np.shape(ids) != (width,):
-        raise ValueError(f"wanted sequences [{width}], one for each beam, got {np.shape(ids)}")
+    if np.shape(ids) != (num_beams,):
+        raise ValueError(f"wanted sequences [{num_beams}], one for each beam, got {np.shape(ids)}")
     check_once(ids)
     if spec.has_shared_streams and not within_streams(spec, ids[:1], ids):
         got = np.asarray(ids).tolist() if is_concrete(ids) else "traced ones"
         raise ValueError(
-            f"wanted sequences of one stream of {spec.sharing} for the beams, "
+            f"wanted sequences of one stream of {spec.sequences_per_stream} for the beams, "
             f"since another may lack the cells for a copy, got {got}: pass sequences="
         )
     return ids
 
 
 def _searching(forward: Callable[[], Forward]) -> Any:
-    @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
-    def search(params: Any, table: Any, buffers: Any, *args: Any, steps: int) -> tuple:
+    @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
+    def search(params: Any, table: Any, buffers: Any, *args: Any, num_tokens: int) -> tuple:
         cache = merge(table, buffers)
-        cache, beams = _search(forward(), params, cache, *args, steps=steps)
+        cache, beams = _search(forward(), params, cache, *args, num_tokens=num_tokens)
         return *split(cache), beams
 
     return search
@@ -186,12 +195,12 @@ def _search(
     params: Any,
     cache: Cache,
     logits: jax.Array,
-    stop: jax.Array,
+    stop_tokens: jax.Array,
     sequences: jax.Array,
-    penalty: jax.Array,
+    length_penalty: jax.Array,
     *,
-    steps: int,
-) -> tuple[Cache, Beams]:
+    num_tokens: int,
+) -> tuple[Cache, BeamResult]:
     """Do what `beam` says, as a part of the program that is being traced.
 
     The logits are `[1, V]`, the sequences `[W]` int32, and the penalty is `[]` float32.
@@ -207,20 +216,20 @@ def _search(
         token = search.living.tokens[:, search.length - 1]
         plan = plan_next(table, token[:, None], sequences, exist(search.living)[:, None])
         cache, logits = take_step(forward, params, cache, plan.ubatches[0])
-        parents, chosen = choose(search, logits, stop, penalty)
+        parents, chosen = choose(search, logits, stop_tokens, length_penalty)
         cache, _ = seq_select(cache, sequences[jnp.where(plan.ok, parents, rows)], sequences)
         refused = search._replace(reason=jnp.max(plan.reason[sequences]))
         return cache, jax.tree.map(partial(jnp.where, plan.ok), chosen, refused)
 
-    first = begun(rows.size, steps)
+    first = begun(rows.size, num_tokens)
     logits = jnp.broadcast_to(logits, (rows.size, logits.shape[1]))
-    _, search = choose(first, logits, stop, penalty)
+    _, search = choose(first, logits, stop_tokens, length_penalty)
     cache, search = jax.lax.while_loop(
-        lambda carry: goes_on(carry[1], penalty), body, (cache, search)
+        lambda carry: goes_on(carry[1], length_penalty), body, (cache, search)
     )
-    found = best(search.ended, search.living, penalty)
+    found = best(search.ended, search.living, length_penalty)
     cache, held = _settled(cache, search, found, sequences, begins)
-    return cache, whole(split(cache)[0], Beams(*found, held, search.reason))
+    return cache, whole(split(cache)[0], BeamResult(*found, held, search.reason))
 
 
 def _settled(
@@ -236,7 +245,7 @@ def _settled(
       begins: `[]` int32, the position of the first token after the prompt.
 
     Returns:
-      The cache; and `[W]` int32, see `Beams.held`.
+      The cache; and `[W]` int32, see `BeamResult.num_cached`.
     """
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxkv.cache import Cache, split
 from jaxkv.donation import check_there
-from jaxkv.loops.drawing import Sampler, adjusted_by, draw, draw_key
+from jaxkv.loops.drawing import Sampler, adjust_logits, draw, draw_key
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.rows import chosen, padded
 from jaxkv.loops.state import DecodeState, ends
@@ -23,7 +23,7 @@ from jaxkv.planning.step import plan_next
 from jaxkv.verbs.edit import seq_rm
 
 
-class Guess(NamedTuple):
+class DraftTokens(NamedTuple):
     """What may come next, for T texts.
 
     tokens: `[T, n]` int32; or `[T, k, n]`, k branches, which may begin alike.
@@ -38,19 +38,19 @@ class Guess(NamedTuple):
     adjusted: jax.Array | None
 
 
-class Draft(ABC):
-    """Guesses tokens; `lookup` and `draft_model` make two kinds, and subclasses are others.
+class Drafter(ABC):
+    """Guesses tokens; `prompt_lookup` and `draft_model` make two kinds, and subclasses are others.
 
-    tries: n, the most tokens of a guess, static.
-    branches: k, how many ways each guess offers to go on, static; by default 1.
+    num_draft_tokens: n, the most tokens of a guess, static.
+    num_branches: k, how many ways each guess offers to go on, static; by default 1.
     """
 
-    tries: int
-    branches: int = 1
+    num_draft_tokens: int
+    num_branches: int = 1
 
     @property
     @abstractmethod
-    def texts(self) -> int:
+    def batch_size(self) -> int:
         """T, how many texts it guesses for."""
 
     def check(self, cache: Cache) -> None:
@@ -58,9 +58,9 @@ class Draft(ABC):
         del cache
 
     @abstractmethod
-    def guess(
+    def propose(
         self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
-    ) -> tuple[Self, Guess]:
+    ) -> tuple[Self, DraftTokens]:
         """Guess what comes after the last token of each text.
 
         Args:
@@ -71,7 +71,7 @@ class Draft(ABC):
         """
 
     @abstractmethod
-    def follow(self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array) -> Self:
+    def update(self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array) -> Self:
         """Take in what came of a guess.
 
         Args:
@@ -86,54 +86,54 @@ class Draft(ABC):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lookup(Draft):
-    """What `lookup` makes. What its methods are given has the shapes that `Draft` says.
+class PromptLookup(Drafter):
+    """What `prompt_lookup` makes. What its methods are given has the shapes that `Drafter` says.
 
     recent: `[T, C]` int32, the last tokens of each text, as far as they are in its cache; the
       newest last, -1 where there were fewer.
     ngram: how many tokens must occur again, static.
-    tries: see `Draft`, static.
-    branches: see `Draft`, static.
+    num_draft_tokens: see `Drafter`, static.
+    num_branches: see `Drafter`, static.
     """
 
     recent: jax.Array  # [T, C]
     ngram: int = field(metadata={"static": True})
-    tries: int = field(metadata={"static": True})
-    branches: int = field(metadata={"static": True})
+    num_draft_tokens: int = field(metadata={"static": True})
+    num_branches: int = field(metadata={"static": True})
 
     @property
-    def texts(self) -> int:
+    def batch_size(self) -> int:
         """T, how many texts it guesses for."""
         return self.recent.shape[0]
 
-    def guess(
+    def propose(
         self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
-    ) -> tuple["Lookup", Guess]:
+    ) -> tuple["PromptLookup", DraftTokens]:
         """Guess that what came after the same tokens before comes again, the last times first."""
         del sampler, at
         text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
         length, n = text.shape[1], self.ngram
-        pad = jnp.pad(text, [(0, 0), (0, self.tries)], constant_values=-1)
+        pad = jnp.pad(text, [(0, 0), (0, self.num_draft_tokens)], constant_values=-1)
         # A place where the last n tokens occur: all of them are there, and one comes after them.
         same = [text[:, i : length - n + i] == text[:, length - n + i, None] for i in range(n)]
         found = jnp.all(jnp.stack(same), axis=0) & (text[:, : length - n] >= 0)
         tokens, valid = [], []
-        for _ in range(self.branches):
+        for _ in range(self.num_branches):
             number = jnp.arange(length - n, dtype=jnp.int32)[None]
             place = jnp.max(jnp.where(found, number, -1), axis=1)
-            after = jnp.maximum(place, 0)[:, None] + n + jnp.arange(self.tries)[None]
+            after = jnp.maximum(place, 0)[:, None] + n + jnp.arange(self.num_draft_tokens)[None]
             tokens.append(jnp.take_along_axis(pad, after, axis=1))
             valid.append((active & (place >= 0))[:, None] & (tokens[-1] >= 0))
-            if self.branches > 1:  # the next one is a place where something else came
-                came = [pad[:, n + i : length + i] for i in range(self.tries)]
+            if self.num_branches > 1:  # the next one is a place where something else came
+                came = [pad[:, n + i : length + i] for i in range(self.num_draft_tokens)]
                 found &= jnp.any(jnp.stack(came, axis=2) != tokens[-1][:, None], axis=2)
-        if self.branches == 1:
-            return self, Guess(tokens[0], valid[0], None)
-        return self, Guess(jnp.stack(tokens, axis=1), jnp.stack(valid, axis=1), None)
+        if self.num_branches == 1:
+            return self, DraftTokens(tokens[0], valid[0], None)
+        return self, DraftTokens(jnp.stack(tokens, axis=1), jnp.stack(valid, axis=1), None)
 
-    def follow(
+    def update(
         self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
-    ) -> "Lookup":
+    ) -> "PromptLookup":
         """Append what is in the cache now."""
         del sequences, at
         text = jnp.concatenate([self.recent, fed], axis=1)
@@ -141,14 +141,14 @@ class Lookup(Draft):
         return replace(self, recent=jnp.take_along_axis(text, index, axis=1))
 
 
-def lookup(
+def prompt_lookup(
     prompts: Sequence[Any],
     *,
     ngram: int = 2,
-    tries: int = 3,
+    num_draft_tokens: int = 3,
     recent: int = 512,
-    branches: int = 1,
-) -> Lookup:
+    num_branches: int = 1,
+) -> PromptLookup:
     """Guess by looking up where the last tokens of a text occurred before.
 
     It costs next to nothing and helps where texts repeat themselves or their prompts: edits,
@@ -157,10 +157,10 @@ def lookup(
     Args:
       prompts: for each text, `[T, n]` or a list of lists, its tokens so far.
       ngram: how many tokens must occur again, static.
-      tries: the most tokens of a guess, static.
+      num_draft_tokens: the most tokens of a guess, static.
       recent: C, how many of the last tokens are looked through, static.
-      branches: in how many ways a guess may go on, static: what came the last time, and the last
-        times before when something else came.
+      num_branches: in how many ways a guess may go on, static: what came the last time, and the
+        last times before when something else came.
 
     Returns:
       The draft, for `speculate`.
@@ -169,50 +169,58 @@ def lookup(
       ValueError: when a number is below 1, or `recent` is no more than `ngram`.
 
     Examples:
-      >>> draft = loops.lookup([[1, 2, 3, 4, 1]], recent=8)
+      >>> draft = loops.prompt_lookup([[1, 2, 3, 4, 1]], recent=8)
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
-      >>> state = loops.start(cache, [2])
-      >>> _, guess = draft.guess(None, state, jnp.array([True]), jnp.array([5]))
+      >>> state = loops.init_decode(cache, [2])
+      >>> _, guess = draft.propose(None, state, jnp.array([True]), jnp.array([5]))
       >>> guess.tokens.tolist(), guess.valid.tolist()
       ([[3, 4, 1]], [[True, True, True]])
 
       Two branches, since 1, 2 went on in two ways:
 
-      >>> draft = loops.lookup([[1, 2, 3, 1, 2, 4, 1]], tries=2, recent=8, branches=2)
-      >>> draft.guess(None, state, jnp.array([True]), jnp.array([7]))[1].tokens.tolist()
+      >>> draft = loops.prompt_lookup(
+      ...     [[1, 2, 3, 1, 2, 4, 1]], num_draft_tokens=2, recent=8, num_branches=2
+      ... )
+      >>> draft.propose(None, state, jnp.array([True]), jnp.array([7]))[1].tokens.tolist()
       [[[4, 1], [3, 1]]]
 
-    llama.cpp: `examples/lookup`.
+    llama.cpp: `examples/prompt_lookup`.
     """
-    ngram, tries, recent = count(ngram, "ngram"), count(tries, "tries"), count(recent, "recent")
-    branches = count(branches, "branches")
+    ngram, num_draft_tokens, recent = (
+        count(ngram, "ngram"),
+        count(num_draft_tokens, "num_draft_tokens"),
+        count(recent, "recent"),
+    )
+    num_branches = count(num_branches, "num_branches")
     if recent <= ngram:
         raise ValueError(f"wanted recent of more than ngram = {ngram} tokens, got {recent}")
     rows = jnp.asarray(padded(prompts, recent))
-    return Lookup(recent=rows, ngram=ngram, tries=tries, branches=branches)
+    return PromptLookup(
+        recent=rows, ngram=ngram, num_draft_tokens=num_draft_tokens, num_branches=num_branches
+    )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DraftModel(Draft):
-    """What `draft_model` makes. What its methods are given has the shapes that `Draft` says.
+class DraftModel(Drafter):
+    """What `draft_model` makes. What its methods are given has the shapes that `Drafter` says.
 
     params: of the model.
     cache: its own, in which the texts have the sequences that they have in the other one.
     unfed: `[T]` int32, the one token that the cache still lacks of what the other one holds, -1
       where it lacks none, or more.
     forward: the model, static.
-    tries: see `Draft`, static.
+    num_draft_tokens: see `Drafter`, static.
     """
 
     params: Any
     cache: Cache
     unfed: jax.Array  # [T]
     forward: Callable = field(metadata={"static": True})
-    tries: int = field(metadata={"static": True})
+    num_draft_tokens: int = field(metadata={"static": True})
 
     @property
-    def texts(self) -> int:
+    def batch_size(self) -> int:
         """T, as it was made for."""
         return self.unfed.shape[0]
 
@@ -226,9 +234,9 @@ class DraftModel(Draft):
                 f"of {got}"
             )
 
-    def guess(
+    def propose(
         self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
-    ) -> tuple["DraftModel", Guess]:
+    ) -> tuple["DraftModel", DraftTokens]:
         """Run the model, one token after another; the first step catches up with what it lacks.
 
         A text that its cache does not hold as far as the other one is not guessed for.
@@ -237,17 +245,17 @@ class DraftModel(Draft):
         active = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
         valid = active[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(active)], axis=1)
-        carry = self.cache, state.adjusting, state.token, active
+        carry = self.cache, state.sampler_state, state.token, active
 
         def step(carry: tuple, tokens: jax.Array, valid: jax.Array, i: jax.Array) -> tuple:
             cache, adjusting, _, going = carry
             plan = plan_next(split(cache)[0], tokens, state.sequence, valid & going[:, None])
             cache, logits = take_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
-            adjusted = adjusted_by(sampler, logits, adjusting)
-            token = draw(sampler, adjusted, draw_key(state.key, state.draw + i, 2))
+            adjusted = adjust_logits(sampler, logits, adjusting)
+            token = draw(sampler, adjusted, draw_key(state.key, state.draw_index + i, 2))
             going &= plan.ok & (token >= 0)
-            adjusting = chosen(going, sampler.follow(adjusting, token), adjusting)
+            adjusting = chosen(going, sampler.update(adjusting, token), adjusting)
             return (cache, adjusting, token, going), (token, going, adjusted)
 
         carry, first = step(carry, tokens, valid, jnp.int32(0))
@@ -255,16 +263,18 @@ class DraftModel(Draft):
         def again(carry: tuple, i: jax.Array) -> tuple:
             return step(carry, carry[2][:, None], jnp.ones_like(active)[:, None], i)
 
-        carry, rest = jax.lax.scan(again, carry, jnp.arange(1, self.tries, dtype=jnp.int32))
+        carry, rest = jax.lax.scan(
+            again, carry, jnp.arange(1, self.num_draft_tokens, dtype=jnp.int32)
+        )
         made = jax.tree.map(
             lambda one, others: jnp.moveaxis(jnp.concatenate([one[None], others]), 0, 1),
             first,
             rest,
         )
-        adjusted = made[2] if sampler.draws else None
-        return replace(self, cache=carry[0]), Guess(made[0], made[1], adjusted)
+        adjusted = made[2] if sampler.is_random else None
+        return replace(self, cache=carry[0]), DraftTokens(made[0], made[1], adjusted)
 
-    def follow(self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array) -> Self:
+    def update(self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array) -> Self:
         """Remove rejected tokens. If all were accepted, the last one is not in its cache yet."""
         cache, _ = seq_rm(self.cache, sequences, at + taken)
         lacking = at + taken - 1 - ends(split(cache)[0])[sequences]
@@ -274,7 +284,7 @@ class DraftModel(Draft):
 
 
 def draft_model(
-    forward: Forward, params: Any, cache: Cache, *, texts: int = 1, tries: int = 3
+    forward: Forward, params: Any, cache: Cache, *, batch_size: int = 1, num_draft_tokens: int = 3
 ) -> DraftModel:
     """Guess by a smaller model of the same vocabulary, which has a cache of its own.
 
@@ -282,9 +292,9 @@ def draft_model(
       forward: the model, see `prefill`; pass the same function every time.
       params: whatever it wants.
       cache: its cache after the same prompts, in the same sequences. One that keeps states must
-        keep `tries` earlier ones.
-      texts: T, how many texts there are.
-      tries: the most tokens of a guess, static.
+        keep `num_draft_tokens` earlier ones.
+      batch_size: T, how many texts there are.
+      num_draft_tokens: the most tokens of a guess, static.
 
     Returns:
       The draft, for `speculate`. Where its cache has no room for all texts that go on, they go on
@@ -297,17 +307,20 @@ def draft_model(
 
     llama.cpp: `examples/speculative`.
     """
-    tries, texts = count(tries, "tries"), count(texts, "texts")
+    num_draft_tokens, batch_size = (
+        count(num_draft_tokens, "num_draft_tokens"),
+        count(batch_size, "batch_size"),
+    )
     if not callable(forward):
         raise TypeError(f"wanted a function, got {type(forward)}")
-    check_rollback(cache, tries, "the draft's cache")
+    check_rollback(cache, num_draft_tokens, "the draft's cache")
     check_there(cache, what="the draft's cache")
     return DraftModel(
         params=params,
         cache=cache,
-        unfed=jnp.full(texts, -1, jnp.int32),
+        unfed=jnp.full(batch_size, -1, jnp.int32),
         forward=forward,
-        tries=tries,
+        num_draft_tokens=num_draft_tokens,
     )
 
 

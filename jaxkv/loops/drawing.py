@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Sampler:
-    """Adjusts logits; make one with `make_sampler` or `constrained`, or write a subclass.
+    """Adjusts logits; make one with `make_sampler` or `constrain`, or write a subclass.
 
     A subclass is a registered dataclass (`jax.tree_util.register_dataclass`). It says what it does
     in three methods, all pure: of T texts at once, and the same for each text whatever the others
@@ -15,11 +15,11 @@ class Sampler:
     """
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         """Whether a token is drawn from what is left; if not, the best one is taken."""
         return True
 
-    def start(self, prompts: Any) -> Any:
+    def init(self, prompts: Any) -> Any:
         """Return the state of T texts.
 
         Args:
@@ -42,7 +42,7 @@ class Sampler:
         del state
         return logits
 
-    def follow(self, state: Any, tokens: jax.Array) -> Any:
+    def update(self, state: Any, tokens: jax.Array) -> Any:
         """Return the state after one more token of each text, `[T]` int32; -1 where none came.
 
         Loops drop what it returns for a text that no token is picked for.
@@ -51,7 +51,7 @@ class Sampler:
         return state
 
 
-def a_sampler(sampler: Any) -> Sampler:
+def as_sampler(sampler: Any) -> Sampler:
     """Return a sampler, or raise a TypeError when it is none."""
     if not isinstance(sampler, Sampler):
         raise TypeError(
@@ -60,7 +60,7 @@ def a_sampler(sampler: Any) -> Sampler:
     return sampler
 
 
-def adjusted_by(sampler: Sampler, logits: jax.Array, state: Any) -> jax.Array:
+def adjust_logits(sampler: Sampler, logits: jax.Array, state: Any) -> jax.Array:
     """Return what a sampler leaves of logits, `[T, V]`; NaN for a text whose logits are broken.
 
     A filter could hide a NaN, and the text would go on with what its model has no answer to.
@@ -96,7 +96,7 @@ def draw(sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:
     >>> loops.sampling.draw(best, logits, keys).tolist()
     [1, -1, -1]
     """
-    if sampler.draws:
+    if sampler.is_random:
         # Noise belongs to a token and not to its rank, so that two which change places by rounding
         # do not change the draw.
         noise = jax.vmap(lambda key: jax.random.gumbel(key, adjusted.shape[1:]))(keys)

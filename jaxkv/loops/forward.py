@@ -18,7 +18,7 @@ Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
 """`(params, cache, ubatch) -> cache, logits [O, V]`, for a ubatch that has been applied."""
 
 
-def step_of(forward: Forward) -> Any:
+def compiled_step(forward: Forward) -> Any:
     """Return the program that `prefill` runs for each ubatch: for loops of the caller's in Python.
 
     Args:
@@ -37,8 +37,8 @@ def step_of(forward: Forward) -> Any:
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
       >>> ubatch, ok = plan_step(cache, jnp.array([3]), jnp.array([0]), jnp.array([True]))
-      >>> table, buffers, logits = step_of(forward)(jnp.eye(4), *split(cache), ubatch)
-      >>> used(merge(table, buffers)).item()
+      >>> table, buffers, logits = compiled_step(forward)(jnp.eye(4), *split(cache), ubatch)
+      >>> num_used_cells(merge(table, buffers)).item()
       1
     """
     return program_of(_stepping, forward)

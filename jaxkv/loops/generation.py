@@ -12,9 +12,9 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.loops.donation import given
 from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.picking import Picked, advance, nothing_picked, stops
+from jaxkv.loops.picking import Sampled, advance, nothing_picked, stops
 from jaxkv.loops.programs import program_of
-from jaxkv.loops.state import DecodeState, check_sampler, checked, followed, going_on
+from jaxkv.loops.state import DecodeState, check_sampler_state, checked, followed, going_on
 from jaxkv.places import count, is_traced
 from jaxkv.planning.step import plan_next
 from jaxkv.tables import whole
@@ -27,12 +27,12 @@ def decode(
     params: Any,
     cache: Cache,
     state: DecodeState,
-    stop: Any = (),
+    stop_tokens: Any = (),
     *,
-    steps: int,
+    num_tokens: int,
     donate: bool = False,
-) -> tuple[Cache, DecodeState, Picked]:
-    """Generate up to `steps` tokens for each text, in one loop on the device.
+) -> tuple[Cache, DecodeState, Sampled]:
+    """Generate up to `num_tokens` tokens for each text, in one loop on the device.
 
     Each text ends by itself: with its stop token, which is not put into the cache; when as many
     tokens are picked as its limit allows; when no token is allowed, or its logits are NaN; or when
@@ -45,9 +45,10 @@ def decode(
         that the state was started with, though its numbers may change.
       params: whatever the model wants.
       cache: the cache after the prompts.
-      state: how far each text has come; `loops.start` or `loops.begin` makes the first.
-      stop: `[n]` int32, the tokens that end a text, or `[T, n]` for each its own; -1 pads.
-      steps: the most tokens to generate for each text, static.
+      state: how far each text has come; `loops.init_decode` or `loops.sample_first` makes the
+        first.
+      stop_tokens: `[n]` int32, the tokens that end a text, or `[T, n]` for each its own; -1 pads.
+      num_tokens: the most tokens to generate for each text, static.
       donate: give up the buffers of the cache passed in, see `prefill`.
 
     Returns:
@@ -57,7 +58,7 @@ def decode(
     Raises:
       ValueError: when the arrays of the state differ in length, a sequence comes twice or is none
         of the cache, as far as that is known while tracing; when it was started with another kind
-        of sampler; when `steps` is below 1; or when the cache was donated. It is raised before
+        of sampler; when `num_tokens` is below 1; or when the cache was donated. It is raised before
         anything runs.
       TypeError: when it is given something else than a sampler or a state.
 
@@ -70,41 +71,45 @@ def decode(
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
       >>> sampler = loops.sampling.make_sampler()
-      >>> state = loops.start(cache, [1, 3], limit=[9, 2])
-      >>> cache, state, picked = decode(forward, sampler, jnp.eye(4), cache, state, [3], steps=3)
+      >>> state = loops.init_decode(cache, [1, 3], max_new_tokens=[9, 2])
+      >>> cache, state, picked = decode(
+      ...     forward, sampler, jnp.eye(4), cache, state, [3], num_tokens=3
+      ... )
       >>> picked.tokens.tolist(), state.active.tolist(), seq_pos_max(cache, [0, 1]).tolist()
       ([[2, 3, -1], [0, 1, -1]], [False, False], [1, 1])
     """
-    steps = count(steps, "steps")
+    num_tokens = count(num_tokens, "num_tokens")
     state = checked(split(cache)[0].spec, state)
-    check_sampler(sampler, state)
+    check_sampler_state(sampler, state)
     if not state.token.shape[0]:
-        return cache, state, nothing_picked(0, steps)
-    stop = stops(stop, state.token.shape[0])
-    if is_traced(sampler, params, cache, state, stop):
-        return _decode(forward, sampler, params, cache, state, stop, steps)
+        return cache, state, nothing_picked(0, num_tokens)
+    stop_tokens = stops(stop_tokens, state.token.shape[0])
+    if is_traced(sampler, params, cache, state, stop_tokens):
+        return _decode(forward, sampler, params, cache, state, stop_tokens, num_tokens)
     table, buffers = given(cache, donate)
     loop = program_of(_decoding, forward)
-    args = typed(sampler), params, table, buffers, state, stop
-    table, buffers, now, picked = loop(*args, steps=steps)
+    args = typed(sampler), params, table, buffers, state, stop_tokens
+    table, buffers, now, picked = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
     return merge(table, buffers), replace(now, sequence=state.sequence), picked
 
 
 def _decoding(forward: Callable[[], Forward]) -> Any:
-    @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
+    @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def loop(
         sampler: Typed[Sampler],
         params: Any,
         table: Any,
         buffers: Any,
         state: DecodeState,
-        stop: jax.Array,
+        stop_tokens: jax.Array,
         *,
-        steps: int,
+        num_tokens: int,
     ) -> tuple:
         cache = merge(table, buffers)
-        cache, *rest = _decode(forward(), sampler.value, params, cache, state, stop, steps)
+        cache, *rest = _decode(
+            forward(), sampler.value, params, cache, state, stop_tokens, num_tokens
+        )
         return *split(cache), *rest
 
     return loop
@@ -116,14 +121,14 @@ def _decode(
     params: Any,
     cache: Cache,
     state: DecodeState,
-    stop: Any,
-    steps: int,
-) -> tuple[Cache, DecodeState, Picked]:
+    stop_tokens: Any,
+    num_tokens: int,
+) -> tuple[Cache, DecodeState, Sampled]:
     """Do what `decode` says, as a part of the program that is being traced."""
 
     def goes_on(carry: tuple) -> jax.Array:
         _, state, _, i = carry
-        return (i < steps) & jnp.any(state.active)
+        return (i < num_tokens) & jnp.any(state.active)
 
     def body(carry: tuple) -> tuple:
         cache, state, picked, i = carry
@@ -131,8 +136,8 @@ def _decode(
         plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
         cache, logits = take_step(forward, params, cache, plan.ubatches[0])
         active = state.active & plan.ok
-        state, token, logprob = advance(sampler, logits, state, stop, active)
-        new = Picked(token, logprob)
+        state, token, logprob = advance(sampler, logits, state, stop_tokens, active)
+        new = Sampled(token, logprob)
         picked = jax.tree.map(lambda all_, one: all_.at[:, i].set(one), picked, new)
         # A refused step has changed nothing: the texts that it was refused for end, and the others
         # take it again.
@@ -145,7 +150,7 @@ def _decode(
         return cache, state, picked, i + plan.ok
 
     state = going_on(split(cache)[0], jax.tree.map(jnp.asarray, state))
-    begun = cache, state, nothing_picked(state.token.shape[0], steps), jnp.int32(0)
+    begun = cache, state, nothing_picked(state.token.shape[0], num_tokens), jnp.int32(0)
     cache, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
     table, _ = split(cache)
     return cache, *whole(table, (followed(table, state), picked))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import Cache, split
-from jaxkv.loops.drawing import Sampler, a_sampler, adjusted_by, are_broken, draw, draw_key
+from jaxkv.loops.drawing import Sampler, adjust_logits, are_broken, as_sampler, draw, draw_key
 from jaxkv.loops.prompts import PrefillResult
 from jaxkv.loops.rows import chosen, listed
 from jaxkv.loops.state import DecodeState, ends, resume
@@ -19,7 +19,7 @@ from jaxkv.tables import program
 from jaxkv.typed import Typed, typed
 
 
-class Picked(NamedTuple):
+class Sampled(NamedTuple):
     """The tokens that were picked in n steps.
 
     tokens: `[T, n]` int32, -1 where a text had ended.
@@ -32,17 +32,17 @@ class Picked(NamedTuple):
     logprobs: jax.Array
 
 
-def begin(
+def sample_first(
     sampler: Sampler,
     cache: Cache,
     logits: PrefillResult | jax.Array,
-    stop: Any = (),
+    stop_tokens: Any = (),
     sequences: Any = None,
     *,
-    limit: Any = None,
+    max_new_tokens: Any = None,
     seed: Any = 0,
     prompts: Sequence[Any] | None = None,
-) -> tuple[DecodeState, Picked]:
+) -> tuple[DecodeState, Sampled]:
     """Pick the first token of each text from the logits of its prompt.
 
     Args:
@@ -50,22 +50,22 @@ def begin(
       cache: the cache after the prompts.
       logits: what `prefill` returned, or `[T, V]`, a row for each text: those of the last token of
         its prompt, so that several texts of one prompt have that row each (`jnp.repeat`).
-      stop: the tokens that end a text, see `decode`.
+      stop_tokens: the tokens that end a text, see `decode`.
       sequences: `[T]` int32, where each text stands. What `prefill` returned says it; a single text
         stands in sequence 0 by default.
-      limit: `[]` or `[T]` int32, how many tokens of each may be picked, this one included.
-      seed: see `start`.
-      prompts: see `start`.
+      max_new_tokens: `[]` or `[T]` int32, how many tokens of each may be picked, this one included.
+      seed: see `init_decode`.
+      prompts: see `init_decode`.
 
     Returns:
       The state for `decode`, and the first tokens, `[T, 1]`.
 
     Raises:
-      ValueError: as `start` does; when the logits are no `[T, V]`; when rows of several texts come
-        without their sequences, or more rows than there are sequences, as those of a traced
+      ValueError: as `init_decode` does; when the logits are no `[T, V]`; when rows of several texts
+        come without their sequences, or more rows than there are sequences, as those of a traced
         `prefill` are, whose first rows alone count; or when a known cache holds nothing in the
         sequence of a text.
-      TypeError: as `start` does.
+      TypeError: as `init_decode` does.
 
     Examples:
       Two texts of one prompt, the second one a fork; 2 ends a text:
@@ -76,7 +76,7 @@ def begin(
       >>> logits = jnp.array([[0.0, 2.0, 1.0, 1.5]])
       >>> sampler = loops.sampling.make_sampler(temperature=1.0)
       >>> both = jnp.repeat(logits, 2, axis=0)
-      >>> state, first = loops.begin(sampler, cache, both, [2], sequences=[0, 1], seed=5)
+      >>> state, first = loops.sample_first(sampler, cache, both, [2], sequences=[0, 1], seed=5)
       >>> first.tokens.tolist(), state.active.tolist()
       ([[2], [1]], [False, True])
     """
@@ -102,16 +102,21 @@ def begin(
             f"what prefill returned in place of its logits, or sequences="
         )
     none = np.zeros(logits.shape[0], np.int32)
-    options = {"limit": limit, "sampler": a_sampler(sampler), "seed": seed, "prompts": prompts}
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "sampler": as_sampler(sampler),
+        "seed": seed,
+        "prompts": prompts,
+    }
     state = resume(cache, none, sequences, **options)
     check_begun(split(cache)[0], state.sequence, state.active)
-    return pick_first(split(cache)[0], sampler, logits, stops(stop, len(none)), state)
+    return pick_first(split(cache)[0], sampler, logits, stops(stop_tokens, len(none)), state)
 
 
-def nothing_picked(texts: int, steps: int) -> Picked:
-    """Return what loops fill in: -1 for tokens that were not picked, `[T, steps]`."""
-    shape = texts, steps
-    return Picked(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
+def nothing_picked(texts: int, num_tokens: int) -> Sampled:
+    """Return what loops fill in: -1 for tokens that were not picked, `[T, num_tokens]`."""
+    shape = texts, num_tokens
+    return Sampled(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
 def check_begun(table: Any, sequences: Any, active: Any) -> None:
@@ -136,29 +141,33 @@ _ends = program(ends)
 
 
 def pick_first(
-    table: Any, sampler: Sampler, logits: jax.Array, stop: Any, state: DecodeState
-) -> tuple[DecodeState, Picked]:
-    """Pick the first token of each text of a state that has none yet; see `begin`, `advance`."""
-    return _pick_first(table, typed(sampler), logits, stop, state)
+    table: Any, sampler: Sampler, logits: jax.Array, stop_tokens: Any, state: DecodeState
+) -> tuple[DecodeState, Sampled]:
+    """Pick the first token of each text of a state that has none; see `sample_first`."""
+    return _pick_first(table, typed(sampler), logits, stop_tokens, state)
 
 
 @program
 def _pick_first(
-    table: Any, sampler: Typed[Sampler], logits: jax.Array, stop: jax.Array, state: DecodeState
-) -> tuple[DecodeState, Picked]:
+    table: Any,
+    sampler: Typed[Sampler],
+    logits: jax.Array,
+    stop_tokens: jax.Array,
+    state: DecodeState,
+) -> tuple[DecodeState, Sampled]:
     """Do what `pick_first` says."""
     del table  # by which the mesh is known
     # Where the token of a started text would stand, there stands the one that is picked here.
-    state = replace(state, draw=state.draw - 1)
-    state, token, logprob = advance(sampler.value, logits, state, stop, state.left > 0)
-    return state, Picked(token[:, None], logprob[:, None])
+    state = replace(state, draw_index=state.draw_index - 1)
+    state, token, logprob = advance(sampler.value, logits, state, stop_tokens, state.remaining > 0)
+    return state, Sampled(token[:, None], logprob[:, None])
 
 
 def advance(
     sampler: Sampler,
     logits: jax.Array,
     state: DecodeState,
-    stop: jax.Array,
+    stop_tokens: jax.Array,
     active: jax.Array,
 ) -> tuple[DecodeState, jax.Array, jax.Array]:
     """Pick one more token for the texts that go on, and end those that it ends.
@@ -167,27 +176,27 @@ def advance(
       sampler: what adjusts the logits.
       logits: `[T, V]`.
       state: how far the texts have come.
-      stop: `[T or 1, n]` int32, the tokens that end a text.
+      stop_tokens: `[T or 1, n]` int32, the tokens that end a text.
       active: `[T]` bool, the texts that one is picked for; the others stay as they are.
 
     Returns:
       The state, the tokens, `[T]` int32, and their logarithms of probability, `[T]` float32.
     """
     logits = logits.astype(jnp.float32)
-    adjusted = adjusted_by(sampler, logits, state.adjusting)
-    token = draw(sampler, adjusted, draw_key(state.key, state.draw))
+    adjusted = adjust_logits(sampler, logits, state.sampler_state)
+    token = draw(sampler, adjusted, draw_key(state.key, state.draw_index))
     picked = active & (token >= 0)
-    followed = sampler.follow(state.adjusting, token)
-    left = state.left - picked
-    ended = jnp.any(token[:, None] == stop, axis=1) | (left <= 0) | (token < 0)
+    followed = sampler.update(state.sampler_state, token)
+    left = state.remaining - picked
+    ended = jnp.any(token[:, None] == stop_tokens, axis=1) | (left <= 0) | (token < 0)
     state = replace(
         state,
         token=jnp.where(picked, token, state.token),
         active=state.active & ~(active & ended),
-        left=left,
+        remaining=left,
         reason=reason_after(logits, active, state.reason),
-        draw=state.draw + picked,
-        adjusting=chosen(picked, followed, state.adjusting),
+        draw_index=state.draw_index + picked,
+        sampler_state=chosen(picked, followed, state.sampler_state),
     )
     return state, jnp.where(picked, token, -1), logprob_of(logits, token, active)
 
@@ -211,15 +220,15 @@ def reason_after(logits: jax.Array, active: jax.Array, reason: jax.Array) -> jax
     return jnp.where(active & are_broken(logits), Reason.NONFINITE_LOGITS, reason)
 
 
-def stops(stop: Any, count: int) -> Any:
+def stops(stop_tokens: Any, count: int) -> Any:
     """Return the tokens that end each of T texts, `[T or 1, n]` int32; a set will do.
 
     Raises:
       ValueError: when they are neither `[n]` nor `[T, n]`.
     """
-    stop = integers(listed(stop), "stop")
-    if np.ndim(stop) == 1:
-        return stop[None]
-    if np.ndim(stop) != 2 or stop.shape[0] not in (1, count):
-        raise ValueError(f"wanted stop tokens [n] or [{count}, n], got {np.shape(stop)}")
-    return stop
+    stop_tokens = integers(listed(stop_tokens), "stop_tokens")
+    if np.ndim(stop_tokens) == 1:
+        return stop_tokens[None]
+    if np.ndim(stop_tokens) != 2 or stop_tokens.shape[0] not in (1, count):
+        raise ValueError(f"wanted stop tokens [n] or [{count}, n], got {np.shape(stop_tokens)}")
+    return stop_tokens

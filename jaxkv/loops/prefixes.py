@@ -14,7 +14,7 @@ from jaxkv.prefix.keeping import fork, held, let_go, remember, warm_up
 from jaxkv.prefix.matching import agreement, longest
 from jaxkv.prefix.store import Found, Store, Text, touched
 from jaxkv.tables import program
-from jaxkv.verbs.ask import used
+from jaxkv.verbs.ask import num_used_cells
 
 
 class Match(NamedTuple):
@@ -47,7 +47,7 @@ class Prefixes:
         self._runner, self.store = runner, store
         table, _ = split(runner.cache)
         kept = 0 if store is None else held(runner.cache, store)
-        if occupied := int(used(runner.cache)) - kept:
+        if occupied := int(num_used_cells(runner.cache)) - kept:
             raise ValueError(
                 f"wanted an empty cache, got one with {occupied} cells in use: clear(cache)"
             )
@@ -58,7 +58,7 @@ class Prefixes:
             )
         shapes = jax.eval_shape(table.spared)
         self.nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        self._sharing = table.spec.sharing
+        self._sharing = table.spec.sequences_per_stream
 
     @property
     def holders(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
 from jaxkv.cache import Cache, merge, split
 from jaxkv.loops.donation import given
-from jaxkv.loops.forward import Forward, step_of, take_step
+from jaxkv.loops.forward import Forward, compiled_step, take_step
 from jaxkv.places import NOWHERE, bucket, count, is_concrete, is_traced
 from jaxkv.plan import Plan
 from jaxkv.planning.init import checked_size, init_batch
@@ -91,7 +91,7 @@ def prefill(
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([1, 2, 3]))
-      >>> logits.shape, used(cache).item()
+      >>> logits.shape, num_used_cells(cache).item()
       ((1, 4), 3)
 
       As a part of the caller's program:
@@ -100,7 +100,7 @@ def prefill(
       ... def feed(params, cache, tokens):
       ...     return prefill(forward, params, cache, make_batch(tokens))
       >>> result = feed(jnp.eye(4), cache, jnp.arange(6))
-      >>> used(result.cache).item(), result.ok.item()
+      >>> num_used_cells(result.cache).item(), result.ok.item()
       (3, False)
 
     llama.cpp: `llama_decode`.
@@ -114,7 +114,7 @@ def prefill(
         plan.check()
     logits = []
     if known and not is_traced(params, cache, batch):
-        step = step_of(forward)
+        step = compiled_step(forward)
         table, buffers = given(cache, donate)
         for ubatch in plan.ubatches:
             table, buffers, out = step(params, table, buffers, ubatch)
@@ -208,7 +208,7 @@ def warm_up(
       >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4)
       >>> cache = warm_up(forward, jnp.eye(4), cache, ubatch_size=8)
       >>> cache, *_ = prefill(forward, jnp.eye(4), cache, make_batch([1, 2, 3]), ubatch_size=8)
-      >>> compiled, used(cache).item()
+      >>> compiled, num_used_cells(cache).item()
       ([(1, 1), (1, 2), (1, 4), (1, 8)], 3)
     """
     if not sequences:
@@ -225,7 +225,7 @@ def warm_up(
     for length in _buckets(longest):
         for rest in _buckets(most) if length > most else ():  # what is left over at its end
             planned((length - rest) // most * most + rest)
-    step = step_of(forward)
+    step = compiled_step(forward)
     table, buffers = given(cache, donate)
     for plan in plans:
         logits = []

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxkv.loops.rows import listed
-from jaxkv.loops.rules import Rule, checked_rule, checked_state
-from jaxkv.loops.sampling import OPTIONS, Filters, make_sampler
+from jaxkv.loops.rules import Constraint, checked_rule, checked_state
+from jaxkv.loops.sampling import OPTIONS, FilterSampler, make_sampler
 from jaxkv.places import count, integers
 from jaxkv.planning.init import checked_size
 from jaxkv.prefix.store import Found, Miss, Text
@@ -46,19 +46,19 @@ class Request:
     """A prompt to be continued, and how.
 
     prompt: `[n]` int32, its tokens, at least one.
-    limit: the most tokens to generate, at least 1.
-    stop: tokens that end the text, beside those of the engine.
+    max_new_tokens: the most tokens to generate, at least 1.
+    stop_tokens: tokens that end the text, beside those of the engine.
     seed: of its draws, all that they depend on beside the position.
     sampling: options of `loops.sampling.make_sampler`, one number each; without any the best token
       is taken.
-    rule_state: what the engine's `Rule` begins with after the prompt; None for a text that the rule
-      is not for.
+    rule_state: what the engine's `Constraint` begins with after the prompt; None for a text that
+      the rule is not for.
     tag: anything of the caller's; it comes back with the result.
     """
 
     prompt: Any  # [n]
-    limit: int
-    stop: Sequence[int] = ()
+    max_new_tokens: int
+    stop_tokens: Sequence[int] = ()
     seed: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     rule_state: Any = None
@@ -138,12 +138,12 @@ class Progress:
     @property
     def left(self) -> int:
         """How many more tokens may be generated."""
-        return self.request.limit - len(self.tokens)
+        return self.request.max_new_tokens - len(self.tokens)
 
     @property
     def most(self) -> int:
         """The tokens that it puts into the cache at most: its last one never is."""
-        return len(self.request.prompt) + self.request.limit - 1
+        return len(self.request.prompt) + self.request.max_new_tokens - 1
 
     def begin(self, source: Text | None, found: Found) -> None:
         """Go on from so much of it, of a text in the store."""
@@ -177,30 +177,30 @@ class Limits:
     """What requests may ask of an engine; the shapes of all that it computes depend on it.
 
     chunk: the most tokens of prompts that are computed at once.
-    steps: the most tokens of a text that are generated at once.
+    tokens_per_step: the most tokens of a text that are generated at once.
     allow: the sampling options that requests may have.
     last_n: how many tokens penalties count.
     most_stops: the most stop tokens of a request's own.
-    rule: what some of them may say.
+    constraint: what some of them may say.
     """
 
     chunk: int
-    steps: int
+    tokens_per_step: int
     allow: frozenset[str]
     last_n: int
     most_stops: int
-    rule: Rule | None = None
+    constraint: Constraint | None = None
 
 
 def checked_limits(
     spec: TableSpec,
     *,
     chunk: int | None,
-    steps: int,
+    tokens_per_step: int,
     allow: Collection[str],
     last_n: int,
     most_stops: int,
-    rule: Rule | None,
+    constraint: Constraint | None,
 ) -> Limits:
     """Return the limits of an engine for a cache.
 
@@ -218,11 +218,11 @@ def checked_limits(
         raise ValueError(f"wanted options to allow of {', '.join(OPTIONS)}, got {unknown[0]!r}")
     return Limits(
         chunk=min(CHUNK, most) if chunk is None else checked_size(spec, count(chunk, "chunk")),
-        steps=count(steps, "steps"),
+        tokens_per_step=count(tokens_per_step, "tokens_per_step"),
         allow=frozenset(allow),
         last_n=count(last_n, "last_n"),
         most_stops=count(most_stops, "most_stops", low=0),
-        rule=None if rule is None else checked_rule(rule),
+        constraint=None if constraint is None else checked_rule(constraint),
     )
 
 
@@ -236,8 +236,8 @@ def checked_request(request: Request, limits: Limits) -> Request:
         tokens, an option is unknown, not allowed, or not one number, or the state of the rule has
         other shapes or dtypes than its first, or there is no rule.
 
-    >>> limits = Limits(chunk=8, steps=1, allow=frozenset(), last_n=1, most_stops=1)
-    >>> checked_request(Request(prompt=[], limit=1), limits)
+    >>> limits = Limits(chunk=8, tokens_per_step=1, allow=frozenset(), last_n=1, most_stops=1)
+    >>> checked_request(Request(prompt=[], max_new_tokens=1), limits)
     Traceback (most recent call last):
     ...
     ValueError: wanted a prompt [n] of at least one token, got the shape (0,)
@@ -247,12 +247,13 @@ def checked_request(request: Request, limits: Limits) -> Request:
     prompt = np.asarray(integers(request.prompt, "the tokens of a prompt", low=0))
     if prompt.ndim != 1 or not prompt.size:
         raise ValueError(f"wanted a prompt [n] of at least one token, got the shape {prompt.shape}")
-    stop = np.asarray(integers(listed(request.stop), "stop", low=0))
-    if stop.ndim != 1:
-        raise ValueError(f"wanted a list of stop tokens [n], got {request.stop!r}")
-    if stop.size > limits.most_stops:
+    stop_tokens = np.asarray(integers(listed(request.stop_tokens), "stop_tokens", low=0))
+    if stop_tokens.ndim != 1:
+        raise ValueError(f"wanted a list of stop tokens [n], got {request.stop_tokens!r}")
+    if stop_tokens.size > limits.most_stops:
         raise ValueError(
-            f"wanted at most {limits.most_stops} stop tokens of a request's own, got {stop.size}: "
+            f"wanted at most {limits.most_stops} stop tokens of a request's own, got "
+            f"{stop_tokens.size}: "
             f"make the engine with a larger most_stops="
         )
     if not isinstance(request.sampling, Mapping):
@@ -268,13 +269,13 @@ def checked_request(request: Request, limits: Limits) -> Request:
     sampling = dict(request.sampling)
     make_sampler(**sampling)
     seed = count(request.seed, "seed", low=0, high=2**32 - 1)
-    limit = count(request.limit, "limit")
-    state = checked_state(limits.rule, request.rule_state)
+    max_new_tokens = count(request.max_new_tokens, "max_new_tokens")
+    state = checked_state(limits.constraint, request.rule_state)
     return replace(
         request,
         prompt=prompt,
-        limit=limit,
-        stop=stop,
+        max_new_tokens=max_new_tokens,
+        stop_tokens=stop_tokens,
         seed=seed,
         sampling=sampling,
         rule_state=state,
@@ -283,21 +284,23 @@ def checked_request(request: Request, limits: Limits) -> Request:
 
 def sampler_of(
     requests: Sequence[Request | None], *, allow: frozenset[str], last_n: int
-) -> Filters:
+) -> FilterSampler:
     """Return the sampler of T texts, a number for each; None is a text that nothing is drawn for.
 
     A filter is present if any text needs it, in three combinations only, so that few programs are
     compiled. What a filter does to a text does not depend on that: it is off where its number says
     so.
 
-    >>> hot, best = (Request(prompt=[1], limit=1, sampling=dict(temperature=t)) for t in (0.7, 0.0))
+    >>> hot, best = (
+    ...     Request(prompt=[1], max_new_tokens=1, sampling=dict(temperature=t)) for t in (0.7, 0.0)
+    ... )
     >>> sampler = sampler_of([hot, None, best], allow=frozenset(loops.sampling.OPTIONS), last_n=64)
     >>> sampler.temperature.tolist(), sampler.top_k
     ([0.699999988079071, 0.0, 0.0], None)
     """
     numbers = {
         name: np.array(
-            [one.sampling.get(name, option.off) if one else option.off for one in requests]
+            [one.sampling.get(name, option.neutral) if one else option.neutral for one in requests]
         )
         for name, option in OPTIONS.items()
     }
@@ -316,7 +319,7 @@ def sampler_of(
         name: numbers[name].astype(option.dtype) if on[name] and name in allow else None
         for name, option in OPTIONS.items()
     }
-    return Filters(**fields, last_n=last_n)
+    return FilterSampler(**fields, last_n=last_n)
 
 
 def sampling_levels(allow: frozenset[str]) -> list[dict[str, Any]]:

@@ -40,9 +40,9 @@ def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
     return rows if most is None else newest(rows, most)
 
 
-def listed(stop: Any) -> Any:
+def listed(stop_tokens: Any) -> Any:
     """Return stop tokens that were passed as a set as a list, others as they are."""
-    return sorted(stop) if isinstance(stop, (set, frozenset)) else stop
+    return sorted(stop_tokens) if isinstance(stop_tokens, (set, frozenset)) else stop_tokens
 
 
 def chosen(which: jax.Array, new: Any, old: Any) -> Any:

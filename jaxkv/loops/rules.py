@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.loops.drawing import Sampler, a_sampler
+from jaxkv.loops.drawing import Sampler, as_sampler
 from jaxkv.loops.rows import chosen
 from jaxkv.places import is_concrete
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rule:
+class Constraint:
     """What tokens may come next, for the requests of an engine that have a state of it.
 
     first: a state of one text, a tree of arrays; those of all requests have its shapes.
@@ -33,15 +33,15 @@ class Rule:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Constrained(Sampler):
-    """A sampler that is shown only the tokens that a rule allows; `constrained` makes one.
+class ConstrainedSampler(Sampler):
+    """A sampler that is shown only the tokens that a rule allows; `constrain` makes one.
 
     sampler: of what is allowed.
     first: a tree of arrays, the state of the rule when a text begins; or, where `bound` is given,
       `[T, ...]`, the states of T texts, whose tokens so far they know.
     bound: `[T]` bool, the texts that the rule is for; None for all.
-    allowed: see `Rule`, static.
-    advance: see `Rule`, static.
+    allowed: see `Constraint`, static.
+    advance: see `Constraint`, static.
     """
 
     sampler: Sampler
@@ -51,17 +51,17 @@ class Constrained(Sampler):
     advance: Callable[[Any, jax.Array], Any] = field(metadata={"static": True})
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         """Whether the sampler of what is allowed does."""
-        return self.sampler.draws
+        return self.sampler.is_random
 
-    def start(self, prompts: Any) -> Any:
+    def init(self, prompts: Any) -> Any:
         """Return the states of the rule, which prompts are no part of, and of the sampler."""
         if self.bound is not None:
-            return self.first, self.sampler.start(prompts)
+            return self.first, self.sampler.init(prompts)
         count = len(prompts)
         first = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), self.first)
-        return first, self.sampler.start(prompts)
+        return first, self.sampler.init(prompts)
 
     def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
         """Hide what is not allowed of logits, `[T, V]` float32, then adjust the rest."""
@@ -75,21 +75,21 @@ class Constrained(Sampler):
             allowed |= ~self.bound[:, None]
         return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
-    def follow(self, state: Any, tokens: jax.Array) -> Any:
+    def update(self, state: Any, tokens: jax.Array) -> Any:
         """Advance the rule and the sampler by tokens, `[T]`; the rule stays where there is none."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
         rule = chosen(tokens >= 0, advanced, rule)
-        return rule, self.sampler.follow(rest, tokens)
+        return rule, self.sampler.update(rest, tokens)
 
 
-def constrained(
+def constrain(
     sampler: Sampler,
     *,
     first: Any,
     allowed: Callable[[Any], jax.Array],
     advance: Callable[[Any, jax.Array], Any],
-) -> Constrained:
+) -> ConstrainedSampler:
     """Let a sampler choose only among tokens that a rule allows, such as a grammar.
 
     The rule is two pure functions of one text, so that the tables of a grammar library, or a call
@@ -117,14 +117,14 @@ def constrained(
     Examples:
       Tokens that rise:
 
-      >>> rising = loops.sampling.constrained(
+      >>> rising = loops.sampling.constrain(
       ...     loops.sampling.make_sampler(),
       ...     first=jnp.int32(-1),
       ...     allowed=lambda last: jnp.arange(4) > last,
       ...     advance=lambda last, token: token,
       ... )
-      >>> state = rising.start(np.zeros((1, 0), np.int32))
-      >>> state = rising.follow(state, jnp.array([1]))
+      >>> state = rising.init(np.zeros((1, 0), np.int32))
+      >>> state = rising.update(state, jnp.array([1]))
       >>> rising.adjust(jnp.zeros((1, 4)), state).tolist()
       [[-inf, -inf, 0.0, 0.0]]
 
@@ -134,7 +134,7 @@ def constrained(
       ...     mask = jax.ShapeDtypeStruct((4,), bool)
       ...     ask = lambda last: np.arange(4) > last
       ...     return jax.pure_callback(ask, mask, last, vmap_method="sequential")
-      >>> asking = loops.sampling.constrained(
+      >>> asking = loops.sampling.constrain(
       ...     loops.sampling.make_sampler(),
       ...     first=jnp.int32(-1),
       ...     allowed=allowed,
@@ -143,9 +143,9 @@ def constrained(
       >>> asking.adjust(jnp.zeros((1, 4)), state).tolist()
       [[-inf, -inf, 0.0, 0.0]]
     """
-    rule = checked_rule(Rule(first=first, allowed=allowed, advance=advance))
-    return Constrained(
-        sampler=a_sampler(sampler),
+    rule = checked_rule(Constraint(first=first, allowed=allowed, advance=advance))
+    return ConstrainedSampler(
+        sampler=as_sampler(sampler),
         first=rule.first,
         bound=None,
         allowed=rule.allowed,
@@ -153,7 +153,7 @@ def constrained(
     )
 
 
-def checked_rule(rule: Rule) -> Rule:
+def checked_rule(constraint: Constraint) -> Constraint:
     """Return a rule with its first state as NumPy arrays.
 
     Raises:
@@ -161,7 +161,7 @@ def checked_rule(rule: Rule) -> Rule:
       ValueError: when `first` has no array, `allowed` gives no `[V]` bool, or `advance` a state of
         other shapes or dtypes.
 
-    >>> rule = Rule(
+    >>> rule = Constraint(
     ...     first=0, allowed=lambda s: jnp.arange(4) > s, advance=lambda s, token: token > 0
     ... )
     >>> checked_rule(rule)
@@ -169,27 +169,27 @@ def checked_rule(rule: Rule) -> Rule:
     ...
     ValueError: wanted the shapes and dtypes of first from advance, 'int32[]', got 'bool[]'
     """
-    if not isinstance(rule, Rule):
-        raise TypeError(f"wanted a Rule, got {type(rule)}")
+    if not isinstance(constraint, Constraint):
+        raise TypeError(f"wanted a Rule, got {type(constraint)}")
     for name in ("allowed", "advance"):
-        if not callable(getattr(rule, name)):
-            raise TypeError(f"wanted a function {name}, got {type(getattr(rule, name))}")
-    first = jax.tree.map(_array, rule.first)
+        if not callable(getattr(constraint, name)):
+            raise TypeError(f"wanted a function {name}, got {type(getattr(constraint, name))}")
+    first = jax.tree.map(_array, constraint.first)
     if not jax.tree.leaves(first):
         raise ValueError("wanted at least one array in first, got none: make it a 0, say")
-    allowed = jax.eval_shape(rule.allowed, first)
+    allowed = jax.eval_shape(constraint.allowed, first)
     if getattr(allowed, "ndim", None) != 1 or allowed.dtype != bool:
         raise ValueError(f"wanted [V] bool from allowed, got {_shapes(allowed)!r}")
-    after = jax.eval_shape(rule.advance, first, np.int32(0))
+    after = jax.eval_shape(constraint.advance, first, np.int32(0))
     if _shapes(after) != _shapes(first):
         raise ValueError(
             f"wanted the shapes and dtypes of first from advance, {_shapes(first)!r}, got "
             f"{_shapes(after)!r}"
         )
-    return Rule(first=first, allowed=rule.allowed, advance=rule.advance)
+    return Constraint(first=first, allowed=constraint.allowed, advance=constraint.advance)
 
 
-def checked_state(rule: Rule | None, state: Any) -> Any:
+def checked_state(constraint: Constraint | None, state: Any) -> Any:
     """Return the state that a request begins with as NumPy arrays; None for a request without one.
 
     Raises:
@@ -197,39 +197,41 @@ def checked_state(rule: Rule | None, state: Any) -> Any:
     """
     if state is None:
         return None
-    if rule is None:
-        raise ValueError("wanted no rule_state without a rule: make the engine with rule=")
-    state = jax.tree.map(_array, state)
-    if _shapes(state) != _shapes(rule.first):
+    if constraint is None:
         raise ValueError(
-            f"wanted a rule_state with the shapes and dtypes of the rule's first, "
-            f"{_shapes(rule.first)!r}, got {_shapes(state)!r}"
+            "wanted no rule_state without a constraint: make the engine with constraint="
+        )
+    state = jax.tree.map(_array, state)
+    if _shapes(state) != _shapes(constraint.first):
+        raise ValueError(
+            f"wanted a rule_state with the shapes and dtypes of the first state of the constraint, "
+            f"{_shapes(constraint.first)!r}, got {_shapes(state)!r}"
         )
     return state
 
 
-def ruled(rule: Rule, sampler: Sampler, states: Sequence[Any]) -> Constrained:
+def ruled(constraint: Constraint, sampler: Sampler, states: Sequence[Any]) -> ConstrainedSampler:
     """Return the sampler of T texts with their states; None is a text that the rule is not for.
 
     Tokens that rise, in the first of two texts:
 
-    >>> rule = Rule(
+    >>> rule = Constraint(
     ...     first=-1,
     ...     allowed=lambda last: jnp.arange(4) > last,
     ...     advance=lambda last, token: token,
     ... )
     >>> sampler = ruled(checked_rule(rule), loops.sampling.make_sampler(), [np.int32(1), None])
-    >>> state = sampler.start(np.zeros((2, 0), np.int32))
+    >>> state = sampler.init(np.zeros((2, 0), np.int32))
     >>> sampler.adjust(jnp.zeros((2, 4)), state).tolist()
     [[-inf, -inf, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
     """
-    filled = [rule.first if state is None else state for state in states]
-    return Constrained(
+    filled = [constraint.first if state is None else state for state in states]
+    return ConstrainedSampler(
         sampler=sampler,
         first=jax.tree.map(lambda *leaves: np.stack(leaves), *filled),
         bound=np.array([state is not None for state in states]),
-        allowed=rule.allowed,
-        advance=rule.advance,
+        allowed=constraint.allowed,
+        advance=constraint.advance,
     )
 
 

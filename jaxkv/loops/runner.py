@@ -15,7 +15,7 @@ from jaxkv.donation import is_donated
 from jaxkv.loops.chunks import Chunk, Part, chunk_program, cut, empty_chunk, shapes_of
 from jaxkv.loops.forward import Forward
 from jaxkv.loops.generation import decode
-from jaxkv.loops.picking import Picked, pick_first
+from jaxkv.loops.picking import Sampled, pick_first
 from jaxkv.loops.requests import Limits, Progress, Request, sampler_of, sampling_levels
 from jaxkv.loops.rows import listed
 from jaxkv.loops.rules import ruled
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
       rule or no token.
     """
 
-    picked: Picked
+    picked: Sampled
     reasons: Any  # [Q]
     rule_states: Any
 
@@ -49,7 +49,7 @@ class Runner:
       forward: see `prefill`.
       params: whatever the model wants.
       cache: given up; `runner.cache` is the current cache.
-      stop: `[n]` int32, the tokens that end every text.
+      stop_tokens: `[n]` int32, the tokens that end every text.
       limits: what requests may ask for.
     """
 
@@ -59,13 +59,13 @@ class Runner:
         params: Any,
         cache: Cache,
         *,
-        stop: Any,
+        stop_tokens: Any,
         limits: Limits,
     ):
         self._forward, self._weights, self.cache = forward, params, cache
         self._facts, self._limits = split(cache)[0].spec, limits
         self._shapes = shapes_of(self._facts, limits.chunk)
-        self._stop = np.ravel(integers(listed(stop), "stop", low=0))
+        self._stop = np.ravel(integers(listed(stop_tokens), "stop_tokens", low=0))
 
     @property
     def has_cache(self) -> bool:
@@ -76,7 +76,7 @@ class Runner:
         """Run every program once, with nothing to do."""
         logits = [self._compute(empty_chunk(shape))[0] for shape in self._shapes]
         for sampling in sampling_levels(self._limits.allow):
-            like = Request(prompt=np.zeros(1, np.int32), limit=2, sampling=sampling)
+            like = Request(prompt=np.zeros(1, np.int32), max_new_tokens=2, sampling=sampling)
             nothing = [Progress(id=-1, request=like, tokens=[0], sequence=0)]
             self._pick(nothing, logits[0], turns=0)
             self.generate(nothing, turns=0)
@@ -97,7 +97,7 @@ class Runner:
             text for text, n in zip(texts, counts, strict=True) if text.placed + n == text.wanted
         ]
         none = np.zeros((self._facts.sequences, 0), np.int32)
-        nothing = Outcome(Picked._make([none] * 2), None, ())
+        nothing = Outcome(Sampled._make([none] * 2), None, ())
         first = self._pick(ready, logits, turns=1) if ready else nothing
         (ok, reasons), first = jax.device_get((plan, first))
         if ok and ready:  # else what is picked is dropped
@@ -118,7 +118,7 @@ class Runner:
             self.cache,
             state,
             stop,
-            steps=self._limits.steps,
+            num_tokens=self._limits.tokens_per_step,
             donate=True,
         )
         return jax.device_get(Outcome(picked, state.reason, self._rule_states(state)))
@@ -139,7 +139,7 @@ class Runner:
 
     def stops_of(self, text: Progress) -> list[int]:
         """Return the tokens that end a text."""
-        return [*self._stop.tolist(), *np.asarray(text.request.stop).tolist()]
+        return [*self._stop.tolist(), *np.asarray(text.request.stop_tokens).tolist()]
 
     def _compute(self, chunk: Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Compute a chunk; the logits `[Q, V]`, and whether it had room, with the reasons."""
@@ -158,7 +158,7 @@ class Runner:
 
     def _rule_states(self, state: DecodeState) -> Any:
         """Return what the rule has come to, `[Q, ...]`; nothing without a rule."""
-        return state.adjusting[0] if self._limits.rule else ()
+        return state.sampler_state[0] if self._limits.constraint else ()
 
     def _options(
         self, texts: Sequence[Progress], turns: int
@@ -177,6 +177,6 @@ class Runner:
             limit[row], seed[row] = min(text.left, turns), text.request.seed
             recent[row, last_n - len(last) :] = last
         sampler = sampler_of(requests, allow=self._limits.allow, last_n=last_n)
-        if self._limits.rule:
-            sampler = ruled(self._limits.rule, sampler, states)
-        return sampler, stop, {"limit": limit, "seed": seed, "prompts": recent}
+        if self._limits.constraint:
+            sampler = ruled(self._limits.constraint, sampler, states)
+        return sampler, stop, {"max_new_tokens": limit, "seed": seed, "prompts": recent}

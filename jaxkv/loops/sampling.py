@@ -15,37 +15,37 @@ import numpy as np
 
 from jaxkv.loops.drawing import Sampler, draw
 from jaxkv.loops.rows import newest
-from jaxkv.loops.rules import Constrained, constrained
+from jaxkv.loops.rules import ConstrainedSampler, constrain
 from jaxkv.loops.thresholds import keep_best
 from jaxkv.places import count, integers, is_concrete
 
-__all__ = ["OPTIONS", "Constrained", "Filters", "Option", "Sampler"]
-__all__ += ["constrained", "draw", "make_sampler"]
+__all__ = ["OPTIONS", "ConstrainedSampler", "FilterSampler", "SamplingOption", "Sampler"]
+__all__ += ["constrain", "draw", "make_sampler"]
 
 
-class Option(NamedTuple):
+class SamplingOption(NamedTuple):
     """A number that `make_sampler` takes.
 
-    off: the number that does nothing.
+    neutral: the number that does nothing.
     dtype: of its array.
-    right: which numbers, finite in that dtype, are in its range.
-    span: the range in words.
+    is_valid: which numbers, finite in that dtype, are in its range.
+    range_text: the range in words.
     """
 
-    off: float
+    neutral: float
     dtype: Any
-    right: Callable[[Any], Any]
-    span: str
+    is_valid: Callable[[Any], Any]
+    range_text: str
 
 
 OPTIONS = {
-    "temperature": Option(0.0, np.float32, lambda x: x >= 0, "at least 0 and finite"),
-    "top_k": Option(0, np.int32, lambda x: x >= 0, "at least 0"),
-    "top_p": Option(1.0, np.float32, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
-    "min_p": Option(0.0, np.float32, lambda x: (x >= 0) & (x <= 1), "from 0 to 1"),
-    "repeat_penalty": Option(1.0, np.float32, lambda x: x > 0, "above 0 and finite"),
-    "frequency_penalty": Option(0.0, np.float32, lambda x: x == x, "finite"),
-    "presence_penalty": Option(0.0, np.float32, lambda x: x == x, "finite"),
+    "temperature": SamplingOption(0.0, np.float32, lambda x: x >= 0, "at least 0 and finite"),
+    "top_k": SamplingOption(0, np.int32, lambda x: x >= 0, "at least 0"),
+    "top_p": SamplingOption(1.0, np.float32, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
+    "min_p": SamplingOption(0.0, np.float32, lambda x: (x >= 0) & (x <= 1), "from 0 to 1"),
+    "repeat_penalty": SamplingOption(1.0, np.float32, lambda x: x > 0, "above 0 and finite"),
+    "frequency_penalty": SamplingOption(0.0, np.float32, lambda x: x == x, "finite"),
+    "presence_penalty": SamplingOption(0.0, np.float32, lambda x: x == x, "finite"),
 }
 """All that `make_sampler` takes beside `last_n`, in the order of its arguments."""
 
@@ -55,7 +55,7 @@ EVERY = np.iinfo(np.int32).max
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Filters(Sampler):
+class FilterSampler(Sampler):
     """What `make_sampler` makes; a filter that is None is left out.
 
     temperature: `[]` or `[T]` float32, what logits are divided by; 0 keeps only the best token.
@@ -80,7 +80,7 @@ class Filters(Sampler):
     last_n: int = field(metadata={"static": True})
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         """Whether there is a temperature."""
         return self.temperature is not None
 
@@ -89,7 +89,7 @@ class Filters(Sampler):
         penalties = self.repeat_penalty, self.frequency_penalty, self.presence_penalty
         return any(one is not None for one in penalties)
 
-    def start(self, prompts: Any) -> Any:
+    def init(self, prompts: Any) -> Any:
         """Return the recent tokens, `[T, last_n]` int32, -1 where there were fewer.
 
         Raises:
@@ -112,7 +112,7 @@ class Filters(Sampler):
         """
         if self._penalises:
             logits = self._penalised(logits, state)
-        if not self.draws:
+        if not self.is_random:
             return logits
         # A filter leaves the texts alone whose number turns it off, whatever their logits are.
         if self.top_k is not None:
@@ -136,7 +136,7 @@ class Filters(Sampler):
         cooled = _left(cooled, logits != -jnp.inf)
         return jnp.where(temperature > 0, cooled, alone)
 
-    def follow(self, state: Any, tokens: jax.Array) -> Any:
+    def update(self, state: Any, tokens: jax.Array) -> Any:
         """Let the oldest of the recent tokens go, and take in `tokens`, `[T]` int32."""
         if not self._penalises:
             return state
@@ -160,15 +160,15 @@ class Filters(Sampler):
 
 def make_sampler(
     *,
-    temperature: Any = OPTIONS["temperature"].off,
-    top_k: Any = OPTIONS["top_k"].off,
-    top_p: Any = OPTIONS["top_p"].off,
-    min_p: Any = OPTIONS["min_p"].off,
-    repeat_penalty: Any = OPTIONS["repeat_penalty"].off,
-    frequency_penalty: Any = OPTIONS["frequency_penalty"].off,
-    presence_penalty: Any = OPTIONS["presence_penalty"].off,
+    temperature: Any = OPTIONS["temperature"].neutral,
+    top_k: Any = OPTIONS["top_k"].neutral,
+    top_p: Any = OPTIONS["top_p"].neutral,
+    min_p: Any = OPTIONS["min_p"].neutral,
+    repeat_penalty: Any = OPTIONS["repeat_penalty"].neutral,
+    frequency_penalty: Any = OPTIONS["frequency_penalty"].neutral,
+    presence_penalty: Any = OPTIONS["presence_penalty"].neutral,
     last_n: int = 64,
-) -> Filters:
+) -> FilterSampler:
     """Make a sampler of the usual filters.
 
     Args:
@@ -212,7 +212,7 @@ def make_sampler(
         "presence_penalty": presence_penalty,
     }
     made = {name: _option(name, value) for name, value in numbers.items()}
-    return Filters(**made, last_n=count(last_n, "last_n"))
+    return FilterSampler(**made, last_n=count(last_n, "last_n"))
 
 
 def _option(name: str, value: Any) -> Any:

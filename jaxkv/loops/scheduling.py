@@ -21,9 +21,9 @@ class Schedule:
     """
 
     def __init__(self, table: CacheTable, *, limits: Limits, reserve: bool, prefixes: Prefixes):
-        self._table, self._steps, self.reserves = table, limits.steps, reserve
+        self._table, self._steps, self.reserves = table, limits.tokens_per_step, reserve
         self._prefixes = prefixes
-        self._sharing = table.spec.sharing
+        self._sharing = table.spec.sequences_per_stream
         self._at_once = max(limits.chunk, self._sharing)
         self._waiting: list[Progress] = []
         self._stuck: Progress | None = None  # there was no room for it, and none has come free
@@ -67,7 +67,9 @@ class Schedule:
         request = text.request
         wanted = text.most if self.reserves else len(request.prompt)
         if not self._holds({0: wanted}, self._prefixes.nothing)[0]:
-            limit = f" and a limit of {request.limit} less the last" if self.reserves else ""
+            limit = (
+                f" and a limit of {request.max_new_tokens} less the last" if self.reserves else ""
+            )
             raise ValueError(
                 f"wanted cells for {wanted} tokens, of a prompt of {len(request.prompt)}{limit}, "
                 f"which this cache never has: ask for less, or make a larger one"

@@ -19,36 +19,36 @@ from jaxkv.verbs.apply import apply
 from jaxkv.verbs.ids import Ids, sequence
 
 
-def slide(
-    cache: Cache, seq: Ids, *, keep: Ids, drop: Ids, donate: bool = False
+def context_shift(
+    cache: Cache, seq: Ids, *, num_keep: Ids, num_discard: Ids, donate: bool = False
 ) -> tuple[Cache, jax.Array]:
     """Forget a passage of a sequence and close the gap, for a text that never ends.
 
-    The first `keep` tokens stay where they are, often a system prompt, or the few that attention
-    rests on. The next `drop` are forgotten, and all that follow move up and are rotated: the three
-    verbs `seq_rm`, `seq_add` and `init_update` in one.
+    The first `num_keep` tokens stay where they are, often a system prompt, or the few that
+    attention rests on. The next `num_discard` are forgotten, and all that follow move up and are
+    rotated: the three verbs `seq_rm`, `seq_add` and `init_update` in one.
 
     Args:
       cache: a cache without recurrent states.
       seq: `[]` int, the sequence.
-      keep: `[]` int, the tokens at its beginning that stay.
-      drop: `[]` int, how many are forgotten after them.
+      num_keep: `[]` int, the tokens at its beginning that stay.
+      num_discard: `[]` int, how many are forgotten after them.
       donate: give up the buffers of the cache passed in, see `apply`. Otherwise they are copied.
 
     Returns:
       The cache, and `ok`, `[]` bool. When it is False nothing has changed: the sequence has fewer
-      than `keep + drop` positions, another one shares a cell that would move, or a window that has
-      let go of the first tokens would see them again.
+      than `num_keep + num_discard` positions, another one shares a cell that would move, or a
+      window that has let go of the first tokens would see them again.
 
     Raises:
-      ValueError: when the cache has recurrent states or was made without `rope=`, `keep`
-        is known and below 0, `drop` is known and below 1, one of them is several numbers, the
-        sequence is known and is none of the cache, or the cache was donated.
+      ValueError: when the cache has recurrent states or was made without `rope=`, `num_keep`
+        is known and below 0, `num_discard` is known and below 1, one of them is several numbers,
+        the sequence is known and is none of the cache, or the cache was donated.
 
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5, 6])))
-      >>> cache, ok = loops.slide(cache, 0, keep=1, drop=3)
+      >>> cache, ok = loops.context_shift(cache, 0, num_keep=1, num_discard=3)
       >>> print(show(cache))
       owner    0 . . . 0 0
       position 0 . . . 1 2
@@ -61,12 +61,12 @@ def slide(
     _check_cells(table.spec, "a state cannot forget what it has seen")
     table.check_moves(buffers)
     check_there(cache)
-    bounds = _one(keep, "keep", low=0), _one(drop, "drop", low=1)
+    bounds = _one(num_keep, "num_keep", low=0), _one(num_discard, "num_discard", low=1)
     table, plan, ok = _slid(table, sequence(table, seq), *bounds)
     return apply(merge(table, buffers), plan, donate=donate), ok
 
 
-def extend(
+def self_extend(
     cache: Cache, seq: Ids, done: Ids, *, group: int, width: int, donate: bool = False
 ) -> tuple[Cache, jax.Array, jax.Array]:
     """Let `group` neighbours share a position, so that a text is longer than positions reach.
@@ -103,7 +103,7 @@ def extend(
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, rope=make_rope(2))
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
-      >>> cache, done, ok = loops.extend(cache, 0, 0, group=2, width=4)
+      >>> cache, done, ok = loops.self_extend(cache, 0, 0, group=2, width=4)
       >>> print(show(cache))
       owner    0 0 0 0 0 . . .
       position 0 0 1 1 2 . . .
@@ -141,19 +141,19 @@ def _check_cells(spec: TableSpec, why: str) -> None:
 
 @program
 def _slid(
-    table: Any, seq: jax.Array, keep: jax.Array, drop: jax.Array
+    table: Any, seq: jax.Array, num_keep: jax.Array, num_discard: jax.Array
 ) -> tuple[Any, MaintenancePlan, jax.Array]:
-    """Do what `slide` says to a table, of `[]` int32 each.
+    """Do what `context_shift` says to a table, of `[]` int32 each.
 
     Returns:
       The table, what its keys are owed, and `ok`, `[]` bool.
     """
     there = table.last(seq) + 1
-    ok = (keep >= 0) & (drop >= 1) & (drop <= there - keep)
-    moves = jnp.where(ok, keep + drop, 0)
+    ok = (num_keep >= 0) & (num_discard >= 1) & (num_discard <= there - num_keep)
+    moves = jnp.where(ok, num_keep + num_discard, 0)
     ok &= _owns_alone(table, seq, moves)
-    cut, removed = table.remove(seq, keep, moves)
-    closed, moved = cut.add(seq, moves, jnp.int32(END), -drop, keep)
+    cut, removed = table.remove(seq, num_keep, moves)
+    closed, moved = cut.add(seq, moves, jnp.int32(END), -num_discard, num_keep)
     ok &= removed & moved  # not where a window that let go of the first tokens would see them again
     return *_if(ok, closed, table), ok
 
@@ -162,7 +162,7 @@ def _slid(
 def _extended(
     table: Any, seq: jax.Array, done: jax.Array, group: jax.Array, width: jax.Array
 ) -> tuple[Any, MaintenancePlan, jax.Array, jax.Array]:
-    """Do what `extend` says to a table, of `[]` int32 each.
+    """Do what `self_extend` says to a table, of `[]` int32 each.
 
     Returns:
       The table, what its keys are owed, the next `done`, `[]` int32, and `ok`, `[]` bool.
@@ -202,7 +202,7 @@ def _owns_alone(table: Any, seq: jax.Array, start: jax.Array) -> jax.Array:
     def freed(table: Any) -> jax.Array:
         end, _ = table.remove(seq, jnp.int32(0), start)
         rest, _ = end.remove(seq, jnp.int32(0), jnp.int32(END))
-        return end.used() - rest.used()
+        return end.num_used_cells() - rest.num_used_cells()
 
     return freed(table) == freed(table.keep(seq))
 

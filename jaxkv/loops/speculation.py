@@ -17,12 +17,12 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.loops import trees
 from jaxkv.loops.acceptance import verify, verify_branches
 from jaxkv.loops.donation import given
-from jaxkv.loops.drafts import Draft, Guess, check_rollback
+from jaxkv.loops.drafts import Drafter, DraftTokens, check_rollback
 from jaxkv.loops.drawing import Sampler
 from jaxkv.loops.forward import Forward, take_step
 from jaxkv.loops.picking import nothing_picked, stops
 from jaxkv.loops.programs import program_of
-from jaxkv.loops.state import DecodeState, check_sampler, checked, ends, followed, going_on
+from jaxkv.loops.state import DecodeState, check_sampler_state, checked, ends, followed, going_on
 from jaxkv.places import count, is_traced
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.step import plan_next
@@ -31,22 +31,22 @@ from jaxkv.typed import Typed, typed
 from jaxkv.verbs.edit import seq_rm
 
 
-class Speculated(NamedTuple):
+class SpeculateResult(NamedTuple):
     """The tokens that were picked, and how the guesses went.
 
-    tokens: `[T, n]` int32, see `Picked`.
-    logprobs: `[T, n]` float32, see `Picked`.
-    turns: `[T]` int32, the steps of the model that a text took part in, one that the cache refused
-      among them.
-    tried: `[T]` int32, the tokens that were guessed.
-    accepted: `[T]` int32, those of them that held, one that ended the text included.
+    tokens: `[T, n]` int32, see `Sampled`.
+    logprobs: `[T, n]` float32, see `Sampled`.
+    num_model_steps: `[T]` int32, the steps of the model that a text took part in, one that the
+      cache refused among them.
+    num_drafted: `[T]` int32, the tokens that were guessed.
+    num_accepted: `[T]` int32, those of them that held, one that ended the text included.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
-    turns: jax.Array
-    tried: jax.Array
-    accepted: jax.Array
+    num_model_steps: jax.Array
+    num_drafted: jax.Array
+    num_accepted: jax.Array
 
 
 class _Setup(NamedTuple):
@@ -55,14 +55,14 @@ class _Setup(NamedTuple):
     forward: the model.
     sampler: what adjusts its logits.
     params: whatever it wants.
-    stop: `[T or 1, n]` int32, the tokens that end a text.
+    stop_tokens: `[T or 1, n]` int32, the tokens that end a text.
     sequences: `[T, k]` int32, those of branches, see `trees`; None if there is a single one.
     """
 
     forward: Forward
     sampler: Sampler
     params: Any
-    stop: jax.Array
+    stop_tokens: jax.Array
     sequences: jax.Array | None = None  # [T, k], those of branches, if there are several
 
 
@@ -79,8 +79,8 @@ class _Progress(NamedTuple):
 
     cache: Cache
     state: DecodeState
-    draft: Draft
-    made: Speculated
+    draft: Drafter
+    made: SpeculateResult
     at: jax.Array
     drafting: jax.Array
 
@@ -106,16 +106,16 @@ class _Turn(NamedTuple):
 
 def speculate(
     forward: Forward,
-    draft: Draft,
+    draft: Drafter,
     sampler: Sampler,
     params: Any,
     cache: Cache,
     state: DecodeState,
-    stop: Any = (),
+    stop_tokens: Any = (),
     *,
-    steps: int,
+    num_tokens: int,
     donate: bool = False,
-) -> tuple[Cache, DecodeState, Draft, Speculated]:
+) -> tuple[Cache, DecodeState, Drafter, SpeculateResult]:
     """Generate as `decode` does, checking what a draft guesses several tokens at a time.
 
     A text goes on alone where its guess does not find room, and a step in which nothing is guessed
@@ -127,14 +127,15 @@ def speculate(
 
     Args:
       forward: see `prefill`.
-      draft: what guesses, of `lookup`, `draft_model`, `draft_tree` or a `Draft` of your own.
+      draft: what guesses, of `prompt_lookup`, `draft_model`, `tree_draft_model` or a `Drafter` of
+        your own.
       sampler: see `decode`.
       params: whatever the model wants.
       cache: the cache after the prompts. One that keeps states must keep as many earlier ones as
         the draft tries, and cannot branch.
       state: how far each text has come, see `decode`.
-      stop: the tokens that end a text, see `decode`.
-      steps: the most tokens to generate for each text, static.
+      stop_tokens: the tokens that end a text, see `decode`.
+      num_tokens: the most tokens to generate for each text, static.
       donate: give up the buffers of the cache passed in, see `prefill`. Those of a draft are
         copied once a call.
 
@@ -159,80 +160,80 @@ def speculate(
       >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=3)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(3), cache, make_batch([0, 1, 2, 0]))
       >>> sampler = loops.sampling.make_sampler()
-      >>> state, _ = loops.begin(sampler, cache, logits)
-      >>> draft = loops.lookup([[0, 1, 2, 0]])
+      >>> state, _ = loops.sample_first(sampler, cache, logits)
+      >>> draft = loops.prompt_lookup([[0, 1, 2, 0]])
       >>> cache, state, draft, made = loops.speculate(
-      ...     forward, draft, sampler, jnp.eye(3), cache, state, steps=9
+      ...     forward, draft, sampler, jnp.eye(3), cache, state, num_tokens=9
       ... )
-      >>> made.tokens.tolist(), made.turns.item(), made.accepted.item()
+      >>> made.tokens.tolist(), made.num_model_steps.item(), made.num_accepted.item()
       ([[2, 0, 1, 2, 0, 1, 2, 0, 1]], 3, 6)
 
-    llama.cpp: `examples/speculative` and `examples/lookup`.
+    llama.cpp: `examples/speculative` and `examples/prompt_lookup`.
     """
-    steps = count(steps, "steps")
-    if not isinstance(draft, Draft):
-        raise TypeError(f"wanted a draft, such as loops.lookup(prompts), got {type(draft)}")
-    check_rollback(cache, draft.tries, "the cache")
-    trees.check_branches(split(cache)[0].spec, draft.texts, draft.branches, "a cache")
+    num_tokens = count(num_tokens, "num_tokens")
+    if not isinstance(draft, Drafter):
+        raise TypeError(f"wanted a draft, such as loops.prompt_lookup(prompts), got {type(draft)}")
+    check_rollback(cache, draft.num_draft_tokens, "the cache")
+    trees.check_branches(split(cache)[0].spec, draft.batch_size, draft.num_branches, "a cache")
     state = checked(split(cache)[0].spec, state)
-    check_sampler(sampler, state)
+    check_sampler_state(sampler, state)
     texts = state.token.shape[0]
-    if draft.texts != texts:
-        raise ValueError(f"wanted a draft of {texts} texts, got one of {draft.texts}")
+    if draft.batch_size != texts:
+        raise ValueError(f"wanted a draft of {texts} texts, got one of {draft.batch_size}")
     draft.check(cache)
     if not texts:
-        return cache, state, draft, _nothing_made(0, steps)
-    stop = stops(stop, texts)
-    fixed = params, stop
+        return cache, state, draft, _nothing_made(0, num_tokens)
+    stop_tokens = stops(stop_tokens, texts)
+    fixed = params, stop_tokens
     if is_traced(sampler, draft, cache, state, fixed):
-        return _speculate(_Setup(forward, sampler, *fixed), draft, cache, state, steps)
+        return _speculate(_Setup(forward, sampler, *fixed), draft, cache, state, num_tokens)
     table, buffers = given(cache, donate)
     loop = program_of(_speculating, forward)
     args = typed((draft, sampler)), fixed, table, buffers, state
-    table, buffers, now, draft, made = loop(*args, steps=steps)
+    table, buffers, now, draft, made = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
     return merge(table, buffers), replace(now, sequence=state.sequence), draft, made
 
 
 def _speculating(forward: Callable[[], Forward]) -> Any:
-    @partial(jax.jit, static_argnames="steps", donate_argnames="buffers")
+    @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def loop(
-        by: Typed[tuple[Draft, Sampler]],
+        by: Typed[tuple[Drafter, Sampler]],
         fixed: tuple,
         table: Any,
         buffers: Any,
         state: DecodeState,
         *,
-        steps: int,
+        num_tokens: int,
     ) -> tuple:
         draft, sampler = by.value
         setup = _Setup(forward(), sampler, *fixed)
-        cache, *rest = _speculate(setup, draft, merge(table, buffers), state, steps)
+        cache, *rest = _speculate(setup, draft, merge(table, buffers), state, num_tokens)
         return *split(cache), *rest
 
     return loop
 
 
 def _speculate(
-    setup: _Setup, draft: Draft, cache: Cache, state: DecodeState, steps: int
-) -> tuple[Cache, DecodeState, Draft, Speculated]:
+    setup: _Setup, draft: Drafter, cache: Cache, state: DecodeState, num_tokens: int
+) -> tuple[Cache, DecodeState, Drafter, SpeculateResult]:
     """Do what `speculate` says, as a part of the program that is being traced."""
-    texts, tries = state.token.shape[0], draft.tries
-    if draft.branches > 1:
+    texts, tries = state.token.shape[0], draft.num_draft_tokens
+    if draft.num_branches > 1:
         table, _ = split(cache)
-        sequences = trees.branch_sequences(table, state.sequence, draft.branches)
+        sequences = trees.branch_sequences(table, state.sequence, draft.num_branches)
         setup = setup._replace(sequences=sequences)
 
     def goes_on(now: _Progress) -> jax.Array:
-        return jnp.any(now.state.active & (_made(now.made) < steps))
+        return jnp.any(now.state.active & (_made(now.made) < num_tokens))
 
     def body(now: _Progress) -> _Progress:
         made, done = now.made, _made(now.made)
-        active = now.state.active & (done < steps)
+        active = now.state.active & (done < num_tokens)
         wanted = active & now.drafting
-        draft, guess = now.draft.guess(setup.sampler, now.state, wanted, now.at)
+        draft, guess = now.draft.propose(setup.sampler, now.state, wanted, now.at)
         # One token more than is guessed may be picked.
-        room = jnp.minimum(steps - done, now.state.left) - 1
+        room = jnp.minimum(num_tokens - done, now.state.remaining) - 1
         may = wanted[:, None] & (jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None])
         if setup.sequences is None:
             guess = guess._replace(valid=guess.valid & may)
@@ -251,19 +252,19 @@ def _speculate(
         return _Progress(
             cache=cache,
             state=turn.state,
-            draft=draft.follow(now.state.sequence, now.at, fed, turn.picked),
-            made=Speculated(
+            draft=draft.update(now.state.sequence, now.at, fed, turn.picked),
+            made=SpeculateResult(
                 tokens=_appended(made.tokens, done, turn.tokens, turn.picked),
                 logprobs=_appended(made.logprobs, done, turn.logprobs, turn.picked + broken),
-                turns=made.turns + active,
-                tried=made.tried + tried,
-                accepted=made.accepted + turn.accepted,
+                num_model_steps=made.num_model_steps + active,
+                num_drafted=made.num_drafted + tried,
+                num_accepted=made.num_accepted + turn.accepted,
             ),
             at=now.at + turn.picked,
             drafting=turn.drafting,
         )
 
-    made = _nothing_made(texts, steps)
+    made = _nothing_made(texts, num_tokens)
     state, draft = jax.tree.map(jnp.asarray, (state, draft))
     state = going_on(split(cache)[0], state)
     at = ends(split(cache)[0])[state.sequence] + 1
@@ -274,12 +275,17 @@ def _speculate(
     return now.cache, state, now.draft, made
 
 
-def _nothing_made(texts: int, steps: int) -> Speculated:
+def _nothing_made(texts: int, num_tokens: int) -> SpeculateResult:
     none = jnp.zeros(texts, jnp.int32)
-    return Speculated(*nothing_picked(texts, steps), turns=none, tried=none, accepted=none)
+    return SpeculateResult(
+        *nothing_picked(texts, num_tokens),
+        num_model_steps=none,
+        num_drafted=none,
+        num_accepted=none,
+    )
 
 
-def _made(made: Speculated) -> jax.Array:
+def _made(made: SpeculateResult) -> jax.Array:
     """Return how many tokens of each text were picked, `[T]` int32."""
     return jnp.sum(made.tokens >= 0, axis=1, dtype=jnp.int32)
 
@@ -287,7 +293,8 @@ def _made(made: Speculated) -> jax.Array:
 def _appended(rows: jax.Array, start: jax.Array, new: jax.Array, picked: jax.Array) -> jax.Array:
     """Write the first of some numbers, `[T, n]`, behind those that each text has.
 
-    A row of `rows`, `[T, steps]`, has `start` numbers and gets `picked` more, `[T]` int32 each.
+    A row of `rows`, `[T, steps]`, has `init_decode` numbers and gets `picked` more, `[T]` int32
+    each.
     """
     turn = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     where = jnp.where(turn < picked[:, None], start[:, None] + turn, rows.shape[1])
@@ -295,14 +302,14 @@ def _appended(rows: jax.Array, start: jax.Array, new: jax.Array, picked: jax.Arr
 
 
 def _take_turn(
-    setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
+    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
 ) -> tuple[Cache, _Turn]:
     """Take one step for the active texts: as wide as the guess, or one token wide if there is none.
 
     Each width is a loop that runs once or not at all: a branch would copy the cache. `active` is
-    `[T]` bool; `Guess` and `_Turn` say the shapes of the rest.
+    `[T]` bool; `DraftTokens` and `_Turn` say the shapes of the rest.
     """
-    texts, tries = guess.tokens.shape[0], guess.tokens.shape[-1]
+    texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
     begun = _Turn(
         tokens=jnp.zeros((texts, tries + 1), jnp.int32),
         logprobs=jnp.zeros((texts, tries + 1), jnp.float32),
@@ -311,11 +318,11 @@ def _take_turn(
         state=now.state,
         drafting=now.drafting,
     )
-    narrow = ~jnp.any(guess.valid)
-    alone = guess if setup.sequences is None else jax.tree.map(lambda x: x[:, 0], guess)
+    narrow = ~jnp.any(draft.valid)
+    alone = draft if setup.sequences is None else jax.tree.map(lambda x: x[:, 0], draft)
 
     def step(width: int, carry: tuple) -> tuple:
-        part = guess if width else jax.tree.map(lambda x: x[:, :0], alone)
+        part = draft if width else jax.tree.map(lambda x: x[:, :0], alone)
         cache, turn = _step(setup, part, active, now._replace(cache=carry[0]))
         more = [(0, 0), (0, tries - width)]
         tokens, logprobs = (jnp.pad(x, more) for x in (turn.tokens, turn.logprobs))
@@ -328,23 +335,25 @@ def _take_turn(
     return cache, turn
 
 
-def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tuple[Cache, _Turn]:
+def _step(
+    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
+) -> tuple[Cache, _Turn]:
     """Feed the last token of each active text, `[T]` bool, and a guess, and keep what holds."""
     state = now.state
-    guessed = jnp.any(guess.valid, axis=tuple(range(1, guess.valid.ndim)))
-    feed = _fed if guess.tokens.ndim == 2 else _fed_branches
-    cache, plan, ok, picks, guess = feed(setup, guess, active, now)
+    guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
+    feed = _fed if draft.tokens.ndim == 2 else _fed_branches
+    cache, plan, ok, picks, draft = feed(setup, draft, active, now)
     tokens, logprobs, held, adjusting = picks
     width = tokens.shape[1]
-    stopped = jnp.any(tokens[:, :, None] == setup.stop[:, None], axis=2) | (tokens < 0)
+    stopped = jnp.any(tokens[:, :, None] == setup.stop_tokens[:, None], axis=2) | (tokens < 0)
     turn = jnp.arange(width, dtype=jnp.int32)[None]
     ended = jnp.min(jnp.where(stopped & held, turn, width), axis=1)
     held &= turn <= ended[:, None]
     picked = jnp.sum(held & (tokens >= 0), axis=1, dtype=jnp.int32)
     broken = jnp.any(held & jnp.isnan(logprobs), axis=1)
-    as_guessed = held[:, :-1] & guess.valid & (tokens[:, :-1] == guess.tokens)
+    as_guessed = held[:, :-1] & draft.valid & (tokens[:, :-1] == draft.tokens)
     last = jnp.take_along_axis(tokens, jnp.maximum(picked - 1, 0)[:, None], axis=1)[:, 0]
-    left = state.left - picked
+    left = state.remaining - picked
 
     # Rejected guesses are removed. A text with no allowed token keeps the token it fed.
     if width > 1:
@@ -359,14 +368,14 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
         state,
         token=jnp.where(picked > 0, last, state.token),
         active=state.active & ~(ok & ((ended < width) | (left <= 0))) & ~dead,
-        left=left,
+        remaining=left,
         reason=jnp.where(
             dead,
             plan.reason[state.sequence],
             jnp.where(broken, Reason.NONFINITE_LOGITS, state.reason),
         ),
-        draw=state.draw + picked,
-        adjusting=adjusting,
+        draw_index=state.draw_index + picked,
+        sampler_state=adjusting,
     )
     return cache, _Turn(
         tokens=tokens,
@@ -379,36 +388,36 @@ def _step(setup: _Setup, guess: Guess, active: jax.Array, now: _Progress) -> tup
 
 
 def _fed(
-    setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
-) -> tuple[Cache, Plan, jax.Array, tuple, Guess]:
+    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
+) -> tuple[Cache, Plan, jax.Array, tuple, DraftTokens]:
     """Feed the last token of each active text, `[T]` bool, and a guess, `[T, n]`.
 
     Returns:
       The cache; the plan; which texts go on, `[T]` bool; what `verify` says; and the guess.
     """
     table, state = split(now.cache)[0], now.state
-    fed = jnp.concatenate([state.token[:, None], guess.tokens], axis=1)
-    valid = jnp.concatenate([active[:, None], guess.valid], axis=1)
+    fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
+    valid = jnp.concatenate([active[:, None], draft.valid], axis=1)
     plan = plan_next(table, fed, state.sequence, valid)
     cache, logits = take_step(setup.forward, setup.params, now.cache, plan.ubatches[0])
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
-    _check_vocabulary(guess, logits)
+    _check_vocabulary(draft, logits)
     ok = active & plan.ok
-    return cache, plan, ok, verify(setup.sampler, logits, guess, state, ok), guess
+    return cache, plan, ok, verify(setup.sampler, logits, draft, state, ok), draft
 
 
-def _check_vocabulary(guess: Guess, logits: jax.Array) -> None:
+def _check_vocabulary(draft: DraftTokens, logits: jax.Array) -> None:
     """Raise unless what a guess was drawn from, if it was, is as wide as the logits."""
-    if guess.adjusted is not None and guess.adjusted.shape[-1] != logits.shape[-1]:
+    if draft.adjusted is not None and draft.adjusted.shape[-1] != logits.shape[-1]:
         raise ValueError(
             f"expected a draft of {logits.shape[-1]} tokens, the vocabulary of the model, got one "
-            f"of {guess.adjusted.shape[-1]}; take a draft model with that vocabulary, or lookup"
+            f"of {draft.adjusted.shape[-1]}; take a draft model with that vocabulary, or lookup"
         )
 
 
 def _fed_branches(
-    setup: _Setup, guess: Guess, active: jax.Array, now: _Progress
-) -> tuple[Cache, Plan, jax.Array, tuple, Guess]:
+    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
+) -> tuple[Cache, Plan, jax.Array, tuple, DraftTokens]:
     """Feed the last token of each active text, `[T]` bool, and `[T, k, n]` guesses; keep a branch.
 
     Returns:
@@ -417,19 +426,19 @@ def _fed_branches(
     (table, buffers), state, sequences = split(now.cache), now.state, setup.sequences
     assert sequences is not None
     table = trees.fork(table, sequences, state.sequence)
-    plan = trees.plan_tree(table, state.token, guess, active, sequences)
+    plan = trees.plan_tree(table, state.token, draft, active, sequences)
     cache = merge(table, buffers)
     cache, logits = take_step(setup.forward, setup.params, cache, plan.ubatches[0])
     logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
-    _check_vocabulary(guess, logits)
+    _check_vocabulary(draft, logits)
     ok = active & plan.ok
-    *found, branch = verify_branches(setup.sampler, logits, guess, state, ok)
+    *found, branch = verify_branches(setup.sampler, logits, draft, state, ok)
     table, buffers = split(cache)
     own = jnp.argmax(sequences == state.sequence[:, None], axis=1).astype(jnp.int32)
     followed = jnp.where(ok, branch, own)
     cache = merge(trees.keep(table, state.sequence, sequences, followed), buffers)
     tokens, valid = (
         jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]
-        for x in (guess.tokens, guess.valid)
+        for x in (draft.tokens, draft.valid)
     )
-    return cache, plan, ok, tuple(found), Guess(tokens, valid, None)
+    return cache, plan, ok, tuple(found), DraftTokens(tokens, valid, None)

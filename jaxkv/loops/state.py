@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkv.cache import Cache, split
 from jaxkv.draw.lines import fields_line
-from jaxkv.loops.drawing import Sampler, a_sampler
+from jaxkv.loops.drawing import Sampler, as_sampler
 from jaxkv.loops.rows import padded
 from jaxkv.loops.sampling import make_sampler
 from jaxkv.places import END, flags, integers, is_concrete
@@ -22,54 +22,58 @@ from jaxkv.tables import program
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeState:
-    """How far T texts have come, each a sequence of a cache; `start` and `begin` make it.
+    """How far T texts have come, each a sequence of a cache.
+
+    `init_decode` and `sample_first` make it.
 
     Positions are not stored here: they are those of the cache.
 
     token: `[T]` int32, the token that was picked last and is not in the cache yet.
     sequence: `[T]` int32, the sequence of each text, each at most once.
     active: `[T]` bool, the texts that go on.
-    left: `[T]` int32, how many more tokens of a text may be picked.
+    remaining: `[T]` int32, how many more tokens of a text may be picked.
     reason: `[T]` int32, a `Reason`: why the cache refused a text's token, NONFINITE_LOGITS, or
       EDITED, each of which ended it; else OK.
     key: `[T]`, the random key of each text; each draw folds a number of its own into it.
-    draw: `[T]` int32, the number of the next draw. It begins as the position of the token that is
-      drawn, and counts tokens from then on, so that no draw repeats where positions come again.
+    draw_index: `[T]` int32, the number of the next draw. It begins as the position of the token
+      that is drawn, and counts tokens from then on, so that no draw repeats where positions come
+      again.
     follows: `[T]` uint32, what tells the token of the cache that `token` comes after from others.
-    adjusting: the state of the sampler.
+    sampler_state: the state of the sampler.
     """
 
     token: jax.Array  # [T]
     sequence: jax.Array  # [T]
     active: jax.Array  # [T]
-    left: jax.Array  # [T]
+    remaining: jax.Array  # [T]
     reason: jax.Array  # [T]
     key: jax.Array  # [T]
-    draw: jax.Array  # [T]
+    draw_index: jax.Array  # [T]
     follows: jax.Array  # [T]
-    adjusting: Any
+    sampler_state: Any
 
     def __repr__(self) -> str:
         return fields_line(self)
 
 
-def start(
+def init_decode(
     cache: Cache,
     tokens: Any,
     sequences: Any = None,
     *,
-    limit: Any = None,
+    max_new_tokens: Any = None,
     sampler: Sampler | None = None,
     seed: Any = 0,
     prompts: Sequence[Any] | None = None,
 ) -> DecodeState:
-    """Start texts whose first tokens have been picked already; `begin` picks them too.
+    """Start texts whose first tokens have been picked already; `sample_first` picks them too.
 
     Args:
       cache: the cache after the prompts.
       tokens: `[T]` int32, the first tokens, which are not in the cache yet.
       sequences: `[T]` int32, where each text stands; by default 0, 1, 2 and so on.
-      limit: `[]` or `[T]` int32, how many more tokens of each may be picked; by default any number.
+      max_new_tokens: `[]` or `[T]` int32, how many more tokens of each may be picked; by default
+        any number.
       sampler: what will adjust logits, see `jaxkv.loops.sampling`; by default the best token is
         taken.
       seed: `[]` or `[T]` int, of all draws. One for all is folded with the sequence, so that equal
@@ -89,15 +93,21 @@ def start(
 
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> state = loops.start(cache, [5, 7], limit=[1, 9])
-      >>> state.sequence.tolist(), state.left.tolist()
+      >>> state = loops.init_decode(cache, [5, 7], max_new_tokens=[1, 9])
+      >>> state.sequence.tolist(), state.remaining.tolist()
       ([0, 1], [1, 9])
     """
-    sampler = make_sampler() if sampler is None else a_sampler(sampler)
+    sampler = make_sampler() if sampler is None else as_sampler(sampler)
     state = resume(
-        cache, tokens, sequences, limit=limit, sampler=sampler, seed=seed, prompts=prompts
+        cache,
+        tokens,
+        sequences,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        seed=seed,
+        prompts=prompts,
     )
-    return replace(state, adjusting=sampler.follow(state.adjusting, state.token))
+    return replace(state, sampler_state=sampler.update(state.sampler_state, state.token))
 
 
 def resume(
@@ -105,12 +115,12 @@ def resume(
     tokens: Any,
     sequences: Any,
     *,
-    limit: Any,
+    max_new_tokens: Any,
     sampler: Sampler,
     seed: Any,
     prompts: Sequence[Any] | None,
 ) -> DecodeState:
-    """Return the state of texts whose tokens a sampler knows already; see `start`."""
+    """Return the state of texts whose tokens a sampler knows already; see `init_decode`."""
     table, _ = split(cache)
     tokens = integers(tokens, "tokens", low=0)
     if np.ndim(tokens) != 1:
@@ -119,18 +129,18 @@ def resume(
     ids = table.spec.sequence_ids(np.arange(count) if sequences is None else sequences)
     if np.shape(ids) != (count,):
         raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
-    left = _each(END if limit is None else limit, count, "limit")
+    left = _each(END if max_new_tokens is None else max_new_tokens, count, "limit")
     key, draw, follows = _draws(table, _seed(seed, count), ids)
     state = DecodeState(
         token=tokens,
         sequence=ids,
         active=left > 0,
-        left=left,
+        remaining=left,
         reason=jnp.full(count, Reason.OK, jnp.int32),
         key=key,
-        draw=draw,
+        draw_index=draw,
         follows=follows,
-        adjusting=sampler.start(_of_all(prompts, count)),
+        sampler_state=sampler.init(_of_all(prompts, count)),
     )
     state = checked(table.spec, state)
     return jax.tree.map(jnp.asarray, state)
@@ -160,7 +170,7 @@ def followed(table: Any, state: DecodeState) -> DecodeState:
     return replace(state, follows=follows)
 
 
-def check_sampler(sampler: Any, state: DecodeState) -> None:
+def check_sampler_state(sampler: Any, state: DecodeState) -> None:
     """Raise unless it is a sampler, and remembers what a state was started with.
 
     Raises:
@@ -168,32 +178,33 @@ def check_sampler(sampler: Any, state: DecodeState) -> None:
       ValueError: when the state was started with another kind of sampler, or it has numbers for
         another number of texts.
     """
-    fresh = a_sampler(sampler).start(np.zeros((state.token.shape[0], 0), np.int32))
+    fresh = as_sampler(sampler).init(np.zeros((state.token.shape[0], 0), np.int32))
     wanted, got = (
         jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), one)
-        for one in (fresh, state.adjusting)
+        for one in (fresh, state.sampler_state)
     )
     if wanted != got:
         raise ValueError(
             f"wanted a state that was started with this sampler, which remembers {wanted}, got one "
-            f"that remembers {got}: pass sampler= to loops.start, or begin with loops.begin"
+            f"that remembers {got}: pass sampler= to loops.init_decode, or begin with "
+            f"loops.sample_first"
         )
 
 
 def checked(spec: TableSpec, state: DecodeState) -> DecodeState:
     """Return the state with its fields as arrays; raise if a field is invalid."""
     if not isinstance(state, DecodeState):
-        raise TypeError(f"wanted a state, jaxkv.loops.start makes it, got {type(state)}")
+        raise TypeError(f"wanted a state, jaxkv.loops.init_decode makes it, got {type(state)}")
     state = DecodeState(
         token=integers(state.token, "token"),
         sequence=spec.sequence_ids(state.sequence),
         active=flags(state.active, "active"),
-        left=integers(state.left, "left"),
+        remaining=integers(state.remaining, "remaining"),
         reason=integers(state.reason, "reason"),
         key=state.key,
-        draw=integers(state.draw, "draw"),
+        draw_index=integers(state.draw_index, "draw_index"),
         follows=state.follows,
-        adjusting=state.adjusting,
+        sampler_state=state.sampler_state,
     )
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
     if len(shapes[0]) != 1 or any(shape[:1] != shapes[0] for shape in shapes):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import make_batch
-from jaxkv.loops.drafts import Guess
+from jaxkv.loops.drafts import DraftTokens
 from jaxkv.places import NOWHERE, divided
 from jaxkv.plan import Plan
 from jaxkv.planning.layout import turn_in_sequence
@@ -34,34 +34,34 @@ class Nodes(NamedTuple):
     first: jax.Array
 
 
-def check_branches(spec: TableSpec, texts: int, branches: int, what: str) -> None:
+def check_branches(spec: TableSpec, texts: int, num_branches: int, what: str) -> None:
     """Raise a ValueError unless a cache can hold the branches of so many texts.
 
     Raises:
       ValueError: when it keeps states, or has too few sequences.
     """
-    if branches == 1:
+    if num_branches == 1:
         return
     if spec.max_rollback is not None:
         raise ValueError(
-            f"wanted {what} of attention alone for branches={branches}, since a state belongs to "
-            f"one text, got {spec.kind}: guess with branches=1"
+            f"wanted {what} of attention alone for num_branches={num_branches}, since a state "
+            f"belongs to one text, got {spec.kind}: propose with num_branches=1"
         )
-    if texts * branches > spec.sequences or spec.streams == spec.sequences:
+    if texts * num_branches > spec.sequences or spec.streams == spec.sequences:
         raise ValueError(
-            f"wanted {what} with a sequence for each of {branches} branches of {texts} texts, in "
-            f"the stream of the text, got {spec.sequences} sequences in {spec.streams} streams: "
-            f"make it with sequences={texts * branches} or more"
+            f"wanted {what} with a sequence for each of {num_branches} branches of {texts} texts, "
+            f"in the stream of the text, got {spec.sequences} sequences in {spec.streams} streams: "
+            f"make it with sequences={texts * num_branches} or more"
         )
 
 
-def branch_sequences(table: Any, sequences: jax.Array, branches: int) -> jax.Array:
+def branch_sequences(table: Any, sequences: jax.Array, num_branches: int) -> jax.Array:
     """Find a sequence for each branch: the text's own, and others of its stream that hold nothing.
 
     Args:
       table: of the cache.
       sequences: `[T]` int32, those of the texts.
-      branches: k, how many are wanted.
+      num_branches: k, how many are wanted.
 
     Returns:
       `[T, k]` int32, the lowest first; Q where none is left.
@@ -72,7 +72,7 @@ def branch_sequences(table: Any, sequences: jax.Array, branches: int) -> jax.Arr
     stream, _ = divided(sequences, size)
     beside = stream[:, None] == stream[None]
     ahead = jnp.sum(jnp.tril(beside, -1), axis=1, dtype=jnp.int32)
-    turn = ahead[:, None] * (branches - 1) + jnp.arange(branches - 1, dtype=jnp.int32)[None]
+    turn = ahead[:, None] * (num_branches - 1) + jnp.arange(num_branches - 1, dtype=jnp.int32)[None]
     # The free ones of each stream come first, in their order.
     order = jnp.argsort(~free, axis=1, stable=True).astype(jnp.int32)[stream]
     left = turn < jnp.sum(free, axis=1, dtype=jnp.int32)[stream][:, None]
@@ -81,14 +81,14 @@ def branch_sequences(table: Any, sequences: jax.Array, branches: int) -> jax.Arr
     return jnp.sort(jnp.concatenate([sequences[:, None], found], axis=1), axis=1)
 
 
-def nodes_of(guess: Guess) -> Nodes:
+def nodes_of(draft: DraftTokens) -> Nodes:
     """Find what the branches of a guess begin with alike; its tokens are `[T, k, n]`."""
-    tokens, valid = (jnp.moveaxis(x, 1, 2) for x in (guess.tokens, guess.valid))
+    tokens, valid = (jnp.moveaxis(x, 1, 2) for x in (draft.tokens, draft.valid))
     both = valid[..., None] & valid[..., None, :] & (tokens[..., None] == tokens[..., None, :])
     owns = jnp.moveaxis(jnp.cumprod(both, axis=1) > 0, 1, 2)
     branch = jnp.arange(owns.shape[1])
     earlier = (branch[None] < branch[:, None])[None, :, None]
-    return Nodes(owns=owns, first=guess.valid & ~jnp.any(owns & earlier, axis=3))
+    return Nodes(owns=owns, first=draft.valid & ~jnp.any(owns & earlier, axis=3))
 
 
 @program
@@ -101,14 +101,14 @@ def fork(table: Any, sequences: jax.Array, own: jax.Array) -> Any:
 
 @program
 def plan_tree(
-    table: Any, token: jax.Array, guess: Guess, active: jax.Array, sequences: jax.Array
+    table: Any, token: jax.Array, draft: DraftTokens, active: jax.Array, sequences: jax.Array
 ) -> Plan:
     """Plan the last token of each text, and the branches after it.
 
     Args:
       table: with the branches forked.
       token: `[T]` int32, the last tokens.
-      guess: of tokens `[T, k, n]`, of which those of a branch without a sequence are not valid.
+      draft: of tokens `[T, k, n]`, of which those of a branch without a sequence are not valid.
       active: `[T]` bool, the texts that go on.
       sequences: `[T, k]` int32, those of the branches, the lowest first; Q for none.
 
@@ -116,12 +116,12 @@ def plan_tree(
       A plan of one ubatch, whose outputs are `[T, 1 + k * n]`: the last token, and the branches one
       after another. Those of tokens that an earlier branch has too mean nothing.
     """
-    texts, branches, length = guess.tokens.shape
-    nodes = nodes_of(guess)
+    texts, branches, length = draft.tokens.shape
+    nodes = nodes_of(draft)
     ids = jnp.where(sequences < table.spec.sequences, sequences, -1)
     sets = jnp.where(nodes.owns, ids[:, None, None], -1).reshape(texts, -1, branches)
     flat = make_batch(
-        jnp.concatenate([token[:, None], guess.tokens.reshape(texts, -1)], axis=1).reshape(-1),
+        jnp.concatenate([token[:, None], draft.tokens.reshape(texts, -1)], axis=1).reshape(-1),
         sequences=jnp.concatenate([ids[:, None], sets], axis=1).reshape(-1, branches),
         valid=jnp.concatenate([active[:, None], nodes.first.reshape(texts, -1)], axis=1).reshape(
             -1
@@ -138,19 +138,19 @@ def plan_tree(
     return replace(plan, ubatches=(replace(ubatch, outputs=where, output_index=order),))
 
 
-def _rows_of(spec: TableSpec, texts: int, branches: int, length: int) -> jax.Array:
+def _rows_of(spec: TableSpec, texts: int, num_branches: int, length: int) -> jax.Array:
     """Lay the trees of all texts out: as one row, or one for each branch, the token in the first.
 
     Where a row holds one sequence, a token stands in that of the lowest of its sequences. Indices
     are int32, `[1, T * (1 + k * n)]`, or `[T * k, 1 + n]` with NOWHERE for padding.
     """
-    index = jnp.arange(texts * (1 + branches * length), dtype=jnp.int32)
+    index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:
         return index[None]
     index = index.reshape(texts, -1)
-    rows = index[:, 1:].reshape(texts, branches, length)
-    trunk = jnp.full((texts, branches, 1), NOWHERE, jnp.int32).at[:, 0, 0].set(index[:, 0])
-    return jnp.concatenate([trunk, rows], axis=2).reshape(texts * branches, -1)
+    rows = index[:, 1:].reshape(texts, num_branches, length)
+    trunk = jnp.full((texts, num_branches, 1), NOWHERE, jnp.int32).at[:, 0, 0].set(index[:, 0])
+    return jnp.concatenate([trunk, rows], axis=2).reshape(texts * num_branches, -1)
 
 
 @program

@@ -61,7 +61,7 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
     here = wanted > 0
     last, missing, pending = table.inspect(here)
     batch = _complete(batch, ids, ranks[0], wanted, last)
-    apart = None if batch.others is None else sets.apart(table, ids, ranks, batch)
+    apart = None if batch.shared_with is None else sets.apart(table, ids, ranks, batch)
     reason, expected, found = _faults(batch, ids, valid, ranks, last, apart)
     for code, at_fault in ((Reason.SHIFT_PENDING, pending), (Reason.CONTEXT_EVICTED, missing)):
         at_fault = here & at_fault & (reason == Reason.OK)
@@ -71,7 +71,7 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
 
     # Sequences already refused do not count against capacity. One refused for room is told how many
     # cells were left.
-    if batch.others is None:
+    if batch.shared_with is None:
         fits, together, left = table.admit(jnp.where(reason == Reason.OK, wanted, 0))
     else:
         root, wanted = sets.wanted(ids, ranks[0], reason == Reason.OK, batch)

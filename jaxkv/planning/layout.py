@@ -70,7 +70,7 @@ def _layout_known(
     """Lay out a batch whose values are known; returns what `layout` does."""
     batch, there = _known(spec, batch)
     named = batch.sequences[there]
-    after = None if batch.others is None else follows(named, batch.others[there])
+    after = None if batch.shared_with is None else follows(named, batch.shared_with[there])
     parts = split_known(split_by, named, ubatch_size, after)
     parts = [_few_rows(part, spec) for part in parts]
     if batch.outputs is None:

@@ -58,9 +58,9 @@ def place(
     ids = jnp.where(ubatch.valid, ubatch.sequences, draft.late.size)
     fault = jnp.where(jnp.all(draft.reason == Reason.OK), fault, Reason.OK)
     late = draft.late.at[ids].max(fault, mode="drop")
-    if ubatch.others is not None:
-        there = ubatch.valid[..., None] & (ubatch.others >= 0)
-        ids = jnp.where(there, ubatch.others, draft.late.size)
+    if ubatch.shared_with is not None:
+        there = ubatch.valid[..., None] & (ubatch.shared_with >= 0)
+        ids = jnp.where(there, ubatch.shared_with, draft.late.size)
         late = late.at[ids].max(jnp.where(there, fault[..., None], Reason.OK), mode="drop")
     late = jnp.where(mixed, Reason.MIXED_ROW, late)
     return replace(draft, table=occupied, late=late), replace(ubatch, hash_after=after)
@@ -123,7 +123,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, output
         row = jnp.arange(spec.sequences, dtype=jnp.int32)
     else:
         row = jnp.maximum(_row_sequence(part), 0)
-    stream, _ = divided(row, spec.sharing)
+    stream, _ = divided(row, spec.sequences_per_stream)
     before = table.digest()
     pick, order = _outputs(part, index, outputs)
     return Ubatch(
@@ -149,7 +149,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, output
         hash_after=before,
         spec=spec,
         row_is_sequence=in_order,
-        others=part.others,
+        shared_with=part.shared_with,
         extra=part.extra,
     )
 

@@ -27,7 +27,7 @@ def check_sets(spec: TableSpec, batch: Batch) -> None:
       ValueError: when it keeps states; or when a known set has an id that is none, or sequences of
         several streams.
     """
-    if batch.others is None:
+    if batch.shared_with is None:
         return
     if spec.max_rollback is not None:
         raise ValueError(
@@ -39,7 +39,7 @@ def check_sets(spec: TableSpec, batch: Batch) -> None:
         return
     members, valid = (np.asarray(x).reshape(*batch.valid.shape, -1) for x in members_of(batch))
     spec.sequence_ids(members[valid])
-    stream = members // spec.sharing
+    stream = members // spec.sequences_per_stream
     apart = valid & (stream != stream[..., :1])
     if apart.any():
         ids = members[apart.any(axis=-1)][0]
@@ -51,12 +51,14 @@ def check_sets(spec: TableSpec, batch: Batch) -> None:
 
 def members_of(batch: Batch) -> tuple[Any, Any]:
     """Return the sequence of each member, and whether it is there; both `[M]`, or `[R, T * n]`."""
-    if batch.others is None:
+    if batch.shared_with is None:
         return batch.sequences, batch.valid
     xp = np if is_concrete(batch) else jnp
     # The lowest one is meant to be there; if it is none of the cache, that is found out.
-    more = xp.pad(batch.others >= 0, [*((0, 0),) * batch.valid.ndim, (1, 0)], constant_values=True)
-    ids = xp.concatenate([batch.sequences[..., None], batch.others], axis=-1)
+    more = xp.pad(
+        batch.shared_with >= 0, [*((0, 0),) * batch.valid.ndim, (1, 0)], constant_values=True
+    )
+    ids = xp.concatenate([batch.sequences[..., None], batch.shared_with], axis=-1)
     there = xp.asarray(batch.valid)[..., None] & more
     shape = (*batch.valid.shape[:-1], -1)
     return ids.reshape(shape), there.reshape(shape)
@@ -64,17 +66,17 @@ def members_of(batch: Batch) -> tuple[Any, Any]:
 
 def per_member(x: jax.Array, batch: Batch) -> jax.Array:
     """Return for each member what there is for its token, `[B]` to `[M]`."""
-    return x if batch.others is None else jnp.repeat(x, batch.others.shape[-1] + 1)
+    return x if batch.shared_with is None else jnp.repeat(x, batch.shared_with.shape[-1] + 1)
 
 
 def any_of(x: jax.Array, batch: Batch) -> jax.Array:
     """Return whether something holds for a member of each token, `[M]` to `[B]`."""
-    return x if batch.others is None else jnp.any(x.reshape(batch.valid.shape[0], -1), axis=1)
+    return x if batch.shared_with is None else jnp.any(x.reshape(batch.valid.shape[0], -1), axis=1)
 
 
 def first_of(x: jax.Array, batch: Batch) -> jax.Array:
     """Return what there is for the first member of each token, `[M]` to `[B]`."""
-    return x if batch.others is None else x.reshape(batch.valid.shape[0], -1)[:, 0]
+    return x if batch.shared_with is None else x.reshape(batch.valid.shape[0], -1)[:, 0]
 
 
 def apart(
@@ -99,7 +101,7 @@ def apart(
     first = jnp.broadcast_to(ids[:, :1], ids.shape)
     own = jnp.arange(count, dtype=jnp.int32)
     partner = own.at[jnp.where(begins, ids, count)].set(first, mode="drop")
-    (there, number), (here, mine) = (divided(x, spec.sharing) for x in (partner, own))
+    (there, number), (here, mine) = (divided(x, spec.sequences_per_stream) for x in (partner, own))
     same = (there == here) & table.alike(jnp.where(there == here, number, mine))
     alike = (token == token[:, :1]) & (~begins | same.at[ids].get(mode="fill", fill_value=True))
     return ((ids < count) & ~alike).reshape(-1)

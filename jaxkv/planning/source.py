@@ -69,7 +69,7 @@ the sequence (seq_rm), which takes its source along
     table = split(cache)[0].for_sources()
     if not isinstance(batch, Batch):
         raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
-    if batch.others is not None:
+    if batch.shared_with is not None:
         raise ValueError(
             "wanted tokens of one sequence each in a source, got some of several: encode it for "
             "one of them, and fork that (seq_cp)"

@@ -22,7 +22,7 @@ from jaxkv.prefix.store import (
     without,
 )
 from jaxkv.tables import program
-from jaxkv.verbs.ask import seq_pos_max, used
+from jaxkv.verbs.ask import num_used_cells, seq_pos_max
 from jaxkv.verbs.edit import seq_cp, seq_keep, seq_rm
 
 
@@ -58,7 +58,7 @@ def reuse(
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, store, _ = prefix.remember(cache, store, [1, 2, 3], 0)
       >>> cache, store, found = prefix.reuse(cache, store, [1, 2, 9], 1)
-      >>> found.length, found.miss.name, seq_pos_max(cache, 1).item(), used(cache).item()
+      >>> found.length, found.miss.name, seq_pos_max(cache, 1).item(), num_used_cells(cache).item()
       (2, 'NONE', 1, 3)
 
       The last token is always computed, and nothing may be known of the first:
@@ -104,7 +104,7 @@ def remember(
       cache: the cache of the store.
       store: the store.
       tokens: `[n]` int, what the sequence was told from position 0 on, or the beginning of it. A
-        text that slid (`loops.slide`) holds other tokens than it was told.
+        text that slid (`loops.context_shift`) holds other tokens than it was told.
       seq: `[]` int, the sequence, which is no holder.
       donate: give up the buffers of the cache passed in where they must be copied, see `seq_cp`.
 
@@ -188,8 +188,8 @@ def evict(cache: Cache, store: Store, *, cells: int) -> tuple[Cache, Store]:
 def held(cache: Cache, store: Store) -> int:
     """Return how many cells the store holds, those that its texts share counted once.
 
-    They are counted as `used` counts, over all parts of a hybrid cache. Cells that a sequence
-    beside the store shares are among them.
+    They are counted as `num_used_cells` counts, over all parts of a hybrid cache. Cells that a
+    sequence beside the store shares are among them.
 
     Raises:
       ValueError: when the cache is traced, or of other sizes than the store was made for.
@@ -197,7 +197,7 @@ def held(cache: Cache, store: Store) -> int:
     check_made_for(cache, store)
     others = np.setdiff1d(np.arange(store.spec.sequences), store.holders)
     only, _ = seq_rm(cache, others)
-    return int(used(only))
+    return int(num_used_cells(only))
 
 
 def warm_up(cache: Cache, store: Store, *, donate: bool = False) -> Cache:
@@ -221,7 +221,7 @@ def warm_up(cache: Cache, store: Store, *, donate: bool = False) -> Cache:
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=64, sequences=3, kv_heads=1, head_dim=2)
       >>> store = prefix.make_store(cache, holders=[2])
-      >>> used(prefix.warm_up(cache, store)).item()
+      >>> num_used_cells(prefix.warm_up(cache, store)).item()
       0
     """
     held(cache, store)
@@ -230,8 +230,8 @@ def warm_up(cache: Cache, store: Store, *, donate: bool = False) -> Cache:
     resumable(cache, holder, np.zeros(0, np.int32))
     seq_rm(seq_keep(cache, holder), holder, 0)
     empty = [seq for seq in others if int(seq_pos_max(cache, seq)) < 0]
-    stream = holder // spec.sharing
-    for seq in {one // spec.sharing == stream: one for one in empty}.values():
+    stream = holder // spec.sequences_per_stream
+    for seq in {one // spec.sequences_per_stream == stream: one for one in empty}.values():
         _can_copy(cache, holder, seq, 0)
         cache, _ = seq_cp(cache, holder, seq, 0, 0, donate=donate)
     return cache
@@ -243,7 +243,7 @@ def _kept(
     """Fork a text of a sequence into one of some holders; None if there is no room for it."""
     size = text.tokens.size
     alone, _ = seq_rm(seq_keep(cache, text.holder), text.holder, size)
-    if int(used(alone)) > store.cells:
+    if int(num_used_cells(alone)) > store.cells:
         return None
     taken = {one.holder: one for one in store.texts}
     free = [holder for holder in own if holder not in taken]

@@ -145,7 +145,7 @@ def without(store: Store, text: Text) -> Store:
 
 def beside(store: Store, seq: int) -> tuple[int, ...]:
     """Return the holders in the stream of a sequence; all of them if it has none."""
-    sharing = store.spec.sharing
+    sharing = store.spec.sequences_per_stream
     near = tuple(one for one in store.holders if one // sharing == seq // sharing)
     return near or store.holders
 

@@ -112,7 +112,7 @@ def within(table: States, name: str, mesh: Any = None) -> tuple:
     mesh = at_hand(table.rules) if mesh is None else mesh
     if table.rules is None or mesh is None:
         return ()
-    for one, dimension, parts in table.splits:
+    for one, dimension, parts in table.shard_dims:
         if one == name:
             axes = table.rules.split(mesh, kv_heads=parts)["kv_heads"]
             return (*[None] * dimension, axes) if axes else ()

@@ -134,7 +134,7 @@ def _dealt(
     the first of these targets takes the cells for it.
     """
     size = states.num_cells
-    if states.sharing == 1:  # a target lets go of all cells of its stream
+    if states.sequences_per_stream == 1:  # a target lets go of all cells of its stream
         own = jnp.where(cell < size, jnp.arange(size, dtype=jnp.int32), size)
         return own, cell < size
     stream, turn = stream_of(states, dst), jnp.arange(src.size, dtype=jnp.int32)

@@ -5,8 +5,9 @@ current state and up to E earlier ones, as pairs of a position and a cell. So fo
 shares cells, cutting its end drops pairs, and no state of a stream is ever moved or copied. What
 was there before a state cannot be taken out of it, and the table says so rather than pretend.
 
-Ranges of positions are `start` to `stop` - 1, `[]` int32: a negative start means 0, a negative stop
-no end, and a stop of 0 an empty range. Ids are `[]` int32; one that is no sequence changes nothing.
+Ranges of positions are `start` to `stop` - 1, `[]` int32: a negative start means 0, a
+negative stop no end, and a stop of 0 an empty range. Ids are `[]` int32; one that is no sequence
+changes nothing.
 """
 
 from dataclasses import dataclass, field, replace
@@ -43,7 +44,7 @@ class States:
     holds: `[L, S, N]` uint32, the stamp of the state that a layer's buffers really hold. The table
       takes a state in before it is computed, and each layer writes it once.
     rules: which axes of a mesh split the cache, static; None where it is on one device.
-    splits: for states that a mesh may split the name, the dimension and its parts, static.
+    shard_dims: for states that a mesh may split the name, the dimension and its parts, static.
     """
 
     position: jax.Array  # [Q, E + 1]
@@ -52,7 +53,7 @@ class States:
     content: jax.Array  # [S, N]
     holds: jax.Array  # [L, S, N]
     rules: Rules | None = field(default=None, metadata={"static": True})
-    splits: tuple[tuple[str, int, int], ...] = field(default=(), metadata={"static": True})
+    shard_dims: tuple[tuple[str, int, int], ...] = field(default=(), metadata={"static": True})
 
     @property
     def sequences(self) -> int:
@@ -70,7 +71,7 @@ class States:
         return self.stamp.shape[0]
 
     @property
-    def sharing(self) -> int:
+    def sequences_per_stream(self) -> int:
         """Q // S, the number of sequences that share a stream."""
         return self.sequences // self.streams
 
@@ -112,13 +113,13 @@ def empty_fields(
 
 def streams_of(states: States) -> jax.Array:
     """Return the stream of each sequence; `[Q, 1]` int32, to go with `cell`."""
-    stream, _ = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sharing)
+    stream, _ = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream)
     return stream[:, None]
 
 
 def stream_of(states: States, seq: jax.Array) -> jax.Array:
     """Return the stream of a sequence, int32, the shape of `seq`; some other where it is none."""
-    return divided(seq, states.sharing)[0]
+    return divided(seq, states.sequences_per_stream)[0]
 
 
 def known(states: States, seq: jax.Array) -> jax.Array:
@@ -162,7 +163,7 @@ def occupied(states: States, cell: jax.Array) -> jax.Array:
     return jnp.zeros(states.stamp.shape, bool).at[streams_of(states), cell].set(True, mode="drop")
 
 
-def used(states: States) -> jax.Array:
+def num_used_cells(states: States) -> jax.Array:
     """Return how many cells hold a state, shared ones counted once; `[]` int32."""
     return jnp.sum(occupied(states, states.cell), dtype=jnp.int32)
 
@@ -174,7 +175,7 @@ def digest(states: States) -> jax.Array:
     free ones too, so that the same tokens told anew are stamped anew. What the layers have written
     does not count.
     """
-    _, own = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sharing)
+    _, own = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream)
     pairs = states.earlier + 1
     index = own[:, None] * pairs + jnp.arange(pairs, dtype=jnp.int32)[None]
     pair = chained(index, states.position, states.cell)

@@ -111,9 +111,9 @@ class StateTable(States, CacheTable):
         """See `states.endings`."""
         return states.endings(self, sequences, contents)
 
-    def used(self) -> jax.Array:
-        """See `states.used`."""
-        return states.used(self)
+    def num_used_cells(self) -> jax.Array:
+        """See `states.num_used_cells`."""
+        return states.num_used_cells(self)
 
     def inspect(self, present: jax.Array) -> Findings:
         """See `states.inspect`."""
@@ -273,7 +273,7 @@ def make_recurrent_cache(
     sequences: int = 1,
     max_rollback: int = 0,
     streams: int = 1,
-    splits: Mapping[str, tuple[int, int]] | None = None,
+    shard_dims: Mapping[str, tuple[int, int]] | None = None,
 ) -> Cache:
     """Make an empty recurrent cache.
 
@@ -306,8 +306,8 @@ def make_recurrent_cache(
         current one.
       streams: S, a divisor of Q as in `make_kv_cache`, and the same where both are parts of one
         cache: `seq_add` moves a state for every sequence of the stream that shares it.
-      splits: by name, the dimension of a state that a mesh may split, and the parts that it has,
-        such as (0, heads). Others are whole on each device of a stream, see `jaxkv.sharding`.
+      shard_dims: by name, the dimension of a state that a mesh may split, and the parts that it
+        has, such as (0, heads). Others are whole on each device of a stream, see `jaxkv.sharding`.
 
     Returns:
       The cache, with N = Q / S * (E + 1) cells in each of S streams.
@@ -371,7 +371,7 @@ def make_recurrent_cache(
       ...     layers=1, states={"x": ((2,), jnp.float32)}, sequences=4, streams=2
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([8])))
-      >>> used(seq_cp(cache, 0, [1, 2, 3]).cache).item()
+      >>> num_used_cells(seq_cp(cache, 0, [1, 2, 3]).cache).item()
       2
 
     llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `max_rollback`.
@@ -390,7 +390,7 @@ def make_recurrent_cache(
     fields = empty_fields(
         layers=layers, sequences=sequences, streams=streams, max_rollback=max_rollback
     )
-    table = StateTable(**fields, splits=_splits(shapes, splits or {}))
+    table = StateTable(**fields, shard_dims=_splits(shapes, shard_dims or {}))
 
     def layer() -> dict[str, jax.Array]:
         return {

@@ -246,7 +246,7 @@ def _check_made(
 
 def _home(table: Any, seq: int) -> tuple[int, int, int]:
     """Return the stream, the word and the bit of a sequence, as `cells.home` does."""
-    stream, local = divmod(seq, table.sharing)
+    stream, local = divmod(seq, table.sequences_per_stream)
     return stream, *divmod(local, WORD)
 
 

@@ -81,7 +81,7 @@ def to_bytes(
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
       >>> data = snapshot.to_bytes(write_kv(apply(cache, ubatch), 0, ubatch, keys, keys))
-      >>> used(snapshot.load(data)).item(), len(data) < nbytes(cache)
+      >>> num_used_cells(snapshot.load(data)).item(), len(data) < nbytes(cache)
       (2, True)
 
     llama.cpp: `llama_state_get_data`, `llama_state_seq_get_data`.

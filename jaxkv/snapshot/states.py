@@ -69,8 +69,8 @@ class StatePart(Part):
             layer, _, state = name.partition(".")
             layers[int(layer)][state] = jnp.zeros((*table.stamp.shape, *shape), dtype)
         states = {name: (x.shape[2:], x.dtype) for name, x in layers[0].items()}
-        splits = {name: split for name, *split in static["splits"]}
-        jax.eval_shape(partial(make_recurrent_cache, **sizes, states=states, splits=splits))
+        shard_dims = {name: dim for name, *dim in static["shard_dims"]}
+        jax.eval_shape(partial(make_recurrent_cache, **sizes, states=states, shard_dims=shard_dims))
         return table, layers
 
     @staticmethod
@@ -92,7 +92,7 @@ class StatePart(Part):
         """
         host = fetched(table)
         ids, size = np.array(sequences, int), host.num_cells
-        place = ids[:, None] // host.sharing * size + host.cell[ids]
+        place = ids[:, None] // host.sequences_per_stream * size + host.cell[ids]
         kept = host.cell[ids] < size
         places = np.unique(place[kept])
         state = np.where(kept, np.searchsorted(places, place), len(places))
@@ -129,7 +129,7 @@ class StatePart(Part):
         expect(rises, "position", position[:, 1:], "above the one before it")
         known = (state >= 0) & (state < size)
         expect(np.where(kept, known, state == size), "state", state, "that has a position")
-        home = np.array(sequences, int)[:, None] // table.sharing
+        home = np.array(sequences, int)[:, None] // table.sequences_per_stream
         same = np.append(stream, EMPTY)[state] == home
         expect(~kept | same, "state", state, "in the stream of its sequence")
         stands = np.full(size + 1, EMPTY, np.int32)
@@ -145,7 +145,7 @@ class StatePart(Part):
         new, kept = np.array(moves.new, int), position != EMPTY
         host.position[new], host.cell[new] = position, host.num_cells
 
-        stream = np.broadcast_to((new // host.sharing)[:, None], state.shape)[kept]
+        stream = np.broadcast_to((new // host.sequences_per_stream)[:, None], state.shape)[kept]
         # A state goes once into each stream, where sequences share it.
         target, index = np.unique(np.stack([stream, state[kept]]), axis=1, return_inverse=True)
         streams, origin = target.astype(np.int32)
@@ -183,7 +183,9 @@ def _lowest_free(host: Any, streams: np.ndarray) -> np.ndarray:
     """Return a free cell for each of some streams, `[n]` in order, the lowest ones; int32."""
     cells = np.zeros(len(streams), np.int32)
     for stream in np.unique(streams):
-        taken = host.cell[stream * host.sharing : (stream + 1) * host.sharing]
+        taken = host.cell[
+            stream * host.sequences_per_stream : (stream + 1) * host.sequences_per_stream
+        ]
         open_cells = np.setdiff1d(np.arange(host.num_cells), taken)
         mine = streams == stream
         cells[mine] = open_cells[: mine.sum()]

@@ -38,7 +38,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
       >>> plan = init_batch(cache, make_batch([1, 2]))
       >>> once = apply(cache, plan)
       >>> twice = apply(once, plan)
-      >>> used(cache).item(), used(once).item(), used(twice).item()
+      >>> num_used_cells(cache).item(), num_used_cells(once).item(), num_used_cells(twice).item()
       (0, 2, 2)
 
     llama.cpp: `llama_memory_context_i::apply`.

@@ -66,7 +66,7 @@ def seq_pos_max(cache: Cache, seq: Ids) -> jax.Array:
     return _last(table, table.spec.sequence_ids(seq))
 
 
-def used(cache: Cache) -> jax.Array:
+def num_used_cells(cache: Cache) -> jax.Array:
     """Return how many cells hold a token, or a state; `[]` int32.
 
     A cell that several sequences share counts once. In a hybrid cache the cells of all parts are
@@ -75,7 +75,7 @@ def used(cache: Cache) -> jax.Array:
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
-      >>> used(seq_cp(cache, 0, 1).cache).item()
+      >>> num_used_cells(seq_cp(cache, 0, 1).cache).item()
       3
 
     llama.cpp: `llama_kv_cells::get_used`.
@@ -185,7 +185,7 @@ def _last(table: Any, seq: jax.Array) -> jax.Array:
 @program
 def _used(table: Any) -> jax.Array:
     """Return how many cells are in use, `[]` int32."""
-    return table.used()
+    return table.num_used_cells()
 
 
 @program

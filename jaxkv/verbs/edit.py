@@ -131,7 +131,7 @@ def seq_cp(
       >>> cache = make_kv_cache(layers=1, cells=6, sequences=3, kv_heads=1, head_dim=2)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, ok = seq_cp(cache, 0, [1, 2], 0, 2)
-      >>> seq_pos_max(cache, [0, 1, 2]).tolist(), used(cache).item()
+      >>> seq_pos_max(cache, [0, 1, 2]).tolist(), num_used_cells(cache).item()
       ([2, 1, 1], 3)
 
       With a stream each:
@@ -331,7 +331,7 @@ def clear(cache: Cache) -> Cache:
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2])))
-      >>> used(clear(cache)).item()
+      >>> num_used_cells(clear(cache)).item()
       0
 
     llama.cpp: `llama_memory_clear`.

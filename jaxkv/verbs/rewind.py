@@ -38,7 +38,7 @@ def rewind(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
       >>> table, _ = split(cache)
       >>> later = apply(cache, init_batch(cache, make_batch([1, 2])))
       >>> cache, ok = rewind(table, later)
-      >>> used(cache).item(), ok.item()
+      >>> num_used_cells(cache).item(), ok.item()
       (0, True)
 
       What was written over cannot come back:

@@ -21,7 +21,7 @@ def cells_of(cache: jaxkv.Cache) -> tuple[int, int]:
     parts count only where no other is.
     """
     grows = [part for part in parts_of(cache) if _grows(part)] or [*parts_of(cache)]
-    return max((int(jaxkv.used(part)), part.table.num_cells) for part in grows)
+    return max((int(jaxkv.num_used_cells(part)), part.table.num_cells) for part in grows)
 
 
 def give_way(chat: Chat, tokens: int) -> Chat | None:
@@ -41,7 +41,7 @@ def give_way(chat: Chat, tokens: int) -> Chat | None:
 
 
 def slide(chat: Chat) -> Chat:
-    """Forget the oldest turns of the current conversation and close the gap: `loops.slide`.
+    """Forget the oldest turns of the current conversation and close the gap: `loops.context_shift`.
 
     What comes before the first message stays, and of the rest the newer half, from the beginning of
     a turn on where one begins there. The texts of all turns stay in the conversation. What is kept
@@ -65,7 +65,9 @@ def slide(chat: Chat) -> Chat:
     else:
         drop = cut - start
         cache, store = prefix.evict(cache, store, cells=0)
-        cache, ok = jaxkv.loops.slide(cache, now.sequence, keep=now.frame.keep, drop=drop)
+        cache, ok = jaxkv.loops.context_shift(
+            cache, now.sequence, num_keep=now.frame.keep, num_discard=drop
+        )
     if not ok:
         raise ChatError(_why_stuck(chat))
     return replace(chat, store=store).going_on(replace(now, gap=cut - now.frame.keep), cache)

@@ -50,7 +50,7 @@ class Speaker:
     seed: of all draws; the n-th attempt at an answer has `seed + n`.
     max_tokens: the most tokens of an answer.
     ubatch_size: the most tokens that are computed at once.
-    steps: tokens of an answer that are made before the host looks at them.
+    tokens_per_step: tokens of an answer that are made before the host looks at them.
     on_full: what is done where the cache is full.
     """
 
@@ -65,7 +65,7 @@ class Speaker:
     @property
     def greedy(self) -> bool:
         """Whether the best token is taken, so that a message always has the same answer."""
-        return not self.sampler.draws
+        return not self.sampler.is_random
 
     def begin(
         self, *, conversations: int, cells: int, holders: int = HOLDERS, system: str | None = None
@@ -108,7 +108,7 @@ class Speaker:
             lowered = _read.lower(forward, params, table, buffers, *blank)
             logits = lowered.out_info[2]
             jobs.append(lowered.compile)
-        idle = loops.start(chat.cache, [0], [0], limit=0, sampler=self.sampler)
+        idle = loops.init_decode(chat.cache, [0], [0], max_new_tokens=0, sampler=self.sampler)
         jobs.append(lambda: self._decode(chat.cache, idle)[0])
         cache = compile_all(jobs, tell)[-1]
         chat = replace(chat, cache=prefix.warm_up(cache, chat.store))
@@ -264,11 +264,13 @@ class Speaker:
 
     def _begin(
         self, cache: Any, logits: jax.Array, now: Conversation, attempt: int, *, limit: int
-    ) -> tuple[loops.DecodeState, loops.Picked]:
+    ) -> tuple[loops.DecodeState, loops.Sampled]:
         """Pick the first token of an answer."""
         seeds = np.array([(self.seed + attempt) % 2**32], np.uint32)
-        options = {"limit": limit, "seed": seeds}
-        return loops.begin(self.sampler, cache, logits, self._stop(), [now.sequence], **options)
+        options = {"max_new_tokens": limit, "seed": seeds}
+        return loops.sample_first(
+            self.sampler, cache, logits, self._stop(), [now.sequence], **options
+        )
 
     def _decode(self, cache: Any, state: loops.DecodeState) -> tuple[Any, loops.DecodeState, Any]:
         model, more = self.model, {"steps": self.steps, "donate": True}

@@ -142,7 +142,7 @@ def make_cache(
             part = jaxkv.make_recurrent_cache(
                 layers=len(members),
                 states=kind.states,
-                splits={name: (one.axis, one.parts) for name, one in kind.splits.items()},
+                shard_dims={name: (one.axis, one.parts) for name, one in kind.splits.items()},
                 sequences=sequences,
                 max_rollback=max_rollback or 0,
                 streams=streams,

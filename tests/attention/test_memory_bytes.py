@@ -141,7 +141,7 @@ EDITS = {
 ANSWERS = {
     "seq_pos_min": lambda m: jaxkv.seq_pos_min(m, jnp.arange(SEQUENCES)),
     "seq_pos_max": lambda m: jaxkv.seq_pos_max(m, jnp.arange(SEQUENCES)),
-    "used": jaxkv.used,
+    "used": jaxkv.num_used_cells,
     "can_resume": lambda m: jaxkv.can_resume(m, 0, 3),
     "init_update": jaxkv.init_update,
     "defrag_plan": jaxkv.defrag_plan,

@@ -116,8 +116,8 @@ NO_INTEGERS = "1.9", "-0.9", "'1'", "None", "True", "jnp.float32('nan')", "np.fl
 TAKE_INTEGERS = "seq_rm(small(), {}) | seq_rm(small(), 0, {}) | seq_cp(small(), 0, {})"
 TAKE_INTEGERS += " | seq_add(small(), 0, 0, -1, {}) | seq_div(small(), 0, 0, -1, {})"
 TAKE_INTEGERS += " | make_batch([{}]) | make_batch([1], sequences=[{}])"
-USES = "used({}) | check_invariants({}) | clear({}) | init_update({}) | defrag_plan({}) | show({})"
-USES += " | seq_pos_max({}, 0) | seq_rm({}, 0) | seq_cp({}, 0, 1).cache"
+USES = "num_used_cells({}) | check_invariants({}) | clear({}) | init_update({}) | defrag_plan({})"
+USES += " | show({}) | seq_pos_max({}, 0) | seq_rm({}, 0) | seq_cp({}, 0, 1).cache"
 USES += " | init_batch({}, make_batch([1])) | plan_step({}, [5], [0], [True])"
 WRONG_ID = "ValueError: wanted (sequence ids from|one sequence id|seq, p0)"
 PRODUCTS = [

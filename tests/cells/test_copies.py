@@ -70,7 +70,9 @@ def test_seq_cp_shares_in_a_stream_and_copies_to_others(kind, before, dst, first
     assert drawing(jaxkv.clear(copied)).strip(" |") == ""
     if kind is ONE:
         assert copied.buffers.k[0] is cache.buffers.k[0]
-    assert jaxkv.used(jaxkv.seq_cp(copied, 0, dst, first).cache) == jaxkv.used(copied)
+    assert jaxkv.num_used_cells(jaxkv.seq_cp(copied, 0, dst, first).cache) == jaxkv.num_used_cells(
+        copied
+    )
 
 
 @core
@@ -96,7 +98,7 @@ def test_seq_cp_more_cells_than_a_chunk():
     for end in (CHUNK + 1, 519):  # the first cell of the second chunk is the last one, or is not
         copied = jaxkv.seq_cp(cache, 0, targets, 3, end).cache
         assert_copied(cache, copied, dict.fromkeys(targets, 0), 3, end)
-        assert jaxkv.used(copied) == 520 + (end - 3) * 2
+        assert jaxkv.num_used_cells(copied) == 520 + (end - 3) * 2
 
 
 def refused(cache, *args):

@@ -58,13 +58,13 @@ def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
     """Trap 68; and no cell is ever lacking, however all of them share and part again."""
     twin = told(kept=kept, counts=(5, 0, 0))
     twin.edit("seq_cp", 0, [1, 2])
-    assert jaxkv.used(twin.cache) == kept + 1
+    assert jaxkv.num_used_cells(twin.cache) == kept + 1
     for turn in range(5):
         twin.edit("seq_cp", turn % 3, [(turn + 1) % 3])
         for seq in (0, 2, 1):
             assert twin.decode([seq] * (4 - turn % 4 // 2 * 2))
             twin.compare()
-    assert jaxkv.used(twin.cache) == 3 * (kept + 1)
+    assert jaxkv.num_used_cells(twin.cache) == 3 * (kept + 1)
 
 
 @pytest.mark.parametrize("kept", in_lanes([0, 1, 3], fast=[3]))

@@ -144,7 +144,7 @@ def test_encode_and_prefill_see_all_of_their_source():
     cache, logits = tell(cache, ABC, [0, 1, 2])
     assert_said(logits, SOURCES[:3], ABC)
     assert jaxkv.seq_pos_max(cache, range(Q)).tolist() == [1, 2, 0, -1]  # of the texts
-    assert jaxkv.used(cache).item() == 6 + 8
+    assert jaxkv.num_used_cells(cache).item() == 6 + 8
     logits, ok, there = traced(make(), jnp.array([4, 5, 6]), jnp.array([0, 2]))
     assert ok and there
     assert_said(logits[:1], [[4, 5, 6]], [[0, 2]])
@@ -160,7 +160,7 @@ def packed(cache):
 
 
 def slid(cache):
-    return loops.slide(tell(cache, [[6, 7, 8]], [0])[0], 0, keep=1, drop=2)[0]
+    return loops.context_shift(tell(cache, [[6, 7, 8]], [0])[0], 0, num_keep=1, num_discard=2)[0]
 
 
 def gone_back(cache):
@@ -294,7 +294,7 @@ def begun(*texts):
     cache = encode(make(), [A, B], [0, 1])
     ids = [*range(len(texts))]
     cache, logits = tell(cache, texts, ids)
-    return cache, logits, *loops.begin(BEST, cache, logits, sequences=ids)
+    return cache, logits, *loops.sample_first(BEST, cache, logits, sequences=ids)
 
 
 def best(source, text, count):
@@ -306,7 +306,7 @@ def best(source, text, count):
 @core
 def test_decode_and_beam_with_sources_say_as_the_formula():
     cache, logits, state, first = begun([0], [0])
-    after, _, picked = jaxkv.decode(forward, BEST, WEIGHTS, cache, state, steps=4)
+    after, _, picked = jaxkv.decode(forward, BEST, WEIGHTS, cache, state, num_tokens=4)
     for q in range(2):
         assert [*first.tokens[q], *picked.tokens[q]] == best(SOURCES[q], [0], 5)
     assert lengths(after)[:2] == [5, 1]
@@ -324,8 +324,8 @@ def test_speculate_branches_leave_other_sources_alone():
     """Sequence 1 has a source and no text; what is made is greedy."""
     cache, logits, state, _ = begun([0, 0])
     token = int(np.argmax(logits))
-    guesses = loops.lookup([[token, 1, token, 2]], ngram=1, branches=2)
-    after, _, _, made = loops.speculate(forward, guesses, BEST, WEIGHTS, cache, state, steps=2)
+    guesses = loops.prompt_lookup([[token, 1, token, 2]], ngram=1, num_branches=2)
+    after, _, _, made = loops.speculate(forward, guesses, BEST, WEIGHTS, cache, state, num_tokens=2)
     assert lengths(after) == [5, 1, 0, 0]
     assert made.tokens[0, :2].tolist() == best(A, [0, 0, token], 2)
 

@@ -121,7 +121,9 @@ def test_beam_in_the_second_of_two_streams_matches_one_stream():
     for kind, ids in ((TWO, [2, 3]), (ONE, [0, 1])):
         prompt = make_batch([1, 2, 3], sequences=ids[0])
         cache, logits, *_ = jaxkv.prefill(forward, None, kind.make(), prompt)
-        _, beams = loops.beam(forward, None, cache, logits, width=2, steps=3, sequences=ids)
+        _, beams = loops.beam(
+            forward, None, cache, logits, num_beams=2, num_tokens=3, sequences=ids
+        )
         found.append(beams.tokens)
     np.testing.assert_array_equal(*found)
 
@@ -129,7 +131,9 @@ def test_beam_in_the_second_of_two_streams_matches_one_stream():
 def test_init_batch_and_beam_of_two_streams_raise():
     with pytest.raises(ValueError, match="must come in rows"):
         jax.eval_shape(lambda t: jaxkv.init_batch(FOUR.make(), make_batch(t)), jnp.ones(2, int))
-    beam = partial(loops.beam, forward, None, TWO.make(), jnp.zeros((1, 16)), width=2, steps=3)
+    beam = partial(
+        loops.beam, forward, None, TWO.make(), jnp.zeros((1, 16)), num_beams=2, num_tokens=3
+    )
     with pytest.raises(ValueError, match=r"one stream of 2 for the beams, .* got \[1, 2\]"):
         beam(sequences=[1, 2])
     with pytest.raises(ValueError, match="got traced ones"):

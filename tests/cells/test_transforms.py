@@ -28,7 +28,7 @@ def everything(cache, seq, other, p0, p1):
         "clear": jaxkv.clear(cache),
         "seq_pos_min": jaxkv.seq_pos_min(cache, seq),
         "seq_pos_max": jaxkv.seq_pos_max(cache, seq),
-        "used": jaxkv.used(cache),
+        "used": jaxkv.num_used_cells(cache),
         "can_resume": jaxkv.can_resume(cache, seq, p0),
         "check_invariants": jaxkv.check_invariants(cache),
         "update": jaxkv.apply(moved, jaxkv.init_update(moved)),

@@ -68,7 +68,7 @@ def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
     if isinstance(cache, jaxkv.EditResult):
         cache, ok = cache
         assert ok
-    assert drawing(cache) == after and jaxkv.used(cache) == after.count("{")
+    assert drawing(cache) == after and jaxkv.num_used_cells(cache) == after.count("{")
     assert_identical(jaxkv.split(cache)[1], jaxkv.split(before)[1])
     assert jaxkv.init_update(cache).pending == after.count("}-")
 
@@ -91,7 +91,7 @@ def test_make_kv_cache_cells_are_exact_and_all_usable():
     assert jaxkv.show(cache).split() == ["owner", "0", "position", "0"]
     assert not plan_of(cache, 1).ok
     cache, _ = jaxkv.seq_rm(cache, 0)
-    assert jaxkv.used(cache) == 0 and plan_of(cache, 1).ok
+    assert jaxkv.num_used_cells(cache) == 0 and plan_of(cache, 1).ok
 
 
 @pytest.mark.core

@@ -113,7 +113,7 @@ def batched(cache):
 @over_all
 def test_repr_of_cache_is_one_line(make):
     cache = make()
-    counts = " + ".join(str(jaxkv.used(part)) for part in jaxkv.hybrid.parts_of(cache))
+    counts = " + ".join(str(jaxkv.num_used_cells(part)) for part in jaxkv.hybrid.parts_of(cache))
     traced = []
     jax.eval_shape(lambda cache: traced.append(cache), cache)
     odd = [jax.tree.map(lambda x, leaf=leaf: leaf, cache) for leaf in (None, "a")]
@@ -139,7 +139,7 @@ def test_repr_of_plans_batches_and_states_is_one_line():
     assert repr(refused) == "Plan(refused: sequence 1 OUT_OF_CELLS)"
     assert repr(jax.eval_shape(lambda: plan)) == "Plan(1 ubatch: 1 x 4 tokens; values not known)"
     assert repr(make_batch([1] * 9)) == "Batch(tokens=int32[9], sequences=int32[9], valid=bool[9])"
-    state = jaxkv.loops.start(cache, [5, 7])
+    state = jaxkv.loops.init_decode(cache, [5, 7])
     assert "token=[5, 7]" in repr(state) and "key=key<fry>[2]" in repr(state)
     assert "shift=int32[1,24]" in repr(jaxkv.init_update(cache))
 
@@ -233,10 +233,13 @@ def test_plot_legends_name_every_sequence(agg):
 def test_plot_occupancy_and_nbytes_add_up(agg):
     ax = plot.occupancy([POOL.make(), pool()])
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in ax.collections]
-    assert max(tops) == jaxkv.used(pool()) and ax.texts[0].get_text() == "24 cells"
+    assert max(tops) == jaxkv.num_used_cells(pool()) and ax.texts[0].get_text() == "24 cells"
     bars = plot.nbytes(hybrid()).containers[0]
     assert sum(bar.get_width() for bar in bars) == jaxkv.nbytes(hybrid())
-    for steps, message in [([], "got none"), ([pool(), 3], "got both: pass jaxkv.used of each")]:
+    for steps, message in [
+        ([], "got none"),
+        ([pool(), 3], "got both: pass jaxkv.num_used_cells of each"),
+    ]:
         with pytest.raises(ValueError, match=message):
             plot.occupancy(steps)
 

@@ -59,15 +59,17 @@ def tiny():
     return computed_anew(forward, FREE, Kind("", cells=16, sequences=WIDTH, streams=WIDTH).make)
 
 
-def searched(logits_after, *, width=WIDTH, steps=STEPS, stop=(), penalty=1.0):
+def searched(
+    logits_after, *, num_beams=WIDTH, num_tokens=STEPS, stop_tokens=(), length_penalty=1.0
+):
     """Do what the docstring of `beam` says, to the end: pairs of a text and its score."""
 
     def rank(one):
         text, score = one
-        return score / len(text) ** penalty
+        return score / len(text) ** length_penalty
 
     living, ended = [((), np.float32(0))], []
-    for _ in range(steps):
+    for _ in range(num_tokens):
         if not living:
             break
         logits = logits_after([(*PROMPT, *text) for text, _ in living]).astype(np.float32)
@@ -79,10 +81,10 @@ def searched(logits_after, *, width=WIDTH, steps=STEPS, stop=(), penalty=1.0):
             if logits[row, token] > -np.inf
         ]
         candidates.sort(key=lambda one: -one[1])
-        ended += [one for one in candidates[:width] if one[0][-1] in stop]
-        ended = sorted(ended, key=rank, reverse=True)[:width]
-        living = [one for one in candidates if one[0][-1] not in stop][:width]
-    return sorted(ended + living, key=rank, reverse=True)[:width]
+        ended += [one for one in candidates[:num_beams] if one[0][-1] in stop_tokens]
+        ended = sorted(ended, key=rank, reverse=True)[:num_beams]
+        living = [one for one in candidates if one[0][-1] not in stop_tokens][:num_beams]
+    return sorted(ended + living, key=rank, reverse=True)[:num_beams]
 
 
 def assert_found(beams, wanted):
@@ -98,7 +100,7 @@ def prompted(kind, seq=0):
     return jaxkv.prefill(forward, FREE, kind.make(), make_batch(PROMPT, sequences=seq))[:2]
 
 
-search = partial(loops.beam, forward, FREE, width=WIDTH, steps=STEPS)
+search = partial(loops.beam, forward, FREE, num_beams=WIDTH, num_tokens=STEPS)
 STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
 NONE = (-1, -1, -1)
 
@@ -106,10 +108,14 @@ NONE = (-1, -1, -1)
 @pytest.mark.parametrize("kind", mostly_nightly([POOL, SPLIT], few=[POOL]), ids=name)
 def test_beam_matches_search_without_cache(kind):
     cache, logits = prompted(kind)
-    for penalty, number in ((1.0, 0), (0.0, 1), (3.0, 2), (-1.0, 0), (0.0, 2), (1.0, 2)):
-        stop = STOPS[number]
-        after, beams = search(cache, logits[0], stop=stop, penalty=penalty)
-        assert_found(beams, searched(tiny(), stop=stop, penalty=penalty))
+    for length_penalty, number in ((1.0, 0), (0.0, 1), (3.0, 2), (-1.0, 0), (0.0, 2), (1.0, 2)):
+        stop_tokens = STOPS[number]
+        after, beams = search(
+            cache, logits[0], stop_tokens=stop_tokens, length_penalty=length_penalty
+        )
+        assert_found(
+            beams, searched(tiny(), stop_tokens=stop_tokens, length_penalty=length_penalty)
+        )
         assert beams.reason == jaxkv.Reason.OK
         assert_sound(after)
 
@@ -123,7 +129,7 @@ def fed(forward, params, cache, tokens, sequences):
 
 def assert_held(cache, beams, sequences, logits_after, forward=forward, params=FREE):
     """Each sequence goes on where it is said to be, as if its text had been computed anew."""
-    held, lengths = np.asarray(beams.held), np.asarray(beams.lengths)
+    held, lengths = np.asarray(beams.num_cached), np.asarray(beams.lengths)
     assert (held < lengths).all() and (held >= 0).all()
     assert ends(cache, sequences) == (len(PROMPT) - 1 + held).tolist()
     texts = np.asarray(beams.tokens)
@@ -141,11 +147,15 @@ def test_beam_leaves_texts_in_its_own_sequences(kind):
     cache, logits = prompted(kind, seq=3)
     batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])
     cache = jaxkv.prefill(forward, FREE, cache, batch)[0]
-    after, beams = search(cache, logits, stop=STOPS[0], sequences=[3, 1, 4])
-    assert_found(beams, searched(tiny(), stop=STOPS[0]))
+    after, beams = search(cache, logits, stop_tokens=STOPS[0], sequences=[3, 1, 4])
+    assert_found(beams, searched(tiny(), stop_tokens=STOPS[0]))
     assert ends(after, [0, 2]) == [1, 0]
     ended = np.isin(beams.tokens, [4, 7]).any(axis=1)
-    assert ended.any() and (beams.held[~ended] == STEPS - 1).all() and min(beams.held) < STEPS - 1
+    assert (
+        ended.any()
+        and (beams.num_cached[~ended] == STEPS - 1).all()
+        and min(beams.num_cached) < STEPS - 1
+    )
     assert_held(after, beams, [3, 1, 4], tiny())
 
 
@@ -156,20 +166,25 @@ def crowded(left):
 
 
 def test_beam_full_cache_ends_search():
-    for steps in range(STEPS - 1):
-        after, beams = search(*crowded(steps * WIDTH), stop=NONE)
+    for num_tokens in range(STEPS - 1):
+        after, beams = search(*crowded(num_tokens * WIDTH), stop_tokens=NONE)
         assert beams.reason == jaxkv.Reason.OUT_OF_CELLS
-        assert beams.lengths.tolist() == [steps + 1] * WIDTH and set(beams.held.tolist()) == {steps}
-        assert_found(beams, searched(tiny(), steps=steps + 1))
+        assert beams.lengths.tolist() == [num_tokens + 1] * WIDTH and set(
+            beams.num_cached.tolist()
+        ) == {num_tokens}
+        assert_found(beams, searched(tiny(), num_tokens=num_tokens + 1))
         assert_sound(after)
         assert_held(jaxkv.seq_rm(after, 4)[0], beams, [0, 1, 2], tiny())
 
 
 def test_beam_ends_once_nothing_better_can_come():
-    for penalty, reason in ((0.0, "OK"), (-1.0, "OK"), (1.0, "OUT_OF_CELLS")):
-        after, beams = search(*crowded(0), stop=STOPS[2], penalty=penalty)
-        assert beams.reason == jaxkv.Reason[reason], penalty
-        assert_found(beams, searched(tiny(), stop=STOPS[2], penalty=penalty, steps=1))
+    for length_penalty, reason in ((0.0, "OK"), (-1.0, "OK"), (1.0, "OUT_OF_CELLS")):
+        after, beams = search(*crowded(0), stop_tokens=STOPS[2], length_penalty=length_penalty)
+        assert beams.reason == jaxkv.Reason[reason], length_penalty
+        assert_found(
+            beams,
+            searched(tiny(), stop_tokens=STOPS[2], length_penalty=length_penalty, num_tokens=1),
+        )
         assert ends(after, [0, 1, 2]) == [len(PROMPT) - 1] * WIDTH
 
 
@@ -177,10 +192,12 @@ def test_beam_text_that_left_the_window_is_not_held():
     """An ended text is cut back to what it shares with the last step; its window went further."""
     kind = Kind("window", cells=4, sequences=2, streams=2, windows=(jaxkv.window.sliding(3),))
     gone = 0
-    for stop in range(VOCABULARY):
+    for stop_tokens in range(VOCABULARY):
         cache, logits = prompted(kind)
-        after, beams = search(cache, logits, width=2, steps=7, stop=[stop], penalty=0.0)
-        held = np.asarray(beams.held)
+        after, beams = search(
+            cache, logits, num_beams=2, num_tokens=7, stop_tokens=[stop_tokens], length_penalty=0.0
+        )
+        held = np.asarray(beams.num_cached)
         assert ends(after, [0, 1]) == np.where(held < 0, -1, len(PROMPT) + held - 1).tolist()
         gone += (held < 0).sum()
         assert jaxkv.init_batch(after, make_batch([[1], [1]])).ok  # both go on, or begin anew
@@ -194,14 +211,16 @@ def test_beam_fewer_texts_than_width():
     only[:9, [6, 9]] = 0
     run = partial(loops.beam, forward, jnp.asarray(only), cache, logits[0] + only[0])
     anew = partial(tiny(), params=jnp.asarray(only))
-    for stop, found in [(NONE, 2), ((9, -1, -1), 3)]:
-        after, beams = run(width=WIDTH, steps=STEPS, stop=stop, penalty=0.0)
-        wanted = searched(anew, stop=stop, penalty=0.0)
+    for stop_tokens, found in [(NONE, 2), ((9, -1, -1), 3)]:
+        after, beams = run(
+            num_beams=WIDTH, num_tokens=STEPS, stop_tokens=stop_tokens, length_penalty=0.0
+        )
+        wanted = searched(anew, stop_tokens=stop_tokens, length_penalty=0.0)
         none = [((), -np.inf)] * (WIDTH - found)
         assert len(wanted) == found
         assert_found(beams, wanted + none)
         assert beams.reason == jaxkv.Reason.OK
-        assert ends(after, range(WIDTH)) == (len(PROMPT) - 1 + beams.held).tolist()
+        assert ends(after, range(WIDTH)) == (len(PROMPT) - 1 + beams.num_cached).tolist()
         assert_sound(after)
 
 
@@ -217,14 +236,14 @@ def test_beam_of_a_model_matches_search_without_cache(name, streams):
     anew = computed_anew(model.forward, model.params, fresh)
     run = model.forward, model.params
     cache, logits, *_ = jaxkv.prefill(*run, make(), make_batch(PROMPT, sequences=2))
-    options = dict(width=WIDTH, steps=STEPS, sequences=[2, 0, 3])
+    options = dict(num_beams=WIDTH, num_tokens=STEPS, sequences=[2, 0, 3])
     after, beams = loops.beam(*run, cache, logits, **options)
     wanted = searched(anew)
     assert_found(beams, wanted)
     assert_held(after, beams, [2, 0, 3], anew, *run)
-    stop = (wanted[0][0][2], wanted[1][0][3])
-    after, beams = loops.beam(*run, cache, logits, stop=stop, **options)
-    assert_found(beams, searched(anew, stop=stop))
-    held = np.asarray(beams.held)
+    stop_tokens = (wanted[0][0][2], wanted[1][0][3])
+    after, beams = loops.beam(*run, cache, logits, stop_tokens=stop_tokens, **options)
+    assert_found(beams, searched(anew, stop_tokens=stop_tokens))
+    held = np.asarray(beams.num_cached)
     assert ends(after, [2, 0, 3]) == np.where(held < 0, -1, len(PROMPT) - 1 + held).tolist()
     assert_sound(after)

@@ -52,7 +52,7 @@ VERBS: dict[str, Callable] = {
     "seq_pos_max": lambda m, seq, *_: jaxkv.seq_pos_max(m, seq),
     "can_resume": lambda m, seq, other, p0, p1: jaxkv.can_resume(m, seq, p0),
     "clear": lambda m, *_: jaxkv.clear(m),
-    "used": lambda m, *_: jaxkv.used(m),
+    "used": lambda m, *_: jaxkv.num_used_cells(m),
     "defrag": lambda m, *_: jaxkv.apply(m, jaxkv.defrag_plan(m)),
     "update": lambda m, seq, other, p0, p1: updated(jaxkv.seq_add(m, seq, p0, p1, 1).cache),
 }
@@ -106,28 +106,30 @@ def chat(i):
     batch, donate = make_batch(tokens, sequences=2), i in (1, 2)
     cache, logits, *_ = jaxkv.prefill(THINKER.run, None, cache, batch, ubatch_size=4, donate=donate)
     sampler = loops.sampling.make_sampler(temperature=1.0 + i)
-    state, _ = loops.begin(sampler, cache, logits, [i], [2], seed=i)
+    state, _ = loops.sample_first(sampler, cache, logits, [i], [2], seed=i)
     for _ in range(2):
         cache, state, _ = jaxkv.decode(
-            THINKER.run, sampler, None, cache, state, [i], steps=2, donate=donate
+            THINKER.run, sampler, None, cache, state, [i], num_tokens=2, donate=donate
         )
 
 
 def search_and_slide(i):
     cache, sequences = caches()[i], [[0, 2], [1, 0], [0, 1], [0, 2]][i]
     logits = jnp.arange(VOCABULARY)[None] * jnp.float32(i + 1)
-    options = dict(width=2, steps=3, stop=[i], sequences=sequences, penalty=0.1 * i)
+    options = dict(
+        num_beams=2, num_tokens=3, stop_tokens=[i], sequences=sequences, length_penalty=0.1 * i
+    )
     loops.beam(forward, None, cache, logits, **options)
-    loops.slide(cache, sequences[0], keep=i % 2, drop=1)
-    loops.extend(cache, sequences[0], 0, group=2, width=2)
+    loops.context_shift(cache, sequences[0], num_keep=i % 2, num_discard=1)
+    loops.self_extend(cache, sequences[0], 0, group=2, width=2)
 
 
 def speculate(i):
     """Other caches, tokens, sequences, seeds, limits and texts to look up."""
     cache = caches()[i]
-    state = loops.start(cache, [i], [i % 2], limit=i, seed=i)
-    draft = loops.lookup([[i, 1, 2]], recent=8)
-    loops.speculate(forward, draft, loops.sampling.make_sampler(), None, cache, state, steps=6)
+    state = loops.init_decode(cache, [i], [i % 2], max_new_tokens=i, seed=i)
+    draft = loops.prompt_lookup([[i, 1, 2]], recent=8)
+    loops.speculate(forward, draft, loops.sampling.make_sampler(), None, cache, state, num_tokens=6)
 
 
 LOOPS: dict[str, Callable] = {
@@ -169,16 +171,16 @@ def longest():
     cache, loop = POOL.make(), THINKER.run
     sampler = loops.sampling.make_sampler(temperature=0.7, top_p=0.9, repeat_penalty=1.1)
 
-    def text(length, limit=2):
+    def text(length, max_new_tokens=2):
         tokens = list(range(length))
         after, logits, *_ = jaxkv.prefill(loop, None, cache, make_batch(tokens), ubatch_size=4)
-        options = dict(limit=limit, seed=length, prompts=[tokens])
-        state, _ = loops.begin(sampler, after, logits, [1], **options)
-        jaxkv.decode(loop, sampler, None, after, state, [1], steps=4)
+        options = dict(max_new_tokens=max_new_tokens, seed=length, prompts=[tokens])
+        state, _ = loops.sample_first(sampler, after, logits, [1], **options)
+        jaxkv.decode(loop, sampler, None, after, state, [1], num_tokens=4)
         jaxkv.seq_rm(after, 0, length // 2)
 
     loops.warm_up(loop, None, cache, ubatch_size=4, longest=21)
-    text(2, limit=0)
+    text(2, max_new_tokens=0)
     return lambda: [text(length) for length in range(1, 22)]
 
 

@@ -9,19 +9,19 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch
-from jaxkv.loops.sampling import constrained, make_sampler
+from jaxkv.loops.sampling import constrain, make_sampler
 from tests.caches import SMALL, SPLIT, VOCABULARY, filled
 from tests.generation.tiny import BEST, assert_sound, ends, forward
 
 pytestmark = pytest.mark.core
 
 
-def decoded(cache, state, stop=(), *, steps, sampler=BEST):
-    return jaxkv.decode(forward, sampler, None, cache, state, stop, steps=steps)
+def decoded(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
+    return jaxkv.decode(forward, sampler, None, cache, state, stop_tokens, num_tokens=num_tokens)
 
 
 # Says 1, 2, 3 and so on.
-COUNTING = constrained(
+COUNTING = constrain(
     BEST,
     first=0,
     allowed=lambda count: jnp.arange(VOCABULARY) == count,
@@ -30,12 +30,19 @@ COUNTING = constrained(
 
 
 def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
-    state, first = loops.begin(BEST, filled(2), [[0.0, 2.0, 1.0]], stop=frozenset([1, 2]))
+    state, first = loops.sample_first(
+        BEST, filled(2), [[0.0, 2.0, 1.0]], stop_tokens=frozenset([1, 2])
+    )
     assert first.tokens.tolist() == [[1]] and not state.active.any()
-    for sequences, limit in (([1], 3), ([0, 1], [0, 1])):  # sequence 1 has no logits of its own
+    for sequences, max_new_tokens in (
+        ([1], 3),
+        ([0, 1], [0, 1]),
+    ):  # sequence 1 has no logits of its own
         logits = jnp.zeros((len(sequences), 5))
-        state, _ = loops.begin(BEST, filled(0, 2), logits, sequences=sequences, limit=limit)
-        assert state.active.tolist() == [limit == 3] * len(sequences)
+        state, _ = loops.sample_first(
+            BEST, filled(0, 2), logits, sequences=sequences, max_new_tokens=max_new_tokens
+        )
+        assert state.active.tolist() == [max_new_tokens == 3] * len(sequences)
 
 
 def test_begin_pairs_rows_of_logits_with_their_sequences():
@@ -43,54 +50,54 @@ def test_begin_pairs_rows_of_logits_with_their_sequences():
     prompts = make_batch([[1, 2], [3]], sequences=[1, 0])
     result = jaxkv.prefill(forward, None, filled(0, 0), prompts)
     assert result.sequences.tolist() == [1, 0] and result.ok
-    state, first = loops.begin(BEST, result.cache, result)
+    state, first = loops.sample_first(BEST, result.cache, result)
     assert state.sequence.tolist() == [1, 0]
-    again, _ = loops.begin(BEST, result.cache, result.logits[::-1], sequences=[0, 1])
+    again, _ = loops.sample_first(BEST, result.cache, result.logits[::-1], sequences=[0, 1])
     assert again.token.tolist() == state.token.tolist()[::-1]
     with pytest.raises(ValueError, match="of each of 2 rows of logits, got none"):
-        loops.begin(BEST, result.cache, result.logits)
+        loops.sample_first(BEST, result.cache, result.logits)
     with pytest.raises(ValueError, match="got the result and sequences"):
-        loops.begin(BEST, result.cache, result, sequences=[1, 0])
+        loops.sample_first(BEST, result.cache, result, sequences=[1, 0])
 
 
 @pytest.mark.parametrize("sampler", ["rule", "penalties"])
 def test_start_and_begin_count_the_first_token(sampler):
     if sampler == "rule":
         rising = dict(allowed=lambda n: jnp.arange(VOCABULARY) > n, advance=lambda n, token: token)
-        sampler = constrained(BEST, first=-1, **rising)
+        sampler = constrain(BEST, first=-1, **rising)
     else:
         sampler = make_sampler(presence_penalty=9.0, frequency_penalty=2.0)
     result = jaxkv.prefill(forward, None, filled(2, 1), make_batch([[3], [4]]))
     cache = result.cache
-    state, first = loops.begin(sampler, cache, result, prompts=[[3], [4]])
-    again = loops.start(cache, first.tokens[:, 0], sampler=sampler, prompts=[[3], [4]])
-    run = partial(decoded, cache, steps=5, sampler=sampler)
+    state, first = loops.sample_first(sampler, cache, result, prompts=[[3], [4]])
+    again = loops.init_decode(cache, first.tokens[:, 0], sampler=sampler, prompts=[[3], [4]])
+    run = partial(decoded, cache, num_tokens=5, sampler=sampler)
     np.testing.assert_array_equal(run(again)[2].tokens, run(state)[2].tokens)
 
 
 def test_start_draws_are_numbered_by_position():
     sampler = make_sampler(temperature=1.0)
     cache = filled(3, 2)
-    state = loops.start(cache, [1, 2], seed=[7, 8], limit=[4, 1])
-    assert state.draw.tolist() == [4, 3]
-    after, state, _ = decoded(cache, state, steps=3, sampler=sampler)
-    assert state.draw.tolist() == [7, 4]
-    again = loops.start(after, state.token, seed=[7, 8], limit=[1, 0])
-    assert again.draw.tolist() == [7, 4]
-    run = partial(decoded, after, steps=3, sampler=sampler)
+    state = loops.init_decode(cache, [1, 2], seed=[7, 8], max_new_tokens=[4, 1])
+    assert state.draw_index.tolist() == [4, 3]
+    after, state, _ = decoded(cache, state, num_tokens=3, sampler=sampler)
+    assert state.draw_index.tolist() == [7, 4]
+    again = loops.init_decode(after, state.token, seed=[7, 8], max_new_tokens=[1, 0])
+    assert again.draw_index.tolist() == [7, 4]
+    run = partial(decoded, after, num_tokens=3, sampler=sampler)
     np.testing.assert_array_equal(run(again)[2].tokens, run(state)[2].tokens)
 
 
 def test_decode_in_pieces_has_logprobs_of_the_model():
     sampler = make_sampler(temperature=3.0, top_k=5, repeat_penalty=1.3, last_n=4)
     cache, logits, *_ = jaxkv.prefill(forward, None, filled(), make_batch([1, 2, 3]))
-    options = dict(seed=3, prompts=[[1, 2, 3]], limit=7)
-    state, first = loops.begin(sampler, cache, logits, **options)
+    options = dict(seed=3, prompts=[[1, 2, 3]], max_new_tokens=7)
+    state, first = loops.sample_first(sampler, cache, logits, **options)
     pieces, now, rest = [first], cache, state
     for _ in range(3):
-        now, rest, picked = decoded(now, rest, steps=2, sampler=sampler)
+        now, rest, picked = decoded(now, rest, num_tokens=2, sampler=sampler)
         pieces.append(picked)
-    _, _, whole = decoded(cache, state, steps=6, sampler=sampler)
+    _, _, whole = decoded(cache, state, num_tokens=6, sampler=sampler)
     text, logprobs = (np.concatenate(one, axis=1)[0] for one in zip(*pieces, strict=True))
     np.testing.assert_array_equal(text[1:], whole.tokens[0])
     batch = make_batch([1, 2, 3, *text.tolist()], outputs=np.ones(len(text) + 3, bool))
@@ -101,15 +108,17 @@ def test_decode_in_pieces_has_logprobs_of_the_model():
 
 def test_decode_ends_by_limit_or_own_stop_token():
     cache = filled(1, 1, 1)
-    state = loops.start(cache, [9, 8, 7], [2, 0, 1], limit=[2, 9, 9], sampler=COUNTING)
-    stop = [[-1, -1], [4, 2], [-1, 4]]
+    state = loops.init_decode(
+        cache, [9, 8, 7], [2, 0, 1], max_new_tokens=[2, 9, 9], sampler=COUNTING
+    )
+    stop_tokens = [[-1, -1], [4, 2], [-1, 4]]
     none = [-1] * 3
     for wanted in ([[1, 2, -1], [1, 2, -1], [1, 2, 3]], [none, none, [4, -1, -1]], [none] * 3):
-        cache, state, picked = decoded(cache, state, stop, steps=3, sampler=COUNTING)
+        cache, state, picked = decoded(cache, state, stop_tokens, num_tokens=3, sampler=COUNTING)
         assert picked.tokens.tolist() == wanted
     assert ends(cache, [2, 0, 1]) == [2, 2, 4]
     assert not state.active.any() and not state.reason.any()
-    assert state.left.tolist() == [0, 7, 5]
+    assert state.remaining.tolist() == [0, 7, 5]
 
 
 @pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=["pool", "streams"])
@@ -118,15 +127,15 @@ def test_decode_full_cache_ends_texts_without_room(kind):
     cells = kind.cells
     counts = (2, cells - 2, 1) if kind is SPLIT else (1, cells - 6, 1)
     cache = filled(*counts, kind=kind)
-    state = loops.start(cache, [1, 2, 3], limit=6)
-    after, state, picked = decoded(cache, state, steps=6)
+    state = loops.init_decode(cache, [1, 2, 3], max_new_tokens=6)
+    after, state, picked = decoded(cache, state, num_tokens=6)
     made = (picked.tokens >= 0).sum(axis=1).tolist()
     assert made == ([6, 2, 6] if kind is SPLIT else [2, 1, 1])
     assert state.reason.tolist() == ([0, 1, 0] if kind is SPLIT else [1, 1, 1])  # OUT_OF_CELLS
     assert not state.active.any()
     assert_sound(after)
     for seq in range(3):
-        alone = loops.start(cache, [seq + 1], [seq], limit=made[seq])
-        _, _, text = decoded(cache, alone, steps=6)
+        alone = loops.init_decode(cache, [seq + 1], [seq], max_new_tokens=made[seq])
+        _, _, text = decoded(cache, alone, num_tokens=6)
         assert text.tokens[0].tolist() == picked.tokens[seq].tolist()
         np.testing.assert_allclose(text.logprobs[0], picked.logprobs[seq], atol=1e-5)

@@ -10,8 +10,8 @@ import pytest
 
 import jaxkv
 from jaxkv import loops, make_batch, prefix
-from jaxkv.loops.batching import Engine, Request, Rule
-from jaxkv.loops.sampling import constrained, make_sampler
+from jaxkv.loops.batching import Constraint, Engine, Request
+from jaxkv.loops.sampling import constrain, make_sampler
 from tests import caches
 from tests.caches import Kind, filled
 from tests.generation.tiny import BEST, forward, load, other, parity
@@ -29,33 +29,35 @@ def donated(cache):
 
 
 def started(m, tokens=(1, 2), **changes):
-    return replace(loops.start(m, tokens), **changes)
+    return replace(loops.init_decode(m, tokens), **changes)
 
 
-def decode(m, state=None, sampler=BEST, steps=2):
+def decode(m, state=None, sampler=BEST, num_tokens=2):
     state = started(m) if state is None else state
-    return jaxkv.decode(forward, sampler, None, m, state, steps=steps, donate=True)
+    return jaxkv.decode(forward, sampler, None, m, state, num_tokens=num_tokens, donate=True)
 
 
-def beam(m, logits=LOGITS[:1], width=2, steps=2, **options):
-    return loops.beam(forward, None, m, logits, width=width, steps=steps, donate=True, **options)
+def beam(m, logits=LOGITS[:1], num_beams=2, num_tokens=2, **options):
+    return loops.beam(
+        forward, None, m, logits, num_beams=num_beams, num_tokens=num_tokens, donate=True, **options
+    )
 
 
 def speculate(m, draft, tokens=(1,), model=forward, params=None):
-    state = loops.start(m, tokens)
-    return loops.speculate(model, draft, BEST, params, m, state, steps=1, donate=True)
+    state = loops.init_decode(m, tokens)
+    return loops.speculate(model, draft, BEST, params, m, state, num_tokens=1, donate=True)
 
 
 def prefill(m, model):
     return jaxkv.prefill(model, None, m, make_batch([1]), donate=True)[:2]
 
 
-def slide(m, seq=0, **options):
-    return loops.slide(m, seq, **dict(keep=0, drop=1, donate=True) | options)
+def context_shift(m, seq=0, **options):
+    return loops.context_shift(m, seq, **dict(num_keep=0, num_discard=1, donate=True) | options)
 
 
-def extend(m, done=0, **options):
-    return loops.extend(m, 0, done, **dict(group=2, width=4, donate=True) | options)
+def self_extend(m, done=0, **options):
+    return loops.self_extend(m, 0, done, **dict(group=2, width=4, donate=True) | options)
 
 
 def states():
@@ -67,7 +69,7 @@ def draft(m, **options):
 
 
 def branches(m, texts):
-    return speculate(m, loops.lookup([[1]] * texts, branches=2), [1] * texts)
+    return speculate(m, loops.prompt_lookup([[1]] * texts, num_branches=2), [1] * texts)
 
 
 def answering(change):
@@ -82,9 +84,9 @@ class Bare:
         return forward(params, cache, ubatch)
 
 
-ruled = partial(constrained, make_sampler(), first=1, allowed=parity, advance=other)
+ruled = partial(constrain, make_sampler(), first=1, allowed=parity, advance=other)
 traced = jax.jit(lambda **numbers: make_sampler(**numbers))
-RULE = Rule(
+RULE = Constraint(
     first=0, allowed=lambda s: jnp.arange(caches.VOCABULARY) > s, advance=lambda s, token: token
 )
 
@@ -113,18 +115,20 @@ def test_speculate_too_few_states_raises():
     cache = load("granite_hybrid").make_cache(cells=16, sequences=2, max_rollback=2)
     wanted = "to keep 3 earlier states or more, .* with max_rollback=2: make it with max_rollback=3"
     with pytest.raises(ValueError, match=f"wanted the cache {wanted}"):
-        speculate(cache, loops.lookup([[1]]))
+        speculate(cache, loops.prompt_lookup([[1]]))
     with pytest.raises(ValueError, match=f"wanted the draft's cache {wanted}"):
         loops.draft_model(forward, None, cache)
-    with pytest.raises(ValueError, match="attention alone for branches=2, since a state belongs"):
-        speculate(cache, loops.lookup([[1]], tries=2, branches=2))
+    with pytest.raises(
+        ValueError, match="attention alone for num_branches=2, since a state belongs"
+    ):
+        speculate(cache, loops.prompt_lookup([[1]], num_draft_tokens=2, num_branches=2))
 
 
 def test_submit_bad_request_raises():
-    engine = Engine(forward, None, POOL.make(), chunk=8, rule=RULE)
+    engine = Engine(forward, None, POOL.make(), chunk=8, constraint=RULE)
 
     def submit(**request):
-        engine.submit(Request(**(dict(prompt=[1], limit=1) | request)))
+        engine.submit(Request(**(dict(prompt=[1], max_new_tokens=1) | request)))
 
     for call, outcome in mistakes("requests"):
         assert_raises(call, outcome, {"submit": submit})

@@ -27,20 +27,23 @@ def prefilled(cache, **options):
 
 
 def decoded(cache, **options):
-    state = loops.start(cache, [3], limit=2)
-    cache, state, picked = jaxkv.decode(forward, BEST, None, cache, state, steps=3, **options)
-    return cache, picked, state.left
+    state = loops.init_decode(cache, [3], max_new_tokens=2)
+    cache, state, picked = jaxkv.decode(forward, BEST, None, cache, state, num_tokens=3, **options)
+    return cache, picked, state.remaining
 
 
 def speculated(cache, **options):
-    draft, state = loops.lookup([[1, 2, 1, 2]], recent=8), loops.start(cache, [1], limit=5)
+    draft, state = (
+        loops.prompt_lookup([[1, 2, 1, 2]], recent=8),
+        loops.init_decode(cache, [1], max_new_tokens=5),
+    )
     run = partial(loops.speculate, forward, draft, BEST, None)
-    cache, state, _, made = run(cache, state, steps=6, **options)
-    return cache, made, state.left
+    cache, state, _, made = run(cache, state, num_tokens=6, **options)
+    return cache, made, state.remaining
 
 
 def searched(cache, **options):
-    options |= dict(width=2, steps=3, stop=[4])
+    options |= dict(num_beams=2, num_tokens=3, stop_tokens=[4])
     return loops.beam(forward, None, cache, LOGITS, **options)
 
 
@@ -110,7 +113,7 @@ def test_loop_in_jit_same_result_without_host(loop):
 EDITS = {  # what is done to a text of 5 tokens after a state was made, and whether that can go on
     "nothing": (lambda cache: cache, True),
     "another text is removed": (lambda cache: jaxkv.seq_rm(cache, 1)[0], True),
-    "it slid": (lambda cache: loops.slide(cache, 0, keep=1, drop=2)[0], True),
+    "it slid": (lambda cache: loops.context_shift(cache, 0, num_keep=1, num_discard=2)[0], True),
     "its end is removed": (lambda cache: jaxkv.seq_rm(cache, 0, 4)[0], False),
     "it is removed": (lambda cache: jaxkv.seq_rm(cache, 0)[0], False),
     "its end is told anew": (lambda cache: held(jaxkv.seq_rm(cache, 0, 4)[0], [9], 0), False),
@@ -122,15 +125,15 @@ EDITS = {  # what is done to a text of 5 tokens after a state was made, and whet
 def test_state_from_before_an_edit_ends_its_text(edit):
     """A token that does not follow what the sequence holds is not put there."""
     change, goes_on = EDITS[edit]
-    cache, state = filled(5, 2), loops.start(filled(5, 2), [3, 3])
+    cache, state = filled(5, 2), loops.init_decode(filled(5, 2), [3, 3])
     cache = jaxkv.apply(change(cache), jaxkv.init_update(change(cache)))
-    draft = loops.lookup([[1, 2, 1], [1, 2, 1]], recent=8)
-    after, now, _ = jaxkv.decode(forward, BEST, None, cache, state, steps=1)
+    draft = loops.prompt_lookup([[1, 2, 1], [1, 2, 1]], recent=8)
+    after, now, _ = jaxkv.decode(forward, BEST, None, cache, state, num_tokens=1)
     assert (now.reason[0] == jaxkv.Reason.EDITED) != goes_on
     assert ends(after, [0]) == [position + goes_on for position in ends(cache, [0])]
-    _, other, *_ = loops.speculate(forward, draft, BEST, None, cache, state, steps=1)
+    _, other, *_ = loops.speculate(forward, draft, BEST, None, cache, state, num_tokens=1)
     assert other.reason.tolist() == now.reason.tolist()
-    _, again, _ = jaxkv.decode(forward, BEST, None, after, now, steps=1)
+    _, again, _ = jaxkv.decode(forward, BEST, None, after, now, num_tokens=1)
     assert again.reason.tolist() == now.reason.tolist()
 
 
@@ -144,17 +147,17 @@ def test_prefill_in_jit_refused_returns_cache():
 
 @pytest.mark.core
 def test_speculate_in_scan_carries_all_that_it_returns():
-    cache, state = filled(4), loops.start(filled(4), [1])
+    cache, state = filled(4), loops.init_decode(filled(4), [1])
 
     def turn(carry, _):
         cache, state, draft = carry
-        *carry, made = loops.speculate(forward, draft, BEST, None, cache, state, steps=3)
+        *carry, made = loops.speculate(forward, draft, BEST, None, cache, state, num_tokens=3)
         return tuple(carry), made.tokens[0]
 
-    begun = cache, state, loops.lookup([[1, 2, 1, 2]], recent=8)
+    begun = cache, state, loops.prompt_lookup([[1, 2, 1, 2]], recent=8)
     (after, _, _), tokens = jax.lax.scan(turn, begun, length=2)
     for made in tokens:
-        cache, state, wanted = jaxkv.decode(forward, BEST, None, cache, state, steps=3)
+        cache, state, wanted = jaxkv.decode(forward, BEST, None, cache, state, num_tokens=3)
         assert made.tolist() == wanted.tokens[0].tolist()
     assert ends(after, [0]) == ends(cache, [0])
 
@@ -192,12 +195,14 @@ def of_equal_fields(count, bases, name, method):
         yield i, jax.tree_util.register_dataclass(made, ["x"], [])(jnp.float32(0))
 
 
-DRAFT = loops.lookup([[1]])  # made while a program is traced it would be a part of that program
+DRAFT = loops.prompt_lookup(
+    [[1]]
+)  # made while a program is traced it would be a part of that program
 LOOPS_OF_SAMPLERS = {
-    "begin": lambda m, s, _: loops.begin(s, m, LOGITS, sequences=[0])[1].tokens,
-    "decode": lambda m, s, state: jaxkv.decode(forward, s, None, m, state, steps=1)[2].tokens,
+    "begin": lambda m, s, _: loops.sample_first(s, m, LOGITS, sequences=[0])[1].tokens,
+    "decode": lambda m, s, state: jaxkv.decode(forward, s, None, m, state, num_tokens=1)[2].tokens,
     "speculate": lambda m, s, state: (
-        loops.speculate(forward, DRAFT, s, None, m, state, steps=1)[3].tokens
+        loops.speculate(forward, DRAFT, s, None, m, state, num_tokens=1)[3].tokens
     ),
 }
 
@@ -207,10 +212,10 @@ def test_samplers_of_equal_fields_share_no_program(loop):
     """JAX compares the fields of dataclasses and not their types, and takes some for others.
 
     It does so where it looks for what was traced, and programs of `decode` and `speculate` take 30
-    and 50 MB each, so that only `begin` is compiled and run.
+    and 50 MB each, so that only `sample_first` is compiled and run.
     """
     cache = filled(3, kind=SPLIT)
-    state = loops.start(cache, [1])
+    state = loops.init_decode(cache, [1])
     asked = []
 
     def only(_, i, logits, state):

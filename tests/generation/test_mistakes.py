@@ -44,7 +44,7 @@ def stale():
 def beside_an_engine():
     cache = make()
     engine = loops.batching.Engine(model(), W, cache)
-    engine.submit(loops.batching.Request(prompt=[1], limit=2))
+    engine.submit(loops.batching.Request(prompt=[1], max_new_tokens=2))
     engine.step()
     return run(cache=cache)
 
@@ -55,8 +55,11 @@ def drafted():
         loops.sampling.make_sampler(temperature=1),
     )
     cache = run().cache
-    draft, state = loops.draft_model(narrow, W, cache, texts=2), loops.start(cache, [1, 2])
-    return loops.speculate(model(), draft, warm, W, cache, state, steps=2)
+    draft, state = (
+        loops.draft_model(narrow, W, cache, batch_size=2),
+        loops.init_decode(cache, [1, 2]),
+    )
+    return loops.speculate(model(), draft, warm, W, cache, state, num_tokens=2)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("newcomers"))

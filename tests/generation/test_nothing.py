@@ -48,22 +48,24 @@ def attended(rows, cells=3):
     return attention(jnp.zeros((rows, 1, 1, 2)), keys, keys, jnp.ones((rows, 1, cells), bool))
 
 
-def decode(m, texts=NONE, stop=()):
-    return jaxkv.decode(*MODEL[:1], BEST, MODEL[1], m, loops.start(m, texts), stop, steps=2)[2]
+def decode(m, texts=NONE, stop_tokens=()):
+    return jaxkv.decode(
+        *MODEL[:1], BEST, MODEL[1], m, loops.init_decode(m, texts), stop_tokens, num_tokens=2
+    )[2]
 
 
 def speculate(m):
-    draft, state = loops.lookup([]), loops.start(m, NONE)
-    return loops.speculate(by_table, draft, BEST, MODEL[1], m, state, steps=2)[3]
+    draft, state = loops.prompt_lookup([]), loops.init_decode(m, NONE)
+    return loops.speculate(by_table, draft, BEST, MODEL[1], m, state, num_tokens=2)[3]
 
 
 def beam(m, logits, width=1):
-    return loops.beam(*MODEL, m, logits, width=width, steps=1)
+    return loops.beam(*MODEL, m, logits, num_beams=width, num_tokens=1)
 
 
 OTHERS = """attend check_invariants clear rewind held init_full init_update is_current
 make_rope make_cross_attention_cache merge nbytes num_rollback_states read_kv read_states save show
-split step_of state_write_steps used warm_up write_kv write_states"""
+split compiled_step state_write_steps num_used_cells warm_up write_kv write_states"""
 # These are given no lists, or what a call above has made
 
 

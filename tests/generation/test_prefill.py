@@ -58,7 +58,7 @@ def test_program_dies_with_its_function(collected_soon):
     for one in (*others, shifted.run):
         cache, logits, *_ = jaxkv.prefill(one, None, filled(4), make_batch([1, 2]))
         np.testing.assert_allclose(logits, wanted + (one == shifted.run), atol=1e-5)
-    jaxkv.decode(shifted.run, BEST, None, cache, loops.start(cache, [1]), steps=1)
+    jaxkv.decode(shifted.run, BEST, None, cache, loops.init_decode(cache, [1]), num_tokens=1)
     dead = [weakref.ref(each) for each in (shifted, *others)]
     assert len(programs._kept) == before + 5  # for a prompt of each, and a loop
     del shifted, others, one
@@ -79,7 +79,7 @@ def test_weights_of_a_model_die_with_it(name, collected_soon):
 
 
 def test_step_of_dead_function_raises():
-    step = loops.step_of(lambda *args: forward(*args))
+    step = loops.compiled_step(lambda *args: forward(*args))
     (ubatch,) = jaxkv.init_batch(filled(4), make_batch([1])).ubatches
     with pytest.raises(ReferenceError, match="is gone: keep it"):
         step(None, *jaxkv.split(filled(4)), ubatch)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxkv.loops.drawing import adjusted_by
-from jaxkv.loops.sampling import OPTIONS, constrained, draw, make_sampler
+from jaxkv.loops.drawing import adjust_logits
+from jaxkv.loops.sampling import OPTIONS, constrain, draw, make_sampler
 from jaxkv.loops.thresholds import keep_best
 from tests.generation.tiny import other, parity
 
@@ -32,13 +32,13 @@ def counted(numbers):
     """Draw 20,000 times; how often each token came. No filter is left out: numbers are traced."""
     sampler = make_sampler(**numbers)
     logits = jnp.broadcast_to(LOGITS, (20_000, 5))
-    state = sampler.start(np.zeros((20_000, 0), np.int32))
+    state = sampler.init(np.zeros((20_000, 0), np.int32))
     return jnp.bincount(draw(sampler, sampler.adjust(logits, state), keys_of(20_000)), length=5)
 
 
 def draws(**options):
     numbers = {"temperature": 1.0, **options}
-    numbers = {name: one.dtype(numbers.get(name, one.off)) for name, one in OPTIONS.items()}
+    numbers = {name: one.dtype(numbers.get(name, one.neutral)) for name, one in OPTIONS.items()}
     return np.asarray(counted(numbers)) / 20_000
 
 
@@ -103,21 +103,21 @@ def test_keep_best_matches_sort(logits, k, p):
 def test_penalties_are_those_of_llama_cpp():
     options = dict(repeat_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0)
     sampler = make_sampler(**options, last_n=4)
-    state = jnp.asarray(sampler.start(np.array([[9, 1, 2, 1], [-1, -1, -1, 3]])))
+    state = jnp.asarray(sampler.init(np.array([[9, 1, 2, 1], [-1, -1, -1, 3]])))
     found = sampler.adjust(jnp.array([[1.0, 4.0, -2.0, 0.5]] * 2), state)
     wanted = [[1.0, 4 / 2 - 2 * 0.25 - 1, -2 * 2 - 0.25 - 1, 0.5], [1, 4, -2, 0.5 / 2 - 1.25]]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     for token in (0, 0, 0):  # of the first text 9, 1 and 2 are forgotten
-        state = sampler.follow(state, jnp.array([token, token]))
+        state = sampler.update(state, jnp.array([token, token]))
     assert state.tolist() == [[1, 0, 0, 0], [3, 0, 0, 0]]
 
 
 def test_sampler_reads_bfloat16_and_starts_with_ends_of_prompts():
     assert make_sampler(temperature=jnp.bfloat16(0.5)).temperature == 0.5
     sampler = make_sampler(presence_penalty=1.0, last_n=3)
-    assert sampler.start(np.array([[1], [2]])).tolist() == [[-1, -1, 1], [-1, -1, 2]]
-    assert sampler.start(np.arange(5)[None]).tolist() == [[2, 3, 4]]
-    assert sampler.start(NONE).tolist() == [[-1] * 3] * 2
+    assert sampler.init(np.array([[1], [2]])).tolist() == [[-1, -1, 1], [-1, -1, 2]]
+    assert sampler.init(np.arange(5)[None]).tolist() == [[2, 3, 4]]
+    assert sampler.init(NONE).tolist() == [[-1] * 3] * 2
 
 
 def test_filters_hide_at_any_temperature():
@@ -132,8 +132,8 @@ def test_filters_turned_off_for_one_text_leave_it_alone(odd):
     """Beside texts with other filters, and with logits that are infinite or NaN."""
     logits = jnp.array([[0.0, odd, 2.0, 3.0, 1.0]] * 2)
     both = make_sampler(temperature=[0, 1], top_k=[0, 2], top_p=[1, 0.9], min_p=[0, 0.1])
-    token = draw(both, adjusted_by(both, logits, ()), keys_of(2))
-    alone = draw(make_sampler(), adjusted_by(make_sampler(), logits[:1], ()), keys_of(1))
+    token = draw(both, adjust_logits(both, logits, ()), keys_of(2))
+    alone = draw(make_sampler(), adjust_logits(make_sampler(), logits[:1], ()), keys_of(1))
     assert token[0] == alone[0] == -1
 
 
@@ -155,12 +155,12 @@ def test_constrained_sees_each_text_alone():
     """It is never shown what is no token, and stays where none came."""
     rows = jnp.broadcast_to(LOGITS, (2, 5))
     for allowed, advance in RULES:
-        rule = constrained(make_sampler(), first=jnp.int32(1), allowed=allowed, advance=advance)
-        state = rule.start(NONE)
+        rule = constrain(make_sampler(), first=jnp.int32(1), allowed=allowed, advance=advance)
+        state = rule.init(NONE)
         assert pick(rule, rows, keys_of(2), state).tolist() == [3, 3]  # the best odd one
-        state = rule.follow(state, jnp.array([3, -1]))
+        state = rule.update(state, jnp.array([3, -1]))
         assert pick(rule, rows, keys_of(2), state).tolist() == [0, 3]
     for temperature in (0.0, 1.0):  # nothing is allowed
         sampler = make_sampler(temperature=temperature, top_p=0.9, min_p=0.1)
-        rule = constrained(sampler, first=7, allowed=parity, advance=other)
-        assert pick(rule, rows, keys_of(2), rule.start(NONE)).tolist() == [-1, -1]
+        rule = constrain(sampler, first=7, allowed=parity, advance=other)
+        assert pick(rule, rows, keys_of(2), rule.init(NONE)).tolist() == [-1, -1]

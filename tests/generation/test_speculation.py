@@ -11,7 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import loops, make_batch
 from jaxkv.loops import trees
-from jaxkv.loops.sampling import constrained, make_sampler
+from jaxkv.loops.sampling import constrain, make_sampler
 from tests.caches import SMALL, SPLIT, VOCABULARY, Kind, filled
 from tests.cases import mostly_nightly
 from tests.generation.tiny import (
@@ -28,22 +28,28 @@ from tests.generation.tiny import (
 pytestmark = pytest.mark.core
 
 
-def plainly(cache, state, stop=(), *, steps, sampler=BEST):
-    return jaxkv.decode(forward, sampler, None, cache, state, stop, steps=steps)
+def plainly(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
+    return jaxkv.decode(forward, sampler, None, cache, state, stop_tokens, num_tokens=num_tokens)
 
 
-def guessing(draft, cache, state, stop=(), *, steps, sampler=BEST):
-    return loops.speculate(forward, draft, sampler, None, cache, state, stop, steps=steps)
+def guessing(draft, cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
+    return loops.speculate(
+        forward, draft, sampler, None, cache, state, stop_tokens, num_tokens=num_tokens
+    )
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["tokens", "start"], meta_fields=["tries"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "start"],
+    meta_fields=["num_draft_tokens"],
+)
 @dataclass(frozen=True)
-class Known(loops.Draft):
+class Known(loops.Drafter):
     """Guesses the tokens that it was made with."""
 
     tokens: jax.Array
     start: jax.Array
-    tries: int = 3
+    num_draft_tokens: int = 3
 
     @property
     def texts(self):
@@ -60,7 +66,7 @@ class Known(loops.Draft):
         where = self.start[:, None] + jnp.arange(3)[None]
         tokens = jnp.take_along_axis(self.tokens, where, axis=1)
         valid = active[:, None] & (tokens >= 0)
-        return self, loops.Guess(tokens, jnp.cumprod(valid, axis=1) > 0, None)
+        return self, loops.DraftTokens(tokens, jnp.cumprod(valid, axis=1) > 0, None)
 
     def follow(self, sequences, at, fed, taken):
         return replace(self, start=self.start + taken)
@@ -68,7 +74,7 @@ class Known(loops.Draft):
 
 def test_nodes_of_branches_that_begin_alike_are_shared():
     tokens = jnp.array([[[5, 6, 7], [5, 6, 8], [5, 9, 7]]])
-    nodes = trees.nodes_of(loops.Guess(tokens, jnp.ones(tokens.shape, bool), None))
+    nodes = trees.nodes_of(loops.DraftTokens(tokens, jnp.ones(tokens.shape, bool), None))
     np.testing.assert_array_equal(nodes.first[0], [[1, 1, 1], [0, 0, 1], [0, 1, 1]])
     np.testing.assert_array_equal(nodes.owns[0, 0], [[1, 1, 1], [1, 1, 0], [1, 0, 0]])
 
@@ -80,14 +86,14 @@ def test_speculate_ends_texts_as_decode_does(kind):
     """By stop tokens, limits and full caches, within a guess too, in calls of some steps."""
     prompts = jaxkv.prefill(forward, None, kind.make(), make_batch([[1, 2, 1], [3]]))
     cache = prompts.cache
-    for limit in ([9, 2], [3, 9], [9, 9]):
-        state, _ = loops.begin(BEST, cache, prompts, limit=limit)
-        _, _, free = plainly(cache, state, [-1], steps=8)
-        for stop in ([-1], [int(free.tokens[0, 2])]):
-            after, ended, wanted = plainly(cache, state, stop, steps=8)
+    for max_new_tokens in ([9, 2], [3, 9], [9, 9]):
+        state, _ = loops.sample_first(BEST, cache, prompts, max_new_tokens=max_new_tokens)
+        _, _, free = plainly(cache, state, [-1], num_tokens=8)
+        for stop_tokens in ([-1], [int(free.tokens[0, 2])]):
+            after, ended, wanted = plainly(cache, state, stop_tokens, num_tokens=8)
             now, at, draft, pieces = cache, state, Known.make(free.tokens), []
-            for steps in (4, 4):
-                now, at, draft, made = guessing(draft, now, at, stop, steps=steps)
+            for num_tokens in (4, 4):
+                now, at, draft, made = guessing(draft, now, at, stop_tokens, num_tokens=num_tokens)
                 pieces.append(made)
             found = [sum(both, []) for both in zip(*map(texts, pieces), strict=True)]
             assert found == texts(wanted)
@@ -98,39 +104,39 @@ def test_speculate_ends_texts_as_decode_does(kind):
 
 def test_speculate_sampler_follows_only_accepted_tokens():
     prompts = [[1, 2, 1, 2], [3, 4, 3, 4]]
-    penalty = make_sampler(repeat_penalty=1.5, last_n=6)
+    length_penalty = make_sampler(repeat_penalty=1.5, last_n=6)
     odd = dict(allowed=lambda s: jnp.arange(VOCABULARY) % 2 == s, advance=lambda s, t: 1 - t % 2)
-    rule = constrained(penalty, first=0, **odd)
+    rule = constrain(length_penalty, first=0, **odd)
     cache, logits, ids, *_ = jaxkv.prefill(forward, None, SMALL.make(), make_batch(prompts))
-    state, _ = loops.begin(rule, cache, logits, sequences=ids, prompts=prompts)
-    _, ended, wanted = plainly(cache, state, steps=2, sampler=rule)
-    draft = loops.lookup(prompts, ngram=1)
-    _, now, _, made = guessing(draft, cache, state, steps=2, sampler=rule)
+    state, _ = loops.sample_first(rule, cache, logits, sequences=ids, prompts=prompts)
+    _, ended, wanted = plainly(cache, state, num_tokens=2, sampler=rule)
+    draft = loops.prompt_lookup(prompts, ngram=1)
+    _, now, _, made = guessing(draft, cache, state, num_tokens=2, sampler=rule)
     assert texts(made) == texts(wanted)
-    jax.tree.map(np.testing.assert_array_equal, now.adjusting, ended.adjusting)
+    jax.tree.map(np.testing.assert_array_equal, now.sampler_state, ended.sampler_state)
 
 
 def test_speculate_texts_in_any_sequences():
     cache = filled(2, 2, 2)
-    state = loops.start(cache, [1, 5, 3], [2, 0, 1], limit=[4, 0, 4])
-    after, _, wanted = plainly(cache, state, steps=4)
-    own = loops.draft_model(forward, None, cache, texts=3, tries=2)
-    found, _, _, made = guessing(own, cache, state, steps=4)
+    state = loops.init_decode(cache, [1, 5, 3], [2, 0, 1], max_new_tokens=[4, 0, 4])
+    after, _, wanted = plainly(cache, state, num_tokens=4)
+    own = loops.draft_model(forward, None, cache, batch_size=3, num_draft_tokens=2)
+    found, _, _, made = guessing(own, cache, state, num_tokens=4)
     assert texts(made) == texts(wanted) and texts(made)[1] == []
-    assert made.turns.tolist()[1] == 0
+    assert made.num_model_steps.tolist()[1] == 0
     assert ends(found, [0, 1, 2]) == ends(after, [0, 1, 2])
 
 
-@pytest.mark.parametrize("branches", mostly_nightly([1, 2], few=[1]))
-def test_speculate_nan_logit_of_hidden_token_ends_text(branches):
+@pytest.mark.parametrize("num_branches", mostly_nightly([1, 2], few=[1]))
+def test_speculate_nan_logit_of_hidden_token_ends_text(num_branches):
     params = (jnp.roll(jnp.eye(4), 1, axis=1) + 0.01).at[3, 0].set(jnp.nan)
     prompt, rule = [1, 2, 3, 1], dict(allowed=lambda s: jnp.arange(4) > s, advance=lambda s, t: s)
-    hiding = constrained(BEST, first=0, **rule)
+    hiding = constrain(BEST, first=0, **rule)
     cache = jaxkv.make_kv_cache(layers=1, cells=64, kv_heads=1, head_dim=1, sequences=4)
     cache, logits, *_ = jaxkv.prefill(by_table, params, cache, make_batch(prompt))
-    state, _ = loops.begin(hiding, cache, logits)
-    draft = loops.lookup([prompt], branches=branches, ngram=1)
-    made = loops.speculate(by_table, draft, hiding, params, cache, state, steps=6)[3]
+    state, _ = loops.sample_first(hiding, cache, logits)
+    draft = loops.prompt_lookup([prompt], num_branches=num_branches, ngram=1)
+    made = loops.speculate(by_table, draft, hiding, params, cache, state, num_tokens=6)[3]
     assert made.tokens[0].tolist() == [3, -1, -1, -1, -1, -1]
 
 
@@ -146,53 +152,66 @@ def test_speculate_draws_have_chances_of_the_model(kind, temperature):
     found = np.zeros((4, 4, 4))
     for seed in range(rounds):
         ids = np.arange(0, each * count, each)
-        state = loops.start(cache, [0] * count, ids, seed=seed, limit=3)
+        state = loops.init_decode(cache, [0] * count, ids, seed=seed, max_new_tokens=3)
         if kind == "lookup":
-            draft = loops.lookup([[0, 1, 2, 0, 1, 3]] * count, ngram=1, tries=2, recent=8)
+            draft = loops.prompt_lookup(
+                [[0, 1, 2, 0, 1, 3]] * count, ngram=1, num_draft_tokens=2, recent=8
+            )
         else:
-            make = loops.draft_tree if kind == "tree" else loops.draft_model
-            draft = make(by_table, CHANCES[1], cache, texts=count, tries=2)
-        made = loops.speculate(by_table, draft, sampler, CHANCES[0], cache, state, steps=3)[3]
+            make = loops.tree_draft_model if kind == "tree" else loops.draft_model
+            draft = make(by_table, CHANCES[1], cache, batch_size=count, num_draft_tokens=2)
+        made = loops.speculate(by_table, draft, sampler, CHANCES[0], cache, state, num_tokens=3)[3]
         np.add.at(found, tuple(np.asarray(made.tokens).T), 1)
-        assert 0 < made.accepted.sum() < made.tried.sum()
+        assert 0 < made.num_accepted.sum() < made.num_drafted.sum()
     assert_chances(found, count * rounds, temperature)
 
 
-@pytest.mark.parametrize(("branches", "ngram"), [(1, 9), (2, 1)])
-def test_speculate_lookup_draws_what_decode_draws(branches, ngram):
+@pytest.mark.parametrize(("num_branches", "ngram"), [(1, 9), (2, 1)])
+def test_speculate_lookup_draws_what_decode_draws(num_branches, ngram):
     """With nothing to look up; and a tree leaves every draw as it is, followed where it may be."""
-    sampler, cache = make_sampler(temperature=1.0), table_cache(64, each=branches)
-    state = loops.start(cache, [0] * 64, np.arange(0, 64 * branches, branches), seed=3, limit=8)
-    wanted = jaxkv.decode(by_table, sampler, CHANCES[0], cache, state, steps=8)[2]
-    text, options = [0, 1, 2, 0, 1, 3], dict(tries=2, recent=16, branches=branches)
-    draft = loops.lookup([text] * 64, ngram=ngram, **options)
-    made = loops.speculate(by_table, draft, sampler, CHANCES[0], cache, state, steps=8)[3]
+    sampler, cache = make_sampler(temperature=1.0), table_cache(64, each=num_branches)
+    state = loops.init_decode(
+        cache, [0] * 64, np.arange(0, 64 * num_branches, num_branches), seed=3, max_new_tokens=8
+    )
+    wanted = jaxkv.decode(by_table, sampler, CHANCES[0], cache, state, num_tokens=8)[2]
+    text, options = (
+        [0, 1, 2, 0, 1, 3],
+        dict(num_draft_tokens=2, recent=16, num_branches=num_branches),
+    )
+    draft = loops.prompt_lookup([text] * 64, ngram=ngram, **options)
+    made = loops.speculate(by_table, draft, sampler, CHANCES[0], cache, state, num_tokens=8)[3]
     assert texts(made) == texts(wanted)
-    assert made.accepted.sum() < made.tried.sum() if branches == 2 else not made.tried.any()
+    assert (
+        made.num_accepted.sum() < made.num_drafted.sum()
+        if num_branches == 2
+        else not made.num_drafted.any()
+    )
 
 
 def test_speculate_guess_that_ends_a_text_is_accepted():
     """Of one step that feeds three right guesses, each in turn a stop token."""
     cache = filled(3)
-    state = loops.start(cache, [1])
-    _, _, free = plainly(cache, state, steps=3)
+    state = loops.init_decode(cache, [1])
+    _, _, free = plainly(cache, state, num_tokens=3)
     tokens = free.tokens[0].tolist()
-    for stop in tokens:
+    for stop_tokens in tokens:
         draft = Known.make(free.tokens, wrong=False)
-        made = guessing(draft, cache, state, [stop], steps=4)[3]
-        assert made.turns.tolist() == [1] and made.tried.tolist() == [3]
-        assert made.accepted.tolist() == [tokens.index(stop) + 1] == [len(texts(made)[0])]
+        made = guessing(draft, cache, state, [stop_tokens], num_tokens=4)[3]
+        assert made.num_model_steps.tolist() == [1] and made.num_drafted.tolist() == [3]
+        assert (
+            made.num_accepted.tolist() == [tokens.index(stop_tokens) + 1] == [len(texts(made)[0])]
+        )
 
 
 @pytest.mark.parametrize("held", [(), (1,), (2, 4)], ids=["empty", "short", "other sequence"])
 def test_draft_model_of_another_text_guesses_nothing(held):
     cache = filled(4)
-    state = loops.start(cache, [1])
-    wanted = plainly(cache, state, steps=4)[2]
+    state = loops.init_decode(cache, [1])
+    wanted = plainly(cache, state, num_tokens=4)[2]
     draft = loops.draft_model(forward, None, filled(*held))
-    made = guessing(draft, cache, state, steps=4)[3]
+    made = guessing(draft, cache, state, num_tokens=4)[3]
     assert texts(made) == texts(wanted)
-    assert made.tried.tolist() == [0] and made.turns.tolist() == [4]
+    assert made.num_drafted.tolist() == [0] and made.num_model_steps.tolist() == [4]
 
 
 def half_right(params, cache, ubatch):
@@ -203,14 +222,14 @@ def half_right(params, cache, ubatch):
 
 def test_draft_model_goes_on_where_a_text_pauses():
     cache = filled(2, 3, kind=Kind("roomy", cells=48, sequences=2))
-    draft = loops.draft_model(half_right, None, cache, texts=2, tries=3)
-    state = loops.start(cache, [1, 5])
-    plain = plainly(cache, state, steps=16)[2]
+    draft = loops.draft_model(half_right, None, cache, batch_size=2, num_draft_tokens=3)
+    state = loops.init_decode(cache, [1, 5])
+    plain = plainly(cache, state, num_tokens=16)[2]
     pieces, turns = [], 0
     for _ in range(4):
-        cache, state, draft, made = guessing(draft, cache, state, steps=4)
+        cache, state, draft, made = guessing(draft, cache, state, num_tokens=4)
         pieces.append(made.tokens)
-        turns += made.turns
+        turns += made.num_model_steps
         own = jaxkv.seq_pos_max(draft.cache, [0, 1]) + (draft.unfed >= 0)
         assert own.tolist() == ends(cache, [0, 1])
     assert np.concatenate(pieces, axis=1).tolist() == plain.tokens.tolist()

@@ -27,8 +27,8 @@ def prefilled(model, prompts, *, ids=None, params=None, **options):
 
 def begun(model, prompts, *, ids=None, **options):
     cache, logits = prefilled(model, prompts, ids=ids, **options)
-    options = dict(limit=24, sequences=[*(ids or range(len(prompts)))], prompts=prompts)
-    return cache, loops.begin(BEST, cache, logits, **options)[0]
+    options = dict(max_new_tokens=24, sequences=[*(ids or range(len(prompts)))], prompts=prompts)
+    return cache, loops.sample_first(BEST, cache, logits, **options)[0]
 
 
 def drafting(model, prompts, *, noise=0.0, make=loops.draft_model, **options):
@@ -40,22 +40,24 @@ def drafting(model, prompts, *, noise=0.0, make=loops.draft_model, **options):
 
     params = jax.tree.map(near, model.params)
     own, _ = prefilled(model, prompts, params=params, **options)
-    return make(model.forward, params, own, texts=len(prompts))
+    return make(model.forward, params, own, batch_size=len(prompts))
 
 
 def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     """Texts, states and caches after 24 tokens are those of `decode`; returns all four."""
-    run = dict(cache=cache, state=state, steps=24)
+    run = dict(cache=cache, state=state, num_tokens=24)
     after, ended, wanted = jaxkv.decode(model.forward, BEST, model.params, **run)
     found, now, draft, made = loops.speculate(model.forward, draft, BEST, model.params, **run)
     assert texts(made) == texts(wanted)
     np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=atol)
     assert now.token.tolist() == ended.token.tolist()
-    picked = made.turns + made.accepted  # no text ends with a guess: none has a stop token
+    picked = (
+        made.num_model_steps + made.num_accepted
+    )  # no text ends with a guess: none has a stop token
     assert picked.tolist() == [len(text) for text in texts(made)]
     every = range(jaxkv.split(cache)[0].spec.sequences)
     assert ends(found, every) == ends(after, every)  # nothing is left of what was guessed
-    assert jaxkv.used(found) == jaxkv.used(after)
+    assert jaxkv.num_used_cells(found) == jaxkv.num_used_cells(after)
     assert_sound(found)
     if hasattr(draft, "cache"):  # it may lack one token
         own = jaxkv.seq_pos_max(draft.cache, state.sequence) + (draft.unfed >= 0)
@@ -81,12 +83,14 @@ def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
     cells, streams = (40 * count, 1) if pools == "pool" else (40, count)
     cache, state = begun(model, EIGHT, cells=cells, streams=streams, max_rollback=4)
     if kind == "lookup":
-        draft = loops.lookup(EIGHT)
+        draft = loops.prompt_lookup(EIGHT)
     else:
         draft = drafting(model, EIGHT, noise=0.02 * (kind == "another"), max_rollback=4)
     found, after, made = assert_says_the_same(model, draft, cache, state)
     if kind == "itself":
-        assert (made.accepted >= made.tried - 1).all() and (made.turns <= 7).all()
+        assert (made.num_accepted >= made.num_drafted - 1).all() and (
+            made.num_model_steps <= 7
+        ).all()
     step = partial(jaxkv.prefill, model.forward, model.params, batch=make_batch([[1]] * count))
     np.testing.assert_allclose(step(cache=found)[1], step(cache=after)[1], atol=2e-4)
 
@@ -100,14 +104,14 @@ def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
     model, six = load(name), dict(cells=160, sequences=6)
     cache, state = begun(model, BRANCHING, ids=ids, streams=streams, **six)
     if kind == "lookup":
-        tree, most = loops.lookup(BRANCHING, ngram=1, branches=3), 24 + 24
+        tree, most = loops.prompt_lookup(BRANCHING, ngram=1, num_branches=3), 24 + 24
     else:
         draft = partial(drafting, model, BRANCHING, noise=0.4, ids=ids, **six)
         _, _, chain = assert_says_the_same(model, draft(), cache, state)
-        most = chain.turns.sum()
-        tree = draft(make=partial(loops.draft_tree, branches=3))
+        most = chain.num_model_steps.sum()
+        tree = draft(make=partial(loops.tree_draft_model, num_branches=3))
     _, _, made = assert_says_the_same(model, tree, cache, state)
-    assert made.turns.sum() < most
+    assert made.num_model_steps.sum() < most
 
 
 def test_tree_full_cache_leaves_other_sequences_alone():
@@ -117,12 +121,12 @@ def test_tree_full_cache_leaves_other_sequences_alone():
     cache, state = begun(model, BRANCHING, cells=45, sequences=6)
     kept = make_batch([[1], [2], [3]], sequences=[2, 4, 5])
     cache, *_ = jaxkv.prefill(forward, params, cache, kept)
-    run = dict(cache=cache, state=state, steps=24)
+    run = dict(cache=cache, state=state, num_tokens=24)
     _, ended, wanted = jaxkv.decode(forward, BEST, params, **run)
     assert wanted.tokens.min() < 0  # it ends early
-    draft = loops.lookup(BRANCHING, ngram=1, branches=3)
+    draft = loops.prompt_lookup(BRANCHING, ngram=1, num_branches=3)
     found, now, _, made = loops.speculate(forward, draft, BEST, params, **run)
-    assert now.reason.tolist() == ended.reason.tolist() and made.accepted.sum() > 0
+    assert now.reason.tolist() == ended.reason.tolist() and made.num_accepted.sum() > 0
     for got, whole in zip(texts(made), texts(wanted), strict=True):  # who gets the last cells
         assert got[: len(whole)] == whole[: len(got)]
     assert ends(found, [2, 3, 4, 5]) == [0, -1, 0, 0]

@@ -36,7 +36,7 @@ def test_chat_computes_each_token_of_turns_and_forks_once(speaker):
     chat = edits.switch(edits.fork(speaker.settle(chat), "b"), "b")
     chat = said(speaker, chat, "Another way", "and on")
     jax.effects_barrier()
-    assert sum(seen) == chat.computed == jaxkv.used(chat.cache)
+    assert sum(seen) == chat.computed == jaxkv.num_used_cells(chat.cache)
 
 
 def test_speaker_compile_leaves_nothing_to_compile(speaker):
@@ -54,7 +54,7 @@ def test_undo_leaves_what_was_there_before(speaker, twice):
     assert back.held == len(twice.now.tokens)  # the token that waited was computed, and stays
     assert next_answer(speaker, back) == next_answer(speaker, twice)
     none, _ = edits.undo(edits.undo(back)[0])
-    assert none.now.turns == () == none.now.tokens and jaxkv.used(none.without_kept) == 0
+    assert none.now.turns == () == none.now.tokens and jaxkv.num_used_cells(none.without_kept) == 0
     with pytest.raises(ChatError, match="nothing has been said"):
         edits.undo(none)
 
@@ -76,7 +76,11 @@ def test_talk_refused_command_leaves_chat_as_it_was(speaker):
     for line, message in json.loads((DATA / "chat_lines.json").read_text()):
         with pytest.raises(ChatError, match=message) if message else nullcontext():
             talk.take(line)
-    assert len(talk.chat.now.turns) == 2 and [*talk.chat.conversations] == ["main", "b", "c"]
+    assert len(talk.chat.now.turns) == 2 and [*talk.chat.conversations] == [
+        "main",
+        "b",
+        "c",
+    ]
 
 
 @pytest.mark.nightly
@@ -112,7 +116,7 @@ def test_slide_shared_or_empty_conversation_raises(speaker, twice):
         slide(speaker.begin(conversations=3, cells=CELLS))
     slid = slide(copied(twice))
     assert slid.now.gap > 0 and slid.now.turns == twice.now.turns
-    assert jaxkv.used(slid.cache) == jaxkv.used(twice.cache) - slid.now.gap
+    assert jaxkv.num_used_cells(slid.cache) == jaxkv.num_used_cells(twice.cache) - slid.now.gap
     assert twice.store.texts and not slid.store.texts
 
 

@@ -26,7 +26,7 @@ LATENT = dict(rtol=0, atol=2e-5)
 class Record(NamedTuple):
     """A model, and what transformers computed with it: NaN where logits are not recorded.
 
-    steps: so many tokens at the end of each text are fed one by one.
+    tokens_per_step: so many tokens at the end of each text are fed one by one.
     within: how far logits may lie apart.
     """
 
@@ -63,7 +63,7 @@ def recorded(name):
 class Way(NamedTuple):
     """How texts are fed.
 
-    steps: whether the rest is fed token by token, or is a part of the prompts.
+    tokens_per_step: whether the rest is fed token by token, or is a part of the prompts.
     max_rollback: so many tokens of the prompts are taken back, and fed one by one.
     """
 
@@ -76,7 +76,7 @@ class Way(NamedTuple):
 
 
 @functools.cache
-def step_of(model):
+def compiled_step(model):
     @jax.jit
     def step(params, cache, token, there):
         ubatch, ok = jaxkv.plan_step(cache, token, jnp.asarray(SEQUENCES), there)
@@ -117,7 +117,7 @@ def follow(record, cache, which, way):
         rest[:, i] = record.tokens[i][len(record.tokens[i]) - back :]
     found = []
     for token in rest:
-        cache, out, ok = step_of(model)(model.params, cache, token, there)
+        cache, out, ok = compiled_step(model)(model.params, cache, token, there)
         assert ok
         found.append(out)
     for i in which if back else ():
@@ -178,7 +178,7 @@ def test_token_beyond_the_vocabulary_is_nan_for_its_text_alone(name):
     model, there = recorded(name).model, np.ones(3, bool)
     cache = model.make_cache(cells=32, sequences=4)
     for token in ([3, 10**6, 4], [5, 6, 7]):
-        cache, logits, ok = step_of(model)(model.params, cache, jnp.array(token), there)
+        cache, logits, ok = compiled_step(model)(model.params, cache, jnp.array(token), there)
         assert ok and np.isnan(logits).any(axis=1).tolist() == [False, True, False]
 
 

@@ -172,4 +172,4 @@ def test_seq_rm_forgets_largest_position_that_is_accepted():
     assert not init_batch(cache, make_batch([1], positions=[2**31 - 1])).ok
     cache = apply(cache, init_batch(cache, make_batch([1], positions=[2**31 - 2])))
     assert jaxkv.seq_pos_min(cache, 0).item() == 2**31 - 2
-    assert jaxkv.used(seq_rm(cache, 0)[0]).item() == 0
+    assert jaxkv.num_used_cells(seq_rm(cache, 0)[0]).item() == 0

@@ -45,13 +45,13 @@ def test_make_batch_sequences_of_a_token_in_any_form():
     for sequences in ([[1, 0], 0, (3, 1, 2)], [{0, 1}, [0], np.array([2, 3, 1])], jnp.array(array)):
         batch = make_batch([5, 6, 7], sequences=sequences)
         assert batch.sequences.tolist() == [0, 0, 1]
-        assert batch.others.tolist() == [[1, -1], [-1, -1], [2, 3]]
+        assert batch.shared_with.tolist() == [[1, -1], [-1, -1], [2, 3]]
     batch = make_batch([[5, 6], [7]], sequences=[[0, 2, 3, 4], 1])  # of a list of lists
     assert batch.sequences.tolist() == [0, 0, 1]
-    assert batch.others.tolist() == [[2, 3, 4, -1], [2, 3, 4, -1], [-1] * 4]
+    assert batch.shared_with.tolist() == [[2, 3, 4, -1], [2, 3, 4, -1], [-1] * 4]
     rows = make_batch(np.array([[5], [7]]), sequences=np.array([[[0, 1]], [[2, -1]]]))
-    assert rows.sequences.tolist() == [[0], [2]] and rows.others.tolist() == [[[1]], [[-1]]]
-    assert make_batch([5, 6], sequences=[[0], [1]]).others is None  # as of single ids
+    assert rows.sequences.tolist() == [[0], [2]] and rows.shared_with.tolist() == [[[1]], [[-1]]]
+    assert make_batch([5, 6], sequences=[[0], [1]]).shared_with is None  # as of single ids
 
 
 def shared(cache, *ids):
@@ -69,7 +69,7 @@ def test_batch_only_keeps_a_token_for_those_that_stay():
         for only in (jaxkv.Batch.keep_sequences, jax.jit(jaxkv.Batch.keep_sequences)):
             rest = only(batch, np.array(fits))
             assert rest.sequences.tolist() == first
-            assert rest.others.tolist() == [[2, -1], [-1, -1], [-1, -1], [-1, -1]]
+            assert rest.shared_with.tolist() == [[2, -1], [-1, -1], [-1, -1], [-1, -1]]
             assert rest.valid.tolist() == [seq >= 0 for seq in first]
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 import jaxkv
 from jaxkv import loops, make_batch, prefix
-from jaxkv.loops.batching import Engine, Finish, Request, Rule
-from jaxkv.loops.sampling import OPTIONS, Filters, constrained
+from jaxkv.loops.batching import Constraint, Engine, Finish, Request
+from jaxkv.loops.sampling import OPTIONS, FilterSampler, constrain
 from jaxkv.prefix import Miss
 from tests.caches import VOCABULARY, Kind
 from tests.generation.tiny import assert_sound, forward
@@ -23,7 +23,7 @@ ROOMY = Kind("roomy", cells=64, sequences=6)
 GROUPS = Kind("groups", cells=48, sequences=6, streams=2)
 ALONE = Kind("alone", cells=64, sequences=1)
 STOP = [5]
-RULE = Rule(  # what may come next depends on all tokens so far
+RULE = Constraint(  # what may come next depends on all tokens so far
     first=0,
     allowed=lambda state: jnp.arange(VOCABULARY) % 3 == state,
     advance=lambda state, token: (state + token + 1) % 3,
@@ -46,8 +46,8 @@ def mixed(count, *, seed=0, most=12):
         made.append(
             Request(
                 prompt=[rng.randrange(VOCABULARY) for _ in range(length)],
-                limit=rng.randint(1, most - length),
-                stop=[rng.randrange(VOCABULARY)] if i % 3 == 0 else (),
+                max_new_tokens=rng.randint(1, most - length),
+                stop_tokens=[rng.randrange(VOCABULARY)] if i % 3 == 0 else (),
                 seed=i,
                 sampling=sampling,
                 tag=i,
@@ -78,34 +78,38 @@ def in_one_piece(model):
     return fed
 
 
-def alone(request, *, model=forward, params=None, cache=None, stop=STOP, last_n=64):
+def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, last_n=64):
     """A text by the loops themselves, in a cache of its own: tokens, log-probabilities, reason."""
     cache = ALONE.make() if cache is None else cache
-    stop = np.array([*stop, *request.stop] + [-1] * (2 - len(stop) - len(request.stop)), np.int32)
+    stop_tokens = np.array(
+        [*stop_tokens, *request.stop] + [-1] * (2 - len(stop_tokens) - len(request.stop)), np.int32
+    )
     # Filters that are there and off: one program for all requests.
     filters = {
-        name: option.dtype(request.sampling.get(name, option.off))
+        name: option.dtype(request.sampling.get(name, option.neutral))
         for name, option in OPTIONS.items()
     }
-    sampler = Filters(**filters, last_n=last_n)
+    sampler = FilterSampler(**filters, last_n=last_n)
     if request.rule_state is not None:
         rule = dict(allowed=RULE.allowed, advance=RULE.advance)
-        sampler = constrained(sampler, first=jnp.int32(request.rule_state), **rule)
+        sampler = constrain(sampler, first=jnp.int32(request.rule_state), **rule)
     tokens, valid = np.zeros((1, 48), np.int32), np.zeros((1, 48), bool)
     tokens[0, : len(request.prompt)], valid[0, : len(request.prompt)] = request.prompt, True
     cache, logits, ok = in_one_piece(model)(params, cache, tokens, valid)
     assert ok
     recent = np.full((1, 64), -1)
     recent[0, 64 - len(request.prompt) :] = request.prompt
-    options = dict(limit=request.limit, seed=[request.seed], sequences=[0], prompts=recent)
-    state, first = loops.begin(sampler, cache, logits[:1], stop, **options)
-    _, state, rest = jaxkv.decode(model, sampler, params, cache, state, stop, steps=40)
+    options = dict(
+        max_new_tokens=request.max_new_tokens, seed=[request.seed], sequences=[0], prompts=recent
+    )
+    state, first = loops.sample_first(sampler, cache, logits[:1], stop_tokens, **options)
+    _, state, rest = jaxkv.decode(model, sampler, params, cache, state, stop_tokens, num_tokens=40)
     tokens, logprobs = (
         np.concatenate([np.asarray(a)[0], np.asarray(b)[0]])
         for a, b in zip(first, rest, strict=True)
     )
     logprobs, tokens = logprobs[tokens >= 0], tokens[tokens >= 0]
-    reason = Finish.STOP if tokens[-1] in stop else Finish.LENGTH
+    reason = Finish.STOP if tokens[-1] in stop_tokens else Finish.LENGTH
     return tokens, logprobs, reason
 
 
@@ -120,7 +124,7 @@ def assert_as_alone(results, requests, **options):
 def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
     cache = kind.make()
     store = holders and prefix.make_store(cache, holders=holders, cells=cells)
-    options = dict(stop=STOP, chunk=8, steps=4, store=store) | options
+    options = dict(stop_tokens=STOP, chunk=8, tokens_per_step=4, store=store) | options
     return Engine(model, None, cache, **options)
 
 
@@ -139,8 +143,8 @@ def run(engine, requests):
     return [found[one] for one in ids]
 
 
-def ask(engine, prompt, limit=1, **options):
-    (result,) = run(engine, [Request(prompt=prompt, limit=limit, **options)])
+def ask(engine, prompt, max_new_tokens=1, **options):
+    (result,) = run(engine, [Request(prompt=prompt, max_new_tokens=max_new_tokens, **options)])
     return result
 
 
@@ -154,7 +158,7 @@ def placed(engine):
 
 def assert_only_kept(engine):
     held = prefix.held(engine.cache, engine.store) if engine.store else 0
-    assert jaxkv.used(engine.cache) == held and not engine.busy
+    assert jaxkv.num_used_cells(engine.cache) == held and not engine.busy
     assert_sound(engine.cache)
 
 

@@ -73,11 +73,13 @@ def test_engine_texts_that_give_way_are_as_each_alone():
     Together the texts that have begun take more cells than there are, so some gave way.
     """
     hot = dict(temperature=1.5)
-    requests = [Request(prompt=[i, 3], limit=18, seed=i, sampling=hot, tag=i) for i in range(6)]
+    requests = [
+        Request(prompt=[i, 3], max_new_tokens=18, seed=i, sampling=hot, tag=i) for i in range(6)
+    ]
     requests = [replace(one, rule_state=i) for i, one in enumerate(requests[:3])] + requests[3:]
     requests += mixed(10, seed=1)
     requests[-3:] = [replace(one, rule_state=1) for one in requests[-3:]]
-    engine = warm(POOL, reserve=False, rule=RULE)
+    engine = warm(POOL, reserve=False, constraint=RULE)
     most, results = 0, []
     with counting() as compiled:
         for request in requests:
@@ -93,21 +95,23 @@ def test_engine_texts_that_give_way_are_as_each_alone():
 
 def test_engine_without_reservations_fills_a_stream():
     engine = engine_of(STREAMS, reserve=False)
-    (result,) = run(engine, [Request(prompt=[1, 2, 3], limit=99)])
+    (result,) = run(engine, [Request(prompt=[1, 2, 3], max_new_tokens=99)])
     assert result.reason == Finish.FULL and len(result.tokens) == STREAMS.cells - 3 + 1
-    wanted, _, _ = alone(replace(result.request, limit=len(result.tokens)))
+    wanted, _, _ = alone(replace(result.request, max_new_tokens=len(result.tokens)))
     assert result.tokens.tolist() == wanted.tolist()
     assert_only_kept(engine)
 
 
 def test_cancel_frees_cells_at_once():
     engine = warm(POOL)
-    endless = [Request(prompt=[1] * 6, limit=16, tag=i) for i in range(3)]
+    endless = [Request(prompt=[1] * 6, max_new_tokens=16, tag=i) for i in range(3)]
     ids = [engine.submit(request) for request in endless]
     assert engine.step() == []
-    assert engine.tokens_of(ids[0]) and jaxkv.used(engine.cache) > 0  # the others have no room
+    assert (
+        engine.tokens_of(ids[0]) and jaxkv.num_used_cells(engine.cache) > 0
+    )  # the others have no room
     assert engine.cancel(ids[1]) and engine.cancel(ids[0])
-    assert jaxkv.used(engine.cache) == 0
+    assert jaxkv.num_used_cells(engine.cache) == 0
     assert not engine.cancel(ids[0])
     results = list(engine.results())
     names = [(one.id, one.reason.name) for one in results]
@@ -115,9 +119,9 @@ def test_cancel_frees_cells_at_once():
     assert len(results[0].tokens) == 0 < len(results[1].tokens)
     tokens, _, _ = alone(endless[0])
     assert results[1].tokens.tolist() == tokens[: len(results[1].tokens)].tolist()
-    long = engine.submit(Request(prompt=[1] * 20, limit=2))
+    long = engine.submit(Request(prompt=[1] * 20, max_new_tokens=2))
     assert engine.step() == [] and engine.tokens_of(long) == []
-    assert jaxkv.used(engine.cache) == 8
+    assert jaxkv.num_used_cells(engine.cache) == 8
     assert engine.cancel(long)
     assert [one.reason for one in engine.results()] == [Finish.CANCELLED]
     assert_only_kept(engine)
@@ -125,10 +129,10 @@ def test_cancel_frees_cells_at_once():
 
 def test_engine_running_texts_get_a_token_per_chunk():
     engine = engine_of(STREAMS)
-    short = engine.submit(Request(prompt=[1], limit=11))
+    short = engine.submit(Request(prompt=[1], max_new_tokens=11))
     engine.step()
     before = len(engine.tokens_of(short))
-    engine.submit(Request(prompt=[2] * 10, limit=1))
+    engine.submit(Request(prompt=[2] * 10, max_new_tokens=1))
     while len(engine.step()) == 0:
         assert len(engine.tokens_of(short)) == before + 1
         before = len(engine.tokens_of(short))
@@ -136,27 +140,27 @@ def test_engine_running_texts_get_a_token_per_chunk():
 
 def test_results_not_taken_are_handed_out_later():
     engine = warm(POOL)
-    ids = [engine.submit(Request(prompt=[1], limit=1)) for _ in range(3)]
+    ids = [engine.submit(Request(prompt=[1], max_new_tokens=1)) for _ in range(3)]
     first = next(engine.results())
-    assert engine.busy and jaxkv.used(engine.cache) == 0
+    assert engine.busy and jaxkv.num_used_cells(engine.cache) == 0
     assert [first.id, *(result.id for result in engine.results())] == ids
     assert_only_kept(engine)
 
 
 def test_submit_copies_options_and_prompt():
     engine, options, prompt = warm(POOL), {"temperature": 0.0}, np.array([1, 2, 3])
-    engine.submit(Request(prompt=prompt, limit=6, sampling=options))
+    engine.submit(Request(prompt=prompt, max_new_tokens=6, sampling=options))
     options["temperature"], prompt[:] = -1.0, 0
     (result,) = engine.results()
     assert result.request.sampling == {"temperature": 0.0}
-    wanted, _, _ = alone(Request(prompt=[1, 2, 3], limit=6))
+    wanted, _, _ = alone(Request(prompt=[1, 2, 3], max_new_tokens=6))
     assert result.tokens.tolist() == wanted.tolist()
 
 
 def test_serve_penalties_count_prompts():
     options = dict(repeat_penalty=1.6, presence_penalty=0.5)
     requests = [replace(one, sampling=options) for one in mixed(6, seed=3)]
-    more = dict(stop=STOP, chunk=8, allow=options, last_n=4)
+    more = dict(stop_tokens=STOP, chunk=8, allow=options, last_n=4)
     for result in serve(forward, None, POOL.make(), requests, **more):
         tokens, _, _ = alone(requests[result.id], last_n=4)
         assert result.tokens.tolist() == tokens.tolist()
@@ -167,7 +171,7 @@ def test_serve_no_allowed_token_ends_text():
         cache, logits = forward(params, cache, ubatch)
         return cache, jnp.full_like(logits, -jnp.inf)
 
-    (result,) = serve(mute, None, POOL.make(), [Request(prompt=[1, 2], limit=3)], chunk=8)
+    (result,) = serve(mute, None, POOL.make(), [Request(prompt=[1, 2], max_new_tokens=3)], chunk=8)
     assert result.reason == Finish.NO_TOKEN and result.tokens.size == 0
 
 
@@ -191,7 +195,7 @@ class Broken:
 def test_engine_error_while_tracing_changes_nothing():
     model = Broken()
     engine = engine_of(POOL, model=model.forward)
-    request = Request(prompt=[1, 2], limit=5)
+    request = Request(prompt=[1, 2], max_new_tokens=5)
     engine.submit(request)
     model.traced = True
     with pytest.raises(RuntimeError, match="^traced"):
@@ -208,12 +212,12 @@ BROKEN = Broken()
 @pytest.mark.parametrize("moment", ["program", "fetched", "donated"])
 def test_engine_that_lost_its_cache_raises(moment, monkeypatch):
     """Cut short while a program runs, or while its results are fetched; or donated elsewhere."""
-    engine = engine_of(POOL, model=BROKEN.forward, stop=())
-    engine.submit(Request(prompt=[1, 2], limit=1))
-    long = engine.submit(Request(prompt=[1, 2], limit=9))
+    engine = engine_of(POOL, model=BROKEN.forward, stop_tokens=())
+    engine.submit(Request(prompt=[1, 2], max_new_tokens=1))
+    long = engine.submit(Request(prompt=[1, 2], max_new_tokens=9))
     next(engine.results())
     tokens = engine.tokens_of(long)
-    ended = engine.submit(Request(prompt=[1], limit=9))
+    ended = engine.submit(Request(prompt=[1], max_new_tokens=9))
     engine.cancel(ended)
     if moment == "donated":
         jax.tree.map(lambda leaf: leaf.delete(), jaxkv.split(engine.cache)[1])
@@ -224,7 +228,7 @@ def test_engine_that_lost_its_cache_raises(moment, monkeypatch):
             else:
                 patch.setattr(jax, "device_get", Broken.look.__get__(SimpleNamespace(run=True)))
             engine.step()
-    submit = partial(engine.submit, Request(prompt=[1], limit=1))
+    submit = partial(engine.submit, Request(prompt=[1], max_new_tokens=1))
     cancel = partial(engine.cancel, long)
     for call in (engine.step, engine.warm_up, submit, cancel, lambda: engine.cache):
         with pytest.raises(RuntimeError, match=LOST):
@@ -286,7 +290,7 @@ def test_engine_64_requests_of_a_model_are_as_alone(name, streams, reserve, hold
     cells = 40 * max(10 // streams // 2, 2)
     cache = model.make_cache(cells=cells, sequences=10, streams=streams, ubatch_size=16)
     store = holders and prefix.make_store(cache, holders=holders)
-    options = dict(stop=STOP, chunk=16, steps=8, reserve=reserve, store=store)
+    options = dict(stop_tokens=STOP, chunk=16, tokens_per_step=8, reserve=reserve, store=store)
     engine = Engine(model.forward, model.params, cache, **options)
     engine.warm_up()
     with counting() as compiled:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.core
 
 def test_engine_store_reuses_text_that_ended():
     engine, prompt = engine_of(POOL, [3]), tokens(8)
-    first = ask(engine, prompt, limit=4)
+    first = ask(engine, prompt, max_new_tokens=4)
     text = [*prompt, *first.tokens.tolist()]
     assert first.found == (0, Miss.UNKNOWN)
     assert kept(engine) == [text[:-1]]  # the last token is never in the cache
@@ -43,11 +43,11 @@ def test_engine_store_reuses_text_that_ended():
 def test_engine_store_reuses_text_that_runs():
     """Its prompt is remembered when another begins with it, so neither waits for the other."""
     engine, common = engine_of(ROOMY, [5]), tokens(30)
-    long = engine.submit(Request(prompt=[*common, 1], limit=20))
+    long = engine.submit(Request(prompt=[*common, 1], max_new_tokens=20))
     while not engine.tokens_of(long):
         engine.step()
     assert not kept(engine)
-    other = engine.submit(Request(prompt=[*common, 2], limit=2))
+    other = engine.submit(Request(prompt=[*common, 2], max_new_tokens=2))
     found = {result.id: result.found for result in engine.results()}
     assert found[other] == (30, Miss.NONE)
     assert_only_kept(engine)
@@ -58,7 +58,7 @@ def test_engine_store_prompt_waits_where_that_saves_time():
     for shared, waits in ((30, True), (15, False)):
         engine, common = engine_of(ROOMY, [5]), tokens(shared)
         for last in ([1, 2, 3], [2, 3, 4], [3, 4, 1]):
-            engine.submit(Request(prompt=[*common, *last], limit=2))
+            engine.submit(Request(prompt=[*common, *last], max_new_tokens=2))
         engine.step()
         assert placed(engine) == (1 if waits else 3)
         found = [result.found.length for result in engine.results()]
@@ -68,7 +68,7 @@ def test_engine_store_prompt_waits_where_that_saves_time():
 
 def test_engine_store_keeps_what_a_cancelled_prompt_computed():
     engine, prompt = engine_of(POOL, [3]), tokens(15)
-    request = engine.submit(Request(prompt=prompt, limit=4))
+    request = engine.submit(Request(prompt=prompt, max_new_tokens=4))
     engine.step()
     assert engine.cancel(request) and len(engine.step()) == 1
     assert kept(engine) == [prompt[:8]]  # one chunk
@@ -78,7 +78,7 @@ def test_engine_store_keeps_what_a_cancelled_prompt_computed():
 def test_engine_takes_cache_and_store_of_another():
     first, prompt = engine_of(ROOMY, [5]), tokens(20)
     ask(first, prompt)
-    options = dict(stop=STOP, chunk=8, steps=4)
+    options = dict(stop_tokens=STOP, chunk=8, tokens_per_step=4)
     second = Engine(forward, None, first.cache, store=first.store, **options)
     assert ask(second, [*prompt, 1]).found == (20, Miss.NONE)
 
@@ -88,16 +88,21 @@ def test_engine_store_gives_way_to_a_request_and_no_sooner():
     engine = engine_of(POOL, [2, 3])
     ask(engine, tokens(8, 1))
     ask(engine, tokens(8, 2))
-    engine.submit(Request(prompt=tokens(4, 3), limit=5))  # the 8 cells that are left
+    engine.submit(Request(prompt=tokens(4, 3), max_new_tokens=5))  # the 8 cells that are left
     engine._schedule.admit()
     assert placed(engine) == 1 and len(kept(engine)) == 2
-    engine.submit(Request(prompt=tokens(8, 4), limit=9))  # all that the first does not need
+    engine.submit(
+        Request(prompt=tokens(8, 4), max_new_tokens=9)
+    )  # all that the first does not need
     engine._schedule.admit()
     assert placed(engine) == 2 and not kept(engine)
     results = list(engine.results())
     assert_as_alone(results, [result.request for result in results])
     text = kept(engine)[-1]
-    assert ask(engine, [*text, 1], limit=POOL.cells - len(text)).found == (len(text), Miss.NONE)
+    assert ask(engine, [*text, 1], max_new_tokens=POOL.cells - len(text)).found == (
+        len(text),
+        Miss.NONE,
+    )
     assert_only_kept(engine)
 
 
@@ -105,9 +110,9 @@ def test_engine_store_keeps_what_a_request_cannot_use():
     """It waits for a text that runs; meanwhile the store keeps what it has."""
     engine = engine_of(ROOMY, [5])
     ask(engine, tokens(10, 1))
-    engine.submit(Request(prompt=tokens(20, 2), limit=30, sampling=dict(temperature=9.0)))
+    engine.submit(Request(prompt=tokens(20, 2), max_new_tokens=30, sampling=dict(temperature=9.0)))
     engine.step()
-    engine.submit(Request(prompt=tokens(20, 3), limit=20))
+    engine.submit(Request(prompt=tokens(20, 3), max_new_tokens=20))
     engine.step()
     assert placed(engine) == 1 and kept(engine) == [tokens(10, 1)]
     assert len(list(engine.results())) == 2
@@ -115,10 +120,10 @@ def test_engine_store_keeps_what_a_request_cannot_use():
 
 def test_engine_store_promises_shared_cells_once():
     """Three texts of 15 tokens, of which 12 are common, run beside each other in 24 cells."""
-    engine, common = engine_of(POOL, [3], stop=()), tokens(12)
+    engine, common = engine_of(POOL, [3], stop_tokens=()), tokens(12)
     ask(engine, common)
     for last in (1, 2, 3):
-        engine.submit(Request(prompt=[*common, last], limit=3))
+        engine.submit(Request(prompt=[*common, last], max_new_tokens=3))
     engine._schedule.admit()
     assert placed(engine) == 3
     assert [result.found.length for result in engine.results()] == [12] * 3
@@ -126,11 +131,11 @@ def test_engine_store_promises_shared_cells_once():
 
 
 def test_engine_store_gives_way_before_any_text():
-    engine = engine_of(ROOMY, [4, 5], stop=(), reserve=False)
+    engine = engine_of(ROOMY, [4, 5], stop_tokens=(), reserve=False)
     for seed in (1, 2):
         ask(engine, tokens(20, seed))
     for seed in (5, 6):
-        engine.submit(Request(prompt=tokens(4, seed), limit=25))
+        engine.submit(Request(prompt=tokens(4, seed), max_new_tokens=25))
     most = 0
     while engine.busy:
         engine.step()
@@ -141,24 +146,24 @@ def test_engine_store_gives_way_before_any_text():
 
 def test_engine_store_copies_between_streams():
     """The store has one holder, in stream 1: what ends in stream 0 is copied there."""
-    engine, common = engine_of(GROUPS, [5], stop=()), tokens(30)
-    first = ask(engine, [*common, 1], limit=3)
+    engine, common = engine_of(GROUPS, [5], stop_tokens=()), tokens(30)
+    first = ask(engine, [*common, 1], max_new_tokens=3)
     assert first.found.length == 0 and len(kept(engine)) == 1
-    requests = [Request(prompt=[*common, i], limit=6) for i in range(2, 6)]
+    requests = [Request(prompt=[*common, i], max_new_tokens=6) for i in range(2, 6)]
     results = run(engine, requests)
     assert [result.found.length for result in results] == [30] * 4
-    assert_as_alone(results, requests, stop=())
+    assert_as_alone(results, requests, stop_tokens=())
     assert_only_kept(engine)
-    ask(engine, tokens(10, 3), limit=38)  # all of a stream
+    ask(engine, tokens(10, 3), max_new_tokens=38)  # all of a stream
     assert_only_kept(engine)
 
 
 def test_engine_store_prefers_the_stream_of_the_text():
-    engine, prompt = engine_of(GROUPS, [2, 5], stop=()), tokens(20, 1)
+    engine, prompt = engine_of(GROUPS, [2, 5], stop_tokens=()), tokens(20, 1)
     ask(engine, prompt)
-    engine.submit(Request(prompt=tokens(9, 2), limit=15))
+    engine.submit(Request(prompt=tokens(9, 2), max_new_tokens=15))
     engine.step()
-    other = engine.submit(Request(prompt=[*prompt, 1], limit=2))
+    other = engine.submit(Request(prompt=[*prompt, 1], max_new_tokens=2))
     engine.step()
     assert [q for q, one in enumerate(engine._schedule._placed) if one and one.id == other] == [1]
     assert len(list(engine.results())) == 2
@@ -170,7 +175,7 @@ class Counting:
         self.model, self.computed = load(name), 0
         cache = self.model.make_cache(ubatch_size=64, **sizes)
         store = prefix.make_store(cache, holders=holders)
-        options = dict(store=store, chunk=64, steps=4)
+        options = dict(store=store, chunk=64, tokens_per_step=4)
         self.engine = Engine(self.forward, self.model.params, cache, **options)
 
     def forward(self, params, cache, ubatch):
@@ -185,12 +190,14 @@ class Counting:
 @pytest.mark.parametrize("name", ["llama_tied", "gemma3", "mamba2", "granite_hybrid"])
 def test_engine_store_computes_common_tokens_once(name):
     """Of 64 prompts, 8 side by side, where cells are for 512 common tokens and 16 texts' own."""
-    own, limit = 3, 10
-    cells = 512 + 16 * (own + limit - 1)
+    own, max_new_tokens = 3, 10
+    cells = 512 + 16 * (own + max_new_tokens - 1)
     counted, common = Counting(name, sequences=10, holders=[8, 9], cells=cells), tokens(512)
     engine = counted.engine
     for i in range(64):
-        engine.submit(Request(prompt=[*common, i, *tokens(own - 1, i)], limit=limit))
+        engine.submit(
+            Request(prompt=[*common, i, *tokens(own - 1, i)], max_new_tokens=max_new_tokens)
+        )
     beside, results = 0, []
     while engine.busy:
         results += engine.step()
@@ -198,7 +205,7 @@ def test_engine_store_computes_common_tokens_once(name):
     jax.effects_barrier()
     assert sorted(result.found.length for result in results) == [0] + [512] * 63
     assert beside == 8
-    assert counted.computed == 512 + 64 * (own + limit - 1)
+    assert counted.computed == 512 + 64 * (own + max_new_tokens - 1)
     text = [*results[-1].request.prompt, *results[-1].tokens.tolist()]
     assert ask(engine, [*text, 1, 2]).found == (len(text) - 1, Miss.NONE)
     assert_only_kept(engine)

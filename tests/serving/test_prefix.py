@@ -50,7 +50,7 @@ def test_reuse_in_a_conversation_computes_each_token_once(kind):
         server.forget()  # others may take the sequence until the next turn
     assert server.computed == len(text) == 40
     assert len(server.store.texts) == 1
-    assert jaxkv.used(server.cache) == server.held
+    assert jaxkv.num_used_cells(server.cache) == server.held
 
 
 def test_store_keeps_no_text_with_a_hole_or_a_move():
@@ -77,7 +77,7 @@ def test_store_knows_the_text_that_a_sequence_holds():
         return jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
 
     text, empty = [1, 2, 3, 4, 5, 6], POOL.make(None)
-    slid, ok = loops.slide(told(empty, text), 0, keep=2, drop=2)
+    slid, ok = loops.context_shift(told(empty, text), 0, num_keep=2, num_discard=2)
     slid = jaxkv.apply(slid, jaxkv.init_update(slid))
     placed = told(empty, text, extra={"place": np.zeros(6)})
     store = prefix.make_store(empty, holders=[3])
@@ -127,7 +127,7 @@ def test_reuse_by_5_prompts_holds_common_tokens_once(kind):
         assert server.ask([*common, 20 + seq, 30], seq) == (16, Miss.NONE)
     assert server.computed == 5 * 2
     cells, each = {"states": (1, 1), "hybrid": (16 + 1, 2 + 1)}.get(kind, (16, 2))
-    assert server.held == cells and jaxkv.used(server.cache) == cells + 5 * each
+    assert server.held == cells and jaxkv.num_used_cells(server.cache) == cells + 5 * each
 
 
 @pytest.mark.core
@@ -291,8 +291,8 @@ RANDOM = {
 def test_reuse_random_prompts_matches_computed(kind, data):
     """What is reused is bounded by what was remembered, and every sequence holds its prompt."""
     cache = RANDOM[kind]()
-    limit = data.draw(st.sampled_from([None, 6, 12]))
-    server = Server(cache, prefix.make_store(cache, holders=[1, 5], cells=limit))
+    max_new_tokens = data.draw(st.sampled_from([None, 6, 12]))
+    server = Server(cache, prefix.make_store(cache, holders=[1, 5], cells=max_new_tokens))
     for _ in range(data.draw(st.integers(1, 8))):
         text = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))
         seq = data.draw(st.sampled_from([0, 4]))
@@ -310,6 +310,6 @@ def test_reuse_random_prompts_matches_computed(kind, data):
         assert jaxkv.can_resume(server.cache, seq, len(text))
         if data.draw(st.booleans()):
             server.remember(text, seq)
-        assert server.held <= (limit or 1000)
+        assert server.held <= (max_new_tokens or 1000)
         assert len({text.holder for text in server.store.texts}) == len(server.texts) <= 2
         assert_sound(server.cache)

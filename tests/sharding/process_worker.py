@@ -89,7 +89,7 @@ def answers(cache: Any) -> dict[str, Any]:
     return {
         "min": jaxkv.seq_pos_min(cache, ids),
         "max": jaxkv.seq_pos_max(cache, ids),
-        "used": jaxkv.used(cache),
+        "used": jaxkv.num_used_cells(cache),
         "rm": jaxkv.seq_rm(cache, 0, 2)[1],
         "add": jaxkv.can_seq_add(cache, 0, 1, -1, 2),
         "cp": jaxkv.seq_cp(cache, 0, [1, last]).ok,
@@ -117,7 +117,7 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
     cache, logits = told(cache, *texts, sequences=ids)
     yield "prompts", cache, logits
 
-    state, first = loops.begin(SAMPLER, cache, logits, sequences=ids, limit=7)
+    state, first = loops.sample_first(SAMPLER, cache, logits, sequences=ids, max_new_tokens=7)
     decode = partial(jaxkv.decode, forward, SAMPLER)
     cache, state, picked = decode(params, cache, state, steps=3)
     yield "decoded", cache, (first, picked, state.active, state.reason)
@@ -183,14 +183,14 @@ def requests() -> None:
     """Requests have the same results in all processes, and as in one alone."""
 
     def served(cache: Any, params: Any) -> list:
-        engine = Engine(tiny.model_of("ar"), params, cache, stop=[3], chunk=8)
+        engine = Engine(tiny.model_of("ar"), params, cache, stop_tokens=[3], chunk=8)
         engine.warm_up()
         for i in range(20):
             some = dict(sampling=dict(temperature=0.8)) if i % 2 else {}
             prompt = [*range(1, 2 + i % 5)]
-            engine.submit(Request(prompt=prompt, limit=2 + i % 7, seed=i, tag=i, **some))
+            engine.submit(Request(prompt=prompt, max_new_tokens=2 + i % 7, seed=i, tag=i, **some))
         results = list(engine.results())
-        assert not jaxkv.used(engine.cache) and len(results) == 20
+        assert not jaxkv.num_used_cells(engine.cache) and len(results) == 20
         return [(one.request.tag, one.tokens, one.logprobs, one.reason.name) for one in results]
 
     with jax.set_mesh(mesh_of("hybrid")):
@@ -236,9 +236,9 @@ def killed(who: int) -> None:
     with jax.set_mesh(mesh_of("tensor")):
         forward, prompt = tiny.model_of("aa"), make_batch([1, 2, 3])
         cache, logits, *_ = jaxkv.prefill(forward, params(), placed(make("tensor")), prompt)
-        begun, _ = loops.begin(SAMPLER, cache, logits)
+        begun, _ = loops.sample_first(SAMPLER, cache, logits)
         for turn in range(10**6):
-            _, _, picked = jaxkv.decode(forward, SAMPLER, params(), cache, begun, steps=8)
+            _, _, picked = jaxkv.decode(forward, SAMPLER, params(), cache, begun, num_tokens=8)
             np.asarray(picked.tokens)
             if turn == 2 and jax.process_index() == who:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -36,10 +36,10 @@ def after_beams_and_slides(forward, params, cache):
     cache, logits, *_ = jaxkv.prefill(forward, params, cache, batch)
     search = {"width": 2, "steps": 2, "sequences": [0, 1]}
     searched, beams = loops.beam(forward, params, cache, logits[:1], **search)
-    slid, ok = loops.slide(cache, 2, keep=1, drop=2)
-    extended, done, well = loops.extend(cache, 0, 0, group=2, width=4)
+    slid, ok = loops.context_shift(cache, 2, num_keep=1, num_discard=2)
+    extended, done, well = loops.self_extend(cache, 0, 0, group=2, width=4)
     assert ok and well
-    return beams.tokens, beams.held, done, searched, slid, extended
+    return beams.tokens, beams.num_cached, done, searched, slid, extended
 
 
 def after_a_store(forward, params, cache):
@@ -55,17 +55,17 @@ def after_a_store(forward, params, cache):
         cache, logits, *_ = jaxkv.prefill(forward, params, cache, batch)
         seen += [found, logits]
     cache, store = prefix.evict(cache, store, cells=0)
-    return [*seen, jaxkv.used(cache)]
+    return [*seen, jaxkv.num_used_cells(cache)]
 
 
 def after_requests(forward, params, cache):
     store = prefix.make_store(cache, holders=HOLDERS)
-    engine = Engine(forward, params, cache, chunk=8, steps=2, allow=(), store=store)
+    engine = Engine(forward, params, cache, chunk=8, tokens_per_step=2, allow=(), store=store)
     engine.warm_up()
     found = []
     with counting() as compiled:
         for last in ([], [5], [5, 6], [7]):
-            engine.submit(Request(prompt=[1, 2, 3, 4, *last], limit=2))
+            engine.submit(Request(prompt=[1, 2, 3, 4, *last], max_new_tokens=2))
             (result,) = engine.results()
             found.append((result.found, result.tokens))
         assert compiled() == 0

@@ -71,7 +71,7 @@ def belongings(cache, seq, kept=0):
         if not isinstance(table, Cells):
             found.append(histories.kept_of(table, buffers)[seq][-kept:])
             continue
-        stream, local = divmod(seq, table.sharing)
+        stream, local = divmod(seq, table.sequences_per_stream)
         owned = np.asarray(table.owners)[stream, local // 32] >> (local % 32) & 1 == 1
         cells = np.flatnonzero(owned)
         position, shift = (np.asarray(x)[stream, cells] for x in (table.position, table.shift))
