@@ -102,7 +102,7 @@ def main() -> None:
     requests = requests_of(args.requests, prompt=args.prompt, limit=args.limit)
     cells = -(-(args.prompt + args.limit) // 64) * 64
     cache = model.make_cache(cells=cells, sequences=args.sequences, streams=args.sequences)
-    options = {"chunk": args.chunk, "steps": args.steps, "allow": ()}
+    options = dict(prefill_chunk=args.chunk, tokens_per_step=args.steps, sampling_options=())
     engine = Engine(model.forward, model.params, cache, **options)
     engine.warm_up()
     with counting() as compiled:

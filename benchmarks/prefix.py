@@ -34,8 +34,10 @@ def make_engine(model: models.Model, *, kept: bool, cells: int, sequences: int) 
     """Make an engine in a pool, with a store that has two sequences more, or without."""
     holders = [sequences, sequences + 1]
     cache = model.make_cache(cells=cells, sequences=sequences + 2)
-    store = prefix.make_store(cache, holders=holders) if kept else None
-    engine = Engine(model.forward, model.params, cache, chunk=128, allow=(), store=store)
+    store = prefix.make_prefix_store(cache, store_sequences=holders) if kept else None
+    engine = Engine(
+        model.forward, model.params, cache, prefill_chunk=128, sampling_options=(), store=store
+    )
     engine.warm_up()
     return engine
 

@@ -43,7 +43,7 @@ def compiled(chip, cells, devices):
         return jaxkv.make_kv_cache(**sizes, streams=SEQUENCES, dtype=jnp.bfloat16)
 
     with jax.set_mesh(mesh):
-        table, buffers = jaxkv.split(sharding.shapes(make, mesh, sharding.Rules()))
+        table, buffers = jaxkv.split(sharding.shapes(make, mesh, sharding.ShardingRules()))
         split = NamedSharding(mesh, P("data"))
         tokens, valid = (
             jax.ShapeDtypeStruct((SEQUENCES,), dtype, sharding=split) for dtype in (jnp.int32, bool)

@@ -10,8 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.mesh import own
-from jaxkv.places import END, FAR, bucket, flags, integers, is_concrete, nowhere
+from jaxkv.mesh import to_local
+from jaxkv.places import (
+    END,
+    MAX_CELLS,
+    check_bool,
+    check_int32,
+    is_concrete,
+    next_power_of_two,
+    no_slots,
+)
 from jaxkv.stamp import chained, content
 
 
@@ -55,7 +63,7 @@ class Batch:
           ValueError: when a known sequence of the batch has none.
         """
         xp = np if is_concrete(self, fits) else jnp
-        fits = xp.asarray(flags(fits, "sequences that stay", or_integers=False))
+        fits = xp.asarray(check_bool(fits, "sequences that stay", or_integers=False))
         if xp is np:
             ids = [one for one in (self.sequences, self.shared_with) if one is not None]
             highest = max(np.max(one, initial=-1) for one in ids)
@@ -222,9 +230,9 @@ def make_batch(
                 f"those lists out, and give sequences= for the others"
             )
         sequences = np.repeat(ids, [len(row) for row in tokens], axis=0)
-        tokens = np.concatenate([integers(row, "tokens") for row in tokens])
+        tokens = np.concatenate([check_int32(row, "tokens") for row in tokens])
     if tokens is not None:
-        tokens = integers(tokens, "tokens")
+        tokens = check_int32(tokens, "tokens")
         shape = tokens.shape
     else:
         embeddings = embeddings if isinstance(embeddings, jax.Array) else np.asarray(embeddings)
@@ -238,7 +246,7 @@ def make_batch(
         raise ValueError(f"wanted tokens as a list [B] or rows [R, T], got the shape {shape}")
     if sequences is None:
         sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
-    sequences = integers(
+    sequences = check_int32(
         _filled_up(sequences) if len(shape) == 1 else _of_rows(sequences), "sequences"
     )
     others = None
@@ -249,9 +257,9 @@ def make_batch(
         sequences, others = _parted(sequences)
     fields = {
         "sequences": sequences,
-        "positions": None if positions is None else integers(positions, "positions", high=END),
-        "outputs": None if outputs is None else flags(outputs, "outputs", or_integers=False),
-        "valid": np.ones(shape, np.bool_) if valid is None else flags(valid, "valid"),
+        "positions": None if positions is None else check_int32(positions, "positions", high=END),
+        "outputs": None if outputs is None else check_bool(outputs, "outputs", or_integers=False),
+        "valid": np.ones(shape, np.bool_) if valid is None else check_bool(valid, "valid"),
     }
     for name, value in fields.items():
         if value is not None and value.shape != shape:
@@ -312,7 +320,7 @@ def _filled_up(sequences: Any) -> Any:
     if not any(isinstance(one, several) for one in sequences):
         return sequences
     entries = [sorted(one) if isinstance(one, (set, frozenset)) else one for one in sequences]
-    sets = [integers(np.atleast_1d(one), "sequences", low=0) for one in entries]
+    sets = [check_int32(np.atleast_1d(one), "sequences", low=0) for one in entries]
     if any(not one.size for one in sets):
         raise ValueError(f"wanted a sequence at least in each list of ids, got {sequences}")
     most = max(map(len, sets))
@@ -348,7 +356,7 @@ def _parted(sets: Any) -> tuple[Any, Any]:
     most = int((others >= 0).sum(axis=-1).max(initial=0))
     if not most:
         return first, None
-    room = [(0, 0)] * (others.ndim - 1) + [(0, bucket(most) - most)]
+    room = [(0, 0)] * (others.ndim - 1) + [(0, next_power_of_two(most) - most)]
     return first, np.pad(others[..., :most], room, constant_values=-1)
 
 
@@ -373,7 +381,7 @@ def drop_unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
     """
 
     def drop(leaf: jax.Array) -> jax.Array:
-        return jnp.where(ok, leaf, nowhere(leaf)) if leaf.dtype == jnp.int32 else leaf
+        return jnp.where(ok, leaf, no_slots(leaf)) if leaf.dtype == jnp.int32 else leaf
 
     return replace(ubatch, slots=jax.tree.map(drop, ubatch.slots))
 
@@ -385,7 +393,7 @@ def placed_rows(ubatch: Ubatch) -> jax.Array:
     """
     count = ubatch.valid.shape[0]
     answers = [
-        jnp.any(slots.reshape(count, -1) < FAR, axis=1)
+        jnp.any(slots.reshape(count, -1) < MAX_CELLS, axis=1)
         for slots in jax.tree.leaves(ubatch.slots)
         if slots.dtype == jnp.int32
     ]
@@ -399,14 +407,14 @@ def own_rows(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
     """
     if not axes:
         return ubatch
-    stream, mine = own(ubatch.row_stream, axes, count)
+    stream, mine = to_local(ubatch.row_stream, axes, count)
     return replace(
         ubatch,
         row_stream=stream,
         valid=ubatch.valid & mine[:, None],
         slots=jax.tree.map(
             lambda x: (
-                jnp.where(mine.reshape(-1, *[1] * (x.ndim - 1)), x, nowhere(x))
+                jnp.where(mine.reshape(-1, *[1] * (x.ndim - 1)), x, no_slots(x))
                 if x.dtype == jnp.int32
                 else x
             ),

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.mesh import Rules
+from jaxkv.mesh import ShardingRules
 from jaxkv.spec import TableSpec, check_spec
 
 
@@ -111,11 +111,11 @@ class CacheTable(ABC):
     def is_batch(self) -> bool:
         """Whether these are the tables of several caches side by side, as `vmap` makes them."""
 
-    rules: Rules | None
+    sharding_rules: ShardingRules | None
     """Which axes of a mesh split the cache; None where it is on one device."""
 
     @abstractmethod
-    def with_rules(self, rules: Rules | None) -> Self:
+    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> Self:
         """Return the table with other rules."""
 
     @abstractmethod
@@ -138,7 +138,7 @@ class CacheTable(ABC):
         del buffers
 
     @abstractmethod
-    def digest(self) -> Any:
+    def stream_hash(self) -> Any:
         """Return a number of each stream's content, `[S]` uint32; a tuple of them in a hybrid."""
 
     @abstractmethod
@@ -229,10 +229,10 @@ class CacheTable(ABC):
     def occupy(self, ubatch: Ubatch) -> Self:
         """Mark the slots of a ubatch as taken by its tokens."""
 
-    def digest_after(self, ubatch: Ubatch, occupied: Any) -> Any:
+    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> Any:
         """Return the digest of the table that a ubatch has occupied, see `occupy`."""
         del ubatch
-        return occupied.digest()
+        return occupied.stream_hash()
 
     @abstractmethod
     def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:

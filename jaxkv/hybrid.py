@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
 from jaxkv.cache import Cache, CacheTable, Findings, KVView, MaintenancePlan, Room, merge, split
-from jaxkv.mesh import Rules
-from jaxkv.places import count
+from jaxkv.mesh import ShardingRules
+from jaxkv.places import check_count
 from jaxkv.spec import TableSpec
 
 __all__ = ["make_hybrid_cache", "parts_of"]
@@ -62,12 +62,12 @@ class HybridTable(CacheTable):
     parts: the tables.
     layers: for each part the layers of the model that it serves, in its own order, static. A layer
       that uses several caches, such as attention beside a recurrence, is listed in each.
-    rules: which axes of a mesh split the cache, those of all parts, static.
+    sharding_rules: which axes of a mesh split the cache, those of all parts, static.
     """
 
     parts: tuple[Any, ...]
     layers: Layers = field(metadata={"static": True})
-    rules: Rules | None = field(default=None, metadata={"static": True})
+    sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
 
     @property
     def spec(self) -> TableSpec:
@@ -91,10 +91,10 @@ class HybridTable(CacheTable):
         """Whether a part is."""
         return any(part.is_batch for part in self.parts)
 
-    def with_rules(self, rules: Rules | None) -> "HybridTable":
+    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> "HybridTable":
         """Return the table with other rules, in each part too."""
-        parts = tuple(part.with_rules(rules) for part in self.parts)
-        return replace(self, parts=parts, rules=rules)
+        parts = tuple(part.with_sharding_rules(sharding_rules) for part in self.parts)
+        return replace(self, parts=parts, sharding_rules=sharding_rules)
 
     def partition_specs(self, buffers: tuple | None, mesh: Any) -> tuple[Any, tuple]:
         """Return those of each part."""
@@ -126,15 +126,15 @@ class HybridTable(CacheTable):
         for part, own in zip(self.parts, buffers, strict=True):
             part.check_moves(own)
 
-    def digest(self) -> tuple:
+    def stream_hash(self) -> tuple:
         """Return the digests of each part."""
-        return tuple(part.digest() for part in self.parts)
+        return tuple(part.stream_hash() for part in self.parts)
 
     def for_sources(self) -> "HybridTable":
         """Return the table as it answers where sources are planned."""
         if not self.spec.has_cross_attention:
             return super().for_sources()
-        return _ForSources(parts=self.parts, layers=self.layers, rules=self.rules)
+        return _ForSources(parts=self.parts, layers=self.layers, sharding_rules=self.sharding_rules)
 
     def _goes_into(self, part: CacheTable) -> bool:
         """Return whether what is planned goes into a part."""
@@ -220,10 +220,10 @@ class HybridTable(CacheTable):
         ]
         return replace(self, parts=tuple(parts))
 
-    def digest_after(self, ubatch: Ubatch, occupied: Any) -> tuple:
+    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> tuple:
         """Return the digests of each part."""
         return tuple(
-            digest if slots is None else part.digest_after(part_of(ubatch, i), new)
+            digest if slots is None else part.stream_hash_after(part_of(ubatch, i), new)
             for i, (part, new, slots, digest) in enumerate(
                 zip(self.parts, occupied.parts, ubatch.slots, ubatch.hash_before, strict=True)
             )
@@ -454,7 +454,7 @@ def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Cache)):
             raise TypeError(f"wanted pairs of a cache and its layers, got {type(pair)}")
     caches, layers = zip(*parts, strict=True)
-    layers = tuple(tuple(count(layer, "a layer", low=0) for layer in own) for own in layers)
+    layers = tuple(tuple(check_count(layer, "a layer", low=0) for layer in own) for own in layers)
     spec = [cache.table.spec for cache in caches]
     for own, cache in zip(layers, caches, strict=True):
         layers_there = cache.table.num_layers(cache.buffers)
@@ -481,14 +481,14 @@ def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
             "wanted the cache for sources as a part of its own, got a hybrid cache that has one: "
             "pass the parts of that (jaxkv.hybrid.parts_of)"
         )
-    rules = [cache.table.rules for cache in caches]
+    rules = [cache.table.sharding_rules for cache in caches]
     if len(set(rules)) > 1:
         raise ValueError(
             f"wanted parts that a mesh splits by the same rules, got {rules}: make all of them "
             f"with jaxkv.sharding.allocate"
         )
     tables = tuple(cache.table for cache in caches)
-    table = HybridTable(parts=tables, layers=layers, rules=rules[0])
+    table = HybridTable(parts=tables, layers=layers, sharding_rules=rules[0])
     for layer in sorted({layer for own in layers for layer in own}):
         for verb in ("attend", "states"):
             if len(table._parts_serving(verb, layer)) > 1:

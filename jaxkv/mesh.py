@@ -28,12 +28,12 @@ _NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class ShardingRules:
     """Which axis of a mesh splits what of a cache. Hashable, and known while tracing.
 
     An axis that a mesh does not have splits nothing, and neither does one that would split a single
     stream, head or cell. Heads that the devices do not divide are whole on each of them: how many
-    there are is the model's choice, see `jaxkv.sharding.fitted` and `layout`.
+    there are is the model's choice, see `jaxkv.sharding.fit_mesh` and `device_bytes`.
 
     streams: splits the streams of tables and buffers.
     kv_heads: splits the heads of keys and values, query heads that look at one latent, what states
@@ -46,30 +46,29 @@ class Rules:
     cells: Axis = None
 
     @classmethod
-    def of(cls, rules: Sequence[tuple[str, Axis]]) -> "Rules":
+    def of(cls, sharding_rules: Sequence[tuple[str, Axis]]) -> "ShardingRules":
         """Take what is about caches from a list of logical axes, as MaxText and Flax have them.
 
         Args:
-          rules: pairs of a logical axis and that of the mesh, of which the first one for a name
-            counts. Names are those of the fields, or cache_batch, cache_heads and cache_sequence;
-            all others are about something else.
+          sharding_rules: pairs of a logical axis and that of the mesh, of which the first one for a
+            name counts. Names are those of the fields, or cache_batch, cache_heads and
+            cache_sequence; all others are about something else.
 
         Raises:
           ValueError: when none of the pairs is about a cache.
 
-        >>> Rules.of(
+        >>> ShardingRules.of(
         ...     [("activation_batch", "fsdp"), ("cache_batch", "data"), ("kv_heads", "tensor")]
         ... )
-        Rules(streams='data', kv_heads='tensor', cells=None)
+        ShardingRules(streams='data', kv_heads='tensor', cells=None)
         """
         found: dict[str, Axis] = {}
-        for name, axis in rules:
+        for name, axis in sharding_rules:
             if name in _NAMES:
                 found.setdefault(_NAMES[name], tuple(axis) if isinstance(axis, list) else axis)
         if not found:
-            raise ValueError(
-                f"wanted a rule for one of {', '.join(_NAMES)}, got {[name for name, _ in rules]}"
-            )
+            names = [name for name, _ in sharding_rules]
+            raise ValueError(f"wanted a rule for one of {', '.join(_NAMES)}, got {names}")
         return cls(**{one.name: found.get(one.name) for one in fields(cls)})
 
     def axes(self, name: str) -> tuple[str, ...]:
@@ -89,9 +88,12 @@ class Rules:
             or an axis would split two of them.
 
         >>> mesh = jax.make_mesh((4,), ("tensor",))
-        >>> Rules().split(mesh, streams=2, kv_heads=8), Rules().split(mesh, kv_heads=6)
+        >>> (
+        ...     ShardingRules().split(mesh, streams=2, kv_heads=8),
+        ...     ShardingRules().split(mesh, kv_heads=6),
+        ... )
         ({'streams': (), 'kv_heads': ('tensor',)}, {'kv_heads': ()})
-        >>> Rules(cells="tensor").split(mesh, cells=70)
+        >>> ShardingRules(cells="tensor").split(mesh, cells=70)
         Traceback (most recent call last):
         ...
         ValueError: wanted a number of cells that 4 devices divide (tensor), got 70: take 72
@@ -127,7 +129,7 @@ class Rules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class AxisPartition:
     """How the mesh at hand splits an array or a table: the axes that split each of its dimensions.
 
     A device's share of what no axis splits is the whole.
@@ -143,34 +145,41 @@ class Shares:
         return P(self.streams, self.kv_heads, self.cells)
 
 
-WHOLE = Shares()
+WHOLE = AxisPartition()
 """Nothing is split."""
 
 
-def shares(rules: Rules | None, **sizes: int) -> Shares:
+def shares(sharding_rules: ShardingRules | None, **sizes: int) -> AxisPartition:
     """Return how the mesh at hand splits what has these sizes.
 
     Raises:
       ValueError: when a cache has rules and there is no mesh, or a size cannot be split.
     """
-    mesh = _wanted(rules)
-    return WHOLE if rules is None or mesh is None else Shares(**rules.split(mesh, **sizes))
+    mesh = _wanted(sharding_rules)
+    return (
+        WHOLE
+        if sharding_rules is None or mesh is None
+        else AxisPartition(**sharding_rules.split(mesh, **sizes))
+    )
 
 
-def on_shares(
-    rules: Rules | None, of_share: Callable[..., Any], in_specs: Any, out_specs: Any
+def map_shards(
+    sharding_rules: ShardingRules | None,
+    of_share: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
 ) -> Callable[..., Any]:
     """Make a function of whole arrays out of one that works on a device's share.
 
     Without a mesh it is that one itself.
 
     Args:
-      rules: of the cache.
+      sharding_rules: of the cache.
       of_share: the function. What it needs from other devices it says itself.
       in_specs: how its arguments are split, a tree of `PartitionSpec`, or the beginning of one.
       out_specs: how what it returns is.
     """
-    mesh = _wanted(rules)
+    mesh = _wanted(sharding_rules)
     if mesh is None:
         return of_share
     run = jax.shard_map(of_share, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -210,11 +219,11 @@ def first_of(axes: tuple[str, ...], size: int) -> Any:
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
-def own(index: jax.Array, axes: tuple[str, ...], count: int) -> tuple[jax.Array, Any]:
+def to_local(index: jax.Array, axes: tuple[str, ...], count: int) -> tuple[jax.Array, Any]:
     """Return numbers as they are counted on a device, and which of them it holds.
 
-    It holds `count` of what axes split. Numbers of other devices become 0. Where nothing is split
-    all are its own, as they are.
+    It holds `count` of what axes split. Numbers of other devices become 0. Where nothing is
+    split all are its own, as they are.
     """
     if not axes:
         return index, True
@@ -223,17 +232,17 @@ def own(index: jax.Array, axes: tuple[str, ...], count: int) -> tuple[jax.Array,
     return jnp.where(mine, local, 0), mine
 
 
-def looked_up(x: jax.Array, axes: tuple[str, ...], index: jax.Array, *rest: Any) -> jax.Array:
+def gather_sharded(x: jax.Array, axes: tuple[str, ...], index: jax.Array, *rest: Any) -> jax.Array:
     """Return `x[index, *rest]` of an array whose first dimension axes split, on all devices."""
-    local, mine = own(index, axes, x.shape[0])
+    local, mine = to_local(index, axes, x.shape[0])
     found = x[(local, *rest)]
     if not axes:
         return found
     mine = mine.reshape(mine.shape + (1,) * (found.ndim - mine.ndim))
-    return from_owner(jnp.where(mine, found, jnp.zeros_like(found)), axes)
+    return broadcast_from_owner(jnp.where(mine, found, jnp.zeros_like(found)), axes)
 
 
-def from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return on all devices along some axes what one of them has, where the others have zeros.
 
     Bits are added and not numbers, since -0.0 and 0.0 is 0.0.
@@ -243,27 +252,31 @@ def from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if x.dtype == bool:
         return jax.lax.psum(x.astype(jnp.int32), axes) > 0
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jax.lax.complex(from_owner(x.real, axes), from_owner(x.imag, axes))
+        return jax.lax.complex(
+            broadcast_from_owner(x.real, axes), broadcast_from_owner(x.imag, axes)
+        )
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return jax.lax.bitcast_convert_type(jax.lax.psum(bits, axes), x.dtype)
 
 
-def at_hand(rules: Rules | None) -> Any:
+def current_mesh(sharding_rules: ShardingRules | None) -> Any:
     """Return the mesh at hand, if there is one that a cache with these rules is split by."""
     mesh = jax.sharding.get_abstract_mesh()
     # Inside of a caller's own shard_map the cache is a share already.
-    return None if rules is None or mesh.empty or AxisType.Manual in mesh.axis_types else mesh
+    return (
+        None if sharding_rules is None or mesh.empty or AxisType.Manual in mesh.axis_types else mesh
+    )
 
 
-def _wanted(rules: Rules | None) -> Any:
+def _wanted(sharding_rules: ShardingRules | None) -> Any:
     """Return the mesh at hand.
 
     Raises:
       ValueError: when a cache has rules and there is none.
     """
-    if rules is not None and jax.sharding.get_abstract_mesh().empty:
+    if sharding_rules is not None and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
-            f"wanted a mesh for a cache with {rules}, got none: call it inside of "
+            f"wanted a mesh for a cache with {sharding_rules}, got none: call it inside of "
             f"`with jax.set_mesh(mesh):`"
         )
-    return at_hand(rules)
+    return current_mesh(sharding_rules)

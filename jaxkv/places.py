@@ -16,20 +16,20 @@ EMPTY = -1
 END = np.iinfo(np.int32).max
 """One past every position: what an open range ends with."""
 
-NOWHERE = np.iinfo(np.int32).max
+NO_SLOT = np.iinfo(np.int32).max
 """Batch index of a token that pads a row: it stands for nothing."""
 
-FAR = 1 << 30
+MAX_CELLS = 1 << 30
 """The first slot that is past the last cell of any table."""
 
 
-def nowhere(slots: jax.Array) -> jax.Array:
+def no_slots(slots: jax.Array) -> jax.Array:
     """Return slots past the last cell, each its own, in the shape of `slots`; int32.
 
     Writes in drop mode leave such a token out, and promise that indices are unique. -1 would not
     do: it writes the last cell.
     """
-    return FAR + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
+    return MAX_CELLS + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
 
 
 def end_of(stop: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ def is_concrete(*trees: Any) -> bool:
     return all(map(_is_known, jax.tree.leaves(trees)))
 
 
-def fetched(tree: Any) -> Any:
+def to_host(tree: Any) -> Any:
     """Return arrays as NumPy ones. Every process must call it: split ones are gathered."""
     known = jax.tree.map(lambda x: x if _is_known(x) else process_allgather(x, tiled=True), tree)
     return jax.device_get(known)
@@ -83,19 +83,19 @@ def _is_known(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
-def bucket(count: int) -> int:
+def next_power_of_two(count: int) -> int:
     """Round up to a power of two, so that few shapes are ever compiled.
 
-    >>> [bucket(n) for n in (0, 1, 5, 64)]
+    >>> [next_power_of_two(n) for n in (0, 1, 5, 64)]
     [1, 1, 8, 64]
     """
     return 1 << max(count - 1, 0).bit_length()
 
 
-def count(value: Any, name: str, *, low: int = 1, high: int = END) -> int:
+def check_count(value: Any, name: str, *, low: int = 1, high: int = END) -> int:
     """Return a number of things that a caller passed, checked; by default int32 holds it.
 
-    >>> count(2.5, "layers")
+    >>> check_count(2.5, "layers")
     Traceback (most recent call last):
     ...
     TypeError: wanted an integer for layers, got 2.5
@@ -125,7 +125,9 @@ def check_shape(shape: tuple[int, ...], name: str) -> None:
         raise ValueError(f"wanted fewer than 2**60 numbers of {name}, got the shape {shape}")
 
 
-def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice: str = "") -> Any:
+def check_int32(
+    value: Any, name: str, *, low: int = -END, high: int = END, advice: str = ""
+) -> Any:
     """Return int32 of integers that a caller passed, checked before they are cast.
 
     Args:
@@ -143,11 +145,11 @@ def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice:
       TypeError: when they are no integers.
       ValueError: when a known one is out of bounds.
 
-    >>> integers(np.uint32(2**32 - 1), "seq", high=3)
+    >>> check_int32(np.uint32(2**32 - 1), "seq", high=3)
     Traceback (most recent call last):
     ...
     ValueError: wanted seq from -2147483647 to 3, got 4294967295
-    >>> integers([0, 1.5], "positions")
+    >>> check_int32([0, 1.5], "positions")
     Traceback (most recent call last):
     ...
     TypeError: wanted integers for positions, got float64: cast them
@@ -172,7 +174,7 @@ def integers(value: Any, name: str, *, low: int = -END, high: int = END, advice:
     return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
 
 
-def flags(value: Any, name: str, *, or_integers: bool = True) -> Any:
+def check_bool(value: Any, name: str, *, or_integers: bool = True) -> Any:
     """Return bool of flags that a caller passed, keeping device arrays where they are.
 
     Args:
@@ -184,9 +186,9 @@ def flags(value: Any, name: str, *, or_integers: bool = True) -> Any:
     Raises:
       TypeError: when they are no flags.
 
-    >>> flags([1, 0], "valid")
+    >>> check_bool([1, 0], "valid")
     array([ True, False])
-    >>> flags([1, 0], "outputs", or_integers=False)
+    >>> check_bool([1, 0], "outputs", or_integers=False)
     Traceback (most recent call last):
     ...
     TypeError: wanted bool for outputs, got int64: one for each, and not indices

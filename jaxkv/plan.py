@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.places import NOWHERE, is_concrete
+from jaxkv.places import NO_SLOT, is_concrete
 
 
 class Reason(IntEnum):
@@ -176,8 +176,8 @@ plan fewer tokens at once (ubatch_size=)
             return jnp.concatenate(logits)[take]
         # Most ubatches of a long prompt output nothing; without them, few shapes are ever joined.
         pairs = list(zip(map(np.asarray, order), logits, strict=True))
-        some = [pair for pair in pairs if np.any(pair[0] != NOWHERE)] or pairs[:1]
+        some = [pair for pair in pairs if np.any(pair[0] != NO_SLOT)] or pairs[:1]
         order = np.concatenate([one for one, _ in some])
-        take = np.argsort(order, stable=True)[: np.sum(order != NOWHERE)]
+        take = np.argsort(order, stable=True)[: np.sum(order != NO_SLOT)]
         rows = [row for _, row in some]
         return (rows[0] if len(rows) == 1 else jnp.concatenate(rows))[take]

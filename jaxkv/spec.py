@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.places import count, integers, is_concrete
+from jaxkv.places import check_count, check_int32, is_concrete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class TableSpec:
           TypeError: when they are no integers.
           ValueError: when a known one is no id of the cache. A traced one that is none stays none.
         """
-        return integers(
+        return check_int32(
             value,
             "sequence ids",
             low=lowest,
@@ -113,7 +113,7 @@ def checked_streams(streams: Any, sequences: int) -> int:
     ...
     ValueError: wanted streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4
     """
-    streams = count(streams, "streams")
+    streams = check_count(streams, "streams")
     if sequences % streams:
         low = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
         divisors = sorted({*low, *(sequences // n for n in low)})

@@ -84,7 +84,7 @@ def _of_numbers(numbers: jax.Array) -> jax.Array:
     return jnp.sum(mix(bits ^ place), axis=-1, dtype=jnp.uint32)
 
 
-def stamps(
+def token_hashes(
     contents: jax.Array,
     positions: jax.Array,
     sequences: jax.Array,

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.batch import Ubatch, ubatch_partition_specs
 from jaxkv.cache import Cache, CacheTable, MaintenancePlan
 from jaxkv.donation import names_donated
-from jaxkv.mesh import Rules, at_hand, of_type
+from jaxkv.mesh import ShardingRules, current_mesh, of_type
 
 
-def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
+def jit_table(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compile a function of tables, as `jax.jit` does with the same options.
 
     On a mesh, what it returns is pinned: tables to the devices of their streams, rows of a ubatch
@@ -25,15 +25,15 @@ def program(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       ValueError: when an argument was donated before, or a table is that of a batch of caches.
     """
     if fun is None:
-        return partial(program, **options)
+        return partial(jit_table, **options)
 
     @partial(jax.jit, **options)
     @wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         tables = [x for x in _nodes((args, kwargs)) if isinstance(x, CacheTable)]
         check_single(*tables)
-        rules = next((table.rules for table in tables), None)
-        mesh = at_hand(rules)
+        rules = next((table.sharding_rules for table in tables), None)
+        mesh = current_mesh(rules)
         if rules is None or mesh is None:
             return fun(*args, **kwargs)
 
@@ -62,12 +62,12 @@ def check_single(*tables: CacheTable) -> None:
         )
 
 
-def whole(table: CacheTable, answers: Any) -> Any:
+def replicated(table: CacheTable, answers: Any) -> Any:
     """Return answers whole on each device of a table's mesh, so that every process can read them.
 
     For programs that do not pin what they return: a compiler may split it in ways of its own.
     """
-    mesh = at_hand(table.rules)
+    mesh = current_mesh(table.sharding_rules)
     if mesh is None:
         return answers
     if AxisType.Explicit in mesh.axis_types:
@@ -75,7 +75,7 @@ def whole(table: CacheTable, answers: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), answers)
 
 
-def _specs(out: Any, rules: Rules, mesh: Any) -> Any:
+def _specs(out: Any, sharding_rules: ShardingRules, mesh: Any) -> Any:
     """Return how axes of a mesh split what a program returns."""
 
     def of(x: Any) -> Any:
@@ -86,10 +86,10 @@ def _specs(out: Any, rules: Rules, mesh: Any) -> Any:
             case CacheTable():
                 return x.partition_specs(None, mesh)[0]
             case Ubatch():
-                streams = rules.split(mesh, streams=x.spec.streams)["streams"]
+                streams = sharding_rules.split(mesh, streams=x.spec.streams)["streams"]
                 return ubatch_partition_specs(x, streams)
             case MaintenancePlan():
-                return P(rules.split(mesh, streams=x.spec.streams)["streams"])
+                return P(sharding_rules.split(mesh, streams=x.spec.streams)["streams"])
         return P()
 
     return jax.tree.map(of, out, is_leaf=_is_node)

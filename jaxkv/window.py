@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxkv.places import count
+from jaxkv.places import check_count
 
 __all__ = ["Window", "chunked", "sliding", "symmetric"]
 
@@ -30,7 +30,7 @@ class Window:
     rule: Rule
 
     def __post_init__(self):
-        count(self.width, "the width of a window, in positions,")
+        check_count(self.width, "the width of a window, in positions,")
         if self.rule not in get_args(Rule):
             raise ValueError(f"wanted a window's rule of {get_args(Rule)}, got {self.rule!r}")
 

@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh
 
 import jaxkv
 from jaxkv.hybrid import parts_of
-from jaxkv.places import FAR
-from jaxkv.sharding import Layout, fitted, layout
+from jaxkv.places import MAX_CELLS
+from jaxkv.sharding import DeviceBytes, device_bytes, fit_mesh
 from models.model import Model, name_of, on_mesh
 
 
@@ -50,7 +50,7 @@ class Costs:
 
     mesh: Mapping[str, int]
     cache: Mapping[str, int | None]
-    layout: Layout
+    layout: DeviceBytes
     parts: tuple[Part, ...]
     splits: Mapping[str, tuple[str, ...]]
     whole: Mapping[str, int]
@@ -90,7 +90,7 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
 
 
 def proposed(model: Model, **sizes: Any) -> Costs | None:
-    """Return what a model takes on the mesh that `jaxkv.sharding.fitted` makes of its own.
+    """Return what a model takes on the mesh that `jaxkv.sharding.fit_mesh` makes of its own.
 
     Returns:
       None where that is the same mesh: the devices divide the heads, or there is one head alone.
@@ -99,7 +99,7 @@ def proposed(model: Model, **sizes: Any) -> Costs | None:
       ValueError: when nothing fits, or the mesh that does cannot split the sizes.
     """
     cache = model.cache_shapes(**sizes)
-    mesh, rules = fitted(cache, model.mesh, model.rules)
+    mesh, rules = fit_mesh(cache, model.mesh, model.rules)
     return None if mesh is model.mesh else costs_of(on_mesh(model, mesh, rules), **sizes)
 
 
@@ -118,7 +118,7 @@ def most_sequences(
 
     def fits(each: int) -> bool:
         whole = None if length is None else whole_cells(model, each * length)
-        if max(each, whole or 0) >= FAR:  # no cache has so many cells in a stream
+        if max(each, whole or 0) >= MAX_CELLS:  # no cache has so many cells in a stream
             return False
         shapes = model.cache_shapes(sequences=each * streams, streams=streams, cells=whole, **sizes)
         return _layout(model, shapes).total <= room
@@ -188,9 +188,9 @@ def _splits(model: Model, cache: jaxkv.Cache) -> dict[str, tuple[str, ...]]:
     return {axis: tuple(names) for axis, names in found.items()}
 
 
-def _layout(model: Model, cache: Any) -> Layout:
+def _layout(model: Model, cache: Any) -> DeviceBytes:
     heads = getattr(model.config, "heads", None)
-    return layout(cache, model.mesh, model.rules, heads=heads, params=model.params)
+    return device_bytes(cache, model.mesh, model.rules, heads=heads, params=model.params)
 
 
 def _part(part: jaxkv.Cache, model: Model) -> Part:
@@ -204,5 +204,5 @@ def _part(part: jaxkv.Cache, model: Model) -> Part:
         each=own // units,
         unit="sequence" if recurs else "token",
         kept=None if recurs or table.window is None else units // spec.sequences,
-        on_device=layout(part, model.mesh, model.rules).buffers,
+        on_device=device_bytes(part, model.mesh, model.rules).buffers,
     )

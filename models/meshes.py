@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.mesh import Rules
+from jaxkv.mesh import ShardingRules
 from models.errors import ModelError
 
 
@@ -29,7 +29,7 @@ class Split:
     of: str
     with_cells: bool = False
 
-    def over(self, mesh: Mesh | AbstractMesh, rules: Rules) -> NamedSharding:
+    def over(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> NamedSharding:
         """Return where the parts are on a mesh.
 
         They are split by all axes that may split them, or by those of heads alone; whole if the
@@ -40,7 +40,7 @@ class Split:
                 return NamedSharding(mesh, P(*[None] * self.axis, axes))
         return NamedSharding(mesh, P())
 
-    def why_whole(self, mesh: Mesh | AbstractMesh, rules: Rules) -> str | None:
+    def why_whole(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> str | None:
         """Return why each device has the whole weight, None where it has not."""
         if not self.over(mesh, rules).is_fully_replicated:
             return None
@@ -54,7 +54,7 @@ class Split:
         of = re.sub(r"s\b", "", self.of, count=1) if self.parts == 1 else self.of
         return f"{self.parts} {of}, which {devices} devices do not divide"
 
-    def _ways(self, mesh: Mesh | AbstractMesh, rules: Rules) -> list[tuple[str, ...]]:
+    def _ways(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> list[tuple[str, ...]]:
         """The axes that may split the parts: those of heads, and with those of cells if wanted."""
         heads = rules.present(mesh, "kv_heads")
         both = tuple(dict.fromkeys((*heads, *rules.present(mesh, "cells"))))
@@ -68,7 +68,7 @@ def _devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
 WHOLE = Split(axis=0, parts=1, of="every device needs all of it")
 """Every device has the whole weight."""
 
-RULES = Rules(cells="cells")
+RULES = ShardingRules(cells="cells")
 """What each axis of a mesh of the command line splits: `data` streams, `tensor` heads."""
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv.mesh import Rules
+from jaxkv.mesh import ShardingRules
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
@@ -78,7 +78,7 @@ class Model:
     encoder: Callable[[Any, Any, jaxkv.Ubatch], Any] | None = None
     cache_dtype: Any = None
     mesh: Mesh | AbstractMesh | None = None
-    rules: Rules = Rules()
+    rules: ShardingRules = ShardingRules()
 
     def __repr__(self) -> str:
         name = self.checkpoint.architecture
@@ -115,7 +115,7 @@ class Model:
         make = self._maker(cells, dtype, options)
         if self.mesh is None:
             return make()
-        return jaxkv.sharding.allocate(make, self.mesh, self.rules)
+        return jaxkv.sharding.make_sharded(make, self.mesh, self.rules)
 
     def cache_shapes(self, *, cells: int | None = None, dtype: Any = None, **options: Any) -> Any:
         """Return the shapes of what `make_cache` makes; on a mesh each has its sharding."""
@@ -164,7 +164,7 @@ def load(
     cache_dtype: Any = None,
     implementation: jaxkv.ops.attention.Implementation | None = None,
     mesh: Mesh | None = None,
-    rules: Rules = Rules(),  # noqa: B008 (frozen)
+    rules: ShardingRules = ShardingRules(),  # noqa: B008 (frozen)
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Load a model to run it.
@@ -251,7 +251,7 @@ def load_shapes(
     Examples:
       >>> model = load_shapes()  # doctest: +SKIP
       >>> mesh = jax.sharding.AbstractMesh((3,), ("tensor",))  # doctest: +SKIP
-      >>> model = on_mesh(model, mesh, jaxkv.sharding.Rules())  # doctest: +SKIP
+      >>> model = on_mesh(model, mesh, jaxkv.sharding.ShardingRules())  # doctest: +SKIP
       >>> cache = model.cache_shapes(cells=512)  # doctest: +SKIP
     """
     checkpoint = open_checkpoint(name_or_path, weights=False)
@@ -271,13 +271,13 @@ def load_shapes(
     )
 
 
-def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: Rules) -> Model:
+def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Model:
     """Return a model of `load_shapes` on a mesh: its weights are shapes with their shardings."""
     params = _split(model.params, splits_of(model.family, model.config), mesh, rules)
     return replace(model, params=params, mesh=mesh, rules=rules)
 
 
-def _split(shapes: Any, splits: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:
+def _split(shapes: Any, splits: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Any:
     return jax.tree.map(
         lambda shape, split: shape.update(sharding=split.over(mesh, rules)), shapes, splits
     )

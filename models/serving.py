@@ -12,13 +12,13 @@ from models.texts import Finish, Text, check_prompts
 CHUNK = 128
 """The most tokens of prompts that are computed at once, where the caller does not say."""
 
-FINISH: dict[batching.Finish, Finish] = {
-    batching.Finish.STOP: "stop",
-    batching.Finish.LENGTH: "length",
-    batching.Finish.FULL: "full",
-    batching.Finish.NO_TOKEN: "no token",
-    batching.Finish.NONFINITE_LOGITS: "nonfinite logits",
-    batching.Finish.CANCELLED: "interrupted",
+FINISH: dict[batching.FinishReason, Finish] = {
+    batching.FinishReason.STOP: "stop",
+    batching.FinishReason.LENGTH: "length",
+    batching.FinishReason.OUT_OF_CELLS: "full",
+    batching.FinishReason.NO_TOKEN: "no token",
+    batching.FinishReason.NONFINITE_LOGITS: "nonfinite logits",
+    batching.FinishReason.CANCELLED: "interrupted",
 }
 """Why a text ended, in the words of `Text`."""
 
@@ -91,8 +91,8 @@ class Serving:
             model.params,
             cache,
             stop_tokens=sorted(model.stop_tokens),
-            chunk=ubatch_size,
-            allow=sampling or (),
+            prefill_chunk=ubatch_size,
+            sampling_options=sampling or (),
         )
         fixed = {"limit": max_tokens, "seed": seed, "sampling": sampling or {}}
         for i, prompt in enumerate(prompts, 1):

@@ -48,7 +48,7 @@ def make(model):
     return model.make_cache(cells=64, sequences=4, streams=2)
 
 
-def program_of(model, cache):
+def cached_program(model, cache):
     """Compile a step: a token for each text goes in, and the most probable next ones come out."""
 
     def step(params, cache, tokens):
@@ -65,7 +65,7 @@ def texts_of(model):
     """Go on with the prompts, the most probable token each time."""
     prompts = jaxkv.make_batch([model.tokenizer.prompt(text) for text in PROMPTS])
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, make(model), prompts)
-    program = program_of(model, cache)
+    program = cached_program(model, cache)
     tokens = [jnp.argmax(logits, axis=-1).astype(jnp.int32)]
     for _ in range(7):
         cache, token = program(model.params, cache, tokens[-1])
@@ -88,7 +88,7 @@ cache
 # tried before its devices are there. This model has 9 query heads, which share 3 key/value heads.
 
 # %%
-rules = sharding.Rules(streams="data", kv_heads="tensor", cells="cells")
+rules = sharding.ShardingRules(streams="data", kv_heads="tensor", cells="cells")
 shapes = jax.eval_shape(lambda: make(model))
 MESHES = [
     {"data": 1},
@@ -101,7 +101,7 @@ layouts = {}
 for sizes in MESHES:
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     name = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-    layouts[name] = sharding.layout(shapes, mesh, rules, heads=9)
+    layouts[name] = sharding.device_bytes(shapes, mesh, rules, heads=9)
 
 fig, ax = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
 bars = ax.barh(list(layouts), [one.buffers / 2**20 for one in layouts.values()], color="#0072b2")
@@ -184,7 +184,7 @@ right.annotate(
 right.set(xlabel="device", ylabel="MiB of weights", xticks=range(8))
 right.spines[["top", "right"]].set_visible(False)
 
-promised = sharding.layout(shapes, mesh, rules, params=split_model.params)
+promised = sharding.device_bytes(shapes, mesh, rules, params=split_model.params)
 print("bytes of the cache, by device:", cells)
 print("as promised by layout:", promised.table + promised.buffers, "on each")
 

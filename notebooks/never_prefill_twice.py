@@ -66,9 +66,9 @@ def make_engine(cache, store=None):
         model.params,
         cache,
         stop_tokens=[*model.stop_tokens, *tokenizer.encode("\n")],
-        chunk=32,
+        prefill_chunk=32,
         tokens_per_step=4,
-        allow=(),
+        sampling_options=(),
         store=store,
     )
     engine.warm_up()
@@ -76,7 +76,7 @@ def make_engine(cache, store=None):
 
 
 cache = make_cache()
-keeping = make_engine(cache, prefix.make_store(cache, holders=HOLDERS))
+keeping = make_engine(cache, prefix.make_prefix_store(cache, store_sequences=HOLDERS))
 plain = make_engine(make_cache())
 print(keeping.store)
 
@@ -99,12 +99,14 @@ for question, prompt in zip(asked, prompts, strict=True):
     result, kept_time = ask(keeping, prompt)
     same, plain_time = ask(plain, prompt)
     assert result.tokens.tolist() == same.tokens.tolist()
-    found.append(result.found.length)
+    hit = result.prefix_hit
+    found.append(hit.length)
     took["with a store"].append(kept_time)
     took["without"].append(plain_time)
     text = tokenizer.decode(result.tokens).rstrip()
     print(
-        f"{result.found.length:4} of {len(prompt)} were there ({result.found.miss.name:7})", end=""
+        f"{hit.length:4} of {len(prompt)} were there ({hit.miss.name:7})",
+        end="",
     )
     print(f"  {question} |{text}")
 
@@ -144,7 +146,7 @@ ax.figure.set_size_inches(8.6, 3.6)
 cells, alone = int(jaxkv.num_used_cells(keeping.cache)), sum(len(prompt) for prompt in prompts[:3])
 print(cells, "cells in use; the three prompts alone would take", alone)
 for result in keeping.results():
-    assert result.found.length >= len(common)
+    assert result.prefix_hit.length >= len(common)
 
 # %% [markdown]
 # Cells are promised to requests with what they share counted once. Where they are short the store
@@ -168,10 +170,12 @@ text, computed, anew = [], 0, 0
 for line in said:
     text = [*text, *tokenizer.encode(f"You: {line}\nMe:")]
     result, _ = ask(keeping, text, limit=12)
-    computed += len(text) - result.found.length
+    computed += len(text) - result.prefix_hit.length
     anew += len(text)
     text += result.tokens.tolist()
-    print(f"{result.found.length:3} of {len(text):3}: {tokenizer.decode(result.tokens).strip()}")
+    print(
+        f"{result.prefix_hit.length:3} of {len(text):3}: {tokenizer.decode(result.tokens).strip()}"
+    )
 print(computed, "tokens of prompts computed;", anew, "without a store")
 
 # %% [markdown]
@@ -183,7 +187,7 @@ print(computed, "tokens of prompts computed;", anew, "without a store")
 # %%
 for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\n"):
     result, _ = ask(keeping, tokenizer.prompt(front + facts + "Grace lives in"))
-    print(f"{result.found.length:4} tokens there, {result.found.miss.name:8} {front!r}")
+    print(f"{result.prefix_hit.length:4} tokens there, {result.prefix_hit.miss.name:8} {front!r}")
 
 # %% [markdown]
 # The reasons have names. `UNKNOWN`: no text begins so. `NONE`: all that agrees was reused.
@@ -203,11 +207,11 @@ texts = {one.holder: one.tokens.tolist() for one in keeping.store.texts}
 snapshot.save(path, keeping.cache, sequences=[*texts], tokens=texts, model="SmolLM2")
 
 cache = make_cache()
-store = prefix.make_store(cache, holders=HOLDERS)
+store = prefix.make_prefix_store(cache, store_sequences=HOLDERS)
 saved = snapshot.inspect(path).tokens.values()
 cache = snapshot.load_into(path, cache, sequences=range(len(saved)), model="SmolLM2")
 for sequence, tokens in enumerate(saved):
-    cache, store, _ = prefix.remember(cache, store, tokens, sequence)
+    cache, store, _ = prefix.store_prefix(cache, store, tokens, sequence)
 cache, _ = jaxkv.seq_rm(cache, range(len(saved)))
 
 cells = prefix.held(cache, store)
@@ -216,7 +220,7 @@ print([len(tokens) for tokens in saved], "tokens of texts in", cells, "cells")
 
 tomorrow = make_engine(cache, store)
 result, _ = ask(tomorrow, prompts[3])
-print(result.found, tokenizer.decode(result.tokens).rstrip())
+print(result.prefix_hit, tokenizer.decode(result.tokens).rstrip())
 
 # %% [markdown]
 # ## What to try next

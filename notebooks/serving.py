@@ -66,7 +66,7 @@ def run(reserve):
         model.params,
         cache,
         stop_tokens=sorted(model.stop_tokens),
-        chunk=32,
+        prefill_chunk=32,
         tokens_per_step=4,
         reserve=reserve,
     )

@@ -115,7 +115,7 @@ fig, axes = plt.subplots(3, 1, figsize=(5.8, 5.4), layout="constrained")
 for ax, part, by_position, title in zip(
     axes, (0, 0, 1), (False, True, True), ("with a window", "with a window", "without"), strict=True
 ):
-    plot.sight(applied, ubatch, part=part, by_position=by_position, ax=ax)
+    plot.attention_mask(applied, ubatch, part=part, by_position=by_position, ax=ax)
     ax.set_ylabel(title)
 plt.show()
 
@@ -175,7 +175,7 @@ np.testing.assert_allclose(logits_again, logits, atol=1e-2)
 # %%
 gap, _ = jaxkv.seq_rm(cache, 0, 600, 700)
 ubatch = jaxkv.init_batch(gap, jaxkv.make_batch(tokens[-48:])).check().ubatches[0]
-ax = plot.sight(jaxkv.apply(gap, ubatch), ubatch, part=0, by_position=True)
+ax = plot.attention_mask(jaxkv.apply(gap, ubatch), ubatch, part=0, by_position=True)
 ax.set_ylabel("with a window")
 ax.figure.set_size_inches(5.8, 2.2)
 

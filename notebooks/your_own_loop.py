@@ -159,7 +159,7 @@ owner = jaxkv.draw.cells_of(applied).owner[0]
 by_hand = np.arange(owner.size) <= np.asarray(ubatch.positions)[0, :, None]
 
 fig, (above, below) = plt.subplots(2, 1, figsize=(6.4, 2.8), layout="constrained", sharex=True)
-plot.sight(applied, ubatch, ax=above)
+plot.attention_mask(applied, ubatch, ax=above)
 above.set(xlabel="", ylabel="by the table", xlim=(-0.5, 19.5))
 colours = plt.matplotlib.colors.ListedColormap(["#dddddd", "#ffffff", ORANGE, SKY])
 marks = np.where(by_hand, owner, np.where(owner < 0, -1, -2))

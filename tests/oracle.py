@@ -556,7 +556,7 @@ class Oracle(Side):
         found |= zip(others, left, strict=False)
         return [found[token] for token in tokens if token in found]
 
-    def digest(self, stream: int) -> tuple:
+    def stream_hash(self, stream: int) -> tuple:
         """All that a plan on a stream depends on, spelled out, to be compared."""
         cells = {
             index: (cell.position, sorted(cell.owners), cell.shift, self.contents[where, index])

@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv import sharding
 
 LAYERS = 2
-RULES = sharding.Rules(cells="cells")
+RULES = sharding.ShardingRules(cells="cells")
 MESSAGES = 9
 """The most small messages of a step: what a plan asks and tells, and the rows of the logits."""
 
@@ -64,7 +64,7 @@ class Pod:
 
     def layout(self):
         mesh = jax.sharding.get_mesh()
-        return sharding.layout(jax.eval_shape(self.make), mesh, RULES, heads=self.heads)
+        return sharding.device_bytes(jax.eval_shape(self.make), mesh, RULES, heads=self.heads)
 
     def params(self):
         heads, group, size, width = self.kv_heads, self.group, self.head_dim, self.width
@@ -132,7 +132,7 @@ class Pod:
 def placed(cache, rules=RULES):
     """The same cache on the mesh at hand, which several processes may share."""
     table, buffers = jaxkv.split(cache)
-    cache = jaxkv.merge(table.with_rules(rules), buffers)
+    cache = jaxkv.merge(table.with_sharding_rules(rules), buffers)
     where = sharding.shardings(cache, jax.sharding.get_mesh(), rules)
     return jax.device_put(jax.tree.map(np.asarray, cache), where)
 

@@ -65,7 +65,7 @@ class Side:
     """`sequences` sequences, dealt out in equal runs among `streams` streams.
 
     A kind of cache says what a sequence `holds`, where it goes on after (`reached`), whether it
-    `is_pending`, and in the `digest` of a stream all that plans depend on.
+    `is_pending`, and in the `stream_hash` of a stream all that plans depend on.
 
     in_rows: whether each sequence of a ubatch has a row of its own.
     """
@@ -75,10 +75,10 @@ class Side:
 
     def fits(self, part: Part) -> bool:
         """Whether the streams of a part are still as they were when it was planned."""
-        return all(self.digest(stream) == found for stream, found in part.found.items())
+        return all(self.stream_hash(stream) == found for stream, found in part.found.items())
 
     def digests(self, tokens: Iterable[Token]) -> dict[int, tuple]:
-        return {s: self.digest(s) for s in {self.stream(token.sequence) for token in tokens}}
+        return {s: self.stream_hash(s) for s in {self.stream(token.sequence) for token in tokens}}
 
     def faults(self, batch: Sequence[Token], reached: Callable[[int], int]) -> dict[int, Fault]:
         """Find the first fault of each sequence: what comes next is one past what came before.

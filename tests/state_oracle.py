@@ -79,7 +79,7 @@ class Histories(Side):
         mine = set(self.states[seq])
         return {seq} | {other for other, states in self.states.items() if mine & set(states)}
 
-    def digest(self, stream: int) -> tuple:
+    def stream_hash(self, stream: int) -> tuple:
         """All that a plan on a stream depends on, spelled out, to be compared."""
         mine = [seq for seq in self.states if self.stream(seq) == stream]
         states = [[(s.position, s.number) for s in self.states[seq]] for seq in mine]

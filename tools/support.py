@@ -302,7 +302,9 @@ def extend(trial: Trial) -> str:
 
 def requests(trial: Trial) -> str:
     ask = [loops.batching.Request(prompt=[1, 2, 3], max_new_tokens=2)] * 4
-    results = loops.batching.serve(trial.forward, None, trial.empty, ask, chunk=4, steps=2)
+    results = loops.batching.serve(
+        trial.forward, None, trial.empty, ask, prefill_chunk=4, tokens_per_step=2
+    )
     assert [result.tokens.tolist() for result in results] == [[4, 5]] * 4
     return YES
 

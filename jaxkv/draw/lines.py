@@ -117,9 +117,9 @@ def _sizes(table: Any, buffers: Any) -> str:
         case States():
             sizes = {
                 "layers": len(buffers),
-                "cells": table.stamp.shape[-1],
+                "cells": table.cell_hash.shape[-1],
                 "sequences": table.position.shape[-2],
-                "streams": table.stamp.shape[-2],
+                "streams": table.cell_hash.shape[-2],
                 "max_rollback": table.position.shape[-1] - 1,
             }
             kind, extra = "recurrent", table.position.shape[:-2]
@@ -163,7 +163,7 @@ def _used(table: Any) -> int | None:
         position, cell = _value(table.position), _value(table.cell)
         if position is None or cell is None:
             return None
-        pairs, (streams, cells) = position.shape[-2:], table.stamp.shape[-2:]
+        pairs, (streams, cells) = position.shape[-2:], table.cell_hash.shape[-2:]
         first = np.arange(pairs[0]) // (pairs[0] // streams) * cells
         numbers = np.where(position == EMPTY, -1, cell + first[:, None])
         return sum(len({*row} - {-1}) for row in numbers.reshape(-1, pairs[0] * pairs[1]).tolist())

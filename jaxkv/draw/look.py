@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv.cache import Cache, split
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.cells import WORD, Cells
-from jaxkv.places import EMPTY, fetched, is_traced
+from jaxkv.places import EMPTY, is_traced, to_host
 from jaxkv.recurrent.states import States
 from jaxkv.verbs.known import check_known
 
@@ -98,7 +98,7 @@ def values_of(cache: Cache) -> Any:
             "by jax.debug.callback"
         )
     check_known(table)
-    return fetched(table)
+    return to_host(table)
 
 
 def part_names(table: Any) -> list[str]:

@@ -21,10 +21,10 @@ from jaxkv.hybrid import HybridTable, parts_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.mask import visible
 from jaxkv.kv.table import CellTable
-from jaxkv.places import EMPTY, fetched
+from jaxkv.places import EMPTY, to_host
 from jaxkv.verbs.ask import nbytes as nbytes_of
 
-__all__ = ["cells", "nbytes", "occupancy", "sight"]
+__all__ = ["cells", "nbytes", "occupancy", "attention_mask"]
 
 TEXTS = 160
 """The most cells of a picture that have their position written in them,"""
@@ -124,7 +124,7 @@ def occupancy(
             ax.stackplot(at, *heights, colors=colours, step="post")
         _legend(ax, _labels(used))
     else:
-        counts = np.asarray(fetched([*steps, steps[-1]]))
+        counts = np.asarray(to_host([*steps, steps[-1]]))
         ax.fill_between(at, counts, color=PALETTE[1], step="post")
     if cells is not None:
         ax.axhline(cells, color=LINE, linestyle="--", linewidth=1)
@@ -138,7 +138,7 @@ def occupancy(
     return ax
 
 
-def sight(
+def attention_mask(
     cache: Cache,
     ubatch: Ubatch,
     *,
@@ -177,11 +177,11 @@ def sight(
             f"all that came before, and a text all of its source"
         )
     seen = jax.jit(visible, static_argnames="causal")(table, ubatch, causal=causal)
-    table, ubatch, seen = fetched((table, ubatch, seen))
+    table, ubatch, seen = to_host((table, ubatch, seen))
     valid = ubatch.valid
     stream = np.broadcast_to(ubatch.row_stream[:, None], valid.shape)
     placed = ubatch.slots < table.num_cells  # none is of a refused plan
-    stamps = table.stamp[stream[placed], ubatch.slots[placed]]
+    stamps = table.cell_hash[stream[placed], ubatch.slots[placed]]
     if not np.array_equal(stamps, ubatch.cell_hashes[placed]):
         raise ValueError("wanted a cache that the ubatch was applied to: apply(cache, ubatch)")
     view = view_of(table)

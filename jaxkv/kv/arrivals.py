@@ -67,7 +67,7 @@ def settle(cells: C, slots: jax.Array, arriving: C, lacking: jax.Array) -> C:
         return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
 
     # Other bytes in the same place: stamped anew, for a table that knew what stood there.
-    there = cells.stamp.at[stream, slots].get(mode="fill", fill_value=0)
+    there = cells.cell_hash.at[stream, slots].get(mode="fill", fill_value=0)
     words = range(cells.owners.shape[1])
     owners = [taken(cells.owners[:, w], arriving.owners[:, w]) for w in words]
     return replace(
@@ -75,7 +75,7 @@ def settle(cells: C, slots: jax.Array, arriving: C, lacking: jax.Array) -> C:
         position=taken(cells.position, arriving.position),
         owners=jnp.stack(owners, axis=1),
         shift=taken(cells.shift, arriving.shift),
-        stamp=taken(cells.stamp, replaced(there, arriving.stamp)),
+        cell_hash=taken(cells.cell_hash, replaced(there, arriving.cell_hash)),
         content=taken(cells.content, arriving.content),
         **{name: jnp.where(gets, new, getattr(cells, name)) for name, new in marks.items()},
     )

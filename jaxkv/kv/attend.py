@@ -23,7 +23,15 @@ from jaxkv.kv.buffers import (
 )
 from jaxkv.kv.cells import C, Cells
 from jaxkv.kv.mask import blind, sight_of
-from jaxkv.mesh import Shares, at_hand, first_of, from_owner, looked_up, on_shares, shares
+from jaxkv.mesh import (
+    AxisPartition,
+    broadcast_from_owner,
+    current_mesh,
+    first_of,
+    gather_sharded,
+    map_shards,
+    shares,
+)
 from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, OfPlaces, checked_bias
@@ -32,7 +40,7 @@ from jaxkv.ops.attention.softmax import Options, joined_over
 from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import decoded, parts
 from jaxkv.ops.stacked import OfLayer, of_streams
-from jaxkv.places import integers, is_traced
+from jaxkv.places import check_int32, is_traced
 
 
 def attend(
@@ -180,7 +188,7 @@ def _checked_until(visible_until: Any, ubatch: Ubatch, causal: bool) -> jax.Arra
             "wanted visible_until or causal=False, got both: with the latter tokens see all that "
             "comes after them, so leave one of them out"
         )
-    visible_until = jnp.asarray(integers(visible_until, "visible_until"))
+    visible_until = jnp.asarray(check_int32(visible_until, "visible_until"))
     if visible_until.shape != ubatch.valid.shape:
         raise ValueError(
             f"wanted visible_until [R, T] of {ubatch.valid.shape}, the last position that each "
@@ -190,7 +198,7 @@ def _checked_until(visible_until: Any, ubatch: Ubatch, causal: bool) -> jax.Arra
 
 
 def _put(
-    split: Shares, held: Held, ubatch: Ubatch, where: jax.Array, new: tuple[jax.Array, ...]
+    split: AxisPartition, held: Held, ubatch: Ubatch, where: jax.Array, new: tuple[jax.Array, ...]
 ) -> Held:
     """Write into a device's share what falls into it of some keys and values, if there are any.
 
@@ -205,7 +213,7 @@ def _put(
 
 
 def _sight_in_share(
-    split: Shares,
+    split: AxisPartition,
     table: Cells,
     ubatch: Ubatch,
     held: Held,
@@ -243,7 +251,7 @@ def _written(
 
     `mark` is `[S]` uint32, the histories that the layer holds, and `new` what `_checked` returns.
     """
-    split = shares(table.rules, **sizes_of(held[0]))
+    split = shares(table.sharding_rules, **sizes_of(held[0]))
 
     def of_share(
         table: Cells, ubatch: Ubatch, held: Held, mark: jax.Array, new: tuple[jax.Array, ...]
@@ -257,7 +265,7 @@ def _written(
     of_held = layer_partition_specs(split, held)
     streams = P(split.streams)
     in_specs = (streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, of_new)
-    run = on_shares(table.rules, of_share, in_specs, (streams, of_held))
+    run = map_shards(table.sharding_rules, of_share, in_specs, (streams, of_held))
     return run(table, ubatch, held, mark, new)
 
 
@@ -277,7 +285,7 @@ def _viewed(
     `mark` is as for `_written` and `visible_until` `[R, T]` int32, see `sight_of`; `KVView` has the
     shapes of what is returned.
     """
-    split = shares(table.rules, **sizes_of(held[0]))
+    split = shares(table.sharding_rules, **sizes_of(held[0]))
     rows = rows_of(ubatch, split.streams)
     apart = () if rows else split.streams
 
@@ -292,8 +300,8 @@ def _viewed(
             whole &= ~jnp.any(ahead, axis=1)
         mask = mask_of(sight)
         if apart:  # each row is a list, and all devices have all of them
-            mask = from_owner(mask.reshape(*ubatch.valid.shape, -1), apart)
-            lists = partial(looked_up, axes=apart, index=ubatch.row_stream)
+            mask = broadcast_from_owner(mask.reshape(*ubatch.valid.shape, -1), apart)
+            lists = partial(gather_sharded, axes=apart, index=ubatch.row_stream)
             held, positions = jax.tree.map(lists, (of_streams(held, None), sight.position))
         else:
             held, positions = sight.of_lists((held, sight.position))
@@ -309,7 +317,7 @@ def _viewed(
     of_held = layer_partition_specs(split, held)
     streams = P(split.streams)
     in_specs = streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, P(rows)
-    run = on_shares(table.rules, of_share, in_specs, out_specs)
+    run = map_shards(table.sharding_rules, of_share, in_specs, out_specs)
     return KVView(*run(table, ubatch, held, mark, visible_until))
 
 
@@ -352,8 +360,10 @@ def _attended(
       The histories that the layer holds then, its keys and values, or nothing if nothing was new;
       and `[R, T, H, Dv]`.
     """
-    split = shares(table.rules, **sizes_of(held[0]))
-    heads = axes_of_queries(table.rules, at_hand(table.rules), *held, q.shape[2])
+    split = shares(table.sharding_rules, **sizes_of(held[0]))
+    heads = axes_of_queries(
+        table.sharding_rules, current_mesh(table.sharding_rules), *held, q.shape[2]
+    )
     rows = rows_of(ubatch, split.streams)
     apart = () if rows else split.streams
     if split.cells and implementation in ("xla", "cudnn"):
@@ -407,7 +417,7 @@ def _attended(
         P(rows),
     )
     out_specs = P(split.streams), (of_held if new else ()), of_queries
-    run = on_shares(table.rules, of_share, in_specs, out_specs)
+    run = map_shards(table.sharding_rules, of_share, in_specs, out_specs)
     return run(table, ubatch, held, mark, new, q, options, bias, visible_until)
 
 

@@ -9,11 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.mesh import Rules, Shares, first_of, from_owner, on_shares, own, shares
+from jaxkv.mesh import (
+    AxisPartition,
+    ShardingRules,
+    broadcast_from_owner,
+    first_of,
+    map_shards,
+    shares,
+    to_local,
+)
 from jaxkv.ops.latent import Latent, Values
 from jaxkv.ops.quantised import Stored, dtype_of, encoded
 from jaxkv.ops.stacked import OfLayer, each_array, flat, part_of_all
-from jaxkv.places import END, nowhere
+from jaxkv.places import END, no_slots
 from jaxkv.rope import NotGiven, Rope
 
 Held = tuple[Stored, Values]
@@ -97,7 +105,7 @@ def sizes_of(array: Any, depth: int = 1) -> dict[str, int]:
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
 
-def layer_partition_specs(split: Shares, held: Held) -> Any:
+def layer_partition_specs(split: AxisPartition, held: Held) -> Any:
     """Return how the arrays of a layer's keys and values are split."""
 
     def of(x: Any) -> Any:
@@ -108,7 +116,12 @@ def layer_partition_specs(split: Shares, held: Held) -> Any:
 
 
 def axes_of_queries(
-    rules: Rules | None, mesh: Any, keys: Cached, values: Any, heads: int, depth: int = 1
+    sharding_rules: ShardingRules | None,
+    mesh: Any,
+    keys: Cached,
+    values: Any,
+    heads: int,
+    depth: int = 1,
 ) -> tuple[str, ...]:
     """Return the axes of a mesh that split H query heads: those that split the heads of keys.
 
@@ -117,28 +130,28 @@ def axes_of_queries(
     stay whole: a model has them from the weights of that head, which are whole too, and would have
     to send what is split between. None without a mesh. `depth` is as for `sizes_of`.
     """
-    if rules is None or mesh is None:
+    if sharding_rules is None or mesh is None:
         return ()
-    split = rules.split(mesh, **sizes_of(keys, depth))
+    split = sharding_rules.split(mesh, **sizes_of(keys, depth))
     if not isinstance(values, Latent) or keys.shape[1] > 1:
         return split["kv_heads"]
-    axes = rules.split(mesh, kv_heads=heads)["kv_heads"]
+    axes = sharding_rules.split(mesh, kv_heads=heads)["kv_heads"]
     return () if {*axes} & {*split["streams"], *split["cells"]} else axes
 
 
-def kv_partitions(rules: Rules | None, buffers: Buffers) -> Halves:
+def kv_partitions(sharding_rules: ShardingRules | None, buffers: Buffers) -> Halves:
     """Return how the mesh at hand splits the keys and the values of each layer."""
     halves, depth = (buffers.k, buffers.v), buffers.depth
-    return jax.tree.map(lambda x: shares(rules, **sizes_of(x, depth)), halves)
+    return jax.tree.map(lambda x: shares(sharding_rules, **sizes_of(x, depth)), halves)
 
 
-def alike(split: Halves) -> Shares:
+def alike(split: Halves) -> AxisPartition:
     """Return how streams and cells are split, which is the same for all arrays."""
     return replace(jax.tree.leaves(split)[0], kv_heads=())
 
 
 def on_halves(
-    rules: Rules | None,
+    sharding_rules: ShardingRules | None,
     buffers: Buffers,
     change: Callable[..., Any],
     *args: Any,
@@ -149,14 +162,14 @@ def on_halves(
     Layers that are stacked are changed one after another.
 
     Args:
-      rules: of the cache.
+      sharding_rules: of the cache.
       buffers: the keys and values of all layers.
       change: is given how they are split, the arguments, and the keys and values `(k, v)` of a
         share, of all layers or stacked of a single one; returns the next ones.
       args: what it needs to know, whole on each device.
       by_stream: how many of the arguments, the first ones, are `[S, ...]` and split likewise.
     """
-    split = kv_partitions(rules, buffers)
+    split = kv_partitions(sharding_rules, buffers)
     specs = jax.tree.map(lambda one: one.partition_spec, split)
     streams = (P(alike(split).streams),) * by_stream
     in_specs = (*streams, *(P(),) * (len(args) - by_stream), specs)
@@ -169,7 +182,7 @@ def on_halves(
         return jax.lax.fori_loop(jnp.int32(0), jnp.int32(buffers.layers), of_layer, args[-1])
 
     of_share = one_by_one if buffers.stacked else partial(change, split)
-    k, v = on_shares(rules, of_share, in_specs, specs)(*args, (buffers.k, buffers.v))
+    k, v = map_shards(sharding_rules, of_share, in_specs, specs)(*args, (buffers.k, buffers.v))
     return replace(buffers, k=k, v=v)
 
 
@@ -220,7 +233,7 @@ def write(stored: Stored, streams: jax.Array, slots: jax.Array, new: jax.Array) 
     return each_array(one, stored, encoded(new, stored))
 
 
-def bring(split: Shares, array: Cached, streams: jax.Array, slots: jax.Array) -> jax.Array:
+def bring(split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array) -> jax.Array:
     """Read the keys or values of cells whichever device holds them; see `gather`.
 
     Args:
@@ -234,11 +247,11 @@ def bring(split: Shares, array: Cached, streams: jax.Array, slots: jax.Array) ->
       `[..., K, D]`, the same on all devices along the axes of streams and cells.
     """
     here = gather(array, *_own(split, array, streams, slots))
-    return from_owner(here, (*split.streams, *split.cells))
+    return broadcast_from_owner(here, (*split.streams, *split.cells))
 
 
 def put(
-    split: Shares, array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array
+    split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array
 ) -> Cached:
     """Write keys or values, `[..., K, D]`, into cells that a device holds.
 
@@ -248,15 +261,15 @@ def put(
 
 
 def _own(
-    split: Shares, array: Cached, streams: jax.Array, slots: jax.Array
+    split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return streams and slots as a device counts its own; nowhere for those of others.
 
     Both are int32, and keep the shapes that they have in `bring`.
     """
     if split.streams:
-        streams, mine = own(streams, split.streams, array.shape[0])
-        slots = jnp.where(jnp.broadcast_to(mine, slots.shape), slots, nowhere(slots))
+        streams, mine = to_local(streams, split.streams, array.shape[0])
+        slots = jnp.where(jnp.broadcast_to(mine, slots.shape), slots, no_slots(slots))
     if split.cells:
         slots = own_cells(slots, first_of(split.cells, array.shape[2]), array.shape[2])
     return streams, slots
@@ -268,7 +281,7 @@ def own_cells(slots: jax.Array, first: jax.Array, count: int) -> jax.Array:
     `slots` and what is returned are `[...]` int32, and `first` is `[]` int32.
     """
     mine = (slots >= first) & (slots < first + count)
-    return jnp.where(mine, slots - first, nowhere(slots))
+    return jnp.where(mine, slots - first, no_slots(slots))
 
 
 def gather(array: jax.Array | OfLayer, streams: jax.Array, slots: jax.Array) -> jax.Array:
@@ -321,7 +334,7 @@ def scatter(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array)
 
 
 def copy_run(
-    split: Shares,
+    split: AxisPartition,
     array: Cached,
     src: jax.Array,
     dst: jax.Array,
@@ -348,9 +361,9 @@ def copy_run(
         return jax.lax.dynamic_slice(held, (number, zero, first, zero), shape)
 
     if split.streams:
-        src, here = own(src, split.streams, array.shape[0])
-        dst, there = own(dst, split.streams, array.shape[0])
-        run = from_owner(jnp.where(here, run_of(src), 0), split.streams)
+        src, here = to_local(src, split.streams, array.shape[0])
+        dst, there = to_local(dst, split.streams, array.shape[0])
+        run = broadcast_from_owner(jnp.where(here, run_of(src), 0), split.streams)
         run = jnp.where(there, run, run_of(dst))  # other devices keep what they have
     else:
         run = run_of(src)

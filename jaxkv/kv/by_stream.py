@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
 from jaxkv.kv.cells import Cells, home, known
-from jaxkv.mesh import from_owner, on_shares, own, shares
+from jaxkv.mesh import broadcast_from_owner, map_shards, shares, to_local
 from jaxkv.places import EMPTY
 
 T = TypeVar("T")
@@ -30,8 +30,8 @@ def on_streams(cells: Cells, work: Callable[..., Any], *args: Any) -> Any:
     Returns:
       What comes of it, `[S, ...]` or `[Q, ...]`, where the streams are.
     """
-    streams = P(shares(cells.rules, streams=cells.streams).streams)
-    return on_shares(cells.rules, work, streams, streams)(cells, *args)
+    streams = P(shares(cells.sharding_rules, streams=cells.streams).streams)
+    return map_shards(cells.sharding_rules, work, streams, streams)(cells, *args)
 
 
 def told(cells: Cells, work: Callable[..., T], *args: jax.Array) -> T:
@@ -42,12 +42,12 @@ def told(cells: Cells, work: Callable[..., T], *args: jax.Array) -> T:
       work: see `on_streams`; returns arrays of int32 or bool, all of one shape.
       args: `[S, ...]` or `[Q, ...]`.
     """
-    axes = shares(cells.rules, streams=cells.streams).streams
+    axes = shares(cells.sharding_rules, streams=cells.streams).streams
 
     def of_share(*args: Any) -> T:
         return gathered(work(*args), axes)
 
-    return on_shares(cells.rules, of_share, P(axes), P())(cells, *args)
+    return map_shards(cells.sharding_rules, of_share, P(axes), P())(cells, *args)
 
 
 def endings(cells: Cells, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -63,14 +63,14 @@ def endings(cells: Cells, sequences: jax.Array, contents: jax.Array) -> tuple[ja
       of those cells (`seq_div` may bring two to a position) has the content that was asked about,
       `[T]` bool. On all devices.
     """
-    axes = shares(cells.rules, streams=cells.streams).streams
+    axes = shares(cells.sharding_rules, streams=cells.streams).streams
     does = known(cells, sequences)
 
     def of_share(
         cells: Cells, sequences: jax.Array, does: jax.Array, contents: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         stream, word, bit = home(cells, sequences)
-        stream, mine = own(stream, axes, cells.streams)
+        stream, mine = to_local(stream, axes, cells.streams)
         owns = (cells.owners[stream, word] >> bit[:, None]) & 1 == 1
         at = jnp.where(owns & (does & mine)[:, None], cells.position[stream], EMPTY)
         last, held = jnp.max(at, axis=1), cells.content[stream]
@@ -78,9 +78,9 @@ def endings(cells: Cells, sequences: jax.Array, contents: jax.Array) -> tuple[ja
         same = (at == last[:, None]) & (held == contents[:, None])
         found = jnp.where(last >= 0, found, 0)
         same = mine & jnp.where(last >= 0, jnp.any(same, axis=1), contents == 0)
-        return from_owner(found, axes), from_owner(same, axes)
+        return broadcast_from_owner(found, axes), broadcast_from_owner(same, axes)
 
-    run = on_shares(cells.rules, of_share, (P(axes), P(), P(), P()), P())
+    run = map_shards(cells.sharding_rules, of_share, (P(axes), P(), P(), P()), P())
     return run(cells, jnp.where(does, sequences, 0), does, contents)
 
 
@@ -97,15 +97,18 @@ def on_rows(
         that split the rows, and those along which devices have other padding.
       out_specs: how what it returns is split, made of the axes of the streams.
     """
-    axes = shares(cells.rules, streams=cells.streams).streams
+    axes = shares(cells.sharding_rules, streams=cells.streams).streams
     rows = rows_of(ubatch, axes)
     apart = () if rows else axes
 
     def of_share(cells: Cells, ubatch: Ubatch) -> Any:
         return work(cells, own_rows(ubatch, axes, cells.streams), rows, apart)
 
-    run = on_shares(
-        cells.rules, of_share, (P(axes), ubatch_partition_specs(ubatch, axes)), out_specs(axes)
+    run = map_shards(
+        cells.sharding_rules,
+        of_share,
+        (P(axes), ubatch_partition_specs(ubatch, axes)),
+        out_specs(axes),
     )
     return run(cells, ubatch)
 

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.mesh import Rules
+from jaxkv.mesh import ShardingRules
 from jaxkv.places import EMPTY, END, divided, end_of, numbers_of
 from jaxkv.stamp import chained, summed
 from jaxkv.window import Window
@@ -48,8 +48,8 @@ class Cells:
     shift: `[S, N]` int32, the position now less the position that the key was rotated for.
     evicted_below: `[Q]` int32, one past the highest position that window reuse took from the
       sequence.
-    stamp: `[S, N]` uint32, a number for what the buffers hold for the cell, see `jaxkv.stamp`. It
-      tells whether that is still what an earlier table knew.
+    cell_hash: `[S, N]` uint32, a number for what the buffers hold for the cell, see
+      `jaxkv.cell_hash`. It tells whether that is still what an earlier table knew.
     content: `[S, N]` uint32, a hash of the cell's token and of the position at which its key was
       computed. Copies and moves carry it along, so that it tells which text a sequence holds.
     history: `[S, 2]` uint32, a number for all that entered the stream, before the last ubatch and
@@ -60,14 +60,14 @@ class Cells:
     shards: among how many runs of equal length cells are dealt, static; 1 unless they are striped.
     window: how far back tokens look, static; a cell that no next token sees may be taken.
     ubatch_size: the most tokens of a ubatch that N was chosen for, static; None for any.
-    rules: which axes of a mesh split the cache, static; None where it is on one device.
+    sharding_rules: which axes of a mesh split the cache, static; None where it is on one device.
     """
 
     position: jax.Array  # [S, N]
     owners: jax.Array  # [S, W, N]
     shift: jax.Array  # [S, N]
     evicted_below: jax.Array  # [Q]
-    stamp: jax.Array  # [S, N]
+    cell_hash: jax.Array  # [S, N]
     content: jax.Array  # [S, N]
     history: jax.Array  # [S, 2]
     written: jax.Array  # [S, L]
@@ -75,12 +75,12 @@ class Cells:
     shards: int = field(metadata={"static": True})
     window: Window | None = field(metadata={"static": True})
     ubatch_size: int | None = field(metadata={"static": True})
-    rules: Rules | None = field(default=None, metadata={"static": True})
+    sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
 
     @property
     def is_batch(self) -> bool:
         """Whether the arrays have an axis more, as `vmap` makes them."""
-        return self.stamp.ndim != 2
+        return self.cell_hash.ndim != 2
 
     @property
     def streams(self) -> int:
@@ -122,7 +122,7 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
         "owners": jnp.zeros((streams, words, cells), jnp.uint32),
         "shift": jnp.zeros((streams, cells), jnp.int32),
         "evicted_below": jnp.zeros((sequences,), jnp.int32),
-        "stamp": jnp.zeros((streams, cells), jnp.uint32),
+        "cell_hash": jnp.zeros((streams, cells), jnp.uint32),
         "content": jnp.zeros((streams, cells), jnp.uint32),
         "history": jnp.zeros((streams, 2), jnp.uint32),
         "written": jnp.zeros((streams, layers), jnp.uint32),
@@ -373,7 +373,7 @@ def alike(cells: Cells, partner: jax.Array) -> jax.Array:
     return each(asked, compare, jnp.ones(partner.shape, bool)).reshape(-1)
 
 
-def digest(cells: Cells) -> jax.Array:
+def stream_hash(cells: Cells) -> jax.Array:
     """Return a number of each stream's content; `[S]` uint32.
 
     Equal digests, equal table: position, owners, shift and stamp of every cell, and what a window
@@ -383,7 +383,7 @@ def digest(cells: Cells) -> jax.Array:
     """
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
     owners = jnp.moveaxis(cells.owners, 1, -1)
-    cell = of_cells(index, cells.position, cells.shift, cells.stamp, owners)
+    cell = of_cells(index, cells.position, cells.shift, cells.cell_hash, owners)
     found = jnp.sum(cell, axis=1, dtype=jnp.uint32)
     if cells.window is None:
         return found
@@ -393,13 +393,13 @@ def digest(cells: Cells) -> jax.Array:
 
 
 def of_cells(
-    index: jax.Array, position: jax.Array, shift: jax.Array, stamp: jax.Array, owners: jax.Array
+    index: jax.Array, position: jax.Array, shift: jax.Array, cell_hash: jax.Array, owners: jax.Array
 ) -> jax.Array:
     """Return what cells add to the digest of their stream; uint32, broadcast together.
 
     `owners` has their words along an axis more, the last one.
     """
-    return chained(index, position, shift, stamp, *jnp.unstack(owners, axis=-1))
+    return chained(index, position, shift, cell_hash, *jnp.unstack(owners, axis=-1))
 
 
 def rewind(cells: C, old: C) -> tuple[C, jax.Array]:
@@ -407,13 +407,15 @@ def rewind(cells: C, old: C) -> tuple[C, jax.Array]:
 
     `ok` is whether nothing that the older table uses was written over or moved.
     """
-    ok = jnp.all((cells.stamp == old.stamp) | free(old))
+    ok = jnp.all((cells.cell_hash == old.cell_hash) | free(old))
     before, now, then = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
     whole = (cells.written == then) | ~lacks(cells) | (cells.written == before) & (then != now)
     written = jnp.where(whole, then, cells.written)
     # The older table may know more than this one, which then cannot tell what is written of it.
     still = jnp.all(free(old) | ~free(cells), axis=1, keepdims=True)
-    return replace(old, stamp=cells.stamp, written=jnp.where(still, written, old.written)), ok
+    return replace(
+        old, cell_hash=cells.cell_hash, written=jnp.where(still, written, old.written)
+    ), ok
 
 
 def lacks(cells: Cells) -> jax.Array:
@@ -440,7 +442,7 @@ def restamped(cells: Cells, where: jax.Array) -> jax.Array:
 
     By how much goes into them: two branches that rotate a key differently hold different ones.
     """
-    return jnp.where(where, chained(cells.stamp, cells.shift), cells.stamp)
+    return jnp.where(where, chained(cells.cell_hash, cells.shift), cells.cell_hash)
 
 
 def faults(cells: Cells) -> dict[str, jax.Array]:

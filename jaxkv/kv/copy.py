@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.kv.buffers import Buffers, Cached, Halves, alike, bring, copy_run, on_halves, put
 from jaxkv.kv.cells import C, Cells, begun, inherited, known, lacks, within
 from jaxkv.kv.shift import CHUNK
-from jaxkv.mesh import Shares, first_of, looked_up, on_shares, own, shares
+from jaxkv.mesh import AxisPartition, first_of, gather_sharded, map_shards, shares, to_local
 from jaxkv.ops.stacked import each_array
-from jaxkv.places import EMPTY, nowhere
+from jaxkv.places import EMPTY, no_slots
 from jaxkv.stamp import replaced
 
 
@@ -44,7 +44,7 @@ def copy_between(
 
     begin = cells, jnp.zeros(targets.size, jnp.int32)
     copied, counts = jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, begin)
-    return copied, on_halves(cells.rules, buffers, _copy_runs, src, targets, counts)
+    return copied, on_halves(cells.sharding_rules, buffers, _copy_runs, src, targets, counts)
 
 
 def _copied(
@@ -52,15 +52,15 @@ def _copied(
 ) -> tuple[C, jax.Array]:
     """Copy in the table; return how many cells are copied in the buffers, `[]` int32."""
     does = known(cells, src) & known(cells, dst) & (src != dst)
-    axes = shares(cells.rules, streams=cells.streams).streams
+    axes = shares(cells.sharding_rules, streams=cells.streams).streams
 
     def of_share(
         cells: C, does: jax.Array, src: jax.Array, dst: jax.Array, *bounds: jax.Array
     ) -> tuple[C, jax.Array]:
-        source = jax.tree.map(lambda field: looked_up(field, axes, src)[None], cells)
+        source = jax.tree.map(lambda field: gather_sharded(field, axes, src)[None], cells)
         return _replaced(cells, source, does, dst - first_of(axes, cells.streams), *bounds)
 
-    run = on_shares(cells.rules, of_share, (P(axes), *(P(),) * 5), (P(axes), P()))
+    run = map_shards(cells.sharding_rules, of_share, (P(axes), *(P(),) * 5), (P(axes), P()))
     return run(cells, does, src, dst, start, stop)
 
 
@@ -91,20 +91,20 @@ def _replaced(
     count = _in_chunks(cells, end)
     does = does & (dst >= 0) & (dst < cells.streams)
     of_dst = jnp.where(does, dst, 0)
-    old = cells.stamp[of_dst]
+    old = cells.cell_hash[of_dst]
     marks = begun(cells.history[of_dst][None], lacks(source))
 
     def row(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
 
-    stamp = replaced(old, source.stamp[0])
+    stamp = replaced(old, source.cell_hash[0])
     copied = replace(
         cells,
         position=row(cells.position, jnp.where(shared, source.position[0], EMPTY)),
         owners=row(cells.owners, jnp.where(shared[None], source.owners[0], 0)),
         shift=row(cells.shift, jnp.where(shared, source.shift[0], 0)),
         evicted_below=row(cells.evicted_below, inherited(source, jnp.int32(0), start, stop)),
-        stamp=row(cells.stamp, jnp.where(index < count, stamp, old)),
+        cell_hash=row(cells.cell_hash, jnp.where(index < count, stamp, old)),
         content=row(cells.content, source.content[0]),
         **{name: row(getattr(cells, name), value[0]) for name, value in marks.items()},
     )
@@ -122,7 +122,7 @@ def _copy_runs(
         def chunk(j: jax.Array, arrays: Any) -> Any:
             first = jnp.minimum(j * size, share - size)  # the last may overlap the one before
 
-            def copied(x: Cached, how: Shares) -> Cached:
+            def copied(x: Cached, how: AxisPartition) -> Cached:
                 return copy_run(how, x, src, targets[i], first, size, count)
 
             return each_array(copied, arrays, split)
@@ -149,10 +149,14 @@ def select_between(
     does = known(cells, targets)
     targets = jnp.where(does, targets, cells.streams)
     source = jnp.where(does, parents, 0)
-    axes = shares(cells.rules, streams=cells.streams).streams
-    run = on_shares(cells.rules, partial(_selected, axes), (P(axes), P(), P(), P()), (P(axes), P()))
+    axes = shares(cells.sharding_rules, streams=cells.streams).streams
+    run = map_shards(
+        cells.sharding_rules, partial(_selected, axes), (P(axes), P(), P(), P()), (P(axes), P())
+    )
     selected, count = run(cells, source, targets, does)
-    return selected, on_halves(cells.rules, buffers, _select_cells, source, targets, does, count)
+    return selected, on_halves(
+        cells.sharding_rules, buffers, _select_cells, source, targets, does, count
+    )
 
 
 def _selected(
@@ -162,16 +166,16 @@ def _selected(
 
     What a stream holds is told to all devices: a line of the table.
     """
-    lines = jax.tree.map(lambda field: looked_up(field, axes, source), cells)
+    lines = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     held = jnp.where(does[:, None] & (lines.position != EMPTY), index, -1)
     count = _in_chunks(cells, jnp.max(held) + 1)
-    local, mine = own(targets, axes, cells.streams)
+    local, mine = to_local(targets, axes, cells.streams)
     local = jnp.where(does & mine, local, cells.streams)
-    old = cells.stamp.at[local].get(mode="fill", fill_value=0)
-    stamp = jnp.where(index < count, replaced(old, lines.stamp), old)
+    old = cells.cell_hash.at[local].get(mode="fill", fill_value=0)
+    stamp = jnp.where(index < count, replaced(old, lines.cell_hash), old)
     history = cells.history.at[local].get(mode="fill", fill_value=0)
-    lines = replace(lines, stamp=stamp, **begun(history, lacks(lines)))
+    lines = replace(lines, cell_hash=stamp, **begun(history, lacks(lines)))
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[local].set(value, mode="drop")
@@ -192,9 +196,9 @@ def _select_cells(
 
     def chunk(i: jax.Array, arrays: Any) -> Any:
         slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
-        slots = jnp.where(does[:, None] & (slots < count), slots, nowhere(slots))
+        slots = jnp.where(does[:, None] & (slots < count), slots, no_slots(slots))
 
-        def copied(x: Cached, how: Shares) -> Cached:
+        def copied(x: Cached, how: AxisPartition) -> Cached:
             how = replace(how, cells=())  # a token keeps its cell: each share is copied by itself
             return put(how, x, targets[:, None], slots, bring(how, x, source[:, None], slots))
 

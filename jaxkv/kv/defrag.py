@@ -13,7 +13,7 @@ from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.kv.tiles import tile_of
-from jaxkv.mesh import Shares
+from jaxkv.mesh import AxisPartition
 from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, numbers_of
 from jaxkv.spec import TableSpec
@@ -25,7 +25,8 @@ from jaxkv.stamp import mix
 class DefragPlan(MaintenancePlan):
     """Moves that close gaps: runs of neighbouring cells, each with its destination.
 
-    With M = N // 2, the most runs that there can be. Only the first `count` of a stream are moves.
+    With M = N // 2, the most runs that there can be. Only the first `count` of a stream are
+    moves.
 
     source: `[S, M]` int32, the first cell of a run, those that would be taken last first.
     destination: `[S, M]` int32, where that cell goes; the rest of the run follows.
@@ -148,17 +149,19 @@ def move_cells(cells: C, buffers: Buffers, plan: DefragPlan, ok: jax.Array) -> t
 
         owners = [moved(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
         # The same keys in another place: stamped anew, for a table that knew what stood there.
-        stamp = mix(_taken(cells.stamp, source) + 1)
+        stamp = mix(_taken(cells.cell_hash, source) + 1)
         return replace(
             cells,
             position=moved(cells.position, EMPTY),
             owners=jnp.stack(owners, axis=1),
             shift=moved(cells.shift, 0),
-            stamp=_put(cells.stamp, destination, stamp),
+            cell_hash=_put(cells.cell_hash, destination, stamp),
             content=_put(cells.content, destination, _taken(cells.content, source)),
         )
 
-    buffers = on_halves(cells.rules, buffers, partial(_move, size), plan, chunks, by_stream=2)
+    buffers = on_halves(
+        cells.sharding_rules, buffers, partial(_move, size), plan, chunks, by_stream=2
+    )
     cells = jax.lax.fori_loop(0, jnp.max(chunks), move, cells)
     return cells, buffers
 
@@ -173,7 +176,7 @@ def _move(size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays:
     def move(i: jax.Array, arrays: Any) -> Any:
         source, destination = _moves(plan, size, i)
 
-        def carried(x: Cached, how: Shares) -> Cached:
+        def carried(x: Cached, how: AxisPartition) -> Cached:
             how = replace(how, streams=())  # each device moves within its own streams
             return put(how, x, stream, destination, bring(how, x, stream, source))
 

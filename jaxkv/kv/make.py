@@ -14,7 +14,7 @@ from jaxkv.kv.table import CellTable
 from jaxkv.kv.tiles import TILE, check_cells
 from jaxkv.ops.latent import Latent
 from jaxkv.ops.quantised import zeros
-from jaxkv.places import FAR, check_shape, count
+from jaxkv.places import MAX_CELLS, check_count, check_shape
 from jaxkv.rope import NOT_GIVEN, NotGiven, Rope
 from jaxkv.spec import checked_streams
 from jaxkv.window import Window, cells_for
@@ -92,11 +92,11 @@ def make_kv_cache(
     layer as int32 then; one that is out of range and traced is written nowhere and reads NaN. All
     else is as ever, and files and meshes do not know the difference. The price: outside of `jit` a
     write copies all layers, and a derivative by the buffers is as large as all of them at each
-    layer. `implementation="xla"`, `"cudnn"` or `"whole"` and `read_kv` copy a layer before they
-    read it, and what jaxkv chooses on a GPU without its kernel may; on a processor tiles alone are
-    read, also where all cells in one product would be faster. Writes go over all layers in bfloat16
-    and float8 on a processor with jax before 0.12, where float32, float16 or int8 do not; and on a
-    TPU where heads have less than 128 numbers. There are figures in `docs/performance.md`.
+    layer. `implementation="xla"`, `"cudnn"` or `"whole"` and `read_kv` copy a layer before
+    they read it, and what jaxkv chooses on a GPU without its kernel may; on a processor tiles alone
+    are read, also where all cells in one product would be faster. Writes go over all layers in
+    bfloat16 and float8 on a processor with jax before 0.12, where float32, float16 or int8 do not;
+    and on a TPU where heads have less than 128 numbers. There are figures in `docs/performance.md`.
 
     Raises:
       TypeError: when a count is no integer.
@@ -174,7 +174,7 @@ def make_kv_cache(
     llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream, `n_swa` for the window, and
     `type_k` and `type_v` for the dtype.
     """
-    layers, sequences = count(layers, "layers"), count(sequences, "sequences")
+    layers, sequences = check_count(layers, "layers"), check_count(sequences, "sequences")
     streams = checked_streams(streams, sequences)
     shards = _checked_shards(placement, shards)
     _check_dtype(dtype)
@@ -183,8 +183,10 @@ def make_kv_cache(
     if cells is None:
         if window is None:
             raise ValueError("a cache without a window needs to be told its cells: pass cells=")
-        ubatch_size = count(512 if ubatch_size is None else ubatch_size, "ubatch_size")
-        max_rollback = count(32 if max_rollback is None else max_rollback, "max_rollback", low=0)
+        ubatch_size = check_count(512 if ubatch_size is None else ubatch_size, "ubatch_size")
+        max_rollback = check_count(
+            32 if max_rollback is None else max_rollback, "max_rollback", low=0
+        )
         sharing = sequences // streams
         cells = cells_for(
             window, ubatch_size=ubatch_size, max_rollback=max_rollback, sharing=sharing
@@ -219,7 +221,7 @@ def make_kv_cache(
                 f"wanted values after the {turned} numbers of a key that its rope turns, got "
                 f"numbers {value.first} to {value.last - 1}: put those that are rotated first"
             )
-    cells = count(cells, "cells of a stream", high=FAR - 1)
+    cells = check_count(cells, "cells of a stream", high=MAX_CELLS - 1)
     if cells % shards:
         raise ValueError(
             f"wanted a number of cells that {shards} shards divide, got {cells}: take "
@@ -303,7 +305,7 @@ def _values_per_layer(
 
     given = _for_each(value, len(keys), "value_dim")
     return tuple(
-        latent(one, key) if isinstance(one, slice) else count(one, "value_dim")
+        latent(one, key) if isinstance(one, slice) else check_count(one, "value_dim")
         for one, key in zip(given, keys, strict=True)
     )
 
@@ -318,7 +320,7 @@ def _checked_shards(placement: Placement, shards: int | None) -> int:
                 "wanted shards for striped cells, got none: pass shards=, the devices that will "
                 "split the cells"
             )
-        return count(shards, "shards")
+        return check_count(shards, "shards")
     if shards is not None:
         raise ValueError(
             f"wanted shards only with placement='striped', got {shards} and {placement!r}: leave "
@@ -329,7 +331,7 @@ def _checked_shards(placement: Placement, shards: int | None) -> int:
 
 def _per_layer(value: int | Sequence[int], layers: int, name: str) -> tuple[int, ...]:
     """Return a size for each layer, from one for all or one for each."""
-    return tuple(count(size, name) for size in _for_each(value, layers, name))
+    return tuple(check_count(size, name) for size in _for_each(value, layers, name))
 
 
 def _for_each(value: Any, layers: int, name: str) -> tuple[Any, ...]:

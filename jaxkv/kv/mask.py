@@ -12,7 +12,7 @@ from jaxkv.kv.cells import Cells, home
 from jaxkv.kv.slots import pools
 from jaxkv.kv.tiles import tile_of
 from jaxkv.ops.attention.sight import Sight, mask_of
-from jaxkv.places import FAR
+from jaxkv.places import MAX_CELLS
 from jaxkv.window import last_seen
 
 
@@ -45,7 +45,7 @@ def sight_of(
         )
     _, word, bit = home(cells, ubatch.sequences)
     streams, all_streams = pools(cells, ubatch)
-    looks = ubatch.valid & (ubatch.slots < FAR)
+    looks = ubatch.valid & (ubatch.slots < MAX_CELLS)
     bit = jnp.where(looks, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
     # More tokens than sequences are those of prompts, several of which see the same tiles.
@@ -84,7 +84,7 @@ def blind(
     """
     if causal and visible_until is None:
         return None
-    looks = ubatch.valid & (ubatch.slots < FAR)
+    looks = ubatch.valid & (ubatch.slots < MAX_CELLS)
     count, ids = ubatch.spec.sequences, ubatch.sequences
     last = jnp.full(count, -1, jnp.int32)
     last = last.at[jnp.where(looks, ids, count)].max(ubatch.positions, mode="drop")

@@ -55,7 +55,7 @@ def evict(cells: C, taken: jax.Array) -> C:
         gone = (cells.position < cells.evicted_below[:, None]) & (end > EMPTY)[:, None]
         return with_owners(cells, jnp.where(gone[:, None], 0, cells.owners))
 
-    def let_go(local: jax.Array, cells: C) -> C:
+    def evict_owner(local: jax.Array, cells: C) -> C:
         mine, words = _held_side_by_side(cells, local)
         marks = cells.evicted_below.reshape(cells.streams, -1)
         lost = jnp.max(jnp.where(taken, mine, EMPTY), axis=1)
@@ -66,7 +66,7 @@ def evict(cells: C, taken: jax.Array) -> C:
         marks = marks.at[:, local].set(end).reshape(-1)
         return replace(cells, owners=owners, evicted_below=marks)
 
-    cells = each(_locals(cells, taken), let_go, cells)
+    cells = each(_locals(cells, taken), evict_owner, cells)
     return with_owners(cells, cells.owners)
 
 

@@ -82,7 +82,8 @@ def add(
     """Move the cells of a sequence in a range by `delta`, `[]` int32, for every owner.
 
     A cell whose position turns negative is freed. Where a position would reach END, or an owner
-    could not go on (`reuse.granted`), nothing moves, and the second answer, `[]` bool, is False.
+    could not go on (`reuse.granted`), nothing moves, and the second answer, `[]` bool, is
+    False.
 
     `gap`, `[]` int32, is the lowest position from which nothing stands up to the range, taken by a
     window or not; None where that is not known.
@@ -218,11 +219,13 @@ def rotate_pending(cells: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffer
     by = jnp.where(owed, cells.shift, 0)
     ropes = buffers.ropes[: len(buffers.k)]
     start = cells.position - cells.shift
-    buffers = on_halves(cells.rules, buffers, partial(_rotate, ropes), start, by, by_stream=2)
+    buffers = on_halves(
+        cells.sharding_rules, buffers, partial(_rotate, ropes), start, by, by_stream=2
+    )
     cells = replace(
         cells,
         shift=jnp.where(owed, 0, cells.shift),
-        stamp=restamped(cells, owed),
+        cell_hash=restamped(cells, owed),
     )
     return cells, buffers
 

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.batch import Ubatch, contents
 from jaxkv.cache import Findings, Room
 from jaxkv.kv.by_stream import gathered, on_rows
-from jaxkv.kv.cells import C, Cells, digest, free, holders, home, lasts, of_cells
+from jaxkv.kv.cells import C, Cells, free, holders, home, lasts, of_cells, stream_hash
 from jaxkv.kv.reuse import evict, hidden, misses
 from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.kv.tiles import in_tiles
-from jaxkv.places import EMPTY, END, FAR, nowhere
+from jaxkv.places import EMPTY, END, MAX_CELLS, no_slots
 from jaxkv.plan import Reason
 from jaxkv.stamp import chained
 from jaxkv.window import looks_back
@@ -154,7 +154,7 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:
     fault = jnp.where(apart, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)
     unplaced = ubatch.valid & (slots >= cells.num_cells)
     placed = ~jnp.any(unplaced) & ubatch.valid
-    return jnp.where(placed, slots, nowhere(slots)), jnp.where(unplaced, fault, Reason.OK)
+    return jnp.where(placed, slots, no_slots(slots)), jnp.where(unplaced, fault, Reason.OK)
 
 
 def _search(
@@ -174,7 +174,7 @@ def _search(
     else:
         slots, split = _in_turn(cells, ubatch, all_streams)
     if apart:  # the device that holds its stream speaks for a token
-        slots = jnp.where(ubatch.valid, slots, nowhere(slots))
+        slots = jnp.where(ubatch.valid, slots, no_slots(slots))
         split = ubatch.valid & split
         slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), apart)
         split = whole == 0
@@ -294,7 +294,7 @@ def _take(cells: C, ubatch: Ubatch) -> C:
             _owners(cells, ubatch), **put
         ),
         shift=cells.shift.at[where].set(0, **put),
-        stamp=cells.stamp.at[where].set(ubatch.cell_hashes, **put),
+        cell_hash=cells.cell_hash.at[where].set(ubatch.cell_hashes, **put),
         content=cells.content.at[where].set(contents(ubatch), **put),
         history=_history_after(cells, ubatch),
     )
@@ -334,7 +334,7 @@ def _owners(cells: Cells, ubatch: Ubatch) -> jax.Array:
     return owners
 
 
-def digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
+def stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Return the digest once a ubatch has occupied its slots, of a table without a window.
 
     Only its slots change, which are empty: there is no need to look at all cells again.
@@ -352,7 +352,7 @@ def digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 def _digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Return the digest of some streams after it, `[S]` uint32, see `by_stream.on_rows`."""
     slots, streams = ubatch.slots, ubatch.row_stream
-    stamp = cells.stamp.at[streams[:, None], slots].get(mode="fill", fill_value=0)
+    stamp = cells.cell_hash.at[streams[:, None], slots].get(mode="fill", fill_value=0)
     owners, none = _owners(cells, ubatch), jnp.zeros_like(slots)
     empty = jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners)
     taken = ubatch.positions, none, ubatch.cell_hashes, owners
@@ -374,10 +374,10 @@ def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]
       since. And `[R]` bool, False for rows of the latter two: what they would see is not what was
       planned.
     """
-    placed = ubatch.slots < FAR
+    placed = ubatch.slots < MAX_CELLS
     stream = ubatch.row_stream
-    current = (digest(cells) == ubatch.hash_after)[stream] | ~jnp.any(placed, axis=1)
-    slots = jnp.where(placed & current[:, None], ubatch.slots, nowhere(ubatch.slots))
+    current = (stream_hash(cells) == ubatch.hash_after)[stream] | ~jnp.any(placed, axis=1)
+    slots = jnp.where(placed & current[:, None], ubatch.slots, no_slots(ubatch.slots))
     return slots, current
 
 
@@ -412,4 +412,4 @@ def readable(cells: Cells, ubatch: Ubatch, written: jax.Array) -> jax.Array:
       `[R]` bool; True for rows that look at nothing.
     """
     whole = written == cells.history[:, 1]
-    return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < FAR, axis=1)
+    return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

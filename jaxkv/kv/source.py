@@ -18,7 +18,7 @@ from jaxkv.cache import Cache, KVView, merge, split
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.make import make_kv_cache
 from jaxkv.kv.table import CellTable
-from jaxkv.places import EMPTY, end_of, nowhere
+from jaxkv.places import EMPTY, end_of, no_slots
 from jaxkv.spec import TableSpec, changes_of
 
 
@@ -59,18 +59,18 @@ class CrossAttentionTable(CellTable):
 
     def passed_by(self, ubatch: Ubatch) -> Reader:
         """Return that all tokens of a text look."""
-        looks = nowhere(ubatch.positions)
+        looks = no_slots(ubatch.positions)
         return Reader(jnp.where(ubatch.valid, 0, looks))
 
     def occupy(self, ubatch: Ubatch) -> Self:
         """Mark the slots of a source; a text has none."""
         return self if isinstance(ubatch.slots, Reader) else super().occupy(ubatch)
 
-    def digest_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
+    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
         """Return the digest, `[S]` uint32; text changes nothing here."""
         if isinstance(ubatch.slots, Reader):
             return ubatch.hash_before
-        return super().digest_after(ubatch, occupied)
+        return super().stream_hash_after(ubatch, occupied)
 
     def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
         """Forget a source where all of its text is forgotten; a part of a text leaves it alone."""

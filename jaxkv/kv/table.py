@@ -15,7 +15,7 @@ from jaxkv.kv.attend import attend, read_kv, write_kv
 from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.by_stream import endings, on_streams, told
 from jaxkv.kv.cells import Cells
-from jaxkv.mesh import Rules, Shares
+from jaxkv.mesh import AxisPartition, ShardingRules
 from jaxkv.rope import NotGiven
 from jaxkv.spec import TableSpec
 
@@ -42,17 +42,17 @@ class CellTable(Cells, CacheTable):
             ),
         )
 
-    def with_rules(self, rules: Rules | None) -> "CellTable":
+    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> "CellTable":
         """Return the table with other rules."""
-        return replace(self, rules=rules)
+        return replace(self, sharding_rules=sharding_rules)
 
     def partition_specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Buffers | None]:
         """Return that streams are split, and of the buffers heads and cells too."""
-        rules = self.rules or Rules()
+        rules = self.sharding_rules or ShardingRules()
 
         def of_array(x: Any) -> P:
             depth = 1 if buffers is None else buffers.depth
-            return Shares(**rules.split(mesh, **sizes_of(x, depth))).partition_spec
+            return AxisPartition(**rules.split(mesh, **sizes_of(x, depth))).partition_spec
 
         streams = P(rules.split(mesh, streams=self.streams)["streams"])
         return jax.tree.map(lambda _: streams, self), jax.tree.map(of_array, buffers)
@@ -74,9 +74,9 @@ class CellTable(Cells, CacheTable):
                 "rope=make_rope(...), or rope=None if keys have no positions"
             )
 
-    def digest(self) -> jax.Array:
-        """See `cells.digest`."""
-        return on_streams(self, cells.digest)
+    def stream_hash(self) -> jax.Array:
+        """See `cells.stream_hash`."""
+        return on_streams(self, cells.stream_hash)
 
     def first(self, seq: jax.Array) -> jax.Array:
         """See `cells.first`."""
@@ -122,11 +122,11 @@ class CellTable(Cells, CacheTable):
         """See `slots.occupy`."""
         return slots.occupy(self, ubatch)
 
-    def digest_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
-        """See `slots.digest_after`; a window may take more cells than the ubatch does."""
+    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
+        """See `slots.stream_hash_after`; a window may take more cells than the ubatch does."""
         if self.window is not None:
-            return occupied.digest()
-        return slots.digest_after(self, ubatch)
+            return occupied.stream_hash()
+        return slots.stream_hash_after(self, ubatch)
 
     def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
         """See `cells.remove`; refused where a sequence could not go on, see `reuse.granted`."""

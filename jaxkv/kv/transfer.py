@@ -34,9 +34,9 @@ from jaxkv.kv.cells import (
 from jaxkv.kv.cells import copy as share
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import usable
-from jaxkv.mesh import Shares, looked_up, on_shares, own, shares
+from jaxkv.mesh import AxisPartition, gather_sharded, map_shards, shares, to_local
 from jaxkv.ops.stacked import each_array
-from jaxkv.places import divided, end_of, nowhere
+from jaxkv.places import divided, end_of, no_slots
 
 
 class Need(NamedTuple):
@@ -115,7 +115,7 @@ def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buf
     """
     left, arriving, origin, slots, need = transfer
     gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.wanted[:, None])
-    slots = jnp.where(gets, slots, nowhere(slots))
+    slots = jnp.where(gets, slots, no_slots(slots))
     source, _ = divided(origin, cells.num_cells)
     comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
     comes = jnp.any(comes, axis=1)  # [S, S], from the second to the first
@@ -123,7 +123,7 @@ def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buf
     filled = on_streams(left, settle, slots, arriving, lacking)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
     args = origin, slots, jnp.where(need.ok, need.wanted, 0)
-    return filled, on_halves(cells.rules, buffers, _fill, *args, by_stream=2)
+    return filled, on_halves(cells.sharding_rules, buffers, _fill, *args, by_stream=2)
 
 
 def _fill(
@@ -142,11 +142,11 @@ def _fill(
         stream = jnp.minimum(stream, wanted.size - 1)
         turn = number - (ends - wanted)[stream]
         slot = jnp.where(
-            number < ends[-1], looked_up(slots, by_streams, stream, turn), nowhere(number)
+            number < ends[-1], gather_sharded(slots, by_streams, stream, turn), no_slots(number)
         )
-        source = divided(looked_up(origin, by_streams, stream, turn), size)
+        source = divided(gather_sharded(origin, by_streams, stream, turn), size)
 
-        def copied(x: Cached, how: Shares) -> Cached:
+        def copied(x: Cached, how: AxisPartition) -> Cached:
             return put(how, x, stream, slot, bring(how, x, *source))
 
         return each_array(copied, arrays, split)
@@ -190,9 +190,9 @@ def _transfer(
     home_of, *_ = home(cells, targets)
     like = apart[:, None] & apart[None] & (home_of[:, None] == home_of[None])
     like &= parents[:, None] == parents[None]
-    axes = shares(cells.rules, streams=cells.streams).streams
-    run = on_shares(
-        cells.rules,
+    axes = shares(cells.sharding_rules, streams=cells.streams).streams
+    run = map_shards(
+        cells.sharding_rules,
         partial(_queue, axes),
         (*(P(axes),) * 3, *(P(),) * 5),
         P(axes),
@@ -241,13 +241,13 @@ def _queue(
     def add(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
         """Let the cells of a parent follow those that its target's stream gets already."""
         arriving, origin, wanted = queue
-        line = [cells.position, cells.owners, cells.shift, cells.stamp, cells.content]
-        line = [looked_up(field, axes, theirs[i]) for field in line]
+        line = [cells.position, cells.owners, cells.shift, cells.cell_hash, cells.content]
+        line = [gather_sharded(field, axes, theirs[i]) for field in line]
         position, owners, shift, stamp, content = line
         mine = (owners[word[i]] >> bit[i]) & 1 == 1
         mine &= (position >= jnp.maximum(start, 0)) & (position < end_of(stop))
         count = jnp.cumsum(mine, dtype=jnp.int32)
-        stream, is_own = own(streams[i], axes, cells.streams)
+        stream, is_own = to_local(streams[i], axes, cells.streams)
         turn = index - wanted[stream]
         these = is_own & (turn >= 0) & (turn < count[-1])
         cell = jnp.searchsorted(count, turn + 1).astype(jnp.int32)
@@ -261,7 +261,7 @@ def _queue(
             position=put(arriving.position, position[cell]),
             owners=put(arriving.owners, whose[:, None]),
             shift=put(arriving.shift, shift[cell]),
-            stamp=put(arriving.stamp, stamp[cell]),
+            cell_hash=put(arriving.cell_hash, stamp[cell]),
             content=put(arriving.content, content[cell]),
         )
         origin = put(origin, theirs[i] * cells.num_cells + cell)

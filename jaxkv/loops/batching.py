@@ -14,25 +14,25 @@ import numpy as np
 from jaxkv.cache import Cache, split
 from jaxkv.donation import check_there
 from jaxkv.loops.forward import Forward
-from jaxkv.loops.prefixes import Prefixes
+from jaxkv.loops.prefixes import EnginePrefixes
 from jaxkv.loops.requests import (
-    Finish,
-    Progress,
+    FinishReason,
     Request,
-    Result,
-    checked_limits,
+    RequestOutput,
+    RequestState,
+    check_config,
     checked_request,
 )
 from jaxkv.loops.rules import Constraint
-from jaxkv.loops.runner import Outcome, Runner
-from jaxkv.loops.scheduling import Schedule
-from jaxkv.places import count
+from jaxkv.loops.runner import ModelRunner, RunnerOutput
+from jaxkv.loops.scheduling import Scheduler
+from jaxkv.places import check_count
 from jaxkv.plan import Reason
-from jaxkv.prefix import Store
+from jaxkv.prefix import PrefixStore
 
-__all__ = ["Engine", "Finish", "Request", "Result", "Constraint", "serve"]
+__all__ = ["Engine", "FinishReason", "Request", "RequestOutput", "Constraint", "serve"]
 
-USUAL = ("temperature", "top_k", "top_p", "min_p")
+DEFAULT_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 """The options that requests may have by default: penalties cost something in every step."""
 
 
@@ -57,30 +57,31 @@ class Engine:
       cache: an empty cache; it is given up, and `engine.cache` is the current cache. The cells
         of a stream are for all of its sequences. It may hold what the store holds.
       stop_tokens: `[n]` int32, the tokens that end every text.
-      chunk: the most tokens of prompts that are computed at once. A running text waits for one
-        chunk between two tokens at most.
+      prefill_chunk: the most tokens of prompts that are computed at once. A running text waits for
+        one chunk between two tokens at most.
       tokens_per_step: the most tokens of each text that are generated before the host looks at
         them.
       reserve: whether a request is let in only when the cells for its prompt and limit are promised
         to no other. Otherwise it is let in when there is room for now, and where cells run out the
         youngest text gives way: it waits again, and is computed anew.
-      allow: the sampling options that requests may have, see `loops.sampling.make_sampler`.
-        Penalties must be asked for.
-      last_n: how many tokens penalties count.
-      most_stops: the most stop tokens that a request may have of its own.
-      constraint: what may come next in the texts whose requests have a `rule_state`, such as a
-        grammar. It is looked at in every step, whichever texts run, and its states go to the host
+      sampling_options: the sampling options that requests may have, see
+        `loops.sampling.make_sampler`. Penalties must be asked for.
+      penalty_last_n: how many tokens penalties count.
+      max_stop_tokens: the most stop tokens that a request may have of its own.
+      constraint: what may come next in the texts whose requests have a `constraint_state`, such as
+        a grammar. It is looked at in every step, whichever texts run, and its states go to the host
         and back with each call: keep them small.
-      store: what `prefix.make_store` made for this cache; from then on `engine.store`. A prompt
-        that begins with a text in it computes only the rest. Each text is remembered when it ends,
-        and where prompts part that begin alike; a prompt waits for one that is on its way in and
-        has more of it. Its texts give way, the least recently used first, before a request waits.
+      store: what `prefix.make_prefix_store` made for this cache; from then on `engine.store`. A
+        prompt that begins with a text in it computes only the rest. Each text is remembered when it
+        ends, and where prompts part that begin alike; a prompt waits for one that is on its way in
+        and has more of it. Its texts give way, the least recently used first, before a request
+        waits.
 
     Raises:
-      ValueError: when the cache is not empty, was donated or has a part for sources, `chunk` is
-        more than it was sized for, a number is below 1, there is no such option to allow, the
-        rule does not give what it should, or the store was made for another cache or leaves no
-        sequence.
+      ValueError: when the cache is not empty, was donated or has a part for sources,
+        `prefill_chunk` is more than it was sized for, a number is below 1, there is no such option
+        to allow, the rule does not give what it should, or the store was made for another cache or
+        leaves no sequence.
       TypeError: when `forward` is no function, the rule none, or the store none.
 
     Examples:
@@ -91,7 +92,9 @@ class Engine:
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> engine = loops.batching.Engine(forward, jnp.eye(4), cache, stop_tokens=[3], chunk=8)
+      >>> engine = loops.batching.Engine(
+      ...     forward, jnp.eye(4), cache, stop_tokens=[3], prefill_chunk=8
+      ... )
       >>> request = loops.batching.Request
       >>> ids = [engine.submit(request(prompt=[n], max_new_tokens=n + 1)) for n in (1, 3, 0)]
       >>> for result in engine.results():
@@ -112,11 +115,11 @@ which this cache never has: ask for less, or make a larger one
 
       With a store a prompt is computed once, but for its last token, which gives the logits:
 
-      >>> store = prefix.make_store(cache := engine.cache, holders=[1])
-      >>> engine = loops.batching.Engine(forward, jnp.eye(4), cache, store=store, chunk=8)
+      >>> store = prefix.make_prefix_store(cache := engine.cache, store_sequences=[1])
+      >>> engine = loops.batching.Engine(forward, jnp.eye(4), cache, store=store, prefill_chunk=8)
       >>> for _ in range(2):
       ...     _ = engine.submit(request(prompt=[0, 1, 2], max_new_tokens=2))
-      ...     print(next(engine.results()).found)
+      ...     print(next(engine.results()).prefix_hit)
       Found(length=0, miss=<Miss.UNKNOWN: 1>)
       Found(length=2, miss=<Miss.NONE: 0>)
     """
@@ -128,14 +131,14 @@ which this cache never has: ask for less, or make a larger one
         cache: Cache,
         *,
         stop_tokens: Any = (),
-        chunk: int | None = None,
+        prefill_chunk: int | None = None,
         tokens_per_step: int = 8,
         reserve: bool = True,
-        allow: Collection[str] = USUAL,
-        last_n: int = 64,
-        most_stops: int = 4,
+        sampling_options: Collection[str] = DEFAULT_OPTIONS,
+        penalty_last_n: int = 64,
+        max_stop_tokens: int = 4,
         constraint: Constraint | None = None,
-        store: Store | None = None,
+        store: PrefixStore | None = None,
     ):
         if not callable(forward):
             raise TypeError(f"wanted a function forward, see prefill, got {type(forward)}")
@@ -146,23 +149,25 @@ which this cache never has: ask for less, or make a larger one
                 "wanted a cache without a part for sources, which requests do not bring, got one "
                 "with it: encode and decode run texts with sources side by side"
             )
-        self._limits = checked_limits(
+        self._limits = check_config(
             table.spec,
-            chunk=chunk,
+            prefill_chunk=prefill_chunk,
             tokens_per_step=tokens_per_step,
-            allow=allow,
-            last_n=last_n,
-            most_stops=most_stops,
+            sampling_options=sampling_options,
+            penalty_last_n=penalty_last_n,
+            max_stop_tokens=max_stop_tokens,
             constraint=constraint,
         )
-        self._runner = Runner(forward, params, cache, stop_tokens=stop_tokens, limits=self._limits)
-        self._prefixes = Prefixes(self._runner, store)
-        self._schedule = Schedule(
+        self._runner = ModelRunner(
+            forward, params, cache, stop_tokens=stop_tokens, limits=self._limits
+        )
+        self._prefixes = EnginePrefixes(self._runner, store)
+        self._schedule = Scheduler(
             table, limits=self._limits, reserve=reserve, prefixes=self._prefixes
         )
         self._cut_short = False
         self._next = 0
-        self._done: list[Result] = []
+        self._done: list[RequestOutput] = []
 
     @property
     def cache(self) -> Cache:
@@ -171,7 +176,7 @@ which this cache never has: ask for less, or make a larger one
         return self._runner.cache
 
     @property
-    def store(self) -> Store | None:
+    def store(self) -> PrefixStore | None:
         """The store as it is now, beside `engine.cache`; None without one."""
         return self._prefixes.store
 
@@ -195,7 +200,7 @@ which this cache never has: ask for less, or make a larger one
             sampling options are no dict.
         """
         self._check_cache()
-        text = Progress(id=self._next, request=checked_request(request, self._limits))
+        text = RequestState(id=self._next, request=checked_request(request, self._limits))
         self._schedule.add(text)
         self._next += 1
         return text.id
@@ -215,7 +220,7 @@ which this cache never has: ask for less, or make a larger one
             return False
         self._check_cache()
         with self._at_risk():
-            self._end([(text, Finish.CANCELLED)])
+            self._end([(text, FinishReason.CANCELLED)])
         return True
 
     def tokens_of(self, request_id: int) -> list[int]:
@@ -230,7 +235,7 @@ which this cache never has: ask for less, or make a larger one
         text = self._found(request_id)
         return [] if text is None else list(text.tokens)
 
-    def results(self) -> Iterator[Result]:
+    def results(self) -> Iterator[RequestOutput]:
         """Step until nothing is left to do, and yield results as they come.
 
         Requests may be submitted and cancelled between two results.
@@ -241,7 +246,7 @@ which this cache never has: ask for less, or make a larger one
             while self._done:
                 yield self._done.pop(0)
 
-    def step(self) -> list[Result]:
+    def step(self) -> list[RequestOutput]:
         """Compute a chunk of prompts, then some tokens of each text that runs; return what ended.
 
         For servers with a loop of their own, which submit and cancel between steps.
@@ -279,9 +284,9 @@ which this cache never has: ask for less, or make a larger one
             self._cut_short = self._runner.cache is not before
             raise
 
-    def _found(self, request_id: int) -> Progress | None:
+    def _found(self, request_id: int) -> RequestState | None:
         """Return a request that waits or runs, None if it has ended."""
-        request_id = count(request_id, "the id of a request", low=0)
+        request_id = check_count(request_id, "the id of a request", low=0)
         if request_id >= self._next:
             raise ValueError(f"wanted an id that submit returned, got {request_id}")
         return next((text for text in self._schedule.all if text.id == request_id), None)
@@ -291,14 +296,14 @@ which this cache never has: ask for less, or make a larger one
         self._check_cache()
         with self._at_risk():
             self._schedule.admit()
-        if feeding := self._schedule.feeding:
+        if feeding := self._schedule.prefilling:
             with self._at_risk():
                 self._run_chunk(feeding)
         if running := self._schedule.running:
             with self._at_risk():
                 self._generate(running)
 
-    def _run_chunk(self, texts: list[Progress]) -> None:
+    def _run_chunk(self, texts: list[RequestState]) -> None:
         """Compute a chunk of the prompts of texts, and take the first token of those that end."""
         counts, outcome = self._runner.run_chunk(texts)
         if not any(counts):
@@ -306,37 +311,37 @@ which this cache never has: ask for less, or make a larger one
             self._preempt(refused, outcome.reasons)
             return
         for text, n in zip(texts, counts, strict=True):
-            text.placed += n
-            if text.placed in text.cuts:
-                self._prefixes.remember(text, text.placed)
+            text.num_computed_tokens += n
+            if text.num_computed_tokens in text.branch_points:
+                self._prefixes.store_prefix(text, text.num_computed_tokens)
         ready = [text for text in texts if text.runs]
         self._take(ready, dict.fromkeys((text.sequence for text in ready), 1), outcome)
 
-    def _generate(self, texts: list[Progress]) -> None:
+    def _generate(self, texts: list[RequestState]) -> None:
         """Generate some tokens of the texts that run."""
         turns = self._turns(texts)
-        allowed = {text.sequence: min(text.left, turns) for text in texts}
+        allowed = {text.sequence: min(text.remaining, turns) for text in texts}
         outcome = self._runner.generate(texts, turns)
         refused = self._take(texts, allowed, outcome)
         if refused:
             self._preempt(refused, outcome.reasons)
 
-    def _turns(self, running: list[Progress]) -> int:
+    def _turns(self, running: list[RequestState]) -> int:
         """Return how many tokens to generate before something else is looked at.
 
         One while a prompt is on its way in, since its sequence generates nothing meanwhile; and not
         past the end of a text while requests wait for its sequence.
         """
-        if self._schedule.feeding:
+        if self._schedule.prefilling:
             return 1
-        lefts = [text.left for text in running]
+        lefts = [text.remaining for text in running]
         return min(
             self._limits.tokens_per_step, min(lefts) if self._schedule.any_waits else max(lefts)
         )
 
     def _take(
-        self, texts: list[Progress], allowed: dict[int, int], outcome: Outcome
-    ) -> list[Progress]:
+        self, texts: list[RequestState], allowed: dict[int, int], outcome: RunnerOutput
+    ) -> list[RequestState]:
         """Give texts the tokens that were picked, and end those that they end.
 
         Returns:
@@ -348,40 +353,40 @@ which this cache never has: ask for less, or make a larger one
             new = picked.tokens[row][picked.tokens[row] >= 0].tolist()
             text.tokens += new
             text.logprobs += picked.logprobs[row][: len(new)].tolist()
-            if text.rule_state is not None:
-                text.rule_state = jax.tree.map(lambda x, row=row: x[row], outcome.rule_states)
+            if text.constraint_state is not None:
+                text.constraint_state = jax.tree.map(lambda x, row=row: x[row], outcome.rule_states)
             if new and new[-1] in self._runner.stops_of(text):
-                ended.append((text, Finish.STOP))
-            elif text.left == 0:
-                ended.append((text, Finish.LENGTH))
+                ended.append((text, FinishReason.STOP))
+            elif text.remaining == 0:
+                ended.append((text, FinishReason.LENGTH))
             elif outcome.reasons[row] == Reason.NONFINITE_LOGITS:
-                ended.append((text, Finish.NONFINITE_LOGITS))
+                ended.append((text, FinishReason.NONFINITE_LOGITS))
             elif outcome.reasons[row]:
                 refused.append(text)
             elif len(new) < allowed[row]:
-                ended.append((text, Finish.NO_TOKEN))
+                ended.append((text, FinishReason.NO_TOKEN))
         freed = {self._schedule.stream_of(text) for text, _ in ended}
         self._end(ended)
         return [text for text in refused if self._schedule.stream_of(text) not in freed]
 
-    def _preempt(self, refused: list[Progress], reasons: np.ndarray) -> None:
+    def _preempt(self, refused: list[RequestState], reasons: np.ndarray) -> None:
         """Let the youngest text of each stream that is full wait; end one that is alone there.
 
-        `reasons` are `[Q]` int32, see `Outcome`.
+        `reasons` are `[Q]` int32, see `RunnerOutput`.
         """
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:
             *others, youngest = self._schedule.beside(stream)
-            if self._prefixes.let_go(stream):
+            if self._prefixes.evict_one(stream):
                 continue
             if others:
                 self._runner.remove([youngest.sequence])
-                self._schedule.put_back(youngest)
+                self._schedule.preempt(youngest)
             else:
-                self._end([(youngest, Finish.FULL)])
+                self._end([(youngest, FinishReason.OUT_OF_CELLS)])
 
-    def _end(self, ended: list[tuple[Progress, Finish]]) -> None:
+    def _end(self, ended: list[tuple[RequestState, FinishReason]]) -> None:
         """Free what texts hold, and keep their results until they are handed out."""
         placed = [text for text, _ in ended if text.sequence >= 0]
         for text in placed:
@@ -389,13 +394,13 @@ which this cache never has: ask for less, or make a larger one
         if placed:
             self._runner.remove([text.sequence for text in placed])
         for text, reason in ended:
-            self._schedule.take_out(text)
+            self._schedule.remove_request(text)
             self._done.append(text.result(reason))
 
 
 def serve(
     forward: Forward, params: Any, cache: Cache, requests: Iterable[Request], **options: Any
-) -> Iterator[Result]:
+) -> Iterator[RequestOutput]:
     """Run requests through a cache, and yield their results as they end.
 
     Args:

@@ -13,16 +13,16 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.loops.beam_scores import Search, Texts, begun, best, choose, exist, goes_on
-from jaxkv.loops.donation import given
-from jaxkv.loops.forward import Forward, take_step
+from jaxkv.loops.donation import donatable_buffers
+from jaxkv.loops.forward import Forward, run_model_step
 from jaxkv.loops.picking import check_begun
-from jaxkv.loops.programs import program_of
+from jaxkv.loops.programs import cached_program
 from jaxkv.loops.rows import listed
 from jaxkv.loops.state import ends
-from jaxkv.places import count, integers, is_concrete, is_traced
+from jaxkv.places import check_count, check_int32, is_concrete, is_traced
 from jaxkv.planning.step import plan_next
 from jaxkv.spec import TableSpec, check_once, within_streams
-from jaxkv.tables import whole
+from jaxkv.tables import replicated
 from jaxkv.verbs.edit import seq_rm, seq_select
 
 
@@ -130,8 +130,11 @@ def beam(
     Hugging Face: `generate(num_beams=W, length_penalty=length_penalty, early_stopping="never")`,
     whose `sequences_scores` are ranks. llama.cpp: none; it had `llama_beam_search` once.
     """
-    num_beams, num_tokens = count(num_beams, "num_beams"), count(num_tokens, "num_tokens")
-    logits, stop_tokens = _row(logits), integers(listed(stop_tokens), "stop_tokens")
+    num_beams, num_tokens = (
+        check_count(num_beams, "num_beams"),
+        check_count(num_tokens, "num_tokens"),
+    )
+    logits, stop_tokens = _row(logits), check_int32(listed(stop_tokens), "stop_tokens")
     if np.ndim(stop_tokens) != 1:
         raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(stop_tokens)}")
     sequences = _checked(split(cache)[0].spec, sequences, num_beams)
@@ -142,8 +145,8 @@ def beam(
     if is_traced(params, cache, args):
         return _search(forward, params, cache, *args, num_tokens=num_tokens)
     check_begun(split(cache)[0], sequences[:1], np.ones(1, bool))
-    table, buffers = given(cache, donate)
-    search = program_of(_searching, forward)
+    table, buffers = donatable_buffers(cache, donate)
+    search = cached_program(_searching, forward)
     table, buffers, beams = search(params, table, buffers, *args, num_tokens=num_tokens)
     return merge(table, buffers), beams
 
@@ -215,7 +218,7 @@ def _search(
         table, _ = split(cache)
         token = search.living.tokens[:, search.length - 1]
         plan = plan_next(table, token[:, None], sequences, exist(search.living)[:, None])
-        cache, logits = take_step(forward, params, cache, plan.ubatches[0])
+        cache, logits = run_model_step(forward, params, cache, plan.ubatches[0])
         parents, chosen = choose(search, logits, stop_tokens, length_penalty)
         cache, _ = seq_select(cache, sequences[jnp.where(plan.ok, parents, rows)], sequences)
         refused = search._replace(reason=jnp.max(plan.reason[sequences]))
@@ -229,7 +232,7 @@ def _search(
     )
     found = best(search.ended, search.living, length_penalty)
     cache, held = _settled(cache, search, found, sequences, begins)
-    return cache, whole(split(cache)[0], BeamResult(*found, held, search.reason))
+    return cache, replicated(split(cache)[0], BeamResult(*found, held, search.reason))
 
 
 def _settled(

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxkv.batch import make_batch
 from jaxkv.cache import merge, split
-from jaxkv.loops.forward import Forward, take_step
-from jaxkv.loops.programs import program_of
+from jaxkv.loops.forward import Forward, run_model_step
+from jaxkv.loops.programs import cached_program
 from jaxkv.planning.layout import turn_in_sequence
 from jaxkv.planning.place import plan_one
 from jaxkv.spec import TableSpec
@@ -149,7 +149,7 @@ def chunk_program(forward: Forward) -> Any:
       sequence that ends in the chunk. When `ok`, `[]` bool, is False nothing was changed, and
       `reason`, `[Q]` int32, says why.
     """
-    return program_of(_chunk_program, forward)
+    return cached_program(_chunk_program, forward)
 
 
 def _chunk_program(forward: Callable[[], Forward]) -> Any:
@@ -171,7 +171,7 @@ def _chunk_program(forward: Callable[[], Forward]) -> Any:
         )
         plan = plan_one(table, batch, ranks, index, held & ~ended, outputs=most)
         ubatch = plan.ubatches[0]
-        cache, logits = take_step(forward(), params, merge(table, buffers), ubatch)
+        cache, logits = run_model_step(forward(), params, merge(table, buffers), ubatch)
         whose = batch.sequences.at[ubatch.output_index].get(mode="fill", fill_value=count)
         of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
         of_each = of_each.at[whose].set(logits, mode="drop")

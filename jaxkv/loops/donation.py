@@ -9,7 +9,7 @@ from jaxkv.cache import Cache, split
 from jaxkv.donation import check_there
 
 
-def given(cache: Cache, donate: bool) -> tuple[Any, Any]:
+def donatable_buffers(cache: Cache, donate: bool) -> tuple[Any, Any]:
     """Return a table, and buffers that a program may have: those of the cache, or copies.
 
     Raises:

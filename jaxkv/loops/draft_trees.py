@@ -11,9 +11,9 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.loops import trees
 from jaxkv.loops.drafts import DraftModel, DraftTokens, draft_model
 from jaxkv.loops.drawing import Sampler, adjust_logits, draw, draw_key
-from jaxkv.loops.forward import Forward, take_step
+from jaxkv.loops.forward import Forward, run_model_step
 from jaxkv.loops.state import DecodeState, ends
-from jaxkv.places import count
+from jaxkv.places import check_count
 from jaxkv.planning.step import plan_next
 
 
@@ -44,7 +44,7 @@ class TreeDraftModel(DraftModel):
         tokens = jnp.stack([self.unfed, state.token], axis=1)
         valid = going[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(going)], axis=1)
         plan = plan_next(table, tokens, state.sequence, valid)
-        cache, logits = take_step(self.forward, self.params, self.cache, plan.ubatches[0])
+        cache, logits = run_model_step(self.forward, self.params, self.cache, plan.ubatches[0])
         logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
         first = adjust_logits(sampler, logits, state.sampler_state)
         token = self._different(sampler, first, draw_key(state.key, state.draw_index, 2))
@@ -68,7 +68,7 @@ class TreeDraftModel(DraftModel):
             adjusting = follow(adjusting, token)
             fed = token.reshape(-1, 1), sequences.reshape(-1), going.reshape(-1, 1)
             plan = plan_next(split(cache)[0], *fed)
-            cache, logits = take_step(self.forward, self.params, cache, plan.ubatches[0])
+            cache, logits = run_model_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*token.shape, -1).astype(jnp.float32)
             adjusted = adjust(logits, adjusting)
             keys = draw_key(state.key, state.draw_index + i, 2)
@@ -163,7 +163,7 @@ def tree_draft_model(
 
     llama.cpp: `examples/speculative`, with `n_parallel`.
     """
-    num_branches = count(num_branches, "num_branches")
+    num_branches = check_count(num_branches, "num_branches")
     alone = draft_model(
         forward, params, cache, batch_size=batch_size, num_draft_tokens=num_draft_tokens
     )

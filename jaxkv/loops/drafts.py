@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jaxkv.cache import Cache, split
 from jaxkv.donation import check_there
 from jaxkv.loops.drawing import Sampler, adjust_logits, draw, draw_key
-from jaxkv.loops.forward import Forward, take_step
+from jaxkv.loops.forward import Forward, run_model_step
 from jaxkv.loops.rows import chosen, padded
 from jaxkv.loops.state import DecodeState, ends
-from jaxkv.places import count
+from jaxkv.places import check_count
 from jaxkv.planning.step import plan_next
 from jaxkv.verbs.edit import seq_rm
 
@@ -187,11 +187,11 @@ def prompt_lookup(
     llama.cpp: `examples/prompt_lookup`.
     """
     ngram, num_draft_tokens, recent = (
-        count(ngram, "ngram"),
-        count(num_draft_tokens, "num_draft_tokens"),
-        count(recent, "recent"),
+        check_count(ngram, "ngram"),
+        check_count(num_draft_tokens, "num_draft_tokens"),
+        check_count(recent, "recent"),
     )
-    num_branches = count(num_branches, "num_branches")
+    num_branches = check_count(num_branches, "num_branches")
     if recent <= ngram:
         raise ValueError(f"wanted recent of more than ngram = {ngram} tokens, got {recent}")
     rows = jnp.asarray(padded(prompts, recent))
@@ -250,7 +250,7 @@ class DraftModel(Drafter):
         def step(carry: tuple, tokens: jax.Array, valid: jax.Array, i: jax.Array) -> tuple:
             cache, adjusting, _, going = carry
             plan = plan_next(split(cache)[0], tokens, state.sequence, valid & going[:, None])
-            cache, logits = take_step(self.forward, self.params, cache, plan.ubatches[0])
+            cache, logits = run_model_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
             adjusted = adjust_logits(sampler, logits, adjusting)
             token = draw(sampler, adjusted, draw_key(state.key, state.draw_index + i, 2))
@@ -308,8 +308,8 @@ def draft_model(
     llama.cpp: `examples/speculative`.
     """
     num_draft_tokens, batch_size = (
-        count(num_draft_tokens, "num_draft_tokens"),
-        count(batch_size, "batch_size"),
+        check_count(num_draft_tokens, "num_draft_tokens"),
+        check_count(batch_size, "batch_size"),
     )
     if not callable(forward):
         raise TypeError(f"wanted a function, got {type(forward)}")

@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, merge, split
 from jaxkv.hybrid import parts_of
-from jaxkv.loops.programs import program_of
+from jaxkv.loops.programs import cached_program
 from jaxkv.verbs.apply import apply
 
 Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
@@ -41,10 +41,10 @@ def compiled_step(forward: Forward) -> Any:
       >>> num_used_cells(merge(table, buffers)).item()
       1
     """
-    return program_of(_stepping, forward)
+    return cached_program(_stepping, forward)
 
 
-def take_step(
+def run_model_step(
     forward: Forward, params: Any, cache: Cache, ubatch: Ubatch
 ) -> tuple[Cache, jax.Array]:
     """Apply a ubatch and run a model over it; return the cache, and the logits, `[O, V]`."""
@@ -100,7 +100,7 @@ def _check_layers(before: Cache, after: Cache) -> None:
 def _stepping(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, donate_argnames="buffers")
     def step(params: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
-        cache, logits = take_step(forward(), params, merge(table, buffers), ubatch)
+        cache, logits = run_model_step(forward(), params, merge(table, buffers), ubatch)
         return *split(cache), logits
 
     return step

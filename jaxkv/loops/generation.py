@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import Cache, merge, split
-from jaxkv.loops.donation import given
+from jaxkv.loops.donation import donatable_buffers
 from jaxkv.loops.drawing import Sampler
-from jaxkv.loops.forward import Forward, take_step
+from jaxkv.loops.forward import Forward, run_model_step
 from jaxkv.loops.picking import Sampled, advance, nothing_picked, stops
-from jaxkv.loops.programs import program_of
+from jaxkv.loops.programs import cached_program
 from jaxkv.loops.state import DecodeState, check_sampler_state, checked, followed, going_on
-from jaxkv.places import count, is_traced
+from jaxkv.places import check_count, is_traced
 from jaxkv.planning.step import plan_next
-from jaxkv.tables import whole
+from jaxkv.tables import replicated
 from jaxkv.typed import Typed, typed
 
 
@@ -78,7 +78,7 @@ def decode(
       >>> picked.tokens.tolist(), state.active.tolist(), seq_pos_max(cache, [0, 1]).tolist()
       ([[2, 3, -1], [0, 1, -1]], [False, False], [1, 1])
     """
-    num_tokens = count(num_tokens, "num_tokens")
+    num_tokens = check_count(num_tokens, "num_tokens")
     state = checked(split(cache)[0].spec, state)
     check_sampler_state(sampler, state)
     if not state.token.shape[0]:
@@ -86,8 +86,8 @@ def decode(
     stop_tokens = stops(stop_tokens, state.token.shape[0])
     if is_traced(sampler, params, cache, state, stop_tokens):
         return _decode(forward, sampler, params, cache, state, stop_tokens, num_tokens)
-    table, buffers = given(cache, donate)
-    loop = program_of(_decoding, forward)
+    table, buffers = donatable_buffers(cache, donate)
+    loop = cached_program(_decoding, forward)
     args = typed(sampler), params, table, buffers, state, stop_tokens
     table, buffers, now, picked = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
@@ -134,7 +134,7 @@ def _decode(
         cache, state, picked, i = carry
         table, _ = split(cache)
         plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
-        cache, logits = take_step(forward, params, cache, plan.ubatches[0])
+        cache, logits = run_model_step(forward, params, cache, plan.ubatches[0])
         active = state.active & plan.ok
         state, token, logprob = advance(sampler, logits, state, stop_tokens, active)
         new = Sampled(token, logprob)
@@ -153,4 +153,4 @@ def _decode(
     begun = cache, state, nothing_picked(state.token.shape[0], num_tokens), jnp.int32(0)
     cache, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
     table, _ = split(cache)
-    return cache, *whole(table, (followed(table, state), picked))
+    return cache, *replicated(table, (followed(table, state), picked))

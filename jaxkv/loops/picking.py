@@ -13,9 +13,9 @@ from jaxkv.loops.drawing import Sampler, adjust_logits, are_broken, as_sampler, 
 from jaxkv.loops.prompts import PrefillResult
 from jaxkv.loops.rows import chosen, listed
 from jaxkv.loops.state import DecodeState, ends, resume
-from jaxkv.places import integers, is_traced
+from jaxkv.places import check_int32, is_traced
 from jaxkv.plan import Reason
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 from jaxkv.typed import Typed, typed
 
 
@@ -137,7 +137,7 @@ def check_begun(table: Any, sequences: Any, active: Any) -> None:
         )
 
 
-_ends = program(ends)
+_ends = jit_table(ends)
 
 
 def pick_first(
@@ -147,7 +147,7 @@ def pick_first(
     return _pick_first(table, typed(sampler), logits, stop_tokens, state)
 
 
-@program
+@jit_table
 def _pick_first(
     table: Any,
     sampler: Typed[Sampler],
@@ -226,7 +226,7 @@ def stops(stop_tokens: Any, count: int) -> Any:
     Raises:
       ValueError: when they are neither `[n]` nor `[T, n]`.
     """
-    stop_tokens = integers(listed(stop_tokens), "stop_tokens")
+    stop_tokens = check_int32(listed(stop_tokens), "stop_tokens")
     if np.ndim(stop_tokens) == 1:
         return stop_tokens[None]
     if np.ndim(stop_tokens) != 2 or stop_tokens.shape[0] not in (1, count):

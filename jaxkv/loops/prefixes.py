@@ -8,27 +8,27 @@ import numpy as np
 
 from jaxkv.cache import split
 from jaxkv.loops.chunks import PASS
-from jaxkv.loops.requests import NOTHING, Progress
-from jaxkv.loops.runner import Runner
-from jaxkv.prefix.keeping import fork, held, let_go, remember, warm_up
-from jaxkv.prefix.matching import agreement, longest
-from jaxkv.prefix.store import Found, Store, Text, touched
-from jaxkv.tables import program
+from jaxkv.loops.requests import NOTHING, RequestState
+from jaxkv.loops.runner import ModelRunner
+from jaxkv.prefix.keeping import evict_one, fork, held, store_prefix, warm_up
+from jaxkv.prefix.matching import common_prefix_length, longest_match
+from jaxkv.prefix.store import CachedPrompt, PrefixHit, PrefixStore, touched
+from jaxkv.tables import jit_table
 from jaxkv.verbs.ask import num_used_cells
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """What a text can go on from.
 
     source: what is held of it; None if nothing is.
     found: how far.
     """
 
-    source: Text | None
-    found: Found
+    source: CachedPrompt | None
+    found: PrefixHit
 
 
-class Prefixes:
+class EnginePrefixes:
     """Forks prompts out of a store, and remembers in it what others may begin with.
 
     All is decided by tokens and by what the table says; a text that is let go of is computed anew.
@@ -43,7 +43,7 @@ class Prefixes:
       TypeError: when it is no store.
     """
 
-    def __init__(self, runner: Runner, store: Store | None):
+    def __init__(self, runner: ModelRunner, store: PrefixStore | None):
         self._runner, self.store = runner, store
         table, _ = split(runner.cache)
         kept = 0 if store is None else held(runner.cache, store)
@@ -51,7 +51,7 @@ class Prefixes:
             raise ValueError(
                 f"wanted an empty cache, got one with {occupied} cells in use: clear(cache)"
             )
-        if store and len(store.holders) == table.spec.sequences:
+        if store and len(store.store_sequences) == table.spec.sequences:
             raise ValueError(
                 f"wanted a store that leaves sequences to requests, got one with all "
                 f"{table.spec.sequences} as holders: pass fewer, or make a cache with more"
@@ -63,18 +63,18 @@ class Prefixes:
     @property
     def holders(self) -> tuple[int, ...]:
         """The sequences that no request gets."""
-        return self.store.holders if self.store else ()
+        return self.store.store_sequences if self.store else ()
 
     def lengths(self, stream: int) -> dict[int, int]:
         """Return the tokens that each holder of a stream holds."""
         return {text.holder: text.tokens.size for text in self._texts_in(stream)}
 
     @property
-    def now(self) -> tuple[Any, Store | None]:
+    def now(self) -> tuple[Any, PrefixStore | None]:
         """The cache and the store, to come back to while no buffer was copied or written."""
         return self._runner.cache, self.store
 
-    def rewind(self, then: tuple[Any, Store | None]) -> None:
+    def rewind(self, then: tuple[Any, PrefixStore | None]) -> None:
         """Take what `now` was back."""
         self._runner.cache, self.store = then
 
@@ -90,7 +90,9 @@ class Prefixes:
             self.spared()
             self._runner.cache = warm_up(self._runner.cache, self.store, donate=True)
 
-    def match(self, text: Progress, others: Sequence[Progress], sequence: int) -> Match | None:
+    def match(
+        self, text: RequestState, others: Sequence[RequestState], sequence: int
+    ) -> PrefixMatch | None:
         """Return what a text can go on from; None if it had better wait, for there is more soon.
 
         What others have of it already is remembered. And where a text parts from one that is known
@@ -102,68 +104,71 @@ class Prefixes:
           sequence: one that it may get.
         """
         if self.store is None:
-            return Match(None, NOTHING)
+            return PrefixMatch(None, NOTHING)
         tokens = text.all_tokens()
-        match = Match(*longest(*self._pair(), tokens, sequence))
-        shared = [(agreement(one.all_tokens(), tokens[:-1]), one.held, one) for one in others]
+        match = PrefixMatch(*longest_match(*self._pair(), tokens, sequence))
+        shared = [
+            (common_prefix_length(one.all_tokens(), tokens[:-1]), one.num_cached_tokens, one)
+            for one in others
+        ]
         most, _, other = max(shared, key=lambda one: one[:2], default=(0, 0, text))
         if most - match.found.length > PASS:
-            if not other.runs and other.placed < most:
-                other.cuts.add(most)
+            if not other.runs and other.num_computed_tokens < most:
+                other.branch_points.add(most)
                 return None
-            self.remember(other, min(most, other.held))
-            match = Match(*longest(*self._pair(), tokens, sequence))
-        known = [agreement(one.tokens, tokens[:-1]) for one in self._texts]
+            self.store_prefix(other, min(most, other.num_cached_tokens))
+            match = PrefixMatch(*longest_match(*self._pair(), tokens, sequence))
+        known = [common_prefix_length(one.tokens, tokens[:-1]) for one in self._texts]
         furthest = max([most, *known])
-        text.cuts = {furthest} if furthest - match.found.length > PASS else set()
+        text.branch_points = {furthest} if furthest - match.found.length > PASS else set()
         return match
 
-    def is_near(self, match: Match, sequence: int) -> bool:
+    def is_near(self, match: PrefixMatch, sequence: int) -> bool:
         """Return whether it stands in the stream of a sequence, so that a fork is no copy."""
         source = match.source
         return source is not None and source.holder // self._sharing == sequence // self._sharing
 
-    def fork(self, match: Match, sequence: int) -> Found:
+    def fork(self, match: PrefixMatch, sequence: int) -> PrefixHit:
         """Let a sequence have what was found; return how far, which is 0 if a copy has no room."""
         if match.source is None:
             return match.found
         self._runner.cache, self.store, found = fork(*self._pair(), *match, sequence, donate=True)
         return found
 
-    def remember(self, text: Progress, length: int) -> None:
+    def store_prefix(self, text: RequestState, length: int) -> None:
         """Keep the first tokens of a text, if there are any and they can be gone on with."""
         if self.store is None or not length:
             return
         tokens = text.all_tokens()[:length]
-        self._runner.cache, self.store, _ = remember(
+        self._runner.cache, self.store, _ = store_prefix(
             *self._pair(), tokens, text.sequence, donate=True
         )
 
-    def leave(self, text: Progress) -> None:
+    def leave(self, text: RequestState) -> None:
         """Keep a text that ends; what it began with was in use until now, and is not what goes."""
         if self.store and text.source:
             self.store = touched(self.store, text.source)
-        self.remember(text, text.held)
+        self.store_prefix(text, text.num_cached_tokens)
 
-    def let_go(self, stream: int) -> bool:
+    def evict_one(self, stream: int) -> bool:
         """Let go of the least recently used text of a stream; return whether there was one."""
         texts = self._texts_in(stream)
         if texts:
-            self._runner.cache, self.store = let_go(*self._pair(), texts[0])
+            self._runner.cache, self.store = evict_one(*self._pair(), texts[0])
         return bool(texts)
 
     @property
-    def _texts(self) -> tuple[Text, ...]:
+    def _texts(self) -> tuple[CachedPrompt, ...]:
         return self.store.texts if self.store else ()
 
-    def _texts_in(self, stream: int) -> list[Text]:
+    def _texts_in(self, stream: int) -> list[CachedPrompt]:
         return [text for text in self._texts if text.holder // self._sharing == stream]
 
-    def _pair(self) -> tuple[Any, Store]:
+    def _pair(self) -> tuple[Any, PrefixStore]:
         assert self.store is not None
         return self._runner.cache, self.store
 
 
-@program
+@jit_table
 def _spared(table: Any) -> Any:
     return table.spared()

@@ -9,7 +9,7 @@ from typing import Any
 _kept: dict[tuple, tuple[list[weakref.ref], Any]] = {}
 
 
-def program_of(build: Callable[..., Any], *functions: Callable) -> Any:
+def cached_program(build: Callable[..., Any], *functions: Callable) -> Any:
     """Build a program for functions, or find the one that was built for the same ones before.
 
     A bound method is a new object each time that it is looked up, so it counts as the same where

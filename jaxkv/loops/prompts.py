@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
 from jaxkv.cache import Cache, merge, split
-from jaxkv.loops.donation import given
-from jaxkv.loops.forward import Forward, compiled_step, take_step
-from jaxkv.places import NOWHERE, bucket, count, is_concrete, is_traced
+from jaxkv.loops.donation import donatable_buffers
+from jaxkv.loops.forward import Forward, compiled_step, run_model_step
+from jaxkv.places import NO_SLOT, check_count, is_concrete, is_traced, next_power_of_two
 from jaxkv.plan import Plan
 from jaxkv.planning.init import checked_size, init_batch
 from jaxkv.verbs.apply import is_current
@@ -115,14 +115,14 @@ def prefill(
     logits = []
     if known and not is_traced(params, cache, batch):
         step = compiled_step(forward)
-        table, buffers = given(cache, donate)
+        table, buffers = donatable_buffers(cache, donate)
         for ubatch in plan.ubatches:
             table, buffers, out = step(params, table, buffers, ubatch)
             logits.append(out)
         cache = merge(table, buffers)
     else:
         for ubatch in plan.ubatches:
-            cache, out = take_step(forward, params, cache, ubatch)
+            cache, out = run_model_step(forward, params, cache, ubatch)
             logits.append(out)
     sequences = plan.gather_outputs([_sequences_of(ubatch) for ubatch in plan.ubatches])
     return PrefillResult(cache, plan.gather_outputs(logits), sequences, plan.ok, plan.reason)
@@ -134,7 +134,7 @@ def _sequences_of(ubatch: Ubatch) -> Any:
     sequences, outputs, order = map(
         xp.asarray, (ubatch.sequences, ubatch.outputs, ubatch.output_index)
     )
-    return xp.where(order == NOWHERE, -1, sequences.reshape(-1)[outputs])
+    return xp.where(order == NO_SLOT, -1, sequences.reshape(-1)[outputs])
 
 
 def _check_planned(cache: Cache, batch: Any, ubatch_size: int | None, plan: Any) -> None:
@@ -167,11 +167,11 @@ def warm_up(
 ) -> Cache:
     """Compile what prompts of any length need, before the first one comes.
 
-    With `longest`, nothing is compiled by a later `prefill` of one prompt of up to that length, if
-    its last token alone wants logits. Prompts that come together, and other `outputs`, still
-    compile some small programs that plan them and put logits in order; so do prompts of several
-    ubatches without `longest`. A server wants `loops.batching.Engine.warm_up`, after which nothing
-    compiles.
+    With `longest`, nothing is compiled by a later `prefill` of one prompt of up to that
+    length, if its last token alone wants logits. Prompts that come together, and other `outputs`,
+    still compile some small programs that plan them and put logits in order; so do prompts of
+    several ubatches without `longest`. A server wants `loops.batching.Engine.warm_up`, after
+    which nothing compiles.
 
     `prefill` runs one program for each size of a ubatch, and those are powers of two. Here a ubatch
     of each size is planned with no slots, as in a refused plan, and run. Other loops compile
@@ -215,7 +215,7 @@ def warm_up(
         raise ValueError("wanted at least one sequence to warm up for, got none")
     spec = split(cache)[0].spec
     most = max(checked_size(spec, ubatch_size) // len(sequences), 1)
-    longest = most if longest is None else max(count(longest, "longest"), most)
+    longest = most if longest is None else max(check_count(longest, "longest"), most)
 
     def planned(length: int) -> Plan:
         batch = make_batch([[0] * length] * len(sequences), sequences=sequences)
@@ -226,7 +226,7 @@ def warm_up(
         for rest in _buckets(most) if length > most else ():  # what is left over at its end
             planned((length - rest) // most * most + rest)
     step = compiled_step(forward)
-    table, buffers = given(cache, donate)
+    table, buffers = donatable_buffers(cache, donate)
     for plan in plans:
         logits = []
         for ubatch in plan.ubatches:
@@ -238,4 +238,4 @@ def warm_up(
 
 def _buckets(most: int) -> list[int]:
     """Return the powers of two below a number, and the number."""
-    return sorted({min(bucket(length), most) for length in range(1, most + 1)})
+    return sorted({min(next_power_of_two(length), most) for length in range(1, most + 1)})

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.places import integers, is_concrete
+from jaxkv.places import check_int32, is_concrete
 
 
 def newest(tokens: Any, length: int) -> Any:
@@ -29,9 +29,9 @@ def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
       most: n; by default the length of the longest prompt.
     """
     if getattr(prompts, "ndim", 0) == 2:
-        rows = integers(prompts, "prompts")
+        rows = check_int32(prompts, "prompts")
     else:
-        lists = [integers(prompt, "prompts") for prompt in prompts]
+        lists = [check_int32(prompt, "prompts") for prompt in prompts]
         if any(one.ndim != 1 for one in lists):
             raise ValueError(f"wanted a list of tokens for each text, got {prompts}")
         longest = max((len(one) for one in lists), default=0)

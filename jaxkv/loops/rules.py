@@ -199,13 +199,13 @@ def checked_state(constraint: Constraint | None, state: Any) -> Any:
         return None
     if constraint is None:
         raise ValueError(
-            "wanted no rule_state without a constraint: make the engine with constraint="
+            "wanted no constraint_state without a constraint: make the engine with constraint="
         )
     state = jax.tree.map(_array, state)
     if _shapes(state) != _shapes(constraint.first):
         raise ValueError(
-            f"wanted a rule_state with the shapes and dtypes of the first state of the constraint, "
-            f"{_shapes(constraint.first)!r}, got {_shapes(state)!r}"
+            f"wanted a constraint_state with the shapes and dtypes of the first state of the "
+            f"constraint, {_shapes(constraint.first)!r}, got {_shapes(state)!r}"
         )
     return state
 

@@ -16,18 +16,18 @@ from jaxkv.loops.chunks import Chunk, Part, chunk_program, cut, empty_chunk, sha
 from jaxkv.loops.forward import Forward
 from jaxkv.loops.generation import decode
 from jaxkv.loops.picking import Sampled, pick_first
-from jaxkv.loops.requests import Limits, Progress, Request, sampler_of, sampling_levels
+from jaxkv.loops.requests import EngineConfig, Request, RequestState, sampler_of, sampling_levels
 from jaxkv.loops.rows import listed
 from jaxkv.loops.rules import ruled
 from jaxkv.loops.sampling import Sampler
 from jaxkv.loops.state import DecodeState, resume
-from jaxkv.places import integers
+from jaxkv.places import check_int32
 from jaxkv.verbs.apply import apply
 from jaxkv.verbs.edit import seq_rm
 from jaxkv.verbs.tidy import defrag_plan
 
 
-class Outcome(NamedTuple):
+class RunnerOutput(NamedTuple):
     """What came of a call, by sequence, on the host.
 
     picked: `[Q, n]`, the tokens that were generated; n is 0 where none could be.
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     rule_states: Any
 
 
-class Runner:
+class ModelRunner:
     """Computes chunks of prompts and tokens of texts over a cache that it owns.
 
     Args:
@@ -60,12 +60,12 @@ class Runner:
         cache: Cache,
         *,
         stop_tokens: Any,
-        limits: Limits,
+        limits: EngineConfig,
     ):
         self._forward, self._weights, self.cache = forward, params, cache
         self._facts, self._limits = split(cache)[0].spec, limits
-        self._shapes = shapes_of(self._facts, limits.chunk)
-        self._stop = np.ravel(integers(listed(stop_tokens), "stop_tokens", low=0))
+        self._shapes = shapes_of(self._facts, limits.prefill_chunk)
+        self._stop = np.ravel(check_int32(listed(stop_tokens), "stop_tokens", low=0))
 
     @property
     def has_cache(self) -> bool:
@@ -75,36 +75,41 @@ class Runner:
     def warm_up(self) -> None:
         """Run every program once, with nothing to do."""
         logits = [self._compute(empty_chunk(shape))[0] for shape in self._shapes]
-        for sampling in sampling_levels(self._limits.allow):
+        for sampling in sampling_levels(self._limits.sampling_options):
             like = Request(prompt=np.zeros(1, np.int32), max_new_tokens=2, sampling=sampling)
-            nothing = [Progress(id=-1, request=like, tokens=[0], sequence=0)]
+            nothing = [RequestState(id=-1, request=like, tokens=[0], sequence=0)]
             self._pick(nothing, logits[0], turns=0)
             self.generate(nothing, turns=0)
         self.remove([])
         jax.block_until_ready(split(self.cache)[1])
 
-    def run_chunk(self, texts: Sequence[Progress]) -> tuple[list[int], Outcome]:
+    def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
         """Cut the next chunk from the prompts of texts, in their order, and compute it.
 
         Returns:
           How many tokens of each text went in, and the first tokens of the texts whose prompts end
           with them. Where one was refused, nothing went in.
         """
-        parts = [Part(text.sequence, text.all_tokens()[text.placed : text.goal]) for text in texts]
+        parts = [
+            Part(text.sequence, text.all_tokens()[text.num_computed_tokens : text.goal])
+            for text in texts
+        ]
         chunk, counts = cut(self._facts, self._shapes, parts)
         logits, plan = self._compute(chunk)
         ready = [
-            text for text, n in zip(texts, counts, strict=True) if text.placed + n == text.wanted
+            text
+            for text, n in zip(texts, counts, strict=True)
+            if text.num_computed_tokens + n == text.num_required_tokens
         ]
         none = np.zeros((self._facts.sequences, 0), np.int32)
-        nothing = Outcome(Sampled._make([none] * 2), None, ())
+        nothing = RunnerOutput(Sampled._make([none] * 2), None, ())
         first = self._pick(ready, logits, turns=1) if ready else nothing
         (ok, reasons), first = jax.device_get((plan, first))
         if ok and ready:  # else what is picked is dropped
             return counts, first
         return counts if ok else [0] * len(counts), first._replace(reasons=reasons)
 
-    def generate(self, texts: Sequence[Progress], turns: int) -> Outcome:
+    def generate(self, texts: Sequence[RequestState], turns: int) -> RunnerOutput:
         """Generate at most so many tokens of texts."""
         sampler, stop, options = self._options(texts, turns)
         tokens = np.zeros(self._facts.sequences, np.int32)
@@ -121,7 +126,7 @@ class Runner:
             num_tokens=self._limits.tokens_per_step,
             donate=True,
         )
-        return jax.device_get(Outcome(picked, state.reason, self._rule_states(state)))
+        return jax.device_get(RunnerOutput(picked, state.reason, self._rule_states(state)))
 
     def remove(self, sequences: Sequence[int]) -> None:
         """Forget all tokens of some sequences; one program, whichever they are."""
@@ -137,7 +142,7 @@ class Runner:
         self.cache = apply(self.cache, plan, donate=True)
         return True
 
-    def stops_of(self, text: Progress) -> list[int]:
+    def stops_of(self, text: RequestState) -> list[int]:
         """Return the tokens that end a text."""
         return [*self._stop.tolist(), *np.asarray(text.request.stop_tokens).tolist()]
 
@@ -148,35 +153,37 @@ class Runner:
         self.cache = merge(table, buffers)
         return logits, plan
 
-    def _pick(self, texts: Sequence[Progress], logits: jax.Array, turns: int) -> Outcome:
+    def _pick(self, texts: Sequence[RequestState], logits: jax.Array, turns: int) -> RunnerOutput:
         """Pick the first token of texts, of logits `[Q, V]`."""
         sampler, stop, options = self._options(texts, turns)
         none = np.zeros(self._facts.sequences, np.int32)
         state = resume(self.cache, none, None, sampler=sampler, **options)
         state, picked = pick_first(split(self.cache)[0], sampler, logits, stop, state)
-        return Outcome(picked, state.reason, self._rule_states(state))
+        return RunnerOutput(picked, state.reason, self._rule_states(state))
 
     def _rule_states(self, state: DecodeState) -> Any:
         """Return what the rule has come to, `[Q, ...]`; nothing without a rule."""
         return state.sampler_state[0] if self._limits.constraint else ()
 
     def _options(
-        self, texts: Sequence[Progress], turns: int
+        self, texts: Sequence[RequestState], turns: int
     ) -> tuple[Sampler, np.ndarray, dict[str, Any]]:
         """Return the sampler, the stop tokens, `[Q, n]` int32, and options, `[Q, ...]` each."""
-        rows, last_n = self._facts.sequences, self._limits.last_n
+        rows, last_n = self._facts.sequences, self._limits.penalty_last_n
         requests: list[Request | None] = [None] * rows
         states: list[Any] = [None] * rows
-        stop = np.full((rows, len(self._stop) + self._limits.most_stops), -1, np.int32)
+        stop = np.full((rows, len(self._stop) + self._limits.max_stop_tokens), -1, np.int32)
         limit, seed = np.zeros(rows, np.int32), np.zeros(rows, np.uint32)
         recent = np.full((rows, last_n), -1, np.int32)
         for text in texts:
             row, own, last = text.sequence, self.stops_of(text), text.last_tokens(last_n)
-            requests[row], states[row] = text.request, text.rule_state
+            requests[row], states[row] = text.request, text.constraint_state
             stop[row, : len(own)] = own
-            limit[row], seed[row] = min(text.left, turns), text.request.seed
+            limit[row], seed[row] = min(text.remaining, turns), text.request.seed
             recent[row, last_n - len(last) :] = last
-        sampler = sampler_of(requests, allow=self._limits.allow, last_n=last_n)
+        sampler = sampler_of(
+            requests, sampling_options=self._limits.sampling_options, penalty_last_n=last_n
+        )
         if self._limits.constraint:
             sampler = ruled(self._limits.constraint, sampler, states)
         return sampler, stop, {"max_new_tokens": limit, "seed": seed, "prompts": recent}

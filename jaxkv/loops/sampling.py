@@ -17,7 +17,7 @@ from jaxkv.loops.drawing import Sampler, draw
 from jaxkv.loops.rows import newest
 from jaxkv.loops.rules import ConstrainedSampler, constrain
 from jaxkv.loops.thresholds import keep_best
-from jaxkv.places import count, integers, is_concrete
+from jaxkv.places import check_count, check_int32, is_concrete
 
 __all__ = ["OPTIONS", "ConstrainedSampler", "FilterSampler", "SamplingOption", "Sampler"]
 __all__ += ["constrain", "draw", "make_sampler"]
@@ -67,7 +67,7 @@ class FilterSampler(Sampler):
     frequency_penalty: `[]` or `[T]` float32, what is taken from the logit of a recent token each
       time that it came.
     presence_penalty: `[]` or `[T]` float32, what is taken from the logit of a recent token once.
-    last_n: how many tokens are recent, static.
+    penalty_last_n: how many tokens are recent, static.
     """
 
     temperature: Any
@@ -77,7 +77,7 @@ class FilterSampler(Sampler):
     repeat_penalty: Any
     frequency_penalty: Any
     presence_penalty: Any
-    last_n: int = field(metadata={"static": True})
+    penalty_last_n: int = field(metadata={"static": True})
 
     @property
     def is_random(self) -> bool:
@@ -103,7 +103,7 @@ class FilterSampler(Sampler):
                 )
         if not self._penalises:
             return ()
-        return newest(prompts, self.last_n)
+        return newest(prompts, self.penalty_last_n)
 
     def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
         """Take penalties off, filter, and divide by the temperature, in llama.cpp's order.
@@ -167,7 +167,7 @@ def make_sampler(
     repeat_penalty: Any = OPTIONS["repeat_penalty"].neutral,
     frequency_penalty: Any = OPTIONS["frequency_penalty"].neutral,
     presence_penalty: Any = OPTIONS["presence_penalty"].neutral,
-    last_n: int = 64,
+    penalty_last_n: int = 64,
 ) -> FilterSampler:
     """Make a sampler of the usual filters.
 
@@ -179,10 +179,10 @@ def make_sampler(
       repeat_penalty: what logits of recent tokens are divided by, multiplied where negative.
       frequency_penalty: what a recent token's logit loses each time that it came.
       presence_penalty: what a recent token's logit loses for having come.
-      last_n: how many tokens of a text and its prompt are recent, static.
+      penalty_last_n: how many tokens of a text and its prompt are recent, static.
 
-    Each but `last_n` may be a list or an array `[T]`, a number for each text. What is traced is not
-    checked, and never left out.
+    Each but `penalty_last_n` may be a list or an array `[T]`, a number for each text. What is
+    traced is not checked, and never left out.
 
     Returns:
       The sampler. Penalties come first; then top-k, top-p and min-p, each on what the one before it
@@ -212,14 +212,14 @@ def make_sampler(
         "presence_penalty": presence_penalty,
     }
     made = {name: _option(name, value) for name, value in numbers.items()}
-    return FilterSampler(**made, last_n=count(last_n, "last_n"))
+    return FilterSampler(**made, penalty_last_n=check_count(penalty_last_n, "penalty_last_n"))
 
 
 def _option(name: str, value: Any) -> Any:
     """Return the array of an option, `[]` or `[T]`; None where it does nothing for any text."""
     off, dtype, right, span = OPTIONS[name]
     if dtype == np.int32:
-        array = integers(value, name, low=0)
+        array = check_int32(value, name, low=0)
     else:
         array = np.asarray(value) if is_concrete(value) else jnp.asarray(value)
         if not (jnp.issubdtype(array.dtype, jnp.number) and jnp.isrealobj(array)):

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from jaxkv.cache import CacheTable
-from jaxkv.loops.prefixes import Match, Prefixes
-from jaxkv.loops.requests import Limits, Progress
+from jaxkv.loops.prefixes import EnginePrefixes, PrefixMatch
+from jaxkv.loops.requests import EngineConfig, RequestState
 
 
-class Schedule:
+class Scheduler:
     """Gives the sequences of a cache to requests, first come first served.
 
     Args:
@@ -20,17 +20,19 @@ class Schedule:
       prefixes: what is kept in the other sequences, and gives way to requests.
     """
 
-    def __init__(self, table: CacheTable, *, limits: Limits, reserve: bool, prefixes: Prefixes):
+    def __init__(
+        self, table: CacheTable, *, limits: EngineConfig, reserve: bool, prefixes: EnginePrefixes
+    ):
         self._table, self._steps, self.reserves = table, limits.tokens_per_step, reserve
         self._prefixes = prefixes
         self._sharing = table.spec.sequences_per_stream
-        self._at_once = max(limits.chunk, self._sharing)
-        self._waiting: list[Progress] = []
-        self._stuck: Progress | None = None  # there was no room for it, and none has come free
-        self._placed: list[Progress | None] = [None] * table.spec.sequences
+        self._at_once = max(limits.prefill_chunk, self._sharing)
+        self._waiting: list[RequestState] = []
+        self._stuck: RequestState | None = None  # there was no room for it, and none has come free
+        self._placed: list[RequestState | None] = [None] * table.spec.sequences
 
     @property
-    def all(self) -> list[Progress]:
+    def all(self) -> list[RequestState]:
         """The requests that wait or have a sequence."""
         return [*self._waiting, *filter(None, self._placed)]
 
@@ -40,32 +42,32 @@ class Schedule:
         return bool(self._waiting)
 
     @property
-    def feeding(self) -> list[Progress]:
+    def prefilling(self) -> list[RequestState]:
         """The texts whose prompts are not in the cache yet, the oldest first."""
         return _by_age([text for text in self._placed if text and not text.runs])
 
     @property
-    def running(self) -> list[Progress]:
+    def running(self) -> list[RequestState]:
         """The texts that tokens are generated for."""
         return [text for text in self._placed if text and text.runs]
 
-    def stream_of(self, text: Progress) -> int:
+    def stream_of(self, text: RequestState) -> int:
         """Return the stream that a text has its cells in."""
         return text.sequence // self._sharing
 
-    def beside(self, stream: int) -> list[Progress]:
+    def beside(self, stream: int) -> list[RequestState]:
         """Return the texts in a stream, the oldest first."""
         first = stream * self._sharing
         return _by_age([*filter(None, self._placed[first : first + self._sharing])])
 
-    def add(self, text: Progress) -> None:
+    def add(self, text: RequestState) -> None:
         """Let a request wait for its turn.
 
         Raises:
           ValueError: when the cache would never have the cells for it.
         """
         request = text.request
-        wanted = text.most if self.reserves else len(request.prompt)
+        wanted = text.max_cached_tokens if self.reserves else len(request.prompt)
         if not self._holds({0: wanted}, self._prefixes.nothing)[0]:
             limit = (
                 f" and a limit of {request.max_new_tokens} less the last" if self.reserves else ""
@@ -79,7 +81,7 @@ class Schedule:
     def admit(self) -> None:
         """Give waiting requests sequences, in their order, as long as there is room."""
         for stream in range(self._table.spec.streams):  # those that run come before what is kept
-            while not self._has_room(stream) and self._prefixes.let_go(stream):
+            while not self._has_room(stream) and self._prefixes.evict_one(stream):
                 pass
         while self._waiting and self._waiting[0] is not self._stuck:
             text, free = self._waiting[0], self._free()
@@ -93,7 +95,7 @@ class Schedule:
                 return
             self._waiting.pop(0)
 
-    def take_out(self, text: Progress) -> None:
+    def remove_request(self, text: RequestState) -> None:
         """Forget a request, wherever it is."""
         self._stuck = None
         if text.sequence >= 0:
@@ -101,9 +103,9 @@ class Schedule:
         else:
             self._waiting.remove(text)
 
-    def put_back(self, text: Progress) -> None:
+    def preempt(self, text: RequestState) -> None:
         """Let a text that has a sequence wait again, before the requests that came after it."""
-        self.take_out(text)
+        self.remove_request(text)
         insort(self._waiting, text, key=lambda text: text.id)
 
     def _free(self) -> list[int]:
@@ -112,7 +114,7 @@ class Schedule:
         free = [q for q in free if q not in self._prefixes.holders]
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
 
-    def _place(self, text: Progress, free: list[int], match: Match) -> bool:
+    def _place(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
         """Give a text one of some sequences, if there is room beside what runs.
 
         What is kept gives way only if there is no stream with room as it is. The stream of what the
@@ -125,13 +127,15 @@ class Schedule:
             for sequence in free
         )
 
-    def _takes(self, text: Progress, sequence: int, match: Match, gives_way: bool) -> bool:
+    def _takes(
+        self, text: RequestState, sequence: int, match: PrefixMatch, gives_way: bool
+    ) -> bool:
         """Give a text a sequence if there is room in its stream; else nothing is changed."""
         then, near = self._prefixes.now, self._prefixes.is_near(match, sequence)
         self._placed[sequence], text.sequence = text, sequence
         found = self._prefixes.fork(match, sequence) if near else match.found
         while not self._has_room(self.stream_of(text)):
-            if not (gives_way and self._prefixes.let_go(self.stream_of(text))):
+            if not (gives_way and self._prefixes.evict_one(self.stream_of(text))):
                 self._prefixes.rewind(then)
                 self._placed[sequence], text.sequence = None, -1
                 return False
@@ -147,12 +151,12 @@ class Schedule:
         lengths = {one.sequence: self._needs(one) for one in beside}
         return bool(self._holds(lengths | kept, self._prefixes.spared())[stream])
 
-    def _needs(self, text: Progress) -> int:
+    def _needs(self, text: RequestState) -> int:
         """Return the cells that are counted for a text: all that it may take, or those of soon."""
         if self.reserves:
-            return text.most
+            return text.max_cached_tokens
         soon = len(text.request.prompt) + len(text.tokens) + self._steps
-        return min(soon, text.most)
+        return min(soon, text.max_cached_tokens)
 
     def _holds(self, lengths: dict[int, int], spared: Any) -> np.ndarray:
         """Return whether texts of so many tokens, by sequence, fit; by stream, `[S]` bool."""
@@ -161,5 +165,5 @@ class Schedule:
         return self._table.can_hold(tokens, self._at_once, spared)
 
 
-def _by_age(texts: list[Progress]) -> list[Progress]:
+def _by_age(texts: list[RequestState]) -> list[RequestState]:
     return sorted(texts, key=lambda text: text.id)

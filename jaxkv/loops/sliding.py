@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxkv.cache import Cache, MaintenancePlan, merge, split
 from jaxkv.donation import check_there
-from jaxkv.places import END, count, integers
+from jaxkv.places import END, check_count, check_int32
 from jaxkv.spec import TableSpec
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 from jaxkv.verbs.apply import apply
 from jaxkv.verbs.ids import Ids, sequence
 
@@ -114,7 +114,7 @@ def self_extend(
     """
     table, buffers = split(cache)
     _check_cells(table.spec, "a state does not know where the tokens that it has seen stood")
-    group, width = count(group, "group"), count(width, "width")
+    group, width = check_count(group, "group"), check_count(width, "width")
     if width % group:
         raise ValueError(f"wanted a width that is a multiple of group={group}, got {width}")
     table.check_moves(buffers)
@@ -128,7 +128,7 @@ def _one(value: Any, name: str, low: int = -END) -> Any:
     """Return a number of tokens as `[]` int32, checked."""
     if np.ndim(value):
         raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(value)}")
-    return integers(value, name, low=low)
+    return check_int32(value, name, low=low)
 
 
 def _check_cells(spec: TableSpec, why: str) -> None:
@@ -139,7 +139,7 @@ def _check_cells(spec: TableSpec, why: str) -> None:
         raise ValueError(f"wanted a cache of attention alone, got {what}: {why}")
 
 
-@program
+@jit_table
 def _slid(
     table: Any, seq: jax.Array, num_keep: jax.Array, num_discard: jax.Array
 ) -> tuple[Any, MaintenancePlan, jax.Array]:
@@ -158,7 +158,7 @@ def _slid(
     return *_if(ok, closed, table), ok
 
 
-@program
+@jit_table
 def _extended(
     table: Any, seq: jax.Array, done: jax.Array, group: jax.Array, width: jax.Array
 ) -> tuple[Any, MaintenancePlan, jax.Array, jax.Array]:

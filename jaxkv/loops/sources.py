@@ -8,8 +8,8 @@ import jax
 
 from jaxkv.batch import Batch, Ubatch
 from jaxkv.cache import Cache, merge, split
-from jaxkv.loops.donation import given
-from jaxkv.loops.programs import program_of
+from jaxkv.loops.donation import donatable_buffers
+from jaxkv.loops.programs import cached_program
 from jaxkv.places import is_concrete, is_traced
 from jaxkv.planning.source import init_encoder
 from jaxkv.verbs.apply import apply
@@ -77,8 +77,8 @@ def encode(
     if known:
         plan.check()
     if known and not is_traced(params, cache, batch):
-        run = program_of(_encoding, encoder)
-        return merge(*run(params, *given(cache, donate), ubatch))
+        run = cached_program(_encoding, encoder)
+        return merge(*run(params, *donatable_buffers(cache, donate), ubatch))
     cache = _encoded(encoder, params, cache, ubatch)
     return cache if known else (cache, plan.ok)
 

@@ -16,17 +16,17 @@ import jax.numpy as jnp
 from jaxkv.cache import Cache, merge, split
 from jaxkv.loops import trees
 from jaxkv.loops.acceptance import verify, verify_branches
-from jaxkv.loops.donation import given
+from jaxkv.loops.donation import donatable_buffers
 from jaxkv.loops.drafts import Drafter, DraftTokens, check_rollback
 from jaxkv.loops.drawing import Sampler
-from jaxkv.loops.forward import Forward, take_step
+from jaxkv.loops.forward import Forward, run_model_step
 from jaxkv.loops.picking import nothing_picked, stops
-from jaxkv.loops.programs import program_of
+from jaxkv.loops.programs import cached_program
 from jaxkv.loops.state import DecodeState, check_sampler_state, checked, ends, followed, going_on
-from jaxkv.places import count, is_traced
+from jaxkv.places import check_count, is_traced
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.step import plan_next
-from jaxkv.tables import whole
+from jaxkv.tables import replicated
 from jaxkv.typed import Typed, typed
 from jaxkv.verbs.edit import seq_rm
 
@@ -170,7 +170,7 @@ def speculate(
 
     llama.cpp: `examples/speculative` and `examples/prompt_lookup`.
     """
-    num_tokens = count(num_tokens, "num_tokens")
+    num_tokens = check_count(num_tokens, "num_tokens")
     if not isinstance(draft, Drafter):
         raise TypeError(f"wanted a draft, such as loops.prompt_lookup(prompts), got {type(draft)}")
     check_rollback(cache, draft.num_draft_tokens, "the cache")
@@ -187,8 +187,8 @@ def speculate(
     fixed = params, stop_tokens
     if is_traced(sampler, draft, cache, state, fixed):
         return _speculate(_Setup(forward, sampler, *fixed), draft, cache, state, num_tokens)
-    table, buffers = given(cache, donate)
-    loop = program_of(_speculating, forward)
+    table, buffers = donatable_buffers(cache, donate)
+    loop = cached_program(_speculating, forward)
     args = typed((draft, sampler)), fixed, table, buffers, state
     table, buffers, now, draft, made = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
@@ -271,7 +271,7 @@ def _speculate(
     begun = _Progress(cache, state, draft, made, at, jnp.ones(texts, bool))
     now = jax.lax.while_loop(goes_on, body, begun)
     table, _ = split(now.cache)
-    state, made = whole(table, (followed(table, now.state), now.made))
+    state, made = replicated(table, (followed(table, now.state), now.made))
     return now.cache, state, now.draft, made
 
 
@@ -399,7 +399,7 @@ def _fed(
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
     valid = jnp.concatenate([active[:, None], draft.valid], axis=1)
     plan = plan_next(table, fed, state.sequence, valid)
-    cache, logits = take_step(setup.forward, setup.params, now.cache, plan.ubatches[0])
+    cache, logits = run_model_step(setup.forward, setup.params, now.cache, plan.ubatches[0])
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
     _check_vocabulary(draft, logits)
     ok = active & plan.ok
@@ -428,7 +428,7 @@ def _fed_branches(
     table = trees.fork(table, sequences, state.sequence)
     plan = trees.plan_tree(table, state.token, draft, active, sequences)
     cache = merge(table, buffers)
-    cache, logits = take_step(setup.forward, setup.params, cache, plan.ubatches[0])
+    cache, logits = run_model_step(setup.forward, setup.params, cache, plan.ubatches[0])
     logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
     _check_vocabulary(draft, logits)
     ok = active & plan.ok

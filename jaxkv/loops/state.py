@@ -13,10 +13,10 @@ from jaxkv.draw.lines import fields_line
 from jaxkv.loops.drawing import Sampler, as_sampler
 from jaxkv.loops.rows import padded
 from jaxkv.loops.sampling import make_sampler
-from jaxkv.places import END, flags, integers, is_concrete
+from jaxkv.places import END, check_bool, check_int32, is_concrete
 from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec, check_once
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +122,7 @@ def resume(
 ) -> DecodeState:
     """Return the state of texts whose tokens a sampler knows already; see `init_decode`."""
     table, _ = split(cache)
-    tokens = integers(tokens, "tokens", low=0)
+    tokens = check_int32(tokens, "tokens", low=0)
     if np.ndim(tokens) != 1:
         raise ValueError(f"wanted tokens [T], got the shape {np.shape(tokens)}")
     count = tokens.shape[0]
@@ -196,13 +196,13 @@ def checked(spec: TableSpec, state: DecodeState) -> DecodeState:
     if not isinstance(state, DecodeState):
         raise TypeError(f"wanted a state, jaxkv.loops.init_decode makes it, got {type(state)}")
     state = DecodeState(
-        token=integers(state.token, "token"),
+        token=check_int32(state.token, "token"),
         sequence=spec.sequence_ids(state.sequence),
-        active=flags(state.active, "active"),
-        remaining=integers(state.remaining, "remaining"),
-        reason=integers(state.reason, "reason"),
+        active=check_bool(state.active, "active"),
+        remaining=check_int32(state.remaining, "remaining"),
+        reason=check_int32(state.reason, "reason"),
         key=state.key,
-        draw_index=integers(state.draw_index, "draw_index"),
+        draw_index=check_int32(state.draw_index, "draw_index"),
         follows=state.follows,
         sampler_state=state.sampler_state,
     )
@@ -227,7 +227,7 @@ def _of_all(prompts: Sequence[Any] | None, count: int) -> Any:
 
 def _each(value: Any, count: int, name: str) -> Any:
     """Return a number for each text, `[T]` int32, from one for all or one each."""
-    value = integers(value, name, low=0)
+    value = check_int32(value, name, low=0)
     if np.shape(value) not in ((), (count,)):
         raise ValueError(f"wanted {name} [] or [{count}], got {np.shape(value)}")
     xp = np if is_concrete(value) else jnp
@@ -253,7 +253,7 @@ def _seed(seed: Any, count: int) -> Any:
     return array.astype(np.uint32)
 
 
-@program
+@jit_table
 def _draws(table: Any, seed: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
     """Return the key of each text, the position of what is picked next, and what it follows.
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 from jaxkv.batch import make_batch
 from jaxkv.loops.drafts import DraftTokens
-from jaxkv.places import NOWHERE, divided
+from jaxkv.places import NO_SLOT, divided
 from jaxkv.plan import Plan
 from jaxkv.planning.layout import turn_in_sequence
 from jaxkv.planning.place import plan_one
 from jaxkv.planning.sets import members_of
 from jaxkv.spec import TableSpec
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 
 
 class Nodes(NamedTuple):
@@ -91,7 +91,7 @@ def nodes_of(draft: DraftTokens) -> Nodes:
     return Nodes(owns=owns, first=draft.valid & ~jnp.any(owns & earlier, axis=3))
 
 
-@program
+@jit_table
 def fork(table: Any, sequences: jax.Array, own: jax.Array) -> Any:
     """Give the branches, `[T, k]` int32, what their texts hold, whose sequences are `[T]` int32."""
     parents = jnp.broadcast_to(own[:, None], sequences.shape).reshape(-1)
@@ -99,7 +99,7 @@ def fork(table: Any, sequences: jax.Array, own: jax.Array) -> Any:
     return table.select(None, parents, targets.reshape(-1))[0]
 
 
-@program
+@jit_table
 def plan_tree(
     table: Any, token: jax.Array, draft: DraftTokens, active: jax.Array, sequences: jax.Array
 ) -> Plan:
@@ -134,7 +134,7 @@ def plan_tree(
     turn = jnp.arange(flat.valid.size, dtype=jnp.int32)
     place = jnp.arange(index.size, dtype=jnp.int32)
     where = jnp.zeros_like(turn).at[ubatch.output_index].set(place, mode="drop")
-    order = jnp.where(flat.valid, turn, NOWHERE)
+    order = jnp.where(flat.valid, turn, NO_SLOT)
     return replace(plan, ubatches=(replace(ubatch, outputs=where, output_index=order),))
 
 
@@ -142,18 +142,18 @@ def _rows_of(spec: TableSpec, texts: int, num_branches: int, length: int) -> jax
     """Lay the trees of all texts out: as one row, or one for each branch, the token in the first.
 
     Where a row holds one sequence, a token stands in that of the lowest of its sequences. Indices
-    are int32, `[1, T * (1 + k * n)]`, or `[T * k, 1 + n]` with NOWHERE for padding.
+    are int32, `[1, T * (1 + k * n)]`, or `[T * k, 1 + n]` with NO_SLOT for padding.
     """
     index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:
         return index[None]
     index = index.reshape(texts, -1)
     rows = index[:, 1:].reshape(texts, num_branches, length)
-    trunk = jnp.full((texts, num_branches, 1), NOWHERE, jnp.int32).at[:, 0, 0].set(index[:, 0])
+    trunk = jnp.full((texts, num_branches, 1), NO_SLOT, jnp.int32).at[:, 0, 0].set(index[:, 0])
     return jnp.concatenate([trunk, rows], axis=2).reshape(texts * num_branches, -1)
 
 
-@program
+@jit_table
 def keep(table: Any, own: jax.Array, sequences: jax.Array, branch: jax.Array) -> Any:
     """Let each text have what one of its branches holds, and forget the others.
 

@@ -14,7 +14,7 @@ from jaxkv.places import END
 from jaxkv.plan import Reason
 from jaxkv.planning import sets
 from jaxkv.planning.sets import members_of, per_member
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +41,7 @@ class Draft:
     together: jax.Array
 
 
-@program
+@jit_table
 def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft:
     """Look for everything that can be wrong before cells are chosen.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
 from jaxkv.cache import Cache, split
-from jaxkv.places import NOWHERE, bucket, count
+from jaxkv.places import NO_SLOT, check_count, next_power_of_two
 from jaxkv.plan import Plan
 from jaxkv.planning.check import check
 from jaxkv.planning.layout import FEW, layout, turn_in_sequence
@@ -17,7 +17,7 @@ from jaxkv.planning.place import place, plan_one, verdict
 from jaxkv.planning.sets import members_of
 from jaxkv.planning.splits import SplitBy
 from jaxkv.spec import TableSpec
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 
 UBATCH_SIZE = 512
 """Tokens that are computed at once where neither the caller nor the cache says otherwise."""
@@ -117,13 +117,13 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     """
     table, _ = split(cache)
     spec = table.spec
-    wanted = spec.sequences if outputs is None else count(outputs, "outputs")
+    wanted = spec.sequences if outputs is None else check_count(outputs, "outputs")
     rows = spec.sequences if spec.single_sequence_rows else 1
     tokens = max(checked_size(spec, ubatch_size) // rows, 1)
-    index = np.full((rows, tokens), NOWHERE, np.int32)
+    index = np.full((rows, tokens), NO_SLOT, np.int32)
     flat = make_batch(np.zeros(index.size, np.int32))
     ranks = turn_in_sequence(flat.sequences, flat.valid)
-    plan = partial(plan_one, index=index, outputs=bucket(max(wanted, FEW)))
+    plan = partial(plan_one, index=index, outputs=next_power_of_two(max(wanted, FEW)))
     return jax.eval_shape(lambda table: plan(table, flat, ranks), table)
 
 
@@ -135,7 +135,7 @@ def _more(spec: TableSpec, flat: Batch, parts: list[np.ndarray]) -> list[np.ndar
     later, found = np.zeros(spec.sequences, bool), []
     for part in reversed(parts):
         found.append(later.copy())
-        later[flat.sequences[part[part != NOWHERE]]] = True
+        later[flat.sequences[part[part != NO_SLOT]]] = True
     return found[::-1]
 
 
@@ -143,7 +143,7 @@ def checked_size(spec: TableSpec, ubatch_size: int | None) -> int:
     """Return how many tokens are computed at once, as the caller or the cache wants it."""
     if ubatch_size is None:
         return UBATCH_SIZE if spec.ubatch_size is None else spec.ubatch_size
-    ubatch_size = count(ubatch_size, "ubatch_size")
+    ubatch_size = check_count(ubatch_size, "ubatch_size")
     if spec.ubatch_size is not None and ubatch_size > spec.ubatch_size:
         raise ValueError(
             f"the cache was sized for ubatches of {spec.ubatch_size} tokens, got "
@@ -153,7 +153,7 @@ def checked_size(spec: TableSpec, ubatch_size: int | None) -> int:
     return ubatch_size
 
 
-@program
+@jit_table
 def _drop_unless(table: Any, ok: jax.Array, ubatch: Ubatch) -> Ubatch:
     """Do what `drop_unless` says, on the mesh of a table."""
     del table

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Batch
-from jaxkv.places import NOWHERE, bucket, is_concrete
+from jaxkv.places import NO_SLOT, is_concrete, next_power_of_two
 from jaxkv.planning.sets import check_sets, members_of
 from jaxkv.planning.splits import SplitBy, sequence_split, simple_split, split_known
 from jaxkv.spec import TableSpec
@@ -34,7 +34,7 @@ def layout(
 
     Returns:
       The batch as a flat list of a bucketed length; for each ubatch the indices into it, `[R, T]`
-      int32, NOWHERE for padding; and how many outputs the ubatch with the most of them has, in a
+      int32, NO_SLOT for padding; and how many outputs the ubatch with the most of them has, in a
       bucket too.
     """
     check_sets(spec, batch)
@@ -60,7 +60,7 @@ def layout(
             f"{count}; plan it outside of jit, or raise ubatch_size"
         )
     (index,) = simple_split(np.zeros(count, np.int32), ubatch_size)
-    most = index.size if batch.outputs is not None else bucket(max(spec.sequences, FEW))
+    most = index.size if batch.outputs is not None else next_power_of_two(max(spec.sequences, FEW))
     return _pad(batch, index.size), [index], most
 
 
@@ -80,7 +80,11 @@ def _layout_known(
         flags = np.append(batch.outputs[there], False)
         most = max(flags[np.minimum(part, there.size)].sum() for part in parts)
     parts = [_indices(there, part) for part in parts]
-    return _pad(batch, bucket(batch.valid.size)), parts, bucket(max(int(most), FEW))
+    return (
+        _pad(batch, next_power_of_two(batch.valid.size)),
+        parts,
+        next_power_of_two(max(int(most), FEW)),
+    )
 
 
 def layout_whole(spec: TableSpec, batch: Batch) -> tuple[Batch, Any]:
@@ -98,13 +102,13 @@ def layout_whole(spec: TableSpec, batch: Batch) -> tuple[Batch, Any]:
         flat, (index,), _ = layout(spec, batch, batch.valid.size, None)
         return flat, index
     flat, there = _known(spec, batch)
-    rows = sequence_split(flat.sequences[there], bucket(there.size))
+    rows = sequence_split(flat.sequences[there], next_power_of_two(there.size))
     longest = max(row.shape[1] for row in rows)
     padded = [
-        np.pad(row, [(0, 0), (0, longest - row.shape[1])], constant_values=NOWHERE) for row in rows
+        np.pad(row, [(0, 0), (0, longest - row.shape[1])], constant_values=NO_SLOT) for row in rows
     ]
     part = _few_rows(np.concatenate(padded), spec)
-    return _pad(flat, bucket(flat.valid.size)), _indices(there, part)
+    return _pad(flat, next_power_of_two(flat.valid.size)), _indices(there, part)
 
 
 def _known(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
@@ -133,19 +137,19 @@ def _indices(there: np.ndarray, part: np.ndarray) -> np.ndarray:
 
     `there` is `[n]`, see `_known`; `part` and what is returned are `[R, T]` int32.
     """
-    index = np.append(there, NOWHERE).astype(np.int32)
+    index = np.append(there, NO_SLOT).astype(np.int32)
     return index[np.minimum(part, there.size)]
 
 
 def _few_rows(part: np.ndarray, spec: TableSpec) -> np.ndarray:
     """Pad the rows of a ubatch to a power of two, or to all sequences, so that few shapes occur.
 
-    `part` and what is returned are `[R, T]` int32, NOWHERE for padding.
+    `part` and what is returned are `[R, T]` int32, NO_SLOT for padding.
     """
-    wanted = bucket(len(part))
+    wanted = next_power_of_two(len(part))
     if spec.single_sequence_rows:
         wanted = max(min(wanted, spec.sequences), len(part))
-    return np.pad(part, [(0, wanted - len(part)), (0, 0)], constant_values=NOWHERE)
+    return np.pad(part, [(0, wanted - len(part)), (0, 0)], constant_values=NO_SLOT)
 
 
 def _pad(batch: Batch, size: int) -> Batch:
@@ -179,7 +183,7 @@ def turn_in_sequence(sequences: Any, valid: Any) -> tuple[Any, Any]:
     """
     xp = np if is_concrete(sequences, valid) else jnp
     index = xp.arange(sequences.shape[0], dtype=np.int32)
-    ids = xp.where(valid, sequences, NOWHERE)
+    ids = xp.where(valid, sequences, NO_SLOT)
     order = xp.argsort(ids, stable=True).astype(np.int32)
     ids = ids[order]
     ranks = index - xp.searchsorted(ids, ids).astype(np.int32)
@@ -202,7 +206,7 @@ def follows(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def in_rows(batch: Batch, index: jax.Array) -> Batch:
-    """Lay tokens of a flat batch out in rows; `index`, `[R, T]`, is NOWHERE for padding.
+    """Lay tokens of a flat batch out in rows; `index`, `[R, T]`, is NO_SLOT for padding.
 
     Padding is token 0: that of another text may be one which the vocabulary has not.
     """
@@ -211,6 +215,6 @@ def in_rows(batch: Batch, index: jax.Array) -> Batch:
         return field[jnp.minimum(index, field.shape[0] - 1)]
 
     laid = jax.tree.map(take, batch)
-    valid = laid.valid & (index != NOWHERE)
+    valid = laid.valid & (index != NO_SLOT)
     tokens = None if laid.tokens is None else jnp.where(valid, laid.tokens, 0)
     return replace(laid, tokens=tokens, valid=valid)

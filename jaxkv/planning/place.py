@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Batch, Ubatch, by_row, drop_unless
-from jaxkv.places import NOWHERE, divided, numbers_of
+from jaxkv.places import NO_SLOT, divided, numbers_of
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.check import Draft, check
 from jaxkv.planning.layout import in_rows
 from jaxkv.spec import TableSpec
-from jaxkv.stamp import content, mix, stamps
-from jaxkv.tables import program
+from jaxkv.stamp import content, mix, token_hashes
+from jaxkv.tables import jit_table
 
 
-@program(static_argnames="outputs")
+@jit_table(static_argnames="outputs")
 def plan_one(
     table: Any,
     batch: Batch,
@@ -33,7 +33,7 @@ def plan_one(
       table: of any cache.
       batch: the tokens, flat.
       ranks: see `layout.turn_in_sequence`; of the members of the batch, see `sets`.
-      index: `[R, T]` int32, which token stands where, NOWHERE for padding.
+      index: `[R, T]` int32, which token stands where, NO_SLOT for padding.
       more: `[Q]` bool, the sequences that go on in a later ubatch; None for none.
       outputs: O, static.
     """
@@ -42,7 +42,7 @@ def plan_one(
     return replace(plan, ubatches=(drop_unless(plan.ok, ubatch),))
 
 
-@program(static_argnames="outputs")
+@jit_table(static_argnames="outputs")
 def place(
     draft: Draft, index: jax.Array, more: jax.Array | None = None, *, outputs: int
 ) -> tuple[Draft, Ubatch]:
@@ -54,7 +54,7 @@ def place(
     slots, fault = table.choose_slots(ubatch)
     ubatch = replace(ubatch, slots=slots)
     occupied = table.occupy(ubatch)
-    after = table.digest_after(ubatch, occupied)
+    after = table.stream_hash_after(ubatch, occupied)
     ids = jnp.where(ubatch.valid, ubatch.sequences, draft.late.size)
     fault = jnp.where(jnp.all(draft.reason == Reason.OK), fault, Reason.OK)
     late = draft.late.at[ids].max(fault, mode="drop")
@@ -66,7 +66,7 @@ def place(
     return replace(draft, table=occupied, late=late), replace(ubatch, hash_after=after)
 
 
-@program
+@jit_table
 def verdict(draft: Draft) -> Plan:
     """Return what came of a draft; the ubatches are put in by the caller."""
     reason, late = draft.late, draft.late != draft.reason
@@ -104,7 +104,7 @@ def _arranged(spec: TableSpec, batch: Batch, index: jax.Array) -> tuple[jax.Arra
     if index.shape[0] == count:
         rows = jnp.arange(count, dtype=jnp.int32)
         turn = jnp.full(count, count, jnp.int32).at[there].set(rows, mode="drop")
-        index = index.at[turn].get(mode="fill", fill_value=NOWHERE)
+        index = index.at[turn].get(mode="fill", fill_value=NO_SLOT)
     return index, mixed
 
 
@@ -124,7 +124,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, output
     else:
         row = jnp.maximum(_row_sequence(part), 0)
     stream, _ = divided(row, spec.sequences_per_stream)
-    before = table.digest()
+    before = table.stream_hash()
     pick, order = _outputs(part, index, outputs)
     return Ubatch(
         tokens=part.tokens,
@@ -134,7 +134,7 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, output
         row_stream=stream,
         row_sequence=row,
         slots=None,
-        cell_hashes=stamps(
+        cell_hashes=token_hashes(
             content(part.tokens, part.embeddings, part.extra),
             part.positions,
             part.sequences,
@@ -165,10 +165,10 @@ def _context(digests: Any, stream: jax.Array, in_order: bool) -> jax.Array:
 
 def _outputs(part: Batch, index: jax.Array, outputs: int) -> tuple[jax.Array, jax.Array]:
     """Return which tokens of a ubatch output logits, and the batch index of each; `[O]` int32."""
-    order = jnp.where(part.outputs & part.valid, index, NOWHERE).reshape(-1)
+    order = jnp.where(part.outputs & part.valid, index, NO_SLOT).reshape(-1)
     tokens = order.shape[0]
     if outputs >= tokens:  # any of them may be an output: none has to be picked
         return jnp.arange(tokens, dtype=jnp.int32), order
-    pick = numbers_of(order != NOWHERE, outputs)
-    order = order.at[pick].get(mode="fill", fill_value=NOWHERE)
+    pick = numbers_of(order != NO_SLOT, outputs)
+    order = order.at[pick].get(mode="fill", fill_value=NO_SLOT)
     return jnp.minimum(pick, tokens - 1), order

@@ -13,7 +13,7 @@ from jaxkv.places import is_concrete
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.layout import FEW, layout_whole, turn_in_sequence
 from jaxkv.planning.place import plan_one
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 
 
 def init_encoder(cache: Cache, batch: Batch) -> Plan:
@@ -84,7 +84,7 @@ the sequence (seq_rm), which takes its source along
     return _planned(table, replace(flat, positions=ranks[0]), ranks, index)
 
 
-@program
+@jit_table
 def _planned(table: Any, batch: Batch, ranks: tuple, index: jax.Array) -> Plan:
     """Plan a batch whose sequences must be empty; the arguments are those of `plan_one`."""
     plan = plan_one(table, batch, ranks, index, outputs=FEW)

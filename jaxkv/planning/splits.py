@@ -1,7 +1,7 @@
 """Cutting a batch into ubatches: which of its tokens are computed together.
 
 Each function takes the sequence of every token, `[B]`, and the most tokens of a ubatch, and returns
-one index array `[R, T]` for each ubatch: the batch index of each token, NOWHERE for padding. T is a
+one index array `[R, T]` for each ubatch: the batch index of each token, NO_SLOT for padding. T is a
 power of two up to `ubatch_size`, so that few shapes are ever compiled; no ubatch holds more than
 `ubatch_size` tokens that are not padding. Tokens of one sequence keep their order.
 
@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxkv.places import NOWHERE, bucket
+from jaxkv.places import NO_SLOT, next_power_of_two
 
 SplitBy = Literal["simple", "equal", "sequence"]
 """The ways to cut a batch."""
@@ -47,7 +47,7 @@ def simple_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
     """Cut in the order the tokens come, whatever their sequences; one row.
 
     >>> ids = np.array([0, 0, 0, 1, 1])
-    >>> [(part != NOWHERE).sum().item() for part in simple_split(ids, 4)]
+    >>> [(part != NO_SLOT).sum().item() for part in simple_split(ids, 4)]
     [4, 1]
 
     llama.cpp: `split_simple`.
@@ -61,7 +61,7 @@ def sequence_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
     """Cut so that a ubatch holds tokens of one sequence only; one row.
 
     >>> ids = np.array([0, 1, 0, 1, 1])
-    >>> [part[part != NOWHERE].tolist() for part in sequence_split(ids, 2)]
+    >>> [part[part != NO_SLOT].tolist() for part in sequence_split(ids, 2)]
     [[0, 2], [1, 3], [4]]
 
     llama.cpp: `split_seq`.
@@ -135,6 +135,6 @@ def _by_sequence(sequences: np.ndarray) -> list[np.ndarray]:
 def _rows(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray:
     """Pad rows of equal length, `[n]` int32 each, to a bucket; `[R, T]` int32."""
     length = len(rows[0])
-    part = np.full((len(rows), min(bucket(length), ubatch_size)), NOWHERE, np.int32)
+    part = np.full((len(rows), min(next_power_of_two(length), ubatch_size)), NO_SLOT, np.int32)
     part[:, :length] = rows
     return part

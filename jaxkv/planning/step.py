@@ -9,12 +9,12 @@ import numpy as np
 
 from jaxkv.batch import Ubatch, drop_unless, make_batch
 from jaxkv.cache import Cache, split
-from jaxkv.places import NOWHERE, flags, integers, is_concrete
+from jaxkv.places import NO_SLOT, check_bool, check_int32, is_concrete
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.layout import tokens_first
 from jaxkv.planning.place import plan_one
 from jaxkv.spec import TableSpec, check_once
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 
 
 def plan_step(
@@ -50,7 +50,7 @@ def plan_step(
             f"wanted tokens, sequences and valid of one shape [T], got {shapes[0]}, {shapes[1]} "
             f"and {shapes[2]}"
         )
-    tokens, valid = integers(tokens, "tokens"), flags(valid, "valid")
+    tokens, valid = check_int32(tokens, "tokens"), check_bool(valid, "valid")
     return plan_tokens(cache, tokens[:, None], sequences, valid[:, None])
 
 
@@ -88,7 +88,7 @@ def plan_tokens(
     return plan.ubatches[0], plan.ok
 
 
-@program
+@jit_table
 def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
     """Return the plan of `plan_tokens`; one that comes twice is refused as DUPLICATE_POSITION."""
     spec, (count, length) = table.spec, np.shape(valid)
@@ -103,7 +103,7 @@ def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
     goes_on = jnp.where(jnp.any(valid, axis=1), sequences, spec.sequences)
     twice = jnp.zeros(spec.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
     once = ~jnp.any(twice)
-    order = jnp.where(flat.valid, jnp.arange(count * length, dtype=jnp.int32), NOWHERE)
+    order = jnp.where(flat.valid, jnp.arange(count * length, dtype=jnp.int32), NO_SLOT)
     ubatch = replace(plan.ubatches[0], outputs=where.reshape(-1), output_index=order)
     reason = jnp.where(twice, Reason.DUPLICATE_POSITION, plan.reason)
     return replace(
@@ -117,7 +117,7 @@ def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
 
 def checked_next(spec: TableSpec, tokens: Any, sequences: Any, valid: Any) -> tuple[Any, Any, Any]:
     """Return what `plan_tokens` is given as int32 and bool, or raise."""
-    tokens, valid = integers(tokens, "tokens"), flags(valid, "valid")
+    tokens, valid = check_int32(tokens, "tokens"), check_bool(valid, "valid")
     shapes = [np.shape(x) for x in (tokens, sequences, valid)]
     if len(shapes[0]) != 2 or shapes != [shapes[0], shapes[0][:1], shapes[0]]:
         raise ValueError(
@@ -130,7 +130,7 @@ def checked_next(spec: TableSpec, tokens: Any, sequences: Any, valid: Any) -> tu
         ids = np.asarray(sequences)[np.any(np.asarray(valid), axis=1)]
         spec.sequence_ids(ids)
         check_once(ids)
-    return tokens, integers(sequences, "sequences"), valid
+    return tokens, check_int32(sequences, "sequences"), valid
 
 
 def _ranks(valid: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 from jaxkv.cache import Cache, split
-from jaxkv.places import count
-from jaxkv.prefix.matching import agreement, longest, resumable
+from jaxkv.places import check_count
+from jaxkv.prefix.matching import common_prefix_length, longest_match, resumable
 from jaxkv.prefix.store import (
-    Found,
-    Miss,
-    Store,
-    Text,
+    CachedPrompt,
+    MissReason,
+    PrefixHit,
+    PrefixStore,
     beside,
     check_made_for,
     checked,
@@ -21,14 +21,14 @@ from jaxkv.prefix.store import (
     with_text,
     without,
 )
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 from jaxkv.verbs.ask import num_used_cells, seq_pos_max
 from jaxkv.verbs.edit import seq_cp, seq_keep, seq_rm
 
 
-def reuse(
-    cache: Cache, store: Store, tokens: Any, seq: Any, *, donate: bool = False
-) -> tuple[Cache, Store, Found]:
+def fork_prefix(
+    cache: Cache, store: PrefixStore, tokens: Any, seq: Any, *, donate: bool = False
+) -> tuple[Cache, PrefixStore, PrefixHit]:
     """Let a sequence hold what a prompt begins with, as far as it was computed before.
 
     The sequence holds the first `length` tokens of the prompt then, whatever it held before: go on
@@ -54,43 +54,49 @@ def reuse(
 
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=64, sequences=3, kv_heads=1, head_dim=2)
-      >>> store = prefix.make_store(cache, holders=[2])
+      >>> store = prefix.make_prefix_store(cache, store_sequences=[2])
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
-      >>> cache, store, _ = prefix.remember(cache, store, [1, 2, 3], 0)
-      >>> cache, store, found = prefix.reuse(cache, store, [1, 2, 9], 1)
+      >>> cache, store, _ = prefix.store_prefix(cache, store, [1, 2, 3], 0)
+      >>> cache, store, found = prefix.fork_prefix(cache, store, [1, 2, 9], 1)
       >>> found.length, found.miss.name, seq_pos_max(cache, 1).item(), num_used_cells(cache).item()
       (2, 'NONE', 1, 3)
 
       The last token is always computed, and nothing may be known of the first:
 
-      >>> prefix.reuse(cache, store, [1, 2, 3], 1)[2]
+      >>> prefix.fork_prefix(cache, store, [1, 2, 3], 1)[2]
       Found(length=2, miss=<Miss.NONE: 0>)
-      >>> prefix.reuse(cache, store, [2, 3], 1)[2]
+      >>> prefix.fork_prefix(cache, store, [2, 3], 1)[2]
       Found(length=0, miss=<Miss.UNKNOWN: 1>)
 
     llama.cpp: the common prefix of a slot in its server, `cache_prompt`.
     """
     tokens, seq = checked(cache, store, tokens, seq)
-    source, found = longest(cache, store, tokens, seq)
+    source, found = longest_match(cache, store, tokens, seq)
     return fork(cache, store, source, found, seq, donate=donate)
 
 
 def fork(
-    cache: Cache, store: Store, source: Text | None, found: Found, seq: int, *, donate: bool
-) -> tuple[Cache, Store, Found]:
-    """Let a sequence hold what `longest` has found, in place of what it held."""
+    cache: Cache,
+    store: PrefixStore,
+    source: CachedPrompt | None,
+    found: PrefixHit,
+    seq: int,
+    *,
+    donate: bool,
+) -> tuple[Cache, PrefixStore, PrefixHit]:
+    """Let a sequence hold what `longest_match` has found, in place of what it held."""
     cache, _ = seq_rm(cache, seq)
     if source is None:
         return cache, store, found
     if not _can_copy(cache, source.holder, seq, found.length):
-        return cache, store, Found(0, Miss.OUT_OF_CELLS)
+        return cache, store, PrefixHit(0, MissReason.OUT_OF_CELLS)
     cache, _ = seq_cp(cache, source.holder, seq, 0, found.length, donate=donate)
     return cache, touched(store, source), found
 
 
-def remember(
-    cache: Cache, store: Store, tokens: Any, seq: Any, *, donate: bool = False
-) -> tuple[Cache, Store, Miss]:
+def store_prefix(
+    cache: Cache, store: PrefixStore, tokens: Any, seq: Any, *, donate: bool = False
+) -> tuple[Cache, PrefixStore, MissReason]:
     """Keep the first tokens of a sequence, which goes on as it is or may be removed.
 
     Remember a text where others will go on from it: at its end, or at the end of what many prompts
@@ -112,7 +118,7 @@ def remember(
       The next cache, the next store, and NONE; or the reason why neither has changed.
 
     Raises:
-      ValueError: when the sequence does not reach as far as the tokens, and as in `reuse`.
+      ValueError: when the sequence does not reach as far as the tokens, and as in `fork_prefix`.
       TypeError: when tokens are no integers.
 
     Examples:
@@ -121,13 +127,13 @@ def remember(
       >>> cache = make_kv_cache(
       ...     layers=1, cells=5, sequences=2, kv_heads=1, head_dim=2, window=window.sliding(2)
       ... )
-      >>> store = prefix.make_store(cache, holders=[1])
+      >>> store = prefix.make_prefix_store(cache, store_sequences=[1])
       >>> for tokens in [[1, 2, 3, 4], [5, 6, 7]]:
       ...     cache = apply(cache, init_batch(cache, make_batch(tokens)))
-      >>> cache, store, miss = prefix.remember(cache, store, [1, 2], 0)
+      >>> cache, store, miss = prefix.store_prefix(cache, store, [1, 2], 0)
       >>> miss.name
       'CONTEXT_EVICTED'
-      >>> cache, store, miss = prefix.remember(cache, store, [1, 2, 3, 4, 5, 6, 7], 0)
+      >>> cache, store, miss = prefix.store_prefix(cache, store, [1, 2, 3, 4, 5, 6, 7], 0)
       >>> miss.name, prefix.held(cache, store)
       ('NONE', 5)
     """
@@ -138,25 +144,25 @@ def remember(
             f"goes on at {end}: compute them first"
         )
     mine, whole = resumable(cache, seq, tokens)
-    if whole is not Miss.NONE:
+    if whole is not MissReason.NONE:
         return cache, store, whole
-    text = Text(holder=seq, tokens=tokens)
+    text = CachedPrompt(holder=seq, tokens=tokens)
     own, others = beside(store, seq), store
     for other in [one for one in store.texts if one.holder in own]:
-        common = agreement(text.tokens, other.tokens)
+        common = common_prefix_length(text.tokens, other.tokens)
         if common < min(tokens.size, other.tokens.size):
             continue
         theirs, _ = resumable(cache, other.holder, other.tokens)
         both = slice(0, common + 1)
         if common == tokens.size and np.all(theirs[both] | ~mine[both]):
-            return cache, touched(store, other), Miss.NONE
+            return cache, touched(store, other), MissReason.NONE
         if common == other.tokens.size and np.all(mine[both] | ~theirs[both]):
             others, own = without(store, other), (other.holder,)
             break
-    return _kept(cache, others, text, own, donate) or (cache, store, Miss.OUT_OF_CELLS)
+    return _kept(cache, others, text, own, donate) or (cache, store, MissReason.OUT_OF_CELLS)
 
 
-def evict(cache: Cache, store: Store, *, cells: int) -> tuple[Cache, Store]:
+def evict(cache: Cache, store: PrefixStore, *, cells: int) -> tuple[Cache, PrefixStore]:
     """Let go of the least recently used texts until the store holds few enough cells.
 
     Cells that a sequence beside the store shares stay in use for that one.
@@ -167,25 +173,25 @@ def evict(cache: Cache, store: Store, *, cells: int) -> tuple[Cache, Store]:
       cells: the most cells that it may hold afterwards; 0 for none.
 
     Raises:
-      ValueError: when cells are below 0, and as in `reuse`.
+      ValueError: when cells are below 0, and as in `fork_prefix`.
 
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=64, sequences=2, kv_heads=1, head_dim=2)
-      >>> store = prefix.make_store(cache, holders=[1])
+      >>> store = prefix.make_prefix_store(cache, store_sequences=[1])
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
-      >>> cache, store, _ = prefix.remember(cache, store, [1, 2, 3], 0)
+      >>> cache, store, _ = prefix.store_prefix(cache, store, [1, 2, 3], 0)
       >>> cache, store = prefix.evict(cache, store, cells=0)
-      >>> prefix.held(cache, store), prefix.reuse(cache, store, [1, 2, 3], 0)[2].miss.name
+      >>> prefix.held(cache, store), prefix.fork_prefix(cache, store, [1, 2, 3], 0)[2].miss.name
       (0, 'EVICTED')
     """
-    most = count(cells, "cells", low=0)
+    most = check_count(cells, "cells", low=0)
     check_made_for(cache, store)
     while store.texts and held(cache, store) > most:
-        cache, store = let_go(cache, store, store.texts[0])
+        cache, store = evict_one(cache, store, store.texts[0])
     return cache, store
 
 
-def held(cache: Cache, store: Store) -> int:
+def held(cache: Cache, store: PrefixStore) -> int:
     """Return how many cells the store holds, those that its texts share counted once.
 
     They are counted as `num_used_cells` counts, over all parts of a hybrid cache. Cells that a
@@ -195,13 +201,13 @@ def held(cache: Cache, store: Store) -> int:
       ValueError: when the cache is traced, or of other sizes than the store was made for.
     """
     check_made_for(cache, store)
-    others = np.setdiff1d(np.arange(store.spec.sequences), store.holders)
+    others = np.setdiff1d(np.arange(store.spec.sequences), store.store_sequences)
     only, _ = seq_rm(cache, others)
     return int(num_used_cells(only))
 
 
-def warm_up(cache: Cache, store: Store, *, donate: bool = False) -> Cache:
-    """Compile what `reuse`, `remember` and `evict` need, before the first prompt comes.
+def warm_up(cache: Cache, store: PrefixStore, *, donate: bool = False) -> Cache:
+    """Compile what `fork_prefix`, `store_prefix` and `evict` need, before the first prompt comes.
 
     Nothing is compiled by them afterwards, whatever the length of a text. Call it while a sequence
     of each stream that is no holder is empty: where texts go to another stream, one that holds
@@ -210,23 +216,24 @@ def warm_up(cache: Cache, store: Store, *, donate: bool = False) -> Cache:
     Args:
       cache: the cache of the store.
       store: the store.
-      donate: as `reuse` and `remember` will be called; then the cache passed in is given up.
+      donate: as `fork_prefix` and `store_prefix` will be called; then the cache passed in is given
+        up.
 
     Returns:
       The cache, which holds what it held.
 
     Raises:
-      ValueError: as in `reuse`.
+      ValueError: as in `fork_prefix`.
 
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=64, sequences=3, kv_heads=1, head_dim=2)
-      >>> store = prefix.make_store(cache, holders=[2])
+      >>> store = prefix.make_prefix_store(cache, store_sequences=[2])
       >>> num_used_cells(prefix.warm_up(cache, store)).item()
       0
     """
     held(cache, store)
-    spec, holder = store.spec, store.holders[0]
-    others = [seq for seq in range(spec.sequences) if seq not in store.holders]
+    spec, holder = store.spec, store.store_sequences[0]
+    others = [seq for seq in range(spec.sequences) if seq not in store.store_sequences]
     resumable(cache, holder, np.zeros(0, np.int32))
     seq_rm(seq_keep(cache, holder), holder, 0)
     empty = [seq for seq in others if int(seq_pos_max(cache, seq)) < 0]
@@ -238,8 +245,8 @@ def warm_up(cache: Cache, store: Store, *, donate: bool = False) -> Cache:
 
 
 def _kept(
-    cache: Cache, store: Store, text: Text, own: tuple[int, ...], donate: bool
-) -> tuple[Cache, Store, Miss] | None:
+    cache: Cache, store: PrefixStore, text: CachedPrompt, own: tuple[int, ...], donate: bool
+) -> tuple[Cache, PrefixStore, MissReason] | None:
     """Fork a text of a sequence into one of some holders; None if there is no room for it."""
     size = text.tokens.size
     alone, _ = seq_rm(seq_keep(cache, text.holder), text.holder, size)
@@ -249,14 +256,14 @@ def _kept(
     free = [holder for holder in own if holder not in taken]
     holder = free[0] if free else next(one.holder for one in store.texts if one.holder in own)
     if not free:
-        cache, store = let_go(cache, store, taken[holder])
+        cache, store = evict_one(cache, store, taken[holder])
     cache, _ = seq_rm(cache, holder)
     if not _can_copy(cache, text.holder, holder, size):
         return None
     cache, _ = seq_cp(cache, text.holder, holder, 0, size, donate=donate)
     return *evict(
         cache, with_text(store, replace(text, holder=holder)), cells=store.cells
-    ), Miss.NONE
+    ), MissReason.NONE
 
 
 def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> jax.Array:
@@ -264,14 +271,14 @@ def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> jax.Array:
     return _granted(split(cache)[0], *map(np.int32, (src, dst, 0, stop)))
 
 
-@program
+@jit_table
 def _granted(table: Any, *args: jax.Array) -> jax.Array:
     ok, _ = table.can_copy(*args)
     return ok
 
 
-def let_go(cache: Cache, store: Store, text: Text) -> tuple[Cache, Store]:
+def evict_one(cache: Cache, store: PrefixStore, text: CachedPrompt) -> tuple[Cache, PrefixStore]:
     """Free the holder of a text, and note that it was there."""
     cache, _ = seq_rm(cache, text.holder)
-    evicted = (*store.evicted, text.tokens)[-len(store.holders) :]
+    evicted = (*store.evicted, text.tokens)[-len(store.store_sequences) :]
     return cache, replace(without(store, text), evicted=evicted)

@@ -11,22 +11,26 @@ from jaxkv.cache import Cache, split
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.cells import Cells, held, home
 from jaxkv.places import EMPTY, END
-from jaxkv.prefix.store import Found, Miss, Store, Text, beside
+from jaxkv.prefix.store import CachedPrompt, MissReason, PrefixHit, PrefixStore, beside
 from jaxkv.recurrent.states import States, stream_of
 from jaxkv.stamp import chained, content
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 
 BLOCK = 1024
 """Positions that are asked about at once, so that texts of all lengths share a program."""
 
 
-def longest(cache: Cache, store: Store, tokens: np.ndarray, seq: int) -> tuple[Text | None, Found]:
+def longest_match(
+    cache: Cache, store: PrefixStore, tokens: np.ndarray, seq: int
+) -> tuple[CachedPrompt | None, PrefixHit]:
     """Return the text that a prompt can go on from furthest, and how far; None for none."""
     own = beside(store, seq)
-    agreeing = [(agreement(text.tokens, tokens[:-1]), text) for text in reversed(store.texts)]
+    agreeing = [
+        (common_prefix_length(text.tokens, tokens[:-1]), text) for text in reversed(store.texts)
+    ]
     agreeing = [(common, text) for common, text in agreeing if common]
     agreeing.sort(key=lambda one: (one[0], one[1].holder in own), reverse=True)
-    source, best, miss = None, 0, Miss.UNKNOWN
+    source, best, miss = None, 0, MissReason.UNKNOWN
     for i, (common, text) in enumerate(agreeing):
         if common <= best:
             break
@@ -36,21 +40,21 @@ def longest(cache: Cache, store: Store, tokens: np.ndarray, seq: int) -> tuple[T
             source, best = text, furthest
     most = agreeing[0][0] if agreeing else 0
     if best == most > 0:
-        miss = Miss.NONE
-    once = max((agreement(text, tokens[:-1]) for text in store.evicted), default=0)
+        miss = MissReason.NONE
+    once = max((common_prefix_length(text, tokens[:-1]) for text in store.evicted), default=0)
     if once > most:
-        miss = Miss.EVICTED
-    return source, Found(best, miss)
+        miss = MissReason.EVICTED
+    return source, PrefixHit(best, miss)
 
 
-def agreement(one: np.ndarray, other: np.ndarray) -> int:
+def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
     """Return how many tokens two texts begin with alike."""
     size = min(one.size, other.size)
     apart = np.flatnonzero(one[:size] != other[:size])
     return int(apart[0]) if apart.size else size
 
 
-def resumable(cache: Cache, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, Miss]:
+def resumable(cache: Cache, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, MissReason]:
     """Return where a sequence can go on from `n` tokens, and why it cannot after the last one.
 
     Returns:
@@ -59,7 +63,7 @@ def resumable(cache: Cache, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, M
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
-    all_parts, miss = np.ones(last + 1, bool), Miss.NONE
+    all_parts, miss = np.ones(last + 1, bool), MissReason.NONE
     for table in _tables(split(cache)[0]):
         blocks, total = [], jnp.uint32(0)
         for start in starts:
@@ -72,12 +76,17 @@ def resumable(cache: Cache, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, M
         )
         same = np.logical_and.accumulate(np.append(True, same[:last]))
         reasons = [
-            (there, Miss.CONTEXT_EVICTED if table.spec.max_rollback is None else Miss.NO_STATE),
-            (whole, Miss.INCOMPLETE),
-            (same, Miss.OTHER_TEXT),
+            (
+                there,
+                MissReason.CONTEXT_EVICTED
+                if table.spec.max_rollback is None
+                else MissReason.NO_STATE,
+            ),
+            (whole, MissReason.INCOMPLETE),
+            (same, MissReason.OTHER_TEXT),
         ]
         for can, reason in reasons:
-            miss = reason if miss is Miss.NONE and not can[last] else miss
+            miss = reason if miss is MissReason.NONE and not can[last] else miss
             all_parts &= can
     return all_parts, miss
 
@@ -87,7 +96,7 @@ def _tables(table: Any) -> Iterator[Any]:
     yield from table.parts if isinstance(table, HybridTable) else [table]
 
 
-@program
+@jit_table
 def _can_go_on(
     table: Any, seq: jax.Array, tokens: jax.Array, start: jax.Array, before: jax.Array
 ) -> tuple[jax.Array, ...]:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.cache import Cache, split
-from jaxkv.places import END, count, integers, is_concrete
+from jaxkv.places import END, check_count, check_int32, is_concrete
 from jaxkv.spec import TableSpec, check_once
 from jaxkv.verbs.ask import seq_pos_max
 from jaxkv.verbs.ids import sequence
 
 
-class Miss(IntEnum):
+class MissReason(IntEnum):
     """Why a text was not reused as far as it could be, or not remembered.
 
     NONE: it was, as far as it agrees with one that is held.
@@ -37,7 +37,7 @@ class Miss(IntEnum):
     OTHER_TEXT = 7
 
 
-class Found(NamedTuple):
+class PrefixHit(NamedTuple):
     """What there was of a prompt.
 
     length: how many of its first tokens the sequence holds now; compute those after them.
@@ -45,11 +45,11 @@ class Found(NamedTuple):
     """
 
     length: int
-    miss: Miss
+    miss: MissReason
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Text:
+class CachedPrompt:
     """A text that is held.
 
     holder: the sequence that holds it.
@@ -61,20 +61,20 @@ class Text:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Store:
+class PrefixStore:
     """Which texts the holders of a cache hold. Each has one, or is empty.
 
-    holders: the sequences of the cache that belong to the store.
+    store_sequences: the sequences of the cache that belong to the store.
     cells: the most cells that they may hold, those that they share counted once.
     texts: what they hold, the least recently used first.
     evicted: the tokens of texts that were let go of, the latest last; as many as there are holders.
     spec: of the cache.
     """
 
-    holders: tuple[int, ...]
+    store_sequences: tuple[int, ...]
     cells: int
     spec: TableSpec = field(repr=False)
-    texts: tuple[Text, ...] = ()
+    texts: tuple[CachedPrompt, ...] = ()
     evicted: tuple[np.ndarray, ...] = ()
 
     def __repr__(self) -> str:
@@ -82,18 +82,21 @@ class Store:
         tokens = sum(text.tokens.size for text in self.texts)
         limit = f", at most {self.cells} cells" if self.cells < END else ""
         return (
-            f"Store({len(self.texts)} texts of {tokens} tokens, {len(self.holders)} holders{limit})"
+            f"PrefixStore({len(self.texts)} texts of {tokens} tokens, "
+            f"{len(self.store_sequences)} sequences{limit})"
         )
 
 
-def make_store(cache: Cache, *, holders: Sequence[int], cells: int | None = None) -> Store:
+def make_prefix_store(
+    cache: Cache, *, store_sequences: Sequence[int], cells: int | None = None
+) -> PrefixStore:
     """Make a store without a text.
 
     Args:
       cache: any cache; what comes later has its sizes.
-      holders: `[n]` int, the sequences that belong to the store from now on. They hold nothing.
-        Where sequences share several streams, give it some of each: a fork within a stream copies
-        nothing.
+      store_sequences: `[n]` int, the sequences that belong to the store from now on. They hold
+        nothing. Where sequences share several streams, give it some of each: a fork within a stream
+        copies nothing.
       cells: the most cells that all of them may hold together, those that they share counted once;
         by default no limit but those of the cache, and `evict` makes room.
 
@@ -104,8 +107,8 @@ def make_store(cache: Cache, *, holders: Sequence[int], cells: int | None = None
 
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=64, sequences=4, kv_heads=1, head_dim=2)
-      >>> prefix.make_store(cache, holders=[2, 3], cells=32)
-      Store(0 texts of 0 tokens, 2 holders, at most 32 cells)
+      >>> prefix.make_prefix_store(cache, store_sequences=[2, 3], cells=32)
+      PrefixStore(0 texts of 0 tokens, 2 sequences, at most 32 cells)
     """
     spec = _facts(cache)
     if spec.has_cross_attention:
@@ -113,50 +116,50 @@ def make_store(cache: Cache, *, holders: Sequence[int], cells: int | None = None
             "wanted a cache without a part for sources, since texts that begin alike may look at "
             "other ones, got one with it: fork what has the same source (seq_cp)"
         )
-    ids = np.atleast_1d(spec.sequence_ids(holders))
+    ids = np.atleast_1d(spec.sequence_ids(store_sequences))
     check_once(ids)
     if ids.ndim > 1 or not ids.size:
-        raise ValueError(f"wanted holders, one sequence or more, got {holders}")
+        raise ValueError(f"wanted holders, one sequence or more, got {store_sequences}")
     full = ids[np.asarray(seq_pos_max(cache, ids)) >= 0]
     if full.size:
         raise ValueError(
             f"wanted holders that hold nothing, got {full.tolist()} with tokens: remove them "
             f"(seq_rm), or pass others"
         )
-    most = END if cells is None else count(cells, "cells")
-    return Store(holders=tuple(ids.tolist()), cells=most, spec=spec)
+    most = END if cells is None else check_count(cells, "cells")
+    return PrefixStore(store_sequences=tuple(ids.tolist()), cells=most, spec=spec)
 
 
-def with_text(store: Store, text: Text) -> Store:
+def with_text(store: PrefixStore, text: CachedPrompt) -> PrefixStore:
     """Return a store with one more text, the most recently used."""
     return replace(store, texts=(*store.texts, text))
 
 
-def touched(store: Store, text: Text) -> Store:
+def touched(store: PrefixStore, text: CachedPrompt) -> PrefixStore:
     """Return a store whose most recently used text is one of its own; any other changes nothing."""
     there = any(one is text for one in store.texts)
     return with_text(without(store, text), text) if there else store
 
 
-def without(store: Store, text: Text) -> Store:
+def without(store: PrefixStore, text: CachedPrompt) -> PrefixStore:
     """Return a store without a text."""
     return replace(store, texts=tuple(one for one in store.texts if one is not text))
 
 
-def beside(store: Store, seq: int) -> tuple[int, ...]:
+def beside(store: PrefixStore, seq: int) -> tuple[int, ...]:
     """Return the holders in the stream of a sequence; all of them if it has none."""
     sharing = store.spec.sequences_per_stream
-    near = tuple(one for one in store.holders if one // sharing == seq // sharing)
-    return near or store.holders
+    near = tuple(one for one in store.store_sequences if one // sharing == seq // sharing)
+    return near or store.store_sequences
 
 
-def checked(cache: Cache, store: Store, tokens: Any, seq: Any) -> tuple[np.ndarray, int]:
+def checked(cache: Cache, store: PrefixStore, tokens: Any, seq: Any) -> tuple[np.ndarray, int]:
     """Return tokens as `[n]` int32, and a sequence that is no holder."""
     check_made_for(cache, store)
     seq = int(sequence(split(cache)[0], seq))
-    if seq in store.holders:
+    if seq in store.store_sequences:
         raise ValueError(f"wanted a sequence that is no holder of the store, got {seq}")
-    tokens = np.array(integers(tokens, "tokens"), np.int32)  # a copy, since the store keeps it
+    tokens = np.array(check_int32(tokens, "tokens"), np.int32)  # a copy, since the store keeps it
     if tokens.ndim != 1 or not tokens.size:
         raise ValueError(
             f"wanted tokens [n] of one prompt of at least one token, got the shape {tokens.shape}"
@@ -164,14 +167,14 @@ def checked(cache: Cache, store: Store, tokens: Any, seq: Any) -> tuple[np.ndarr
     return tokens, seq
 
 
-def check_made_for(cache: Cache, store: Store) -> None:
+def check_made_for(cache: Cache, store: PrefixStore) -> None:
     """Raise unless a store was made for a cache of these sizes."""
-    if not isinstance(store, Store):
-        raise TypeError(f"wanted a store, make_store makes it, got {type(store)}")
+    if not isinstance(store, PrefixStore):
+        raise TypeError(f"wanted a store, make_prefix_store makes it, got {type(store)}")
     if _facts(cache) != store.spec:
         raise ValueError(
             "wanted the cache that the store was made for, or one of its sizes, got another: "
-            "make_store(cache, holders=...)"
+            "make_prefix_store(cache, store_sequences=...)"
         )
 
 

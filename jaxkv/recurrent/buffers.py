@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
-from jaxkv.mesh import at_hand, from_owner, on_shares, own, shares
+from jaxkv.mesh import broadcast_from_owner, current_mesh, map_shards, shares, to_local
 from jaxkv.recurrent import slots
 from jaxkv.recurrent.states import States, T
 
@@ -39,13 +39,13 @@ def read(table: Any, layer: int, ubatch: Ubatch, arrays: dict[str, jax.Array]) -
             state = array.at[where].get(mode="fill", fill_value=0)
             usable = readable.reshape(-1, *[1] * (state.ndim - 1))
             state = jnp.where(usable, state, _unreadable(array.dtype))
-            return state if rows == streams else from_owner(state, streams)
+            return state if rows == streams else broadcast_from_owner(state, streams)
 
         return jax.tree.map(one, arrays)
 
     held = {name: P(streams, None, *within(table, name)) for name in arrays}
     given = {name: P(rows, *within(table, name)) for name in arrays}
-    return on_shares(table.rules, of_share, (*specs, held), given)(table, ubatch, arrays)
+    return map_shards(table.sharding_rules, of_share, (*specs, held), given)(table, ubatch, arrays)
 
 
 @partial(jax.jit, static_argnames="layer")
@@ -72,35 +72,35 @@ def write(
 
     held = {name: P(streams, None, *within(table, name)) for name in arrays}
     given = {name: P(rows, None, *within(table, name)) for name in arrays}
-    run = on_shares(table.rules, of_share, (*specs, given, held), (specs[0], held))
+    run = map_shards(table.sharding_rules, of_share, (*specs, given, held), (specs[0], held))
     return run(table, ubatch, states, arrays)
 
 
 def _laid_out(table: Any, ubatch: Ubatch) -> tuple[tuple[str, ...], tuple[str, ...], Any]:
     """Return the axes that split the streams, those that split the rows, and specs of the two."""
-    streams = shares(table.rules, streams=table.streams).streams
-    mesh = at_hand(table.rules)
+    streams = shares(table.sharding_rules, streams=table.streams).streams
+    mesh = current_mesh(table.sharding_rules)
     of_table = P() if mesh is None else table.partition_specs(None, mesh)[0]
     return streams, rows_of(ubatch, streams), (of_table, ubatch_partition_specs(ubatch, streams))
 
 
 def copy_cells(table: Any, buffers: Buffers, source: Cell, target: Cell) -> Buffers:
     """Copy states between cells of all streams; all are read before one is written."""
-    streams = shares(table.rules, streams=table.streams).streams
+    streams = shares(table.sharding_rules, streams=table.streams).streams
 
     def of_share(source: Cell, target: Cell, buffers: Buffers) -> Buffers:
         def here(cell: Cell, count: int) -> Cell:
-            stream, mine = own(cell[0], streams, count)
+            stream, mine = to_local(cell[0], streams, count)
             return stream, jnp.where(mine, cell[1], table.num_cells)
 
         def copied(x: jax.Array) -> jax.Array:
             state = x.at[here(source, len(x))].get(mode="fill", fill_value=0)
-            return x.at[here(target, len(x))].set(from_owner(state, streams), mode="drop")
+            return x.at[here(target, len(x))].set(broadcast_from_owner(state, streams), mode="drop")
 
         return jax.tree.map(copied, buffers)
 
     held = tuple({name: P(streams, None, *within(table, name)) for name in x} for x in buffers)
-    run = on_shares(table.rules, of_share, (P(), P(), held), held)
+    run = map_shards(table.sharding_rules, of_share, (P(), P(), held), held)
     return run(source, target, buffers)
 
 
@@ -109,12 +109,12 @@ def within(table: States, name: str, mesh: Any = None) -> tuple:
 
     The mesh is the one at hand unless another one is given.
     """
-    mesh = at_hand(table.rules) if mesh is None else mesh
-    if table.rules is None or mesh is None:
+    mesh = current_mesh(table.sharding_rules) if mesh is None else mesh
+    if table.sharding_rules is None or mesh is None:
         return ()
     for one, dimension, parts in table.shard_dims:
         if one == name:
-            axes = table.rules.split(mesh, kv_heads=parts)["kv_heads"]
+            axes = table.sharding_rules.split(mesh, kv_heads=parts)["kv_heads"]
             return (*[None] * dimension, axes) if axes else ()
     return ()
 

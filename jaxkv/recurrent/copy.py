@@ -105,9 +105,9 @@ def _copied(
     own, copies = _dealt(states, src, dst, cell)
     there = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, own, states.num_cells))
-    source = states.stamp.at[there].get(mode="fill", fill_value=0)
+    source = states.cell_hash.at[there].get(mode="fill", fill_value=0)
     # A place that is written anew: stamped so that a table that knew what stood there notices.
-    stamp = replaced(states.stamp.at[where].get(mode="fill", fill_value=0), source)
+    stamp = replaced(states.cell_hash.at[where].get(mode="fill", fill_value=0), source)
     held = (
         states.holds.at[:, *there].get(mode="fill", fill_value=0) == source[None]
     )  # [L, n, E + 1]
@@ -116,7 +116,7 @@ def _copied(
     content = states.content.at[there].get(mode="fill", fill_value=0)
     states = replace(
         states,
-        stamp=states.stamp.at[where].set(stamp, mode="drop"),
+        cell_hash=states.cell_hash.at[where].set(stamp, mode="drop"),
         content=states.content.at[where].set(content, mode="drop"),
         holds=states.holds.at[:, *where].set(holds, mode="drop"),
     )

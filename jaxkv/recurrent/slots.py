@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, contents
-from jaxkv.places import FAR, nowhere
-from jaxkv.places import count as checked_count
+from jaxkv.places import MAX_CELLS, no_slots
+from jaxkv.places import check_count as checked_count
 from jaxkv.plan import Reason
-from jaxkv.recurrent.states import States, T, digest, occupied
+from jaxkv.recurrent.states import States, T, occupied, stream_hash
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +45,10 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, jax.Array]
     """
     placed = jnp.any(ubatch.valid, axis=1)
     new = placed[:, None] & (state_write_steps(ubatch, states.earlier + 1) > 0)
-    cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), nowhere(new))
+    cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), no_slots(new))
     cell = states.cell[ubatch.row_sequence, -1]
-    source = jnp.where(placed, cell, nowhere(cell))
-    stamp = states.stamp.at[ubatch.row_stream, source].get(mode="fill", fill_value=0)
+    source = jnp.where(placed, cell, no_slots(cell))
+    stamp = states.cell_hash.at[ubatch.row_stream, source].get(mode="fill", fill_value=0)
     fits = jnp.full(ubatch.valid.shape, Reason.OK, jnp.int32)
     return StateSlots(source=source, cells=cells, source_stamp=stamp), fits
 
@@ -75,7 +75,7 @@ def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Arr
 def occupy(states: T, ubatch: Ubatch) -> T:
     """Take in the states that a ubatch will leave, where they were planned to go."""
     slots: StateSlots = ubatch.slots
-    new = slots.cells < FAR
+    new = slots.cells < MAX_CELLS
     steps = _new_states(states, ubatch, new[:, -1])
     pair = jnp.arange(states.earlier + 1)[None]
     shifted = jnp.minimum(pair + steps[:, None], states.earlier)
@@ -94,15 +94,15 @@ def occupy(states: T, ubatch: Ubatch) -> T:
         states,
         position=taken(states.position, _after(states, ubatch, ubatch.positions)),
         cell=taken(states.cell, slots.cells),
-        stamp=states.stamp.at[where].set(_after(states, ubatch, ubatch.cell_hashes), **put),
+        cell_hash=states.cell_hash.at[where].set(_after(states, ubatch, ubatch.cell_hashes), **put),
         content=states.content.at[where].set(_after(states, ubatch, content), **put),
     )
 
 
 def current_rows(states: States, ubatch: Ubatch) -> jax.Array:
     """Return the rows whose stream is as the ubatch left it or without a slot; `[R]` bool."""
-    same = (digest(states) == ubatch.hash_after)[ubatch.row_stream]
-    return same | (ubatch.slots.cells[:, -1] >= FAR)
+    same = (stream_hash(states) == ubatch.hash_after)[ubatch.row_stream]
+    return same | (ubatch.slots.cells[:, -1] >= MAX_CELLS)
 
 
 @partial(jax.jit, static_argnames="layer")
@@ -115,7 +115,9 @@ def readable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
     """
     source = (ubatch.row_stream, ubatch.slots.source)
     held = states.holds[layer].at[source].get(mode="fill", fill_value=0)
-    refused = ubatch.slots.source >= FAR  # its rows read zeros, as one does that starts afresh
+    refused = (
+        ubatch.slots.source >= MAX_CELLS
+    )  # its rows read zeros, as one does that starts afresh
     return current_rows(states, ubatch) & (refused | (held == ubatch.slots.source_stamp))
 
 
@@ -127,17 +129,17 @@ def writable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
     written again.
     """
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
-    stamp = states.stamp.at[where].get(mode="fill", fill_value=0)
+    stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     held = states.holds[layer].at[where].get(mode="fill", fill_value=0)
     writes = current_rows(states, ubatch)[:, None] & (held != stamp)
-    return jnp.where(writes, ubatch.slots.cells, nowhere(ubatch.slots.cells))
+    return jnp.where(writes, ubatch.slots.cells, no_slots(ubatch.slots.cells))
 
 
 @partial(jax.jit, static_argnames="layer")
 def note_written(states: T, layer: int, ubatch: Ubatch, cells: jax.Array) -> T:
     """Note that a layer holds the states of a ubatch now; `cells` are those of `writable`."""
     where = (ubatch.row_stream[:, None], cells)
-    stamp = states.stamp.at[where].get(mode="fill", fill_value=0)
+    stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     holds = states.holds.at[layer, *where].set(stamp, mode="drop", unique_indices=True)
     return replace(states, holds=holds)
 
@@ -153,8 +155,8 @@ def state_write_steps(ubatch: Ubatch, count: int) -> jax.Array:
       count: how many of the last tokens, static; E + 1 for `write_states`.
 
     Returns:
-      `[R, count]` int32, n - count + 1 + i at place i of a row of n valid tokens, or 0 if that is
-      negative.
+      `[R, count]` int32, n - count + 1 + i at place i of a row of n valid tokens, or 0 if
+      that is negative.
 
     Raises:
       TypeError: when it is no ubatch, or `count` no integer.

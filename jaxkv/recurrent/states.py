@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import Findings
-from jaxkv.mesh import Rules
+from jaxkv.mesh import ShardingRules
 from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.stamp import chained, summed
 
@@ -37,22 +37,22 @@ class States:
       there is no state.
     cell: `[Q, E + 1]` int32, the cell of the state in the sequence's stream, which sequences of the
       stream may share; N if there is none.
-    stamp: `[S, N]` uint32, the stamp of the token that the state of a cell stands after, see
-      `jaxkv.stamp`.
+    cell_hash: `[S, N]` uint32, the stamp of the token that the state of a cell stands after, see
+      `jaxkv.cell_hash`.
     content: `[S, N]` uint32, the sum of the hashes of all tokens that the state of a cell has seen,
       of each with the position that it had. Copies and moves carry it along, as `Cells.content`.
     holds: `[L, S, N]` uint32, the stamp of the state that a layer's buffers really hold. The table
       takes a state in before it is computed, and each layer writes it once.
-    rules: which axes of a mesh split the cache, static; None where it is on one device.
+    sharding_rules: which axes of a mesh split the cache, static; None where it is on one device.
     shard_dims: for states that a mesh may split the name, the dimension and its parts, static.
     """
 
     position: jax.Array  # [Q, E + 1]
     cell: jax.Array  # [Q, E + 1]
-    stamp: jax.Array  # [S, N]
+    cell_hash: jax.Array  # [S, N]
     content: jax.Array  # [S, N]
     holds: jax.Array  # [L, S, N]
-    rules: Rules | None = field(default=None, metadata={"static": True})
+    sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
     shard_dims: tuple[tuple[str, int, int], ...] = field(default=(), metadata={"static": True})
 
     @property
@@ -63,12 +63,12 @@ class States:
     @property
     def is_batch(self) -> bool:
         """Whether the arrays have an axis more, as `vmap` makes them."""
-        return self.stamp.ndim != 2
+        return self.cell_hash.ndim != 2
 
     @property
     def streams(self) -> int:
         """S, the number of independent pools of cells."""
-        return self.stamp.shape[0]
+        return self.cell_hash.shape[0]
 
     @property
     def sequences_per_stream(self) -> int:
@@ -83,7 +83,7 @@ class States:
     @property
     def num_cells(self) -> int:
         """N, the number of cells in each stream."""
-        return self.stamp.shape[1]
+        return self.cell_hash.shape[1]
 
 
 @partial(jax.jit, static_argnames=("layers", "sequences", "streams", "max_rollback"))
@@ -105,7 +105,7 @@ def empty_fields(
     return {
         "position": jnp.full(pairs, EMPTY, jnp.int32),
         "cell": jnp.full(pairs, cells, jnp.int32),
-        "stamp": jnp.zeros((streams, cells), jnp.uint32),
+        "cell_hash": jnp.zeros((streams, cells), jnp.uint32),
         "content": jnp.zeros((streams, cells), jnp.uint32),
         "holds": jnp.zeros((layers, streams, cells), jnp.uint32),
     }
@@ -160,7 +160,9 @@ def endings(
 
 def occupied(states: States, cell: jax.Array) -> jax.Array:
     """Return which cells a table of pairs, `[Q, E + 1]`, names; `[S, N]` bool."""
-    return jnp.zeros(states.stamp.shape, bool).at[streams_of(states), cell].set(True, mode="drop")
+    return (
+        jnp.zeros(states.cell_hash.shape, bool).at[streams_of(states), cell].set(True, mode="drop")
+    )
 
 
 def num_used_cells(states: States) -> jax.Array:
@@ -168,7 +170,7 @@ def num_used_cells(states: States) -> jax.Array:
     return jnp.sum(occupied(states, states.cell), dtype=jnp.int32)
 
 
-def digest(states: States) -> jax.Array:
+def stream_hash(states: States) -> jax.Array:
     """Return a number of each stream's content; `[S]` uint32.
 
     Equal digests, equal table: position and cell of every pair, and the stamps of all cells,
@@ -180,8 +182,8 @@ def digest(states: States) -> jax.Array:
     index = own[:, None] * pairs + jnp.arange(pairs, dtype=jnp.int32)[None]
     pair = chained(index, states.position, states.cell)
     total = jnp.sum(pair, axis=1, dtype=jnp.uint32)
-    cell = jnp.broadcast_to(jnp.arange(states.num_cells, dtype=jnp.int32), states.stamp.shape)
-    stamp = jnp.sum(chained(cell, states.stamp), axis=1, dtype=jnp.uint32)
+    cell = jnp.broadcast_to(jnp.arange(states.num_cells, dtype=jnp.int32), states.cell_hash.shape)
+    stamp = jnp.sum(chained(cell, states.cell_hash), axis=1, dtype=jnp.uint32)
     total = jnp.sum(total.reshape(states.streams, -1), axis=1, dtype=jnp.uint32)
     return summed(total, stamp)
 
@@ -316,8 +318,8 @@ def rewind(states: T, old: T) -> tuple[T, jax.Array]:
 
     `ok` is whether no cell that the older table uses was given to another state since, or written.
     """
-    same = jnp.all(states.holds == old.holds, axis=0) & (states.stamp == old.stamp)
-    back = replace(old, stamp=states.stamp, holds=states.holds)
+    same = jnp.all(states.holds == old.holds, axis=0) & (states.cell_hash == old.cell_hash)
+    back = replace(old, cell_hash=states.cell_hash, holds=states.holds)
     return back, jnp.all(same | ~occupied(old, old.cell))
 
 
@@ -329,7 +331,7 @@ def faults(states: States) -> dict[str, jax.Array]:
         lambda row: jnp.zeros((states.num_cells,), jnp.int32).at[row].add(1, mode="drop")
     )
     where = (streams_of(states), states.cell)
-    put = jnp.full(states.stamp.shape, EMPTY).at[where].set(states.position, mode="drop")
+    put = jnp.full(states.cell_hash.shape, EMPTY).at[where].set(states.position, mode="drop")
     same = put.at[where].get(mode="fill", fill_value=EMPTY) == states.position
     wrong = {
         "position below -1": states.position < EMPTY,

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, CacheTable, Findings, MaintenancePlan, Room, check_sizes, merge
-from jaxkv.mesh import Rules
-from jaxkv.places import END, FAR, check_shape, count
+from jaxkv.mesh import ShardingRules
+from jaxkv.places import END, MAX_CELLS, check_count, check_shape
 from jaxkv.recurrent import copy, slots, states
 from jaxkv.recurrent.buffers import Buffers, read, within, write
 from jaxkv.recurrent.slots import StateSlots
@@ -72,13 +72,15 @@ class StateTable(States, CacheTable):
             details=(("layers", self.holds.shape[0]),),
         )
 
-    def with_rules(self, rules: Rules | None) -> "StateTable":
+    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> "StateTable":
         """Return the table with other rules."""
-        return replace(self, rules=rules)
+        return replace(self, sharding_rules=sharding_rules)
 
     def partition_specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Any]:
         """Return that streams are split, and states by what they are made of."""
-        streams = (self.rules or Rules()).split(mesh, streams=self.streams)["streams"]
+        streams = (self.sharding_rules or ShardingRules()).split(mesh, streams=self.streams)[
+            "streams"
+        ]
         table = replace(jax.tree.map(lambda _: P(streams), self), holds=P(None, streams))
         if buffers is None:
             return table, None
@@ -95,9 +97,9 @@ class StateTable(States, CacheTable):
         """Raise unless states have the streams and the cells of the table."""
         check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
-    def digest(self) -> jax.Array:
-        """See `states.digest`."""
-        return states.digest(self)
+    def stream_hash(self) -> jax.Array:
+        """See `states.stream_hash`."""
+        return states.stream_hash(self)
 
     def first(self, seq: jax.Array) -> jax.Array:
         """See `states.first`."""
@@ -376,14 +378,16 @@ def make_recurrent_cache(
 
     llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `max_rollback`.
     """
-    layers, sequences = count(layers, "layers"), count(sequences, "sequences")
-    max_rollback = count(max_rollback, "max_rollback", low=0)
+    layers, sequences = check_count(layers, "layers"), check_count(sequences, "sequences")
+    max_rollback = check_count(max_rollback, "max_rollback", low=0)
     streams = checked_streams(streams, sequences)
     if not isinstance(states, Mapping):
         raise TypeError(f"wanted states as a mapping of names to (shape, dtype), got {states!r}")
     if not states:
         raise ValueError("a recurrent cache needs at least one state")
-    cells = count(sequences // streams * (max_rollback + 1), "states of a stream", high=FAR - 1)
+    cells = check_count(
+        sequences // streams * (max_rollback + 1), "states of a stream", high=MAX_CELLS - 1
+    )
     shapes = {name: _shape(name, state) for name, state in states.items()}
     for name, state in shapes.items():
         check_shape((streams, cells, *state.shape), f"the state {name}")
@@ -394,7 +398,7 @@ def make_recurrent_cache(
 
     def layer() -> dict[str, jax.Array]:
         return {
-            name: jnp.zeros((*table.stamp.shape, *state.shape), state.dtype)
+            name: jnp.zeros((*table.cell_hash.shape, *state.shape), state.dtype)
             for name, state in shapes.items()
         }
 
@@ -407,7 +411,7 @@ def _splits(
     """Return the splits of states by name, dimension and parts, checked."""
     for name, (dimension, parts) in splits.items():
         sizes = shapes[name].shape if name in shapes else ()
-        if not 0 <= dimension < len(sizes) or sizes[dimension] % count(parts, "parts"):
+        if not 0 <= dimension < len(sizes) or sizes[dimension] % check_count(parts, "parts"):
             raise ValueError(
                 f"wanted for a split a dimension of a state and parts that divide it, of "
                 f"{ {one: shape.shape for one, shape in shapes.items()} }, got {name!r}: "
@@ -422,5 +426,5 @@ def _shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
     if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[0], Sequence):
         raise TypeError(f"wanted (shape, dtype) for the state {name}, got {state!r}")
     shape, dtype = state
-    sizes = tuple(count(size, f"each size of the state {name}", low=0) for size in shape)
+    sizes = tuple(check_count(size, f"each size of the state {name}", low=0) for size in shape)
     return jax.ShapeDtypeStruct(sizes, dtype)

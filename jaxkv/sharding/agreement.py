@@ -8,11 +8,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxkv.cache import Cache, split
-from jaxkv.places import fetched, is_concrete
+from jaxkv.places import is_concrete, to_host
 from jaxkv.verbs.known import check_known
 
 
-def agree(cache: Cache, batch: Any = None) -> None:
+def assert_in_sync(cache: Cache, batch: Any = None) -> None:
     """Raise unless all processes hold the same table and were given the same batch.
 
     JAX never compares what it calls replicated: processes that were given different batches plan
@@ -31,11 +31,11 @@ def agree(cache: Cache, batch: Any = None) -> None:
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
       >>> sizes = dict(layers=1, cells=8, kv_heads=2, head_dim=4, sequences=2, streams=2)
-      >>> sharding.agree(sharding.allocate(lambda: make_kv_cache(**sizes), mesh))
+      >>> sharding.assert_in_sync(sharding.make_sharded(lambda: make_kv_cache(**sizes), mesh))
     """
     table, _ = split(cache)
     check_known(table)
-    seen = jax.tree.leaves((fetched(table), batch))
+    seen = jax.tree.leaves((to_host(table), batch))
     data = b"".join(np.asarray(x).tobytes() for x in seen if is_concrete(x))
     found = np.ravel(multihost_utils.process_allgather(np.uint32(crc32(data))))
     if wrong := np.flatnonzero(found != found[0]).tolist():

@@ -6,22 +6,26 @@ from typing import Literal, get_args
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv.cache import Cache
-from jaxkv.mesh import Rules
+from jaxkv.mesh import ShardingRules
 from jaxkv.sharding.layouts import keys_of
 
 Surplus = Literal["cells", "replicate", "refuse"]
 """What devices do that are more than there are heads: hold cells, hold copies, or be refused."""
 
 
-def fitted(
-    cache: Cache, mesh: Mesh | AbstractMesh, rules: Rules, *, surplus: Surplus = "cells"
-) -> tuple[Mesh | AbstractMesh, Rules]:
+def fit_mesh(
+    cache: Cache,
+    mesh: Mesh | AbstractMesh,
+    sharding_rules: ShardingRules,
+    *,
+    surplus: Surplus = "cells",
+) -> tuple[Mesh | AbstractMesh, ShardingRules]:
     """Return a mesh and rules that fit the heads of a cache, where an axis has too many devices.
 
     Args:
       cache: any cache, or its shapes.
       mesh: the mesh, or an abstract one of devices that are not at hand.
-      rules: which of its axes split what; heads are split by one axis.
+      sharding_rules: which of its axes split what; heads are split by one axis.
       surplus: what becomes of devices that are more than there are heads: "cells", they hold cells
         of the same heads, so the cache must have a number of cells that they divide, and be
         striped with as many `shards` if all are to hold as much, see `make_kv_cache`; "replicate",
@@ -41,18 +45,18 @@ def fitted(
 
       >>> mesh = jax.make_mesh((4,), ("tensor",))
       >>> make = lambda: make_kv_cache(layers=1, cells=64, kv_heads=2, head_dim=4)
-      >>> mesh, rules = sharding.fitted(jax.eval_shape(make), mesh, sharding.Rules())
+      >>> mesh, rules = sharding.fit_mesh(jax.eval_shape(make), mesh, sharding.ShardingRules())
       >>> dict(mesh.shape), rules.cells
       ({'tensor': 2, 'cells': 2}, 'cells')
     """
     if surplus not in get_args(Surplus):
         raise ValueError(f"wanted a surplus of {get_args(Surplus)}, got {surplus!r}")
-    axes = rules.present(mesh, "kv_heads")
+    axes = sharding_rules.present(mesh, "kv_heads")
     heads = {x.shape[1] for x in keys_of(cache)} - {1}
-    devices = rules.devices(mesh, "kv_heads")
+    devices = sharding_rules.devices(mesh, "kv_heads")
     fit = gcd(devices, *heads)
     if not heads or fit == devices:
-        return mesh, rules
+        return mesh, sharding_rules
     if surplus == "refuse":
         raise ValueError(
             f"wanted numbers of kv_heads that {devices} devices divide ({', '.join(axes)}), got "
@@ -76,7 +80,9 @@ def fitted(
     else:
         finer = AbstractMesh(tuple(shape), tuple(names), axis_types=tuple(types))
     if surplus == "replicate":
-        return finer, rules
-    cells = tuple(dict.fromkeys((*rules.axes("cells"), name)))
+        return finer, sharding_rules
+    cells = tuple(dict.fromkeys((*sharding_rules.axes("cells"), name)))
     cells = cells[0] if len(cells) == 1 else cells
-    return finer, Rules(streams=rules.streams, kv_heads=rules.kv_heads, cells=cells)
+    return finer, ShardingRules(
+        streams=sharding_rules.streams, kv_heads=sharding_rules.kv_heads, cells=cells
+    )

@@ -12,14 +12,14 @@ from jaxkv.cache import Cache, split
 from jaxkv.hybrid import parts_of
 from jaxkv.kv.buffers import Buffers, axes_of_queries, sizes_of
 from jaxkv.kv.cells import Cells
-from jaxkv.mesh import Rules
+from jaxkv.mesh import ShardingRules
 from jaxkv.ops.latent import value_dim
-from jaxkv.places import count
+from jaxkv.places import check_count
 from jaxkv.sharding.places import shardings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class DeviceBytes:
     """What a cache costs on each device of a mesh.
 
     devices: how many there are.
@@ -46,7 +46,7 @@ class Layout:
         """All bytes on a device."""
         return self.table + self.buffers + self.params
 
-    def check(self, room: int) -> "Layout":
+    def check(self, room: int) -> "DeviceBytes":
         """Raise a ValueError if it takes more than `room` bytes on a device; else return it."""
         if self.total > room:
             raise ValueError(
@@ -68,20 +68,20 @@ class Layout:
         return "\n".join([head, *lines, *self.whole, *self.uneven])
 
 
-def layout(
+def device_bytes(
     cache: Cache,
     mesh: Mesh | AbstractMesh,
-    rules: Rules,
+    sharding_rules: ShardingRules,
     *,
     heads: int | None = None,
     params: Any = None,
-) -> Layout:
+) -> DeviceBytes:
     """Return what a cache costs on each device, before anything is there.
 
     Args:
       cache: any cache, or its shapes.
       mesh: the mesh, or an abstract one of devices that are not at hand.
-      rules: which of its axes split what.
+      sharding_rules: which of its axes split what.
       heads: H, the query heads, on which it depends what is sent; by default as many as keys have,
         and a multiple of them.
       params: the weights of a model, or their shapes, with the shardings they will have. Those
@@ -95,7 +95,7 @@ def layout(
       >>> make = lambda: make_kv_cache(
       ...     layers=2, cells=1024, kv_heads=4, head_dim=64, sequences=8, streams=8
       ... )
-      >>> print(sharding.layout(jax.eval_shape(make), mesh, sharding.Rules()))
+      >>> print(sharding.device_bytes(jax.eval_shape(make), mesh, sharding.ShardingRules()))
       on each of 4 devices
       table                         82,000 bytes
       buffers                    8,388,608 bytes
@@ -106,26 +106,30 @@ def layout(
       Where cells are split, it tells whether all devices hold as much of a short text:
 
       >>> make = lambda: make_kv_cache(layers=2, cells=1024, kv_heads=1, head_dim=64)
-      >>> rules = sharding.Rules(cells=("data", "tensor"))
-      >>> print(*sharding.layout(jax.eval_shape(make), mesh, rules).uneven)
+      >>> rules = sharding.ShardingRules(cells=("data", "tensor"))
+      >>> print(*sharding.device_bytes(jax.eval_shape(make), mesh, rules).uneven)
       scattered cells are split unevenly by data, tensor: take placement='striped', shards=4
     """
     of_keys = {k.shape[1] for k in keys_of(cache)}
-    if heads is not None and any(count(heads, "heads") % one for one in of_keys):
+    if heads is not None and any(check_count(heads, "heads") % one for one in of_keys):
         raise ValueError(f"wanted heads a multiple of kv_heads {sorted(of_keys)}, got {heads}")
-    halves = zip(split(cache), split(shardings(cache, mesh, rules)), strict=True)
+    halves = zip(split(cache), split(shardings(cache, mesh, sharding_rules)), strict=True)
     table, buffers = (
         sum(map(_share, jax.tree.leaves(half), jax.tree.leaves(where))) for half, where in halves
     )
     parts = parts_of(cache)
-    return Layout(
+    return DeviceBytes(
         devices=mesh.size,
         table=table,
         buffers=buffers,
         params=sum(_share(x, getattr(x, "sharding", None)) for x in jax.tree.leaves(params)),
-        sent=sum(_sent(part, mesh, rules, heads) for part in parts),
-        whole=tuple(dict.fromkeys(line for part in parts for line in _whole(part, mesh, rules))),
-        uneven=tuple(dict.fromkeys(line for part in parts for line in _uneven(part, mesh, rules))),
+        sent=sum(_sent(part, mesh, sharding_rules, heads) for part in parts),
+        whole=tuple(
+            dict.fromkeys(line for part in parts for line in _whole(part, mesh, sharding_rules))
+        ),
+        uneven=tuple(
+            dict.fromkeys(line for part in parts for line in _uneven(part, mesh, sharding_rules))
+        ),
     )
 
 
@@ -142,38 +146,39 @@ def _share(x: Any, where: Any) -> int:
     return prod(shape) * np.dtype(x.dtype).itemsize
 
 
-def _sent(part: Cache, mesh: Any, rules: Rules, heads: int | None) -> int:
+def _sent(part: Cache, mesh: Any, sharding_rules: ShardingRules, heads: int | None) -> int:
     """Return what attention brings to a device: the open softmax of all that hold the cells."""
     if not isinstance(part.buffers, Buffers):
         return 0
 
     def of_layer(k: Any, v: Any) -> int:
-        split = rules.split(mesh, **sizes_of(k, part.buffers.depth))
+        split = sharding_rules.split(mesh, **sizes_of(k, part.buffers.depth))
         shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
         if shards["cells"] == 1:
             return 0
         rows, queries = part.table.spec.sequences // shards["streams"], heads or k.shape[1]
-        axes = axes_of_queries(rules, mesh, k, v, queries, part.buffers.depth)
+        axes = axes_of_queries(sharding_rules, mesh, k, v, queries, part.buffers.depth)
         queries //= prod(mesh.shape[axis] for axis in axes)
         return shards["cells"] * rows * queries * (value_dim(v) + 2) * 4
 
     return sum(part.buffers.of_each(of_layer))
 
 
-def _whole(part: Cache, mesh: Any, rules: Rules) -> list[str]:
+def _whole(part: Cache, mesh: Any, sharding_rules: ShardingRules) -> list[str]:
     """Say what no axis splits though the rules name one."""
     sizes = [("streams", part.table.spec.streams)]
     sizes += [("kv_heads", k.shape[1]) for k in keys_of(part)]
     return [
-        f"{name} ({size}) are not split by {', '.join(rules.present(mesh, name))}"
+        f"{name} ({size}) are not split by {', '.join(sharding_rules.present(mesh, name))}"
         for name, size in sizes
-        if rules.present(mesh, name) and not rules.split(mesh, **{name: size})[name]
+        if sharding_rules.present(mesh, name)
+        and not sharding_rules.split(mesh, **{name: size})[name]
     ]
 
 
-def _uneven(part: Cache, mesh: Any, rules: Rules) -> list[str]:
+def _uneven(part: Cache, mesh: Any, sharding_rules: ShardingRules) -> list[str]:
     """Say what to do where a short text lies on some of the devices that split cells alone."""
-    axes, devices = rules.present(mesh, "cells"), rules.devices(mesh, "cells")
+    axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
     if not isinstance(part.table, Cells) or part.table.shards % devices == 0:
         return []
     placement, shards = part.table.placement, part.table.shards

@@ -8,16 +8,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.cache import Cache, merge, split
-from jaxkv.mesh import Rules
+from jaxkv.mesh import ShardingRules
 
 
-def shardings(cache: Cache, mesh: Mesh | AbstractMesh, rules: Rules) -> Cache:
+def shardings(cache: Cache, mesh: Mesh | AbstractMesh, sharding_rules: ShardingRules) -> Cache:
     """Return where each array of a cache lies on a mesh.
 
     Args:
       cache: any cache, or its shapes.
       mesh: the mesh.
-      rules: which of its axes split what.
+      sharding_rules: which of its axes split what.
 
     Returns:
       A tree like the cache with a `NamedSharding` for each array; its tables know the rules.
@@ -31,17 +31,19 @@ def shardings(cache: Cache, mesh: Mesh | AbstractMesh, rules: Rules) -> Cache:
       >>> make = lambda: make_kv_cache(
       ...     layers=1, cells=8, kv_heads=2, head_dim=4, sequences=4, streams=4
       ... )
-      >>> where = sharding.shardings(jax.eval_shape(make), mesh, sharding.Rules())
+      >>> where = sharding.shardings(jax.eval_shape(make), mesh, sharding.ShardingRules())
       >>> [*where.buffers.k[0].spec], [*where.table.position.spec]
       (['data', 'tensor', None], ['data'])
     """
     table, buffers = split(cache)
-    specs = table.with_rules(rules).partition_specs(buffers, mesh)
+    specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
     return Cache(table=where[0], buffers=where[1])
 
 
-def shapes(make: Callable[[], Cache], mesh: Mesh | AbstractMesh, rules: Rules) -> Cache:
+def shapes(
+    make: Callable[[], Cache], mesh: Mesh | AbstractMesh, sharding_rules: ShardingRules
+) -> Cache:
     """Return the shapes of a cache on a mesh, each with its sharding; nothing is allocated.
 
     They are what `init_full` plans for, what a step is lowered and compiled for, and the target
@@ -50,25 +52,27 @@ def shapes(make: Callable[[], Cache], mesh: Mesh | AbstractMesh, rules: Rules) -
     Args:
       make: makes the cache, of sizes that are known.
       mesh: the mesh.
-      rules: which of its axes split what.
+      sharding_rules: which of its axes split what.
     """
     cache = jax.eval_shape(make)
-    where = shardings(cache, mesh, rules)
+    where = shardings(cache, mesh, sharding_rules)
     table, buffers = split(cache)
 
     def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map(placed, merge(table.with_rules(rules), buffers), where)
+    return jax.tree.map(placed, merge(table.with_sharding_rules(sharding_rules), buffers), where)
 
 
-def allocate(make: Callable[[], Cache], mesh: Mesh, rules: Rules | None = None) -> Cache:
+def make_sharded(
+    make: Callable[[], Cache], mesh: Mesh, sharding_rules: ShardingRules | None = None
+) -> Cache:
     """Make a cache on a mesh, each device its own share: no array is first made whole somewhere.
 
     Args:
       make: makes the cache, such as `lambda: make_kv_cache(...)`.
       mesh: the mesh.
-      rules: which of its axes split what, by default `Rules()`.
+      sharding_rules: which of its axes split what, by default `ShardingRules()`.
 
     Returns:
       The cache. Planning a batch, and all that reads or writes its buffers, wants the mesh at
@@ -80,17 +84,17 @@ def allocate(make: Callable[[], Cache], mesh: Mesh, rules: Rules | None = None) 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
       >>> sizes = dict(layers=1, cells=8, kv_heads=2, head_dim=4, sequences=2, streams=2)
-      >>> cache = sharding.allocate(lambda: make_kv_cache(**sizes), mesh)
+      >>> cache = sharding.make_sharded(lambda: make_kv_cache(**sizes), mesh)
       >>> cache.buffers.k[0].shape, cache.buffers.k[0].addressable_shards[0].data.shape
       ((2, 2, 8, 4), (1, 1, 8, 4))
     """
-    rules = Rules() if rules is None else rules
+    sharding_rules = ShardingRules() if sharding_rules is None else sharding_rules
 
     def made() -> Cache:
         table, buffers = split(make())
-        return merge(table.with_rules(rules), buffers)
+        return merge(table.with_sharding_rules(sharding_rules), buffers)
 
-    where = shardings(jax.eval_shape(make), mesh, rules)
+    where = shardings(jax.eval_shape(make), mesh, sharding_rules)
     return jax.jit(made, out_shardings=where)()
 
 

@@ -22,16 +22,16 @@ from jaxkv.kv.table import CellTable
 from jaxkv.ops.latent import Latent, Values, value_dim
 from jaxkv.ops.quantised import Stored, zeros
 from jaxkv.ops.stacked import each_array
-from jaxkv.places import EMPTY, END, count, fetched, nowhere
+from jaxkv.places import EMPTY, END, check_count, no_slots, to_host
 from jaxkv.plan import OutOfCellsError
 from jaxkv.snapshot.chunks import put_in, taken_out
 from jaxkv.snapshot.parts import (
     Entries,
     Form,
-    Moves,
     Part,
-    Placed,
     Read,
+    SequenceMap,
+    SlotAssignment,
     check_places,
     decoded,
     encoded,
@@ -112,7 +112,7 @@ class CellPart(Part):
 
         Keys and values are `[n, K, ...]`, in a tree like the buffers.
         """
-        host = fetched(table)
+        host = to_host(table)
         missing = lacks(host)
         for seq in sequences:
             stream, _, _ = _home(host, seq)
@@ -162,7 +162,9 @@ class CellPart(Part):
         expect(marks >= 0, "evicted_below", marks, "of at least 0")
 
     @staticmethod
-    def place(table: Any, saved: Any, read: Read, moves: Moves, seed: int, anew: bool) -> Placed:
+    def place(
+        table: Any, saved: Any, read: Read, moves: SequenceMap, seed: int, fresh: bool
+    ) -> SlotAssignment:
         """Put live cells where a copy between streams would go, or where they were."""
         wanted, origin, owners = _dealt(table, saved, read("stream"), read("owners"), moves)
         marks = np.full(table.sequences, EMPTY, np.int32)
@@ -180,12 +182,14 @@ class CellPart(Part):
             field = read(name)
             return np.append(field, np.zeros(1, field.dtype))[origin]
 
-        slots = _choose(left, open_cells, wanted) if anew else jnp.asarray(of_origin("cell"))
-        slots = np.where(turn, slots, np.asarray(nowhere(slots)))
+        slots = _choose(left, open_cells, wanted) if fresh else jnp.asarray(of_origin("cell"))
+        slots = np.where(turn, slots, np.asarray(no_slots(slots)))
         fields = of_origin("position"), of_origin("shift"), of_origin("content"), owners
         table = _fill(left, slots, *fields, origin, np.uint32(seed))
         streams = np.broadcast_to(np.arange(table.streams, dtype=np.int32)[:, None], turn.shape)
-        return Placed(table=table, streams=streams[turn], cells=slots[turn], origin=origin[turn])
+        return SlotAssignment(
+            table=table, streams=streams[turn], cells=slots[turn], origin=origin[turn]
+        )
 
     @staticmethod
     def filled(buffers: Any, prefix: str, fill: Callable[[Any, str], Any]) -> Any:
@@ -197,7 +201,7 @@ class CellPart(Part):
         return buffers
 
     @staticmethod
-    def write(array: Any, placed: Placed, new: np.ndarray) -> Any:
+    def write(array: Any, placed: SlotAssignment, new: np.ndarray) -> Any:
         """Write the keys or values of a layer, saved as `[n, K, ...]`."""
         where = placed.streams, placed.cells
         return put_in(array, *where, new, placed.origin, write=scatter, size=CHUNK)
@@ -227,7 +231,7 @@ def _check_made(
     values = [slice(*latent[i]) if latent[i] else form(f"v.{i}")[1][2] for i in layers]
     placement, shards, size = (static[name] for name in ("placement", "shards", "ubatch_size"))
     if size is not None:
-        count(size, "ubatch_size")
+        check_count(size, "ubatch_size")
     make = partial(
         make_kv_cache,
         **sizes,
@@ -251,7 +255,7 @@ def _home(table: Any, seq: int) -> tuple[int, int, int]:
 
 
 def _dealt(
-    table: Any, saved: Any, stream: np.ndarray, owners: np.ndarray, moves: Moves
+    table: Any, saved: Any, stream: np.ndarray, owners: np.ndarray, moves: SequenceMap
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return what each stream gets, in its turn.
 
@@ -320,7 +324,7 @@ def _fill(
     """
     stamp = chained(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
-    arriving = replace(left, stamp=stamp, **fields)
+    arriving = replace(left, cell_hash=stamp, **fields)
     return settle(left, slots, arriving, jnp.zeros(left.written.shape, bool))
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.places import FAR
+from jaxkv.places import MAX_CELLS
 
 Read = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Read an array at streams and cells."""
@@ -59,7 +59,7 @@ def _chunks(
     """
     for start in range(0, len(cells), size):
         here = slice(start, start + size)
-        stream, cell = np.zeros(size, np.int32), FAR + np.arange(size, dtype=np.int32)
+        stream, cell = np.zeros(size, np.int32), MAX_CELLS + np.arange(size, dtype=np.int32)
         stream[: len(cells[here])], cell[: len(cells[here])] = streams[here], cells[here]
         yield here, (stream, cell)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkv.cache import Cache, split
 from jaxkv.snapshot.file import VERSION, File, Source, as_json, opened
-from jaxkv.snapshot.parts import Moves
+from jaxkv.snapshot.parts import SequenceMap
 from jaxkv.snapshot.whole import (
     assembled,
     check_fits,
@@ -121,8 +121,8 @@ cut short, or something else
     with opened(source) as file:
         saved = _checked(file, model)
         ids = file.description["sequences"]
-        moves = Moves([*range(len(ids))], ids, ids)
-        return _restored(file, saved, make(file), moves, anew=False)
+        moves = SequenceMap([*range(len(ids))], ids, ids)
+        return _restored(file, saved, make(file), moves, fresh=False)
 
 
 def load_into(
@@ -197,7 +197,7 @@ def load_into(
         saved = _checked(file, model)
         check_fits(saved, cache)
         moves = _moves(file.description["sequences"], cache, sequences)
-        return _restored(file, saved, cache, moves, anew=True, donate=donate)
+        return _restored(file, saved, cache, moves, fresh=True, donate=donate)
 
 
 def _checked(file: File, model: Any) -> Cache:
@@ -213,7 +213,7 @@ def _checked(file: File, model: Any) -> Cache:
 
 def _moves(
     saved: list[int], cache: Cache, sequences: int | Sequence[int] | Mapping[int, int] | None
-) -> Moves:
+) -> SequenceMap:
     """Return which saved sequences go where."""
     spec, goes = split(cache)[0].spec, {seq: seq for seq in saved}
     if isinstance(sequences, Mapping):
@@ -230,11 +230,11 @@ def _moves(
         goes = dict(zip(saved, targets, strict=True))
     new = spec.sequence_ids([*goes.values()])
     check_once(new)
-    return Moves([saved.index(seq) for seq in goes], [*goes], np.asarray(new).tolist())
+    return SequenceMap([saved.index(seq) for seq in goes], [*goes], np.asarray(new).tolist())
 
 
 def _restored(
-    file: File, saved: Cache, cache: Cache, moves: Moves, *, anew: bool, donate: bool = True
+    file: File, saved: Cache, cache: Cache, moves: SequenceMap, *, fresh: bool, donate: bool = True
 ) -> Cache:
     """Return a cache that has taken in what was saved, which is compared before."""
     file.check()
@@ -248,7 +248,7 @@ def _restored(
             lambda name, own=own: file[own.table + name],
             moves,
             file.seed,
-            anew,
+            fresh,
         )
         for own, other in pairs
     ]

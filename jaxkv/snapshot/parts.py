@@ -26,7 +26,7 @@ _VALUES = {"Window": Window, "Rope": Rope, "NotGiven": NotGiven}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class SlotAssignment:
     """Where what is saved goes.
 
     table: the table that has taken it in.
@@ -41,7 +41,7 @@ class Placed:
     origin: np.ndarray
 
 
-class Moves(NamedTuple):
+class SequenceMap(NamedTuple):
     """Which saved sequences go where; three lists of one length.
 
     turn: the place of each one among those that were saved.
@@ -99,7 +99,9 @@ class Part(ABC):
 
     @staticmethod
     @abstractmethod
-    def place(table: Any, saved: Any, read: Read, moves: Moves, seed: int, anew: bool) -> Placed:
+    def place(
+        table: Any, saved: Any, read: Read, moves: SequenceMap, seed: int, fresh: bool
+    ) -> SlotAssignment:
         """Let sequences of a table go, and give them what was saved.
 
         Args:
@@ -108,7 +110,7 @@ class Part(ABC):
           read: reads what was saved of it.
           moves: which sequences.
           seed: a number of the file, for stamps.
-          anew: whether cells are chosen; else they are those that were saved.
+          fresh: whether cells are chosen; else they are those that were saved.
 
         Raises:
           OutOfCellsError: when cells are lacking.
@@ -121,7 +123,7 @@ class Part(ABC):
 
     @staticmethod
     @abstractmethod
-    def write(array: Any, placed: Placed, new: np.ndarray) -> Any:
+    def write(array: Any, placed: SlotAssignment, new: np.ndarray) -> Any:
         """Write what was saved of an array of the buffers, `[n, ...]`; the array is donated."""
 
 
@@ -164,7 +166,7 @@ def static_fields(table: Any) -> dict[str, Any]:
     return {
         one.name: encoded(getattr(table, one.name))
         for one in fields(table)
-        if one.metadata.get("static") and one.name != "rules"
+        if one.metadata.get("static") and one.name != "sharding_rules"
     }
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxkv.cache import Cache, split
-from jaxkv.places import integers
+from jaxkv.places import check_int32
 from jaxkv.snapshot import file
 from jaxkv.snapshot.parts import names
 from jaxkv.snapshot.whole import check_saveable, describe, parts
@@ -131,7 +131,7 @@ def _content(
 
 def _listed(text: Any, seq: int) -> list[int]:
     """Return the tokens of a sequence as a list."""
-    found = np.asarray(integers(text, "tokens"))
+    found = np.asarray(check_int32(text, "tokens"))
     if found.ndim != 1:
         raise ValueError(
             f"wanted [n] tokens of sequence {seq}, got {list(found.shape)}: pass a list of integers"

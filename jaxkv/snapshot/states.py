@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.places import EMPTY, END, fetched
+from jaxkv.places import EMPTY, END, to_host
 from jaxkv.recurrent.states import empty_fields
 from jaxkv.recurrent.table import StateTable, make_recurrent_cache
 from jaxkv.snapshot.chunks import put_in, taken_out
 from jaxkv.snapshot.parts import (
     Entries,
     Form,
-    Moves,
     Part,
-    Placed,
     Read,
+    SequenceMap,
+    SlotAssignment,
     check_places,
     decoded,
     expect,
@@ -67,7 +67,7 @@ class StatePart(Part):
         layers: tuple[dict[str, jax.Array], ...] = tuple({} for _ in range(sizes["layers"]))
         for name, (dtype, (_, *shape)) in entries.items():
             layer, _, state = name.partition(".")
-            layers[int(layer)][state] = jnp.zeros((*table.stamp.shape, *shape), dtype)
+            layers[int(layer)][state] = jnp.zeros((*table.cell_hash.shape, *shape), dtype)
         states = {name: (x.shape[2:], x.dtype) for name, x in layers[0].items()}
         shard_dims = {name: dim for name, *dim in static["shard_dims"]}
         jax.eval_shape(partial(make_recurrent_cache, **sizes, states=states, shard_dims=shard_dims))
@@ -90,7 +90,7 @@ class StatePart(Part):
 
         Those of a layer are `[n, ...]`, by name.
         """
-        host = fetched(table)
+        host = to_host(table)
         ids, size = np.array(sequences, int), host.num_cells
         place = ids[:, None] // host.sequences_per_stream * size + host.cell[ids]
         kept = host.cell[ids] < size
@@ -103,7 +103,7 @@ class StatePart(Part):
             "stream": stream,
             "cell": cell,
             "content": host.content[stream, cell],
-            "written": (host.holds == host.stamp[None])[:, stream, cell],
+            "written": (host.holds == host.cell_hash[None])[:, stream, cell],
         }
         take = partial(taken_out, streams=stream, cells=cell, read=_read, size=CHUNK)
         return found, jax.tree.map(take, buffers)
@@ -138,9 +138,11 @@ class StatePart(Part):
         expect(stands[:-1] != EMPTY, "state", np.arange(size), "that a sequence keeps")
 
     @staticmethod
-    def place(table: Any, saved: Any, read: Read, moves: Moves, seed: int, anew: bool) -> Placed:
+    def place(
+        table: Any, saved: Any, read: Read, moves: SequenceMap, seed: int, fresh: bool
+    ) -> SlotAssignment:
         """Put states into cells that are free, or where they were; there are always enough."""
-        host = jax.tree.map(np.array, fetched(table))
+        host = jax.tree.map(np.array, to_host(table))
         position, state = _newest(table.earlier + 1, read("position"), read("state"), moves.turn)
         new, kept = np.array(moves.new, int), position != EMPTY
         host.position[new], host.cell[new] = position, host.num_cells
@@ -149,22 +151,22 @@ class StatePart(Part):
         # A state goes once into each stream, where sequences share it.
         target, index = np.unique(np.stack([stream, state[kept]]), axis=1, return_inverse=True)
         streams, origin = target.astype(np.int32)
-        cells = _lowest_free(host, streams) if anew else read("cell")[origin]
+        cells = _lowest_free(host, streams) if fresh else read("cell")[origin]
         where = np.full(state.shape, host.num_cells, np.int32)
         where[kept] = cells[index.reshape(-1)]
         host.cell[new] = where
 
-        there = jnp.asarray(host.stamp[streams, cells])
+        there = jnp.asarray(host.cell_hash[streams, cells])
         mark = chained(jnp.full(origin.shape, seed, jnp.uint32), jnp.asarray(origin))
         stamp = np.asarray(replaced(there, mark))
-        host.stamp[streams, cells] = stamp
+        host.cell_hash[streams, cells] = stamp
         host.content[streams, cells] = read("content")[origin]
         host.holds[:, streams, cells] = np.where(read("written")[:, origin], stamp, 0)
         table = jax.tree.map(jnp.asarray, host)
-        return Placed(table=table, streams=streams, cells=cells, origin=origin)
+        return SlotAssignment(table=table, streams=streams, cells=cells, origin=origin)
 
     @staticmethod
-    def write(array: jax.Array, placed: Placed, new: np.ndarray) -> jax.Array:
+    def write(array: jax.Array, placed: SlotAssignment, new: np.ndarray) -> jax.Array:
         """Write the states of a layer by one name, saved as `[n, ...]`."""
         where = placed.streams, placed.cells
         return put_in(array, *where, new, placed.origin, write=_write, size=CHUNK)

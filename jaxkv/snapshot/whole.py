@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.hybrid import HybridTable, make_hybrid_cache, parts_of
-from jaxkv.places import integers, is_concrete
+from jaxkv.places import check_int32, is_concrete
 from jaxkv.snapshot.cells import CellPart
 from jaxkv.snapshot.file import File
 from jaxkv.snapshot.parts import Part, decoded, encoded, names
@@ -98,7 +98,7 @@ def _check_arrays(file: File, cache: Cache) -> None:
     saved, tokens = file.description["sequences"], file.description["tokens"]
     check_once(cache.table.spec.sequence_ids(saved))
     for text in tokens:
-        integers([] if text is None else text, "tokens")
+        check_int32([] if text is None else text, "tokens")
     wanted: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for part, own, table, buffers in parts(cache):
         (count,) = file.arrays[f"{table}cell"][1]
@@ -140,8 +140,12 @@ def check_saveable(cache: Cache) -> None:
       ValueError: when it is traced, split over a mesh, donated, or a batch of caches.
     """
     table, buffers = split(cache)
-    if table.rules is not None or not is_concrete(cache):
-        found = f"one with {table.rules}" if table.rules else "one that is traced or split"
+    if table.sharding_rules is not None or not is_concrete(cache):
+        found = (
+            f"one with {table.sharding_rules}"
+            if table.sharding_rules
+            else "one that is traced or split"
+        )
         raise ValueError(
             f"wanted a cache on one device, outside of jit, got {found}: one on a mesh is saved "
             f"and restored by Orbax, see docs/snapshots.md"

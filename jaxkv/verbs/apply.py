@@ -11,7 +11,7 @@ from jaxkv.cache import Cache, CacheTable, MaintenancePlan, check_made_for, merg
 from jaxkv.places import is_traced
 from jaxkv.plan import Plan
 from jaxkv.spec import check_spec
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 
 
 def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool = False) -> Cache:
@@ -105,7 +105,7 @@ def _checked(plan: Any, table: CacheTable) -> Ubatch | MaintenancePlan:
     return plan
 
 
-@program
+@jit_table
 def _is_current(table: Any, plan: Ubatch | MaintenancePlan) -> jax.Array:
     """Return what `is_current` says of a plan for a table; `[]` bool."""
     return plan.is_current(table) if isinstance(plan, MaintenancePlan) else _is_next(table, plan)
@@ -114,7 +114,7 @@ def _is_current(table: Any, plan: Ubatch | MaintenancePlan) -> jax.Array:
 def _is_next(table: Any, ubatch: Ubatch) -> jax.Array:
     """Return whether the digests of the streams it has tokens in are those of its plan; `[]`."""
     placed = placed_rows(ubatch)
-    same = jax.tree.map(lambda now, then: now == then, table.digest(), ubatch.hash_before)
+    same = jax.tree.map(lambda now, then: now == then, table.stream_hash(), ubatch.hash_before)
     current = reduce(
         jnp.logical_and,
         [by_row(one, ubatch.row_stream, ubatch.row_is_sequence) for one in jax.tree.leaves(same)],
@@ -123,7 +123,7 @@ def _is_next(table: Any, ubatch: Ubatch) -> jax.Array:
     return jnp.max(jnp.where(placed, jnp.where(current, 1, 2), 0)) == 1
 
 
-@program
+@jit_table
 def _occupy(table: Any, ubatch: Ubatch) -> Any:
     """Mark the slots of a ubatch as taken, if it is not stale."""
     return table.occupy(drop_unless(_is_next(table, ubatch), ubatch))
@@ -134,5 +134,5 @@ def _committed(plan: MaintenancePlan, table: Any, buffers: Any) -> Cache:
     return merge(*plan.commit(table, buffers, plan.is_current(table)))
 
 
-_commit = program(_committed)
-_commit_donated = program(_committed, donate_argnames="buffers")
+_commit = jit_table(_committed)
+_commit_donated = jit_table(_committed, donate_argnames="buffers")

@@ -14,7 +14,7 @@ from jaxkv.cache import (
     Cache,
     split,
 )
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 from jaxkv.verbs.ids import Ids, position, sequence, single_bounds
 
 
@@ -170,37 +170,37 @@ def check_invariants(cache: Cache) -> dict[str, jax.Array]:
     return _faults(table)
 
 
-@program
+@jit_table
 def _first(table: Any, seq: jax.Array) -> jax.Array:
     """Return the first position of each sequence, int32, the shape of `seq`."""
     return jax.lax.map(table.first, jnp.ravel(seq)).reshape(seq.shape)
 
 
-@program
+@jit_table
 def _last(table: Any, seq: jax.Array) -> jax.Array:
     """Return the last position of each sequence, int32, the shape of `seq`."""
     return jax.lax.map(table.last, jnp.ravel(seq)).reshape(seq.shape)
 
 
-@program
+@jit_table
 def _used(table: Any) -> jax.Array:
     """Return how many cells are in use, `[]` int32."""
     return table.num_used_cells()
 
 
-@program
+@jit_table
 def _can_add(table: Any, *args: jax.Array) -> jax.Array:
     """Return what `can_seq_add` says of its arguments, `[]` int32 each; `[]` bool."""
     return table.can_add(*args)
 
 
-@program
+@jit_table
 def _can_resume(table: Any, seq: jax.Array, pos: jax.Array) -> jax.Array:
     """Return what `can_resume` says of its arguments, `[]` int32 each; `[]` bool."""
     return table.can_resume(seq, pos)
 
 
-@program
+@jit_table
 def _faults(table: Any) -> dict[str, jax.Array]:
     """Return how often each invariant is broken, by name; `[]` int32 each."""
     return table.faults()

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import Cache, merge, split
-from jaxkv.places import count, is_concrete
+from jaxkv.places import check_count, is_concrete
 from jaxkv.spec import changes_of, within_streams
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 from jaxkv.verbs.ids import Ids, bounds, pairs, position, sequence, single_bounds
 
 
@@ -317,7 +317,7 @@ def seq_div(cache: Cache, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> EditResul
     llama.cpp: `llama_memory_seq_div`; the keys are owed the new position less the old one.
     """
     if is_concrete(divisor):
-        count(divisor, "divisor")
+        check_count(divisor, "divisor")
     table, buffers = split(cache)
     table.check_moves(buffers)
     args = sequence(table, seq), *single_bounds(p0, p1), position(divisor, "divisor")
@@ -340,7 +340,7 @@ def clear(cache: Cache) -> Cache:
     return merge(_clear(table), buffers)
 
 
-@program
+@jit_table
 def _rm(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
     """Do what `seq_rm` says of `seq`, `p0` and `p1`, `[]` or `[n]` int32; `ok` has their shape."""
     all_cuts = jnp.broadcast_arrays(*cuts)
@@ -349,7 +349,7 @@ def _rm(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
     return jax.lax.scan(lambda table, cut: table.remove(*cut), table, all_cuts)
 
 
-@program
+@jit_table
 def _cp(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
     """Do what `seq_cp` says within streams, of arguments as `CacheTable.copy` has them."""
     table, _, ok = _copied_if_ok(table, None, *args)
@@ -370,11 +370,11 @@ def _copied_if_ok(
     return *table.copy(buffers, src, jnp.where(ok, dst, table.spec.sequences), *bounds), ok
 
 
-_cp_buffers = program(_copied)
-_cp_buffers_donated = program(_copied, donate_argnames="buffers")
+_cp_buffers = jit_table(_copied)
+_cp_buffers_donated = jit_table(_copied, donate_argnames="buffers")
 
 
-@program
+@jit_table
 def _select(table: Any, parents: jax.Array, ids: jax.Array) -> Any:
     """Do what `seq_select` says within streams, of `[n]` int32 each."""
     return table.select(None, *changes_of(table.spec, parents, ids))[0]
@@ -390,29 +390,29 @@ def _selected(
     return merge(*table.select(buffers, parents, ids)), ok
 
 
-_select_buffers = program(_selected)
-_select_buffers_donated = program(_selected, donate_argnames="buffers")
+_select_buffers = jit_table(_selected)
+_select_buffers_donated = jit_table(_selected, donate_argnames="buffers")
 
 
-@program
+@jit_table
 def _keep(table: Any, seq: jax.Array) -> Any:
     """Do what `seq_keep` says of a sequence, `[]` int32."""
     return table.keep(seq)
 
 
-@program
+@jit_table
 def _add(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
     """Do what `seq_add` says of its arguments, `[]` int32 each; the table, and `ok`."""
     return table.add(*args)
 
 
-@program
+@jit_table
 def _div(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
     """Do what `seq_div` says of its arguments, `[]` int32 each; the table, and `ok`."""
     return table.divide(*args)
 
 
-@program
+@jit_table
 def _clear(table: Any) -> Any:
     """Do what `clear` says."""
     return table.clear()

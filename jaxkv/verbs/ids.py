@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.places import integers
+from jaxkv.places import check_int32
 from jaxkv.spec import check_once
 
 Ids = jax.typing.ArrayLike
@@ -18,7 +18,7 @@ def position(value: Ids, name: str) -> Any:
       TypeError: when it is no integer.
       ValueError: when it is out of int32's range, or not a single one.
     """
-    return _single(integers(value, name), name)
+    return _single(check_int32(value, name), name)
 
 
 def bounds(p0: Ids, p1: Ids) -> tuple[Any, Any]:
@@ -32,7 +32,9 @@ def bounds(p0: Ids, p1: Ids) -> tuple[Any, Any]:
         ": positions are counted from the beginning, and the last n tokens of a sequence begin at "
         "seq_pos_max(cache, seq) + 1 - n"
     )
-    p0, p1 = (integers(one, name, low=-1, advice=advice) for one, name in ((p0, "p0"), (p1, "p1")))
+    p0, p1 = (
+        check_int32(one, name, low=-1, advice=advice) for one, name in ((p0, "p0"), (p1, "p1"))
+    )
     return p0, p1
 
 

@@ -14,7 +14,7 @@ from jaxkv.donation import names_donated
 from jaxkv.kv.buffers import Buffers
 from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.bias import Bias
-from jaxkv.places import integers, is_traced
+from jaxkv.places import check_int32, is_traced
 
 
 @names_donated
@@ -326,7 +326,7 @@ def _numbered(buffers: Any, layer: Any) -> Any:
         return _known(layer)
     if jnp.shape(layer):
         raise ValueError(f"wanted the number of one layer, [], got {jnp.shape(layer)}")
-    return integers(layer, "a layer", low=0, high=buffers.layers - 1)
+    return check_int32(layer, "a layer", low=0, high=buffers.layers - 1)
 
 
 def _known(layer: Any) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv.cache import Cache, CacheTable, merge, split
 from jaxkv.spec import check_spec
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 
 
 def rewind(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
@@ -56,7 +56,7 @@ def rewind(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
     return merge(then, buffers), ok
 
 
-@program
+@jit_table
 def _rewind(now: Any, then: Any) -> tuple[Any, jax.Array]:
     """Return the table of `then` if it can be returned to, else of `now`; and `ok`, `[]` bool."""
     back, ok = now.rewind(then)

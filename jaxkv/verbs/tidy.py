@@ -4,10 +4,10 @@ from typing import Any
 
 from jaxkv.batch import Batch
 from jaxkv.cache import Cache, MaintenancePlan, split
-from jaxkv.places import count
+from jaxkv.places import check_count
 from jaxkv.plan import Plan
 from jaxkv.planning.init import init_batch
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 from jaxkv.verbs.apply import apply
 
 
@@ -65,7 +65,7 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     llama.cpp: `defrag`, as it was until it was removed.
     """
     if max_moves is not None:
-        max_moves = count(max_moves, "max_moves")
+        max_moves = check_count(max_moves, "max_moves")
     table, _ = split(cache)
     return _defrag(table, max_moves=max_moves)
 
@@ -108,13 +108,13 @@ def compact(
     return cache, plan, bool(plan.ok and not before.ok)
 
 
-@program
+@jit_table
 def _update(table: Any) -> MaintenancePlan:
     """Return the plan of `init_update`."""
     return table.plan_shift()
 
 
-@program(static_argnames="max_moves")
+@jit_table(static_argnames="max_moves")
 def _defrag(table: Any, *, max_moves: int | None) -> MaintenancePlan:
     """Return the plan of `defrag_plan`."""
     return table.plan_defrag(max_moves)

@@ -49,7 +49,7 @@ class Chat:
     """
 
     cache: jaxkv.Cache
-    store: prefix.Store
+    store: prefix.PrefixStore
     conversations: Mapping[str, Conversation]
     current: str = MAIN
     computed: int = 0
@@ -64,7 +64,7 @@ class Chat:
     @property
     def seats(self) -> int:
         """How many conversations there may be."""
-        return self.cache.table.spec.sequences - len(self.store.holders)
+        return self.cache.table.spec.sequences - len(self.store.store_sequences)
 
     @property
     def held(self) -> int:
@@ -74,7 +74,7 @@ class Chat:
     @property
     def without_kept(self) -> jaxkv.Cache:
         """The cache without what is kept beside the conversations, to look at."""
-        return jaxkv.seq_rm(self.cache, self.store.holders)[0]
+        return jaxkv.seq_rm(self.cache, self.store.store_sequences)[0]
 
     def going_on(self, conversation: Conversation, cache: jaxkv.Cache) -> "Chat":
         """Return it with another value of the current conversation, and of the cache."""
@@ -107,11 +107,11 @@ def remember(chat: Chat, length: int) -> Chat:
     if not 0 < length <= now.gapless(chat.held):
         return chat
     text = chat.cache, chat.store, now.tokens[:length], now.sequence
-    cache, store, _ = prefix.remember(*text)
+    cache, store, _ = prefix.store_prefix(*text)
     return replace(chat, cache=cache, store=store)
 
 
-def recall(chat: Chat, length: int) -> tuple[Chat, prefix.Miss]:
+def recall(chat: Chat, length: int) -> tuple[Chat, prefix.MissReason]:
     """Let the current conversation hold what is kept of its first tokens, where that is more.
 
     Returns:
@@ -119,7 +119,7 @@ def recall(chat: Chat, length: int) -> tuple[Chat, prefix.Miss]:
     """
     now = chat.now
     text = now.tokens[: now.gapless(length) + 1]  # of which the last one is always computed
-    cache, store, found = prefix.reuse(chat.cache, chat.store, text, now.sequence)
+    cache, store, found = prefix.fork_prefix(chat.cache, chat.store, text, now.sequence)
     if (more := found.length - chat.held) <= 0:
         return chat, found.miss
     return replace(chat, cache=cache, store=store, reused=chat.reused + more), found.miss
@@ -131,7 +131,7 @@ def use_instructions(chat: Chat) -> Chat:
     if not now.tokens or not now.frame.keep:
         return chat
     text = chat.cache, chat.store, now.tokens[: now.frame.keep + 1], now.sequence
-    return replace(chat, store=prefix.reuse(*text)[1])  # the fork is not taken
+    return replace(chat, store=prefix.fork_prefix(*text)[1])  # the fork is not taken
 
 
 def fork(chat: Chat, name: str) -> Chat:
@@ -245,12 +245,12 @@ def taken_back(chat: Chat, length: int) -> tuple[Chat, str]:
 
 
 NOT_KEPT = {
-    prefix.Miss.NONE: "nothing was kept from there",
-    prefix.Miss.UNKNOWN: "nothing was kept of it",
-    prefix.Miss.EVICTED: "what was kept from there had to give way",
-    prefix.Miss.CONTEXT_EVICTED: "so has what was kept",
-    prefix.Miss.INCOMPLETE: "what was kept has lost a passage",
-    prefix.Miss.NO_STATE: "no state was kept from there",
+    prefix.MissReason.NONE: "nothing was kept from there",
+    prefix.MissReason.UNKNOWN: "nothing was kept of it",
+    prefix.MissReason.EVICTED: "what was kept from there had to give way",
+    prefix.MissReason.CONTEXT_EVICTED: "so has what was kept",
+    prefix.MissReason.INCOMPLETE: "what was kept has lost a passage",
+    prefix.MissReason.NO_STATE: "no state was kept from there",
 }
 """Why the store has no more of a text, as the end of a sentence; there is one stream, so room."""
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jaxkv
 from jaxkv import prefix
 from jaxkv.hybrid import parts_of
-from jaxkv.tables import program
+from jaxkv.tables import jit_table
 from models.chat.chat import Chat, has_states, held_in
 from models.chat.conversation import ChatError, Conversation
 
@@ -110,6 +110,6 @@ def _left(cache: jaxkv.Cache, sequence: int) -> int:
     return int(_room(table)[sequence])
 
 
-@program
+@jit_table
 def _room(table: Any) -> jax.Array:
     return table.admit(jnp.zeros(table.spec.sequences, jnp.int32)).left

@@ -107,15 +107,15 @@ def _taken_in(
       goes: by saved sequence, that of a conversation.
       kept: by saved sequence, the tokens of what was kept, the least recently used first.
     """
-    latest = [*kept][-len(chat.store.holders) :]
-    held = dict(zip(latest, chat.store.holders, strict=False))
+    latest = [*kept][-len(chat.store.store_sequences) :]
+    held = dict(zip(latest, chat.store.store_sequences, strict=False))
     try:
         cache = snapshot.load_into(path, chat.cache, sequences=goes | held, donate=True)
     except jaxkv.OutOfCellsError:
         held = {}
         cache = snapshot.load_into(path, chat.cache, sequences=goes, donate=True)
     texts = [
-        prefix.Text(holder=holder, tokens=np.asarray(kept[one], np.int32))
+        prefix.CachedPrompt(holder=holder, tokens=np.asarray(kept[one], np.int32))
         for one, holder in held.items()
     ]
     return replace(chat, cache=cache, store=replace(chat.store, texts=tuple(texts), evicted=()))

@@ -95,7 +95,9 @@ class Speaker:
                 "a recurrent state cannot forget what it has seen: leave --on-full slide out."
             )
         first = Conversation(sequence=0, frame=frame, system=system)
-        store = prefix.make_store(cache, holders=range(conversations, conversations + holders))
+        store = prefix.make_prefix_store(
+            cache, store_sequences=range(conversations, conversations + holders)
+        )
         return Chat(cache=cache, store=store, conversations={MAIN: first})
 
     def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:

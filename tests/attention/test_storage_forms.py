@@ -87,7 +87,7 @@ def plain_of(cache):
     """A cache of float32 on one device that holds the same numbers, each layer apart."""
     table, buffers = jaxkv.split(cache)
     k, v = (tuple(map(jnp.asarray, half)) for half in held(cache))
-    table = jax.tree.map(np.asarray, table.with_rules(None))
+    table = jax.tree.map(np.asarray, table.with_sharding_rules(None))
     return jaxkv.merge(table, replace(buffers, k=k, v=v, stacked=False))
 
 
@@ -327,9 +327,11 @@ def test_nbytes_of_storage_forms():
 
 
 def test_layout_stacked_layers_are_split_as_layers_apart():
-    mesh, rules = mesh_of(data=2, tensor=2), jaxkv.sharding.Rules()
+    mesh, rules = mesh_of(data=2, tensor=2), jaxkv.sharding.ShardingRules()
     one, other = (jax.eval_shape(partial(make, streams=4, stacked=on)) for on in (True, False))
-    assert jaxkv.sharding.layout(one, mesh, rules) == jaxkv.sharding.layout(other, mesh, rules)
+    assert jaxkv.sharding.device_bytes(one, mesh, rules) == jaxkv.sharding.device_bytes(
+        other, mesh, rules
+    )
     one = jax.eval_shape(partial(make, stacked=True))  # of one stream, which nothing splits
     specs = jaxkv.sharding.shardings(one, mesh, rules).buffers.k[0].spec
     assert not specs[0] and specs[1] == "tensor"

@@ -97,7 +97,7 @@ def of_table(table):
         return cells_of(table)
     there = table.position >= 0
     assert not there[:, :-1][~there[:, 1:]].any()  # the current one is the last
-    sharing = len(there) // len(table.stamp)
+    sharing = len(there) // len(table.cell_hash)
     where = {(seq // sharing, int(table.cell[seq, pair])) for seq, pair in np.argwhere(there)}
     positions = [mine[has].tolist() for mine, has in zip(table.position, there, strict=True)]
     return positions, len(where)

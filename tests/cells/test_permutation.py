@@ -18,7 +18,7 @@ from tests.caches import assert_identical, filled, run
 def dealt(cache, order):
     """Bring the contents of cell `order[i]` to cell i."""
     table, buffers = jaxkv.split(cache)
-    per_cell = ("position", "owners", "shift", "stamp")
+    per_cell = ("position", "owners", "shift", "cell_hash")
     table = replace(table, **{name: getattr(table, name)[..., order] for name in per_cell})
     buffers = jax.tree.map(lambda x: x[:, :, order], buffers)
     return jaxkv.merge(table, buffers)

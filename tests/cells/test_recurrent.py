@@ -232,7 +232,7 @@ def test_steps_to_keep_skips_holes_in_a_row():
     table = jaxkv.apply(cache, ubatch).table
     assert table.position.tolist() == [[0, 1, 2, 3], [-1, -1, -1, 0], [-1] * 4]
     stamps = np.asarray(ubatch.cell_hashes)
-    assert np.asarray(table.stamp)[0, table.cell[0]].tolist() == stamps[0, :4].tolist()
+    assert np.asarray(table.cell_hash)[0, table.cell[0]].tolist() == stamps[0, :4].tolist()
 
 
 @core

@@ -13,7 +13,7 @@ from jaxkv.ops.quantised import decoded
 from jaxkv.rope import yarn
 from tests.cases import in_lanes
 
-FAR = [0, 10_000, 131_072, 1_000_000, 2**24 + 1, 2**31 - 1000]
+MAX_CELLS = [0, 10_000, 131_072, 1_000_000, 2**24 + 1, 2**31 - 1000]
 TOKENS = 8
 
 
@@ -50,7 +50,7 @@ def keys_of(cache):
 def test_attend_is_the_same_wherever_a_text_begins():
     rope, args = make_rope(32), heads(32)
     cache, near = written(0, *args, rope=rope)
-    for start in FAR:
+    for start in MAX_CELLS:
         far, out = written(start, *args, rope=rope)
         np.testing.assert_allclose(out, near, atol=1e-5, err_msg=str(start))
         back = moved(far, -start)

@@ -354,7 +354,7 @@ def test_sources_beside_states():
 def test_encode_prefill_and_select_on_a_mesh():
     mesh, name = mesh_of(streams=2, cells=2), "change places"
     with jax.set_mesh(mesh):
-        rules = jaxkv.sharding.Rules(streams="streams", cells="cells")
-        cache = jaxkv.sharding.allocate(partial(make, 2), mesh, rules)
+        rules = jaxkv.sharding.ShardingRules(streams="streams", cells="cells")
+        cache = jaxkv.sharding.make_sharded(partial(make, 2), mesh, rules)
         cache, _ = tell(encode(cache, [A, B, D], [0, 1, 3]), ABC, [0, 1, 2])
         check(edited(cache, name), *EDITS[name][1:])

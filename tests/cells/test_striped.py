@@ -78,5 +78,7 @@ TAKE = "take placement='striped', shards=4"
     ],
 )
 def test_layout_tells_whether_devices_hold_alike(made, said):
-    layout = sharding.layout(jax.eval_shape(replace(LONG, **made).make), mesh_of(cells=4), RULES)
+    layout = sharding.device_bytes(
+        jax.eval_shape(replace(LONG, **made).make), mesh_of(cells=4), RULES
+    )
     assert "\n".join(layout.uneven) == said and str(layout).endswith(said or " bytes")

@@ -204,17 +204,17 @@ def test_plot_cells_has_colours_of_owners(agg):
 @pytest.mark.core
 def test_plot_sight_is_the_mask(agg):
     cache, ubatch = put(pool(), [[1, 2], [3]], [2, 1])
-    ax = plot.sight(cache, ubatch)
+    ax = plot.attention_mask(cache, ubatch)
     mask = np.asarray(visible(cache.table, ubatch))[0, :3]
     drawn = sequences_in(ax.images[0].get_array())
     np.testing.assert_array_equal(drawn >= 0, mask)
     assert set(drawn[0][mask[0]]) == {2} and set(drawn[2][mask[2]]) == {1}
-    at = sequences_in(plot.sight(cache, ubatch, by_position=True).images[0].get_array())
+    at = sequences_in(plot.attention_mask(cache, ubatch, by_position=True).images[0].get_array())
     assert (at[0, :6] >= 0).all() and (at[0, 6:] < 0).all()
     with pytest.raises(ValueError, match="that the ubatch was applied to"):
-        plot.sight(pool(), ubatch)
+        plot.attention_mask(pool(), ubatch)
     with pytest.raises(TypeError, match="of attention"):
-        plot.sight(*put(states(), [[1]], [0]))
+        plot.attention_mask(*put(states(), [[1]], [0]))
 
 
 @pytest.mark.core
@@ -226,7 +226,7 @@ def test_plot_legends_name_every_sequence(agg):
     wanted = ["0, 7, …", *"123456"]
     assert names(plot.cells(cache))[:-1] == [f"sequence {one}" for one in wanted]
     assert names(plot.occupancy([cache])) == [f"sequence {one}" for one in wanted]
-    seen = names(plot.sight(cache, ubatch))
+    seen = names(plot.attention_mask(cache, ubatch))
     assert seen[:-2] == [f"seen by sequence {one}" for one in wanted]
 
 

@@ -89,7 +89,7 @@ def test_start_draws_are_numbered_by_position():
 
 
 def test_decode_in_pieces_has_logprobs_of_the_model():
-    sampler = make_sampler(temperature=3.0, top_k=5, repeat_penalty=1.3, last_n=4)
+    sampler = make_sampler(temperature=3.0, top_k=5, repeat_penalty=1.3, penalty_last_n=4)
     cache, logits, *_ = jaxkv.prefill(forward, None, filled(), make_batch([1, 2, 3]))
     options = dict(seed=3, prompts=[[1, 2, 3]], max_new_tokens=7)
     state, first = loops.sample_first(sampler, cache, logits, **options)

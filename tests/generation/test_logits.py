@@ -7,7 +7,7 @@ import pytest
 import jaxkv
 from jaxkv import Reason, loops, make_batch
 from jaxkv.loops.batching import serve
-from jaxkv.loops.requests import Finish, Request
+from jaxkv.loops.requests import FinishReason, Request
 from jaxkv.loops.sampling import make_sampler
 from tests.generation.tiny import by_table
 
@@ -68,6 +68,6 @@ def test_loops_broken_logits_end_the_text_by_name(wrong):
     assert beams.reason == Reason.NONFINITE_LOGITS
     assert beams.tokens[0].tolist() == [1, 2, 3, -1, -1] and np.isfinite(beams.scores[0])
     asked = [Request(prompt=[0], max_new_tokens=9), Request(prompt=[0, 3], max_new_tokens=9)]
-    for result in serve(forward, None, jaxkv.clear(cache), asked, chunk=8):
-        assert result.reason == Finish.NONFINITE_LOGITS
+    for result in serve(forward, None, jaxkv.clear(cache), asked, prefill_chunk=8):
+        assert result.reason == FinishReason.NONFINITE_LOGITS
         assert result.tokens.tolist() == [[1, 2, 3], []][result.id]

@@ -95,9 +95,9 @@ def engine(cache=None, **options):
     return Engine(forward, None, POOL.make() if cache is None else cache, **options)
 
 
-def store(cache=None, holders=(2, 3), **options):
+def store(cache=None, store_sequences=(2, 3), **options):
     cache = POOL.make() if cache is None else cache
-    return prefix.make_store(cache, holders=holders, **options)
+    return prefix.make_prefix_store(cache, store_sequences=store_sequences, **options)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_speculate_too_few_states_raises():
 
 
 def test_submit_bad_request_raises():
-    engine = Engine(forward, None, POOL.make(), chunk=8, constraint=RULE)
+    engine = Engine(forward, None, POOL.make(), prefill_chunk=8, constraint=RULE)
 
     def submit(**request):
         engine.submit(Request(**(dict(prompt=[1], max_new_tokens=1) | request)))

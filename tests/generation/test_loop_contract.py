@@ -54,8 +54,8 @@ def held(cache, tokens, seq):
 @pytest.fixture(scope="module")
 def kept():
     cache = held(SPLIT.make(), TEXT, 0)
-    store = prefix.make_store(cache, holders=[1])
-    return prefix.remember(cache, store, TEXT, 0)[:2]
+    store = prefix.make_prefix_store(cache, store_sequences=[1])
+    return prefix.store_prefix(cache, store, TEXT, 0)[:2]
 
 
 LOOPS = {"prefill": prefilled, "decode": decoded, "speculate": speculated, "beam": searched}

@@ -40,7 +40,7 @@ def with_source():
 
 
 def store():
-    return prefix.make_store(prompted(), holders=[1])
+    return prefix.make_prefix_store(prompted(), store_sequences=[1])
 
 
 def attended(rows, cells=3):

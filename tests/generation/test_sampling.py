@@ -102,7 +102,7 @@ def test_keep_best_matches_sort(logits, k, p):
 
 def test_penalties_are_those_of_llama_cpp():
     options = dict(repeat_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0)
-    sampler = make_sampler(**options, last_n=4)
+    sampler = make_sampler(**options, penalty_last_n=4)
     state = jnp.asarray(sampler.init(np.array([[9, 1, 2, 1], [-1, -1, -1, 3]])))
     found = sampler.adjust(jnp.array([[1.0, 4.0, -2.0, 0.5]] * 2), state)
     wanted = [[1.0, 4 / 2 - 2 * 0.25 - 1, -2 * 2 - 0.25 - 1, 0.5], [1, 4, -2, 0.5 / 2 - 1.25]]
@@ -114,7 +114,7 @@ def test_penalties_are_those_of_llama_cpp():
 
 def test_sampler_reads_bfloat16_and_starts_with_ends_of_prompts():
     assert make_sampler(temperature=jnp.bfloat16(0.5)).temperature == 0.5
-    sampler = make_sampler(presence_penalty=1.0, last_n=3)
+    sampler = make_sampler(presence_penalty=1.0, penalty_last_n=3)
     assert sampler.init(np.array([[1], [2]])).tolist() == [[-1, -1, 1], [-1, -1, 2]]
     assert sampler.init(np.arange(5)[None]).tolist() == [[2, 3, 4]]
     assert sampler.init(NONE).tolist() == [[-1] * 3] * 2

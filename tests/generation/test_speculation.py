@@ -104,7 +104,7 @@ def test_speculate_ends_texts_as_decode_does(kind):
 
 def test_speculate_sampler_follows_only_accepted_tokens():
     prompts = [[1, 2, 1, 2], [3, 4, 3, 4]]
-    length_penalty = make_sampler(repeat_penalty=1.5, last_n=6)
+    length_penalty = make_sampler(repeat_penalty=1.5, penalty_last_n=6)
     odd = dict(allowed=lambda s: jnp.arange(VOCABULARY) % 2 == s, advance=lambda s, t: 1 - t % 2)
     rule = constrain(length_penalty, first=0, **odd)
     cache, logits, ids, *_ = jaxkv.prefill(forward, None, SMALL.make(), make_batch(prompts))

@@ -147,7 +147,9 @@ def test_main_closed_streams_read_and_write_nothing(files, monkeypatch):
 
 
 def test_finish_has_a_word_for_every_end_of_an_engine():
-    assert set(FINISH) == set(batching.Finish) and set(FINISH.values()) == set(get_args(Finish))
+    assert set(FINISH) == set(batching.FinishReason) and set(FINISH.values()) == set(
+        get_args(Finish)
+    )
 
 
 def test_screen_shows_first_text_live_and_others_after_it(capsys):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jaxkv
 from jaxkv import make_batch
-from jaxkv.places import NOWHERE, bucket
+from jaxkv.places import NO_SLOT, next_power_of_two
 from jaxkv.planning.layout import layout
 from jaxkv.planning.splits import equal_split, sequence_split, simple_split
 from tests.caches import SMALL, SPLIT, drawn
@@ -69,7 +69,7 @@ def test_only_of_plan_fits_is_planned():
 def test_split_takes_every_token_once_in_order(split_by, sequences, size):
     sequences = np.array(sequences, np.int32)
     parts = split_by(sequences, size)
-    taken = [part[part != NOWHERE].tolist() for part in parts]
+    taken = [part[part != NO_SLOT].tolist() for part in parts]
     assert sorted(sum(taken, [])) == list(range(len(sequences)))
     assert all(1 <= len(tokens) <= size for tokens in taken)
     for seq in set(sequences.tolist()):
@@ -77,12 +77,12 @@ def test_split_takes_every_token_once_in_order(split_by, sequences, size):
         assert mine == sorted(mine)
     for part, tokens in zip(parts, taken, strict=True):
         assert part.dtype == np.int32
-        assert part.shape[1] in {size, min(size, bucket(part.shape[1]))}
-        ids = [set(sequences[row[row != NOWHERE]].tolist()) for row in part]
+        assert part.shape[1] in {size, min(size, next_power_of_two(part.shape[1]))}
+        ids = [set(sequences[row[row != NO_SLOT]].tolist()) for row in part]
         if split_by is equal_split:
             assert all(len(row) == 1 for row in ids)
             assert len(set.union(*ids)) == part.shape[0]
-            assert len({(row != NOWHERE).sum() for row in part}) == 1
+            assert len({(row != NO_SLOT).sum() for row in part}) == 1
         else:
             assert part.shape[0] == 1
         if split_by is simple_split:

@@ -118,5 +118,5 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     grouped, _, grew = loops.self_extend(cache, 0, 0, group=2, width=2)
     assert ok and grew and dtypes(slid) == dtypes(grouped) == dtypes(cache)
     request = loops.batching.Request(prompt=prompts[1], max_new_tokens=5)
-    (result,) = loops.batching.serve(forward, params, empty, [request], chunk=8)
+    (result,) = loops.batching.serve(forward, params, empty, [request], prefill_chunk=8)
     assert len(result.tokens) == 5

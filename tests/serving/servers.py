@@ -11,9 +11,9 @@ import numpy as np
 
 import jaxkv
 from jaxkv import loops, make_batch, prefix
-from jaxkv.loops.batching import Constraint, Engine, Finish, Request
+from jaxkv.loops.batching import Constraint, Engine, FinishReason, Request
 from jaxkv.loops.sampling import OPTIONS, FilterSampler, constrain
-from jaxkv.prefix import Miss
+from jaxkv.prefix import MissReason
 from tests.caches import VOCABULARY, Kind
 from tests.generation.tiny import assert_sound, forward
 
@@ -89,10 +89,10 @@ def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, 
         name: option.dtype(request.sampling.get(name, option.neutral))
         for name, option in OPTIONS.items()
     }
-    sampler = FilterSampler(**filters, last_n=last_n)
-    if request.rule_state is not None:
+    sampler = FilterSampler(**filters, penalty_last_n=last_n)
+    if request.constraint_state is not None:
         rule = dict(allowed=RULE.allowed, advance=RULE.advance)
-        sampler = constrain(sampler, first=jnp.int32(request.rule_state), **rule)
+        sampler = constrain(sampler, first=jnp.int32(request.constraint_state), **rule)
     tokens, valid = np.zeros((1, 48), np.int32), np.zeros((1, 48), bool)
     tokens[0, : len(request.prompt)], valid[0, : len(request.prompt)] = request.prompt, True
     cache, logits, ok = in_one_piece(model)(params, cache, tokens, valid)
@@ -109,7 +109,7 @@ def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, 
         for a, b in zip(first, rest, strict=True)
     )
     logprobs, tokens = logprobs[tokens >= 0], tokens[tokens >= 0]
-    reason = Finish.STOP if tokens[-1] in stop_tokens else Finish.LENGTH
+    reason = FinishReason.STOP if tokens[-1] in stop_tokens else FinishReason.LENGTH
     return tokens, logprobs, reason
 
 
@@ -123,8 +123,8 @@ def assert_as_alone(results, requests, **options):
 
 def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
     cache = kind.make()
-    store = holders and prefix.make_store(cache, holders=holders, cells=cells)
-    options = dict(stop_tokens=STOP, chunk=8, tokens_per_step=4, store=store) | options
+    store = holders and prefix.make_prefix_store(cache, store_sequences=holders, cells=cells)
+    options = dict(stop_tokens=STOP, prefill_chunk=8, tokens_per_step=4, store=store) | options
     return Engine(model, None, cache, **options)
 
 
@@ -183,25 +183,25 @@ class Server:
     """A cache with a store, and how many tokens it was told."""
 
     cache: Any
-    store: prefix.Store
+    store: prefix.PrefixStore
     computed: int = 0
     tell: Any = field(default=told)
 
     def ask(self, tokens, seq=0):
         """Reuse what there is of a prompt and compute the rest."""
-        self.cache, self.store, found = prefix.reuse(self.cache, self.store, tokens, seq)
+        self.cache, self.store, found = prefix.fork_prefix(self.cache, self.store, tokens, seq)
         self.go_on(tokens[found.length :], seq)
         return found
 
     def found(self, tokens):
-        return prefix.reuse(self.cache, self.store, tokens, 0)[2]
+        return prefix.fork_prefix(self.cache, self.store, tokens, 0)[2]
 
     def go_on(self, tokens, seq=0):
         self.cache = self.tell(self.cache, tokens, seq)
         self.computed += len(tokens)
 
     def remember(self, tokens, seq=0):
-        self.cache, self.store, miss = prefix.remember(self.cache, self.store, tokens, seq)
+        self.cache, self.store, miss = prefix.store_prefix(self.cache, self.store, tokens, seq)
         return miss
 
     def forget(self, seq=0):
@@ -217,10 +217,12 @@ class Server:
 
 
 def serving(cache, holders, *texts, cells=None, **options):
-    server = Server(cache, prefix.make_store(cache, holders=holders, cells=cells), **options)
+    server = Server(
+        cache, prefix.make_prefix_store(cache, store_sequences=holders, cells=cells), **options
+    )
     for text in texts:
         server.ask(text)
-        assert server.remember(text) is Miss.NONE
+        assert server.remember(text) is MissReason.NONE
     server.forget()
     server.computed = 0
     return server

@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv import prefix
-from jaxkv.loops.batching import Engine, Finish, Request, serve
+from jaxkv.loops.batching import Engine, FinishReason, Request, serve
 from models.compiling import counting
 from tests.caches import Kind
 from tests.cases import mostly_nightly
@@ -63,7 +63,7 @@ def test_engine_texts_are_as_each_alone(kind, holders):
     results.sort(key=lambda result: result.id)
     assert_as_alone(results, requests, cache=replace(ALONE, windows=kind.windows).make())
     assert_only_kept(engine)
-    assert {result.reason for result in results} == {Finish.STOP, Finish.LENGTH}
+    assert {result.reason for result in results} == {FinishReason.STOP, FinishReason.LENGTH}
     assert not holders or sum(result.found.length for result in results) > 20
 
 
@@ -76,9 +76,11 @@ def test_engine_texts_that_give_way_are_as_each_alone():
     requests = [
         Request(prompt=[i, 3], max_new_tokens=18, seed=i, sampling=hot, tag=i) for i in range(6)
     ]
-    requests = [replace(one, rule_state=i) for i, one in enumerate(requests[:3])] + requests[3:]
+    requests = [replace(one, constraint_state=i) for i, one in enumerate(requests[:3])] + requests[
+        3:
+    ]
     requests += mixed(10, seed=1)
-    requests[-3:] = [replace(one, rule_state=1) for one in requests[-3:]]
+    requests[-3:] = [replace(one, constraint_state=1) for one in requests[-3:]]
     engine = warm(POOL, reserve=False, constraint=RULE)
     most, results = 0, []
     with counting() as compiled:
@@ -96,7 +98,9 @@ def test_engine_texts_that_give_way_are_as_each_alone():
 def test_engine_without_reservations_fills_a_stream():
     engine = engine_of(STREAMS, reserve=False)
     (result,) = run(engine, [Request(prompt=[1, 2, 3], max_new_tokens=99)])
-    assert result.reason == Finish.FULL and len(result.tokens) == STREAMS.cells - 3 + 1
+    assert (
+        result.reason == FinishReason.OUT_OF_CELLS and len(result.tokens) == STREAMS.cells - 3 + 1
+    )
     wanted, _, _ = alone(replace(result.request, max_new_tokens=len(result.tokens)))
     assert result.tokens.tolist() == wanted.tolist()
     assert_only_kept(engine)
@@ -123,7 +127,7 @@ def test_cancel_frees_cells_at_once():
     assert engine.step() == [] and engine.tokens_of(long) == []
     assert jaxkv.num_used_cells(engine.cache) == 8
     assert engine.cancel(long)
-    assert [one.reason for one in engine.results()] == [Finish.CANCELLED]
+    assert [one.reason for one in engine.results()] == [FinishReason.CANCELLED]
     assert_only_kept(engine)
 
 
@@ -160,7 +164,7 @@ def test_submit_copies_options_and_prompt():
 def test_serve_penalties_count_prompts():
     options = dict(repeat_penalty=1.6, presence_penalty=0.5)
     requests = [replace(one, sampling=options) for one in mixed(6, seed=3)]
-    more = dict(stop_tokens=STOP, chunk=8, allow=options, last_n=4)
+    more = dict(stop_tokens=STOP, prefill_chunk=8, sampling_options=options, penalty_last_n=4)
     for result in serve(forward, None, POOL.make(), requests, **more):
         tokens, _, _ = alone(requests[result.id], last_n=4)
         assert result.tokens.tolist() == tokens.tolist()
@@ -171,8 +175,10 @@ def test_serve_no_allowed_token_ends_text():
         cache, logits = forward(params, cache, ubatch)
         return cache, jnp.full_like(logits, -jnp.inf)
 
-    (result,) = serve(mute, None, POOL.make(), [Request(prompt=[1, 2], max_new_tokens=3)], chunk=8)
-    assert result.reason == Finish.NO_TOKEN and result.tokens.size == 0
+    (result,) = serve(
+        mute, None, POOL.make(), [Request(prompt=[1, 2], max_new_tokens=3)], prefill_chunk=8
+    )
+    assert result.reason == FinishReason.NO_TOKEN and result.tokens.size == 0
 
 
 class Broken:
@@ -289,8 +295,10 @@ def test_engine_64_requests_of_a_model_are_as_alone(name, streams, reserve, hold
     requests = begun_alike(mixed(64, most=40), most=40)
     cells = 40 * max(10 // streams // 2, 2)
     cache = model.make_cache(cells=cells, sequences=10, streams=streams, ubatch_size=16)
-    store = holders and prefix.make_store(cache, holders=holders)
-    options = dict(stop_tokens=STOP, chunk=16, tokens_per_step=8, reserve=reserve, store=store)
+    store = holders and prefix.make_prefix_store(cache, store_sequences=holders)
+    options = dict(
+        stop_tokens=STOP, prefill_chunk=16, tokens_per_step=8, reserve=reserve, store=store
+    )
     engine = Engine(model.forward, model.params, cache, **options)
     engine.warm_up()
     with counting() as compiled:
@@ -299,4 +307,4 @@ def test_engine_64_requests_of_a_model_are_as_alone(name, streams, reserve, hold
     empty = model.make_cache(cells=80, ubatch_size=16)
     assert_as_alone(results, requests, model=model.forward, params=model.params, cache=empty)
     assert_only_kept(engine)
-    assert not holders or sum(result.found.length for result in results) > 50
+    assert not holders or sum(result.prefix_hit.length for result in results) > 50

@@ -6,7 +6,7 @@ import pytest
 
 from jaxkv import prefix
 from jaxkv.loops.batching import Engine, Request
-from jaxkv.prefix import Miss
+from jaxkv.prefix import MissReason
 from tests.cases import mostly_nightly
 from tests.generation.tiny import forward, load
 from tests.serving.servers import (
@@ -31,11 +31,11 @@ def test_engine_store_reuses_text_that_ended():
     engine, prompt = engine_of(POOL, [3]), tokens(8)
     first = ask(engine, prompt, max_new_tokens=4)
     text = [*prompt, *first.tokens.tolist()]
-    assert first.found == (0, Miss.UNKNOWN)
+    assert first.found == (0, MissReason.UNKNOWN)
     assert kept(engine) == [text[:-1]]  # the last token is never in the cache
     again = ask(engine, [*text, 1, 2])
-    assert again.found == (len(text) - 1, Miss.NONE)
-    assert ask(engine, prompt).found == (7, Miss.NONE)  # its last token gives the logits
+    assert again.found == (len(text) - 1, MissReason.NONE)
+    assert ask(engine, prompt).found == (7, MissReason.NONE)  # its last token gives the logits
     assert_as_alone([again], [again.request])
     assert_only_kept(engine)
 
@@ -48,8 +48,8 @@ def test_engine_store_reuses_text_that_runs():
         engine.step()
     assert not kept(engine)
     other = engine.submit(Request(prompt=[*common, 2], max_new_tokens=2))
-    found = {result.id: result.found for result in engine.results()}
-    assert found[other] == (30, Miss.NONE)
+    found = {result.id: result.prefix_hit for result in engine.results()}
+    assert found[other] == (30, MissReason.NONE)
     assert_only_kept(engine)
 
 
@@ -61,7 +61,7 @@ def test_engine_store_prompt_waits_where_that_saves_time():
             engine.submit(Request(prompt=[*common, *last], max_new_tokens=2))
         engine.step()
         assert placed(engine) == (1 if waits else 3)
-        found = [result.found.length for result in engine.results()]
+        found = [result.prefix_hit.length for result in engine.results()]
         assert sorted(found) == ([0, shared, shared] if waits else [0, 0, 0])
         assert_only_kept(engine)
 
@@ -72,15 +72,15 @@ def test_engine_store_keeps_what_a_cancelled_prompt_computed():
     engine.step()
     assert engine.cancel(request) and len(engine.step()) == 1
     assert kept(engine) == [prompt[:8]]  # one chunk
-    assert ask(engine, prompt).found == (8, Miss.NONE)
+    assert ask(engine, prompt).found == (8, MissReason.NONE)
 
 
 def test_engine_takes_cache_and_store_of_another():
     first, prompt = engine_of(ROOMY, [5]), tokens(20)
     ask(first, prompt)
-    options = dict(stop_tokens=STOP, chunk=8, tokens_per_step=4)
+    options = dict(stop_tokens=STOP, prefill_chunk=8, tokens_per_step=4)
     second = Engine(forward, None, first.cache, store=first.store, **options)
-    assert ask(second, [*prompt, 1]).found == (20, Miss.NONE)
+    assert ask(second, [*prompt, 1]).found == (20, MissReason.NONE)
 
 
 def test_engine_store_gives_way_to_a_request_and_no_sooner():
@@ -101,7 +101,7 @@ def test_engine_store_gives_way_to_a_request_and_no_sooner():
     text = kept(engine)[-1]
     assert ask(engine, [*text, 1], max_new_tokens=POOL.cells - len(text)).found == (
         len(text),
-        Miss.NONE,
+        MissReason.NONE,
     )
     assert_only_kept(engine)
 
@@ -126,7 +126,7 @@ def test_engine_store_promises_shared_cells_once():
         engine.submit(Request(prompt=[*common, last], max_new_tokens=3))
     engine._schedule.admit()
     assert placed(engine) == 3
-    assert [result.found.length for result in engine.results()] == [12] * 3
+    assert [result.prefix_hit.length for result in engine.results()] == [12] * 3
     assert_only_kept(engine)
 
 
@@ -151,7 +151,7 @@ def test_engine_store_copies_between_streams():
     assert first.found.length == 0 and len(kept(engine)) == 1
     requests = [Request(prompt=[*common, i], max_new_tokens=6) for i in range(2, 6)]
     results = run(engine, requests)
-    assert [result.found.length for result in results] == [30] * 4
+    assert [result.prefix_hit.length for result in results] == [30] * 4
     assert_as_alone(results, requests, stop_tokens=())
     assert_only_kept(engine)
     ask(engine, tokens(10, 3), max_new_tokens=38)  # all of a stream
@@ -174,8 +174,8 @@ class Counting:
     def __init__(self, name, *, holders, **sizes):
         self.model, self.computed = load(name), 0
         cache = self.model.make_cache(ubatch_size=64, **sizes)
-        store = prefix.make_store(cache, holders=holders)
-        options = dict(store=store, chunk=64, tokens_per_step=4)
+        store = prefix.make_prefix_store(cache, store_sequences=holders)
+        options = dict(store=store, prefill_chunk=64, tokens_per_step=4)
         self.engine = Engine(self.forward, self.model.params, cache, **options)
 
     def forward(self, params, cache, ubatch):
@@ -207,11 +207,11 @@ def test_engine_store_computes_common_tokens_once(name):
     assert beside == 8
     assert counted.computed == 512 + 64 * (own + max_new_tokens - 1)
     text = [*results[-1].request.prompt, *results[-1].tokens.tolist()]
-    assert ask(engine, [*text, 1, 2]).found == (len(text) - 1, Miss.NONE)
+    assert ask(engine, [*text, 1, 2]).found == (len(text) - 1, MissReason.NONE)
     assert_only_kept(engine)
 
 
-LEARN = [("mamba2", Miss.NO_STATE), ("gemma3", Miss.CONTEXT_EVICTED)]
+LEARN = [("mamba2", MissReason.NO_STATE), ("gemma3", MissReason.CONTEXT_EVICTED)]
 
 
 @pytest.mark.parametrize(("name", "miss"), mostly_nightly(LEARN, few=LEARN[:1]))
@@ -219,4 +219,4 @@ def test_engine_store_learns_where_prompts_part(name, miss):
     engine = Counting(name, sequences=4, holders=[1, 2, 3], cells=2400).engine
     common = tokens(200)
     found = [ask(engine, [*common, i, *tokens(500, i)]).found for i in range(3)]
-    assert found == [(0, Miss.UNKNOWN), (0, miss), (200, Miss.NONE)]
+    assert found == [(0, MissReason.UNKNOWN), (0, miss), (200, MissReason.NONE)]

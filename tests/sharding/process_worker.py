@@ -183,7 +183,7 @@ def requests() -> None:
     """Requests have the same results in all processes, and as in one alone."""
 
     def served(cache: Any, params: Any) -> list:
-        engine = Engine(tiny.model_of("ar"), params, cache, stop_tokens=[3], chunk=8)
+        engine = Engine(tiny.model_of("ar"), params, cache, stop_tokens=[3], prefill_chunk=8)
         engine.warm_up()
         for i in range(20):
             some = dict(sampling=dict(temperature=0.8)) if i % 2 else {}
@@ -205,15 +205,15 @@ def disagreement() -> None:
     with jax.set_mesh(mesh_of("tensor")):
         cache = planned(placed(make("tensor")), make_batch([[1, 2], [3]]))
         other_batch = make_batch([[1, 2, 3, 4 + number], [5, 6]])
-        sharding.agree(cache, make_batch([1]))
+        sharding.assert_in_sync(cache, make_batch([1]))
         for args in [(cache, other_batch), (planned(cache, other_batch), make_batch([1]))]:
             try:
-                sharding.agree(*args)
+                sharding.assert_in_sync(*args)
             except (RuntimeError, AssertionError) as error:
                 print(error, flush=True)
             else:
                 raise SystemExit("wanted to be told that processes differ")
-        sharding.agree(cache, make_batch([1]))  # nothing is broken by it
+        sharding.assert_in_sync(cache, make_batch([1]))  # nothing is broken by it
 
 
 def global_batches() -> None:

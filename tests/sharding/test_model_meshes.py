@@ -15,7 +15,7 @@ import jaxkv
 import models
 from jaxkv.hybrid import parts_of
 from jaxkv.kv.cells import Cells
-from jaxkv.mesh import Rules
+from jaxkv.mesh import ShardingRules
 from models.cli.arguments import InputError, parser
 from models.cli.main import main
 from models.families.caches import Attends, make_cache
@@ -62,7 +62,7 @@ def test_make_with_room_counts_whole_arrays_on_each_device(axes, kv_heads, sizes
     def allocated(**options):
         layer = Attends(kv_heads=kv_heads, head_dim=8_000, rope=None)
         make = partial(make_cache, [layer], sequences=options.get("streams", 1), **options)
-        return jaxkv.sharding.allocate(make, mesh)
+        return jaxkv.sharding.make_sharded(make, mesh)
 
     mesh = make_mesh(axes)
     with jax.set_mesh(mesh), pytest.raises(models.ModelError, match=message):
@@ -70,15 +70,15 @@ def test_make_with_room_counts_whole_arrays_on_each_device(axes, kv_heads, sizes
 
 
 ALL = jax.sharding.AbstractMesh((2, 2, 4), ("data", "tensor", "cells"))
-NOTHING, CELLS_ALONE = Rules(kv_heads=None), Rules(kv_heads=None, cells="cells")
+NOTHING, CELLS_ALONE = ShardingRules(kv_heads=None), ShardingRules(kv_heads=None, cells="cells")
 
 
 @pytest.mark.parametrize(
     ("parts", "with_cells", "rules", "axes", "why"),
     [
-        (4, False, Rules(), "tensor", None),
-        (4, False, Rules(kv_heads=("data", "tensor")), ("data", "tensor"), None),
-        (1, False, Rules(), None, "1 head, which 2 devices do not divide"),
+        (4, False, ShardingRules(), "tensor", None),
+        (4, False, ShardingRules(kv_heads=("data", "tensor")), ("data", "tensor"), None),
+        (1, False, ShardingRules(), None, "1 head, which 2 devices do not divide"),
         (4, False, NOTHING, None, "no axis of the mesh splits weights"),
         (4, False, CELLS_ALONE, None, "no axis of the mesh splits heads"),
         (24, True, RULES, ("tensor", "cells"), None),
@@ -111,7 +111,7 @@ def test_load_on_mesh_gives_each_device_its_share(name, tmp_path):
         assert all(x.data.size * devices == wanted.size for x in got.addressable_shards), key
 
     (tmp_path / "config.json").write_text((DATA / name / "config.json").read_text())
-    shapes = models.on_mesh(models.load_shapes(tmp_path, dtype=jnp.bfloat16), mesh, Rules())
+    shapes = models.on_mesh(models.load_shapes(tmp_path, dtype=jnp.bfloat16), mesh, ShardingRules())
 
     def alike(shape, array):
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
@@ -138,7 +138,7 @@ def test_load_shapes_of_too_little_config_raises(config, message, tmp_path):
 
 
 def test_whole_weights_say_why_they_are_whole():
-    model = models.on_mesh(models.load_shapes(DATA / "gemma3"), make_mesh(TENSOR), Rules())
+    model = models.on_mesh(models.load_shapes(DATA / "gemma3"), make_mesh(TENSOR), ShardingRules())
     whole, heads = model.whole_weights(), "1 key/value head, which 2 devices do not divide"
     assert whole["blocks.0.attention.qkv.weight"] == heads
     assert "blocks.0.feed.down.weight" not in whole and "vocabulary.head" not in whole
@@ -153,7 +153,7 @@ def test_whole_weights_say_why_they_are_whole():
 def test_model_step_on_mesh_sends_sums(name):
     """A sum for each part of a layer that is split, and that of the embedding."""
     mesh = make_mesh(TENSOR)
-    model = models.on_mesh(models.load_shapes(DATA / name), mesh, Rules())
+    model = models.on_mesh(models.load_shapes(DATA / name), mesh, ShardingRules())
 
     def step(params, cache, tokens):
         ubatch, _ = jaxkv.plan_step(cache, tokens, jnp.arange(2), jnp.ones(2, bool))

@@ -34,7 +34,7 @@ def test_orbax_restores_hybrid_cache_on_another_mesh(tmp_path):
         shapes = sharding.shapes(make, mesh, RULES)
         restored = checkpointer.restore(path, shapes)
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, restored, shapes))
-    plain = jaxkv.merge(restored.table.with_rules(None), restored.buffers)
+    plain = jaxkv.merge(restored.table.with_sharding_rules(None), restored.buffers)
     assert_identical(jax.device_get(plain), jax.device_get(cache))
     with jax.set_mesh(mesh):  # and it goes on
         plan = jaxkv.init_batch(restored, jaxkv.make_batch([[7], [8], [9], [10]])).check()

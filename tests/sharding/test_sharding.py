@@ -155,7 +155,7 @@ make = partial(jaxkv.make_kv_cache, layers=2, cells=16, kv_heads=2, head_dim=4)
 
 def with_rules():
     cache = make()
-    return jaxkv.merge(cache.table.with_rules(RULES), cache.buffers)
+    return jaxkv.merge(cache.table.with_sharding_rules(RULES), cache.buffers)
 
 
 def attend_without_mesh():
@@ -164,12 +164,14 @@ def attend_without_mesh():
     jaxkv.attend(with_rules(), 0, ubatch, q, q, q)
 
 
-def allocate(rules=RULES, **options):
-    sharding.allocate(partial(make, sequences=2, **options), mesh_of(data=2, cells=4), rules)
+def allocate(sharding_rules=RULES, **options):
+    sharding.make_sharded(
+        partial(make, sequences=2, **options), mesh_of(data=2, cells=4), sharding_rules
+    )
 
 
 def layout(**options):
-    return sharding.layout(jax.eval_shape(make), mesh_of(tensor=2), RULES, **options)
+    return sharding.device_bytes(jax.eval_shape(make), mesh_of(tensor=2), RULES, **options)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("sharding"))
@@ -180,15 +182,15 @@ def test_sharding_bad_argument_raises(call, outcome):
 def test_fitted_splits_cells_of_heads_that_do_not_divide():
     cache = jax.eval_shape(partial(make, kv_heads=6))
     mesh = mesh_of(tensor=4)
-    whole = sharding.layout(cache, mesh, RULES)
+    whole = sharding.device_bytes(cache, mesh, RULES)
     assert whole.whole == ("kv_heads (6) are not split by tensor",)
     assert whole.check(whole.total).buffers == jaxkv.nbytes(cache.buffers)
     with pytest.raises(ValueError, match="wanted at most .* on each of 4 devices"):
         whole.check(whole.total - 1)
-    finer, rules = sharding.fitted(cache, mesh, RULES)
+    finer, rules = sharding.fit_mesh(cache, mesh, RULES)
     assert dict(finer.shape) == {"tensor": 2, "cells": 2} and rules == RULES
-    assert sharding.layout(cache, finer, rules).buffers == whole.buffers // 4
-    copies, rules = sharding.fitted(cache, mesh, RULES, surplus="replicate")
+    assert sharding.device_bytes(cache, finer, rules).buffers == whole.buffers // 4
+    copies, rules = sharding.fit_mesh(cache, mesh, RULES, surplus="replicate")
     assert dict(copies.shape) == {"tensor": 2, "copies": 2} and rules == RULES
     with pytest.raises(ValueError, match="surplus='cells'"):
-        sharding.fitted(cache, mesh, RULES, surplus="refuse")
+        sharding.fit_mesh(cache, mesh, RULES, surplus="refuse")

@@ -44,13 +44,13 @@ def after_beams_and_slides(forward, params, cache):
 
 def after_a_store(forward, params, cache):
     """Logits after a prefix that another stream may hold, and what a store tells of it."""
-    store = prefix.make_store(cache, holders=HOLDERS)
+    store = prefix.make_prefix_store(cache, store_sequences=HOLDERS)
     batch = jaxkv.make_batch([1, 2, 3, 4])
     cache, *_ = jaxkv.prefill(forward, params, cache, batch)
-    cache, store, miss = prefix.remember(cache, store, [1, 2, 3, 4], 0)
+    cache, store, miss = prefix.store_prefix(cache, store, [1, 2, 3, 4], 0)
     seen = [miss, prefix.held(cache, store)]
     for seq in (0, 2):
-        cache, store, found = prefix.reuse(cache, store, [1, 2, 3, 4, 5, 6], seq)
+        cache, store, found = prefix.fork_prefix(cache, store, [1, 2, 3, 4, 5, 6], seq)
         batch = jaxkv.make_batch([5, 6], sequences=seq)
         cache, logits, *_ = jaxkv.prefill(forward, params, cache, batch)
         seen += [found, logits]
@@ -59,15 +59,17 @@ def after_a_store(forward, params, cache):
 
 
 def after_requests(forward, params, cache):
-    store = prefix.make_store(cache, holders=HOLDERS)
-    engine = Engine(forward, params, cache, chunk=8, tokens_per_step=2, allow=(), store=store)
+    store = prefix.make_prefix_store(cache, store_sequences=HOLDERS)
+    engine = Engine(
+        forward, params, cache, prefill_chunk=8, tokens_per_step=2, sampling_options=(), store=store
+    )
     engine.warm_up()
     found = []
     with counting() as compiled:
         for last in ([], [5], [5, 6], [7]):
             engine.submit(Request(prompt=[1, 2, 3, 4, *last], max_new_tokens=2))
             (result,) = engine.results()
-            found.append((result.found, result.tokens))
+            found.append((result.prefix_hit, result.tokens))
         assert compiled() == 0
     return found
 

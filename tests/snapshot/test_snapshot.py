@@ -91,13 +91,13 @@ def unstamped(cache):
         table, _ = jaxkv.split(part)
         if not isinstance(table, Cells):
             live = occupied(table, table.cell)
-            held = (table.holds == table.stamp[None]) & live[None]
+            held = (table.holds == table.cell_hash[None]) & live[None]
             table = replace(table, holds=held, content=jnp.where(live, table.content, 0))
         else:
             lacking = lacks(table).astype(np.uint32)
             content = jnp.where(table.position < 0, 0, table.content)
             table = replace(table, history=0 * table.history, written=lacking, content=content)
-        fields.append(replace(table, stamp=0 * table.stamp))
+        fields.append(replace(table, cell_hash=0 * table.cell_hash))
     return fields
 
 
@@ -163,7 +163,7 @@ def test_load_of_states_never_written_holds_none():
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1])))
     loaded = snapshot.load(snapshot.to_bytes(cache))
     assert loaded.table.cell.tolist() == cache.table.cell.tolist()
-    assert not (loaded.table.holds == loaded.table.stamp[None])[:, 0, 0].any()
+    assert not (loaded.table.holds == loaded.table.cell_hash[None])[:, 0, 0].any()
     plan = jaxkv.init_batch(loaded, jaxkv.make_batch([3]))
     states = jaxkv.read_states(jaxkv.apply(loaded, plan), 1, plan.ubatches[0])
     assert np.isnan(states["trace"]).all()

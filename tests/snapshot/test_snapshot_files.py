@@ -231,7 +231,7 @@ def save(cache=None, **options):
 
 def on_a_mesh():
     table, buffers = jaxkv.split(make())
-    return jaxkv.merge(table.with_rules(jaxkv.sharding.Rules()), buffers)
+    return jaxkv.merge(table.with_sharding_rules(jaxkv.sharding.ShardingRules()), buffers)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("snapshots"))
